@@ -1,0 +1,1 @@
+"""The few lines every loss shares: checks, precision, similarity, sums, ids."""

@@ -1,0 +1,125 @@
+"""Errors that say what was expected and what came."""
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "check_choice",
+    "check_integer",
+    "check_number",
+    "check_shapes",
+    "check_temperature",
+    "describe",
+    "values_can_be_checked",
+]
+
+
+def check_shapes(**tensors: tuple[Tensor | None, *tuple[str, ...]]) -> dict[str, int]:
+    """Checks tensors against shapes such as ``"B N D"``; returns what each letter stands for.
+
+    A letter takes its size where it first appears; several shapes are alternatives of different
+    rank; ``None`` is an optional tensor that was not given. All tensors must be on one device.
+    """
+    sizes: dict[str, int] = {}
+    first: dict[str, str] = {}
+    device = None
+    for name, (tensor, *shapes) in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected `{name}` to be a torch.Tensor, got {type(tensor).__name__}")
+        came = list(tensor.shape)
+        shape = next((s.split() for s in shapes if len(s.split()) == len(came)), None)
+        if shape is None:
+            raise ValueError(f"expected `{name}` of shape {_or(shapes)}, got {came}")
+        for letter, size in zip(shape, came, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                expected = [sizes.get(other, other) for other in shape]
+                raise ValueError(
+                    f"expected `{name}` of shape [{', '.join(shape)}] = {expected} "
+                    f"({letter} = {sizes[letter]} from `{first[letter]}`), got {came}"
+                )
+            first.setdefault(letter, name)
+        if device is None:
+            device, owner = tensor.device, name
+        elif tensor.device != device:
+            raise ValueError(
+                f"expected `{name}` on {device}, where `{owner}` is, got {tensor.device}"
+            )
+    return sizes
+
+
+def _or(shapes: Sequence[str]) -> str:
+    return " or ".join("[" + ", ".join(shape.split()) + "]" for shape in shapes)
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raises a ``ValueError`` that lists the choices."""
+    if value not in choices:
+        allowed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"expected `{name}` to be one of {allowed}, got {value!r}")
+
+
+def check_number(
+    name: str, value: object, *, minimum: float = -math.inf, exclusive: bool = False
+) -> None:
+    """Raises unless ``value`` is a finite real number, at least (or above) ``minimum``."""
+    # Compiled, a hyperparameter may be symbolic; comparing it would specialise the graph.
+    if torch.compiler.is_compiling():
+        return
+    bound = ""
+    if minimum > -math.inf:
+        bound = f" {'>' if exclusive else '>='} {minimum:g}"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"expected `{name}` to be a number{bound}, got {type(value).__name__}")
+    too_small = value <= minimum if exclusive else value < minimum
+    if not math.isfinite(value) or too_small:
+        raise ValueError(f"expected `{name}` to be a finite number{bound}, got {value!r}")
+
+
+def check_integer(name: str, value: object, *, minimum: int) -> None:
+    """Raises unless ``value`` is an integer of at least ``minimum``."""
+    if torch.compiler.is_compiling():
+        return
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"expected `{name}` to be an integer, got {type(value).__name__}")
+    if int(value) < minimum:
+        raise ValueError(f"expected `{name}` to be an integer >= {minimum}, got {value!r}")
+
+
+def check_temperature(value: object) -> None:
+    """Raises unless ``value`` is a finite number above 0, or a 0-d floating tensor of any value."""
+    if isinstance(value, Tensor):
+        if value.ndim != 0:
+            raise ValueError(
+                "expected `temperature` to be a number or a 0-d tensor, got a tensor of shape "
+                f"{list(value.shape)}"
+            )
+        if not value.is_floating_point():
+            raise TypeError(f"expected `temperature` to be floating point, got {value.dtype}")
+    else:
+        check_number("temperature", value, minimum=0.0, exclusive=True)
+
+
+def values_can_be_checked(tensor: Tensor) -> bool:
+    """Whether looking at the values of ``tensor`` costs neither a sync nor a graph break."""
+    return (
+        not torch.compiler.is_compiling()
+        and tensor.device.type == "cpu"
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def describe(module: nn.Module, *names: str) -> str:
+    """The hyperparameters of a module as ``name=value``, for ``extra_repr``."""
+    parts = []
+    for name in names:
+        value = getattr(module, name)
+        if isinstance(value, Tensor):
+            value = value.tolist()
+        parts.append(f"{name}={value!r}")
+    return ", ".join(parts)

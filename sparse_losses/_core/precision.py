@@ -1,0 +1,47 @@
+"""Half precision in, single precision inside: no loss is computed in fp16 or bf16."""
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["compute_dtype", "full_precision"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def full_precision(function: Callable[P, R]) -> Callable[P, R]:
+    """Runs ``function`` with autocast off.
+
+    Casting alone does not help: under autocast ``x.float() @ y.float()`` is still a bf16 product.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        for tensor in (*args, *kwargs.values()):
+            if isinstance(tensor, Tensor):
+                break
+        else:  # no tensor came: let the checks inside say so
+            return function(*args, **kwargs)
+        if not torch.amp.is_autocast_available(tensor.device.type):
+            return function(*args, **kwargs)
+        with torch.autocast(tensor.device.type, enabled=False):
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def compute_dtype(**tensors: Tensor | None) -> torch.dtype:
+    """The dtype to compute in: fp64 if any of the data tensors is, else fp32."""
+    dtype = torch.float32
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not tensor.is_floating_point():
+            raise TypeError(f"expected `{name}` to be floating point, got {tensor.dtype}")
+        if tensor.dtype == torch.float64:
+            dtype = torch.float64
+    return dtype

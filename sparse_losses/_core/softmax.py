@@ -1,0 +1,36 @@
+"""Log-sum-exp pieces that keep their digits in the value and in the gradient."""
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+__all__ = ["masked_logsumexp", "negative_log_softmax", "softplus"]
+
+
+def softplus(x: Tensor) -> Tensor:
+    """``log(1 + exp(x))``, exact to rounding (by default PyTorch switches to ``x`` at 20)."""
+    return nnf.softplus(x, threshold=50.0)
+
+
+def masked_logsumexp(scores: Tensor, mask: Tensor) -> Tensor:
+    """``log(sum(exp(scores)))`` over the last dimension where ``mask``; ``-inf`` over nothing."""
+    some = mask.any(-1)
+    # The gradient of a log-sum-exp over nothing but -inf is NaN: sum zeros there instead.
+    fill = torch.where(some, -torch.inf, 0.0).to(scores.dtype).unsqueeze(-1)
+    total = torch.where(mask, scores, fill).logsumexp(-1)
+    return torch.where(some, total, -torch.inf)
+
+
+def negative_log_softmax(scores: Tensor, mask: Tensor) -> Tensor:
+    """``-log softmax`` over the last dimension where ``mask``; elsewhere it means nothing.
+
+    ``logsumexp(scores) - score`` cancels where one candidate has nearly all of the probability.
+    Only the largest can, so its term alone is ``softplus(logsumexp(the others) - score)``.
+    """
+    some = mask.any(-1, keepdim=True)
+    scores = torch.where(mask, scores, torch.where(some, -torch.inf, 0.0).to(scores.dtype))
+    largest = torch.zeros_like(mask).scatter(-1, scores.detach().argmax(-1, keepdim=True), True)
+    top = torch.where(largest, scores, 0.0).sum(-1, keepdim=True)
+    rest = masked_logsumexp(scores, mask & ~largest).unsqueeze(-1)
+    excess = softplus(rest - top)
+    return torch.where(largest, excess, top + excess - scores)

@@ -1,0 +1,56 @@
+"""Token ids of a text as a set: which positions count, and what stands there."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparse_losses._core.checks import values_can_be_checked
+
+__all__ = ["as_mask", "attended_ids", "first_occurrences", "id_mask"]
+
+
+def as_mask(name: str, mask: Tensor) -> Tensor:
+    """A bool, integer or float 0/1 mask as bool."""
+    if mask.is_complex():
+        raise TypeError(f"expected `{name}` to be a bool, integer or float mask, got {mask.dtype}")
+    return mask if mask.dtype == torch.bool else mask != 0
+
+
+def attended_ids(name: str, input_ids: Tensor, attended: Tensor, vocab_size: int) -> Tensor:
+    """``input_ids`` as int64, 0 where not attended; attended ids outside ``[0, V)`` are errors."""
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+        raise TypeError(f"expected `{name}` to be integers, got {input_ids.dtype}")
+    ids = torch.where(attended, input_ids, 0).long()
+    outside = (ids < 0) | (ids >= vocab_size)
+    if values_can_be_checked(ids):
+        if outside.any():
+            raise ValueError(
+                f"expected `{name}` in [0, V) with V = {vocab_size}, got {int(ids[outside][0])}"
+            )
+    elif torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        # An assertion on the device: no sync in eager mode, no graph break when compiled.
+        torch._assert_async(~outside.any(), f"expected `{name}` in [0, V)")
+    return ids
+
+
+def first_occurrences(ids: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    """Sorts each row ``[B, S]`` and marks where an attended id stands for the first time."""
+    beyond = torch.iinfo(ids.dtype).max
+    ordered = torch.where(attended, ids, beyond).sort(-1).values
+    first = torch.ones_like(attended)
+    first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    first = first & (ordered != beyond)
+    return torch.where(first, ordered, 0), first
+
+
+def id_mask(
+    name: str, token_ids: Sequence[int] | Tensor | None, vocab_size: int, device: torch.device
+) -> Tensor | None:
+    """A set of token ids as a mask ``[V]``; ``None`` for the empty set."""
+    if token_ids is None or len(token_ids) == 0:
+        return None
+    ids = token_ids if isinstance(token_ids, Tensor) else torch.tensor(list(token_ids))
+    ids = attended_ids(name, ids, torch.ones_like(ids, dtype=torch.bool), vocab_size)
+    mask = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+    return mask.index_fill(0, ids.to(device, non_blocking=True), True)

@@ -1,0 +1,52 @@
+"""Every function of the package: ``import sparse_losses.functional as F``."""
+
+from sparse_losses.losses import (
+    distillation_loss,
+    flops_loss,
+    idf_flops_loss,
+    info_nce_loss,
+    language_penalty_loss,
+    margin_mse_loss,
+    min_activation_loss,
+    mutual_information_lower_bound,
+    n_pair_loss,
+    nws_loss,
+    pairwise_contrastive_loss,
+    positive_activation_loss,
+    self_reconstruction_loss,
+    triplet_margin_loss,
+)
+from sparse_losses.queue import LabelQueue
+from sparse_losses.representation import splade_pool, token_weights
+from sparse_losses.vocabulary import (
+    DocumentFrequency,
+    idf_penalty,
+    label_similarity,
+    language_penalty,
+    language_token_ids,
+)
+
+__all__ = [
+    "DocumentFrequency",
+    "LabelQueue",
+    "distillation_loss",
+    "flops_loss",
+    "idf_flops_loss",
+    "idf_penalty",
+    "info_nce_loss",
+    "label_similarity",
+    "language_penalty",
+    "language_penalty_loss",
+    "language_token_ids",
+    "margin_mse_loss",
+    "min_activation_loss",
+    "mutual_information_lower_bound",
+    "n_pair_loss",
+    "nws_loss",
+    "pairwise_contrastive_loss",
+    "positive_activation_loss",
+    "self_reconstruction_loss",
+    "splade_pool",
+    "token_weights",
+    "triplet_margin_loss",
+]

@@ -1,0 +1,83 @@
+"""FLOPS: the expected cost of a dot product through an inverted index (Minimizing FLOPs, 2020)."""
+
+from torch import Tensor, nn
+
+from sparse_losses._core.checks import check_shapes, describe
+from sparse_losses._core.column_mean import Estimator, check_estimator, mean_and_square
+from sparse_losses._core.precision import compute_dtype, full_precision
+
+__all__ = ["FlopsLoss", "flops_loss"]
+
+
+@full_precision
+def flops_loss(activations: Tensor, *, estimator: Estimator = "biased") -> Tensor:
+    r"""FLOPS regulariser: the squared mean activation of every token, summed over the vocabulary.
+
+    $$\ell = \sum_{j=1}^{V} m_j^2 \qquad m_j = \frac{1}{B} \sum_{i=1}^{B} x_{ij}$$
+
+    $x_{ij} \ge 0$ is the activation of token $j$ in row $i$. This value depends on the batch size:
+    its expectation is $\sum_j (\mu_j^2 + \sigma_j^2 / B)$. ``estimator="unbiased"`` replaces
+    $m_j^2$ by
+
+    $$\frac{\bigl(\sum_i x_{ij}\bigr)^2 - \sum_i x_{ij}^2}{B (B - 1)}$$
+
+    whose expectation is $\mu_j^2$ at any batch size, so that a weight tuned on one batch size, or
+    number of devices, holds on another. A single estimate of $\mu_j^2$ may then be 0 for a token
+    that fires in one row only, and the pressure on a token comes from the *other* rows.
+
+    Both are a sum over ``V``: weights do not carry over between vocabularies.
+
+    Args:
+        activations: ``[B, V]`` floating.
+        estimator: ``"biased"`` (the paper) or ``"unbiased"`` (needs ``B >= 2``).
+
+    Returns:
+        0-d, fp32 (fp64 for fp64 inputs): one statistic of the whole batch, hence no ``reduction``.
+        0 for ``B = 0``.
+
+    Raises:
+        ValueError: for a wrong shape or estimator, or ``"unbiased"`` with fewer than two rows.
+        TypeError: for a wrong dtype.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses.functional import flops_loss
+        >>> activations = torch.tensor([[2.0, 0.0, 1.0], [2.0, 1.0, 0.0]])
+        >>> flops_loss(activations)  # 2^2 + 0.5^2 + 0.5^2
+        tensor(4.5000)
+        >>> flops_loss(activations, estimator="unbiased")  # 2 * 2 + 0 * 1 + 1 * 0
+        tensor(4.)
+
+    References:
+        Minimizing FLOPs to Learn Efficient Sparse Representations, eq. 4. SPLADE: Sparse Lexical
+        and Expansion Model for First Stage Ranking, eq. 4.
+    """
+    check_shapes(activations=(activations, "B V"))
+    check_estimator(estimator, activations.shape[0])
+    x = activations.to(compute_dtype(activations=activations))
+    _, squared_mean = mean_and_square(x, estimator)
+    return squared_mean.sum()
+
+
+class FlopsLoss(nn.Module):
+    """Module of :func:`~sparse_losses.functional.flops_loss`, which holds formula and arguments.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import FlopsLoss
+        >>> FlopsLoss()(torch.eye(4))  # four tokens, each in one row of four
+        tensor(0.2500)
+    """
+
+    def __init__(self, *, estimator: Estimator = "biased") -> None:
+        super().__init__()
+        check_estimator(estimator)
+        self.estimator: Estimator = estimator
+
+    def forward(self, activations: Tensor) -> Tensor:
+        """The loss; tensors as in the function."""
+        return flops_loss(activations, estimator=self.estimator)
+
+    def extra_repr(self) -> str:
+        """The hyperparameters."""
+        return describe(self, "estimator")

@@ -1,0 +1,349 @@
+"""InfoNCE: find the positive among the candidates (Contrastive Predictive Coding, 2018)."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sparse_losses._core.checks import (
+    check_choice,
+    check_integer,
+    check_shapes,
+    check_temperature,
+    describe,
+)
+from sparse_losses._core.precision import compute_dtype, full_precision
+from sparse_losses._core.reduction import Reduction, check_reduction, reduce
+from sparse_losses._core.similarity import normalize
+from sparse_losses._core.softmax import masked_logsumexp, negative_log_softmax, softplus
+from sparse_losses._core.token_ids import as_mask
+
+__all__ = ["InfoNCELoss", "info_nce_loss", "mutual_information_lower_bound"]
+
+
+@full_precision
+def info_nce_loss(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 0.07,
+    similarity: str = "cosine",
+    symmetric: bool = False,
+    in_batch: bool = True,
+    positive_ids: Tensor | None = None,
+    positive_mask: Tensor | None = None,
+    decoupled: bool = False,
+    chunk_size: int | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""InfoNCE: cross-entropy of the positive among the candidates of a row.
+
+    $$\ell_i = -\log \frac{\exp(s_{ii} / t)}{\sum_{c \in C_i} \exp(s_{ic} / t)}$$
+
+    $s_{ic}$ is the similarity of anchor $i$ and candidate $c$, $t$ the temperature. The candidates
+    $C_i$ are the row's own positive, the other rows' positives (``in_batch``) and the negatives.
+    $\ell_i \ge 0$, and $\ell_i \to 0$ keeps its digits: it is computed as
+    $\mathrm{softplus}(\log\sum_{c \ne i} e^{s_{ic}/t} - s_{ii}/t)$.
+
+    With ``positive_mask`` a row has several positives $P_i$ and $\ell_i$ is the mean over them of
+    $-\log(e^{s_{ip}/t} / \sum_{c \in C_i} e^{s_{ic}/t})$: every denominator holds all candidates,
+    the other positives included. With ``decoupled`` the denominator holds the negatives only; on
+    raw dot products that loss is unbounded below.
+
+    Args:
+        anchor: ``[B, D]`` floating; queries. ``D`` is the vocabulary for sparse vectors.
+        positive: ``[B, D]``; row ``i`` is the positive of anchor ``i``.
+        negative: ``[N, D]`` shared by all rows, or ``[B, N, D]``, each row its own.
+        temperature: ``t``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
+        similarity: ``"cosine"`` (of the rows, normalised here) or ``"dot"``.
+        symmetric: the mean of both directions; the negatives join both, ``positive_mask`` is
+            transposed for the second, and a row is valid if it is in both.
+        in_batch: whether the other rows' positives are candidates.
+        positive_ids: ``[B]`` integers; another row's positive with the same id as the row's own is
+            left out of its denominator: the same text twice is no negative.
+        positive_mask: ``[B, B]`` bool, int or float 0/1; ``[i, j]``: positive ``j`` is a positive
+            of anchor ``i``. The diagonal is not implied. Needs ``in_batch``.
+        decoupled: leave the positives out of the denominator (decoupled contrastive learning).
+        chunk_size: rows of the score matrix held at once; changes memory, not the result.
+        reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
+
+    Returns:
+        fp32 (fp64 for fp64 inputs), 0-d or ``[B]``. A row without a positive, and under
+        ``decoupled`` a row without a negative, is not valid: 0 and no gradient.
+
+    Raises:
+        ValueError: for wrong shapes, devices or hyperparameters, or no candidate but the positive.
+        TypeError: for wrong dtypes.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses.functional import info_nce_loss
+        >>> anchor = torch.eye(3)
+        >>> info_nce_loss(anchor, anchor, temperature=0.5)  # log(1 + 2 exp(-2))
+        tensor(0.2395)
+        >>> info_nce_loss(anchor, anchor.flip(0), temperature=0.5, reduction="none")
+        tensor([2.2395, 0.2395, 2.2395])
+
+    References:
+        Representation Learning with Contrastive Predictive Coding, eq. 4. Supervised Contrastive
+        Learning, eq. 2 (``positive_mask``). Decoupled Contrastive Learning, eq. 5 (``decoupled``).
+    """
+    size = check_shapes(
+        anchor=(anchor, "B D"),
+        positive=(positive, "B D"),
+        negative=(negative, "N D", "B N D"),
+        positive_ids=(positive_ids, "B"),
+        positive_mask=(positive_mask, "B B"),
+    )
+    _check(temperature, similarity, chunk_size)
+    check_reduction(reduction)
+    if not in_batch and positive_mask is not None:
+        raise ValueError("expected `positive_mask` only with `in_batch=True`, got in_batch=False")
+    if not in_batch and size.get("N", 0) == 0:
+        raise ValueError("expected `negative` with `in_batch=False`: the positive has no rival")
+    if positive_ids is not None and positive_ids.is_floating_point():
+        raise TypeError(f"expected `positive_ids` to be integers, got {positive_ids.dtype}")
+
+    dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)
+    represent = normalize if similarity == "cosine" else _unchanged
+    anchor, positive = anchor.to(dtype), positive.to(dtype)
+    anchor_key, positive_key = represent(anchor), represent(positive)
+    negative_key = None if negative is None else represent(negative.to(dtype))
+    positive_mask = None if positive_mask is None else as_mask("positive_mask", positive_mask)
+    temperature = temperature.to(dtype) if isinstance(temperature, Tensor) else temperature
+
+    if size["B"] == 0:
+        return reduce(anchor.sum(-1), reduction)
+    num_negatives = size.get("N", 0)
+    valid = _valid_rows(anchor, num_negatives, positive_mask, positive_ids, symmetric, decoupled)
+    anchor_query, positive_query = anchor_key, positive_key
+    if valid is not None:
+        # A row that is not valid asks nothing: its NaN must not reach the candidates' gradients.
+        anchor_query = represent(torch.where(valid[:, None], anchor, 0.0))
+        positive_query = represent(torch.where(valid[:, None], positive, 0.0))
+
+    def losses_of_rows(start: int, stop: int) -> Tensor:
+        rows = slice(start, stop)
+        shared = (negative_key, positive_ids, temperature, in_batch, decoupled, rows)
+        values = _row_losses(anchor_query, positive_key, positive_mask, *shared)
+        if symmetric:
+            transposed = None if positive_mask is None else positive_mask.T
+            values = (values + _row_losses(positive_query, anchor_key, transposed, *shared)) / 2
+        return values
+
+    batch = size["B"]
+    if chunk_size is None or chunk_size >= batch:
+        return reduce(losses_of_rows(0, batch), reduction, valid)
+    # torch.func knows no saved-tensor hooks; there the chunks are merely computed one by one.
+    recompute = torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
+    chunks = []
+    for start in range(0, batch, chunk_size):
+        stop = min(start + chunk_size, batch)
+        if recompute:
+            chunk = checkpoint(
+                losses_of_rows, start, stop, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            chunk = losses_of_rows(start, stop)
+        chunks.append(chunk)
+    return reduce(torch.cat(chunks), reduction, valid)
+
+
+def _row_losses(
+    query: Tensor,
+    key: Tensor,
+    positive_mask: Tensor | None,
+    negative: Tensor | None,
+    positive_ids: Tensor | None,
+    temperature: float | Tensor,
+    in_batch: bool,
+    decoupled: bool,
+    rows: slice,
+) -> Tensor:
+    """The loss of each of the rows, one direction: ``query[rows]`` asks, ``key`` answers."""
+    query = query[rows]
+    if in_batch:
+        scores = query @ key.T
+        index = torch.arange(key.shape[0], device=key.device)
+        own = index[rows, None] == index
+        positive = own if positive_mask is None else positive_mask[rows]
+        rival = ~positive
+        if positive_ids is not None:
+            rival = rival & (positive_ids[rows, None] != positive_ids)
+    else:
+        scores = (query * key[rows]).sum(-1, keepdim=True)
+        positive = torch.ones_like(scores, dtype=torch.bool)
+        rival = ~positive
+    if negative is not None:
+        if negative.ndim == 2:
+            negative_scores = query @ negative.T
+        else:
+            negative_scores = torch.einsum("bd,bnd->bn", query, negative[rows])
+        is_negative = torch.ones_like(negative_scores, dtype=torch.bool)
+        scores = torch.cat([scores, negative_scores], dim=1)
+        positive = torch.cat([positive, ~is_negative], dim=1)
+        rival = torch.cat([rival, is_negative], dim=1)
+    scores = scores / temperature
+
+    if decoupled or positive_mask is None:
+        gap = masked_logsumexp(scores, rival) - _mean_where(positive, scores)
+        return gap if decoupled else softplus(gap)
+    return _mean_where(positive, negative_log_softmax(scores, positive | rival))
+
+
+def _mean_where(mask: Tensor, values: Tensor) -> Tensor:
+    return torch.where(mask, values, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
+
+
+def _valid_rows(
+    anchor: Tensor,
+    num_negatives: int,
+    positive_mask: Tensor | None,
+    positive_ids: Tensor | None,
+    symmetric: bool,
+    decoupled: bool,
+) -> Tensor | None:
+    """Rows with a positive and, if decoupled, a negative; ``None`` where that is every row."""
+    needs_rival = decoupled and num_negatives == 0
+    if positive_mask is None:
+        if not needs_rival:
+            return None
+        if positive_ids is None:
+            return anchor.new_full(anchor.shape[:1], anchor.shape[0] > 1, dtype=torch.bool)
+        # One differing id among the rows gives every row a rival.
+        return (positive_ids != positive_ids[:1]).any().expand(anchor.shape[0])
+    valid = positive_mask.any(1)
+    if symmetric:
+        valid = valid & positive_mask.any(0)
+    if needs_rival:
+        rival = ~positive_mask
+        if positive_ids is not None:
+            rival = rival & (positive_ids[:, None] != positive_ids)
+        valid = valid & rival.any(1)
+        if symmetric:
+            valid = valid & rival.any(0)
+    return valid
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _check(temperature: float | Tensor, similarity: str, chunk_size: int | None) -> None:
+    check_temperature(temperature)
+    check_choice("similarity", similarity, ("cosine", "dot"))
+    if chunk_size is not None:
+        check_integer("chunk_size", chunk_size, minimum=1)
+
+
+class InfoNCELoss(nn.Module):
+    """Module of :func:`~sparse_losses.functional.info_nce_loss`, which holds formula and arguments.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import InfoNCELoss
+        >>> loss = InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.05)))
+        >>> anchor, positive = torch.randn(8, 32), torch.randn(8, 32)
+        >>> loss(anchor, positive).backward()
+        >>> loss.temperature.grad.shape
+        torch.Size([])
+    """
+
+    def __init__(
+        self,
+        *,
+        temperature: float | Tensor = 0.07,
+        similarity: str = "cosine",
+        symmetric: bool = False,
+        in_batch: bool = True,
+        decoupled: bool = False,
+        chunk_size: int | None = None,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__()
+        _check(temperature, similarity, chunk_size)
+        check_reduction(reduction)
+        self.temperature = temperature
+        self.similarity = similarity
+        self.symmetric = symmetric
+        self.in_batch = in_batch
+        self.decoupled = decoupled
+        self.chunk_size = chunk_size
+        self.reduction: Reduction = reduction
+
+    def forward(
+        self,
+        anchor: Tensor,
+        positive: Tensor,
+        negative: Tensor | None = None,
+        *,
+        positive_ids: Tensor | None = None,
+        positive_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The loss; tensors as in the function."""
+        return info_nce_loss(
+            anchor,
+            positive,
+            negative,
+            temperature=self.temperature,
+            similarity=self.similarity,
+            symmetric=self.symmetric,
+            in_batch=self.in_batch,
+            positive_ids=positive_ids,
+            positive_mask=positive_mask,
+            decoupled=self.decoupled,
+            chunk_size=self.chunk_size,
+            reduction=self.reduction,
+        )
+
+    def extra_repr(self) -> str:
+        """The hyperparameters."""
+        return describe(
+            self,
+            "temperature",
+            "similarity",
+            "symmetric",
+            "in_batch",
+            "decoupled",
+            "chunk_size",
+            "reduction",
+        )
+
+
+@full_precision
+def mutual_information_lower_bound(loss: Tensor, num_candidates: int) -> Tensor:
+    r"""What an InfoNCE value says about the mutual information of anchor and positive, in nats.
+
+    $$I \ge \log n - \ell$$
+
+    $n$ candidates a row: one positive and $n - 1$ independent draws from the marginal. The bound
+    cannot exceed $\log n$, however much the two share: small batches cannot show much. It holds for
+    plain InfoNCE only, not for decoupled, several positives, hard negatives or weights.
+
+    Args:
+        loss: an InfoNCE value, ``[]`` or ``[B]``, floating.
+        num_candidates: ``n``; ``B`` for in-batch negatives alone, ``B + N`` with shared ones.
+
+    Returns:
+        The bound in nats, shape of ``loss``, at most ``log(num_candidates)``.
+
+    Raises:
+        ValueError: if ``num_candidates`` is below 1.
+        TypeError: if ``loss`` is not a floating tensor.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses.functional import mutual_information_lower_bound
+        >>> mutual_information_lower_bound(torch.tensor(1.0), num_candidates=64)
+        tensor(3.1589)
+
+    References:
+        Representation Learning with Contrastive Predictive Coding, eq. 6.
+    """
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"expected `loss` to be a torch.Tensor, got {type(loss).__name__}")
+    check_integer("num_candidates", num_candidates, minimum=1)
+    loss = loss.to(compute_dtype(loss=loss))
+    return math.log(num_candidates) - loss.clamp(min=0.0)

@@ -1,0 +1,77 @@
+"""Language penalty: tokens of other languages cost (seed V28a)."""
+
+from torch import Tensor, nn
+
+from sparse_losses._core.checks import check_shapes, describe
+from sparse_losses._core.precision import compute_dtype, full_precision
+from sparse_losses._core.reduction import Reduction, check_reduction, reduce
+
+__all__ = ["LanguagePenaltyLoss", "language_penalty_loss"]
+
+
+@full_precision
+def language_penalty_loss(
+    activations: Tensor, token_penalty: Tensor, *, reduction: Reduction = "mean"
+) -> Tensor:
+    r"""The activations of a row, weighted by what each token costs.
+
+    $$\ell_i = \sum_{j=1}^{V} p_j x_{ij}$$
+
+    $x_{ij}$ is the activation of token $j$ in row $i$, $p$ the ``token_penalty``, 0 for the
+    languages wanted (see :func:`~sparse_losses.functional.language_penalty`).
+
+    Args:
+        activations: ``[B, V]`` floating.
+        token_penalty: ``[V]``, ``p``; cast to the dtype of the computation.
+        reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
+
+    Returns:
+        fp32 (fp64 for fp64 activations), 0-d or ``[B]``.
+
+    Raises:
+        ValueError: for wrong shapes, devices or reduction.
+        TypeError: for wrong dtypes.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses.functional import language_penalty_loss
+        >>> language_penalty_loss(torch.tensor([[1.0, 0.5]]), torch.tensor([0.0, 100.0]))
+        tensor(50.)
+
+    References:
+        From the notes of a Korean neural sparse retriever (its version V28a).
+    """
+    check_shapes(activations=(activations, "B V"), token_penalty=(token_penalty, "V"))
+    check_reduction(reduction)
+    x = activations.to(compute_dtype(activations=activations))
+    return reduce(x @ token_penalty.to(x.dtype), reduction)
+
+
+class LanguagePenaltyLoss(nn.Module):
+    """Module of :func:`~sparse_losses.functional.language_penalty_loss`.
+
+    ``token_penalty`` is a buffer.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import LanguagePenaltyLoss
+        >>> LanguagePenaltyLoss(torch.tensor([0.0, 100.0]))(torch.tensor([[1.0, 0.25]]))
+        tensor(25.)
+    """
+
+    token_penalty: Tensor
+
+    def __init__(self, token_penalty: Tensor, *, reduction: Reduction = "mean") -> None:
+        super().__init__()
+        check_shapes(token_penalty=(token_penalty, "V"))
+        check_reduction(reduction)
+        self.register_buffer("token_penalty", token_penalty.detach())
+        self.reduction: Reduction = reduction
+
+    def forward(self, activations: Tensor) -> Tensor:
+        """The loss; tensors as in the function."""
+        return language_penalty_loss(activations, self.token_penalty, reduction=self.reduction)
+
+    def extra_repr(self) -> str:
+        """The hyperparameters."""
+        return describe(self, "reduction")

@@ -1,0 +1,118 @@
+"""Minimum activation: every text keeps a few active tokens (seed V22 to V26)."""
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from sparse_losses._core.checks import check_integer, check_number, check_shapes, describe
+from sparse_losses._core.precision import compute_dtype, full_precision
+from sparse_losses._core.reduction import Reduction, check_reduction, reduce
+
+__all__ = ["MinActivationLoss", "min_activation_loss"]
+
+
+@full_precision
+def min_activation_loss(
+    activations: Tensor,
+    token_counts: Tensor | None = None,
+    *,
+    top_k: int = 5,
+    threshold: float = 0.5,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""Asks the mean of a row's largest activations to reach a threshold.
+
+    $$\ell_i = \max\Bigl(0, \theta - \frac{1}{k_i} \sum_{r=1}^{k_i} x_{i(r)}\Bigr)
+    \qquad k_i = \min(k, n_i)$$
+
+    $x_{i(r)}$ is the $r$-th largest activation of row $i$, $k$ is ``top_k``, $\theta$ the
+    ``threshold``, $n_i$ the row's token count ($k_i = k$ without ``token_counts``). It keeps rows
+    from falling silent; it cannot wake one: behind a ReLU a silent unit has no gradient, so warm
+    the sparsity up, or pass signed pooled logits (the threshold is then on their scale). One
+    constant code for all texts satisfies it: it prevents zeros, not collapse.
+
+    Args:
+        activations: ``[B, V]`` floating; activations or signed logits.
+        token_counts: ``[B]`` integers; a query of three tokens is not asked for five. A row with
+            count 0 is not valid.
+        top_k: ``k``, 1 to ``V``.
+        threshold: finite, in units of the activations.
+        reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
+
+    Returns:
+        fp32 (fp64 for fp64 inputs), 0-d or ``[B]``, >= 0.
+
+    Raises:
+        ValueError: for wrong shapes, devices or hyperparameters, ``top_k > V`` among them.
+        TypeError: for wrong dtypes.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses.functional import min_activation_loss
+        >>> activations = torch.tensor([[0.3, 0.1, 0.0, 0.0], [2.0, 1.0, 0.0, 0.0]])
+        >>> min_activation_loss(activations, top_k=2, reduction="none")
+        tensor([0.3000, 0.0000])
+
+    References:
+        From the notes of a Korean neural sparse retriever (its versions V22 to V26).
+    """
+    size = check_shapes(activations=(activations, "B V"), token_counts=(token_counts, "B"))
+    _check(top_k, threshold)
+    check_reduction(reduction)
+    if top_k > size["V"]:
+        raise ValueError(f"expected `top_k` of at most V = {size['V']}, got {top_k}")
+    if token_counts is not None and token_counts.is_floating_point():
+        raise TypeError(f"expected `token_counts` to be integers, got {token_counts.dtype}")
+    x = activations.to(compute_dtype(activations=activations))
+
+    largest = x.topk(top_k, dim=-1).values
+    if token_counts is None:
+        return reduce(nnf.relu(threshold - largest.mean(-1)), reduction)
+    counts = token_counts.clamp(min=0, max=top_k)
+    rank = torch.arange(top_k, device=x.device)
+    counted = torch.where(rank < counts[:, None], largest, 0.0)
+    mean = counted.sum(-1) / counts.clamp(min=1)
+    return reduce(nnf.relu(threshold - mean), reduction, counts > 0)
+
+
+def _check(top_k: int, threshold: float) -> None:
+    check_integer("top_k", top_k, minimum=1)
+    check_number("threshold", threshold)
+
+
+class MinActivationLoss(nn.Module):
+    """Module of :func:`~sparse_losses.functional.min_activation_loss`.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import MinActivationLoss
+        >>> loss = MinActivationLoss(top_k=2, threshold=1.0)
+        >>> loss(torch.tensor([[1.0, 0.0, 0.0]]))
+        tensor(0.5000)
+        >>> loss(torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([1]))  # a text of one token
+        tensor(0.)
+    """
+
+    def __init__(
+        self, *, top_k: int = 5, threshold: float = 0.5, reduction: Reduction = "mean"
+    ) -> None:
+        super().__init__()
+        _check(top_k, threshold)
+        check_reduction(reduction)
+        self.top_k = top_k
+        self.threshold = threshold
+        self.reduction: Reduction = reduction
+
+    def forward(self, activations: Tensor, token_counts: Tensor | None = None) -> Tensor:
+        """The loss; tensors as in the function."""
+        return min_activation_loss(
+            activations,
+            token_counts,
+            top_k=self.top_k,
+            threshold=self.threshold,
+            reduction=self.reduction,
+        )
+
+    def extra_repr(self) -> str:
+        """The hyperparameters."""
+        return describe(self, "top_k", "threshold", "reduction")

@@ -1,0 +1,97 @@
+"""N-pair loss: one positive against N negatives on raw dot products (N-pair Loss, 2016)."""
+
+import torch
+from torch import Tensor, nn
+
+from sparse_losses._core.checks import check_shapes, describe
+from sparse_losses._core.precision import compute_dtype, full_precision
+from sparse_losses._core.reduction import Reduction, check_reduction, reduce
+from sparse_losses._core.softmax import masked_logsumexp, softplus
+
+__all__ = ["NPairLoss", "n_pair_loss"]
+
+
+@full_precision
+def n_pair_loss(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor | None = None,
+    *,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""N-pair loss on raw dot products.
+
+    $$\ell_i = \log\Bigl(1 + \sum_k \exp(a_i \cdot n_k - a_i \cdot p_i)\Bigr)$$
+
+    $a_i$, $p_i$ are anchor and positive of row $i$, $n_k$ its negatives: those given, and only
+    those, else the other rows' positives. Equals InfoNCE on dot products at temperature 1.
+
+    Args:
+        anchor: ``[B, D]`` floating.
+        positive: ``[B, D]``.
+        negative: ``[N, D]`` shared by all rows, or ``[B, N, D]``, each row its own.
+        reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
+
+    Returns:
+        fp32 (fp64 for fp64 inputs), 0-d or ``[B]``; 0 for a row without negatives.
+
+    Raises:
+        ValueError: for wrong shapes, devices or reduction.
+        TypeError: for wrong dtypes.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses.functional import n_pair_loss
+        >>> n_pair_loss(torch.eye(3), torch.eye(3))  # log(1 + 2 / e)
+        tensor(0.5514)
+
+    References:
+        Improved Deep Metric Learning with Multi-class N-pair Loss Objective, eq. 4.
+    """
+    check_shapes(
+        anchor=(anchor, "B D"),
+        positive=(positive, "B D"),
+        negative=(negative, "N D", "B N D"),
+    )
+    check_reduction(reduction)
+    dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)
+    anchor, positive = anchor.to(dtype), positive.to(dtype)
+
+    if negative is None:
+        scores = anchor @ positive.T
+        positive_score = scores.diagonal()
+        is_negative = ~torch.eye(anchor.shape[0], dtype=torch.bool, device=anchor.device)
+    else:
+        negative = negative.to(dtype)
+        if negative.ndim == 2:
+            scores = anchor @ negative.T
+        else:
+            scores = torch.einsum("bd,bnd->bn", anchor, negative)
+        positive_score = (anchor * positive).sum(-1)
+        is_negative = torch.ones_like(scores, dtype=torch.bool)
+    values = softplus(masked_logsumexp(scores, is_negative) - positive_score)
+    return reduce(values, reduction)
+
+
+class NPairLoss(nn.Module):
+    """Module of :func:`~sparse_losses.functional.n_pair_loss`, which holds formula and arguments.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import NPairLoss
+        >>> NPairLoss()(torch.eye(3), torch.eye(3), torch.zeros(1, 3))  # log(1 + 1 / e)
+        tensor(0.3133)
+    """
+
+    def __init__(self, *, reduction: Reduction = "mean") -> None:
+        super().__init__()
+        check_reduction(reduction)
+        self.reduction: Reduction = reduction
+
+    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor | None = None) -> Tensor:
+        """The loss; tensors as in the function."""
+        return n_pair_loss(anchor, positive, negative, reduction=self.reduction)
+
+    def extra_repr(self) -> str:
+        """The hyperparameters."""
+        return describe(self, "reduction")

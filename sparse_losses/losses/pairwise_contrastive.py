@@ -1,0 +1,98 @@
+"""Contrastive loss of labelled pairs (Hadsell, Chopra and LeCun, 2006)."""
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from sparse_losses._core.checks import check_number, check_shapes, describe
+from sparse_losses._core.precision import compute_dtype, full_precision
+from sparse_losses._core.reduction import Reduction, check_reduction, reduce
+from sparse_losses._core.token_ids import as_mask
+
+__all__ = ["PairwiseContrastiveLoss", "pairwise_contrastive_loss"]
+
+
+@full_precision
+def pairwise_contrastive_loss(
+    x1: Tensor,
+    x2: Tensor,
+    same: Tensor,
+    *,
+    margin: float = 1.0,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""Pulls pairs of one class together, pushes pairs of two classes a margin apart.
+
+    $$\ell_i = \begin{cases} d_i^2 & \text{same} \\ \max(0, m - d_i)^2 & \text{else} \end{cases}
+    \qquad d_i = \lVert x_{1,i} - x_{2,i} \rVert_2$$
+
+    $m$ is the margin. Identical vectors of two classes have no direction to part in: the gradient
+    there is 0, not NaN.
+
+    Args:
+        x1: ``[B, D]`` floating.
+        x2: ``[B, D]``.
+        same: ``[B]`` bool, int or float 0/1.
+        margin: ``m``, in units of the Euclidean distance, >= 0.
+        reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
+
+    Returns:
+        fp32 (fp64 for fp64 inputs), 0-d or ``[B]``, >= 0.
+
+    Raises:
+        ValueError: for wrong shapes, devices or hyperparameters.
+        TypeError: for wrong dtypes.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses.functional import pairwise_contrastive_loss
+        >>> x1, x2 = torch.zeros(2, 2), torch.tensor([[0.0, 0.5], [0.0, 0.5]])
+        >>> pairwise_contrastive_loss(x1, x2, torch.tensor([True, False]), reduction="none")
+        tensor([0.2500, 0.2500])
+
+    References:
+        Dimensionality Reduction by Learning an Invariant Mapping, eq. 4 (without its halves).
+    """
+    check_shapes(x1=(x1, "B D"), x2=(x2, "B D"), same=(same, "B"))
+    _check(margin)
+    check_reduction(reduction)
+    dtype = compute_dtype(x1=x1, x2=x2)
+    same = as_mask("same", same)
+
+    squared_distance = (x1.to(dtype) - x2.to(dtype)).square().sum(-1)
+    # The square root has no finite slope at 0.
+    is_zero = squared_distance == 0
+    distance = torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, squared_distance).sqrt())
+    values = torch.where(same, squared_distance, nnf.relu(margin - distance).square())
+    return reduce(values, reduction)
+
+
+def _check(margin: float) -> None:
+    check_number("margin", margin, minimum=0.0)
+
+
+class PairwiseContrastiveLoss(nn.Module):
+    """Module of :func:`~sparse_losses.functional.pairwise_contrastive_loss`.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import PairwiseContrastiveLoss
+        >>> loss = PairwiseContrastiveLoss(margin=2.0)
+        >>> loss(torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([True]))
+        tensor(2.)
+    """
+
+    def __init__(self, *, margin: float = 1.0, reduction: Reduction = "mean") -> None:
+        super().__init__()
+        _check(margin)
+        check_reduction(reduction)
+        self.margin = margin
+        self.reduction: Reduction = reduction
+
+    def forward(self, x1: Tensor, x2: Tensor, same: Tensor) -> Tensor:
+        """The loss; tensors as in the function."""
+        return pairwise_contrastive_loss(x1, x2, same, margin=self.margin, reduction=self.reduction)
+
+    def extra_repr(self) -> str:
+        """The hyperparameters."""
+        return describe(self, "margin", "reduction")

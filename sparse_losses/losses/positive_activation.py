@@ -1,0 +1,153 @@
+"""Positive activation: an anchor activates the tokens of its positive (seed V22 to V26)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from sparse_losses._core.checks import check_shapes, describe, values_can_be_checked
+from sparse_losses._core.precision import compute_dtype, full_precision
+from sparse_losses._core.reduction import Reduction, check_reduction, reduce
+from sparse_losses._core.softmax import softplus
+from sparse_losses._core.token_ids import as_mask, attended_ids, first_occurrences, id_mask
+
+__all__ = ["PositiveActivationLoss", "positive_activation_loss"]
+
+
+@full_precision
+def positive_activation_loss(
+    activations: Tensor,
+    positive_input_ids: Tensor,
+    positive_attention_mask: Tensor,
+    token_weight: Tensor | None = None,
+    *,
+    saturating: bool = False,
+    ignore_token_ids: Sequence[int] | Tensor | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""Raises an anchor's activations at the tokens of its positive.
+
+    $$\ell_i = -\frac{\sum_{j \in T_i} u_j x_{ij}}{\sum_{j \in T_i} u_j}$$
+
+    $T_i$ are the attended ids of the positive of row $i$, each once, $x_{ij}$ the activation of
+    token $j$ in the anchor, $u$ the ``token_weight`` (1 without). The loss is unbounded below and
+    its slope constant, so stopwords, the cheapest to raise, rise first: weigh by idf, or take
+    ``saturating``, which replaces $-x_{ij}$ by $\log(1 + e^{-x_{ij}}) > 0$.
+
+    Args:
+        activations: ``[B, V]`` floating; the anchors'.
+        positive_input_ids: ``[B, S]`` integers in ``[0, V)``; not looked at where the mask is 0.
+        positive_attention_mask: ``[B, S]`` bool, int or float 0/1.
+        token_weight: ``[V]``, ``u`` >= 0; cast to the dtype of the computation.
+        saturating: see above.
+        ignore_token_ids: ids that leave $T_i$, such as the special tokens.
+        reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
+
+    Returns:
+        fp32 (fp64 for fp64 activations), 0-d or ``[B]``. A row whose positive has no token left, or
+        tokens of total weight 0, is not valid.
+
+    Raises:
+        ValueError: for wrong shapes, devices or reduction, attended ids outside ``[0, V)`` or a
+            negative weight.
+        TypeError: for wrong dtypes.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses.functional import positive_activation_loss
+        >>> activations = torch.tensor([[1.0, 2.0, 3.0]])
+        >>> ids, mask = torch.tensor([[2, 1, 2]]), torch.tensor([[1, 1, 1]])
+        >>> positive_activation_loss(activations, ids, mask)  # tokens 1 and 2, each once
+        tensor(-2.5000)
+
+    References:
+        From the notes of a Korean neural sparse retriever (its versions V22 to V26).
+    """
+    size = check_shapes(
+        activations=(activations, "B V"),
+        positive_input_ids=(positive_input_ids, "B S"),
+        positive_attention_mask=(positive_attention_mask, "B S"),
+        token_weight=(token_weight, "V"),
+    )
+    _check(token_weight)
+    check_reduction(reduction)
+    x = activations.to(compute_dtype(activations=activations))
+    attended = as_mask("positive_attention_mask", positive_attention_mask)
+    ids = attended_ids("positive_input_ids", positive_input_ids, attended, size["V"])
+    ignored = id_mask("ignore_token_ids", ignore_token_ids, size["V"], x.device)
+    if ignored is not None:
+        attended = attended & ~ignored[ids]
+
+    ids, is_target = first_occurrences(ids, attended)
+    weight = is_target.to(x.dtype)
+    if token_weight is not None:
+        weight = torch.where(is_target, token_weight.to(x.dtype)[ids], 0.0)
+    total_weight = weight.sum(-1)
+    valid = total_weight != 0  # a NaN weight is valid: it shows
+    target = torch.where(is_target & valid[:, None], x.gather(1, ids), 0.0)
+    cost = softplus(-target) if saturating else -target
+    values = (weight * cost).sum(-1) / torch.where(valid, total_weight, 1.0)
+    return reduce(values, reduction, valid)
+
+
+def _check(token_weight: Tensor | None) -> None:
+    if (
+        token_weight is not None
+        and values_can_be_checked(token_weight)
+        and (token_weight < 0).any()
+    ):
+        raise ValueError(f"expected `token_weight` >= 0, got {token_weight.min().item():g}")
+
+
+class PositiveActivationLoss(nn.Module):
+    """Module of :func:`~sparse_losses.functional.positive_activation_loss`.
+
+    ``token_weight`` is a buffer.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import PositiveActivationLoss
+        >>> loss = PositiveActivationLoss(torch.tensor([0.0, 3.0, 1.0]))  # say, by idf
+        >>> activations = torch.tensor([[9.0, 1.0, 2.0]])
+        >>> loss(activations, torch.tensor([[0, 1, 2]]), torch.tensor([[1, 1, 1]]))
+        tensor(-1.2500)
+    """
+
+    token_weight: Tensor | None
+
+    def __init__(
+        self,
+        token_weight: Tensor | None = None,
+        *,
+        saturating: bool = False,
+        ignore_token_ids: Sequence[int] | Tensor | None = None,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__()
+        check_shapes(token_weight=(token_weight, "V"))
+        _check(token_weight)
+        check_reduction(reduction)
+        self.register_buffer(
+            "token_weight", None if token_weight is None else token_weight.detach()
+        )
+        self.saturating = saturating
+        self.ignore_token_ids = ignore_token_ids
+        self.reduction: Reduction = reduction
+
+    def forward(
+        self, activations: Tensor, positive_input_ids: Tensor, positive_attention_mask: Tensor
+    ) -> Tensor:
+        """The loss; tensors as in the function."""
+        return positive_activation_loss(
+            activations,
+            positive_input_ids,
+            positive_attention_mask,
+            self.token_weight,
+            saturating=self.saturating,
+            ignore_token_ids=self.ignore_token_ids,
+            reduction=self.reduction,
+        )
+
+    def extra_repr(self) -> str:
+        """The hyperparameters."""
+        return describe(self, "saturating", "ignore_token_ids", "reduction")

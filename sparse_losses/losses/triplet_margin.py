@@ -1,0 +1,124 @@
+"""Triplet margin loss: the positive nearer than the negative by a margin (FaceNet, 2015)."""
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from sparse_losses._core.checks import check_choice, check_number, check_shapes, describe
+from sparse_losses._core.precision import compute_dtype, full_precision
+from sparse_losses._core.reduction import Reduction, check_reduction, reduce
+from sparse_losses._core.similarity import normalize
+
+__all__ = ["TripletMarginLoss", "triplet_margin_loss"]
+
+
+@full_precision
+def triplet_margin_loss(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    *,
+    margin: float = 0.3,
+    similarity: str = "cosine",
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""Asks the positive to be more similar than the negative by a margin.
+
+    $$\ell_i = \max\bigl(0, m - \mathrm{sim}(a_i, p_i) + \mathrm{sim}(a_i, n_i)\bigr)$$
+
+    $m$ is the margin; with several negatives a row the mean of its hinges. Under ``"euclidean"``,
+    $\mathrm{sim}(a, b) = -\lVert a - b \rVert_2^2$, the squared-distance form.
+
+    Args:
+        anchor: ``[B, D]`` floating.
+        positive: ``[B, D]``.
+        negative: ``[B, D]``, or ``[B, N, D]``.
+        margin: ``m``, in units of the similarity, finite.
+        similarity: ``"cosine"`` (of the rows, normalised here), ``"dot"`` or ``"euclidean"``.
+        reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
+
+    Returns:
+        fp32 (fp64 for fp64 inputs), 0-d or ``[B]``, >= 0. With ``N = 0`` no row is valid: 0.
+
+    Raises:
+        ValueError: for wrong shapes, devices or hyperparameters.
+        TypeError: for wrong dtypes.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses.functional import triplet_margin_loss
+        >>> a, n = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 1.0]])
+        >>> triplet_margin_loss(a, a, n)  # 0.3 - 1 + cos(45 degrees)
+        tensor(0.0071)
+
+    References:
+        FaceNet: A Unified Embedding for Face Recognition and Clustering, eq. 2.
+    """
+    size = check_shapes(
+        anchor=(anchor, "B D"),
+        positive=(positive, "B D"),
+        negative=(negative, "B D", "B N D"),
+    )
+    _check(margin, similarity)
+    check_reduction(reduction)
+    dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)
+    anchor, positive, negative = anchor.to(dtype), positive.to(dtype), negative.to(dtype)
+    if negative.ndim == 2:
+        negative = negative.unsqueeze(1)
+    if similarity == "cosine":
+        anchor, positive, negative = normalize(anchor), normalize(positive), normalize(negative)
+
+    if similarity == "euclidean":
+        positive_similarity = -(anchor - positive).square().sum(-1)
+        negative_similarity = -(anchor.unsqueeze(1) - negative).square().sum(-1)
+    else:
+        positive_similarity = (anchor * positive).sum(-1)
+        negative_similarity = torch.einsum("bd,bnd->bn", anchor, negative)
+    hinges = nnf.relu(margin - positive_similarity.unsqueeze(1) + negative_similarity)
+    return reduce(hinges.sum(-1) / max(size.get("N", 1), 1), reduction)
+
+
+def _check(margin: float, similarity: str) -> None:
+    check_number("margin", margin)
+    check_choice("similarity", similarity, ("cosine", "dot", "euclidean"))
+
+
+class TripletMarginLoss(nn.Module):
+    """Module of :func:`~sparse_losses.functional.triplet_margin_loss`.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import TripletMarginLoss
+        >>> a, n = torch.zeros(1, 2), torch.ones(1, 2)
+        >>> TripletMarginLoss(margin=5.0, similarity="euclidean")(a, a, n)
+        tensor(3.)
+    """
+
+    def __init__(
+        self,
+        *,
+        margin: float = 0.3,
+        similarity: str = "cosine",
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__()
+        _check(margin, similarity)
+        check_reduction(reduction)
+        self.margin = margin
+        self.similarity = similarity
+        self.reduction: Reduction = reduction
+
+    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        """The loss; tensors as in the function."""
+        return triplet_margin_loss(
+            anchor,
+            positive,
+            negative,
+            margin=self.margin,
+            similarity=self.similarity,
+            reduction=self.reduction,
+        )
+
+    def extra_repr(self) -> str:
+        """The hyperparameters."""
+        return describe(self, "margin", "similarity", "reduction")
