@@ -1,0 +1,57 @@
+# Two commands: `make demo` trains and evaluates, `make test` tests; each sets itself up first.
+VENV ?= .venv
+PYTHON ?= python3
+ARGS ?=
+JOBS ?= 2
+
+# CPU wheels for development. pip passes over an index it cannot reach; CUDA=1 leaves it out and takes
+# PyPI's build. The package itself only asks for torch, whichever build is there.
+CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_SOURCE = $(if $(CUDA),,--extra-index-url $(CPU_INDEX) --retries 0 --timeout 20)
+
+PY = $(VENV)/bin/python
+PIP = $(PY) -m pip --disable-pip-version-check -q
+# Idle threads that spin starve the busy ones on small machines.
+export OMP_WAIT_POLICY = PASSIVE
+
+.PHONY: help demo ablation test lint wheel clean
+help:  ## show the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(VENV)/.demo  ## train a sparse retriever on your Python's documentation (ARGS="--help")
+	$(PY) -m sparse_losses.demo $(ARGS)
+
+ablation: $(VENV)/.demo  ## every loss of the demo switched off in turn, three seeds
+	$(PY) -m sparse_losses.demo.ablation --jobs $(JOBS) $(ARGS)
+
+test: $(VENV)/.dev  ## all tests (ARGS="-k info_nce")
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(VENV)/.dev  ## formatting, lint and types
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+wheel: $(VENV)/.dev  ## build the wheel and use it away from the sources
+	rm -rf build/wheel && $(PY) -m build -q --outdir build/wheel .
+	$(PIP) install --no-deps --target build/wheel/site build/wheel/*.whl
+	cd build/wheel && PYTHONPATH=site $(abspath $(PY)) $(abspath tools/check_wheel.py)
+
+clean:  ## remove the environment and everything built
+	rm -rf $(VENV) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "sparse-losses needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints.txt pip
+	$(PIP) install $(TORCH_SOURCE) --no-deps -c constraints.txt torch
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(PIP) install -c constraints.txt -e '.[demo]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) install -c constraints.txt --group dev
+	touch $@
