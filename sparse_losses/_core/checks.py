@@ -38,9 +38,9 @@ def check_shapes(**tensors: tuple[Tensor | None, *tuple[str, ...]]) -> dict[str,
             raise ValueError(f"expected `{name}` of shape {_or(shapes)}, got {came}")
         for letter, size in zip(shape, came, strict=True):
             if sizes.setdefault(letter, size) != size:
-                expected = [sizes.get(other, other) for other in shape]
+                known = [str(sizes[o]) if first.get(o, name) != name else o for o in shape]
                 raise ValueError(
-                    f"expected `{name}` of shape [{', '.join(shape)}] = {expected} "
+                    f"expected `{name}` of shape [{', '.join(shape)}] = [{', '.join(known)}] "
                     f"({letter} = {sizes[letter]} from `{first[letter]}`), got {came}"
                 )
             first.setdefault(letter, name)

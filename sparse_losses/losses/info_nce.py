@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from sparse_losses._core.checks import (
     check_choice,
     check_integer,
+    check_number,
     check_shapes,
     check_temperature,
     describe,
@@ -313,7 +314,7 @@ class InfoNCELoss(nn.Module):
 
 
 @full_precision
-def mutual_information_lower_bound(loss: Tensor, num_candidates: int) -> Tensor:
+def mutual_information_lower_bound(loss: Tensor | float, num_candidates: int) -> Tensor:
     r"""What an InfoNCE value says about the mutual information of anchor and positive, in nats.
 
     $$I \ge \log n - \ell$$
@@ -323,7 +324,7 @@ def mutual_information_lower_bound(loss: Tensor, num_candidates: int) -> Tensor:
     plain InfoNCE only, not for decoupled, several positives, hard negatives or weights.
 
     Args:
-        loss: an InfoNCE value, ``[]`` or ``[B]``, floating.
+        loss: an InfoNCE value, a floating tensor of any shape or a number.
         num_candidates: ``n``; ``B`` for in-batch negatives alone, ``B + N`` with shared ones.
 
     Returns:
@@ -331,7 +332,7 @@ def mutual_information_lower_bound(loss: Tensor, num_candidates: int) -> Tensor:
 
     Raises:
         ValueError: if ``num_candidates`` is below 1.
-        TypeError: if ``loss`` is not a floating tensor.
+        TypeError: if ``loss`` is neither a floating tensor nor a number.
 
     Example:
         >>> import torch
@@ -342,8 +343,9 @@ def mutual_information_lower_bound(loss: Tensor, num_candidates: int) -> Tensor:
     References:
         Representation Learning with Contrastive Predictive Coding, eq. 6.
     """
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"expected `loss` to be a torch.Tensor, got {type(loss).__name__}")
     check_integer("num_candidates", num_candidates, minimum=1)
+    if not isinstance(loss, Tensor):
+        check_number("loss", loss)
+        loss = torch.tensor(loss, dtype=torch.float64)
     loss = loss.to(compute_dtype(loss=loss))
     return math.log(num_candidates) - loss.clamp(min=0.0)
