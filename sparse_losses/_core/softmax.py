@@ -27,6 +27,8 @@ def negative_log_softmax(scores: Tensor, mask: Tensor) -> Tensor:
     ``logsumexp(scores) - score`` cancels where one candidate has nearly all of the probability.
     Only the largest can, so its term alone is ``softplus(logsumexp(the others) - score)``.
     """
+    if scores.shape[-1] == 0:  # an empty batch has no largest candidate
+        return scores
     some = mask.any(-1, keepdim=True)
     scores = torch.where(mask, scores, torch.where(some, -torch.inf, 0.0).to(scores.dtype))
     largest = torch.zeros_like(mask).scatter(-1, scores.detach().argmax(-1, keepdim=True), True)

@@ -97,6 +97,9 @@ def distillation_loss(
     if candidate_mask is not None:
         candidate = candidate & as_mask("candidate_mask", candidate_mask)
 
+    student = torch.where(candidate, student, 0.0)
+    teacher = torch.where(candidate, teacher, 0.0)
+
     log_student = _masked_log_softmax(student / temperature, candidate)
     log_teacher = _masked_log_softmax(teacher / temperature, candidate)
     divergence = (log_teacher.exp() * (log_teacher - log_student)).sum()
@@ -117,7 +120,10 @@ def _masked_log_softmax(scores: Tensor, candidate: Tensor) -> Tensor:
 
 
 def _z_scores(scores: Tensor, candidate: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Candidates' scores minus their mean over their unbiased standard deviation; 0 elsewhere."""
+    """Candidates' scores minus their mean over their unbiased standard deviation; 0 elsewhere.
+
+    Scores are 0 where there is no candidate.
+    """
     count = candidate.sum(dims, keepdim=True)
     with torch.no_grad():
         low = torch.where(candidate, scores, torch.inf).amin(dims, keepdim=True)
@@ -127,7 +133,7 @@ def _z_scores(scores: Tensor, candidate: Tensor, dims: tuple[int, ...]) -> Tenso
         # Scaled by the range, squares neither overflow nor underflow (infinite slope of the root).
         spread = torch.where(constant, 1.0, high - low)
     kept = candidate & ~constant
-    mean = torch.where(kept, scores, 0.0).sum(dims, keepdim=True) / count.clamp(min=1)
+    mean = scores.sum(dims, keepdim=True) / count.clamp(min=1)
     centred = torch.where(kept, scores - mean, 0.0)
     variance = (centred / spread).square().sum(dims, keepdim=True) / (count - 1).clamp(min=1)
     deviation = spread * torch.where(constant, 1.0, variance).sqrt()

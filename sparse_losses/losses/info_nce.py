@@ -115,8 +115,6 @@ def info_nce_loss(
     positive_mask = None if positive_mask is None else as_mask("positive_mask", positive_mask)
     temperature = temperature.to(dtype) if isinstance(temperature, Tensor) else temperature
 
-    if size["B"] == 0:
-        return reduce(anchor.sum(-1), reduction)
     num_negatives = size.get("N", 0)
     valid = _valid_rows(anchor, num_negatives, positive_mask, positive_ids, symmetric, decoupled)
     anchor_query, positive_query = anchor_key, positive_key

@@ -57,9 +57,9 @@ def n_pair_loss(
     dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)
     anchor, positive = anchor.to(dtype), positive.to(dtype)
 
+    positive_score = (anchor * positive).sum(-1)
     if negative is None:
         scores = anchor @ positive.T
-        positive_score = scores.diagonal()
         is_negative = ~torch.eye(anchor.shape[0], dtype=torch.bool, device=anchor.device)
     else:
         negative = negative.to(dtype)
@@ -67,7 +67,6 @@ def n_pair_loss(
             scores = anchor @ negative.T
         else:
             scores = torch.einsum("bd,bnd->bn", anchor, negative)
-        positive_score = (anchor * positive).sum(-1)
         is_negative = torch.ones_like(scores, dtype=torch.bool)
     values = softplus(masked_logsumexp(scores, is_negative) - positive_score)
     return reduce(values, reduction)
