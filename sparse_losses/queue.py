@@ -1,0 +1,111 @@
+"""Features and labels of earlier batches, as additional references for a contrastive loss."""
+
+import torch
+from torch import Tensor, nn
+
+from sparse_losses._core.checks import check_integer, check_shapes
+
+__all__ = ["LabelQueue"]
+
+
+class LabelQueue(nn.Module):
+    r"""First-in, first-out memory of the last ``size`` rows and their labels.
+
+    Enqueue *after* the loss: before it, the batch would meet itself in the queue, as positives of
+    similarity 1. After its backward pass is best: a loss whose graph keeps ``features`` as they are
+    cannot go back once they are overwritten (PyTorch says so).
+
+    The queue never waits for the device, works under ``torch.compile(fullgraph=True)``, and lives
+    in ``state_dict`` whole, pointer and fill included: training resumes where it stopped.
+
+    Args:
+        size: Number of rows, Q.
+        dim: Length of a feature, D.
+        num_labels: Number of labels, L.
+
+    Attributes:
+        features: ``[Q, D]``, zeros in slots that were never filled.
+        labels: ``[Q, L]``, multi-hot, in the dtype of the features, zeros likewise.
+        mask: ``[Q]`` bool, the filled slots.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import LabelQueue
+        >>> from sparse_losses.functional import nws_loss
+        >>> queue = LabelQueue(size=4, dim=2, num_labels=3)
+        >>> prototype = torch.randn(3, 2, requires_grad=True)
+        >>> for step in (1, 2):
+        ...     features, labels = torch.full((3, 2), float(step)), torch.eye(3)
+        ...     loss = nws_loss(
+        ...         features, labels, prototype, torch.eye(3), queue=queue.features,
+        ...         queue_labels=queue.labels, queue_mask=queue.mask,
+        ...     )
+        ...     loss.backward()
+        ...     queue.enqueue(features, labels)
+        ...     print(queue.features[:, 0], queue.mask)
+        tensor([1., 1., 1., 0.]) tensor([ True,  True,  True, False])
+        tensor([2., 2., 1., 2.]) tensor([True, True, True, True])
+
+    References:
+        He et al., "Momentum Contrast for Unsupervised Visual Representation Learning", 2020.
+    """
+
+    features: Tensor
+    labels: Tensor
+    pointer: Tensor
+    fill: Tensor
+
+    def __init__(self, size: int, dim: int, num_labels: int) -> None:
+        super().__init__()
+        check_integer("size", size, minimum=1)
+        check_integer("dim", dim, minimum=1)
+        check_integer("num_labels", num_labels, minimum=1)
+        self.size, self.dim, self.num_labels = size, dim, num_labels
+        self.register_buffer("features", torch.zeros(size, dim))
+        self.register_buffer("labels", torch.zeros(size, num_labels))
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("fill", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def mask(self) -> Tensor:
+        """The filled slots, bool ``[Q]``."""
+        return torch.arange(self.size, device=self.fill.device) < self.fill
+
+    @torch.no_grad()
+    def enqueue(self, features: Tensor, labels: Tensor) -> None:
+        """Adds rows, in the order of the batch, in place of the oldest.
+
+        Args:
+            features: Floating point ``[B, D]``; stored without their graph, in the queue's dtype.
+                Of more than Q rows the last Q stay.
+            labels: Multi-hot labels, bool, integer or float 0/1 ``[B, L]``.
+
+        Raises:
+            ValueError: If the shapes are not ``[B, D]`` and ``[B, L]``, or the device is not the
+                queue's.
+            TypeError: If the features are not floating point or the labels complex.
+        """
+        check_shapes(
+            queue_features=(self.features, "Q D"),
+            queue_labels=(self.labels, "Q L"),
+            features=(features, "B D"),
+            labels=(labels, "B L"),
+        )
+        if not features.is_floating_point():
+            raise TypeError(f"expected `features` to be floating point, got {features.dtype}")
+        if labels.is_complex():
+            raise TypeError(
+                f"expected `labels` to be bool, integer or floating point, got {labels.dtype}"
+            )
+        batch_size = features.shape[0]
+        kept = min(batch_size, self.size)
+        age = torch.arange(batch_size - kept, batch_size, device=self.pointer.device)
+        slots = (self.pointer + age) % self.size
+        self.features.index_copy_(0, slots, features[batch_size - kept :].to(self.features.dtype))
+        self.labels.index_copy_(0, slots, labels[batch_size - kept :].to(self.labels.dtype))
+        self.pointer.add_(batch_size).remainder_(self.size)
+        self.fill.add_(batch_size).clamp_(max=self.size)
+
+    def extra_repr(self) -> str:
+        """Returns the sizes."""
+        return f"size={self.size}, dim={self.dim}, num_labels={self.num_labels}"

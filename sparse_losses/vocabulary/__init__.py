@@ -1,0 +1,14 @@
+"""What is known about tokens and labels before training: frequency, script, co-occurrence."""
+
+from sparse_losses.vocabulary.document_frequency import DocumentFrequency
+from sparse_losses.vocabulary.labels import label_similarity
+from sparse_losses.vocabulary.languages import language_token_ids
+from sparse_losses.vocabulary.penalties import idf_penalty, language_penalty
+
+__all__ = [
+    "DocumentFrequency",
+    "idf_penalty",
+    "label_similarity",
+    "language_penalty",
+    "language_token_ids",
+]

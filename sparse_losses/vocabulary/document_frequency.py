@@ -1,0 +1,256 @@
+"""In how many documents each token occurs: counted in a stream, merged, reduced, saved."""
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparse_losses._core.checks import check_choice, check_integer, check_shapes
+from sparse_losses._core.token_ids import as_mask, attended_ids, first_occurrences
+
+__all__ = ["DocumentFrequency", "tokenizer_sha256"]
+
+
+class DocumentFrequency:
+    r"""Counts in how many documents each token occurs.
+
+    $$
+    \mathrm{idf}_j =
+    \begin{cases}
+      \log\left(1 + \dfrac{N - \mathrm{df}_j + 0.5}{\mathrm{df}_j + 0.5}\right) & \text{bm25} \\
+      \log \dfrac{N}{\mathrm{df}_j + 1} & \text{standard}
+    \end{cases}
+    $$
+
+    where $\mathrm{df}_j$ is the number of documents that hold token $j$ at least once and $N$ the
+    number of documents. Counting is exact and does not depend on how the documents are cut into
+    batches, spread over counters or ordered.
+
+    Args:
+        vocab_size: Number of token ids, V.
+        tokenizer_sha256: Fingerprint of the tokenizer that made the ids, from
+            :func:`~sparse_losses.vocabulary.document_frequency.tokenizer_sha256`. Counters with
+            different fingerprints (``None`` is one) do not merge.
+
+    Attributes:
+        df: Documents per token, int64 ``[V]``, on the CPU.
+        num_documents: Documents seen, N.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import DocumentFrequency
+        >>> counter = DocumentFrequency(vocab_size=5)
+        >>> input_ids = torch.tensor([[1, 2, 2], [1, 3, 0]])
+        >>> attention_mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+        >>> counter.update(input_ids, attention_mask)
+        >>> counter
+        DocumentFrequency(vocab_size=5, num_documents=2)
+        >>> counter.df
+        tensor([0, 2, 1, 1, 0])
+        >>> counter.idf()
+        tensor([1.7918, 0.1823, 0.6931, 0.6931, 1.7918], dtype=torch.float64)
+
+    References:
+        Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009. The
+        1 inside the logarithm keeps ``bm25`` positive for tokens of most documents.
+    """
+
+    def __init__(self, vocab_size: int, *, tokenizer_sha256: str | None = None) -> None:
+        check_integer("vocab_size", vocab_size, minimum=1)
+        if tokenizer_sha256 is not None and not isinstance(tokenizer_sha256, str):
+            raise TypeError(
+                "expected `tokenizer_sha256` to be a string or None, "
+                f"got {type(tokenizer_sha256).__name__}"
+            )
+        if tokenizer_sha256 == "":
+            raise ValueError("expected `tokenizer_sha256` to be a fingerprint or None, got ''")
+        self.vocab_size = int(vocab_size)
+        self.tokenizer_sha256 = tokenizer_sha256
+        self.df = torch.zeros(self.vocab_size, dtype=torch.int64)
+        self.num_documents = 0
+
+    def __repr__(self) -> str:
+        fingerprint = self.tokenizer_sha256
+        return (
+            f"DocumentFrequency(vocab_size={self.vocab_size}, num_documents={self.num_documents}"
+            + (f", tokenizer_sha256={fingerprint!r})" if fingerprint else ")")
+        )
+
+    def update(
+        self,
+        input_ids: Tensor | np.ndarray[Any, Any],
+        attention_mask: Tensor | np.ndarray[Any, Any],
+    ) -> None:
+        """Counts a batch: every row is a document and counts each of its tokens once.
+
+        Args:
+            input_ids: Token ids, integers ``[B, S]``, a tensor on any device or an array.
+            attention_mask: Bool, integer or float 0/1 ``[B, S]``; ids under a zero are not looked
+                at. A row of zeros is an empty document, which counts as one.
+
+        Raises:
+            ValueError: If the shapes are not ``[B, S]``, or an attended id is outside ``[0, V)``;
+                the counter is then unchanged.
+            TypeError: If the ids are not integers.
+        """
+        ids, mask = _on_cpu(input_ids), _on_cpu(attention_mask)
+        check_shapes(input_ids=(ids, "B S"), attention_mask=(mask, "B S"))
+        attended = as_mask("attention_mask", mask)
+        ids = attended_ids("input_ids", ids, attended, self.vocab_size)
+        ordered, first = first_occurrences(ids, attended)
+        self.df += torch.bincount(ordered[first], minlength=self.vocab_size)
+        self.num_documents += len(ids)
+
+    def merge(self, other: "DocumentFrequency") -> "DocumentFrequency":
+        """Adds the counts of ``other``, which stays as it is, and returns this counter.
+
+        Raises:
+            ValueError: If the vocabulary sizes or the tokenizer fingerprints differ.
+        """
+        if not isinstance(other, DocumentFrequency):
+            raise TypeError(
+                f"expected `other` to be a DocumentFrequency, got {type(other).__name__}"
+            )
+        _check_same_vocabulary(self._identity, other._identity)
+        self.df += other.df
+        self.num_documents += other.num_documents
+        return self
+
+    def all_reduce(self) -> "DocumentFrequency":
+        """Sums the counts over the ranks of the default process group and returns this counter.
+
+        Call it once, on every rank, when all counting is done: afterwards each rank holds the sum,
+        and a second call would count every document again. Without a process group nothing happens.
+
+        Raises:
+            ValueError: On every rank, if the ranks count different vocabularies.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return self
+        identities: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(identities, self._identity)
+        for identity in identities:
+            _check_same_vocabulary(identities[0], identity)
+        device = torch.device("cpu")
+        if dist.get_backend() == "nccl":  # which has no CPU tensors
+            device = torch.device("cuda", torch.cuda.current_device())
+        counts = torch.cat([self.df, torch.tensor([self.num_documents])]).to(device)
+        dist.all_reduce(counts)
+        self.df, self.num_documents = counts[:-1].cpu(), int(counts[-1])
+        return self
+
+    def idf(self, smoothing: Literal["bm25", "standard"] = "bm25") -> Tensor:
+        """The inverse document frequency of every token, float64 ``[V]``.
+
+        Args:
+            smoothing: ``"bm25"`` is positive for every token; ``"standard"`` is 0 at a token of
+                N - 1 documents and just below it at one of all N.
+
+        Raises:
+            ValueError: If no document was counted, or the smoothing is unknown.
+        """
+        check_choice("smoothing", smoothing, ("bm25", "standard"))
+        if self.num_documents == 0:
+            raise ValueError("expected at least one document before `idf`, got none")
+        df = self.df.double()
+        if smoothing == "bm25":
+            return torch.log1p((self.num_documents - df + 0.5) / (df + 0.5))
+        return torch.log(self.num_documents / (df + 1))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the counts to ``path`` as an ``.npz`` archive, all of it or nothing.
+
+        No suffix is appended. The arrays are ``df``, ``num_documents``, ``vocab_size`` and
+        ``tokenizer_sha256`` (empty for ``None``).
+        """
+        path = Path(path)
+        unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        try:
+            # NumPy appends .npz to a name, but not to an open file.
+            with open(unfinished, "xb") as file:
+                np.savez_compressed(
+                    file,
+                    df=self.df.numpy(),
+                    num_documents=np.int64(self.num_documents),
+                    vocab_size=np.int64(self.vocab_size),
+                    tokenizer_sha256=np.str_(self.tokenizer_sha256 or ""),
+                )
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "DocumentFrequency":
+        """Reads what :meth:`save` wrote; nothing is unpickled.
+
+        Raises:
+            ValueError: If the file is not one of ours, or is damaged.
+        """
+        with open(path, "rb") as file:
+            try:
+                with np.load(file, allow_pickle=False) as archive:
+                    fingerprint = str(archive["tokenizer_sha256"]) or None
+                    counter = cls(int(archive["vocab_size"]), tokenizer_sha256=fingerprint)
+                    counter.num_documents = int(archive["num_documents"])
+                    df = archive["df"]
+                if df.shape != (counter.vocab_size,) or df.dtype != np.int64:
+                    raise ValueError(f"`df` is {df.dtype} {list(df.shape)}")
+                if df.min() < 0 or df.max() > counter.num_documents:
+                    raise ValueError("`df` is not in [0, num_documents]")
+            except Exception as error:  # a damaged archive fails in a dozen ways
+                raise ValueError(f"{path} is not a DocumentFrequency file: {error}") from error
+        counter.df = torch.from_numpy(df)
+        return counter
+
+    @property
+    def _identity(self) -> tuple[int, str | None]:
+        return self.vocab_size, self.tokenizer_sha256
+
+
+class _HasVocabulary(Protocol):
+    def get_vocab(self) -> Mapping[str, int]: ...
+
+
+def tokenizer_sha256(tokenizer: _HasVocabulary) -> str:
+    """Fingerprint of a tokenizer's vocabulary, for ``DocumentFrequency(tokenizer_sha256=...)``.
+
+    Args:
+        tokenizer: Anything with ``get_vocab()``, such as the tokenizers of ``transformers`` and
+            ``tokenizers``.
+
+    Returns:
+        SHA-256 of the (token, id) pairs in sorted order, 64 hexadecimal digits.
+
+    Example:
+        >>> from sparse_losses.vocabulary.document_frequency import tokenizer_sha256
+        >>> class Tokenizer:
+        ...     def get_vocab(self):
+        ...         return {"sparse": 0, "dense": 1}
+        >>> tokenizer_sha256(Tokenizer())[:16]
+        'e834b0a2a817df6c'
+    """
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(vocabulary.encode()).hexdigest()
+
+
+def _on_cpu(values: Tensor | np.ndarray[Any, Any]) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.detach().cpu()
+    array = np.array(values)  # a copy: PyTorch shares neither read-only nor reversed arrays
+    return torch.from_numpy(array.astype(np.int64) if array.dtype.kind == "u" else array)
+
+
+def _check_same_vocabulary(one: tuple[int, str | None], other: tuple[int, str | None]) -> None:
+    for name, expected, came in zip(("vocab_size", "tokenizer_sha256"), one, other, strict=True):
+        if expected != came:
+            raise ValueError(
+                f"expected counters of the same `{name}`, got {expected!r} and {came!r}"
+            )

@@ -1,0 +1,232 @@
+"""Which tokens of a vocabulary are written in which scripts."""
+
+import codecs
+import difflib
+import functools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.resources import files
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["language_token_ids"]
+
+# Byte-level BPE spells a byte as the character of that number where it is printable, and numbers
+# the other bytes, in order, from U+0100 on: "Ġ" is the space.
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_BYTES = {0x100 + n: b for n, b in enumerate(b for b in range(0x100) if b not in _PRINTABLE)}
+_BYTE_ALPHABET = {chr(code) for code in _PRINTABLE | _BYTES.keys()}
+
+_BYTE_LEVEL, _SENTENCEPIECE, _WORDPIECE = "Ġ", "▁", "##"
+_BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
+
+
+class _HasVocabulary(Protocol):
+    def get_vocab(self) -> Mapping[str, int]: ...
+
+
+def language_token_ids(
+    tokenizer: _HasVocabulary | Mapping[str, int] | Sequence[str],
+    scripts: Sequence[str] = ("Hangul", "Latin"),
+    *,
+    allow_common: bool = True,
+) -> Tensor:
+    """The ids of the tokens whose text uses no other Unicode script than these.
+
+    Scripts are what Unicode can tell; languages share them (Latin is English, French and
+    Vietnamese). Every character has one, by the property Script of the Unicode Character Database.
+
+    The text of a token is read from its spelling in the vocabulary: SentencePiece (``▁`` before a
+    word), WordPiece (``##`` inside a word) and byte-level BPE (bytes as printable characters,
+    ``Ġ`` before a word). Whichever of the three marks most words tells the kind. The mark is not
+    part of the text.
+
+    Tokens of bytes (in byte-level BPE, and SentencePiece's ``<0xEA>``) may hold only part of a
+    character. One that ends in the middle of a character is taken if every character that it can
+    become is allowed: 0xEB begins nothing but Hangul, 0xEA also Yi, so ``<0xEB>`` is Hangul
+    and ``<0xEA>`` is not. One that starts in the middle, which can end any character, is left out.
+
+    Special tokens are left out as well; give them to
+    :func:`~sparse_losses.functional.language_penalty` by themselves. A plain dict or list does
+    not say which tokens are special: there ``<s>`` counts as the Latin letter in it.
+
+    Args:
+        tokenizer: A tokenizer of ``transformers`` or ``tokenizers``, a dict from tokens to ids, or
+            a list of tokens in the order of their ids.
+        scripts: Long names of Unicode scripts, such as ``"Hangul"``, ``"Latin"``, ``"Han"``,
+            ``"Hiragana"``, ``"Katakana"`` or ``"Cyrillic"``.
+        allow_common: Whether the scripts Common (digits, punctuation, whitespace, emoji) and
+            Inherited (combining marks) are allowed too, alone or beside the others.
+
+    Returns:
+        Ids in increasing order, int64, on the CPU.
+
+    Raises:
+        ValueError: If Unicode has no script of that name.
+        TypeError: If the tokenizer has no vocabulary, or ``scripts`` is a string.
+
+    Example:
+        >>> from sparse_losses import language_token_ids
+        >>> vocabulary = ["<s>", "▁서울", "▁Seoul", "▁Сеул", "▁2024", "서울city", "ソウル"]
+        >>> language_token_ids(vocabulary)
+        tensor([0, 1, 2, 4, 5])
+        >>> language_token_ids(vocabulary, scripts=["Hangul"], allow_common=False)
+        tensor([1])
+
+    References:
+        The Unicode Consortium, "Unicode Standard Annex #24: Unicode Script Property".
+    """
+    allowed, excluded = _characters(scripts, allow_common)
+    vocabulary, special = _vocabulary(tokenizer)
+    marker = _word_marker([token for token, _ in vocabulary])
+    ids: list[int] = []
+    texts: list[str] = []
+    unfinished: list[tuple[int, bytes]] = []
+    for token, token_id in vocabulary:
+        decoded = None if token_id in special else _decode(token, marker)
+        if decoded is None:
+            continue
+        text, rest = decoded
+        if rest:
+            unfinished.append((len(ids), rest))
+        ids.append(token_id)
+        texts.append(text)
+    characters = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
+    owner = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
+    strange = np.bincount(owner, weights=~allowed[characters], minlength=len(texts))
+    for index, rest in unfinished:
+        become = _completions(rest)
+        if excluded[become].any() or not allowed[become].any():
+            strange[index] += 1
+    kept = np.array(ids, dtype=np.int64)[strange == 0]
+    return torch.from_numpy(np.unique(kept))
+
+
+@functools.cache
+def _scripts() -> dict[str, list[int]]:
+    data = files(__package__).joinpath("unicode_scripts.json").read_text(encoding="utf-8")
+    scripts: dict[str, list[int]] = json.loads(data)["scripts"]
+    return scripts
+
+
+def _characters(
+    names: Sequence[str], allow_common: bool
+) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], np.ndarray[Any, np.dtype[np.bool_]]]:
+    """Which code points are allowed and which excluded; an unassigned one is neither."""
+    if isinstance(names, str):
+        raise TypeError(f"expected `scripts` to be a sequence of names, got the string {names!r}")
+    known = _scripts()
+    for name in names:
+        if name not in known:
+            by_folded = {other.casefold(): other for other in known}
+            close = difflib.get_close_matches(str(name).casefold(), by_folded)
+            hint = (
+                " or ".join(repr(by_folded[folded]) for folded in close) or "'Latin' for instance"
+            )
+            raise ValueError(
+                f"expected `scripts` to be long names of Unicode scripts ({hint}), got {name!r}"
+            )
+    chosen = {*names, "Common", "Inherited"} if allow_common else {*names}
+    allowed, excluded = np.zeros((2, 0x110000), dtype=np.bool_)
+    for name, ends in known.items():
+        kind = allowed if name in chosen else excluded
+        for first, last in zip(ends[::2], ends[1::2], strict=True):
+            kind[first : last + 1] = True
+    return allowed, excluded
+
+
+def _vocabulary(
+    tokenizer: _HasVocabulary | Mapping[str, int] | Sequence[str],
+) -> tuple[list[tuple[str, int]], set[int]]:
+    """The (token, id) pairs, and the ids known to be special."""
+    special: set[int] = set()
+    pairs: Iterable[tuple[str, int]]
+    if isinstance(tokenizer, Mapping):
+        pairs = tokenizer.items()
+    elif isinstance(tokenizer, Sequence) and not isinstance(tokenizer, str):
+        pairs = ((token, index) for index, token in enumerate(tokenizer))
+    elif hasattr(tokenizer, "get_vocab"):
+        pairs = tokenizer.get_vocab().items()
+        special.update(getattr(tokenizer, "all_special_ids", ()))
+        # `transformers` has a property, `tokenizers` a method.
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        if hasattr(tokenizer, "get_added_tokens_decoder"):
+            added = tokenizer.get_added_tokens_decoder()
+        special.update(index for index, token in added.items() if token.special)
+    else:
+        raise TypeError(
+            "expected `tokenizer` to have `get_vocab()`, or to be a dict or a list of tokens, "
+            f"got {type(tokenizer).__name__}"
+        )
+    pairs = list(pairs)
+    for token, index in pairs:
+        if not isinstance(token, str):
+            raise TypeError(
+                f"expected the tokens of `tokenizer` to be strings, got {token!r} at {index}"
+            )
+    return pairs, special
+
+
+def _word_marker(tokens: list[str]) -> str:
+    """The mark that most words start with, which tells how the vocabulary spells text."""
+    markers = (_BYTE_LEVEL, _SENTENCEPIECE, _WORDPIECE)
+    # Before a letter: three hashes are a Markdown heading in any vocabulary.
+    marked = {
+        marker: sum(
+            token.startswith(marker) and token[len(marker) :][:1].isalnum() for token in tokens
+        )
+        for marker in markers
+    }
+    if not any(marked.values()):
+        # Text without spaces leaves no marks; byte-level BPE still has a token for every byte.
+        return _BYTE_LEVEL if _BYTE_ALPHABET.issubset(tokens) else _SENTENCEPIECE
+    return max(marked, key=lambda marker: marked[marker])
+
+
+def _decode(token: str, marker: str) -> tuple[str, bytes] | None:
+    """The text of a token and the bytes of an unfinished last character.
+
+    ``None`` if the token starts in the middle of a character.
+    """
+    rest = b""
+    if marker == _BYTE_LEVEL:
+        try:
+            data = token.translate(_BYTES).encode("latin-1")
+        except UnicodeEncodeError:  # an added token, which is spelled as itself
+            text = token
+        else:
+            decoded = _decode_utf8(data)
+            if decoded is None:
+                return None
+            text, rest = decoded
+    elif marker == _SENTENCEPIECE and (byte := _BYTE_FALLBACK.fullmatch(token)):
+        return _decode_utf8(bytes.fromhex(byte[1]))
+    elif marker == _SENTENCEPIECE:
+        text = token.replace(marker, " ")
+    else:
+        text = token.removeprefix(marker)
+    # The mark before a word is no text, except where it is all there is: whitespace.
+    return text.removeprefix(" ") or ("" if rest else " "), rest
+
+
+def _decode_utf8(data: bytes) -> tuple[str, bytes] | None:
+    try:
+        text, length = codecs.utf_8_decode(data, "strict", False)
+    except UnicodeDecodeError:
+        return None
+    return text, data[length:]
+
+
+def _completions(start: bytes) -> slice:
+    """The code points whose UTF-8 begins with these bytes, at least one and not all of them."""
+    length = 2 if start[0] < 0xE0 else 3 if start[0] < 0xF0 else 4
+    value = start[0] & (0x7F >> length)
+    for byte in start[1:]:
+        value = value << 6 | byte & 0x3F
+    missing = 6 * (length - len(start))
+    shortest = {2: 0x80, 3: 0x800, 4: 0x10000}[length]  # UTF-8 takes no longer form than it needs
+    return slice(max(value << missing, shortest), value + 1 << missing)

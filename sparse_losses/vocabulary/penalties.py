@@ -1,0 +1,159 @@
+"""What activating a token costs: by how common it is, or by whether its language is wanted."""
+
+from collections.abc import Iterable
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparse_losses._core.checks import check_choice, check_integer, check_number, check_shapes
+from sparse_losses._core.precision import compute_dtype
+from sparse_losses._core.token_ids import id_mask
+
+__all__ = ["idf_penalty", "language_penalty"]
+
+
+def idf_penalty(
+    idf: Tensor,
+    *,
+    alpha: float = 4.0,
+    special_token_ids: Iterable[int] | Tensor = (),
+    special_penalty: float = 100.0,
+    stopword_ids: Iterable[int] | Tensor = (),
+    stopword_penalty: float = 15.0,
+    minimum: float = 0.0,
+    shape: Literal["exponential", "linear"] = "exponential",
+) -> Tensor:
+    r"""Token penalties that fall with the inverse document frequency, for the IDF-FLOPS loss.
+
+    $$
+    w_j = \exp(-\alpha\, \widehat{\mathrm{idf}}_j)
+    \quad\text{or}\quad
+    w_j = 1 - \widehat{\mathrm{idf}}_j,
+    \qquad
+    \widehat{\mathrm{idf}}_j =
+    \frac{\mathrm{idf}_j - \mathrm{idf}_{\min}}{\mathrm{idf}_{\max} - \mathrm{idf}_{\min}}
+    $$
+
+    with the minimum and the maximum taken over the tokens that are not special. A special token
+    is in no document's text; its extreme idf would squeeze all the others together. In order:
+
+    1. $w_j$ as above, $1$ throughout where the idf is constant,
+    2. raised to at least ``minimum``,
+    3. *multiplied* by ``stopword_penalty`` for stopwords,
+    4. *set* to ``special_penalty`` for special tokens, also those among the stopwords.
+
+    $e^{-4} = 0.018$ makes tokens that no document holds nearly free, and training turns them into
+    latent dimensions; ``minimum=0.1`` keeps them words.
+
+    Args:
+        idf: Inverse document frequency, finite floating point ``[V]``.
+        alpha: Steepness of the exponential shape, at least 0; 0 makes all tokens equal.
+        special_token_ids: Ids in ``[0, V)``: integers or an integer tensor, duplicates allowed.
+        special_penalty: Penalty of the special tokens, at least 0.
+        stopword_ids: Ids in ``[0, V)``, likewise.
+        stopword_penalty: Factor on the stopwords' penalty, at least 0.
+        minimum: Smallest penalty before the factor, in [0, 1].
+        shape: ``"exponential"`` or ``"linear"``.
+
+    Returns:
+        Penalties ``[V]`` on the device of ``idf``, float64 for float64 and float32 otherwise.
+
+    Raises:
+        ValueError: If ``idf`` is not ``[V]`` or not finite, an id is outside ``[0, V)``, or a
+            hyperparameter is outside its range.
+        TypeError: If ``idf`` is not floating point or the ids are not integers.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import idf_penalty
+        >>> idf = torch.tensor([9.0, 1.0, 2.0, 3.0])
+        >>> idf_penalty(idf, special_token_ids=[0], stopword_ids=[1])
+        tensor([1.0000e+02, 1.5000e+01, 1.3534e-01, 1.8316e-02])
+        >>> idf_penalty(idf, special_token_ids=[0], shape="linear", minimum=0.1)
+        tensor([100.0000,   1.0000,   0.5000,   0.1000])
+
+    References:
+        Formal et al., "SPLADE: Sparse Lexical and Expansion Model for First Stage Ranking", 2021,
+        for the FLOPS regulariser that these penalties weigh.
+    """
+    vocab_size = check_shapes(idf=(idf, "V"))["V"]
+    check_number("alpha", alpha, minimum=0.0)
+    check_number("special_penalty", special_penalty, minimum=0.0)
+    check_number("stopword_penalty", stopword_penalty, minimum=0.0)
+    check_number("minimum", minimum, minimum=0.0)
+    if minimum > 1:
+        raise ValueError(f"expected `minimum` in [0, 1], got {minimum!r}")
+    check_choice("shape", shape, ("exponential", "linear"))
+    idf = idf.detach().to(compute_dtype(idf=idf))
+    infinite = (~idf.isfinite()).nonzero()
+    if len(infinite):
+        index = int(infinite[0])
+        raise ValueError(f"expected `idf` to be finite, got {float(idf[index])} at token {index}")
+    special = _mask("special_token_ids", special_token_ids, vocab_size, idf.device)
+    stopword = _mask("stopword_ids", stopword_ids, vocab_size, idf.device)
+
+    weight = torch.ones_like(idf)
+    ordinary = idf[~special]
+    if len(ordinary) and ordinary.min() < ordinary.max():
+        low, high = ordinary.aminmax()
+        normalised = (idf - low) / (high - low)
+        weight = torch.exp(-alpha * normalised) if shape == "exponential" else 1 - normalised
+    weight = weight.clamp(min=minimum)
+    weight = torch.where(stopword, weight * stopword_penalty, weight)
+    return torch.where(special, special_penalty, weight)
+
+
+def language_penalty(
+    vocab_size: int,
+    allowed_ids: Iterable[int] | Tensor,
+    *,
+    special_token_ids: Iterable[int] | Tensor = (),
+    penalty: float = 100.0,
+) -> Tensor:
+    r"""Token penalties that spare the allowed tokens, for the language penalty loss.
+
+    $$
+    p_j = \begin{cases} 0 & j \text{ allowed or special} \\ p & \text{otherwise} \end{cases}
+    $$
+
+    Args:
+        vocab_size: Number of token ids, V, of the *model*: it may exceed the tokenizer's.
+        allowed_ids: Ids in ``[0, V)``, integers or an integer tensor, such as the result of
+            :func:`~sparse_losses.functional.language_token_ids`.
+        special_token_ids: Ids in ``[0, V)`` to spare as well: what they cost is the business of
+            :func:`~sparse_losses.functional.idf_penalty`.
+        penalty: Penalty $p$ of all other tokens, at least 0.
+
+    Returns:
+        Penalties, float32 ``[V]`` on the CPU.
+
+    Raises:
+        ValueError: If an id is outside ``[0, V)`` or ``penalty`` is negative or not finite.
+        TypeError: If the ids are not integers.
+
+    Example:
+        >>> from sparse_losses import language_penalty
+        >>> language_penalty(5, allowed_ids=[1, 3], special_token_ids=[0])
+        tensor([  0.,   0., 100.,   0., 100.])
+    """
+    check_integer("vocab_size", vocab_size, minimum=1)
+    check_number("penalty", penalty, minimum=0.0)
+    cpu = torch.device("cpu")
+    spared = _mask("allowed_ids", allowed_ids, vocab_size, cpu)
+    spared |= _mask("special_token_ids", special_token_ids, vocab_size, cpu)
+    return torch.where(spared, 0.0, torch.full((vocab_size,), float(penalty)))
+
+
+def _mask(name: str, ids: Iterable[int] | Tensor, vocab_size: int, device: torch.device) -> Tensor:
+    """The set of ids as a mask ``[V]``, its range checked wherever the ids are."""
+    if isinstance(ids, Tensor):
+        ids = ids.detach().cpu().reshape(-1)
+    else:
+        array = np.asarray(list(ids))
+        if array.size and (array.dtype.kind not in "iu" or array.ndim != 1):
+            raise TypeError(f"expected `{name}` to be integers, got {array.dtype} {array.shape}")
+        ids = torch.from_numpy(array.astype(np.int64))
+    mask = id_mask(name, ids, vocab_size, device)
+    return torch.zeros(vocab_size, dtype=torch.bool, device=device) if mask is None else mask

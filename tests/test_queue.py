@@ -1,0 +1,247 @@
+"""LabelQueue: the last ``size`` rows, whatever the batches, also after a restart and compiled."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sparse_losses import LabelQueue
+from sparse_losses.functional import nws_loss
+
+D, L = 3, 2
+
+
+def batches(sizes, start=1):
+    """Rows 1, 2, 3, ... as features, with labels that say the same number modulo 4."""
+    for size in sizes:
+        numbers = torch.arange(start, start + size)
+        start += size
+        labels = torch.stack([numbers % 2, numbers // 2 % 2], dim=1)
+        yield numbers[:, None].expand(size, D).float(), labels
+
+
+def fill(queue, sizes, start=1):
+    for features, labels in batches(sizes, start):
+        queue.enqueue(features, labels)
+    return queue
+
+
+def rows(queue):
+    """The filled rows in no order: what they say, features and labels."""
+    kept = [(f.tolist(), y.tolist()) for f, y in zip(queue.features, queue.labels, strict=True)]
+    return sorted(row for row, filled in zip(kept, queue.mask.tolist(), strict=True) if filled)
+
+
+def model(size, sizes):
+    """A Python list that forgets its oldest rows."""
+    numbers = list(range(1, sum(sizes) + 1))[-size:]
+    return sorted(([float(n)] * D, [float(n % 2), float(n // 2 % 2)]) for n in numbers)
+
+
+@given(st.integers(1, 7), st.lists(st.integers(0, 17), max_size=8))
+def test_the_queue_holds_the_last_rows_of_all_batches(size, sizes):
+    queue = fill(LabelQueue(size, D, L), sizes)
+    assert rows(queue) == model(size, sizes)
+    assert queue.mask.sum() == queue.fill == min(size, sum(sizes))
+    assert queue.pointer == sum(sizes) % size  # the slot of the oldest row, once the queue is full
+
+
+@given(st.integers(1, 7), st.lists(st.integers(0, 17), max_size=8))
+def test_slots_that_were_never_filled_are_zeros_and_come_last(size, sizes):
+    queue = fill(LabelQueue(size, D, L), sizes)
+    filled = min(size, sum(sizes))
+    assert queue.mask.tolist() == [True] * filled + [False] * (size - filled)
+    assert queue.features[~queue.mask].count_nonzero() == 0
+    assert queue.labels[~queue.mask].count_nonzero() == 0
+    assert queue.features[queue.mask].all()
+
+
+@given(st.integers(1, 6), st.lists(st.integers(0, 9), max_size=5), st.integers(0, 9))
+def test_one_batch_or_many_leave_the_same_slots(size, sizes, more):
+    many = fill(LabelQueue(size, D, L), [*sizes, more])
+    one = fill(LabelQueue(size, D, L), [sum(sizes) + more])
+    for name, buffer in many.state_dict().items():
+        assert torch.equal(buffer, one.state_dict()[name]), name
+
+
+@given(st.integers(1, 6), st.lists(st.integers(0, 9), max_size=4), st.lists(st.integers(0, 9)))
+def test_training_resumes_from_the_state_dict_in_the_middle(size, before, after):
+    queue = fill(LabelQueue(size, D, L), before)
+    file = io.BytesIO()
+    torch.save(queue.state_dict(), file)
+    file.seek(0)
+    resumed = LabelQueue(size, D, L)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    for each in (queue, resumed):
+        fill(each, after, start=sum(before) + 1)
+    assert rows(resumed) == rows(queue) == model(size, [*before, *after])
+    assert torch.equal(resumed.features, queue.features)
+
+
+def test_everything_is_a_buffer_and_nothing_a_parameter():
+    queue = LabelQueue(4, D, L)
+    assert set(queue.state_dict()) == {"features", "labels", "pointer", "fill"}
+    assert list(queue.parameters()) == []
+    assert queue.features.shape == (4, D)
+    assert queue.labels.shape == (4, L)
+    assert queue.mask.shape == (4,)
+    assert queue.mask.dtype == torch.bool
+    assert not queue.mask.any()
+
+
+def test_a_copy_goes_its_own_way():
+    queue = fill(LabelQueue(3, D, L), [2])
+    other = fill(copy.deepcopy(queue), [2], start=3)
+    assert rows(queue) == model(3, [2])
+    assert rows(other) == model(3, [2, 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_features_are_cast_to_the_dtype_of_the_queue(dtype):
+    queue = fill(LabelQueue(3, D, L).to(dtype), [2, 2])
+    assert queue.features.dtype == queue.labels.dtype == dtype
+    assert queue.pointer.dtype == queue.fill.dtype == torch.int64
+    assert rows(queue) == model(3, [2, 2])
+    half = fill(LabelQueue(3, D, L), [2]).half()
+    half.enqueue(torch.full((1, D), 3.0, dtype=torch.float64), torch.tensor([[1, 1]]))
+    assert rows(half) == model(3, [3])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16])
+def test_labels_may_be_bool_integer_or_float(dtype):
+    queue = LabelQueue(2, D, L)
+    queue.enqueue(torch.ones(2, D), torch.tensor([[1, 0], [1, 1]], dtype=dtype))
+    assert queue.labels.tolist() == [[1, 0], [1, 1]]
+    assert queue.labels.dtype == torch.float32
+
+
+def test_features_are_stored_without_their_graph_and_as_copies():
+    features = torch.ones(2, D, requires_grad=True)
+    queue = LabelQueue(2, D, L)
+    queue.enqueue(features * 2, torch.ones(2, L))
+    assert not queue.features.requires_grad
+    given_away = torch.ones(2, D)
+    queue.enqueue(given_away, torch.ones(2, L))
+    given_away.fill_(7)
+    assert (queue.features == 1).all()
+
+
+def test_a_nan_is_stored_in_its_row_only():
+    features = torch.ones(2, D)
+    features[1, 0] = math.nan
+    queue = LabelQueue(3, D, L)
+    queue.enqueue(features, torch.ones(2, L))
+    assert queue.features.isnan().sum() == 1
+
+
+@pytest.mark.parametrize(
+    ("features", "labels", "error", "message"),
+    [
+        (torch.ones(2, D + 1), torch.ones(2, L), ValueError, r"`features`.*D = 3.*got \[2, 4\]"),
+        (torch.ones(D), torch.ones(2, L), ValueError, r"`features` of shape \[B, D\]"),
+        (torch.ones(2, D), torch.ones(3, L), ValueError, r"`labels`.*B = 2.*got \[3, 2\]"),
+        (torch.ones(2, D), torch.ones(2, L + 1), ValueError, r"`labels`.*L = 2.*got \[2, 3\]"),
+        (torch.ones(2, D), torch.tensor([0, 1]), ValueError, r"`labels` of shape \[B, L\]"),
+        (torch.ones(2, D, device="meta"), torch.ones(2, L), ValueError, "`features` on cpu"),
+        (torch.ones(2, D).long(), torch.ones(2, L), TypeError, "`features` to be floating"),
+        (torch.ones(2, D), torch.ones(2, L).cfloat(), TypeError, "`labels`"),
+        (torch.ones(2, D), [[1, 0], [0, 1]], TypeError, "`labels`"),
+    ],
+)
+def test_wrong_rows_are_named_and_leave_the_queue(features, labels, error, message):
+    queue = fill(LabelQueue(4, D, L), [3])
+    with pytest.raises(error, match=message):
+        queue.enqueue(features, labels)
+    assert rows(queue) == model(4, [3])
+
+
+@pytest.mark.parametrize("name", ["size", "dim", "num_labels"])
+@pytest.mark.parametrize(("bad", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError)])
+def test_wrong_sizes_are_named(name, bad, error):
+    sizes = {"size": 4, "dim": D, "num_labels": L} | {name: bad}
+    with pytest.raises(error, match=f"`{name}`"):
+        LabelQueue(**sizes)
+
+
+def test_the_state_of_another_size_does_not_load():
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        LabelQueue(4, D, L).load_state_dict(LabelQueue(5, D, L).state_dict())
+
+
+def test_nothing_looks_at_a_value_on_the_device():
+    """Fake tensors have no values: reading one, as a host sync does, is an error."""
+    with FakeTensorMode():
+        queue = LabelQueue(4, D, L)
+        for size in (3, 2, 0, 9):
+            queue.enqueue(torch.ones(size, D), torch.ones(size, L))
+        assert queue.mask.shape == (4,)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_it_compiles_without_a_graph_break_and_keeps_the_same_rows(dynamic):
+    torch.compiler.reset()
+    queue = LabelQueue(5, D, L)
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    def step(features, labels):
+        queue.enqueue(features, labels)
+        return queue.mask, queue.features.sum()
+
+    sizes = [3, 3, 3, 5, 4]
+    for features, labels in batches(sizes):
+        mask, total = step(features, labels)
+        assert total == queue.features.sum()
+        assert torch.equal(mask, queue.mask)
+    assert rows(queue) == model(5, sizes)
+
+
+def test_extra_repr_states_the_sizes():
+    assert repr(LabelQueue(4, 3, 2)) == "LabelQueue(size=4, dim=3, num_labels=2)"
+
+
+# With the losses ---------------------------------------------------------------------------------
+
+
+def queue_options(queue):
+    return {"queue": queue.features, "queue_labels": queue.labels, "queue_mask": queue.mask}
+
+
+def test_empty_slots_are_no_references_to_nws():
+    query, prototype = torch.randn(3, D), torch.randn(L, D)
+    labels = torch.tensor([[1, 0], [0, 1], [1, 1]])
+    options = {"label_similarity": torch.tensor([[1.0, 0.3], [0.3, 1.0]])}
+    queue = LabelQueue(8, D, L)
+    without = nws_loss(query, labels, prototype, **options)
+    empty = nws_loss(query, labels, prototype, **options, **queue_options(queue))
+    torch.testing.assert_close(empty, without)
+    key, key_labels = torch.randn(4, D), torch.tensor([[1, 0], [0, 1], [0, 0], [1, 1]])
+    queue.enqueue(key, key_labels)
+    part = nws_loss(query, labels, prototype, **options, **queue_options(queue))
+    exact = nws_loss(query, labels, prototype, **options, queue=key, queue_labels=key_labels)
+    torch.testing.assert_close(part, exact)
+    assert not torch.allclose(part, without)
+
+
+def test_overwriting_features_that_a_graph_kept_is_an_error_and_not_a_wrong_gradient():
+    queue = fill(LabelQueue(4, D, L), [4])
+    scores = torch.ones(2, D, requires_grad=True) @ queue.features.T
+    fill(queue, [1])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        scores.sum().backward()
+
+
+def test_nws_goes_back_after_enqueuing():
+    queue = fill(LabelQueue(4, D, L), [4])
+    query = torch.randn(2, D, requires_grad=True)
+    labels, prototype = torch.eye(L), torch.randn(L, D)
+    loss = nws_loss(query, labels, prototype, torch.eye(L), **queue_options(queue))
+    (expected,) = torch.autograd.grad(loss, query, retain_graph=True)
+    queue.enqueue(query, labels)
+    (got,) = torch.autograd.grad(loss, query)
+    torch.testing.assert_close(got, expected)
+    assert got.abs().sum() > 0

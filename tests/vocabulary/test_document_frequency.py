@@ -1,0 +1,386 @@
+"""DocumentFrequency: the counts are those of a loop, however the documents come."""
+
+import math
+import os
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_losses.vocabulary import DocumentFrequency
+from sparse_losses.vocabulary.document_frequency import tokenizer_sha256
+
+V = 6
+documents = st.lists(st.lists(st.integers(0, V - 1), max_size=5), max_size=8)
+
+
+def loop(docs, vocab_size=V):
+    """Every document counts each of its tokens once."""
+    counts = Counter(token for doc in docs for token in set(doc))
+    return [counts[token] for token in range(vocab_size)]
+
+
+def padded(docs, pad=-100):
+    width = max(map(len, docs), default=0)
+    ids = [doc + [pad] * (width - len(doc)) for doc in docs]
+    mask = [[1] * len(doc) + [0] * (width - len(doc)) for doc in docs]
+    shape = (len(docs), width)
+    return (
+        torch.tensor(ids, dtype=torch.int64).reshape(shape),
+        torch.tensor(mask).reshape(shape),
+    )
+
+
+def counted(*batches, **options):
+    counter = DocumentFrequency(V, **options)
+    for docs in batches:
+        counter.update(*padded(docs))
+    return counter
+
+
+def same(one, other):
+    return torch.equal(one.df, other.df) and one.num_documents == other.num_documents
+
+
+@given(documents)
+def test_the_count_is_that_of_a_loop_over_documents(docs):
+    counter = counted(docs)
+    assert counter.df.tolist() == loop(docs)
+    assert counter.num_documents == len(docs)
+    assert counter.df.dtype == torch.int64
+
+
+@given(documents, st.integers(1, 4), st.randoms(use_true_random=False))
+def test_streaming_in_any_batches_and_order_equals_one_batch(docs, size, random):
+    shuffled = random.sample(docs, len(docs))
+    batches = [shuffled[i : i + size] for i in range(0, len(docs), size)]
+    assert same(counted(*batches), counted(docs))
+
+
+@given(documents, documents, documents)
+def test_merge_is_associative_commutative_and_equals_counting_together(a, b, c):
+    together = counted(a + b + c)
+    assert same(counted(a).merge(counted(b)).merge(counted(c)), together)
+    assert same(counted(a).merge(counted(b).merge(counted(c))), together)
+    assert same(counted(c).merge(counted(b)).merge(counted(a)), together)
+
+
+def test_merge_is_in_place_returns_self_and_leaves_the_other():
+    one, other = counted([[1, 2]]), counted([[2], [3]])
+    before = other.df.clone()
+    assert one.merge(other) is one
+    one.update(*padded([[4]]))
+    assert torch.equal(other.df, before)
+    assert other.num_documents == 2
+    assert one.df.tolist() == loop([[1, 2], [2], [3], [4]])
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        (DocumentFrequency(V + 1, tokenizer_sha256="a"), "vocab_size"),
+        (DocumentFrequency(V, tokenizer_sha256="b"), "tokenizer_sha256"),
+        (DocumentFrequency(V), "tokenizer_sha256"),
+    ],
+)
+def test_merge_refuses_another_vocabulary(other, name):
+    with pytest.raises(ValueError, match=name):
+        DocumentFrequency(V, tokenizer_sha256="a").merge(other)
+    with pytest.raises(TypeError, match="`other`"):
+        DocumentFrequency(V).merge({})
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16])
+def test_the_mask_may_be_bool_integer_or_float(dtype):
+    ids = torch.tensor([[1, 2, -100], [2, 2, 5]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1]], dtype=dtype)
+    counter = DocumentFrequency(V)
+    counter.update(ids, mask)
+    assert counter.df.tolist() == loop([[1, 2], [2, 5]])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_ids_may_be_any_integer_tensor(dtype):
+    counter = DocumentFrequency(V)
+    counter.update(torch.tensor([[1, 2]], dtype=dtype), torch.ones(1, 2))
+    assert counter.df.tolist() == loop([[1, 2]])
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16, np.uint32])
+def test_arrays_may_be_read_only_or_reversed(dtype):
+    ids = np.array([[5, 2, 1]], dtype=dtype)[:, ::-1]
+    mask = np.array([[True, True, False]])
+    mask.setflags(write=False)
+    counter = DocumentFrequency(V)
+    counter.update(ids, mask)
+    assert counter.df.tolist() == loop([[1, 2]])
+
+
+def test_ids_under_a_zero_mask_are_not_looked_at():
+    huge = torch.iinfo(torch.int64)
+    counter = DocumentFrequency(V)
+    counter.update(
+        torch.tensor([[-100, 3, huge.max], [huge.min, 999, 0]]),
+        torch.tensor([[0, 1, 0], [0, 0, 0]]),
+    )
+    assert counter.df.tolist() == loop([[3], []])
+
+
+def test_a_row_of_zeros_is_an_empty_document_and_an_empty_batch_is_none():
+    counter = counted([[1], [], []])
+    assert (counter.num_documents, counter.df.sum()) == (3, 1)
+    counter.update(torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0, 4))
+    counter.update(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, 0))
+    assert (counter.num_documents, counter.df.sum()) == (5, 1)
+
+
+@pytest.mark.parametrize("bad", [V, -1, -100])
+def test_an_attended_id_outside_the_vocabulary_changes_nothing(bad):
+    counter = counted([[1, 2]])
+    with pytest.raises(ValueError, match=rf"V = {V}, got {bad}\b"):
+        counter.update(torch.tensor([[0, 1], [2, bad]]), torch.ones(2, 2))
+    assert same(counter, counted([[1, 2]]))
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "error", "name"),
+    [
+        (torch.zeros(3).long(), torch.ones(3), ValueError, "input_ids"),
+        (torch.zeros(2, 3).long(), torch.ones(3, 2), ValueError, "attention_mask"),
+        (torch.zeros(2, 3).long(), torch.ones(2, 1), ValueError, "attention_mask"),
+        (torch.zeros(2, 3), torch.ones(2, 3), TypeError, "input_ids"),
+        (torch.zeros(2, 3).bool(), torch.ones(2, 3), TypeError, "input_ids"),
+    ],
+)
+def test_wrong_shapes_and_dtypes_are_named(ids, mask, error, name):
+    with pytest.raises(error, match=name):
+        DocumentFrequency(V).update(ids, mask)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "options", "error"),
+    [
+        (0, {}, ValueError),
+        (-1, {}, ValueError),
+        (2.0, {}, TypeError),
+        (True, {}, TypeError),
+        (V, {"tokenizer_sha256": ""}, ValueError),
+        (V, {"tokenizer_sha256": 3}, TypeError),
+    ],
+)
+def test_wrong_constructor_arguments(vocab_size, options, error):
+    with pytest.raises(error, match=next(iter(options), "vocab_size")):
+        DocumentFrequency(vocab_size, **options)
+
+
+@given(documents.filter(len))
+def test_idf_is_the_formula_for_every_token(docs):
+    counter, n, df = counted(docs), len(docs), loop(docs)
+    bm25 = [math.log(1 + (n - d + 0.5) / (d + 0.5)) for d in df]
+    standard = [math.log(n / (d + 1)) for d in df]
+    np.testing.assert_allclose(counter.idf(), bm25, rtol=1e-12)
+    np.testing.assert_allclose(counter.idf("bm25"), bm25, rtol=1e-12)
+    np.testing.assert_allclose(counter.idf("standard"), standard, rtol=1e-12, atol=1e-15)
+    assert counter.idf().dtype == counter.idf("standard").dtype == torch.float64
+
+
+@pytest.mark.parametrize("smoothing", ["bm25", "standard"])
+def test_idf_falls_strictly_with_document_frequency(smoothing):
+    counter = counted([list(range(length)) for length in range(V)])
+    assert counter.df.tolist() == [5, 4, 3, 2, 1, 0]
+    assert (counter.idf(smoothing).diff() > 0).all()
+
+
+def test_bm25_idf_is_positive_where_all_documents_hold_the_token_and_standard_is_not():
+    counter = counted([[1]] * 7)
+    assert counter.idf("bm25")[1] > 0
+    assert counter.idf("standard")[1] < 0
+
+
+def test_idf_of_nothing_and_of_an_unknown_smoothing():
+    with pytest.raises(ValueError, match="at least one document"):
+        DocumentFrequency(V).idf()
+    with pytest.raises(ValueError, match="'bm25', 'standard', got 'plain'"):
+        counted([[1]]).idf("plain")
+
+
+@pytest.mark.parametrize("name", ["counts.npz", "counts", "counts.v2"])
+@pytest.mark.parametrize("sha", [None, "e3b0c442"])
+def test_load_gives_back_what_save_wrote_under_exactly_that_name(tmp_path, name, sha):
+    counter = counted([[1, 2], [2], []], tokenizer_sha256=sha)
+    counter.save(tmp_path / name)
+    assert os.listdir(tmp_path) == [name]
+    loaded = DocumentFrequency.load(str(tmp_path / name))
+    assert same(loaded, counter)
+    assert (loaded.vocab_size, loaded.tokenizer_sha256) == (V, sha)
+    loaded.update(*padded([[5]]))
+    assert loaded.merge(counter).df.tolist() == loop([[1, 2], [2], [], [5], [1, 2], [2], []])
+
+
+def test_the_file_holds_the_four_arrays(tmp_path):
+    counted([[1, 2], [2]], tokenizer_sha256="abc").save(tmp_path / "counts.npz")
+    with np.load(tmp_path / "counts.npz", allow_pickle=False) as archive:
+        arrays = {name: archive[name].tolist() for name in archive.files}
+    assert arrays == {
+        "df": loop([[1, 2], [2]]),
+        "num_documents": 2,
+        "vocab_size": V,
+        "tokenizer_sha256": "abc",
+    }
+
+
+def test_a_failing_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "counts.npz"
+    counted([[1]]).save(path)
+
+    def fail(file, **arrays):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(np, "savez_compressed", fail)
+    with pytest.raises(OSError, match="disk full"):
+        counted([[2], [3]]).save(path)
+    assert os.listdir(tmp_path) == ["counts.npz"]
+    assert same(DocumentFrequency.load(path), counted([[1]]))
+
+
+def test_a_save_over_an_old_file_replaces_it(tmp_path):
+    counted([[1]]).save(tmp_path / "counts.npz")
+    counted([[2], [3]]).save(tmp_path / "counts.npz")
+    assert same(DocumentFrequency.load(tmp_path / "counts.npz"), counted([[2], [3]]))
+
+
+def _archive(**changes):
+    arrays = {"df": np.zeros(2, np.int64), "num_documents": 3, "vocab_size": 2}
+    arrays |= {"tokenizer_sha256": ""} | changes
+    return {name: value for name, value in arrays.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        _archive(df=None),
+        _archive(num_documents=None),
+        _archive(vocab_size=None),
+        _archive(tokenizer_sha256=None),
+        _archive(vocab_size=3),
+        _archive(vocab_size=0, df=np.zeros(0, np.int64)),
+        _archive(df=np.zeros(2)),
+        _archive(df=np.array([0, 4])),
+        _archive(df=np.array([0, -1])),
+        _archive(df=np.array([{}, {}], dtype=object)),
+    ],
+)
+def test_an_archive_that_is_not_ours_is_refused(tmp_path, arrays):
+    np.savez(tmp_path / "other.npz", **arrays)
+    with pytest.raises(ValueError, match=r"other\.npz is not a DocumentFrequency file"):
+        DocumentFrequency.load(tmp_path / "other.npz")
+
+
+@pytest.mark.parametrize("content", [b"", b"counts", b"PK\x03\x04", b"\x93NUMPY"])
+def test_a_file_that_is_no_archive_is_refused(tmp_path, content):
+    (tmp_path / "counts.npz").write_bytes(content)
+    with pytest.raises(ValueError, match="is not a DocumentFrequency file"):
+        DocumentFrequency.load(tmp_path / "counts.npz")
+
+
+def test_a_single_array_is_refused_and_a_missing_file_is_missing(tmp_path):
+    np.save(tmp_path / "df.npy", np.zeros(2, np.int64))
+    with pytest.raises(ValueError, match="is not a DocumentFrequency file"):
+        DocumentFrequency.load(tmp_path / "df.npy")
+    with pytest.raises(FileNotFoundError):
+        DocumentFrequency.load(tmp_path / "nothing.npz")
+
+
+def test_a_damaged_file_is_refused_or_unharmed_wherever_the_damage_is(tmp_path):
+    counter, path = counted([[1, 2], [2]], tokenizer_sha256="abc"), tmp_path / "counts.npz"
+    counter.save(path)
+    content = path.read_bytes()
+    refused = 0
+    for position in range(0, len(content), 3):
+        for damaged in (
+            content[:position],
+            content[:position] + bytes([content[position] ^ 0x55]) + content[position + 1 :],
+        ):
+            path.write_bytes(damaged)
+            try:
+                assert same(DocumentFrequency.load(path), counter)
+            except ValueError:
+                refused += 1
+    assert refused > len(content) / 3  # all truncations and most of the changes
+
+
+def test_all_reduce_without_a_process_group_changes_nothing():
+    counter = counted([[1, 2], [2]])
+    assert counter.all_reduce() is counter
+    assert same(counter, counted([[1, 2], [2]]))
+
+
+SHARDS = [[[1, 2], [2]], [[2, 5], [], [0]]]
+
+
+def _rank(rank, folder):
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        with pytest.raises(ValueError, match="vocab_size"):
+            DocumentFrequency(V + rank).all_reduce()
+        with pytest.raises(ValueError, match="tokenizer_sha256"):
+            DocumentFrequency(V, tokenizer_sha256=f"rank {rank}").all_reduce()
+        counter = counted(SHARDS[rank], tokenizer_sha256="abc")
+        assert counter.all_reduce() is counter
+        counter.save(f"{folder}/rank{rank}.npz")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_all_reduce_gives_every_rank_the_count_of_all_documents(tmp_path):
+    mp.spawn(_rank, args=(str(tmp_path),), nprocs=2)
+    for rank in range(2):
+        loaded = DocumentFrequency.load(tmp_path / f"rank{rank}.npz")
+        assert loaded.df.tolist() == loop(SHARDS[0] + SHARDS[1])
+        assert loaded.num_documents == 5
+        assert loaded.tokenizer_sha256 == "abc"
+
+
+def test_a_vocabulary_of_250_thousand():
+    size = 250_002
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, size, (64, 256))
+    ids[:, 0] = size - 1
+    counter = DocumentFrequency(size)
+    counter.update(ids, np.ones_like(ids))
+    assert counter.df.shape == (size,)
+    assert counter.df[-1] == 64
+    assert counter.df.sum() == sum(len(set(row)) for row in ids.tolist())
+    assert counter.idf().argmin() == size - 1
+
+
+def test_repr_states_sizes_and_fingerprint():
+    assert repr(counted([[1]])) == "DocumentFrequency(vocab_size=6, num_documents=1)"
+    assert "tokenizer_sha256='abc'" in repr(counted(tokenizer_sha256="abc"))
+
+
+class Tokenizer:
+    def __init__(self, vocabulary):
+        self.vocabulary = vocabulary
+
+    def get_vocab(self):
+        return self.vocabulary
+
+
+def test_the_fingerprint_depends_on_pairs_and_not_on_their_order():
+    fingerprint = tokenizer_sha256(Tokenizer({"가": 0, "b": 1}))
+    assert len(fingerprint) == 64
+    assert fingerprint == tokenizer_sha256(Tokenizer({"b": 1, "가": 0}))
+    assert fingerprint != tokenizer_sha256(Tokenizer({"b": 0, "가": 1}))
+    assert fingerprint != tokenizer_sha256(Tokenizer({"가": 0, "b": 1, "c": 2}))
+    assert fingerprint != tokenizer_sha256(Tokenizer({"나": 0, "b": 1}))

@@ -1,0 +1,144 @@
+"""Label similarity: the formula pair by pair, and what it does where it is undefined."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_losses.vocabulary import label_similarity
+
+METHODS = ["npmi", "jaccard"]
+
+
+@st.composite
+def multi_hot(draw):
+    rows, columns = draw(st.integers(0, 8)), draw(st.integers(0, 4))
+    bits = st.lists(st.integers(0, 1), min_size=columns, max_size=columns)
+    drawn = draw(st.lists(bits, min_size=rows, max_size=rows))
+    return torch.tensor(drawn, dtype=torch.int64).reshape(rows, columns)
+
+
+def npmi(i, j, n):
+    together = sum(a and b for a, b in zip(i, j, strict=True))
+    if together == 0:
+        return 0.0
+    if together == n:
+        return 1.0
+    p_ij, p_i, p_j = together / n, sum(i) / n, sum(j) / n
+    return (math.log(p_ij / (p_i * p_j)) / -math.log(p_ij) + 1) / 2
+
+
+def jaccard(i, j, n):
+    either = sum(a or b for a, b in zip(i, j, strict=True))
+    return sum(a and b for a, b in zip(i, j, strict=True)) / either if either else 0.0
+
+
+def loop(labels, method):
+    columns = [column.tolist() for column in labels.T]
+    size, pair = len(columns), {"npmi": npmi, "jaccard": jaccard}[method]
+    matrix = [
+        [1.0 if i == j else pair(columns[i], columns[j], len(labels)) for j in range(size)]
+        for i in range(size)
+    ]
+    return np.array(matrix).reshape(size, size)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(multi_hot())
+def test_the_similarity_is_the_formula_for_every_pair(method, labels):
+    got = label_similarity(labels.double(), method=method)
+    assert got.dtype == torch.float64
+    np.testing.assert_allclose(got, loop(labels, method), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(multi_hot())
+def test_the_similarity_is_symmetric_in_the_unit_interval_with_diagonal_one(method, labels):
+    got = label_similarity(labels, method=method)
+    assert torch.equal(got, got.T)
+    assert ((got >= 0) & (got <= 1)).all()
+    assert (got.diagonal() == 1).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_many_labels_are_symmetric_to_the_last_bit(method):
+    got = label_similarity((torch.rand(300, 37) < 0.3).double(), method=method)
+    assert torch.equal(got, got.T)
+    assert 0 < got.min() < got.max() == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(multi_hot(), st.integers(2, 4))
+def test_repeating_the_rows_changes_nothing(method, labels, times):
+    once = label_similarity(labels.double(), method=method)
+    again = label_similarity(labels.double().repeat(times, 1), method=method)
+    torch.testing.assert_close(again, once, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_labels_that_only_occur_together_are_one_and_never_together_zero(method):
+    labels = torch.tensor([[1, 1, 0], [1, 1, 0], [0, 0, 1]])
+    got = label_similarity(labels, method=method)
+    assert got.tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+
+
+def test_npmi_of_independent_labels_is_one_half():
+    labels = torch.tensor([[1, 1], [1, 0], [0, 1], [0, 0]])
+    assert label_similarity(labels)[0, 1] == 0.5
+
+
+def test_npmi_of_labels_that_all_rows_carry_is_one():
+    labels = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    got = label_similarity(labels)
+    assert got[0, 1] == 1
+    assert got[0, 2] == 0.5  # what all rows carry says nothing about the rest
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_labels_never_seen_are_like_themselves_only(method):
+    labels = torch.tensor([[1, 0, 0], [1, 0, 0]])
+    assert torch.equal(label_similarity(labels, method=method), torch.eye(3))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_rows_give_the_identity_and_no_labels_an_empty_matrix(method):
+    assert torch.equal(label_similarity(torch.zeros(0, 3), method=method), torch.eye(3))
+    assert label_similarity(torch.zeros(4, 0), method=method).shape == (0, 0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.uint8, torch.half, torch.float])
+def test_any_dtype_of_labels_gives_the_double_result_in_single_precision(method, dtype):
+    labels = (torch.rand(40, 5) < 0.4).to(dtype)
+    got = label_similarity(labels, method=method)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, label_similarity(labels.double(), method=method).float())
+    assert got[0, 1] > 0
+
+
+def test_the_similarity_is_a_constant_to_the_graph():
+    assert not label_similarity(torch.eye(2).requires_grad_()).requires_grad
+
+
+@pytest.mark.parametrize("bad", [0.5, 2.0, -1.0, math.nan])
+def test_soft_labels_are_refused(bad):
+    labels = torch.eye(3)
+    labels[1, 2] = bad
+    with pytest.raises(ValueError, match=f"`labels` to be 0 or 1, got {bad}"):
+        label_similarity(labels)
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "error", "message"),
+    [
+        (torch.ones(3), {}, ValueError, r"`labels` of shape \[N, L\], got \[3\]"),
+        ([[1, 0]], {}, TypeError, "labels"),
+        (torch.eye(2), {"method": "pmi"}, ValueError, "'npmi', 'jaccard', got 'pmi'"),
+    ],
+)
+def test_wrong_arguments_are_named(labels, options, error, message):
+    with pytest.raises(error, match=message):
+        label_similarity(labels, **options)

@@ -1,0 +1,483 @@
+"""Language tokens: three kinds of vocabulary, one answer, and what a part of a character is."""
+
+import importlib.util
+import itertools
+import json
+import random
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_losses.vocabulary import language_penalty, language_token_ids, languages
+from sparse_losses.vocabulary.languages import _scripts
+
+ROOT = Path(__file__).parents[2]
+
+# What each text is written in, besides Common and Inherited.
+WORDS = {
+    "서울": {"Hangul"},
+    "ㅋㅋ": {"Hangul"},
+    "Seoul": {"Latin"},
+    "café": {"Latin"},
+    "cafe\N{COMBINING ACUTE ACCENT}": {"Latin"},
+    "Ｋ": {"Latin"},
+    "서울city": {"Hangul", "Latin"},
+    "Сеул": {"Cyrillic"},
+    "漢城": {"Han"},
+    "漢字の": {"Han", "Hiragana"},
+    "ソウル": {"Katakana"},
+    "Σ": {"Greek"},
+    "2024": set(),
+    "don't": {"Latin"},
+    "—!": set(),
+    "🙂": set(),
+}
+
+
+def kept(vocabulary, *scripts, **options):
+    """The tokens kept of a plain list."""
+    ids = language_token_ids(vocabulary, scripts, **options).tolist()
+    return [vocabulary[index] for index in ids]
+
+
+# The byte-level alphabet: printable bytes are themselves, the others follow from U+0100 on.
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+ALPHABET = [chr(b) if b in PRINTABLE else chr(256 + OTHERS.index(b)) for b in range(256)]
+
+
+def spell_bytes(data):
+    return "".join(ALPHABET[byte] for byte in data)
+
+
+MARKS = {
+    "plain": lambda text, starts: text,
+    "sentencepiece": lambda text, starts: ("▁" if starts else "") + text,
+    "wordpiece": lambda text, starts: ("" if starts else "##") + text,
+    "byte-level": lambda text, starts: spell_bytes(((" " if starts else "") + text).encode()),
+}
+
+
+@pytest.mark.parametrize("kind", MARKS)
+@pytest.mark.parametrize(
+    "scripts",
+    [("Hangul", "Latin"), ("Hangul",), ("Latin",), ("Han", "Hiragana"), ("Cyrillic",), ()],
+)
+def test_a_token_is_kept_iff_its_text_uses_no_other_script(kind, scripts):
+    vocabulary, expected = [], []
+    for starts in (True, False):
+        for text, used in WORDS.items():
+            if used <= set(scripts):
+                expected.append(len(vocabulary))
+            vocabulary.append(MARKS[kind](text, starts))
+    ids = language_token_ids(vocabulary, scripts)
+    assert ids.tolist() == expected
+    assert ids.dtype == torch.int64
+
+
+def test_the_default_is_korean_with_english():
+    vocabulary = list(WORDS)
+    expected = [text for text, used in WORDS.items() if used <= {"Hangul", "Latin"}]
+    assert [vocabulary[i] for i in language_token_ids(vocabulary)] == expected
+
+
+@pytest.mark.parametrize("kind", MARKS)
+def test_without_common_every_character_is_of_a_named_script_and_the_mark_is_no_character(kind):
+    texts = ["서울", "Seoul", "don't", "2024", "café", "cafe\N{COMBINING ACUTE ACCENT}", "🙂", "—"]
+    vocabulary = [MARKS[kind](text, starts) for text in texts for starts in (True, False)]
+    ids = language_token_ids(vocabulary, ["Latin"], allow_common=False)
+    assert ids.tolist() == [2, 3, 8, 9]
+    ids = language_token_ids(vocabulary, ["Latin", "Inherited"], allow_common=False)
+    assert ids.tolist() == [2, 3, 8, 9, 10, 11]
+    ids = language_token_ids(vocabulary, ["Common"], allow_common=False)
+    assert ids.tolist() == [6, 7, 12, 13, 14, 15]
+
+
+@pytest.mark.parametrize("mark", ["▁", "##", "Ġ"])
+def test_a_mark_alone_is_whitespace_and_counts_as_common(mark):
+    vocabulary = [mark, mark + "a", mark + "b", "", "c"]
+    assert language_token_ids(vocabulary).tolist() == [0, 1, 2, 3, 4]
+    assert language_token_ids(vocabulary, allow_common=False).tolist() == [1, 2, 4]
+
+
+def test_unassigned_and_private_characters_have_no_script():
+    assert kept(["a\ue000", "\U0010ffff", "\u0378", "a"], "Latin") == ["a"]
+    assert kept(["\ud800", "a"], "Latin") == ["a"]
+
+
+def test_a_letter_of_another_kinds_mark_stays_a_letter():
+    # Maltese writes Ġ, and a hash is a character where no token is marked with two.
+    assert kept(["▁Ġenn", "▁a", "Ġ", "##x"], "Latin") == ["▁Ġenn", "▁a", "Ġ", "##x"]
+    assert kept(["▁a", "▁b", "##x"], "Latin", allow_common=False) == ["▁a", "▁b"]
+
+
+# Parts of characters -----------------------------------------------------------------------------
+
+INDIC = [
+    "Samaritan",
+    "Mandaic",
+    "Syriac",
+    "Arabic",
+    "Devanagari",
+    "Bengali",
+    "Gurmukhi",
+    "Gujarati",
+    "Oriya",
+    "Tamil",
+    "Telugu",
+    "Kannada",
+    "Malayalam",
+    "Sinhala",
+    "Thai",
+    "Lao",
+    "Tibetan",
+]
+
+TAILS = [
+    # bytes, scripts, allow_common, kept
+    (b"\xeb", ["Hangul"], False, True),  # U+B000-BFFF
+    (b"\xec\x84", ["Hangul"], False, True),
+    (b"\xed", ["Hangul"], False, True),  # surrogates and unassigned besides
+    (b"\xea", ["Hangul"], True, False),  # Yi, Vai and others besides
+    (b"\xea", ["Latin"], True, False),
+    (b"\xea\xb0", ["Hangul"], False, True),  # U+AC00-AC3F
+    (b"\xe5", ["Han"], False, True),
+    (b"\xe4", ["Han"], True, True),
+    (b"\xe4", ["Han"], False, False),  # the hexagrams are Common
+    (b"\xe4\xb8", ["Han"], False, True),
+    (b"\xd0", ["Cyrillic"], False, True),
+    (b"\xc3", ["Latin"], True, True),
+    (b"\xc3", ["Latin"], False, False),  # the multiplication sign is Common
+    (b"\xc2", ["Latin"], True, True),
+    (b"\xe0", ["Thai", "Latin"], True, False),
+    (b"\xe0\xb8", ["Thai"], True, True),
+    (b"\xe0", INDIC, True, True),  # U+0800-0FFF: what is below has shorter forms
+    (b"\xf0", ["Han"], True, False),
+    (b"\xf0\xa0\x80", ["Han"], False, True),
+    (b"\xf0\x9f\x98", [], True, True),  # emoji
+    (b"\xf3\xb0", ["Latin"], True, False),  # private use: it can become nothing that is allowed
+    (b"\x80", ["Hangul", "Latin"], True, False),
+    (b"\x80\x80", ["Hangul", "Latin"], True, False),
+    (b"\x84\x9c", ["Hangul"], True, False),
+    (b"\x9ca", ["Latin"], True, False),
+    (b"\xff", ["Latin"], True, False),
+    (b"\xc0", ["Latin"], True, False),
+    (b"\xed\xa0\x80", ["Hangul"], True, False),  # a surrogate is no UTF-8
+]
+
+
+@pytest.mark.parametrize(("data", "scripts", "common", "expected"), TAILS)
+def test_a_part_of_a_character_is_kept_iff_all_it_can_become_is_allowed(
+    data, scripts, common, expected
+):
+    vocabulary = ["Ġ", "Ġa", "Ġb", spell_bytes(data), spell_bytes(b" " + data)]
+    ids = language_token_ids(vocabulary, scripts, allow_common=common).tolist()
+    assert (3 in ids) == expected
+    # The space in front is a mark only where a character can follow it.
+    assert (4 in ids) == (expected and data[0] >= 0xC0)
+
+
+@pytest.mark.parametrize("byte", [0x41, 0x20, 0xEA, 0xEB, 0xC3, 0x80, 0xFF])
+def test_byte_fallback_counts_as_the_byte_level_token(byte):
+    fallback = kept(["▁a", f"<0x{byte:02X}>"], "Hangul", "Latin")
+    spelled = kept(["Ġa", spell_bytes([byte])], "Hangul", "Latin")
+    assert len(fallback) == len(spelled) == (2 if byte in (0x41, 0x20, 0xEB, 0xC3) else 1)
+
+
+def test_text_before_the_part_counts_too():
+    vocabulary = ["Ġa", *map(spell_bytes, ["서".encode() + b"\xec", "я".encode() + b"\xec"])]
+    assert kept(vocabulary, "Hangul", "Latin") == vocabulary[:2]
+    assert kept(vocabulary, "Latin") == vocabulary[:1]
+
+
+@given(st.characters(min_codepoint=0x80, exclude_categories=["Cs"]), st.integers(1, 3))
+def test_parts_agree_with_all_characters_that_begin_so(character, length):
+    regex = pytest.importorskip("regex")
+    data = character.encode()
+    part = data[: min(length, len(data) - 1)]
+    if len(data) - len(part) > 2:
+        part = data[:-2]  # two bytes are left to try, at most
+    tails = itertools.product(range(0x80, 0xC0), repeat=len(data) - len(part))
+    become = []
+    for tail in tails:
+        try:
+            become.append((part + bytes(tail)).decode())
+        except UnicodeDecodeError:
+            continue
+    names = ["Latin", "Han", "Hangul", "Hiragana", "Katakana", "Cyrillic", "Arabic", "Ethiopic"]
+    assigned = [c for c in become if not regex.match(r"\p{Script=Unknown}", c)]
+    pattern = regex.compile("|".join(rf"\p{{Script={n}}}" for n in [*names, "Common", "Inherited"]))
+    expected = bool(assigned) and all(map(pattern.match, assigned))
+    assert (len(kept(["Ġa", spell_bytes(part)], *names)) == 2) == expected
+
+
+@given(st.text(min_size=1, max_size=4))
+def test_whole_characters_agree_with_the_regex_package(text):
+    regex = pytest.importorskip("regex")
+    names = ["Latin", "Greek", "Common", "Inherited"]
+    pattern = "(" + "|".join(rf"\p{{Script={name}}}" for name in names) + ")+"
+    expected = regex.fullmatch(pattern, text) is not None
+    vocabulary = ["Ġa", "Ġb", spell_bytes(text.encode())]
+    assert (2 in language_token_ids(vocabulary, ["Latin", "Greek"])) == expected
+
+
+# Tokenizers --------------------------------------------------------------------------------------
+
+CORPUS = [
+    "서울의 점심 메뉴 추천 2024",
+    "the lunch menu of Seoul, don't panic",
+    "обед в Сеуле",
+    "ソウルの昼食 漢城 午餐",
+    "🙂 café",
+] * 4
+SPECIAL = ["<pad>", "<unk>", "<s>"]
+
+
+def wordpiece(tk):
+    tokenizer = tk.Tokenizer(tk.models.WordPiece(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tk.pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = tk.decoders.WordPiece(cleanup=False)
+    trainer = tk.trainers.WordPieceTrainer(
+        vocab_size=300, special_tokens=SPECIAL, show_progress=False
+    )
+    return tokenizer, trainer
+
+
+def sentencepiece(tk):
+    tokenizer = tk.Tokenizer(tk.models.Unigram())
+    tokenizer.pre_tokenizer = tk.pre_tokenizers.Metaspace()
+    tokenizer.decoder = tk.decoders.Metaspace()
+    trainer = tk.trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+    )
+    return tokenizer, trainer
+
+
+def byte_level(tk):
+    tokenizer = tk.Tokenizer(tk.models.BPE())
+    tokenizer.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = tk.decoders.ByteLevel()
+    trainer = tk.trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=SPECIAL,
+        initial_alphabet=tk.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    return tokenizer, trainer
+
+
+def trained(build):
+    tk = pytest.importorskip("tokenizers")
+    tokenizer, trainer = build(tk)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+class TransformersLike:
+    """The part of a ``transformers`` tokenizer that matters here, fast or slow."""
+
+    def __init__(self, vocabulary, special_ids, added=None):
+        self._vocabulary = vocabulary
+        self.all_special_ids = special_ids
+        if added is not None:
+            self.added_tokens_decoder = added
+
+    def get_vocab(self):
+        return dict(self._vocabulary)
+
+    def convert_ids_to_tokens(self, ids):
+        raise AssertionError("one call a token takes minutes")
+
+    decode = convert_ids_to_tokens
+
+
+@pytest.mark.parametrize("build", [wordpiece, sentencepiece, byte_level])
+@pytest.mark.parametrize("names", [["Hangul", "Latin"], ["Cyrillic"], ["Han", "Katakana"]])
+def test_a_trained_tokenizer_agrees_with_its_own_decoder(build, names):
+    regex = pytest.importorskip("regex")
+    tokenizer = trained(build)
+    ids = set(language_token_ids(tokenizer, names).tolist())
+    pattern = "|".join(rf"\p{{Script={name}}}" for name in [*names, "Common", "Inherited"])
+    answers = set()
+    for token, index in tokenizer.get_vocab().items():
+        if index < len(SPECIAL):
+            assert index not in ids
+            continue
+        text = tokenizer.decoder.decode(["a", token])[1:]  # not as the first: its mark stays
+        if "\N{REPLACEMENT CHARACTER}" in text:
+            continue  # part of a character
+        answers.add(index in ids)
+        assert (index in ids) == bool(regex.fullmatch(f"({pattern})*", text)), (token, text)
+    assert answers == {True, False}
+
+
+@pytest.mark.parametrize("build", [wordpiece, sentencepiece, byte_level])
+def test_all_interfaces_agree_up_to_special_tokens(build):
+    tokenizer = trained(build)
+    vocabulary = tokenizer.get_vocab()
+    expected = language_token_ids(tokenizer)
+    assert torch.equal(
+        language_token_ids(TransformersLike(vocabulary, list(range(len(SPECIAL))))), expected
+    )
+    # A plain vocabulary does not say that <s> is special: it is Latin.
+    with_special = [*range(len(SPECIAL)), *expected.tolist()]
+    assert language_token_ids(vocabulary).tolist() == with_special
+    as_list = sorted(vocabulary, key=vocabulary.get)
+    assert language_token_ids(as_list).tolist() == with_special
+    assert language_token_ids(tuple(as_list)).tolist() == with_special
+
+
+def test_added_tokens_are_kept_by_their_text_and_special_ones_are_not():
+    tokenizer = trained(byte_level)
+    size = tokenizer.get_vocab_size()
+    tokenizer.add_tokens(["여의도", "Невский", "한강 공원"])
+    tokenizer.add_special_tokens(["<한국>"])
+    ids = language_token_ids(tokenizer)
+    assert ids[ids >= size].tolist() == [size, size + 2]
+
+    tk = pytest.importorskip("tokenizers")
+    added = {2: tk.AddedToken("<한국>", special=True), 1: tk.AddedToken("나", special=False)}
+    fake = TransformersLike({"▁가": 0, "나": 1, "<한국>": 2, "<s>": 3}, [3], added)
+    assert language_token_ids(fake).tolist() == [0, 1]
+
+
+def test_ids_may_have_holes_and_repeat():
+    assert language_token_ids({"▁b": 9, "▁가": 4, "▁я": 7, "b": 9}).tolist() == [4, 9]
+    assert language_token_ids({}).tolist() == []
+    assert language_token_ids([]).dtype == torch.int64
+
+
+def test_byte_level_is_known_by_its_alphabet_where_nothing_is_marked():
+    alphabet = [spell_bytes([byte]) for byte in range(256) if byte != 0x20]
+    assert spell_bytes(b" ") == "Ġ"
+    vocabulary = [*alphabet, "Ġ", "##", "###", spell_bytes("서울".encode())]
+    assert kept(vocabulary, "Hangul", allow_common=False)[-1] == vocabulary[-1]
+
+
+def test_the_ids_fit_the_language_penalty():
+    vocabulary = ["<s>", "▁서울", "▁Сеул"]
+    ids = language_token_ids(TransformersLike(dict(zip(vocabulary, range(3), strict=True)), [0]))
+    assert language_penalty(4, ids, special_token_ids=[0]).tolist() == [0, 0, 100, 100]
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("Hangeul", "'Hangul'"),
+        ("hangul", "'Hangul'"),
+        ("HAN", "'Han'"),
+        ("Hang", "'Hangul'"),
+        ("Kyrillic", "'Cyrillic'"),
+        ("zzz", "'Latin' for instance"),
+        ("Unknown", "got 'Unknown'"),
+        (3, "got 3"),
+    ],
+)
+def test_an_unknown_script_is_named_with_close_ones(name, suggestion):
+    with pytest.raises(ValueError, match="`scripts`") as raised:
+        language_token_ids(["a"], ["Latin", name])
+    assert suggestion in str(raised.value)
+    assert repr(name) in str(raised.value)
+
+
+def test_wrong_types_are_named():
+    with pytest.raises(TypeError, match=r"`scripts`.*'Hangul'"):
+        language_token_ids(["a"], "Hangul")
+    for tokenizer in (3, "abc", None):
+        with pytest.raises(TypeError, match="`tokenizer`"):
+            language_token_ids(tokenizer)
+    with pytest.raises(TypeError, match="got None at 1"):
+        language_token_ids(["a", None])
+
+
+@pytest.mark.parametrize("kind", MARKS)
+def test_a_vocabulary_of_250_thousand(kind):
+    rng = random.Random(0)
+    pools = ["가나다라마", "abcdé", "01234", "абвгд"]
+    drawn = rng.choices(range(4), k=250_002)
+    texts = ["".join(rng.choices(pools[pool], k=5)) for pool in drawn]
+    vocabulary = [MARKS[kind](text, index % 2) for index, text in enumerate(texts)]
+    ids = language_token_ids(vocabulary)
+    assert ids.tolist() == [index for index, pool in enumerate(drawn) if pool < 3]
+
+
+# The table ---------------------------------------------------------------------------------------
+
+
+def test_the_ranges_are_sorted_disjoint_and_as_long_as_can_be():
+    owners = {}
+    for name, ends in _scripts().items():
+        assert len(ends) % 2 == 0
+        assert all(one <= other for one, other in itertools.pairwise(ends))
+        assert all(end + 1 < start for end, start in zip(ends[1::2], ends[2::2], strict=False))
+        for first, last in zip(ends[::2], ends[1::2], strict=True):
+            assert 0 <= first <= last <= sys.maxunicode
+            for code in range(first, last + 1):
+                assert owners.setdefault(code, name) == name
+    assert len(_scripts()) > 170
+    assert not any(0xD800 <= code < 0xE000 for code in owners)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "script"),
+    [
+        ("LATIN SMALL LETTER", "Latin"),
+        ("LATIN CAPITAL LETTER", "Latin"),
+        ("CYRILLIC SMALL LETTER", "Cyrillic"),
+        ("HANGUL SYLLABLE", "Hangul"),
+        ("HANGUL JONGSEONG", "Hangul"),
+        ("HALFWIDTH HANGUL", "Hangul"),
+        ("HIRAGANA LETTER", "Hiragana"),
+        ("KATAKANA LETTER", "Katakana"),
+        ("CJK UNIFIED IDEOGRAPH", "Han"),
+        ("GREEK SMALL LETTER", "Greek"),
+        ("HEBREW LETTER", "Hebrew"),
+        ("DIGIT", "Common"),
+        ("COMBINING GRAVE", "Inherited"),
+        ("CHEROKEE SMALL LETTER", "Cherokee"),
+        ("OLD TURKIC LETTER", "Old_Turkic"),
+        ("SIGNWRITING", "SignWriting"),
+    ],
+)
+def test_characters_of_a_name_are_of_the_script(prefix, script):
+    codes = set()
+    for first, last in zip(_scripts()[script][::2], _scripts()[script][1::2], strict=True):
+        codes.update(range(first, last + 1))
+    named = [
+        code
+        for code in range(sys.maxunicode + 1)
+        if unicodedata.name(chr(code), "").startswith(prefix)
+    ]
+    assert named
+    assert codes.issuperset(named)
+
+
+def test_the_table_is_what_the_generator_writes(tmp_path, monkeypatch):
+    pytest.importorskip("regex")
+    path = ROOT / "tools" / "generate_unicode_scripts.py"
+    if not path.exists():
+        pytest.skip("the tools are not part of the package")
+    spec = importlib.util.spec_from_file_location("generate_unicode_scripts", path)
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    packaged = Path(languages.__file__).with_name("unicode_scripts.json").read_text("utf-8")
+    if json.loads(packaged)["unicode_version"] != generator.unicode_version():
+        pytest.skip("another version of Unicode")
+    monkeypatch.setattr(generator, "TARGET", tmp_path / "unicode_scripts.json")
+    generator.main()
+    assert json.loads(generator.TARGET.read_text("utf-8"))["scripts"] == _scripts()
+
+
+def test_importing_the_package_does_not_read_the_table():
+    code = (
+        "import sparse_losses.vocabulary.languages as l; "
+        "assert l._scripts.cache_info().currsize == 0; "
+        "l.language_token_ids(['a']); assert l._scripts.cache_info().currsize == 1"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=ROOT)

@@ -1,0 +1,287 @@
+"""Token penalties: the formula, who is exempt from what, and in which order."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from sparse_losses.vocabulary import idf_penalty, language_penalty
+
+IDF = torch.tensor([0.5, 1.0, 2.0, 4.0, 9.0], dtype=torch.float64)
+values = st.lists(st.floats(-20, 20).map(lambda x: round(x, 3)), min_size=1, max_size=8)
+
+
+def ids_below(size):
+    return st.sets(st.integers(0, size - 1))
+
+
+def loop(
+    idf,
+    alpha=4.0,
+    special_token_ids=(),
+    special_penalty=100.0,
+    stopword_ids=(),
+    stopword_penalty=15.0,
+    minimum=0.0,
+    shape="exponential",
+):
+    ordinary = [value for j, value in enumerate(idf) if j not in special_token_ids]
+    weights = []
+    for j, value in enumerate(idf):
+        if j in special_token_ids:
+            weights.append(special_penalty)
+            continue
+        low, high = min(ordinary), max(ordinary)
+        weight = 1.0
+        if high > low:
+            share = (value - low) / (high - low)
+            weight = math.exp(-alpha * share) if shape == "exponential" else 1 - share
+        weight = max(weight, minimum)
+        weights.append(weight * stopword_penalty if j in stopword_ids else weight)
+    return weights
+
+
+@given(
+    st.data(),
+    values,
+    st.floats(0, 8),
+    st.floats(0, 200),
+    st.floats(0, 30),
+    st.floats(0, 1),
+    st.sampled_from(["exponential", "linear"]),
+)
+def test_the_penalty_is_the_formula_for_every_token(data, idf, alpha, sp, st_, low, shape):
+    options = {
+        "alpha": alpha,
+        "special_token_ids": data.draw(ids_below(len(idf))),
+        "special_penalty": sp,
+        "stopword_ids": data.draw(ids_below(len(idf))),
+        "stopword_penalty": st_,
+        "minimum": low,
+        "shape": shape,
+    }
+    got = idf_penalty(torch.tensor(idf, dtype=torch.float64), **options)
+    np.testing.assert_allclose(got, loop(idf, **options), rtol=1e-12, atol=1e-12)
+
+
+@given(values, st.floats(0, 8), st.sampled_from(["exponential", "linear"]))
+def test_the_penalty_lies_between_its_ends_and_falls_with_idf(idf, alpha, shape):
+    assume(len(set(idf)) > 1)
+    idf = torch.tensor(sorted(idf), dtype=torch.float64)
+    weight = idf_penalty(idf, alpha=alpha, shape=shape)
+    end = math.exp(-alpha) if shape == "exponential" else 0.0
+    assert weight[0] == 1
+    assert weight[-1] == pytest.approx(end, abs=1e-15)
+    assert (weight.diff() <= 0).all()
+
+
+@given(values, st.floats(0, 8), st.floats(0.01, 4))
+def test_the_exponential_penalty_falls_with_alpha_and_the_linear_does_not_know_it(idf, alpha, more):
+    idf = torch.tensor(idf, dtype=torch.float64)
+    assert (idf_penalty(idf, alpha=alpha + more) <= idf_penalty(idf, alpha=alpha)).all()
+    linear = [idf_penalty(idf, alpha=a, shape="linear") for a in (alpha, alpha + more)]
+    assert torch.equal(*linear)
+
+
+@given(values, st.floats(-1e6, 1e6))
+def test_special_tokens_do_not_change_the_others_whatever_their_idf(idf, extreme):
+    alone = idf_penalty(torch.tensor(idf, dtype=torch.float64))
+    with_special = idf_penalty(
+        torch.tensor([extreme, *idf], dtype=torch.float64), special_token_ids=[0]
+    )
+    assert torch.equal(with_special[1:], alone)
+    assert with_special[0] == 100
+
+
+@given(values, st.floats(0.1, 10), st.floats(-5, 5))
+def test_the_penalty_does_not_depend_on_the_scale_and_origin_of_idf(idf, scale, shift):
+    idf = torch.tensor(idf, dtype=torch.float64)
+    assume(idf.max() - idf.min() > 0.1 or idf.max() == idf.min())
+    moved = idf * scale + shift if idf.max() > idf.min() else idf
+    torch.testing.assert_close(idf_penalty(moved), idf_penalty(idf), rtol=1e-9, atol=1e-9)
+
+
+def test_one_special_token_would_squeeze_the_others_were_it_not_exempt():
+    idf = torch.tensor([1000.0, 1.0, 2.0])
+    exempt = idf_penalty(idf, special_token_ids=[0])
+    assert exempt[2].item() == pytest.approx(math.exp(-4))
+    assert idf_penalty(idf)[2] > 0.99
+
+
+@pytest.mark.parametrize("special_penalty", [0.0, 0.5, 1.0, 100.0])
+def test_special_tokens_are_set_whatever_the_value_also_as_stopwords_and_below_the_minimum(
+    special_penalty,
+):
+    weight = idf_penalty(
+        IDF,
+        special_token_ids=[0, 3],
+        special_penalty=special_penalty,
+        stopword_ids=[3],
+        minimum=0.9,
+    )
+    assert weight[[0, 3]].tolist() == [special_penalty] * 2
+
+
+def test_stopwords_are_multiplied_and_others_are_not():
+    plain = idf_penalty(IDF)
+    weight = idf_penalty(IDF, stopword_ids=[1, 3], stopword_penalty=5.0)
+    torch.testing.assert_close(weight / plain, torch.tensor([1.0, 5, 1, 5, 1]).double())
+
+
+def test_the_minimum_comes_before_the_stopword_factor():
+    weight = idf_penalty(IDF, minimum=0.2, stopword_ids=[4])
+    assert weight[4].item() == pytest.approx(0.2 * 15)
+    assert weight.min() == 0.2
+    assert weight[0] == 1
+
+
+@pytest.mark.parametrize("shape", ["exponential", "linear"])
+@pytest.mark.parametrize("idf", [torch.full((4,), 3.0), torch.tensor([3.0, 3.0, 3.0, 99.0])])
+def test_a_constant_idf_gives_one_before_the_factors(idf, shape):
+    weight = idf_penalty(idf, special_token_ids=[3], stopword_ids=[0], shape=shape)
+    assert weight.tolist() == [15, 1, 1, 100]
+
+
+def test_all_tokens_may_be_special_and_there_may_be_none():
+    assert idf_penalty(IDF, special_token_ids=range(5)).tolist() == [100] * 5
+    assert idf_penalty(torch.zeros(0)).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_halves_are_computed_in_single_precision(dtype, expected):
+    weight = idf_penalty(IDF.to(dtype), special_token_ids=[4])
+    assert weight.dtype == expected
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+    np.testing.assert_allclose(
+        weight, loop(IDF.tolist(), special_token_ids=[4]), rtol=tolerance, atol=tolerance
+    )
+
+
+def test_the_penalty_is_a_constant_to_the_graph():
+    assert not idf_penalty(IDF.clone().requires_grad_()).requires_grad
+
+
+SAME_IDS = [
+    [1, 3],
+    (3, 1, 3, 1),
+    {1, 3},
+    frozenset({1, 3}),
+    range(1, 4, 2),
+    np.array([1, 3]),
+    np.array([1, 3], dtype=np.uint16),
+    [np.int64(1), np.int32(3)],
+    torch.tensor([3, 1, 1]),
+    torch.tensor([1, 3], dtype=torch.int32),
+    torch.tensor([[1], [3]]),
+]
+
+
+@pytest.mark.parametrize("ids", SAME_IDS, ids=lambda ids: type(ids).__name__)
+def test_ids_may_be_any_iterable_or_tensor_and_repeat(ids):
+    weight = idf_penalty(IDF, special_token_ids=ids, stopword_ids=ids)
+    assert torch.equal(weight, idf_penalty(IDF, special_token_ids=[1, 3]))
+    weight = idf_penalty(IDF, stopword_ids=ids)
+    assert torch.equal(weight, idf_penalty(IDF, stopword_ids=[1, 3]))
+    assert language_penalty(5, ids).tolist() == [100, 0, 100, 0, 100]
+    assert language_penalty(5, [], special_token_ids=ids).tolist() == [100, 0, 100, 0, 100]
+
+
+def test_ids_may_come_from_a_generator_and_be_empty():
+    assert language_penalty(3, (i for i in [2])).tolist() == [100, 100, 0]
+    for empty in ([], (), set(), iter(()), torch.tensor([]), torch.tensor([], dtype=torch.int64)):
+        assert language_penalty(2, empty).tolist() == [100, 100]
+
+
+@pytest.mark.parametrize("bad", [5, -1, 2**40])
+@pytest.mark.parametrize("wrap", [list, torch.tensor, np.array])
+def test_ids_outside_the_vocabulary_are_named(bad, wrap):
+    for name in ("special_token_ids", "stopword_ids"):
+        with pytest.raises(ValueError, match=rf"`{name}`.*V = 5, got {bad}\b"):
+            idf_penalty(IDF, **{name: wrap([1, bad])})
+    with pytest.raises(ValueError, match=rf"`allowed_ids`.*V = 5, got {bad}\b"):
+        language_penalty(5, wrap([1, bad]))
+    with pytest.raises(ValueError, match=rf"`special_token_ids`.*V = 5, got {bad}\b"):
+        language_penalty(5, [], special_token_ids=wrap([1, bad]))
+
+
+@pytest.mark.parametrize(
+    "bad", [["a"], "ab", [1.0], [None], [True, False], torch.ones(5), torch.ones(5).bool(), [[1]]]
+)
+def test_ids_that_are_not_integers_are_refused(bad):
+    with pytest.raises(TypeError, match="stopword_ids"):
+        idf_penalty(IDF, stopword_ids=bad)
+    with pytest.raises(TypeError, match="allowed_ids"):
+        language_penalty(5, bad)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_an_idf_that_is_not_finite_is_named_with_its_token(bad):
+    idf = IDF.clone()
+    idf[3] = bad
+    idf[4] = math.nan
+    for special in ([], [3]):
+        with pytest.raises(ValueError, match=rf"`idf` to be finite, got {bad} at token 3"):
+            idf_penalty(idf, special_token_ids=special)
+
+
+@pytest.mark.parametrize(
+    ("idf", "options", "error", "name"),
+    [
+        (torch.ones(2, 3), {}, ValueError, "idf"),
+        (torch.ones(3).long(), {}, TypeError, "idf"),
+        ([1.0, 2.0], {}, TypeError, "idf"),
+        (IDF, {"shape": "quadratic"}, ValueError, "'exponential', 'linear'"),
+        (IDF, {"minimum": 1.5}, ValueError, "minimum"),
+        *[
+            (IDF, {name: value}, ValueError, name)
+            for name in ("alpha", "special_penalty", "stopword_penalty", "minimum")
+            for value in (-0.1, math.nan, math.inf)
+        ],
+        (IDF, {"alpha": "4"}, TypeError, "alpha"),
+    ],
+)
+def test_wrong_arguments_are_named(idf, options, error, name):
+    with pytest.raises(error, match=name):
+        idf_penalty(idf, **options)
+
+
+@given(st.data(), st.integers(1, 8), st.floats(0, 1000, width=32))
+def test_the_language_penalty_spares_allowed_and_special_tokens_only(data, size, penalty):
+    allowed, special = data.draw(ids_below(size)), data.draw(ids_below(size))
+    got = language_penalty(size, allowed, special_token_ids=special, penalty=penalty)
+    assert got.dtype == torch.float32
+    assert got.tolist() == [0.0 if j in allowed | special else penalty for j in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "error", "name"),
+    [
+        (0, {}, ValueError, "vocab_size"),
+        (2.5, {}, TypeError, "vocab_size"),
+        (3, {"penalty": -1.0}, ValueError, "penalty"),
+        (3, {"penalty": math.nan}, ValueError, "penalty"),
+    ],
+)
+def test_wrong_arguments_of_the_language_penalty_are_named(size, options, error, name):
+    with pytest.raises(error, match=name):
+        language_penalty(size, [], **options)
+
+
+def test_a_vocabulary_of_250_thousand():
+    size = 250_002
+    idf = torch.linspace(1, 12, size)
+    weight = idf_penalty(idf, special_token_ids=range(4), stopword_ids=range(4, 1000))
+    assert weight[:4].tolist() == [100] * 4
+    assert weight[-1].item() == pytest.approx(math.exp(-4))
+    assert language_penalty(size, range(0, size, 2)).sum() == 100 * size // 2
