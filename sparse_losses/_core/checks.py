@@ -32,6 +32,8 @@ def check_shapes(**tensors: tuple[Tensor | None, *tuple[str, ...]]) -> dict[str,
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"expected `{name}` to be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.is_complex():
+            raise TypeError(f"expected `{name}` to be real, got {tensor.dtype}")
         came = list(tensor.shape)
         shape = next((s.split() for s in shapes if len(s.split()) == len(came)), None)
         if shape is None:

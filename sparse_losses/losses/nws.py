@@ -229,8 +229,6 @@ def _aggregate(
 
 def _multi_hot(name: str, labels: Tensor, dtype: torch.dtype, mask: Tensor | None = None) -> Tensor:
     """Labels in the dtype of the computation, 0 where a slot is empty."""
-    if labels.is_complex():
-        raise TypeError(f"expected `{name}` to be bool, integer or float, got {labels.dtype}")
     labels = labels.detach().to(dtype)
     if mask is not None:
         labels = torch.where(mask[:, None], labels, 0.0)
