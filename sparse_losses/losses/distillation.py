@@ -102,8 +102,7 @@ def distillation_loss(
 
     log_student = _masked_log_softmax(student / temperature, candidate)
     log_teacher = _masked_log_softmax(teacher / temperature, candidate)
-    divergence = (log_teacher.exp() * (log_teacher - log_student)).sum()
-    kl = divergence / candidate.any(-1).sum().clamp(min=1)
+    kl = _divergence(log_teacher, log_student).sum() / candidate.any(-1).sum().clamp(min=1)
 
     dims = (-2, -1) if standardize == "batch" else (-1,)
     difference = _z_scores(student, candidate, dims) - _z_scores(teacher, candidate, dims)
@@ -117,6 +116,19 @@ def _masked_log_softmax(scores: Tensor, candidate: Tensor) -> Tensor:
     lowest = torch.finfo(scores.dtype).min
     log_probability = torch.where(candidate, scores, lowest).log_softmax(-1)
     return torch.where(candidate, log_probability, 0.0)
+
+
+def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Terms of the KL divergence: ``p log(p / q) - p + q``, each >= 0; ``q - p`` sums to 0.
+
+    At a high temperature both distributions are nearly uniform, and ``p log(p / q)`` alone cancels
+    until nothing but rounding, of either sign, is left for T^2 to multiply.
+    """
+    ratio = log_p - log_q
+    is_small = ratio.abs() < 1
+    small = torch.where(is_small, ratio, 0.0)
+    p, q = log_p.exp(), log_q.exp()
+    return torch.where(is_small, p * (small + torch.expm1(-small)), p * ratio + q - p)
 
 
 def _z_scores(scores: Tensor, candidate: Tensor, dims: tuple[int, ...]) -> Tensor:
