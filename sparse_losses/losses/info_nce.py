@@ -110,22 +110,29 @@ def info_nce_loss(
     dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)
     represent = normalize if similarity == "cosine" else _unchanged
     anchor, positive = anchor.to(dtype), positive.to(dtype)
-    anchor_key, positive_key = represent(anchor), represent(positive)
-    negative_key = None if negative is None else represent(negative.to(dtype))
+    negative = None if negative is None else negative.to(dtype)
     positive_mask = None if positive_mask is None else as_mask("positive_mask", positive_mask)
     temperature = temperature.to(dtype) if isinstance(temperature, Tensor) else temperature
 
     num_negatives = size.get("N", 0)
     valid = _valid_rows(anchor, num_negatives, positive_mask, positive_ids, symmetric, decoupled)
-    anchor_query, positive_query = anchor_key, positive_key
-    if valid is not None:
-        # A row that is not valid asks nothing: its NaN must not reach the candidates' gradients.
+    if valid is None:
+        anchor_key = anchor_query = represent(anchor)
+        positive_key = positive_query = represent(positive)
+    else:
+        # What no valid row looks at must not send its NaN into a gradient: 0 * NaN is NaN.
         anchor_query = represent(torch.where(valid[:, None], anchor, 0.0))
         positive_query = represent(torch.where(valid[:, None], positive, 0.0))
+        anchor_key = represent(torch.where(valid.any(), anchor, 0.0))
+        positive_key = represent(torch.where(valid.any(), positive, 0.0))
+        if negative is not None:
+            looked_at = valid.any() if negative.ndim == 2 else valid[:, None, None]
+            negative = torch.where(looked_at, negative, 0.0)
+    negative = None if negative is None else represent(negative)
 
     def losses_of_rows(start: int, stop: int) -> Tensor:
         rows = slice(start, stop)
-        shared = (negative_key, positive_ids, temperature, in_batch, decoupled, rows)
+        shared = (negative, positive_ids, temperature, in_batch, decoupled, rows)
         values = _row_losses(anchor_query, positive_key, positive_mask, *shared)
         if symmetric:
             transposed = None if positive_mask is None else positive_mask.T

@@ -54,7 +54,7 @@ def triplet_margin_loss(
     References:
         FaceNet: A Unified Embedding for Face Recognition and Clustering, eq. 2.
     """
-    size = check_shapes(
+    check_shapes(
         anchor=(anchor, "B D"),
         positive=(positive, "B D"),
         negative=(negative, "B D", "B N D"),
@@ -65,6 +65,9 @@ def triplet_margin_loss(
     anchor, positive, negative = anchor.to(dtype), positive.to(dtype), negative.to(dtype)
     if negative.ndim == 2:
         negative = negative.unsqueeze(1)
+    if negative.shape[1] == 0:  # no row is valid, but all of them stay in the graph
+        nothing = (anchor + positive).sum(-1) + negative.sum((1, 2))
+        return reduce(nothing, reduction, torch.zeros_like(nothing, dtype=torch.bool))
     if similarity == "cosine":
         anchor, positive, negative = normalize(anchor), normalize(positive), normalize(negative)
 
@@ -75,7 +78,7 @@ def triplet_margin_loss(
         positive_similarity = (anchor * positive).sum(-1)
         negative_similarity = torch.einsum("bd,bnd->bn", anchor, negative)
     hinges = nnf.relu(margin - positive_similarity.unsqueeze(1) + negative_similarity)
-    return reduce(hinges.sum(-1) / max(size.get("N", 1), 1), reduction)
+    return reduce(hinges.mean(-1), reduction)
 
 
 def _check(margin: float, similarity: str) -> None:
