@@ -1,0 +1,293 @@
+"""What each loss is for: the demo with every part switched off in turn, over several seeds."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads must not spin; before torch
+
+from sparse_losses.demo.__main__ import (
+    guarded,
+    positive_number,
+    require_extra,
+    writable_folder,
+)
+from sparse_losses.demo.errors import UserError
+from sparse_losses.demo.switches import STEPS, SWITCHES
+
+if TYPE_CHECKING:
+    from sparse_losses.demo.training import Settings
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    **{f"without {name}": {"without": (name,)} for name in SWITCHES},
+    "without positive_activation and flops": {"without": ("flops", "positive_activation")},
+    "plain FLOPS": {"plain_flops": True},
+    "sparse start": {"start": "sparse"},
+}
+COLUMNS = (
+    "name_recall_1",
+    "name_recall_10",
+    "name_mrr_10",
+    "summary_mrr_10",
+    "active_query",
+    "active_document",
+    "stopwords",
+    "special",
+    "rare",
+    "own",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is still missing, then write the tables; exit codes as in the demo."""
+    return guarded(_run, _parser(), arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sparse_losses.demo.ablation",
+        description="Train the demo with every loss and ingredient switched off in turn and write "
+        "the test figures as JSON, CSV and a Markdown table. Finished runs are kept: repeat the "
+        "command to go on where it stopped.",
+    )
+    add = parser.add_argument
+    add(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[0, 1, 2],
+        help="one training of every variant for each (default: 0 1 2)",
+    )
+    add(
+        "--jobs",
+        type=positive_number,
+        default=1,
+        help="trainings at once, one thread each (default: %(default)s)",
+    )
+    add(
+        "--steps",
+        type=positive_number,
+        default=STEPS,
+        help="training steps of every run (default: %(default)s)",
+    )
+    add(
+        "--output",
+        type=Path,
+        default=Path("ablation"),
+        metavar="FOLDER",
+        help="where the runs and the tables go (default: %(default)s)",
+    )
+    add(
+        "--only",
+        nargs="+",
+        choices=VARIANTS,
+        default=list(VARIANTS),
+        metavar="VARIANT",
+        help="some variants only: " + ", ".join(f"'{name}'" for name in VARIANTS),
+    )
+    return parser
+
+
+def _run(options: argparse.Namespace) -> None:
+    require_extra()
+    import concurrent.futures
+    import multiprocessing
+
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress
+
+    folder = writable_folder(options.output)
+    console = Console()
+    runs = [(variant, seed) for seed in options.seeds for variant in options.only]
+    finished = {run: _finished(folder, *run, options.steps) for run in runs}
+    missing = [run for run, result in finished.items() if result is None]
+    context = multiprocessing.get_context("spawn")
+    with (
+        Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as bar,
+        concurrent.futures.ProcessPoolExecutor(options.jobs, context) as pool,
+    ):
+        task = bar.add_task("runs", total=len(runs), completed=len(runs) - len(missing))
+        futures = {pool.submit(run_one, folder, *run, options.steps): run for run in missing}
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                finished[futures[future]] = future.result()
+                bar.advance(task)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    results = [result for run in runs if (result := finished[run])]
+    if len({json.dumps(result["sources"]) for result in results}) > 1:
+        raise UserError(f"runs in {folder} come from different installed versions; delete the old")
+    _write_tables(folder, results)
+    console.print((folder / "ablation.md").read_text(), markup=False, highlight=False)
+    console.print(f"Wrote ablation.json, ablation.csv and ablation.md to {folder}.")
+
+
+def settings_of(variant: str, seed: int, steps: int) -> Settings:
+    """The demo's settings with one thing changed."""
+    from sparse_losses.demo.training import Settings
+
+    return Settings(steps=steps, seed=seed, **VARIANTS[variant])
+
+
+def run_one(folder: Path, variant: str, seed: int, steps: int) -> dict[str, Any]:
+    """One training and its test figures, kept in the folder as soon as they are known."""
+    import dataclasses
+
+    import torch
+
+    from sparse_losses.demo import docstrings
+    from sparse_losses.demo.report import measure, write_json
+    from sparse_losses.demo.training import Run
+
+    torch.set_num_threads(1)
+    corpus = docstrings.load()
+    run = Run(corpus, settings_of(variant, seed, steps))
+    run.train()
+    result = {
+        "variant": variant,
+        "seed": seed,
+        "settings": dataclasses.asdict(run.settings),
+        "sources": corpus.sources,
+        "seconds": round(run.seconds, 1),
+        "test": [dataclasses.asdict(figures) for figures in measure(run, corpus)],
+    }
+    write_json(_path(folder, variant, seed), result)
+    return result
+
+
+def _path(folder: Path, variant: str, seed: int) -> Path:
+    return folder / f"{variant.replace(' ', '-').lower()}-{seed}.json"
+
+
+def _finished(folder: Path, variant: str, seed: int, steps: int) -> dict[str, Any] | None:
+    import dataclasses
+
+    path = _path(folder, variant, seed)
+    if not path.exists():
+        return None
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    wanted = json.loads(json.dumps(dataclasses.asdict(settings_of(variant, seed, steps))))
+    if result["settings"] != wanted:
+        raise UserError(
+            f"{path} was made with other settings; choose another --output or delete it"
+        )
+    return result
+
+
+# Tables ------------------------------------------------------------------------------------------
+
+
+def figures_of(result: dict[str, Any], system: str) -> dict[str, float]:
+    """The columns of the table from one run's test figures; the anatomy is the model's only."""
+    name, summary = result["test"]
+    row = {
+        "name_recall_1": name["rankings"][system]["recall_1"],
+        "name_recall_10": name["rankings"][system]["recall_10"],
+        "name_mrr_10": name["rankings"][system]["mrr_10"],
+        "summary_mrr_10": summary["rankings"][system]["mrr_10"],
+    }
+    after = name["document_after"]
+    shares = {key: after[key] for key in ("stopwords", "special", "rare", "own")}
+    return {
+        **row,
+        "active_query": name["query_after"]["active"],
+        "active_document": after["active"],
+        **shares,
+    }
+
+
+def _write_tables(folder: Path, results: Sequence[dict[str, Any]]) -> None:
+    from sparse_losses.demo.report import BM25_SUBWORDS, BM25_WORDS, MODEL, write_json
+
+    rows = [
+        {"variant": result["variant"], "seed": result["seed"], **figures_of(result, MODEL)}
+        for result in results
+    ]
+    with (folder / "ablation.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ("variant", "seed", *COLUMNS))
+        writer.writeheader()
+        writer.writerows(rows)
+
+    variants = list(dict.fromkeys(str(row["variant"]) for row in rows))
+    summary: dict[str, dict[str, Any]] = {}
+    for variant in variants:
+        chosen = [row for row in rows if row["variant"] == variant]
+        summary[variant] = {"seeds": [row["seed"] for row in chosen]} | {
+            column: {
+                "mean": statistics.mean(values := [float(row[column]) for row in chosen]),
+                "std": statistics.stdev(values) if len(values) > 1 else 0.0,
+            }
+            for column in COLUMNS
+        }
+    baselines = {
+        system: {column: figures_of(results[0], system)[column] for column in COLUMNS[:4]}
+        for system in (BM25_WORDS, BM25_SUBWORDS)
+    }
+    sources = results[0]["sources"]
+    write_json(
+        folder / "ablation.json",
+        {"sources": sources, "baselines": baselines, "summary": summary, "runs": rows},
+    )
+    (folder / "ablation.md").write_text(markdown(summary, baselines, sources), encoding="utf-8")
+
+
+def markdown(
+    summary: dict[str, dict[str, Any]],
+    baselines: dict[str, dict[str, float]],
+    sources: dict[str, str],
+) -> str:
+    """The table for the documentation: mean ± standard deviation over the seeds."""
+    heads = (
+        "run",
+        "name R@1",
+        "name R@10",
+        "name MRR@10",
+        "summary MRR@10",
+        "active query",
+        "active document",
+        "stopwords",
+        "special",
+        "rare",
+        "own",
+    )
+    lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+    for system, figures in baselines.items():
+        cells = [f"{value:.3f}" for value in figures.values()]
+        lines.append("| " + " | ".join([system, *cells, *[""] * 6]) + " |")
+    for variant, columns in summary.items():
+        cells = []
+        for column in COLUMNS:
+            mean, spread = columns[column]["mean"], columns[column]["std"]
+            if column.startswith("active"):
+                cells.append(f"{mean:,.0f} ± {spread:,.0f}")
+            elif column in COLUMNS[:4]:
+                cells.append(f"{mean:.3f} ± {spread:.3f}")
+            else:
+                cells.append(f"{mean:.1%} ± {spread:.1%}")
+        lines.append("| " + " | ".join([variant, *cells]) + " |")
+    seeds = max(len(columns["seeds"]) for columns in summary.values())
+    lines += [
+        "",
+        f"Test queries; mean ± standard deviation of {seeds} seed{'s' * (seeds > 1)}. Active: "
+        "dimensions above zero (name → document). Stopwords, special, rare: share of a document's "
+        "ten highest dimensions; rare: in at most 5 training documents and not in the text. Own: "
+        "share of a document's own tokens that are active. Documents of "
+        + ", ".join(f"{name} {version}" for name, version in sources.items())
+        + ".",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

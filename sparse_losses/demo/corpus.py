@@ -1,0 +1,171 @@
+"""Pairs of query and document, split so that nothing of the test can be seen in training."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from sparse_losses.demo.errors import UserError
+
+DOCSTRING_TASKS = ("name → document", "summary → rest")
+TSV_TASKS = ("query → document",)
+HELD_OUT = 600
+MINIMUM_PAIRS = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A query, the document that answers it, and the task it belongs to."""
+
+    task: int
+    query: str
+    document: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One thing that can be found: what to call it, its pairs, and the text that is indexed.
+
+    Rows of one group (methods of the same name, say) never lie on both sides of a split.
+    """
+
+    title: str
+    group: str
+    pairs: tuple[Pair, ...]
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Rows for training, for choosing settings, and for the final report, and where they are from.
+
+    Every validation and test row has one pair for each task.
+    """
+
+    tasks: tuple[str, ...]
+    train: list[Row]
+    validation: list[Row]
+    test: list[Row]
+    sources: dict[str, str]
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows, as indexed for the user's own questions."""
+        return self.train + self.validation + self.test
+
+    def fingerprint(self) -> str:
+        """A hash of all texts and of the split: the same hash, the same experiment."""
+        splits = (self.train, self.validation, self.test)
+        text = json.dumps([[dataclasses.astuple(row) for row in rows] for rows in splits])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def split(
+    rows: Iterable[Row], tasks: tuple[str, ...], sources: dict[str, str], held_out: int = HELD_OUT
+) -> Corpus:
+    """Deal whole groups into test, validation and training rows, in the order of their md5.
+
+    A held-out set takes one complete row of a group and drops the others, so that every query has
+    one right answer. Dealing depends on names alone: no seed changes it.
+    """
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row.group].append(row)
+    train: list[Row] = []
+    test: list[Row] = []
+    validation: list[Row] = []
+    for group in sorted(groups, key=lambda name: hashlib.md5(name.encode()).hexdigest()):
+        complete = [row for row in groups[group] if len(row.pairs) == len(tasks)]
+        if complete and len(test) < held_out:
+            test.append(complete[0])
+        elif complete and len(validation) < held_out:
+            validation.append(complete[0])
+        else:
+            train.extend(groups[group])
+    return Corpus(tasks, train, validation, test, sources)
+
+
+def read_pairs(path: Path) -> Corpus:
+    """Read the user's own pairs from lines of ``query<TAB>document``.
+
+    Lines that share a query or a document form one group. A tenth of the pairs, 600 at most, is
+    kept for validation and another for the test.
+
+    Raises:
+        UserError: the file cannot be read, a line is not such a pair, or there are too few.
+    """
+    rows = []
+    groups = _Groups()
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        fields = line.split("\t")
+        wrong = None
+        if len(fields) != 2:
+            wrong = f"{len(fields) - 1} tabs"
+        elif not any(character.isalnum() for character in fields[0]):
+            wrong = "no word before the tab"
+        elif not any(character.isalnum() for character in fields[1]):
+            wrong = "no word after the tab"
+        if wrong:
+            raise UserError(
+                f"{path}, line {number}: expected a query, one tab and a document, found {wrong}: "
+                f"{line[:60]!r}"
+            )
+        query, document = (" ".join(field.split()) for field in fields)
+        groups.join(f"query {query.lower()}", f"document {document.lower()}")
+        rows.append((query, document))
+    if len(set(rows)) < MINIMUM_PAIRS:
+        raise UserError(
+            f"{path}: {len(set(rows))} different pairs are too few to train and test on; "
+            f"at least {MINIMUM_PAIRS} are needed, a few thousand make a useful retriever"
+        )
+    corpus = split(
+        (
+            Row(query, groups.root(f"query {query.lower()}"), (Pair(0, query, document),), document)
+            for query, document in dict.fromkeys(rows)
+        ),
+        TSV_TASKS,
+        {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:12]},
+        held_out=min(HELD_OUT, len(set(rows)) // 10),
+    )
+    if len(corpus.train) < MINIMUM_PAIRS // 2 or len(corpus.validation) < MINIMUM_PAIRS // 20:
+        raise UserError(
+            f"{path}: after setting test pairs apart only {len(corpus.train)} pairs are left for "
+            "training, because most lines share a query or a document; add more different pairs"
+        )
+    return corpus
+
+
+def _lines(path: Path) -> Sequence[str]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise UserError(f"{path}, line {line}: expected UTF-8 text ({error.reason})") from error
+    return text.split("\n")
+
+
+class _Groups:
+    """Union-find over strings; the smallest member stands for its set."""
+
+    def __init__(self) -> None:
+        self._parent: dict[str, str] = {}
+
+    def root(self, item: str) -> str:
+        """The representative of the set that holds ``item``."""
+        while (parent := self._parent.setdefault(item, item)) != item:
+            self._parent[item] = self._parent[parent]
+            item = parent
+        return item
+
+    def join(self, first: str, second: str) -> None:
+        """Make one set of two."""
+        low, high = sorted((self.root(first), self.root(second)))
+        self._parent[high] = low

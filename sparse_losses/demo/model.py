@@ -1,0 +1,157 @@
+"""A small transformer that turns texts into sparse vectors over its own vocabulary."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparse_losses.demo.tokens import MAX_LENGTH, Batch
+
+Start = Literal["dense", "sparse"]
+START_BIAS: dict[Start, float] = {"dense": 0.0, "sparse": -3.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSize:
+    """How large the transformer is, and how much of a token's first embedding is its spelling."""
+
+    hidden: int = 128
+    layers: int = 2
+    heads: int = 4
+    spelling: float = 0.5
+
+
+class SparseEncoder(nn.Module):
+    """Token embeddings, a few attention layers, and the same embeddings as output weights.
+
+    The start is *lexical*: embeddings are nearly orthogonal and the layers only whisper (their
+    branches are scaled by 0.1), so that an untrained text vector already holds its own tokens. Half
+    of an embedding is shared with tokens that are spelt alike, so that ``neighbors`` finds
+    ``neighbor`` from the start (as in "Enriching Word Vectors with Subword Information"). Rare
+    tokens are longer vectors than common ones and so start out heavier. The bias decides the rest:
+    at 0 every other token is faintly active as well (the dense start), at -3 few are.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Sequence[str],
+        idf: Tensor,
+        start: Start = "dense",
+        size: ModelSize | None = None,
+    ) -> None:
+        super().__init__()
+        size = size or ModelSize()
+        vocab_size, hidden = len(vocabulary), size.hidden
+        relative = ((idf - idf.min()) / (idf.max() - idf.min()).clamp(min=1e-6)).float()
+        length = (0.3 + 0.7 * relative).unsqueeze(1)
+        own = F.normalize(torch.randn(vocab_size, hidden), dim=1)
+        spelt = F.normalize(_spelling(vocabulary, hidden), dim=1)
+        direction = math.sqrt(1 - size.spelling) * own + math.sqrt(size.spelling) * spelt
+        self.scale = math.sqrt(hidden)
+        self.embedding = nn.Parameter(F.normalize(direction, dim=1) * length)
+        self.position = nn.Parameter(torch.randn(MAX_LENGTH, hidden) * 0.1)
+        self.layers = nn.ModuleList(Layer(hidden, size.heads) for _ in range(size.layers))
+        self.bias = nn.Parameter(torch.full((vocab_size,), START_BIAS[start]))
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Contextual states ``[B, S, H]``."""
+        states = F.embedding(batch.input_ids, self.embedding) * self.scale
+        states = states + self.position[: batch.input_ids.shape[1]]
+        mask = batch.attention_mask.bool()[:, None, None, :]
+        for layer in self.layers:
+            states = layer(states, mask)
+        return states
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Activations ``[B, V]``: ``max_s log1p(relu(hidden_s . embedding_v + bias_v))``."""
+        pooled: Tensor = _LivePool.apply(  # type: ignore[no-untyped-call]
+            self.hidden(batch), self.embedding, self.bias, batch.attention_mask
+        )
+        return torch.log1p(pooled)
+
+
+def _spelling(vocabulary: Sequence[str], hidden: int) -> Tensor:
+    """The sum of random vectors, one for each run of three to five letters in a token."""
+    numbers: dict[str, int] = {}
+    runs, owners = [], []
+    for token, written in enumerate(vocabulary):
+        marked = written[2:] + ">" if written.startswith("##") else f"<{written}>"
+        for length in (3, 4, 5):
+            for start in range(len(marked) - length + 1):
+                runs.append(numbers.setdefault(marked[start : start + length], len(numbers)))
+                owners.append(token)
+    run, owner = torch.tensor(runs), torch.tensor(owners)
+    common = torch.bincount(run).sqrt().unsqueeze(1)  # "ing" says less than "transp"
+    vectors = torch.randn(len(numbers), hidden) / common
+    return torch.zeros(len(vocabulary), hidden).index_add_(0, owner, vectors[run])
+
+
+class Layer(nn.Module):
+    """Self-attention and a feed-forward step, each added to the stream at a tenth."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.query_key_value = nn.Linear(hidden, 3 * hidden)
+        self.output = nn.Linear(hidden, hidden)
+        self.feed_norm = nn.LayerNorm(hidden)
+        self.feed = nn.Sequential(
+            nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden)
+        )
+
+    def forward(self, states: Tensor, mask: Tensor) -> Tensor:
+        """``[B, S, H]`` to ``[B, S, H]``; ``mask`` ``[B, 1, 1, S]`` is true where a token is."""
+        batch, length, hidden = states.shape
+        split = self.query_key_value(self.attention_norm(states))
+        query, key, value = split.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        states = states + 0.1 * self.output(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        fed: Tensor = self.feed(self.feed_norm(states))
+        return states + 0.1 * fed
+
+
+class _LivePool(torch.autograd.Function):
+    """``max_s relu(hidden_s . weight_v + bias_v)`` over the attended positions, ``[B, V]``.
+
+    The gradient of a maximum behind a ReLU reaches one position of each token that is above zero,
+    and nothing else. So the forward pass keeps that position instead of ``[B, S, V]`` scores, and
+    the backward pass is a product with a sparse matrix: exact, and in half the time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor
+    ) -> Tensor:
+        pooled = hidden.new_empty(len(hidden), len(weight))
+        winner = torch.empty_like(pooled, dtype=torch.long)
+        transposed = weight.t().contiguous()
+        for row, length in enumerate(attention_mask.sum(1).tolist()):
+            scores = hidden[row, :length] @ transposed
+            torch.max(scores, dim=0, out=(pooled[row], winner[row]))
+        pooled = pooled.add_(bias).relu_()
+        ctx.save_for_backward(hidden, weight, pooled, winner)
+        return pooled
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        hidden, weight, pooled, winner = ctx.saved_tensors
+        gradient = torch.where(pooled > 0, gradients[0], 0)
+        text, token = gradient.nonzero(as_tuple=True)
+        place = text * hidden.shape[1] + winner[text, token]
+        states = hidden.flatten(0, 1)
+        scores = torch.sparse_coo_tensor(
+            torch.stack([place, token]),
+            gradient[text, token],
+            (len(states), len(weight)),
+            check_invariants=False,
+        )
+        to_hidden = torch.sparse.mm(scores, weight).view_as(hidden)
+        to_weight = torch.sparse.mm(scores.t(), states)
+        return to_hidden, to_weight, gradient.sum(0), None

@@ -1,0 +1,122 @@
+"""WordPiece tokens learned from the training texts, and what is known about each of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+import torch
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from torch import Tensor
+
+VOCAB_SIZE = 8_000
+MAX_LENGTH = 64
+PAD, UNK, CLS, SEP = range(4)
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+_FUNCTION_WORDS = """
+a about after all also am an and any are as at be because been before being between both but
+by can cannot could did do does doing done down during each either else etc ever for from
+further had has have having he her here hers him his how however i if in into is it its
+itself just may me might more most must my neither no nor not now of off on once only or
+other otherwise our out over own per same shall she should since so some such than that the
+their them then there therefore these they this those through thus to too under until up
+upon us very via was we were what when where whether which while who whom whose why will
+with within without would yet you your s t d e g
+"""
+STOPWORDS = frozenset(_FUNCTION_WORDS.split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Token ids of some texts, padded to the longest, and a mask that is 1 where a token is."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """How many tokens each text has, begin and end marks not counted."""
+        return self.attention_mask.sum(1) - 2
+
+
+class Tokens:
+    """A tokenizer and the sets of tokens that losses and figures treat apart.
+
+    Attributes:
+        vocab_size: number of tokens.
+        special_ids: padding, unknown, begin and end of text.
+        stopword_ids: function words; they say nothing about what a text is about.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size: int = tokenizer.get_vocab_size()
+        self.special_ids = tuple(range(len(SPECIAL_TOKENS)))
+        known = (tokenizer.token_to_id(word) for word in sorted(STOPWORDS))
+        self.stopword_ids = tuple(token for token in known if token is not None)
+
+    @classmethod
+    def learn(cls, texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> Tokens:
+        """Learn a WordPiece vocabulary; the same texts give the same tokens.
+
+        Text is lower-cased and punctuation is dropped, so that ``from_edgelist`` is two words.
+        """
+        tokenizer = _tokenizer({token: number for number, token in enumerate(SPECIAL_TOKENS)})
+        normalized = (tokenizer.normalizer.normalize_str(text) for text in texts)
+        letters = sorted({letter for text in normalized for letter in re.findall(_LETTER, text)})
+        # The trainer numbers continuation letters in the order of a hash table, and breaks ties
+        # between merges by number. Named beforehand, they have the same number every time.
+        named = [*SPECIAL_TOKENS, *letters, *(f"##{letter}" for letter in letters)]
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=vocab_size, special_tokens=named, show_progress=False
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+        return cls(_tokenizer(tokenizer.get_vocab(with_added_tokens=False)))
+
+    def vocabulary(self) -> list[str]:
+        """All tokens, in the order of their ids."""
+        return [self.name(token) for token in range(self.vocab_size)]
+
+    def ids(self, texts: Sequence[str], max_length: int = MAX_LENGTH) -> list[list[int]]:
+        """Begin mark, tokens and end mark of each text, cut to ``max_length`` altogether."""
+        encoded = self._tokenizer.encode_batch_fast(list(texts))
+        return [[CLS, *encoding.ids[: max_length - 2], SEP] for encoding in encoded]
+
+    def pieces(self, texts: Sequence[str], max_length: int = MAX_LENGTH) -> list[list[str]]:
+        """The subwords the model sees, without the marks."""
+        return [[self.name(token) for token in row[1:-1]] for row in self.ids(texts, max_length)]
+
+    def words(self, texts: Sequence[str], max_length: int = MAX_LENGTH) -> list[list[str]]:
+        """The whole words of just the part of each text that the model sees."""
+        found = []
+        for text, encoding in zip(texts, self._tokenizer.encode_batch(list(texts)), strict=True):
+            offsets = encoding.offsets[: max_length - 2]
+            seen = text[: offsets[-1][1]] if offsets else ""
+            found.append(re.findall(f"{_LETTER}+", seen.lower()))
+        return found
+
+    def name(self, token: int) -> str:
+        """How a token is written; ``##`` marks the continuation of a word."""
+        return str(self._tokenizer.id_to_token(token))
+
+
+_LETTER = r"[^\W_]"
+
+
+def _tokenizer(vocabulary: dict[str, int]) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\W_]+"), "removed")
+    return tokenizer
+
+
+def pad(rows: Sequence[Sequence[int]]) -> Batch:
+    """Stack lists of ids of different lengths."""
+    longest = max(map(len, rows))
+    input_ids = torch.full((len(rows), longest), PAD)
+    attention_mask = torch.zeros(len(rows), longest, dtype=torch.long)
+    for index, row in enumerate(rows):
+        input_ids[index, : len(row)] = torch.tensor(row)
+        attention_mask[index, : len(row)] = 1
+    return Batch(input_ids, attention_mask)

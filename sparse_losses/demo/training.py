@@ -1,0 +1,249 @@
+"""The training loop: batches that depend on the seed alone, and checkpoints to go on from."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_losses import DocumentFrequency
+from sparse_losses.demo.corpus import Corpus, Row
+from sparse_losses.demo.errors import UserError
+from sparse_losses.demo.evaluation import Ranking, ranking
+from sparse_losses.demo.model import ModelSize, SparseEncoder, Start
+from sparse_losses.demo.objective import Objective, Weights
+from sparse_losses.demo.switches import STEPS
+from sparse_losses.demo.tokens import VOCAB_SIZE, Tokens, pad
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Everything that decides the figures of a run on given data and one thread."""
+
+    steps: int = STEPS
+    seed: int = 0
+    start: Start = "dense"
+    without: tuple[str, ...] = ()
+    plain_flops: bool = False
+    batch_size: int = 32
+    learning_rate: float = 1e-3
+    vocab_size: int = VOCAB_SIZE
+    size: ModelSize = dataclasses.field(default_factory=ModelSize)
+    weights: Weights = dataclasses.field(default_factory=Weights)
+    probe_every: int = 50
+    probe_rows: int = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one step looked like; ``terms`` are weighted and sum to the loss."""
+
+    step: int
+    terms: dict[str, float]
+    active_query: float
+    active_document: float
+
+    @property
+    def loss(self) -> float:
+        """The value that was minimised."""
+        return sum(self.terms.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """Ranking on some validation queries of the first task, in the course of training."""
+
+    step: int
+    ranking: Ranking
+
+
+class Run:
+    """A retriever in training.
+
+    Everything random is drawn from the seed before the first step, so that a run that goes on
+    from a checkpoint sees what an uninterrupted one would have seen.
+    """
+
+    def __init__(self, corpus: Corpus, settings: Settings) -> None:
+        self.settings = settings
+        self.data = corpus.fingerprint()
+        pairs = [(row.group, pair) for row in corpus.train for pair in row.pairs]
+        groups = {group: number for number, (group, _) in enumerate(pairs)}
+        self.group_ids = torch.tensor([groups[group] for group, _ in pairs])
+        queries = [pair.query for _, pair in pairs]
+        documents = [pair.document for _, pair in pairs]
+        self.tokens = Tokens.learn(queries + documents, settings.vocab_size)
+        self.queries, self.documents = self.tokens.ids(queries), self.tokens.ids(documents)
+        self.df = _document_frequency(self.documents, self.tokens.vocab_size)
+        self.idf = self.df.idf()
+        self.probe_rows = corpus.validation[: settings.probe_rows]
+
+        generator = torch.Generator().manual_seed(settings.seed)
+        self.order = _shuffled(len(pairs), settings.steps * settings.batch_size, generator)
+        self.model = self.untrained()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=settings.learning_rate, weight_decay=0.0
+        )
+        self.objective = Objective(
+            self.tokens, self.idf, settings.weights, settings.without, settings.plain_flops
+        )
+        self.step = 0
+        self.seconds = 0.0
+        self.history: list[Step] = []
+        self.probes: list[Probe] = [self.probe()]
+
+    def untrained(self) -> SparseEncoder:
+        """The model as it was before the first step."""
+        torch.manual_seed(self.settings.seed)
+        size = self.settings.size
+        if "spelling" in self.settings.without:
+            size = dataclasses.replace(size, spelling=0.0)
+        return SparseEncoder(self.tokens.vocabulary(), self.idf, self.settings.start, size)
+
+    def train(self, report: Callable[[Step], None] = lambda step: None) -> None:
+        """Take the remaining steps; ``report`` may raise to stop between two of them."""
+        while self.step < self.settings.steps:
+            started = time.perf_counter()
+            taken = self._take_step()
+            if self.step % self.settings.probe_every == 0 or self.step == self.settings.steps:
+                self.probes.append(self.probe())
+            self.seconds += time.perf_counter() - started
+            report(taken)
+
+    def _take_step(self) -> Step:
+        settings = self.settings
+        chosen = self.order[self.step * settings.batch_size :][: settings.batch_size].tolist()
+        query_text = pad([self.queries[index] for index in chosen])
+        document_text = pad([self.documents[index] for index in chosen])
+        progress = self.step / settings.steps
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.learning_rate * min(1.0, (self.step + 1) / 20) * (1 - progress)
+        query, document = self.model(query_text), self.model(document_text)
+        terms = self.objective(
+            query,
+            document,
+            query_text,
+            document_text,
+            self.group_ids[chosen],
+            progress,
+        )
+        self.optimizer.zero_grad()
+        if terms:
+            total = torch.stack(list(terms.values())).sum()
+            total.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 5.0)
+            self.optimizer.step()
+        self.step += 1
+        step = Step(
+            self.step,
+            {name: term.item() for name, term in terms.items()},
+            (query > 0).sum(1).double().mean().item(),
+            (document > 0).sum(1).double().mean().item(),
+        )
+        self.history.append(step)
+        return step
+
+    def encode(self, texts: Sequence[str], model: SparseEncoder | None = None) -> Tensor:
+        """Vectors ``[texts, V]`` without gradient, by this run's model unless told otherwise."""
+        model = model or self.model
+        rows = self.tokens.ids(texts)
+        with torch.no_grad():
+            return torch.cat([model(pad(rows[i : i + 64])) for i in range(0, len(rows), 64)])
+
+    def scores(self, rows: Sequence[Row], task: int) -> Tensor:
+        """Cosines of all queries and documents of a task, ``[rows, rows]``."""
+        queries, documents = pair_texts(rows, task)
+        return cosine(self.encode(queries), self.encode(documents))
+
+    def probe(self) -> Probe:
+        """Rank some validation queries."""
+        return Probe(self.step, ranking(self.scores(self.probe_rows, 0)))
+
+    # Checkpoints ---------------------------------------------------------------------------------
+
+    def save(self, path: Path) -> None:
+        """Write all that is needed to go on; a file cut short never takes the old one's place."""
+        state = {
+            "settings": dataclasses.asdict(self.settings),
+            "data": self.data,
+            "vocabulary": self.tokens.vocabulary(),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "seconds": self.seconds,
+            "history": [dataclasses.asdict(step) for step in self.history],
+            "probes": [dataclasses.asdict(probe) for probe in self.probes],
+        }
+        partial = path.with_name(path.name + ".partial")
+        torch.save(state, partial)
+        os.replace(partial, path)
+
+    def load(self, path: Path) -> None:
+        """Go back to a checkpoint of the same settings and data.
+
+        Raises:
+            UserError: there is none, it cannot be read, or it belongs to another experiment.
+        """
+        state = _read_checkpoint(path)
+        if different := _differences(state["settings"], dataclasses.asdict(self.settings)):
+            raise UserError(f"{path} was made with other settings: {'; '.join(different)}")
+        if state["data"] != self.data or state["vocabulary"] != self.tokens.vocabulary():
+            raise UserError(
+                f"{path} was trained on other texts: the pairs or the installed versions "
+                "of Python and its packages have changed; start afresh without --resume"
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.history = [Step(**step) for step in state["history"]]
+        self.probes = [Probe(one["step"], Ranking(**one["ranking"])) for one in state["probes"]]
+
+
+def pair_texts(rows: Sequence[Row], task: int) -> tuple[list[str], list[str]]:
+    """Queries and documents of one task."""
+    pairs = [pair for row in rows for pair in row.pairs if pair.task == task]
+    return [pair.query for pair in pairs], [pair.document for pair in pairs]
+
+
+def cosine(queries: Tensor, documents: Tensor) -> Tensor:
+    """Cosine similarities ``[queries, documents]``; an empty vector has 0 with everything."""
+    normalize = torch.nn.functional.normalize
+    return normalize(queries, dim=1) @ normalize(documents, dim=1).T
+
+
+def _document_frequency(rows: Sequence[Sequence[int]], vocab_size: int) -> DocumentFrequency:
+    counter = DocumentFrequency(vocab_size)
+    for start in range(0, len(rows), 1000):
+        texts = pad(rows[start : start + 1000])
+        counter.update(texts.input_ids, texts.attention_mask)
+    return counter
+
+
+def _shuffled(items: int, length: int, generator: torch.Generator) -> Tensor:
+    """One random order of the items after another, cut to ``length``."""
+    epochs = -(-length // items)
+    return torch.cat([torch.randperm(items, generator=generator) for _ in range(epochs)])[:length]
+
+
+def _read_checkpoint(path: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(path, weights_only=True)
+    except FileNotFoundError as error:
+        raise UserError(f"nothing to resume: there is no {path}") from error
+    except Exception as error:  # torch.load reports a damaged file in many ways
+        raise UserError(f"{path} is not a checkpoint that can be read: {error}") from error
+    if not isinstance(state, dict) or "settings" not in state:
+        raise UserError(f"{path} is not a checkpoint of this demo")
+    return state
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    return [
+        f"{name} was {old.get(name)}, now {new[name]}" for name in new if old.get(name) != new[name]
+    ]

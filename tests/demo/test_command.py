@@ -1,0 +1,262 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparse_losses.demo import __main__ as command
+from sparse_losses.demo import ablation, switches
+from sparse_losses.demo.model import ModelSize
+from sparse_losses.demo.training import Settings
+from tests.demo.artificial import write_pairs
+
+TINY = {
+    "batch_size": 8,
+    "vocab_size": 400,
+    "size": ModelSize(hidden=32, layers=1, heads=2),
+    "probe_every": 5,
+    "probe_rows": 20,
+}
+
+
+@pytest.fixture
+def pairs(tmp_path) -> Path:
+    path = tmp_path / "pairs.tsv"
+    write_pairs(path)
+    return path
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The command with a model that trains in a second."""
+    real = command.settings_of
+
+    def settings_of(options):
+        asked = real(options)
+        return Settings(
+            steps=asked.steps, seed=asked.seed, start=asked.start, without=asked.without, **TINY
+        )
+
+    monkeypatch.setattr(command, "settings_of", settings_of)
+
+
+def test_from_pairs_to_answers_picture_and_figures(tiny, pairs, tmp_path, capsys):
+    folder = tmp_path / "new" / "folder"
+    arguments = ["--pairs", str(pairs), "--output", str(folder), "--steps", "10"]
+    code = command.main(
+        [*arguments, "--query", "shortest path", "--query", "zzzz [b]", "--seed", "3"]
+    )
+    printed = capsys.readouterr().out
+    assert code == 0
+    for expected in ("BM25, words", "untrained model", "MRR@10", "? shortest path", "? zzzz [b]"):
+        assert expected in printed
+    figures = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+    assert figures["settings"]["seed"] == 3
+    assert figures["settings"]["steps"] == len(figures["history"]) == 10
+    assert list(figures["sources"]) == ["pairs.tsv"]
+    assert list(figures["answers"]) == ["shortest path", "zzzz [b]"]
+    assert set(figures["test"][0]["rankings"]) == {
+        "untrained model",
+        "BM25, words",
+        "BM25, same subwords",
+        "this model",
+    }
+    assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoint.pt",
+        "figures.json",
+        "training.png",
+    ]
+
+
+def test_ctrl_c_saves_and_resume_gives_the_same_figures(tiny, pairs, tmp_path, capsys, monkeypatch):
+    def figures(folder):
+        found = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+        found.pop("seconds")
+        return found
+
+    arguments = ["--pairs", str(pairs), "--steps", "9", "--query", "matrix", "--output"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert command.main([*arguments, str(whole)]) == 0
+
+    from sparse_losses.demo.training import Run
+
+    real = Run._take_step
+
+    def take_step(self):
+        if self.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_take_step", take_step)
+        assert command.main([*arguments, str(broken)]) == 130
+    said = capsys.readouterr().err
+    assert "Stopped after step 4" in said
+    assert "--resume" in said
+    assert not (broken / "figures.json").exists()
+    assert command.main([*arguments, str(broken), "--resume"]) == 0
+    assert "Going on from step 4 of 9" in capsys.readouterr().out
+    assert figures(broken) == figures(whole)
+
+
+def _error(capsys, *arguments) -> str:
+    assert command.main(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_an_output_folder_that_cannot_be_written_is_found_first(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "_prepare", lambda *_: pytest.fail("work began"))
+    (tmp_path / "file").write_text("")
+    assert "cannot write to the output folder" in _error(
+        capsys, "--output", str(tmp_path / "file" / "below")
+    )
+    assert "cannot write to the output folder" in _error(capsys, "--output", str(tmp_path / "file"))
+
+
+def test_mistakes_are_told_in_one_sentence(tmp_path, capsys, pairs):
+    output = ("--output", str(tmp_path / "out"))
+    assert "nothing to resume" in _error(capsys, "--resume", *output)
+    assert "cannot read" in _error(capsys, "--pairs", str(tmp_path / "absent"), *output)
+    with pairs.open("a", encoding="utf-8") as file:
+        file.write("no tab\n")
+    assert "line 301" in _error(capsys, "--pairs", str(pairs), *output)
+
+
+def test_resume_with_other_options_is_refused(tiny, pairs, tmp_path, capsys):
+    arguments = ("--pairs", str(pairs), "--output", str(tmp_path / "out"), "--query", "tree")
+    assert command.main([*arguments, "--steps", "4"]) == 0
+    capsys.readouterr()
+    assert "steps was 4, now 6" in _error(capsys, *arguments, "--steps", "6", "--resume")
+
+
+def test_a_missing_extra_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "EXTRA", ("rich", "no_such_package"))
+    said = _error(capsys, "--output", str(tmp_path))
+    assert "needs no_such_package; install with: pip install 'sparse-losses[demo]'" in said
+
+
+@pytest.mark.parametrize("wrong", [["--steps", "0"], ["--without", "sleep"], ["--threads", "two"]])
+def test_wrong_options_are_refused_by_the_parser(wrong, capsys):
+    with pytest.raises(SystemExit):
+        command.main(wrong)
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_help_explains_every_option(capsys):
+    for main in (command.main, ablation.main):
+        with pytest.raises(SystemExit) as stop:
+            main(["--help"])
+        assert stop.value.code == 0
+        text = capsys.readouterr().out
+        for block in text.split("\n  --")[1:]:
+            assert len(block.split()) > 4, block
+
+
+def test_the_help_needs_no_optional_package():
+    code = "import sys, sparse_losses.demo.__main__ as m; m._parser(); print('rich' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_the_package_does_not_import_the_demo():
+    code = (
+        "import sys, sparse_losses; "
+        "print([m for m in sys.modules if 'demo' in m or m in ('rich', 'tokenizers', 'bm25s')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# Ablation ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch, corpus):
+    from sparse_losses.demo import docstrings
+
+    class Inline:
+        """An executor that works at once, in this process."""
+
+        def __init__(self, *_):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def shutdown(self, **_):
+            return None
+
+        def submit(self, work, *arguments):
+            import concurrent.futures
+
+            future = concurrent.futures.Future()
+            future.set_result(work(*arguments))
+            return future
+
+    monkeypatch.setattr(docstrings, "load", lambda: corpus)
+    monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor", Inline)
+    real = ablation.settings_of
+
+    def settings_of(variant, seed, steps):
+        asked = real(variant, seed, steps)
+        return Settings(
+            steps=asked.steps,
+            seed=seed,
+            start=asked.start,
+            without=asked.without,
+            plain_flops=asked.plain_flops,
+            **TINY,
+        )
+
+    monkeypatch.setattr(ablation, "settings_of", settings_of)
+
+
+def test_ablation_writes_tables_and_skips_what_is_finished(small, tmp_path, monkeypatch, capsys):
+    arguments = ["--seeds", "0", "1", "--steps", "3", "--output", str(tmp_path)]
+    assert ablation.main([*arguments, "--only", "full", "without flops"]) == 0
+    content = json.loads((tmp_path / "ablation.json").read_text(encoding="utf-8"))
+    assert len(content["runs"]) == 4
+    full = content["summary"]["full"]["name_mrr_10"]
+    values = [row["name_mrr_10"] for row in content["runs"] if row["variant"] == "full"]
+    assert full["mean"] == pytest.approx(sum(values) / 2)
+    assert full["std"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
+    table = (tmp_path / "ablation.md").read_text(encoding="utf-8")
+    for start in ("| BM25, words |", "| full |", "| without flops |"):
+        assert start in table
+    assert len((tmp_path / "ablation.csv").read_text(encoding="utf-8").splitlines()) == 5
+
+    trained = []
+    monkeypatch.setattr(
+        ablation, "run_one", lambda *run: trained.append(run) or pytest.fail("ran again")
+    )
+    assert ablation.main([*arguments, "--only", "full", "without flops"]) == 0
+    assert not trained
+
+
+def test_ablation_refuses_runs_of_other_settings(small, tmp_path, capsys):
+    arguments = ["--seeds", "0", "--output", str(tmp_path), "--only", "full", "--steps"]
+    assert ablation.main([*arguments, "2"]) == 0
+    assert ablation.main([*arguments, "3"]) == 1
+    assert "other settings" in capsys.readouterr().err
+
+
+def test_every_switch_has_its_ablation():
+    changed = [change.get("without", ()) for change in ablation.VARIANTS.values()]
+    assert {(switch,) for switch in switches.SWITCHES} <= set(changed)
+
+
+def test_torch_threads_are_left_as_the_command_says(tiny, pairs, tmp_path):
+    arguments = ["--pairs", str(pairs), "--output", str(tmp_path / "out"), "--query", "tree"]
+    assert command.main([*arguments, "--steps", "1", "--threads", "1"]) == 0
+    assert torch.get_num_threads() == 1

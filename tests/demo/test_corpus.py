@@ -1,0 +1,107 @@
+import pytest
+
+from sparse_losses.demo.corpus import Pair, Row, read_pairs, split
+from sparse_losses.demo.errors import UserError
+from tests.demo.artificial import make_rows, write_pairs
+
+
+def test_split_depends_on_names_only_and_is_three_way():
+    rows = make_rows(100)
+    one = split(rows, ("a", "b"), {}, held_out=10)
+    two = split(reversed(rows), ("a", "b"), {}, held_out=10)
+    assert [len(part) for part in (one.train, one.validation, one.test)] == [80, 10, 10]
+    assert one == two
+    assert one.fingerprint() == two.fingerprint()
+    assert {row.title for row in one.rows} == {row.title for row in rows}
+
+
+def test_a_row_without_every_task_is_trained_on_but_never_tested():
+    rows = [Row(f"r{i}", f"r{i}", (Pair(0, "q", "d"),), "d") for i in range(5)]
+    corpus = split(rows, ("a", "b"), {}, held_out=2)
+    assert len(corpus.train) == 5
+    assert not corpus.test
+
+
+def test_fingerprint_sees_a_changed_letter():
+    rows = make_rows(20)
+    before = split(rows, ("a", "b"), {}, 2).fingerprint()
+    changed = Row(rows[3].title, rows[3].group, rows[3].pairs, rows[3].text + "!")
+    assert split([*rows[:3], changed, *rows[4:]], ("a", "b"), {}, 2).fingerprint() != before
+
+
+def test_pairs_are_read_and_split(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    write_pairs(path, 300)
+    path.write_text("\ufeff\n" + path.read_text(encoding="utf-8"), encoding="utf-8")
+    corpus = read_pairs(path)
+    assert [len(part) for part in (corpus.train, corpus.validation, corpus.test)] == [240, 30, 30]
+    assert all(len(row.pairs) == 1 for row in corpus.rows)
+    assert not corpus.test[0].title.startswith("\ufeff")
+
+
+def test_lines_that_share_a_query_or_a_document_stay_together(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    lines = []
+    for number in range(60):
+        lines += [
+            f"Question {number}\tdocument {number} one",
+            f"question {number}\tdocument {number} two",
+            f"another way {number}\tdocument {number} Two",
+        ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    corpus = read_pairs(path)
+    held_out = {row.title.split()[-1] for row in corpus.test + corpus.validation}
+    trained = {row.title.split()[-1] for row in corpus.train}
+    assert len(held_out) == 36
+    assert not held_out & trained
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("no tab in here", "found 0 tabs"),
+        ("one\ttwo\tthree", "found 2 tabs"),
+        ("  \ta document", "no word before the tab"),
+        ("a query\t ?! ", "no word after the tab"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, said):
+    path = tmp_path / "pairs.tsv"
+    write_pairs(path, 150)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    lines[41] = line
+    path.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(
+        UserError, match="line 42: expected a query, one tab and a document"
+    ) as info:
+        read_pairs(path)
+    assert said in str(info.value)
+    assert str(path) in str(info.value)
+
+
+def test_bytes_that_are_not_utf_8_are_named(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_bytes(b"good\tline\nbad \xff\tline\n")
+    with pytest.raises(UserError, match="line 2: expected UTF-8"):
+        read_pairs(path)
+
+
+def test_a_missing_file_and_a_folder(tmp_path):
+    with pytest.raises(UserError, match="cannot read"):
+        read_pairs(tmp_path / "absent.tsv")
+    with pytest.raises(UserError, match="cannot read"):
+        read_pairs(tmp_path)
+
+
+def test_too_few_pairs(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    write_pairs(path, 99)
+    with pytest.raises(UserError, match="99 different pairs are too few"):
+        read_pairs(path)
+
+
+def test_pairs_that_are_all_about_one_thing(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_text("\n".join(f"query {i}\tthe same" for i in range(200)), encoding="utf-8")
+    with pytest.raises(UserError, match="share a query or a document"):
+        read_pairs(path)

@@ -1,0 +1,83 @@
+import math
+
+import pytest
+import torch
+
+from sparse_losses.demo.evaluation import anatomy, bm25_scores, ranking
+from sparse_losses.demo.tokens import Tokens
+
+
+def test_ranking_against_a_hand_count():
+    scores = torch.zeros(12, 12)
+    scores[:, :] = torch.arange(12.0) / 100  # later columns score higher
+    scores[0, 0] = 1.0  # rank 1
+    scores[1, 1] = 0.095  # columns 10 and 11 are above: rank 3
+    # row 2: columns 3..11 above: rank 10; row 11: rank 1; row i: rank 12 - i
+    expected = [1, 3, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1]
+    found = ranking(scores)
+    assert found.recall_1 == pytest.approx(2 / 12)
+    assert found.recall_10 == pytest.approx(1.0)
+    assert found.mrr_10 == pytest.approx(sum(1 / rank for rank in expected) / 12)
+
+
+def test_an_answer_past_the_tenth_place_counts_nothing():
+    scores = torch.arange(11.0).expand(11, 11).clone()
+    found = ranking(scores)  # row 0 has rank 11
+    assert found.recall_10 == pytest.approx(10 / 11)
+    assert found.mrr_10 == pytest.approx(sum(1 / rank for rank in range(1, 11)) / 11)
+
+
+def test_scoring_everything_alike_earns_nothing():
+    found = ranking(torch.ones(40, 40))
+    assert (found.recall_1, found.recall_10, found.mrr_10) == (0.0, 0.0, 0.0)
+
+
+def test_bm25_prefers_the_document_with_the_rare_word():
+    documents = [["the", "cat"], ["the", "dog"], ["the", "the", "bird"]]
+    scores = bm25_scores([["dog"], ["the", "bird"], ["unknown"]], documents)
+    assert scores.shape == (3, 3)
+    assert scores[0].argmax() == 1
+    assert scores[1].argmax() == 2
+    assert scores[2].eq(0).all()
+    # Lucene's BM25 by hand: idf ln(1 + (3 - 1 + .5) / 1.5), k1 = 1.5, b = .75, length 2 of 7/3
+    idf = math.log(1 + 2.5 / 1.5)
+    assert scores[0, 1].item() == pytest.approx(
+        idf / (1 + 1.5 * (0.25 + 0.75 * 2 / (7 / 3))), rel=1e-5
+    )
+
+
+def test_anatomy_against_a_hand_count():
+    tokens = Tokens.learn(["the apple pie", "the cherry pie"] * 3, vocab_size=60)
+    the, pie = tokens.ids(["the", "pie"])[0][1], tokens.ids(["pie"])[0][1]
+    assert the in tokens.stopword_ids
+    assert pie not in tokens.stopword_ids
+    rare = tokens.ids(["cherry"])[0][1]
+    df = torch.full((tokens.vocab_size,), 6)
+    df[rare] = 5
+    vectors = torch.zeros(2, tokens.vocab_size)
+    vectors[0, [2, the, pie]] = torch.tensor([1.0, 2.0, 3.0])  # 2 is [CLS]
+    vectors[1, rare] = 0.5
+    rows = [[2, the, pie, 3], [2, pie, 3]]
+    found = anatomy(vectors, rows, tokens, df)
+    assert found.active == 2.0
+    assert found.stopwords == pytest.approx(1 / 4)
+    assert found.special == pytest.approx(1 / 4)
+    assert found.rare == pytest.approx(1 / 4)
+    assert found.own == pytest.approx(2 / 3)  # the, pie; not the second text's pie
+
+
+def test_a_token_of_the_text_is_not_junk_however_rare():
+    tokens = Tokens.learn(["apple pie"] * 3, vocab_size=60)
+    (row,) = tokens.ids(["pie"])
+    vectors = torch.zeros(1, tokens.vocab_size)
+    vectors[0, row[1]] = 1.0
+    df = torch.zeros(tokens.vocab_size)
+    assert anatomy(vectors, [row], tokens, df).rare == 0.0
+    assert anatomy(vectors, [[2, 3]], tokens, df).rare == 1.0
+
+
+def test_anatomy_of_silence():
+    tokens = Tokens.learn(["apple pie"] * 3, vocab_size=60)
+    df = torch.ones(tokens.vocab_size)
+    found = anatomy(torch.zeros(2, tokens.vocab_size), [[2, 3], [2, 3]], tokens, df)
+    assert (found.active, found.stopwords, found.special, found.own) == (0, 0, 0, 0)
