@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_integer, check_shapes
+from sparse_losses._core.checks import check_integer, check_shapes, check_zero_one
 
 __all__ = ["LabelQueue"]
 
@@ -81,22 +81,18 @@ class LabelQueue(nn.Module):
             labels: Multi-hot labels, bool, integer or float 0/1 ``[B, L]``.
 
         Raises:
-            ValueError: If the shapes are not ``[B, D]`` and ``[B, L]``, or the device is not the
-                queue's.
+            ValueError: If the shapes are not ``[B, D]`` and ``[B, L]``, the device is not the
+                queue's, or a label is neither 0 nor 1 (looked at on the CPU only).
             TypeError: If the features are not floating point or the labels complex.
         """
         check_shapes(
-            queue_features=(self.features, "Q D"),
-            queue_labels=(self.labels, "Q L"),
+            **{"self.features": (self.features, "Q D"), "self.labels": (self.labels, "Q L")},
             features=(features, "B D"),
             labels=(labels, "B L"),
         )
+        check_zero_one("labels", labels)
         if not features.is_floating_point():
             raise TypeError(f"expected `features` to be floating point, got {features.dtype}")
-        if labels.is_complex():
-            raise TypeError(
-                f"expected `labels` to be bool, integer or floating point, got {labels.dtype}"
-            )
         batch_size = features.shape[0]
         kept = min(batch_size, self.size)
         age = torch.arange(batch_size - kept, batch_size, device=self.pointer.device)

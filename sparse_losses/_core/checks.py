@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 __all__ = [
     "check_choice",
+    "check_flag",
     "check_integer",
     "check_number",
     "check_shapes",
     "check_temperature",
+    "check_zero_one",
     "describe",
     "values_can_be_checked",
 ]
@@ -22,14 +24,16 @@ def check_shapes(**tensors: tuple[Tensor | None, *tuple[str, ...]]) -> dict[str,
     """Checks tensors against shapes such as ``"B N D"``; returns what each letter stands for.
 
     A letter takes its size where it first appears; several shapes are alternatives of different
-    rank; ``None`` is an optional tensor that was not given. All tensors must be on one device.
+    rank; only with ``"optional"`` among them may the tensor be ``None``. All tensors must be on one
+    device.
     """
     sizes: dict[str, int] = {}
     first: dict[str, str] = {}
     device = None
     for name, (tensor, *shapes) in tensors.items():
-        if tensor is None:
+        if tensor is None and "optional" in shapes:
             continue
+        shapes = [shape for shape in shapes if shape != "optional"]
         if not isinstance(tensor, Tensor):
             raise TypeError(f"expected `{name}` to be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.is_complex():
@@ -78,8 +82,11 @@ def check_number(
         bound = f" {'>' if exclusive else '>='} {minimum:g}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"expected `{name}` to be a number{bound}, got {type(value).__name__}")
-    too_small = value <= minimum if exclusive else value < minimum
-    if not math.isfinite(value) or too_small:
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        number = math.inf
+    if not math.isfinite(number) or number < minimum or (exclusive and number == minimum):
         raise ValueError(f"expected `{name}` to be a finite number{bound}, got {value!r}")
 
 
@@ -91,6 +98,21 @@ def check_integer(name: str, value: object, *, minimum: int) -> None:
         raise TypeError(f"expected `{name}` to be an integer, got {type(value).__name__}")
     if int(value) < minimum:
         raise ValueError(f"expected `{name}` to be an integer >= {minimum}, got {value!r}")
+
+
+def check_flag(**flags: object) -> None:
+    """Raises unless all values are bool: the string ``"False"`` is true."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"expected `{name}` to be True or False, got {value!r}")
+
+
+def check_zero_one(name: str, tensor: Tensor) -> None:
+    """Raises if a value is neither 0 nor 1, where looking costs nothing; an additive mask is."""
+    if tensor.dtype != torch.bool and values_can_be_checked(tensor):
+        wrong = (tensor != 0) & (tensor != 1)
+        if wrong.any():
+            raise ValueError(f"expected `{name}` to be 0 or 1, got {tensor[wrong][0].item():g}")
 
 
 def check_temperature(value: object) -> None:
@@ -111,6 +133,7 @@ def values_can_be_checked(tensor: Tensor) -> bool:
     """Whether looking at the values of ``tensor`` costs neither a sync nor a graph break."""
     return (
         not torch.compiler.is_compiling()
+        and type(tensor) in (Tensor, nn.Parameter)  # a fake or another subclass may have no values
         and tensor.device.type == "cpu"
         and not torch._C._are_functorch_transforms_active()
     )

@@ -1,19 +1,21 @@
 """Token ids of a text as a set: which positions count, and what stands there."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
-from sparse_losses._core.checks import values_can_be_checked
+from sparse_losses._core.checks import check_zero_one, values_can_be_checked
 
-__all__ = ["as_mask", "attended_ids", "first_occurrences", "id_mask"]
+__all__ = ["TokenIds", "as_mask", "attended_ids", "check_ids", "first_occurrences", "id_mask"]
+
+TokenIds = Iterable[int] | Tensor
 
 
 def as_mask(name: str, mask: Tensor) -> Tensor:
     """A bool, integer or float 0/1 mask as bool."""
-    if mask.is_complex():
-        raise TypeError(f"expected `{name}` to be a bool, integer or float mask, got {mask.dtype}")
+    check_zero_one(name, mask)
     return mask if mask.dtype == torch.bool else mask != 0
 
 
@@ -44,13 +46,34 @@ def first_occurrences(ids: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(first, ordered, 0), first
 
 
-def id_mask(
-    name: str, token_ids: Sequence[int] | Tensor | None, vocab_size: int, device: torch.device
-) -> Tensor | None:
-    """A set of token ids as a mask ``[V]``; ``None`` for the empty set."""
-    if token_ids is None or len(token_ids) == 0:
+def check_ids(name: str, token_ids: TokenIds | None) -> Tensor | tuple[int, ...] | None:
+    """A set of token ids as a tensor ``[n]`` or a tuple, which unlike an iterator can be reread."""
+    if token_ids is None:
         return None
-    ids = token_ids if isinstance(token_ids, Tensor) else torch.tensor(list(token_ids))
+    if isinstance(token_ids, Tensor):
+        if token_ids.numel() == 0:  # torch.tensor([]) is floating point
+            return ()
+        if token_ids.is_floating_point() or token_ids.dtype == torch.bool:
+            raise TypeError(f"expected `{name}` to be integers, got {token_ids.dtype}")
+        return token_ids.reshape(-1)
+    if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
+        raise TypeError(f"expected `{name}` to be integers, got {token_ids!r}")
+    ids = tuple(token_ids)
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise TypeError(f"expected `{name}` to be integers, got {token!r} among them")
+    return ids
+
+
+def id_mask(
+    name: str, token_ids: TokenIds | None, vocab_size: int, device: torch.device
+) -> Tensor | None:
+    """A set of token ids as a mask ``[V]``; ``None`` for no ids."""
+    ids = check_ids(name, token_ids)
+    if ids is None or len(ids) == 0:
+        return None
+    if not isinstance(ids, Tensor):
+        ids = torch.tensor(ids)
     ids = attended_ids(name, ids, torch.ones_like(ids, dtype=torch.bool), vocab_size)
     mask = torch.zeros(vocab_size, dtype=torch.bool, device=device)
     return mask.index_fill(0, ids.to(device, non_blocking=True), True)

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from sparse_losses.demo.training import Run, Settings
 
 EXTRA = ("bm25s", "matplotlib", "rich", "tokenizers")
-EXAMPLES = ("shortest path between two nodes", "inverse of a matrix", "parse a date from a string")
+EXAMPLES = (
+    "shortest path between two nodes",
+    "inverse of a matrix",
+    "remove spaces from both ends",
+)
 CHECKPOINT, FIGURES, PICTURE = "checkpoint.pt", "figures.json", "training.png"
 
 
@@ -92,7 +96,12 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--steps", type=positive_number, default=STEPS, help="training steps (default: %(default)s)"
     )
-    add("--seed", type=int, default=0, help="decides weights and batches (default: %(default)s)")
+    add(
+        "--seed",
+        type=seed_number,
+        default=0,
+        help="decides weights and batches (default: %(default)s)",
+    )
     add(
         "--start",
         choices=("dense", "sparse"),
@@ -151,6 +160,13 @@ def positive_number(text: str) -> int:
     return int(text)
 
 
+def seed_number(text: str) -> int:
+    """A whole number that torch takes as a seed, for argparse."""
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 up, got {text!r}")
+    return int(text)
+
+
 def _run(options: argparse.Namespace) -> None:
     require_extra()
     import torch
@@ -170,6 +186,8 @@ def _run(options: argparse.Namespace) -> None:
     if options.resume:
         run.load(checkpoint)
         console.print(f"Going on from step {run.step} of {run.settings.steps}.")
+    elif checkpoint.exists():
+        console.print(f"Starting afresh: {checkpoint} will be replaced (--resume would go on).")
     train(console, run, checkpoint)
 
     with console.status("Ranking the test queries"):
@@ -191,7 +209,7 @@ def _run(options: argparse.Namespace) -> None:
         report.show_answers(console, question, found)
 
     console.print("\n[bold]What to expect of it[/]")
-    for limit in report.LIMITS:
+    for limit in report.LIMITS + (() if options.pairs else report.DOCSTRING_LIMITS):
         console.print(f" • {limit}", highlight=False)
     seconds = {
         "training": run.seconds,
@@ -259,6 +277,8 @@ def train(console: Console, run: Run, checkpoint: Path) -> None:
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed; the step was finished and saved first.
     """
+    from rich.console import Group
+    from rich.live import Live
     from rich.progress import (
         BarColumn,
         Progress,
@@ -266,23 +286,25 @@ def train(console: Console, run: Run, checkpoint: Path) -> None:
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
+    from rich.text import Text
 
     from sparse_losses.demo.training import Step
 
     bar = Progress(
         TextColumn("step {task.completed}/{task.total}"),
-        BarColumn(bar_width=16),
+        BarColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[terms]}"),
         console=console,
     )
-    with _interrupt_between_steps() as interrupted, bar:
-        task = bar.add_task("", total=run.settings.steps, completed=run.step, terms="")
+    task = bar.add_task("", total=run.settings.steps, completed=run.step)
+    line = Text(style="dim")
+    with _interrupt_between_steps() as interrupted, Live(Group(bar, line), console=console):
 
         def report(step: Step) -> None:
-            bar.update(task, completed=step.step, terms=_terms_line(step))
+            bar.update(task, completed=step.step)
+            line.plain = _terms_line(step)
             if interrupted or step.step % 50 == 0 or step.step == run.settings.steps:
                 run.save(checkpoint)
             if interrupted:
@@ -305,7 +327,7 @@ _SHORT = {
 
 def _terms_line(step: Any) -> str:
     terms = " ".join(f"{_SHORT[name]} {value:.2f}" for name, value in step.terms.items())
-    return f"{terms} │ active q {step.active_query:,.0f} d {step.active_document:,.0f}"
+    return f"{terms} · active q {step.active_query:,.0f} d {step.active_document:,.0f}"
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import argparse
 import csv
 import json
 import os
+import signal
 import statistics
 import sys
 from collections.abc import Sequence
@@ -18,12 +19,14 @@ from sparse_losses.demo.__main__ import (
     guarded,
     positive_number,
     require_extra,
+    seed_number,
     writable_folder,
 )
 from sparse_losses.demo.errors import UserError
 from sparse_losses.demo.switches import STEPS, SWITCHES
 
 if TYPE_CHECKING:
+    from sparse_losses.demo.corpus import Corpus
     from sparse_losses.demo.training import Settings
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -62,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(
         "--seeds",
-        type=int,
+        type=seed_number,
         nargs="+",
         default=[0, 1, 2],
         help="one training of every variant for each (default: 0 1 2)",
@@ -99,37 +102,38 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> None:
     require_extra()
-    import concurrent.futures
     import multiprocessing
 
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress
 
+    from sparse_losses.demo import docstrings
+
     folder = writable_folder(options.output)
     console = Console()
     runs = [(variant, seed) for seed in options.seeds for variant in options.only]
-    finished = {run: _finished(folder, *run, options.steps) for run in runs}
-    missing = [run for run, result in finished.items() if result is None]
-    context = multiprocessing.get_context("spawn")
-    with (
-        Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as bar,
-        concurrent.futures.ProcessPoolExecutor(options.jobs, context) as pool,
-    ):
+    results = {run: _finished(folder, *run, options.steps) for run in runs}
+    missing = [run for run in runs if results[run] is None]
+    with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as bar:
         task = bar.add_task("runs", total=len(runs), completed=len(runs) - len(missing))
-        futures = {pool.submit(run_one, folder, *run, options.steps): run for run in missing}
-        try:
-            for future in concurrent.futures.as_completed(futures):
-                finished[futures[future]] = future.result()
-                bar.advance(task)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    results = [result for run in runs if (result := finished[run])]
-    if len({json.dumps(result["sources"]) for result in results}) > 1:
+        if missing:
+            corpus = docstrings.load()
+            jobs = [(folder, *run, options.steps, corpus) for run in missing]
+            context = multiprocessing.get_context("spawn")
+            with context.Pool(options.jobs, _leave_ctrl_c_to_the_parent) as pool:
+                for result in pool.imap_unordered(run_one, jobs):
+                    results[result["variant"], result["seed"]] = result
+                    bar.advance(task)
+    finished = [result for result in results.values() if result]
+    if len({json.dumps(result["sources"]) for result in finished}) > 1:
         raise UserError(f"runs in {folder} come from different installed versions; delete the old")
-    _write_tables(folder, results)
+    _write_tables(folder, finished)
     console.print((folder / "ablation.md").read_text(), markup=False, highlight=False)
     console.print(f"Wrote ablation.json, ablation.csv and ablation.md to {folder}.")
+
+
+def _leave_ctrl_c_to_the_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def settings_of(variant: str, seed: int, steps: int) -> Settings:
@@ -139,18 +143,17 @@ def settings_of(variant: str, seed: int, steps: int) -> Settings:
     return Settings(steps=steps, seed=seed, **VARIANTS[variant])
 
 
-def run_one(folder: Path, variant: str, seed: int, steps: int) -> dict[str, Any]:
+def run_one(job: tuple[Path, str, int, int, Corpus]) -> dict[str, Any]:
     """One training and its test figures, kept in the folder as soon as they are known."""
     import dataclasses
 
     import torch
 
-    from sparse_losses.demo import docstrings
     from sparse_losses.demo.report import measure, write_json
     from sparse_losses.demo.training import Run
 
+    folder, variant, seed, steps, corpus = job
     torch.set_num_threads(1)
-    corpus = docstrings.load()
     run = Run(corpus, settings_of(variant, seed, steps))
     run.train()
     result = {

@@ -15,6 +15,7 @@ DOCSTRING_TASKS = ("name → document", "summary → rest")
 TSV_TASKS = ("query → document",)
 HELD_OUT = 600
 MINIMUM_PAIRS = 100
+EXCERPT = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,14 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One thing that can be found: what to call it, its pairs, and the text that is indexed.
+    """One thing that can be found.
+
+    Attributes:
+        title: what to call it.
+        group: see below.
+        pairs: queries with the documents that answer them, at most one for each task.
+        text: what is indexed for the user's questions.
+        excerpt: what is shown of an answer.
 
     Rows of one group (methods of the same name, say) never lie on both sides of a split.
     """
@@ -37,6 +45,7 @@ class Row:
     group: str
     pairs: tuple[Pair, ...]
     text: str
+    excerpt: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +135,13 @@ def read_pairs(path: Path) -> Corpus:
         )
     corpus = split(
         (
-            Row(query, groups.root(f"query {query.lower()}"), (Pair(0, query, document),), document)
+            Row(
+                title=query,
+                group=groups.root(f"query {query.lower()}"),
+                pairs=(Pair(0, query, document),),
+                text=document,
+                excerpt=document[:EXCERPT],
+            )
             for query, document in dict.fromkeys(rows)
         ),
         TSV_TASKS,

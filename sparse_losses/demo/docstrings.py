@@ -21,7 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from sparse_losses.demo.corpus import DOCSTRING_TASKS, Corpus, Pair, Row, split
+from sparse_losses.demo.corpus import DOCSTRING_TASKS, EXCERPT, Corpus, Pair, Row, split
 
 PACKAGES = ("torch", "numpy", "sympy", "networkx")
 
@@ -320,7 +320,8 @@ def to_rows(docstrings: Iterable[Docstring]) -> list[Row]:
             pairs.append(Pair(1, without_name(summary, leaf), rest))
         if pairs:
             indexed = _cut(f"{spoken(leaf)}. {text}")
-            rows.append(Row(name, spoken(leaf).lower(), tuple(pairs), indexed))
+            group = spoken(leaf).lower()
+            rows.append(Row(name, group, tuple(pairs), indexed, text[:EXCERPT]))
     return rows
 
 

@@ -78,7 +78,7 @@ def distillation_loss(
     size = check_shapes(
         student_scores=(student_scores, "B C"),
         teacher_scores=(teacher_scores, "B C"),
-        candidate_mask=(candidate_mask, "B C"),
+        candidate_mask=(candidate_mask, "B C", "optional"),
     )
     _check(temperature, alpha_kl, alpha_mse, standardize)
     fewest = 3 if standardize == "row" else 2

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sparse_losses._core.checks import (
     check_choice,
+    check_flag,
     check_integer,
     check_number,
     check_shapes,
@@ -94,11 +95,11 @@ def info_nce_loss(
     size = check_shapes(
         anchor=(anchor, "B D"),
         positive=(positive, "B D"),
-        negative=(negative, "N D", "B N D"),
-        positive_ids=(positive_ids, "B"),
-        positive_mask=(positive_mask, "B B"),
+        negative=(negative, "N D", "B N D", "optional"),
+        positive_ids=(positive_ids, "B", "optional"),
+        positive_mask=(positive_mask, "B B", "optional"),
     )
-    _check(temperature, similarity, chunk_size)
+    _check(temperature, similarity, symmetric, in_batch, decoupled, chunk_size)
     check_reduction(reduction)
     if not in_batch and positive_mask is not None:
         raise ValueError("expected `positive_mask` only with `in_batch=True`, got in_batch=False")
@@ -116,28 +117,49 @@ def info_nce_loss(
 
     num_negatives = size.get("N", 0)
     valid = _valid_rows(anchor, num_negatives, positive_mask, positive_ids, symmetric, decoupled)
-    if valid is None:
-        anchor_key = anchor_query = represent(anchor)
-        positive_key = positive_query = represent(positive)
-    else:
-        # What no valid row looks at must not send its NaN into a gradient: 0 * NaN is NaN.
-        anchor_query = represent(torch.where(valid[:, None], anchor, 0.0))
-        positive_query = represent(torch.where(valid[:, None], positive, 0.0))
-        anchor_key = represent(torch.where(valid.any(), anchor, 0.0))
-        positive_key = represent(torch.where(valid.any(), positive, 0.0))
-        if negative is not None:
+    if negative is not None:
+        if valid is not None:
             looked_at = valid.any() if negative.ndim == 2 else valid[:, None, None]
             negative = torch.where(looked_at, negative, 0.0)
-    negative = None if negative is None else represent(negative)
+        negative = represent(negative)
+    if valid is None and positive_ids is None:
+        # Nothing is hidden: represented once, though under `symmetric` both ask and both answer.
+        anchor, positive, represent = represent(anchor), represent(positive), _unchanged
+
+    def direction(
+        asks: Tensor, answers: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        # What no valid row looks at must not send its NaN into a gradient: 0 * NaN is NaN.
+        is_nan = None
+        if valid is not None:
+            asks = torch.where(valid[:, None], asks, 0.0)
+            answers = torch.where(valid.any(), answers, 0.0)
+        if positive_ids is not None:  # which hides some columns from some rows
+            is_nan = answers.isnan().any(-1)
+            answers = torch.where(is_nan[:, None], 0.0, answers)
+        return represent(asks), represent(answers), is_nan, mask
+
+    directions = [direction(anchor, positive, positive_mask)]
+    if symmetric:
+        transposed = None if positive_mask is None else positive_mask.T
+        directions.append(direction(positive, anchor, transposed))
 
     def losses_of_rows(start: int, stop: int) -> Tensor:
-        rows = slice(start, stop)
-        shared = (negative, positive_ids, temperature, in_batch, decoupled, rows)
-        values = _row_losses(anchor_query, positive_key, positive_mask, *shared)
-        if symmetric:
-            transposed = None if positive_mask is None else positive_mask.T
-            values = (values + _row_losses(positive_query, anchor_key, transposed, *shared)) / 2
-        return values
+        total = anchor.new_zeros(())
+        for query, key, is_nan, mask in directions:
+            total = total + _row_losses(
+                query,
+                key,
+                is_nan,
+                mask,
+                negative,
+                positive_ids,
+                temperature,
+                in_batch,
+                decoupled,
+                slice(start, stop),
+            )
+        return total / len(directions)
 
     batch = size["B"]
     if chunk_size is None or chunk_size >= batch:
@@ -160,6 +182,7 @@ def info_nce_loss(
 def _row_losses(
     query: Tensor,
     key: Tensor,
+    key_is_nan: Tensor | None,
     positive_mask: Tensor | None,
     negative: Tensor | None,
     positive_ids: Tensor | None,
@@ -172,6 +195,8 @@ def _row_losses(
     query = query[rows]
     if in_batch:
         scores = query @ key.T
+        if key_is_nan is not None:
+            scores = torch.where(key_is_nan, torch.nan, scores)
         index = torch.arange(key.shape[0], device=key.device)
         own = index[rows, None] == index
         positive = own if positive_mask is None else positive_mask[rows]
@@ -180,6 +205,8 @@ def _row_losses(
             rival = rival & (positive_ids[rows, None] != positive_ids)
     else:
         scores = (query * key[rows]).sum(-1, keepdim=True)
+        if key_is_nan is not None:
+            scores = torch.where(key_is_nan[rows, None], torch.nan, scores)
         positive = torch.ones_like(scores, dtype=torch.bool)
         rival = ~positive
     if negative is not None:
@@ -237,8 +264,16 @@ def _unchanged(x: Tensor) -> Tensor:
     return x
 
 
-def _check(temperature: float | Tensor, similarity: str, chunk_size: int | None) -> None:
+def _check(
+    temperature: float | Tensor,
+    similarity: str,
+    symmetric: bool,
+    in_batch: bool,
+    decoupled: bool,
+    chunk_size: int | None,
+) -> None:
     check_temperature(temperature)
+    check_flag(symmetric=symmetric, in_batch=in_batch, decoupled=decoupled)
     check_choice("similarity", similarity, ("cosine", "dot"))
     if chunk_size is not None:
         check_integer("chunk_size", chunk_size, minimum=1)
@@ -269,7 +304,7 @@ class InfoNCELoss(nn.Module):
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
-        _check(temperature, similarity, chunk_size)
+        _check(temperature, similarity, symmetric, in_batch, decoupled, chunk_size)
         check_reduction(reduction)
         self.temperature = temperature
         self.similarity = similarity

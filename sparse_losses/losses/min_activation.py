@@ -56,7 +56,9 @@ def min_activation_loss(
     References:
         From the notes of a Korean neural sparse retriever (its versions V22 to V26).
     """
-    size = check_shapes(activations=(activations, "B V"), token_counts=(token_counts, "B"))
+    size = check_shapes(
+        activations=(activations, "B V"), token_counts=(token_counts, "B", "optional")
+    )
     _check(top_k, threshold)
     check_reduction(reduction)
     if top_k > size["V"]:

@@ -51,7 +51,7 @@ def n_pair_loss(
     check_shapes(
         anchor=(anchor, "B D"),
         positive=(positive, "B D"),
-        negative=(negative, "N D", "B N D"),
+        negative=(negative, "N D", "B N D", "optional"),
     )
     check_reduction(reduction)
     dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)

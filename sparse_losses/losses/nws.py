@@ -7,9 +7,11 @@ from torch import Tensor, nn
 
 from sparse_losses._core.checks import (
     check_choice,
+    check_flag,
     check_number,
     check_shapes,
     check_temperature,
+    check_zero_one,
     describe,
     values_can_be_checked,
 )
@@ -112,24 +114,26 @@ def nws_loss(
         weights). Momentum Contrast for Unsupervised Visual Representation Learning (the queue). The
         negative weights come from a definition of the NWS loss written down in Japanese.
     """
-    check_shapes(
+    size = check_shapes(
         query=(query, "B F"),
         query_labels=(query_labels, "B L"),
         prototype=(prototype, "L F"),
-        label_similarity=(label_similarity, "L L"),
-        key=(key, "K F"),
-        key_labels=(key_labels, "K L"),
-        queue=(queue, "Q F"),
-        queue_labels=(queue_labels, "Q L"),
-        queue_mask=(queue_mask, "Q"),
+        label_similarity=(label_similarity, "L L", "optional"),
+        key=(key, "K F", "optional"),
+        key_labels=(key_labels, "K L", "optional"),
+        queue=(queue, "Q F", "optional"),
+        queue_labels=(queue_labels, "Q L", "optional"),
+        queue_mask=(queue_mask, "Q", "optional"),
     )
+    if size["L"] == 0:
+        raise ValueError("expected `prototype` of at least one label, got L = 0")
     _check_together("key", key, "key_labels", key_labels)
     _check_together("queue", queue, "queue_labels", queue_labels)
     if queue_mask is not None and queue is None:
         raise ValueError("expected `queue` with `queue_mask`, got None")
     if label_similarity is None and (key is not None or queue is not None):
         raise ValueError("expected `label_similarity` with `key` or `queue`, got None")
-    _check(label_similarity, alpha, beta, temperature, aggregation, eps)
+    _check(label_similarity, alpha, beta, temperature, aggregation, decoupled, eps)
     check_reduction(reduction)
     dtype = compute_dtype(query=query, prototype=prototype, key=key, queue=queue)
 
@@ -176,13 +180,15 @@ def nws_loss(
     valid = is_labelled[:, 0]
     if decoupled and eps == 0:
         valid = valid & (negative_weight > 0).any(-1)
-    # A row that is not valid asks nothing: its NaN must not reach the prototypes' gradient.
+    # What no valid row looks at must not send its NaN into a gradient: 0 * NaN is NaN.
     query = normalize(torch.where(valid[:, None], query.to(dtype), 0.0))
+    references = torch.where(valid.any(), references, 0.0)
     scores = query @ normalize(references).T
     scores = scores / (temperature.to(dtype) if isinstance(temperature, Tensor) else temperature)
 
     weighted = scores + negative_weight.log()
-    is_counted = negative_weight > 0
+    # A weight of 0 is no mask: a NaN shows.
+    is_counted = (negative_weight > 0) | (is_member & scores.isnan())
     floor = None
     if eps > 0:
         highest = torch.where(is_member, scores, -torch.inf).amax(-1, keepdim=True)
@@ -232,10 +238,7 @@ def _multi_hot(name: str, labels: Tensor, dtype: torch.dtype, mask: Tensor | Non
     labels = labels.detach().to(dtype)
     if mask is not None:
         labels = torch.where(mask[:, None], labels, 0.0)
-    if values_can_be_checked(labels):
-        wrong = (labels != 0) & (labels != 1)
-        if wrong.any():
-            raise ValueError(f"expected `{name}` to be 0 or 1, got {labels[wrong][0].item():g}")
+    check_zero_one(name, labels)
     return labels
 
 
@@ -253,8 +256,10 @@ def _check(
     beta: float,
     temperature: float | Tensor,
     aggregation: str,
+    decoupled: bool,
     eps: float,
 ) -> None:
+    check_flag(decoupled=decoupled)
     check_number("alpha", alpha, minimum=0.0)
     check_number("beta", beta, minimum=0.0)
     check_number("eps", eps, minimum=0.0)
@@ -306,8 +311,8 @@ class NWSLoss(nn.Module):
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
-        check_shapes(label_similarity=(label_similarity, "L L"))
-        _check(label_similarity, alpha, beta, temperature, aggregation, eps)
+        check_shapes(label_similarity=(label_similarity, "L L", "optional"))
+        _check(label_similarity, alpha, beta, temperature, aggregation, decoupled, eps)
         check_reduction(reduction)
         if label_similarity is not None:
             label_similarity = label_similarity.detach()

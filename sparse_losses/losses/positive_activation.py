@@ -1,15 +1,20 @@
 """Positive activation: an anchor activates the tokens of its positive (seed V22 to V26)."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_shapes, describe, values_can_be_checked
+from sparse_losses._core.checks import check_flag, check_shapes, describe, values_can_be_checked
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 from sparse_losses._core.softmax import softplus
-from sparse_losses._core.token_ids import as_mask, attended_ids, first_occurrences, id_mask
+from sparse_losses._core.token_ids import (
+    TokenIds,
+    as_mask,
+    attended_ids,
+    check_ids,
+    first_occurrences,
+    id_mask,
+)
 
 __all__ = ["PositiveActivationLoss", "positive_activation_loss"]
 
@@ -22,7 +27,7 @@ def positive_activation_loss(
     token_weight: Tensor | None = None,
     *,
     saturating: bool = False,
-    ignore_token_ids: Sequence[int] | Tensor | None = None,
+    ignore_token_ids: TokenIds | None = None,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Raises an anchor's activations at the tokens of its positive.
@@ -67,9 +72,10 @@ def positive_activation_loss(
         activations=(activations, "B V"),
         positive_input_ids=(positive_input_ids, "B S"),
         positive_attention_mask=(positive_attention_mask, "B S"),
-        token_weight=(token_weight, "V"),
+        token_weight=(token_weight, "V", "optional"),
     )
     _check(token_weight)
+    check_flag(saturating=saturating)
     check_reduction(reduction)
     x = activations.to(compute_dtype(activations=activations))
     attended = as_mask("positive_attention_mask", positive_attention_mask)
@@ -120,18 +126,19 @@ class PositiveActivationLoss(nn.Module):
         token_weight: Tensor | None = None,
         *,
         saturating: bool = False,
-        ignore_token_ids: Sequence[int] | Tensor | None = None,
+        ignore_token_ids: TokenIds | None = None,
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
-        check_shapes(token_weight=(token_weight, "V"))
+        check_shapes(token_weight=(token_weight, "V", "optional"))
         _check(token_weight)
+        check_flag(saturating=saturating)
         check_reduction(reduction)
         self.register_buffer(
             "token_weight", None if token_weight is None else token_weight.detach()
         )
         self.saturating = saturating
-        self.ignore_token_ids = ignore_token_ids
+        self.ignore_token_ids = check_ids("ignore_token_ids", ignore_token_ids)
         self.reduction: Reduction = reduction
 
     def forward(

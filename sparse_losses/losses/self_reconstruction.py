@@ -1,15 +1,20 @@
 """Self-reconstruction: a text activates its own tokens (seed V22 to V26)."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_shapes, describe
+from sparse_losses._core.checks import check_flag, check_shapes, describe
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 from sparse_losses._core.softmax import softplus
-from sparse_losses._core.token_ids import as_mask, attended_ids, first_occurrences, id_mask
+from sparse_losses._core.token_ids import (
+    TokenIds,
+    as_mask,
+    attended_ids,
+    check_ids,
+    first_occurrences,
+    id_mask,
+)
 
 __all__ = ["SelfReconstructionLoss", "self_reconstruction_loss"]
 
@@ -20,7 +25,7 @@ def self_reconstruction_loss(
     input_ids: Tensor,
     attention_mask: Tensor,
     *,
-    ignore_token_ids: Sequence[int] | Tensor | None = None,
+    ignore_token_ids: TokenIds | None = None,
     balanced: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:
@@ -71,6 +76,7 @@ def self_reconstruction_loss(
         input_ids=(input_ids, "B S"),
         attention_mask=(attention_mask, "B S"),
     )
+    check_flag(balanced=balanced)
     check_reduction(reduction)
     x = activations.to(compute_dtype(activations=activations))
     vocab_size = size["V"]
@@ -114,13 +120,14 @@ class SelfReconstructionLoss(nn.Module):
     def __init__(
         self,
         *,
-        ignore_token_ids: Sequence[int] | Tensor | None = None,
+        ignore_token_ids: TokenIds | None = None,
         balanced: bool = False,
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
+        check_flag(balanced=balanced)
         check_reduction(reduction)
-        self.ignore_token_ids = ignore_token_ids
+        self.ignore_token_ids = check_ids("ignore_token_ids", ignore_token_ids)
         self.balanced = balanced
         self.reduction: Reduction = reduction
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.checks import check_shapes
+from sparse_losses._core.checks import check_flag, check_shapes
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.token_ids import as_mask
 
@@ -48,6 +48,7 @@ def splade_pool(
         SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval, eq. 6.
     """
     check_shapes(logits=(logits, "B S V"), attention_mask=(attention_mask, "B S"))
+    check_flag(return_logits=return_logits)
     dtype = compute_dtype(logits=logits)
     attended = as_mask("attention_mask", attention_mask)
     if logits.shape[1] == 0:

@@ -1,15 +1,13 @@
 """What activating a token costs: by how common it is, or by whether its language is wanted."""
 
-from collections.abc import Iterable
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_integer, check_number, check_shapes
 from sparse_losses._core.precision import compute_dtype
-from sparse_losses._core.token_ids import id_mask
+from sparse_losses._core.token_ids import TokenIds, id_mask
 
 __all__ = ["idf_penalty", "language_penalty"]
 
@@ -18,9 +16,9 @@ def idf_penalty(
     idf: Tensor,
     *,
     alpha: float = 4.0,
-    special_token_ids: Iterable[int] | Tensor = (),
+    special_token_ids: TokenIds = (),
     special_penalty: float = 100.0,
-    stopword_ids: Iterable[int] | Tensor = (),
+    stopword_ids: TokenIds = (),
     stopword_penalty: float = 15.0,
     minimum: float = 0.0,
     shape: Literal["exponential", "linear"] = "exponential",
@@ -107,9 +105,9 @@ def idf_penalty(
 
 def language_penalty(
     vocab_size: int,
-    allowed_ids: Iterable[int] | Tensor,
+    allowed_ids: TokenIds,
     *,
-    special_token_ids: Iterable[int] | Tensor = (),
+    special_token_ids: TokenIds = (),
     penalty: float = 100.0,
 ) -> Tensor:
     r"""Token penalties that spare the allowed tokens, for the language penalty loss.
@@ -146,14 +144,9 @@ def language_penalty(
     return torch.where(spared, 0.0, torch.full((vocab_size,), float(penalty)))
 
 
-def _mask(name: str, ids: Iterable[int] | Tensor, vocab_size: int, device: torch.device) -> Tensor:
+def _mask(name: str, ids: TokenIds, vocab_size: int, device: torch.device) -> Tensor:
     """The set of ids as a mask ``[V]``, its range checked wherever the ids are."""
     if isinstance(ids, Tensor):
-        ids = ids.detach().cpu().reshape(-1)
-    else:
-        array = np.asarray(list(ids))
-        if array.size and (array.dtype.kind not in "iu" or array.ndim != 1):
-            raise TypeError(f"expected `{name}` to be integers, got {array.dtype} {array.shape}")
-        ids = torch.from_numpy(array.astype(np.int64))
+        ids = ids.detach().cpu()
     mask = id_mask(name, ids, vocab_size, device)
     return torch.zeros(vocab_size, dtype=torch.bool, device=device) if mask is None else mask

@@ -143,7 +143,9 @@ def test_a_missing_extra_is_named(tmp_path, capsys, monkeypatch):
     assert "needs no_such_package; install with: pip install 'sparse-losses[demo]'" in said
 
 
-@pytest.mark.parametrize("wrong", [["--steps", "0"], ["--without", "sleep"], ["--threads", "two"]])
+@pytest.mark.parametrize(
+    "wrong", [["--steps", "0"], ["--without", "sleep"], ["--threads", "two"], ["--seed", "-1"]]
+)
 def test_wrong_options_are_refused_by_the_parser(wrong, capsys):
     with pytest.raises(SystemExit):
         command.main(wrong)
@@ -183,10 +185,10 @@ def small(monkeypatch, corpus):
     from sparse_losses.demo import docstrings
 
     class Inline:
-        """An executor that works at once, in this process."""
+        """A pool that works at once, in this process."""
 
-        def __init__(self, *_):
-            pass
+        def Pool(self, *_):
+            return self
 
         def __enter__(self):
             return self
@@ -194,18 +196,11 @@ def small(monkeypatch, corpus):
         def __exit__(self, *_):
             return None
 
-        def shutdown(self, **_):
-            return None
-
-        def submit(self, work, *arguments):
-            import concurrent.futures
-
-            future = concurrent.futures.Future()
-            future.set_result(work(*arguments))
-            return future
+        def imap_unordered(self, work, jobs):
+            return map(work, jobs)
 
     monkeypatch.setattr(docstrings, "load", lambda: corpus)
-    monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor", Inline)
+    monkeypatch.setattr("multiprocessing.get_context", lambda _: Inline())
     real = ablation.settings_of
 
     def settings_of(variant, seed, steps):
@@ -236,12 +231,8 @@ def test_ablation_writes_tables_and_skips_what_is_finished(small, tmp_path, monk
         assert start in table
     assert len((tmp_path / "ablation.csv").read_text(encoding="utf-8").splitlines()) == 5
 
-    trained = []
-    monkeypatch.setattr(
-        ablation, "run_one", lambda *run: trained.append(run) or pytest.fail("ran again")
-    )
+    monkeypatch.setattr(ablation, "run_one", lambda job: pytest.fail(f"ran {job} again"))
     assert ablation.main([*arguments, "--only", "full", "without flops"]) == 0
-    assert not trained
 
 
 def test_ablation_refuses_runs_of_other_settings(small, tmp_path, capsys):

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from sparse_losses.demo.corpus import Pair, Row, read_pairs, split
@@ -16,7 +18,7 @@ def test_split_depends_on_names_only_and_is_three_way():
 
 
 def test_a_row_without_every_task_is_trained_on_but_never_tested():
-    rows = [Row(f"r{i}", f"r{i}", (Pair(0, "q", "d"),), "d") for i in range(5)]
+    rows = [Row(f"r{i}", f"r{i}", (Pair(0, "q", "d"),), "d", "d") for i in range(5)]
     corpus = split(rows, ("a", "b"), {}, held_out=2)
     assert len(corpus.train) == 5
     assert not corpus.test
@@ -25,7 +27,7 @@ def test_a_row_without_every_task_is_trained_on_but_never_tested():
 def test_fingerprint_sees_a_changed_letter():
     rows = make_rows(20)
     before = split(rows, ("a", "b"), {}, 2).fingerprint()
-    changed = Row(rows[3].title, rows[3].group, rows[3].pairs, rows[3].text + "!")
+    changed = dataclasses.replace(rows[3], text=rows[3].text + "!")
     assert split([*rows[:3], changed, *rows[4:]], ("a", "b"), {}, 2).fingerprint() != before
 
 

@@ -108,8 +108,8 @@ def test_search_finds_the_text_itself_and_top_tokens_are_named(corpus, settings)
     run.train()
     index = Index(run, corpus)
     row = corpus.train[3]
-    score, title, text = index.search(row.text)[0]
-    assert (title, text) == (row.title, row.text)
+    score, title, excerpt = index.search(row.text)[0]
+    assert (title, excerpt) == (row.title, row.excerpt)
     assert score == pytest.approx(1.0, abs=1e-4)
     assert len(index.search("graph", count=3)) == 3
     (tokens,) = top_tokens(run, ["shortest path"], count=4)

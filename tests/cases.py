@@ -1,0 +1,595 @@
+"""One table of named calls, at least one for every option of every loss.
+
+The contract tests loop over :data:`CASES`; what a loss calls its tensors, what is differentiable,
+which rows belong to the batch and which oracle knows the answer is said here and nowhere else. To
+add a loss: add its oracle, its :class:`Loss` row and its cases.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests import oracles
+
+B, D, V, S, N, C, L = 4, 5, 11, 6, 3, 5, 4
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What all calls of one loss share."""
+
+    stem: str
+    module: str
+    signature: str  # of the function, written out: users rely on it
+    constructor: tuple[str, ...] = ()  # tensors that the module keeps as buffers
+    bad: tuple[tuple[str, Any], ...] = ()  # hyperparameters that must be refused
+
+    @property
+    def function(self) -> str:
+        return f"{self.stem}_loss"
+
+    @property
+    def reduces(self) -> bool:
+        return "reduction" in self.signature
+
+    @property
+    def oracle(self) -> Callable[..., Any]:
+        return getattr(oracles, self.stem)
+
+
+_BAD_TEMPERATURES = tuple(
+    ("temperature", t) for t in (0.0, -1.0, float("inf"), float("nan"), "0.07", None)
+)
+_NAN = float("nan")
+
+LOSSES = {
+    loss.stem: loss
+    for loss in (
+        Loss(
+            "info_nce",
+            "InfoNCELoss",
+            "(anchor, positive, negative=None, *, temperature=0.07, similarity='cosine', "
+            "symmetric=False, in_batch=True, positive_ids=None, positive_mask=None, "
+            "decoupled=False, chunk_size=None, reduction='mean')",
+            bad=(
+                *_BAD_TEMPERATURES,
+                ("similarity", "manhattan"),
+                ("similarity", "euclidean"),
+                ("chunk_size", 0),
+                ("chunk_size", -2),
+                ("chunk_size", 1.5),
+            ),
+        ),
+        Loss("n_pair", "NPairLoss", "(anchor, positive, negative=None, *, reduction='mean')"),
+        Loss(
+            "pairwise_contrastive",
+            "PairwiseContrastiveLoss",
+            "(x1, x2, same, *, margin=1.0, reduction='mean')",
+            bad=(("margin", _NAN), ("margin", "1")),
+        ),
+        Loss(
+            "triplet_margin",
+            "TripletMarginLoss",
+            "(anchor, positive, negative, *, margin=0.3, similarity='cosine', reduction='mean')",
+            bad=(("margin", _NAN), ("similarity", "manhattan")),
+        ),
+        Loss(
+            "self_reconstruction",
+            "SelfReconstructionLoss",
+            "(activations, input_ids, attention_mask, *, ignore_token_ids=None, balanced=False, "
+            "reduction='mean')",
+            bad=(("ignore_token_ids", [V]), ("ignore_token_ids", [-1])),
+        ),
+        Loss(
+            "positive_activation",
+            "PositiveActivationLoss",
+            "(activations, positive_input_ids, positive_attention_mask, token_weight=None, *, "
+            "saturating=False, ignore_token_ids=None, reduction='mean')",
+            constructor=("token_weight",),
+            bad=(("ignore_token_ids", [V]), ("ignore_token_ids", [-1])),
+        ),
+        Loss(
+            "flops",
+            "FlopsLoss",
+            "(activations, *, estimator='biased')",
+            bad=(("estimator", "ustat"),),
+        ),
+        Loss(
+            "idf_flops",
+            "IdfFlopsLoss",
+            "(activations, token_penalty, *, beta=0.3, estimator='biased')",
+            constructor=("token_penalty",),
+            bad=(("estimator", "ustat"), ("beta", _NAN)),
+        ),
+        Loss(
+            "min_activation",
+            "MinActivationLoss",
+            "(activations, token_counts=None, *, top_k=5, threshold=0.5, reduction='mean')",
+            bad=(
+                ("top_k", 0),
+                ("top_k", -1),
+                ("top_k", 2.5),
+                ("top_k", V + 1),
+                ("threshold", _NAN),
+            ),
+        ),
+        Loss(
+            "language_penalty",
+            "LanguagePenaltyLoss",
+            "(activations, token_penalty, *, reduction='mean')",
+            constructor=("token_penalty",),
+        ),
+        Loss(
+            "distillation",
+            "DistillationLoss",
+            "(student_scores, teacher_scores, *, temperature=3.0, alpha_kl=0.7, alpha_mse=0.3, "
+            "standardize='batch', candidate_mask=None)",
+            bad=(
+                *_BAD_TEMPERATURES,
+                ("standardize", "column"),
+                ("alpha_kl", _NAN),
+                ("alpha_mse", _NAN),
+            ),
+        ),
+        Loss(
+            "margin_mse",
+            "MarginMSELoss",
+            "(student_positive, student_negative, teacher_positive, teacher_negative, *, "
+            "reduction='mean')",
+        ),
+        Loss(
+            "nws",
+            "NWSLoss",
+            "(query, query_labels, prototype, label_similarity, *, key=None, key_labels=None, "
+            "queue=None, queue_labels=None, queue_mask=None, alpha=1.0, beta=1.0, "
+            "temperature=0.07, aggregation='mean', decoupled=True, eps=1e-08, reduction='mean')",
+            constructor=("label_similarity",),
+            bad=(
+                *_BAD_TEMPERATURES,
+                ("aggregation", "sum"),
+                ("alpha", -1.0),
+                ("alpha", _NAN),
+                ("beta", -1.0),
+                ("beta", _NAN),
+                ("eps", -1e-8),
+                ("eps", _NAN),
+            ),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: the arrays of its tensors for any batch size, its hyperparameters, its facts."""
+
+    stem: str
+    name: str
+    make: Callable[[np.random.Generator, int], Arrays]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    differentiable: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()  # tensors whose first dimension is the batch
+    square: tuple[str, ...] = ()  # tensors with the batch in both dimensions
+    masks: tuple[str, ...] = ()
+    free: tuple[tuple[str, int], ...] = ()  # dimensions that no other tensor shares
+    invalidate: tuple[str, float] | None = None  # row tensor and the value that voids a row
+    private: tuple[str, ...] = ()  # row tensors that no other row looks at
+
+    @property
+    def id(self) -> str:
+        return f"{self.stem}-{self.name}"
+
+    @property
+    def loss(self) -> Loss:
+        return LOSSES[self.stem]
+
+    def arrays(self, batch: int = B, seed: int = 0) -> Arrays:
+        return self.make(np.random.default_rng(seed), batch)
+
+    def tensors(
+        self, batch: int = B, seed: int = 0, dtype: torch.dtype = torch.float64
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors: floating ones in ``dtype``, ids, masks and labels as they are."""
+        return to_tensors(self.arrays(batch, seed), dtype)
+
+    def expected(self, arrays: Arrays, reduction: str = "mean") -> Any:
+        """Ask the oracle."""
+        answer = self.loss.oracle(**arrays, **self.kwargs)
+        return oracles.reduce_rows(*answer, reduction) if self.loss.reduces else answer
+
+    def function(self) -> Callable[..., torch.Tensor]:
+        """Return the functional loss with this case's hyperparameters."""
+        import sparse_losses.functional as F
+
+        function = getattr(F, self.loss.function)
+
+        def call(**arguments: Any) -> torch.Tensor:
+            return function(**{**self.kwargs, **arguments})
+
+        return call
+
+    def module(self, tensors: dict[str, torch.Tensor], **changes: Any) -> tuple[Any, dict]:
+        """Return the module and the tensors that its ``forward`` takes."""
+        import sparse_losses
+
+        kept = {k: v for k, v in tensors.items() if k in self.loss.constructor}
+        rest = {k: v for k, v in tensors.items() if k not in self.loss.constructor}
+        if self.stem == "nws":
+            kept.setdefault("label_similarity", None)
+        return getattr(sparse_losses, self.loss.module)(**kept, **{**self.kwargs, **changes}), rest
+
+
+def to_tensors(arrays: Arrays, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """Convert arrays; floating ones to ``dtype``."""
+    tensors = {}
+    for name, array in arrays.items():
+        tensor = None if array is None else torch.from_numpy(np.array(array))
+        tensors[name] = (
+            tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor
+        )
+    return tensors
+
+
+def to_arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
+    """Convert tensors back, exactly, to what the oracles read."""
+    arrays = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, torch.Tensor):
+            tensor = tensor.detach()
+            arrays[name] = (tensor.double() if tensor.is_floating_point() else tensor).numpy()
+        else:
+            arrays[name] = tensor
+    return arrays
+
+
+# ------------------------------------------------------------------------------------------------
+# Factories
+
+
+def _pairs(negative: str | None = None, ids: bool = False, mask: bool = False):
+    def make(rng: np.random.Generator, batch: int) -> Arrays:
+        arrays = {
+            "anchor": rng.normal(size=(batch, D)),
+            "positive": rng.normal(size=(batch, D)),
+        }
+        if negative == "shared":
+            arrays["negative"] = rng.normal(size=(N, D))
+        if negative == "per_row":
+            arrays["negative"] = rng.normal(size=(batch, N, D))
+        if negative == "row":
+            arrays["negative"] = rng.normal(size=(batch, D))
+        if ids:
+            arrays["positive_ids"] = np.arange(batch) // 2 * 7  # rows 0 and 1 share one, 2 and 3
+        if mask:
+            some = rng.random((batch, batch)) < 0.3
+            arrays["positive_mask"] = some | np.roll(np.eye(batch, dtype=bool), 1, axis=1)
+        return arrays
+
+    return make
+
+
+def _same(rng: np.random.Generator, batch: int) -> Arrays:
+    return {
+        "x1": rng.normal(size=(batch, D)),
+        "x2": rng.normal(size=(batch, D)),
+        "same": np.arange(batch) % 2 == 0,
+    }
+
+
+def _labels(rng: np.random.Generator, rows: int) -> np.ndarray:
+    """Return multi-hot labels, every row with at least one."""
+    labels = rng.random((rows, L)) < 0.4
+    labels[np.arange(rows), rng.integers(0, L, rows)] = True
+    return labels.astype(np.int64)
+
+
+def _nws(key: bool = False, queue: bool = False, mask: bool = False, similar: bool = True):
+    def make(rng: np.random.Generator, batch: int) -> Arrays:
+        arrays: Arrays = {
+            "query": rng.normal(size=(batch, D)),
+            "query_labels": _labels(rng, batch),
+            "prototype": rng.normal(size=(L, D)),
+            "label_similarity": None,
+        }
+        if batch:
+            arrays["query_labels"][0] = [1, 0, 0, 0]  # room for negatives
+        if similar:
+            half = rng.random((L, L))
+            arrays["label_similarity"] = (half + half.T) / 2
+            np.fill_diagonal(arrays["label_similarity"], 1.0)
+        if key:
+            arrays["key"] = rng.normal(size=(5, D))
+            arrays["key_labels"] = _labels(rng, 5)
+            arrays["key_labels"][4] = 0
+        if queue:
+            arrays["queue"] = rng.normal(size=(6, D))
+            arrays["queue_labels"] = _labels(rng, 6)
+            arrays["queue_labels"][1] = [0, 1, 0, 0]
+        if mask:
+            arrays["queue_mask"] = np.array([1, 1, 0, 1, 0, 1], dtype=bool)
+        return arrays
+
+    return make
+
+
+def _activations(penalty: bool = False, counts: bool = False, signed: bool = False):
+    def make(rng: np.random.Generator, batch: int) -> Arrays:
+        values = rng.normal(size=(batch, V))
+        if not signed:  # sparse, but no column and no top of a row is all zero: there are kinks
+            active = rng.random((batch, V)) < 0.8
+            active[:1] = True
+            values = np.log1p(np.abs(values)) * active
+        arrays = {"activations": values}
+        if penalty:
+            arrays["token_penalty"] = rng.random(V) * 3
+        if counts:
+            arrays["token_counts"] = np.arange(batch) + 1
+        return arrays
+
+    return make
+
+
+def _tokens(prefix: str = "", weight: bool = False):
+    def make(rng: np.random.Generator, batch: int) -> Arrays:
+        ids = rng.integers(0, V, size=(batch, S))
+        mask = np.ones((batch, S), dtype=np.int64)
+        for i in range(batch):
+            mask[i, S - i % 3 :] = 0
+        ids[:, 1] = ids[:, 0]  # a token that appears twice counts once
+        ids[mask == 0] = -100
+        arrays = {
+            "activations": rng.normal(size=(batch, V)),
+            f"{prefix}input_ids": ids,
+            f"{prefix}attention_mask": mask,
+        }
+        if weight:
+            arrays["token_weight"] = rng.random(V) + 0.1
+        return arrays
+
+    return make
+
+
+def _scores(mask: bool = False, infinite: bool = False):
+    def make(rng: np.random.Generator, batch: int) -> Arrays:
+        arrays = {
+            "student_scores": rng.normal(size=(batch, C)) * 3,
+            "teacher_scores": rng.normal(size=(batch, C)) * 3,
+        }
+        if mask:
+            arrays["candidate_mask"] = np.ones((batch, C), dtype=bool)
+            arrays["candidate_mask"][1:2, 2] = False
+            arrays["candidate_mask"][2:3, :3] = False
+        if infinite:
+            arrays["teacher_scores"][:1, 1] = -np.inf
+            arrays["teacher_scores"][3:4] = -np.inf
+        return arrays
+
+    return make
+
+
+def _margins(rng: np.random.Generator, batch: int) -> Arrays:
+    names = ("student_positive", "student_negative", "teacher_positive", "teacher_negative")
+    return {name: rng.normal(size=batch) for name in names}
+
+
+# ------------------------------------------------------------------------------------------------
+# The table
+
+
+def _info_nce(name: str, negative=None, ids=False, mask=False, **kwargs) -> Case:
+    kwargs = {"temperature": 0.3, **kwargs}
+    symmetric = kwargs.get("symmetric", False)
+    return Case(
+        "info_nce",
+        name,
+        _pairs(negative, ids, mask),
+        kwargs,
+        differentiable=("anchor", "positive") + (("negative",) if negative else ()),
+        rows=("anchor", "positive")
+        + (("negative",) if negative == "per_row" else ())
+        + (("positive_ids",) if ids else ()),
+        square=("positive_mask",) if mask else (),
+        masks=("positive_mask",) if mask else (),
+        free=(("negative", 0 if negative == "shared" else 1),),
+        invalidate=("positive_mask", 0) if mask else None,
+        private=() if symmetric else ("anchor",),
+    )
+
+
+def _pair_case(stem: str, name: str, negative=None, **kwargs) -> Case:
+    return Case(
+        stem,
+        name,
+        _pairs(negative),
+        kwargs,
+        differentiable=("anchor", "positive") + (("negative",) if negative else ()),
+        rows=("anchor", "positive") + (("negative",) if negative in ("row", "per_row") else ()),
+        free={"shared": (("negative", 0),), "per_row": (("negative", 1),)}.get(negative, ()),
+    )
+
+
+def _nws_case(name: str, key=False, queue=False, mask=False, similar=True, **kwargs) -> Case:
+    return Case(
+        "nws",
+        name,
+        _nws(key, queue, mask, similar),
+        {"temperature": 0.3, **kwargs},
+        differentiable=("query", "prototype"),
+        rows=("query", "query_labels"),
+        masks=("query_labels",)
+        + (("key_labels",) if key else ())
+        + (("queue_labels",) if queue else ())
+        + (("queue_mask",) if mask else ()),
+        invalidate=("query_labels", 0),
+        private=("query",),
+    )
+
+
+def _token_case(stem: str, name: str, weight: bool = False, **kwargs) -> Case:
+    prefix = "positive_" if stem == "positive_activation" else ""
+    ids, mask = f"{prefix}input_ids", f"{prefix}attention_mask"
+    return Case(
+        stem,
+        name,
+        _tokens(prefix, weight),
+        kwargs,
+        differentiable=("activations",),
+        rows=("activations", ids, mask),
+        masks=(mask,),
+        free=() if weight else (("activations", 1),),
+        invalidate=(mask, 0) if prefix else None,
+        private=("activations",),
+    )
+
+
+def _score_case(name: str, mask: bool = False, infinite: bool = False, **kwargs) -> Case:
+    return Case(
+        "distillation",
+        name,
+        _scores(mask, infinite),
+        kwargs,
+        differentiable=("student_scores",),
+        rows=("student_scores", "teacher_scores") + (("candidate_mask",) if mask else ()),
+        masks=("candidate_mask",) if mask else (),
+        invalidate=("candidate_mask", 0) if mask else None,
+        private=("student_scores", "teacher_scores"),
+    )
+
+
+def _vector_case(stem: str, name: str, penalty=False, counts=False, signed=False, **kwargs) -> Case:
+    return Case(
+        stem,
+        name,
+        _activations(penalty, counts, signed),
+        kwargs,
+        differentiable=("activations",),
+        rows=("activations",) + (("token_counts",) if counts else ()),
+        free=(() if counts else (("activations", 0),)) + (() if penalty else (("activations", 1),)),
+        invalidate=("token_counts", 0) if counts else None,
+        private=("activations",),
+    )
+
+
+CASES = (
+    _info_nce("plain"),
+    _info_nce("cold", temperature=0.05),
+    _info_nce("dot", similarity="dot", temperature=1.5),
+    _info_nce("shared", negative="shared"),
+    _info_nce("per_row", negative="per_row"),
+    _info_nce("shared_only", negative="shared", in_batch=False),
+    _info_nce("per_row_only", negative="per_row", in_batch=False),
+    _info_nce("per_row_only_decoupled", negative="per_row", in_batch=False, decoupled=True),
+    _info_nce("symmetric", symmetric=True),
+    _info_nce("symmetric_shared", negative="shared", symmetric=True),
+    _info_nce("symmetric_per_row", negative="per_row", symmetric=True, similarity="dot"),
+    _info_nce("symmetric_per_row_only", negative="per_row", symmetric=True, in_batch=False),
+    _info_nce("ids", ids=True),
+    _info_nce("ids_symmetric_decoupled", ids=True, symmetric=True, decoupled=True),
+    _info_nce("positives", mask=True),
+    _info_nce("positives_shared", mask=True, negative="shared"),
+    _info_nce("positives_symmetric", mask=True, symmetric=True, negative="per_row"),
+    _info_nce("positives_decoupled", mask=True, decoupled=True, negative="shared"),
+    _info_nce("positives_ids", mask=True, ids=True, negative="shared"),
+    _info_nce(
+        "positives_ids_symmetric_decoupled", "shared", True, True, symmetric=True, decoupled=True
+    ),
+    _info_nce("decoupled", decoupled=True),
+    _info_nce("decoupled_dot", decoupled=True, similarity="dot", negative="per_row"),
+    _info_nce("chunked", chunk_size=3),
+    _info_nce("chunked_shared_symmetric", negative="shared", symmetric=True, chunk_size=1),
+    _info_nce("chunked_per_row_ids_decoupled", "per_row", ids=True, decoupled=True, chunk_size=2),
+    _info_nce("chunked_positives", "shared", mask=True, symmetric=True, chunk_size=2),
+    _pair_case("n_pair", "in_batch"),
+    _pair_case("n_pair", "shared", "shared"),
+    _pair_case("n_pair", "per_row", "per_row"),
+    *(
+        Case(
+            "pairwise_contrastive",
+            name,
+            _same,
+            {"margin": margin},
+            differentiable=("x1", "x2"),
+            rows=("x1", "x2", "same"),
+            masks=("same",),
+        )
+        for name, margin in (("apart", 1.0), ("inside_margin", 6.0))
+    ),
+    _pair_case("triplet_margin", "cosine", "row"),
+    _pair_case("triplet_margin", "dot", "row", similarity="dot", margin=2.0),
+    _pair_case("triplet_margin", "euclidean", "row", similarity="euclidean", margin=4.0),
+    _pair_case("triplet_margin", "many", "per_row"),
+    _pair_case("triplet_margin", "many_euclidean", "per_row", similarity="euclidean"),
+    _nws_case("prototypes", similar=False),
+    _nws_case("key", key=True),
+    _nws_case("queue", queue=True),
+    _nws_case("all", key=True, queue=True, mask=True, alpha=0.5, beta=2.0),
+    _nws_case("max", key=True, queue=True, mask=True, aggregation="max"),
+    _nws_case("coupled", key=True, queue=True, decoupled=False),
+    _nws_case("exact", key=True, queue=True, mask=True, eps=0.0, alpha=0.9),
+    _nws_case("prototypes_compete", key=True, queue=True, beta=0.0),
+    _nws_case("large_eps", key=True, queue=True, eps=0.2, alpha=3.0, decoupled=False),
+    _vector_case("flops", "biased"),
+    _vector_case("flops", "unbiased", estimator="unbiased"),
+    _vector_case("idf_flops", "biased", penalty=True),
+    _vector_case("idf_flops", "signed", penalty=True, signed=True, beta=2.0),
+    _vector_case("idf_flops", "unbiased", penalty=True, estimator="unbiased", beta=0.7),
+    _vector_case("min_activation", "plain", threshold=3.0),
+    _vector_case("min_activation", "counted", counts=True, threshold=3.0, top_k=3),
+    _vector_case("min_activation", "signed", signed=True, threshold=0.9, top_k=4),
+    _vector_case("language_penalty", "plain", penalty=True),
+    _token_case("self_reconstruction", "plain"),
+    _token_case("self_reconstruction", "ignored", ignore_token_ids=[0, 3, 3, 5]),
+    _token_case("self_reconstruction", "balanced", balanced=True),
+    _token_case("self_reconstruction", "balanced_ignored", balanced=True, ignore_token_ids=(2, 4)),
+    _token_case("positive_activation", "plain"),
+    _token_case("positive_activation", "weighted", weight=True),
+    _token_case("positive_activation", "saturating", saturating=True),
+    _token_case(
+        "positive_activation", "all", weight=True, saturating=True, ignore_token_ids=[1, 3]
+    ),
+    _score_case("batch"),
+    _score_case("row", standardize="row", temperature=1.0),
+    _score_case("masked", mask=True),
+    _score_case("masked_row", mask=True, standardize="row", alpha_kl=0.4, alpha_mse=1.2),
+    _score_case("infinite", infinite=True),
+    _score_case("infinite_row", infinite=True, mask=True, standardize="row"),
+    Case(
+        "margin_mse",
+        "plain",
+        _margins,
+        differentiable=("student_positive", "student_negative"),
+        rows=("student_positive", "student_negative", "teacher_positive", "teacher_negative"),
+    ),
+)
+
+FIRST = {case.stem: case for case in reversed(CASES)}  # one case a loss, its plainest
+
+
+def cases_of(stem: str) -> tuple[Case, ...]:
+    """Return the cases of one loss."""
+    return tuple(case for case in CASES if case.stem == stem)
+
+
+def value_of(stem: str, arrays: Arrays, **options: Any) -> torch.Tensor:
+    """Call the functional loss on arrays, in float64."""
+    import sparse_losses.functional as F
+
+    return getattr(F, LOSSES[stem].function)(**to_tensors(arrays), **options)
+
+
+def assert_follows_the_formula(stem: str, arrays: Arrays, **options: Any) -> None:
+    """Compare every reduction with the oracle, to 1e-9."""
+    loss = LOSSES[stem]
+    answer = loss.oracle(**arrays, **options)
+    if not loss.reduces:
+        value = value_of(stem, arrays, **options)
+        np.testing.assert_allclose(value.numpy(), answer, rtol=1e-9, atol=1e-9)
+        return
+    for reduction in ("none", "mean", "sum"):
+        value = value_of(stem, arrays, **options, reduction=reduction)
+        expected = oracles.reduce_rows(*answer, reduction)
+        np.testing.assert_allclose(value.numpy(), expected, rtol=1e-9, atol=1e-9)

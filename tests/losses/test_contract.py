@@ -1,0 +1,1035 @@
+"""What every loss keeps (docs/contract.md), over every case of every loss."""
+
+import copy
+import inspect
+import pickle
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sparse_losses
+import sparse_losses.functional as F
+from tests.cases import CASES, FIRST, LOSSES, B, Case, V, to_arrays
+
+REDUCING = [case for case in CASES if case.loss.reduces]
+VOIDABLE = [case for case in CASES if case.invalidate]
+WITH_CONSTANTS = [
+    case
+    for case in CASES
+    if any(case.arrays().get(name) is not None for name in case.loss.constructor)
+]
+MASKED = [case for case in CASES if case.masks]
+REDUCTIONS = [
+    (case, reduction)
+    for case in CASES
+    for reduction in (("none", "mean", "sum") if case.loss.reduces else (None,))
+]
+
+
+def over(cases):
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.id)
+
+
+def over_reductions(cases):
+    """Each case with each reduction; with ``None`` where a loss takes none."""
+    some = [(case, reduction) for case, reduction in REDUCTIONS if case in cases]
+    ids = [f"{case.id}-{reduction}" for case, reduction in some]
+    return pytest.mark.parametrize(("case", "reduction"), some, ids=ids)
+
+
+over_losses = pytest.mark.parametrize("loss", LOSSES.values(), ids=lambda loss: loss.stem)
+
+
+def watch(case: Case, tensors: dict) -> dict:
+    """Make the differentiable tensors leaves that want a gradient; return them."""
+    for name in case.differentiable:
+        tensors[name] = tensors[name].detach().clone().requires_grad_()
+    return {name: tensors[name] for name in case.differentiable}
+
+
+def gradients(value: torch.Tensor, leaves: dict) -> dict:
+    return dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())), strict=True))
+
+
+def scalar(value: torch.Tensor) -> torch.Tensor:
+    """Weigh the rows differently, so that a permuted or misplaced gradient shows."""
+    if value.ndim == 0:
+        return value
+    return (value * torch.linspace(0.5, 1.5, value.shape[0], dtype=value.dtype)).sum()
+
+
+def alive(value: torch.Tensor) -> torch.Tensor:
+    """Insist that a value is not zero: zero equals zero whatever the loss computes."""
+    assert value.detach().any()
+    return value
+
+
+def none(case: Case) -> dict:
+    return {"reduction": "none"} if case.loss.reduces else {}
+
+
+def rounding(case: Case, expected: float) -> float:
+    """What fp32 arithmetic may lose on this case."""
+    temperature = case.kwargs.get("temperature", 1.0)
+    return 64 * torch.finfo(torch.float32).eps * max(1.0, abs(expected)) / min(1.0, temperature)
+
+
+# ------------------------------------------------------------------------------------------------
+# One signature, two twins
+
+
+@over_losses
+def test_the_signature_is_the_promised_one(loss):
+    parameters = inspect.signature(getattr(F, loss.function)).parameters.values()
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    assert str(inspect.Signature(bare)) == loss.signature
+
+
+def _split(loss):
+    """Split the function's parameters into tensors and hyperparameters."""
+    parameters = inspect.signature(getattr(F, loss.function)).parameters
+    tensors = {
+        p.name: p
+        for p in parameters.values()
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+        or p.name.startswith(("key", "queue", "positive_"))
+        or p.name == "candidate_mask"
+    }
+    return tensors, {n: p for n, p in parameters.items() if n not in tensors}
+
+
+@over_losses
+def test_the_module_takes_the_same_hyperparameters_and_tensors(loss):
+    tensors, hyperparameters = _split(loss)
+    module = getattr(sparse_losses, loss.module)
+    constructor = inspect.signature(module).parameters
+    forward = inspect.signature(module.forward).parameters
+    assert list(constructor) == [*loss.constructor, *hyperparameters]
+    assert list(forward)[1:] == [name for name in tensors if name not in loss.constructor]
+    for name, parameter in hyperparameters.items():
+        assert constructor[name].default == parameter.default
+    for name in list(forward)[1:]:
+        assert forward[name].default == tensors[name].default
+        assert forward[name].kind == tensors[name].kind
+
+
+@over(CASES)
+def test_the_module_equals_the_function(case):
+    tensors = case.tensors()
+    module, rest = case.module(tensors)
+    assert torch.equal(module(**rest), alive(case.function()(**tensors)))
+    assert torch.equal(module(**rest), case.function()(**tensors)), "the call changed the module"
+    if case.loss.reduces:
+        module, rest = case.module(tensors, reduction="none")
+        assert torch.equal(module(**rest), case.function()(**tensors, reduction="none"))
+
+
+@over(WITH_CONSTANTS)
+def test_constructor_tensors_are_buffers_that_follow_the_module(case):
+    (name,) = case.loss.constructor
+    tensors = case.tensors()
+    module, rest = case.module(tensors)
+    assert name in dict(module.named_buffers())
+    assert not list(module.parameters())
+    assert torch.equal(getattr(module, name), tensors[name])
+    single = module.float()(
+        **{k: v.float() if v.is_floating_point() else v for k, v in rest.items()}
+    )
+    assert single.dtype == torch.float32
+    assert single.item() == pytest.approx(case.expected(case.arrays()), rel=1e-4)
+    assert name in module.state_dict()
+
+
+@over([c for c in CASES if c.kwargs])
+def test_hyperparameters_are_plain_attributes_that_schedules_assign(case):
+    tensors = case.tensors()
+    base, rest = Case(case.stem, "default", case.make).module(tensors)
+    for name, value in case.kwargs.items():
+        assert name in vars(base)
+        setattr(base, name, value)
+    assert base(**rest).item() == pytest.approx(case.expected(case.arrays()), rel=1e-9, abs=1e-12)
+
+
+@over([c for c in CASES if c.kwargs])
+def test_repr_shows_the_hyperparameters(case):
+    text = repr(case.module(case.tensors())[0])
+    assert text.startswith(case.loss.module)
+    for name in case.kwargs:
+        assert f"{name}=" in text
+
+
+@over(CASES)
+def test_a_module_survives_copying_pickling_and_its_state_dict(case):
+    tensors = case.tensors()
+    module, rest = case.module(tensors)
+    expected = alive(module(**rest))
+    assert torch.equal(copy.deepcopy(module)(**rest), expected)
+    assert torch.equal(pickle.loads(pickle.dumps(module))(**rest), expected)
+    others = {
+        name: torch.zeros_like(tensors[name])
+        for name in case.loss.constructor
+        if tensors.get(name) is not None
+    }
+    fresh, _ = case.module({**tensors, **others})
+    fresh.load_state_dict(module.state_dict())
+    assert torch.equal(fresh(**rest), expected)
+
+
+# ------------------------------------------------------------------------------------------------
+# Reductions and rows that are not valid
+
+
+@over(REDUCING)
+def test_reductions_agree(case):
+    tensors = case.tensors()
+    call = case.function()
+    rows = call(**tensors, reduction="none")
+    assert rows.shape == (B,)
+    total, mean = call(**tensors, reduction="sum"), call(**tensors, reduction="mean")
+    assert total.shape == mean.shape == ()
+    if "chunk_size" in case.kwargs:
+        torch.testing.assert_close(total, rows.sum(), rtol=1e-12, atol=1e-12)
+    else:
+        assert torch.equal(total, rows.sum())
+    values, valid = case.loss.oracle(**case.arrays(), **case.kwargs)
+    assert valid.any()
+    torch.testing.assert_close(mean, rows.sum() / int(valid.sum()), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(rows, torch.from_numpy(values * valid), rtol=1e-9, atol=1e-9)
+    assert torch.equal(call(**tensors), mean), "the default reduction is the mean"
+
+
+@over(REDUCING)
+def test_a_gradient_of_the_mean_is_the_mean_of_the_gradients(case):
+    tensors = case.tensors()
+    leaves = watch(case, tensors)
+    _, valid = case.loss.oracle(**case.arrays(), **case.kwargs)
+    rows = case.function()(**tensors, reduction="none")
+    expected = gradients(rows.sum() / int(valid.sum()), leaves)
+    actual = gradients(case.function()(**tensors), leaves)
+    assert any(g.abs().max() > 0 for g in expected.values())
+    for name in leaves:
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-12, atol=1e-14)
+
+
+def _void(case: Case, tensors: dict, rows) -> None:
+    name, value = case.invalidate
+    tensors[name] = tensors[name].clone()
+    for row in rows:
+        tensors[name][row] = value
+
+
+@over(VOIDABLE)
+def test_a_row_that_is_not_valid_is_zero_without_gradient(case):
+    tensors = case.tensors()
+    _void(case, tensors, [2])
+    leaves = watch(case, tensors)
+    value = case.function()(**tensors, **none(case))
+    if case.loss.reduces:
+        assert value[2] == 0.0
+        assert (value.detach() != 0).sum() >= B - 2
+    for name, gradient in gradients(scalar(value), leaves).items():
+        assert torch.isfinite(gradient).all()
+        assert gradient.any()
+        if name in case.private:
+            assert not gradient[2].any()
+    mean = case.function()(**tensors).item()
+    assert mean == pytest.approx(case.expected(to_arrays(tensors)), rel=1e-9)
+
+
+@over([case for case in VOIDABLE if case.private])
+def test_a_row_that_is_not_valid_hides_its_nan(case):
+    tensors = case.tensors()
+    _void(case, tensors, [2])
+    clean = case.function()(**tensors)
+    for name in case.private:
+        tensors[name] = tensors[name].clone()
+        tensors[name][2] = torch.nan
+    leaves = watch(case, tensors)
+    value = case.function()(**tensors)
+    assert torch.equal(value, clean)
+    for name, gradient in gradients(value, leaves).items():
+        assert torch.isfinite(gradient).all()
+        assert gradient.any()
+        if name in case.private:
+            assert not gradient[2].any()
+
+
+def _nothing_valid() -> dict:
+    """Other ways to have no valid row: no negatives, no references to compete, no weight."""
+    void = {}
+    case = next(c for c in CASES if c.id == "info_nce-decoupled")
+    void["decoupled_alone"] = case, case.tensors(batch=1)
+    case = next(c for c in CASES if c.id == "info_nce-ids_symmetric_decoupled")
+    tensors = case.tensors()
+    tensors["positive_ids"][:] = 7
+    void["decoupled_duplicates"] = case, tensors
+    case = FIRST["triplet_margin"]
+    tensors = case.tensors()
+    tensors["negative"] = torch.zeros(B, 0, tensors["anchor"].shape[1], dtype=torch.float64)
+    void["triplet_without_negatives"] = case, tensors
+    case = next(c for c in CASES if c.id == "nws-exact")
+    tensors = case.tensors()
+    for name in ("query_labels", "key_labels", "queue_labels"):
+        tensors[name] = torch.ones_like(tensors[name])
+    void["nws_without_negatives"] = case, tensors
+    case = next(c for c in CASES if c.id == "positive_activation-weighted")
+    tensors = case.tensors()
+    tensors["token_weight"] = torch.zeros_like(tensors["token_weight"])
+    void["weights_of_zero"] = case, tensors
+    return void
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("way", _nothing_valid())
+def test_rows_without_anything_to_compare_are_zero_and_hide_their_nan(way, reduction):
+    case, tensors = _nothing_valid()[way]
+    for name in case.differentiable:
+        if name in case.rows:
+            tensors[name][:] = torch.nan
+    leaves = watch(case, tensors)
+    value = case.function()(**tensors, reduction=reduction)
+    assert value.requires_grad
+    assert value.shape == ((len(leaves[case.differentiable[0]]),) if reduction == "none" else ())
+    assert not value.any()
+    for gradient in gradients(value.sum(), leaves).values():
+        assert not gradient.any()  # a NaN is not zero either
+
+
+@over(
+    [
+        c
+        for c in VOIDABLE
+        if c.stem == "info_nce" and c.arrays().get("negative", np.ones(1)).ndim == 3
+    ]
+)
+def test_a_row_that_is_not_valid_hides_the_nan_of_its_own_negatives(case):
+    tensors = case.tensors()
+    _void(case, tensors, [2])
+    clean = case.function()(**tensors)
+    tensors["negative"][2] = torch.nan
+    leaves = watch(case, tensors)
+    value = case.function()(**tensors)
+    assert torch.equal(value, clean)
+    for gradient in gradients(value, leaves).values():
+        assert torch.isfinite(gradient).all()
+        assert gradient.any()
+
+
+@over_reductions(VOIDABLE)
+def test_no_valid_row_gives_zero_with_a_graph(case, reduction):
+    tensors = case.tensors()
+    alive(case.function()(**tensors))
+    _void(case, tensors, range(B))
+    leaves = watch(case, tensors)
+    value = case.function()(**tensors, **({"reduction": reduction} if reduction else {}))
+    assert value.requires_grad
+    assert not value.any()
+    for gradient in gradients(value.sum(), leaves).values():
+        assert not gradient.any()
+
+
+@over([case for case in CASES if case.kwargs.get("estimator") != "unbiased"])
+def test_an_empty_batch_gives_zero_with_a_graph(case):
+    alive(case.function()(**case.tensors(batch=3)))
+    tensors = case.tensors(batch=0)
+    leaves = watch(case, tensors)
+    value = case.function()(**tensors)
+    assert value.shape == ()
+    assert value.item() == 0.0
+    for gradient in gradients(value, leaves).values():
+        assert not gradient.any()
+    if case.loss.reduces:
+        assert case.function()(**tensors, reduction="none").shape == (0,)
+        assert case.function()(**tensors, reduction="sum").item() == 0.0
+
+
+@over([case for case in CASES if case.kwargs.get("estimator") != "unbiased"])
+def test_few_rows_follow_the_formula(case):
+    for batch in (1, 2, 3):
+        value = case.function()(**case.tensors(batch=batch))
+        expected = case.expected(case.arrays(batch=batch))
+        assert value.item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    alive(value)
+
+
+# ------------------------------------------------------------------------------------------------
+# Precision
+
+
+@over(CASES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_every_dtype_loses_no_more_than_fp32_rounding(case, dtype):
+    tensors = case.tensors(dtype=dtype)
+    exact = {
+        k: v.double() if v is not None and v.is_floating_point() else v for k, v in tensors.items()
+    }
+    leaves, references = watch(case, tensors), watch(case, exact)
+    value = case.function()(**tensors)
+    assert value.dtype == torch.float32
+    expected = case.expected(to_arrays(exact))
+    assert abs(value.item() - expected) <= rounding(case, expected)
+    expected_gradients = gradients(case.function()(**exact), references)
+    for name, gradient in gradients(value, leaves).items():
+        assert gradient.dtype == dtype
+        reference = expected_gradients[name]
+        error = (gradient.double() - reference).norm()
+        bound = (torch.finfo(dtype).eps + rounding(case, 1.0)) * reference.norm()
+        assert error <= bound + 1e-7
+
+
+@over(CASES)
+def test_fp64_stays_fp64(case):
+    tensors = case.tensors()
+    leaves = watch(case, tensors)
+    value = case.function()(**tensors, **none(case))
+    assert value.dtype == torch.float64
+    assert all(alive(g).dtype == torch.float64 for g in gradients(scalar(value), leaves).values())
+
+
+@over(
+    [
+        c
+        for c in CASES
+        if sum(a is not None and a.dtype.kind == "f" for a in c.arrays().values()) > 1
+    ]
+)
+@pytest.mark.parametrize("high", [torch.float32, torch.float64], ids=str)
+def test_mixed_dtypes_promote(case, high):
+    tensors = case.tensors(dtype=torch.bfloat16)
+    name = case.differentiable[-1]
+    tensors[name] = tensors[name].to(high)
+    leaves = watch(case, tensors)
+    value = case.function()(**tensors)
+    assert value.dtype == high
+    expected = case.expected(to_arrays(tensors))
+    assert abs(value.item() - expected) <= (
+        rounding(case, expected) if high == torch.float32 else 1e-9 * max(1.0, abs(expected))
+    )
+    for leaf, gradient in gradients(value, leaves).items():
+        assert gradient.dtype == leaves[leaf].dtype
+
+
+@over(WITH_CONSTANTS)
+def test_penalties_and_weights_are_cast_along(case):
+    tensors = case.tensors(dtype=torch.float32)
+    (name,) = case.loss.constructor
+    plain = alive(case.function()(**tensors))
+    tensors[name] = tensors[name].double()
+    wide = case.function()(**tensors)
+    assert wide.dtype == torch.float32
+    torch.testing.assert_close(wide, plain)
+
+
+@over(CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_autocast_changes_nothing(case, dtype):
+    tensors = case.tensors(dtype=dtype)
+    leaves = watch(case, tensors)
+    plain = alive(case.function()(**tensors))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = case.function()(**tensors)
+    assert cast.dtype == torch.float32
+    assert torch.equal(cast, plain)
+    expected = gradients(plain, leaves)
+    for name, gradient in gradients(cast, leaves).items():
+        assert torch.equal(gradient, expected[name])
+
+
+@over(CASES)
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_the_default_dtype_changes_nothing(case, default):
+    tensors = case.tensors(dtype=torch.float32)
+    leaves = watch(case, tensors)
+    plain = alive(case.function()(**tensors))
+    expected = gradients(plain, leaves)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        value = case.function()(**tensors)
+        actual = gradients(value, leaves)
+    finally:
+        torch.set_default_dtype(before)
+    assert value.dtype == torch.float32
+    assert torch.equal(value, plain)
+    assert all(torch.equal(actual[name], expected[name]) for name in leaves)
+
+
+@over(CASES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_value_is_the_same(case, mode):
+    plain = alive(case.function()(**case.tensors()))
+    with mode():
+        value = case.function()(**case.tensors())
+    assert not value.requires_grad
+    assert torch.equal(value, plain)
+
+
+# ------------------------------------------------------------------------------------------------
+# One graph
+
+
+def _compiled(case: Case, backend: str) -> None:
+    torch._dynamo.reset()
+    tensors = case.tensors(dtype=torch.float32)
+    leaves = watch(case, tensors)
+    plain = alive(case.function()(**tensors))
+    compiled = torch.compile(case.function(), fullgraph=True, backend=backend)(**tensors)
+    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-6)
+    expected = gradients(plain, leaves)
+    for name, gradient in gradients(compiled, leaves).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@over(CASES)
+def test_it_compiles_into_one_graph(case):
+    _compiled(case, "aot_eager")
+
+
+@over(FIRST.values())
+def test_it_compiles_with_inductor(case):
+    _compiled(case, "inductor")
+
+
+@over(FIRST.values())
+def test_the_module_compiles_into_one_graph(case):
+    torch._dynamo.reset()
+    tensors = case.tensors(dtype=torch.float32)
+    module, rest = case.module(tensors)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")(**rest)
+    torch.testing.assert_close(compiled, alive(module(**rest)))
+
+
+@over(FIRST.values())
+def test_one_graph_serves_every_batch_size(case):
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph, example):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(case.function(), fullgraph=True, dynamic=True, backend=count)
+    for batch in (2, 3, 4, 5, 6):
+        tensors = case.tensors(batch=batch, dtype=torch.float32)
+        torch.testing.assert_close(compiled(**tensors), alive(case.function()(**tensors)))
+    assert len(graphs) == 1
+
+
+@over([FIRST["info_nce"], FIRST["nws"], FIRST["distillation"]])
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+def test_a_schedule_does_not_recompile_without_end(case, kind):
+    torch._dynamo.reset()
+    tensors = case.tensors(dtype=torch.float32)
+    start = torch.tensor(0.5) if kind == "tensor" else 0.5
+    module, rest = case.module(tensors, temperature=start)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    for step in range(12):
+        temperature = 0.5 + step / 10
+        if kind == "tensor":
+            module.temperature.fill_(temperature)
+        else:
+            module.temperature = temperature
+        expected = case.function()(**tensors, temperature=temperature)
+        torch.testing.assert_close(compiled(**rest), alive(expected))
+
+
+# ------------------------------------------------------------------------------------------------
+# Errors name the argument
+
+
+def _refuses(case: Case, tensors: dict, *names: str, exception=(ValueError, TypeError)) -> str:
+    with pytest.raises(exception) as caught:
+        case.function()(**tensors)
+    message = str(caught.value)
+    assert any(re.search(rf"\b{name}\b", message) for name in names), message
+    return message
+
+
+def _present(case: Case) -> dict:
+    return {k: v for k, v in case.tensors().items() if v is not None}
+
+
+@over(CASES)
+def test_another_dimension_is_refused(case):
+    for name in _present(case):
+        tensors = case.tensors()
+        tensors[name] = tensors[name].unsqueeze(0)
+        message = _refuses(case, tensors, name)
+        assert str(list(tensors[name].shape))[1:-1] in message, "what came is not shown"
+
+
+@over([case for case in CASES if len(case.free) < 2 or len(_present(case)) > 1])
+def test_nothing_broadcasts_by_accident(case):
+    for name, tensor in _present(case).items():
+        for dim in range(tensor.ndim):
+            if (name, dim) in case.free:
+                continue
+            for index in ([0], [*range(tensor.shape[dim]), 0]):  # shrunk to 1, grown by 1
+                tensors = case.tensors()
+                tensors[name] = tensor.index_select(dim, torch.tensor(index))
+                _refuses(case, tensors, *_present(case))
+
+
+@over(CASES)
+def test_a_wrong_dtype_is_refused(case):
+    for name, tensor in _present(case).items():
+        if tensor.is_floating_point():
+            wrong = [tensor.to(torch.complex128)]
+            if name not in case.loss.constructor:  # penalties and weights are cast along
+                wrong.append(tensor.long())
+        elif name in case.masks:
+            wrong = [tensor.to(torch.complex128)]
+        else:
+            wrong = [tensor.double()]
+        for replacement in wrong:
+            tensors = {**case.tensors(), name: replacement}
+            _refuses(case, tensors, name)
+
+
+@over(CASES)
+def test_what_is_not_a_tensor_is_refused(case):
+    for name, tensor in _present(case).items():
+        _refuses(case, {**case.tensors(), name: tensor.tolist()}, name)
+
+
+@over([case for case in CASES if len(_present(case)) > 1])
+def test_another_device_is_refused(case):
+    present = _present(case)
+    for name, tensor in list(present.items())[1:]:
+        _refuses(case, {**case.tensors(), name: tensor.to("meta")}, name)
+
+
+BAD = [
+    (loss, name, value)
+    for loss in LOSSES.values()
+    for name, value in (
+        *loss.bad,
+        *([("reduction", "avg"), ("reduction", None)] if loss.reduces else []),
+    )
+]
+
+
+@pytest.mark.parametrize(("loss", "name", "value"), BAD, ids=lambda v: getattr(v, "stem", repr(v)))
+def test_a_wrong_hyperparameter_is_refused(loss, name, value):
+    case = FIRST[loss.stem]
+    tensors = case.tensors()
+    with pytest.raises((ValueError, TypeError), match=name):
+        case.function()(**tensors, **{name: value})
+    module, rest = case.module(tensors)
+    setattr(module, name, value)
+    with pytest.raises((ValueError, TypeError), match=name):
+        module(**rest)
+    if (
+        not (name == "top_k" and value == V + 1) and name != "ignore_token_ids"
+    ):  # V is not known yet
+        with pytest.raises((ValueError, TypeError), match=name):
+            case.module(tensors, **{name: value})
+
+
+@pytest.mark.parametrize("wrong", [[1.0, 2.0], torch.ones(2, 2, 2)], ids=["list", "dimensions"])
+@pytest.mark.parametrize(
+    "loss", [x for x in LOSSES.values() if x.constructor], ids=lambda x: x.stem
+)
+def test_a_constructor_refuses_what_cannot_be_its_tensor(loss, wrong):
+    with pytest.raises((ValueError, TypeError), match=loss.constructor[0]):
+        getattr(sparse_losses, loss.module)(wrong)
+
+
+TOKEN_CASES = [case for case in CASES if any("input_ids" in name for name in case.rows)]
+
+
+def _with_id(case: Case, token: int, attended: int) -> dict:
+    tensors = case.tensors()
+    ids, mask = (next(n for n in case.rows if n.endswith(e)) for e in ("input_ids", "mask"))
+    tensors[ids] = tensors[ids].clone()
+    tensors[mask] = tensors[mask].clone()
+    tensors[ids][1, 2], tensors[mask][1, 2] = token, attended
+    return tensors
+
+
+@over(TOKEN_CASES)
+@pytest.mark.parametrize("token", [V, -1, -100, 2**40])
+def test_an_attended_id_outside_the_vocabulary_is_refused(case, token):
+    message = _refuses(case, _with_id(case, token, 1), "input_ids", "positive_input_ids")
+    assert re.search(rf"(?<!\d){token}\b", message)
+    assert re.search(rf"\b{V}\b", message)
+
+
+@over(TOKEN_CASES)
+@pytest.mark.parametrize("token", [V, -1, -100, 2**40])
+def test_an_id_under_a_zero_mask_is_not_looked_at(case, token):
+    hidden = case.function()(**_with_id(case, token, 0))
+    assert torch.equal(hidden, case.function()(**_with_id(case, 0, 0)))
+    values = {case.function()(**_with_id(case, other, 1)).item() for other in range(V)}
+    assert len(values) > 3, "attended, the id matters"
+
+
+@over([FIRST["self_reconstruction"], FIRST["positive_activation"]])
+def test_a_compiled_call_checks_ids_at_run_time(case):
+    torch._dynamo.reset()
+    compiled = torch.compile(case.function(), fullgraph=True, backend="aot_eager")
+    assert compiled(**case.tensors()).isfinite()
+    with pytest.raises(RuntimeError):
+        compiled(**_with_id(case, V, 1))
+    compiled(**_with_id(case, V, 0))
+
+
+@over([FIRST["self_reconstruction"], FIRST["positive_activation"]])
+@pytest.mark.parametrize("token", [V, -1])
+def test_under_a_transform_a_wrong_id_is_still_no_silent_row(case, token):
+    problems = [_with_id(case, token, 1), _with_id(case, 0, 1)]
+    stacked = [torch.stack([p[name] for p in problems]) for name in problems[0]]
+
+    def function(*values):
+        return case.function()(**dict(zip(problems[0], values, strict=True)))
+
+    with pytest.raises((RuntimeError, IndexError, ValueError)):
+        torch.vmap(function)(*stacked)
+
+
+@over(TOKEN_CASES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8], ids=str)
+def test_narrow_ids_are_ids(case, dtype):
+    tensors = case.tensors()
+    name = next(n for n in case.rows if n.endswith("input_ids"))
+    tensors[name] = tensors[name].clamp(min=0)
+    plain = alive(case.function()(**tensors))
+    tensors[name] = tensors[name].to(dtype)
+    assert torch.equal(case.function()(**tensors), plain)
+
+
+# ------------------------------------------------------------------------------------------------
+# NaN in, NaN out
+
+
+@over_reductions(CASES)
+def test_a_nan_is_not_hidden(case, reduction):
+    options = {"reduction": reduction} if reduction else {}
+    floats = [n for n, t in _present(case).items() if t.is_floating_point()]
+    for name in floats:
+        if name in ("label_similarity", "token_weight"):
+            continue  # refused by value
+        tensors = case.tensors()
+        tensors[name][1 if tensors[name].shape[0] > 1 else 0] = torch.nan
+        if name == "token_penalty" and not tensors["activations"][:, 1].any():
+            tensors["activations"][0, 1] = 1.0
+        assert case.function()(**tensors, **options).isnan().any(), name
+        alive(case.function()(**case.tensors(), **options).nan_to_num(0.0))
+
+
+# ------------------------------------------------------------------------------------------------
+# Derivatives
+
+
+def _as_function_of(case: Case, tensors: dict, names, **options):
+    def function(*values):
+        return case.function()(**{**tensors, **dict(zip(names, values, strict=True))}, **options)
+
+    return function
+
+
+@over(CASES)
+def test_gradcheck(case):
+    tensors = case.tensors()
+    leaves = watch(case, tensors)
+    function = _as_function_of(case, tensors, leaves, **none(case))
+    assert torch.autograd.gradcheck(function, tuple(leaves.values()))
+    assert any(g.any() for g in gradients(scalar(function(*leaves.values())), leaves).values())
+
+
+@over(CASES)
+def test_gradgradcheck(case):
+    tensors = case.tensors(batch=3)
+    leaves = watch(case, tensors)
+    function = _as_function_of(case, tensors, leaves, **none(case))
+    alive(function(*leaves.values()))
+    assert torch.autograd.gradgradcheck(function, tuple(leaves.values()), fast_mode=True)
+
+
+@over(CASES)
+def test_second_derivatives_survive_a_sum_of_losses(case):
+    tensors = case.tensors(batch=3)
+    leaves = list(watch(case, tensors).values())
+    function = _as_function_of(case, tensors, case.differentiable)
+    total = function(*leaves) + 0.5 * sum((leaf**2).sum() for leaf in leaves)
+    grads = torch.autograd.grad(total, leaves, create_graph=True)
+    directions = [torch.randn_like(leaf) for leaf in leaves]
+    product = sum((g * d).sum() for g, d in zip(grads, directions, strict=True))
+    actual = torch.autograd.grad(product, leaves)
+    step = 1e-5
+    moved = []
+    for sign in (1, -1):
+        shifted = [
+            (leaf + sign * step * d).detach().requires_grad_()
+            for leaf, d in zip(leaves, directions, strict=True)
+        ]
+        moved.append(torch.autograd.grad(function(*shifted), shifted))
+    assert any(gradient.any() for gradient in moved[0])
+    for now, plus, minus, direction in zip(actual, *moved, directions, strict=True):
+        expected = (plus - minus) / (2 * step) + direction
+        torch.testing.assert_close(now, expected, rtol=1e-4, atol=1e-5)
+
+
+@over(CASES)
+def test_constants_get_no_gradient(case):
+    tensors = case.tensors()
+    leaves = watch(case, tensors)
+    constants = {
+        name: tensor.requires_grad_()
+        for name, tensor in tensors.items()
+        if tensor is not None
+        and tensor.is_floating_point()
+        and (name.startswith("teacher") or name in ("key", "queue", "label_similarity"))
+    }
+    value = case.function()(**tensors)
+    value.backward()
+    assert all(alive(leaf.grad) is not None for leaf in leaves.values())
+    assert all(constant.grad is None for constant in constants.values())
+
+
+@over(CASES)
+def test_inputs_are_left_as_they_were(case):
+    tensors = case.tensors()
+    leaves = watch(case, tensors)
+    before = {k: v.detach().clone() for k, v in tensors.items() if v is not None}
+    alive(case.function()(**tensors)).backward()
+    for name, tensor in before.items():
+        assert torch.equal(tensors[name].detach(), tensor), name
+    assert leaves
+
+
+@over(CASES)
+def test_func_grad_equals_autograd(case):
+    tensors = case.tensors()
+    leaves = watch(case, tensors)
+    expected = gradients(case.function()(**tensors), leaves)
+    function = _as_function_of(case, tensors, leaves)
+    argnums = tuple(range(len(leaves)))
+    actual = torch.func.grad(function, argnums)(*(leaf.detach() for leaf in leaves.values()))
+    for name, gradient in zip(leaves, actual, strict=True):
+        torch.testing.assert_close(gradient, alive(expected[name]), rtol=1e-10, atol=1e-12)
+
+
+@over(CASES)
+def test_vmap_over_problems_equals_a_loop(case):
+    problems = [case.tensors(seed=seed) for seed in range(3)]
+    names = [name for name, tensor in problems[0].items() if tensor is not None]
+    stacked = [torch.stack([problem[name] for problem in problems]) for name in names]
+
+    def function(*values):
+        return case.function()(**{**problems[0], **dict(zip(names, values, strict=True))})
+
+    loop = torch.stack([case.function()(**problem) for problem in problems])
+    assert len(set(loop.tolist())) == 3
+    torch.testing.assert_close(torch.vmap(function)(*stacked), loop, rtol=1e-10, atol=1e-12)
+    position = names.index(case.differentiable[0])
+    grad = torch.func.grad(function, position)
+    expected = torch.stack([grad(*(problem[name] for name in names)) for problem in problems])
+    torch.testing.assert_close(torch.vmap(grad)(*stacked), expected, rtol=1e-10, atol=1e-12)
+
+
+@over(CASES)
+def test_non_contiguous_inputs_are_the_same_inputs(case):
+    tensors = case.tensors()
+    plain = alive(case.function()(**tensors))
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        spread = torch.stack([tensor, torch.full_like(tensor, 1)], dim=-1)[..., 0]
+        assert not spread.is_contiguous()
+        tensors[name] = spread
+    leaves = {name: tensors[name].requires_grad_() for name in case.differentiable}
+    value = case.function()(**tensors)
+    torch.testing.assert_close(value, plain, rtol=1e-12, atol=1e-14)
+    dense = case.tensors()
+    dense_leaves = watch(case, dense)
+    expected = gradients(case.function()(**dense), dense_leaves)
+    for name, gradient in gradients(value, leaves).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------------------------
+# Masks, schedules, and order
+
+
+@over(MASKED)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32], ids=str)
+def test_masks_are_bool_int_or_float(case, dtype):
+    tensors = case.tensors()
+    plain = alive(case.function()(**tensors))
+    for name in case.masks:
+        tensors[name] = tensors[name].to(dtype)
+    value = case.function()(**tensors)
+    assert value.dtype == torch.float64
+    assert torch.equal(value, plain)
+
+
+@over(CASES)
+def test_rows_may_come_in_any_order(case):
+    order = torch.tensor([2, 0, 3, 1])
+    tensors = case.tensors()
+    moved = dict(tensors)
+    for name in case.rows:
+        if name in tensors:
+            moved[name] = tensors[name][order]
+    for name in case.square:
+        moved[name] = tensors[name][order][:, order]
+    plain, permuted = (case.function()(**t, **none(case)) for t in (tensors, moved))
+    expected = alive(plain[order] if case.loss.reduces else plain)
+    torch.testing.assert_close(permuted, expected, rtol=1e-10, atol=1e-12)
+
+
+TEMPERED = [case for case in CASES if "temperature" in case.loss.signature]
+
+
+@over(TEMPERED)
+@pytest.mark.parametrize("kind", ["float64", "float32", "parameter"])
+def test_the_temperature_may_be_learned(case, kind):
+    tensors = case.tensors()
+    number = float(torch.tensor(case.kwargs.get("temperature", 3.0), dtype=torch.float32))
+    temperature = torch.tensor(number, dtype=torch.float32 if kind == "float32" else torch.float64)
+    temperature = (
+        torch.nn.Parameter(temperature) if kind == "parameter" else temperature.requires_grad_()
+    )
+    value = case.function()(**tensors, temperature=temperature)
+    assert value.item() == pytest.approx(case.function()(**tensors, temperature=number).item())
+    (gradient,) = torch.autograd.grad(value, temperature)
+    step = 1e-6
+    above, below = (
+        case.function()(**tensors, temperature=number + sign * step).item() for sign in (1, -1)
+    )
+    assert gradient.shape == ()
+    assert gradient.dtype == temperature.dtype
+    assert gradient.item() == pytest.approx((above - below) / (2 * step), rel=1e-4, abs=1e-6)
+    assert gradient.item() != 0.0
+
+
+@over([FIRST["info_nce"], FIRST["nws"], FIRST["distillation"]])
+def test_temperatures_can_be_mapped_over(case):
+    tensors = case.tensors()
+    temperatures = torch.tensor([0.1, 0.5, 2.0], dtype=torch.float64)
+    mapped = torch.vmap(lambda t: case.function()(**tensors, temperature=t))(temperatures)
+    loop = [case.function()(**tensors, temperature=t.item()) for t in temperatures]
+    assert len(set(mapped.tolist())) == 3
+    torch.testing.assert_close(mapped, torch.stack(loop))
+
+
+@over([FIRST["info_nce"], FIRST["nws"], FIRST["distillation"]])
+def test_a_temperature_parameter_stays_one_in_the_module(case):
+    tensors = case.tensors()
+    parameter = torch.nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+    module, rest = case.module(tensors, temperature=parameter)
+    assert list(module.parameters()) == [parameter]
+    assert "temperature" in module.state_dict()
+    module(**rest).backward()
+    assert parameter.grad is not None
+    assert parameter.grad.item() != 0.0
+    with torch.no_grad():
+        parameter.copy_(torch.tensor(0.9))
+    expected = case.function()(**tensors, temperature=0.9)
+    torch.testing.assert_close(module(**rest), expected, rtol=1e-6, atol=1e-9)
+
+
+@over([FIRST["info_nce"], FIRST["nws"], FIRST["distillation"]])
+@pytest.mark.parametrize("shape", [(1,), (2,)])
+def test_a_temperature_with_dimensions_is_refused(case, shape):
+    with pytest.raises((ValueError, TypeError), match="temperature"):
+        case.function()(**case.tensors(), temperature=torch.ones(shape))
+
+
+# ------------------------------------------------------------------------------------------------
+# Memory: what must never be built
+
+
+class Recorder(TorchDispatchMode):
+    """Remember the largest tensor that any operation gave, and those that look like a target."""
+
+    def __init__(self, target_size: int | None = None) -> None:
+        super().__init__()
+        self.largest = 0
+        self.target_size = target_size
+        self.targets: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            self.largest = max(self.largest, tensor.numel())
+            if self.target_size is not None and tensor.numel() >= self.target_size:
+                values = tensor.detach().double()
+                if bool(((values == 0) | (values == 1)).all()):
+                    self.targets.append(str(func))
+        return out
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "max"])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_nws_never_holds_queries_by_references_by_labels(aggregation, decoupled):
+    queries, keys, rows, labels, width = 16, 40, 60, 48, 8
+    references = keys + rows + labels
+    query = torch.randn(queries, width, requires_grad=True)
+    prototype = torch.randn(labels, width, requires_grad=True)
+    some = [(torch.rand(n, labels) < 0.1).float() for n in (queries, keys, rows)]
+    some[0][:, 0] = 1
+    with Recorder() as seen:
+        F.nws_loss(
+            query,
+            some[0],
+            prototype,
+            torch.eye(labels),
+            key=torch.randn(keys, width),
+            key_labels=some[1],
+            queue=torch.randn(rows, width),
+            queue_labels=some[2],
+            aggregation=aggregation,
+            decoupled=decoupled,
+        ).backward()
+    assert query.grad.any()
+    assert prototype.grad.any()
+    assert seen.largest >= queries * keys  # the recorder sees
+    inputs = references * labels
+    assert seen.largest <= 2 * max(queries * references, inputs, queries * labels * labels)
+    assert seen.largest < queries * references * labels / 3
+
+
+@pytest.mark.parametrize("options", [{}, {"balanced": True}, {"ignore_token_ids": [1, 2]}], ids=str)
+def test_self_reconstruction_never_builds_its_target(options):
+    batch, length, vocab = 8, 10, 4000
+    x = torch.rand(batch, vocab) + 0.1
+    x.requires_grad_()
+    ids = torch.randint(0, vocab, (batch, length))
+    with Recorder(target_size=batch * vocab) as seen:
+        value = F.self_reconstruction_loss(x, ids, torch.ones_like(ids), **options)
+        built = list(seen.targets)
+        value.backward()
+    assert x.grad.any()
+    assert batch * vocab <= seen.largest <= batch * vocab
+    assert built == []
+
+
+@pytest.mark.parametrize("saturating", [True, False])
+def test_positive_activation_gathers_and_never_builds_a_mask(saturating):
+    batch, length, vocab = 8, 10, 4000
+    x = torch.rand(batch, vocab, requires_grad=True)
+    ids = torch.randint(0, vocab, (batch, length))
+    with Recorder() as forward:
+        value = F.positive_activation_loss(
+            x, ids, torch.ones_like(ids), torch.rand(vocab), saturating=saturating
+        )
+    assert 0 < forward.largest <= max(vocab, batch * length * length)
+    with Recorder() as backward:
+        value.backward()
+    assert x.grad.any()
+    assert backward.largest <= batch * vocab
+
+
+def test_the_recorder_notices_a_target():
+    x = torch.rand(3, 7)
+    with Recorder(target_size=21) as seen:
+        torch.zeros_like(x).scatter_(1, torch.tensor([[1], [2], [3]]), 1.0)
+    assert seen.largest == 21
+    assert seen.targets

@@ -1,0 +1,275 @@
+"""Distillation: its formula, its theorems, its edges."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from sparse_losses.functional import distillation_loss
+from tests.cases import assert_follows_the_formula, cases_of
+from tests.strategies import score_problems, seeds
+
+modes = pytest.mark.parametrize("standardize", ["batch", "row"])
+
+
+@pytest.mark.parametrize("case", cases_of("distillation"), ids=lambda c: c.name)
+def test_value_is_the_formula(case):
+    assert_follows_the_formula("distillation", case.arrays(), **case.kwargs)
+
+
+@given(score_problems())
+def test_value_is_the_formula_for_any_scores(problem):
+    arrays, options = problem
+    assert_follows_the_formula("distillation", arrays, **options)
+
+
+def draw(seed, *shape):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+
+
+@given(seeds, st.floats(0.3, 6.0))
+def test_it_is_the_sample_code_of_the_source(seed, t):
+    s, z = 3 * draw(seed, 4, 5), 3 * draw(seed + 1, 4, 5)
+    kl = t**2 * F.kl_div(F.log_softmax(s / t, -1), F.softmax(z / t, -1), reduction="batchmean")
+    zs, zt = ((v - v.mean()) / (v.std() + 1e-8) for v in (s, z))
+    expected = 0.7 * kl + 0.3 * F.mse_loss(zs, zt)
+    torch.testing.assert_close(distillation_loss(s, z, temperature=t), expected)
+
+
+@given(seeds, st.floats(-5, 5), st.sampled_from(["batch", "row"]))
+def test_it_is_zero_if_the_scores_agree_up_to_a_shift(seed, shift, standardize):
+    s, z = draw(seed, 4, 5), draw(seed + 1, 4, 5)
+    loss = distillation_loss(z + shift, z, standardize=standardize)
+    assert loss.item() == pytest.approx(0.0, abs=1e-12)
+    assert distillation_loss(s, z, standardize=standardize).item() > 1e-4
+
+
+@given(seeds)
+def test_the_kl_part_sees_a_shift_of_no_row(seed):
+    s, z = draw(seed, 4, 5), draw(seed + 1, 4, 5)
+    rows = draw(seed + 2, 4, 1)
+    kl = {"alpha_kl": 1.0, "alpha_mse": 0.0, "temperature": 0.8}
+    torch.testing.assert_close(
+        distillation_loss(s + rows, z - rows, **kl), distillation_loss(s, z, **kl)
+    )
+    assert distillation_loss(s, z, **kl).item() > 0
+
+
+@given(seeds, st.floats(0.1, 10.0))
+def test_the_mse_part_sees_no_affine_change(seed, scale):
+    s, z = draw(seed, 4, 5), draw(seed + 1, 4, 5)
+    for standardize, moved in (("batch", s * scale - 3), ("row", s * scale + draw(seed + 2, 4, 1))):
+        mse = {"alpha_kl": 0.0, "alpha_mse": 1.0, "standardize": standardize}
+        torch.testing.assert_close(
+            distillation_loss(moved, z, **mse), distillation_loss(s, z, **mse), rtol=1e-6, atol=1e-6
+        )
+        assert distillation_loss(s, z, **mse).item() > 0
+
+
+@given(seeds, st.floats(0.0, 3.0), st.floats(0.0, 3.0))
+def test_the_two_parts_add_up(seed, alpha_kl, alpha_mse):
+    s, z = draw(seed, 4, 5), draw(seed + 1, 4, 5)
+    kl = distillation_loss(s, z, alpha_kl=1.0, alpha_mse=0.0)
+    mse = distillation_loss(s, z, alpha_kl=0.0, alpha_mse=1.0)
+    both = distillation_loss(s, z, alpha_kl=alpha_kl, alpha_mse=alpha_mse)
+    torch.testing.assert_close(both, alpha_kl * kl + alpha_mse * mse)
+    assert kl > 0
+    assert mse > 0
+
+
+@given(seeds)
+def test_in_the_hot_limit_it_is_half_the_mean_row_variance_of_the_difference(seed):
+    s, z = draw(seed, 4, 5), draw(seed + 1, 4, 5)
+    loss = distillation_loss(s, z, temperature=1e3, alpha_kl=1.0, alpha_mse=0.0)
+    expected = (s - z).var(dim=1, unbiased=False).mean() / 2
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
+
+
+@given(seeds)
+def test_the_teacher_is_a_constant(seed):
+    s, z = draw(seed, 3, 4).requires_grad_(), draw(seed + 1, 3, 4).requires_grad_()
+    distillation_loss(s, z).backward()
+    assert z.grad is None
+    assert s.grad.any()
+
+
+# Candidates
+
+
+@given(seeds, st.sampled_from(["batch", "row"]))
+def test_a_minus_infinite_teacher_score_is_a_masked_candidate(seed, standardize):
+    s, z = draw(seed, 4, 6), draw(seed + 1, 4, 6)
+    mask = draw(seed + 2, 4, 6) > -0.5
+    s.requires_grad_()
+    options = {"standardize": standardize}
+    one = distillation_loss(s, z, candidate_mask=mask, **options)
+    two = distillation_loss(s, z.masked_fill(~mask, -torch.inf), **options)
+    torch.testing.assert_close(two, one)
+    (left,), (right,) = torch.autograd.grad(one, s), torch.autograd.grad(two, s)
+    torch.testing.assert_close(right, left)
+    assert one > 0
+    assert not left[~mask].any()
+
+
+@modes
+def test_a_masked_candidate_hides_everything(standardize):
+    s, z = draw(0, 3, 5), draw(1, 3, 5)
+    mask = torch.ones(3, 5)
+    mask[0, 1] = mask[2, 4] = 0
+    plain = distillation_loss(s, z, candidate_mask=mask, standardize=standardize)
+    for bad in (torch.nan, torch.inf, -torch.inf, 1e300):
+        a, b = (v.masked_fill(mask == 0, bad).requires_grad_() for v in (s, z))
+        loss = distillation_loss(a, b, candidate_mask=mask, standardize=standardize)
+        torch.testing.assert_close(loss, plain)
+        loss.backward()
+        assert torch.isfinite(a.grad).all()
+        assert not a.grad[mask == 0].any()
+        assert a.grad[mask == 1].any()
+    assert not torch.allclose(distillation_loss(s, z, standardize=standardize), plain)
+
+
+@modes
+def test_a_student_score_under_a_minus_infinite_teacher_is_hidden(standardize):
+    s, z = draw(0, 3, 5), draw(1, 3, 5)
+    z[0, 1] = -torch.inf
+    plain = distillation_loss(s, z, standardize=standardize)
+    s[0, 1] = torch.nan
+    s.requires_grad_()
+    loss = distillation_loss(s, z, standardize=standardize)
+    loss.backward()
+    torch.testing.assert_close(loss, plain)
+    assert torch.isfinite(s.grad).all()
+    assert s.grad[0, 1] == 0
+    assert s.grad.any()
+
+
+def test_a_row_without_candidates_leaves_the_mean():
+    s, z = draw(0, 3, 5), draw(1, 3, 5)
+    mask = torch.ones(3, 5)
+    mask[1] = 0
+    for standardize in ("batch", "row"):
+        torch.testing.assert_close(
+            distillation_loss(s, z, candidate_mask=mask, standardize=standardize),
+            distillation_loss(s[[0, 2]], z[[0, 2]], standardize=standardize),
+        )
+        assert distillation_loss(s, z, candidate_mask=mask, standardize=standardize) > 0
+
+
+def test_a_masked_column_is_as_if_it_were_not_there():
+    s, z = draw(0, 3, 5), draw(1, 3, 5)
+    mask = torch.ones(3, 5)
+    mask[:, 2] = 0
+    keep = [0, 1, 3, 4]
+    for standardize in ("batch", "row"):
+        torch.testing.assert_close(
+            distillation_loss(s, z, candidate_mask=mask, standardize=standardize),
+            distillation_loss(s[:, keep], z[:, keep], standardize=standardize),
+        )
+        assert distillation_loss(s, z, candidate_mask=mask, standardize=standardize) > 0
+
+
+# Constant scores
+
+
+@modes
+@pytest.mark.parametrize("constant", [0.0, 0.3, -1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_constant_students_have_a_zero_z_and_no_gradient_from_the_mse(standardize, constant, dtype):
+    s = torch.full((3, 4), constant, dtype=dtype, requires_grad=True)
+    z = draw(0, 3, 4).to(dtype)
+    options = {"standardize": standardize, "alpha_mse": 1.0}
+    loss = distillation_loss(s, z, alpha_kl=0.0, **options)
+    # the teacher's z has unit unbiased variance: 3 of 4 degrees of freedom in a row, 11 of 12
+    assert loss.item() == pytest.approx(3 / 4 if standardize == "row" else 11 / 12, rel=1e-5)
+    loss.backward()
+    assert not s.grad.any()
+    s.grad = None
+    distillation_loss(s, z, alpha_kl=1.0, **options).backward()
+    assert s.grad.any()
+    assert s.grad.abs().max() < 10
+
+
+@modes
+def test_constant_teachers_have_a_zero_z(standardize):
+    s = draw(0, 3, 4).requires_grad_()
+    loss = distillation_loss(
+        s, torch.full((3, 4), 2.0).double(), alpha_kl=0.0, alpha_mse=1.0, standardize=standardize
+    )
+    assert loss.item() == pytest.approx(3 / 4 if standardize == "row" else 11 / 12)
+    loss.backward()
+    assert torch.isfinite(s.grad).all()
+
+
+def test_one_constant_row_among_others():
+    s, z = draw(0, 3, 4), draw(1, 3, 4)
+    s[1] = 0.1
+    s.requires_grad_()
+    loss = distillation_loss(s, z, standardize="row", alpha_kl=0.0, alpha_mse=1.0)
+    loss.backward()
+    assert not s.grad[1].any()
+    assert s.grad[[0, 2]].any(dim=1).all()
+    assert s.grad.abs().max() < 10
+
+
+def test_a_row_with_two_candidates_has_no_z_in_row_mode():
+    s, z = draw(0, 2, 4).requires_grad_(), draw(1, 2, 4)
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    loss = distillation_loss(
+        s, z, candidate_mask=mask, standardize="row", alpha_kl=0.0, alpha_mse=1.0
+    )
+    loss.backward()
+    assert not s.grad[0].any()
+    assert s.grad[1].any()
+
+
+def test_nearly_constant_scores_keep_a_bounded_gradient_direction():
+    s = (0.5 + 1e-6 * draw(0, 3, 4)).requires_grad_()
+    distillation_loss(s, draw(1, 3, 4), alpha_kl=0.0, alpha_mse=1.0).backward()
+    assert torch.isfinite(s.grad).all()
+    assert s.grad.any()
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("width", "standardize"), [(0, "batch"), (1, "batch"), (0, "row"), (1, "row"), (2, "row")]
+)
+def test_too_few_candidates_are_refused(width, standardize):
+    with pytest.raises(ValueError, match=r"candidate") as caught:
+        distillation_loss(torch.rand(3, width), torch.rand(3, width), standardize=standardize)
+    assert str(width) in str(caught.value)
+    assert distillation_loss(torch.rand(3, 4), torch.rand(3, 4), standardize=standardize) > 0
+
+
+def test_two_candidates_are_enough_for_the_batch():
+    s, z = draw(0, 3, 2), draw(1, 3, 2)
+    assert_follows_the_formula(
+        "distillation", {"student_scores": s.numpy(), "teacher_scores": z.numpy()}
+    )
+
+
+def test_a_nan_teacher_is_not_hidden():
+    s, z = draw(0, 3, 4), draw(1, 3, 4)
+    z[1, 1] = torch.nan
+    assert distillation_loss(s, z).isnan()
+
+
+@pytest.mark.parametrize("scale", [1.0, 50.0, 1e4])
+def test_extreme_scores_stay_finite(scale):
+    s, z = (scale * draw(0, 3, 4)).float().requires_grad_(), (scale * draw(1, 3, 4)).float()
+    loss = distillation_loss(s, z, temperature=1.0, alpha_mse=0.0, alpha_kl=1.0)
+    loss.backward()
+    assert math.isfinite(loss.item())
+    assert torch.isfinite(s.grad).all()
+    expected = F.kl_div(
+        F.log_softmax(s.double(), -1),
+        F.log_softmax(z.double(), -1),
+        log_target=True,
+        reduction="batchmean",
+    )
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)

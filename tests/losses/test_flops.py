@@ -1,0 +1,103 @@
+"""FLOPS: its formula, its theorems, its edges."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_losses.functional import flops_loss
+from tests import oracles
+from tests.cases import assert_follows_the_formula, cases_of
+from tests.strategies import activations, seeds
+
+
+@pytest.mark.parametrize("case", cases_of("flops"), ids=lambda c: c.name)
+def test_value_is_the_formula(case):
+    assert_follows_the_formula("flops", case.arrays(), **case.kwargs)
+
+
+@given(activations())
+def test_value_is_the_formula_for_any_activations(x):
+    assert_follows_the_formula("flops", {"activations": x}, estimator="biased")
+    if len(x) > 1:
+        assert_follows_the_formula("flops", {"activations": x}, estimator="unbiased")
+
+
+def test_two_rows_by_hand():
+    x = torch.tensor([[1.0, 0.0, 2.0], [3.0, 4.0, 0.0]], dtype=torch.float64)
+    assert flops_loss(x).item() == 2.0**2 + 2.0**2 + 1.0**2
+    assert flops_loss(x, estimator="unbiased").item() == pytest.approx(3.0)  # 1*3 + 0*4 + 2*0
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=8))
+def test_on_one_hot_rows_it_counts_shared_columns(columns):
+    batch = len(columns)
+    x = torch.nn.functional.one_hot(torch.tensor(columns), 5).double()
+    counts = np.bincount(columns, minlength=5)
+    assert flops_loss(x).item() == pytest.approx((counts**2).sum() / batch**2)
+    if batch > 1:
+        pairs = (counts * (counts - 1)).sum() / (batch * (batch - 1))
+        assert flops_loss(x, estimator="unbiased").item() == pytest.approx(pairs, abs=1e-12)
+
+
+@given(activations(min_rows=3))
+def test_unbiased_has_the_same_expectation_at_any_batch_size(x):
+    whole = oracles.flops(x, estimator="unbiased")
+    x = torch.from_numpy(x)
+    for size in range(2, len(x)):
+        subsets = [list(rows) for rows in combinations(range(len(x)), size)]
+        values = [flops_loss(x[rows], estimator="unbiased").item() for rows in subsets]
+        assert np.mean(values) == pytest.approx(whole, rel=1e-9, abs=1e-9)
+
+
+@given(activations(min_rows=2))
+def test_biased_is_off_by_the_variance_over_the_batch_size(x):
+    x = torch.from_numpy(x)
+    gap = flops_loss(x) - flops_loss(x, estimator="unbiased")
+    torch.testing.assert_close(
+        gap, x.var(dim=0, unbiased=True).sum() / len(x), atol=1e-9, rtol=1e-9
+    )
+    assert gap >= -1e-12
+
+
+@given(activations(), st.floats(0.1, 10.0))
+def test_it_is_quadratic_in_the_scale(x, scale):
+    x = torch.from_numpy(x)
+    torch.testing.assert_close(flops_loss(x * scale), flops_loss(x) * scale**2)
+    assert (flops_loss(x) > 0) == x.any()
+
+
+@given(activations(min_rows=2), seeds)
+def test_it_sees_columns_not_rows(x, seed):
+    shuffled = np.random.default_rng(seed).permuted(x, axis=0)  # each column on its own
+    value = flops_loss(torch.from_numpy(x))
+    torch.testing.assert_close(flops_loss(torch.from_numpy(shuffled)), value)
+    assert value.item() == pytest.approx((x.mean(axis=0) ** 2).sum())
+
+
+def test_the_gradient_is_the_same_row_for_every_text():
+    x = torch.rand(4, 6, dtype=torch.float64).requires_grad_()
+    flops_loss(x).backward()
+    expected = 2 * x.detach().mean(0) / 4
+    torch.testing.assert_close(x.grad, expected.expand(4, 6))
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_unbiased_needs_two_rows(batch):
+    with pytest.raises(ValueError, match=r"estimator|unbiased") as caught:
+        flops_loss(torch.rand(batch, 5), estimator="unbiased")
+    assert "activations" in str(caught.value) or "2" in str(caught.value)
+
+
+def test_fp16_does_not_overflow_on_a_large_vocabulary():
+    x = torch.full((2, 100_000), 2.0, dtype=torch.float16)
+    assert flops_loss(x).item() == pytest.approx(400_000)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_it_takes_no_reduction(reduction):
+    with pytest.raises(TypeError, match="reduction"):
+        flops_loss(torch.rand(2, 3), reduction=reduction)

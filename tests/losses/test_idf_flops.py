@@ -1,0 +1,86 @@
+"""IDF-weighted FLOPS: its formula, its theorems, its edges."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_losses.functional import flops_loss, idf_flops_loss
+from tests.cases import assert_follows_the_formula, cases_of
+from tests.strategies import activations, seeds
+
+betas = st.floats(0.0, 3.0)
+
+
+@pytest.mark.parametrize("case", cases_of("idf_flops"), ids=lambda c: c.name)
+def test_value_is_the_formula(case):
+    assert_follows_the_formula("idf_flops", case.arrays(), **case.kwargs)
+
+
+@given(activations(), seeds, betas)
+def test_value_is_the_formula_for_any_activations(x, seed, beta):
+    rng = np.random.default_rng(seed)
+    arrays = {"activations": x * rng.choice([-1, 1]), "token_penalty": rng.random(x.shape[1])}
+    for estimator in ("biased", "unbiased")[: min(len(x), 2)]:
+        assert_follows_the_formula("idf_flops", arrays, beta=beta, estimator=estimator)
+
+
+def test_two_rows_by_hand():
+    x = torch.tensor([[1.0, 0.0], [3.0, 4.0]], dtype=torch.float64)
+    w = torch.tensor([0.5, 100.0], dtype=torch.float64)
+    expected = (0.5 * 2 + 100 * 2) + 0.3 * (0.5 * 4 + 100 * 4)
+    assert idf_flops_loss(x, w).item() == pytest.approx(expected)
+
+
+@given(activations(), betas)
+def test_unit_penalties_give_the_l1_mean_plus_flops(x, beta):
+    x = torch.from_numpy(x)
+    ones = torch.ones(x.shape[1]).double()
+    expected = x.mean(0).abs().sum() + beta * flops_loss(x)
+    torch.testing.assert_close(idf_flops_loss(x, ones, beta=beta), expected)
+
+
+@given(activations(), seeds, betas)
+def test_it_is_linear_in_the_penalty(x, seed, beta):
+    rng = np.random.default_rng(seed)
+    x = torch.from_numpy(x)
+    one, two = (torch.from_numpy(rng.random(x.shape[1])) for _ in range(2))
+    parts = 2 * idf_flops_loss(x, one, beta=beta) + 3 * idf_flops_loss(x, two, beta=beta)
+    torch.testing.assert_close(idf_flops_loss(x, 2 * one + 3 * two, beta=beta), parts)
+    assert (parts > 0) == x.any()
+
+
+@given(activations(min_rows=2), betas)
+def test_the_sign_of_the_activations_does_not_matter(x, beta):
+    x = torch.from_numpy(x)
+    w = torch.linspace(0.1, 2, x.shape[1]).double()
+    for estimator in ("biased", "unbiased"):
+        torch.testing.assert_close(
+            idf_flops_loss(-x, w, beta=beta, estimator=estimator),
+            idf_flops_loss(x, w, beta=beta, estimator=estimator),
+        )
+    assert (idf_flops_loss(-x, w, beta=beta) > 0) == x.any()
+
+
+def test_a_token_without_penalty_has_no_gradient_and_a_special_one_a_large_one():
+    x = torch.rand(3, 4, dtype=torch.float64).requires_grad_()
+    w = torch.tensor([0.0, 0.02, 1.0, 100.0], dtype=torch.float64)
+    idf_flops_loss(x, w).backward()
+    m = x.detach().mean(0)
+    torch.testing.assert_close(x.grad, (w * (1 + 0.6 * m) / 3).expand(3, 4))
+    assert not x.grad[:, 0].any()
+
+
+def test_an_unused_column_gets_a_finite_gradient():
+    x = torch.zeros(3, 4, requires_grad=True)
+    loss = idf_flops_loss(x + torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.ones(4))
+    loss.backward()
+    assert torch.isfinite(x.grad).all()
+    assert x.grad[:, 1].any()
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_unbiased_needs_two_rows(batch):
+    with pytest.raises(ValueError, match=r"estimator|unbiased"):
+        idf_flops_loss(torch.rand(batch, 5), torch.ones(5), estimator="unbiased")

@@ -1,0 +1,349 @@
+"""InfoNCE: its formula, its theorems, its edges."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from sparse_losses.functional import info_nce_loss
+from tests.cases import assert_follows_the_formula, cases_of
+from tests.strategies import info_nce_problems, seeds, temperatures
+
+
+@pytest.mark.parametrize("case", cases_of("info_nce"), ids=lambda c: c.name)
+def test_value_is_the_formula(case):
+    assert_follows_the_formula("info_nce", case.arrays(), **case.kwargs)
+
+
+@given(info_nce_problems())
+def test_value_is_the_formula_for_any_options(problem):
+    arrays, options = problem
+    assert_follows_the_formula("info_nce", arrays, **options)
+
+
+def test_one_row_by_hand():
+    anchor = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    positive = torch.tensor([[2.0, 0.0], [3.0, 4.0]], dtype=torch.float64)
+    e = math.exp
+    first = -math.log(e(1 / 0.5) / (e(1 / 0.5) + e(0.6 / 0.5)))
+    second = -math.log(e(0.8 / 0.5) / (e(0.8 / 0.5) + e(0.0)))
+    loss = info_nce_loss(anchor, positive, temperature=0.5, reduction="none")
+    assert loss.tolist() == pytest.approx([first, second], rel=1e-12)
+
+
+def draw(seed, *shape):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+
+
+@given(info_nce_problems())
+def test_it_is_never_negative_with_the_positive_in_the_denominator(problem):
+    arrays, options = problem
+    assume(not options["decoupled"])
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    rows = info_nce_loss(**tensors, **options, reduction="none")
+    assert (rows >= 0).all()
+    tensors.pop("positive_ids", None)  # without duplicates, a row with a rival costs something
+    tensors.pop("positive_mask", None)
+    rows = info_nce_loss(**tensors, **{**options, "temperature": 9.0}, reduction="none")
+    assert ((rows > 0) == (len(rows) > 1 or "negative" in tensors)).all()
+
+
+@given(seeds, temperatures)
+def test_it_is_cross_entropy_with_the_diagonal_as_label(seed, temperature):
+    a, p = draw(seed, 5, 4), draw(seed + 1, 5, 4)
+    scores = torch.nn.functional.normalize(a) @ torch.nn.functional.normalize(p).T / temperature
+    expected = torch.nn.functional.cross_entropy(scores, torch.arange(5))
+    torch.testing.assert_close(info_nce_loss(a, p, temperature=temperature), expected)
+
+
+@given(seeds, temperatures)
+def test_decoupling_lowers_every_row(seed, temperature):
+    a, p = draw(seed, 4, 3), draw(seed + 1, 4, 3)
+    options = {"temperature": temperature, "reduction": "none"}
+    plain, decoupled = (info_nce_loss(a, p, decoupled=d, **options) for d in (False, True))
+    assert (decoupled <= plain).all()
+    # exp(plain) = 1 + exp(decoupled): the same odds, with and without the positive
+    torch.testing.assert_close(plain, torch.nn.functional.softplus(decoupled, threshold=700))
+
+
+@given(seeds, st.floats(1e-3, 1e3))
+def test_cosine_does_not_see_the_length_of_a_vector(seed, scale):
+    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 2, 3)
+    stretched = info_nce_loss(a * scale, p / scale, n * scale**0.5)
+    torch.testing.assert_close(stretched, info_nce_loss(a, p, n))
+    assert stretched > 0
+
+
+@given(seeds, temperatures)
+def test_dot_products_do_not_see_a_shift_of_all_candidates(seed, temperature):
+    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 2, 3)
+    shift = draw(seed + 3, 3)
+    options = {"similarity": "dot", "temperature": temperature}
+    moved = info_nce_loss(a, p + shift, n + shift, **options)
+    torch.testing.assert_close(moved, info_nce_loss(a, p, n, **options))
+    assert moved > 0
+
+
+@given(seeds, temperatures)
+def test_dividing_by_the_temperature_is_dividing_the_anchor(seed, temperature):
+    a, p = draw(seed, 4, 3), draw(seed + 1, 4, 3)
+    assert info_nce_loss(a, p, similarity="dot", temperature=temperature) > 0
+    torch.testing.assert_close(
+        info_nce_loss(a, p, similarity="dot", temperature=temperature),
+        info_nce_loss(a / temperature, p, similarity="dot", temperature=1.0),
+    )
+
+
+@given(seeds, st.floats(1e-4, 1e-2))
+def test_the_cold_limit_is_the_gap_to_the_hardest_negative(seed, temperature):
+    a, p = draw(seed, 5, 3), draw(seed + 1, 5, 3)
+    scores = torch.nn.functional.normalize(a) @ torch.nn.functional.normalize(p).T
+    hardest = scores.masked_fill(torch.eye(5, dtype=torch.bool), -2).amax(dim=1)
+    gap = (hardest - scores.diagonal()).clamp(min=0)
+    loss = temperature * info_nce_loss(a, p, temperature=temperature, reduction="none")
+    assert (loss >= gap - 1e-12).all()
+    assert (loss <= gap + temperature * math.log(5) + 1e-12).all()
+
+
+@given(seeds, st.integers(1, 6), st.integers(0, 4))
+def test_the_hot_limit_is_the_logarithm_of_the_number_of_candidates(seed, batch, extra):
+    a, p, n = draw(seed, batch, 3), draw(seed + 1, batch, 3), draw(seed + 2, extra, 3)
+    loss = info_nce_loss(a, p, n, temperature=1e7)
+    assert loss.item() == pytest.approx(math.log(batch + extra), abs=1e-5)
+
+
+@given(seeds, temperatures)
+def test_one_more_negative_never_lowers_the_loss(seed, temperature):
+    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 3, 3)
+    options = {"temperature": temperature, "reduction": "none"}
+    fewer, more = info_nce_loss(a, p, n[:2], **options), info_nce_loss(a, p, n, **options)
+    assert (more >= fewer).all()
+    assert (more > fewer).any() or temperature < 0.1
+
+
+@given(seeds)
+def test_the_gradients_of_all_candidates_of_a_row_cancel(seed):
+    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 2, 3)
+    p.requires_grad_()
+    n.requires_grad_()
+    info_nce_loss(a, p, n, similarity="dot", temperature=0.7, reduction="sum").backward()
+    torch.testing.assert_close(
+        p.grad.sum(0) + n.grad.sum(0), torch.zeros(3).double(), rtol=0, atol=1e-12
+    )
+    assert p.grad.any()
+
+
+@given(seeds)
+def test_shared_negatives_are_per_row_negatives_repeated(seed):
+    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 2, 3)
+    torch.testing.assert_close(info_nce_loss(a, p, n), info_nce_loss(a, p, n.expand(4, 2, 3)))
+    assert info_nce_loss(a, p, n) > info_nce_loss(a, p)
+
+
+@given(seeds)
+def test_in_batch_columns_are_the_other_positives_as_negatives(seed):
+    a, p = draw(seed, 4, 3), draw(seed + 1, 4, 3)
+    others = torch.stack([p[torch.arange(4) != i] for i in range(4)])
+    torch.testing.assert_close(info_nce_loss(a, p, others, in_batch=False), info_nce_loss(a, p))
+    assert info_nce_loss(a, p) > 0
+
+
+# Symmetry
+
+
+@given(seeds)
+def test_symmetric_is_the_mean_of_both_directions(seed):
+    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 2, 3)
+    both = (info_nce_loss(a, p, n) + info_nce_loss(p, a, n)) / 2
+    assert both > 0
+    torch.testing.assert_close(info_nce_loss(a, p, n, symmetric=True), both)
+    torch.testing.assert_close(info_nce_loss(p, a, n, symmetric=True), both)
+
+
+def test_a_symmetric_batch_of_one_is_zero():
+    a, p = draw(0, 1, 3).requires_grad_(), draw(1, 1, 3)
+    loss = info_nce_loss(a, p, symmetric=True)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not a.grad.any()
+    assert info_nce_loss(draw(0, 2, 3), draw(1, 2, 3), symmetric=True).item() > 0
+
+
+def test_a_symmetric_row_is_valid_only_if_both_directions_are():
+    a, p = draw(0, 3, 4), draw(1, 3, 4)
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 0, 1]], dtype=torch.bool)
+    # row 1 has no positive as an anchor; column 1 has one, so as a positive it has
+    rows = info_nce_loss(a, p, positive_mask=mask, symmetric=True, reduction="none")
+    assert rows[1] == 0.0
+    assert (rows[[0, 2]] > 0).all()
+    one_way = info_nce_loss(p, a, positive_mask=mask.T, reduction="none")
+    assert one_way[1] > 0
+    mean = info_nce_loss(a, p, positive_mask=mask, symmetric=True)
+    torch.testing.assert_close(mean, rows.sum() / 2)
+
+
+def test_a_decoupled_symmetric_row_needs_a_negative_in_both_directions():
+    a, p = draw(0, 3, 4), draw(1, 3, 4)
+    mask = torch.tensor([[1, 1, 0], [0, 1, 0], [0, 1, 1]])  # column 1: everybody's positive
+    options = {"positive_mask": mask, "symmetric": True, "decoupled": True}
+    rows = info_nce_loss(a, p, **options, reduction="none")
+    assert rows[1] == 0.0
+    assert (rows[[0, 2]] != 0).all()
+    torch.testing.assert_close(info_nce_loss(a, p, **options), rows.sum() / 2)
+    arrays = {"anchor": a.numpy(), "positive": p.numpy(), "positive_mask": mask.numpy()}
+    assert_follows_the_formula("info_nce", arrays, symmetric=True, decoupled=True)
+
+
+# Several positives and false negatives
+
+
+@given(seeds, st.booleans(), st.sampled_from([None, 1, 3]))
+def test_the_identity_as_positive_mask_changes_nothing(seed, symmetric, chunk_size):
+    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 2, 3)
+    options = {"symmetric": symmetric, "reduction": "none", "temperature": 0.1}
+    rows = info_nce_loss(a, p, n, positive_mask=torch.eye(4), chunk_size=chunk_size, **options)
+    torch.testing.assert_close(rows, info_nce_loss(a, p, n, **options))
+    assert (rows > 0).all()
+
+
+@given(seeds)
+def test_several_positives_average_their_log_probabilities(seed):
+    a, p = draw(seed, 5, 3), draw(seed + 1, 5, 3)
+    mask = draw(seed + 2, 5, 5) > 0
+    mask[0] = False
+    scores = torch.nn.functional.normalize(a) @ torch.nn.functional.normalize(p).T / 0.3
+    log_p = scores.log_softmax(dim=1)
+    expected = [-log_p[i][mask[i]].mean() if mask[i].any() else 0.0 for i in range(5)]
+    rows = info_nce_loss(a, p, positive_mask=mask, temperature=0.3, reduction="none")
+    torch.testing.assert_close(rows, torch.tensor(expected).double())
+
+
+def test_the_diagonal_of_a_positive_mask_is_not_implied():
+    a, p = draw(0, 3, 4), draw(1, 3, 4)
+    off = torch.roll(torch.eye(3), 1, dims=1)
+    rolled = info_nce_loss(a, torch.roll(p, -1, dims=0), reduction="none")
+    assert (rolled > 0).all()
+    torch.testing.assert_close(info_nce_loss(a, p, positive_mask=off, reduction="none"), rolled)
+
+
+@given(seeds)
+def test_distinct_ids_change_nothing(seed):
+    a, p = draw(seed, 4, 3), draw(seed + 1, 4, 3)
+    ids = torch.tensor([3, -1, 10**12, 0])
+    torch.testing.assert_close(info_nce_loss(a, p, positive_ids=ids), info_nce_loss(a, p))
+    assert info_nce_loss(a, p) > 0
+
+
+def test_a_duplicate_of_the_positive_is_not_a_negative():
+    a, p = draw(0, 3, 4), draw(1, 3, 4)
+    p[1] = p[0]
+    rows = info_nce_loss(a, p, positive_ids=torch.tensor([5, 5, 6]), reduction="none")
+    alone = info_nce_loss(a[[0, 2]], p[[0, 2]], reduction="none")
+    torch.testing.assert_close(rows[0], alone[0])
+    assert info_nce_loss(a, p, reduction="none")[0] > rows[0]
+
+
+def test_ids_concern_the_in_batch_columns_only():
+    a, p, n = draw(0, 3, 4), draw(1, 3, 4), draw(2, 2, 4)
+    rows = info_nce_loss(a, p, n, positive_ids=torch.zeros(3, dtype=torch.long), reduction="none")
+    torch.testing.assert_close(rows, info_nce_loss(a, p, n, in_batch=False, reduction="none"))
+    assert (rows > 0).all()
+
+
+def test_without_any_negative_a_row_is_zero_and_counts():
+    a, p = draw(0, 3, 4), draw(1, 3, 4)
+    rows = info_nce_loss(a, p, positive_ids=torch.tensor([1, 1, 1]), reduction="none")
+    assert rows.tolist() == [0.0, 0.0, 0.0]
+    ids = torch.tensor([1, 1, 2])
+    mean = info_nce_loss(a, p, positive_ids=ids)
+    rows = info_nce_loss(a, p, positive_ids=ids, reduction="none")
+    torch.testing.assert_close(mean, rows.sum() / 3)
+    assert mean > 0
+
+
+# Decoupled
+
+
+def test_decoupled_rows_without_a_negative_are_not_valid():
+    a, p = draw(0, 3, 4).requires_grad_(), draw(1, 3, 4)
+    with torch.no_grad():
+        assert info_nce_loss(a, p, decoupled=True).item() != 0.0
+    ids = torch.zeros(3, dtype=torch.long)
+    loss = info_nce_loss(a, p, positive_ids=ids, decoupled=True)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not a.grad.any()
+    mask = torch.tensor([[1, 1, 1], [0, 1, 0], [0, 0, 1]])
+    rows = info_nce_loss(a, p, positive_mask=mask, decoupled=True, reduction="none")
+    assert rows[0] == 0.0
+    mean = info_nce_loss(a, p, positive_mask=mask, decoupled=True)
+    torch.testing.assert_close(mean, rows.sum() / 2)
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0, 100.0])
+def test_decoupled_raw_dots_are_unbounded_below(scale):
+    x = torch.eye(3, dtype=torch.float64) * scale
+    loss = info_nce_loss(x, x, similarity="dot", temperature=1.0, decoupled=True)
+    assert loss.item() == pytest.approx(math.log(2) - scale**2)
+
+
+# Chunks
+
+
+@given(info_nce_problems(), st.integers(1, 8))
+def test_value_and_gradient_do_not_depend_on_the_chunk_size(problem, chunk_size):
+    arrays, options = problem
+    results = []
+    for size in (None, chunk_size):
+        tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+        leaves = [t.requires_grad_() for t in tensors.values() if t.is_floating_point()]
+        loss = info_nce_loss(**tensors, **{**options, "chunk_size": size}, reduction="none")
+        weights = torch.linspace(1, 2, len(loss), dtype=torch.float64)
+        results.append((loss.detach(), torch.autograd.grad((loss * weights).sum(), leaves)))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)
+
+
+def test_chunks_hold_fewer_scores():
+    from tests.losses.test_contract import Recorder
+
+    batch, width = 64, 4
+    a, p = torch.randn(batch, width, requires_grad=True), torch.randn(batch, width)
+    sizes = []
+    for chunk_size in (None, 8):
+        with Recorder() as seen:
+            info_nce_loss(a, p, chunk_size=chunk_size).backward()
+        sizes.append(seen.largest)
+    assert sizes[0] >= batch * batch
+    assert sizes[1] <= batch * 8
+
+
+# Errors
+
+
+def test_without_candidates_there_is_no_loss():
+    a, p = draw(0, 3, 4), draw(1, 3, 4)
+    with pytest.raises(ValueError, match="in_batch"):
+        info_nce_loss(a, p, in_batch=False)
+    with pytest.raises(ValueError, match="in_batch"):
+        info_nce_loss(a, p, in_batch=False, symmetric=True)
+
+
+def test_a_positive_mask_needs_the_batch():
+    a, p, n = draw(0, 3, 4), draw(1, 3, 4), draw(2, 2, 4)
+    with pytest.raises(ValueError, match="positive_mask"):
+        info_nce_loss(a, p, n, in_batch=False, positive_mask=torch.eye(3))
+
+
+def test_a_zero_vector_is_like_nothing():
+    a, p = draw(0, 3, 4), draw(1, 3, 4)
+    a[0] = 0
+    a.requires_grad_()
+    rows = info_nce_loss(a, p, reduction="none")
+    rows.sum().backward()
+    assert rows[0].item() == pytest.approx(math.log(3))
+    assert not a.grad[0].any()
+    assert a.grad[1:].any()
+    assert torch.isfinite(a.grad).all()

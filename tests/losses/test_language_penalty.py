@@ -1,0 +1,56 @@
+"""Language penalty: its formula, its theorems, its edges."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from sparse_losses.functional import language_penalty_loss
+from tests.cases import assert_follows_the_formula, cases_of
+from tests.strategies import activations, seeds
+
+
+@pytest.mark.parametrize("case", cases_of("language_penalty"), ids=lambda c: c.name)
+def test_value_is_the_formula(case):
+    assert_follows_the_formula("language_penalty", case.arrays(), **case.kwargs)
+
+
+@given(activations(), seeds)
+def test_value_is_the_formula_for_any_penalty(x, seed):
+    penalty = np.random.default_rng(seed).choice([0.0, 1.5, 100.0], size=x.shape[1])
+    assert_follows_the_formula("language_penalty", {"activations": x, "token_penalty": penalty})
+
+
+def test_one_row_by_hand():
+    x = torch.tensor([[0.5, 2.0, 1.0]], dtype=torch.float64)
+    p = torch.tensor([0.0, 100.0, 3.0], dtype=torch.float64)
+    assert language_penalty_loss(x, p).item() == 203.0
+
+
+@given(activations(), seeds)
+def test_it_is_linear_in_activations_and_penalty(x, seed):
+    rng = np.random.default_rng(seed)
+    x, y = torch.from_numpy(x), torch.from_numpy(rng.random(x.shape))
+    p, q = (torch.from_numpy(rng.random(x.shape[1])) for _ in range(2))
+    torch.testing.assert_close(
+        language_penalty_loss(2 * x + y, p + 3 * q, reduction="none"),
+        2 * language_penalty_loss(x, p, reduction="none")
+        + 6 * language_penalty_loss(x, q, reduction="none")
+        + language_penalty_loss(y, p, reduction="none")
+        + 3 * language_penalty_loss(y, q, reduction="none"),
+    )
+    assert (language_penalty_loss(y, q, reduction="none") > 0).all()
+
+
+@given(activations(), seeds)
+def test_the_gradient_is_the_penalty(x, seed):
+    x = torch.from_numpy(x).requires_grad_()
+    p = torch.from_numpy(np.random.default_rng(seed).random(x.shape[1]))
+    language_penalty_loss(x, p, reduction="sum").backward()
+    torch.testing.assert_close(x.grad, p.expand_as(x))
+
+
+def test_an_allowed_token_is_free():
+    x = torch.rand(3, 5, dtype=torch.float64)
+    p = torch.tensor([0.0, 0.0, 100.0, 0.0, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(language_penalty_loss(x, p, reduction="none"), 100 * x[:, 2])

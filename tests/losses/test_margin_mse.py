@@ -1,0 +1,60 @@
+"""MarginMSE: its formula, its theorems, its edges."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_losses.functional import margin_mse_loss
+from tests.cases import assert_follows_the_formula, cases_of
+from tests.strategies import seeds
+
+
+@pytest.mark.parametrize("case", cases_of("margin_mse"), ids=lambda c: c.name)
+def test_value_is_the_formula(case):
+    assert_follows_the_formula("margin_mse", case.arrays(), **case.kwargs)
+
+
+@given(st.lists(st.tuples(*[st.floats(-50, 50)] * 4), max_size=6))
+def test_value_is_the_formula_for_any_scores(rows):
+    columns = np.array(rows, dtype=np.float64).reshape(-1, 4).T
+    names = ("student_positive", "student_negative", "teacher_positive", "teacher_negative")
+    assert_follows_the_formula("margin_mse", dict(zip(names, columns, strict=True)))
+
+
+def test_one_row_by_hand():
+    scores = [torch.tensor([v], dtype=torch.float64) for v in (3.0, 1.0, 10.0, 5.0)]
+    assert margin_mse_loss(*scores).item() == (2 - 5) ** 2
+
+
+def draw(seed):
+    return [torch.from_numpy(v) for v in np.random.default_rng(seed).normal(size=(4, 5))]
+
+
+@given(seeds, st.floats(-9, 9), st.floats(-9, 9))
+def test_it_sees_margins_only(seed, shift, other):
+    sp, sn, tp, tn = draw(seed)
+    moved = margin_mse_loss(sp + shift, sn + shift, tp + other, tn + other)
+    torch.testing.assert_close(moved, margin_mse_loss(sp, sn, tp, tn))
+    assert moved > 0
+
+
+@given(seeds)
+def test_it_is_zero_exactly_where_the_margins_agree(seed):
+    sp, sn, tp, tn = draw(seed)
+    sp[0] = sn[0] + tp[0] - tn[0]
+    rows = margin_mse_loss(sp, sn, tp, tn, reduction="none")
+    assert rows[0].item() == pytest.approx(0, abs=1e-24)
+    assert (rows[1:] > 0).all()
+
+
+@given(seeds)
+def test_the_gradient_is_twice_the_difference_of_the_margins(seed):
+    sp, sn, tp, tn = (v.requires_grad_() for v in draw(seed))
+    margin_mse_loss(sp, sn, tp, tn, reduction="sum").backward()
+    expected = 2 * ((sp - sn) - (tp - tn)).detach()
+    torch.testing.assert_close(sp.grad, expected)
+    torch.testing.assert_close(sn.grad, -expected)
+    assert tp.grad is None
+    assert tn.grad is None

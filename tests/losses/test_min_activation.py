@@ -1,0 +1,122 @@
+"""Minimum activation: its formula, its theorems, its edges."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_losses.functional import min_activation_loss
+from tests.cases import assert_follows_the_formula, cases_of
+from tests.strategies import activations, seeds
+
+thresholds = st.floats(-1.0, 4.0)
+
+
+@pytest.mark.parametrize("case", cases_of("min_activation"), ids=lambda c: c.name)
+def test_value_is_the_formula(case):
+    assert_follows_the_formula("min_activation", case.arrays(), **case.kwargs)
+
+
+@given(st.data(), activations(), thresholds, st.booleans(), seeds)
+def test_value_is_the_formula_for_any_activations(data, x, threshold, counted, seed):
+    arrays = {"activations": x}
+    if counted:
+        arrays["token_counts"] = np.random.default_rng(seed).integers(0, 15, size=len(x))
+    top_k = data.draw(st.integers(1, x.shape[1]))
+    assert_follows_the_formula("min_activation", arrays, top_k=top_k, threshold=threshold)
+
+
+def test_two_rows_by_hand():
+    x = torch.tensor([[0.1, 0.4, 0.0, 0.2], [5.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    rows = min_activation_loss(x, top_k=2, threshold=0.5, reduction="none")
+    assert rows.tolist() == pytest.approx([0.5 - 0.3, 0.0])
+
+
+@given(activations(min_vocab=3), thresholds, st.floats(0.01, 1.0))
+def test_it_is_monotone_and_one_lipschitz_in_the_threshold(x, threshold, more):
+    x = torch.from_numpy(x)
+    low, high = (
+        min_activation_loss(x, top_k=3, threshold=t, reduction="none")
+        for t in (threshold, threshold + more)
+    )
+    assert (high >= low).all()
+    assert (high <= low + more + 1e-12).all()
+    far = min_activation_loss(x, top_k=3, threshold=100.0, reduction="none")
+    torch.testing.assert_close(far, 100 - x.topk(3).values.mean(-1))
+
+
+@given(activations(min_vocab=3), st.floats(5.0, 50.0))
+def test_a_larger_top_k_never_lowers_it(x, threshold):
+    x = torch.from_numpy(x)
+    rows = [
+        min_activation_loss(x, top_k=k, threshold=threshold, reduction="none")
+        for k in range(1, x.shape[1] + 1)
+    ]
+    for fewer, more in pairwise(rows):
+        assert (more >= fewer - 1e-12).all()
+    torch.testing.assert_close(rows[-1], (threshold - x.mean(-1)).clamp(min=0))
+
+
+@given(seeds)
+def test_only_the_largest_values_have_a_gradient(seed):
+    x = torch.from_numpy(np.random.default_rng(seed).normal(size=(4, 9))).requires_grad_()
+    min_activation_loss(x, top_k=3, threshold=10.0, reduction="sum").backward()
+    top = torch.zeros_like(x).scatter(1, x.detach().topk(3).indices, -1 / 3)
+    torch.testing.assert_close(x.grad, top)
+
+
+@given(activations(min_vocab=5))
+def test_a_satisfied_row_has_no_gradient(x):
+    x = torch.from_numpy(x).requires_grad_()
+    mean = x.detach().topk(5).values.mean(-1)
+    rows = min_activation_loss(x, threshold=0.8, reduction="none")
+    rows.sum().backward()
+    satisfied = mean > 0.8
+    assert not rows[satisfied].any()
+    assert not x.grad[satisfied].any()
+    assert (x.grad[mean < 0.8].sum(-1) < 0).all()
+
+
+@given(activations(min_vocab=4))
+def test_counts_beyond_top_k_change_nothing(x):
+    x = torch.from_numpy(x)
+    counts = torch.full((len(x),), 4)
+    options = {"top_k": 4, "threshold": 3.0, "reduction": "none"}
+    plain = min_activation_loss(x, **options)
+    torch.testing.assert_close(plain, (3 - x.topk(4).values.mean(-1)).clamp(min=0))
+    torch.testing.assert_close(min_activation_loss(x, counts, **options), plain)
+    torch.testing.assert_close(min_activation_loss(x, counts + 100, **options), plain)
+
+
+def test_a_short_text_is_not_made_to_expand():
+    x = torch.tensor([[2.0, 1.0, 0.0, 0.0, 0.0, 0.0]] * 3, dtype=torch.float64).requires_grad_()
+    rows = min_activation_loss(x, torch.tensor([2, 3, 0]), threshold=1.4, reduction="none")
+    assert rows.tolist() == pytest.approx([0.0, 0.4, 0.0])
+    mean = min_activation_loss(x, torch.tensor([2, 3, 0]), threshold=1.4)
+    assert mean.item() == pytest.approx(0.2)  # the third row has no tokens: not valid
+    mean.backward()
+    assert not x.grad[[0, 2]].any()
+    assert x.grad[1].any()
+
+
+def test_signed_logits_have_a_threshold_on_their_own_scale():
+    x = torch.full((1, 6), -3.0)
+    assert min_activation_loss(x, threshold=0.5).item() == pytest.approx(3.5)
+    assert min_activation_loss(x, threshold=-4.0).item() == 0.0
+
+
+def test_a_vocabulary_smaller_than_top_k_is_refused():
+    with pytest.raises(ValueError, match="top_k") as caught:
+        min_activation_loss(torch.rand(2, 4))
+    assert "4" in str(caught.value)
+    assert "5" in str(caught.value)
+
+
+def test_a_negative_token_count_is_no_token():
+    x = torch.rand(2, 6)
+    rows = min_activation_loss(x, torch.tensor([-1, 3]), threshold=2.0, reduction="none")
+    assert rows[0] == 0.0
+    assert rows[1] > 0.0

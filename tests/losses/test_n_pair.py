@@ -1,0 +1,82 @@
+"""N-pair: its formula, its theorems, its edges."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_losses.functional import info_nce_loss, n_pair_loss
+from tests.cases import assert_follows_the_formula, cases_of
+from tests.strategies import seeds, sizes, vectors
+
+
+@pytest.mark.parametrize("case", cases_of("n_pair"), ids=lambda c: c.name)
+def test_value_is_the_formula(case):
+    assert_follows_the_formula("n_pair", case.arrays(), **case.kwargs)
+
+
+@given(st.data(), sizes, st.sampled_from([None, "shared", "per_row"]), st.integers(0, 3))
+def test_value_is_the_formula_for_any_negatives(data, batch, kind, count):
+    arrays = {name: data.draw(vectors(batch, 3)) for name in ("anchor", "positive")}
+    if kind == "shared":
+        arrays["negative"] = data.draw(vectors(count, 3))
+    if kind == "per_row":
+        arrays["negative"] = data.draw(vectors(batch * count, 3)).reshape(batch, count, 3)
+    assert_follows_the_formula("n_pair", arrays)
+
+
+def test_one_row_by_hand():
+    a = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+    p = torch.tensor([[1.0, 1.0]], dtype=torch.float64)  # a.p = 3
+    n = torch.tensor([[0.0, 1.0], [2.0, 0.0]], dtype=torch.float64)  # a.n = 2, 2
+    assert n_pair_loss(a, p, n).item() == pytest.approx(math.log(1 + 2 * math.exp(-1)))
+
+
+def draw(seed, *shape):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+
+
+@given(seeds, sizes)
+def test_it_is_info_nce_on_dots_at_temperature_one(seed, batch):
+    a, p, n = draw(seed, batch, 3), draw(seed + 1, batch, 3), draw(seed + 2, 4, 3)
+    options = {"similarity": "dot", "temperature": 1.0, "reduction": "none"}
+    rows = n_pair_loss(a, p, reduction="none")
+    torch.testing.assert_close(rows, info_nce_loss(a, p, **options))
+    rows = n_pair_loss(a, p, n, reduction="none")
+    torch.testing.assert_close(rows, info_nce_loss(a, p, n, in_batch=False, **options))
+    assert (rows > 0).all()
+
+
+@given(seeds)
+def test_it_sees_differences_of_dots_only(seed):
+    a, p, n, shift = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 2, 3), draw(seed + 3, 3)
+    torch.testing.assert_close(n_pair_loss(a, p + shift, n + shift), n_pair_loss(a, p, n))
+    assert n_pair_loss(a, p, n) > 0
+
+
+@given(seeds, st.floats(0.01, 3.0))
+def test_moving_the_positive_along_the_anchor_lowers_it(seed, step):
+    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 2, 3)
+    nearer = n_pair_loss(a, p + step * a, n, reduction="none")
+    assert (nearer < n_pair_loss(a, p, n, reduction="none")).all()
+    assert (nearer > 0).all()
+
+
+def test_given_negatives_the_other_positives_are_not_looked_at():
+    a, p, n = draw(0, 3, 4), draw(1, 3, 4), draw(2, 2, 4)
+    before = n_pair_loss(a, p, n, reduction="none")
+    p[2] = 100.0
+    torch.testing.assert_close(n_pair_loss(a, p, n, reduction="none")[:2], before[:2])
+    assert not torch.allclose(n_pair_loss(a, p, reduction="none")[:2], before[:2])
+
+
+def test_a_batch_of_one_without_negatives_is_zero():
+    a = draw(0, 1, 4).requires_grad_()
+    loss = n_pair_loss(a, draw(1, 1, 4))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not a.grad.any()
+    assert n_pair_loss(a, draw(1, 1, 4), draw(2, 1, 4)).item() > 0

@@ -1,0 +1,473 @@
+"""NWS: its formula, its theorems, its edges."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_losses.functional import info_nce_loss, nws_loss
+from tests.cases import assert_follows_the_formula, cases_of
+from tests.strategies import nws_problems, seeds, temperatures
+
+
+@pytest.mark.parametrize("case", cases_of("nws"), ids=lambda c: c.name)
+def test_value_is_the_formula(case):
+    assert_follows_the_formula("nws", case.arrays(), **case.kwargs)
+
+
+@given(nws_problems())
+def test_value_is_the_formula_for_any_references(problem):
+    arrays, options = problem
+    assert_follows_the_formula("nws", arrays, **options)
+
+
+def draw(seed, *shape):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+
+
+def labels(seed, rows, width, density=0.5, filled=True):
+    rng = np.random.default_rng(seed)
+    hot = rng.random((rows, width)) < density
+    if filled:
+        hot[np.arange(rows), rng.integers(0, width, rows)] = True
+    return torch.from_numpy(hot.astype(np.int64))
+
+
+def similarity(seed, width):
+    half = torch.from_numpy(np.random.default_rng(seed).random((width, width)))
+    return ((half + half.T) / 2).fill_diagonal_(1.0)
+
+
+def problem(seed=0, batch=4, width=5, count=4, keys=3, rows=5):
+    return {
+        "query": draw(seed, batch, width),
+        "query_labels": labels(seed, batch, count),
+        "prototype": draw(seed + 1, count, width),
+        "label_similarity": similarity(seed, count),
+        "key": draw(seed + 2, keys, width),
+        "key_labels": labels(seed + 2, keys, count),
+        "queue": draw(seed + 3, rows, width),
+        "queue_labels": labels(seed + 3, rows, count),
+        "temperature": 0.4,
+        "reduction": "none",
+    }
+
+
+def test_one_key_by_hand():
+    """A query of label 0, a key of labels {0, 1}, a key of label 2, three prototypes."""
+    e = torch.eye(4, dtype=torch.float64)
+    s = torch.eye(3, dtype=torch.float64)
+    s[0, 2] = s[2, 0] = 0.25
+    loss = nws_loss(
+        e[:1],
+        torch.tensor([[1, 0, 0]]),
+        torch.stack([e[0], e[1], e[0] + e[2]]),
+        s,
+        key=torch.stack([e[0] + e[3], 2 * e[0]]),
+        key_labels=torch.tensor([[1, 1, 0], [0, 0, 1]]),
+        alpha=1.0,
+        beta=2.0,
+        temperature=0.5,
+        eps=0.0,
+    )
+    # D = 1/|{0} or {0,1}| + (1 - 1/1) = 1/2: key 0 has weight 1, prototype 0 has weight 2
+    denominator = 2.0 * (1 - 0.25) * math.exp(2.0)  # key 1: beta * (1 - S_02), cos 1
+    denominator += math.exp(0.0) + math.exp(math.sqrt(0.5) / 0.5)  # prototypes 1 and 2
+    log_d = math.log(denominator)
+    expected = -(1.0 * (math.sqrt(0.5) / 0.5 - log_d) + 2.0 * (1.0 / 0.5 - log_d))
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+
+
+@given(seeds, temperatures)
+def test_one_label_and_prototypes_alone_in_softmax_form_is_cross_entropy(seed, temperature):
+    z, v = draw(seed, 5, 3), draw(seed + 1, 4, 3)
+    y = torch.from_numpy(np.random.default_rng(seed).integers(0, 4, 5))
+    cosines = torch.nn.functional.normalize(z) @ torch.nn.functional.normalize(v).T
+    loss = nws_loss(
+        z,
+        torch.nn.functional.one_hot(y, 4),
+        v,
+        None,
+        temperature=temperature,
+        decoupled=False,
+        eps=0.0,
+    )
+    expected = torch.nn.functional.cross_entropy(cosines / temperature, y)
+    torch.testing.assert_close(loss, expected)
+
+
+@given(seeds, temperatures)
+def test_one_label_each_without_weights_is_decoupled_info_nce(seed, temperature):
+    z, v = draw(seed, 4, 3), draw(seed + 1, 4, 3)
+    one_each = torch.eye(4, dtype=torch.long)
+    loss = nws_loss(z, one_each, v, None, temperature=temperature, eps=0.0, reduction="none")
+    expected = info_nce_loss(z, v, temperature=temperature, decoupled=True, reduction="none")
+    assert (expected != 0).all()
+    torch.testing.assert_close(loss, expected)
+
+
+@given(seeds)
+def test_scaling_a_feature_changes_nothing(seed):
+    inputs = problem(seed)
+    plain = nws_loss(**inputs)
+    for name in ("query", "prototype", "key", "queue"):
+        inputs[name] = inputs[name] * torch.rand(len(inputs[name]), 1).double().add(0.1)
+    assert (plain != 0).all()
+    torch.testing.assert_close(nws_loss(**inputs), plain)
+
+
+@given(seeds, st.sampled_from(["mean", "max"]))
+def test_relabelling_changes_nothing(seed, aggregation):
+    inputs = {**problem(seed), "aggregation": aggregation}
+    plain = nws_loss(**inputs)
+    assert (plain != 0).all()
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(4))
+    inputs["prototype"] = inputs["prototype"][order]
+    inputs["label_similarity"] = inputs["label_similarity"][order][:, order]
+    for name in ("query", "key", "queue"):
+        inputs[f"{name}_labels"] = inputs[f"{name}_labels"][:, order]
+    torch.testing.assert_close(nws_loss(**inputs), plain)
+
+
+@given(seeds, st.sampled_from(["mean", "max"]))
+def test_keys_and_queue_rows_play_the_same_part(seed, aggregation):
+    inputs = {**problem(seed), "aggregation": aggregation}
+    plain = nws_loss(**inputs)
+    for name in ("", "_labels"):
+        inputs[f"queue{name}"] = torch.cat(
+            [inputs[f"queue{name}"].flip(0), inputs.pop(f"key{name}")]
+        )
+    torch.testing.assert_close(nws_loss(**inputs), plain)
+    assert (plain != 0).all()
+
+
+@given(seeds, st.booleans(), st.sampled_from(["mean", "max"]))
+def test_a_masked_queue_row_is_as_if_it_were_not_there(seed, decoupled, aggregation):
+    inputs = {**problem(seed), "decoupled": decoupled, "aggregation": aggregation}
+    keep = torch.tensor([1, 0, 1, 1, 0], dtype=torch.bool)
+    kept = {
+        **inputs,
+        "queue": inputs["queue"][keep],
+        "queue_labels": inputs["queue_labels"][keep],
+    }
+    expected = nws_loss(**kept)
+    torch.testing.assert_close(nws_loss(**inputs, queue_mask=keep), expected)
+    inputs["queue"][~keep] = torch.nan
+    inputs["query"].requires_grad_()
+    inputs["prototype"].requires_grad_()
+    masked = nws_loss(**inputs, queue_mask=keep)
+    torch.testing.assert_close(masked, expected)
+    masked.sum().backward()
+    assert torch.isfinite(inputs["query"].grad).all()
+    assert torch.isfinite(inputs["prototype"].grad).all()
+    assert inputs["query"].grad.any()
+
+
+def test_the_floor_of_eps_looks_at_unmasked_references_only():
+    e = torch.eye(3, dtype=torch.float64)
+    query = e[:1] + 0.1 * e[1:2]
+    common = {
+        "query": query,
+        "query_labels": torch.tensor([[1, 0]]),
+        "prototype": torch.stack([-e[0], e[2] - e[0]]),  # cosines below 0
+        "label_similarity": torch.eye(2).double(),
+        "temperature": 0.5,
+        "eps": 0.5,
+    }
+    alone = nws_loss(**common)
+    masked = nws_loss(
+        **common,
+        queue=torch.stack([e[0], e[1]]),
+        queue_labels=torch.tensor([[0, 1], [1, 0]]),
+        queue_mask=torch.zeros(2),
+    )
+    torch.testing.assert_close(masked, alone)
+    assert alone != 0
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.75, 0.999])
+def test_a_small_normaliser_is_still_a_normaliser(alpha):
+    """One label and no instance that shares it: D = 1 - alpha, and only about 0 counts as 1."""
+    e = torch.eye(2, dtype=torch.float64)
+    common = {"label_similarity": torch.eye(2).double(), "key": e[1:], "alpha": alpha, "eps": 0.0}
+    labels = torch.tensor([[0, 1]])
+    loss = nws_loss(e[:1], torch.tensor([[1, 0]]), e, key_labels=labels, temperature=1.0, **common)
+    assert loss.item() == pytest.approx((math.log(2) - 1) / (1 - alpha), rel=1e-9)
+
+
+def test_a_fully_masked_queue_is_no_queue():
+    inputs = problem()
+    masked = nws_loss(**inputs, queue_mask=torch.zeros(5))
+    del inputs["queue"], inputs["queue_labels"]
+    torch.testing.assert_close(masked, nws_loss(**inputs))
+    assert (masked != 0).all()
+
+
+def test_an_empty_queue_and_an_empty_key_are_none():
+    inputs = problem()
+    for name in ("key", "queue"):
+        inputs[name], inputs[f"{name}_labels"] = inputs[name][:0], inputs[f"{name}_labels"][:0]
+    empty = nws_loss(**inputs)
+    for name in ("key", "queue"):
+        del inputs[name], inputs[f"{name}_labels"]
+    torch.testing.assert_close(empty, nws_loss(**inputs))
+    assert empty.any()
+
+
+@given(seeds, st.floats(0.1, 3.0))
+def test_the_softmax_form_is_never_negative(seed, alpha):
+    inputs = {**problem(seed), "alpha": min(alpha, 1.0), "decoupled": False}
+    for eps in (0.0, 1e-8):
+        assert (nws_loss(**inputs, eps=eps) >= 0).all()
+        assert nws_loss(**inputs, eps=eps).any()
+
+
+def test_the_decoupled_form_may_be_negative():
+    e = torch.eye(3, dtype=torch.float64)
+    loss = nws_loss(e, torch.eye(3, dtype=torch.long), e, None, temperature=0.1)
+    assert loss.item() == pytest.approx(math.log(2) - 10, abs=1e-3)
+
+
+@given(seeds, st.floats(0.0, 2.0), st.floats(0.01, 2.0))
+def test_a_larger_beta_never_lowers_it(seed, beta, more):
+    inputs = problem(seed)
+    low, high = nws_loss(**inputs, beta=beta), nws_loss(**inputs, beta=beta + more)
+    assert (high >= low - 1e-12).all()
+    inputs["query_labels"] = torch.eye(4).long()  # every row has a key or queue row unlike it
+    inputs["queue_labels"] = torch.eye(4).long()[[0, 1, 2, 3, 0]]
+    inputs["label_similarity"] = torch.eye(4).double()
+    low, high = nws_loss(**inputs, beta=beta), nws_loss(**inputs, beta=beta + more)
+    assert (high > low).all()
+
+
+@given(seeds, st.sampled_from(["mean", "max"]))
+def test_labels_all_alike_leave_the_prototypes_to_compete(seed, aggregation):
+    inputs = {**problem(seed), "eps": 1e-12}
+    for name in ("query_labels", "key_labels", "queue_labels"):
+        inputs[name] = torch.nn.functional.one_hot(inputs[name].argmax(1), 4)  # one label each
+    inputs["label_similarity"] = torch.ones(4, 4).double()
+    alike = nws_loss(**inputs, aggregation=aggregation)
+    torch.testing.assert_close(alike, nws_loss(**inputs, beta=0.0), rtol=1e-6, atol=1e-6)
+    assert (alike != 0).all()
+
+
+@given(seeds)
+def test_labels_not_alike_make_both_aggregations_one(seed):
+    inputs = problem(seed)
+    inputs["label_similarity"] = torch.eye(4).double()
+    mean, largest = (nws_loss(**inputs, aggregation=a) for a in ("mean", "max"))
+    torch.testing.assert_close(mean, largest)
+    assert (mean != 0).all()
+
+
+@given(seeds)
+def test_max_never_weighs_a_negative_more_than_mean(seed):
+    inputs = problem(seed)
+    mean, largest = (nws_loss(**inputs, aggregation=a) for a in ("mean", "max"))
+    assert (largest <= mean + 1e-12).all()
+    assert (mean != 0).all()
+
+
+@given(seeds)
+def test_eps_zero_is_the_limit_of_small_eps(seed):
+    inputs = problem(seed)
+    inputs["query_labels"][:, 0] = 0
+    inputs["query_labels"][:, 1] = 1
+    exact = nws_loss(**inputs, eps=0.0)
+    torch.testing.assert_close(nws_loss(**inputs, eps=1e-13), exact, rtol=1e-8, atol=1e-8)
+    assert not torch.allclose(nws_loss(**inputs, eps=0.3), exact)
+
+
+def test_eps_fades_the_negatives_that_the_best_positive_leads_by_eighteen_temperatures():
+    prototype = torch.tensor([[1.0, 0.0], [-1.0, 0.1]], dtype=torch.float64)
+    one = torch.tensor([[1, 0]])
+    norms = []
+    for eps in (1e-8, 0.0):
+        leaf = prototype.clone().requires_grad_()
+        nws_loss(
+            torch.tensor([[1.0, 0.2]]).double(), one, leaf, None, temperature=0.04, eps=eps
+        ).backward()
+        norms.append(leaf.grad[1].norm().item())
+    assert norms[1] > 1e-2
+    assert norms[0] < 1e-6 * norms[1]
+
+
+# Edges
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_an_unlabelled_row_is_not_valid(decoupled):
+    inputs = {**problem(), "decoupled": decoupled}
+    inputs["query_labels"][1] = 0
+    inputs["query"].requires_grad_()
+    rows = nws_loss(**inputs)
+    assert rows[1] == 0.0
+    mean = nws_loss(**{**inputs, "reduction": "mean"})
+    torch.testing.assert_close(mean, rows.sum() / 3)
+    mean.backward()
+    assert not inputs["query"].grad[1].any()
+    assert inputs["query"].grad[[0, 2, 3]].any(dim=1).all()
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "max"])
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_an_unlabelled_reference_is_a_full_negative(aggregation, eps):
+    inputs = {**problem(), "aggregation": aggregation, "eps": eps}
+    inputs["label_similarity"] = torch.ones(
+        4, 4
+    ).double()  # labelled keys and rows are no negatives
+    inputs["queue_labels"][2] = 0
+    with_it = nws_loss(**inputs, decoupled=True)
+    mask = torch.ones(5)
+    mask[2] = 0
+    without = nws_loss(**inputs, queue_mask=mask)
+    assert (with_it > without).all()
+    assert torch.isfinite(with_it).all()
+
+
+def test_the_only_carrier_of_a_label_has_weight_one():
+    """alpha = 1, one label, no instance that shares it: D would be 0 and the weight 1e8."""
+    inputs = problem()
+    inputs["query_labels"] = torch.eye(4, dtype=torch.long)
+    inputs["key_labels"] = torch.zeros(3, 4, dtype=torch.long)
+    inputs["queue_labels"] = torch.zeros(5, 4, dtype=torch.long)
+    rows = nws_loss(**inputs)
+    assert rows.abs().max() < 100
+    arrays = {k: v.numpy() for k, v in inputs.items() if isinstance(v, torch.Tensor)}
+    assert_follows_the_formula("nws", arrays, temperature=0.4)
+
+
+def test_without_negatives_exact_rows_are_not_valid():
+    inputs = problem()
+    for name in ("query_labels", "key_labels", "queue_labels"):
+        inputs[name] = torch.ones_like(inputs[name])
+    inputs["query_labels"][3] = torch.tensor([1, 1, 1, 0])  # prototype 3 is its negative
+    inputs["query"].requires_grad_()
+    rows = nws_loss(**inputs, eps=0.0)
+    assert not rows[:3].any()
+    assert rows[3] != 0
+    mean = nws_loss(**{**inputs, "reduction": "mean"}, eps=0.0)
+    torch.testing.assert_close(mean, rows[3])
+    mean.backward()
+    assert not inputs["query"].grad[:3].any()
+    assert torch.isfinite(inputs["query"].grad).all()
+    assert inputs["query"].grad[3].any()
+    assert (nws_loss(**inputs, eps=1e-8) != 0).all()
+    assert (nws_loss(**inputs, eps=0.0, decoupled=False) > 0).all()
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_negatives_of_weight_zero_are_no_negatives(eps):
+    """One prototype, and keys that `beta` weighs with zero: nothing is left to compete."""
+    z = draw(0, 2, 3).requires_grad_()
+    keys = {"key": draw(2, 2, 3), "key_labels": torch.tensor([[1], [0]])}
+    call = (z, torch.ones(2, 1, dtype=torch.long), draw(1, 1, 3), torch.ones(1, 1))
+    assert nws_loss(*call, **keys, beta=1.0, eps=eps).item() != 0.0
+    loss = nws_loss(*call, **keys, beta=0.0, eps=eps)
+    loss.backward()
+    assert torch.isfinite(z.grad).all()
+    assert (loss.item() == 0.0) == (eps == 0.0)
+
+
+def test_zero_features_are_like_nothing():
+    inputs = problem()
+    for name in ("query", "prototype", "key", "queue"):
+        inputs[name][1] = 0.0
+        inputs[name].requires_grad_()
+    rows = nws_loss(**inputs)
+    rows.sum().backward()
+    assert torch.isfinite(rows).all()
+    for name in ("query", "prototype"):
+        assert torch.isfinite(inputs[name].grad).all()
+        assert not inputs[name].grad[1].any()
+        assert inputs[name].grad[0].any()
+
+
+def test_prototypes_learn_and_keys_do_not():
+    inputs = problem()
+    for name in ("query", "prototype", "key", "queue"):
+        inputs[name].requires_grad_()
+    nws_loss(**inputs).sum().backward()
+    assert inputs["query"].grad.any()
+    assert inputs["prototype"].grad.any()
+    assert inputs["key"].grad is None
+    assert inputs["queue"].grad is None
+
+
+# Errors
+
+
+@pytest.mark.parametrize("name", ["key", "queue"])
+def test_references_and_labels_come_together(name):
+    for missing in (name, f"{name}_labels"):
+        inputs = problem()
+        del inputs[missing]
+        with pytest.raises(ValueError, match=name):
+            nws_loss(**inputs)
+
+
+def test_a_mask_needs_a_queue():
+    inputs = problem()
+    del inputs["queue"], inputs["queue_labels"]
+    with pytest.raises(ValueError, match="queue"):
+        nws_loss(**inputs, queue_mask=torch.ones(5))
+
+
+def test_similarities_are_needed_as_soon_as_instances_are():
+    inputs = {**problem(), "label_similarity": None}
+    with pytest.raises((ValueError, TypeError), match="label_similarity"):
+        nws_loss(**inputs)
+    for name in ("key", "queue"):
+        del inputs[name], inputs[f"{name}_labels"]
+    assert nws_loss(**inputs).any()
+
+
+@pytest.mark.parametrize("value", [1.5, -0.5, math.nan, math.inf])
+def test_similarities_outside_zero_one_are_refused(value):
+    inputs = problem()
+    inputs["label_similarity"][0, 1] = value
+    with pytest.raises(ValueError, match="label_similarity"):
+        nws_loss(**inputs)
+
+
+@pytest.mark.parametrize("value", [1 + 5e-7, -5e-7])
+@pytest.mark.parametrize("aggregation", ["mean", "max"])
+def test_similarities_may_be_off_by_rounding(value, aggregation):
+    """And then `a` is clamped to [0, 1]: neither more than a full negative nor less than none."""
+    inputs = problem()
+    inputs["query_labels"] = torch.eye(4, dtype=torch.long)
+    inputs["key_labels"] = torch.eye(4, dtype=torch.long)[[1, 0, 1]]
+    inputs["queue_labels"] = torch.eye(4, dtype=torch.long)[[0, 1, 0, 1, 0]]
+    inputs["prototype"] = -inputs["query"]  # far away: the instances decide
+    inputs["label_similarity"] = torch.eye(4).double()
+    inputs["label_similarity"][0, 1] = inputs["label_similarity"][1, 0] = value
+    arrays = {k: v.numpy() for k, v in inputs.items() if isinstance(v, torch.Tensor)}
+    off = nws_loss(**{**inputs, "temperature": 0.1}, aggregation=aggregation, eps=1e-30)
+    assert torch.isfinite(off).all()
+    assert (off != 0).all()
+    inputs["label_similarity"] = inputs["label_similarity"].clamp(0, 1)
+    on = nws_loss(**{**inputs, "temperature": 0.1}, aggregation=aggregation, eps=1e-30)
+    torch.testing.assert_close(off, on, rtol=1e-12, atol=1e-12)
+    if aggregation == "max":
+        assert_follows_the_formula("nws", arrays, temperature=0.1, aggregation="max", eps=1e-30)
+
+
+@pytest.mark.parametrize("name", ["query_labels", "key_labels", "queue_labels"])
+@pytest.mark.parametrize("value", [0.5, 2.0, -1.0, math.nan])
+def test_labels_are_zero_or_one(name, value):
+    inputs = problem()
+    inputs[name] = inputs[name].double()
+    inputs[name][0, 0] = value
+    with pytest.raises(ValueError, match=name):
+        nws_loss(**inputs)
+
+
+def test_similarities_are_validated_by_the_module_too():
+    import sparse_losses
+
+    for bad in (torch.ones(3, 4), torch.full((3, 3), 2.0), torch.full((3, 3), math.nan)):
+        with pytest.raises(ValueError, match="label_similarity"):
+            sparse_losses.NWSLoss(bad)

@@ -1,0 +1,109 @@
+"""Pairwise contrastive: its formula, its theorems, its edges."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_losses.functional import pairwise_contrastive_loss
+from tests.cases import assert_follows_the_formula, cases_of
+from tests.strategies import seeds, sizes, vectors
+
+margins = st.floats(0.0, 5.0)
+
+
+@pytest.mark.parametrize("case", cases_of("pairwise_contrastive"), ids=lambda c: c.name)
+def test_value_is_the_formula(case):
+    assert_follows_the_formula("pairwise_contrastive", case.arrays(), **case.kwargs)
+
+
+@given(st.data(), sizes, margins)
+def test_value_is_the_formula_for_any_pairs(data, batch, margin):
+    arrays = {name: data.draw(vectors(batch, 3)) for name in ("x1", "x2")}
+    arrays["same"] = np.array(data.draw(st.lists(st.booleans(), min_size=batch, max_size=batch)))
+    assert_follows_the_formula("pairwise_contrastive", arrays, margin=margin)
+
+
+def test_three_four_five():
+    x1 = torch.tensor([[0.0, 0.0]] * 3, dtype=torch.float64)
+    x2 = torch.tensor([[3.0, 4.0]] * 3, dtype=torch.float64)
+    same = torch.tensor([True, False, False])
+    rows = pairwise_contrastive_loss(x1, x2, same, margin=7.0, reduction="none")
+    assert rows.tolist() == pytest.approx([25.0, 4.0, 4.0])
+
+
+def draw(seed, *shape):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+
+
+ALTERNATE = torch.tensor([True, False, True, False])
+
+
+@given(seeds, margins)
+def test_it_is_symmetric_and_does_not_see_a_shift(seed, margin):
+    x1, x2, shift = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 3)
+    loss = pairwise_contrastive_loss(x1, x2, ALTERNATE, margin=margin)
+    swapped = pairwise_contrastive_loss(x2 + shift, x1 + shift, ALTERNATE, margin=margin)
+    torch.testing.assert_close(swapped, loss)
+    assert loss.item() > 0
+
+
+@given(seeds, margins, st.floats(0.01, 2.0))
+def test_a_larger_margin_never_lowers_it(seed, margin, more):
+    x1, x2 = draw(seed, 4, 3), draw(seed + 1, 4, 3)
+    low, high = (
+        pairwise_contrastive_loss(x1, x2, ALTERNATE, margin=m, reduction="none")
+        for m in (margin, margin + more)
+    )
+    assert (high >= low).all()
+    assert torch.equal(high[ALTERNATE], low[ALTERNATE])
+    inside = (x1 - x2).norm(dim=1)[~ALTERNATE] < margin + more
+    assert torch.equal(high[~ALTERNATE] > low[~ALTERNATE], inside)
+
+
+@given(seeds, st.floats(1.5, 10.0))
+def test_beyond_the_margin_an_unlike_pair_has_no_gradient(seed, factor):
+    x1, x2 = draw(seed, 4, 3).requires_grad_(), draw(seed + 1, 4, 3)
+    margin = ((x1 - x2).norm(dim=1)[~ALTERNATE].min() / factor).item()
+    rows = pairwise_contrastive_loss(x1, x2, ALTERNATE, margin=margin, reduction="none")
+    rows.sum().backward()
+    assert not rows[~ALTERNATE].any()
+    assert not x1.grad[~ALTERNATE].any()
+    torch.testing.assert_close(x1.grad[ALTERNATE], 2 * (x1 - x2).detach()[ALTERNATE])
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_identical_vectors_have_a_finite_gradient(same, dtype):
+    x1 = torch.tensor([[1.0, 2.0], [0.5, 0.0]], dtype=dtype).requires_grad_()
+    x2 = torch.tensor([[1.0, 2.0], [0.0, 0.0]], dtype=dtype).requires_grad_()
+    rows = pairwise_contrastive_loss(
+        x1, x2, torch.tensor([same, same]), margin=2.0, reduction="none"
+    )
+    rows.sum().backward()
+    assert rows[0].item() == (0.0 if same else 4.0)
+    for leaf in (x1, x2):
+        assert torch.isfinite(leaf.grad).all()
+        assert leaf.grad[0].abs().max() <= 4.0
+        assert leaf.grad[1].any()
+    if same:
+        assert not x1.grad[0].any()
+
+
+def test_pairs_without_length_have_a_finite_second_derivative():
+    x1 = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
+    loss = pairwise_contrastive_loss(x1, torch.zeros(1, 2).double(), torch.tensor([True]))
+    (gradient,) = torch.autograd.grad(loss, x1, create_graph=True)
+    (second,) = torch.autograd.grad(gradient[0, 0], x1)
+    assert torch.isfinite(second).all()
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e-3])
+def test_close_pairs_keep_their_digits_far_from_the_origin(shift):
+    x1 = torch.full((1, 4), 1000.0)
+    x2 = x1.clone()
+    x2[0, 0] += 0.0625 + shift
+    expected = (x2 - x1).double().square().sum().item()
+    loss = pairwise_contrastive_loss(x1, x2, torch.tensor([True]))
+    assert loss.item() == pytest.approx(expected, rel=1e-6)

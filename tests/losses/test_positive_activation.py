@@ -1,0 +1,155 @@
+"""Positive activation: its formula, its theorems, its edges."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_losses.functional import positive_activation_loss
+from tests.cases import assert_follows_the_formula, cases_of
+from tests.strategies import token_problems
+
+problems = token_problems(prefix="positive_")
+weighted = token_problems(weight=True, prefix="positive_")
+
+
+@pytest.mark.parametrize("case", cases_of("positive_activation"), ids=lambda c: c.name)
+def test_value_is_the_formula(case):
+    assert_follows_the_formula("positive_activation", case.arrays(), **case.kwargs)
+
+
+@given(weighted, st.booleans())
+def test_value_is_the_formula_for_any_tokens(problem, saturating):
+    arrays, options = problem
+    assert_follows_the_formula("positive_activation", arrays, saturating=saturating, **options)
+
+
+def tensors(arrays):
+    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+
+
+def multi_hot(inputs):
+    """Build the mask as the source's sample code does."""
+    x, mask = inputs["activations"], inputs["positive_attention_mask"]
+    target = torch.zeros_like(x)
+    target.scatter_add_(1, inputs["positive_input_ids"].clamp(min=0), mask.to(x.dtype))
+    return (target > 0).to(x.dtype)
+
+
+@given(problems)
+def test_it_is_minus_the_mean_under_the_dense_mask(problem):
+    inputs = tensors(problem[0])
+    x, mask = inputs["activations"].requires_grad_(), multi_hot(inputs)
+    rows = positive_activation_loss(**inputs, reduction="none")
+    count = mask.sum(-1)
+    torch.testing.assert_close(rows, -(x * mask).sum(-1) / count.clamp(min=1))
+    (gradient,) = torch.autograd.grad(rows.sum(), x)
+    torch.testing.assert_close(gradient, -mask / count.clamp(min=1)[:, None])
+    mean = positive_activation_loss(**inputs)
+    torch.testing.assert_close(mean, rows.sum() / (count > 0).sum().clamp(min=1))
+
+
+@given(problems, st.floats(0.1, 10.0))
+def test_it_is_linear_and_unbounded_below(problem, scale):
+    inputs = tensors(problem[0])
+    plain = positive_activation_loss(**inputs)
+    inputs["activations"] = inputs["activations"] * scale
+    torch.testing.assert_close(positive_activation_loss(**inputs), plain * scale)
+    inputs["activations"] = multi_hot(inputs) * 1e6
+    value = positive_activation_loss(**inputs).item()
+    assert value == (pytest.approx(-1e6) if inputs["positive_attention_mask"].any() else 0.0)
+
+
+@given(problems)
+def test_saturating_is_positive_and_fades(problem):
+    inputs = tensors(problem[0])
+    some = multi_hot(inputs).any(-1)
+    rows = positive_activation_loss(**inputs, saturating=True, reduction="none")
+    assert (rows[some] > 0).all()
+    assert not rows[~some].any()
+    inputs["activations"] = (multi_hot(inputs) * 800).requires_grad_()
+    loss = positive_activation_loss(**inputs, saturating=True)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not inputs["activations"].grad.any()
+
+
+@given(problems, st.booleans(), st.floats(0.01, 100.0))
+def test_a_constant_weight_changes_nothing(problem, saturating, weight):
+    inputs = tensors(problem[0])
+    plain = positive_activation_loss(**inputs, saturating=saturating, reduction="none")
+    inputs["token_weight"] = torch.full((inputs["activations"].shape[1],), weight).double()
+    torch.testing.assert_close(
+        positive_activation_loss(**inputs, saturating=saturating, reduction="none"), plain
+    )
+    assert not saturating or torch.equal(plain > 0, multi_hot(inputs).any(-1))
+
+
+@given(problems, st.booleans())
+def test_a_token_of_weight_zero_is_an_ignored_token(problem, saturating):
+    arrays, _ = problem
+    inputs = tensors(arrays)
+    ignored = positive_activation_loss(**inputs, ignore_token_ids=[0], saturating=saturating)
+    assert not saturating or (ignored > 0) == multi_hot(inputs)[:, 1:].any()
+    inputs["token_weight"] = (torch.arange(inputs["activations"].shape[1]) > 0).double()
+    torch.testing.assert_close(positive_activation_loss(**inputs, saturating=saturating), ignored)
+
+
+@given(weighted, st.booleans())
+def test_padding_and_repetition_change_nothing(problem, saturating):
+    arrays, options = problem
+    inputs = tensors(arrays)
+    plain = positive_activation_loss(**inputs, **options, saturating=saturating)
+    if saturating and not options and "token_weight" not in inputs:
+        assert (plain > 0) == multi_hot(inputs).any()
+    ids, mask = inputs["positive_input_ids"], inputs["positive_attention_mask"]
+    inputs["positive_input_ids"] = torch.cat([torch.full_like(ids, 0), ids, ids], dim=1)
+    inputs["positive_attention_mask"] = torch.cat([torch.zeros_like(mask), mask, mask], dim=1)
+    torch.testing.assert_close(
+        positive_activation_loss(**inputs, **options, saturating=saturating), plain
+    )
+
+
+def test_two_tokens_by_hand():
+    x = torch.tensor([[1.0, 2.0, 4.0, 8.0]], dtype=torch.float64)
+    ids, mask = torch.tensor([[1, 3, 3, 0]]), torch.tensor([[1, 1, 1, 0]])
+    assert positive_activation_loss(x, ids, mask).item() == -5.0
+    weight = torch.tensor([9.0, 1.0, 9.0, 3.0], dtype=torch.float64)
+    assert positive_activation_loss(x, ids, mask, weight).item() == -(2 + 24) / 4
+
+
+@pytest.mark.parametrize("saturating", [True, False])
+def test_rows_whose_weights_sum_to_zero_are_not_valid(saturating):
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0, 1], [2, 3]])
+    weight = torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    call = {"saturating": saturating}
+    rows = positive_activation_loss(x, ids, torch.ones_like(ids), weight, **call, reduction="none")
+    assert rows[0] == 0.0
+    mean = positive_activation_loss(x, ids, torch.ones_like(ids), weight, **call)
+    torch.testing.assert_close(mean, rows[1])
+    mean.backward()
+    assert not x.grad[0].any()
+    assert torch.isfinite(x.grad).all()
+    assert x.grad[1].any()
+
+
+@pytest.mark.parametrize("weight", [-1.0, -1e-3])
+def test_a_negative_weight_is_refused(weight):
+    x, ids = torch.rand(2, 4), torch.tensor([[0, 1], [2, 3]])
+    with pytest.raises(ValueError, match="token_weight"):
+        positive_activation_loss(
+            x, ids, torch.ones_like(ids), torch.tensor([1.0, weight, 1.0, 1.0])
+        )
+
+
+def test_no_positions_at_all():
+    x = torch.randn(2, 6, requires_grad=True)
+    empty = torch.zeros(2, 0, dtype=torch.long)
+    loss = positive_activation_loss(x, empty, empty)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not x.grad.any()
+    one = torch.ones(2, 1, dtype=torch.long)
+    assert positive_activation_loss(x, one, one).item() != 0.0

@@ -1,0 +1,173 @@
+"""Self-reconstruction: its formula, its theorems, its edges."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from sparse_losses.functional import self_reconstruction_loss
+from tests.cases import assert_follows_the_formula, cases_of
+from tests.strategies import token_problems
+
+
+@pytest.mark.parametrize("case", cases_of("self_reconstruction"), ids=lambda c: c.name)
+def test_value_is_the_formula(case):
+    assert_follows_the_formula("self_reconstruction", case.arrays(), **case.kwargs)
+
+
+@given(token_problems(), st.booleans())
+def test_value_is_the_formula_for_any_tokens(problem, balanced):
+    arrays, options = problem
+    assert_follows_the_formula("self_reconstruction", arrays, balanced=balanced, **options)
+
+
+def tensors(arrays):
+    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+
+
+def multi_hot(inputs):
+    """Build the target as the source's sample code does."""
+    x, mask = inputs["activations"], inputs["attention_mask"]
+    target = torch.zeros_like(x)
+    target.scatter_add_(1, inputs["input_ids"].clamp(min=0), mask.to(x.dtype))
+    return target.clamp(max=1.0)
+
+
+@given(token_problems())
+def test_it_is_bce_against_the_dense_multi_hot_target(problem):
+    inputs = tensors(problem[0])
+    x, target = inputs["activations"].requires_grad_(), multi_hot(inputs)
+    loss = self_reconstruction_loss(**inputs)
+    torch.testing.assert_close(loss, binary_cross_entropy_with_logits(x, target))
+    (gradient,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(gradient, (x.detach().sigmoid() - target) / x.numel())
+
+
+@given(token_problems())
+def test_balanced_is_half_the_mean_of_each_side(problem):
+    inputs = tensors(problem[0])
+    x, target = inputs["activations"], multi_hot(inputs).bool()
+    each = binary_cross_entropy_with_logits(x, target.double(), reduction="none")
+    expected = [
+        sum(0.5 * row[side].mean() for side in (t, ~t) if side.any())
+        for row, t in zip(each, target, strict=True)
+    ]
+    rows = self_reconstruction_loss(**inputs, balanced=True, reduction="none")
+    torch.testing.assert_close(rows, torch.stack(expected))
+
+
+@given(token_problems())
+def test_on_activations_it_cannot_fall_below_its_floor(problem):
+    inputs = tensors(problem[0])
+    inputs["activations"] = inputs["activations"].abs()
+    vocab = inputs["activations"].shape[1]
+    distinct = multi_hot(inputs).sum(-1)
+    floor = (1 - distinct / vocab) * math.log(2)
+    rows = self_reconstruction_loss(**inputs, reduction="none")
+    assert (rows >= floor - 1e-12).all()
+    inputs["activations"] = multi_hot(inputs) * 800  # the best that activations can do
+    rows = self_reconstruction_loss(**inputs, reduction="none")
+    torch.testing.assert_close(rows, floor)
+
+
+@given(token_problems())
+def test_signed_logits_can_reach_zero(problem):
+    inputs = tensors(problem[0])
+    inputs["activations"] = (multi_hot(inputs) - 0.5) * 1600
+    assert self_reconstruction_loss(**inputs).item() < 1e-12
+    inputs["activations"] = -inputs["activations"]
+    assert self_reconstruction_loss(**inputs).item() == pytest.approx(800)
+
+
+@given(token_problems(), st.booleans())
+def test_padding_and_repetition_change_nothing(problem, balanced):
+    arrays, options = problem
+    inputs = tensors(arrays)
+    plain = self_reconstruction_loss(**inputs, **options, balanced=balanced)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    inputs["input_ids"] = torch.cat([ids, ids, torch.full_like(ids, 0)], dim=1)
+    inputs["attention_mask"] = torch.cat([mask, mask, torch.zeros_like(mask)], dim=1)
+    torch.testing.assert_close(
+        self_reconstruction_loss(**inputs, **options, balanced=balanced), plain
+    )
+    assert plain.item() > 0
+
+
+@given(token_problems(), st.booleans())
+def test_an_ignored_token_is_as_if_its_column_were_not_there(problem, balanced):
+    arrays, _ = problem
+    inputs = tensors(arrays)
+    last = inputs["activations"].shape[1] - 1
+    ignored = self_reconstruction_loss(**inputs, ignore_token_ids=[last], balanced=balanced)
+    assert ignored > 0
+    inputs["attention_mask"] = inputs["attention_mask"] * (inputs["input_ids"] != last)
+    inputs["activations"] = inputs["activations"][:, :-1]
+    inputs["input_ids"] = inputs["input_ids"].clamp(max=last - 1)
+    torch.testing.assert_close(self_reconstruction_loss(**inputs, balanced=balanced), ignored)
+
+
+def test_ignored_ids_have_no_gradient():
+    x = torch.randn(2, 6, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0, 1, 2], [3, 4, 4]])
+    self_reconstruction_loss(x, ids, torch.ones_like(ids), ignore_token_ids=[1, 5]).backward()
+    assert not x.grad[:, [1, 5]].any()
+    assert (x.grad[:, [0, 2, 3, 4]] != 0).all()
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_an_ignored_column_hides_its_nan(balanced):
+    x = torch.randn(2, 6, dtype=torch.float64)
+    ids = torch.tensor([[0, 1, 3], [3, 4, 4]])
+    options = {"ignore_token_ids": [3], "balanced": balanced}
+    clean = self_reconstruction_loss(x, ids, torch.ones_like(ids), **options)
+    x[:, 3] = torch.nan
+    loss = self_reconstruction_loss(x.requires_grad_(), ids, torch.ones_like(ids), **options)
+    loss.backward()
+    assert torch.equal(loss, clean)
+    assert loss > 0
+    assert torch.isfinite(x.grad).all()
+    assert not x.grad[:, 3].any()
+
+
+def test_a_row_without_tokens_is_valid_with_an_all_zero_target():
+    x = torch.randn(2, 6, dtype=torch.float64)
+    ids = torch.tensor([[0, 1], [3, 4]])
+    mask = torch.tensor([[1, 1], [0, 0]])
+    rows = self_reconstruction_loss(x, ids, mask, reduction="none")
+    torch.testing.assert_close(rows[1], torch.nn.functional.softplus(x[1]).mean())
+    torch.testing.assert_close(self_reconstruction_loss(x, ids, mask), rows.sum() / 2)
+    half = self_reconstruction_loss(x, ids, mask, balanced=True, reduction="none")[1]
+    torch.testing.assert_close(half, torch.nn.functional.softplus(x[1]).mean() / 2)
+
+
+def test_no_positions_at_all():
+    x = torch.randn(2, 6, dtype=torch.float64)
+    empty = torch.zeros(2, 0, dtype=torch.long)
+    expected = torch.nn.functional.softplus(x).mean()
+    torch.testing.assert_close(self_reconstruction_loss(x, empty, empty), expected)
+
+
+def test_every_token_attended_has_no_other_side():
+    x = torch.randn(1, 4, dtype=torch.float64)
+    ids = torch.arange(4)[None]
+    rows = self_reconstruction_loss(x, ids, torch.ones_like(ids), balanced=True)
+    torch.testing.assert_close(rows, torch.nn.functional.softplus(-x).mean() / 2)
+
+
+@pytest.mark.parametrize(
+    "kind", [list, tuple, set, np.array, torch.tensor], ids=lambda k: k.__name__
+)
+def test_ignored_ids_come_in_any_container(kind):
+    x = torch.randn(2, 6, dtype=torch.float64)
+    ids = torch.tensor([[0, 1, 2], [3, 4, 4]])
+    mask = torch.ones_like(ids)
+    expected = self_reconstruction_loss(x, ids, mask, ignore_token_ids=[1, 5])
+    assert expected > 0
+    loss = self_reconstruction_loss(x, ids, mask, ignore_token_ids=kind([1, 5]))
+    torch.testing.assert_close(loss, expected)
+    empty = self_reconstruction_loss(x, ids, mask, ignore_token_ids=kind([]))
+    torch.testing.assert_close(empty, self_reconstruction_loss(x, ids, mask))

@@ -1,0 +1,470 @@
+"""What the formulas say, term by term, in float64 NumPy and Python loops.
+
+Nothing here is imported from the package, nothing is vectorised for speed and nothing is shared
+with the implementation. A loss with a ``reduction`` has an oracle that returns ``(rows, valid)``:
+one value a row and whether the row counts; :func:`reduce_rows` reduces them. A loss that is a
+statistic of the whole batch returns one float. An optional input that is absent is ``None``.
+"""
+
+import math
+
+import numpy as np
+
+Rows = tuple[np.ndarray, np.ndarray]
+
+
+def reduce_rows(rows: np.ndarray, valid: np.ndarray, reduction: str) -> np.ndarray | float:
+    """Reduce row values: a row that is not valid is 0 and does not count in the mean."""
+    kept = np.where(valid, rows, 0.0)
+    if reduction == "none":
+        return kept
+    total = math.fsum(kept)
+    if reduction == "sum":
+        return total
+    return total / int(valid.sum()) if valid.any() else 0.0
+
+
+def _rows(values: list[float | None]) -> Rows:
+    """Build ``(rows, valid)`` from a list in which ``None`` marks a row that is not valid."""
+    return (
+        np.array([0.0 if v is None else v for v in values], dtype=np.float64),
+        np.array([v is not None for v in values], dtype=bool),
+    )
+
+
+def softplus(x: float) -> float:
+    """Return ``log(1 + exp(x))``."""
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+def log_sum_exp(values: list[float]) -> float:
+    """Return ``log(sum(exp(values)))``; minus infinity for an empty list."""
+    if not values:
+        return -math.inf
+    top = max(values)
+    if math.isinf(top):
+        return top
+    return top + math.log(math.fsum(math.exp(v - top) for v in values))
+
+
+def sim(a: np.ndarray, b: np.ndarray, kind: str) -> float:
+    """Similarity of two vectors; a zero vector has cosine 0 with everything."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    if kind == "dot":
+        return math.fsum(a * b)
+    if kind == "euclidean":
+        return -math.fsum((a - b) ** 2)
+    top_a, top_b = np.abs(a).max(initial=0.0), np.abs(b).max(initial=0.0)
+    if top_a == 0.0 or top_b == 0.0:
+        return 0.0
+    a, b = a / top_a, b / top_b
+    return math.fsum(a * b) / (math.sqrt(math.fsum(a * a)) * math.sqrt(math.fsum(b * b)))
+
+
+# ------------------------------------------------------------------------------------------------
+# Who belongs together
+
+
+def _info_nce_direction(
+    anchor, positive, negative, temperature, kind, in_batch, positive_ids, positive_mask, decoupled
+) -> list[float | None]:
+    batch = len(anchor)
+    values: list[float | None] = []
+    for i in range(batch):
+        positives, negatives = [], []
+        for j in range(batch):
+            if not in_batch and j != i:
+                continue
+            score = sim(anchor[i], positive[j], kind) / temperature
+            is_positive = (j == i) if positive_mask is None else bool(positive_mask[i][j])
+            same_id = positive_ids is not None and positive_ids[i] == positive_ids[j]
+            if is_positive:
+                positives.append(score)
+            elif not same_id:
+                negatives.append(score)
+        if negative is not None:
+            for vector in negative if np.ndim(negative) == 2 else negative[i]:
+                negatives.append(sim(anchor[i], vector, kind) / temperature)
+        if not positives or (decoupled and not negatives):
+            values.append(None)
+            continue
+        candidates = negatives if decoupled else positives + negatives
+        terms = [log_sum_exp(candidates) - score for score in positives]
+        if not decoupled and len(candidates) == 1:
+            terms = [0.0]
+        values.append(math.fsum(terms) / len(terms))
+    return values
+
+
+def info_nce(
+    anchor,
+    positive,
+    negative=None,
+    *,
+    temperature=0.07,
+    similarity="cosine",
+    symmetric=False,
+    in_batch=True,
+    positive_ids=None,
+    positive_mask=None,
+    decoupled=False,
+    chunk_size=None,
+) -> Rows:
+    """Minus log of the positive's share among the candidates."""
+    options = (temperature, similarity, in_batch, positive_ids)
+    forward = _info_nce_direction(anchor, positive, negative, *options, positive_mask, decoupled)
+    if not symmetric:
+        return _rows(forward)
+    transposed = None if positive_mask is None else np.asarray(positive_mask).T
+    backward = _info_nce_direction(positive, anchor, negative, *options, transposed, decoupled)
+    return _rows(
+        [
+            None if one is None or two is None else (one + two) / 2
+            for one, two in zip(forward, backward, strict=True)
+        ]
+    )
+
+
+def mutual_information_lower_bound(loss: float, num_candidates: int) -> float:
+    """``log(n) - loss``, never more than ``log(n)``."""
+    return min(math.log(num_candidates) - loss, math.log(num_candidates))
+
+
+def n_pair(anchor, positive, negative=None) -> Rows:
+    """``log(1 + sum_k exp(a.n_k - a.p))``."""
+    values: list[float | None] = []
+    for i in range(len(anchor)):
+        if negative is None:
+            others = [positive[j] for j in range(len(anchor)) if j != i]
+        else:
+            others = list(negative if np.ndim(negative) == 2 else negative[i])
+        own = sim(anchor[i], positive[i], "dot")
+        gaps = [sim(anchor[i], n, "dot") - own for n in others]
+        values.append(softplus(log_sum_exp(gaps)) if gaps else 0.0)
+    return _rows(values)
+
+
+def pairwise_contrastive(x1, x2, same, *, margin=1.0) -> Rows:
+    """``d^2`` for a pair that belongs together, ``max(0, margin - d)^2`` otherwise."""
+    values: list[float | None] = []
+    for a, b, together in zip(x1, x2, same, strict=True):
+        d = math.sqrt(-sim(a, b, "euclidean"))
+        values.append(d**2 if together else max(0.0, margin - d) ** 2)
+    return _rows(values)
+
+
+def triplet_margin(anchor, positive, negative, *, margin=0.3, similarity="cosine") -> Rows:
+    """The hinge on the similarity gap, averaged over a row's negatives."""
+    values: list[float | None] = []
+    for i in range(len(anchor)):
+        own = sim(anchor[i], positive[i], similarity)
+        others = negative[i : i + 1] if np.ndim(negative) == 2 else negative[i]
+        hinges = [max(0.0, margin - own + sim(anchor[i], n, similarity)) for n in others]
+        values.append(math.fsum(hinges) / len(hinges) if hinges else None)
+    return _rows(values)
+
+
+def nws(
+    query,
+    query_labels,
+    prototype,
+    label_similarity=None,
+    *,
+    key=None,
+    key_labels=None,
+    queue=None,
+    queue_labels=None,
+    queue_mask=None,
+    alpha=1.0,
+    beta=1.0,
+    temperature=0.07,
+    aggregation="mean",
+    decoupled=True,
+    eps=1e-8,
+) -> Rows:
+    """One query, one reference and one label at a time."""
+    num_labels = len(prototype)
+    labelled = []  # keys and queue rows: (vector, labels)
+    if key is not None:
+        labelled += [(v, y) for v, y in zip(key, key_labels, strict=True)]
+    if queue is not None:
+        kept = np.ones(len(queue), bool) if queue_mask is None else np.asarray(queue_mask) != 0
+        labelled += [(v, y) for v, y, keep in zip(queue, queue_labels, kept, strict=True) if keep]
+
+    values: list[float | None] = []
+    for z, y in zip(query, query_labels, strict=True):
+        own = [c for c in range(num_labels) if y[c]]
+        if not own:
+            values.append(None)
+            continue
+
+        # D_ic and the weights of the references
+        def contribution(labels, c, own=own):
+            union = len({*own, *(d for d in range(num_labels) if labels[d])})
+            return alpha / union if c in own and labels[c] else 0.0
+
+        normaliser = {}
+        for c in own:
+            total = math.fsum(contribution(labels, c) for _, labels in labelled)
+            total += 1.0 - alpha / len(own)
+            normaliser[c] = 1.0 if total <= 1e-6 else total
+
+        references = []  # (score, is positive, weight as a positive, weight as a negative)
+        for vector, labels in labelled:
+            score = sim(z, vector, "cosine") / temperature
+            theirs = [d for d in range(num_labels) if labels[d]]
+            shared = [c for c in own if labels[c]]
+            weight = math.fsum(contribution(labels, c) / (normaliser[c] + eps) for c in shared)
+            if not theirs:
+                agreement = 0.0
+            elif aggregation == "max":
+                agreement = max(label_similarity[c][d] for c in own for d in theirs)
+            else:
+                agreement = math.fsum(label_similarity[c][d] for c in own for d in theirs) / (
+                    len(own) * len(theirs) + eps
+                )
+            unlike = min(max(1.0 - agreement, 0.0), 1.0)
+            references.append((score, bool(shared), weight, beta * unlike))
+        for c in range(num_labels):
+            score = sim(z, prototype[c], "cosine") / temperature
+            weight = 1.0 / (normaliser[c] + eps) if c in own else 0.0
+            references.append((score, c in own, weight, 1.0))
+
+        denominator = [
+            score + math.log(unlike)
+            for score, is_positive, _, unlike in references
+            if not is_positive and unlike > 0
+        ]
+        if not decoupled:
+            denominator += [score for score, is_positive, _, _ in references if is_positive]
+        if eps > 0:
+            denominator.append(max(score for score, *_ in references) + math.log(eps))
+        if not denominator:
+            values.append(None)
+            continue
+        log_denominator = log_sum_exp(denominator)
+        total = math.fsum(
+            -weight * (score - log_denominator)
+            for score, is_positive, weight, _ in references
+            if is_positive
+        )
+        values.append(total / (len(own) + eps))
+    return _rows(values)
+
+
+# ------------------------------------------------------------------------------------------------
+# What the vector looks like
+
+
+def _squared_means(activations, estimator) -> list[float]:
+    batch, vocab = np.shape(activations)
+    squares = []
+    for j in range(vocab):
+        column = [float(activations[i][j]) for i in range(batch)]
+        if estimator == "biased":
+            squares.append((math.fsum(column) / batch) ** 2 if batch else 0.0)
+        else:
+            pairs = [column[i] * column[k] for i in range(batch) for k in range(batch) if i != k]
+            squares.append(math.fsum(pairs) / (batch * (batch - 1)))
+    return squares
+
+
+def flops(activations, *, estimator="biased") -> float:
+    """Squared column means; unbiased: the mean product of distinct pairs of rows."""
+    return math.fsum(_squared_means(activations, estimator))
+
+
+def idf_flops(activations, token_penalty, *, beta=0.3, estimator="biased") -> float:
+    """Weighted absolute means plus beta times weighted squared means."""
+    batch, vocab = np.shape(activations)
+    squares = _squared_means(activations, estimator)
+    total = []
+    for j in range(vocab):
+        mean = math.fsum(float(activations[i][j]) for i in range(batch)) / batch if batch else 0.0
+        total.append(token_penalty[j] * abs(mean) + beta * token_penalty[j] * squares[j])
+    return math.fsum(total)
+
+
+def min_activation(activations, token_counts=None, *, top_k=5, threshold=0.5) -> Rows:
+    """How far the mean of the largest values stays below the threshold."""
+    values: list[float | None] = []
+    for i, row in enumerate(activations):
+        k = top_k if token_counts is None else min(top_k, int(token_counts[i]))
+        if k == 0:
+            values.append(None)
+            continue
+        largest = sorted((float(v) for v in row), reverse=True)[:k]
+        values.append(max(0.0, threshold - math.fsum(largest) / k))
+    return _rows(values)
+
+
+def language_penalty(activations, token_penalty) -> Rows:
+    """``sum_j p_j x_ij``."""
+    return _rows(
+        [math.fsum(p * v for p, v in zip(token_penalty, r, strict=True)) for r in activations]
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# Which tokens it names
+
+
+def _attended(ids, mask, ignored) -> set[int]:
+    return {int(t) for t, m in zip(ids, mask, strict=True) if m} - {int(t) for t in ignored or ()}
+
+
+def self_reconstruction(
+    activations, input_ids, attention_mask, *, ignore_token_ids=None, balanced=False
+) -> Rows:
+    """Binary cross-entropy against the multi-hot vector of the input's tokens."""
+    values: list[float | None] = []
+    ignored = {int(t) for t in ([] if ignore_token_ids is None else ignore_token_ids)}
+    for row, ids, mask in zip(activations, input_ids, attention_mask, strict=True):
+        targets = _attended(ids, mask, ignored)
+        inside, outside = [], []
+        for j, x in enumerate(row):
+            if j in ignored:
+                continue
+            target = 1.0 if j in targets else 0.0
+            # -target log sigmoid(x) - (1 - target) log(1 - sigmoid(x))
+            term = target * softplus(-float(x)) + (1.0 - target) * softplus(float(x))
+            (inside if target else outside).append(term)
+        if balanced:
+            one = math.fsum(inside) / len(inside) if inside else 0.0
+            two = math.fsum(outside) / len(outside) if outside else 0.0
+            values.append(one / 2 + two / 2)
+        else:
+            values.append(math.fsum(inside + outside) / (len(inside) + len(outside)))
+    return _rows(values)
+
+
+def positive_activation(
+    activations,
+    positive_input_ids,
+    positive_attention_mask,
+    token_weight=None,
+    *,
+    saturating=False,
+    ignore_token_ids=None,
+) -> Rows:
+    """Minus the (weighted) mean activation of the positive's tokens."""
+    values: list[float | None] = []
+    ignored = [] if ignore_token_ids is None else ignore_token_ids
+    rows = zip(activations, positive_input_ids, positive_attention_mask, strict=True)
+    for row, ids, mask in rows:
+        tokens = sorted(_attended(ids, mask, ignored))
+        weights = [1.0 if token_weight is None else float(token_weight[t]) for t in tokens]
+        total = math.fsum(weights)
+        if not tokens or total == 0.0:
+            values.append(None)
+            continue
+        terms = [softplus(-float(row[t])) if saturating else -float(row[t]) for t in tokens]
+        values.append(math.fsum(w * v for w, v in zip(weights, terms, strict=True)) / total)
+    return _rows(values)
+
+
+# ------------------------------------------------------------------------------------------------
+# What the teacher says
+
+
+def _standardised(scores: list[float]) -> list[float]:
+    """z-scores with the unbiased deviation; constant scores give 0."""
+    if len(scores) < 2 or max(scores) == min(scores):
+        return [0.0] * len(scores)
+    mean = math.fsum(scores) / len(scores)
+    std = math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / (len(scores) - 1))
+    return [(s - mean) / (std + 1e-8) for s in scores]
+
+
+def distillation(
+    student_scores,
+    teacher_scores,
+    *,
+    temperature=3.0,
+    alpha_kl=0.7,
+    alpha_mse=0.3,
+    standardize="batch",
+    candidate_mask=None,
+) -> float:
+    """Tempered KL from the teacher plus the squared distance of z-scores."""
+    batch, width = np.shape(student_scores)
+    candidates = [
+        [
+            c
+            for c in range(width)
+            if (candidate_mask is None or candidate_mask[i][c])
+            and teacher_scores[i][c] != -math.inf
+        ]
+        for i in range(batch)
+    ]
+    divergences = []
+    for i, row in enumerate(candidates):
+        if not row:
+            continue
+        s = [float(student_scores[i][c]) / temperature for c in row]
+        t = [float(teacher_scores[i][c]) / temperature for c in row]
+        log_q = [v - log_sum_exp(s) for v in s]
+        log_p = [v - log_sum_exp(t) for v in t]
+        divergences.append(
+            math.fsum(math.exp(p) * (p - q) for p, q in zip(log_p, log_q, strict=True))
+        )
+    kl = math.fsum(divergences) / len(divergences) if divergences else 0.0
+
+    groups = [[(i, c) for i, row in enumerate(candidates) for c in row]]
+    if standardize == "row":
+        groups = [[(i, c) for c in row] for i, row in enumerate(candidates)]
+    squared = []
+    for group in groups:
+        zs = _standardised([float(student_scores[i][c]) for i, c in group])
+        zt = _standardised([float(teacher_scores[i][c]) for i, c in group])
+        if standardize == "row" and len(group) < 3:
+            zs = zt = [0.0] * len(group)
+        squared += [(a - b) ** 2 for a, b in zip(zs, zt, strict=True)]
+    mse = math.fsum(squared) / len(squared) if squared else 0.0
+    return alpha_kl * temperature**2 * kl + alpha_mse * mse
+
+
+def margin_mse(student_positive, student_negative, teacher_positive, teacher_negative) -> Rows:
+    """``((s+ - s-) - (t+ - t-))^2``."""
+    columns = (student_positive, student_negative, teacher_positive, teacher_negative)
+    return _rows(
+        [float(((sp - sn) - (tp - tn)) ** 2) for sp, sn, tp, tn in zip(*columns, strict=True)]
+    )
+
+
+# ------------------------------------------------------------------------------------------------
+# From logits to sparse vectors
+
+
+def splade_pool(logits, attention_mask) -> np.ndarray:
+    """``max_s mask * log1p(relu(logit))`` over the positions of a text."""
+    batch, length, vocab = np.shape(logits)
+    pooled = np.zeros((batch, vocab))
+    for i in range(batch):
+        for j in range(vocab):
+            for s in range(length):
+                if attention_mask[i][s]:
+                    pooled[i, j] = max(pooled[i, j], math.log1p(max(float(logits[i][s][j]), 0.0)))
+    return pooled
+
+
+def pooled_logits(logits, attention_mask) -> np.ndarray:
+    """The signed maximum over the attended positions, 0 for a text without any."""
+    batch, _, vocab = np.shape(logits)
+    pooled = np.zeros((batch, vocab))
+    for i in range(batch):
+        positions = [s for s in range(len(logits[i])) if attention_mask[i][s]]
+        for j in range(vocab):
+            pooled[i, j] = max((float(logits[i][s][j]) for s in positions), default=0.0)
+    return pooled
+
+
+def token_weights(logits, attention_mask) -> np.ndarray:
+    """The same with the maximum over the vocabulary, one weight a position."""
+    batch, length, _ = np.shape(logits)
+    weights = np.zeros((batch, length))
+    for i in range(batch):
+        for s in range(length):
+            if attention_mask[i][s]:
+                weights[i, s] = max(math.log1p(max(float(v), 0.0)) for v in logits[i][s])
+    return weights

@@ -1,0 +1,264 @@
+"""Pooling: from logits to sparse vectors and to token weights."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sparse_losses
+from sparse_losses.functional import splade_pool, token_weights
+from tests import oracles
+from tests.strategies import seeds
+
+
+@st.composite
+def texts(draw):
+    rng = np.random.default_rng(draw(seeds))
+    shape = tuple(draw(st.integers(1, 5)) for _ in range(3))
+    lattice = draw(st.booleans())
+    logits = (
+        rng.integers(-2, 3, size=shape).astype(np.float64)
+        if lattice
+        else rng.normal(size=shape) * 2
+    )
+    mask = rng.random(shape[:2]) < draw(st.sampled_from([0.0, 0.6, 1.0]))
+    return logits, mask
+
+
+@given(texts())
+def test_values_are_the_formula(text):
+    logits, mask = text
+    x, m = torch.from_numpy(logits), torch.from_numpy(mask)
+    expected = oracles.splade_pool(logits, mask)
+    np.testing.assert_allclose(splade_pool(x, m).numpy(), expected, rtol=1e-12, atol=1e-12)
+    activations, pooled = splade_pool(x, m, return_logits=True)
+    np.testing.assert_allclose(activations.numpy(), expected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_array_equal(pooled.numpy(), oracles.pooled_logits(logits, mask))
+    np.testing.assert_allclose(
+        token_weights(x, m).numpy(), oracles.token_weights(logits, mask), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_one_text_by_hand():
+    logits = torch.tensor([[[1.0, -1.0, 0.0], [3.0, -2.0, 0.5], [9.0, 9.0, 9.0]]]).double()
+    mask = torch.tensor([[1, 1, 0]])
+    assert splade_pool(logits, mask)[0].tolist() == pytest.approx([np.log(4), 0.0, np.log(1.5)])
+    assert token_weights(logits, mask)[0].tolist() == pytest.approx([np.log(2), np.log(4), 0.0])
+    _, pooled = splade_pool(logits, mask, return_logits=True)
+    assert pooled[0].tolist() == [3.0, -1.0, 0.5]
+
+
+def example(dtype=torch.float64, batch=2, length=4, vocab=7):
+    logits = torch.randn(batch, length, vocab, dtype=torch.float64).to(dtype) * 2
+    mask = torch.ones(batch, length, dtype=torch.long)
+    mask[0, 2:] = 0
+    return logits, mask
+
+
+FUNCTIONS = {
+    "splade_pool": splade_pool,
+    "token_weights": token_weights,
+    "activations": lambda x, m: splade_pool(x, m, return_logits=True)[0],
+    "logits": lambda x, m: splade_pool(x, m, return_logits=True)[1],
+}
+over = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.keys())
+
+
+@over
+def test_the_order_of_the_positions_does_not_matter(function):
+    logits, mask = example()
+    order = torch.tensor([3, 1, 0, 2])
+    moved = function(logits[:, order], mask[:, order])
+    plain = function(logits, mask)
+    assert torch.equal(moved, plain[:, order] if function is token_weights else plain)
+    assert plain.any()
+
+
+@over
+def test_padding_changes_nothing(function):
+    logits, mask = example()
+    longer = torch.cat([logits, torch.full((2, 3, 7), 50.0).double()], 1)
+    padded = function(longer, torch.cat([mask, torch.zeros(2, 3, dtype=torch.long)], 1))
+    plain = function(logits, mask)
+    assert torch.equal(padded[:, :4] if function is token_weights else padded, plain)
+    if function is token_weights:
+        assert not padded[:, 4:].any()
+
+
+@over
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_a_masked_position_hides_everything(function, bad):
+    logits, mask = example()
+    plain = function(logits, mask)
+    logits = logits.masked_fill(mask[..., None] == 0, bad).requires_grad_()
+    out = function(logits, mask)
+    assert torch.equal(out, plain)
+    out.sum().backward()
+    assert torch.isfinite(logits.grad).all()
+    assert not logits.grad[mask == 0].any()
+    assert logits.grad[mask == 1].any()
+
+
+@over
+def test_a_nan_that_is_not_masked_is_not_hidden(function):
+    logits, mask = example()
+    logits[0, 1, 3] = torch.nan
+    out = function(logits, mask)
+    assert out[0, 1 if function is token_weights else 3].isnan()
+    assert out[1].isfinite().all()
+
+
+@over
+def test_a_fully_masked_text_is_zero_without_gradient(function):
+    logits, mask = example()
+    mask[1] = 0
+    logits.requires_grad_()
+    out = function(logits, mask)
+    out.sum().backward()
+    assert not out[1].any()
+    assert not logits.grad[1].any()
+    assert torch.isfinite(logits.grad).all()
+    assert out[0].any()
+    assert logits.grad[0].any()
+
+
+@over
+@pytest.mark.parametrize("shape", [(0, 4, 7), (2, 0, 7)])
+def test_empty_batches_and_empty_texts(function, shape):
+    logits = torch.zeros(shape, requires_grad=True)
+    out = function(logits, torch.ones(shape[:2]))
+    expected = shape[:2] if function is token_weights else (shape[0], shape[2])
+    assert out.shape == expected
+    assert not out.any()
+    out.sum().backward()
+    filled = function(torch.ones(1, 1, 1), torch.ones(1, 1))
+    assert filled.any()
+
+
+@over
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32], ids=str)
+def test_masks_are_bool_int_or_float(function, dtype):
+    logits, mask = example()
+    out = function(logits, mask.to(dtype))
+    assert out.dtype == torch.float64
+    assert torch.equal(out, function(logits, mask))
+
+
+@over
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_half_logits_give_fp32_with_fp32_rounding(function, dtype):
+    logits, mask = example(dtype)
+    logits.requires_grad_()
+    out = function(logits, mask)
+    assert out.dtype == torch.float32
+    exact = function(logits.detach().double(), mask)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-7)
+    out.sum().backward()
+    assert logits.grad.dtype == dtype
+    assert logits.grad.any()
+
+
+def test_a_small_logit_is_not_lost_in_half_precision():
+    logits = torch.full((1, 1, 3), 1e-8, dtype=torch.bfloat16)
+    value = logits[0, 0, 0].item()
+    mask = torch.ones(1, 1)
+    assert splade_pool(logits, mask)[0, 0].item() == pytest.approx(np.log1p(value), rel=1e-6)
+    assert token_weights(logits, mask)[0, 0].item() == pytest.approx(np.log1p(value), rel=1e-6)
+
+
+@over
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_autocast_changes_nothing(function, dtype):
+    logits, mask = example(dtype)
+    plain = function(logits, mask)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = function(logits, mask)
+    assert cast.dtype == torch.float32
+    assert torch.equal(cast, plain)
+
+
+@over
+def test_gradcheck_and_gradgradcheck(function):
+    logits, mask = example()
+    logits.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: function(x, mask), logits)
+    assert torch.autograd.gradgradcheck(lambda x: function(x, mask), logits, fast_mode=True)
+    (gradient,) = torch.autograd.grad(function(logits, mask).sum(), logits)
+    assert gradient.any()
+
+
+def test_only_the_largest_active_position_of_a_column_has_a_gradient():
+    logits, mask = example()
+    logits.requires_grad_()
+    out = splade_pool(logits, mask)
+    out.sum().backward()
+    per_column = (logits.grad != 0).sum(1)
+    assert torch.equal(per_column, (out > 0).long())
+    top = logits.detach().masked_fill(mask[..., None] == 0, -torch.inf).amax(1).clamp(min=0)
+    torch.testing.assert_close(logits.grad.sum(1), torch.where(out > 0, 1 / (1 + top), 0.0))
+
+
+def test_the_signed_maximum_repairs_what_relu_cannot():
+    logits = torch.full((1, 2, 3), -4.0, requires_grad=True)
+    activations, pooled = splade_pool(logits, torch.ones(1, 2), return_logits=True)
+    (dead,) = torch.autograd.grad(activations.sum(), logits, retain_graph=True)
+    assert not dead.any()
+    (alive,) = torch.autograd.grad(pooled.sum(), logits)
+    torch.testing.assert_close(alive.sum(1), torch.ones(1, 3))
+
+
+@over
+def test_func_grad_and_vmap(function):
+    logits, mask = example()
+    leaf = logits.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(function(leaf, mask).square().sum(), leaf)
+    actual = torch.func.grad(lambda x: function(x, mask).square().sum())(logits)
+    torch.testing.assert_close(actual, expected)
+    stacked = torch.stack([logits, logits.flip(0), 2 * logits])
+    loop = torch.stack([function(x, mask) for x in stacked])
+    torch.testing.assert_close(torch.vmap(lambda x: function(x, mask))(stacked), loop)
+
+
+@over
+def test_it_compiles_into_one_graph(function):
+    torch._dynamo.reset()
+    logits, mask = example(torch.float32)
+    leaf = logits.clone().requires_grad_()
+    out = torch.compile(function, fullgraph=True, backend="aot_eager")(leaf, mask)
+    torch.testing.assert_close(out, function(logits, mask))
+    (gradient,) = torch.autograd.grad(out.square().sum(), leaf)
+    (expected,) = torch.autograd.grad(function(leaf, mask).square().sum(), leaf)
+    torch.testing.assert_close(gradient, expected)
+
+
+@over
+def test_non_contiguous_logits(function):
+    logits, mask = example()
+    assert torch.equal(function(logits.mT.contiguous().mT, mask), function(logits, mask))
+
+
+@pytest.mark.parametrize("function", [splade_pool, token_weights])
+@pytest.mark.parametrize(
+    ("logits", "mask", "name"),
+    [
+        (torch.ones(2, 3), torch.ones(2, 3), "logits"),
+        (torch.ones(2, 3, 4).long(), torch.ones(2, 3), "logits"),
+        (torch.ones(2, 3, 4), torch.ones(2, 4), "attention_mask"),
+        (torch.ones(2, 3, 4), torch.ones(1, 3), "attention_mask"),
+        (torch.ones(2, 3, 4), torch.ones(2, 3, 1), "attention_mask"),
+        (torch.ones(2, 3, 4), torch.ones(2, 3, device="meta"), "attention_mask"),
+        (torch.ones(2, 3, 4), torch.ones(2, 3, dtype=torch.complex64), "attention_mask"),
+        ([[[1.0]]], torch.ones(1, 1), "logits"),
+        (torch.ones(1, 1, 1), [[1]], "attention_mask"),
+    ],
+)
+def test_errors_name_the_argument(function, logits, mask, name):
+    with pytest.raises((ValueError, TypeError), match=name):
+        function(logits, mask)
+
+
+def test_both_are_exported():
+    for name in ("splade_pool", "token_weights"):
+        assert name in sparse_losses.__all__
+        assert name in sparse_losses.functional.__all__

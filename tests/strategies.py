@@ -1,0 +1,140 @@
+"""Hypothesis strategies: small problems with generic numbers, ties, zeros and every option."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+seeds = st.integers(0, 2**32 - 1)
+sizes = st.integers(1, 5)
+temperatures = st.floats(0.02, 5.0)
+similarities = st.sampled_from(["cosine", "dot"])
+
+
+@st.composite
+def vectors(draw, rows: int, width: int, lattice: bool | None = None) -> np.ndarray:
+    """Draw ``rows`` vectors: generic ones, or small integers with ties and zero rows."""
+    rng = np.random.default_rng(draw(seeds))
+    lattice = draw(st.booleans()) if lattice is None else lattice
+    if lattice:
+        return rng.integers(-1, 2, size=(rows, width)).astype(np.float64)
+    return rng.normal(size=(rows, width)) * draw(st.sampled_from([0.3, 1.0, 2.0]))
+
+
+@st.composite
+def activations(draw, min_rows: int = 1, min_vocab: int = 1) -> np.ndarray:
+    """Draw non-negative sparse rows, as a SPLADE head gives them."""
+    rng = np.random.default_rng(draw(seeds))
+    shape = (draw(st.integers(min_rows, 6)), draw(st.integers(min_vocab, 12)))
+    active = rng.random(shape) < draw(st.sampled_from([0.0, 0.2, 0.7, 1.0]))
+    return np.log1p(rng.gamma(1.0, 2.0, size=shape)) * active
+
+
+@st.composite
+def info_nce_problems(draw) -> tuple[dict, dict]:
+    """Draw the tensors and hyperparameters of an InfoNCE call, every option included."""
+    rng = np.random.default_rng(draw(seeds))
+    batch, width = draw(sizes), draw(st.integers(2, 4))
+    tensors = {"anchor": draw(vectors(batch, width)), "positive": draw(vectors(batch, width))}
+    kind = draw(st.sampled_from([None, "shared", "per_row"]))
+    if kind is not None:
+        count = draw(st.integers(1, 4))
+        flat = draw(vectors(count if kind == "shared" else count * batch, width))
+        tensors["negative"] = flat if kind == "shared" else flat.reshape(batch, count, width)
+    options = {
+        "temperature": draw(temperatures),
+        "similarity": draw(similarities),
+        "symmetric": draw(st.booleans()),
+        "decoupled": draw(st.booleans()),
+        "chunk_size": draw(st.sampled_from([None, None, 1, 2, 7])),
+    }
+    options["in_batch"] = draw(st.booleans()) if kind is not None else True
+    if draw(st.booleans()):
+        tensors["positive_ids"] = rng.integers(0, 3, size=batch)
+    if options["in_batch"] and draw(st.booleans()):
+        tensors["positive_mask"] = rng.random((batch, batch)) < draw(
+            st.sampled_from([0.1, 0.4, 0.9])
+        )
+    return tensors, options
+
+
+def _labels(rng: np.random.Generator, rows: int, labels: int, density: float) -> np.ndarray:
+    return (rng.random((rows, labels)) < density).astype(np.int64)
+
+
+@st.composite
+def nws_problems(draw) -> tuple[dict, dict]:
+    """Draw an NWS call: any references, unlabelled rows, empty label sets, every option."""
+    rng = np.random.default_rng(draw(seeds))
+    batch, width, labels = draw(sizes), draw(st.integers(2, 4)), draw(st.integers(1, 4))
+    density = draw(st.sampled_from([0.1, 0.4, 0.9]))
+    similar = rng.choice([0.0, 0.25, 1.0, rng.random()], size=(labels, labels))
+    similar = np.maximum(similar, similar.T)
+    np.fill_diagonal(similar, 1.0)
+    tensors = {
+        "query": draw(vectors(batch, width)),
+        "query_labels": _labels(rng, batch, labels, density),
+        "prototype": draw(vectors(labels, width)),
+        "label_similarity": similar,
+    }
+    for name in ("key", "queue"):
+        if draw(st.booleans()):
+            rows = draw(st.integers(1, 5))
+            tensors[name] = draw(vectors(rows, width))
+            tensors[f"{name}_labels"] = _labels(rng, rows, labels, density)
+            if name == "queue" and draw(st.booleans()):
+                tensors["queue_mask"] = rng.random(rows) < 0.6
+    options = {
+        "alpha": draw(st.sampled_from([0.0, 0.5, 0.9, 1.0, 3.0])),
+        "beta": draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])),
+        "temperature": draw(temperatures),
+        "aggregation": draw(st.sampled_from(["mean", "max"])),
+        "decoupled": draw(st.booleans()),
+        "eps": draw(st.sampled_from([0.0, 1e-8, 1e-3])),
+    }
+    return tensors, options
+
+
+@st.composite
+def token_problems(draw, weight: bool = False, prefix: str = "") -> tuple[dict, dict]:
+    """Draw activations and attended ids: padding, duplicates, ignored ids and empty rows."""
+    rng = np.random.default_rng(draw(seeds))
+    batch, vocab, length = draw(sizes), draw(st.integers(2, 9)), draw(st.integers(1, 6))
+    mask = (rng.random((batch, length)) < draw(st.sampled_from([0.0, 0.5, 1.0]))).astype(np.int64)
+    ids = np.where(mask, rng.integers(0, vocab, size=(batch, length)), -100)
+    tensors = {
+        "activations": draw(vectors(batch, vocab)),
+        f"{prefix}input_ids": ids,
+        f"{prefix}attention_mask": mask,
+    }
+    if weight and draw(st.booleans()):
+        tensors["token_weight"] = rng.integers(0, 3, size=vocab) / 2.0
+    options = {}
+    if draw(st.booleans()):
+        options["ignore_token_ids"] = draw(
+            st.lists(st.integers(0, vocab - 1), min_size=0, max_size=vocab - 1)
+        )
+    return tensors, options
+
+
+@st.composite
+def score_problems(draw) -> tuple[dict, dict]:
+    """Draw teacher and student scores: ties, constant rows, masked and ``-inf`` candidates."""
+    rng = np.random.default_rng(draw(seeds))
+    batch, width = draw(sizes), draw(st.integers(3, 6))
+    tensors = {
+        "student_scores": draw(vectors(batch, width)),
+        "teacher_scores": draw(vectors(batch, width)),
+    }
+    options = {
+        "temperature": draw(st.floats(0.2, 5.0)),
+        "alpha_kl": draw(st.sampled_from([0.0, 0.7, 2.0])),
+        "alpha_mse": draw(st.sampled_from([0.0, 0.3, 2.0])),
+        "standardize": draw(st.sampled_from(["batch", "row"])),
+    }
+    if draw(st.booleans()):
+        tensors["candidate_mask"] = rng.random((batch, width)) < draw(
+            st.sampled_from([0.2, 0.6, 0.9])
+        )
+    if draw(st.booleans()):
+        hidden = rng.random((batch, width)) < 0.3
+        tensors["teacher_scores"] = np.where(hidden, -np.inf, tensors["teacher_scores"])
+    return tensors, options

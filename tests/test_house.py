@@ -1,0 +1,211 @@
+"""The house rules: imports run one way, every loss has its test, exports, docs and news."""
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import sparse_losses
+import sparse_losses.functional as F
+from tests.cases import CASES, LOSSES
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "sparse_losses"
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)
+STEMS = sorted(p.stem for p in (PACKAGE / "losses").glob("*.py") if not p.stem.startswith("_"))
+
+FLOORS = {
+    **dict.fromkeys(("_core", "distributed", "kernels"), 0),
+    **dict.fromkeys(("losses", "vocabulary", "representation", "queue"), 1),
+    "objective": 2,
+    "functional": 3,
+    "": 3,  # the package itself
+    **dict.fromkeys(("integrations", "demo"), 4),
+}
+GROUND = ["_core", "distributed", "kernels"]
+
+
+def room(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return "" if parts == ("__init__",) else parts[0]
+
+
+def imported(path: Path) -> set[str]:
+    """Return the absolute names of the package's modules that a file imports, at any depth."""
+    found = set()
+    package = ("sparse_losses", *path.relative_to(PACKAGE).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            found.add(module)
+            found |= {f"{module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] == "sparse_losses"}
+
+
+def rooms_of(names: set[str]) -> set[str]:
+    """Return which rooms the names lie in; a bare `sparse_losses` is the room of all exports."""
+    rooms = set()
+    for name in names:
+        parts = name.split(".")
+        if len(parts) == 1:
+            if not any(other.startswith("sparse_losses.") for other in names):
+                rooms.add("")
+        elif (PACKAGE / parts[1]).is_dir() or (PACKAGE / f"{parts[1]}.py").exists():
+            rooms.add(parts[1])
+        else:
+            rooms.add("")  # a name that the package exports
+    return rooms
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_run_one_way(path):
+    here = room(path)
+    assert here in FLOORS, f"say in tests/test_house.py on which floor {here} lies"
+    for there in rooms_of(imported(path)) - {here}:
+        assert FLOORS[there] < FLOORS[here] or {here, there} == {"", "functional"}, (here, there)
+        if here == "losses":
+            assert there in GROUND
+
+
+def test_the_import_rule_sees_imports():
+    assert rooms_of(imported(PACKAGE / "losses" / "info_nce.py")) == {"_core"}
+    assert rooms_of(imported(PACKAGE / "functional.py")) >= {"losses", "vocabulary"}
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_loss_never_imports_a_loss(stem):
+    names = imported(PACKAGE / "losses" / f"{stem}.py")
+    assert not [name for name in names if name.startswith("sparse_losses.losses")]
+
+
+def test_the_ground_floor_knows_no_module():
+    ground = [path for path in FILES if room(path) in GROUND]
+    assert ground
+    for path in ground:
+        assert rooms_of(imported(path)) <= set(GROUND), path
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "functional.py"])
+def test_tables_of_contents_only_re_export(name):
+    docstring, *body = ast.parse((PACKAGE / name).read_text(encoding="utf-8")).body
+    assert isinstance(docstring, ast.Expr)
+    assert isinstance(docstring.value, ast.Constant)
+    assigned = []
+    for node in body:
+        if isinstance(node, ast.Assign):
+            assigned += [target.id for target in node.targets if isinstance(target, ast.Name)]
+        else:
+            assert isinstance(node, (ast.Import, ast.ImportFrom)), ast.unparse(node)
+    assert set(assigned) <= {"__all__", "__version__"}
+
+
+@pytest.mark.parametrize("module", [sparse_losses, F], ids=["package", "functional"])
+def test_all_is_complete(module):
+    public = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert set(module.__all__) - {"__version__", "functional"} == public
+    assert len(module.__all__) == len(set(module.__all__))
+
+
+def test_functions_are_exported_twice():
+    functions = {n for n in sparse_losses.__all__ if inspect.isfunction(getattr(sparse_losses, n))}
+    assert functions <= set(F.__all__) <= set(sparse_losses.__all__)
+    assert all(getattr(F, name) is getattr(sparse_losses, name) for name in F.__all__)
+    assert not [n for n in F.__all__ if n.endswith("Loss")], "modules come from the package"
+
+
+def test_version_is_one():
+    assert re.fullmatch(r"\d+\.\d+\.\d+([a-z.]+\d+)?", sparse_losses.__version__)
+
+
+def test_every_loss_is_in_the_table_of_cases():
+    assert sorted(LOSSES) == STEMS
+    assert sorted({case.stem for case in CASES}) == STEMS
+    assert len({case.id for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_adding_a_loss_touches_its_test_exports_and_changelog(stem):
+    function, module = f"{stem}_loss", LOSSES[stem].module
+    assert (ROOT / "tests" / "losses" / f"test_{stem}.py").exists()
+    assert function in F.__all__
+    assert {function, module} <= set(sparse_losses.__all__)
+    assert f"`{function}`" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    source = importlib.import_module(f"sparse_losses.losses.{stem}")
+    assert {function, module} <= set(source.__all__)
+    assert inspect.getmodule(getattr(F, function)) is source
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_loss_says_its_formula_arguments_errors_and_source(stem):
+    doc = inspect.getdoc(getattr(F, f"{stem}_loss"))
+    assert re.search(r"\$\$.+?\$\$|\.\. math::|\\\[", doc, re.DOTALL)
+    headings = re.findall(r"^(Args|Returns|Raises|Examples?|References):", doc, re.MULTILINE)
+    assert headings[:3] == ["Args", "Returns", "Raises"]
+    assert "References" in headings
+    for name in inspect.signature(getattr(F, f"{stem}_loss")).parameters:
+        assert re.search(rf"^    .*\b{name}\b.*:", doc, re.MULTILINE), name
+    module = getattr(sparse_losses, LOSSES[stem].module)
+    assert "$$" not in inspect.getdoc(module), "the formula is written once"
+
+
+PUBLIC = sorted({*sparse_losses.__all__, *F.__all__} - {"__version__", "functional"})
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_has_a_docstring_with_an_example(name):
+    doc = inspect.getdoc(getattr(sparse_losses, name, None) or getattr(F, name))
+    assert doc
+    assert re.search(r"^\s*>>> ", doc, re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_every_file_says_what_it_is(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert not tree.body or ast.get_docstring(tree)
+
+
+def _optional() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = project["project"]["optional-dependencies"].values()
+    listed = {re.split(r"[^\w-]", item)[0].replace("-", "_") for group in extras for item in group}
+    return listed | {"transformers", "sentence_transformers", "lightning_ir", "lightning", "regex"}
+
+
+def test_importing_the_package_imports_no_optional_dependency():
+    code = "import sys, sparse_losses, sparse_losses.functional; print(*sorted(sys.modules))"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    loaded = {name.split(".")[0] for name in run.stdout.split()}
+    assert {"sparse_losses", "torch"} <= loaded
+    assert not loaded & _optional()
+    rooms = {n.split(".")[1] for n in run.stdout.split() if n.startswith("sparse_losses.")}
+    assert not rooms & {"demo", "integrations"}
+
+
+def test_the_runtime_needs_torch_and_numpy_only():
+    standard = sys.stdlib_module_names
+    for path in FILES:
+        if room(path) in ("demo", "integrations", "kernels"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            outside = {n.split(".")[0] for n in names} - standard - {"sparse_losses"}
+            assert outside <= {"torch", "numpy"}, (path, outside)
