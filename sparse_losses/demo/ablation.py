@@ -36,18 +36,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain FLOPS": {"plain_flops": True},
     "sparse start": {"start": "sparse"},
 }
-COLUMNS = (
-    "name_recall_1",
-    "name_recall_10",
-    "name_mrr_10",
-    "summary_mrr_10",
-    "active_query",
-    "active_document",
-    "stopwords",
-    "special",
-    "rare",
-    "own",
-)
+HEADINGS = {
+    "name_recall_1": "name R@1",
+    "name_recall_10": "name R@10",
+    "name_mrr_10": "name MRR@10",
+    "summary_mrr_10": "summary MRR@10",
+    "active_query": "active, query",
+    "active_document": "active, document",
+    "stopwords": "stopwords",
+    "special": "special",
+    "rare": "rare",
+    "own": "own",
+    "query_special": "special, query",
+    "query_rare": "rare, query",
+}
+COLUMNS = tuple(HEADINGS)
+RANKING_COLUMNS = COLUMNS[:4]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,11 +128,14 @@ def _run(options: argparse.Namespace) -> None:
                 for result in pool.imap_unordered(run_one, jobs):
                     results[result["variant"], result["seed"]] = result
                     bar.advance(task)
+                pool.close()
+                pool.join()
     finished = [result for result in results.values() if result]
     if len({json.dumps(result["sources"]) for result in finished}) > 1:
         raise UserError(f"runs in {folder} come from different installed versions; delete the old")
     _write_tables(folder, finished)
-    console.print((folder / "ablation.md").read_text(), markup=False, highlight=False)
+    table = (folder / "ablation.md").read_text(encoding="utf-8")
+    console.print(table, markup=False, highlight=False, soft_wrap=True)
     console.print(f"Wrote ablation.json, ablation.csv and ablation.md to {folder}.")
 
 
@@ -191,28 +198,34 @@ def _finished(folder: Path, variant: str, seed: int, steps: int) -> dict[str, An
 
 
 def figures_of(result: dict[str, Any], system: str) -> dict[str, float]:
-    """The columns of the table from one run's test figures; the anatomy is the model's only."""
+    """The columns of the table from one run's test figures; vectors are the name task's."""
+    from sparse_losses.demo.report import UNTRAINED
+
     name, summary = result["test"]
-    row = {
+    when = "before" if system == UNTRAINED else "after"
+    query, document = name[f"query_{when}"], name[f"document_{when}"]
+    return {
         "name_recall_1": name["rankings"][system]["recall_1"],
         "name_recall_10": name["rankings"][system]["recall_10"],
         "name_mrr_10": name["rankings"][system]["mrr_10"],
         "summary_mrr_10": summary["rankings"][system]["mrr_10"],
-    }
-    after = name["document_after"]
-    shares = {key: after[key] for key in ("stopwords", "special", "rare", "own")}
-    return {
-        **row,
-        "active_query": name["query_after"]["active"],
-        "active_document": after["active"],
-        **shares,
+        "active_query": query["active"],
+        "active_document": document["active"],
+        **{share: document[share] for share in ("stopwords", "special", "rare", "own")},
+        "query_special": query["special"],
+        "query_rare": query["rare"],
     }
 
 
 def _write_tables(folder: Path, results: Sequence[dict[str, Any]]) -> None:
-    from sparse_losses.demo.report import BM25_SUBWORDS, BM25_WORDS, MODEL, write_json
+    from sparse_losses.demo.report import BM25_SUBWORDS, BM25_WORDS, MODEL, UNTRAINED, write_json
 
     rows = [
+        {"variant": UNTRAINED, "seed": result["seed"], **figures_of(result, UNTRAINED)}
+        for result in results
+        if result["variant"] == "full"
+    ]
+    rows += [
         {"variant": result["variant"], "seed": result["seed"], **figures_of(result, MODEL)}
         for result in results
     ]
@@ -221,9 +234,8 @@ def _write_tables(folder: Path, results: Sequence[dict[str, Any]]) -> None:
         writer.writeheader()
         writer.writerows(rows)
 
-    variants = list(dict.fromkeys(str(row["variant"]) for row in rows))
     summary: dict[str, dict[str, Any]] = {}
-    for variant in variants:
+    for variant in dict.fromkeys(str(row["variant"]) for row in rows):
         chosen = [row for row in rows if row["variant"] == variant]
         summary[variant] = {"seeds": [row["seed"] for row in chosen]} | {
             column: {
@@ -233,7 +245,7 @@ def _write_tables(folder: Path, results: Sequence[dict[str, Any]]) -> None:
             for column in COLUMNS
         }
     baselines = {
-        system: {column: figures_of(results[0], system)[column] for column in COLUMNS[:4]}
+        system: {column: figures_of(results[0], system)[column] for column in RANKING_COLUMNS}
         for system in (BM25_WORDS, BM25_SUBWORDS)
     }
     sources = results[0]["sources"]
@@ -250,30 +262,19 @@ def markdown(
     sources: dict[str, str],
 ) -> str:
     """The table for the documentation: mean ± standard deviation over the seeds."""
-    heads = (
-        "run",
-        "name R@1",
-        "name R@10",
-        "name MRR@10",
-        "summary MRR@10",
-        "active query",
-        "active document",
-        "stopwords",
-        "special",
-        "rare",
-        "own",
-    )
-    lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+    heads = ("run", *HEADINGS.values())
+    lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * len(HEADINGS) + "|"]
     for system, figures in baselines.items():
         cells = [f"{value:.3f}" for value in figures.values()]
-        lines.append("| " + " | ".join([system, *cells, *[""] * 6]) + " |")
+        empty = [""] * (len(COLUMNS) - len(RANKING_COLUMNS))
+        lines.append("| " + " | ".join([system, *cells, *empty]) + " |")
     for variant, columns in summary.items():
         cells = []
         for column in COLUMNS:
             mean, spread = columns[column]["mean"], columns[column]["std"]
             if column.startswith("active"):
                 cells.append(f"{mean:,.0f} ± {spread:,.0f}")
-            elif column in COLUMNS[:4]:
+            elif column in RANKING_COLUMNS:
                 cells.append(f"{mean:.3f} ± {spread:.3f}")
             else:
                 cells.append(f"{mean:.1%} ± {spread:.1%}")
@@ -282,9 +283,9 @@ def markdown(
     lines += [
         "",
         f"Test queries; mean ± standard deviation of {seeds} seed{'s' * (seeds > 1)}. Active: "
-        "dimensions above zero (name → document). Stopwords, special, rare: share of a document's "
-        "ten highest dimensions; rare: in at most 5 training documents and not in the text. Own: "
-        "share of a document's own tokens that are active. Documents of "
+        "dimensions above zero (name → document). Stopwords, special, rare: share of the ten "
+        "highest dimensions, a document's unless said; rare: in at most 5 training documents and "
+        "not in the text. Own: share of a document's own tokens that are active. Documents of "
         + ", ".join(f"{name} {version}" for name, version in sources.items())
         + ".",
         "",

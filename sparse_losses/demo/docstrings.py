@@ -17,6 +17,7 @@ import platform
 import re
 import sysconfig
 import types
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -98,7 +99,8 @@ def parse_folder(folder: Path, package: str) -> Iterator[Docstring]:
         if any(part.startswith("_") and part != "_core" for part in parts[:-1]):
             continue
         try:
-            tree = ast.parse(path.read_bytes())
+            with warnings.catch_warnings(action="ignore"):  # odd escapes in other people's strings
+                tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError, OSError):  # templates and broken files are not our concern
             continue
         public = [part for part in (package, *parts) if part and not part.startswith("_")]
@@ -195,6 +197,7 @@ def clean(docstring: str) -> tuple[str, str]:
     Signatures, doctests, code, formulas, section headings, cross-references, roles and addresses
     go; notes and the descriptions of arguments stay.
     """
+    docstring = docstring.encode(errors="ignore").decode()  # half characters cannot be tokenized
     paragraphs: list[list[str]] = [[]]
     for line in _prose_lines(_without_signature(docstring)):
         if line.strip():

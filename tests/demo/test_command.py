@@ -196,6 +196,11 @@ def small(monkeypatch, corpus):
         def __exit__(self, *_):
             return None
 
+        def close(self):
+            return None
+
+        join = close
+
         def imap_unordered(self, work, jobs):
             return map(work, jobs)
 
@@ -221,7 +226,7 @@ def test_ablation_writes_tables_and_skips_what_is_finished(small, tmp_path, monk
     arguments = ["--seeds", "0", "1", "--steps", "3", "--output", str(tmp_path)]
     assert ablation.main([*arguments, "--only", "full", "without flops"]) == 0
     content = json.loads((tmp_path / "ablation.json").read_text(encoding="utf-8"))
-    assert len(content["runs"]) == 4
+    assert len(content["runs"]) == 6  # two seeds of two variants and of the untrained model
     full = content["summary"]["full"]["name_mrr_10"]
     values = [row["name_mrr_10"] for row in content["runs"] if row["variant"] == "full"]
     assert full["mean"] == pytest.approx(sum(values) / 2)
@@ -229,7 +234,7 @@ def test_ablation_writes_tables_and_skips_what_is_finished(small, tmp_path, monk
     table = (tmp_path / "ablation.md").read_text(encoding="utf-8")
     for start in ("| BM25, words |", "| full |", "| without flops |"):
         assert start in table
-    assert len((tmp_path / "ablation.csv").read_text(encoding="utf-8").splitlines()) == 5
+    assert len((tmp_path / "ablation.csv").read_text(encoding="utf-8").splitlines()) == 7
 
     monkeypatch.setattr(ablation, "run_one", lambda job: pytest.fail(f"ran {job} again"))
     assert ablation.main([*arguments, "--only", "full", "without flops"]) == 0

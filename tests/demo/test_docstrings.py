@@ -67,6 +67,10 @@ def test_clean_of_nothing():
     assert docstrings.clean("f(x)\n\n>>> f(1)\n") == ("", "")
 
 
+def test_clean_survives_half_a_character():
+    assert docstrings.clean("A \ud800 broken one.") == ("A broken one.", "")
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -137,11 +141,17 @@ def test_sources_are_parsed_not_imported(tmp_path):
         'class Box:\n    "A box."\n    def open(self):\n        "Opens."\n'
     )
     (tmp_path / "broken.py").write_text("def (:\n")
+    (tmp_path / "escape.py").write_text('def odd():\n    "A \\d."\n')
     for folder in ("tests", "_private"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "module.py").write_text('def never():\n    "No."\n')
     found = dict(docstrings.parse_folder(tmp_path, "pkg"))
-    assert found == {"pkg.seen": "Public.", "pkg.Box": "A box.", "pkg.Box.open": "Opens."}
+    assert found == {
+        "pkg.seen": "Public.",
+        "pkg.Box": "A box.",
+        "pkg.Box.open": "Opens.",
+        "pkg.escape.odd": "A \\d.",
+    }
 
 
 def test_c_functions_are_found_by_looking():
