@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m sparse_losses.demo",
         description="Search your own Python's documentation with a sparse retriever that you "
         "trained yourself. Pairs are made of the docstrings of the installed Python, torch, numpy, "
-        "sympy and networkx; nothing is downloaded. Takes about three minutes on one core.",
+        "sympy and networkx; nothing is downloaded. Takes three to four minutes on one core.",
     )
     add = parser.add_argument
     add(
@@ -133,8 +133,13 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--resume",
         action="store_true",
-        help="go on from the checkpoint in the output folder, with the options of the first run; "
-        "on one thread the figures are those of an uninterrupted run",
+        help="go on from the checkpoint in the output folder; repeat the other options of the "
+        "first run. On one thread the figures are those of an uninterrupted run",
+    )
+    add(
+        "--overwrite",
+        action="store_true",
+        help="start afresh although the output folder holds an unfinished run",
     )
     add(
         "--query",
@@ -179,8 +184,9 @@ def _run(options: argparse.Namespace) -> None:
     console = Console()
     folder = writable_folder(options.output)
     checkpoint = folder / CHECKPOINT
-    if options.resume and not checkpoint.exists():
-        raise UserError(f"nothing to resume: there is no {checkpoint}")
+    _check_checkpoint(options, checkpoint)
+    if any(not query.strip() for query in options.query):
+        raise UserError("expected a question after --query, got an empty text")
 
     corpus, run = _prepare(console, options)
     if options.resume:
@@ -189,8 +195,9 @@ def _run(options: argparse.Namespace) -> None:
     elif checkpoint.exists():
         console.print(f"Starting afresh: {checkpoint} will be replaced (--resume would go on).")
     train(console, run, checkpoint)
+    console.print()
 
-    with console.status("Ranking the test queries"):
+    with _doing(console, "Ranking the test queries"):
         measuring = time.perf_counter()
         figures = report.measure(run, corpus)
         measured = time.perf_counter() - measuring
@@ -201,7 +208,7 @@ def _run(options: argparse.Namespace) -> None:
     tops = report.top_tokens(run, queries)
     report.show_top_tokens(console, queries, tops)
 
-    with console.status("Indexing all documents"):
+    with _doing(console, "Indexing all documents"):
         index = report.Index(run, corpus)
     questions = options.query or ([] if options.pairs else list(EXAMPLES))
     answers = {question: index.search(question) for question in questions}
@@ -209,6 +216,11 @@ def _run(options: argparse.Namespace) -> None:
         report.show_answers(console, question, found)
 
     console.print("\n[bold]What to expect of it[/]")
+    if run.settings.steps < STEPS:
+        console.print(
+            f" • {run.settings.steps} steps are less than a training: the default is {STEPS}.",
+            highlight=False,
+        )
     for limit in report.LIMITS + (() if options.pairs else report.DOCSTRING_LIMITS):
         console.print(f" • {limit}", highlight=False)
     seconds = {
@@ -231,6 +243,39 @@ def _run(options: argparse.Namespace) -> None:
         _prompt(console, index)
 
 
+def _check_checkpoint(options: argparse.Namespace, checkpoint: Path) -> None:
+    """Find out before any work whether going on, or starting afresh, would go wrong."""
+    from sparse_losses.demo.training import Run, check_same_settings
+
+    if not checkpoint.exists():
+        if options.resume:
+            raise UserError(f"nothing to resume: there is no {checkpoint}")
+        return
+    if options.resume:
+        check_same_settings(checkpoint, Run.peek(checkpoint)[1], settings_of(options))
+    elif not options.overwrite:
+        try:
+            step, made_with = Run.peek(checkpoint)
+        except UserError:  # damaged: there is nothing to lose
+            return
+        if step < made_with["steps"]:
+            raise UserError(
+                f"{checkpoint} holds an unfinished run (step {step} of {made_with['steps']}): add "
+                "--resume to go on, --overwrite to start afresh, or choose another --output"
+            )
+
+
+@contextmanager
+def _doing(console: Console, what: str) -> Iterator[None]:
+    """Say what takes a while: a spinner on a terminal, a line in a file."""
+    if console.is_terminal:
+        with console.status(what):
+            yield
+    else:
+        console.print(f"{what} …")
+        yield
+
+
 def _prepare(console: Console, options: argparse.Namespace) -> tuple[Corpus, Run]:
     from sparse_losses.demo import corpus as corpora
     from sparse_losses.demo import docstrings
@@ -239,7 +284,7 @@ def _prepare(console: Console, options: argparse.Namespace) -> tuple[Corpus, Run
     if options.pairs:
         corpus = corpora.read_pairs(options.pairs)
     else:
-        with console.status("Reading the docstrings of your Python"):
+        with _doing(console, "Reading the docstrings of your Python"):
             corpus = docstrings.load()
     console.print(
         f"{sum(len(row.pairs) for row in corpus.train):,} training pairs, "
@@ -247,7 +292,7 @@ def _prepare(console: Console, options: argparse.Namespace) -> tuple[Corpus, Run
         + ", ".join(f"{name} {version}" for name, version in corpus.sources.items()),
         highlight=False,
     )
-    with console.status("Learning subwords and building the model"):
+    with _doing(console, "Learning subwords and building the model"):
         run = Run(corpus, settings_of(options))
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     console.print(

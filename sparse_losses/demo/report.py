@@ -26,8 +26,8 @@ LIMITS = (
     "Some of the tokens that a vector adds to its text are accidents of a small corpus.",
 )
 DOCSTRING_LIMITS = (
-    "The lead over BM25 by name is mostly that of tokens spelt alike (try --without spelling); "
-    "where query and text share their words (summary → rest), BM25 on the same subwords is level.",
+    "Where the model is ahead of BM25 by name, it is mostly by tokens spelt alike (try --without "
+    "spelling); where query and text share their words, BM25 on the same subwords is hard to beat.",
     "All figures hold for the versions named above; other versions are other documents.",
 )
 MODEL, UNTRAINED, BM25_WORDS, BM25_SUBWORDS = (
@@ -231,7 +231,8 @@ def draw(path: Path, run: Run, figures: Sequence[TaskFigures]) -> None:
         values = [getattr(probe.ranking, attribute) for probe in run.probes]
         recall.plot(probed, values, color=colour, label=name, lw=2, marker="o", ms=4)
     recall.set_ylim(0, 1)
-    recall.set_title(f"{figures[0].task}, {len(run.probe_rows)} validation queries")
+    count = len(run.probe_rows)
+    recall.set_title(f"{figures[0].task}: {count} validation queries, {count} documents")
 
     for name, attribute, colour, side in (
         ("documents", "active_document", "#2a78d6", "bottom"),

@@ -184,6 +184,16 @@ class Run:
         torch.save(state, partial)
         os.replace(partial, path)
 
+    @staticmethod
+    def peek(path: Path) -> tuple[int, dict[str, Any]]:
+        """The step and the settings of a checkpoint.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        state = _read_checkpoint(path)
+        return state["step"], state["settings"]
+
     def load(self, path: Path) -> None:
         """Go back to a checkpoint of the same settings and data.
 
@@ -191,8 +201,7 @@ class Run:
             UserError: there is none, it cannot be read, or it belongs to another experiment.
         """
         state = _read_checkpoint(path)
-        if different := _differences(state["settings"], dataclasses.asdict(self.settings)):
-            raise UserError(f"{path} was made with other settings: {'; '.join(different)}")
+        check_same_settings(path, state["settings"], self.settings)
         if state["data"] != self.data or state["vocabulary"] != self.tokens.vocabulary():
             raise UserError(
                 f"{path} was trained on other texts: the pairs or the installed versions "
@@ -241,6 +250,19 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or "settings" not in state:
         raise UserError(f"{path} is not a checkpoint of this demo")
     return state
+
+
+def check_same_settings(path: Path, made_with: dict[str, Any], settings: Settings) -> None:
+    """Check that a checkpoint can be gone on from with these settings.
+
+    Raises:
+        UserError: it cannot; the message names every difference.
+    """
+    if different := _differences(made_with, dataclasses.asdict(settings)):
+        raise UserError(
+            f"{path} was made with other settings: {'; '.join(different)}; "
+            "repeat the options of the first run beside --resume"
+        )
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

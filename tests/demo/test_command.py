@@ -256,3 +256,42 @@ def test_torch_threads_are_left_as_the_command_says(tiny, pairs, tmp_path):
     arguments = ["--pairs", str(pairs), "--output", str(tmp_path / "out"), "--query", "tree"]
     assert command.main([*arguments, "--steps", "1", "--threads", "1"]) == 0
     assert torch.get_num_threads() == 1
+
+
+def test_an_unfinished_run_is_not_overwritten_unless_asked(tiny, pairs, tmp_path, capsys):
+    folder = tmp_path / "out"
+    arguments = ["--pairs", str(pairs), "--output", str(folder), "--query", "tree", "--steps"]
+    assert command.main([*arguments, "4"]) == 0
+    checkpoint = folder / command.CHECKPOINT
+    state = torch.load(checkpoint, weights_only=True)
+    torch.save({**state, "step": 2}, checkpoint)  # as Ctrl-C leaves it
+    before = checkpoint.read_bytes()
+
+    assert command.main([*arguments, "3"]) == 1
+    said = capsys.readouterr().err
+    assert "step 2 of 4" in said
+    assert "--resume" in said
+    assert "--overwrite" in said
+    assert checkpoint.read_bytes() == before
+
+    assert command.main([*arguments, "3", "--overwrite"]) == 0
+    assert torch.load(checkpoint, weights_only=True)["step"] == 3
+
+
+def test_other_options_beside_resume_are_named_before_the_texts_are_read(
+    tiny, pairs, tmp_path, capsys
+):
+    folder = tmp_path / "out"
+    arguments = ["--output", str(folder), "--query", "tree", "--steps", "2"]
+    assert command.main([*arguments, "--pairs", str(pairs)]) == 0
+    gone = ["--pairs", str(tmp_path / "gone.tsv"), "--resume", "--seed", "5"]
+    assert command.main([*arguments, *gone]) == 1
+    said = capsys.readouterr().err
+    assert "seed was 0, now 5" in said
+    assert "repeat the options of the first run" in said
+
+
+def test_an_empty_question_is_refused(tiny, pairs, tmp_path, capsys):
+    arguments = ["--pairs", str(pairs), "--output", str(tmp_path / "out"), "--steps", "1"]
+    assert command.main([*arguments, "--query", " "]) == 1
+    assert "--query" in capsys.readouterr().err
