@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -148,5 +148,5 @@ def token_penalty(tokens: Tokens, idf: Tensor, weights: Weights, without: frozen
     return base.float()
 
 
-def _mean(values: object) -> Tensor:
-    return torch.stack(list(values)).mean()  # type: ignore[call-overload]
+def _mean(values: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(values)).mean()

@@ -1,4 +1,4 @@
-"""Knowledge distillation of scores: softened KL plus z-score MSE (seed V26)."""
+"""Knowledge distillation of scores: softened KL plus z-score MSE."""
 
 import torch
 from torch import Tensor, nn

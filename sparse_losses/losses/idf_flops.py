@@ -1,4 +1,4 @@
-"""IDF-weighted FLOPS: tokens that say little pay more, special tokens pay most (seed V25, V26)."""
+"""IDF-weighted FLOPS: tokens that say little pay more, special tokens pay most."""
 
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""Language penalty: tokens of other languages cost (seed V28a)."""
+"""Language penalty: tokens of other languages cost."""
 
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""Minimum activation: every text keeps a few active tokens (seed V22 to V26)."""
+"""Minimum activation: every text keeps a few active tokens."""
 
 import torch
 import torch.nn.functional as nnf

@@ -1,4 +1,4 @@
-"""NWS: multi-label contrastive learning against keys, a queue and label prototypes (seed 002)."""
+"""NWS: multi-label contrastive learning against keys, a queue and label prototypes."""
 
 import math
 

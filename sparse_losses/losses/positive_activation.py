@@ -1,4 +1,4 @@
-"""Positive activation: an anchor activates the tokens of its positive (seed V22 to V26)."""
+"""Positive activation: an anchor activates the tokens of its positive."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Self-reconstruction: a text activates its own tokens (seed V22 to V26)."""
+"""Self-reconstruction: a text activates its own tokens."""
 
 import torch
 from torch import Tensor, nn
