@@ -17,7 +17,7 @@ from sparse_losses.losses import (
     triplet_margin_loss,
 )
 from sparse_losses.queue import LabelQueue
-from sparse_losses.representation import splade_pool, token_weights
+from sparse_losses.representation import splade_head, splade_pool, token_weights
 from sparse_losses.vocabulary import (
     DocumentFrequency,
     idf_penalty,
@@ -46,6 +46,7 @@ __all__ = [
     "pairwise_contrastive_loss",
     "positive_activation_loss",
     "self_reconstruction_loss",
+    "splade_head",
     "splade_pool",
     "token_weights",
     "triplet_margin_loss",

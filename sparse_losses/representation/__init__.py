@@ -1,5 +1,6 @@
 """From hidden states to sparse vectors."""
 
+from sparse_losses.representation.head import SpladeHead, splade_head
 from sparse_losses.representation.pooling import splade_pool, token_weights
 
-__all__ = ["splade_pool", "token_weights"]
+__all__ = ["SpladeHead", "splade_head", "splade_pool", "token_weights"]

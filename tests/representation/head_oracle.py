@@ -1,0 +1,95 @@
+"""What the SPLADE head is, one dot product at a time, and numbers with which that is exact.
+
+The formulas are float64 NumPy and Python loops; nothing is imported from the package. The numbers
+lie on a grid: the terms of every dot product and its partial sums, in any order, fit the 24 bits of
+fp32, yet not the 8 bits of bf16. fp32 then has no rounding to hide behind: the maximum, its
+position and the sign are right or wrong.
+"""
+
+import math
+
+import numpy as np
+
+
+def dot(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the exact dot product, rounded once."""
+    products = np.asarray(a, np.float64) * np.asarray(b, np.float64)
+    return math.fsum(products) if np.isfinite(products).all() else float(sum(products))
+
+
+def maxima(hidden, weight, mask=None) -> tuple[np.ndarray, np.ndarray]:
+    """Return ``max_s h_is . w_j`` and its first position; -1 for a text without a position."""
+    batch, length, _ = np.shape(hidden)
+    vocab = len(weight)
+    top = np.zeros((batch, vocab))
+    position = np.full((batch, vocab), -1)
+    for i in range(batch):
+        for j in range(vocab):
+            for s in range(length):
+                if mask is not None and not mask[i][s]:
+                    continue
+                value = dot(hidden[i][s], weight[j])
+                if position[i, j] < 0 or value > top[i, j]:
+                    top[i, j], position[i, j] = value, s
+    return top, position
+
+
+def logits(hidden, weight, bias=None, mask=None, gate=None) -> np.ndarray:
+    """Return ``g_ij (max_s h_is . w_j + b_j)``, 0 for a text without a position."""
+    top, position = maxima(hidden, weight, mask)
+    pooled = np.zeros_like(top)
+    for i, j in np.ndindex(*top.shape):
+        if position[i, j] >= 0:
+            value = top[i, j] + (0.0 if bias is None else float(bias[j]))
+            pooled[i, j] = value * (1.0 if gate is None else float(gate[i][j]))
+    return pooled
+
+
+def activations(pooled: np.ndarray) -> np.ndarray:
+    """Return ``log(1 + max(0, logit))`` of every logit."""
+    out = np.zeros_like(pooled)
+    for index in np.ndindex(*pooled.shape):
+        out[index] = math.log1p(max(pooled[index], 0.0))
+    return out
+
+
+def gradients(hidden, weight, bias, mask, gate, upstream, upstream_logits=None) -> dict:
+    """Return the gradients of ``sum(upstream * activations)``, plus that of the logits."""
+    top, position = maxima(hidden, weight, mask)
+    batch, vocab = top.shape
+    found = {
+        "hidden": np.zeros(np.shape(hidden)),
+        "weight": np.zeros(np.shape(weight)),
+        "bias": np.zeros(vocab),
+        "gate": np.zeros((batch, vocab)),
+    }
+    for i, j in np.ndindex(batch, vocab):
+        s = position[i, j]
+        if s < 0:
+            continue
+        g = 1.0 if gate is None else float(gate[i][j])
+        ungated = top[i, j] + (0.0 if bias is None else float(bias[j]))
+        outer = 0.0 if upstream_logits is None else float(upstream_logits[i][j])
+        if g * ungated > 0:
+            outer += float(upstream[i][j]) / (1.0 + g * ungated)
+        found["gate"][i, j] += outer * ungated
+        found["bias"][j] += outer * g
+        found["hidden"][i, s] += outer * g * np.asarray(weight[j], np.float64)
+        found["weight"][j] += outer * g * np.asarray(hidden[i][s], np.float64)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def grid(rng: np.random.Generator, shape, bits: int = 9, scale: float = 2.0**-6) -> np.ndarray:
+    """Draw multiples of ``scale`` of that many bits and a sign."""
+    return rng.integers(-(2**bits) + 1, 2**bits, size=shape) * scale
+
+
+def is_exact(hidden, weight, unit: float) -> bool:
+    """Whether every partial sum of every dot product is a multiple of ``unit`` that fp32 holds."""
+    flat = np.abs(np.asarray(hidden, np.float64)).reshape(-1, np.shape(hidden)[-1])
+    largest = (flat @ np.abs(np.asarray(weight, np.float64)).T).max(initial=0.0)
+    return bool(largest < 2.0**24 * unit)

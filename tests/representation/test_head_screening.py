@@ -1,0 +1,691 @@
+"""Screening by bf16 products finds every active entry and the very arg-max of fp32.
+
+Most inputs lie on a grid where every fp32 dot product is exact in any order (`head_oracle`): the
+oracle, screened and unscreened must agree on each sign and each position.
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparse_losses.functional import splade_head
+from sparse_losses.representation import head
+from tests.representation import head_oracle as oracle
+from tests.strategies import seeds
+
+TILES = [None, 7]
+
+
+@pytest.fixture(params=TILES, ids=lambda tile: f"tile_{tile}")
+def tile(request, monkeypatch):
+    monkeypatch.setattr(head, "SCREENING", True)
+    monkeypatch.setattr(head, "TILE", request.param)
+
+
+every_tile = pytest.mark.usefixtures("tile")
+
+
+def run(tensors: dict, screening: bool | str) -> dict:
+    """Return the activations and all gradients, every entry weighed differently."""
+    leaves = {
+        name: tensor.detach().clone().requires_grad_()
+        for name, tensor in tensors.items()
+        if tensor is not None and tensor.is_floating_point() and name != "attention_mask"
+    }
+    before, head.SCREENING = head.SCREENING, screening
+    try:
+        out = splade_head(**{**tensors, **leaves})
+        upstream = torch.linspace(0.5, 1.5, out.numel()).reshape(out.shape)
+        found = torch.autograd.grad(out, list(leaves.values()), upstream)
+    finally:
+        head.SCREENING = before
+    return {"out": out.detach(), **dict(zip(leaves, found, strict=True))}
+
+
+def tensors_of(arrays: dict, dtype=torch.float32) -> dict:
+    tensors = {}
+    for name, array in arrays.items():
+        tensor = None if array is None else torch.from_numpy(np.array(array))
+        floating = tensor is not None and tensor.is_floating_point()
+        tensors[name] = tensor.to(dtype) if floating else tensor
+        if floating:
+            assert np.array_equal(tensors[name].double().numpy(), array), "the numbers are exact"
+    return tensors
+
+
+def check(arrays: dict, dtype=torch.float32, gradients: bool = True) -> np.ndarray:
+    """Insist that screened is the oracle: supports, values, arg-maxima; return the activations."""
+    names = ("hidden", "weight", "bias", "attention_mask", "gate")
+    given = [arrays.get(name) for name in names]
+    pooled = oracle.logits(*given)
+    expected = oracle.activations(pooled)
+    found = run(tensors_of(arrays, dtype), True)
+    actual = found["out"].double().numpy()
+    np.testing.assert_array_equal(actual > 0, expected > 0)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=0.0)
+    if gradients:
+        upstream = np.linspace(0.5, 1.5, expected.size).reshape(expected.shape)
+        wanted = oracle.gradients(*given, upstream)
+        eps = max(torch.finfo(dtype).eps, 1e-5)
+        of_bias = 0.0 if arrays.get("bias") is None else np.abs(arrays["bias"]).max()
+        width = np.shape(arrays["weight"])[1]
+        sizes = {  # of the terms that a gradient sums: what cancels leaves their rounding
+            "hidden": np.abs(arrays["weight"]).max(0),
+            "weight": np.abs(arrays["hidden"]).reshape(-1, width).max(0),
+            "bias": 1.0,
+            "gate": np.abs(oracle.maxima(*given[:2], given[3])[0]).max() + of_bias,
+        }
+        for name in found.keys() - {"out"}:
+            gradient, reference = found[name].double().numpy(), wanted[name]
+            slack = eps * np.abs(reference) + eps * sizes[name]
+            assert (np.abs(gradient - reference) <= slack).all(), name
+            if name == "hidden":
+                np.testing.assert_array_equal(gradient.any(-1), reference.any(-1))
+    return actual
+
+
+def agree(tensors: dict, gradients: bool = True) -> torch.Tensor:
+    """Insist that screened is unscreened; return the activations."""
+    screened, unscreened = run(tensors, True), run(tensors, False)
+    actual, expected = screened["out"], unscreened["out"]
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual > 0, expected > 0)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    if gradients:
+        for name in screened:
+            size = unscreened[name].abs().max().item() if unscreened[name].numel() else 0.0
+            torch.testing.assert_close(
+                screened[name], unscreened[name], rtol=1e-5, atol=1e-5 * size, msg=name
+            )
+    return actual
+
+
+class Dtypes(TorchDispatchMode):
+    """Remember which dtypes large results have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.ndim == 2:
+            self.seen.add((out.dtype, tuple(out.shape)))
+        return out
+
+
+@pytest.mark.parametrize("screening", [False, True])
+def test_the_knob_is_connected(screening, monkeypatch):
+    monkeypatch.setattr(head, "SCREENING", screening)
+    with Dtypes() as seen:
+        splade_head(torch.randn(2, 16, 8), torch.randn(64, 8), torch.full((64,), -6.0))
+    assert ((torch.bfloat16, (64, 32)) in seen.seen) == screening
+
+
+# ------------------------------------------------------------------------------------------------
+# Generic data
+
+
+def at_density(density: float, dtype=torch.float32, seed: int = 0) -> dict:
+    """Draw a call of which that share is active, and of which no logit is close to zero."""
+    batch, length, vocab, width = 4, 24, 600, 64
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(batch, length, width, generator=generator).to(dtype)
+    weight = (torch.randn(vocab, width, generator=generator) / 8).to(dtype)
+    mask = torch.rand(batch, length, generator=generator) < 0.7
+    exact = hidden.double() @ weight.double().T
+    pooled = exact.masked_fill(~mask[..., None], -torch.inf).amax(1).flatten().sort().values
+    at = round(len(pooled) * (1 - density))
+    if at == len(pooled):
+        threshold = pooled[-1] + 1e-4
+    else:  # the widest gap thereabouts
+        reach = min(20, (len(pooled) - at) // 4)
+        gaps = pooled.diff()[at - reach : at + reach]
+        widest = at - reach + int(gaps.argmax())
+        threshold = (pooled[widest] + pooled[widest + 1]) / 2
+    bias = -threshold.to(dtype).expand(vocab).clone()
+    return {"hidden": hidden, "weight": weight, "bias": bias, "attention_mask": mask}
+
+
+@every_tile
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("density", [0.5, 0.05, 0.005, 0.0])
+def test_screened_is_unscreened_at_any_density(density, dtype):
+    tensors = at_density(density, dtype)
+    screened, unscreened = run(tensors, True), run(tensors, False)
+    out = screened["out"]
+    share = (out > 0).double().mean().item()
+    assert share == pytest.approx(density, rel=0.3)
+    assert (share == 0) == (density == 0)
+    wide = {k: v.double() if v.is_floating_point() else v for k, v in tensors.items()}
+    logits = wide["hidden"] @ wide["weight"].T + wide["bias"]
+    pooled = logits.masked_fill(~wide["attention_mask"][..., None], -torch.inf).amax(1)
+    if dtype == torch.float32:
+        assert torch.equal(out > 0, pooled > 0)
+    assert torch.equal(out > 0, unscreened["out"] > 0)
+    exact = pooled.relu().log1p()
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, unscreened["out"], rtol=1e-5, atol=1e-5)
+    for name in screened.keys() - {"out"}:
+        eps = max(torch.finfo(dtype).eps, 1e-5)
+        torch.testing.assert_close(screened[name], unscreened[name], rtol=eps, atol=eps, msg=name)
+
+
+@every_tile
+def test_a_gate_hides_columns_from_the_screen():
+    tensors = at_density(0.3)
+    gate = torch.tensor([0.0, 0.25, 1.0])[torch.arange(4 * 600).reshape(4, 600) % 3]
+    out = agree({**tensors, "gate": gate})
+    assert torch.equal(out > 0, (run(tensors, False)["out"] > 0) & (gate > 0))
+    gate[1, 5], gate[2, 7] = torch.nan, torch.nan
+    out = agree({**tensors, "gate": gate}, gradients=False)
+    assert out.isnan().nonzero().tolist() == [[1, 5], [2, 7]]
+
+
+@pytest.mark.parametrize("density", ["sparse", "dense", "first one, then the other"])
+def test_the_automatic_choice_changes_nothing(density):
+    rng = np.random.default_rng(2)
+    hidden = oracle.grid(rng, (8, 32, 16))
+    weight = oracle.grid(rng, (5000, 16), bits=8)
+    assert hidden.size * len(weight) > 1 << 24
+    assert oracle.is_exact(hidden, weight, 2.0**-12)
+    bias = {"sparse": -80.0, "dense": 0.0}.get(density, -80.0 * (np.arange(5000) < 2500))
+    arrays = {"hidden": hidden, "weight": weight, "bias": np.broadcast_to(bias, 5000)}
+    tensors = tensors_of(arrays)
+    chosen, expected = run(tensors, "auto"), run(tensors, False)
+    assert expected["out"].any(1).all()
+    assert torch.equal(chosen["out"] > 0, expected["out"] > 0)
+    for name in chosen:
+        torch.testing.assert_close(chosen[name], expected[name], rtol=1e-5, atol=1e-4, msg=name)
+
+
+# ------------------------------------------------------------------------------------------------
+# Any shapes: the sign of every logit hangs on its last digit
+
+
+@st.composite
+def problems(draw) -> dict:
+    rng = np.random.default_rng(draw(seeds))
+    batch, length = draw(st.integers(1, 4)), draw(st.integers(1, 9))
+    vocab, width = draw(st.integers(1, 40)), draw(st.integers(1, 12))
+    kind = draw(st.sampled_from(["grid", "ties", "near ties"]))
+    if kind == "ties":
+        hidden = rng.integers(-1, 2, size=(batch, length, width)).astype(float)
+        weight = rng.integers(-1, 2, size=(vocab, width)).astype(float)
+    elif kind == "grid":
+        hidden = oracle.grid(rng, (batch, length, width))
+        weight = oracle.grid(rng, (vocab, width))
+    else:  # bf16 cannot tell 513 from 512
+        hidden = rng.integers(512, 516, size=(batch, length, width)) * 2.0**-6
+        weight = rng.integers(1, 512, size=(vocab, width)) * 2.0**-6
+    assert oracle.is_exact(hidden, weight, 2.0**-12)
+    mask = None
+    if draw(st.booleans()):
+        mask = rng.random((batch, length)) < draw(st.sampled_from([0.0, 0.4, 0.8]))
+    bias = None
+    edge = draw(st.sampled_from(["none", "random", "knife", "knife"]))
+    if edge == "random":
+        bias = oracle.grid(rng, vocab)
+    elif edge == "knife":  # one text of each column is at -1, 0 or 1 units
+        top, _ = oracle.maxima(hidden, weight, mask)
+        bias = -top[rng.integers(0, batch, size=vocab), np.arange(vocab)]
+        bias = bias + rng.integers(-1, 2, size=vocab) * 2.0**-12
+    gate = rng.choice([0.0, 0.5, 1.0], size=(batch, vocab)) if draw(st.booleans()) else None
+    return {
+        "hidden": hidden,
+        "weight": weight,
+        "bias": bias,
+        "attention_mask": mask,
+        "gate": gate,
+    }
+
+
+@settings(max_examples=150)
+@given(problems(), st.sampled_from([None, 1, 3, 7, 16]))
+def test_screened_is_the_oracle(arrays, size):
+    before, head.TILE = head.TILE, size
+    try:
+        check(arrays)
+    finally:
+        head.TILE = before
+
+
+# ------------------------------------------------------------------------------------------------
+# Built to break a bound
+
+
+# What bf16 makes of the neighbours of 1 + 2^-8, the middle between 1 and the number after it.
+DOWN, UP = 1 + 2.0**-8 - 2.0**-10, 1 + 2.0**-8 + 2.0**-10
+
+
+def test_the_midpoints_round_as_thought():
+    low = torch.tensor([DOWN, UP]).bfloat16()
+    assert low.tolist() == [1.0, 1 + 2.0**-7]
+
+
+@every_tile
+@pytest.mark.parametrize("width", [4, 12, 64, 768])
+@pytest.mark.parametrize("of_hidden", [DOWN, UP], ids=["hidden_down", "hidden_up"])
+@pytest.mark.parametrize("of_weight", [DOWN, 1.0, UP], ids=["weight_down", "exact", "weight_up"])
+def test_all_roundings_go_the_same_way(of_hidden, of_weight, width):
+    """The bf16 product is off by up to 1%; the logit is a millionth on either side of zero."""
+    rng = np.random.default_rng(width)
+    sign = rng.choice([-1.0, 1.0], size=width)
+    hidden = np.zeros((2, 3, width))
+    hidden[0, 1] = of_hidden * sign
+    hidden[1, 2] = -of_hidden * sign
+    count = rng.integers(max(width // 2, 1), width + 1, size=40)  # how the sum is rounded varies
+    weight = (np.arange(width) < count[:, None]) * of_weight * sign
+    weight[20:] *= -1  # the second text's
+    dots = (np.abs(weight) * of_hidden).sum(1)
+    exact = oracle.is_exact(hidden, weight, 2.0**-20) and dots.max() < 16
+    exact = exact or (of_weight == 1.0 and oracle.is_exact(hidden, weight, 2.0**-10))
+    tiny = (2.0**-20 if of_weight != 1.0 else 2.0**-10) if exact else 2e-5 * dots
+    above = np.arange(40) % 2 == 0
+    bias = np.where(above, tiny, -tiny) - dots
+    tensors = {
+        "hidden": torch.from_numpy(hidden).float(),
+        "weight": torch.from_numpy(weight).float(),
+        "bias": torch.from_numpy(bias).float(),
+    }
+    expected = np.zeros((2, 40), bool)
+    expected[0, :20], expected[1, 20:] = above[:20], above[20:]
+    screened = run(tensors, True)
+    np.testing.assert_array_equal((screened["out"] > 0).numpy(), expected)
+    unscreened = run(tensors, False)["out"]  # a logit is what is left of a sum of `dots`
+    assert torch.equal(screened["out"] > 0, unscreened > 0)
+    torch.testing.assert_close(screened["out"], unscreened, rtol=0, atol=3e-6 * dots.max())
+    touched = np.zeros((2, 3), bool)
+    touched[0, 1] = touched[1, 2] = True
+    np.testing.assert_array_equal(screened["hidden"].any(-1).numpy(), touched)
+    if exact:
+        check({"hidden": hidden, "weight": weight, "bias": bias})
+
+
+@every_tile
+@pytest.mark.parametrize("count", [256, 257, 514])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_three_roundings_at_their_worst(count, sign):
+    """Hidden states, weights and their product are each rounded by half a step, all downwards."""
+    value = 1 + 2.0**-8 - 2.0**-14
+    hidden, weight = torch.zeros(1, 4, 768), torch.zeros(30, 768)
+    hidden[0, 1, :count] = sign * value
+    weight[:, :count] = sign * value
+    dot = count * value**2
+    low = (hidden[0, 1].bfloat16().double() @ weight[0].bfloat16().double()).bfloat16()
+    assert 1 - low.item() / dot > (2.9 if count > 256 else 1.9) * 2.0**-8
+    above = torch.arange(30) % 2 == 0
+    bias = torch.where(above, 2e-5 * dot, -2e-5 * dot) - dot
+    out = agree({"hidden": hidden, "weight": weight, "bias": bias}, gradients=False)
+    assert torch.equal(out[0] > 0, above)
+
+
+@every_tile
+@pytest.mark.parametrize("width", [32, 256, 768])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("vocab", [1, 2, 8, 50])
+def test_ones_are_not_lost_next_to_256(width, tokens, vocab):
+    """A sum that is kept in bf16 stays at 256."""
+    hidden = torch.ones(1, tokens, width)
+    hidden[0, 0, 0] = 256.0
+    bias = torch.full((vocab,), -254.0 - width)  # the logit is 1
+    out = agree({"hidden": hidden, "weight": torch.ones(vocab, width), "bias": bias})
+    torch.testing.assert_close(out, torch.full((1, vocab), 2.0).log())
+
+
+@every_tile
+def test_the_arg_max_when_every_rounding_favours_the_wrong_token():
+    """Bf16 says 262 to 256; in truth the second is larger by a hundred-thousandth."""
+    up, down = 1 + 2.0**-8 + 2.0**-20, 1 + 2.0**-8 - 2.0**-20
+    loser, winner = torch.zeros(2, 514)
+    loser[:256], loser[512] = up, 127 / 128
+    winner[256:512], winner[513] = down, 255 / 256
+    weight = torch.ones(514)
+    weight[:256], weight[256:512] = up, down
+    low = [(h.bfloat16().double() @ weight.bfloat16().double()).bfloat16() for h in (loser, winner)]
+    assert [each.item() for each in low] == [262.0, 256.0]
+    true = [(h.double() @ weight.double()).item() for h in (loser, winner)]
+    assert 1e-5 < true[1] / true[0] - 1 < 2e-5
+    hidden = torch.stack([torch.stack([loser, winner]), torch.stack([winner, loser])])
+    found = run({"hidden": hidden, "weight": weight.repeat(30, 1)}, True)
+    assert found["hidden"].any(-1).tolist() == [[False, True], [True, False]]
+    agree({"hidden": hidden, "weight": weight.repeat(30, 1)})
+
+
+@every_tile
+def test_the_arg_max_when_only_the_rounding_of_the_result_is_large():
+    """257.0039 becomes 258 and 257.0077 becomes 256."""
+    hidden = torch.tensor([[[256.0, UP], [255.0, 2 * (1 + 2.0**-8 - 2.0**-12)], [0.0, 0.0]]])
+    weight = torch.ones(30, 2, dtype=torch.bfloat16)
+    low = hidden[0].bfloat16().double().sum(-1).bfloat16()
+    assert low.tolist() == [258.0, 256.0, 0.0]
+    assert hidden[0, 1].sum() > hidden[0, 0].sum()
+    found = run({"hidden": hidden, "weight": weight}, True)
+    assert found["hidden"].any(-1).tolist() == [[False, True, False]]
+    agree({"hidden": hidden, "weight": weight})
+
+
+@every_tile
+@pytest.mark.parametrize("width", [1, 4, 16])
+@pytest.mark.parametrize("decoys", [0, 5])
+def test_digits_that_bf16_does_not_have_decide_every_sign(width, decoys):
+    rng = np.random.default_rng(width)
+    hidden = oracle.grid(rng, (3, 1 + decoys, width))
+    weight = oracle.grid(rng, (50, width))
+    assert oracle.is_exact(hidden, weight, 2.0**-13)
+    top, _ = oracle.maxima(hidden, weight)
+    step = rng.choice([-1, 0, 1], size=50)
+    bias = step * 2.0**-12 - top[np.arange(50) % 3, np.arange(50)]
+    out = check({"hidden": hidden, "weight": weight, "bias": bias})
+    on_edge = out[np.arange(50) % 3, np.arange(50)]
+    np.testing.assert_array_equal(on_edge > 0, step > 0)
+
+
+@every_tile
+@pytest.mark.parametrize("width", [4, 9, 16])
+def test_huge_terms_cancel_to_a_small_logit(width):
+    """Terms of 1e4 whose sum is +-1/8: bf16 knows the last one to +-32."""
+    rng = np.random.default_rng(width)
+    hidden = np.zeros((2, 4, width))
+    hidden[:, 2, :-1] = rng.integers(-1023, 1024, size=(2, width - 1))
+    hidden[:, 2, -1] = 1.0
+    weight = np.zeros((60, width))
+    weight[:, :-1] = rng.integers(-15, 16, size=(60, width - 1))
+    sign = rng.choice([-1.0, 1.0], size=60)
+    text = np.arange(60) % 2
+    weight[:, -1] = sign / 8 - (hidden[text, 2] * weight).sum(1)
+    assert oracle.is_exact(hidden, weight, 2.0**-4)
+    assert np.abs(weight[:, -1]).max() > 5e3
+    bias = np.full(60, -(2.0**-4))
+    out = check({"hidden": hidden, "weight": weight, "bias": bias})
+    np.testing.assert_array_equal(out[text, np.arange(60)] > 0, sign > 0)
+
+
+@every_tile
+@pytest.mark.parametrize("width", [2, 8, 16])
+def test_the_arg_max_is_that_of_fp32_where_bf16_sees_another_order(width):
+    """UP everywhere looks larger than half DOWN, half 1 + 2^-7, and is smaller by a thousandth."""
+    loser = np.full(width, UP)
+    winner = np.where(np.arange(width) % 2 == 0, DOWN, 1 + 2.0**-7)
+    assert 1e-4 < winner.sum() / loser.sum() - 1 < 1e-2
+    low = torch.from_numpy(np.stack([loser, winner])).bfloat16().double().sum(1)
+    assert low[0] > low[1]
+    hidden = np.stack([np.stack([loser, winner, loser]), np.stack([winner, loser, winner])])
+    weight = np.ones((30, width)) * 2.0 ** (np.arange(30) % 5)[:, None]
+    check({"hidden": hidden, "weight": weight})
+    bias = -(hidden[0, 0] * weight).sum(1)  # the loser's logit is zero
+    out = check({"hidden": hidden, "weight": weight, "bias": bias})
+    assert (out > 0).all()
+    gradient = run(tensors_of({"hidden": hidden, "weight": weight}), True)["hidden"]
+    assert gradient.any(-1).tolist() == [[False, True, False], [True, False, False]]
+
+
+@every_tile
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("width", [3, 16])
+def test_the_arg_max_of_tokens_that_bf16_cannot_tell_apart(width, sign):
+    rng = np.random.default_rng(width)
+    hidden = rng.integers(512, 516, size=(3, 20, width)) * 2.0**-9 * sign
+    weight = rng.integers(1, 512, size=(40, width)) * 2.0**-6
+    assert oracle.is_exact(hidden, weight, 2.0**-15)
+    bias = None if sign > 0 else (600.0 * np.ones(40))
+    out = check({"hidden": hidden, "weight": weight, "bias": bias})
+    assert (out > 0).all()
+    _, position = oracle.maxima(hidden, weight)
+    assert len(np.unique(position)) > 5
+
+
+SCALES = [
+    (-100, 0),  # squares of 1e-30 are zero
+    (-145, 6),  # numbers of 1e-40
+    (0, -145),
+    (-60, -70),  # normal numbers whose products are not
+    (-75, -60),
+    (52, 52),  # products of 1e18
+    (108, -100),  # squares of 1e36 are infinite
+    (-120, 108),
+    (108, 0),  # the largest norms
+    (0, 108),
+]
+
+
+@every_tile
+@pytest.mark.parametrize("scales", SCALES, ids=str)
+@pytest.mark.parametrize("width", [1, 8])
+def test_tiny_and_huge_rows(scales, width):
+    rng = np.random.default_rng(width)
+    of_hidden, of_weight = (2.0**scale for scale in scales)
+    hidden = rng.integers(-511, 512, size=(3, 5, width)).astype(float)
+    weight = rng.integers(-63, 64, size=(30, width)).astype(float)
+    assert oracle.is_exact(hidden, weight, 1.0)
+    arrays = {"hidden": hidden * of_hidden, "weight": weight * of_weight}
+    out = check(arrays, gradients=-145 not in scales)
+    assert 0 < (out > 0).mean() < 1
+    # The same as the numbers without the scale
+    np.testing.assert_array_equal(out > 0, oracle.logits(hidden, weight) > 0)
+
+
+@every_tile
+@pytest.mark.parametrize("scales", SCALES[1:], ids=str)
+def test_tiny_and_huge_rows_on_the_edge(scales):
+    rng = np.random.default_rng(1)
+    of_hidden, of_weight = (2.0**scale for scale in scales)
+    hidden = rng.integers(-511, 512, size=(2, 4, 8)).astype(float)
+    weight = rng.integers(-63, 64, size=(40, 8)).astype(float)
+    top, _ = oracle.maxima(hidden, weight)
+    step = rng.integers(-1, 2, size=40)
+    bias = step - top[np.arange(40) % 2, np.arange(40)]
+    scale = of_hidden * of_weight
+    arrays = {"hidden": hidden * of_hidden, "weight": weight * of_weight, "bias": bias * scale}
+    out = check(arrays, gradients=False)
+    np.testing.assert_array_equal(out[np.arange(40) % 2, np.arange(40)] > 0, step > 0)
+
+
+@every_tile
+def test_rows_of_all_sizes_in_one_text():
+    rng = np.random.default_rng(1)
+    hidden = rng.integers(-511, 512, size=(3, 12, 6)).astype(float)
+    hidden *= 2.0 ** rng.choice([-100, -20, 0, 0, 20, 60], size=(3, 12, 1))
+    weight = rng.integers(-63, 64, size=(40, 6)).astype(float)
+    weight *= 2.0 ** rng.choice([-30, 0, 0, 30], size=(40, 1))
+    weight[::4] *= -1
+    bias = rng.choice([0.0, -(2.0**-110), -1.0, -(2.0**50)], size=40)
+    # A text of one sign, so that the largest row is not always the maximum.
+    hidden[1] = -np.abs(hidden[1])
+    check({"hidden": hidden, "weight": weight, "bias": bias}, gradients=False)
+    out = check({"hidden": hidden, "weight": np.abs(weight)}, gradients=False)
+    assert not out[1].any()
+
+
+@every_tile
+def test_one_component_dominates():
+    """1e6 next to 1e-3: the norm says nothing about the rest."""
+    rng = np.random.default_rng(1)
+    hidden = oracle.grid(rng, (3, 6, 9), scale=2.0**-9)
+    hidden[..., 4] = 2.0**20
+    weight = oracle.grid(rng, (50, 9), bits=5, scale=2.0**-3)
+    weight[:, 4] = rng.choice([0.0, 0.0, 2.0**-12, -(2.0**-12)], size=50)
+    assert oracle.is_exact(hidden, weight, 2.0**-12)
+    top, _ = oracle.maxima(hidden, weight)
+    step = rng.integers(-1, 2, size=50)
+    bias = step * 2.0**-12 - top[np.arange(50) % 3, np.arange(50)]
+    out = check({"hidden": hidden, "weight": weight, "bias": bias})
+    np.testing.assert_array_equal(out[np.arange(50) % 3, np.arange(50)] > 0, step > 0)
+    check({"hidden": hidden, "weight": weight})
+    hidden[0], hidden[0, :, 4] = 0.0, 2.0**20  # nothing but that component
+    check({"hidden": hidden, "weight": weight})
+
+
+@every_tile
+@pytest.mark.parametrize("bits", [(7, 7), (7, 9), (9, 7)], ids=str)
+def test_operands_that_are_exact_in_bf16(bits):
+    """The sums are not: they are rounded too."""
+    rng = np.random.default_rng(3)
+    hidden, weight = oracle.grid(rng, (3, 9, 16), bits[0]), oracle.grid(rng, (64, 16), bits[1])
+    assert oracle.is_exact(hidden, weight, 2.0**-12)
+    top, _ = oracle.maxima(hidden, weight)
+    step = rng.integers(-1, 2, size=64)
+    bias = step * 2.0**-12 - top[np.arange(64) % 3, np.arange(64)]
+    arrays = {"hidden": hidden, "weight": weight, "bias": bias}
+    out = check(arrays)
+    np.testing.assert_array_equal(out[np.arange(64) % 3, np.arange(64)] > 0, step > 0)
+    for dtype in (torch.bfloat16, torch.float16):
+        tensors = tensors_of(arrays)
+        for name, of in (("hidden", bits[0]), ("weight", bits[1])):
+            if of == 7 or dtype == torch.float16:
+                tensors[name] = tensors[name].to(dtype)
+        assert torch.equal(run(tensors, True)["out"] > 0, torch.from_numpy(out > 0))
+        agree(tensors, gradients=False)
+
+
+@every_tile
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_inputs(dtype):
+    rng = np.random.default_rng(3)
+    bits = 7 if dtype == torch.bfloat16 else 9
+    hidden, weight = oracle.grid(rng, (3, 9, 8), bits), oracle.grid(rng, (40, 8), bits)
+    mask = rng.random((3, 9)) < 0.7
+    arrays = {"hidden": hidden, "weight": weight, "attention_mask": mask}
+    out = check(arrays, dtype)
+    assert out.any(1).all()
+    top, _ = oracle.maxima(hidden, weight, mask)
+    threshold = np.round(np.quantile(top, 0.9))
+    out = check({**arrays, "bias": np.full(40, -threshold)}, dtype)
+    assert 0 < (out > 0).mean() < 0.2
+
+
+@every_tile
+def test_the_bias_may_be_large():
+    rng = np.random.default_rng(4)
+    hidden, weight = oracle.grid(rng, (2, 5, 8)), oracle.grid(rng, (40, 8))
+    bias = rng.choice([-1e30, -(2.0**20), 2.0**20, 1e30, 0.0], size=40)
+    bias = bias.astype(np.float32).astype(float)
+    out = agree(tensors_of({"hidden": hidden, "weight": weight, "bias": bias}))
+    assert torch.equal(
+        out[0] > 0, torch.from_numpy(bias > 0) | ((out[0] > 0) & torch.from_numpy(bias == 0))
+    )
+    assert (out[:, torch.from_numpy(bias > 0)] > 0).all()
+
+
+# ------------------------------------------------------------------------------------------------
+# Zeros, ties, NaN
+
+
+@every_tile
+def test_zero_vectors():
+    rng = np.random.default_rng(5)
+    hidden, weight = oracle.grid(rng, (4, 5, 8)), oracle.grid(rng, (40, 8))
+    hidden[0], hidden[1, 2], hidden[2, 1:] = 0.0, 0.0, 0.0
+    hidden[3] = -np.abs(hidden[3])
+    weight[::3] = 0.0
+    weight[1::3] = np.abs(weight[1::3])
+    arrays = {"hidden": hidden, "weight": weight}
+    out = check(arrays)
+    assert not out[0].any()
+    assert not out[:, ::3].any()
+    assert out[1:3].any(1).all()
+    assert not out[3, 1::3].any()
+    for size in (0.0, 2.0**-6, 2.0**-140):
+        bias = rng.choice([-size, 0.0, size], size=40)
+        out = check({**arrays, "bias": bias})
+        np.testing.assert_array_equal(out[0] > 0, bias > 0)
+
+
+@every_tile
+def test_logits_of_exactly_zero_are_silent():
+    rng = np.random.default_rng(6)
+    hidden, weight = oracle.grid(rng, (1, 7, 12)), oracle.grid(rng, (64, 12))
+    top, _ = oracle.maxima(hidden, weight)
+    arrays = {"hidden": hidden, "weight": weight, "bias": -top[0]}
+    out = check(arrays)
+    assert not out.any()
+    arrays["bias"] = np.nextafter(-top[0].astype(np.float32), np.float32(np.inf)).astype(float)
+    assert (check(arrays) > 0).all()
+
+
+@every_tile
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_first_of_equal_tokens_is_the_arg_max(masked):
+    rng = np.random.default_rng(7)
+    few, weight = oracle.grid(rng, (3, 2, 12)), oracle.grid(rng, (40, 12))
+    hidden = few[:, np.array([0, 1, 0, 1, 1, 0, 0, 0, 1, 1, 1])]
+    mask = np.ones((3, 11), bool)
+    if masked:
+        mask[:, :2] = False
+    check({"hidden": hidden, "weight": weight, "attention_mask": mask})
+    found = run(tensors_of({"hidden": hidden, "weight": weight, "attention_mask": mask}), True)
+    touched = np.flatnonzero(found["hidden"].any(-1).any(0)).tolist()
+    assert touched == ([2, 3] if masked else [0, 1])
+
+
+@every_tile
+def test_the_first_of_equal_tokens_among_generic_numbers():
+    few, weight = torch.randn(3, 2, 100), torch.randn(150, 100)
+    hidden = few[:, torch.arange(32) % 2]
+    found = run({"hidden": hidden, "weight": weight}, True)
+    assert found["hidden"].any(-1).any(0).nonzero()[:, 0].tolist() == [0, 1]
+
+
+def poison(tensors: dict, name: str, index, value: float) -> dict:
+    tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    tensors[name][index] = value
+    return tensors
+
+
+@every_tile
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3.4e38, -3.4e38], ids=str)
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [("hidden", (1, 3, 2)), ("hidden", (0, 0)), ("weight", (4, 2)), ("weight", 9), ("bias", 5)],
+    ids=str,
+)
+def test_nan_and_what_is_as_large_as_infinity(name, index, value):
+    rng = np.random.default_rng(8)
+    arrays = {
+        "hidden": oracle.grid(rng, (3, 6, 8)),
+        "weight": oracle.grid(rng, (40, 8), scale=2.0**-16),
+        "bias": oracle.grid(rng, 40, scale=2.0**-16),
+        "attention_mask": np.ones((3, 6), bool),
+    }
+    clean = check(arrays)
+    tensors = poison(tensors_of(arrays), name, index, value)
+    screened, unscreened = run(tensors, True)["out"], run(tensors, False)["out"]
+    logits = tensors["hidden"].double() @ tensors["weight"].double().T + tensors["bias"].double()
+    expected = logits.amax(1).relu().log1p()
+    if name == "hidden" and value != value:
+        assert screened[index[0]].isnan().all()
+    if value != value and name != "hidden":
+        assert screened[:, index[0] if isinstance(index, tuple) else index].isnan().all()
+    if abs(value) != 3.4e38:  # what overflows in fp32 depends on the order of the sum
+        torch.testing.assert_close(screened.double(), expected, rtol=1e-5, atol=0, equal_nan=True)
+        torch.testing.assert_close(screened, unscreened, rtol=1e-5, atol=0, equal_nan=True)
+    kept = torch.ones_like(screened, dtype=torch.bool)
+    if name == "hidden":
+        kept[index[0]] = False
+    else:
+        kept[:, index[0] if isinstance(index, tuple) else index] = False
+    assert torch.equal(screened[kept] > 0, torch.from_numpy(clean)[kept] > 0)
+    torch.testing.assert_close(screened[kept], torch.from_numpy(clean)[kept].float())
+
+
+@every_tile
+def test_numbers_that_bf16_rounds_to_infinity():
+    """The largest fp32 numbers, and products that are small nevertheless."""
+    largest = torch.finfo(torch.float32).max
+    assert torch.tensor(largest).bfloat16().isinf()
+    hidden = torch.zeros(2, 3, 4)
+    hidden[:, :, 1] = torch.arange(1, 7).reshape(2, 3)
+    hidden[0, 1, 0] = largest
+    hidden[1, 2, 0] = -largest
+    weight = torch.zeros(20, 4)
+    weight[:, 0] = torch.tensor([0.0, 2.0**-120, -(2.0**-120), 2.0**-149, -(2.0**-100)]).repeat(4)
+    weight[:, 1] = torch.tensor([1.0, -1.0]).repeat(10)
+    for bias in (None, torch.full((20,), -100.0)):
+        out = agree({"hidden": hidden, "weight": weight, "bias": bias})
+        logits = hidden.double() @ weight.double().T
+        pooled = logits.amax(1) + (0 if bias is None else bias)
+        torch.testing.assert_close(out.double(), pooled.relu().log1p(), rtol=1e-6, atol=0)
+        assert out.any()
