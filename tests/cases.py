@@ -54,7 +54,7 @@ LOSSES = {
             "InfoNCELoss",
             "(anchor, positive, negative=None, *, temperature=0.07, similarity='cosine', "
             "symmetric=False, in_batch=True, positive_ids=None, positive_mask=None, "
-            "decoupled=False, chunk_size=None, reduction='mean')",
+            "decoupled=False, chunk_size=None, sparse='auto', reduction='mean')",
             bad=(
                 *_BAD_TEMPERATURES,
                 ("similarity", "manhattan"),
@@ -62,6 +62,8 @@ LOSSES = {
                 ("chunk_size", 0),
                 ("chunk_size", -2),
                 ("chunk_size", 1.5),
+                ("sparse", "yes"),
+                ("sparse", None),
             ),
         ),
         Loss("n_pair", "NPairLoss", "(anchor, positive, negative=None, *, reduction='mean')"),

@@ -1,9 +1,13 @@
 """Row normalisation that survives zero, tiny and huge rows."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-__all__ = ["normalize"]
+from sparse_losses._core.fused import can_fuse
+
+__all__ = ["normalize", "through_unit_rows_", "unit_rows"]
 
 
 def normalize(x: Tensor) -> Tensor:
@@ -11,6 +15,13 @@ def normalize(x: Tensor) -> Tensor:
 
     ``F.normalize`` divides a zero row by 1e-12, which sends a gradient of 1e12 into it.
     """
+    if can_fuse(x) and x.ndim > 1:
+        unit: Tensor = _Normalize.apply(x)  # type: ignore[no-untyped-call]
+        return unit
+    return _normalize(x)
+
+
+def _normalize(x: Tensor) -> Tensor:
     # The direction does not depend on this scale, so it is a constant to the gradient;
     # with it, squares neither underflow nor overflow.
     scale = x.detach().abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(1)
@@ -19,3 +30,44 @@ def normalize(x: Tensor) -> Tensor:
     squared_norm = scaled.square().sum(-1, keepdim=True)
     norm = torch.where(is_zero, 1.0, squared_norm).sqrt()
     return torch.where(is_zero, 0.0, scaled / norm)
+
+
+def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A copy of ``x [..., D]`` with unit rows, and their lengths ``[..., 1]``, without a graph.
+
+    A zero row stays zero and has infinite length: what is divided by it is 0.
+    """
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    # Two passes where squares neither overflow nor vanish; looking costs a CPU nothing.
+    if x.device.type == "cpu" and bool(((norm > 1e-15) & (norm < 1e15)).all()):
+        return x / norm, norm
+    # The largest number of each row, by two reads and no copy; `abs` would make one.
+    scale = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
+    is_zero = scale == 0
+    unit = x / torch.where(is_zero, 1.0, scale)
+    norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True)
+    unit /= torch.where(is_zero, 1.0, norm)
+    return unit, torch.where(is_zero, torch.inf, scale * norm)
+
+
+def through_unit_rows_(gradient: Tensor, unit: Tensor, length: Tensor) -> Tensor:
+    """Turns, in place, the gradient of unit rows into that of the rows they came from."""
+    along = (unit * gradient).sum(-1, keepdim=True)
+    return gradient.addcmul_(unit, along, value=-1.0).div_(length)
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        unit, length = unit_rows(x)
+        ctx.save_for_backward(x, unit, length)
+        return unit
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        x, unit, length = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            alias = x.view_as(x)
+            (gradient,) = torch.autograd.grad(_normalize(alias), alias, upstream, create_graph=True)
+            return gradient
+        return through_unit_rows_(upstream.clone(), unit, length)

@@ -1,6 +1,9 @@
 """InfoNCE: find the positive among the candidates (Contrastive Predictive Coding, 2018)."""
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +18,8 @@ from sparse_losses._core.checks import (
     check_temperature,
     describe,
 )
+from sparse_losses._core.contrast import contrast
+from sparse_losses._core.fused import can_fuse, fuse
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 from sparse_losses._core.similarity import normalize
@@ -22,6 +27,11 @@ from sparse_losses._core.softmax import masked_logsumexp, negative_log_softmax, 
 from sparse_losses._core.token_ids import as_mask
 
 __all__ = ["InfoNCELoss", "info_nce_loss", "mutual_information_lower_bound"]
+
+# Where `sparse="auto"` takes the sparse products: measured, see docs/benchmarks.md.
+FEWEST_COLUMNS = 4096
+DENSEST = 0.12
+SAMPLED_ROWS = 16
 
 
 @full_precision
@@ -38,6 +48,7 @@ def info_nce_loss(
     positive_mask: Tensor | None = None,
     decoupled: bool = False,
     chunk_size: int | None = None,
+    sparse: bool | str = "auto",
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""InfoNCE: cross-entropy of the positive among the candidates of a row.
@@ -55,7 +66,8 @@ def info_nce_loss(
     raw dot products that loss is unbounded below.
 
     Args:
-        anchor: ``[B, D]`` floating; queries. ``D`` is the vocabulary for sparse vectors.
+        anchor: ``[B, D]`` floating; queries. ``D`` is the vocabulary for sparse vectors, and then
+            this and ``positive`` may be CSR tensors, whose gradient is by what they store.
         positive: ``[B, D]``; row ``i`` is the positive of anchor ``i``.
         negative: ``[N, D]`` shared by all rows, or ``[B, N, D]``, each row its own.
         temperature: ``t``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
@@ -68,7 +80,13 @@ def info_nce_loss(
         positive_mask: ``[B, B]`` bool, int or float 0/1; ``[i, j]``: positive ``j`` is a positive
             of anchor ``i``. The diagonal is not implied. Needs ``in_batch``.
         decoupled: leave the positives out of the denominator (decoupled contrastive learning).
-        chunk_size: rows of the score matrix held at once; changes memory, not the result.
+        chunk_size: rows of the score matrix held at once; changes memory, not the result. Left to
+            itself the matrix is not held whole either, but for ``symmetric``, ``positive_mask``
+            and ``reduction="none"``.
+        sparse: whether products run over the non-zeros, exactly, which is faster where fewer than
+            about one in eight is not zero; ``"auto"`` looks at some rows, on the CPU and for wide
+            inputs only. Needs eager mode, a ``reduction``, ``in_batch``, no ``positive_mask`` and
+            no negatives per row (nor any with ``symmetric``); else the product is dense.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -99,7 +117,7 @@ def info_nce_loss(
         positive_ids=(positive_ids, "B", "optional"),
         positive_mask=(positive_mask, "B B", "optional"),
     )
-    _check(temperature, similarity, symmetric, in_batch, decoupled, chunk_size)
+    _check(temperature, similarity, symmetric, in_batch, decoupled, chunk_size, sparse)
     check_reduction(reduction)
     if not in_batch and positive_mask is not None:
         raise ValueError("expected `positive_mask` only with `in_batch=True`, got in_batch=False")
@@ -109,13 +127,62 @@ def info_nce_loss(
         raise TypeError(f"expected `positive_ids` to be integers, got {positive_ids.dtype}")
 
     dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)
-    represent = normalize if similarity == "cosine" else _unchanged
     anchor, positive = anchor.to(dtype), positive.to(dtype)
     negative = None if negative is None else negative.to(dtype)
     positive_mask = None if positive_mask is None else as_mask("positive_mask", positive_mask)
-    temperature = temperature.to(dtype) if isinstance(temperature, Tensor) else temperature
+    shared: dict[str, Any] = {
+        "cosine": similarity == "cosine",
+        "symmetric": symmetric,
+        "positive_ids": positive_ids,
+        "decoupled": decoupled,
+        "chunk_size": chunk_size,
+    }
+    plain: Callable[..., Tensor] = functools.partial(
+        _plain_loss, in_batch=in_batch, positive_mask=positive_mask, reduction=reduction, **shared
+    )
+    has_fused_form = (
+        in_batch
+        and positive_mask is None
+        and reduction != "none"
+        and size["D"] > 0
+        and not (symmetric and negative is not None)
+        and not (decoupled and negative is None and (positive_ids is not None or size["B"] < 2))
+    )
+    elements = size["B"] * (size["B"] + size["D"])
+    if not has_fused_form or not can_fuse(anchor, positive, negative, elements=elements):
+        return plain(anchor, positive, negative, temperature)
+    fused = functools.partial(
+        contrast,
+        mean=reduction == "mean",
+        sparse=_sparse_products(sparse, anchor, positive, negative),
+        **shared,
+    )
+    if not isinstance(temperature, Tensor):
+        temperature = torch.full((), temperature, dtype=dtype, device=anchor.device)
+    return fuse(plain, fused, anchor, positive, negative, temperature.to(dtype))
 
-    num_negatives = size.get("N", 0)
+
+def _plain_loss(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor | None,
+    temperature: float | Tensor,
+    *,
+    cosine: bool,
+    symmetric: bool,
+    in_batch: bool,
+    positive_ids: Tensor | None,
+    positive_mask: Tensor | None,
+    decoupled: bool,
+    chunk_size: int | None,
+    reduction: Reduction,
+) -> Tensor:
+    """The loss by differentiable operations; every option, every mode."""
+    anchor, positive = _dense(anchor), _dense(positive)
+    negative = None if negative is None else _dense(negative)
+    represent = normalize if cosine else _unchanged
+    temperature = temperature.to(anchor.dtype) if isinstance(temperature, Tensor) else temperature
+    num_negatives = 0 if negative is None else negative.shape[-2]
     valid = _valid_rows(anchor, num_negatives, positive_mask, positive_ids, symmetric, decoupled)
     if negative is not None:
         if valid is not None:
@@ -161,7 +228,7 @@ def info_nce_loss(
             )
         return total / len(directions)
 
-    batch = size["B"]
+    batch = anchor.shape[0]
     if chunk_size is None or chunk_size >= batch:
         return reduce(losses_of_rows(0, batch), reduction, valid)
     # torch.func knows no saved-tensor hooks; there the chunks are merely computed one by one.
@@ -260,8 +327,29 @@ def _valid_rows(
     return valid
 
 
+def _dense(x: Tensor) -> Tensor:
+    return x if x.layout == torch.strided else x.to_dense()
+
+
 def _unchanged(x: Tensor) -> Tensor:
     return x
+
+
+def _sparse_products(
+    sparse: bool | str, anchor: Tensor, positive: Tensor, negative: Tensor | None
+) -> bool:
+    inputs = [x for x in (anchor, positive, negative) if x is not None]
+    if any(x.layout != torch.strided for x in inputs):
+        return True
+    if negative is not None and negative.ndim == 3:
+        return False
+    if sparse != "auto":
+        return sparse is True
+    if anchor.device.type != "cpu" or anchor.shape[1] < FEWEST_COLUMNS:
+        return False
+    sample = [x[:: max(x.shape[0] // SAMPLED_ROWS, 1)] for x in inputs]
+    found = sum(int(x.count_nonzero()) for x in sample)
+    return found < DENSEST * sum(x.numel() for x in sample)
 
 
 def _check(
@@ -271,12 +359,15 @@ def _check(
     in_batch: bool,
     decoupled: bool,
     chunk_size: int | None,
+    sparse: bool | str,
 ) -> None:
     check_temperature(temperature)
     check_flag(symmetric=symmetric, in_batch=in_batch, decoupled=decoupled)
     check_choice("similarity", similarity, ("cosine", "dot"))
     if chunk_size is not None:
         check_integer("chunk_size", chunk_size, minimum=1)
+    if not isinstance(sparse, bool):
+        check_choice("sparse", sparse, (False, True, "auto"))
 
 
 class InfoNCELoss(nn.Module):
@@ -301,10 +392,11 @@ class InfoNCELoss(nn.Module):
         in_batch: bool = True,
         decoupled: bool = False,
         chunk_size: int | None = None,
+        sparse: bool | str = "auto",
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
-        _check(temperature, similarity, symmetric, in_batch, decoupled, chunk_size)
+        _check(temperature, similarity, symmetric, in_batch, decoupled, chunk_size, sparse)
         check_reduction(reduction)
         self.temperature = temperature
         self.similarity = similarity
@@ -312,6 +404,7 @@ class InfoNCELoss(nn.Module):
         self.in_batch = in_batch
         self.decoupled = decoupled
         self.chunk_size = chunk_size
+        self.sparse = sparse
         self.reduction: Reduction = reduction
 
     def forward(
@@ -336,6 +429,7 @@ class InfoNCELoss(nn.Module):
             positive_mask=positive_mask,
             decoupled=self.decoupled,
             chunk_size=self.chunk_size,
+            sparse=self.sparse,
             reduction=self.reduction,
         )
 
@@ -349,6 +443,7 @@ class InfoNCELoss(nn.Module):
             "in_batch",
             "decoupled",
             "chunk_size",
+            "sparse",
             "reduction",
         )
 

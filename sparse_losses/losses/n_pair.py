@@ -1,9 +1,13 @@
 """N-pair loss: one positive against N negatives on raw dot products (N-pair Loss, 2016)."""
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_shapes, describe
+from sparse_losses._core.contrast import contrast
+from sparse_losses._core.fused import can_fuse, fuse
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 from sparse_losses._core.softmax import masked_logsumexp, softplus
@@ -56,13 +60,26 @@ def n_pair_loss(
     check_reduction(reduction)
     dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)
     anchor, positive = anchor.to(dtype), positive.to(dtype)
+    negative = None if negative is None else negative.to(dtype)
+    if negative is None and reduction != "none" and can_fuse(anchor, positive):
+        fused = functools.partial(contrast, mean=reduction == "mean")
+        one = anchor.new_ones(())
+        return fuse(functools.partial(_plain_loss, reduction), fused, anchor, positive, None, one)
+    return _plain_loss(reduction, anchor, positive, negative)
 
+
+def _plain_loss(
+    reduction: str,
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor | None,
+    temperature: Tensor | None = None,
+) -> Tensor:
     positive_score = (anchor * positive).sum(-1)
     if negative is None:
         scores = anchor @ positive.T
         is_negative = ~torch.eye(anchor.shape[0], dtype=torch.bool, device=anchor.device)
     else:
-        negative = negative.to(dtype)
         if negative.ndim == 2:
             scores = anchor @ negative.T
         else:

@@ -1,0 +1,94 @@
+"""Value and gradient in one go, where PyTorch runs operation by operation."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["can_fuse", "fuse"]
+
+Gradients = Sequence[Tensor | None]
+Fused = Callable[..., tuple[Tensor, Gradients]]
+
+# Below this many elements a dozen small operations are faster than one Function.
+FEWEST_ELEMENTS = 1 << 16
+
+
+def can_fuse(*tensors: Tensor | None, elements: int | None = None) -> bool:
+    """Whether a hand-written gradient pays and holds: eager mode, many elements, no transform.
+
+    A compiler fuses the plain formula itself; ``torch.func`` and forward-mode derivatives need it.
+    """
+    present = [tensor for tensor in tensors if tensor is not None]
+    if elements is None:
+        elements = sum(tensor.numel() for tensor in present)
+    return (
+        not torch.compiler.is_compiling()
+        and elements >= max(FEWEST_ELEMENTS, 1)
+        and all(type(tensor) in (Tensor, nn.Parameter) for tensor in present)
+        and not torch._C._are_functorch_transforms_active()
+        and torch.autograd.forward_ad._current_level < 0
+    )
+
+
+def fuse(plain: Callable[..., Tensor], fused: Fused, *tensors: Tensor | None) -> Tensor:
+    """``plain(*tensors)``, computed by ``fused``; where a graph of the gradient is wanted, plainly.
+
+    ``fused(needs, *tensors)`` gives the value, 0-d or one a row, and the gradient for every tensor
+    that ``needs`` one (those of row values belong to the tensor's own rows). It runs without a
+    graph, and its gradients are scaled in place: they must be its own.
+    """
+    needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in tensors]
+    if not any(needs):
+        return fused(needs, *tensors)[0]
+    value: Tensor = _Fused.apply(plain, fused, *tensors)  # type: ignore[no-untyped-call]
+    return value
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, plain: Callable[..., Tensor], fused: Fused, *tensors: Tensor | None
+    ) -> Tensor:
+        ctx.plain, ctx.fused, ctx.needs = plain, fused, ctx.needs_input_grad[2:]
+        ctx.save_for_backward(*tensors)
+        value, ctx.gradients = fused(ctx.needs, *tensors)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (upstream_gradient,) = upstream
+        tensors = ctx.saved_tensors
+        device = upstream_gradient.device.type
+        with torch.autocast(device, enabled=False):
+            if torch.is_grad_enabled():
+                # Aliases: where one input was made from another, the way through it is not ours.
+                aliases = [None if t is None else _alias(t) for t in tensors]
+                wanted = [t for t, n in zip(aliases, ctx.needs, strict=True) if n and t is not None]
+                value = ctx.plain(*aliases)
+                found = iter(
+                    torch.autograd.grad(
+                        value, wanted, upstream_gradient, create_graph=True, allow_unused=True
+                    )
+                )
+                return None, None, *(next(found) if need else None for need in ctx.needs)
+            # Given away below, so that a leaf keeps the buffer itself; a second backward computes
+            # them again, to the same bits.
+            gradients, ctx.gradients = ctx.gradients, None
+            if gradients is None:
+                _, gradients = ctx.fused(ctx.needs, *tensors)
+            return None, None, *(_scale_(g, upstream_gradient) for g in gradients)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor) if tensor.layout == torch.strided else tensor.clone()
+
+
+def _scale_(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
+    """Scales every row in place; not at all by the one that ``loss.backward()`` starts from."""
+    if gradient is None or (factor.ndim == 0 and factor.device.type == "cpu" and factor == 1):
+        return gradient
+    if factor.ndim:
+        factor = factor.reshape(factor.shape + (1,) * (gradient.ndim - factor.ndim))
+    return gradient.mul_(factor)
