@@ -1,12 +1,14 @@
 """What the FLOPS family knows of a batch: the mean of every column and its square."""
 
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_choice
+from sparse_losses._core.fused import can_fuse
 
-__all__ = ["Estimator", "check_estimator", "mean_and_square"]
+__all__ = ["Estimator", "check_estimator", "column_sum", "mean_and_square"]
 
 Estimator = Literal["biased", "unbiased"]
 
@@ -24,8 +26,28 @@ def check_estimator(estimator: str, num_rows: int | None = None) -> None:
 def mean_and_square(x: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
     """The column means ``[V]`` of ``[B, V]`` and an estimate of their squares."""
     count = x.shape[0]
-    total = x.sum(0)
+    total = column_sum(x)
     mean = total / max(count, 1)
     if estimator == "biased":
         return mean, mean.square()
-    return mean, (total.square() - x.square().sum(0)) / (count * (count - 1))
+    return mean, (total.square() - column_sum(x.square())) / (count * (count - 1))
+
+
+def column_sum(x: Tensor) -> Tensor:
+    """``x.sum(0)``; its gradient is one row, which is not written out for every row of ``x``."""
+    if can_fuse(x):
+        total: Tensor = _ColumnSum.apply(x)  # type: ignore[no-untyped-call]
+        return total
+    return x.sum(0)
+
+
+class _ColumnSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.count = x.shape[0]
+        # Twice as fast as `sum` on a CPU, which adds row to row through memory.
+        return torch.mv(x.T, x.new_ones(ctx.count))
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        return upstream.expand(ctx.count, -1)

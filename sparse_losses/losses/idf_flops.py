@@ -59,7 +59,7 @@ def idf_flops_loss(
     x = activations.to(compute_dtype(activations=activations))
     w = token_penalty.to(x.dtype)
     mean, squared_mean = mean_and_square(x, estimator)
-    return (w * mean.abs()).sum() + beta * (w * squared_mean).sum()
+    return (w * (mean.abs() + beta * squared_mean)).sum()
 
 
 def _check(beta: float) -> None:

@@ -1,10 +1,11 @@
 """MarginMSE: the teacher's margin between positive and negative (Hofstaetter et al., 2020)."""
 
+import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_shapes, describe
 from sparse_losses._core.precision import compute_dtype, full_precision
-from sparse_losses._core.reduction import Reduction, check_reduction, reduce
+from sparse_losses._core.reduction import Reduction, check_reduction
 
 __all__ = ["MarginMSELoss", "margin_mse_loss"]
 
@@ -50,7 +51,7 @@ def margin_mse_loss(
         Improving Efficient Neural Ranking Models with Cross-Architecture Knowledge Distillation,
         eq. 8.
     """
-    check_shapes(
+    size = check_shapes(
         student_positive=(student_positive, "B"),
         student_negative=(student_negative, "B"),
         teacher_positive=(teacher_positive, "B"),
@@ -65,7 +66,10 @@ def margin_mse_loss(
     )
     student_margin = student_positive.to(dtype) - student_negative.to(dtype)
     teacher_margin = teacher_positive.detach().to(dtype) - teacher_negative.detach().to(dtype)
-    return reduce((student_margin - teacher_margin).square(), reduction)
+    if reduction == "none":
+        return nnf.mse_loss(student_margin, teacher_margin, reduction="none")
+    total = nnf.mse_loss(student_margin, teacher_margin, reduction="sum")
+    return total if reduction == "sum" else total / max(size["B"], 1)
 
 
 class MarginMSELoss(nn.Module):

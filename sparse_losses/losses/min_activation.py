@@ -5,10 +5,13 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_integer, check_number, check_shapes, describe
+from sparse_losses._core.fused import can_fuse
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 
 __all__ = ["MinActivationLoss", "min_activation_loss"]
+
+BLOCK = 128  # columns; 64 to 256 measure alike
 
 
 @full_precision
@@ -67,7 +70,7 @@ def min_activation_loss(
         raise TypeError(f"expected `token_counts` to be integers, got {token_counts.dtype}")
     x = activations.to(compute_dtype(activations=activations))
 
-    largest = x.topk(top_k, dim=-1).values
+    largest = x.gather(1, _top_positions(x.detach(), top_k))
     if token_counts is None:
         return reduce(nnf.relu(threshold - largest.mean(-1)), reduction)
     counts = token_counts.clamp(min=0, max=top_k)
@@ -75,6 +78,25 @@ def min_activation_loss(
     counted = torch.where(rank < counts[:, None], largest, 0.0)
     mean = counted.sum(-1) / counts.clamp(min=1)
     return reduce(nnf.relu(threshold - mean), reduction, counts > 0)
+
+
+def _top_positions(x: Tensor, top_k: int) -> Tensor:
+    """Where the ``top_k`` largest numbers of each row stand, in descending order of the numbers.
+
+    They lie in the ``top_k`` blocks with the largest maxima: one read of ``x`` finds those, and
+    what is sorted is small.
+    """
+    width, size = x.shape[1], BLOCK
+    num_blocks = width // size
+    if not can_fuse(x) or num_blocks < 4 * top_k:
+        return x.topk(top_k, dim=1).indices
+    maxima = x[:, : num_blocks * size].reshape(-1, num_blocks, size).amax(-1)
+    block = maxima.topk(top_k, dim=1).indices
+    offset = torch.arange(size, device=x.device)
+    position = (block[:, :, None] * size + offset).flatten(1)
+    rest = torch.arange(num_blocks * size, width, device=x.device).expand(x.shape[0], -1)
+    position = torch.cat([position, rest], dim=1)
+    return position.gather(1, x.gather(1, position).topk(top_k, dim=1).indices)
 
 
 def _check(top_k: int, threshold: float) -> None:

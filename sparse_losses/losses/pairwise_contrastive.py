@@ -1,10 +1,14 @@
 """Contrastive loss of labelled pairs (Hadsell, Chopra and LeCun, 2006)."""
 
+import functools
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_number, check_shapes, describe
+from sparse_losses._core.fused import can_fuse, fuse
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 from sparse_losses._core.token_ids import as_mask
@@ -59,12 +63,37 @@ def pairwise_contrastive_loss(
     dtype = compute_dtype(x1=x1, x2=x2)
     same = as_mask("same", same)
 
-    squared_distance = (x1.to(dtype) - x2.to(dtype)).square().sum(-1)
+    x1, x2 = x1.to(dtype), x2.to(dtype)
+    if can_fuse(x1, x2):
+        plain = functools.partial(_row_values, margin)
+        values = fuse(plain, functools.partial(_row_values_and_gradients, margin), x1, x2, same)
+    else:
+        values = _row_values(margin, x1, x2, same)
+    return reduce(values, reduction)
+
+
+def _row_values(margin: float, x1: Tensor, x2: Tensor, same: Tensor) -> Tensor:
+    squared_distance = (x1 - x2).square().sum(-1)
     # The square root has no finite slope at 0.
     is_zero = squared_distance == 0
     distance = torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, squared_distance).sqrt())
-    values = torch.where(same, squared_distance, nnf.relu(margin - distance).square())
-    return reduce(values, reduction)
+    return torch.where(same, squared_distance, nnf.relu(margin - distance).square())
+
+
+def _row_values_and_gradients(
+    margin: float, needs: Sequence[bool], x1: Tensor, x2: Tensor, same: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The same with the gradients, multiples of the one difference."""
+    difference = x1 - x2
+    distance = torch.linalg.vector_norm(difference, dim=-1)
+    hinge = nnf.relu(margin - distance)
+    values = torch.where(same, distance.square(), hinge.square())
+    if not any(needs):
+        return values, [None, None, None]
+    slope = torch.where(distance == 0, 0.0, -hinge / distance)
+    difference *= torch.where(same, 2.0, 2.0 * slope)[:, None]
+    opposite = -difference if needs[1] else None
+    return values, [difference if needs[0] else None, opposite, None]
 
 
 def _check(margin: float) -> None:

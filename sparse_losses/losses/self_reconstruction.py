@@ -1,9 +1,12 @@
 """Self-reconstruction: a text activates its own tokens."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_flag, check_shapes, describe
+from sparse_losses._core.fused import can_fuse, fuse
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 from sparse_losses._core.softmax import softplus
@@ -17,6 +20,8 @@ from sparse_losses._core.token_ids import (
 )
 
 __all__ = ["SelfReconstructionLoss", "self_reconstruction_loss"]
+
+CACHED = 1 << 17  # numbers whose few passes stay in a core's cache
 
 
 @full_precision
@@ -89,20 +94,66 @@ def self_reconstruction_loss(
         num_kept = num_kept - ignored.sum()
 
     ids, is_target = first_occurrences(ids, attended)
-    target_sum = torch.where(is_target, softplus(-x.gather(1, ids)), 0.0).sum(-1)
-    # Targets are taken out before the sum, not subtracted after it, which would cancel: -inf
-    # has softplus 0. No multi-hot target is built.
-    others = x.scatter_add(1, ids, torch.where(is_target, -torch.inf, 0.0).to(x.dtype))
-    if ignored is not None:
-        others = torch.where(ignored, -torch.inf, others)
-    other_sum = softplus(others).sum(-1)
+    target_share = other_share = 1 / num_kept.clamp(min=1).expand(size["B"])
+    if balanced:
+        num_targets = is_target.sum(-1).to(x.dtype)
+        target_share = 0.5 / num_targets.clamp(min=1)
+        other_share = 0.5 / (num_kept - num_targets).clamp(min=1)
 
-    if not balanced:
-        return reduce((target_sum + other_sum) / num_kept.clamp(min=1), reduction)
-    num_targets = is_target.sum(-1)
-    num_others = num_kept - num_targets
-    values = (target_sum / num_targets.clamp(min=1) + other_sum / num_others.clamp(min=1)) / 2
+    parts = ids, is_target, ignored, target_share, other_share
+    if can_fuse(x):
+        values = fuse(_row_values, _row_values_and_gradient, x, *parts)
+    else:
+        values = _row_values(x, *parts)
     return reduce(values, reduction)
+
+
+def _row_values(
+    x: Tensor,
+    ids: Tensor,
+    is_target: Tensor,
+    ignored: Tensor | None,
+    target_share: Tensor,
+    other_share: Tensor,
+) -> Tensor:
+    target_sum = torch.where(is_target, softplus(-x.gather(1, ids)), 0.0).sum(-1)
+    other_sum = softplus(_only_others(x, ids, is_target, ignored)).sum(-1)
+    return target_share * target_sum + other_share * other_sum
+
+
+def _row_values_and_gradient(
+    needs: Sequence[bool],
+    x: Tensor,
+    ids: Tensor,
+    is_target: Tensor,
+    ignored: Tensor | None,
+    target_share: Tensor,
+    other_share: Tensor,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The same with the gradient by ``x``, some rows at a time so that they stay in the cache."""
+    target = x.gather(1, ids)
+    target_sum = torch.where(is_target, softplus(-target), 0.0).sum(-1)
+    other_sum = torch.empty_like(target_sum)
+    gradient = torch.empty_like(x) if needs[0] else None
+    step = max(CACHED // max(x.shape[1], 1), 1)
+    for first in range(0, x.shape[0], step):
+        rows = slice(first, first + step)
+        others = _only_others(x[rows], ids[rows], is_target[rows], ignored)
+        if gradient is not None:
+            torch.sigmoid(others, out=gradient[rows]).mul_(other_share[rows, None])
+        other_sum[rows] = softplus(others).sum(-1)
+    if gradient is not None:
+        of_target = torch.where(is_target, -(-target).sigmoid() * target_share[:, None], 0.0)
+        gradient.scatter_add_(1, ids, of_target)
+    values = target_share * target_sum + other_share * other_sum
+    return values, [gradient, None, None, None, None, None]
+
+
+def _only_others(x: Tensor, ids: Tensor, is_target: Tensor, ignored: Tensor | None) -> Tensor:
+    # Targets are taken out before the sum, not subtracted after it, which would cancel: -inf
+    # has softplus 0, and so has its gradient. No multi-hot target is built.
+    others = x.scatter_add(1, ids, torch.where(is_target, -torch.inf, 0.0).to(x.dtype))
+    return others if ignored is None else torch.where(ignored, -torch.inf, others)
 
 
 class SelfReconstructionLoss(nn.Module):
