@@ -14,7 +14,7 @@ PIP = $(PY) -m pip --disable-pip-version-check -q
 # Idle threads that spin starve the busy ones on small machines.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: help demo ablation test lint wheel clean
+.PHONY: help demo ablation bench bench-peers test lint wheel clean
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -23,6 +23,12 @@ demo: $(VENV)/.demo  ## train a sparse retriever on your Python's documentation 
 
 ablation: $(VENV)/.demo  ## every loss of the demo switched off in turn, three seeds
 	$(PY) -m sparse_losses.demo.ablation --jobs $(JOBS) $(ARGS)
+
+bench: $(VENV)/.demo  ## every loss beside its plain formula (ARGS="--suite full --only nws")
+	$(PY) -m benchmarks $(ARGS)
+
+bench-peers: $(VENV)/.demo  ## install the packages that the benchmarks compare with
+	$(PIP) install -c constraints.txt --group bench
 
 test: $(VENV)/.dev  ## all tests (ARGS="-k info_nce")
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) $(ARGS)

@@ -1,0 +1,118 @@
+"""Peak extra memory as the allocator saw it, not as the kernel happened to page it.
+
+On a CPU the profiler's allocation events are summed in order: exact to the byte and free of
+noise. Scratch that a library takes past PyTorch's allocator does not show. On a GPU it is the
+allocator's own high-water mark.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+__all__ = ["available_bytes", "peak_bytes", "storages"]
+
+Tensors = Sequence[Tensor | None]
+
+
+def peak_bytes(run: Callable[[], Tensors], device: torch.device) -> tuple[int, int]:
+    """The peak of what ``run`` allocates, with and without the gradients that it returns.
+
+    ``run`` returns the gradients, so that they are alive at the end and can be told apart.
+    """
+    if device.type == "cuda":
+        return _peak_on_cuda(run, device)
+    with (
+        _quiet_stderr(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
+        gradients = run()
+    kept = {pointer for tensor in gradients if tensor is not None for pointer in storages(tensor)}
+    results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    events = sorted(_allocations(results.experimental_event_tree()), key=lambda event: event[0])
+    # An address is used again and again: the gradient is the last allocation at its address.
+    gradient_events = {pointer: index for index, (_, _, pointer) in enumerate(events)}
+    running = without = peak = peak_without = 0
+    alive: dict[int, tuple[int, bool]] = {}
+    for index, (_, size, pointer) in enumerate(events):
+        if size > 0:
+            is_gradient = pointer in kept and gradient_events[pointer] == index
+            alive[pointer] = size, is_gradient
+            running += size
+            without += 0 if is_gradient else size
+        elif pointer in alive:  # frees of what was allocated before are not ours
+            size, is_gradient = alive.pop(pointer)
+            running -= size
+            without -= 0 if is_gradient else size
+        peak, peak_without = max(peak, running), max(peak_without, without)
+    return peak, peak_without
+
+
+def _allocations(roots: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
+    pending = list(roots)
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        if event.tag.name == "Allocation":
+            fields = event.extra_fields
+            yield event.start_time_ns, fields.alloc_size, fields.ptr
+
+
+def storages(tensor: Tensor) -> dict[int, int]:
+    """Address and size of every buffer of a tensor, dense or sparse."""
+    if tensor.layout == torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout == torch.sparse_csr:
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    else:
+        parts = [tensor]
+    found = (part.untyped_storage() for part in parts)
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def _peak_on_cuda(run: Callable[[], Tensors], device: torch.device) -> tuple[int, int]:
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    gradients = run()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    buffers: dict[int, int] = {}
+    for tensor in gradients:
+        if tensor is not None:
+            buffers |= storages(tensor)
+    return peak, max(peak - sum(buffers.values()), 0)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that a case may still take."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+@contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """The profiler's native code announces itself on stderr, in the middle of a progress bar."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)

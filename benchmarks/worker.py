@@ -1,0 +1,123 @@
+"""The process that measures: one setting of the allocator, all cases, a bar and a table."""
+
+import argparse
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as Screen
+
+from benchmarks import ceilings, peers
+from benchmarks.cases import FAMILIES, cases
+from benchmarks.measure import TRAINING, Limits, expected, measure
+from benchmarks.table import Row, Table, circumstances
+
+__all__ = ["work"]
+
+
+def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
+    """Measures what is missing in the CSV; 1 if a variant was not what it should be."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device is available")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    only = [name for name in args.only.split(",") if name]
+    unknown = set(only) - {family.loss for family in FAMILIES}
+    if unknown:
+        known = ", ".join(family.loss for family in FAMILIES)
+        raise SystemExit(f"no such loss: {', '.join(sorted(unknown))}; there are {known}")
+    for package in peers.PACKAGES:
+        if reason := peers.why_missing(package, device.type):
+            console.print(f"{package}: {reason}, left out")
+
+    rates = ceilings.measure(device, copy_mib=16 if args.suite == "tiny" else 256)
+    common = circumstances(device, args.suite, args.worker, rates)
+    console.print(
+        f"{common['device']} ({common['capability']}), {common['threads']} threads, allocator "
+        f"{args.worker}: copies {common['copy_gb_per_s']} GB/s, multiplies "
+        f"{common['matmul_gflop_per_s']} GFLOP/s"
+    )
+    table = Table(output, common, fresh=args.fresh)
+    todo = cases(args.suite, only)
+    bad: list[Row] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        bar = progress.add_task("", total=len(todo))
+        for case in todo:
+            label = f"{case.loss} {case.name}"
+
+            def say(what: str, label: str = label) -> None:
+                progress.update(bar, description=f"{label}: {what}")
+
+            missing = set(expected(case, device, compiled=not args.no_compile))
+            missing -= table.present(case.loss, case.name)
+            if missing:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # the compiler's and the peers' own
+                    results = measure(
+                        case,
+                        device,
+                        rates,
+                        Limits(budget),
+                        compiled=not args.no_compile,
+                        say=say,
+                    )
+                rows = table.add(results)
+                bad += [row for row in rows if not row["status"].startswith(("ok", "skipped"))]
+                _show(progress.console, label, rows)
+            progress.advance(bar)
+    wrong = {f"{row['loss']}, {row['case']}, {row['variant']}: {row['status']}" for row in bad}
+    for line in sorted(wrong):
+        console.print(escape(line), style="bold red")
+    return 1 if any(": MISMATCH" in line or ", ours" in line for line in wrong) else 0
+
+
+def _show(console: Console, title: str, rows: Sequence[Row]) -> None:
+    """The training pass of one case; the CSV has the rest."""
+    screen = Screen(title=title, title_justify="left", box=None, pad_edge=False)
+    screen.add_column("forward + backward", width=24, no_wrap=True)
+    for heading in ("time", "x eager", "quartiles", "memory", "- gradients", "of ceiling"):
+        screen.add_column(heading, justify="right", no_wrap=True, min_width=10)
+    trouble = []
+    for row in rows:
+        if row["pass"] != TRAINING:
+            continue
+        if not row["status"].startswith("ok"):
+            trouble.append(f"{row['variant']}: {row['status']}")
+            continue
+        quartiles = (
+            f"{float(row['speedup_q1']):.2f}-{float(row['speedup_q3']):.2f}"
+            if row["speedup"]
+            else ""
+        )
+        screen.add_row(
+            row["variant"],
+            _time(float(row["seconds"])),
+            f"{float(row['speedup']):.2f}" if row["speedup"] else "",
+            quartiles,
+            _memory(float(row["peak_bytes"])),
+            _memory(float(row["peak_bytes_without_gradients"])),
+            f"{100 * float(row['share_of_ceiling']):.0f}%",
+        )
+    console.print(screen)
+    for line in trouble:
+        console.print(escape(line))
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _memory(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
