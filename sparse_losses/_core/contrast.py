@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparse_losses._core.pages import fresh_like
 from sparse_losses._core.similarity import through_unit_rows_, unit_rows
 from sparse_losses._core.softmax import softplus
 from sparse_losses._core.sparse import NonZeros, non_zeros, product, product_by_columns
@@ -42,11 +43,9 @@ def contrast(
     """
     batch = anchor.shape[0]
     scores: _DenseScores | _SparseScores
-    if sparse:
-        scores = _SparseScores(needs, anchor, positive, negative, temperature, cosine)
-    else:
-        hides = positive_ids is not None
-        scores = _DenseScores(needs, anchor, positive, negative, temperature, cosine, hides)
+    kind = _SparseScores if sparse else _DenseScores
+    hides = positive_ids is not None
+    scores = kind(needs, anchor, positive, negative, temperature, cosine, hides)
     if sparse or (symmetric and chunk_size is None):
         chunk_size = batch  # the columns' sums need all rows: at once, that saves a product
     chunk_size = min(chunk_size or max(BLOCK // batch, 1), batch)
@@ -166,12 +165,12 @@ class _DenseScores:
         if hides:  # 0 * NaN is NaN: what is hidden must not reach a product
             self.is_nan = self.keys.isnan().any(1)
             self.keys = torch.where(self.is_nan[:, None], 0.0, self.keys)
-        self.of_anchor = torch.empty_like(anchor) if needs[0] else None
-        self.of_positive = torch.zeros_like(positive) if needs[1] else None
+        self.of_anchor = fresh_like(anchor) if needs[0] else None
+        self.of_positive = fresh_like(positive).zero_() if needs[1] else None
         self.others = self.of_negative = None
         if negative is not None:
             self.others, self.other_length = self._represent(negative)
-            self.of_negative = torch.zeros_like(negative) if needs[2] else None
+            self.of_negative = fresh_like(negative).zero_() if needs[2] else None
         self.of_temperature = torch.zeros_like(temperature) if needs[3] else None
         self.buffer: Tensor | None = None
 
@@ -251,10 +250,18 @@ class _SparseScores:
         negative: Tensor | None,
         temperature: Tensor,
         cosine: bool,
+        hides: bool,
     ) -> None:
         self.needs, self.temperature = needs, temperature
         self.tensors = anchor, positive, negative
         self.represented = [self._represent(x, cosine) for x in self.tensors if x is not None]
+        self.is_nan = None
+        if hides:
+            keys, length = self.represented[1]
+            self.is_nan = keys.value.new_zeros(keys.shape[0], dtype=torch.bool)
+            self.is_nan[keys.row[keys.value.isnan()]] = True
+            kept = keys.value.masked_fill(self.is_nan[keys.row], 0.0)
+            self.represented[1] = keys._replace(value=kept), length
         self.found: list[Tensor | None] = [None] * 4
 
     @staticmethod
@@ -273,7 +280,8 @@ class _SparseScores:
 
     def block(self, rows: slice) -> Tensor:
         """All scores over the temperature ``[B, B]``."""
-        return product(self.represented[0][0], self.represented[1][0]).div_(self.temperature)
+        block = product(self.represented[0][0], self.represented[1][0]).div_(self.temperature)
+        return block if self.is_nan is None else block.masked_fill_(self.is_nan, torch.nan)
 
     def negatives(self, rows: slice) -> Tensor | None:
         """All scores against the shared negatives ``[B, N]``."""
@@ -297,7 +305,7 @@ class _SparseScores:
         tensor = self.tensors[number]
         assert tensor is not None
         entries, length = self.represented[number]
-        dense = torch.empty_like(tensor) if tensor.layout == torch.strided else None
+        dense = fresh_like(tensor) if tensor.layout == torch.strided else None
         at_entries = torch.empty_like(entries.value)
         first = 0
         tiles = [product_by_columns(g, self.represented[k][0]) for g, k in terms]

@@ -87,8 +87,13 @@ def _alias(tensor: Tensor) -> Tensor:
 
 def _scale_(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
     """Scales every row in place; not at all by the one that ``loss.backward()`` starts from."""
-    if gradient is None or (factor.ndim == 0 and factor.device.type == "cpu" and factor == 1):
-        return gradient
+    if gradient is None:
+        return None
     if factor.ndim:
         factor = factor.reshape(factor.shape + (1,) * (gradient.ndim - factor.ndim))
+    functorch = torch._C._functorch
+    if functorch.is_batchedtensor(factor) or functorch.is_legacy_batchedtensor(factor):
+        return gradient * factor  # many factors at once: a vectorised Jacobian
+    if factor.ndim == 0 and factor.device.type == "cpu" and factor == 1:
+        return gradient
     return gradient.mul_(factor)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.fused import can_fuse
+from sparse_losses._core.pages import fresh_like
 
 __all__ = ["normalize", "through_unit_rows_", "unit_rows"]
 
@@ -40,7 +41,7 @@ def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     # Two passes where squares neither overflow nor vanish; looking costs a CPU nothing.
     if x.device.type == "cpu" and bool(((norm > 1e-15) & (norm < 1e15)).all()):
-        return x / norm, norm
+        return torch.div(x, norm, out=fresh_like(x)), norm
     # The largest number of each row, by two reads and no copy; `abs` would make one.
     scale = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
     is_zero = scale == 0
@@ -70,4 +71,4 @@ class _Normalize(torch.autograd.Function):
             alias = x.view_as(x)
             (gradient,) = torch.autograd.grad(_normalize(alias), alias, upstream, create_graph=True)
             return gradient
-        return through_unit_rows_(upstream.clone(), unit, length)
+        return through_unit_rows_(fresh_like(upstream).copy_(upstream), unit, length)

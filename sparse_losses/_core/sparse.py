@@ -47,11 +47,8 @@ def _silence_the_beta_notice() -> None:
 def sum_bags(index: Tensor, table: Tensor, bounds: Tensor, weight: Tensor) -> Tensor:
     """``sum_k weight[k] * table[index[k]]`` over the bags ``k`` in ``[bounds[i], bounds[i + 1])``.
 
-    In the dtype of ``weight``; each bag is summed by one thread in order, so to the same bits.
+    Each bag is summed by one thread in order, so to the same bits.
     """
-    if table.dtype != weight.dtype:
-        used, index = torch.unique(index, return_inverse=True)  # cast no more than is looked at
-        table, bounds = table[used].to(weight.dtype), bounds.long()
     if index.numel() == 0:
         return weight.new_zeros(bounds.shape[0] - 1, table.shape[1])
     return nnf.embedding_bag(
@@ -81,7 +78,7 @@ def non_zeros(x: Tensor) -> NonZeros:
         row = torch.arange(x.shape[0], device=x.device).repeat_interleave(crow.diff())
     else:
         flat = x.reshape(-1)
-        where = flat.nonzero()[:, 0] if flat.numel() % 2 else _nonzero_in_pairs(flat)
+        where = _nonzero_of(flat)
         row = where // max(x.shape[1], 1)
         column, value = where - row * x.shape[1], flat[where]
     original = column.int().argsort(stable=True)
@@ -89,10 +86,10 @@ def non_zeros(x: Tensor) -> NonZeros:
     return NonZeros(row[original], column[original], value[original], original, shape)
 
 
-def _nonzero_in_pairs(flat: Tensor) -> Tensor:
+def _nonzero_of(flat: Tensor) -> Tensor:
     """``flat.nonzero()``, looking at two numbers at a time: twice as fast where few are not 0."""
     wide = {4: torch.int64, 2: torch.int32}.get(flat.element_size())
-    if wide is None:
+    if wide is None or flat.numel() % 2 or flat.storage_offset() % 2:
         return flat.nonzero()[:, 0]
     pair = 2 * flat.view(wide).nonzero()[:, 0]
     where = torch.stack([pair, pair + 1], dim=1).reshape(-1)

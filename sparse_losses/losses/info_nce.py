@@ -140,13 +140,18 @@ def info_nce_loss(
     plain: Callable[..., Tensor] = functools.partial(
         _plain_loss, in_batch=in_batch, positive_mask=positive_mask, reduction=reduction, **shared
     )
+    negatives = size.get("N", 0)
+    is_stored_sparse = any(
+        x is not None and x.layout != torch.strided for x in (anchor, positive, negative)
+    )
     has_fused_form = (
         in_batch
         and positive_mask is None
         and reduction != "none"
         and size["D"] > 0
         and not (symmetric and negative is not None)
-        and not (decoupled and negative is None and (positive_ids is not None or size["B"] < 2))
+        and not (decoupled and not negatives and (positive_ids is not None or size["B"] < 2))
+        and not (is_stored_sparse and negative is not None and negative.ndim == 3)
     )
     elements = size["B"] * (size["B"] + size["D"])
     if not has_fused_form or not can_fuse(anchor, positive, negative, elements=elements):
@@ -154,7 +159,7 @@ def info_nce_loss(
     fused = functools.partial(
         contrast,
         mean=reduction == "mean",
-        sparse=_sparse_products(sparse, anchor, positive, negative),
+        sparse=is_stored_sparse or _pays_sparse(sparse, anchor, positive, negative),
         **shared,
     )
     if not isinstance(temperature, Tensor):
@@ -335,12 +340,10 @@ def _unchanged(x: Tensor) -> Tensor:
     return x
 
 
-def _sparse_products(
+def _pays_sparse(
     sparse: bool | str, anchor: Tensor, positive: Tensor, negative: Tensor | None
 ) -> bool:
     inputs = [x for x in (anchor, positive, negative) if x is not None]
-    if any(x.layout != torch.strided for x in inputs):
-        return True
     if negative is not None and negative.ndim == 3:
         return False
     if sparse != "auto":

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_flag, check_shapes, describe
 from sparse_losses._core.fused import can_fuse, fuse
+from sparse_losses._core.pages import fresh_like
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 from sparse_losses._core.softmax import softplus
@@ -134,7 +135,7 @@ def _row_values_and_gradient(
     target = x.gather(1, ids)
     target_sum = torch.where(is_target, softplus(-target), 0.0).sum(-1)
     other_sum = torch.empty_like(target_sum)
-    gradient = torch.empty_like(x) if needs[0] else None
+    gradient = fresh_like(x) if needs[0] else None
     step = max(CACHED // max(x.shape[1], 1), 1)
     for first in range(0, x.shape[0], step):
         rows = slice(first, first + step)

@@ -28,6 +28,7 @@ by $2^{-126}$ for each, and where $\lVert h \rVert \lVert w \rVert$ comes near o
 is computed.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_flag, check_shapes, values_can_be_checked
+from sparse_losses._core.pages import fresh_like
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.sparse import bounds_of, csr, sum_bags
 from sparse_losses._core.token_ids import as_mask
@@ -46,6 +48,8 @@ __all__ = ["SpladeHead", "splade_head"]
 SCREENING: bool | str = "auto"
 # Rows of the vocabulary at once; None: as many as keep the scores of a tile at 6 Mi numbers.
 TILE: int | None = None
+# Rows of the vocabulary whose gradient is summed at once.
+BLOCK = 4096
 
 _BF16_ROUNDOFF = 2.0**-8
 
@@ -316,7 +320,7 @@ def _maxima(
     screen = None
     if not every and _should_screen(states, vocab_size):
         screen = _Screen(states, packed, weight.dtype)
-    scores = states.new_empty(tile, num_tokens) if screen is None else None
+    scores: Tensor | None = None
     columns, tokens, logits = [], [], []
     for start in range(0, vocab_size, tile):
         rows = weight[start : start + tile].to(dtype)
@@ -504,15 +508,29 @@ def _gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden states, weight and bias from those of the entries' logits."""
     batch, length, width = hidden.shape
-    vocab_size = weight.shape[0]
+    vocab_size, dtype = weight.shape[0], coefficient.dtype
     of_hidden = of_weight = of_bias = None
     bounds = bounds_of(column, vocab_size)
-    states = hidden.reshape(-1, width)
+    states = hidden.reshape(-1, width).to(dtype)
+    # Blocks of the vocabulary: a half-precision matrix is never cast whole, and the sums of a block
+    # go from the cache to their place.
+    step = vocab_size if vocab_size < 2 * BLOCK else BLOCK
+    firsts = range(0, vocab_size, max(step, 1))
+    ends = [*(bounds[list(firsts)].tolist() if vocab_size else []), column.shape[0]]
+    blocks = [(f, slice(*pair)) for f, pair in zip(firsts, itertools.pairwise(ends), strict=True)]
     if needs[0]:
-        order = token.argsort(stable=True)
-        of_states = sum_bags(
-            column[order], weight, bounds_of(token, batch * length), coefficient[order]
-        )
+        if weight.dtype == dtype:
+            blocks_of_rows = [(weight, column, token, coefficient)]
+        else:
+            blocks_of_rows = [
+                (weight[f : f + step], column[part] - f, token[part], coefficient[part])
+                for f, part in blocks
+            ]
+        of_states = states.new_zeros(states.shape)
+        for rows, index, place, factor in blocks_of_rows:
+            order = place.argsort(stable=True)
+            bags = bounds_of(place, batch * length)
+            of_states += sum_bags(index[order], rows.to(dtype), bags, factor[order])
         of_hidden = of_states.view(batch, length, width).to(hidden.dtype)
     if needs[1]:
         if sparse_grad:
@@ -523,7 +541,10 @@ def _gradients(
                 present[None], values, weight.shape, is_coalesced=True, check_invariants=False
             )
         else:
-            of_weight = sum_bags(token, states, bounds, coefficient).to(weight.dtype)
+            of_weight = fresh_like(weight)
+            for f, part in blocks:
+                bags = bounds[f : f + step + 1] - bounds[f]
+                of_weight[f : f + step] = sum_bags(token[part], states, bags, coefficient[part])
     if needs[2] and bias is not None:
         of_bias = sum_bags(
             torch.zeros_like(token), coefficient.new_ones(1, 1), bounds, coefficient

@@ -1,0 +1,258 @@
+"""InfoNCE by blocks of rows and through the non-zeros: the same loss, whatever multiplies."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sparse_losses._core.contrast as contrast_module
+import sparse_losses.losses.info_nce as info_nce_module
+from sparse_losses.functional import info_nce_loss, n_pair_loss
+from tests.losses.test_contract import Recorder
+
+B, V, N = 7, 26, 3
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")  # what PyTorch says of every CSR tensor
+
+
+@pytest.fixture
+def path(monkeypatch):
+    """The fused one alone: these tests compare the two themselves."""
+    monkeypatch.setattr("sparse_losses._core.fused.FEWEST_ELEMENTS", 0)
+    return "fused"
+
+
+def vectors(seed: int, rows: int = B, width: int = V, density: float = 0.3) -> torch.Tensor:
+    rng = np.random.default_rng(seed)
+    values = rng.random((rows, width)) + 0.1
+    return torch.from_numpy(values * (rng.random((rows, width)) < density))
+
+
+def value_and_gradients(leaves: dict, **options):
+    leaves = {k: v.detach().clone().requires_grad_() for k, v in leaves.items()}
+    value = info_nce_loss(**leaves, **options)
+    return value, dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())), strict=True))
+
+
+OPTIONS = [
+    {"similarity": similarity, "symmetric": symmetric, "decoupled": decoupled, "reduction": r}
+    for similarity, symmetric, decoupled, r in itertools.product(
+        ("cosine", "dot"), (False, True), (False, True), ("mean", "sum")
+    )
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
+@pytest.mark.parametrize(
+    "way", [{"sparse": True}, {"chunk_size": 3}, {"chunk_size": 1}, {}], ids=str
+)
+@pytest.mark.parametrize("negative", ["none", "shared", "per_row"])
+@pytest.mark.parametrize("ids", [False, True], ids=["", "ids"])
+def test_every_way_is_the_plain_one(options, way, negative, ids, monkeypatch):
+    leaves = {
+        "anchor": vectors(0),
+        "positive": vectors(1),
+        "temperature": torch.tensor(0.4, dtype=torch.float64),
+    }
+    leaves["anchor"][2] = 0  # an empty text
+    if negative != "none":
+        leaves["negative"] = (
+            vectors(2, N) if negative == "shared" else vectors(2, B * N).view(B, N, V)
+        )
+    if ids:
+        options = {**options, "positive_ids": torch.arange(B) // 2}
+    found = value_and_gradients(leaves, **options, **way)
+    monkeypatch.setattr("sparse_losses._core.fused.FEWEST_ELEMENTS", 10**18)
+    expected = value_and_gradients(leaves, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert all(g.any() for g in found[1].values())
+
+
+def _stored(gradient: torch.Tensor) -> torch.Tensor:
+    assert gradient.layout == torch.sparse_csr
+    return gradient.values()
+
+
+@pytest.mark.parametrize("index", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+@pytest.mark.parametrize("negative", [False, True])
+def test_a_csr_tensor_has_the_dense_gradient_at_what_it_stores(index, similarity, negative):
+    leaves = {"anchor": vectors(0), "positive": vectors(1)}
+    leaves["anchor"][4] = 0
+    if negative:
+        leaves["negative"] = vectors(2, N)
+    dense = value_and_gradients(leaves, similarity=similarity, sparse=False)
+    stored = {}
+    for name, x in leaves.items():
+        csr = x.to_sparse_csr()
+        stored[name] = torch.sparse_csr_tensor(
+            csr.crow_indices().to(index), csr.col_indices().to(index), csr.values(), x.shape
+        )
+    value, gradients = value_and_gradients(stored, similarity=similarity)
+    torch.testing.assert_close(value, dense[0])
+    for name, gradient in gradients.items():
+        expected = dense[1][name][leaves[name] != 0]
+        torch.testing.assert_close(_stored(gradient), expected, rtol=1e-10, atol=1e-12)
+        assert gradient.values().any()
+
+
+def test_one_side_may_be_csr_and_gradients_accumulate():
+    anchor, positive = vectors(0).to_sparse_csr().requires_grad_(), vectors(1).requires_grad_()
+    for _ in range(2):
+        (3 * info_nce_loss(anchor, positive)).backward()
+    _, once = value_and_gradients({"anchor": vectors(0), "positive": vectors(1)})
+    torch.testing.assert_close(positive.grad, 6 * once["positive"])
+    torch.testing.assert_close(_stored(anchor.grad), 6 * once["anchor"][vectors(0) != 0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"reduction": "none"}, {"positive_mask": torch.eye(B)}, {"symmetric": True, "negative": True}],
+    ids=lambda o: next(iter(o)),
+)
+def test_where_csr_products_do_not_reach_the_dense_ones_answer(options):
+    leaves = {"anchor": vectors(0), "positive": vectors(1)}
+    options = dict(options)
+    if options.pop("negative", False):
+        leaves["negative"] = vectors(2, N)
+    expected = info_nce_loss(**leaves, **options)
+    found = info_nce_loss(**{k: v.to_sparse_csr() for k, v in leaves.items()}, **options)
+    torch.testing.assert_close(found, expected)
+
+
+def test_csr_with_negatives_of_each_row():
+    negative = vectors(2, B * N).view(B, N, V)
+    expected = info_nce_loss(vectors(0), vectors(1), negative)
+    found = info_nce_loss(vectors(0).to_sparse_csr(), vectors(1).to_sparse_csr(), negative)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+@pytest.mark.parametrize("width", [V, V - 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_sparse_products_take_any_piece_of_memory(offset, width, dtype):
+    memory = torch.zeros(B * width + offset, dtype=dtype)
+    memory[offset:] = vectors(0, width=width).reshape(-1).to(dtype)
+    piece = memory[offset:].view(B, width)
+    positive = vectors(1, width=width).to(dtype)
+    found = info_nce_loss(piece, positive, sparse=True)
+    torch.testing.assert_close(found, info_nce_loss(piece, positive, sparse=False))
+    turned = piece.T.contiguous().T
+    torch.testing.assert_close(found, info_nce_loss(turned, positive, sparse=True))
+
+
+def test_minus_zero_is_zero_and_nothing_but_zeros_is_a_batch():
+    anchor = vectors(0)
+    minus = torch.where(anchor == 0, -0.0, anchor)
+    assert torch.equal(
+        info_nce_loss(minus, vectors(1), sparse=True),
+        info_nce_loss(anchor, vectors(1), sparse=True),
+    )
+    nothing = torch.zeros(B, V, requires_grad=True)
+    value = info_nce_loss(nothing, nothing, sparse=True)
+    value.backward()
+    assert value.item() == pytest.approx(np.log(B))
+    assert not nothing.grad.any()
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_ids_hide_a_nan_from_the_rows_that_share_the_id_only(sparse):
+    positive = vectors(1)
+    positive[1, 3] = torch.nan
+    anchor = vectors(0).requires_grad_()
+    value = info_nce_loss(anchor, positive, positive_ids=torch.zeros(B, dtype=int), sparse=sparse)
+    assert value.isnan()  # row 1 has it as its positive
+    value = info_nce_loss(anchor, positive, positive_ids=torch.arange(B), sparse=sparse)
+    assert value.isnan()
+
+
+@given(st.integers(1, 9), st.integers(1, 12), st.floats(0, 1), st.integers(0, 10**6))
+def test_sparse_products_are_the_dense_ones(rows, width, density, seed):
+    anchor, positive = vectors(seed, rows, width, density), vectors(seed + 1, rows, width, density)
+    leaves = {"anchor": anchor, "positive": positive}
+    before = contrast_module.BLOCK
+    try:
+        contrast_module.BLOCK = seed % 40 + 1
+        found = value_and_gradients(leaves, sparse=True)
+        expected = value_and_gradients(leaves, sparse=False)
+    finally:
+        contrast_module.BLOCK = before
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_auto_takes_sparse_products_for_wide_inputs_of_few_non_zeros(monkeypatch):
+    seen = []
+    original = contrast_module._SparseScores.__init__
+
+    def spy(self, *args):
+        seen.append(True)
+        original(self, *args)
+
+    monkeypatch.setattr(contrast_module._SparseScores, "__init__", spy)
+    monkeypatch.setattr(info_nce_module, "FEWEST_COLUMNS", 512)
+
+    def goes_sparse(width, density, **options):
+        seen.clear()
+        info_nce_loss(vectors(0, 32, width, density), vectors(1, 32, width, density), **options)
+        return bool(seen)
+
+    assert goes_sparse(512, 0.05)
+    assert not goes_sparse(512, 0.25)
+    assert not goes_sparse(256, 0.05)
+    assert not goes_sparse(512, 0.05, sparse=False)
+    assert goes_sparse(256, 0.25, sparse=True)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 8])
+def test_the_score_matrix_is_never_held_whole(chunk_size, monkeypatch):
+    monkeypatch.setattr(contrast_module, "BLOCK", 8 * 256)
+    anchor, positive = (torch.randn(256, 8, requires_grad=True) for _ in range(2))
+    with Recorder() as seen:
+        info_nce_loss(anchor, positive, chunk_size=chunk_size).backward()
+        n_pair_loss(anchor, positive).backward()
+    assert anchor.grad.any()
+    assert 8 * 256 <= seen.largest <= 2 * 8 * 256
+
+
+def test_the_same_tensor_may_be_anchor_and_positive():
+    x = vectors(0).requires_grad_()
+    (gradient,) = torch.autograd.grad(info_nce_loss(x, x), x)
+    a, p = vectors(0).requires_grad_(), vectors(0).requires_grad_()
+    expected = sum(torch.autograd.grad(info_nce_loss(a, p), (a, p)))
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_second_derivatives_when_one_input_comes_from_another():
+    x = vectors(0, 4, 6, 0.8).requires_grad_()
+    assert torch.autograd.gradgradcheck(
+        lambda a: info_nce_loss(a, a * a + 1, temperature=0.5), (x,)
+    )
+
+
+def test_a_second_backward_gives_the_same_bits():
+    leaves = [vectors(0).requires_grad_(), vectors(1).requires_grad_()]
+    value = info_nce_loss(*leaves)
+    first = torch.autograd.grad(value, leaves, retain_graph=True)
+    kept = [g.clone() for g in first]
+    again = torch.autograd.grad(value, leaves, torch.tensor(3.0, dtype=torch.float64))
+    assert all(torch.equal(g, k) for g, k in zip(first, kept, strict=True))
+    assert all(torch.equal(g, 3.0 * k) for g, k in zip(again, kept, strict=True))
+
+
+def test_a_vectorised_jacobian_is_the_jacobian():
+    positive = vectors(1)
+    jacobian = torch.autograd.functional.jacobian
+    value = lambda a: torch.stack([info_nce_loss(a, positive), n_pair_loss(a, positive)])  # noqa: E731
+    torch.testing.assert_close(
+        jacobian(value, vectors(0), vectorize=True), jacobian(value, vectors(0))
+    )
+
+
+def test_decoupled_without_any_negative_is_zero():
+    empty = torch.zeros(0, V, dtype=torch.float64)
+    value = info_nce_loss(vectors(0)[:1], vectors(1)[:1], empty, decoupled=True)
+    assert value.item() == 0.0
