@@ -11,7 +11,7 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results"
 # With these, glibc keeps what it once got: big tensors are not paged in anew at every call.
 WARM = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "20000000000"}
-BUDGET = {"tiny": 0.05, "quick": 0.4, "full": 1.0}
+BUDGET = {"tiny": 0.05, "aims": 1.0, "quick": 0.4, "full": 1.0}
 ALLOCATORS = {"both": ["default", "warm"], "default": ["default"], "warm": ["warm"]}
 
 
@@ -21,9 +21,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options.add_argument(
         "--suite",
-        choices=["tiny", "quick", "full"],
+        choices=["tiny", "quick", "full", "aims"],
         default="quick",
-        help="quick: under 5 minutes on two cores; full: about 25",
+        help="quick: under 5 minutes on two cores; full: about 25; aims: what the aims speak of",
     )
     options.add_argument(
         "--only", default="", help="losses, separated by commas: info_nce,splade_head"
@@ -36,6 +36,9 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--output", type=Path, help="the CSV (default: results/DEVICE-SUITE.csv)")
     options.add_argument("--fresh", action="store_true", help="forget the rows of an earlier run")
+    options.add_argument(
+        "--training-only", action="store_true", help="leave the forward pass alone out"
+    )
     options.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     options.add_argument("--no-plots", action="store_true", help="leave the SVGs out")
     options.add_argument("--threads", type=int, help="of PyTorch (default: its own choice)")

@@ -838,7 +838,19 @@ def family(loss: str) -> Family:
 
 
 def cases(suite: str, only: Sequence[str] = ()) -> list[Case]:
-    """The cases of a suite: ``tiny``, ``quick``, or ``full``, which holds the quick ones too."""
+    """The cases of a suite: ``tiny``, ``quick``, or ``full``, which holds the quick ones too.
+
+    ``aims`` are those that an aim speaks of, and the densities between which a product changes.
+    """
+    if suite == "aims":
+        from benchmarks.summary import AIMS  # which reads tables, which know the cases
+
+        aimed = {(aim.loss, aim.case) for aim in AIMS}
+        return [
+            case
+            for case in cases("full", only)
+            if (case.loss, case.name) in aimed or case.name.startswith("B=256 V=30522 1")
+        ]
     found = []
     for each in FAMILIES:
         if only and each.loss not in only:

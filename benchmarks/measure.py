@@ -165,6 +165,7 @@ def measure(
     limits: Limits,
     *,
     compiled: bool = True,
+    passes: Sequence[str] = (FORWARD, TRAINING),
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Result]:
     """All rows of a case.
@@ -202,7 +203,7 @@ def measure(
     warm.wanted = None
 
     results = []
-    for pass_ in (FORWARD, TRAINING):
+    for pass_ in passes:
         say(pass_)
         results += _one_pass(case, pass_, variants, status, warm, ceilings, limits)
     return results

@@ -13,7 +13,7 @@ from rich.table import Table as Screen
 
 from benchmarks import ceilings, peers
 from benchmarks.cases import FAMILIES, cases
-from benchmarks.measure import TRAINING, Limits, expected, measure
+from benchmarks.measure import FORWARD, TRAINING, Limits, expected, measure
 from benchmarks.table import Row, Table, circumstances
 
 __all__ = ["work"]
@@ -68,6 +68,7 @@ def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
                         rates,
                         Limits(budget),
                         compiled=not args.no_compile,
+                        passes=(TRAINING,) if args.training_only else (FORWARD, TRAINING),
                         say=say,
                     )
                 rows = table.add(results)

@@ -255,12 +255,11 @@ class _SparseScores:
         self.needs, self.temperature = needs, temperature
         self.tensors = anchor, positive, negative
         self.represented = [self._represent(x, cosine) for x in self.tensors if x is not None]
-        self.is_nan = None
-        if hides:
+        # No entry of the others may meet a NaN: which rows have one is noted instead.
+        self.is_nan = [self._rows_with_nan(entries) for entries, _ in self.represented]
+        if hides:  # and what is hidden must not reach a gradient
             keys, length = self.represented[1]
-            self.is_nan = keys.value.new_zeros(keys.shape[0], dtype=torch.bool)
-            self.is_nan[keys.row[keys.value.isnan()]] = True
-            kept = keys.value.masked_fill(self.is_nan[keys.row], 0.0)
+            kept = keys.value.masked_fill(self.is_nan[1][keys.row], 0.0)
             self.represented[1] = keys._replace(value=kept), length
         self.found: list[Tensor | None] = [None] * 4
 
@@ -278,16 +277,24 @@ class _SparseScores:
         unit = unit / torch.where(is_zero, 1.0, norm)[entries.row]
         return entries._replace(value=unit), torch.where(is_zero, torch.inf, scale * norm)
 
+    @staticmethod
+    def _rows_with_nan(entries: NonZeros) -> Tensor:
+        found = entries.value.new_zeros(entries.shape[0], dtype=torch.bool)
+        found[entries.row[entries.value.isnan()]] = True
+        return found
+
+    def _scores(self, number: int) -> Tensor:
+        scores = product(self.represented[0][0], self.represented[number][0])
+        is_nan = self.is_nan[0][:, None] | self.is_nan[number]
+        return scores.div_(self.temperature).masked_fill_(is_nan, torch.nan)
+
     def block(self, rows: slice) -> Tensor:
         """All scores over the temperature ``[B, B]``."""
-        block = product(self.represented[0][0], self.represented[1][0]).div_(self.temperature)
-        return block if self.is_nan is None else block.masked_fill_(self.is_nan, torch.nan)
+        return self._scores(1)
 
     def negatives(self, rows: slice) -> Tensor | None:
         """All scores against the shared negatives ``[B, N]``."""
-        if len(self.represented) < 3:
-            return None
-        return product(self.represented[0][0], self.represented[2][0]).div_(self.temperature)
+        return None if len(self.represented) < 3 else self._scores(2)
 
     def back(self, rows: slice, gradient: Tensor, of_negatives: Tensor | None) -> None:
         """Takes in the gradient by those scores."""

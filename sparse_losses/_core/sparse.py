@@ -89,7 +89,8 @@ def non_zeros(x: Tensor) -> NonZeros:
 def _nonzero_of(flat: Tensor) -> Tensor:
     """``flat.nonzero()``, looking at two numbers at a time: twice as fast where few are not 0."""
     wide = {4: torch.int64, 2: torch.int32}.get(flat.element_size())
-    if wide is None or flat.numel() % 2 or flat.storage_offset() % 2:
+    odd = flat.numel() % 2 or flat.storage_offset() % 2 or not flat.is_contiguous()
+    if wide is None or odd:
         return flat.nonzero()[:, 0]
     pair = 2 * flat.view(wide).nonzero()[:, 0]
     where = torch.stack([pair, pair + 1], dim=1).reshape(-1)

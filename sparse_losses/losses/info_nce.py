@@ -85,8 +85,9 @@ def info_nce_loss(
             and ``reduction="none"``.
         sparse: whether products run over the non-zeros, exactly, which is faster where fewer than
             about one in eight is not zero; ``"auto"`` looks at some rows, on the CPU and for wide
-            inputs only. Needs eager mode, a ``reduction``, ``in_batch``, no ``positive_mask`` and
-            no negatives per row (nor any with ``symmetric``); else the product is dense.
+            inputs only. The scores are then held whole, whatever ``chunk_size``: beside ``[B, V]``
+            they are small. Needs eager mode, a ``reduction``, ``in_batch``, no ``positive_mask``
+            and no negatives per row (nor any with ``symmetric``); else the product is dense.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:

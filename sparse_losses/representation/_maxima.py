@@ -16,10 +16,12 @@ def activate(
     """
     active = nnf.relu(pooled)
     slope = torch.where(pooled <= 0, 0.0, 1 / (1 + active))
-    activations = pooled.new_zeros(shape).index_put_((row, column), active.log1p())
-    if not return_logits:
-        return activations, None, slope
-    return activations, pooled.new_zeros(shape).index_put_((row, column), pooled), slope
+    activations = _place(active.log1p(), row, column, shape)
+    return activations, _place(pooled, row, column, shape) if return_logits else None, slope
+
+
+def _place(values: Tensor, row: Tensor, column: Tensor, shape: tuple[int, int]) -> Tensor:
+    return values.new_zeros(shape).index_put_((row, column), values)
 
 
 def gradient_of_pooled(

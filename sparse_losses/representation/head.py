@@ -109,7 +109,7 @@ def splade_head(
         SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval, eq. 6. Sparton:
         the maximum before the activation, and the arg-max as all that the backward needs.
     """
-    check_shapes(
+    size = check_shapes(
         hidden=(hidden, "B S H"),
         weight=(weight, "V H"),
         bias=(bias, "V", "optional"),
@@ -117,6 +117,8 @@ def splade_head(
         gate=(gate, "B V", "optional"),
     )
     check_flag(return_logits=return_logits, sparse_grad=sparse_grad)
+    if size["V"] == 0:
+        raise ValueError("expected `weight` of at least one token, got V = 0")
     dtype = compute_dtype(hidden=hidden, weight=weight, bias=bias, gate=gate)
     if attention_mask is None:
         attended = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
@@ -239,7 +241,7 @@ def _plain_at_maxima(
 ) -> tuple[Tensor, Tensor]:
     """Activations and pooled logits by differentiable operations, the positions given."""
     token, column = token.long(), column.long()
-    states = hidden.reshape(-1, hidden.shape[-1])[token].to(dtype)
+    states = hidden.flatten(0, 1)[token].to(dtype)
     pooled = (states * weight[column].to(dtype)).sum(-1)
     if bias is not None:
         pooled = pooled + bias[column].to(dtype)
@@ -310,9 +312,9 @@ def _maxima(
 ) -> _Entries:
     """The entries of ``[B, V]`` that are active, or ``every`` one of a text with any token."""
     packed = _pack(attended)
-    states = hidden.reshape(-1, hidden.shape[-1]).index_select(0, packed.token).to(dtype)
+    states = hidden.flatten(0, 1).index_select(0, packed.token).to(dtype)
     vocab_size = weight.shape[0]
-    if not packed.groups or vocab_size == 0:
+    if not packed.groups:
         none = packed.token.int()
         return _Entries(none, none, states.new_zeros(0))
     num_tokens = states.shape[0]
@@ -429,7 +431,7 @@ class _Screen:
             upper = upper + bias + 2.0**-22 * bias.abs()
         wanted = ~(upper <= 0)
         if gate is not None:
-            wanted = (wanted & ~(gate <= 0)) | gate.isnan()
+            wanted = (wanted & ~(gate <= 0)) | gate.isnan() | upper.isnan()
         reach = highest - c * highest.abs() - 2 * slack
         reach = torch.where(reach > 0, reach / (1 + c), reach / (1 - c))
         # A hair lower for the rounding of these lines.
@@ -511,12 +513,12 @@ def _gradients(
     vocab_size, dtype = weight.shape[0], coefficient.dtype
     of_hidden = of_weight = of_bias = None
     bounds = bounds_of(column, vocab_size)
-    states = hidden.reshape(-1, width).to(dtype)
+    states = hidden.reshape(batch * length, width).to(dtype)
     # Blocks of the vocabulary: a half-precision matrix is never cast whole, and the sums of a block
     # go from the cache to their place.
     step = vocab_size if vocab_size < 2 * BLOCK else BLOCK
-    firsts = range(0, vocab_size, max(step, 1))
-    ends = [*(bounds[list(firsts)].tolist() if vocab_size else []), column.shape[0]]
+    firsts = range(0, vocab_size, step)
+    ends = [*bounds[list(firsts)].tolist(), column.shape[0]]
     blocks = [(f, slice(*pair)) for f, pair in zip(firsts, itertools.pairwise(ends), strict=True)]
     if needs[0]:
         if weight.dtype == dtype:

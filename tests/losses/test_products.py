@@ -170,6 +170,23 @@ def test_ids_hide_a_nan_from_the_rows_that_share_the_id_only(sparse):
     assert value.isnan()
 
 
+@pytest.mark.parametrize("similarity", ["dot", "cosine"])
+@pytest.mark.parametrize("poisoned", ["anchor", "positive", "negative"])
+def test_a_nan_that_meets_no_other_entry_shows(similarity, poisoned):
+    leaves = {"anchor": vectors(0), "positive": vectors(1), "negative": vectors(2, N)}
+    for x in leaves.values():
+        x[:, 5] = 0
+    leaves[poisoned][1, 5] = torch.nan
+    assert info_nce_loss(**leaves, similarity=similarity, sparse=True).isnan()
+
+
+def test_every_other_number_of_a_matrix_is_a_matrix():
+    x = vectors(0)
+    spread = torch.stack([x, torch.ones_like(x)], dim=2)[:, :, 0]
+    found = info_nce_loss(spread, vectors(1), sparse=True)
+    assert torch.equal(found, info_nce_loss(x, vectors(1), sparse=True))
+
+
 @given(st.integers(1, 9), st.integers(1, 12), st.floats(0, 1), st.integers(0, 10**6))
 def test_sparse_products_are_the_dense_ones(rows, width, density, seed):
     anchor, positive = vectors(seed, rows, width, density), vectors(seed + 1, rows, width, density)

@@ -1470,3 +1470,21 @@ def test_repr_shows_the_sizes():
 def test_the_module_refuses_what_it_cannot_use(weight, bias, options, name):
     with pytest.raises((ValueError, TypeError), match=name):
         SpladeHead(weight, bias, **options)(torch.ones(1, 1, 2))
+
+
+def test_a_vocabulary_of_nothing_is_refused_and_a_width_of_nothing_is_the_bias():
+    with pytest.raises(ValueError, match="weight"):
+        splade_head(torch.ones(2, 3, 4), torch.ones(0, 4))
+    bias = torch.tensor([-1.0, 0.0, 1.0], requires_grad=True)
+    activations = splade_head(torch.ones(2, 3, 0), torch.ones(3, 0), bias)
+    activations.sum().backward()
+    torch.testing.assert_close(activations[1].detach(), torch.log1p(torch.tensor([0.0, 0.0, 1.0])))
+    torch.testing.assert_close(bias.grad, torch.tensor([0.0, 0.0, 1.0]))
+
+
+@pytest.mark.parametrize("screening", [False, True])
+def test_a_closed_gate_hides_no_nan(screening, monkeypatch):
+    monkeypatch.setattr(head, "SCREENING", screening)
+    hidden = torch.ones(1, 2, 3)
+    hidden[0, 1, 0] = torch.nan
+    assert splade_head(hidden, torch.ones(4, 3), gate=torch.zeros(1, 4)).isnan().all()
