@@ -24,8 +24,8 @@ def check_shapes(**tensors: tuple[Tensor | None, *tuple[str, ...]]) -> dict[str,
     """Checks tensors against shapes such as ``"B N D"``; returns what each letter stands for.
 
     A letter takes its size where it first appears; several shapes are alternatives of different
-    rank; only with ``"optional"`` among them may the tensor be ``None``. All tensors must be on one
-    device.
+    rank; only with ``"optional"`` among them may the tensor be ``None``, only with ``"csr"`` may it
+    be sparse. All tensors must be on one device.
     """
     sizes: dict[str, int] = {}
     first: dict[str, str] = {}
@@ -33,11 +33,17 @@ def check_shapes(**tensors: tuple[Tensor | None, *tuple[str, ...]]) -> dict[str,
     for name, (tensor, *shapes) in tensors.items():
         if tensor is None and "optional" in shapes:
             continue
-        shapes = [shape for shape in shapes if shape != "optional"]
+        takes_csr = "csr" in shapes
+        shapes = [shape for shape in shapes if shape not in ("optional", "csr")]
         if not isinstance(tensor, Tensor):
             raise TypeError(f"expected `{name}` to be a torch.Tensor, got {type(tensor).__name__}")
         if tensor.is_complex():
             raise TypeError(f"expected `{name}` to be real, got {tensor.dtype}")
+        if not (
+            tensor.layout == torch.strided or (takes_csr and tensor.layout == torch.sparse_csr)
+        ):
+            either = "dense or torch.sparse_csr" if takes_csr else "dense"
+            raise TypeError(f"expected `{name}` to be {either}, got {tensor.layout}")
         came = list(tensor.shape)
         shape = next((s.split() for s in shapes if len(s.split()) == len(came)), None)
         if shape is None:

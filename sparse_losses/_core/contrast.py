@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparse_losses._core.pages import fresh_like
 from sparse_losses._core.similarity import through_unit_rows_, unit_rows
 from sparse_losses._core.softmax import softplus
 from sparse_losses._core.sparse import NonZeros, non_zeros, product, product_by_columns
@@ -107,12 +106,12 @@ def _hide(block: Tensor, rows: slice, positive_ids: Tensor | None) -> Tensor:
 
 
 def _exponentials(scores: Tensor, dim: int, in_place: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """``exp(scores - m)``, the largest score ``m`` (0 if there is none), and their sum."""
+    """``exp(scores - m)``, the largest score ``m`` (0 if it is infinite), and their sum."""
     if scores.shape[dim] == 0:
         nothing = scores.sum(dim)
         return scores, nothing, nothing
     highest = scores.amax(dim)
-    highest = torch.where(highest == -torch.inf, 0.0, highest)
+    highest = torch.where(highest.isinf(), 0.0, highest)  # inf - inf is NaN
     shift = highest.unsqueeze(dim)
     exponentials = (scores.sub_(shift) if in_place else scores - shift).exp_()
     return exponentials, highest, exponentials.sum(dim)
@@ -165,12 +164,12 @@ class _DenseScores:
         if hides:  # 0 * NaN is NaN: what is hidden must not reach a product
             self.is_nan = self.keys.isnan().any(1)
             self.keys = torch.where(self.is_nan[:, None], 0.0, self.keys)
-        self.of_anchor = fresh_like(anchor) if needs[0] else None
-        self.of_positive = fresh_like(positive).zero_() if needs[1] else None
+        self.of_anchor = torch.empty_like(anchor) if needs[0] else None
+        self.of_positive = torch.zeros_like(positive) if needs[1] else None
         self.others = self.of_negative = None
         if negative is not None:
             self.others, self.other_length = self._represent(negative)
-            self.of_negative = fresh_like(negative).zero_() if needs[2] else None
+            self.of_negative = torch.zeros_like(negative) if needs[2] else None
         self.of_temperature = torch.zeros_like(temperature) if needs[3] else None
         self.buffer: Tensor | None = None
 
@@ -312,7 +311,7 @@ class _SparseScores:
         tensor = self.tensors[number]
         assert tensor is not None
         entries, length = self.represented[number]
-        dense = fresh_like(tensor) if tensor.layout == torch.strided else None
+        dense = torch.empty_like(tensor) if tensor.layout == torch.strided else None
         at_entries = torch.empty_like(entries.value)
         first = 0
         tiles = [product_by_columns(g, self.represented[k][0]) for g, k in terms]

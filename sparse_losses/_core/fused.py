@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["can_fuse", "fuse"]
+__all__ = ["can_fuse", "fuse", "is_batched"]
 
 Gradients = Sequence[Tensor | None]
 Fused = Callable[..., tuple[Tensor, Gradients]]
@@ -59,12 +59,11 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (upstream_gradient,) = upstream
-        tensors = ctx.saved_tensors
         device = upstream_gradient.device.type
         with torch.autocast(device, enabled=False):
             if torch.is_grad_enabled():
                 # Aliases: where one input was made from another, the way through it is not ours.
-                aliases = [None if t is None else _alias(t) for t in tensors]
+                aliases = [None if t is None else _alias(t) for t in ctx.saved_tensors]
                 wanted = [t for t, n in zip(aliases, ctx.needs, strict=True) if n and t is not None]
                 value = ctx.plain(*aliases)
                 found = iter(
@@ -77,8 +76,14 @@ class _Fused(torch.autograd.Function):
             # them again, to the same bits.
             gradients, ctx.gradients = ctx.gradients, None
             if gradients is None:
-                _, gradients = ctx.fused(ctx.needs, *tensors)
+                _, gradients = ctx.fused(ctx.needs, *ctx.saved_tensors)
             return None, None, *(_scale_(g, upstream_gradient) for g in gradients)
+
+
+def is_batched(upstream: Tensor) -> bool:
+    """Whether many gradients come at once, as for a vectorised Jacobian: nothing in place then."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(upstream) or functorch.is_legacy_batchedtensor(upstream)
 
 
 def _alias(tensor: Tensor) -> Tensor:
@@ -91,9 +96,8 @@ def _scale_(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
         return None
     if factor.ndim:
         factor = factor.reshape(factor.shape + (1,) * (gradient.ndim - factor.ndim))
-    functorch = torch._C._functorch
-    if functorch.is_batchedtensor(factor) or functorch.is_legacy_batchedtensor(factor):
-        return gradient * factor  # many factors at once: a vectorised Jacobian
+    if is_batched(factor):
+        return gradient * factor
     if factor.ndim == 0 and factor.device.type == "cpu" and factor == 1:
         return gradient
     return gradient.mul_(factor)

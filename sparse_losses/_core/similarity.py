@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_losses._core.fused import can_fuse
-from sparse_losses._core.pages import fresh_like
+from sparse_losses._core.fused import can_fuse, is_batched
 
 __all__ = ["normalize", "through_unit_rows_", "unit_rows"]
 
@@ -41,7 +40,7 @@ def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     # Two passes where squares neither overflow nor vanish; looking costs a CPU nothing.
     if x.device.type == "cpu" and bool(((norm > 1e-15) & (norm < 1e15)).all()):
-        return torch.div(x, norm, out=fresh_like(x)), norm
+        return x / norm, norm
     # The largest number of each row, by two reads and no copy; `abs` would make one.
     scale = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
     is_zero = scale == 0
@@ -69,6 +68,8 @@ class _Normalize(torch.autograd.Function):
         x, unit, length = ctx.saved_tensors
         if torch.is_grad_enabled():
             alias = x.view_as(x)
-            (gradient,) = torch.autograd.grad(_normalize(alias), alias, upstream, create_graph=True)
-            return gradient
-        return through_unit_rows_(fresh_like(upstream).copy_(upstream), unit, length)
+            unit = _normalize(alias)
+            return torch.autograd.grad(unit, alias, upstream, create_graph=True)[0]
+        if is_batched(upstream):
+            return (upstream - unit * (unit * upstream).sum(-1, keepdim=True)) / length
+        return through_unit_rows_(upstream.clone(), unit, length)

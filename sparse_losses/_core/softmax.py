@@ -4,12 +4,17 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-__all__ = ["masked_logsumexp", "negative_log_softmax", "softplus"]
+__all__ = ["masked_logsumexp", "negative_log_softmax", "softplus", "softplus_"]
 
 
 def softplus(x: Tensor) -> Tensor:
     """``log(1 + exp(x))``, exact to rounding (by default PyTorch switches to ``x`` at 20)."""
     return nnf.softplus(x, threshold=50.0)
+
+
+def softplus_(x: Tensor) -> Tensor:
+    """The same in place, without a graph."""
+    return torch.ops.aten.softplus.out(x, 1.0, 50.0, out=x)  # type: ignore[no-any-return]
 
 
 def masked_logsumexp(scores: Tensor, mask: Tensor) -> Tensor:

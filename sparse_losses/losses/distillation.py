@@ -1,5 +1,10 @@
 """Knowledge distillation of scores: softened KL plus z-score MSE."""
 
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -9,11 +14,16 @@ from sparse_losses._core.checks import (
     check_shapes,
     check_temperature,
     describe,
+    values_can_be_checked,
 )
+from sparse_losses._core.fused import can_fuse, fuse
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.token_ids import as_mask
 
 __all__ = ["DistillationLoss", "distillation_loss"]
+
+# Elements that the fused path works on at once, in all its matrices.
+BLOCK_ELEMENTS = 1 << 21
 
 
 @full_precision
@@ -91,23 +101,189 @@ def distillation_loss(
     student, teacher = student_scores.to(dtype), teacher_scores.detach().to(dtype)
     if size["B"] == 0:
         return student.sum()  # 0, and part of the graph
-    if isinstance(temperature, Tensor):
-        temperature = temperature.to(dtype)
+    if candidate_mask is not None:
+        candidate_mask = as_mask("candidate_mask", candidate_mask)
+    learned = temperature.to(dtype) if isinstance(temperature, Tensor) else None
+    fixed = 1.0 if isinstance(temperature, Tensor) else temperature
+    options = _Options(fixed, alpha_kl, alpha_mse, standardize)
+    plain = functools.partial(_plain, options)
+    scores = (student, teacher)
+    # Where looking at values costs nothing, matrices without gaps are worth knowing.
+    if candidate_mask is None and can_fuse(*scores) and all(map(values_can_be_checked, scores)):
+        with torch.no_grad():
+            ranges = _ranges(*scores)
+        if _are_moderate(ranges) and max(alpha_kl, alpha_mse) > 0:
+            fused = functools.partial(_fused, options, ranges)
+            return fuse(plain, fused, student, teacher, learned)
+    return plain(student, teacher, learned, candidate_mask)
+
+
+class _Options(NamedTuple):
+    temperature: float  # unless it is learned
+    alpha_kl: float
+    alpha_mse: float
+    standardize: str
+
+
+def _ranges(*matrices: Tensor) -> list[Tensor]:
+    """The smallest and the largest score of every row ``[2, B, 1]``."""
+    return [torch.stack([x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)]) for x in matrices]
+
+
+def _are_moderate(ranges: list[Tensor]) -> bool:
+    """Whether no entry is a NaN or no candidate, and no square overflows."""
+    return all(bool(values.abs().amax() < 1e15) for values in ranges)
+
+
+def _plain(
+    options: _Options,
+    student: Tensor,
+    teacher: Tensor,
+    temperature: Tensor | None,
+    candidate_mask: Tensor | None = None,
+) -> Tensor:
+    """The formula, operation by operation."""
+    number, alpha_kl, alpha_mse, standardize = options
+    t = number if temperature is None else temperature
     candidate = teacher != -torch.inf
     if candidate_mask is not None:
-        candidate = candidate & as_mask("candidate_mask", candidate_mask)
+        candidate = candidate & candidate_mask
 
     student = torch.where(candidate, student, 0.0)
     teacher = torch.where(candidate, teacher, 0.0)
 
-    log_student = _masked_log_softmax(student / temperature, candidate)
-    log_teacher = _masked_log_softmax(teacher / temperature, candidate)
+    log_student = _masked_log_softmax(student / t, candidate)
+    log_teacher = _masked_log_softmax(teacher / t, candidate)
     kl = _divergence(log_teacher, log_student).sum() / candidate.any(-1).sum().clamp(min=1)
 
     dims = (-2, -1) if standardize == "batch" else (-1,)
     difference = _z_scores(student, candidate, dims) - _z_scores(teacher, candidate, dims)
     mse = difference.square().sum() / candidate.sum().clamp(min=1)
-    return alpha_kl * temperature**2 * kl + alpha_mse * mse
+    return alpha_kl * t**2 * kl + alpha_mse * mse
+
+
+def _fused(
+    options: _Options,
+    ranges: Sequence[Tensor],
+    needs: Sequence[bool],
+    student: Tensor,
+    teacher: Tensor,
+    temperature: Tensor | None,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Value and gradients of :func:`_plain` where every entry is a candidate, in blocks of rows."""
+    number, alpha_kl, alpha_mse, standardize = options
+    t = student.new_tensor(number) if temperature is None else temperature
+    value, d_temperature = student.new_zeros(()), student.new_zeros(())
+    gradient = torch.empty_like(student, memory_format=torch.contiguous_format)
+    if alpha_mse > 0:
+        value = alpha_mse * _squared_error(
+            student, teacher, ranges, standardize, gradient, alpha_mse
+        )
+    weight = alpha_kl * t / len(student)
+    blocks = _blocks(student, 4) if alpha_kl > 0 else []
+    # Made once: the system takes longer to hand out a matrix than an operation to fill it.
+    made = 3 if alpha_mse == 0 else 4
+    buffer = student.new_empty(made, len(student[blocks[0]]) if blocks else 0, student.shape[1])
+    for rows in blocks:
+        p, *logarithms, q = (*buffer[:, : len(student[rows])], gradient[rows])[:4]
+        kl, by_log_t = _divergence_block(
+            student[rows], teacher[rows], t, needs[2], q, p, logarithms
+        )
+        value = value + weight * t * kl
+        if by_log_t is not None:
+            d_temperature = d_temperature + weight * (2 * kl - by_log_t)
+        by_student = q.sub_(p).mul_(weight)
+        if alpha_mse > 0:
+            gradient[rows].add_(by_student)
+    return value, [gradient if needs[0] else None, None, d_temperature if needs[2] else None]
+
+
+def _blocks(scores: Tensor, matrices: int) -> list[slice]:
+    """Rows at once, where so many matrices of them are held."""
+    size = max(1, BLOCK_ELEMENTS // (matrices * scores.shape[1]))
+    return [slice(start, start + size) for start in range(0, len(scores), size)]
+
+
+def _divergence_block(
+    student: Tensor,
+    teacher: Tensor,
+    t: Tensor,
+    learned: bool,
+    q: Tensor,
+    p: Tensor,
+    logarithms: Sequence[Tensor],
+) -> tuple[Tensor, Tensor | None]:
+    """KL of some rows, and its derivative by ``-log t`` if that is learned; fills ``q``, ``p``."""
+    log_q, log_p = logarithms
+    for scores, probability, logarithm in ((student, q, log_q), (teacher, p, log_p)):
+        scaled = torch.div(scores, t, out=probability)
+        torch.log_softmax(scaled, -1, out=logarithm)
+        torch.softmax(scaled, -1, out=probability)
+    # As in `_divergence`, but `where` is slow: with x = log(q / p), the term is p (expm1(x) - x),
+    # and what `p expm1(1)` lacks of `q - p` where q is more than e times p.
+    x = log_q.sub_(log_p)
+    if learned:
+        gap = p * torch.clamp(x, max=1.0).expm1_() + torch.sub(q, p, alpha=math.e).clamp_(min=0.0)
+        by_log_t = (gap * x).sum()
+        surprise = log_p - torch.linalg.vecdot(p, log_p).unsqueeze(-1)
+    terms = torch.clamp(x, max=1.0, out=log_p).expm1_().sub_(x)
+    terms = torch.sub(q, p, alpha=math.e, out=x).clamp_(min=0.0).addcmul_(p, terms)
+    return terms.sum(), by_log_t + (surprise * terms).sum() if learned else None
+
+
+def _squared_error(
+    student: Tensor,
+    teacher: Tensor,
+    ranges: Sequence[Tensor],
+    standardize: str,
+    gradient: Tensor,
+    weight: float,
+) -> Tensor:
+    """MSE of the z-scores; ``weight`` times its gradient goes to ``gradient``."""
+    by_row = standardize == "row"
+    dims = (-1,) if by_row else (-2, -1)
+    count = student.shape[1] if by_row else student.numel()
+    mean = [x.sum(dims, keepdim=True) / count for x in (student, teacher)]
+    constant = torch.stack(
+        [
+            low >= high if by_row else (low.amin() >= high.amax()).expand(1, 1)
+            for low, high in ranges
+        ]
+    )
+    norm, residue = student.new_empty(2, 2, len(student), 1)
+    product = student.new_empty(len(student), 1)
+    blocks = _blocks(student, 2)
+    buffer = torch.empty_like(student[blocks[0]])
+    for rows in blocks:
+        of = rows if by_row else slice(None)
+        s = torch.sub(student[rows], mean[0][of], out=gradient[rows])
+        t = torch.sub(teacher[rows], mean[1][of], out=buffer[: len(s)])
+        for index, x in enumerate((s, t)):
+            norm[index, rows] = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            residue[index, rows] = x.sum(-1, keepdim=True)
+        product[rows] = t.mul_(s).sum(-1, keepdim=True)
+    if not by_row:
+        norm = torch.linalg.vector_norm(norm, dim=1, keepdim=True)
+        product, residue = product.sum(0, keepdim=True), residue.sum(1, keepdim=True)
+    deviation = norm / math.sqrt(count - 1)
+    # Scores that are all equal have z = 0 and no gradient.
+    to_z = torch.where(constant, 0.0, 1 / (deviation + 1e-8))
+    # What the difference has of z(s), the deviation takes out of the gradient.
+    cosine = torch.where(norm[0] > 0, product / norm[0], 0.0)
+    along = (to_z[0] * norm[0] - to_z[1] * cosine) / math.sqrt(count - 1)
+    scale = to_z[0] * (2 * weight / student.numel())
+    # The mean leaves the gradient too. That of z is 0 but for rounding, of scores far from 0 a lot.
+    z_mean = to_z * residue / count
+    level = z_mean[0] - z_mean[1] - along * z_mean[0]
+    total = student.new_zeros(())
+    for rows in blocks:
+        of = rows if by_row else slice(None)
+        z = gradient[rows].mul_(to_z[0][of])
+        t = torch.sub(teacher[rows], mean[1][of], out=buffer[: len(z)])
+        difference = t.mul_(-to_z[1][of]).add_(z)
+        total = total + torch.linalg.vector_norm(difference, dim=-1).square().sum()
+        z.mul_(-along[of] * scale[of]).addcmul_(difference.sub_(level[of]), scale[of])
+    return total / student.numel()
 
 
 def _masked_log_softmax(scores: Tensor, candidate: Tensor) -> Tensor:

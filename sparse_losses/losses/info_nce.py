@@ -67,7 +67,7 @@ def info_nce_loss(
 
     Args:
         anchor: ``[B, D]`` floating; queries. ``D`` is the vocabulary for sparse vectors, and then
-            this and ``positive`` may be CSR tensors, whose gradient is by what they store.
+            this, ``positive`` and shared negatives may be CSR: the gradient is by what they store.
         positive: ``[B, D]``; row ``i`` is the positive of anchor ``i``.
         negative: ``[N, D]`` shared by all rows, or ``[B, N, D]``, each row its own.
         temperature: ``t``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
@@ -81,13 +81,12 @@ def info_nce_loss(
             of anchor ``i``. The diagonal is not implied. Needs ``in_batch``.
         decoupled: leave the positives out of the denominator (decoupled contrastive learning).
         chunk_size: rows of the score matrix held at once; changes memory, not the result. Left to
-            itself the matrix is not held whole either, but for ``symmetric``, ``positive_mask``
-            and ``reduction="none"``.
+            itself, a large plain loss holds some four million scores at once.
         sparse: whether products run over the non-zeros, exactly, which is faster where fewer than
-            about one in eight is not zero; ``"auto"`` looks at some rows, on the CPU and for wide
-            inputs only. The scores are then held whole, whatever ``chunk_size``: beside ``[B, V]``
-            they are small. Needs eager mode, a ``reduction``, ``in_batch``, no ``positive_mask``
-            and no negatives per row (nor any with ``symmetric``); else the product is dense.
+            about one in eight is not zero. The scores are then held whole. ``"auto"`` looks at some
+            rows, on the CPU, for wide inputs and without ``chunk_size`` only. Needs eager mode, a
+            ``reduction``, ``in_batch``, no ``positive_mask`` and no negatives per row (nor any with
+            ``symmetric``); else the product is dense.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -112,9 +111,9 @@ def info_nce_loss(
         Learning, eq. 2 (``positive_mask``). Decoupled Contrastive Learning, eq. 5 (``decoupled``).
     """
     size = check_shapes(
-        anchor=(anchor, "B D"),
-        positive=(positive, "B D"),
-        negative=(negative, "N D", "B N D", "optional"),
+        anchor=(anchor, "B D", "csr"),
+        positive=(positive, "B D", "csr"),
+        negative=(negative, "N D", "B N D", "csr", "optional"),
         positive_ids=(positive_ids, "B", "optional"),
         positive_mask=(positive_mask, "B B", "optional"),
     )
@@ -160,7 +159,7 @@ def info_nce_loss(
     fused = functools.partial(
         contrast,
         mean=reduction == "mean",
-        sparse=is_stored_sparse or _pays_sparse(sparse, anchor, positive, negative),
+        sparse=is_stored_sparse or _pays_sparse(sparse, chunk_size, anchor, positive, negative),
         **shared,
     )
     if not isinstance(temperature, Tensor):
@@ -342,14 +341,18 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def _pays_sparse(
-    sparse: bool | str, anchor: Tensor, positive: Tensor, negative: Tensor | None
+    sparse: bool | str,
+    chunk_size: int | None,
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor | None,
 ) -> bool:
     inputs = [x for x in (anchor, positive, negative) if x is not None]
     if negative is not None and negative.ndim == 3:
         return False
     if sparse != "auto":
         return sparse is True
-    if anchor.device.type != "cpu" or anchor.shape[1] < FEWEST_COLUMNS:
+    if anchor.device.type != "cpu" or anchor.shape[1] < FEWEST_COLUMNS or chunk_size is not None:
         return False
     sample = [x[:: max(x.shape[0] // SAMPLED_ROWS, 1)] for x in inputs]
     found = sum(int(x.count_nonzero()) for x in sample)

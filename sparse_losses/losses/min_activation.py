@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_integer, check_number, check_shapes, describe
 from sparse_losses._core.fused import can_fuse
-from sparse_losses._core.gather import gather
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 
@@ -71,7 +70,7 @@ def min_activation_loss(
         raise TypeError(f"expected `token_counts` to be integers, got {token_counts.dtype}")
     x = activations.to(compute_dtype(activations=activations))
 
-    largest = gather(x, _top_positions(x.detach(), top_k))
+    largest = x.gather(1, _top_positions(x.detach(), top_k))
     if token_counts is None:
         return reduce(nnf.relu(threshold - largest.mean(-1)), reduction)
     counts = token_counts.clamp(min=0, max=top_k)

@@ -1,8 +1,12 @@
 """NWS: multi-label contrastive learning against keys, a queue and label prototypes."""
 
+import functools
 import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import (
@@ -15,13 +19,22 @@ from sparse_losses._core.checks import (
     describe,
     values_can_be_checked,
 )
+from sparse_losses._core.fused import can_fuse, fuse
+from sparse_losses._core.label_lists import LabelLists
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
-from sparse_losses._core.similarity import normalize
+from sparse_losses._core.similarity import normalize, unit_rows
 from sparse_losses._core.softmax import masked_logsumexp, negative_log_softmax, softplus
 from sparse_losses._core.token_ids import as_mask
 
 __all__ = ["NWSLoss", "nws_loss"]
+
+# Queries that the fused path works on at once, and references that it normalises at once.
+TILE_QUERIES = 96
+TILE_REFERENCES = 1024
+
+# Powers of four from this one down to its inverse are normal numbers, and so are their sums.
+TOP_POWER = {torch.float32: 63, torch.float64: 511}
 
 
 @full_precision
@@ -136,20 +149,67 @@ def nws_loss(
     _check(label_similarity, alpha, beta, temperature, aggregation, decoupled, eps)
     check_reduction(reduction)
     dtype = compute_dtype(query=query, prototype=prototype, key=key, queue=queue)
+    if queue_mask is not None:
+        queue_mask = as_mask("queue_mask", queue_mask)
+    _check_labels("query_labels", query_labels)
+    _check_labels("key_labels", key_labels)
+    _check_labels("queue_labels", queue_labels, queue_mask)
+    learned = temperature.to(dtype) if isinstance(temperature, Tensor) else None
+    constants = (query_labels, label_similarity, key, key_labels, queue, queue_labels, queue_mask)
+    tensors = (
+        query.to(dtype),
+        prototype.to(dtype),
+        learned,
+        *(None if constant is None else constant.detach() for constant in constants),
+    )
+    fixed = 1.0 if isinstance(temperature, Tensor) else temperature
+    options = _Options(alpha, beta, fixed, aggregation, decoupled, eps, reduction)
+    plain: Callable[..., Tensor] = functools.partial(_plain, options)
+    if reduction != "none" and query.device.type == "cpu" and can_fuse(*tensors):
+        return fuse(plain, functools.partial(_fused, options), *tensors)
+    return plain(*tensors)
 
+
+class _Options(NamedTuple):
+    alpha: float
+    beta: float
+    temperature: float  # unless it is learned
+    aggregation: str
+    decoupled: bool
+    eps: float
+    reduction: str
+
+
+def _plain(
+    options: _Options,
+    query: Tensor,
+    prototype: Tensor,
+    temperature: Tensor | None,
+    query_labels: Tensor,
+    label_similarity: Tensor | None,
+    key: Tensor | None,
+    key_labels: Tensor | None,
+    queue: Tensor | None,
+    queue_labels: Tensor | None,
+    queue_mask: Tensor | None,
+) -> Tensor:
+    """The formula, operation by operation."""
+    alpha, beta, number, aggregation, decoupled, eps, reduction = options
+    dtype = query.dtype
     # Keys, then queue; an empty slot has neither features nor labels.
     features, label_rows, filled = [], [], []
     if key is not None and key_labels is not None:
-        features.append(key.detach().to(dtype))
-        label_rows.append(_multi_hot("key_labels", key_labels, dtype))
+        features.append(key.to(dtype))
+        label_rows.append(key_labels.to(dtype))
         filled.append(key.new_ones(key.shape[0], dtype=torch.bool))
     if queue is not None and queue_labels is not None:
-        mask = queue.new_ones(queue.shape[0], dtype=torch.bool)
-        mask = mask if queue_mask is None else as_mask("queue_mask", queue_mask)
-        features.append(torch.where(mask[:, None], queue.detach().to(dtype), 0.0))
-        label_rows.append(_multi_hot("queue_labels", queue_labels, dtype, mask))
+        mask = (
+            queue.new_ones(queue.shape[0], dtype=torch.bool) if queue_mask is None else queue_mask
+        )
+        features.append(torch.where(mask[:, None], queue.to(dtype), 0.0))
+        label_rows.append(torch.where(mask[:, None], queue_labels.to(dtype), 0.0))
         filled.append(mask)
-    labels = _multi_hot("query_labels", query_labels, dtype)
+    labels = query_labels.to(dtype)
 
     count = labels.sum(-1, keepdim=True)
     is_labelled = count > 0
@@ -164,11 +224,10 @@ def nws_loss(
         share = share + overlap @ instance_labels
         similarity = _aggregate(labels, instance_labels, label_similarity, aggregation, eps)
         unlike = torch.where(is_filled, beta * (1 - similarity).clamp(0, 1), 0.0)
-    share = labels * share
-    per_label = labels / (torch.where(share <= 1e-6, 1.0, share) + eps)
+    per_label = _per_label(labels, share, eps)
     weight, is_positive, negative_weight = per_label, labels > 0, 1 - labels
     is_member = torch.ones_like(is_positive)
-    references = prototype.to(dtype)
+    references = prototype
     if features:
         weight = torch.cat([overlap * (per_label @ instance_labels.T), weight], dim=1)
         is_positive = torch.cat([shared > 0, is_positive], dim=1)
@@ -181,17 +240,17 @@ def nws_loss(
     if decoupled and eps == 0:
         valid = valid & (negative_weight > 0).any(-1)
     # What no valid row looks at must not send its NaN into a gradient: 0 * NaN is NaN.
-    query = normalize(torch.where(valid[:, None], query.to(dtype), 0.0))
+    query = normalize(torch.where(valid[:, None], query, 0.0))
     references = torch.where(valid.any(), references, 0.0)
     scores = query @ normalize(references).T
-    scores = scores / (temperature.to(dtype) if isinstance(temperature, Tensor) else temperature)
+    scores = scores / (number if temperature is None else temperature)
 
     weighted = scores + negative_weight.log()
     # A weight of 0 is no mask: a NaN shows.
     is_counted = (negative_weight > 0) | (is_member & scores.isnan())
     floor = None
     if eps > 0:
-        highest = torch.where(is_member, scores, -torch.inf).amax(-1, keepdim=True)
+        highest = torch.where(is_member, scores, -torch.inf).max(-1, keepdim=True).values
         floor = highest + math.log(eps)
     if decoupled:
         log_denominator = masked_logsumexp(weighted, is_counted).unsqueeze(-1)
@@ -208,6 +267,189 @@ def nws_loss(
     return reduce(values, reduction, valid)
 
 
+def _fused(
+    options: _Options,
+    needs: Sequence[bool],
+    query: Tensor,
+    prototype: Tensor,
+    temperature: Tensor | None,
+    query_labels: Tensor,
+    label_similarity: Tensor | None,
+    key: Tensor | None,
+    key_labels: Tensor | None,
+    queue: Tensor | None,
+    queue_labels: Tensor | None,
+    queue_mask: Tensor | None,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Value and gradients of :func:`_plain` on the CPU, a tile of queries at a time.
+
+    Matrices are ``[R, rows of the tile]``: sums over lists of labels add up rows of them.
+    """
+    alpha, beta, number, aggregation, decoupled, eps, reduction = options
+    dtype, batch = query.dtype, len(query)
+    t = number if temperature is None else temperature
+    labels = query_labels.to(dtype)
+    count = labels.sum(-1)
+    with torch.set_grad_enabled(any(needs)):
+        query, prototype = (x.detach().requires_grad_(any(needs)) for x in (query, prototype))
+        unit_query = normalize(torch.where((count > 0)[:, None], query, 0.0))
+        unit_prototype = normalize(prototype)
+    anchors = unit_query.detach() / t
+
+    # Keys, then queue; an empty slot has neither features nor labels.
+    parts = [(key, key_labels, None), (queue, queue_labels, queue_mask)]
+    given = [(x, y, mask) for x, y, mask in parts if x is not None and y is not None and len(x)]
+    size = sum(len(x) for x, _, _ in given)
+    references = unit_prototype.new_empty(size + len(prototype), prototype.shape[1])
+    references[size:] = unit_prototype.detach()
+    instances, prototypes = slice(size), slice(size, None)
+    filled = torch.ones(size, 1, dtype=torch.bool)
+    start = 0
+    for x, _, mask in given:
+        if mask is not None:
+            filled[start : start + len(x), 0] = mask
+        for some in torch.split(x, TILE_REFERENCES):
+            here = slice(start, start + len(some))
+            references[here] = unit_rows(torch.where(filled[here], some.to(dtype), 0.0))[0]
+            start += len(some)
+    if size:
+        lists = LabelLists(
+            *(y != 0 if mask is None else (y != 0) & mask[:, None] for _, y, mask in given)
+        )
+        label_count = lists.count.clamp(min=1).to(dtype)[:, None]
+        absent = torch.where(filled, 0.0, -torch.inf).to(dtype)
+        negative_scale, overlap_scale = filled.to(dtype) * beta, filled.to(dtype) * alpha
+        assert label_similarity is not None  # checked by the caller
+        similarity = label_similarity.to(dtype)
+        if aggregation == "mean":
+            alike = labels @ similarity
+        else:
+            alike = LabelLists(query_labels).largest(similarity)
+
+    values, valid = torch.empty_like(count), count > 0
+    d_query = torch.empty_like(query) if needs[0] else None
+    d_prototype = torch.zeros_like(prototype) if needs[1] else None
+    d_temperature = labels.new_zeros(()) if needs[2] else None
+    buffer = references.new_empty(4 * len(references) * min(TILE_QUERIES, batch))
+    for start in range(0, batch, TILE_QUERIES):
+        rows = slice(start, min(start + TILE_QUERIES, batch))
+        y, one_or_more = labels[rows].T, count[rows].clamp(min=1)
+        shape = (4, len(references), y.shape[1])
+        scores, weight, terms, spare = buffer[: math.prod(shape)].view(shape)
+
+        # Of the labels: `terms` becomes the negatives' weight, `weight` the positives'.
+        share = 1 - alpha / one_or_more
+        terms[prototypes] = 1 - y if decoupled else 1.0
+        if size:
+            unlike = terms[instances]
+            if aggregation == "mean":
+                pairs = torch.mul(label_count, one_or_more, out=spare[instances]).add_(eps)
+                torch.div(lists.sums(alike[rows].T), pairs, out=unlike)
+            else:
+                unlike.copy_(lists.largest(alike[rows].T))
+            unlike.neg_().add_(1.0).clamp_(0.0, 1.0).mul_(negative_scale)
+            shared = lists.sums(y)
+            # 1 where no label is shared, else 0: arithmetic is many times as fast as `where`.
+            is_negative = torch.sub(1.0, shared, out=spare[instances]).clamp_(min=0.0)
+            unlike.mul_(is_negative)
+            if not decoupled:
+                unlike.sub_(is_negative.sub_(1.0))
+            union = shared.neg_().add_(label_count).add_(one_or_more)
+            overlap = torch.div(overlap_scale, union, out=union)
+            share = share + lists.sums_by_label(overlap)
+        if decoupled and eps == 0:
+            valid[rows] &= terms.amax(0) > 0
+        is_valid = valid[rows]
+        per_label = _per_label(y, share, eps) / (one_or_more + eps)
+        weight[prototypes] = per_label = torch.where(is_valid, per_label, 0.0)
+        if size:
+            torch.mul(overlap, lists.sums(per_label), out=weight[instances])
+
+        anchor = torch.where(is_valid[:, None], anchors[rows], 0.0)
+        torch.mm(references, anchor.T, out=scores)
+        at_floor = torch.zeros_like(one_or_more)
+        if eps > 0:
+            spare.copy_(scores)
+            if size:
+                spare[instances] += absent
+            highest, at_highest = _max(spare)
+        # The largest score among those that count; an infinity would make 0 * inf.
+        torch.sign(terms, out=spare).sub_(1.0).mul_(torch.finfo(dtype).max / 4).add_(scores)
+        shift = spare.amax(0)
+        if eps > 0:
+            floor = highest + math.log(eps)
+            shift = torch.maximum(shift, floor)
+            at_floor = (floor - shift).exp()
+        scores.sub_(torch.where(is_valid, shift, 0.0))
+        terms.mul_(torch.clamp(scores, max=0.0, out=spare).exp_())
+
+        # As in `negative_log_softmax`: of the denominator, the largest term is taken out, with its
+        # weight as a positive. It may be the floor.
+        top, at_top = _max(terms)
+        is_top = top >= at_floor
+        top_weight = torch.where(is_top, weight.gather(0, at_top[None])[0], 0.0)
+        weight.scatter_add_(0, at_top[None], -top_weight[None])
+        terms.scatter_add_(0, at_top[None], -torch.where(is_top, top, 0.0)[None])
+        peak = torch.where(is_valid, torch.maximum(top, at_floor), 1.0)
+        rest = (terms.sum(0) + torch.where(is_top, at_floor, 0.0)) / peak
+        # Of a positive, the score itself: its own term is then `rest` alone.
+        level = torch.where(top_weight > 0, scores.gather(0, at_top[None])[0], peak.log())
+        others = weight.sum(0)
+        total = others + top_weight
+        near = others * level - torch.linalg.vecdot(weight, scores, dim=0)
+        values[rows] = near + total * rest.log1p()
+        if not any(needs):
+            continue
+
+        # By the scores, in place: softmax times the weight of all positives, minus weight.
+        probability = total / (1 + rest)
+        terms.mul_(probability / peak).sub_(weight)
+        by_top = torch.where(is_top, (others - top_weight * rest) / (1 + rest), 0.0)
+        terms.scatter_add_(0, at_top[None], by_top[None])
+        if eps > 0:
+            terms.scatter_add_(0, at_highest[None], (probability * at_floor / peak)[None])
+        if d_query is not None:
+            torch.mm(terms.T, references, out=d_query[rows])
+        if d_prototype is not None:
+            d_prototype.addmm_(terms[prototypes], anchor)
+        if d_temperature is not None:
+            # A shift of all scores changes nothing, so shifted ones do.
+            by_row = torch.linalg.vecdot(terms, scores, dim=0)
+            d_temperature -= torch.where(is_valid, by_row, 0.0).sum() / t
+
+    value = reduce(values, reduction, valid)
+    divisor = valid.sum().clamp(min=1) if reduction == "mean" else 1
+    if d_query is not None:
+        (d_query,) = torch.autograd.grad(unit_query, query, d_query / t / divisor)
+        d_query = torch.where(valid[:, None], d_query, 0.0)
+    if d_prototype is not None:
+        (d_prototype,) = torch.autograd.grad(unit_prototype, prototype, d_prototype / divisor)
+        d_prototype = torch.where(valid.any(), d_prototype, 0.0)
+    if d_temperature is not None:
+        d_temperature = d_temperature / divisor
+    return value, [d_query, d_prototype, d_temperature] + [None] * 7
+
+
+def _max(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x.max(0)``; looking for indices in one block of rows only is ten times as fast."""
+    size = 64
+    if len(x) < 2 * size:
+        return x.max(0)
+    whole = len(x) // size
+    blocks = x[: whole * size].view(whole, size, -1).amax(1)
+    # The last block may overlap the one before it.
+    blocks = torch.cat([blocks, x[-size:].amax(0, keepdim=True)])
+    start = (blocks.max(0).indices * size).clamp(max=len(x) - size)
+    value, index = x.gather(0, start + torch.arange(size)[:, None]).max(0)
+    return value, start + index
+
+
+def _per_label(labels: Tensor, share: Tensor, eps: float) -> Tensor:
+    """``y / (D + eps)``, where a ``D`` of about 0 counts as 1."""
+    share = labels * share
+    return labels / (torch.where(share <= 1e-6, 1.0, share) + eps)
+
+
 def _aggregate(
     labels: Tensor,
     instance_labels: Tensor,
@@ -217,29 +459,58 @@ def _aggregate(
 ) -> Tensor:
     """``sim(y_i, y_r)`` as ``[B, R]``; 0 for an unlabelled reference."""
     assert label_similarity is not None  # checked by the caller
-    similarity = label_similarity.detach().to(labels.dtype)
+    similarity = label_similarity.to(labels.dtype)
     if aggregation == "mean":
-        pairs = labels.sum(-1, keepdim=True) * instance_labels.sum(-1)
-        total = (labels @ similarity) @ instance_labels.T
-        return torch.where(pairs > 0, total / torch.where(pairs > 0, pairs + eps, 1.0), 0.0)
-    # Nothing larger than [B, R]: first the nearest of the row's labels to each label, then the
-    # nearest of those among the reference's. S >= 0 lets a product stand for "if labelled".
-    nearest = torch.zeros_like(labels)
-    for c in range(labels.shape[1]):
-        nearest = torch.maximum(nearest, torch.outer(labels[:, c], similarity[c]))
-    largest = labels.new_zeros(labels.shape[0], instance_labels.shape[0])
-    for d in range(labels.shape[1]):
-        largest = torch.maximum(largest, torch.outer(nearest[:, d], instance_labels[:, d]))
-    return largest
+        # A count of 0 may be any other: the total is 0.
+        pairs = labels.sum(-1, keepdim=True).clamp(min=1) * instance_labels.sum(-1).clamp(min=1)
+        return (labels @ similarity) @ instance_labels.T / (pairs + eps)
+    # First the nearest of the row's labels to each label, then of those among the reference's.
+    nearest = _largest(_rank_labels(similarity.T), labels).T
+    return _largest(_rank_labels(nearest), instance_labels)
 
 
-def _multi_hot(name: str, labels: Tensor, dtype: torch.dtype, mask: Tensor | None = None) -> Tensor:
-    """Labels in the dtype of the computation, 0 where a slot is empty."""
-    labels = labels.detach().to(dtype)
-    if mask is not None:
-        labels = torch.where(mask[:, None], labels, 0.0)
-    check_zero_one(name, labels)
-    return labels
+def _rank_labels(values: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """For every row of ``[M, L]`` a power of four by rank, and the values by rank, then 0.
+
+    In blocks of as many labels as there are powers of four.
+    """
+    top = TOP_POWER[values.dtype]
+    ranked = []
+    for block in torch.split(values, 2 * top, dim=-1):
+        by_rank, order = block.sort(dim=-1, descending=True)
+        exponents = top - torch.arange(block.shape[-1], device=values.device)
+        powers = torch.exp2(2 * exponents.to(values.dtype)).expand(block.shape)
+        ranked.append(
+            (torch.zeros_like(block).scatter(-1, order, powers), nnf.pad(by_rank, (0, 1)))
+        )
+    return ranked
+
+
+def _largest(ranked: list[tuple[Tensor, Tensor]], labels: Tensor) -> Tensor:
+    """Largest value, at least 0, among the labels of each row of ``[N, L]``, as ``[M, N]``.
+
+    A product in place of ``[M, N, L]``: of a sum of powers of four, the logarithm knows the
+    largest, as all that are smaller add up to a third of it.
+    """
+    largest = []
+    top = TOP_POWER[labels.dtype]
+    for (powers, by_rank), hot in zip(ranked, torch.split(labels, 2 * top, dim=-1), strict=True):
+        none = by_rank.shape[-1] - 1
+        rank = (powers @ hot.T).log2_().mul_(-0.5).add_(top + 0.5)
+        rank = rank.nan_to_num_(none, none).clamp(0, none).long()
+        largest.append(by_rank.gather(-1, rank))
+    return functools.reduce(torch.maximum, largest).clamp(min=0)
+
+
+def _check_labels(name: str, labels: Tensor | None, mask: Tensor | None = None) -> None:
+    """Checks the labels in the slots that are filled."""
+    if labels is None or labels.dtype == torch.bool or not values_can_be_checked(labels):
+        return
+    for start in range(0, labels.shape[0], TILE_REFERENCES):
+        rows = labels[start : start + TILE_REFERENCES]
+        if mask is not None:
+            rows = torch.where(mask[start : start + TILE_REFERENCES, None], rows, 0)
+        check_zero_one(name, rows)
 
 
 def _check_together(

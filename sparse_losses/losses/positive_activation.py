@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_flag, check_shapes, describe, values_can_be_checked
-from sparse_losses._core.gather import gather
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 from sparse_losses._core.softmax import softplus
@@ -91,7 +90,7 @@ def positive_activation_loss(
         weight = torch.where(is_target, token_weight.to(x.dtype)[ids], 0.0)
     total_weight = weight.sum(-1)
     valid = total_weight != 0  # a NaN weight is valid: it shows
-    target = torch.where(is_target & valid[:, None], gather(x, ids), 0.0)
+    target = torch.where(is_target & valid[:, None], x.gather(1, ids), 0.0)
     cost = softplus(-target) if saturating else -target
     values = (weight * cost).sum(-1) / torch.where(valid, total_weight, 1.0)
     return reduce(values, reduction, valid)

@@ -7,10 +7,9 @@ from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_flag, check_shapes, describe
 from sparse_losses._core.fused import can_fuse, fuse
-from sparse_losses._core.pages import fresh_like
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
-from sparse_losses._core.softmax import softplus
+from sparse_losses._core.softmax import softplus, softplus_
 from sparse_losses._core.token_ids import (
     TokenIds,
     as_mask,
@@ -118,7 +117,10 @@ def _row_values(
     other_share: Tensor,
 ) -> Tensor:
     target_sum = torch.where(is_target, softplus(-x.gather(1, ids)), 0.0).sum(-1)
-    other_sum = softplus(_only_others(x, ids, is_target, ignored)).sum(-1)
+    others = x.scatter_add(1, ids, _removal(x, is_target))
+    if ignored is not None:
+        others = torch.where(ignored, -torch.inf, others)
+    other_sum = softplus(others).sum(-1)
     return target_share * target_sum + other_share * other_sum
 
 
@@ -135,14 +137,18 @@ def _row_values_and_gradient(
     target = x.gather(1, ids)
     target_sum = torch.where(is_target, softplus(-target), 0.0).sum(-1)
     other_sum = torch.empty_like(target_sum)
-    gradient = fresh_like(x) if needs[0] else None
+    gradient = torch.empty_like(x) if needs[0] else None
     step = max(CACHED // max(x.shape[1], 1), 1)
+    remove = _removal(x, is_target)
+    buffer = torch.empty_like(x[:step])  # one: memory that is new each time is slower than the sums
     for first in range(0, x.shape[0], step):
         rows = slice(first, first + step)
-        others = _only_others(x[rows], ids[rows], is_target[rows], ignored)
+        others = buffer[: x[rows].shape[0]].copy_(x[rows]).scatter_add_(1, ids[rows], remove[rows])
+        if ignored is not None:
+            others.masked_fill_(ignored, -torch.inf)
         if gradient is not None:
             torch.sigmoid(others, out=gradient[rows]).mul_(other_share[rows, None])
-        other_sum[rows] = softplus(others).sum(-1)
+        other_sum[rows] = softplus_(others).sum(-1)
     if gradient is not None:
         of_target = torch.where(is_target, -(-target).sigmoid() * target_share[:, None], 0.0)
         gradient.scatter_add_(1, ids, of_target)
@@ -150,11 +156,10 @@ def _row_values_and_gradient(
     return values, [gradient, None, None, None, None, None]
 
 
-def _only_others(x: Tensor, ids: Tensor, is_target: Tensor, ignored: Tensor | None) -> Tensor:
+def _removal(x: Tensor, is_target: Tensor) -> Tensor:
     # Targets are taken out before the sum, not subtracted after it, which would cancel: -inf
     # has softplus 0, and so has its gradient. No multi-hot target is built.
-    others = x.scatter_add(1, ids, torch.where(is_target, -torch.inf, 0.0).to(x.dtype))
-    return others if ignored is None else torch.where(ignored, -torch.inf, others)
+    return torch.where(is_target, -torch.inf, 0.0).to(x.dtype)
 
 
 class SelfReconstructionLoss(nn.Module):

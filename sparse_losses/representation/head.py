@@ -36,7 +36,6 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_flag, check_shapes, values_can_be_checked
-from sparse_losses._core.pages import fresh_like
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.sparse import bounds_of, csr, sum_bags
 from sparse_losses._core.token_ids import as_mask
@@ -48,7 +47,7 @@ __all__ = ["SpladeHead", "splade_head"]
 SCREENING: bool | str = "auto"
 # Rows of the vocabulary at once; None: as many as keep the scores of a tile at 6 Mi numbers.
 TILE: int | None = None
-# Rows of the vocabulary whose gradient is summed at once.
+# Rows of a half-precision matrix that are cast at once in the backward pass.
 BLOCK = 4096
 
 _BF16_ROUNDOFF = 2.0**-8
@@ -431,7 +430,7 @@ class _Screen:
             upper = upper + bias + 2.0**-22 * bias.abs()
         wanted = ~(upper <= 0)
         if gate is not None:
-            wanted = (wanted & ~(gate <= 0)) | gate.isnan() | upper.isnan()
+            wanted = (wanted & (~(gate <= 0) | ~upper.isfinite())) | gate.isnan()
         reach = highest - c * highest.abs() - 2 * slack
         reach = torch.where(reach > 0, reach / (1 + c), reach / (1 - c))
         # A hair lower for the rounding of these lines.
@@ -441,17 +440,17 @@ class _Screen:
         count = 0
         for view, (start, stop, first, size) in zip(views, self.packed.groups, strict=True):
             column, text = wanted[:, start:stop].nonzero(as_tuple=True)
-            count += column.shape[0] * size
             within = ~(view[column, text] < reach[:, start:stop][column, text][:, None])
+            count += int(within.count_nonzero())
+            # One dot product costs what five numbers of a matrix product do.
+            if count * 5 > height * num_tokens and SCREENING is not True:
+                return None
             entry, step = within.nonzero(as_tuple=True)
             columns.append(column[entry])
             text = text[entry]
             texts.append(text + start)
             tokens.append(text * size + step + first)
         column, text, token = torch.cat(columns), torch.cat(texts), torch.cat(tokens)
-        # One dot product costs what five numbers of a matrix product do.
-        if column.shape[0] * 5 > height * num_tokens and SCREENING is not True:
-            return None
         if len(views) > 1:
             order = column.argsort(stable=True)
             column, text, token = column[order], text[order], token[order]
@@ -514,39 +513,33 @@ def _gradients(
     of_hidden = of_weight = of_bias = None
     bounds = bounds_of(column, vocab_size)
     states = hidden.reshape(batch * length, width).to(dtype)
-    # Blocks of the vocabulary: a half-precision matrix is never cast whole, and the sums of a block
-    # go from the cache to their place.
-    step = vocab_size if vocab_size < 2 * BLOCK else BLOCK
+    # By blocks of the vocabulary where a half-precision matrix must not be cast whole.
+    step = vocab_size if weight.dtype == dtype else BLOCK
     firsts = range(0, vocab_size, step)
     ends = [*bounds[list(firsts)].tolist(), column.shape[0]]
     blocks = [(f, slice(*pair)) for f, pair in zip(firsts, itertools.pairwise(ends), strict=True)]
     if needs[0]:
-        if weight.dtype == dtype:
-            blocks_of_rows = [(weight, column, token, coefficient)]
-        else:
-            blocks_of_rows = [
-                (weight[f : f + step], column[part] - f, token[part], coefficient[part])
-                for f, part in blocks
-            ]
-        of_states = states.new_zeros(states.shape)
-        for rows, index, place, factor in blocks_of_rows:
-            order = place.argsort(stable=True)
-            bags = bounds_of(place, batch * length)
-            of_states += sum_bags(index[order], rows.to(dtype), bags, factor[order])
+        of_states = torch.zeros_like(states)
+        for f, part in blocks:
+            order = token[part].argsort(stable=True)
+            index, factor = column[part][order] - f, coefficient[part][order]
+            rows = weight[f : f + step].to(dtype)
+            of_states += sum_bags(index, rows, bounds_of(token[part], batch * length), factor)
         of_hidden = of_states.view(batch, length, width).to(hidden.dtype)
-    if needs[1]:
-        if sparse_grad:
-            present = (bounds[1:] > bounds[:-1]).nonzero()[:, 0]
-            starts = torch.cat([bounds[:-1][present], bounds[-1:]])
-            values = sum_bags(token, states, starts, coefficient).to(weight.dtype)
-            of_weight = torch.sparse_coo_tensor(
-                present[None], values, weight.shape, is_coalesced=True, check_invariants=False
-            )
-        else:
-            of_weight = fresh_like(weight)
-            for f, part in blocks:
-                bags = bounds[f : f + step + 1] - bounds[f]
-                of_weight[f : f + step] = sum_bags(token[part], states, bags, coefficient[part])
+    if needs[1] and sparse_grad:
+        present = (bounds[1:] > bounds[:-1]).nonzero()[:, 0]
+        starts = torch.cat([bounds[:-1][present], bounds[-1:]])
+        values = sum_bags(token, states, starts, coefficient).to(weight.dtype)
+        of_weight = torch.sparse_coo_tensor(
+            present[None], values, weight.shape, is_coalesced=True, check_invariants=False
+        )
+    elif needs[1] and weight.dtype == dtype:
+        of_weight = sum_bags(token, states, bounds, coefficient)
+    elif needs[1]:
+        of_weight = torch.empty_like(weight)
+        for f, part in blocks:
+            bags = bounds[f : f + step + 1] - bounds[f]
+            of_weight[f : f + step] = sum_bags(token[part], states, bags, coefficient[part])
     if needs[2] and bias is not None:
         of_bias = sum_bags(
             torch.zeros_like(token), coefficient.new_ones(1, 1), bounds, coefficient

@@ -7,8 +7,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.checks import check_flag, check_shapes
-from sparse_losses._core.fused import can_fuse
-from sparse_losses._core.pages import fresh_like
+from sparse_losses._core.fused import can_fuse, is_batched
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.representation._maxima import activate, gradient_of_pooled
@@ -122,9 +121,10 @@ class _Pool(torch.autograd.Function):
             pooled = logits[row, token, column].to(ctx.dtype)
             slope = torch.where(pooled <= 0, 0.0, 1 / (1 + nnf.relu(pooled)))
         of_pooled = gradient_of_pooled(upstream, row, column, slope)
-        gradient = fresh_like(logits).zero_()
-        gradient.index_put_((row, token, column), of_pooled.to(logits.dtype))
-        return gradient, None, None, None
+        where, of_pooled = (row, token, column), of_pooled.to(logits.dtype)
+        if is_batched(of_pooled):
+            return torch.zeros_like(logits).index_put(where, of_pooled), None, None, None
+        return torch.zeros_like(logits).index_put_(where, of_pooled), None, None, None
 
 
 @full_precision

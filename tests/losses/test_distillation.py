@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from sparse_losses._core import fused
 from sparse_losses.functional import distillation_loss
+from sparse_losses.losses import distillation as module
 from tests.cases import assert_follows_the_formula, cases_of
 from tests.strategies import score_problems, seeds
 
@@ -230,6 +232,144 @@ def test_nearly_constant_scores_keep_a_bounded_gradient_direction():
     s = (0.5 + 1e-6 * draw(0, 3, 4)).requires_grad_()
     distillation_loss(s, draw(1, 3, 4), alpha_kl=0.0, alpha_mse=1.0).backward()
     assert torch.isfinite(s.grad).all()
+    assert s.grad.any()
+
+
+# Two paths
+
+
+@pytest.fixture
+def follow(monkeypatch):
+    """Return what a call and its gradients are, by the plain formula or in blocks of rows."""
+    _fused = module._fused
+
+    def run(s, z, temperature, path, elements=12, **options):
+        ran = []
+
+        def fused_path(*args):
+            ran.append(True)
+            return _fused(*args)
+
+        monkeypatch.setattr(module, "_fused", fused_path)
+        monkeypatch.setattr(module, "BLOCK_ELEMENTS", elements)
+        monkeypatch.setattr(fused, "FEWEST_ELEMENTS", 0 if path == "fused" else 10**18)
+        leaves = s.clone().requires_grad_(), s.new_tensor(temperature).requires_grad_()
+        value = distillation_loss(leaves[0], z, temperature=leaves[1], **options)
+        gradients = torch.autograd.grad(value, leaves, retain_graph=True)
+        again = torch.autograd.grad(value, leaves)
+        assert all(
+            torch.equal(a, b) or a.isnan().any() for a, b in zip(gradients, again, strict=True)
+        )
+        fixed = distillation_loss(s, z, temperature=leaves[1].item(), **options)
+        torch.testing.assert_close(fixed, value.detach(), equal_nan=True)
+        return [value.detach(), *gradients], bool(ran)
+
+    return run
+
+
+@modes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("alphas", [(1.0, 0.0), (0.0, 1.0), (0.7, 0.3)])
+@pytest.mark.parametrize("elements", [1, 40, 10**6])
+def test_both_paths_have_the_same_value_and_gradients(follow, standardize, dtype, alphas, elements):
+    exact = dtype == torch.float64
+    close = {"rtol": 1e-10, "atol": 1e-12} if exact else {"rtol": 1e-4, "atol": 1e-6}
+    options = {"standardize": standardize, "alpha_kl": alphas[0], "alpha_mse": alphas[1]}
+    for seed, (width, scale, temperature) in enumerate(
+        (width, scale, temperature)
+        for width in (3, 17)
+        for scale in (0.1, 1.0, 50.0)
+        for temperature in (0.5, 3.0)
+    ):
+        s, z = ((scale * draw(2 * seed + k, 7, width) + k).to(dtype) for k in (0, 1))
+        if seed % 2:
+            s[2] = s[2, 0]
+            z[4] = z[4, 0]
+        plain, _ = follow(s, z, temperature, "plain", **options)
+        actual, ran = follow(s, z, temperature, "fused", elements, **options)
+        assert ran
+        assert actual[0] > 0
+        for expected, tensor in zip(plain, actual, strict=True):
+            torch.testing.assert_close(tensor, expected, **close)
+
+
+@modes
+@pytest.mark.parametrize("temperature", [1.0, 1e4])
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_the_fused_path_is_as_exact_in_single_precision(follow, standardize, temperature, offset):
+    s = (draw(0, 7, 50) + offset).float()
+    z = (s + 0.1 * draw(1, 7, 50)).float()
+    for alphas in ((1.0, 0.0), (0.0, 1.0)):
+        options = {"standardize": standardize, "alpha_kl": alphas[0], "alpha_mse": alphas[1]}
+        exact, _ = follow(s.double(), z.double(), temperature, "plain", **options)
+        errors = []
+        for path in ("plain", "fused"):
+            found, _ = follow(s, z, temperature, path, **options)
+            assert found[0] > 0
+            errors.append([(a.double() - e).norm() for a, e in zip(found, exact, strict=True)])
+        for plain, actual, expected in list(zip(*errors, exact, strict=True))[:2]:
+            assert actual <= 2 * plain + 1e-5 * expected.norm()
+
+
+@modes
+@pytest.mark.parametrize("which", ["student", "teacher", "both"])
+def test_scores_that_are_all_equal_are_so_on_both_paths(follow, standardize, which):
+    s, z = draw(0, 7, 5), draw(1, 7, 5)
+    for name, scores in (("student", s), ("teacher", z)):
+        if which in (name, "both"):
+            scores[:] = 0.3
+    plain, _ = follow(s, z, 3.0, "plain", standardize=standardize)
+    actual, ran = follow(s, z, 3.0, "fused", standardize=standardize)
+    assert ran
+    for expected, tensor in zip(plain, actual, strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=1e-10, atol=1e-12)
+
+
+@modes
+def test_agreement_is_zero_on_the_fused_path(follow, standardize):
+    z = draw(0, 7, 5)
+    value, gradient, by_temperature = follow(z, z, 3.0, "fused", standardize=standardize)[0]
+    assert value == 0.0
+    assert by_temperature == 0.0
+    assert gradient.abs().max() < 1e-16
+
+
+@modes
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1e30])
+def test_what_is_not_a_moderate_score_takes_the_plain_path(follow, standardize, bad):
+    for spoilt in (0, 1):
+        scores = [draw(0, 7, 5), draw(1, 7, 5)]
+        scores[spoilt][1, 1] = bad
+        plain, _ = follow(*scores, 3.0, "plain", standardize=standardize)
+        actual, ran = follow(*scores, 3.0, "fused", standardize=standardize)
+        assert not ran
+        for expected, tensor in zip(plain, actual, strict=True):
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@modes
+def test_the_fused_path_has_second_derivatives(monkeypatch, standardize):
+    monkeypatch.setattr(fused, "FEWEST_ELEMENTS", 0)
+    z = draw(1, 3, 5)
+    leaves = draw(0, 3, 5).requires_grad_(), torch.tensor(0.7).double().requires_grad_()
+
+    def function(s, t):
+        return distillation_loss(s, z, temperature=t, standardize=standardize)
+
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@modes
+def test_the_fused_path_holds_the_gradient_and_a_block_of_rows(monkeypatch, standardize):
+    from tests.losses.test_contract import Recorder
+
+    monkeypatch.setattr(fused, "FEWEST_ELEMENTS", 0)
+    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 400)
+    s = draw(0, 100, 20).requires_grad_()
+    with Recorder(target_size=2000) as seen:
+        distillation_loss(s, draw(1, 100, 20), standardize=standardize).backward()
+    assert seen.largest == 2000
     assert s.grad.any()
 
 

@@ -1,5 +1,6 @@
 """NWS: its formula, its theorems, its edges."""
 
+import itertools
 import math
 
 import numpy as np
@@ -8,7 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_losses._core import fused
+from sparse_losses._core.label_lists import LabelLists
 from sparse_losses.functional import info_nce_loss, nws_loss
+from sparse_losses.losses import nws as module
 from tests.cases import assert_follows_the_formula, cases_of
 from tests.strategies import nws_problems, seeds, temperatures
 
@@ -395,6 +399,187 @@ def test_prototypes_learn_and_keys_do_not():
     assert inputs["prototype"].grad.any()
     assert inputs["key"].grad is None
     assert inputs["queue"].grad is None
+
+
+# Two paths
+
+
+@pytest.fixture
+def follow(monkeypatch):
+    """Return what a call and its gradients are, by the plain formula or in tiles of three."""
+    monkeypatch.setattr(module, "TILE_QUERIES", 3)
+    monkeypatch.setattr(module, "TILE_REFERENCES", 2)
+
+    def run(inputs, path, **options):
+        ran = []
+
+        def fused_path(*args):
+            ran.append(True)
+            return _fused(*args)
+
+        monkeypatch.setattr(module, "_fused", fused_path)
+        monkeypatch.setattr(fused, "FEWEST_ELEMENTS", 0 if path == "fused" else 10**18)
+        inputs = {k: v if v is None else v.clone() for k, v in inputs.items()}
+        leaves = [inputs[name].requires_grad_() for name in ("query", "prototype", "temperature")]
+        value = nws_loss(**inputs, **options)
+        gradients = torch.autograd.grad(value, leaves, retain_graph=True)
+        again = torch.autograd.grad(value, leaves)
+        assert all(
+            torch.equal(a, b) or a.isnan().any() for a, b in zip(gradients, again, strict=True)
+        )
+        assert bool(ran) == (path == "fused")
+        return [value.detach(), *gradients]
+
+    _fused = module._fused
+    return run
+
+
+def inputs_of(seed, dtype, count=4, temperature=0.3):
+    inputs = {k: v for k, v in problem(seed, batch=7, count=count).items() if k != "reduction"}
+    for name in ("query_labels", "key_labels", "queue_labels"):
+        inputs[name] = labels(seed + len(name), len(inputs[name]), count, 0.3, filled=False)
+    inputs["temperature"] = torch.tensor(temperature)
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+
+
+REFERENCES = {
+    "prototypes": ("key", "key_labels", "queue", "queue_labels"),
+    "key": ("queue", "queue_labels"),
+    "queue": ("key", "key_labels"),
+    "all": (),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("references", [*REFERENCES, "masked"])
+@pytest.mark.parametrize("aggregation", ["mean", "max"])
+def test_both_paths_have_the_same_value_and_gradients(follow, dtype, references, aggregation):
+    close = (
+        {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-5, "atol": 2e-6}
+    )
+    choices = itertools.product(
+        (True, False), (0.0, 1e-8, 0.3, 2.0), ((1.0, 1.0), (0.5, 2.0), (3.0, 0.0)), ("mean", "sum")
+    )
+    for seed, (decoupled, eps, (alpha, beta), reduction) in enumerate(choices):
+        inputs = inputs_of(seed, dtype, count=4 if seed % 3 else 70)
+        for name in REFERENCES.get(references, ()):
+            inputs[name] = None
+        if references == "masked":
+            inputs["queue_mask"] = torch.tensor([1, 0, 1, 0, 1])
+            inputs["queue"][1] = torch.nan
+        options = {
+            "decoupled": decoupled,
+            "eps": eps,
+            "alpha": alpha,
+            "beta": beta,
+            "reduction": reduction,
+            "aggregation": aggregation,
+        }
+        plain, actual = (follow(inputs, path, **options) for path in ("plain", "fused"))
+        assert plain[0] != 0
+        for expected, tensor in zip(plain, actual, strict=True):
+            torch.testing.assert_close(tensor, expected, **close)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_the_fused_path_hides_the_nan_of_rows_that_are_not_valid_and_no_other(
+    follow, decoupled, eps
+):
+    inputs = inputs_of(0, torch.float64)
+    inputs["query_labels"][:, 0] = 1
+    inputs["query_labels"][4] = 0
+    inputs["query"][4] = torch.nan
+    options = {"decoupled": decoupled, "eps": eps}
+    plain, actual = (follow(inputs, path, **options) for path in ("plain", "fused"))
+    assert not actual[1][4].any()
+    for expected, tensor in zip(plain, actual, strict=True):
+        assert torch.isfinite(tensor).all()
+        torch.testing.assert_close(tensor, expected, rtol=1e-10, atol=1e-12)
+    for name, row in (("query", 1), ("key", 0), ("queue", 2), ("prototype", 3)):
+        spoilt = {**inputs, name: inputs[name].clone()}
+        spoilt[name][row] = torch.nan
+        for path in ("plain", "fused"):
+            assert follow(spoilt, path, **options)[0].isnan(), (name, path)
+
+
+@pytest.mark.parametrize("path", ["plain", "fused"])
+def test_rows_without_negatives_hide_every_nan_on_both_paths(follow, path):
+    inputs = inputs_of(0, torch.float64)
+    for name in ("query_labels", "key_labels", "queue_labels"):
+        inputs[name] = torch.ones_like(inputs[name])
+    for name in ("query", "prototype", "key"):
+        inputs[name] = torch.full_like(inputs[name], torch.nan)
+    for tensor in follow(inputs, path, eps=0.0):
+        assert not tensor.any()
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 0.02, 1e4])
+@pytest.mark.parametrize("eps", [0.0, 1e-30, 1e-8])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_the_fused_path_is_as_exact_in_single_precision(follow, temperature, eps, decoupled):
+    inputs = inputs_of(3, torch.float32, temperature=temperature)
+    inputs["query_labels"] = torch.eye(4).long()[[0, 1, 2, 3, 0, 1, 2]]
+    inputs["query"] = inputs["prototype"][[0, 1, 2, 3, 0, 1, 2]] + 0.1 * inputs["query"]
+    for name in REFERENCES["prototypes"]:
+        inputs[name] = None  # every row is easy
+    wide = {
+        k: v.double() if v is not None and v.is_floating_point() else v for k, v in inputs.items()
+    }
+    options = {"eps": eps, "decoupled": decoupled}
+    exact, actual = follow(wide, "plain", **options), follow(inputs, "fused", **options)
+    assert actual[0] != 0 or (temperature == 1e-4 and not decoupled)
+    for expected, tensor in list(zip(exact, actual, strict=True))[:3]:
+        error = (tensor.double() - expected).norm()
+        # 1e-4 turns a rounding of 1e-7 in a cosine into 1e-3 of a score
+        assert error <= (2e-2 if temperature == 1e-4 else 2e-4) * expected.norm() + 1e-30
+
+
+def test_the_fused_path_has_second_derivatives(monkeypatch):
+    monkeypatch.setattr(fused, "FEWEST_ELEMENTS", 0)
+    inputs = inputs_of(0, torch.float64)
+    names = ("query", "prototype", "temperature")
+    leaves = [inputs.pop(name).requires_grad_() for name in names]
+
+    def function(*values):
+        return nws_loss(**inputs, **dict(zip(names, values, strict=True)))
+
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "max"])
+def test_the_fused_path_holds_a_tile_of_queries(monkeypatch, aggregation):
+    from tests.losses.test_contract import Recorder
+
+    monkeypatch.setattr(fused, "FEWEST_ELEMENTS", 0)
+    monkeypatch.setattr(module, "TILE_QUERIES", 4)
+    inputs = problem(batch=64, width=8, count=12, keys=40, rows=60)
+    inputs["query"].requires_grad_()
+    inputs["prototype"].requires_grad_()
+    references, tile = 40 + 60 + 12, 4
+    with Recorder() as seen:
+        nws_loss(**{**inputs, "reduction": "mean"}, aggregation=aggregation).backward()
+    # four matrices of a tile in one, or the labels
+    assert 4 * tile * references <= seen.largest <= max(4 * tile * references, references * 12)
+    assert seen.largest < 64 * references / 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [1, 5, 300])
+@pytest.mark.parametrize("density", [0.0, 0.05, 0.5, 1.0])
+def test_products_with_lists_of_labels_are_products(dtype, count, density):
+    some = [labels(seed, rows, count, density, filled=False) for seed, rows in ((1, 6), (2, 9))]
+    lists = LabelLists(*(part.bool() for part in some))
+    hot = torch.cat(some)
+    table = draw(0, count, 5).abs().round(decimals=1).to(dtype)  # with ties
+    product = hot.to(dtype) @ table
+    largest = (hot[:, :, None] * table).amax(1)
+    assert lists.count.tolist() == hot.sum(1).tolist()
+    torch.testing.assert_close(lists.sums(table), product)
+    torch.testing.assert_close(lists.sums_by_label(product), hot.T.to(dtype) @ product)
+    assert torch.equal(lists.largest(table), largest)
+    assert torch.equal(module._largest(module._rank_labels(table.T), hot.to(dtype)).T, largest)
 
 
 # Errors

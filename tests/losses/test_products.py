@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparse_losses._core.contrast as contrast_module
+import sparse_losses.functional as F
 import sparse_losses.losses.info_nce as info_nce_module
 from sparse_losses.functional import info_nce_loss, n_pair_loss
 from tests.losses.test_contract import Recorder
@@ -221,6 +222,7 @@ def test_auto_takes_sparse_products_for_wide_inputs_of_few_non_zeros(monkeypatch
     assert not goes_sparse(512, 0.25)
     assert not goes_sparse(256, 0.05)
     assert not goes_sparse(512, 0.05, sparse=False)
+    assert not goes_sparse(512, 0.05, chunk_size=8), "who asks for chunks gets chunks"
     assert goes_sparse(256, 0.25, sparse=True)
 
 
@@ -267,6 +269,42 @@ def test_a_vectorised_jacobian_is_the_jacobian():
     torch.testing.assert_close(
         jacobian(value, vectors(0), vectorize=True), jacobian(value, vectors(0))
     )
+
+
+JACOBIANS = {
+    "triplet": lambda a, p: F.triplet_margin_loss(a, p, p.flip(0), margin=2.0, reduction="none"),
+    "min_activation": lambda a, p: F.min_activation_loss(a, threshold=9.0, reduction="none"),
+    "positive_activation": lambda a, p: F.positive_activation_loss(
+        a, torch.tensor([[1, 3]] * B), torch.ones(B, 2), reduction="none"
+    ),
+    "info_nce": lambda a, p: info_nce_loss(a, p, reduction="none"),
+    "pool": lambda a, p: F.splade_pool(a.view(1, B, V), torch.ones(1, B)),
+}
+
+
+@pytest.mark.parametrize("function", JACOBIANS.values(), ids=JACOBIANS)
+def test_a_vectorised_jacobian_of_rows_is_the_jacobian(function):
+    jacobian = torch.autograd.functional.jacobian
+    row = lambda a: function(a, vectors(1))  # noqa: E731
+    vectorised = jacobian(row, vectors(0), vectorize=True)
+    assert vectorised.any()
+    torch.testing.assert_close(vectorised, jacobian(row, vectors(0)))
+
+
+def test_an_infinite_score_is_an_infinite_loss():
+    anchor, positive = torch.ones(3, 4), torch.ones(3, 4)
+    anchor[0], positive[1], positive[0] = 1e20, 1e20, 1e10
+    for sparse in (False, True):
+        assert info_nce_loss(anchor, positive, similarity="dot", sparse=sparse).item() == np.inf
+
+
+@pytest.mark.parametrize("function", [n_pair_loss, F.flops_loss, F.min_activation_loss])
+def test_a_sparse_layout_is_refused_where_it_has_no_meaning(function):
+    x = torch.eye(4).to_sparse_csr()
+    with pytest.raises(TypeError, match=r"to be dense, got torch\.sparse_csr"):
+        function(*(x,) * (2 if function is n_pair_loss else 1))
+    with pytest.raises(TypeError, match=r"dense or torch\.sparse_csr, got torch\.sparse_coo"):
+        info_nce_loss(torch.eye(4).to_sparse(), torch.eye(4))
 
 
 def test_decoupled_without_any_negative_is_zero():
