@@ -66,7 +66,8 @@ def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
                         case,
                         device,
                         rates,
-                        Limits(budget),
+                        # What the aims speak of is run five times over.
+                        Limits(budget, min_rounds=2 if args.suite == "aims" else 3),
                         compiled=not args.no_compile,
                         passes=(TRAINING,) if args.training_only else (FORWARD, TRAINING),
                         say=say,
