@@ -31,7 +31,7 @@ bench-peers: $(VENV)/.demo  ## install the packages that the benchmarks compare 
 	$(PIP) install -c constraints.txt --group bench
 
 test: $(VENV)/.dev  ## all tests (ARGS="-k info_nce")
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/.dev  ## formatting, lint and types
 	$(PY) -m ruff format --check .
