@@ -64,6 +64,7 @@ LOSSES = {
                 ("chunk_size", 1.5),
                 ("sparse", "yes"),
                 ("sparse", None),
+                ("sparse", 1),
             ),
         ),
         Loss("n_pair", "NPairLoss", "(anchor, positive, negative=None, *, reduction='mean')"),

@@ -84,14 +84,12 @@ def contrast(
         value += losses.sum() * share
         if not any(needs):
             continue
-        block *= factor[:, None]
-        if negatives is not None:
-            negatives *= factor[:, None]
+        at_own = -total  # times the factor, that is minus the slope
         if symmetric:
-            block += by_columns
-            slope = slope + column_slope[rows]
-        block[:, rows].diagonal().copy_(-slope)
-        scores.back(rows, block, negatives)
+            block = block.mul_(factor[:, None]).add_(by_columns)
+            at_own, factor = -(slope + column_slope[rows]), torch.ones_like(factor)
+        block[:, rows].diagonal().copy_(at_own)
+        scores.back(rows, block, negatives, factor[:, None])
     return value, scores.gradients()
 
 
@@ -195,8 +193,11 @@ class _DenseScores:
             return self.scaled @ self.others.T
         return torch.einsum("bd,bnd->bn", self.scaled, self.others[rows])
 
-    def back(self, rows: slice, gradient: Tensor, of_negatives: Tensor | None) -> None:
-        """Takes in the gradient by those scores."""
+    def back(
+        self, rows: slice, gradient: Tensor, of_negatives: Tensor | None, factor: Tensor
+    ) -> None:
+        """Takes in the gradient by those scores, up to a factor a row."""
+        scaled = self.scaled * factor
         if self.of_anchor is not None or self.of_temperature is not None:
             d = gradient @ self.keys
             if of_negatives is not None and self.others is not None:
@@ -204,7 +205,7 @@ class _DenseScores:
                     d.addmm_(of_negatives, self.others)
                 else:
                     d += torch.einsum("bn,bnd->bd", of_negatives, self.others[rows])
-            d /= self.temperature
+            d *= factor / self.temperature
             if self.of_temperature is not None:
                 # The sum of gradient times score, without another look at the scores.
                 self.of_temperature -= (d * self.scaled).sum()
@@ -213,14 +214,12 @@ class _DenseScores:
                     through_unit_rows_(d, self.queries, self.query_length)
                 self.of_anchor[rows] = d
         if self.of_positive is not None:
-            self.of_positive.addmm_(gradient.T, self.scaled)
+            self.of_positive.addmm_(gradient.T, scaled)
         if self.of_negative is not None and of_negatives is not None:
             if self.of_negative.ndim == 2:
-                self.of_negative.addmm_(of_negatives.T, self.scaled)
+                self.of_negative.addmm_(of_negatives.T, scaled)
             else:
-                torch.mul(
-                    of_negatives[:, :, None], self.scaled[:, None], out=self.of_negative[rows]
-                )
+                torch.mul(of_negatives[:, :, None], scaled[:, None], out=self.of_negative[rows])
 
     def gradients(self) -> list[Tensor | None]:
         """By anchor, positive, negative and temperature."""
@@ -295,9 +294,12 @@ class _SparseScores:
         """All scores against the shared negatives ``[B, N]``."""
         return None if len(self.represented) < 3 else self._scores(2)
 
-    def back(self, rows: slice, gradient: Tensor, of_negatives: Tensor | None) -> None:
-        """Takes in the gradient by those scores."""
-        gradients = [g / self.temperature for g in (gradient, of_negatives) if g is not None]
+    def back(
+        self, rows: slice, gradient: Tensor, of_negatives: Tensor | None, factor: Tensor
+    ) -> None:
+        """Takes in the gradient by those scores, up to a factor a row."""
+        factor = factor / self.temperature
+        gradients = [g * factor for g in (gradient, of_negatives) if g is not None]
         if self.needs[0] or self.needs[3]:
             along = self._gradient(0, list(zip(gradients, (1, 2), strict=False)))
             if self.needs[3]:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-__all__ = ["masked_logsumexp", "negative_log_softmax", "softplus", "softplus_"]
+__all__ = ["masked_logsumexp", "negative_log_softmax", "softplus", "softplus_into"]
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -12,9 +12,9 @@ def softplus(x: Tensor) -> Tensor:
     return nnf.softplus(x, threshold=50.0)
 
 
-def softplus_(x: Tensor) -> Tensor:
-    """The same in place, without a graph."""
-    return torch.ops.aten.softplus.out(x, 1.0, 50.0, out=x)  # type: ignore[no-any-return]
+def softplus_into(out: Tensor, x: Tensor) -> Tensor:
+    """The same, written to ``out``, without a graph."""
+    return torch.ops.aten.softplus.out(x, 1.0, 50.0, out=out)  # type: ignore[no-any-return]
 
 
 def masked_logsumexp(scores: Tensor, mask: Tensor) -> Tensor:

@@ -28,9 +28,10 @@ from sparse_losses._core.token_ids import as_mask
 
 __all__ = ["InfoNCELoss", "info_nce_loss", "mutual_information_lower_bound"]
 
-# Where `sparse="auto"` takes the sparse products: measured, see docs/benchmarks.md.
+# Where `sparse="auto"` takes the sparse products, as measured (docs/benchmarks.md): they are faster
+# below this density from so many rows on, and below a smaller one for fewer.
+DENSEST, ROWS_FOR_DENSEST = 0.12, 512
 FEWEST_COLUMNS = 4096
-DENSEST = 0.12
 SAMPLED_ROWS = 16
 
 
@@ -356,7 +357,8 @@ def _pays_sparse(
         return False
     sample = [x[:: max(x.shape[0] // SAMPLED_ROWS, 1)] for x in inputs]
     found = sum(int(x.count_nonzero()) for x in sample)
-    return found < DENSEST * sum(x.numel() for x in sample)
+    densest = DENSEST * min(1.0, anchor.shape[0] / ROWS_FOR_DENSEST)
+    return found < densest * sum(x.numel() for x in sample)
 
 
 def _check(
@@ -373,8 +375,8 @@ def _check(
     check_choice("similarity", similarity, ("cosine", "dot"))
     if chunk_size is not None:
         check_integer("chunk_size", chunk_size, minimum=1)
-    if not isinstance(sparse, bool):
-        check_choice("sparse", sparse, (False, True, "auto"))
+    if not isinstance(sparse, bool) and sparse != "auto":
+        raise ValueError(f'expected `sparse` to be True, False or "auto", got {sparse!r}')
 
 
 class InfoNCELoss(nn.Module):

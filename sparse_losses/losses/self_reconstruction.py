@@ -9,7 +9,7 @@ from sparse_losses._core.checks import check_flag, check_shapes, describe
 from sparse_losses._core.fused import can_fuse, fuse
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
-from sparse_losses._core.softmax import softplus, softplus_
+from sparse_losses._core.softmax import softplus, softplus_into
 from sparse_losses._core.token_ids import (
     TokenIds,
     as_mask,
@@ -21,7 +21,7 @@ from sparse_losses._core.token_ids import (
 
 __all__ = ["SelfReconstructionLoss", "self_reconstruction_loss"]
 
-CACHED = 1 << 17  # numbers whose few passes stay in a core's cache
+HELD = 1 << 19  # numbers at once: fewer, and starting threads takes longer than their work
 
 
 @full_precision
@@ -94,72 +94,66 @@ def self_reconstruction_loss(
         num_kept = num_kept - ignored.sum()
 
     ids, is_target = first_occurrences(ids, attended)
-    target_share = other_share = 1 / num_kept.clamp(min=1).expand(size["B"])
+    # Row value: share * (sum over the others + ratio * sum over the targets).
+    share, ratio = 1 / num_kept.clamp(min=1), x.new_ones(size["B"])
     if balanced:
         num_targets = is_target.sum(-1).to(x.dtype)
-        target_share = 0.5 / num_targets.clamp(min=1)
-        other_share = 0.5 / (num_kept - num_targets).clamp(min=1)
-
-    parts = ids, is_target, ignored, target_share, other_share
+        num_others = (num_kept - num_targets).clamp(min=1)
+        share, ratio = 0.5 / num_others, num_others / num_targets.clamp(min=1)
+    parts = ids, is_target, ignored, ratio
     if can_fuse(x):
-        values = fuse(_row_values, _row_values_and_gradient, x, *parts)
+        sums = fuse(_row_sums, _row_sums_and_gradient, x, *parts)
     else:
-        values = _row_values(x, *parts)
-    return reduce(values, reduction)
+        sums = _row_sums(x, *parts)
+    return reduce(share * sums, reduction)
 
 
-def _row_values(
-    x: Tensor,
-    ids: Tensor,
-    is_target: Tensor,
-    ignored: Tensor | None,
-    target_share: Tensor,
-    other_share: Tensor,
+def _row_sums(
+    x: Tensor, ids: Tensor, is_target: Tensor, ignored: Tensor | None, ratio: Tensor
 ) -> Tensor:
-    target_sum = torch.where(is_target, softplus(-x.gather(1, ids)), 0.0).sum(-1)
-    others = x.scatter_add(1, ids, _removal(x, is_target))
+    # Targets are taken out before the sum, not subtracted after it, which would cancel: -inf
+    # has softplus 0. No multi-hot target is built.
+    others = x.scatter_add(1, ids, torch.where(is_target, -torch.inf, 0.0).to(x.dtype))
     if ignored is not None:
         others = torch.where(ignored, -torch.inf, others)
-    other_sum = softplus(others).sum(-1)
-    return target_share * target_sum + other_share * other_sum
+    target_sum = torch.where(is_target, softplus(-x.gather(1, ids)), 0.0).sum(-1)
+    return softplus(others).sum(-1) + ratio * target_sum
 
 
-def _row_values_and_gradient(
+def _row_sums_and_gradient(
     needs: Sequence[bool],
     x: Tensor,
     ids: Tensor,
     is_target: Tensor,
     ignored: Tensor | None,
-    target_share: Tensor,
-    other_share: Tensor,
+    ratio: Tensor,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The same with the gradient by ``x``, some rows at a time so that they stay in the cache."""
+    """The same with the gradient by ``x``, some rows at a time: the rest is never held whole."""
+    # Ids sort first where they are targets: slots that are not say again what the first one says,
+    # and in a row without targets what stands in column 0.
+    ids = torch.where(is_target, ids, ids[:, :1])
+    some = is_target[:, :1]
     target = x.gather(1, ids)
+    of_target = torch.where(some, -ratio[:, None] * (-target).sigmoid(), target.sigmoid())
+    other = torch.where(some, 0.0, softplus(target))
     target_sum = torch.where(is_target, softplus(-target), 0.0).sum(-1)
-    other_sum = torch.empty_like(target_sum)
+    sums = ratio * target_sum
     gradient = torch.empty_like(x) if needs[0] else None
-    step = max(CACHED // max(x.shape[1], 1), 1)
-    remove = _removal(x, is_target)
-    buffer = torch.empty_like(x[:step])  # one: memory that is new each time is slower than the sums
+    step = max(HELD // x.shape[1], 1)
+    buffer = torch.empty_like(x[:step])
     for first in range(0, x.shape[0], step):
         rows = slice(first, first + step)
-        others = buffer[: x[rows].shape[0]].copy_(x[rows]).scatter_add_(1, ids[rows], remove[rows])
-        if ignored is not None:
-            others.masked_fill_(ignored, -torch.inf)
+        others = softplus_into(buffer[: x[rows].shape[0]], x[rows]).scatter_(
+            1, ids[rows], other[rows]
+        )
         if gradient is not None:
-            torch.sigmoid(others, out=gradient[rows]).mul_(other_share[rows, None])
-        other_sum[rows] = softplus_(others).sum(-1)
-    if gradient is not None:
-        of_target = torch.where(is_target, -(-target).sigmoid() * target_share[:, None], 0.0)
-        gradient.scatter_add_(1, ids, of_target)
-    values = target_share * target_sum + other_share * other_sum
-    return values, [gradient, None, None, None, None, None]
-
-
-def _removal(x: Tensor, is_target: Tensor) -> Tensor:
-    # Targets are taken out before the sum, not subtracted after it, which would cancel: -inf
-    # has softplus 0, and so has its gradient. No multi-hot target is built.
-    return torch.where(is_target, -torch.inf, 0.0).to(x.dtype)
+            torch.sigmoid(x[rows], out=gradient[rows]).scatter_(1, ids[rows], of_target[rows])
+        if ignored is not None:
+            others.masked_fill_(ignored, 0.0)
+            if gradient is not None:
+                gradient[rows].masked_fill_(ignored, 0.0)
+        sums[rows] += others.sum(-1)
+    return sums, [gradient, None, None, None, None]
 
 
 class SelfReconstructionLoss(nn.Module):

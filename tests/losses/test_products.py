@@ -212,6 +212,7 @@ def test_auto_takes_sparse_products_for_wide_inputs_of_few_non_zeros(monkeypatch
 
     monkeypatch.setattr(contrast_module._SparseScores, "__init__", spy)
     monkeypatch.setattr(info_nce_module, "FEWEST_COLUMNS", 512)
+    monkeypatch.setattr(info_nce_module, "ROWS_FOR_DENSEST", 32)
 
     def goes_sparse(width, density, **options):
         seen.clear()
@@ -224,6 +225,8 @@ def test_auto_takes_sparse_products_for_wide_inputs_of_few_non_zeros(monkeypatch
     assert not goes_sparse(512, 0.05, sparse=False)
     assert not goes_sparse(512, 0.05, chunk_size=8), "who asks for chunks gets chunks"
     assert goes_sparse(256, 0.25, sparse=True)
+    monkeypatch.setattr(info_nce_module, "ROWS_FOR_DENSEST", 320)
+    assert not goes_sparse(512, 0.05), "of few rows the densest is less"
 
 
 @pytest.mark.parametrize("chunk_size", [None, 8])
