@@ -842,6 +842,10 @@ def cases(suite: str, only: Sequence[str] = ()) -> list[Case]:
 
     ``aims`` are those that an aim speaks of, and the densities between which a product changes.
     """
+    unknown = set(only) - {each.loss for each in FAMILIES}
+    if unknown:
+        known = ", ".join(each.loss for each in FAMILIES)
+        raise SystemExit(f"no such loss: {', '.join(sorted(unknown))}; there are {known}")
     if suite == "aims":
         from benchmarks.summary import AIMS  # which reads tables, which know the cases
 

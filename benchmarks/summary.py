@@ -139,6 +139,16 @@ class Aim:
             return row.speedup.median / other.speedup.median if other else math.nan
         return row.speedup.median
 
+    def range(self, rows: dict[Key, Merged], allocator: str) -> str:
+        """The lowest and the highest of the runs, where runs differ."""
+        row = rows.get((self.loss, self.case, TRAINING, self.variant, allocator))
+        if row is None or row.runs < 2 or self.figure not in ("speedup", "time"):
+            return ""
+        ends = (row.speedup.low, row.speedup.high)
+        if self.figure == "time":
+            ends = (1 / row.speedup.high, 1 / row.speedup.low)
+        return f" ({ends[0]:.3g}-{ends[1]:.3g})"
+
     def is_met(self, value: float) -> bool:
         """Speed-ups are lower bounds, the others upper ones."""
         return value >= self.bound if self.figure in ("speedup", "against") else value <= self.bound
@@ -264,7 +274,7 @@ def judge(merged: Sequence[Merged], aims: Sequence[Aim] = AIMS) -> list[Verdict]
                     f"{aim.loss}, {aim.case}",
                     allocator,
                     _wanted(aim),
-                    "-" if unknown else f"{value:.3g}",
+                    "-" if unknown else f"{value:.3g}{aim.range(rows, allocator)}",
                     verdict,
                 )
             )
@@ -433,13 +443,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(prog="python -m benchmarks.summary", description=__doc__)
     options.add_argument("runs", nargs="+", type=Path, help="CSVs of `python -m benchmarks`")
     options.add_argument(
-        "--output", type=Path, default=Path(__file__).parent / "results" / "summary.csv"
+        "--output",
+        type=Path,
+        default=Path(__file__).parent / "results" / "summary.csv",
+        help="the CSV; the same as Markdown goes beside it (default: %(default)s)",
     )
     args = options.parse_args(arguments)
     tables = [read(path) for path in args.runs]
     for path, rows in zip(args.runs, tables, strict=True):
         if not rows:
-            raise SystemExit(f"{path} holds no rows")
+            raise SystemExit(f"{path} " + ("holds no rows" if path.exists() else "does not exist"))
     machines = {(row["device"], row["git_commit"], row["torch"]) for rows in tables for row in rows}
     merged = merge(tables)
     verdicts = judge(merged)
