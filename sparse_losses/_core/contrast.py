@@ -47,7 +47,8 @@ def contrast(
     scores = kind(needs, anchor, positive, negative, temperature, cosine, hides)
     if sparse or (symmetric and chunk_size is None):
         chunk_size = batch  # the columns' sums need all rows: at once, that saves a product
-    chunk_size = min(chunk_size or max(BLOCK // batch, 1), batch)
+    # A row of a block is one of scores and some of the inputs' width.
+    chunk_size = min(chunk_size or max(BLOCK // (batch + anchor.shape[1]), 1), batch)
     chunks = [slice(i, min(i + chunk_size, batch)) for i in range(0, batch, chunk_size)]
     share = 1.0 / (batch if mean else 1) / (2 if symmetric else 1)
     value = temperature.new_zeros(())
@@ -197,7 +198,6 @@ class _DenseScores:
         self, rows: slice, gradient: Tensor, of_negatives: Tensor | None, factor: Tensor
     ) -> None:
         """Takes in the gradient by those scores, up to a factor a row."""
-        scaled = self.scaled * factor
         if self.of_anchor is not None or self.of_temperature is not None:
             d = gradient @ self.keys
             if of_negatives is not None and self.others is not None:
@@ -213,6 +213,7 @@ class _DenseScores:
                 if self.query_length is not None:
                     through_unit_rows_(d, self.queries, self.query_length)
                 self.of_anchor[rows] = d
+        scaled = self.scaled.mul_(factor)
         if self.of_positive is not None:
             self.of_positive.addmm_(gradient.T, scaled)
         if self.of_negative is not None and of_negatives is not None:

@@ -215,14 +215,19 @@ def _divergence_block(
 ) -> tuple[Tensor, Tensor | None]:
     """KL of some rows, and its derivative by ``-log t`` if that is learned; fills ``q``, ``p``."""
     log_q, log_p = logarithms
+    sums = []
     for scores, probability, logarithm in ((student, q, log_q), (teacher, p, log_p)):
-        scaled = torch.div(scores, t, out=probability)
-        torch.log_softmax(scaled, -1, out=logarithm)
-        torch.softmax(scaled, -1, out=probability)
+        torch.div(scores, t, out=logarithm)
+        torch.softmax(logarithm, -1, out=probability)
+        # The largest probability is 1 over the sum of exponentials: a log-softmax made of it is
+        # half as much work as another pass of exponentials.
+        largest = logarithm.amax(-1, keepdim=True)
+        sums.append(largest - probability.amax(-1, keepdim=True).log())
     # As in `_divergence`, but `where` is slow: with x = log(q / p), the term is p (expm1(x) - x),
     # and what `p expm1(1)` lacks of `q - p` where q is more than e times p.
-    x = log_q.sub_(log_p)
+    x = log_q.sub_(log_p).sub_(sums[0] - sums[1])
     if learned:
+        log_p.sub_(sums[1])
         gap = p * torch.clamp(x, max=1.0).expm1_() + torch.sub(q, p, alpha=math.e).clamp_(min=0.0)
         by_log_t = (gap * x).sum()
         surprise = log_p - torch.linalg.vecdot(p, log_p).unsqueeze(-1)

@@ -21,7 +21,7 @@ from sparse_losses._core.token_ids import (
 
 __all__ = ["SelfReconstructionLoss", "self_reconstruction_loss"]
 
-HELD = 1 << 19  # numbers at once: fewer, and starting threads takes longer than their work
+HELD = 1 << 20  # numbers at once: fewer, and starting threads takes longer than their work
 
 
 @full_precision
