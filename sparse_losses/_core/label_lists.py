@@ -3,8 +3,9 @@
 import functools
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
+
+from sparse_losses._core.sparse import bounds_of, sum_bags
 
 __all__ = ["LabelLists"]
 
@@ -22,17 +23,17 @@ class LabelLists:
             start += len(rows)
         self._row, self._label = (torch.cat(part) for part in zip(*found, strict=True))
         self.count = torch.bincount(self._row, minlength=self.size)
-        self._row_bounds = _bounds(self.count)
+        self._row_bounds = bounds_of(self._row, self.size)
         self._row_by_label = self._row[self._label.argsort(stable=True)]
-        self._label_bounds = _bounds(torch.bincount(self._label, minlength=self.num_labels))
+        self._label_bounds = bounds_of(self._label, self.num_labels)
 
     def sums(self, table: Tensor) -> Tensor:
         """``labels [N, L] @ table [L, M]``."""
-        return _sum_bags(self._label, self._row_bounds, table)
+        return sum_bags(self._label, table, self._row_bounds)
 
     def sums_by_label(self, table: Tensor) -> Tensor:
         """``labels.T [L, N] @ table [N, M]``."""
-        return _sum_bags(self._row_by_label, self._label_bounds, table)
+        return sum_bags(self._row_by_label, table, self._label_bounds)
 
     def largest(self, table: Tensor) -> Tensor:
         """Largest value of ``table [L, M]``, at least 0, among the labels of each row."""
@@ -51,16 +52,3 @@ class LabelLists:
         order, sizes = turn.argsort(stable=True), torch.bincount(turn).tolist()
         parts = (torch.split(x[order].long(), sizes) for x in (self._row, self._label))
         return list(zip(*parts, strict=True))
-
-
-def _bounds(count: Tensor) -> Tensor:
-    """Where each of consecutive lists starts, and the end."""
-    return nnf.pad(count.cumsum(0), (1, 0)).int()
-
-
-def _sum_bags(index: Tensor, bounds: Tensor, table: Tensor) -> Tensor:
-    if len(index) == 0:
-        return table.new_zeros(len(bounds) - 1, table.shape[1])
-    return nnf.embedding_bag(
-        index, table.contiguous(), bounds, mode="sum", include_last_offset=True
-    )

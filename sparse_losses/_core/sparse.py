@@ -44,13 +44,13 @@ def _silence_the_beta_notice() -> None:
         torch.sparse_csr_tensor(zero, zero[:0], torch.zeros(0), (0, 0))
 
 
-def sum_bags(index: Tensor, table: Tensor, bounds: Tensor, weight: Tensor) -> Tensor:
+def sum_bags(index: Tensor, table: Tensor, bounds: Tensor, weight: Tensor | None = None) -> Tensor:
     """``sum_k weight[k] * table[index[k]]`` over the bags ``k`` in ``[bounds[i], bounds[i + 1])``.
 
     Each bag is summed by one thread in order, so to the same bits.
     """
     if index.numel() == 0:
-        return weight.new_zeros(bounds.shape[0] - 1, table.shape[1])
+        return table.new_zeros(bounds.shape[0] - 1, table.shape[1])
     return nnf.embedding_bag(
         index,
         table.contiguous(),
