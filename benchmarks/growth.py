@@ -277,15 +277,18 @@ def predictions_table(predictions: Sequence[Prediction]) -> str:
     return markdown(heading, rows)
 
 
+_DEVICE = "NAME,TFLOPS,GBPS[,LINK[,SHARE]]"
+
+
 def _parse_device(text: str) -> Device:
-    """``name,TFLOP/s,GB/s[,link GB/s[,share]]`` of a device that was measured elsewhere."""
+    """A device that was measured elsewhere."""
     name, *numbers = text.split(",")
     try:
         matrix, copy, *rest = (float(number) for number in numbers)
         link = rest[0] * 1e9 if rest else math.inf
         return Device(name, matrix * 1e12, copy * 1e9, link, rest[1] if len(rest) > 1 else 1.0)
     except (ValueError, IndexError):
-        raise argparse.ArgumentTypeError(f"expected {_parse_device.__doc__}, got {text}") from None
+        raise argparse.ArgumentTypeError(f"expected {_DEVICE}, got {text!r}") from None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -300,7 +303,7 @@ def parser() -> argparse.ArgumentParser:
         type=_parse_device,
         action="append",
         default=[],
-        metavar="NAME,TFLOPS,GBPS[,LINK[,SHARE]]",
+        metavar=_DEVICE,
         help="also predict for a device with these measured rates",
     )
     options.add_argument(

@@ -118,19 +118,24 @@ class Table:
         self.rows = read(path)
         other = {identity(row) for row in self.rows} - {identity(common)}
         if other:
+            differ = [
+                f"{name} is {theirs!r} there and {ours!r} now"
+                for name, theirs, ours in zip(IDENTITY, min(other), identity(common), strict=True)
+                if theirs != ours
+            ]
             raise SystemExit(
-                f"{path} holds rows of {sorted(other)[0]}, this run is {identity(common)}: "
+                f"{path} holds rows of another run: {', '.join(differ)}; "
                 "give another --output, or --fresh to begin again"
             )
 
+    def rows_of(self, loss: str, case: str) -> list[Row]:
+        """The rows of a case, under this run's allocator."""
+        key = (loss, case, self.common["allocator"])
+        return [row for row in self.rows if (row["loss"], row["case"], row["allocator"]) == key]
+
     def present(self, loss: str, case: str) -> set[str]:
         """Variants of a case that have their rows, under this run's allocator."""
-        return {
-            row["variant"]
-            for row in self.rows
-            if (row["loss"], row["case"], row["allocator"])
-            == (loss, case, self.common["allocator"])
-        }
+        return {row["variant"] for row in self.rows_of(loss, case)}
 
     def add(self, results: Iterable[Result]) -> list[Row]:
         """Appends rows; those that are there already stay."""

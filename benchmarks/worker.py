@@ -70,7 +70,9 @@ def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
                     )
                 rows = table.add(results)
                 bad += [row for row in rows if not row["status"].startswith(("ok", "skipped"))]
-                _show(progress.console, label, rows)
+            else:  # an earlier, interrupted run measured it
+                rows = table.rows_of(case.loss, case.name)
+            _show(progress.console, label, rows)
             progress.advance(bar)
     wrong = {f"{row['loss']}, {row['case']}, {row['variant']}: {row['status']}" for row in bad}
     for line in sorted(wrong):
@@ -118,4 +120,6 @@ def _time(seconds: float) -> str:
 
 
 def _memory(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"
+    if num_bytes >= 2**20:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / 2**10:.3g} KiB"
