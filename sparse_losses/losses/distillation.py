@@ -23,7 +23,7 @@ from sparse_losses._core.token_ids import as_mask
 __all__ = ["DistillationLoss", "distillation_loss"]
 
 # Elements that the fused path works on at once, in all its matrices.
-BLOCK_ELEMENTS = 1 << 21
+BLOCK_ELEMENTS = 1 << 22
 
 
 @full_precision
@@ -177,24 +177,29 @@ def _fused(
     gradient = torch.empty_like(student, memory_format=torch.contiguous_format)
     if alpha_mse > 0:
         value = alpha_mse * _squared_error(
-            student, teacher, ranges, standardize, gradient, alpha_mse
+            student, teacher, ranges, standardize, gradient, alpha_mse if needs[0] else None
         )
     weight = alpha_kl * t / len(student)
     blocks = _blocks(student, 4) if alpha_kl > 0 else []
     # Made once: the system takes longer to hand out a matrix than an operation to fill it.
     made = 3 if alpha_mse == 0 else 4
     buffer = student.new_empty(made, len(student[blocks[0]]) if blocks else 0, student.shape[1])
+    # No ratio of two probabilities overflows, and no probability vanishes.
+    spread = torch.stack([(high - low).amax() for low, high in ranges]).sum()
+    is_narrow = bool(spread < 40 * t)
     for rows in blocks:
         p, *logarithms, q = (*buffer[:, : len(student[rows])], gradient[rows])[:4]
+        largest = [high[rows] / t for _, high in ranges]
         kl, by_log_t = _divergence_block(
-            student[rows], teacher[rows], t, needs[2], q, p, logarithms
+            student[rows], teacher[rows], t, largest, is_narrow, needs[2], q, p, logarithms
         )
         value = value + weight * t * kl
         if by_log_t is not None:
             d_temperature = d_temperature + weight * (2 * kl - by_log_t)
-        by_student = q.sub_(p).mul_(weight)
-        if alpha_mse > 0:
-            gradient[rows].add_(by_student)
+        if needs[0]:
+            by_student = q.sub_(p).mul_(weight)
+            if alpha_mse > 0:
+                gradient[rows].add_(by_student)
     return value, [gradient if needs[0] else None, None, d_temperature if needs[2] else None]
 
 
@@ -208,26 +213,33 @@ def _divergence_block(
     student: Tensor,
     teacher: Tensor,
     t: Tensor,
+    largest: Sequence[Tensor],
+    is_narrow: bool,
     learned: bool,
     q: Tensor,
     p: Tensor,
     logarithms: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor | None]:
-    """KL of some rows, and its derivative by ``-log t`` if that is learned; fills ``q``, ``p``."""
+    """KL of some rows, and its derivative by ``-log t`` if that is learned; fills ``q``, ``p``.
+
+    ``largest`` is the largest softened score of each row, of the student and of the teacher.
+    """
     log_q, log_p = logarithms
-    sums = []
-    for scores, probability, logarithm in ((student, q, log_q), (teacher, p, log_p)):
-        torch.div(scores, t, out=logarithm)
-        torch.softmax(logarithm, -1, out=probability)
-        # The largest probability is 1 over the sum of exponentials: a log-softmax made of it is
-        # half as much work as another pass of exponentials.
-        largest = logarithm.amax(-1, keepdim=True)
-        sums.append(largest - probability.amax(-1, keepdim=True).log())
-    # As in `_divergence`, but `where` is slow: with x = log(q / p), the term is p (expm1(x) - x),
-    # and what `p expm1(1)` lacks of `q - p` where q is more than e times p.
-    x = log_q.sub_(log_p).sub_(sums[0] - sums[1])
+    torch.softmax(torch.div(student, t, out=log_q), -1, out=q)
+    torch.softmax(torch.div(teacher, t, out=log_p), -1, out=p)
+    # The largest probability is 1 over the sum of exponentials: a log-softmax made of it is half
+    # as much work as another pass of exponentials.
+    sum_q, sum_p = (
+        high - probability.amax(-1, keepdim=True).log()
+        for high, probability in zip(largest, (q, p), strict=True)
+    )
+    # As in `_divergence`: with x = log(q / p), the term is p (expm1(x) - x).
+    x = log_q.sub_(log_p).sub_(sum_q - sum_p)
+    if is_narrow and not learned:
+        return torch.dot(torch.expm1(x, out=log_p).sub_(x).flatten(), p.flatten()), None
+    # Where q is more than e times p, `p expm1(1)` lacks the rest of `q - p`; `where` is slow.
     if learned:
-        log_p.sub_(sums[1])
+        log_p.sub_(sum_p)
         gap = p * torch.clamp(x, max=1.0).expm1_() + torch.sub(q, p, alpha=math.e).clamp_(min=0.0)
         by_log_t = (gap * x).sum()
         surprise = log_p - torch.linalg.vecdot(p, log_p).unsqueeze(-1)
@@ -242,9 +254,9 @@ def _squared_error(
     ranges: Sequence[Tensor],
     standardize: str,
     gradient: Tensor,
-    weight: float,
+    weight: float | None,
 ) -> Tensor:
-    """MSE of the z-scores; ``weight`` times its gradient goes to ``gradient``."""
+    """MSE of the z-scores; ``weight`` times its gradient, if any, goes to ``gradient``."""
     by_row = standardize == "row"
     dims = (-1,) if by_row else (-2, -1)
     count = student.shape[1] if by_row else student.numel()
@@ -265,21 +277,25 @@ def _squared_error(
         t = torch.sub(teacher[rows], mean[1][of], out=buffer[: len(s)])
         for index, x in enumerate((s, t)):
             norm[index, rows] = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            residue[index, rows] = x.sum(-1, keepdim=True)
-        product[rows] = t.mul_(s).sum(-1, keepdim=True)
+            if weight is not None:
+                residue[index, rows] = x.sum(-1, keepdim=True)
+        if weight is not None:
+            product[rows] = t.mul_(s).sum(-1, keepdim=True)
     if not by_row:
         norm = torch.linalg.vector_norm(norm, dim=1, keepdim=True)
         product, residue = product.sum(0, keepdim=True), residue.sum(1, keepdim=True)
     deviation = norm / math.sqrt(count - 1)
     # Scores that are all equal have z = 0 and no gradient.
     to_z = torch.where(constant, 0.0, 1 / (deviation + 1e-8))
-    # What the difference has of z(s), the deviation takes out of the gradient.
-    cosine = torch.where(norm[0] > 0, product / norm[0], 0.0)
-    along = (to_z[0] * norm[0] - to_z[1] * cosine) / math.sqrt(count - 1)
-    scale = to_z[0] * (2 * weight / student.numel())
-    # The mean leaves the gradient too. That of z is 0 but for rounding, of scores far from 0 a lot.
-    z_mean = to_z * residue / count
-    level = z_mean[0] - z_mean[1] - along * z_mean[0]
+    if weight is not None:
+        # What the difference has of z(s), the deviation takes out of the gradient.
+        cosine = torch.where(norm[0] > 0, product / norm[0], 0.0)
+        along = (to_z[0] * norm[0] - to_z[1] * cosine) / math.sqrt(count - 1)
+        scale = to_z[0] * (2 * weight / student.numel())
+        # The mean leaves the gradient too. That of z is 0 but for rounding, which is a lot of
+        # scores far from 0.
+        z_mean = to_z * residue / count
+        level = z_mean[0] - z_mean[1] - along * z_mean[0]
     total = student.new_zeros(())
     for rows in blocks:
         of = rows if by_row else slice(None)
@@ -287,7 +303,8 @@ def _squared_error(
         t = torch.sub(teacher[rows], mean[1][of], out=buffer[: len(z)])
         difference = t.mul_(-to_z[1][of]).add_(z)
         total = total + torch.linalg.vector_norm(difference, dim=-1).square().sum()
-        z.mul_(-along[of] * scale[of]).addcmul_(difference.sub_(level[of]), scale[of])
+        if weight is not None:
+            z.mul_(-along[of] * scale[of]).addcmul_(difference.sub_(level[of]), scale[of])
     return total / student.numel()
 
 
