@@ -158,6 +158,7 @@ class _DenseScores:
         hides: bool,
     ) -> None:
         self.anchor, self.temperature, self.cosine = anchor, temperature, cosine
+        self.needs = needs
         self.keys, self.key_length = self._represent(positive)
         self.is_nan = None
         if hides:  # 0 * NaN is NaN: what is hidden must not reach a product
@@ -178,7 +179,10 @@ class _DenseScores:
     def block(self, rows: slice) -> Tensor:
         """Scores of some anchors over the temperature ``[c, B]``."""
         self.queries, self.query_length = self._represent(self.anchor[rows])
-        self.scaled = self.queries / self.temperature
+        if any(self.needs) or not self.cosine:
+            self.scaled = self.queries / self.temperature
+        else:  # the rows are copies, and nobody asks for them again
+            self.scaled = self.queries.div_(self.temperature)
         if self.buffer is None:  # the first chunk is the largest
             self.buffer = self.scaled.new_empty(self.scaled.shape[0], self.keys.shape[0])
         block = torch.mm(self.scaled, self.keys.T, out=self.buffer[: self.scaled.shape[0]])
