@@ -158,7 +158,6 @@ class _DenseScores:
         hides: bool,
     ) -> None:
         self.anchor, self.temperature, self.cosine = anchor, temperature, cosine
-        self.needs = needs
         self.keys, self.key_length = self._represent(positive)
         self.is_nan = None
         if hides:  # 0 * NaN is NaN: what is hidden must not reach a product
@@ -179,13 +178,13 @@ class _DenseScores:
     def block(self, rows: slice) -> Tensor:
         """Scores of some anchors over the temperature ``[c, B]``."""
         self.queries, self.query_length = self._represent(self.anchor[rows])
-        if any(self.needs) or not self.cosine:
-            self.scaled = self.queries / self.temperature
-        else:  # the rows are copies, and nobody asks for them again
-            self.scaled = self.queries.div_(self.temperature)
         if self.buffer is None:  # the first chunk is the largest
-            self.buffer = self.scaled.new_empty(self.scaled.shape[0], self.keys.shape[0])
-        block = torch.mm(self.scaled, self.keys.T, out=self.buffer[: self.scaled.shape[0]])
+            self.buffer = self.keys.new_empty(self.queries.shape[0], self.keys.shape[0])
+        if self.cosine:  # unit rows are copies, and divided need no other; scores are divided else
+            self.queries.div_(self.temperature)
+        block = torch.mm(self.queries, self.keys.T, out=self.buffer[: self.queries.shape[0]])
+        if not self.cosine:
+            block.div_(self.temperature)
         if self.is_nan is not None:
             block.masked_fill_(self.is_nan, torch.nan)
         return block
@@ -195,44 +194,50 @@ class _DenseScores:
         if self.others is None:
             return None
         if self.others.ndim == 2:
-            return self.scaled @ self.others.T
-        return torch.einsum("bd,bnd->bn", self.scaled, self.others[rows])
+            scores = self.queries @ self.others.T
+        else:
+            scores = torch.einsum("bd,bnd->bn", self.queries, self.others[rows])
+        return scores if self.cosine else scores.div_(self.temperature)
 
     def back(
         self, rows: slice, gradient: Tensor, of_negatives: Tensor | None, factor: Tensor
     ) -> None:
         """Takes in the gradient by those scores, up to a factor a row."""
+        if not self.cosine:
+            for scores in (gradient, of_negatives):
+                if scores is not None:
+                    scores.mul_(factor / self.temperature)
         if self.of_anchor is not None or self.of_temperature is not None:
-            d = gradient @ self.keys
+            if self.of_anchor is None:
+                d = gradient @ self.keys
+            else:
+                d = torch.mm(gradient, self.keys, out=self.of_anchor[rows])
             if of_negatives is not None and self.others is not None:
                 if self.others.ndim == 2:
                     d.addmm_(of_negatives, self.others)
                 else:
                     d += torch.einsum("bn,bnd->bd", of_negatives, self.others[rows])
-            d *= factor / self.temperature
+            if self.cosine:
+                d *= factor / self.temperature
             if self.of_temperature is not None:
                 # The sum of gradient times score, without another look at the scores.
-                self.of_temperature -= (d * self.scaled).sum()
-            if self.of_anchor is not None:
-                if self.query_length is not None:
-                    through_unit_rows_(d, self.queries, self.query_length)
-                self.of_anchor[rows] = d
-        scaled = self.scaled.mul_(factor)
+                along = (d * self.queries).sum()
+                self.of_temperature -= along if self.cosine else along / self.temperature
+            if self.of_anchor is not None and self.query_length is not None:
+                through_unit_rows_(d, self.queries, self.query_length, self.temperature)
+        queries = self.queries.mul_(factor) if self.cosine else self.queries
         if self.of_positive is not None:
-            self.of_positive.addmm_(gradient.T, scaled)
+            self.of_positive.addmm_(gradient.T, queries)
         if self.of_negative is not None and of_negatives is not None:
             if self.of_negative.ndim == 2:
-                self.of_negative.addmm_(of_negatives.T, scaled)
+                self.of_negative.addmm_(of_negatives.T, queries)
             else:
-                torch.mul(of_negatives[:, :, None], scaled[:, None], out=self.of_negative[rows])
+                torch.mul(of_negatives[:, :, None], queries[:, None], out=self.of_negative[rows])
 
     def gradients(self) -> list[Tensor | None]:
         """By anchor, positive, negative and temperature."""
         if self.of_positive is not None and self.key_length is not None:
-            step = max((1 << 18) // self.keys.shape[1], 1)  # what it copies stays small
-            for i in range(0, self.keys.shape[0], step):
-                part = slice(i, i + step)
-                through_unit_rows_(self.of_positive[part], self.keys[part], self.key_length[part])
+            through_unit_rows_(self.of_positive, self.keys, self.key_length)
         if self.of_negative is not None and self.others is not None and self.cosine:
             assert self.other_length is not None
             through_unit_rows_(self.of_negative, self.others, self.other_length)

@@ -50,10 +50,19 @@ def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return unit, torch.where(is_zero, torch.inf, scale * norm)
 
 
-def through_unit_rows_(gradient: Tensor, unit: Tensor, length: Tensor) -> Tensor:
-    """Turns, in place, the gradient of unit rows into that of the rows they came from."""
-    along = (unit * gradient).sum(-1, keepdim=True)
-    return gradient.addcmul_(unit, along, value=-1.0).div_(length)
+def through_unit_rows_(
+    gradient: Tensor, unit: Tensor, length: Tensor, scale: Tensor | float = 1.0
+) -> Tensor:
+    """Turns, in place, the gradient of unit rows into that of the rows they came from.
+
+    ``unit`` may come divided by ``scale``.
+    """
+    step = max((1 << 18) // max(gradient[:1].numel(), 1), 1)  # what it copies stays small
+    for start in range(0, gradient.shape[0], step):
+        part = slice(start, start + step)
+        along = (unit[part] * gradient[part]).sum(-1, keepdim=True) * (scale * scale)
+        gradient[part].addcmul_(unit[part], along, value=-1.0).div_(length[part])
+    return gradient
 
 
 class _Normalize(torch.autograd.Function):
