@@ -86,6 +86,7 @@ def draw_lines(
             )
         axis.set_xscale("log")
         axis.set_yscale("log")
+        _tick(axis, sorted({x for _, points in lines for x, _ in points}))
         axis.set_title(heading, fontsize=9)
         axis.set_xlabel(x_label, fontsize=8)
         axis.tick_params(labelsize=7)
@@ -96,6 +97,25 @@ def draw_lines(
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
     return path
+
+
+def _tick(axis: Any, sizes: Sequence[float]) -> None:
+    """The sizes that were measured below; 1, 2, 5 and their tenfolds at the side."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    axis.set_xticks(sizes, [_plain(size) for size in sizes])
+    axis.xaxis.set_minor_locator(NullLocator())
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _plain(value)))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _plain(value: float) -> str:
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
 
 
 def _label(axis: Any, lines: Iterable[Line], names: Sequence[str]) -> None:
