@@ -123,7 +123,7 @@ class Table:
                 for name, theirs, ours in zip(IDENTITY, min(other), identity(common), strict=True)
                 if theirs != ours
             ]
-            raise SystemExit(
+            raise ValueError(
                 f"{path} holds rows of another run: {', '.join(differ)}; "
                 "give another --output, or --fresh to begin again"
             )

@@ -1,6 +1,7 @@
 """The process that measures: one setting of the allocator, all cases, a bar and a table."""
 
 import argparse
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +42,11 @@ def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
         f"{args.worker}: copies {common['copy_gb_per_s']} GB/s, multiplies "
         f"{common['matmul_gflop_per_s']} GFLOP/s"
     )
-    table = Table(output, common, fresh=args.fresh)
+    try:
+        table = Table(output, common, fresh=args.fresh)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     todo = cases(args.suite, only)
     bad: list[Row] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

@@ -198,7 +198,7 @@ def test_a_slower_loss_breaks_the_rule_for_all(tmp_path: Path):
 
 def test_a_file_of_another_machine_is_refused(tmp_path: Path):
     path = _table(tmp_path / "a.csv", 2.0)
-    with pytest.raises(SystemExit, match=r"device is '.*' there and 'another' now; .*--fresh"):
+    with pytest.raises(ValueError, match=r"device is '.*' there and 'another' now; .*--fresh"):
         Table(path, {**COMMON, "device": "another"})
     assert Table(path, {**COMMON, "device": "another"}, fresh=True).rows == []
 
