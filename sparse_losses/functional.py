@@ -16,6 +16,7 @@ from sparse_losses.losses import (
     self_reconstruction_loss,
     triplet_margin_loss,
 )
+from sparse_losses.objective import advise, context_overlap, gradient_report, recall_at_k
 from sparse_losses.queue import LabelQueue
 from sparse_losses.representation import splade_head, splade_pool, token_weights
 from sparse_losses.vocabulary import (
@@ -29,8 +30,11 @@ from sparse_losses.vocabulary import (
 __all__ = [
     "DocumentFrequency",
     "LabelQueue",
+    "advise",
+    "context_overlap",
     "distillation_loss",
     "flops_loss",
+    "gradient_report",
     "idf_flops_loss",
     "idf_penalty",
     "info_nce_loss",
@@ -45,6 +49,7 @@ __all__ = [
     "nws_loss",
     "pairwise_contrastive_loss",
     "positive_activation_loss",
+    "recall_at_k",
     "self_reconstruction_loss",
     "splade_head",
     "splade_pool",

@@ -2,15 +2,23 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["compute_dtype", "full_precision"]
+__all__ = ["autocast_off", "compute_dtype", "full_precision"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def autocast_off(device: torch.device) -> AbstractContextManager[None]:
+    """A region without autocast, where the device has such a thing."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def full_precision(function: Callable[P, R]) -> Callable[P, R]:
@@ -26,9 +34,7 @@ def full_precision(function: Callable[P, R]) -> Callable[P, R]:
                 break
         else:  # no tensor came: let the checks inside say so
             return function(*args, **kwargs)
-        if not torch.amp.is_autocast_available(tensor.device.type):
-            return function(*args, **kwargs)
-        with torch.autocast(tensor.device.type, enabled=False):
+        with autocast_off(tensor.device):
             return function(*args, **kwargs)
 
     return wrapper

@@ -1,0 +1,223 @@
+"""From symptoms to settings: the table that ended many a fight with eight weights."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from sparse_losses.objective.diagnostics import GradientReport
+
+__all__ = ["Finding", "advise"]
+
+# From where on a number is a symptom. Ours: the notes that the table comes from give none.
+DEAD_ROWS = 0.01
+DENSE_ROWS = 0.5
+STOPWORDS_ON_TOP = 0.3
+SPECIAL_ON_TOP = 0.1
+FOREIGN_SHARE = 0.2
+SEMANTIC_RATIO = 1.0
+SMALL_ACTIVATION = 0.01
+INPUT_RECALL = 0.5
+OTHER_SIDE_RECALL = 0.3
+RULING_SHARE, PRESSING_SHARE = 0.9, 0.3
+FIGHTING_COSINE, FIGHTING_SHARE = -0.5, 0.1
+OSCILLATION = 0.25
+FEWEST_LOSSES = 8
+
+
+class Finding(NamedTuple):
+    """Something wrong, why we think so, and what to turn.
+
+    Attributes:
+        symptom: what is wrong.
+        evidence: the numbers that say so.
+        changes: settings and directions, the first one first.
+
+    Example:
+        >>> from sparse_losses import Finding
+        >>> print(Finding("texts are not sparse", "9 of 9", (("document_flops", "up"),)))
+        texts are not sparse (9 of 9): document_flops up
+    """
+
+    symptom: str
+    evidence: str
+    changes: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        """One line."""
+        changes = ", ".join(f"{setting} {direction}" for setting, direction in self.changes)
+        return f"{self.symptom} ({self.evidence}): {changes}"
+
+
+def advise(
+    report: Mapping[str, float],
+    gradients: GradientReport | None = None,
+    *,
+    side: str = "document",
+    losses: Sequence[float] = (),
+    validation_losses: Sequence[float] = (),
+) -> list[Finding]:
+    """What is wrong with a run, and what to turn: the gravest first.
+
+    Settings that a schedule or a controller steers are theirs to turn.
+
+    Args:
+        report: of :class:`Diagnostics`; rules about what it lacks are silent.
+        gradients: of :func:`gradient_report`; says which term is to blame.
+        side: whose activations the report is about, ``"query"`` or ``"document"``.
+        losses: totals of recent steps or epochs, in order, at least eight.
+        validation_losses: of as many, likewise.
+
+    Example:
+        >>> from sparse_losses import advise
+        >>> for finding in advise({"dead_rows": 0.25, "active_dimensions": 3.0}):
+        ...     print(finding)
+        texts fall silent (25% of the rows are dead): document_flops down, its warm-up longer, \
+document_min_activation up
+    """
+    if side not in ("query", "document"):
+        raise ValueError(f"expected `side` to be 'query' or 'document', got {side!r}")
+    return [
+        *_of_sparsity(report, gradients, side),
+        *_of_size(report, side),
+        *_of_tokens(report, side),
+        *_of_gradients(gradients),
+        *_of_losses(losses, validation_losses, side),
+    ]
+
+
+def _of_sparsity(
+    report: Mapping[str, float], gradients: GradientReport | None, side: str
+) -> Iterator[Finding]:
+    flops = f"{side}_flops"
+    # Both sides' terms act on one network.
+    pull = None
+    if gradients is not None:
+        pull = sum(v for name, v in _shares(gradients).items() if name.endswith("_flops"))
+    evidence = "" if pull is None else f"; FLOPS is {pull:.0%} of the gradient"
+    dead = report.get("dead_rows", 0.0)
+    rules = pull is not None and pull > RULING_SHARE
+    less = ((flops, "down"), ("its warm-up", "longer"), (f"{side}_min_activation", "up"))
+    if dead >= DEAD_ROWS:
+        yield Finding("texts fall silent", f"{dead:.0%} of the rows are dead{evidence}", less)
+    elif rules:
+        active = report.get("active_dimensions")
+        left = "" if active is None else f", {active:.0f} dimensions are active"
+        yield Finding(
+            "sparsity rules the training: collapse is near",
+            f"FLOPS is {pull:.0%} of the gradient{left}",
+            less,
+        )
+    # A dense start under pressure is on its way.
+    if report.get("dense_rows", 0.0) >= DENSE_ROWS and not (pull or 0.0) > PRESSING_SHARE:
+        yield Finding(
+            "texts are not sparse",
+            f"{report['dense_rows']:.0%} of the rows activate more than a quarter of the "
+            f"vocabulary{evidence}",
+            ((flops, "up"), ("info_nce.temperature", "down")),
+        )
+
+
+def _of_size(report: Mapping[str, float], side: str) -> Iterator[Finding]:
+    value = report.get("mean_activation", SMALL_ACTIVATION)
+    if value < SMALL_ACTIVATION and report.get("dead_rows", 0.0) < 1:
+        yield Finding(
+            "activations shrink instead of going out",
+            f"their mean is {value:.2g}",
+            (
+                (f"{side}_flops", "down"),
+                (f"{side}_min_activation", "up"),
+                ("info_nce.similarity", "to 'dot', which sees scale"),
+            ),
+        )
+
+
+def _of_tokens(report: Mapping[str, float], side: str) -> Iterator[Finding]:
+    flops = f"{side}_flops"
+    if (value := report.get("stopword_top", 0.0)) > STOPWORDS_ON_TOP:
+        yield Finding(
+            "stopwords are on top",
+            f"{value:.0%} of the largest activations",
+            ((flops, "up"), ("stopword_penalty", "up")),
+        )
+    if (value := report.get("semantic_ratio", SEMANTIC_RATIO)) < SEMANTIC_RATIO:
+        yield Finding(
+            "content words are suppressed",
+            f"their mean activation is {value:.2f} of the stopwords'",
+            (("idf_alpha", "down"), (f"{side}_min_activation", "up")),
+        )
+    if (value := report.get("special_top", 0.0)) > SPECIAL_ON_TOP:
+        yield Finding(
+            "special tokens are on top",
+            f"{value:.0%} of the largest activations",
+            (("special_penalty", "up"), ("ignore_token_ids", "set to the special tokens")),
+        )
+    if (value := report.get("foreign_share", 0.0)) > FOREIGN_SHARE:
+        yield Finding(
+            "tokens of other languages are active",
+            f"{value:.0%} of the active entries",
+            ((f"{side}_language_penalty", "up"),),
+        )
+    if (value := report.get("input_recall", 1.0)) < INPUT_RECALL:
+        yield Finding(
+            "a text's own tokens go missing",
+            f"{value:.0%} of them are active",
+            ((f"{side}_self_reconstruction", "up"),),
+        )
+    if (value := report.get("other_side_recall", 1.0)) < OTHER_SIDE_RECALL:
+        yield Finding(
+            "related words are not learned",
+            f"{value:.0%} of the other side's tokens are active",
+            ((f"{side}_positive_activation", "up"),),
+        )
+
+
+def _of_gradients(gradients: GradientReport | None) -> Iterator[Finding]:
+    if gradients is None:
+        return
+    shares = _shares(gradients)
+    for (a, b), cosine in gradients.cosines.items():
+        weaker, stronger = sorted((a, b), key=lambda name: shares[name])
+        if cosine < FIGHTING_COSINE and shares[weaker] > FIGHTING_SHARE:
+            yield Finding(
+                "two terms fight",
+                f"{a} and {b} have a cosine of {cosine:.2f}; they are {shares[a]:.0%} and "
+                f"{shares[b]:.0%} of the gradient",
+                ((stronger, "down"),),
+            )
+
+
+def _of_losses(
+    losses: Sequence[float], validation_losses: Sequence[float], side: str
+) -> Iterator[Finding]:
+    if len(losses) >= FEWEST_LOSSES:
+        steps = [after - before for before, after in itertools.pairwise(losses)]
+        turns = sum(a * b < 0 for a, b in itertools.pairwise(steps))
+        swing = sum(map(abs, steps)) / len(steps)
+        level = sum(map(abs, losses)) / len(losses)
+        if turns > len(steps) / 2 and swing > OSCILLATION * level:
+            yield Finding(
+                "the loss oscillates",
+                f"it turns {turns} times in {len(losses)}, moving by {swing / level:.0%} at a time",
+                (("distillation", "up"), ("distillation.temperature", "up")),
+            )
+    if len(validation_losses) >= FEWEST_LOSSES and len(losses) >= FEWEST_LOSSES:
+        rise, fall = _slope(validation_losses), _slope(losses)
+        if rise > 0 > fall:
+            yield Finding(
+                "overfitting",
+                f"the validation loss rises by {rise:.3g} a step, the loss falls by {-fall:.3g}",
+                ((f"{side}_flops", "up"), ("dropout", "up")),
+            )
+
+
+def _shares(gradients: GradientReport) -> dict[str, float]:
+    total = sum(gradients.norms.values()) or 1.0
+    return {name: norm / total for name, norm in gradients.norms.items()}
+
+
+def _slope(values: Sequence[float]) -> float:
+    """The least-squares slope of the second half."""
+    half = values[len(values) // 2 :]
+    middle = (len(half) - 1) / 2
+    spread = sum((index - middle) ** 2 for index in range(len(half)))
+    return sum((index - middle) * value for index, value in enumerate(half)) / spread

@@ -1,0 +1,85 @@
+"""What an objective is given: the vectors of a batch, and what is known of their texts."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["SpladeBatch", "Texts"]
+
+
+class Texts(NamedTuple):
+    """Some texts: their sparse vectors, and whatever of the rest is at hand.
+
+    Attributes:
+        activations: ``[B, V]``; the negatives of :class:`SpladeBatch` may be ``[B, N, V]``.
+        input_ids: ``[B, S]`` token ids (``[B, N, S]`` beside ``[B, N, V]``).
+        attention_mask: as ``input_ids``; 0/1.
+        logits: signed pooled logits, as ``activations``. Where they are given, self-reconstruction
+            and minimum activation take them, which then reach silent tokens too.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import Texts, splade_pool
+        >>> ids, mask = torch.tensor([[3, 1, 0]]), torch.tensor([[1, 1, 0]])
+        >>> activations, logits = splade_pool(torch.randn(1, 3, 5), mask, return_logits=True)
+        >>> Texts(activations, ids, mask, logits).activations.shape
+        torch.Size([1, 5])
+    """
+
+    activations: Tensor
+    input_ids: Tensor | None = None
+    attention_mask: Tensor | None = None
+    logits: Tensor | None = None
+
+    def flatten(self) -> "Texts":
+        """One row a text."""
+        return Texts(*(None if x is None else x.flatten(0, -2) for x in self))  # type: ignore[arg-type]
+
+    def join(self, other: "Texts") -> "Texts":
+        """These texts, then the others; what only one of them has is left out.
+
+        Ids of different lengths are padded under a mask of zeros.
+        """
+        activations = torch.cat([self.activations, other.activations])
+        logits, ids, mask = None, None, None
+        if self.logits is not None and other.logits is not None:
+            logits = torch.cat([self.logits, other.logits])
+        if self.input_ids is not None and other.input_ids is not None:
+            ids = _cat_padded(self.input_ids, other.input_ids)
+        if self.attention_mask is not None and other.attention_mask is not None:
+            mask = _cat_padded(self.attention_mask, other.attention_mask)
+        return Texts(activations, ids, mask, logits)
+
+
+def _cat_padded(one: Tensor, other: Tensor) -> Tensor:
+    width = max(one.shape[1], other.shape[1])
+    return torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (one, other)])
+
+
+class SpladeBatch(NamedTuple):
+    """A batch: anchors (queries), their positives (documents), and what the terms ask for.
+
+    Attributes:
+        anchor: ``B`` texts.
+        positive: ``B`` texts; the ``i``-th answers anchor ``i``.
+        negative: ``N`` texts that no anchor wants, or ``[B, N]``: each anchor its own.
+        positive_ids: ``[B]`` integers; equal ids are the same document, which is no negative.
+        teacher_scores: a teacher's scores of the anchors' candidates, ``[B, B]``; with negatives
+            ``[B, B + N]``, or ``[B, 1 + N]`` for the positive and the anchor's own negatives.
+            ``-inf``: not a candidate.
+        teacher_anchor_scores: ``[B, B]``, of every anchor with every anchor.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import SpladeBatch, Texts
+        >>> batch = SpladeBatch(Texts(torch.rand(4, 50)), Texts(torch.rand(4, 50)))
+        >>> batch = batch._replace(teacher_scores=torch.randn(4, 4))
+    """
+
+    anchor: Texts
+    positive: Texts
+    negative: Texts | None = None
+    positive_ids: Tensor | None = None
+    teacher_scores: Tensor | None = None
+    teacher_anchor_scores: Tensor | None = None

@@ -1,0 +1,331 @@
+"""Names the sparsity instead of the weight: a controller that steers a FLOPS weight."""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_losses._core.checks import check_choice, check_integer, check_number
+from sparse_losses.objective.batch import SpladeBatch
+from sparse_losses.objective.objective import SpladeObjective
+from sparse_losses.objective.schedules import was_skipped
+
+__all__ = ["CollapseError", "SparsityController"]
+
+_log = logging.getLogger("sparse_losses")
+
+SMALLEST_SHARE = 1e-6  # of the weight it starts with; what is reached there is called 0
+NEGLIGIBLE_SHARE = 0.01  # from where on down it is not the term that keeps the text sparse
+BELIEVED_FALL = 1.5  # times what a look found, below the average
+ROOM = 0.1  # around the target, relative
+
+
+class CollapseError(RuntimeError):
+    """Every row is silent: behind a ReLU no loss brings one back.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import CollapseError, SparsityController, SpladeObjective
+        >>> objective = SpladeObjective({"document_flops": 1.0})
+        >>> controller = SparsityController(objective, target_active=2, every=1)
+        >>> controller.checkpoint = "step-900.pt"  # the last one you saved
+        >>> controller.observe(torch.zeros(4, 8))
+        >>> try:
+        ...     controller.step()
+        ... except CollapseError as error:
+        ...     print("step-900.pt" in str(error))
+        True
+    """
+
+
+class SparsityController:
+    r"""Steers the weight of a FLOPS term so that a text keeps ``target_active`` dimensions.
+
+    With $a$ the mean number of active dimensions of the rows that have any (a moving average over
+    ``window`` optimiser steps) and $e = \log(a / \mathrm{target})$, after every step
+
+    $$\log \lambda \leftarrow \log \lambda + g \, \mathrm{clip}(e + h\, \dot e, -1, 1)$$
+
+    so that $\lambda$ moves by a factor of at most $e^g$ a step (tenfold in 46 steps for
+    $g = 0.05$), rises while the text is too dense,
+    and stops to rise as soon as the trend $\dot e$ will bring it home within $h$ steps. $\lambda$
+    stays between a millionth of its start (which counts as 0: the term is left out) and
+    ``maximum``; at a bound it waits there, and nothing winds up. Where a hundredth of the start is
+    left and fewer are active still, without a trend to more, the target is reported as unreachable:
+    the other losses alone leave fewer.
+
+    What it counts are dimensions above 0. A model that can make all activations small at once (a
+    gate, a scale) satisfies FLOPS that way, and no dimension goes out: look at the diagnostics'
+    ``mean_activation``.
+
+    Rows without any active dimension are dead. As they appear beyond ``dead_share`` the weight is
+    halved at once and does not rise until they are gone; if all rows of a window are dead, training
+    cannot bring them back and :class:`CollapseError` says which checkpoint to return to.
+
+    Args:
+        objective: whose weight is steered; no schedule may set the same one.
+        term: ``"document_flops"`` or ``"query_flops"``.
+        target_active: active dimensions a text, > 0, below the vocabulary's size.
+        start: $\lambda$ to begin with; default: the objective's weight.
+        maximum: upper bound of $\lambda$; default: a million times ``start``.
+        ignore_steps: optimiser steps before the first change.
+        gain: $g$, > 0.
+        horizon: $h$, in optimiser steps.
+        window: optimiser steps of the moving average.
+        every: steps between two looks at the numbers, each of which waits for the device.
+        dead_share: of rows, in [0, 1).
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import SparsityController, SpladeObjective
+        >>> objective = SpladeObjective({"info_nce": 1.0, "document_flops": 0.01})
+        >>> controller = SparsityController(objective, target_active=2, ignore_steps=0, every=1)
+        >>> controller.observe(torch.ones(4, 8))  # eight active: too many
+        >>> controller.step()
+        >>> objective.weights["document_flops"] > 0.01
+        True
+        >>> controller.report()["active"]
+        8.0
+    """
+
+    def __init__(
+        self,
+        objective: SpladeObjective,
+        term: str = "document_flops",
+        *,
+        target_active: float,
+        start: float | None = None,
+        maximum: float | None = None,
+        ignore_steps: int = 20,
+        gain: float = 0.05,
+        horizon: float = 50.0,
+        window: float = 10.0,
+        every: int = 5,
+        dead_share: float = 0.01,
+    ) -> None:
+        check_choice("term", term, ("document_flops", "query_flops"))
+        check_number("target_active", target_active, minimum=0.0, exclusive=True)
+        if start is None:
+            held = objective.weights.get(term, 0.0)
+            if isinstance(held, Tensor) or held == 0:
+                raise ValueError(
+                    f"expected a number > 0 as objective.weights[{term!r}], or `start`, got {held}"
+                )
+            start = held
+        check_number("start", start, minimum=0.0, exclusive=True)
+        if maximum is None:
+            maximum = 1e6 * start
+        check_number("maximum", maximum, minimum=start)
+        check_integer("ignore_steps", ignore_steps, minimum=0)
+        check_number("gain", gain, minimum=0.0, exclusive=True)
+        check_number("horizon", horizon, minimum=0.0)
+        check_number("window", window, minimum=1.0)
+        check_integer("every", every, minimum=1)
+        check_number("dead_share", dead_share, minimum=0.0)
+        if dead_share >= 1:
+            raise ValueError(f"expected `dead_share` in [0, 1), got {dead_share!r}")
+        self.objective, self.term, self.target_active = objective, term, target_active
+        self.start, self.maximum = start, maximum
+        self.ignore_steps, self.gain, self.horizon = ignore_steps, gain, horizon
+        self.window, self.every, self.dead_share = window, every, dead_share
+        self.checkpoint: str | None = None
+
+        self._seen: Tensor | None = None  # active entries, live rows, dead rows since the last look
+        self._steps = 0
+        self._log_ratio = 0.0  # of the weight to its start
+        self._active: float | None = None
+        self._error: float | None = None
+        self._trend = 0.0
+        self._dead = 0.0
+        self._last_healthy_step: int | None = None
+        self._status = "waiting"
+        self._write()
+
+    def observe(self, activations: Tensor) -> None:
+        """Counts a batch ``[..., V]``; waits for nothing. Several a step add up."""
+        if activations.ndim < 2:
+            raise ValueError(
+                f"expected `activations` of shape [..., V], got {list(activations.shape)}"
+            )
+        with torch.no_grad():
+            rows = activations.detach().flatten(0, -2)
+            is_number = ~rows.sum(1).isnan()  # a row with a NaN says nothing
+            active = (rows > 0).sum(1) * is_number
+            live = active > 0
+            seen = torch.stack([active.sum(), live.sum(), (is_number & ~live).sum()])
+            self._seen = seen if self._seen is None else self._seen.to(seen.device) + seen
+
+    def step(self) -> None:
+        """One optimiser step was taken.
+
+        Raises:
+            CollapseError: if every row seen since the last look is dead.
+            RuntimeError: if nothing was observed, or someone else changed the weight.
+        """
+        self._steps += 1
+        if self._steps % self.every:
+            return
+        if self.objective.weights.get(self.term) != self._written:
+            raise RuntimeError(
+                f"expected objective.weights[{self.term!r}] to be {self._written} as it was set "
+                f"here, got {self.objective.weights.get(self.term)}: let one alone steer it"
+            )
+        if self._seen is None:
+            raise RuntimeError("expected `observe(activations)` before `step()`, got none")
+        seen, self._seen = self._seen, None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(seen)
+        active, live, dead = seen.tolist()
+        if live + dead == 0:  # no text, or nothing but NaN
+            return
+        self._dead = dead / (live + dead)
+        if live == 0:
+            raise CollapseError(self._obituary())
+        if dead == 0:
+            self._last_healthy_step = self._steps
+        self._look(active / live)
+        if self._steps > self.ignore_steps:
+            self._steer()
+        self._write()
+
+    def _look(self, active: float) -> None:
+        """Takes a new mean into the moving averages."""
+        share = 1 - math.exp(-self.every / self.window)
+        self._active = active if self._active is None else self._active
+        self._active += share * (active - self._active)
+        # A fall is believed before the average has followed: it may go on to zero.
+        error = math.log(min(self._active, BELIEVED_FALL * active) / self.target_active)
+        if self._error is not None:
+            self._trend += share * ((error - self._error) / self.every - self._trend)
+        self._error = error
+
+    def _steer(self) -> None:
+        assert self._error is not None
+        wanted = min(max(self._error + self.horizon * self._trend, -1.0), 1.0)
+        change = self.gain * self.every * wanted
+        is_dying = self._dead > self.dead_share
+        if is_dying:
+            change = min(change, -math.log(2.0))
+        low, high = math.log(SMALLEST_SHARE), math.log(self.maximum / self.start)
+        self._log_ratio = min(max(self._log_ratio + change, low), high)
+        is_above, is_below = self._error > math.log1p(ROOM), self._error < math.log1p(-ROOM)
+        if is_dying:
+            status = "backing off: rows fall silent"
+        elif is_below and (
+            self._log_ratio == low
+            or (self._log_ratio < math.log(NEGLIGIBLE_SHARE) and self.horizon * self._trend < ROOM)
+        ):
+            status = "unreachable: fewer are active with hardly any weight"
+        elif self._log_ratio == high and is_above:
+            status = "unreachable: more are active at the largest weight"
+        elif is_above or is_below:
+            status = "sparsifying" if is_above else "relaxing"
+        else:
+            status = "on target"
+        if status != self._status:
+            self._status = status
+            level = (
+                logging.WARNING if status.startswith(("unreachable", "backing")) else logging.INFO
+            )
+            _log.log(level, "%s after step %d: %s", self.term, self._steps, self)
+
+    def _write(self) -> None:
+        at_floor = self._log_ratio <= math.log(SMALLEST_SHARE)
+        self._written = 0.0 if at_floor else self.start * math.exp(self._log_ratio)
+        self.objective.weights[self.term] = self._written
+
+    def _obituary(self) -> str:
+        healthy = self._last_healthy_step
+        since = (
+            "none was ever alive" if healthy is None else f"the last without a dead row: {healthy}"
+        )
+        where = self.checkpoint or "one from before; name yours in `controller.checkpoint`"
+        return (
+            f"every row is silent at step {self._steps} ({since}), and behind a ReLU nothing gets "
+            f"a gradient: return to a checkpoint ({where}), with a smaller `start` or `gain`"
+        )
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> "_Handles":
+        """Observes the objective's batches and counts the optimiser's steps by itself.
+
+        Batches count in training mode with gradients on. ``.remove()`` on what it returns ends it.
+        """
+        return _Handles(
+            self.objective.register_forward_hook(self._watch, with_kwargs=True),
+            optimizer.register_step_post_hook(self._after_step),
+        )
+
+    def _watch(
+        self, objective: SpladeObjective, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any
+    ) -> None:
+        # A copy of the objective brings the hook along, and is another's.
+        if objective is not self.objective or not objective.training or not torch.is_grad_enabled():
+            return
+        batch: SpladeBatch = args[0] if args else kwargs["batch"]
+        if self.term == "query_flops":
+            self.observe(batch.anchor.activations)
+            return
+        self.observe(batch.positive.activations)
+        if batch.negative is not None:
+            self.observe(batch.negative.activations)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not was_skipped(optimizer):
+            self.step()
+
+    def report(self) -> dict[str, float | str | None]:
+        """What it saw last and did about it, for a logger."""
+        return {
+            "step": self._steps,
+            "target": self.target_active,
+            "active": self._active,
+            "dead_rows": self._dead,
+            "weight": self._written,
+            "status": self._status,
+        }
+
+    def __str__(self) -> str:
+        """One line."""
+        active = "?" if self._active is None else f"{self._active:.1f}"
+        return (
+            f"{active} active of {self.target_active:g} wanted, weight {self._written:.4g}, "
+            f"{self._status}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs to go on as this one would."""
+        return {
+            "steps": self._steps,
+            "log_ratio": self._log_ratio,
+            "active": self._active,
+            "error": self._error,
+            "trend": self._trend,
+            "dead": self._dead,
+            "last_healthy_step": self._last_healthy_step,
+            "status": self._status,
+            "seen": None if self._seen is None else self._seen.tolist(),
+            "start": self.start,
+            "maximum": self.maximum,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there, and sets the weight."""
+        self._steps, self._log_ratio = state["steps"], state["log_ratio"]
+        self._active, self._error, self._trend = state["active"], state["error"], state["trend"]
+        self._dead, self._last_healthy_step = state["dead"], state["last_healthy_step"]
+        self._status, self.start, self.maximum = state["status"], state["start"], state["maximum"]
+        self._seen = None if state["seen"] is None else torch.tensor(state["seen"])
+        self._write()
+
+
+class _Handles:
+    def __init__(self, *handles: Any) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()

@@ -1,0 +1,432 @@
+"""What the vectors of a training run look like, and which loss shapes them."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparse_losses._core.checks import check_integer, check_shapes
+from sparse_losses._core.precision import compute_dtype
+from sparse_losses._core.token_ids import (
+    TokenIds,
+    as_mask,
+    attended_ids,
+    first_occurrences,
+    id_mask,
+)
+from sparse_losses.objective.batch import SpladeBatch, Texts
+from sparse_losses.objective.objective import SpladeObjective
+
+__all__ = [
+    "Diagnostics",
+    "GradientReport",
+    "Report",
+    "context_overlap",
+    "gradient_report",
+    "recall_at_k",
+]
+
+
+class Report(dict[str, float]):
+    """Numbers by name, for a logger; printed, a table.
+
+    Example:
+        >>> from sparse_losses import Report
+        >>> print(Report(dead_rows=0.25, index_flops=12.5))
+        dead_rows    25.0%
+        index_flops  12.5
+    """
+
+    def __str__(self) -> str:
+        """One line a number."""
+        width = max(map(len, self), default=0)
+        return "\n".join(f"{name:{width}}  {self._shown(name)}" for name in self)
+
+    def _shown(self, name: str) -> str:
+        if name.endswith(("_share", "_top", "_rows", "_recall", "never_active")):
+            return f"{self[name]:.1%}"
+        return f"{self[name]:.4g}"
+
+
+class Diagnostics:
+    r"""Adds up what the activations of one side look like, over as many batches as you like.
+
+    The state is two numbers a token and a dozen besides; nothing in it grows, and :meth:`update`
+    waits for nothing. :meth:`report` reads it:
+
+    - ``active_dimensions``: mean number a text, of the texts that have any; ``smallest``,
+      ``largest``.
+    - ``dead_rows``: share of texts without any; ``dense_rows``: share with more than a quarter of
+      the vocabulary.
+    - ``mean_activation``: of the active entries.
+    - ``index_flops``: $\sum_j p_j^2$, $p_j$ the share of texts in which token $j$ is active: what
+      scoring a random pair costs.
+    - ``effective_tokens``: $e^H$, $H$ the entropy of the columns' shares in all activation.
+    - ``never_active``: share of the vocabulary that no text activates.
+    - ``special_share``, ``stopword_share``, ``foreign_share``: of the active entries; ``..._top``:
+      of each text's ``top_k`` largest. Foreign: neither allowed nor special.
+    - ``semantic_ratio``: mean activation of the active content tokens over that of the active
+      stopwords.
+    - ``input_recall``: share of a text's own tokens (specials aside) that it activates.
+    - ``other_side_recall``: share of its positive's (or its query's) tokens that it activates.
+
+    What cannot be said (no stopwords known, say) is not in the report.
+
+    Args:
+        vocab_size: $V$.
+        special_token_ids: the special tokens.
+        stopword_ids: the stopwords.
+        allowed_token_ids: the tokens of the wanted languages.
+        top_k: how many of a text's largest activations count as its top.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import Diagnostics
+        >>> diagnostics = Diagnostics(4, stopword_ids=[0])
+        >>> diagnostics.update(torch.tensor([[2.0, 1.0, 0.0, 0.0], [4.0, 0.0, 0.0, 0.0]]))
+        >>> report = diagnostics.report()
+        >>> report["active_dimensions"], report["stopword_share"], report["semantic_ratio"]
+        (1.5, 0.6666666666666666, 0.3333333333333333)
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        special_token_ids: TokenIds = (),
+        stopword_ids: TokenIds = (),
+        allowed_token_ids: TokenIds | None = None,
+        top_k: int = 10,
+    ) -> None:
+        check_integer("vocab_size", vocab_size, minimum=1)
+        check_integer("top_k", top_k, minimum=1)
+        self.vocab_size, self.top_k = vocab_size, min(top_k, vocab_size)
+        cpu = torch.device("cpu")
+        self._special = id_mask("special_token_ids", special_token_ids, vocab_size, cpu)
+        self._stopword = id_mask("stopword_ids", stopword_ids, vocab_size, cpu)
+        allowed = id_mask("allowed_token_ids", allowed_token_ids, vocab_size, cpu)
+        self._foreign = None if allowed is None else ~allowed
+        if self._foreign is not None and self._special is not None:
+            self._foreign = self._foreign & ~self._special
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything that was added."""
+        self._rows = 0
+        self._columns: Tensor | None = None  # [3, V]: sum, active texts, texts with it on top
+        self._numbers: Tensor | None = None  # see `update`
+        self._range: Tensor | None = None
+
+    @torch.no_grad()
+    def update(
+        self,
+        activations: Tensor | Texts,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        other_side: Texts | None = None,
+    ) -> None:
+        """Adds a batch.
+
+        Args:
+            activations: ``[B, V]``; or :class:`Texts`, which bring their ids and mask along (those
+                may be ``[B, N, V]``).
+            input_ids: ``[B, S]``, for ``input_recall``.
+            attention_mask: ``[B, S]``.
+            other_side: the texts that these should also name, for ``other_side_recall``.
+        """
+        if isinstance(activations, Texts):
+            texts = activations.flatten() if activations.activations.ndim == 3 else activations
+            activations, input_ids, attention_mask, _ = texts
+        size = check_shapes(
+            activations=(activations, "B V"),
+            input_ids=(input_ids, "B S", "optional"),
+            attention_mask=(attention_mask, "B S", "optional"),
+            **{
+                "other_side.input_ids": (other_side and other_side.input_ids, "B T", "optional"),
+                "other_side.attention_mask": (
+                    other_side and other_side.attention_mask,
+                    "B T",
+                    "optional",
+                ),
+            },
+        )
+        if size["V"] != self.vocab_size:
+            raise ValueError(
+                f"expected `activations` of shape [B, V] = [B, {self.vocab_size}], "
+                f"got {list(activations.shape)}"
+            )
+        if size["B"] == 0:
+            return
+        x = activations.detach()
+        is_active = x > 0
+        count = is_active.sum(1)
+        top = torch.zeros(self.vocab_size, device=x.device, dtype=torch.float64)
+        values, index = x.topk(self.top_k, dim=1)
+        top.index_add_(0, index.flatten(), (values > 0).flatten().double())
+        columns = torch.stack(
+            [
+                torch.where(is_active, x, 0.0).sum(0, dtype=torch.float64),
+                is_active.sum(0).double(),
+                top,
+            ]
+        )
+        recalls = [
+            found
+            for ids, mask in (
+                (input_ids, attention_mask),
+                (None, None) if other_side is None else other_side[1:3],
+            )
+            for found in self._recall("input_ids", is_active, ids, mask)
+        ]
+        numbers = torch.stack(
+            [
+                count.sum(),
+                (count == 0).sum(),
+                (count > self.vocab_size / 4).sum(),
+                *recalls,
+            ]
+        ).double()
+        live = torch.where(count > 0, count, self.vocab_size)
+        extremes = torch.stack([-live.amin(), count.amax()])
+        self._rows += size["B"]
+        if self._columns is None or self._numbers is None or self._range is None:
+            self._columns, self._numbers, self._range = columns, numbers, extremes
+        else:
+            self._columns += columns
+            self._numbers += numbers
+            torch.maximum(self._range, extremes, out=self._range)
+
+    def _recall(
+        self, name: str, is_active: Tensor, ids: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """How many tokens of each text are active, as shares summed over texts; how many texts."""
+        zero = is_active.new_zeros((), dtype=torch.float64)
+        if ids is None or mask is None:
+            return zero, zero
+        attended = as_mask("attention_mask", mask)
+        ids = attended_ids(name, ids, attended, self.vocab_size)
+        if self._special is not None:
+            attended = attended & ~self._special.to(ids.device)[ids]
+        ids, counts = first_occurrences(ids, attended)
+        hits = (is_active.gather(1, ids) & counts).sum(1)
+        total = counts.sum(1)
+        return (hits / total.clamp(min=1)).double().sum(), (total > 0).sum().double()
+
+    def report(self) -> Report:
+        """What was seen so far; waits for the device once."""
+        if self._columns is None or self._numbers is None or self._range is None:
+            return Report()
+        summed, texts, top = self._columns.cpu()
+        active, dead, dense, own, own_rows, other, other_rows = self._numbers.tolist()
+        smallest, largest = self._range.tolist()
+        rows, live = self._rows, self._rows - dead
+        share = texts / rows
+        mass = summed[summed > 0] / summed.sum()
+        report = Report(
+            texts=float(rows),
+            active_dimensions=active / live if live else 0.0,
+            smallest=-smallest if live else 0.0,
+            largest=largest,
+            dead_rows=dead / rows,
+            dense_rows=dense / rows,
+            mean_activation=_ratio(summed.sum(), texts.sum()),
+            index_flops=share.square().sum().item(),
+            effective_tokens=math.exp(-(mass * mass.log()).sum().item()) if len(mass) else 0.0,
+            never_active=(texts == 0).double().mean().item(),
+        )
+        groups = {"special": self._special, "stopword": self._stopword, "foreign": self._foreign}
+        for name, group in groups.items():
+            if group is not None:
+                report[f"{name}_share"] = _ratio(texts[group].sum(), texts.sum())
+                report[f"{name}_top"] = _ratio(top[group].sum(), top.sum())
+        if self._stopword is not None:
+            content = (
+                ~self._stopword if self._special is None else ~(self._stopword | self._special)
+            )
+            mean = [_ratio(summed[g].sum(), texts[g].sum()) for g in (content, self._stopword)]
+            if mean[1] > 0:
+                report["semantic_ratio"] = mean[0] / mean[1]
+        if own_rows:
+            report["input_recall"] = own / own_rows
+        if other_rows:
+            report["other_side_recall"] = other / other_rows
+        return report
+
+
+def context_overlap(one: Tensor, other: Tensor) -> Tensor:
+    r"""Jaccard overlap $|A_i \cap B_i| / |A_i \cup B_i|$ of the active tokens of paired rows.
+
+    For pairs that share a keyword and not its context, 1 minus the mean is the context
+    discrimination of the notes on V28.
+
+    Args:
+        one: ``[B, V]``.
+        other: ``[B, V]``.
+
+    Returns:
+        ``[B]``, fp32; 0 where both rows are empty.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import context_overlap
+        >>> context_overlap(torch.tensor([[1.0, 2.0, 0.0]]), torch.tensor([[0.0, 3.0, 1.0]]))
+        tensor([0.3333])
+    """
+    check_shapes(one=(one, "B V"), other=(other, "B V"))
+    a, b = one > 0, other > 0
+    union = (a | b).sum(1)
+    return (a & b).sum(1) / union.clamp(min=1)
+
+
+def recall_at_k(scores: Tensor, positive: Tensor, k: int) -> Tensor:
+    """Share of a query's positives among its ``k`` best candidates, the mean over queries.
+
+    Args:
+        scores: ``[Q, C]``.
+        positive: ``[Q]``, the column of the one positive; or ``[Q, C]`` 0/1.
+        k: 1 to ``C``.
+
+    Returns:
+        0-d, fp32. A query without positives is left out. A tie counts half against the positive, so
+        that scoring everything alike earns nothing.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import recall_at_k
+        >>> recall_at_k(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]), k=1)
+        tensor(0.5000)
+    """
+    size = check_shapes(scores=(scores, "Q C"), positive=(positive, "Q", "Q C"))
+    check_integer("k", k, minimum=1)
+    if k > size["C"]:
+        raise ValueError(f"expected `k` of at most C = {size['C']}, got {k}")
+    if positive.ndim == 1:
+        columns = torch.arange(size["C"], device=scores.device)
+        positive = positive[:, None] == columns
+    positive = as_mask("positive", positive)
+    ordered, scores = scores.sort(1).values, scores.contiguous()
+    not_above = torch.searchsorted(ordered, scores, right=True)
+    below = torch.searchsorted(ordered, scores)
+    rank = 1 + (size["C"] - not_above) + (not_above - below - 1) / 2
+    found = positive & (rank <= k)
+    total = positive.sum(1)
+    valid = total > 0
+    return ((found.sum(1) / total.clamp(min=1)) * valid).sum() / valid.sum().clamp(min=1)
+
+
+class GradientReport(NamedTuple):
+    """How hard each term pulls at the representation, and which pull against each other.
+
+    Attributes:
+        norms: of the gradient of every active term, times its weight, by all activations of the
+            batch; by the logits, for texts that have them.
+        cosines: of the gradients of each pair of terms; -1: they fight, 0: they do not meet. (Terms
+            of different sides do not, here; in the encoder they may.)
+
+    Example:
+        >>> from sparse_losses import GradientReport
+        >>> print(GradientReport({"a": 3.0, "b": 1.0}, {("a", "b"): -0.5}))
+                norm  share   cosine with      1
+        1 a         3    75%
+        2 b         1    25%                -0.50
+    """
+
+    norms: dict[str, float]
+    cosines: dict[tuple[str, str], float]
+
+    def as_dict(self) -> dict[str, float]:
+        """Flat, for a logger."""
+        flat = {f"norm/{name}": value for name, value in self.norms.items()}
+        return flat | {f"cosine/{a}/{b}": value for (a, b), value in self.cosines.items()}
+
+    def __str__(self) -> str:
+        """A table: the norm, its share, and the cosines with the terms before."""
+        total = sum(self.norms.values()) or 1.0
+        names = list(self.norms)
+        labels = [f"{number} {name}" for number, name in enumerate(names, start=1)]
+        width = max(map(len, labels), default=0)
+        numbers = "".join(f"{number:>7}" for number in range(1, len(names)))
+        lines = [f"{'':{width}}      norm  share   cosine with{numbers}".rstrip()]
+        for row, (name, label) in enumerate(zip(names, labels, strict=True)):
+            # A plain dot: nothing in common.
+            cosines = [self.cosines[other, name] for other in names[:row]]
+            cells = "".join(f"{c:>7.2f}" if c else f"{'.':>7}" for c in cosines)
+            share = self.norms[name] / total
+            line = f"{label:{width}}  {self.norms[name]:8.2g}  {share:5.0%}              {cells}"
+            lines.append(line.rstrip())
+        return "\n".join(lines)
+
+
+def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> GradientReport:
+    """Norms and cosines of the terms' gradients at the representation.
+
+    One forward pass of the losses and one backward pass a term, to the activations only: the
+    encoder is not asked again, and no ``.grad`` is touched. It holds one gradient of the batch a
+    term.
+
+    Args:
+        objective: its active terms are looked at, with their present weights.
+        batch: detached here.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import SpladeBatch, SpladeObjective, Texts, gradient_report
+        >>> objective = SpladeObjective({"info_nce": 1.0, "query_flops": 0.1})
+        >>> batch = SpladeBatch(Texts(torch.rand(4, 50)), Texts(torch.rand(4, 50)))
+        >>> report = gradient_report(objective, batch)
+        >>> sorted(report.norms)
+        ['info_nce', 'query_flops']
+    """
+    leaves: list[Tensor] = []
+
+    def leaf(x: Tensor) -> Tensor:
+        x = x.detach().to(compute_dtype(activations=x))
+        leaves.append(x.requires_grad_())
+        return leaves[-1]
+
+    def leaf_texts(texts: Texts) -> Texts:
+        if texts.logits is None:
+            return texts._replace(activations=leaf(texts.activations))
+        # One space for both: the activations as they came, with the slope of log1p(relu(logits)).
+        logits = leaf(texts.logits)
+        with torch.enable_grad():
+            slope = logits.relu().log1p()
+            activations = texts.activations.detach() + (slope - slope.detach())
+        return texts._replace(activations=activations, logits=logits)
+
+    negative = None if batch.negative is None else leaf_texts(batch.negative)
+    batch = batch._replace(
+        anchor=leaf_texts(batch.anchor), positive=leaf_texts(batch.positive), negative=negative
+    )
+    with torch.enable_grad():
+        found = objective.terms(batch)
+        terms = {name: objective.weights[name] * term for name, term in found.items()}
+    gradients: dict[str, list[Tensor | None]] = {}
+    for name, weighted in terms.items():
+        gradients[name] = list(
+            torch.autograd.grad(weighted, leaves, retain_graph=True, allow_unused=True)
+            if weighted.requires_grad
+            else [None] * len(leaves)
+        )
+    norms = {name: math.sqrt(_dot(g, g)) for name, g in gradients.items()}
+    names = list(norms)
+    cosines = {}
+    for later, b in enumerate(names):
+        for a in names[:later]:
+            length = norms[a] * norms[b]
+            cosines[a, b] = _dot(gradients[a], gradients[b]) / length if length else 0.0
+    return GradientReport(norms, cosines)
+
+
+def _dot(one: list[Tensor | None], other: list[Tensor | None]) -> float:
+    parts = [
+        (a.double() * b.double()).sum()
+        for a, b in zip(one, other, strict=True)
+        if a is not None and b is not None
+    ]
+    return float(sum(part.item() for part in parts))
+
+
+def _ratio(part: Tensor, whole: Tensor) -> float:
+    return float(part / whole) if whole else 0.0

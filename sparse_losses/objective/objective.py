@@ -1,0 +1,500 @@
+"""Many losses over one batch, weighted and added up."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sparse_losses._core.checks import check_number, check_shapes
+from sparse_losses._core.precision import autocast_off, compute_dtype
+from sparse_losses._core.similarity import normalize
+from sparse_losses._core.token_ids import TokenIds, as_mask, check_ids
+from sparse_losses.losses import (
+    DistillationLoss,
+    FlopsLoss,
+    IdfFlopsLoss,
+    InfoNCELoss,
+    LanguagePenaltyLoss,
+    MarginMSELoss,
+    MinActivationLoss,
+    PositiveActivationLoss,
+    SelfReconstructionLoss,
+    TripletMarginLoss,
+    info_nce_loss,
+)
+from sparse_losses.objective.batch import SpladeBatch, Texts
+
+__all__ = ["NEEDS", "ObjectiveOutput", "SpladeObjective"]
+
+# Every term, and what of the batch it cannot do without.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "info_nce": (),
+    "triplet_margin": ("negative",),
+    "distillation": ("teacher_scores",),
+    "context_distillation": ("teacher_anchor_scores",),
+    "margin_mse": ("negative", "teacher_scores"),
+    "query_flops": (),
+    "document_flops": (),
+    "query_min_activation": (),
+    "document_min_activation": (),
+    "query_language_penalty": (),
+    "document_language_penalty": (),
+    "query_self_reconstruction": ("anchor.input_ids", "anchor.attention_mask"),
+    "document_self_reconstruction": (
+        "positive.input_ids",
+        "positive.attention_mask",
+        "negative.input_ids",  # if there are negatives
+        "negative.attention_mask",
+    ),
+    "query_positive_activation": ("positive.input_ids", "positive.attention_mask"),
+    "document_positive_activation": ("anchor.input_ids", "anchor.attention_mask"),
+}
+
+
+# The losses of one text at a time.
+ON_TEXTS = ("flops", "min_activation", "language_penalty", "self_reconstruction")
+
+
+class ObjectiveOutput(NamedTuple):
+    """What :class:`SpladeObjective` returns.
+
+    Attributes:
+        total: 0-d; minimise this.
+        terms: the value of every active term, without its weight and without a graph.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import SpladeBatch, SpladeObjective, Texts
+        >>> batch = SpladeBatch(Texts(torch.eye(2)), Texts(torch.eye(2)))
+        >>> SpladeObjective({"query_flops": 3.0})(batch)
+        ObjectiveOutput(total=tensor(1.5000), terms={'query_flops': tensor(0.5000)})
+    """
+
+    total: Tensor
+    terms: dict[str, Tensor]
+
+
+class SpladeObjective(nn.Module):
+    r"""A weighted sum of losses over one :class:`SpladeBatch`.
+
+    $$\mathcal{L} = \sum_k \lambda_k \, \ell_k$$
+
+    The losses are modules and hold their own numbers (``objective.info_nce.temperature``);
+    ``objective.weights`` holds $\lambda$, by name: ``info_nce``, ``triplet_margin``,
+    ``distillation``, ``context_distillation``, ``margin_mse``, and a side each, ``query_...``
+    (anchors) and ``document_...`` (positives and negatives), ``flops``, ``min_activation``,
+    ``language_penalty``, ``self_reconstruction`` and ``positive_activation`` (there the side's
+    activations name the tokens of the other side). Weights may be changed between steps. A term
+    that is absent or whose weight is 0 is not computed; a weight that is a tensor always is.
+
+    Where InfoNCE and distillation are both active they share one product: the scores
+    ``[B, B + N]``, in InfoNCE's similarity. ``context_distillation`` compares the anchors with one
+    another, so that texts with the same words in another context part as the teacher says.
+
+    Args:
+        weights: $\lambda$ by name.
+        info_nce: default ``InfoNCELoss()``; likewise every other loss. None may have
+            ``reduction="none"``.
+        triplet_margin: takes a row's own negatives: ``[B, N, V]``, or ``[B, V]``, one each.
+        distillation: of ``score_scale`` times the scores.
+        context_distillation: likewise, of the anchors' scores with one another.
+        margin_mse: takes a row's own negatives, as ``triplet_margin``; the mean over them.
+        flops: ``FlopsLoss`` or ``IdfFlopsLoss``.
+        min_activation: a text of few tokens is asked for no more, where its mask is known.
+        self_reconstruction: of the logits where the batch has them; by default without the special
+            tokens.
+        positive_activation: by default without the special tokens.
+        language_penalty: has no default, as the allowed tokens are yours.
+        special_token_ids: no tokens of a text: not counted, and what the defaults above ignore
+            (one term would raise what another punishes).
+        stopword_ids: tokens that InfoNCE and FLOPS do not see. (Hidden from the activation losses
+            too, training collapses.)
+        score_scale: the student's scores are multiplied by it for distillation: cosines are too
+            flat for a softmax; 1 over InfoNCE's temperature is their common scale.
+        teacher_scale: likewise the teacher's; default: as the student's. 1 for logits.
+
+    Shape:
+        - Input: a :class:`SpladeBatch`.
+        - Output: :class:`ObjectiveOutput`; all values fp32 (fp64 for fp64 activations), 0-d.
+
+    Raises:
+        ValueError: for an unknown term, or an active one that lacks a loss or an input.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import FlopsLoss, InfoNCELoss, SpladeBatch, SpladeObjective, Texts
+        >>> objective = SpladeObjective(
+        ...     {"info_nce": 2.0, "document_flops": 0.5},
+        ...     info_nce=InfoNCELoss(temperature=1.0),
+        ... )
+        >>> total, terms = objective(SpladeBatch(Texts(torch.eye(3)), Texts(torch.eye(3))))
+        >>> {name: round(value.item(), 4) for name, value in terms.items()}
+        {'info_nce': 0.5514, 'document_flops': 0.3333}
+        >>> round(total.item(), 3)  # 2 * 0.5514 + 0.5 * 0.3333
+        1.27
+    """
+
+    special_token_ids: Tensor
+    stopword_ids: Tensor
+
+    def __init__(
+        self,
+        weights: Mapping[str, float | Tensor],
+        *,
+        info_nce: InfoNCELoss | None = None,
+        triplet_margin: TripletMarginLoss | None = None,
+        distillation: DistillationLoss | None = None,
+        context_distillation: DistillationLoss | None = None,
+        margin_mse: MarginMSELoss | None = None,
+        flops: FlopsLoss | IdfFlopsLoss | None = None,
+        min_activation: MinActivationLoss | None = None,
+        self_reconstruction: SelfReconstructionLoss | None = None,
+        positive_activation: PositiveActivationLoss | None = None,
+        language_penalty: LanguagePenaltyLoss | None = None,
+        special_token_ids: TokenIds = (),
+        stopword_ids: TokenIds = (),
+        score_scale: float = 1.0,
+        teacher_scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        check_number("score_scale", score_scale, minimum=0.0, exclusive=True)
+        special = _sorted_ids("special_token_ids", special_token_ids)
+        stopwords = _sorted_ids("stopword_ids", stopword_ids)
+        self.weights: dict[str, float | Tensor] = dict(weights)
+        self.info_nce = info_nce or InfoNCELoss()
+        self.triplet_margin = triplet_margin or TripletMarginLoss()
+        self.distillation = distillation or DistillationLoss()
+        self.context_distillation = context_distillation or DistillationLoss()
+        self.margin_mse = margin_mse or MarginMSELoss()
+        self.flops = flops or FlopsLoss()
+        self.min_activation = min_activation or MinActivationLoss()
+        self.self_reconstruction = self_reconstruction or SelfReconstructionLoss(
+            ignore_token_ids=special
+        )
+        self.positive_activation = positive_activation or PositiveActivationLoss(
+            ignore_token_ids=special
+        )
+        self.language_penalty = language_penalty
+        for name, module in self.named_children():
+            if getattr(module, "reduction", "mean") == "none":
+                raise ValueError(f"expected `{name}` to reduce to one number, got reduction='none'")
+        if len(stopwords) and int(stopwords[0]) < 0:
+            raise ValueError(f"expected `stopword_ids` >= 0, got {int(stopwords[0])}")
+        self._largest_stopword_id = int(stopwords[-1]) if len(stopwords) else -1
+        self.register_buffer("special_token_ids", special)
+        self.register_buffer("stopword_ids", stopwords)
+        if teacher_scale is not None:
+            check_number("teacher_scale", teacher_scale, minimum=0.0, exclusive=True)
+        self.score_scale, self.teacher_scale = score_scale, teacher_scale
+        self.active()
+
+    def active(self) -> list[str]:
+        """The terms that are computed, in the order of their computation.
+
+        Raises:
+            ValueError: for a name that is no term.
+        """
+        for name, weight in self.weights.items():
+            if name not in NEEDS:
+                near = difflib.get_close_matches(name, NEEDS, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(
+                    f"expected weights of {', '.join(NEEDS)}, got one of {name!r}{hint}"
+                )
+            if not isinstance(weight, Tensor):
+                check_number(f"weights[{name!r}]", weight)
+            elif weight.ndim:
+                raise ValueError(
+                    f"expected weights[{name!r}] to be a number or a 0-d tensor, got one of shape "
+                    f"{list(weight.shape)}"
+                )
+        return [name for name in NEEDS if _counts(self.weights.get(name, 0.0))]
+
+    def forward(self, batch: SpladeBatch) -> ObjectiveOutput:
+        """The weighted sum, and what went into it."""
+        terms = self.terms(batch)
+        # Of no term at all the sum is 0, and part of the graph.
+        x = batch.anchor.activations
+        total = x.flatten()[:0].to(compute_dtype(activations=x)).sum()
+        for name, term in terms.items():
+            total = total + self.weights[name] * term
+        return ObjectiveOutput(total, {name: term.detach() for name, term in terms.items()})
+
+    def terms(self, batch: SpladeBatch) -> dict[str, Tensor]:
+        """The active terms, without their weights, each with its graph.
+
+        Raises:
+            ValueError: for an active term that lacks a loss or an input.
+        """
+        active = self.active()
+        self._check_inputs(active, batch)
+        with autocast_off(batch.anchor.activations.device):
+            return self._terms(active, batch)
+
+    def _terms(self, active: Sequence[str], batch: SpladeBatch) -> dict[str, Tensor]:
+        terms: dict[str, Tensor] = {}
+        anchor, positive, negative = batch[:3]
+        teacher_scores, teacher_anchor_scores = batch.teacher_scores, batch.teacher_anchor_scores
+        shown = batch
+        if len(self.stopword_ids) and {"info_nce", "query_flops", "document_flops"} & {*active}:
+            shown = batch._replace(
+                anchor=self._hide(anchor),
+                positive=self._hide(positive),
+                negative=None if negative is None else self._hide(negative),
+            )
+        # Joining positives and negatives is a copy.
+        sides = {"query": anchor}
+        if {f"document_{name}" for name in ON_TEXTS} & {*active}:
+            sides["document"] = _together(positive, negative)
+        of_flops = sides
+        if shown is not batch:
+            of_flops = {"query": shown.anchor}
+            if "document_flops" in active:
+                of_flops["document"] = _together(shown.positive, shown.negative)
+
+        teacher_scale = self.score_scale if self.teacher_scale is None else self.teacher_scale
+        scores = None
+        if {"distillation", "margin_mse"} & {*active}:
+            scores = self._scores(anchor, positive, negative)
+        if "info_nce" in active:
+            terms["info_nce"] = self._info_nce(shown, scores if shown is batch else None)
+        # What an active term needs is there: the checks above said so, the types do not know.
+        if "triplet_margin" in active and negative is not None:
+            terms["triplet_margin"] = self.triplet_margin(
+                anchor.activations, positive.activations, negative.activations
+            )
+        if "distillation" in active and scores is not None and teacher_scores is not None:
+            terms["distillation"] = self.distillation(
+                self.score_scale * _candidates(scores, negative, teacher_scores.shape),
+                teacher_scale * teacher_scores.to(scores.dtype),
+            )
+        if "context_distillation" in active and teacher_anchor_scores is not None:
+            own = self._scores(anchor, anchor, None)
+            terms["context_distillation"] = self.context_distillation(
+                self.score_scale * own, teacher_scale * teacher_anchor_scores.to(own.dtype)
+            )
+        if "margin_mse" in active and scores is not None and teacher_scores is not None:
+            terms["margin_mse"] = self._margin_mse(scores, negative, teacher_scores)
+
+        for side, texts in sides.items():
+            activations, input_ids, attention_mask, logits = texts
+            signed = activations if logits is None else logits
+            if f"{side}_flops" in active:
+                terms[f"{side}_flops"] = self.flops(of_flops[side].activations)
+            if f"{side}_min_activation" in active:
+                counts = self._token_counts(input_ids, attention_mask)
+                terms[f"{side}_min_activation"] = self.min_activation(signed, counts)
+            if f"{side}_language_penalty" in active and self.language_penalty is not None:
+                terms[f"{side}_language_penalty"] = self.language_penalty(activations)
+            if f"{side}_self_reconstruction" in active:
+                terms[f"{side}_self_reconstruction"] = self.self_reconstruction(
+                    signed, input_ids, attention_mask
+                )
+        for side, one, other in (("query", anchor, positive), ("document", positive, anchor)):
+            if f"{side}_positive_activation" in active:
+                terms[f"{side}_positive_activation"] = self.positive_activation(
+                    one.activations, other.input_ids, other.attention_mask
+                )
+        return terms
+
+    def _info_nce(self, batch: SpladeBatch, scores: Tensor | None) -> Tensor:
+        """InfoNCE of the vectors, or of scores that are there anyway."""
+        loss = self.info_nce
+        needs_more = loss.symmetric and batch.negative is not None
+        is_ours = type(loss) is InfoNCELoss  # a subclass may compute something else
+        if scores is None or needs_more or not loss.in_batch or not is_ours:
+            negative = None if batch.negative is None else batch.negative.activations
+            value: Tensor = loss(
+                batch.anchor.activations,
+                batch.positive.activations,
+                negative,
+                positive_ids=batch.positive_ids,
+            )
+            return value
+        # The product of the scores with an identity is the scores: the same loss, without the
+        # product over the vocabulary.
+        candidates = torch.eye(scores.shape[1], dtype=scores.dtype, device=scores.device)
+        size = scores.shape[0]
+        return info_nce_loss(
+            scores,
+            candidates[:size],
+            candidates[size:],
+            temperature=loss.temperature,
+            similarity="dot",
+            symmetric=loss.symmetric,
+            positive_ids=batch.positive_ids,
+            decoupled=loss.decoupled,
+            sparse=False,
+            reduction=loss.reduction,
+        )
+
+    def _scores(self, anchor: Texts, positive: Texts, negative: Texts | None) -> Tensor:
+        """What InfoNCE compares, ``[B, B + N]``: positives, then negatives."""
+        texts = [anchor, positive, *([] if negative is None else [negative])]
+        vectors = [x.activations for x in texts]
+        dtype = compute_dtype(
+            **dict(zip(("anchor", "positive", "negative"), vectors, strict=False))
+        )
+        vectors = [x.to(dtype) for x in vectors]
+        if self.info_nce.similarity == "cosine":
+            unit = normalize(vectors[0])
+            vectors = [unit, *(unit if x is vectors[0] else normalize(x) for x in vectors[1:])]
+        query, key, *others = vectors
+        scores = [query @ key.T]
+        for other in others:
+            rows = other.ndim == 2
+            scores.append(query @ other.T if rows else torch.einsum("bv,bnv->bn", query, other))
+        return torch.cat(scores, dim=1) if others else scores[0]
+
+    def _margin_mse(self, scores: Tensor, negative: Texts | None, teacher: Tensor) -> Tensor:
+        """Over all pairs of a positive and one of its anchor's own negatives."""
+        own = _own_candidates(scores, negative)
+        if teacher.shape != own.shape:
+            _candidates(scores, negative, teacher.shape)  # or say which shapes there are
+            teacher = _own_candidates(teacher, negative)
+        # -inf: not a candidate. Both sides of such a pair are 0, and it is not counted.
+        teacher = teacher.to(own.dtype)
+        hidden = (teacher[:, :1] == -torch.inf) | (teacher[:, 1:] == -torch.inf)
+        pairs = [
+            torch.where(hidden, 0.0, column.expand_as(hidden)).flatten()
+            for side in (own, teacher)
+            for column in (side[:, :1], side[:, 1:])
+        ]
+        loss: Tensor = self.margin_mse(*pairs)
+        if self.margin_mse.reduction == "mean":
+            loss = loss * (hidden.numel() / (~hidden).sum().clamp(min=1))
+        return loss
+
+    def _token_counts(self, input_ids: Tensor | None, mask: Tensor | None) -> Tensor | None:
+        """Attended tokens of each text, the special ones not counted where ids are known."""
+        if mask is None:
+            return None
+        attended = as_mask("attention_mask", mask)
+        if input_ids is not None and len(self.special_token_ids):
+            attended = attended & ~torch.isin(input_ids, self.special_token_ids)
+        return attended.sum(-1)
+
+    def _hide(self, texts: Texts) -> Texts:
+        """Without the stopwords."""
+        vocab_size = texts.activations.shape[-1]
+        if self._largest_stopword_id >= vocab_size:
+            raise ValueError(
+                f"expected `stopword_ids` below V = {vocab_size}, got {self._largest_stopword_id}"
+            )
+        return texts._replace(activations=texts.activations.index_fill(-1, self.stopword_ids, 0.0))
+
+    def _check_inputs(self, active: Sequence[str], batch: SpladeBatch) -> None:
+        for side in ("anchor", "positive", "negative"):
+            texts = getattr(batch, side)
+            if not isinstance(texts, Texts) and not (side == "negative" and texts is None):
+                raise TypeError(f"expected `batch.{side}` to be Texts, got {type(texts).__name__}")
+        shapes: dict[str, tuple[Tensor | None, *tuple[str, ...]]] = {
+            "anchor.activations": (batch.anchor.activations, "B V"),
+            "positive.activations": (batch.positive.activations, "B V"),
+        }
+        if batch.negative is not None:
+            shapes["negative.activations"] = (batch.negative.activations, "N V", "B N V")
+        check_shapes(**shapes)
+        for side in ("anchor", "positive", "negative"):
+            texts = getattr(batch, side)
+            if texts is not None:
+                rows = "B N" if texts.activations.ndim == 3 else "B"
+                shapes = {f"{side}.activations": (texts.activations, f"{rows} V")}
+                shapes[f"{side}.logits"] = (texts.logits, f"{rows} V", "optional")
+                for name in ("input_ids", "attention_mask"):
+                    shapes[f"{side}.{name}"] = (getattr(texts, name), f"{rows} S", "optional")
+                check_shapes(**shapes)
+        self._check_both_or_neither(active, batch)
+        for term in active:
+            for path in NEEDS[term]:
+                value: object = batch
+                for part in path.split("."):
+                    if part == "negative" and "." in path and batch.negative is None:
+                        break
+                    value = getattr(value, part)
+                if value is None:
+                    raise ValueError(
+                        f"the term {term!r} (weight {self.weights[term]}) needs `batch.{path}`, "
+                        "got None"
+                    )
+            if term.endswith("language_penalty") and self.language_penalty is None:
+                raise ValueError(
+                    f"the term {term!r} (weight {self.weights[term]}) needs "
+                    "SpladeObjective(language_penalty=LanguagePenaltyLoss(...)), got None"
+                )
+            if term in ("triplet_margin", "margin_mse"):
+                came = batch.negative.activations.shape  # type: ignore[union-attr]
+                if len(came) == 2 and came[0] != len(batch.anchor.activations):
+                    raise ValueError(
+                        f"the term {term!r} needs each anchor's own negatives, [B, N, V] or one "
+                        f"each [B, V], with B = {len(batch.anchor.activations)}, got {list(came)}"
+                    )
+
+    @staticmethod
+    def _check_both_or_neither(active: Sequence[str], batch: SpladeBatch) -> None:
+        """What changes a term must be known of positives and negatives alike."""
+        wanted = {
+            "document_min_activation": ("attention_mask", "logits"),
+            "document_self_reconstruction": ("logits",),
+        }
+        for term in (term for term in wanted if term in active and batch.negative is not None):
+            for name in wanted[term]:
+                known = [getattr(x, name) is not None for x in (batch.positive, batch.negative)]
+                if known[0] != known[1]:
+                    raise ValueError(
+                        f"the term {term!r} needs `{name}` of positives and negatives, "
+                        "or of neither"
+                    )
+
+    def extra_repr(self) -> str:
+        """The weights."""
+        parts = [f"weights={self.weights}"]
+        if len(self.stopword_ids):
+            parts.append(f"stopword_ids={len(self.stopword_ids)} tokens")
+        if self.score_scale != 1.0:
+            parts.append(f"score_scale={self.score_scale}")
+        return ", ".join(parts)
+
+
+def _counts(weight: float | Tensor) -> bool:
+    # A tensor is not looked at: that would wait for the device.
+    return isinstance(weight, Tensor) or weight != 0
+
+
+def _together(positive: Texts, negative: Texts | None) -> Texts:
+    if negative is None:
+        return positive
+    return positive.join(negative.flatten() if negative.activations.ndim == 3 else negative)
+
+
+def _own_candidates(scores: Tensor, negative: Texts | None) -> Tensor:
+    """The positive and the anchor's own negatives ``[B, 1 + N]``, of all candidates."""
+    size = scores.shape[0]
+    others = scores[:, size:]
+    if negative is not None and negative.activations.ndim == 2:
+        others = others.diagonal()[:, None]
+    return torch.cat([scores.diagonal()[:, None], others], dim=1)
+
+
+def _candidates(scores: Tensor, negative: Texts | None, wanted: torch.Size) -> Tensor:
+    """The student's scores of those candidates that the teacher scored."""
+    if wanted == scores.shape:
+        return scores
+    shapes = [list(scores.shape)]
+    if negative is not None and len(negative.activations) == len(scores):
+        own = _own_candidates(scores, negative)
+        if wanted == own.shape:
+            return own
+        shapes.append(list(own.shape))
+    raise ValueError(
+        "expected `batch.teacher_scores` of shape "
+        f"{' or '.join(map(str, shapes))} (all candidates, or each anchor's own), "
+        f"got {list(wanted)}"
+    )
+
+
+def _sorted_ids(name: str, token_ids: TokenIds) -> Tensor:
+    ids = check_ids(name, token_ids)
+    return torch.tensor(sorted({int(t) for t in ids} if ids is not None else ()), dtype=torch.int64)

@@ -1,0 +1,369 @@
+"""The settings of a Korean neural sparse retriever, version by version, as data.
+
+V22 to V26 come from its notes on loss functions, V28 from those on that experiment. A number that
+the notes do not give is ``None`` here and must be set before use.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from sparse_losses._core.checks import check_choice, check_integer
+from sparse_losses._core.token_ids import TokenIds
+from sparse_losses.losses import (
+    DistillationLoss,
+    FlopsLoss,
+    IdfFlopsLoss,
+    InfoNCELoss,
+    LanguagePenaltyLoss,
+    MinActivationLoss,
+    TripletMarginLoss,
+)
+from sparse_losses.objective.objective import NEEDS, SpladeObjective
+from sparse_losses.objective.schedules import Curriculum, Phase, ReadOnly
+from sparse_losses.vocabulary import idf_penalty, language_penalty
+
+__all__ = ["V22", "V23", "V25", "V26", "V28", "Preset"]
+
+# Which numbers a term needs, by the field that holds them.
+_NUMBERS = {
+    "info_nce": ("temperature",),
+    "triplet_margin": ("margin",),
+    "distillation": ("distillation_temperature", "alpha_kl", "alpha_mse"),
+    "context_distillation": ("distillation_temperature", "alpha_kl", "alpha_mse"),
+    "min_activation": ("top_k", "threshold"),
+    "language_penalty": ("language_penalty",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """Weights and hyperparameters of a run; print it, and change it with :meth:`replace`.
+
+    Attributes:
+        name: of the version.
+        weights: as in :class:`SpladeObjective`. The notes regularise the anchors alone, hence
+            ``query_...``; what is indexed are the documents, so consider ``document_...`` too.
+        temperature: of InfoNCE.
+        similarity: of InfoNCE and of the scores that are distilled.
+        margin: of the triplet loss.
+        distillation_temperature: $T$.
+        alpha_kl: share of the KL in distillation.
+        alpha_mse: share of the z-score MSE.
+        beta: share of the squares in IDF-FLOPS.
+        idf_alpha: steepness of the token penalties; ``None``: plain FLOPS, without penalties.
+        special_penalty: of special tokens; ``None``: they are treated as any other.
+        stopword_penalty: factor on the penalty of stopwords.
+        top_k: of minimum activation.
+        threshold: of minimum activation.
+        language_penalty: of tokens of other languages.
+        curriculum: phases, by epoch.
+        training: what the notes say of the training loop; nothing here reads it.
+        ours: fields that the notes leave open, and how we read them.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import V26
+        >>> objective = V26.objective(idf=torch.rand(100), special_token_ids=[0, 1])
+        >>> objective.weights["info_nce"], objective.info_nce.temperature
+        (3.0, 0.07)
+        >>> print(V26)  # doctest: +ELLIPSIS
+        V26
+          weight of info_nce                      3
+        ...
+          1 to 8: temperature 0.08, info_nce 2.5, distillation 2.5
+        ...
+    """
+
+    name: str
+    weights: Mapping[str, float]
+    temperature: float | None = None
+    similarity: str = "cosine"
+    margin: float | None = None
+    distillation_temperature: float | None = None
+    alpha_kl: float | None = None
+    alpha_mse: float | None = None
+    beta: float | None = None
+    idf_alpha: float | None = None
+    special_penalty: float | None = None
+    stopword_penalty: float | None = None
+    top_k: int | None = None
+    threshold: float | None = None
+    language_penalty: float | None = None
+    curriculum: Curriculum | None = None
+    training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ours: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "training", "ours"):
+            object.__setattr__(self, name, ReadOnly(getattr(self, name)))
+
+    def replace(self, *, weights: Mapping[str, float] | None = None, **changes: Any) -> "Preset":
+        """Another preset with other numbers; the weights given replace those of their names.
+
+        Where the preset has a curriculum, its phases' temperature and weights replace these in
+        turn: give ``curriculum=`` too, or ``None``, to train with your own throughout.
+
+        Example:
+            >>> from sparse_losses import V26
+            >>> ours = V26.replace(temperature=0.05, weights={"document_flops": 0.01})
+            >>> ours.weights["document_flops"], ours.weights["info_nce"]
+            (0.01, 3.0)
+        """
+        for name in weights or ():
+            check_choice("weights", name, list(NEEDS))
+        return dataclasses.replace(self, weights={**self.weights, **(weights or {})}, **changes)
+
+    def missing(self) -> list[str]:
+        """The numbers that an active term needs and nobody gave.
+
+        Example:
+            >>> from sparse_losses import V22
+            >>> V22.missing()
+            ['temperature', 'margin', 'top_k', 'threshold']
+        """
+        needed: dict[str, None] = {}
+        for loss in self._losses():
+            needed |= dict.fromkeys(_NUMBERS.get(loss, ()))
+        if self.idf_alpha is not None:
+            needed |= dict.fromkeys(("beta", "stopword_penalty"))
+        return [name for name in needed if getattr(self, name) is None]
+
+    def _losses(self) -> list[str]:
+        """The losses that count for something, from the start or in some phase."""
+        phases = () if self.curriculum is None else self.curriculum.phases
+        weights = [self.weights, *(phase.weights for phase in phases)]
+        terms = [term for each in weights for term, weight in each.items() if weight]
+        return [term.removeprefix("query_").removeprefix("document_") for term in terms]
+
+    def objective(
+        self,
+        *,
+        idf: Tensor | None = None,
+        special_token_ids: TokenIds = (),
+        stopword_ids: TokenIds = (),
+        allowed_token_ids: TokenIds | None = None,
+        vocab_size: int | None = None,
+        hide_stopwords: bool = False,
+        **losses: Any,
+    ) -> SpladeObjective:
+        """The objective with this preset's numbers.
+
+        Args:
+            idf: ``[V]``, where the preset weighs FLOPS by token (``idf_alpha``).
+            special_token_ids: of the tokens with ``special_penalty``, and as in
+                :class:`SpladeObjective`.
+            stopword_ids: of the tokens with ``stopword_penalty``.
+            allowed_token_ids: of the wanted languages, where the preset has that penalty.
+            vocab_size: ``V``, beside ``allowed_token_ids`` without ``idf``.
+            hide_stopwords: whether to hide them from InfoNCE and FLOPS altogether, as
+                ``SpladeObjective(stopword_ids=...)`` does.
+            **losses: arguments of :class:`SpladeObjective`, in place of the preset's: ``flops``,
+                ``score_scale`` (cosines are too flat to distil), ...
+
+        Raises:
+            ValueError: for a number or an argument that is not there.
+        """
+        if missing := self.missing():
+            raise ValueError(
+                f"the notes give {self.name} no {', '.join(missing)}: set "
+                f"{self.name}.replace({', '.join(f'{name}=...' for name in missing)})"
+            )
+        made: dict[str, Any] = {}
+        if self.temperature is not None:
+            made["info_nce"] = InfoNCELoss(temperature=self.temperature, similarity=self.similarity)
+        if self.margin is not None:
+            made["triplet_margin"] = TripletMarginLoss(margin=self.margin)
+        alphas = self.alpha_kl, self.alpha_mse
+        if self.distillation_temperature is not None and None not in alphas:
+            for name in ("distillation", "context_distillation"):
+                made[name] = DistillationLoss(
+                    temperature=self.distillation_temperature,
+                    alpha_kl=alphas[0] or 0.0,
+                    alpha_mse=alphas[1] or 0.0,
+                )
+        if self.top_k is not None and self.threshold is not None:
+            made["min_activation"] = MinActivationLoss(top_k=self.top_k, threshold=self.threshold)
+        if "flops" not in losses:
+            made["flops"] = self._flops(idf, special_token_ids, stopword_ids)
+        penalises = "language_penalty" in self._losses() and "language_penalty" not in losses
+        if self.language_penalty is not None and penalises:
+            if vocab_size is None and idf is not None:
+                vocab_size = idf.shape[0]
+            if allowed_token_ids is None or vocab_size is None:
+                raise ValueError(
+                    f"{self.name} penalises other languages and needs `allowed_token_ids` and "
+                    "`vocab_size` (or `idf`)"
+                )
+            check_integer("vocab_size", vocab_size, minimum=1)
+            made["language_penalty"] = LanguagePenaltyLoss(
+                language_penalty(
+                    vocab_size,
+                    allowed_token_ids,
+                    special_token_ids=special_token_ids,
+                    penalty=self.language_penalty,
+                )
+            )
+        made["special_token_ids"] = special_token_ids
+        if hide_stopwords:
+            made["stopword_ids"] = stopword_ids
+        return SpladeObjective(self.weights, **(made | losses))
+
+    def _flops(
+        self, idf: Tensor | None, special_token_ids: TokenIds, stopword_ids: TokenIds
+    ) -> FlopsLoss | IdfFlopsLoss:
+        if self.idf_alpha is None:
+            return FlopsLoss()
+        if idf is None:
+            raise ValueError(f"{self.name} weighs FLOPS by token and needs `idf` of shape [V]")
+        assert self.beta is not None
+        assert self.stopword_penalty is not None
+        special: dict[str, Any] = {}
+        if self.special_penalty is not None:
+            special = {
+                "special_token_ids": special_token_ids,
+                "special_penalty": self.special_penalty,
+            }
+        penalty = idf_penalty(
+            idf,
+            alpha=self.idf_alpha,
+            stopword_ids=stopword_ids,
+            stopword_penalty=self.stopword_penalty,
+            **special,
+        )
+        return IdfFlopsLoss(penalty, beta=self.beta)
+
+    def __str__(self) -> str:
+        """One line a number; `?` for what must be set."""
+        missing = self.missing()
+        lines = [self.name]
+        lines += [f"  weight of {name:30}{weight:g}" for name, weight in self.weights.items()]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("name", "weights", "training", "ours", "curriculum"):
+                continue
+            if value is not None or field.name in missing:
+                shown = "?" if value is None else f"{value:g}" if value != str(value) else value
+                lines.append(f"  {field.name:40}{shown}")
+        if self.curriculum is not None:
+            lines += [f"  {phase}" for phase in self.curriculum.phases]
+        lines += [f"  {name:40}{value}" for name, value in self.training.items()]
+        lines += [f"  ours: {name}: {reading}" for name, reading in self.ours.items()]
+        return "\n".join(lines)
+
+
+_SIDES = {
+    "query_...": "the notes regularise the anchors; they do not say more",
+    "special tokens": "no targets of the token losses: FLOPS punishes what those would raise",
+    "short texts": "min activation asks for no more tokens than a text has",
+}
+_PLAIN = {**_SIDES, "idf_alpha": "none: IDF-aware FLOPS begins with V25"}
+
+V22 = Preset(
+    name="V22",
+    weights={
+        "info_nce": 2.0,
+        "query_self_reconstruction": 4.0,
+        "query_positive_activation": 10.0,
+        "triplet_margin": 2.5,
+        "query_flops": 0.005,
+        "query_min_activation": 1.0,
+    },
+    ours=_PLAIN,
+)
+
+V23 = Preset(
+    name="V23",
+    weights={
+        "info_nce": 2.5,
+        "query_self_reconstruction": 1.0,
+        "query_positive_activation": 3.0,
+        "triplet_margin": 0.0,
+        "query_flops": 0.003,
+        "query_min_activation": 1.0,
+        "distillation": 1.0,
+    },
+    ours=_PLAIN,
+)
+
+V25 = Preset(
+    name="V25",
+    weights={
+        "info_nce": 3.0,
+        "query_self_reconstruction": 0.5,
+        "query_positive_activation": 2.0,
+        "triplet_margin": 0.0,
+        "query_flops": 0.002,
+        "query_min_activation": 1.0,
+        "distillation": 2.0,
+    },
+    beta=0.3,
+    idf_alpha=2.5,
+    stopword_penalty=5.0,
+    ours=_SIDES,
+)
+
+V26 = Preset(
+    name="V26",
+    weights={
+        "info_nce": 3.0,
+        "query_self_reconstruction": 0.5,
+        "query_positive_activation": 2.0,
+        "triplet_margin": 0.0,
+        "query_flops": 0.010,
+        "query_min_activation": 1.0,
+        "distillation": 2.0,
+    },
+    temperature=0.07,
+    margin=0.3,
+    distillation_temperature=3.0,
+    alpha_kl=0.7,
+    alpha_mse=0.3,
+    beta=0.3,
+    idf_alpha=4.0,
+    special_penalty=100.0,
+    stopword_penalty=15.0,
+    top_k=5,
+    threshold=0.5,
+    curriculum=Curriculum(
+        [
+            Phase(1, 8, temperature=0.08, weights={"info_nce": 2.5, "distillation": 2.5}),
+            Phase(9, 17, temperature=0.05, weights={"info_nce": 3.0, "distillation": 1.5}),
+            Phase(18, 25, temperature=0.04, weights={"info_nce": 3.0, "distillation": 0.8}),
+        ]
+    ),
+    training={"teacher_model": "BAAI/bge-m3"},
+    ours=_SIDES,
+)
+
+V28 = V26.replace(
+    name="V28",
+    weights={"query_language_penalty": 0.5, "context_distillation": 1.0},
+    language_penalty=100.0,
+    curriculum=Curriculum(
+        [
+            Phase(1, 8, temperature=0.08, weights={"distillation": 2.5}),
+            Phase(9, 17, temperature=0.05, weights={"distillation": 1.5}),
+            Phase(18, 25, temperature=0.04, weights={"distillation": 0.8}),
+        ]
+    ),
+    training={
+        "teacher_model": "BAAI/bge-m3",
+        "num_epochs": 25,
+        "batch_size": 24,
+        "learning_rate": 3.0e-5,
+        "gradient_accumulation_steps": 4,
+        "context_gate_hidden": 256,
+        "context_attention_heads": 4,
+        "context_gate_dropout": 0.1,
+    },
+    ours={
+        **_SIDES,
+        "context_distillation": "named without a formula: distillation of the anchors' scores "
+        "with one another",
+        "unchanged": "what the notes on V28 do not repeat is V26's",
+        "phases": "as the notes on V28 list them: info_nce keeps its 3.0",
+    },
+)

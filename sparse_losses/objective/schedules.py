@@ -1,0 +1,300 @@
+"""Weights and temperatures that change in the course of training, counted in optimiser steps."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from sparse_losses._core.checks import check_choice, check_integer, check_number, check_temperature
+from sparse_losses.objective.objective import NEEDS, SpladeObjective
+
+__all__ = ["Curriculum", "Phase", "ReadOnly", "TrainingSchedule", "Warmup", "was_skipped"]
+
+
+class ReadOnly(dict[str, Any]):
+    """A dict that is data: copied and pickled as any other, but not changed."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("expected no change of a preset's or a phase's numbers: make another")
+
+    __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = _refuse
+    __ior__ = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """What holds from the ``first`` to the ``last`` epoch (or step), both included.
+
+    Attributes:
+        first: epochs are counted from 1, steps from 0.
+        last: the phase of the highest number stays on after it.
+        temperature: of InfoNCE; ``None``: the objective's own, as it was before the schedule
+            (a tensor stays as it is).
+        weights: by name; they replace the objective's.
+
+    Example:
+        >>> from sparse_losses import Phase
+        >>> print(Phase(1, 8, temperature=0.08, weights={"distillation": 2.5}))
+        1 to 8: temperature 0.08, distillation 2.5
+    """
+
+    first: int
+    last: int
+    temperature: float | None = None
+    weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_integer("first", self.first, minimum=0)
+        check_integer("last", self.last, minimum=self.first)
+        if self.temperature is not None:
+            check_temperature(self.temperature)
+        for name, weight in self.weights.items():
+            check_choice("weights", name, list(NEEDS))
+            check_number(f"weights[{name!r}]", weight)
+        object.__setattr__(self, "weights", ReadOnly(self.weights))
+
+    def __str__(self) -> str:
+        """One line."""
+        parts = [] if self.temperature is None else [f"temperature {self.temperature:g}"]
+        parts += [f"{name} {weight:g}" for name, weight in self.weights.items()]
+        return f"{self.first} to {self.last}: {', '.join(parts)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Curriculum:
+    """Phases that follow one another without a gap.
+
+    Attributes:
+        phases: in order.
+        unit: what they count: ``"epoch"`` (from 1) or ``"step"`` (of the optimiser, from 0).
+
+    Example:
+        >>> from sparse_losses import Curriculum, Phase
+        >>> curriculum = Curriculum([Phase(1, 8, temperature=0.08), Phase(9, 25, temperature=0.05)])
+        >>> [curriculum.at(epoch).temperature for epoch in (1, 8, 9, 26)]
+        [0.08, 0.08, 0.05, 0.05]
+    """
+
+    phases: Sequence[Phase]
+    unit: Literal["epoch", "step"] = "epoch"
+
+    def __post_init__(self) -> None:
+        check_choice("unit", self.unit, ("epoch", "step"))
+        phases = tuple(self.phases)
+        object.__setattr__(self, "phases", phases)
+        expected = 1 if self.unit == "epoch" else 0
+        if not phases:
+            raise ValueError("expected at least one phase, got none")
+        for phase in phases:
+            if phase.first != expected:
+                raise ValueError(
+                    f"expected a phase that begins with {self.unit} {expected}, got {phase.first}"
+                )
+            expected = phase.last + 1
+
+    def at(self, number: int) -> Phase:
+        """The phase of an epoch or step; after the last one, the last one."""
+        check_integer(self.unit, number, minimum=self.phases[0].first)
+        return next((phase for phase in self.phases if number <= phase.last), self.phases[-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Warmup:
+    r"""A factor that rises from 0 to 1: $\min(1, n / N)$, or its square.
+
+    $n$ is the number of optimiser steps taken, $N$ is ``steps``. The quadratic one is usual for
+    FLOPS: a retriever learns to rank before it learns to be sparse.
+
+    Example:
+        >>> from sparse_losses import Warmup
+        >>> [Warmup(4, "quadratic")(step) for step in range(6)]
+        [0.0, 0.0625, 0.25, 0.5625, 1.0, 1.0]
+    """
+
+    steps: int
+    shape: Literal["linear", "quadratic"] = "linear"
+
+    def __post_init__(self) -> None:
+        check_integer("steps", self.steps, minimum=1)
+        check_choice("shape", self.shape, ("linear", "quadratic"))
+
+    def __call__(self, step: int) -> float:
+        """The factor after ``step`` optimiser steps."""
+        share = min(1.0, step / self.steps)
+        return share if self.shape == "linear" else share * share
+
+
+class TrainingSchedule:
+    """Sets an objective's weights and temperature as the optimiser steps go by.
+
+    A weight is the phase's, or the objective's own where the phase names none, times its warm-up.
+    All of it is a function of the number of steps, which is the whole state: a run that is resumed
+    sees the same numbers, bit for bit. The weights are changed themselves, so gradients and reports
+    follow. A temperature that is a tensor or ``nn.Parameter`` is copied into as a phase begins.
+
+    Args:
+        objective: whose weights are set, from now on.
+        curriculum: phases by epoch (then ``steps_per_epoch`` is needed) or step.
+        warmups: by the name of the term.
+        steps_per_epoch: optimiser steps, not batches: fewer where gradients are accumulated.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import SpladeObjective, TrainingSchedule, Warmup
+        >>> objective = SpladeObjective({"info_nce": 1.0, "document_flops": 0.1})
+        >>> schedule = TrainingSchedule(objective, warmups={"document_flops": Warmup(10)})
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+        >>> _ = schedule.attach(optimizer)
+        >>> objective.weights["document_flops"]
+        0.0
+        >>> optimizer.step()
+        >>> round(objective.weights["document_flops"], 4)
+        0.01
+    """
+
+    def __init__(
+        self,
+        objective: SpladeObjective,
+        curriculum: Curriculum | None = None,
+        *,
+        warmups: Mapping[str, Warmup] | None = None,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        if steps_per_epoch is not None:
+            check_integer("steps_per_epoch", steps_per_epoch, minimum=1)
+        elif curriculum is not None and curriculum.unit == "epoch":
+            raise ValueError("expected `steps_per_epoch` beside phases by epoch, got None")
+        self.objective = objective
+        self.curriculum = curriculum
+        self.warmups = dict(warmups or {})
+        self.steps_per_epoch = steps_per_epoch
+        self.steps_taken = 0
+        for name in self.warmups:
+            check_choice("warmups", name, list(NEEDS))
+        self.base = dict(objective.weights)
+        self.base_temperature = objective.info_nce.temperature
+        self._names = {*self.warmups, *_scheduled(curriculum)}
+        if tensors := [n for n in self._names if isinstance(self.base.get(n), Tensor)]:
+            raise ValueError(
+                f"expected numbers as weights to be scheduled, got {tensors} as tensors"
+            )
+        for name in self.warmups:
+            phases = curriculum.phases if curriculum is not None else ()
+            if not any([self.base.get(name, 0.0), *(p.weights.get(name, 0.0) for p in phases)]):
+                raise ValueError(
+                    f"expected a weight to warm up for {name!r}, got 0 in the objective and in "
+                    "every phase (does another schedule warm it up?)"
+                )
+        self._set: dict[str, float | Tensor] = {}
+        self._phase: Phase | None = None
+        self._apply()
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that the next step belongs to, from 1; ``None`` without ``steps_per_epoch``."""
+        if self.steps_per_epoch is None:
+            return None
+        return self.steps_taken // self.steps_per_epoch + 1
+
+    @property
+    def phase(self) -> Phase | None:
+        """The phase that the next step belongs to."""
+        if self.curriculum is None:
+            return None
+        number = self.epoch if self.curriculum.unit == "epoch" else self.steps_taken
+        assert number is not None
+        return self.curriculum.at(number)
+
+    def weights_now(self) -> dict[str, float | Tensor]:
+        """The weights that hold for the next step."""
+        phase = self.phase
+        weights = self.base | (dict(phase.weights) if phase else {})
+        for name, warmup in self.warmups.items():
+            weights[name] = warmup(self.steps_taken) * weights.get(name, 0.0)
+        return weights
+
+    def step(self) -> None:
+        """One optimiser step was taken.
+
+        Raises:
+            RuntimeError: if someone else changed a weight that is scheduled.
+        """
+        for name, was in self._set.items():
+            if self.objective.weights.get(name) != was:
+                raise RuntimeError(
+                    f"expected the scheduled weight {name!r} to be {was} as it was set, got "
+                    f"{self.objective.weights.get(name)}: change `schedule.base` instead, or let "
+                    "one alone steer it"
+                )
+        self.steps_taken += 1
+        self._apply()
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Counts the optimiser's steps by itself; ``.remove()`` on what it returns ends that.
+
+        A step that a ``GradScaler`` skips is none.
+
+        Raises:
+            RuntimeError: if it counts this optimiser's steps already.
+        """
+        hooks = getattr(optimizer, "_optimizer_step_post_hooks", {}).values()
+        if any(getattr(hook, "__self__", None) is self for hook in hooks):
+            raise RuntimeError("expected to be attached once, or every step would count twice")
+        return optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not was_skipped(optimizer):
+            self.step()
+
+    def __repr__(self) -> str:
+        """Where it stands."""
+        epoch = "" if self.epoch is None else f", epoch {self.epoch}"
+        return f"TrainingSchedule(step {self.steps_taken}{epoch}, weights {self._set})"
+
+    def state_dict(self) -> dict[str, float]:
+        """The number of steps taken; beside it a temperature that is a tensor, as it stands."""
+        state: dict[str, float] = {"steps_taken": self.steps_taken}
+        if isinstance(self.objective.info_nce.temperature, Tensor):
+            state["temperature"] = self.objective.info_nce.temperature.item()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Goes to that step and sets what holds there."""
+        check_integer("steps_taken", state["steps_taken"], minimum=0)
+        self.steps_taken = int(state["steps_taken"])
+        self._apply()
+        held = self.objective.info_nce.temperature
+        if isinstance(held, Tensor) and "temperature" in state:
+            with torch.no_grad():  # what was learned since the phase began
+                held.fill_(state["temperature"])
+
+    def _apply(self) -> None:
+        now = self.weights_now()
+        self._set = {name: now.get(name, 0.0) for name in self._names}
+        self.objective.weights.update(self._set)
+        phase = self.phase
+        if phase is None or phase == self._phase:
+            return
+        self._phase = phase
+        info_nce = self.objective.info_nce
+        if not isinstance(info_nce.temperature, Tensor):
+            info_nce.temperature = phase.temperature or self.base_temperature
+        elif phase.temperature is not None:
+            with torch.no_grad():
+                info_nce.temperature.fill_(phase.temperature)
+
+
+def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a fused optimiser was called by a ``GradScaler`` and took no step."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
+def _scheduled(curriculum: Curriculum | None) -> Iterable[str]:
+    """The weights that any phase names."""
+    return () if curriculum is None else {n for phase in curriculum.phases for n in phase.weights}

@@ -1,0 +1,108 @@
+"""A gate over the vocabulary that the whole text decides."""
+
+import torch
+from torch import Tensor, nn
+
+from sparse_losses._core.checks import check_integer, check_number, check_shapes
+from sparse_losses._core.token_ids import as_mask
+
+__all__ = ["ContextGate"]
+
+
+class ContextGate(nn.Module):
+    r"""How much of every token's logit the context lets through, in (0, 1).
+
+    $$g = \sigma\bigl(W_2\, \mathrm{GELU}(W_1\, \mathrm{LayerNorm}(c) + b_1) + b_2\bigr)
+    \qquad c = \mathrm{Attention}(q, H, H)$$
+
+    A learned query $q$ attends over the hidden states $H$ of the attended tokens; the context
+    vector $c$ decides on all of the vocabulary. The same word may then expand differently in
+    another text. The gate multiplies logits; being one number a text and token, it commutes with
+    the maximum over positions, so :func:`splade_head` takes it as ``gate=`` and never holds
+    ``[B, S, V]``.
+
+    Args:
+        hidden_size: $H$, divisible by ``num_heads``.
+        vocab_size: $V$.
+        gate_hidden: width between the two linear maps.
+        num_heads: of the attention.
+        dropout: of the attention and between the maps, in [0, 1).
+
+    Shape:
+        - Input: ``hidden`` ``[B, S, H]``, ``attention_mask`` ``[B, S]`` 0/1 or ``None``.
+        - Output: ``[B, V]``.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import ContextGate, SpladeHead
+        >>> embedding = torch.nn.Embedding(1000, 32)
+        >>> gate, head = ContextGate(32, 1000), SpladeHead(embedding.weight)
+        >>> hidden, mask = torch.randn(2, 7, 32), torch.ones(2, 7)
+        >>> head(hidden, mask, gate=gate(hidden, mask)).shape
+        torch.Size([2, 1000])
+
+    References:
+        Context-gated sparse expansion, from the notes of a Korean neural sparse retriever (V28b).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        gate_hidden: int = 256,
+        num_heads: int = 4,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        for name, value in (
+            ("hidden_size", hidden_size),
+            ("vocab_size", vocab_size),
+            ("gate_hidden", gate_hidden),
+            ("num_heads", num_heads),
+        ):
+            check_integer(name, value, minimum=1)
+        check_number("dropout", dropout, minimum=0.0)
+        if dropout >= 1:
+            raise ValueError(f"expected `dropout` in [0, 1), got {dropout!r}")
+        if hidden_size % num_heads:
+            raise ValueError(
+                f"expected `hidden_size` divisible by num_heads = {num_heads}, got {hidden_size}"
+            )
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.query = nn.Parameter(torch.empty(1, 1, hidden_size))
+        nn.init.normal_(self.query, std=0.02)
+        self.attention = nn.MultiheadAttention(
+            hidden_size, num_heads, dropout=dropout, batch_first=True
+        )
+        self.norm = nn.LayerNorm(hidden_size)
+        self.map = nn.Sequential(
+            nn.Linear(hidden_size, gate_hidden),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(gate_hidden, vocab_size),
+        )
+
+    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """The gate ``[B, V]``."""
+        check_shapes(hidden=(hidden, "B S H"), attention_mask=(attention_mask, "B S", "optional"))
+        if hidden.shape[2] != self.hidden_size:
+            raise ValueError(
+                f"expected `hidden` of shape [B, S, H] with H = {self.hidden_size}, "
+                f"got {list(hidden.shape)}"
+            )
+        if hidden.shape[0] == 0 or hidden.shape[1] == 0:  # no text, or none with a token
+            hidden, attention_mask = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[2]), None
+        if hidden.shape[0] == 0:
+            return hidden.new_zeros(0, self.vocab_size)
+        ignored = None
+        if attention_mask is not None:
+            attended = as_mask("attention_mask", attention_mask)
+            hidden = torch.where(attended[:, :, None], hidden, 0.0)  # their NaN too
+            # A softmax over nothing is NaN: a text without tokens attends to zeros.
+            ignored = ~attended & attended.any(1, keepdim=True)
+        query = self.query.expand(hidden.shape[0], -1, -1)
+        context, _ = self.attention(
+            query, hidden, hidden, key_padding_mask=ignored, need_weights=False
+        )
+        gate: Tensor = self.map(self.norm(context[:, 0])).sigmoid()
+        return gate

@@ -1,0 +1,265 @@
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+
+from sparse_losses import (
+    CollapseError,
+    SparsityController,
+    SpladeBatch,
+    SpladeObjective,
+    Texts,
+)
+
+V = 1000
+
+
+def _rows(active, dead=0, rows=10):
+    """``rows`` texts with so many active dimensions, ``dead`` of them silent."""
+    x = torch.zeros(rows, V)
+    x[: rows - dead, :active] = 1.0
+    return x
+
+
+def _controller(objective=None, **options):
+    objective = objective or SpladeObjective({"document_flops": 0.01})
+    options = {"target_active": 50, "ignore_steps": 0, "every": 1} | options
+    return objective, SparsityController(objective, **options)
+
+
+class _Plant:
+    """Active dimensions that follow the weight with a lag, as a network's do."""
+
+    def __init__(self, objective, dense=600.0, lag=30.0, needed=2.0, floor=1.0):
+        self.objective, self.active = objective, dense
+        self.dense, self.lag, self.needed, self.floor = dense, lag, needed, floor
+
+    def step(self):
+        weight = self.objective.weights["document_flops"]
+        settled = max(self.dense / (1 + weight * self.needed), self.floor)
+        self.active *= (settled / self.active) ** (1 / self.lag)
+        return _rows(max(round(self.active), 1))
+
+
+@pytest.mark.parametrize("target", [20, 100, 400])
+@pytest.mark.parametrize("lag", [5, 30, 80])
+@pytest.mark.parametrize("start", [1e-4, 0.01, 10.0])
+def test_it_reaches_the_target_and_stays(target, lag, start):
+    objective, controller = _controller(target_active=target, start=start)
+    plant = _Plant(objective, lag=lag)
+    seen = []
+    for _ in range(1500):
+        controller.observe(plant.step())
+        controller.step()
+        seen.append(plant.active)
+    assert all(abs(active / target - 1) < 0.1 for active in seen[-200:])
+    if start < 1:  # from a weight that is far too large nothing steers away in a few steps
+        assert min(seen) > target / 3, "it does not fall through the target"
+    assert controller.report()["status"] == "on target"
+
+
+def test_the_weight_moves_by_a_bounded_factor_and_within_bounds():
+    objective, controller = _controller(gain=0.05, maximum=0.5, start=0.01)
+    weights = [objective.weights["document_flops"]]
+    for _ in range(200):
+        controller.observe(_rows(900))
+        controller.step()
+        weights.append(objective.weights["document_flops"])
+    ratios = [b / a for a, b in itertools.pairwise(weights)]
+    assert max(ratios) <= math.exp(0.05) * (1 + 1e-9)
+    assert weights[-1] == pytest.approx(0.5)
+    assert controller.report()["status"] == "unreachable: more are active at the largest weight"
+
+
+def test_nothing_winds_up_at_a_bound():
+    objective, controller = _controller(maximum=0.02, window=1.0, horizon=0.0)
+    for _ in range(500):
+        controller.observe(_rows(900))
+        controller.step()
+    assert objective.weights["document_flops"] == pytest.approx(0.02)
+    for _ in range(10):
+        controller.observe(_rows(10))
+        controller.step()
+    assert objective.weights["document_flops"] < 0.02 * math.exp(-0.05 * 5)
+
+
+def test_a_target_that_is_too_dense_is_reported_as_unreachable():
+    objective, controller = _controller(target_active=500)
+    for _ in range(600):
+        controller.observe(_rows(40))
+        controller.step()
+    assert objective.weights["document_flops"] == 0.0
+    assert controller.report()["status"] == "unreachable: fewer are active with hardly any weight"
+
+
+def test_the_first_steps_are_ignored():
+    objective, controller = _controller(ignore_steps=10)
+    for _ in range(10):
+        controller.observe(_rows(900))
+        controller.step()
+        assert objective.weights["document_flops"] == 0.01
+    controller.observe(_rows(900))
+    controller.step()
+    assert objective.weights["document_flops"] > 0.01
+
+
+def test_dead_rows_halve_the_weight_and_it_does_not_rise_until_they_are_gone():
+    objective, controller = _controller(start=1.0, dead_share=0.05)
+    controller.observe(_rows(900))
+    controller.step()
+    before = objective.weights["document_flops"]
+    assert before > 1.0
+    controller.observe(_rows(900, dead=1))
+    controller.step()
+    assert objective.weights["document_flops"] == pytest.approx(before / 2)
+    assert controller.report()["status"].startswith("backing off")
+    assert controller.report()["dead_rows"] == pytest.approx(0.1)
+    controller.observe(_rows(900))
+    controller.step()
+    assert objective.weights["document_flops"] > before / 2
+
+
+def test_when_all_rows_are_dead_it_names_the_checkpoint():
+    _, controller = _controller()
+    controller.observe(_rows(900))
+    controller.step()
+    controller.checkpoint = "runs/7/step-1.pt"
+    controller.observe(_rows(0, dead=10))
+    with pytest.raises(CollapseError, match=r"step 2.*dead row: 1\).*runs/7/step-1\.pt"):
+        controller.step()
+
+
+def test_a_resumed_run_steers_as_the_first_one_would():
+    objective, controller = _controller(every=3, ignore_steps=4)
+    plant = _Plant(objective)
+    for step in range(100):
+        if step == 40:
+            state = controller.state_dict()
+            active = plant.active
+        controller.observe(plant.step())
+        controller.step()
+    other, resumed = _controller(every=3, ignore_steps=4)
+    resumed.load_state_dict(state)
+    plant_again = _Plant(other)
+    plant_again.active = active
+    for _ in range(60):
+        resumed.observe(plant_again.step())
+        resumed.step()
+    assert other.weights == objective.weights
+    assert resumed.report() == controller.report()
+
+
+def test_attached_it_observes_training_batches_and_counts_optimiser_steps():
+    objective, controller = _controller(every=2)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter])
+    handle = controller.attach(optimizer)
+    batch = SpladeBatch(Texts(_rows(5)), Texts(_rows(300)), Texts(_rows(100).expand(10, 10, V)))
+    for _ in range(2):
+        objective(batch)
+        objective.eval()
+        objective(SpladeBatch(Texts(_rows(1)), Texts(_rows(1))))  # a validation batch
+        objective.train()
+        optimizer.step()
+    # 10 positives of 300 and 100 negatives of 100.
+    assert controller.report()["active"] == pytest.approx((10 * 300 + 100 * 100) / 110)
+    handle.remove()
+    optimizer.step()
+    assert controller.report()["step"] == 2
+
+
+def test_the_query_side_has_its_own():
+    objective = SpladeObjective({"query_flops": 0.1, "document_flops": 0.2})
+    controllers = [
+        SparsityController(objective, term, target_active=20, every=1, ignore_steps=0)
+        for term in ("query_flops", "document_flops")
+    ]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    for controller in controllers:
+        controller.attach(optimizer)
+    objective(SpladeBatch(Texts(_rows(5)), Texts(_rows(300))))
+    optimizer.step()
+    assert [c.report()["active"] for c in controllers] == [5.0, 300.0]
+    assert objective.weights["query_flops"] < 0.1
+    assert objective.weights["document_flops"] > 0.2
+
+
+def test_a_second_master_of_the_weight_is_an_error():
+    objective, controller = _controller()
+    objective.weights["document_flops"] = 3.0
+    controller.observe(_rows(900))
+    with pytest.raises(RuntimeError, match="let one alone steer it"):
+        controller.step()
+
+
+def test_nan_and_no_rows_say_nothing():
+    objective, controller = _controller()
+    controller.observe(_rows(900))
+    controller.step()
+    before = objective.weights["document_flops"]
+    controller.observe(torch.full((4, V), torch.nan))
+    controller.step()
+    controller.observe(torch.zeros(0, V))
+    controller.step()
+    assert objective.weights["document_flops"] == before
+    mixed = _rows(900)
+    mixed[3, 5] = torch.nan
+    controller.observe(mixed)
+    controller.step()
+    assert controller.report()["dead_rows"] == 0.0
+    assert objective.weights["document_flops"] > before
+
+
+def test_a_new_controller_goes_on_from_the_old_ones_start():
+    objective, controller = _controller()
+    for _ in range(30):
+        controller.observe(_rows(900))
+        controller.step()
+    reached = objective.weights["document_flops"]
+    _, resumed = _controller(objective)  # whose default start is the weight of now
+    resumed.load_state_dict(controller.state_dict())
+    assert objective.weights["document_flops"] == pytest.approx(reached)
+    assert resumed.start == 0.01
+
+
+def test_a_copy_of_an_attached_objective_is_not_watched():
+    objective, controller = _controller()
+    controller.attach(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+    other = copy.deepcopy(objective)
+    other(SpladeBatch(Texts(_rows(5)), Texts(_rows(300))))
+    with pytest.raises(RuntimeError, match="observe"):
+        controller.step()
+    objective(batch=SpladeBatch(Texts(_rows(5)), Texts(_rows(300))))
+    controller.step()
+    assert controller.report()["active"] == 300.0
+
+
+def test_a_step_without_a_batch_is_an_error():
+    _, controller = _controller()
+    with pytest.raises(RuntimeError, match="observe"):
+        controller.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_active": 0}, "`target_active`"),
+        ({"start": -1.0}, "`start`"),
+        ({"start": 1.0, "maximum": 0.5}, "`maximum`"),
+        ({"gain": 0.0}, "`gain`"),
+        ({"window": 0.5}, "`window`"),
+        ({"every": 0}, "`every`"),
+        ({"dead_share": 5.0}, "`dead_share`"),
+        ({"term": "info_nce"}, "`term`"),
+    ],
+)
+def test_wrong_input_is_an_error(options, message):
+    with pytest.raises(ValueError, match=message):
+        _controller(**options)
+
+
+def test_it_needs_a_weight_to_begin_with():
+    with pytest.raises(ValueError, match=r"`start`, got 0"):
+        SparsityController(SpladeObjective({"info_nce": 1.0}), target_active=5)

@@ -1,0 +1,546 @@
+import math
+
+import pytest
+import torch
+
+from sparse_losses import (
+    DistillationLoss,
+    FlopsLoss,
+    IdfFlopsLoss,
+    InfoNCELoss,
+    LanguagePenaltyLoss,
+    MinActivationLoss,
+    SelfReconstructionLoss,
+    SpladeBatch,
+    SpladeObjective,
+    Texts,
+)
+from sparse_losses.functional import (
+    distillation_loss,
+    flops_loss,
+    info_nce_loss,
+    language_penalty_loss,
+    margin_mse_loss,
+    min_activation_loss,
+    positive_activation_loss,
+    self_reconstruction_loss,
+    triplet_margin_loss,
+)
+from sparse_losses.objective.objective import NEEDS
+
+B, V, S, N = 5, 40, 6, 3
+
+
+def _texts(*shape, logits=False, grad=False):
+    x = (torch.rand(*shape, V, dtype=torch.float64) - 0.4).relu()
+    if grad:
+        x.requires_grad_()
+    ids = torch.randint(0, V, (*shape, S))
+    mask = torch.ones(*shape, S, dtype=torch.int64)
+    mask[..., -1] = 0
+    return Texts(x, ids, mask, torch.randn(*shape, V, dtype=torch.float64) if logits else None)
+
+
+def _batch(negative=None, **options):
+    columns = B
+    made = None
+    if negative == "shared":
+        made, columns = _texts(N), B + N
+    elif negative == "one":
+        made, columns = _texts(B), 2 * B
+    elif negative == "own":
+        made, columns = _texts(B, N), B + N
+    return SpladeBatch(
+        _texts(B, **options),
+        _texts(B, **options),
+        made,
+        positive_ids=torch.tensor([0, 1, 2, 3, 1]),
+        teacher_scores=torch.randn(B, columns, dtype=torch.float64),
+        teacher_anchor_scores=torch.randn(B, B, dtype=torch.float64),
+    )
+
+
+def _cosines(a, b):
+    unit = lambda x: x / x.norm(dim=-1, keepdim=True).clamp(min=1e-300)  # noqa: E731
+    return unit(a) @ unit(b).T
+
+
+def _documents(batch):
+    if batch.negative is None:
+        return batch.positive
+    return Texts(
+        *(
+            None if x is None else torch.cat([x, y.flatten(0, -2)])
+            for x, y in zip(batch.positive, batch.negative, strict=True)
+        )
+    )
+
+
+def _expected(batch):
+    """Every term by its own function, nothing shared."""
+    anchor, positive, negative = batch[:3]
+    documents = _documents(batch)
+    scores = _cosines(anchor.activations, positive.activations)
+    if negative is not None and negative.activations.ndim == 2:
+        scores = torch.cat([scores, _cosines(anchor.activations, negative.activations)], 1)
+    elif negative is not None:
+        own = [
+            _cosines(a[None], n)[0]
+            for a, n in zip(anchor.activations, negative.activations, strict=False)
+        ]
+        scores = torch.cat([scores, torch.stack(own)], 1)
+    expected = {
+        "info_nce": info_nce_loss(
+            anchor.activations,
+            positive.activations,
+            None if negative is None else negative.activations,
+            positive_ids=batch.positive_ids,
+        ),
+        "distillation": distillation_loss(scores, batch.teacher_scores),
+        "context_distillation": distillation_loss(
+            _cosines(anchor.activations, anchor.activations), batch.teacher_anchor_scores
+        ),
+        "query_positive_activation": positive_activation_loss(
+            anchor.activations, positive.input_ids, positive.attention_mask
+        ),
+        "document_positive_activation": positive_activation_loss(
+            positive.activations, anchor.input_ids, anchor.attention_mask
+        ),
+    }
+    for side, texts in (("query", anchor), ("document", documents)):
+        expected[f"{side}_flops"] = flops_loss(texts.activations)
+        expected[f"{side}_min_activation"] = min_activation_loss(
+            texts.activations, texts.attention_mask.sum(-1)
+        )
+        expected[f"{side}_language_penalty"] = language_penalty_loss(
+            texts.activations, torch.arange(V, dtype=torch.float64)
+        )
+        expected[f"{side}_self_reconstruction"] = self_reconstruction_loss(*texts[:3])
+    if negative is not None and negative.activations.shape[:-1] != (N,):
+        expected["triplet_margin"] = triplet_margin_loss(
+            anchor.activations, positive.activations, negative.activations
+        )
+        pairs = []
+        for i in range(B):
+            columns = range(B, B + N) if negative.activations.ndim == 3 else [B + i]
+            for c in columns:
+                teacher = batch.teacher_scores
+                pairs.append((scores[i, i], scores[i, c], teacher[i, i], teacher[i, c]))
+        expected["margin_mse"] = margin_mse_loss(*map(torch.stack, zip(*pairs, strict=True)))
+    return expected
+
+
+def _objective(weights, **losses):
+    penalty = LanguagePenaltyLoss(torch.arange(V, dtype=torch.float64))
+    return SpladeObjective(weights, language_penalty=penalty, **losses)
+
+
+@pytest.mark.parametrize("negative", [None, "shared", "one", "own"])
+def test_the_total_is_the_weighted_sum_of_the_terms(negative):
+    batch = _batch(negative)
+    expected = _expected(batch)
+    weights = {name: 0.5 + number for number, name in enumerate(expected)}
+    total, terms = _objective(weights)(batch)
+    assert set(terms) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(terms[name], value, msg=lambda m, name=name: f"{name}: {m}")
+    torch.testing.assert_close(total, sum(weights[n] * v for n, v in expected.items()))
+
+
+def test_every_term_is_covered_above():
+    covered = set(_expected(_batch("own")))
+    assert covered == set(NEEDS)
+
+
+@pytest.mark.parametrize("negative", [None, "shared", "own"])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_info_nce_is_the_same_when_it_shares_the_scores(negative, symmetric, decoupled):
+    results = []
+    for shared in (False, True):
+        torch.manual_seed(1)
+        batch = _batch(negative, grad=True)
+        temperature = torch.nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
+        loss = InfoNCELoss(temperature=temperature, symmetric=symmetric, decoupled=decoupled)
+        objective = SpladeObjective({"info_nce": 1.0}, info_nce=loss)
+        if shared:  # and the other term gives no gradient of its own
+            objective.weights["distillation"] = 1e-300
+        total, _ = objective(batch)
+        leaves = [batch.anchor.activations, batch.positive.activations, temperature]
+        results.append([total.detach(), *torch.autograd.grad(total, leaves)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_distillation_compares_what_info_nce_compares(similarity):
+    batch = _batch()
+    objective = SpladeObjective(
+        {"distillation": 1.0}, info_nce=InfoNCELoss(similarity=similarity), score_scale=20.0
+    )
+    x, y = batch.anchor.activations, batch.positive.activations
+    scores = x @ y.T if similarity == "dot" else _cosines(x, y)
+    expected = distillation_loss(20 * scores, 20 * batch.teacher_scores)
+    torch.testing.assert_close(objective(batch).total, expected)
+
+
+def test_the_teacher_may_have_a_scale_of_its_own():
+    batch = _batch()
+    objective = SpladeObjective({"distillation": 1.0}, score_scale=20.0, teacher_scale=0.5)
+    scores = _cosines(batch.anchor.activations, batch.positive.activations)
+    expected = distillation_loss(20 * scores, 0.5 * batch.teacher_scores)
+    torch.testing.assert_close(objective(batch).total, expected)
+
+
+@pytest.mark.parametrize("negative", ["one", "own"])
+def test_a_teacher_may_score_each_anchors_own_candidates(negative):
+    batch = _batch(negative)
+    count = 1 + (N if negative == "own" else 1)
+    teacher = torch.randn(B, count, dtype=torch.float64)
+    batch = batch._replace(teacher_scores=teacher)
+    negatives = batch.negative.activations.reshape(B, -1, V)
+    student = torch.stack(
+        [
+            _cosines(a[None], torch.cat([p[None], n]))[0]
+            for a, p, n in zip(
+                batch.anchor.activations, batch.positive.activations, negatives, strict=True
+            )
+        ]
+    )
+    terms = SpladeObjective({"distillation": 1.0, "margin_mse": 1.0})(batch).terms
+    torch.testing.assert_close(terms["distillation"], distillation_loss(student, teacher))
+    gaps = (student[:, :1] - student[:, 1:]) - (teacher[:, :1] - teacher[:, 1:])
+    torch.testing.assert_close(terms["margin_mse"], gaps.square().mean())
+
+
+def test_a_zero_weight_is_not_computed():
+    class Poison(torch.nn.Module):
+        def forward(self, *_):
+            raise AssertionError("was computed")
+
+    objective = SpladeObjective({"info_nce": 1.0, "query_flops": 0.0, "triplet_margin": 0})
+    objective.flops = objective.triplet_margin = objective.distillation = Poison()
+    assert set(objective(_batch()).terms) == {"info_nce"}
+    objective.weights["query_flops"] = 1.0
+    with pytest.raises(AssertionError, match="was computed"):
+        objective(_batch())
+
+
+def test_no_term_at_all_is_zero_and_has_a_graph():
+    batch = _batch(grad=True)
+    total, terms = SpladeObjective({"info_nce": 0.0})(batch)
+    total.backward()
+    assert total == 0
+    assert terms == {}
+    assert not batch.anchor.activations.grad.any()
+
+
+def test_terms_are_detached_and_unweighted():
+    batch = _batch(grad=True)
+    total, terms = SpladeObjective({"query_flops": 100.0})(batch)
+    assert not terms["query_flops"].requires_grad
+    torch.testing.assert_close(terms["query_flops"], flops_loss(batch.anchor.activations).detach())
+    total.backward()
+    expected = 100 * 2 * batch.anchor.activations.detach().mean(0) / B
+    torch.testing.assert_close(batch.anchor.activations.grad, expected.expand(B, V))
+
+
+def test_logits_reach_self_reconstruction_and_min_activation_alone():
+    batch = _batch(logits=True)
+    weights = dict.fromkeys(("query_self_reconstruction", "query_min_activation", "query_flops"), 1)
+    terms = SpladeObjective(weights)(batch).terms
+    x, ids, mask, logits = batch.anchor
+    torch.testing.assert_close(
+        terms["query_self_reconstruction"], self_reconstruction_loss(logits, ids, mask)
+    )
+    torch.testing.assert_close(
+        terms["query_min_activation"], min_activation_loss(logits, mask.sum(-1))
+    )
+    torch.testing.assert_close(terms["query_flops"], flops_loss(x))
+
+
+@pytest.mark.parametrize("negative", [None, "shared", "own"])
+def test_stopwords_are_hidden_from_info_nce_and_flops_alone(negative):
+    batch, stopwords = _batch(negative), [3, 7, 11]
+    weights = dict.fromkeys(_expected(batch), 1.0)
+    weights.pop("triplet_margin", None)
+    shown = _objective(weights)(batch).terms
+    hidden = _objective(weights, stopword_ids=stopwords)(batch).terms
+    changed = {name for name in shown if not torch.equal(shown[name], hidden[name])}
+    assert changed == {"info_nce", "query_flops", "document_flops"}
+
+    def without(texts):
+        x = texts.activations.clone()
+        x[..., stopwords] = 0
+        return texts._replace(activations=x)
+
+    blind = batch._replace(
+        anchor=without(batch.anchor),
+        positive=without(batch.positive),
+        negative=None if batch.negative is None else without(batch.negative),
+    )
+    expected = _expected(blind)
+    for name in changed:
+        torch.testing.assert_close(hidden[name], expected[name])
+
+
+def test_stopwords_beyond_the_vocabulary_are_an_error():
+    with pytest.raises(ValueError, match=rf"`stopword_ids` below V = {V}, got {V}"):
+        SpladeObjective({"info_nce": 1.0}, stopword_ids=[V])(_batch())
+    with pytest.raises(ValueError, match=">= 0, got -1"):
+        SpladeObjective({"info_nce": 1.0}, stopword_ids=[-1])
+
+
+@pytest.mark.parametrize(
+    ("term", "change", "missing"),
+    [
+        ("distillation", {"teacher_scores": None}, "teacher_scores"),
+        ("context_distillation", {"teacher_anchor_scores": None}, "teacher_anchor_scores"),
+        ("triplet_margin", {"negative": None}, "negative"),
+        ("margin_mse", {"negative": None}, "negative"),
+        ("query_self_reconstruction", {"anchor": Texts(torch.rand(B, V))}, "anchor.input_ids"),
+        (
+            "document_self_reconstruction",
+            {"negative": Texts(torch.rand(B, V))},
+            "negative.input_ids",
+        ),
+        ("query_positive_activation", {"positive": Texts(torch.rand(B, V))}, "positive.input_ids"),
+        ("document_positive_activation", {"anchor": Texts(torch.rand(B, V))}, "anchor.input_ids"),
+    ],
+)
+def test_a_missing_input_names_the_term(term, change, missing):
+    objective = SpladeObjective({term: 2.5})
+    objective(_batch("one"))
+    message = rf"term '{term}' \(weight 2.5\) needs `batch.{missing}`, got None"
+    with pytest.raises(ValueError, match=message):
+        objective(_batch("one")._replace(**change))
+
+
+def test_no_candidate_is_none_for_the_margins_either():
+    batch = _batch("own", grad=True)
+    teacher = batch.teacher_scores.clone()
+    teacher[1, B] = teacher[4, B + 2] = -torch.inf
+    total = SpladeObjective({"margin_mse": 1.0})(batch._replace(teacher_scores=teacher)).total
+    total.backward()
+    assert batch.anchor.activations.grad.isfinite().all()
+    own = [_cosines(a[None], n)[0] for a, n in zip(batch[0][0], batch[2][0], strict=True)]
+    positive = _cosines(batch.anchor.activations, batch.positive.activations).diagonal()
+    errors = [
+        (positive[i] - own[i][n] - teacher[i, i] + teacher[i, B + n]) ** 2
+        for i in range(B)
+        for n in range(N)
+        if teacher[i, B + n] > -torch.inf
+    ]
+    torch.testing.assert_close(total, torch.stack(errors).mean())
+
+
+def test_a_half_precision_teacher_does_not_overflow():
+    batch = _batch()
+    teacher = (1000 * torch.randn(B, B)).half()
+    objective = SpladeObjective({"distillation": 1.0}, score_scale=100.0)
+    half, full = (
+        objective(batch._replace(teacher_scores=t)).total for t in (teacher, teacher.float())
+    )
+    assert half.isfinite()
+    torch.testing.assert_close(half, full)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"positive": Texts(torch.rand(B + 1, V))}, r"`positive\.activations`"),
+        ({"negative": Texts(torch.rand(1, N, V))}, r"`negative\.activations`"),
+        (
+            {
+                "anchor": Texts(
+                    torch.rand(B, V), torch.zeros(B, 4, dtype=torch.int64), torch.ones(B, 1)
+                )
+            },
+            r"`anchor\.attention_mask`",
+        ),
+    ],
+)
+def test_shapes_that_do_not_fit_are_an_error(change, message):
+    with pytest.raises(ValueError, match=message):
+        SpladeObjective({"distillation": 1.0, "query_min_activation": 1.0})(
+            _batch("own")._replace(**change)
+        )
+
+
+def test_negatives_without_masks_beside_positives_with_them_are_an_error():
+    batch = _batch("own")
+    batch = batch._replace(negative=Texts(batch.negative.activations))
+    SpladeObjective({"document_flops": 1.0})(batch)
+    with pytest.raises(ValueError, match="'document_min_activation' needs `attention_mask`"):
+        SpladeObjective({"document_min_activation": 1.0})(batch)
+
+
+def test_a_weight_that_is_no_number_is_an_error():
+    with pytest.raises(ValueError, match="0-d tensor"):
+        SpladeObjective({"info_nce": torch.ones(3)})
+
+
+def test_a_subclass_of_info_nce_is_called():
+    class More(InfoNCELoss):
+        def forward(self, *args, **options):
+            return 100 + super().forward(*args, **options)
+
+    weights = {"info_nce": 1.0, "distillation": 1.0}
+    assert SpladeObjective(weights, info_nce=More())(_batch()).terms["info_nce"] > 100
+
+
+def test_tensors_are_no_texts():
+    with pytest.raises(TypeError, match=r"`batch\.positive` to be Texts, got Tensor"):
+        SpladeObjective({"info_nce": 1.0})(SpladeBatch(Texts(torch.rand(2, 3)), torch.rand(2, 3)))
+
+
+def test_a_missing_loss_names_the_term():
+    with pytest.raises(ValueError, match=r"'document_language_penalty'.*LanguagePenaltyLoss"):
+        SpladeObjective({"document_language_penalty": 1.0})(_batch())
+
+
+@pytest.mark.parametrize("term", ["triplet_margin", "margin_mse"])
+def test_negatives_that_are_nobodys_own_are_an_error(term):
+    with pytest.raises(ValueError, match=rf"{term}.*B = {B}, got \[{N}, {V}\]"):
+        SpladeObjective({term: 1.0})(_batch("shared"))
+
+
+def test_teacher_scores_of_another_shape_are_an_error():
+    batch = _batch("own")._replace(teacher_scores=torch.randn(B, 2))
+    with pytest.raises(ValueError, match=rf"\[{B}, {B + N}\] or \[{B}, {1 + N}\].*\[{B}, 2\]"):
+        SpladeObjective({"distillation": 1.0})(batch)
+
+
+def test_an_unknown_term_is_an_error_with_a_hint():
+    with pytest.raises(ValueError, match=r"'doc_flops'; did you mean 'document_flops'\?"):
+        SpladeObjective({"doc_flops": 1.0})
+    objective = SpladeObjective({})
+    objective.weights["infonce"] = 1.0
+    with pytest.raises(ValueError, match="'infonce'; did you mean 'info_nce'"):
+        objective(_batch())
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, "1", None])
+def test_a_weight_is_a_finite_number(weight):
+    with pytest.raises((ValueError, TypeError), match="weights"):
+        SpladeObjective({"info_nce": weight})
+
+
+def test_a_loss_that_does_not_reduce_is_an_error():
+    with pytest.raises(ValueError, match="`min_activation` to reduce to one number"):
+        SpladeObjective({}, min_activation=MinActivationLoss(reduction="none"))
+
+
+def test_a_weight_may_be_learned():
+    weight = torch.nn.Parameter(torch.tensor(2.0))
+    batch = _batch()
+    total, terms = SpladeObjective({"query_flops": weight})(batch)
+    total.backward()
+    torch.testing.assert_close(weight.grad, terms["query_flops"].float())
+
+
+def test_the_modules_given_are_the_modules_used():
+    penalty = torch.rand(V, dtype=torch.float64)
+    batch = _batch()
+    objective = SpladeObjective(
+        {"query_flops": 1.0, "query_self_reconstruction": 1.0, "context_distillation": 1.0},
+        flops=IdfFlopsLoss(penalty, beta=0.7),
+        self_reconstruction=SelfReconstructionLoss(balanced=True),
+        context_distillation=DistillationLoss(alpha_mse=0.0),
+    )
+    terms = objective(batch).terms
+    mean = batch.anchor.activations.mean(0)
+    torch.testing.assert_close(terms["query_flops"], (penalty * (mean + 0.7 * mean**2)).sum())
+    torch.testing.assert_close(
+        terms["query_self_reconstruction"],
+        self_reconstruction_loss(*batch.anchor[:3], balanced=True),
+    )
+    assert "flops.token_penalty" in objective.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_single(dtype):
+    batch = _batch("own")
+    half = batch._replace(
+        anchor=batch.anchor._replace(activations=batch.anchor.activations.to(dtype)),
+        positive=batch.positive._replace(activations=batch.positive.activations.to(dtype)),
+        negative=batch.negative._replace(activations=batch.negative.activations.to(dtype)),
+        teacher_scores=batch.teacher_scores.float(),
+        teacher_anchor_scores=batch.teacher_anchor_scores.float(),
+    )
+    weights = dict.fromkeys(_expected(batch), 1.0)
+    objective = _objective(weights).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        total, terms = objective(half)
+    expected = _expected(
+        half._replace(
+            **{
+                name: getattr(half, name)._replace(
+                    activations=getattr(half, name).activations.double()
+                )
+                for name in ("anchor", "positive", "negative")
+            }
+        )
+    )
+    assert total.dtype == torch.float32
+    for name, value in terms.items():
+        torch.testing.assert_close(value.double(), expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_it_compiles_in_one_graph():
+    batch = _batch("own", grad=True)
+    objective = _objective(dict.fromkeys(_expected(batch), 0.5), stopword_ids=[1, 2])
+    compiled = torch.compile(objective, fullgraph=True, backend="aot_eager")
+    total, terms = objective(batch)
+    compiled_total, compiled_terms = compiled(batch)
+    torch.testing.assert_close(compiled_total, total)
+    assert set(compiled_terms) == set(terms)
+    leaves = [batch.anchor.activations, batch.positive.activations]
+    for one, other in zip(
+        torch.autograd.grad(total, leaves), torch.autograd.grad(compiled_total, leaves), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_special_tokens_are_no_tokens_of_a_text():
+    batch = _batch()
+    ids = batch.anchor.input_ids.clone()
+    ids[:, 0], ids[:, 4] = 0, 1
+    batch = batch._replace(anchor=batch.anchor._replace(input_ids=ids))
+    weights = dict.fromkeys(
+        ("query_min_activation", "query_self_reconstruction", "document_positive_activation"), 1.0
+    )
+    objective = SpladeObjective(
+        weights, special_token_ids=[0, 1], min_activation=MinActivationLoss(threshold=5.0)
+    )
+    terms = objective(batch).terms
+    x, ids, mask, _ = batch.anchor
+    counts = [
+        len([t for t, on in zip(i, m, strict=False) if on and t > 1])
+        for i, m in zip(ids.tolist(), mask, strict=False)
+    ]
+    expected = min_activation_loss(x, torch.tensor(counts), threshold=5.0)
+    torch.testing.assert_close(terms["query_min_activation"], expected)
+    expected = self_reconstruction_loss(x, ids, mask, ignore_token_ids=[0, 1])
+    torch.testing.assert_close(terms["query_self_reconstruction"], expected)
+    expected = positive_activation_loss(
+        batch.positive.activations, ids, mask, ignore_token_ids=[0, 1]
+    )
+    torch.testing.assert_close(terms["document_positive_activation"], expected)
+
+
+def test_flops_of_the_documents_counts_negatives_as_rows():
+    batch = _batch("own")
+    total = SpladeObjective({"document_flops": 1.0}, flops=FlopsLoss())(batch).total
+    rows = torch.cat([batch.positive.activations, batch.negative.activations.flatten(0, 1)])
+    assert len(rows) == B + B * N
+    torch.testing.assert_close(total, rows.mean(0).square().sum())
+
+
+def test_texts_of_different_lengths_join():
+    batch = _batch("shared")
+    longer = torch.cat([batch.negative.input_ids, torch.full((N, 2), -100)], 1)
+    mask = torch.cat([batch.negative.attention_mask, torch.zeros(N, 2, dtype=torch.int64)], 1)
+    padded = batch._replace(negative=batch.negative._replace(input_ids=longer, attention_mask=mask))
+    objective = SpladeObjective({"document_self_reconstruction": 1.0})
+    torch.testing.assert_close(objective(padded).total, objective(batch).total)

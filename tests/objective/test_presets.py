@@ -1,0 +1,237 @@
+"""The presets, number by number, against the tables of the notes they come from."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from sparse_losses import (
+    V22,
+    V23,
+    V25,
+    V26,
+    V28,
+    FlopsLoss,
+    IdfFlopsLoss,
+    Phase,
+    SpladeBatch,
+    Texts,
+    TrainingSchedule,
+)
+from sparse_losses.functional import idf_penalty
+
+PRESETS = (V22, V23, V25, V26)
+
+# "Loss weights by version", from the notes on loss functions.
+WEIGHTS = """
+                             V22     V23     V25     V26
+info_nce                     2.0     2.5     3.0     3.0
+query_self_reconstruction    4.0     1.0     0.5     0.5
+query_positive_activation    10.0    3.0     2.0     2.0
+triplet_margin               2.5     0.0     0.0     0.0
+query_flops                  0.005   0.003   0.002   0.010
+query_min_activation         1.0     1.0     1.0     1.0
+distillation                 -       1.0     2.0     2.0
+"""
+
+# "V26 settings" of every section, and the column of V25 where there is one.
+SETTINGS = """
+                             V25     V26
+temperature                  -       0.07
+margin                       -       0.3
+idf_alpha                    2.5     4.0
+special_penalty              -       100.0
+stopword_penalty             5.0     15.0
+beta                         0.3     0.3
+top_k                        -       5
+threshold                    -       0.5
+distillation_temperature     -       3.0
+alpha_kl                     -       0.7
+alpha_mse                    -       0.3
+"""
+
+# "Weights by phase (V26)", and the phases of V28.
+PHASES_V26 = """
+epochs   temperature   info_nce   distillation
+1-8      0.08          2.5        2.5
+9-17     0.05          3.0        1.5
+18-25    0.04          3.0        0.8
+"""
+PHASES_V28 = """
+epochs   temperature   distillation
+1-8      0.08          2.5
+9-17     0.05          1.5
+18-25    0.04          0.8
+"""
+
+
+def _rows(table):
+    head, *lines = (line.split() for line in table.strip().splitlines())
+    return head, lines
+
+
+def _number(text):
+    return None if text == "-" else float(text)
+
+
+def test_weights():
+    head, lines = _rows(WEIGHTS)
+    for name, *values in lines:
+        for preset, value in zip(PRESETS, values, strict=True):
+            assert preset.name in head
+            assert preset.weights.get(name) == _number(value), (preset.name, name)
+    for preset in PRESETS:
+        assert set(preset.weights) <= {name for name, *_ in lines}
+
+
+def test_settings():
+    _, lines = _rows(SETTINGS)
+    for name, *values in lines:
+        for preset, value in zip((V25, V26), values, strict=True):
+            assert getattr(preset, name) == _number(value), (preset.name, name)
+    for preset in (V22, V23):
+        assert preset.idf_alpha is None
+
+
+@pytest.mark.parametrize(("preset", "table"), [(V26, PHASES_V26), (V28, PHASES_V28)])
+def test_phases(preset, table):
+    (_, _, *names), lines = _rows(table)
+    expected = []
+    for epochs, temperature, *weights in lines:
+        first, last = map(int, epochs.split("-"))
+        weights = dict(zip(names, map(float, weights), strict=True))
+        expected.append(Phase(first, last, temperature=float(temperature), weights=weights))
+    assert preset.curriculum.phases == tuple(expected)
+    assert preset.curriculum.unit == "epoch"
+
+
+def test_v28_is_v26_with_a_language_penalty_and_context_distillation():
+    assert V28.weights == {
+        **V26.weights,
+        "query_language_penalty": 0.5,
+        "context_distillation": 1.0,
+    }
+    assert V28.language_penalty == 100.0
+    assert V28.weights["query_flops"] == 0.010
+    assert V28.special_penalty == 100.0
+    assert V28.stopword_penalty == 15.0
+    kept = {field.name for field in dataclasses.fields(V26)} - {
+        "name",
+        "weights",
+        "language_penalty",
+        "curriculum",
+        "training",
+        "ours",
+    }
+    assert all(getattr(V28, name) == getattr(V26, name) for name in kept)
+    assert V28.training["num_epochs"] == 25
+    assert V28.training["batch_size"] == 24
+    assert V28.training["learning_rate"] == 3.0e-5
+    assert V28.training["gradient_accumulation_steps"] == 4
+    assert V28.training["context_gate_hidden"] == 256
+    assert V28.training["context_attention_heads"] == 4
+    assert V28.training["context_gate_dropout"] == 0.1
+
+
+def test_what_nobody_gave_must_be_set():
+    assert V22.missing() == ["temperature", "margin", "top_k", "threshold"]
+    assert V26.missing() == V28.missing() == []
+    with pytest.raises(ValueError, match=r"V22 no temperature, margin.*V22.replace\(temperature="):
+        V22.objective()
+    ready = V22.replace(temperature=0.05, margin=0.3, top_k=5, threshold=0.5)
+    assert ready.missing() == []
+    assert isinstance(ready.objective().flops, FlopsLoss)
+    assert V22.temperature is None, "a preset is not changed"
+
+
+def _batch(size=4, vocab=30):
+    texts = [
+        Texts(
+            torch.rand(size, vocab),
+            torch.randint(0, vocab, (size, 6)),
+            torch.ones(size, 6, dtype=torch.int64),
+        )
+        for _ in range(2)
+    ]
+    scores = torch.randn(size, size)
+    return SpladeBatch(*texts, teacher_scores=scores, teacher_anchor_scores=scores)
+
+
+def test_v28_trains():
+    idf = torch.rand(30) * 5
+    objective = V28.objective(
+        idf=idf, special_token_ids=[0, 1], stopword_ids=[2], allowed_token_ids=range(20)
+    )
+    assert isinstance(objective.flops, IdfFlopsLoss)
+    expected = idf_penalty(
+        idf,
+        alpha=4.0,
+        special_token_ids=[0, 1],
+        special_penalty=100.0,
+        stopword_ids=[2],
+        stopword_penalty=15.0,
+    )
+    assert torch.equal(objective.flops.token_penalty, expected)
+    penalised = objective.language_penalty.token_penalty.nonzero().flatten().tolist()
+    assert penalised == list(range(20, 30))
+    assert set(objective.language_penalty.token_penalty.tolist()) == {0.0, 100.0}
+    assert objective.distillation.temperature == 3.0
+    schedule = TrainingSchedule(objective, V28.curriculum, steps_per_epoch=1)
+    total, terms = objective(_batch())
+    assert set(terms) == {name for name, weight in V28.weights.items() if weight}
+    assert total.isfinite()
+    assert objective.info_nce.temperature == 0.08
+    for _ in range(8):
+        schedule.step()
+    assert objective.info_nce.temperature == 0.05
+    assert objective.weights["distillation"] == 1.5
+    assert objective.weights["info_nce"] == 3.0
+
+
+def test_v25_treats_special_tokens_as_any_other():
+    idf = torch.linspace(0, 5, 30)
+    ready = V25.replace(
+        temperature=0.07,
+        distillation_temperature=3.0,
+        alpha_kl=0.7,
+        alpha_mse=0.3,
+        top_k=5,
+        threshold=0.5,
+    )
+    penalty = ready.objective(idf=idf, special_token_ids=[0], stopword_ids=[3]).flops.token_penalty
+    expected = idf_penalty(idf, alpha=2.5, stopword_ids=[3], stopword_penalty=5.0)
+    assert torch.equal(penalty, expected)
+
+
+def test_what_an_objective_lacks_is_an_error():
+    with pytest.raises(ValueError, match="V26 weighs FLOPS by token and needs `idf`"):
+        V26.objective()
+    with pytest.raises(ValueError, match="`allowed_token_ids`"):
+        V28.objective(idf=torch.rand(30))
+    assert isinstance(V26.objective(flops=FlopsLoss()).flops, FlopsLoss)
+
+
+def test_a_preset_prints_every_number_and_marks_what_is_ours():
+    text = str(V28)
+    for number in ("3", "0.5", "0.01", "0.07", "100", "15", "25", "2.5", "3e-05", "BAAI/bge-m3"):
+        assert number in text
+    assert "ours: context_distillation" in text
+    assert "temperature                             ?" in str(V22)
+
+
+def test_stopwords_may_be_hidden_too():
+    made = V26.objective(idf=torch.rand(30), stopword_ids=[3, 4], hide_stopwords=True)
+    assert made.stopword_ids.tolist() == [3, 4]
+    assert len(V26.objective(idf=torch.rand(30), stopword_ids=[3, 4]).stopword_ids) == 0
+
+
+def test_a_name_that_is_no_term_is_an_error():
+    with pytest.raises(ValueError, match="`weights`"):
+        V26.replace(weights={"doc_flops": 1.0})
+
+
+def test_a_preset_cannot_be_changed_by_accident():
+    with pytest.raises(TypeError):
+        V26.weights["info_nce"] = 1.0
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        V26.temperature = 1.0

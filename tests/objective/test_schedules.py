@@ -1,0 +1,226 @@
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_losses import (
+    V26,
+    Curriculum,
+    FlopsLoss,
+    InfoNCELoss,
+    Phase,
+    SpladeBatch,
+    SpladeObjective,
+    Texts,
+    TrainingSchedule,
+    Warmup,
+)
+
+PHASES = Curriculum(
+    [
+        Phase(1, 2, temperature=0.08, weights={"info_nce": 2.5, "distillation": 2.5}),
+        Phase(3, 4, temperature=0.05, weights={"distillation": 1.5}),
+        Phase(5, 6, weights={"info_nce": 3.0, "distillation": 0.8}),
+    ]
+)
+
+
+def _objective():
+    return SpladeObjective(
+        {"info_nce": 1.0, "distillation": 1.0, "query_flops": 0.1},
+        info_nce=InfoNCELoss(temperature=0.07),
+    )
+
+
+def _schedule(objective, **options):
+    return TrainingSchedule(
+        objective,
+        PHASES,
+        warmups={"query_flops": Warmup(7, "quadratic"), "info_nce": Warmup(3)},
+        steps_per_epoch=4,
+        **options,
+    )
+
+
+def _state(objective):
+    return dict(objective.weights), objective.info_nce.temperature
+
+
+@given(st.integers(1, 10**6), st.integers(0, 2 * 10**6))
+def test_a_warmup_rises_from_zero_to_one_and_stays(steps, step):
+    linear, quadratic = Warmup(steps), Warmup(steps, "quadratic")
+    assert linear(0) == quadratic(0) == 0.0
+    assert linear(steps) == quadratic(steps) == 1.0
+    assert 0.0 <= quadratic(step) <= linear(step) <= 1.0
+    assert linear(step) <= linear(step + 1)
+    assert quadratic(step) == linear(step) ** 2
+
+
+def test_a_warmup_changes_the_gradient_and_not_the_report_alone():
+    objective = SpladeObjective({"query_flops": 0.5}, flops=FlopsLoss())
+    schedule = TrainingSchedule(objective, warmups={"query_flops": Warmup(4)})
+    x = torch.rand(3, 10, requires_grad=True)
+    batch = SpladeBatch(Texts(x), Texts(torch.rand(3, 10)))
+    norms = []
+    for _ in range(6):
+        total, _ = objective(batch)
+        (gradient,) = torch.autograd.grad(total, x, allow_unused=True)
+        norms.append(0.0 if gradient is None else gradient.norm().item())
+        schedule.step()
+    full = norms[-1]
+    assert full > 0
+    assert norms == pytest.approx([0, full / 4, full / 2, 3 * full / 4, full, full], rel=1e-5)
+
+
+def test_phases_follow_the_epochs_and_replace_weights():
+    objective = _objective()
+    schedule = _schedule(objective)
+    seen = []
+    for _ in range(28):
+        seen.append((schedule.epoch, *_state(objective)))
+        schedule.step()
+    assert [epoch for epoch, *_ in seen] == [n for n in range(1, 8) for _ in range(4)]
+    assert seen[0][1]["info_nce"] == 0.0
+    assert seen[7][1] == {"info_nce": 2.5, "distillation": 2.5, "query_flops": 0.1}
+    assert seen[7][2] == 0.08
+    assert seen[8][1] == {"info_nce": 1.0, "distillation": 1.5, "query_flops": 0.1}
+    assert seen[8][2] == 0.05
+    assert seen[16][1] == {"info_nce": 3.0, "distillation": 0.8, "query_flops": 0.1}
+    assert seen[16][2] == 0.07, "a phase without a temperature has the objective's own"
+    assert seen[27][1:] == seen[16][1:], "the last phase stays on"
+
+
+@pytest.mark.parametrize("stop", range(0, 27, 5))
+def test_a_resumed_run_sees_the_same_numbers_to_the_bit(stop):
+    objective = _objective()
+    schedule = _schedule(objective)
+    for _ in range(stop):
+        schedule.step()
+    saved = copy.deepcopy(schedule.state_dict())
+    other = _objective()
+    resumed = _schedule(other)
+    resumed.load_state_dict(saved)
+    for _ in range(10):
+        assert _state(other) == _state(objective)
+        schedule.step()
+        resumed.step()
+
+
+def test_a_learned_temperature_is_copied_into_as_a_phase_begins():
+    parameter = torch.nn.Parameter(torch.tensor(0.3))
+    objective = SpladeObjective({"info_nce": 1.0}, info_nce=InfoNCELoss(temperature=parameter))
+    phases = Curriculum([Phase(0, 2, temperature=0.1), Phase(3, 9)], unit="step")
+    schedule = TrainingSchedule(objective, phases)
+    assert objective.info_nce.temperature is parameter
+    assert parameter.item() == pytest.approx(0.1)
+    with torch.no_grad():
+        parameter.fill_(0.2)  # learned
+    schedule.step()
+    assert parameter.item() == pytest.approx(0.2), "within a phase it is the optimiser's"
+    state = schedule.state_dict()
+    resumed = TrainingSchedule(objective, phases)  # which begins with the first phase's
+    resumed.load_state_dict(state)
+    assert parameter.item() == pytest.approx(0.2)
+
+
+def test_a_term_of_some_phases_alone_is_off_in_the_others():
+    objective = SpladeObjective({"info_nce": 1.0})
+    phases = Curriculum([Phase(0, 0, weights={"query_flops": 0.1}), Phase(1, 9)], unit="step")
+    schedule = TrainingSchedule(objective, phases)
+    assert objective.weights["query_flops"] == 0.1
+    schedule.step()
+    assert objective.weights["query_flops"] == 0.0
+
+
+def test_phases_and_presets_are_copied_and_pickled_as_data():
+    for one in (PHASES, Phase(1, 2, weights={"info_nce": 1.0}), V26):
+        assert copy.deepcopy(one) == pickle.loads(pickle.dumps(one)) == one
+    assert dataclasses.asdict(V26)["weights"]["info_nce"] == 3.0
+    with pytest.raises(TypeError, match="no change"):
+        PHASES.phases[0].weights["info_nce"] = 9.0
+
+
+def test_it_counts_optimiser_steps_and_not_batches():
+    objective = SpladeObjective({"query_flops": 1.0})
+    schedule = TrainingSchedule(objective, warmups={"query_flops": Warmup(10)})
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter])
+    handle = schedule.attach(optimizer)
+    for micro_batch in range(8):
+        parameter.sum().backward()
+        if micro_batch % 4 == 3:
+            optimizer.step()
+    assert schedule.steps_taken == 2
+    with pytest.raises(RuntimeError, match="attached once"):
+        schedule.attach(optimizer)
+    handle.remove()
+    optimizer.step()
+    assert schedule.steps_taken == 2
+    assert "step 2" in repr(schedule)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skipped_step_of_a_scaler_is_none(fused):
+    schedule = TrainingSchedule(SpladeObjective({}))
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([parameter], fused=fused)
+    schedule.attach(optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    for gradient in (torch.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale((parameter * gradient).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert schedule.steps_taken == 1
+
+
+def test_two_masters_of_a_weight_are_an_error():
+    objective = _objective()
+    schedule = _schedule(objective)
+    objective.weights["query_flops"] = 7.0
+    with pytest.raises(RuntimeError, match=r"query_flops.*got 7\.0"):
+        schedule.step()
+
+
+def test_weights_that_are_not_scheduled_may_be_changed():
+    objective = SpladeObjective({"info_nce": 1.0, "query_flops": 1.0})
+    schedule = TrainingSchedule(objective, warmups={"query_flops": Warmup(2)})
+    objective.weights["info_nce"] = 5.0
+    schedule.step()
+    assert objective.weights == {"info_nce": 5.0, "query_flops": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Curriculum([]), "at least one phase"),
+        (lambda: Curriculum([Phase(2, 3)]), "begins with epoch 1, got 2"),
+        (lambda: Curriculum([Phase(1, 3), Phase(5, 6)]), "begins with epoch 4, got 5"),
+        (lambda: Curriculum([Phase(1, 3)], unit="step"), "begins with step 0, got 1"),
+        (lambda: Curriculum([Phase(1, 3)], unit="batch"), "`unit`"),
+        (lambda: Phase(3, 2), "`last`"),
+        (lambda: Phase(1, 2, temperature=0.0), "`temperature`"),
+        (lambda: Phase(1, 2, weights={"flops": 1.0}), "`weights`"),
+        (
+            lambda: TrainingSchedule(SpladeObjective({}), warmups={"query_flops": Warmup(2)}),
+            "a weight to warm up for 'query_flops'",
+        ),
+        (lambda: Warmup(0), "`steps`"),
+        (lambda: Warmup(5, "cosine"), "`shape`"),
+        (lambda: TrainingSchedule(_objective(), PHASES), "`steps_per_epoch`"),
+        (lambda: TrainingSchedule(_objective(), warmups={"flops": Warmup(2)}), "`warmups`"),
+        (
+            lambda: TrainingSchedule(
+                SpladeObjective({"query_flops": torch.ones(())}), warmups={"query_flops": Warmup(2)}
+            ),
+            "as tensors",
+        ),
+    ],
+)
+def test_wrong_input_is_an_error(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

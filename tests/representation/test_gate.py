@@ -1,0 +1,131 @@
+import pytest
+import torch
+
+from sparse_losses import ContextGate, SpladeHead, splade_pool
+
+B, S, H, V = 3, 6, 8, 50
+
+
+def _gate(**options):
+    torch.manual_seed(0)
+    return ContextGate(H, V, gate_hidden=16, num_heads=2, **options).double().eval()
+
+
+def _hidden():
+    hidden = torch.randn(B, S, H, dtype=torch.float64)
+    mask = torch.ones(B, S, dtype=torch.int64)
+    mask[0, 4:] = 0
+    mask[1, 1:] = 0
+    return hidden, mask
+
+
+def _by_loops(gate, hidden, mask):
+    """Attention of one query, head by head, and the rest."""
+    weight, bias = gate.attention.in_proj_weight, gate.attention.in_proj_bias
+    width, rows = H // 2, []
+    for states, on in zip(hidden, mask, strict=True):
+        states = states[on != 0]
+        query = weight[:H] @ gate.query[0, 0] + bias[:H]
+        keys = states @ weight[H : 2 * H].T + bias[H : 2 * H]
+        values = states @ weight[2 * H :].T + bias[2 * H :]
+        heads = []
+        for start in range(0, H, width):
+            part = slice(start, start + width)
+            share = (keys[:, part] @ query[part] / width**0.5).softmax(0)
+            heads.append(share @ values[:, part])
+        context = gate.attention.out_proj(torch.cat(heads))
+        centred = context - context.mean()
+        context = centred / (centred.square().mean() + gate.norm.eps).sqrt()
+        inner = gate.map[0](context * gate.norm.weight + gate.norm.bias)
+        inner = inner * 0.5 * (1 + torch.erf(inner / 2**0.5))
+        rows.append(1 / (1 + (-gate.map[3](inner)).exp()))
+    return torch.stack(rows)
+
+
+def test_the_gate_is_its_formula():
+    gate, (hidden, mask) = _gate(), _hidden()
+    torch.testing.assert_close(gate(hidden, mask), _by_loops(gate, hidden, mask))
+    torch.testing.assert_close(
+        gate(hidden), _by_loops(gate, hidden, torch.ones(B, S, dtype=torch.int64))
+    )
+
+
+def test_it_commutes_with_the_maximum():
+    gate, (hidden, mask) = _gate(), _hidden()
+    head = SpladeHead(torch.nn.Parameter(torch.randn(V, H, dtype=torch.float64)))
+    g = gate(hidden, mask)
+    gated_logits = (hidden @ head.weight.T) * g[:, None]
+    torch.testing.assert_close(head(hidden, mask, gate=g), splade_pool(gated_logits, mask))
+
+
+def test_masked_states_do_not_count_nor_does_their_nan():
+    gate, (hidden, mask) = _gate(), _hidden()
+    expected = gate(hidden, mask)
+    hidden[0, 5] = torch.nan
+    hidden.requires_grad_()
+    found = gate(hidden, mask)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    assert hidden.grad.isfinite().all()
+    assert not hidden.grad[0, 4:].any()
+
+
+def test_a_text_without_tokens_has_a_gate_and_no_gradient():
+    gate, (hidden, mask) = _gate(), _hidden()
+    mask[2] = 0
+    hidden.requires_grad_()
+    found = gate(hidden, mask)
+    assert found.isfinite().all()
+    found[2].sum().backward()
+    assert not hidden.grad.any()
+
+
+def test_every_parameter_learns():
+    gate, (hidden, mask) = _gate().train(), _hidden()
+    gate(hidden, mask).square().sum().backward()
+    assert all(parameter.grad.any() for parameter in gate.parameters())
+
+
+def test_the_same_word_may_pass_in_one_text_and_not_in_another():
+    gate = _gate()
+    word = torch.randn(1, 1, H, dtype=torch.float64).expand(2, 1, H)
+    others = torch.randn(2, S, H, dtype=torch.float64)
+    found = gate(torch.cat([word, others], 1))
+    assert (found[0] - found[1]).abs().max() > 1e-3
+    assert ((found > 0) & (found < 1)).all()
+
+
+def test_it_compiles_in_one_graph():
+    gate, (hidden, mask) = _gate(), _hidden()
+    compiled = torch.compile(gate, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(hidden, mask), gate(hidden, mask))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden_size": 10, "num_heads": 4}, "divisible by num_heads = 4, got 10"),
+        ({"dropout": 1.0}, "`dropout`"),
+        ({"gate_hidden": 0}, "`gate_hidden`"),
+    ],
+)
+def test_wrong_input_is_an_error(options, message):
+    with pytest.raises(ValueError, match=message):
+        ContextGate(**{"hidden_size": 8, "vocab_size": 5, **options})
+
+
+@pytest.mark.parametrize("shape", [(0, 4, H), (2, 0, H), (0, 0, H)])
+def test_no_text_and_no_token(shape):
+    found = _gate()(torch.zeros(shape, dtype=torch.float64), torch.ones(shape[:2]))
+    assert found.shape == (shape[0], V)
+    assert found.isfinite().all()
+
+
+def test_another_width_is_an_error():
+    with pytest.raises(ValueError, match=f"H = {H}, got"):
+        _gate()(torch.zeros(2, 3, H + 1, dtype=torch.float64))
+
+
+def test_wrong_shapes_are_an_error():
+    with pytest.raises(ValueError, match="attention_mask"):
+        _gate()(torch.zeros(2, 3, H, dtype=torch.float64), torch.ones(2, 4))
