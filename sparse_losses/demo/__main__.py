@@ -125,6 +125,12 @@ def _parser() -> argparse.ArgumentParser:
         help=f"switch a loss or an ingredient off, repeatable: {', '.join(SWITCHES)}",
     )
     add(
+        "--target-active",
+        type=positive_number,
+        metavar="N",
+        help="steer the documents' FLOPS weight so that a document keeps N active dimensions",
+    )
+    add(
         "--pairs",
         type=Path,
         metavar="FILE.tsv",
@@ -177,6 +183,7 @@ def _run(options: argparse.Namespace) -> None:
     import torch
     from rich.console import Console
 
+    from sparse_losses import CollapseError
     from sparse_losses.demo import report
 
     started = time.perf_counter()
@@ -194,8 +201,13 @@ def _run(options: argparse.Namespace) -> None:
         console.print(f"Going on from step {run.step} of {run.settings.steps}.")
     elif checkpoint.exists():
         console.print(f"Starting afresh: {checkpoint} will be replaced (--resume would go on).")
-    train(console, run, checkpoint)
+    try:
+        train(console, run, checkpoint)
+    except CollapseError as error:
+        raise UserError(str(error)) from error
     console.print()
+    if run.controller is not None:
+        console.print(f"Documents: {run.controller}", highlight=False)
 
     with _doing(console, "Ranking the test queries"):
         measuring = time.perf_counter()
@@ -313,6 +325,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         seed=options.seed,
         start=options.start,
         without=tuple(sorted(set(options.without))),
+        target_active=options.target_active,
     )
 
 

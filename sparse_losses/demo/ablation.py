@@ -11,7 +11,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads must not spin; before torch
 
@@ -35,6 +35,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "without positive_activation and flops": {"without": ("flops", "positive_activation")},
     "plain FLOPS": {"plain_flops": True},
     "sparse start": {"start": "sparse"},
+}
+# Asked for by name: where the sparsity controller ends, and what it costs.
+TARGETS: dict[str, dict[str, Any]] = {
+    f"target {active}": {"target_active": active} for active in (32, 64, 128, 256)
 }
 HEADINGS = {
     "name_recall_1": "name R@1",
@@ -96,10 +100,13 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--only",
         nargs="+",
-        choices=VARIANTS,
+        choices=VARIANTS | TARGETS,
         default=list(VARIANTS),
         metavar="VARIANT",
-        help="some variants only: " + ", ".join(f"'{name}'" for name in VARIANTS),
+        help="some variants only: "
+        + ", ".join(f"'{name}'" for name in VARIANTS)
+        + "; or a sparsity to steer to: "
+        + ", ".join(f"'{name}'" for name in TARGETS),
     )
     return parser
 
@@ -136,6 +143,11 @@ def _run(options: argparse.Namespace) -> None:
     _write_tables(folder, finished)
     table = (folder / "ablation.md").read_text(encoding="utf-8")
     console.print(table, markup=False, highlight=False, soft_wrap=True)
+    if any(result["variant"] in TARGETS for result in finished):
+        front = front_of(finished)
+        (folder / "front.md").write_text(front_table(front), encoding="utf-8")
+        draw_front(folder / "front.svg", front)
+        console.print(front_table(front), markup=False, highlight=False, soft_wrap=True)
     console.print(f"Wrote ablation.json, ablation.csv and ablation.md to {folder}.")
 
 
@@ -147,7 +159,7 @@ def settings_of(variant: str, seed: int, steps: int) -> Settings:
     """The demo's settings with one thing changed."""
     from sparse_losses.demo.training import Settings
 
-    return Settings(steps=steps, seed=seed, **VARIANTS[variant])
+    return Settings(steps=steps, seed=seed, **(VARIANTS | TARGETS)[variant])
 
 
 def run_one(job: tuple[Path, str, int, int, Corpus]) -> dict[str, Any]:
@@ -169,6 +181,7 @@ def run_one(job: tuple[Path, str, int, int, Corpus]) -> dict[str, Any]:
         "settings": dataclasses.asdict(run.settings),
         "sources": corpus.sources,
         "seconds": round(run.seconds, 1),
+        "controller": run.controller and run.controller.report(),
         "test": [dataclasses.asdict(figures) for figures in measure(run, corpus)],
     }
     write_json(_path(folder, variant, seed), result)
@@ -291,6 +304,98 @@ def markdown(
         "",
     ]
     return "\n".join(lines)
+
+
+# Targets -----------------------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    """One training: what was asked for, what came, and what it finds."""
+
+    variant: str
+    target: int | None
+    active: float  # of held-out documents, the mean over the tasks
+    recall: tuple[float, ...]  # at 10, of each task
+    status: str
+
+
+def front_of(results: Sequence[dict[str, Any]]) -> list[Point]:
+    """The runs with a target, and the full ones to compare with."""
+    from sparse_losses.demo.report import MODEL
+
+    points = []
+    for result in results:
+        if result["variant"] not in ("full", *TARGETS):
+            continue
+        active = statistics.mean(task["document_after"]["active"] for task in result["test"])
+        recall = tuple(task["rankings"][MODEL]["recall_10"] for task in result["test"])
+        controller = result.get("controller") or {"status": ""}
+        target = result["settings"]["target_active"]
+        points.append(Point(result["variant"], target, active, recall, controller["status"]))
+    return sorted(points, key=lambda point: (point.target or 0, point.variant))
+
+
+def front_table(points: Sequence[Point]) -> str:
+    """Mean ± standard deviation over the seeds, and what the controller said at the end."""
+    lines = [
+        "| run | active | off by | name R@10 | summary R@10 | the controller, at the end |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for variant in dict.fromkeys(point.variant for point in points):
+        own = [point for point in points if point.variant == variant]
+        target = own[0].target
+        active = [point.active for point in own]
+        off = "" if target is None else f"{statistics.mean(active) / target - 1:+.1%}"
+        cells = [_spread(active, "{:.1f}"), off]
+        cells += [
+            _spread(values, "{:.3f}") for values in zip(*(p.recall for p in own), strict=True)
+        ]
+        said = ", ".join(sorted({point.status for point in own}))
+        lines.append("| " + " | ".join([variant, *cells, said]) + " |")
+    return "\n".join([*lines, ""])
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{form.format(statistics.mean(values))} ± {form.format(deviation)}"
+
+
+def draw_front(path: Path, points: Sequence[Point]) -> None:
+    """Recall against active dimensions, a mark a training; dotted: what was asked for."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.hashsalt": "sparse-losses", "svg.fonttype": "none"}
+    from matplotlib import pyplot
+    from matplotlib.ticker import NullLocator
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.8), sharex=True, layout="constrained")
+    targets = sorted({point.target for point in points if point.target})
+    for task, (axis, title) in enumerate(
+        zip(axes, ("name → document", "summary → rest"), strict=True)
+    ):
+        for number, variant in enumerate(dict.fromkeys(point.variant for point in points)):
+            own = [point for point in points if point.variant == variant]
+            label = "a fixed weight" if variant == "full" else variant
+            axis.scatter(
+                [point.active for point in own],
+                [point.recall[task] for point in own],
+                marker="ovs^D"[number % 5],
+                label=label,
+                zorder=3,
+            )
+        for target in targets:
+            axis.axvline(target, linestyle=":", color="grey", linewidth=1)
+        axis.set_xscale("log")
+        axis.set_xticks(targets, [str(target) for target in targets])
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.set_xlabel("active dimensions of held-out documents")
+        axis.set_ylabel("Recall@10")
+        axis.set_title(title, fontsize=10)
+        axis.grid(visible=True, axis="y", alpha=0.25)
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

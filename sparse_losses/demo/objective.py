@@ -1,9 +1,9 @@
-"""The demo's training signal: the package's losses, their weights, and a switch for each."""
+"""The demo's training signal: an objective, its schedule, and a switch for each part."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,13 +12,14 @@ from sparse_losses import (
     FlopsLoss,
     IdfFlopsLoss,
     InfoNCELoss,
-    MinActivationLoss,
-    PositiveActivationLoss,
     SelfReconstructionLoss,
+    SpladeObjective,
+    TrainingSchedule,
+    Warmup,
     idf_penalty,
 )
 from sparse_losses.demo.switches import SWITCHES
-from sparse_losses.demo.tokens import Batch, Tokens
+from sparse_losses.demo.tokens import Tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +45,18 @@ class Weights:
     stopword_penalty: float = 15.0
 
 
-class Objective:
+def make_objective(
+    tokens: Tokens,
+    idf: Tensor,
+    weights: Weights,
+    without: Sequence[str] = (),
+    plain_flops: bool = False,
+) -> SpladeObjective:
     """Weighted terms for a batch of queries and their documents.
 
-    Every regulariser looks at queries and documents alike. What is switched off is not computed.
+    Every regulariser looks at queries and documents alike, half of its weight each; positive
+    activation goes both ways: a query learns the words of its document, a document how it is asked
+    for.
 
     Args:
         tokens: which tokens are special or stopwords.
@@ -58,75 +67,43 @@ class Objective:
             costs what the commonest word does.
         plain_flops: the squared penalty without token weights in place of the weighted one.
     """
+    if unknown := set(without) - set(SWITCHES):
+        raise ValueError(f"expected `without` to be of {SWITCHES}, got {sorted(unknown)}")
+    of_terms = {"info_nce": weights.info_nce}
+    for name in ("flops", "min_activation", "self_reconstruction", "positive_activation"):
+        for side in ("query", "document"):
+            of_terms[f"{side}_{name}"] = getattr(weights, name) / 2
+    penalty = token_penalty(tokens, idf, weights, frozenset(without))
+    return SpladeObjective(
+        {name: weight for name, weight in of_terms.items() if loss_of(name) not in without},
+        info_nce=InfoNCELoss(temperature=weights.temperature, symmetric=True),
+        flops=FlopsLoss() if plain_flops else IdfFlopsLoss(penalty),
+        self_reconstruction=SelfReconstructionLoss(
+            ignore_token_ids=tokens.special_ids, balanced=True
+        ),
+        special_token_ids=tokens.special_ids,
+    )
 
-    def __init__(
-        self,
-        tokens: Tokens,
-        idf: Tensor,
-        weights: Weights,
-        without: Sequence[str] = (),
-        plain_flops: bool = False,
-    ) -> None:
-        self.weights = weights
-        self.without = frozenset(without)
-        if unknown := self.without - set(SWITCHES):
-            raise ValueError(f"expected `without` to be of {SWITCHES}, got {sorted(unknown)}")
-        special = tokens.special_ids
-        self.info_nce = InfoNCELoss(temperature=weights.temperature, symmetric=True)
-        self.flops = (
-            FlopsLoss()
-            if plain_flops
-            else IdfFlopsLoss(token_penalty(tokens, idf, weights, self.without))
-        )
-        self.min_activation = MinActivationLoss()
-        self.self_reconstruction = SelfReconstructionLoss(ignore_token_ids=special, balanced=True)
-        self.positive_activation = PositiveActivationLoss(ignore_token_ids=special)
 
-    def __call__(
-        self,
-        query: Tensor,
-        document: Tensor,
-        query_text: Batch,
-        document_text: Batch,
-        group_ids: Tensor,
-        progress: float,
-    ) -> dict[str, Tensor]:
-        """Each term times its weight; the sum is what is minimised.
+def make_schedule(
+    objective: SpladeObjective,
+    weights: Weights,
+    without: Sequence[str],
+    steps: int,
+    steered: Sequence[str] = (),
+) -> TrainingSchedule:
+    """FLOPS warms up on both sides, but for terms that a controller steers."""
+    rise = round(weights.warmup * steps)
+    flops = [name for name in objective.weights if loss_of(name) == "flops"]
+    names = [name for name in flops if name not in steered]
+    if rise == 0 or "warmup" in without:
+        names = []
+    return TrainingSchedule(objective, warmups={name: Warmup(rise, "quadratic") for name in names})
 
-        Args:
-            query: activations ``[B, V]``.
-            document: activations ``[B, V]``; row ``i`` answers query ``i``.
-            query_text: token ids of the queries.
-            document_text: token ids of the documents.
-            group_ids: ``[B]``, the same number for pairs about things of the same name.
-            progress: how much of the training is done, 0 to 1.
-        """
-        w = self.weights
-        sides = ((query, query_text), (document, document_text))
-        terms: dict[str, Tensor] = {}
-        if "info_nce" not in self.without:
-            terms["info_nce"] = w.info_nce * self.info_nce(query, document, positive_ids=group_ids)
-        if "flops" not in self.without:
-            ramp = min(1.0, progress / w.warmup) ** 2 if w.warmup else 1.0
-            if "warmup" in self.without:
-                ramp = 1.0
-            terms["flops"] = w.flops * ramp * _mean(self.flops(side) for side, _ in sides)
-        if "min_activation" not in self.without:
-            terms["min_activation"] = w.min_activation * _mean(
-                self.min_activation(side, text.counts) for side, text in sides
-            )
-        if "self_reconstruction" not in self.without:
-            terms["self_reconstruction"] = w.self_reconstruction * _mean(
-                self.self_reconstruction(side, text.input_ids, text.attention_mask)
-                for side, text in sides
-            )
-        if "positive_activation" not in self.without:
-            # Both ways: a query learns the words of its document, a document how it is asked for.
-            terms["positive_activation"] = w.positive_activation * _mean(
-                self.positive_activation(side, text.input_ids, text.attention_mask)
-                for side, text in ((query, document_text), (document, query_text))
-            )
-        return terms
+
+def loss_of(term: str) -> str:
+    """The loss that a term takes for one of the sides."""
+    return term.removeprefix("query_").removeprefix("document_")
 
 
 def token_penalty(tokens: Tokens, idf: Tensor, weights: Weights, without: frozenset[str]) -> Tensor:
@@ -146,7 +123,3 @@ def token_penalty(tokens: Tokens, idf: Tensor, weights: Weights, without: frozen
     if "stopword_penalty" not in without:
         base[list(tokens.stopword_ids)] *= weights.stopword_penalty
     return base.float()
-
-
-def _mean(values: Iterable[Tensor]) -> Tensor:
-    return torch.stack(list(values)).mean()

@@ -215,7 +215,7 @@ def draw(path: Path, run: Run, figures: Sequence[TaskFigures]) -> None:
     steps = [step.step for step in run.history]
     names = list(dict.fromkeys(name for step in run.history for name in step.terms))
     for name in names:
-        values = _smooth([step.terms[name] for step in run.history])
+        values = _smooth([step.terms.get(name, 0.0) for step in run.history])
         losses.plot(steps, values, color=_COLOURS[name], label=name.replace("_", " "), lw=2)
     losses.set_yscale("symlog", linthresh=1)
     losses.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_losses import DocumentFrequency
+from sparse_losses import DocumentFrequency, SparsityController, SpladeBatch, Texts
 from sparse_losses.demo.corpus import Corpus, Row
 from sparse_losses.demo.errors import UserError
 from sparse_losses.demo.evaluation import Ranking, ranking
 from sparse_losses.demo.model import ModelSize, SparseEncoder, Start
-from sparse_losses.demo.objective import Objective, Weights
+from sparse_losses.demo.objective import Weights, loss_of, make_objective, make_schedule
 from sparse_losses.demo.switches import STEPS
 from sparse_losses.demo.tokens import VOCAB_SIZE, Tokens, pad
 
@@ -31,6 +31,7 @@ class Settings:
     start: Start = "dense"
     without: tuple[str, ...] = ()
     plain_flops: bool = False
+    target_active: int | None = None
     batch_size: int = 32
     learning_rate: float = 1e-3
     vocab_size: int = VOCAB_SIZE
@@ -90,9 +91,25 @@ class Run:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.learning_rate, weight_decay=0.0
         )
-        self.objective = Objective(
+        self.objective = make_objective(
             self.tokens, self.idf, settings.weights, settings.without, settings.plain_flops
         )
+        self.controller: SparsityController | None = None
+        steered: tuple[str, ...] = ()
+        if settings.target_active is not None:
+            if "flops" in settings.without:
+                raise UserError("--target-active steers the weight of flops: drop --without flops")
+            steered = ("document_flops",)
+            self.controller = SparsityController(
+                self.objective, steered[0], target_active=settings.target_active, window=20
+            )
+            self.held_out = self.tokens.ids(
+                [pair.document for row in corpus.validation for pair in row.pairs]
+            )
+        self.schedule = make_schedule(
+            self.objective, settings.weights, settings.without, settings.steps, steered
+        )
+        self.schedule.attach(self.optimizer)
         self.step = 0
         self.seconds = 0.0
         self.history: list[Step] = []
@@ -116,35 +133,44 @@ class Run:
             self.seconds += time.perf_counter() - started
             report(taken)
 
+    def batch(self, step: int) -> SpladeBatch:
+        """The texts of a step as the model sees them now."""
+        size = self.settings.batch_size
+        chosen = self.order[step * size :][:size].tolist()
+        texts = (pad([side[index] for index in chosen]) for side in (self.queries, self.documents))
+        query, document = (Texts(self.model(x), x.input_ids, x.attention_mask) for x in texts)
+        return SpladeBatch(query, document, positive_ids=self.group_ids[chosen])
+
     def _take_step(self) -> Step:
         settings = self.settings
-        chosen = self.order[self.step * settings.batch_size :][: settings.batch_size].tolist()
-        query_text = pad([self.queries[index] for index in chosen])
-        document_text = pad([self.documents[index] for index in chosen])
         progress = self.step / settings.steps
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate * min(1.0, (self.step + 1) / 20) * (1 - progress)
-        query, document = self.model(query_text), self.model(document_text)
-        terms = self.objective(
-            query,
-            document,
-            query_text,
-            document_text,
-            self.group_ids[chosen],
-            progress,
-        )
+        batch = self.batch(self.step)
+        total, found = self.objective(batch)
+        terms: dict[str, float] = {}
+        for name, value in found.items():
+            weighted = self.objective.weights[name] * value.item()
+            terms[loss_of(name)] = terms.get(loss_of(name), 0.0) + weighted
         self.optimizer.zero_grad()
-        if terms:
-            total = torch.stack(list(terms.values())).sum()
-            total.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 5.0)
-            self.optimizer.step()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 5.0)
+        self.optimizer.step()
         self.step += 1
+        if self.controller is not None:
+            # It is documents never trained on whose sparsity was asked for: they are longer here.
+            if self.step % self.controller.every == 0:
+                looked_at = [(self.step * 64 + n) % len(self.held_out) for n in range(64)]
+                with torch.no_grad():
+                    self.controller.observe(self.model(pad([self.held_out[n] for n in looked_at])))
+            self.controller.step()
         step = Step(
             self.step,
-            {name: term.item() for name, term in terms.items()},
-            (query > 0).sum(1).double().mean().item(),
-            (document > 0).sum(1).double().mean().item(),
+            terms,
+            *(
+                (texts.activations > 0).sum(1).double().mean().item()
+                for texts in (batch.anchor, batch.positive)
+            ),
         )
         self.history.append(step)
         return step
@@ -175,6 +201,8 @@ class Run:
             "vocabulary": self.tokens.vocabulary(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "controller": self.controller and self.controller.state_dict(),
             "step": self.step,
             "seconds": self.seconds,
             "history": [dataclasses.asdict(step) for step in self.history],
@@ -183,6 +211,8 @@ class Run:
         partial = path.with_name(path.name + ".partial")
         torch.save(state, partial)
         os.replace(partial, path)
+        if self.controller is not None:
+            self.controller.checkpoint = str(path)
 
     @staticmethod
     def peek(path: Path) -> tuple[int, dict[str, Any]]:
@@ -209,6 +239,9 @@ class Run:
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        if self.controller is not None:
+            self.controller.load_state_dict(state["controller"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.history = [Step(**step) for step in state["history"]]
         self.probes = [Probe(one["step"], Ranking(**one["ranking"])) for one in state["probes"]]

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import signal
@@ -11,7 +12,6 @@ import torch
 from sparse_losses.demo import __main__ as command
 from sparse_losses.demo import ablation, switches
 from sparse_losses.demo.model import ModelSize
-from sparse_losses.demo.training import Settings
 from tests.demo.artificial import write_pairs
 
 TINY = {
@@ -37,9 +37,7 @@ def tiny(monkeypatch):
 
     def settings_of(options):
         asked = real(options)
-        return Settings(
-            steps=asked.steps, seed=asked.seed, start=asked.start, without=asked.without, **TINY
-        )
+        return dataclasses.replace(asked, **TINY)
 
     monkeypatch.setattr(command, "settings_of", settings_of)
 
@@ -210,14 +208,7 @@ def small(monkeypatch, corpus):
 
     def settings_of(variant, seed, steps):
         asked = real(variant, seed, steps)
-        return Settings(
-            steps=asked.steps,
-            seed=seed,
-            start=asked.start,
-            without=asked.without,
-            plain_flops=asked.plain_flops,
-            **TINY,
-        )
+        return dataclasses.replace(asked, **TINY)
 
     monkeypatch.setattr(ablation, "settings_of", settings_of)
 
@@ -238,6 +229,32 @@ def test_ablation_writes_tables_and_skips_what_is_finished(small, tmp_path, monk
 
     monkeypatch.setattr(ablation, "run_one", lambda job: pytest.fail(f"ran {job} again"))
     assert ablation.main([*arguments, "--only", "full", "without flops"]) == 0
+
+
+def test_targets_have_a_table_and_a_picture(small, tmp_path, capsys):
+    arguments = ["--seeds", "0", "1", "--steps", "12", "--output", str(tmp_path)]
+    assert ablation.main([*arguments, "--only", "full", "target 64"]) == 0
+    table = (tmp_path / "front.md").read_text(encoding="utf-8")
+    assert table in capsys.readouterr().out
+    results = [
+        json.loads((tmp_path / f"target-64-{seed}.json").read_text(encoding="utf-8"))
+        for seed in (0, 1)
+    ]
+    active = [
+        sum(task["document_after"]["active"] for task in result["test"]) / 2 for result in results
+    ]
+    assert f"| target 64 | {sum(active) / 2:.1f} ± " in table
+    assert f"{sum(active) / 2 / 64 - 1:+.1%}" in table
+    assert results[0]["controller"]["status"] in table
+    assert "<svg" in (tmp_path / "front.svg").read_text(encoding="utf-8")
+
+
+def test_a_target_on_the_command_line(tiny, pairs, tmp_path, capsys):
+    arguments = ["--pairs", str(pairs), "--output", str(tmp_path / "out"), "--steps", "12"]
+    assert command.main([*arguments, "--query", "tree", "--target-active", "40"]) == 0
+    assert "active of 40 wanted" in capsys.readouterr().out
+    assert command.main([*arguments, "--target-active", "40", "--without", "flops"]) == 1
+    assert "--target-active steers the weight of flops" in capsys.readouterr().err
 
 
 def test_ablation_refuses_runs_of_other_settings(small, tmp_path, capsys):

@@ -1,0 +1,110 @@
+"""Runs made to go wrong: what `advise` says of them, and what the controller makes of them."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from sparse_losses import CollapseError, Diagnostics
+from sparse_losses.demo.errors import UserError
+from sparse_losses.demo.model import ModelSize
+from sparse_losses.demo.objective import Weights
+from sparse_losses.demo.training import Run, Settings
+from sparse_losses.functional import advise, gradient_report
+
+TOO_STRONG = {"weights": Weights(flops=6.0), "without": ("warmup",)}  # a hundred times the demo's
+TOO_WEAK = {"weights": Weights(flops=6e-5, temperature=1.0)}
+
+
+def _run(corpus, **options):
+    size = ModelSize(hidden=32, layers=1, heads=2)
+    settings = Settings(
+        steps=50,
+        batch_size=16,
+        vocab_size=400,
+        size=size,
+        learning_rate=5e-3,
+        probe_every=1000,
+        probe_rows=20,
+    )
+    return Run(corpus, dataclasses.replace(settings, **options))
+
+
+def _findings(run):
+    batch = run.batch(run.step - 1)
+    diagnostics = Diagnostics(
+        run.tokens.vocab_size,
+        special_token_ids=run.tokens.special_ids,
+        stopword_ids=run.tokens.stopword_ids,
+    )
+    diagnostics.update(batch.positive, other_side=batch.anchor)
+    return advise(diagnostics.report(), gradient_report(run.objective, batch))
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "never"),
+    [
+        (TOO_STRONG, ("document_flops", "down"), ("document_flops", "up")),
+        (TOO_WEAK, ("document_flops", "up"), ("document_flops", "down")),
+    ],
+    ids=["to collapse", "to stay dense"],
+)
+def test_the_cause_is_named_within_fifty_steps(corpus, options, change, never):
+    run = _run(corpus, **options)
+    for _ in range(5):
+        run.settings = dataclasses.replace(run.settings, steps=run.step + 10)
+        run.train()
+        findings = _findings(run)
+        assert never not in [c for finding in findings for c in finding.changes]
+    assert run.step == 50
+    assert findings[0].changes[0] == change
+
+
+@pytest.mark.parametrize("options", [TOO_STRONG, TOO_WEAK], ids=["too strong", "too weak"])
+def test_with_the_controller_they_neither_collapse_nor_stay_dense(corpus, options):
+    run = _run(corpus, steps=250, target_active=40, **options)
+    run.train()
+    held_out = [pair.document for row in corpus.validation for pair in row.pairs]
+    active = (run.encode(held_out) > 0).sum(1)
+    assert (active == 0).double().mean() < 0.05
+    assert 10 < active.double().mean() < 100  # of 400, and nearly all of them at the start
+
+
+def test_a_resumed_run_is_steered_as_the_first_would_have_been(corpus, tmp_path):
+    whole = _run(corpus, steps=30, target_active=40)
+    whole.train()
+    first = _run(corpus, steps=30, target_active=40)
+
+    def stop(step):
+        if step.step == 17:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        first.train(stop)
+    first.save(tmp_path / "checkpoint.pt")
+    assert first.controller.checkpoint == str(tmp_path / "checkpoint.pt")
+    second = _run(corpus, steps=30, target_active=40)
+    second.load(tmp_path / "checkpoint.pt")
+    second.train()
+    assert second.history == whole.history
+    assert second.controller.report() == whole.controller.report()
+    assert second.objective.weights == whole.objective.weights
+
+
+def test_a_dead_model_ends_the_run(corpus):
+    run = _run(corpus, target_active=40)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.zero_()
+        for name, parameter in run.model.named_parameters():
+            if "bias" in name:
+                parameter.fill_(-1.0)
+    if (run.encode(["node edge"]) > 0).any():
+        pytest.skip("this model has no bias to silence it")
+    with pytest.raises(CollapseError, match="every row is silent"):
+        run.train()
+
+
+def test_a_target_without_the_term_is_refused(corpus):
+    with pytest.raises(UserError, match=r"--target-active.*flops"):
+        _run(corpus, target_active=40, without=("flops",))
