@@ -51,7 +51,7 @@ def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def through_unit_rows_(
-    gradient: Tensor, unit: Tensor, length: Tensor, scale: Tensor | float = 1.0
+    gradient: Tensor, unit: Tensor, length: Tensor, scale: Tensor | None = None
 ) -> Tensor:
     """Turns, in place, the gradient of unit rows into that of the rows they came from.
 
@@ -60,7 +60,10 @@ def through_unit_rows_(
     step = max((1 << 18) // max(gradient[:1].numel(), 1), 1)  # what it copies stays small
     for start in range(0, gradient.shape[0], step):
         part = slice(start, start + step)
-        along = (unit[part] * gradient[part]).sum(-1, keepdim=True) * (scale * scale)
+        if scale is None:
+            along = (unit[part] * gradient[part]).sum(-1, keepdim=True)
+        else:  # one factor on either side: their square may be no number
+            along = (unit[part] * scale).mul_(gradient[part]).sum(-1, keepdim=True) * scale
         gradient[part].addcmul_(unit[part], along, value=-1.0).div_(length[part])
     return gradient
 

@@ -14,7 +14,8 @@ def softplus(x: Tensor) -> Tensor:
 
 def softplus_into(out: Tensor, x: Tensor) -> Tensor:
     """The same, written to ``out``, without a graph."""
-    return torch.ops.aten.softplus.out(x, 1.0, 50.0, out=out)  # type: ignore[no-any-return]
+    written: Tensor = torch.ops.aten.softplus.out(x, 1.0, 50.0, out=out)
+    return written
 
 
 def masked_logsumexp(scores: Tensor, mask: Tensor) -> Tensor:

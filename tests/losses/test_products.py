@@ -268,7 +268,10 @@ def test_a_second_backward_gives_the_same_bits():
 def test_a_vectorised_jacobian_is_the_jacobian():
     positive = vectors(1)
     jacobian = torch.autograd.functional.jacobian
-    value = lambda a: torch.stack([info_nce_loss(a, positive), n_pair_loss(a, positive)])  # noqa: E731
+
+    def value(a):
+        return torch.stack([info_nce_loss(a, positive), n_pair_loss(a, positive)])
+
     torch.testing.assert_close(
         jacobian(value, vectors(0), vectorize=True), jacobian(value, vectors(0))
     )
@@ -288,7 +291,10 @@ JACOBIANS = {
 @pytest.mark.parametrize("function", JACOBIANS.values(), ids=JACOBIANS)
 def test_a_vectorised_jacobian_of_rows_is_the_jacobian(function):
     jacobian = torch.autograd.functional.jacobian
-    row = lambda a: function(a, vectors(1))  # noqa: E731
+
+    def row(a):
+        return function(a, vectors(1))
+
     vectorised = jacobian(row, vectors(0), vectorize=True)
     assert vectorised.any()
     torch.testing.assert_close(vectorised, jacobian(row, vectors(0)))
@@ -314,3 +320,13 @@ def test_decoupled_without_any_negative_is_zero():
     empty = torch.zeros(0, V, dtype=torch.float64)
     value = info_nce_loss(vectors(0)[:1], vectors(1)[:1], empty, decoupled=True)
     assert value.item() == 0.0
+
+
+@pytest.mark.parametrize("temperature", [1e-22, 1e-3, 1e22])
+def test_no_temperature_overflows_in_one_path_alone(path, temperature):
+    torch.manual_seed(0)
+    anchor, positive = (torch.randn(8, 16, requires_grad=True) for _ in range(2))
+    info_nce_loss(anchor, positive, temperature=temperature).backward()
+    for x in (anchor, positive):
+        assert x.grad.isfinite().all()
+        assert x.grad.any()
