@@ -461,7 +461,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     text = "\n".join(
         [
-            f"{len(tables)} runs; medians over the runs, the lowest and the highest in brackets.",
+            f"{len(tables)} files; of every row the median of those that hold it, the lowest and "
+            "the highest in brackets.",
             "",
             *about,
             "",
