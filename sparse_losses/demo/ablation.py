@@ -146,6 +146,7 @@ def _run(options: argparse.Namespace) -> None:
     if any(result["variant"] in TARGETS for result in finished):
         front = front_of(finished)
         (folder / "front.md").write_text(front_table(front), encoding="utf-8")
+        write_front(folder / "front.csv", front)
         draw_front(folder / "front.svg", front)
         console.print(front_table(front), markup=False, highlight=False, soft_wrap=True)
     console.print(f"Wrote ablation.json, ablation.csv and ablation.md to {folder}.")
@@ -313,6 +314,7 @@ class Point(NamedTuple):
     """One training: what was asked for, what came, and what it finds."""
 
     variant: str
+    seed: int
     target: int | None
     active: float  # of held-out documents, the mean over the tasks
     recall: tuple[float, ...]  # at 10, of each task
@@ -331,8 +333,20 @@ def front_of(results: Sequence[dict[str, Any]]) -> list[Point]:
         recall = tuple(task["rankings"][MODEL]["recall_10"] for task in result["test"])
         controller = result.get("controller") or {"status": ""}
         target = result["settings"]["target_active"]
-        points.append(Point(result["variant"], target, active, recall, controller["status"]))
-    return sorted(points, key=lambda point: (point.target or 0, point.variant))
+        points.append(
+            Point(result["variant"], result["seed"], target, active, recall, controller["status"])
+        )
+    return sorted(points, key=lambda point: (point.target or 0, point.variant, point.seed))
+
+
+def write_front(path: Path, points: Sequence[Point]) -> None:
+    """One row a training."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(
+            ("variant", "seed", "target", "active", "name_recall_10", "summary_recall_10", "status")
+        )
+        writer.writerows((*point[:4], *point.recall, point.status) for point in points)
 
 
 def front_table(points: Sequence[Point]) -> str:

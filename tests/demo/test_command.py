@@ -246,6 +246,9 @@ def test_targets_have_a_table_and_a_picture(small, tmp_path, capsys):
     assert f"| target 64 | {sum(active) / 2:.1f} ± " in table
     assert f"{sum(active) / 2 / 64 - 1:+.1%}" in table
     assert results[0]["controller"]["status"] in table
+    rows = (tmp_path / "front.csv").read_text(encoding="utf-8").splitlines()
+    assert len(rows) == 5
+    assert rows[-1].startswith(f"target 64,1,64,{active[1]}")
     assert "<svg" in (tmp_path / "front.svg").read_text(encoding="utf-8")
 
 
