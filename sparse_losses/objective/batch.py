@@ -34,7 +34,8 @@ class Texts(NamedTuple):
 
     def flatten(self) -> "Texts":
         """One row a text."""
-        return Texts(*(None if x is None else x.flatten(0, -2) for x in self))  # type: ignore[arg-type]
+        known = {name: x.flatten(0, -2) for name, x in self._asdict().items() if x is not None}
+        return self._replace(**known)
 
     def join(self, other: "Texts") -> "Texts":
         """These texts, then the others; what only one of them has is left out.

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparse_losses._core.checks import check_choice, check_integer, check_number
 from sparse_losses.objective.batch import SpladeBatch
 from sparse_losses.objective.objective import SpladeObjective
-from sparse_losses.objective.schedules import was_skipped
+from sparse_losses.objective.schedules import count_steps, was_skipped
 
 __all__ = ["CollapseError", "SparsityController"]
 
@@ -45,7 +45,7 @@ class SparsityController:
     r"""Steers the weight of a FLOPS term so that a text keeps ``target_active`` dimensions.
 
     With $a$ the mean number of active dimensions of the rows that have any (a moving average over
-    ``window`` optimiser steps) and $e = \log(a / \mathrm{target})$, after every step
+    ``window`` optimiser steps) and $e = \log(a / \mathrm{target})$, for every step
 
     $$\log \lambda \leftarrow \log \lambda + g \, \mathrm{clip}(e + h\, \dot e, -1, 1)$$
 
@@ -252,11 +252,12 @@ class SparsityController:
         """Observes the objective's batches and counts the optimiser's steps by itself.
 
         Batches count in training mode with gradients on. ``.remove()`` on what it returns ends it.
+
+        Raises:
+            RuntimeError: if it counts this optimiser's steps already.
         """
-        return _Handles(
-            self.objective.register_forward_hook(self._watch, with_kwargs=True),
-            optimizer.register_step_post_hook(self._after_step),
-        )
+        steps = count_steps(optimizer, self._after_step)
+        return _Handles(steps, self.objective.register_forward_hook(self._watch, with_kwargs=True))
 
     def _watch(
         self, objective: SpladeObjective, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any

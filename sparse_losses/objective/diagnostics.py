@@ -1,6 +1,7 @@
 """What the vectors of a training run look like, and which loss shapes them."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -177,7 +178,7 @@ class Diagnostics:
                 (input_ids, attention_mask),
                 (None, None) if other_side is None else other_side[1:3],
             )
-            for found in self._recall("input_ids", is_active, ids, mask)
+            for found in self._recall(is_active, ids, mask)
         ]
         numbers = torch.stack(
             [
@@ -198,14 +199,14 @@ class Diagnostics:
             torch.maximum(self._range, extremes, out=self._range)
 
     def _recall(
-        self, name: str, is_active: Tensor, ids: Tensor | None, mask: Tensor | None
+        self, is_active: Tensor, ids: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """How many tokens of each text are active, as shares summed over texts; how many texts."""
         zero = is_active.new_zeros((), dtype=torch.float64)
         if ids is None or mask is None:
             return zero, zero
         attended = as_mask("attention_mask", mask)
-        ids = attended_ids(name, ids, attended, self.vocab_size)
+        ids = attended_ids("input_ids", ids, attended, self.vocab_size)
         if self._special is not None:
             attended = attended & ~self._special.to(ids.device)[ids]
         ids, counts = first_occurrences(ids, attended)
@@ -214,7 +215,7 @@ class Diagnostics:
         return (hits / total.clamp(min=1)).double().sum(), (total > 0).sum().double()
 
     def report(self) -> Report:
-        """What was seen so far; waits for the device once."""
+        """What was seen so far; waits for the device."""
         if self._columns is None or self._numbers is None or self._range is None:
             return Report()
         summed, texts, top = self._columns.cpu()
@@ -402,30 +403,36 @@ def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> GradientR
     with torch.enable_grad():
         found = objective.terms(batch)
         terms = {name: objective.weights[name] * term for name, term in found.items()}
-    gradients: dict[str, list[Tensor | None]] = {}
-    for name, weighted in terms.items():
-        gradients[name] = list(
-            torch.autograd.grad(weighted, leaves, retain_graph=True, allow_unused=True)
-            if weighted.requires_grad
-            else [None] * len(leaves)
-        )
-    norms = {name: math.sqrt(_dot(g, g)) for name, g in gradients.items()}
-    names = list(norms)
+    gradients = [
+        torch.autograd.grad(term, leaves, retain_graph=True, materialize_grads=True)
+        if term.requires_grad
+        else [torch.zeros_like(leaf) for leaf in leaves]
+        for term in terms.values()
+    ]
+    products = _products(gradients)
+    names = list(terms)
+    norms = {name: math.sqrt(products[row][row]) for row, name in enumerate(names)}
     cosines = {}
-    for later, b in enumerate(names):
-        for a in names[:later]:
+    for row, b in enumerate(names):
+        for column, a in enumerate(names[:row]):
             length = norms[a] * norms[b]
-            cosines[a, b] = _dot(gradients[a], gradients[b]) / length if length else 0.0
+            cosines[a, b] = products[row][column] / length if length else 0.0
     return GradientReport(norms, cosines)
 
 
-def _dot(one: list[Tensor | None], other: list[Tensor | None]) -> float:
-    parts = [
-        (a.double() * b.double()).sum()
-        for a, b in zip(one, other, strict=True)
-        if a is not None and b is not None
-    ]
-    return float(sum(part.item() for part in parts))
+def _products(gradients: Sequence[Sequence[Tensor]]) -> list[list[float]]:
+    """The dot products of all pairs of rows of tensors, in fp64, a piece at a time."""
+    if not gradients:
+        return []
+    total = torch.zeros(
+        len(gradients), len(gradients), dtype=torch.float64, device=gradients[0][0].device
+    )
+    for tensors in zip(*gradients, strict=True):
+        for pieces in zip(*(x.flatten().split(1 << 18) for x in tensors), strict=True):
+            rows = torch.stack(pieces).double()
+            total += rows @ rows.T
+    products: list[list[float]] = total.tolist()
+    return products
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:

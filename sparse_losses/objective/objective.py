@@ -424,8 +424,8 @@ class SpladeObjective(nn.Module):
                     f"the term {term!r} (weight {self.weights[term]}) needs "
                     "SpladeObjective(language_penalty=LanguagePenaltyLoss(...)), got None"
                 )
-            if term in ("triplet_margin", "margin_mse"):
-                came = batch.negative.activations.shape  # type: ignore[union-attr]
+            if term in ("triplet_margin", "margin_mse") and batch.negative is not None:
+                came = batch.negative.activations.shape
                 if len(came) == 2 and came[0] != len(batch.anchor.activations):
                     raise ValueError(
                         f"the term {term!r} needs each anchor's own negatives, [B, N, V] or one "

@@ -108,7 +108,7 @@ class Preset:
 
         Example:
             >>> from sparse_losses import V26
-            >>> ours = V26.replace(temperature=0.05, weights={"document_flops": 0.01})
+            >>> ours = V26.replace(weights={"document_flops": 0.01})
             >>> ours.weights["document_flops"], ours.weights["info_nce"]
             (0.01, 3.0)
         """
@@ -176,14 +176,10 @@ class Preset:
             made["info_nce"] = InfoNCELoss(temperature=self.temperature, similarity=self.similarity)
         if self.margin is not None:
             made["triplet_margin"] = TripletMarginLoss(margin=self.margin)
-        alphas = self.alpha_kl, self.alpha_mse
-        if self.distillation_temperature is not None and None not in alphas:
+        t, kl, mse = self.distillation_temperature, self.alpha_kl, self.alpha_mse
+        if t is not None and kl is not None and mse is not None:
             for name in ("distillation", "context_distillation"):
-                made[name] = DistillationLoss(
-                    temperature=self.distillation_temperature,
-                    alpha_kl=alphas[0] or 0.0,
-                    alpha_mse=alphas[1] or 0.0,
-                )
+                made[name] = DistillationLoss(temperature=t, alpha_kl=kl, alpha_mse=mse)
         if self.top_k is not None and self.threshold is not None:
             made["min_activation"] = MinActivationLoss(top_k=self.top_k, threshold=self.threshold)
         if "flops" not in losses:

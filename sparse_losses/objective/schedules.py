@@ -1,7 +1,7 @@
 """Weights and temperatures that change in the course of training, counted in optimiser steps."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -10,7 +10,15 @@ from torch import Tensor
 from sparse_losses._core.checks import check_choice, check_integer, check_number, check_temperature
 from sparse_losses.objective.objective import NEEDS, SpladeObjective
 
-__all__ = ["Curriculum", "Phase", "ReadOnly", "TrainingSchedule", "Warmup", "was_skipped"]
+__all__ = [
+    "Curriculum",
+    "Phase",
+    "ReadOnly",
+    "TrainingSchedule",
+    "Warmup",
+    "count_steps",
+    "was_skipped",
+]
 
 
 class ReadOnly(dict[str, Any]):
@@ -133,9 +141,10 @@ class TrainingSchedule:
     """Sets an objective's weights and temperature as the optimiser steps go by.
 
     A weight is the phase's, or the objective's own where the phase names none, times its warm-up.
-    All of it is a function of the number of steps, which is the whole state: a run that is resumed
-    sees the same numbers, bit for bit. The weights are changed themselves, so gradients and reports
-    follow. A temperature that is a tensor or ``nn.Parameter`` is copied into as a phase begins.
+    All of it is a function of the number of steps (and of a temperature that is learned): a run
+    that is resumed sees the same numbers, bit for bit. The weights are changed themselves, so
+    gradients and reports follow. A temperature that is a tensor or ``nn.Parameter`` is copied into
+    as a phase begins.
 
     Args:
         objective: whose weights are set, from now on.
@@ -242,10 +251,7 @@ class TrainingSchedule:
         Raises:
             RuntimeError: if it counts this optimiser's steps already.
         """
-        hooks = getattr(optimizer, "_optimizer_step_post_hooks", {}).values()
-        if any(getattr(hook, "__self__", None) is self for hook in hooks):
-            raise RuntimeError("expected to be attached once, or every step would count twice")
-        return optimizer.register_step_post_hook(self._after_step)
+        return count_steps(optimizer, self._after_step)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not was_skipped(optimizer):
@@ -287,6 +293,19 @@ class TrainingSchedule:
         elif phase.temperature is not None:
             with torch.no_grad():
                 info_nce.temperature.fill_(phase.temperature)
+
+
+def count_steps(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
+    """Registers an object's method to be called after every step.
+
+    Raises:
+        RuntimeError: if a method of that object is registered already.
+    """
+    owner = getattr(hook, "__self__", None)
+    hooks = getattr(optimizer, "_optimizer_step_post_hooks", {}).values()
+    if any(getattr(other, "__self__", None) is owner for other in hooks):
+        raise RuntimeError("expected to be attached once, or every step would count twice")
+    return optimizer.register_step_post_hook(hook)
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:

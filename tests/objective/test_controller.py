@@ -165,6 +165,8 @@ def test_attached_it_observes_training_batches_and_counts_optimiser_steps():
         optimizer.step()
     # 10 positives of 300 and 100 negatives of 100.
     assert controller.report()["active"] == pytest.approx((10 * 300 + 100 * 100) / 110)
+    with pytest.raises(RuntimeError, match="attached once"):
+        controller.attach(optimizer)
     handle.remove()
     optimizer.step()
     assert controller.report()["step"] == 2

@@ -61,8 +61,8 @@ def _batch(negative=None, **options):
 
 
 def _cosines(a, b):
-    unit = lambda x: x / x.norm(dim=-1, keepdim=True).clamp(min=1e-300)  # noqa: E731
-    return unit(a) @ unit(b).T
+    a, b = (x / x.norm(dim=-1, keepdim=True).clamp(min=1e-300) for x in (a, b))
+    return a @ b.T
 
 
 def _documents(batch):
