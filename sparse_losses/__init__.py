@@ -58,6 +58,7 @@ from sparse_losses.objective import (
 from sparse_losses.queue import LabelQueue
 from sparse_losses.representation import (
     ContextGate,
+    SpladeEncoder,
     SpladeHead,
     splade_head,
     splade_pool,
@@ -105,6 +106,7 @@ __all__ = [
     "SelfReconstructionLoss",
     "SparsityController",
     "SpladeBatch",
+    "SpladeEncoder",
     "SpladeHead",
     "SpladeObjective",
     "Texts",

@@ -1,7 +1,15 @@
 """From hidden states to sparse vectors."""
 
+from sparse_losses.representation.encoder import SpladeEncoder
 from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead, splade_head
 from sparse_losses.representation.pooling import splade_pool, token_weights
 
-__all__ = ["ContextGate", "SpladeHead", "splade_head", "splade_pool", "token_weights"]
+__all__ = [
+    "ContextGate",
+    "SpladeEncoder",
+    "SpladeHead",
+    "splade_head",
+    "splade_pool",
+    "token_weights",
+]

@@ -39,6 +39,7 @@ from sparse_losses._core.checks import check_flag, check_shapes, values_can_be_c
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.sparse import bounds_of, csr, sum_bags
 from sparse_losses._core.token_ids import as_mask
+from sparse_losses.representation._masked_lm import head_of
 from sparse_losses.representation._maxima import activate, gradient_of_pooled
 
 __all__ = ["SpladeHead", "splade_head"]
@@ -637,6 +638,13 @@ class SpladeHead(nn.Module):
     An ``nn.Parameter`` stays that very parameter, so that a matrix tied to the embeddings stays
     tied; a plain tensor becomes a buffer, a frozen vocabulary.
 
+    Args:
+        weight: ``[V, H]``.
+        bias: ``[V]``.
+        transform: layers that the hidden states pass through first, ``[B, S, H]`` to
+            ``[B, S, H]``: a masked language model has some before its vocabulary projection.
+        sparse_grad: as in the function.
+
     Example:
         >>> import torch
         >>> from sparse_losses import SpladeHead
@@ -650,7 +658,12 @@ class SpladeHead(nn.Module):
     bias: Tensor | None
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, sparse_grad: bool = False
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        transform: nn.Module | None = None,
+        sparse_grad: bool = False,
     ) -> None:
         super().__init__()
         check_shapes(weight=(weight, "V H"), bias=(bias, "V", "optional"))
@@ -660,7 +673,27 @@ class SpladeHead(nn.Module):
                 self.register_parameter(name, tensor)
             else:
                 self.register_buffer(name, None if tensor is None else tensor.detach())
+        self.transform = transform
         self.sparse_grad = sparse_grad
+
+    @classmethod
+    def from_masked_lm(cls, model: nn.Module, *, sparse_grad: bool = False) -> "SpladeHead":
+        """The head of a masked language model of ``transformers``, parameters shared with it.
+
+        ``head(hidden, attention_mask)``, with ``hidden`` the last hidden state of
+        ``model.base_model``, equals ``splade_pool(logits, attention_mask)`` of the model's logits.
+        The model reads two tokens once to show its layers, and stays as it is.
+
+        Args:
+            model: BERT, DistilBERT, XLM-RoBERTa, ModernBERT, or any other whose layers between
+                hidden states and logits are a chain that ends in a linear map.
+            sparse_grad: as in the function.
+
+        Raises:
+            TypeError: if the model is no masked language model, or is not built like that.
+        """
+        transform, projection = head_of(model)
+        return cls(projection.weight, projection.bias, transform=transform, sparse_grad=sparse_grad)
 
     def forward(
         self,
@@ -672,7 +705,7 @@ class SpladeHead(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The activations; tensors as in the function."""
         return splade_head(
-            hidden,
+            hidden if self.transform is None else self.transform(hidden),
             self.weight,
             self.bias,
             attention_mask,

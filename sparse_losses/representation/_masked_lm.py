@@ -1,0 +1,104 @@
+"""A masked language model taken apart: what lies between its hidden states and its logits."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["evaluating", "head_of"]
+
+
+def head_of(model: Any) -> tuple[nn.Module | None, nn.Linear]:
+    """The layers before the vocabulary projection, and the projection, of a masked LM.
+
+    Architectures name these layers differently, and some keep an activation in their code. So the
+    model is watched while it reads two tokens: which of its parts do the hidden states pass through
+    on their way to the logits? The parts keep their parameters, and the result is held against the
+    model's own logits.
+    """
+    base = getattr(model, "base_model", None)
+    projection = getattr(model, "get_output_embeddings", lambda: None)()
+    if not isinstance(base, nn.Module) or base is model or projection is None:
+        raise TypeError(
+            "expected `model` to be a masked language model of transformers, such as "
+            f"AutoModelForMaskedLM loads, got {type(model).__name__}"
+        )
+    if not isinstance(projection, nn.Linear):
+        raise _unknown(model, f"its output embeddings are a {type(projection).__name__}")
+
+    calls: list[tuple[nn.Module, Any, Any]] = []
+    hooks = [
+        child.register_forward_hook(
+            lambda module, args, output: calls.append((module, args[0] if args else None, output))
+        )
+        for child in model.children()
+    ]
+    device = projection.weight.device
+    try:
+        with torch.no_grad(), evaluating(model):
+            tokens = torch.ones(1, 2, dtype=torch.int64, device=device)
+            logits = model(input_ids=tokens, attention_mask=tokens).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+    names = [module for module, _, _ in calls]
+    after = calls[names.index(base) + 1 :]
+    hidden = state = calls[names.index(base)][2][0]
+    for module, came, output in after:
+        if came is not state:
+            raise _unknown(model, f"its {type(module).__name__} reads something else")
+        state = output
+    if state is not logits or not after or projection not in set(after[-1][0].modules()):
+        raise _unknown(model, "its output embeddings do not come last")
+    *layers, last = (module for module, _, _ in after)
+    if last is not projection:
+        layers.append(_without(last, projection))
+    transform = nn.Sequential(*layers) if layers else None
+
+    try:
+        with torch.no_grad(), evaluating(model):
+            ours = projection(hidden if transform is None else transform(hidden))
+    except Exception as error:  # layers that do more with the projection than call it
+        raise _unknown(model, f"without its output embeddings it fails ({error})") from error
+    tolerance = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 3e-2
+    close = ours.shape == logits.shape and torch.allclose(
+        ours, logits, rtol=0.0, atol=tolerance * logits.abs().max().item(), equal_nan=True
+    )
+    if not close:
+        raise _unknown(model, "its logits are not its output embeddings' alone")
+    return transform, projection
+
+
+def _unknown(model: object, why: str) -> TypeError:
+    return TypeError(
+        f"{type(model).__name__} is built in a way that is not known here: {why}. "
+        "SpladeHead(weight, bias, transform=layers) takes such a model's layers by hand"
+    )
+
+
+def _without(module: nn.Module, projection: nn.Module) -> nn.Module:
+    """``module`` with nothing in place of ``projection``; every other part is the same object."""
+    if module is projection:
+        return nn.Identity()
+    for name, child in module.named_children():
+        if projection in set(child.modules()):
+            twin = copy.copy(module)
+            twin._modules = {**module._modules, name: _without(child, projection)}
+            return twin
+    raise AssertionError("the caller has found it inside")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, and afterwards every part in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

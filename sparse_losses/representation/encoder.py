@@ -1,0 +1,545 @@
+"""Texts to sparse vectors: a masked language model, its head, and what goes with them."""
+
+import json
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from sparse_losses._core.checks import check_choice, check_flag, check_integer, check_shapes
+from sparse_losses._core.sparse import csr
+from sparse_losses._core.token_ids import as_mask
+from sparse_losses.representation._masked_lm import evaluating
+from sparse_losses.representation.gate import ContextGate
+from sparse_losses.representation.head import SpladeHead
+
+__all__ = ["SpladeEncoder"]
+
+Output = Literal["csr", "dense", "tokens", "elasticsearch", "qdrant", "vespa"]
+OUTPUTS = ("csr", "dense", "tokens", "elasticsearch", "qdrant", "vespa")
+
+# Beside the files of the masked language model.
+SETTINGS, TENSORS = "sparse_losses.json", "sparse_losses.safetensors"
+# What the loaders of models, tokenizers and files all take.
+HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+
+
+class SpladeEncoder(nn.Module):
+    r"""A masked language model as an encoder of texts into vectors over its vocabulary.
+
+    $$x_j = u_j \log\bigl(1 + \mathrm{ReLU}(g_j \max_s \ell_{sj})\bigr)$$
+
+    $\ell_{sj}$ are the model's logits at the attended positions $s$, $g$ the gate and $u$ the idf
+    weights (1 without them). They come from :class:`SpladeHead`: ``[B, S, V]`` is never held.
+
+    With ``expansion=False`` there are no such logits: a token of the text has that of its position,
+    from a small network on the hidden state (its largest, if it stands there several times), and
+    all other tokens, and the special ones, are 0.
+
+    Args:
+        model: A masked language model of ``transformers``, on any device, in any precision. With
+            ``expansion=False`` only its encoder is kept.
+        tokenizer: Its tokenizer.
+        expansion: Whether a text may have weight at tokens that are not in it.
+        gate: A :class:`ContextGate`, or ``True`` for a new one.
+        idf_weights: ``[V]``, finite and >= 0, multiplied with the activations.
+        max_length: Tokens of a text that are read, special tokens included. ``None``: what the
+            tokenizer or the model says.
+
+    Example:
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
+        >>> from sparse_losses import SpladeEncoder
+        >>> words = ["[PAD]", "[UNK]", "learned", "sparse", "retrieval"]
+        >>> vocabulary = {word: i for i, word in enumerate(words)}
+        >>> tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+        >>> tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="[PAD]")
+        >>> config = BertConfig(
+        ...     vocab_size=5, hidden_size=8, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> encoder = SpladeEncoder(BertForMaskedLM(config), tokenizer)
+        >>> encoder.encode(["sparse retrieval", "learned"]).shape
+        torch.Size([2, 5])
+
+    References:
+        SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval. The network of
+        ``expansion=False`` and the idf weights are those of the notes of a Korean neural sparse
+        retriever.
+    """
+
+    idf_weights: Tensor | None
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        expansion: bool = True,
+        gate: ContextGate | bool | None = None,
+        idf_weights: Tensor | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        super().__init__()
+        check_flag(expansion=expansion)
+        config = model.config
+        if expansion:
+            self.model, self.head = model, SpladeHead.from_masked_lm(model)
+        else:
+            self.model, self.importance = model.base_model, _importance(config.hidden_size)
+        self.tokenizer = tokenizer
+        self.expansion, self.vocab_size = expansion, int(config.vocab_size)
+
+        if gate is True:
+            heads = next(n for n in (4, 2, 1) if config.hidden_size % n == 0)
+            gate = ContextGate(config.hidden_size, self.vocab_size, num_heads=heads)
+        elif not isinstance(gate, ContextGate) and gate not in (None, False):
+            raise TypeError(
+                f"expected `gate` to be a ContextGate, True, False or None, got {gate!r}"
+            )
+        self.gate = gate or None
+        if self.gate is not None:
+            ours, theirs = (config.hidden_size, self.vocab_size), self.gate
+            if (theirs.hidden_size, theirs.vocab_size) != ours:
+                raise ValueError(
+                    f"expected `gate` of hidden_size {ours[0]} and vocab_size {ours[1]}, got "
+                    f"{theirs.hidden_size} and {theirs.vocab_size}"
+                )
+        self._set_idf_weights(idf_weights)
+
+        if max_length is not None:
+            check_integer("max_length", max_length, minimum=1)
+        self.max_length = _longest(model, tokenizer) if max_length is None else int(max_length)
+        special = torch.tensor(tokenizer.all_special_ids, dtype=torch.int64, device=self.device)
+        self.register_buffer("_special_ids", special, persistent=False)
+        self._special_ids: Tensor
+        self._tokens: list[str] | None = None
+        # Beside the model, and in its precision.
+        for name, part in self.named_children():
+            if name in ("gate", "importance"):
+                part.to(next(model.parameters()))
+
+    def _set_idf_weights(self, idf_weights: Tensor | None) -> None:
+        if idf_weights is not None:
+            check_shapes(idf_weights=(idf_weights, "V"))
+            if idf_weights.shape[0] != self.vocab_size:
+                raise ValueError(
+                    f"expected `idf_weights` of the vocabulary's size {self.vocab_size}, got "
+                    f"{idf_weights.shape[0]}"
+                )
+            idf_weights = idf_weights.detach().float()
+            if not (idf_weights.isfinite() & (idf_weights >= 0)).all():
+                raise ValueError("expected `idf_weights` to be finite and >= 0")
+            idf_weights = idf_weights.to(self.device)
+        self.register_buffer("idf_weights", idf_weights)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.parameters()).device
+
+    @overload
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = ...,
+        *,
+        return_logits: Literal[False] = ...,
+        **inputs: Any,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = ...,
+        *,
+        return_logits: Literal[True],
+        **inputs: Any,
+    ) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        return_logits: bool = False,
+        **inputs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Activations ``[B, V]``, fp32.
+
+        Args:
+            input_ids: ``[B, S]`` integers.
+            attention_mask: ``[B, S]`` 0/1; without it all positions are attended.
+            return_logits: Also return the pooled logits ``[B, V]`` after the gate and before the
+                idf weights, signed, for losses that must reach silent tokens. (Without expansion,
+                0 and without a gradient at tokens that are not in the text.)
+            **inputs: What else the model takes, such as ``token_type_ids``.
+        """
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        encoder = self.model.base_model if self.expansion else self.model
+        hidden = encoder(input_ids=input_ids, attention_mask=attention_mask, **inputs)[0]
+        gate = None if self.gate is None else self.gate(hidden, attention_mask)
+        logits: Tensor | None = None
+        activations: Tensor
+        if not self.expansion:
+            logits = self._token_logits(hidden, input_ids, attention_mask)
+            if gate is not None:
+                logits = logits * gate
+            activations = logits.relu().log1p()
+        elif return_logits:
+            activations, logits = self.head(hidden, attention_mask, gate=gate, return_logits=True)
+        else:
+            activations = self.head(hidden, attention_mask, gate=gate)
+        if self.idf_weights is not None:
+            activations = activations * self.idf_weights
+        return activations if not return_logits or logits is None else (activations, logits)
+
+    def _token_logits(self, hidden: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The logit of every token of the texts, 0 at the others."""
+        logit: Tensor = self.importance(hidden)[:, :, 0].float()
+        kept = as_mask("attention_mask", attention_mask)
+        kept = kept & ~torch.isin(input_ids, self._special_ids)
+        # One column more takes what is not kept.
+        columns = torch.where(kept, input_ids, self.vocab_size)
+        pooled = logit.new_zeros(len(logit), self.vocab_size + 1)
+        return pooled.scatter_reduce(1, columns, logit, "amax", include_self=False)[:, :-1]
+
+    def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """``input_ids`` and ``attention_mask`` ``[B, S]`` of texts, where the model is.
+
+        Raises:
+            TypeError: for anything but a sequence of strings.
+        """
+        _check_texts(texts)
+        batch = self.tokenizer(
+            list(texts),
+            padding=True,
+            truncation=True,
+            max_length=self.max_length,
+            return_tensors="pt",
+        )
+        return {name: batch[name].to(self.device) for name in ("input_ids", "attention_mask")}
+
+    @overload
+    def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        output: Literal["csr", "dense"] = ...,
+        batch_size: int = ...,
+        max_active_dims: int | None = ...,
+        show_progress: bool | None = ...,
+    ) -> Tensor: ...
+    @overload
+    def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        output: Literal["tokens", "elasticsearch", "qdrant", "vespa"],
+        batch_size: int = ...,
+        max_active_dims: int | None = ...,
+        show_progress: bool | None = ...,
+    ) -> list[dict[str, Any]]: ...
+    def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        output: Output = "csr",
+        batch_size: int = 32,
+        max_active_dims: int | None = None,
+        show_progress: bool | None = None,
+    ) -> Tensor | list[dict[str, Any]]:
+        """The vectors of texts, in their order, on the CPU, in evaluation mode.
+
+        Args:
+            texts: Strings. Longer ones are cut at ``max_length`` tokens.
+            output: What comes back; only the positive weights are in it:
+
+                - ``"csr"``: a sparse tensor ``[N, V]`` in CSR layout.
+                - ``"dense"``: a dense tensor ``[N, V]``.
+                - ``"tokens"``: dicts of weights by token, the largest first, as OpenSearch's
+                  ``rank_features`` take them.
+                - ``"elasticsearch"``: the same for its ``sparse_vector``, which refuses dots in
+                  tokens: they become ``__``, as in ELSER. Where two tokens become one that way, the
+                  larger weight stays.
+                - ``"qdrant"``: dicts of ``indices`` and ``values``.
+                - ``"vespa"``: dicts of ``cells``, for a tensor with one mapped dimension.
+            batch_size: Texts at once; similar lengths go together.
+            max_active_dims: Keep no more than the largest so many weights of a text.
+            show_progress: Whether to show a progress bar; ``None``: in a terminal.
+
+        Raises:
+            TypeError: for anything but a sequence of strings.
+            ValueError: if a text's activations are not finite.
+        """
+        from tqdm.auto import tqdm
+
+        _check_texts(texts)
+        check_choice("output", output, OUTPUTS)
+        check_integer("batch_size", batch_size, minimum=1)
+        if max_active_dims is not None:
+            check_integer("max_active_dims", max_active_dims, minimum=1)
+        vectors: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(texts)
+        # The longest first: if memory does not suffice, it shows at once.
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+        disable = None if show_progress is None else not show_progress
+        with (
+            torch.inference_mode(),
+            evaluating(self),
+            tqdm(total=len(texts), desc="Encoding", unit="text", disable=disable) as progress,
+        ):
+            for first in range(0, len(texts), batch_size):
+                numbers = order[first : first + batch_size]
+                activations = self(**self.tokenize([texts[i] for i in numbers]))
+                for i, row in zip(numbers, activations.cpu(), strict=True):
+                    if not row.isfinite().all():
+                        raise ValueError(f"expected finite activations, got others in text {i}")
+                    vectors[i] = _largest(row, max_active_dims)
+                progress.update(len(numbers))
+        return self._formatted(vectors, output)
+
+    def _formatted(
+        self, vectors: list[tuple[Tensor, Tensor]], output: Output
+    ) -> Tensor | list[dict[str, Any]]:
+        if output in ("csr", "dense"):
+            counts = torch.tensor([len(ids) for ids, _ in vectors]).long()
+            rows = torch.arange(len(vectors)).repeat_interleave(counts)
+            empty = (torch.empty(0, dtype=torch.int64), torch.empty(0))
+            ids, values = (torch.cat(parts) for parts in zip(empty, *vectors, strict=True))
+            if output == "csr":
+                return csr(rows, ids, values, (len(vectors), self.vocab_size))
+            return torch.zeros(len(vectors), self.vocab_size).index_put_((rows, ids), values)
+        if output == "qdrant":
+            return [{"indices": i.tolist(), "values": v.tolist()} for i, v in vectors]
+        named = [self._named(*vector) for vector in vectors]
+        if output == "vespa":
+            return [{"cells": weights} for weights in named]
+        if output == "elasticsearch":
+            # Reversed: of two tokens that become one the larger weight comes last, and stays.
+            return [
+                dict(reversed({t.replace(".", "__"): w for t, w in reversed(n.items())}.items()))
+                for n in named
+            ]
+        return named
+
+    def _named(self, ids: Tensor, weights: Tensor) -> dict[str, float]:
+        """Weights by token, the largest first."""
+        if self._tokens is None:
+            tokens = self.tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))
+            # A model may have more rows than its tokenizer has tokens.
+            self._tokens = [f"[{i}]" if t is None else t for i, t in enumerate(tokens)]
+        order = weights.argsort(descending=True, stable=True)
+        pairs = zip(ids[order].tolist(), weights[order].tolist(), strict=True)
+        return {self._tokens[i]: weight for i, weight in pairs}
+
+    def top_tokens(
+        self, texts: Sequence[str], k: int = 20, **options: Any
+    ) -> list[dict[str, float]]:
+        """The ``k`` tokens of largest weight of each text, the largest first.
+
+        Args:
+            texts: Strings.
+            k: How many.
+            **options: As in :meth:`encode`.
+        """
+        return self.encode(texts, output="tokens", max_active_dims=k, **options)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        *,
+        expansion: bool | None = None,
+        gate: ContextGate | bool | None = None,
+        idf_weights: Tensor | None = None,
+        max_length: int | None = None,
+        **options: Any,
+    ) -> "SpladeEncoder":
+        """Loads what :meth:`save_pretrained` wrote, or any masked language model.
+
+        The encoder comes in evaluation mode, as models of ``transformers`` do: ``train()`` it.
+
+        Args:
+            name_or_path: A folder, or a name on the Hugging Face Hub.
+            expansion: ``None``: as saved; ``True`` for a plain masked language model.
+            gate: ``None``: as saved; ``True``: the saved one, or else a new one; ``False``: none.
+            idf_weights: ``None``: as saved.
+            max_length: ``None``: as saved, or else what the tokenizer or the model says.
+            **options: For ``AutoModelForMaskedLM.from_pretrained``, such as ``dtype`` and
+                ``revision``.
+
+        Warns:
+            UserWarning: if the checkpoint has no weights for the layers before the logits: they
+                are random then.
+        """
+        from safetensors.torch import load_file
+        from transformers import AutoModelForMaskedLM, AutoTokenizer
+        from transformers.utils import cached_file, logging
+
+        name = os.fspath(name_or_path)
+        hub = {key: value for key, value in options.items() if key in HUB}
+        files = [
+            cached_file(
+                name,
+                file,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+                **hub,
+            )
+            for file in (SETTINGS, TENSORS)
+        ]
+        saved: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
+        if None not in files:
+            saved = json.loads(Path(files[0]).read_text(encoding="utf-8"))
+            tensors = load_file(files[1])
+        if expansion is None:
+            expansion = saved.get("expansion", True)
+        if max_length is None:
+            max_length = saved.get("max_length")
+        if idf_weights is None:
+            idf_weights = tensors.get("idf_weights")
+
+        trust = {k: options[k] for k in ("trust_remote_code",) if k in options}
+        tokenizer = AutoTokenizer.from_pretrained(name, **hub, **trust)
+        verbosity = logging.get_verbosity()
+        if not expansion:  # nobody is to miss the layers before the logits
+            logging.set_verbosity_error()
+        try:
+            model, found = AutoModelForMaskedLM.from_pretrained(
+                name, output_loading_info=True, **options
+            )
+        finally:
+            logging.set_verbosity(verbosity)
+        new = sorted(key for key in found["missing_keys"] if "pooler" not in key)
+        if new and expansion:
+            warnings.warn(
+                f"{name} has no weights for {', '.join(new)}: they are random. Take a checkpoint "
+                "of a masked language model, or train them.",
+                stacklevel=2,
+            )
+
+        def part(name: str) -> dict[str, Tensor]:
+            start = f"{name}."
+            return {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
+
+        if (gate is None or gate is True) and saved.get("gate"):
+            gate = ContextGate(model.config.hidden_size, model.config.vocab_size, **saved["gate"])
+            gate.load_state_dict(part("gate"))
+        encoder = cls(
+            model,
+            tokenizer,
+            expansion=expansion,
+            gate=gate,
+            idf_weights=idf_weights,
+            max_length=max_length,
+        )
+        if not expansion and (importance := part("importance")):
+            encoder.importance.load_state_dict(importance)
+        return encoder.eval()
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Writes everything :meth:`from_pretrained` reads, as safetensors and JSON.
+
+        The folder is one of ``transformers`` with more files in it: ``AutoModelForMaskedLM`` loads
+        it, and so does the ``SparseEncoder`` of sentence-transformers, which gives the same vectors
+        (but has no gate, and needs this package installed for idf weights).
+
+        Args:
+            folder: Made if it does not exist.
+        """
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        settings: dict[str, Any] = {"expansion": self.expansion, "max_length": self.max_length}
+        if self.gate is not None:
+            settings["gate"] = {
+                "gate_hidden": self.gate.map[0].out_features,
+                "num_heads": self.gate.attention.num_heads,
+                "dropout": self.gate.attention.dropout,
+            }
+        (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        tensors = {
+            name: tensor.contiguous()
+            for name, tensor in self.state_dict().items()
+            if name.split(".")[0] in ("gate", "importance", "idf_weights")
+        }
+        save_file(tensors, folder / TENSORS)
+        if self.expansion:
+            self._write_modules(folder)
+        else:  # no masked language model any more, and nothing for sentence-transformers
+            (folder / "modules.json").unlink(missing_ok=True)
+
+    def _write_modules(self, folder: Path) -> None:
+        """What sentence-transformers reads: which of its modules follow one another."""
+        from safetensors.torch import save_file
+
+        # Names that its versions 5 and 6 both know.
+        theirs = "sentence_transformers.sparse_encoder.models"
+        modules = [("", f"{theirs}.MLMTransformer"), ("1_SpladePooling", f"{theirs}.SpladePooling")]
+        files: dict[str, Any] = {
+            "config_sentence_transformers.json": {"model_type": "SparseEncoder"},
+            "sentence_bert_config.json": {"max_seq_length": self.max_length},
+            "1_SpladePooling/config.json": {
+                "pooling_strategy": "max",
+                "activation_function": "relu",
+                "embedding_dimension": self.vocab_size,
+            },
+        }
+        if self.idf_weights is not None:
+            ours = "sparse_losses.integrations.sentence_transformers.IdfWeights"
+            modules.append(("2_IdfWeights", ours))
+            files["2_IdfWeights/config.json"] = {"vocab_size": self.vocab_size}
+            weights = folder / "2_IdfWeights" / "model.safetensors"
+            weights.parent.mkdir(exist_ok=True)
+            save_file({"weight": self.idf_weights}, weights)
+        files["modules.json"] = [
+            {"idx": i, "name": str(i), "path": path, "type": kind}
+            for i, (path, kind) in enumerate(modules)
+        ]
+        for name, content in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _importance(hidden_size: int) -> nn.Sequential:
+    """From a hidden state to the logit of the token that stands there."""
+    last = nn.Linear(hidden_size, 1)
+    # Every token starts active: behind the activation's ReLU a silent one has no gradient.
+    nn.init.ones_(last.bias)
+    return nn.Sequential(nn.Linear(hidden_size, hidden_size), nn.ReLU(), nn.Dropout(0.1), last)
+
+
+def _longest(model: Any, tokenizer: Any) -> int:
+    """How many tokens the model reads; a tokenizer that does not know says 1e30."""
+    lengths = [tokenizer.model_max_length]
+    lengths.append(getattr(model.config, "max_position_embeddings", lengths[0]))
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            # RoBERTa and its kin number positions from the padding index on.
+            unused = 0 if module.padding_idx is None else module.padding_idx + 1
+            lengths.append(module.num_embeddings - unused)
+    return int(min(lengths))
+
+
+def _largest(row: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
+    """The positive entries of a vector, or the largest of them: ids in order, and weights."""
+    ids = row.nonzero()[:, 0]
+    if count is not None and len(ids) > count:
+        ids = row.topk(count).indices.sort().values
+    return ids, row[ids].float()
+
+
+def _check_texts(texts: object) -> None:
+    if isinstance(texts, str) or not isinstance(texts, Sequence):
+        raise TypeError(f"expected `texts` to be a list of strings, got {type(texts).__name__}")
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise TypeError(f"expected `texts` to be strings, got {type(text).__name__} at {i}")
