@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as nnf
 from torch import nn
 
 __all__ = ["evaluating", "head_of"]
@@ -61,7 +62,8 @@ def head_of(model: Any) -> tuple[nn.Module | None, nn.Linear]:
 
     try:
         with torch.no_grad(), evaluating(model):
-            ours = projection(hidden if transform is None else transform(hidden))
+            states = hidden if transform is None else transform(hidden)
+            ours = nnf.linear(states, projection.weight, projection.bias)
     except Exception as error:  # layers that do more with the projection than call it
         raise _unknown(model, f"without its output embeddings it fails ({error})") from error
     tolerance = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 3e-2

@@ -319,11 +319,7 @@ class SpladeEncoder(nn.Module):
         if output == "vespa":
             return [{"cells": weights} for weights in named]
         if output == "elasticsearch":
-            # Reversed: of two tokens that become one the larger weight comes last, and stays.
-            return [
-                dict(reversed({t.replace(".", "__"): w for t, w in reversed(n.items())}.items()))
-                for n in named
-            ]
+            return [_without_dots(weights) for weights in named]
         return named
 
     def _named(self, ids: Tensor, weights: Tensor) -> dict[str, float]:
@@ -535,6 +531,14 @@ def _largest(row: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
     if count is not None and len(ids) > count:
         ids = row.topk(count).indices.sort().values
     return ids, row[ids].float()
+
+
+def _without_dots(weights: dict[str, float]) -> dict[str, float]:
+    """The same with ``__`` for dots; the largest weights come first, and the first one stays."""
+    kept: dict[str, float] = {}
+    for token, weight in weights.items():
+        kept.setdefault(token.replace(".", "__"), weight)
+    return kept
 
 
 def _check_texts(texts: object) -> None:

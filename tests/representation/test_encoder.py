@@ -1,0 +1,400 @@
+"""Texts to vectors: against loops over a model's own logits, every output, saved and loaded."""
+
+import copy
+import json
+import math
+import warnings
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+from sparse_losses import ContextGate, SpladeBatch, SpladeEncoder, SpladeObjective, Texts
+from tests.representation.tiny_models import ISSUE, TEXTS, masked_lm, pair, tokenizer
+
+VARIANTS = {
+    "plain": {},
+    "gate": {"gate": True},
+    "idf": {"idf_weights": True},
+    "input tokens": {"expansion": False},
+    "all": {"expansion": False, "gate": True, "idf_weights": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def _both_paths():
+    """Once is enough here: the head's own tests take both paths."""
+
+
+def make(architecture="bert", **options):
+    torch.manual_seed(0)
+    model, words = pair(architecture)
+    if options.get("idf_weights"):
+        weights = torch.rand(len(words))
+        weights[7] = 0.0
+        options["idf_weights"] = weights
+    return SpladeEncoder(model, words, **options).eval()
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request):
+    return VARIANTS[request.param]
+
+
+@pytest.mark.parametrize("architecture", ISSUE)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_equals_the_formula(architecture, gated, weighted):
+    encoder = make(architecture, gate=gated, idf_weights=weighted or None)
+    batch = encoder.tokenize(TEXTS)
+    with torch.no_grad():
+        ours, pooled = encoder(**batch, return_logits=True)
+        logits = encoder.model(**batch).logits
+        gate = None
+        if gated:
+            hidden = encoder.model.base_model(**batch)[0]
+            gate = encoder.gate(hidden, batch["attention_mask"]).tolist()
+    assert torch.equal(ours, encoder(**batch))
+    for i, row in enumerate(logits.double().tolist()):
+        for j in range(encoder.vocab_size):
+            # Every position is gated here, before the maximum: the two commute.
+            factor = 1.0 if gate is None else gate[i][j]
+            mask = batch["attention_mask"][i].tolist()
+            seen = [factor * scores[j] for scores, m in zip(row, mask, strict=True) if m]
+            assert math.isclose(pooled[i, j], max(seen), rel_tol=1e-4, abs_tol=1e-5)
+            value = math.log1p(max(0.0, *seen))
+            if weighted:
+                value *= float(encoder.idf_weights[j])
+            assert math.isclose(ours[i, j], value, rel_tol=1e-4, abs_tol=1e-5)
+
+
+def test_input_tokens_only_equals_the_formula():
+    encoder = make("xlm-roberta", expansion=False)
+    texts = ["the the dog the", "서울 맛집", "", "dog"]
+    batch = encoder.tokenize(texts)
+    with torch.no_grad():
+        ours, pooled = encoder(**batch, return_logits=True)
+        logit = encoder.importance(encoder.model(**batch)[0])[:, :, 0]
+    special = encoder.tokenizer.all_special_ids
+    for i in range(len(texts)):
+        for j in range(encoder.vocab_size):
+            seen = [
+                float(value)
+                for value, token, m in zip(
+                    logit[i], batch["input_ids"][i], batch["attention_mask"][i], strict=True
+                )
+                if m and token == j and j not in special
+            ]
+            assert math.isclose(pooled[i, j], max(seen, default=0.0), abs_tol=1e-6)
+            assert math.isclose(ours[i, j], math.log1p(max(0.0, *seen, 0.0)), abs_tol=1e-6)
+    assert (ours[2] == 0).all()
+    assert (ours[[0, 1, 3]] > 0).any(1).all()
+
+
+def test_input_tokens_all_start_active_and_learn():
+    encoder = make(expansion=False)
+    batch = encoder.tokenize(["quick brown fox"])
+    activations = encoder(**batch)
+    assert int((activations > 0).sum()) == len(set(batch["input_ids"][0].tolist())) - 2
+    activations.sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in encoder.importance.parameters())
+
+
+def test_a_mask_may_be_missing_and_padding_does_not_matter():
+    encoder = make("modernbert")
+    ids = encoder.tokenize(["서울 맛집 추천"])["input_ids"]
+    alone = encoder(ids)
+    assert torch.equal(alone, encoder(ids, torch.ones_like(ids)))
+    together = encoder(**encoder.tokenize(["서울 맛집 추천", TEXTS[3]]))
+    torch.testing.assert_close(together[:1], alone)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 100])
+def test_encode_keeps_the_order_of_the_texts(batch_size, variant):
+    encoder = make(**variant)
+    with torch.no_grad():
+        expected = torch.cat([encoder(**encoder.tokenize([text])) for text in TEXTS])
+    dense = encoder.encode(TEXTS, output="dense", batch_size=batch_size)
+    torch.testing.assert_close(dense, expected)
+    sparse = encoder.encode(TEXTS, batch_size=batch_size)
+    assert sparse.layout == torch.sparse_csr
+    assert torch.equal(sparse.to_dense(), dense)
+    assert (sparse.values() > 0).all()
+    torch._validate_sparse_csr_tensor_args(
+        sparse.crow_indices(), sparse.col_indices(), sparse.values(), sparse.shape
+    )
+
+
+def test_encode_evaluates_and_leaves_every_mode_as_it_was():
+    encoder = make(gate=True)
+    encoder.train()
+    encoder.model.base_model.eval()
+    modes = [module.training for module in encoder.modules()]
+    first, second = (encoder.encode(TEXTS, output="dense") for _ in range(2))
+    assert torch.equal(first, second)  # no dropout
+    assert [module.training for module in encoder.modules()] == modes
+    assert not first.requires_grad
+
+
+def test_the_formats_of_search_engines():
+    encoder = make("xlm-roberta")
+    dense = encoder.encode(TEXTS, output="dense")
+    names = encoder.tokenizer.convert_ids_to_tokens(list(range(encoder.vocab_size)))
+    tokens = encoder.encode(TEXTS, output="tokens")
+    for row, weights in zip(dense, tokens, strict=True):
+        assert weights == {names[j]: float(row[j]) for j in range(len(names)) if row[j] > 0}
+        assert list(weights.values()) == sorted(weights.values(), reverse=True)
+    for row, vector in zip(dense, encoder.encode(TEXTS, output="qdrant"), strict=True):
+        assert vector["indices"] == row.nonzero()[:, 0].tolist()
+        assert vector["values"] == row[row > 0].tolist()
+    vespa = encoder.encode(TEXTS, output="vespa")
+    assert vespa == [{"cells": weights} for weights in tokens]
+    assert json.loads(json.dumps([tokens, vespa])) == [tokens, vespa]
+
+
+def test_elasticsearch_takes_no_dots():
+    encoder = make("bert")
+    names = ["a.b", "a__b", ".", "c", "..."]
+    encoder._tokens = names + [f"t{i}" for i in range(encoder.vocab_size - len(names))]
+    tokens = encoder.encode(TEXTS, output="tokens")
+    for plain, weights in zip(tokens, encoder.encode(TEXTS, output="elasticsearch"), strict=True):
+        assert not any("." in token for token in weights)
+        expected = {}
+        for token, weight in plain.items():
+            key = token.replace(".", "__")
+            expected[key] = max(weight, expected.get(key, 0.0))
+        assert weights == expected
+        assert list(weights.values()) == sorted(weights.values(), reverse=True)
+    assert {"a.b", "a__b"} & set(tokens[1])
+
+
+def test_no_more_than_so_many_active_dimensions():
+    encoder = make()
+    full = encoder.encode(TEXTS, output="dense")
+    few = encoder.encode(TEXTS, output="dense", max_active_dims=3)
+    for row, kept in zip(full, few, strict=True):
+        assert sorted(kept[kept > 0].tolist()) == sorted(row.topk(3).values.tolist())
+    top = encoder.top_tokens(TEXTS, 3)
+    assert top == encoder.encode(TEXTS, output="tokens", max_active_dims=3)
+    assert [len(weights) for weights in top] == [3] * len(TEXTS)
+    assert torch.equal(encoder.encode(TEXTS, max_active_dims=10_000).to_dense(), full)
+
+
+@pytest.mark.parametrize("output", ["csr", "dense", "tokens", "elasticsearch", "qdrant", "vespa"])
+def test_no_texts(output):
+    encoder = make()
+    vectors = encoder.encode([], output=output)
+    assert len(vectors) == 0
+    if output in ("csr", "dense"):
+        assert vectors.shape == (0, encoder.vocab_size)
+
+
+def test_a_progress_bar_if_wanted(capsys):
+    encoder = make()
+    encoder.encode(TEXTS)
+    assert capsys.readouterr().err == ""  # no terminal
+    encoder.encode(TEXTS, show_progress=True, batch_size=2)
+    assert f"{len(TEXTS)}/{len(TEXTS)}" in capsys.readouterr().err
+
+
+def test_wrong_arguments():
+    encoder = make()
+    with pytest.raises(TypeError, match="expected `texts` to be a list of strings, got str"):
+        encoder.encode("서울")
+    with pytest.raises(TypeError, match="expected `texts` to be strings, got NoneType at 1"):
+        encoder.encode(["a", None])
+    with pytest.raises(TypeError, match="list of strings, got str"):
+        encoder.tokenize("서울")
+    with pytest.raises(ValueError, match="expected `output` to be one of 'csr', 'dense'"):
+        encoder.encode(["a"], output="json")
+    with pytest.raises(ValueError, match="`batch_size` to be an integer >= 1, got 0"):
+        encoder.encode(["a"], batch_size=0)
+    with pytest.raises(ValueError, match="`max_active_dims` to be an integer >= 1, got 0"):
+        encoder.top_tokens(["a"], 0)
+    model, words = pair("bert")
+    size = len(words)
+    for options, error, match in [
+        ({"gate": "yes"}, TypeError, "expected `gate` to be a ContextGate, True, False or None"),
+        ({"gate": ContextGate(16, size + 1)}, ValueError, f"vocab_size {size}, got 16 and"),
+        ({"idf_weights": torch.ones(3)}, ValueError, f"vocabulary's size {size}, got 3"),
+        ({"idf_weights": -torch.ones(size)}, ValueError, "`idf_weights` to be finite and >= 0"),
+        ({"idf_weights": torch.full((size,), math.inf)}, ValueError, "finite and >= 0"),
+        ({"expansion": 1}, TypeError, "expected `expansion` to be True or False"),
+        ({"max_length": 0}, ValueError, "`max_length` to be an integer >= 1"),
+    ]:
+        with pytest.raises(error, match=match):
+            SpladeEncoder(model, words, **options)
+    with torch.no_grad():
+        encoder.head.bias[4] = math.nan
+    with pytest.raises(ValueError, match="expected finite activations, got others in text"):
+        encoder.encode(["a"])
+
+
+def test_texts_are_cut_where_the_model_ends():
+    long = "dog " * 500
+    bert, roberta = make("bert"), make("xlm-roberta")
+    assert bert.max_length == 40
+    assert roberta.max_length == 39  # positions begin behind the padding index
+    for encoder in (bert, roberta):
+        assert encoder.tokenize([long])["input_ids"].shape == (1, encoder.max_length)
+        encoder.encode([long])
+    model, words = pair("bert")
+    assert SpladeEncoder(model, words, max_length=5).tokenize([long])["input_ids"].shape == (1, 5)
+    words.model_max_length = 7
+    assert SpladeEncoder(model, words).max_length == 7
+
+
+def test_a_model_with_more_rows_than_tokens():
+    words = tokenizer("bytes")
+    size = len(words)
+    encoder = SpladeEncoder(masked_lm("modernbert", size + 4), words)
+    with torch.no_grad():
+        encoder.head.bias.fill_(0.0)
+        encoder.head.bias[size:] = 50.0
+    assert set(encoder.top_tokens(["a"], 4)[0]) == {f"[{size + i}]" for i in range(4)}
+
+
+@pytest.mark.parametrize("architecture", ISSUE)
+def test_what_is_saved_comes_back(architecture, variant, tmp_path):
+    encoder = make(architecture, max_length=17, **variant)
+    encoder.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = SpladeEncoder.from_pretrained(tmp_path)
+    assert not loaded.training
+    assert loaded.max_length == 17
+    assert loaded.state_dict().keys() == encoder.state_dict().keys()
+    for name, tensor in encoder.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+    ours, theirs = (e.encode(TEXTS, output="dense") for e in (encoder, loaded))
+    assert torch.equal(ours, theirs)
+    assert ours.any()
+    # Twice into the same folder, and as a copy.
+    loaded.save_pretrained(tmp_path)
+    again = copy.deepcopy(SpladeEncoder.from_pretrained(str(tmp_path)))
+    assert torch.equal(again.encode(TEXTS, output="dense"), ours)
+
+
+def test_parts_can_be_taken_off_and_put_on_while_loading(tmp_path):
+    encoder = make(gate=True, idf_weights=True)
+    encoder.save_pretrained(tmp_path)
+    assert SpladeEncoder.from_pretrained(tmp_path, gate=False).gate is None
+    own = ContextGate(16, encoder.vocab_size)
+    other = SpladeEncoder.from_pretrained(
+        tmp_path, gate=own, idf_weights=torch.ones(own.vocab_size)
+    )
+    assert other.gate is own
+    assert (other.idf_weights == 1).all()
+    kept = SpladeEncoder.from_pretrained(tmp_path, gate=True)
+    assert torch.equal(kept.gate.query, encoder.gate.query)
+    words = SpladeEncoder.from_pretrained(tmp_path, expansion=False, max_length=9)
+    assert not words.expansion
+    assert words.max_length == 9
+
+
+@pytest.mark.parametrize("architecture", ISSUE)
+def test_a_plain_masked_language_model_loads(architecture, tmp_path):
+    model, words = pair(architecture)
+    model.save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    encoder = SpladeEncoder.from_pretrained(tmp_path)
+    expected = SpladeEncoder(model, words).encode(TEXTS, output="dense")
+    assert torch.equal(encoder.encode(TEXTS, output="dense"), expected)
+    # And ours is one.
+    encoder.save_pretrained(tmp_path / "ours")
+    theirs = AutoModelForMaskedLM.from_pretrained(tmp_path / "ours")
+    batch = AutoTokenizer.from_pretrained(tmp_path / "ours")(["a"], return_tensors="pt")
+    assert torch.equal(theirs(**batch).logits, model(**batch).logits)
+
+
+def test_a_model_without_such_layers_is_a_warning(tmp_path):
+    model, words = pair("bert")
+    model.base_model.save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"has no weights for cls.*they are random"):
+        SpladeEncoder.from_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SpladeEncoder.from_pretrained(tmp_path, expansion=False)
+
+
+def test_half_precision_is_kept(tmp_path):
+    encoder = make(gate=True, idf_weights=True)
+    encoder.save_pretrained(tmp_path)
+    half = SpladeEncoder.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    vectors = half.encode(TEXTS, output="dense")
+    assert vectors.dtype == torch.float32
+    torch.testing.assert_close(vectors, encoder.encode(TEXTS, output="dense"), atol=0.1, rtol=0.1)
+    half.save_pretrained(tmp_path)
+    again = SpladeEncoder.from_pretrained(tmp_path)
+    assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
+    assert torch.equal(again.encode(TEXTS, output="dense"), vectors)
+
+
+def test_trains_with_the_objective():
+    encoder = make("xlm-roberta", gate=True)
+    queries, documents = ["맛집", "retriever", "dog"], [TEXTS[0], TEXTS[1], "a lazy dog"]
+    objective = SpladeObjective({"info_nce": 1.0, "document_flops": 1e-3})
+    optimizer = torch.optim.Adam(encoder.parameters(), 2e-3)
+    losses = []
+    for _ in range(8):
+        sides = []
+        for texts in (queries, documents):
+            batch = encoder.tokenize(texts)
+            sides.append(Texts(encoder(**batch), **batch))
+        total, _ = objective(SpladeBatch(*sides))
+        optimizer.zero_grad()
+        total.backward()
+        unused = [name for name, p in encoder.named_parameters() if p.grad is None]
+        assert unused == []
+        optimizer.step()
+        losses.append(total.item())
+    assert losses[-1] < losses[0] / 2
+
+
+def test_a_copy_keeps_its_ties():
+    encoder = copy.deepcopy(make())
+    embeddings = encoder.model.get_input_embeddings().weight
+    assert encoder.head.weight is encoder.model.get_output_embeddings().weight is embeddings
+
+
+@pytest.mark.parametrize("architecture", ISSUE)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sentence_transformers_gives_the_same_vectors(architecture, weighted, tmp_path):
+    from sentence_transformers import SparseEncoder
+
+    encoder = make(architecture, idf_weights=weighted or None)
+    encoder.save_pretrained(tmp_path)
+    # Idf weights are a module of ours, which they run only if told to.
+    theirs = SparseEncoder(str(tmp_path), trust_remote_code=weighted, device="cpu")
+    assert theirs.max_seq_length == encoder.max_length
+    texts = [text for text in TEXTS if text] + ["dog " * 500]
+    vectors = theirs.encode(texts, convert_to_sparse_tensor=False).cpu()
+    torch.testing.assert_close(vectors, encoder.encode(texts, output="dense"))
+    # What they save again, we read again, but for the idf weights.
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    back = SpladeEncoder.from_pretrained(tmp_path / "theirs", idf_weights=encoder.idf_weights)
+    torch.testing.assert_close(vectors, back.encode(texts, output="dense"))
+    if weighted:
+        with pytest.raises(ValueError, match="trust_remote_code=True"):
+            SparseEncoder(str(tmp_path), device="cpu")
+        reloaded = SparseEncoder(str(tmp_path / "theirs"), trust_remote_code=True, device="cpu")
+        again = reloaded.encode(texts, convert_to_sparse_tensor=False).cpu()
+        torch.testing.assert_close(again, vectors)
+
+
+def test_without_a_vocabulary_projection_there_is_nothing_for_sentence_transformers(tmp_path):
+    make().save_pretrained(tmp_path)
+    assert (tmp_path / "modules.json").exists()
+    make(expansion=False).save_pretrained(tmp_path)
+    assert not (tmp_path / "modules.json").exists()
+
+
+@pytest.mark.parametrize("architecture", ISSUE)
+def test_compiles_as_one_graph(architecture):
+    encoder = make(architecture, gate=True, idf_weights=True)
+    batch = encoder.tokenize(TEXTS)
+    torch._dynamo.reset()
+    compiled = torch.compile(encoder, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**batch), encoder(**batch))

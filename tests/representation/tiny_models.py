@@ -1,0 +1,122 @@
+"""Masked language models and tokenizers of the real architectures, small and untrained."""
+
+import random
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    ElectraConfig,
+    ElectraForMaskedLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    PreTrainedTokenizerFast,
+    XLMRobertaConfig,
+    XLMRobertaForMaskedLM,
+)
+
+TEXTS = [
+    "서울 맛집 추천",
+    "a learned sparse retriever",
+    "",
+    "vectors over the vocabulary, one weight a token. U.S.A.",
+    "서울",
+]
+CORPUS = [*TEXTS, "the quick brown fox jumps over the lazy dog", "점심 메뉴 추천해 주세요"] * 3
+SPECIAL = ["<pad>", "<unk>", "<s>", "</s>", "<mask>"]
+
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 40,
+}
+IDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+ARCHITECTURES = {
+    "bert": (BertConfig, BertForMaskedLM, {**SIZES, "pad_token_id": 0}),
+    "distilbert": (
+        DistilBertConfig,
+        DistilBertForMaskedLM,
+        {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 40},
+    ),
+    "xlm-roberta": (XLMRobertaConfig, XLMRobertaForMaskedLM, {**SIZES, **IDS}),
+    "modernbert": (
+        ModernBertConfig,
+        ModernBertForMaskedLM,
+        {**SIZES, **IDS, "cls_token_id": 2, "sep_token_id": 3},
+    ),
+    "albert": (AlbertConfig, AlbertForMaskedLM, {**SIZES, **IDS, "embedding_size": 8}),
+    "electra": (ElectraConfig, ElectraForMaskedLM, {**SIZES, "embedding_size": 16}),
+    "deberta-v2": (DebertaV2Config, DebertaV2ForMaskedLM, SIZES),
+}
+ISSUE = ("bert", "distilbert", "xlm-roberta", "modernbert")
+
+
+def tokenizer(kind: str = "unigram") -> PreTrainedTokenizerFast:
+    """A tokenizer of one of three kinds, trained on the spot."""
+    if kind == "unigram":
+        tokens = Tokenizer(models.Unigram())
+        tokens.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokens.decoder = decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(
+            vocab_size=120, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
+        )
+    elif kind == "wordpiece":
+        tokens = Tokenizer(models.WordPiece(unk_token="<unk>"))
+        tokens.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=150, special_tokens=SPECIAL, show_progress=False
+        )
+    else:
+        tokens = Tokenizer(models.BPE())
+        tokens.pre_tokenizer = pre_tokenizers.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=SPECIAL,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+    tokens.train_from_iterator(CORPUS, trainer)
+    tokens.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 2), ("</s>", 3)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokens,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        cls_token="<s>",
+        sep_token="</s>",
+        mask_token="<mask>",
+    )
+
+
+KINDS = {"bert": "wordpiece", "distilbert": "wordpiece", "modernbert": "bytes"}
+
+
+def masked_lm(architecture: str, vocab_size: int, **settings):
+    """A model in evaluation mode, whose logits are far from constant and of both signs."""
+    configuration, model_class, sizes = ARCHITECTURES[architecture]
+    torch.manual_seed(random.Random(architecture).randrange(1000))
+    model = model_class(configuration(vocab_size=vocab_size, **{**sizes, **settings}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.3)
+        projection = model.get_output_embeddings()
+        if projection.bias is not None:
+            projection.bias.normal_(std=0.3)
+    return model.eval()
+
+
+def pair(architecture: str, **settings):
+    """A model and its tokenizer."""
+    words = tokenizer(KINDS.get(architecture, "unigram"))
+    return masked_lm(architecture, len(words), **settings), words
