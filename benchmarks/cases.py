@@ -398,6 +398,28 @@ def _end_to_end_inputs(sizes: Sizes, make: Maker) -> Inputs:
 # Floors: operations. Elementwise work is bounded by its bytes; only products count here.
 
 
+def _objective_inputs(sizes: Sizes, make: Maker) -> Inputs:
+    query, document = _vectors(sizes, make)
+    query_ids, query_mask = _text_inputs(sizes, make)
+    document_ids, document_mask = _text_inputs(sizes, make)
+    return {
+        "query": query,
+        "document": document,
+        "query_ids": query_ids,
+        "query_mask": query_mask,
+        "document_ids": document_ids,
+        "document_mask": document_mask,
+        "token_penalty": make.uniform(sizes["V"]),
+        "teacher_scores": make.normal(sizes["B"], sizes["B"]),
+    }
+
+
+def _objective_flops(sizes: Sizes, inputs: Inputs, backward: bool) -> float:
+    return _product_flops(
+        sizes, {"anchor": inputs["query"], "positive": inputs["document"]}, backward
+    )
+
+
 def _product_flops(sizes: Sizes, inputs: Inputs, backward: bool) -> float:
     """Multiply-adds of pairs of entries that are both there; the backward has two such products."""
     anchor, positive = inputs["anchor"], inputs["positive"]
@@ -504,6 +526,61 @@ def _end_to_end_variants() -> tuple[Variant, ...]:
         Variant("ours", _our_end_to_end),
         _head_variant("ours, screened", _our_end_to_end, True),
         _head_variant("ours, unscreened", _our_end_to_end, False),
+    )
+
+
+def _our_objective(
+    query: Tensor,
+    document: Tensor,
+    query_ids: Tensor,
+    query_mask: Tensor,
+    document_ids: Tensor,
+    document_mask: Tensor,
+    token_penalty: Tensor,
+    teacher_scores: Tensor,
+) -> Tensor:
+    """The same as :func:`benchmarks.eager.objective`, in one object."""
+    weights = {
+        "info_nce": 3.0,
+        "distillation": 2.0,
+        "query_self_reconstruction": 0.5,
+        "query_positive_activation": 2.0,
+        "query_min_activation": 1.0,
+        "query_flops": 0.01,
+        "document_flops": 0.01,
+    }
+    objective = sparse_losses.SpladeObjective(
+        weights, flops=sparse_losses.IdfFlopsLoss(token_penalty, beta=0.3)
+    )
+    batch = sparse_losses.SpladeBatch(
+        sparse_losses.Texts(query, query_ids, query_mask),
+        sparse_losses.Texts(document, document_ids, document_mask),
+        teacher_scores=teacher_scores,
+    )
+    return objective(batch).total
+
+
+def _one_by_one(
+    query: Tensor,
+    document: Tensor,
+    query_ids: Tensor,
+    query_mask: Tensor,
+    document_ids: Tensor,
+    document_mask: Tensor,
+    token_penalty: Tensor,
+    teacher_scores: Tensor,
+) -> Tensor:
+    """The package's losses without the objective, which shares their product."""
+    ours = sparse_losses
+    unit = nnf.normalize(query, dim=-1), nnf.normalize(document, dim=-1)
+    penalised = functools.partial(ours.idf_flops_loss, token_penalty=token_penalty)
+    return (
+        3.0 * ours.info_nce_loss(query, document)
+        + 2.0 * ours.distillation_loss(unit[0] @ unit[1].T, teacher_scores)
+        + 0.5 * ours.self_reconstruction_loss(query, query_ids, query_mask)
+        + 2.0 * ours.positive_activation_loss(query, document_ids, document_mask)
+        + ours.min_activation_loss(query)
+        + 0.01 * (penalised(query) + penalised(document))
     )
 
 
@@ -828,6 +905,22 @@ FAMILIES: tuple[Family, ...] = (
             4.0 * (5 * 3 * sizes["B"] * sizes["S"] + 2 * sizes["H"]) * sizes["V"]
         ),
         tolerance=2e-2,
+    ),
+    Family(
+        "objective",
+        _objective_inputs,
+        ("query", "document"),
+        eager.objective,
+        (Variant("ours", _our_objective), Variant("ours, one by one", _one_by_one)),
+        tiny=[_sparse(4, 60, 0.4, S=12)],
+        quick=[_sparse(32, BERT, 0.02, S=64)],
+        full=[
+            *[_sparse(rows, BERT, 0.02, S=64) for rows in (64, 128)],
+            _sparse(64, XLM, 0.005, S=64),
+        ],
+        num_flops=_objective_flops,
+        # What |mean| does not have at a token that no text activates.
+        kink_at_zero=True,
     ),
 )
 

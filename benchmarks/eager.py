@@ -19,6 +19,7 @@ __all__ = [
     "min_activation",
     "n_pair",
     "nws",
+    "objective",
     "pairwise_contrastive",
     "positive_activation",
     "self_reconstruction",
@@ -209,3 +210,25 @@ def end_to_end(
     positive, negative = documents[: len(queries)], documents[len(queries) :]
     contrast = info_nce(queries, positive, negative, temperature=temperature, similarity="dot")
     return contrast + flops_weight * (flops(queries) + flops(documents))
+
+
+def objective(
+    query: Tensor,
+    document: Tensor,
+    query_ids: Tensor,
+    query_mask: Tensor,
+    document_ids: Tensor,
+    document_mask: Tensor,
+    token_penalty: Tensor,
+    teacher_scores: Tensor,
+) -> Tensor:
+    """The losses of V26 and a regulariser of the documents, one after the other."""
+    unit = nnf.normalize(query, dim=-1), nnf.normalize(document, dim=-1)
+    return (
+        3.0 * info_nce(query, document)
+        + 2.0 * distillation(unit[0] @ unit[1].T, teacher_scores)
+        + 0.5 * self_reconstruction(query, query_ids, query_mask)
+        + 2.0 * positive_activation(query, document_ids, document_mask)
+        + min_activation(query)
+        + 0.01 * (idf_flops(query, token_penalty) + idf_flops(document, token_penalty))
+    )
