@@ -61,6 +61,7 @@ class Diagnostics:
     - ``dead_rows``: share of texts without any; ``dense_rows``: share with more than a quarter of
       the vocabulary.
     - ``mean_activation``: of the active entries.
+    - ``flops``: of :func:`flops_loss`, over all texts at once, silent ones included.
     - ``index_flops``: $\sum_j p_j^2$, $p_j$ the share of texts in which token $j$ is active: what
       scoring a random pair costs.
     - ``effective_tokens``: $e^H$, $H$ the entropy of the columns' shares in all activation.
@@ -232,6 +233,7 @@ class Diagnostics:
             dead_rows=dead / rows,
             dense_rows=dense / rows,
             mean_activation=_ratio(summed.sum(), texts.sum()),
+            flops=(summed / rows).square().sum().item(),
             index_flops=share.square().sum().item(),
             effective_tokens=math.exp(-(mass * mass.log()).sum().item()) if len(mass) else 0.0,
             never_active=(texts == 0).double().mean().item(),
@@ -253,6 +255,22 @@ class Diagnostics:
         if other_rows:
             report["other_side_recall"] = other / other_rows
         return report
+
+    def top_tokens(self, k: int = 20) -> dict[int, float]:
+        """The tokens that are most often among a text's ``top_k``, and in what share of the texts.
+
+        Where these are stopwords, or the same few in every text, the vectors say little. Waits for
+        the device.
+
+        Args:
+            k: how many.
+        """
+        check_integer("k", k, minimum=1)
+        if self._columns is None:
+            return {}
+        share, ids = (self._columns[2].cpu() / self._rows).sort(descending=True, stable=True)
+        found = zip(ids[:k].tolist(), share[:k].tolist(), strict=True)
+        return {token: part for token, part in found if part > 0}
 
 
 def context_overlap(one: Tensor, other: Tensor) -> Tensor:

@@ -65,6 +65,7 @@ def _oracle(x, ids, mask, positive_ids, positive_mask, top_k=3):
         "dead_rows": (rows - len(live)) / rows,
         "dense_rows": sum(len(a) > V / 4 for a in active) / rows,
         "mean_activation": column.sum() / len(entries),
+        "flops": sum((column[j] / rows) ** 2 for j in range(V)),
         "index_flops": sum((sum(j in a for a in active) / rows) ** 2 for j in range(V)),
         "effective_tokens": math.exp(-sum(q * math.log(q) for q in p)),
         "never_active": sum(all(j not in a for a in active) for j in range(V)) / V,
@@ -98,6 +99,21 @@ def test_the_report_is_what_loops_count(seed, rows):
     assert set(report) == set(expected)
     for name, value in expected.items():
         assert report[name] == pytest.approx(value, rel=1e-5), name
+
+    on_top = [sorted({j for j in range(V) if r[j] > 0}, key=lambda j: -r[j])[:3] for r in x]
+    shares = {j: sum(j in top for top in on_top) / rows for j in range(V)}
+    found = diagnostics.top_tokens(4)
+    assert list(found.values()) == sorted((s for s in shares.values() if s), reverse=True)[:4]
+    assert all(shares[j] == pytest.approx(share) for j, share in found.items())
+
+
+def test_the_top_of_nothing_is_nothing():
+    diagnostics = _diagnostics()
+    assert diagnostics.top_tokens() == {}
+    diagnostics.update(torch.zeros(2, V))
+    assert diagnostics.top_tokens() == {}
+    with pytest.raises(ValueError, match="expected `k` to be an integer >= 1, got 0"):
+        diagnostics.top_tokens(0)
 
 
 def test_what_cannot_be_said_is_not_in_the_report():
