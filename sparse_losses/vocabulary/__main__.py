@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m sparse_losses.vocabulary",
         description="In how many documents each token occurs, for idf_penalty: counted once over "
         "the training texts, saved, and loaded with DocumentFrequency.load.",
+        epilog="example: %(prog)s count corpus.jsonl --tokenizer tokenizer.json --output df.npz",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     count = commands.add_parser(
@@ -259,7 +260,7 @@ def _progress(console: Console, count: Count) -> Iterator[Tick]:
         TimeRemainingColumn,
     )
 
-    size, start = count.size, count.finished_size
+    size, start = max(count.size, 1), count.finished_size
     done = documents = 0
     started = said = time.monotonic()
 

@@ -33,7 +33,7 @@ from sparse_losses.vocabulary.document_frequency import (
 
 __all__ = ["Count", "Encoder", "Source", "UserError", "find_sources"]
 
-SHARD_BYTES = 8 * 2**20  # some seconds of work: what a killed worker loses
+SHARD_BYTES = 4 * 2**20  # a few seconds of work: what an interrupted worker loses
 SHARD_ROWS = 10_000
 BATCH_CHARACTERS = 2**20  # bounds the memory of a batch of long documents
 SAVE_SECONDS = 5.0
@@ -469,10 +469,6 @@ def _encode(shard: Shard, encoder: Encoder, batch: list[tuple[int, str]]) -> lis
         raise
 
 
-# ------------------------------------------------------------------------------------------
-# A count over many shards
-
-
 class Count:
     """A count of sources that can be interrupted anywhere and goes on from its partial file.
 
@@ -544,9 +540,10 @@ class Count:
                 settings = json.loads(str(archive["settings"]))
                 finished, counts = archive["finished"], archive["counts"]
                 documents, self.empty, self.blank = archive["numbers"].tolist()
+            differences = _differences(settings, self._settings)
         except Exception as error:  # a damaged archive fails in a dozen ways
             raise UserError(f"{self.partial} is damaged: {again}") from error
-        if differences := _differences(settings, self._settings):
+        if differences:
             raise UserError(
                 f"{self.partial} holds an unfinished count with other settings: "
                 f"{'; '.join(differences)}. Go on with the former, {again}"

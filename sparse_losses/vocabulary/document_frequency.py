@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import uuid
+import zipfile
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -221,6 +222,9 @@ class DocumentFrequency:
         expected = None if tokenizer is None else tokenizer_sha256(tokenizer)
         with open(path, "rb") as file:
             try:
+                if not zipfile.is_zipfile(file):  # NumPy would advise to unpickle it
+                    raise ValueError("it is no .npz archive")
+                file.seek(0)
                 with np.load(file, allow_pickle=False) as archive:
                     fingerprint = str(archive["tokenizer_sha256"]) or None
                     counter = cls(int(archive["vocab_size"]), tokenizer_sha256=fingerprint)

@@ -286,7 +286,7 @@ def test_an_archive_that_is_not_ours_is_refused(tmp_path, arrays):
 @pytest.mark.parametrize("content", [b"", b"counts", b"PK\x03\x04", b"\x93NUMPY"])
 def test_a_file_that_is_no_archive_is_refused(tmp_path, content):
     (tmp_path / "counts.npz").write_bytes(content)
-    with pytest.raises(ValueError, match="is not a DocumentFrequency file"):
+    with pytest.raises(ValueError, match="is not a DocumentFrequency file: it is no"):
         DocumentFrequency.load(tmp_path / "counts.npz")
 
 
