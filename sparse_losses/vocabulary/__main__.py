@@ -297,7 +297,7 @@ def _progress(console: Console, count: Count) -> Iterator[Tick]:
         except KeyboardInterrupt as interrupt:
             raise KeyboardInterrupt(
                 f"Stopped; {count.counter.num_documents:,} documents are kept in {count.partial}. "
-                "Repeat the command to go on."
+                "Repeat the command (without --restart) to go on."
             ) from interrupt
 
 

@@ -604,6 +604,12 @@ class Count:
         except KeyboardInterrupt:
             self.save()
             raise
+        except BrokenProcessPool as error:
+            self.save()
+            raise UserError(
+                "a worker process ended abruptly (killed, or out of memory?): repeat the command "
+                "to go on, perhaps with fewer --jobs"
+            ) from error
         if self.counter.num_documents == 0:
             self.discard()
             names = ", ".join(source.name for source in self.sources)
@@ -624,7 +630,7 @@ class Count:
     def _run_processes(self, todo: Sequence[int], jobs: int, tick: Tick) -> None:
         context = multiprocessing.get_context("spawn")
         progress: Any = context.Array("q", 2)
-        stop = context.Event()
+        stop = context.RawValue("b", 0)  # a worker that dies must not hold a lock we wait for
         pool = ProcessPoolExecutor(jobs, context, _start_worker, (self.job, progress, stop))
         waiting = iter(todo)
         running: dict[Future[Counts], int] = {}
@@ -639,16 +645,11 @@ class Count:
                 done, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
                 for future in done:
                     self._take(running.pop(future), future.result())
-                now = list(progress)
+                now = progress.get_obj()[:]
                 tick(now[0] - seen[0], now[1] - seen[1])
                 seen = now
-        except BrokenProcessPool as error:
-            raise UserError(
-                "a worker process ended abruptly (killed, or out of memory?): repeat the command "
-                "to go on, perhaps with fewer --jobs"
-            ) from error
         finally:
-            stop.set()
+            stop.value = 1
             pool.shutdown(cancel_futures=True)
 
 
@@ -700,7 +701,7 @@ class _Worker:
         return encoder
 
     def tick(self, size: int, documents: int) -> None:
-        if self.stop.is_set():
+        if self.stop.value:
             raise UserError("stopped")  # nobody waits for this result
         with self.progress.get_lock():
             self.progress[0] += size

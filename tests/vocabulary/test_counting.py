@@ -131,11 +131,22 @@ def test_the_count_is_that_of_a_loop_for_every_kind_of_input(kind, tokenizer, tm
     assert counted(output, TEXTS, tokenizer)
 
 
-def test_several_inputs_in_two_processes_count_as_in_one(tokenizer, tmp_path, capfd):
+@pytest.fixture
+def folder(tokenizer, tmp_path, monkeypatch):
+    """The same tokenizer as a folder of transformers."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tokenizer), unk_token="[UNK]", pad_token="[PAD]"
+    )
+    fast.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_several_inputs_in_two_processes_count_as_in_one(tokenizer, folder, tmp_path, capfd):
     inputs = [make(tmp_path) for kind, make in MADE.items() if kind not in ("dataset", "text.gz")]
     one, two = tmp_path / "one.npz", tmp_path / "two.npz"
     assert count(*inputs, tokenizer=tokenizer, output=one) == 0
-    assert count(*reversed(inputs), tokenizer=tokenizer, output=two, options=["--jobs", "2"]) == 0
+    assert count(*reversed(inputs), tokenizer=folder, output=two, options=["--jobs", "2"]) == 0
     assert counted(one, TEXTS * len(inputs), tokenizer)
     assert counted(two, TEXTS * len(inputs), tokenizer)
     assert "200 documents" in capfd.readouterr().err
@@ -185,22 +196,17 @@ def test_documents_are_cut_only_if_asked_and_the_vocabulary_may_be_the_models(to
     assert DocumentFrequency.load(output, vocab_size=100).df[60:].sum() == 0
 
 
-def test_a_folder_of_transformers_counts_as_its_tokenizer_json(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(tokenizer), unk_token="[UNK]", pad_token="[PAD]"
-    )
-    folder = tmp_path / "model"
-    fast.save_pretrained(folder)
-    path = text_file(tmp_path / "a.txt")
-    for options in ([], ["--max-length", "2"], ["--jobs", "2"]):
-        output = tmp_path / f"{len(options)}{options[:1]}.npz"
-        assert count(path, tokenizer=folder, output=output, options=options) == 0
-        length = 2 if "--max-length" in options else None
-        assert counted(output, TEXTS, tokenizer, max_length=length)
-    saved = DocumentFrequency.load(output, tokenizer=fast)
-    plain = DocumentFrequency.load(output, tokenizer=tokenizers.Tokenizer.from_file(str(tokenizer)))
-    assert saved.tokenizer_sha256 == plain.tokenizer_sha256
+def test_a_folder_of_transformers_counts_as_its_tokenizer_json(tokenizer, folder, tmp_path):
+    path, output = text_file(tmp_path / "a.txt"), tmp_path / "df.npz"
+    assert count(path, tokenizer=folder, output=output) == 0
+    assert counted(output, TEXTS, tokenizer)
+    cut = ["--max-length", "2", "--overwrite"]
+    assert count(path, tokenizer=folder, output=output, options=cut) == 0
+    assert counted(output, TEXTS, tokenizer, max_length=2)
+    fast = transformers.AutoTokenizer.from_pretrained(folder)
+    plain = tokenizers.Tokenizer.from_file(str(tokenizer))
+    for same in (fast, plain):
+        assert DocumentFrequency.load(output, tokenizer=same).num_documents == len(TEXTS)
 
 
 DRIVER = """
@@ -295,6 +301,7 @@ def test_interrupted_again_and_again_nothing_counts_twice(tokenizer, tmp_path, i
 def test_a_dead_worker_is_an_error_and_the_command_goes_on(
     tokenizer, tmp_path, monkeypatch, capsys
 ):
+    monkeypatch.setattr(counting, "SAVE_SECONDS", 1e9)
     path, output = text_file(tmp_path / "a.txt", TEXTS * 20), tmp_path / "df.npz"
     take = Count._take
 
@@ -308,6 +315,7 @@ def test_a_dead_worker_is_an_error_and_the_command_goes_on(
         assert count(path, tokenizer=tokenizer, output=output, options=["--jobs", "2"]) == 2
     assert "a worker process ended abruptly" in capsys.readouterr().err
     assert count(path, tokenizer=tokenizer, output=output) == 0
+    assert "Going on" in capsys.readouterr().err
     assert counted(output, TEXTS * 20, tokenizer)
 
 
