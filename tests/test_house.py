@@ -202,23 +202,35 @@ def test_importing_the_package_imports_no_optional_dependency():
     assert not rooms & {"demo", "integrations"}
 
 
-# What a function may import when it is called, and only then.
-LAZY = {"representation/encoder.py": {"safetensors", "tqdm", "transformers"}}
+LAZY = {  # what an extra brings, imported only inside a function
+    "representation/encoder.py": {"safetensors", "tqdm", "transformers"},
+    "vocabulary/counting.py": {"datasets", "tokenizers", "transformers"},
+    "vocabulary/__main__.py": {"rich"},
+}
+
+
+def _imports(nodes) -> set[str]:
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module)
+    return {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"sparse_losses"}
 
 
 def test_the_runtime_needs_torch_and_numpy_only():
-    standard = sys.stdlib_module_names
     for path in FILES:
         if room(path) in ("demo", "integrations", "kernels"):
             continue
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         lazy = LAZY.get(path.relative_to(PACKAGE).as_posix(), set())
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        inside = {n for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
-        for node in ast.walk(tree):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                names = [node.module]
-            outside = {n.split(".")[0] for n in names} - standard - {"sparse_losses"}
-            assert outside <= {"torch", "numpy"} | (lazy if node in inside else set()), path
+        assert _imports(nodes) <= {"torch", "numpy"} | lazy, path
+        later = {
+            id(inner)
+            for node in nodes
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+            for inner in ast.walk(node)
+        }
+        assert _imports(n for n in nodes if id(n) not in later) <= {"torch", "numpy"}, path

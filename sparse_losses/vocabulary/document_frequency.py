@@ -4,7 +4,9 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -109,6 +111,14 @@ class DocumentFrequency:
         self.df += torch.bincount(ordered[first], minlength=self.vocab_size)
         self.num_documents += len(ids)
 
+    def _update_ragged(self, documents: Sequence[Sequence[int]]) -> None:
+        """Counts documents of any lengths, as :meth:`update` does but without padding."""
+        ids = torch.from_numpy(np.fromiter(chain.from_iterable(map(set, documents)), np.int64))
+        everywhere = torch.ones_like(ids, dtype=torch.bool)
+        ids = attended_ids("input_ids", ids, everywhere, self.vocab_size)
+        self.df += torch.bincount(ids, minlength=self.vocab_size)
+        self.num_documents += len(documents)
+
     def merge(self, other: "DocumentFrequency") -> "DocumentFrequency":
         """Adds the counts of ``other``, which stays as it is, and returns this counter.
 
@@ -171,31 +181,50 @@ class DocumentFrequency:
         No suffix is appended. The arrays are ``df``, ``num_documents``, ``vocab_size`` and
         ``tokenizer_sha256`` (empty for ``None``).
         """
-        path = Path(path)
-        unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        try:
-            # NumPy appends .npz to a name, but not to an open file.
-            with open(unfinished, "xb") as file:
-                np.savez_compressed(
-                    file,
-                    df=self.df.numpy(),
-                    num_documents=np.int64(self.num_documents),
-                    vocab_size=np.int64(self.vocab_size),
-                    tokenizer_sha256=np.str_(self.tokenizer_sha256 or ""),
-                )
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        write_archive(
+            path,
+            df=self.df.numpy(),
+            num_documents=np.int64(self.num_documents),
+            vocab_size=np.int64(self.vocab_size),
+            tokenizer_sha256=np.str_(self.tokenizer_sha256 or ""),
+        )
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "DocumentFrequency":
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        tokenizer: "_HasVocabulary | None" = None,
+        vocab_size: int | None = None,
+    ) -> "DocumentFrequency":
         """Reads what :meth:`save` wrote; nothing is unpickled.
 
+        Args:
+            path: The file.
+            tokenizer: Anything with ``get_vocab()``: the tokenizer that the counts must be of.
+            vocab_size: The V that the counts must have: the model's, which may exceed the
+                tokenizer's.
+
         Raises:
-            ValueError: If the file is not one of ours, or is damaged.
+            ValueError: If the file is not one of ours, is damaged, or was made with another
+                tokenizer or vocabulary size. A file without a fingerprint is of no tokenizer.
+
+        Example:
+            >>> import tempfile
+            >>> from sparse_losses import DocumentFrequency
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     DocumentFrequency(vocab_size=5).save(f"{folder}/df.npz")
+            ...     DocumentFrequency.load(f"{folder}/df.npz", vocab_size=5)
+            DocumentFrequency(vocab_size=5, num_documents=0)
         """
+        if vocab_size is not None:
+            check_integer("vocab_size", vocab_size, minimum=1)
+        expected = None if tokenizer is None else tokenizer_sha256(tokenizer)
         with open(path, "rb") as file:
             try:
+                if not zipfile.is_zipfile(file):  # NumPy would advise to unpickle it
+                    raise ValueError("it is no .npz archive")
+                file.seek(0)
                 with np.load(file, allow_pickle=False) as archive:
                     fingerprint = str(archive["tokenizer_sha256"]) or None
                     counter = cls(int(archive["vocab_size"]), tokenizer_sha256=fingerprint)
@@ -208,6 +237,15 @@ class DocumentFrequency:
             except Exception as error:  # a damaged archive fails in a dozen ways
                 raise ValueError(f"{path} is not a DocumentFrequency file: {error}") from error
         counter.df = torch.from_numpy(df)
+        if expected not in (None, fingerprint):
+            came = f"{fingerprint!r}" if fingerprint else "no fingerprint"
+            raise ValueError(
+                f"expected {path} to be counted with the tokenizer {expected!r}, got {came}"
+            )
+        if vocab_size not in (None, counter.vocab_size):
+            raise ValueError(
+                f"expected {path} to have V = {vocab_size}, got V = {counter.vocab_size}"
+            )
         return counter
 
     @property
@@ -237,8 +275,25 @@ def tokenizer_sha256(tokenizer: _HasVocabulary) -> str:
         >>> tokenizer_sha256(Tokenizer())[:16]
         'e834b0a2a817df6c'
     """
+    if not hasattr(tokenizer, "get_vocab"):
+        raise TypeError(
+            f"expected `tokenizer` to have `get_vocab()`, got {type(tokenizer).__name__}"
+        )
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(vocabulary.encode()).hexdigest()
+
+
+def write_archive(path: str | os.PathLike[str], **arrays: Any) -> None:
+    """Writes an ``.npz`` archive under exactly this name, all of it or nothing."""
+    path = Path(path)
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        # NumPy appends .npz to a name, but not to an open file.
+        with open(unfinished, "xb") as file:
+            np.savez_compressed(file, **arrays)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _on_cpu(values: Tensor | np.ndarray[Any, Any]) -> Tensor:

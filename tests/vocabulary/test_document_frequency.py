@@ -286,7 +286,7 @@ def test_an_archive_that_is_not_ours_is_refused(tmp_path, arrays):
 @pytest.mark.parametrize("content", [b"", b"counts", b"PK\x03\x04", b"\x93NUMPY"])
 def test_a_file_that_is_no_archive_is_refused(tmp_path, content):
     (tmp_path / "counts.npz").write_bytes(content)
-    with pytest.raises(ValueError, match="is not a DocumentFrequency file"):
+    with pytest.raises(ValueError, match="is not a DocumentFrequency file: it is no"):
         DocumentFrequency.load(tmp_path / "counts.npz")
 
 
@@ -384,3 +384,41 @@ def test_the_fingerprint_depends_on_pairs_and_not_on_their_order():
     assert fingerprint != tokenizer_sha256(Tokenizer({"b": 0, "가": 1}))
     assert fingerprint != tokenizer_sha256(Tokenizer({"가": 0, "b": 1, "c": 2}))
     assert fingerprint != tokenizer_sha256(Tokenizer({"나": 0, "b": 1}))
+
+
+def test_load_checks_the_tokenizer_and_the_size_where_asked(tmp_path):
+    ours, other = Tokenizer({"a": 0, "b": 1}), Tokenizer({"b": 0, "a": 1})
+    path = tmp_path / "counts.npz"
+    counted([[1, 2]], tokenizer_sha256=tokenizer_sha256(ours)).save(path)
+    assert same(DocumentFrequency.load(path, tokenizer=ours, vocab_size=V), counted([[1, 2]]))
+    with pytest.raises(ValueError, match=r"counts\.npz .*tokenizer") as error:
+        DocumentFrequency.load(path, tokenizer=other)
+    assert tokenizer_sha256(ours) in str(error.value)
+    assert tokenizer_sha256(other) in str(error.value)
+    with pytest.raises(ValueError, match=f"V = {V + 1}, got V = {V}"):
+        DocumentFrequency.load(path, vocab_size=V + 1)
+    with pytest.raises(TypeError, match=r"get_vocab\(\).*str"):
+        DocumentFrequency.load(path, tokenizer="bert-base-uncased")
+    with pytest.raises(TypeError, match="`vocab_size`"):
+        DocumentFrequency.load(path, vocab_size=6.0)
+
+
+def test_a_file_without_a_fingerprint_is_of_no_tokenizer(tmp_path):
+    counted([[1]]).save(tmp_path / "counts.npz")
+    with pytest.raises(ValueError, match="got no fingerprint"):
+        DocumentFrequency.load(tmp_path / "counts.npz", tokenizer=Tokenizer({"a": 0}))
+
+
+@given(documents)
+def test_ragged_documents_count_as_padded_ones(docs):
+    counter = DocumentFrequency(V)
+    counter._update_ragged(docs)
+    assert same(counter, counted(docs))
+
+
+@pytest.mark.parametrize("bad", [V, -1])
+def test_a_ragged_id_outside_the_vocabulary_changes_nothing(bad):
+    counter = counted([[1, 2]])
+    with pytest.raises(ValueError, match=rf"V = {V}, got {bad}\b"):
+        counter._update_ragged([[0], [2, bad]])
+    assert same(counter, counted([[1, 2]]))
