@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as nnf
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["evaluating", "head_of"]
 
@@ -16,9 +16,8 @@ def head_of(model: Any) -> tuple[nn.Module | None, nn.Linear]:
     """The layers before the vocabulary projection, and the projection, of a masked LM.
 
     Architectures name these layers differently, and some keep an activation in their code. So the
-    model is watched while it reads two tokens: which of its parts do the hidden states pass through
-    on their way to the logits? The parts keep their parameters, and the result is held against the
-    model's own logits.
+    model is watched while it reads eight tokens: which of its parts come after the encoder? They
+    keep their parameters, and what they give is held against the model's own logits.
     """
     base = getattr(model, "base_model", None)
     projection = getattr(model, "get_output_embeddings", lambda: None)()
@@ -30,47 +29,42 @@ def head_of(model: Any) -> tuple[nn.Module | None, nn.Linear]:
     if not isinstance(projection, nn.Linear):
         raise _unknown(model, f"its output embeddings are a {type(projection).__name__}")
 
-    calls: list[tuple[nn.Module, Any, Any]] = []
+    called: list[nn.Module] = []
+    states: list[Tensor] = []
     hooks = [
-        child.register_forward_hook(
-            lambda module, args, output: calls.append((module, args[0] if args else None, output))
-        )
+        child.register_forward_hook(lambda module, args, output: called.append(module))
         for child in model.children()
     ]
-    device = projection.weight.device
+    hooks.append(base.register_forward_hook(lambda module, args, output: states.append(output[0])))
+    tokens = torch.ones(1, 8, dtype=torch.int64, device=projection.weight.device)
     try:
         with torch.no_grad(), evaluating(model):
-            tokens = torch.ones(1, 2, dtype=torch.int64, device=device)
-            logits = model(input_ids=tokens, attention_mask=tokens).logits
+            logits = model(input_ids=tokens, attention_mask=tokens, return_dict=True).logits
+    except Exception as error:
+        raise _unknown(model, f"it does not read eight tokens ({error})") from error
     finally:
         for hook in hooks:
             hook.remove()
 
-    names = [module for module, _, _ in calls]
-    after = calls[names.index(base) + 1 :]
-    hidden = state = calls[names.index(base)][2][0]
-    for module, came, output in after:
-        if came is not state:
-            raise _unknown(model, f"its {type(module).__name__} reads something else")
-        state = output
-    if state is not logits or not after or projection not in set(after[-1][0].modules()):
+    layers = called[called.index(base) + 1 :] if base in called else []
+    if not layers or projection not in set(layers[-1].modules()):
         raise _unknown(model, "its output embeddings do not come last")
-    *layers, last = (module for module, _, _ in after)
+    last = layers.pop()
     if last is not projection:
         layers.append(_without(last, projection))
     transform = nn.Sequential(*layers) if layers else None
 
     try:
         with torch.no_grad(), evaluating(model):
-            states = hidden if transform is None else transform(hidden)
-            ours = nnf.linear(states, projection.weight, projection.bias)
+            transformed = states[-1] if transform is None else transform(states[-1])
+            ours = nnf.linear(transformed, projection.weight, projection.bias)
     except Exception as error:  # layers that do more with the projection than call it
         raise _unknown(model, f"without its output embeddings it fails ({error})") from error
-    tolerance = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 3e-2
-    close = ours.shape == logits.shape and torch.allclose(
-        ours, logits, rtol=0.0, atol=tolerance * logits.abs().max().item(), equal_nan=True
-    )
-    if not close:
+    rounding = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 3e-2
+    size = logits.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+    if ours.shape != logits.shape or not torch.allclose(
+        ours, logits, rtol=0.0, atol=rounding * size, equal_nan=True
+    ):
         raise _unknown(model, "its logits are not its output embeddings' alone")
     return transform, projection
 
@@ -78,7 +72,7 @@ def head_of(model: Any) -> tuple[nn.Module | None, nn.Linear]:
 def _unknown(model: object, why: str) -> TypeError:
     return TypeError(
         f"{type(model).__name__} is built in a way that is not known here: {why}. "
-        "SpladeHead(weight, bias, transform=layers) takes such a model's layers by hand"
+        "SpladeHead(weight, bias, transform=layers) takes the layers of such a model by hand"
     )
 
 

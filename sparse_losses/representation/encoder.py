@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_flag, check_integer, check_shapes
+from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.sparse import csr
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.representation._masked_lm import evaluating
+from sparse_losses.representation._sentence_transformers import read_modules, write_modules
 from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead
 
@@ -23,7 +25,7 @@ Output = Literal["csr", "dense", "tokens", "elasticsearch", "qdrant", "vespa"]
 OUTPUTS = ("csr", "dense", "tokens", "elasticsearch", "qdrant", "vespa")
 
 # Beside the files of the masked language model.
-SETTINGS, TENSORS = "sparse_losses.json", "sparse_losses.safetensors"
+SETTINGS, TENSORS, FORMAT = "sparse_losses.json", "sparse_losses.safetensors", 1
 # What the loaders of models, tokenizers and files all take.
 HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -49,6 +51,8 @@ class SpladeEncoder(nn.Module):
         idf_weights: ``[V]``, finite and >= 0, multiplied with the activations.
         max_length: Tokens of a text that are read, special tokens included. ``None``: what the
             tokenizer or the model says.
+
+    Make it after ``resize_token_embeddings``, which replaces the matrix.
 
     Example:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -86,22 +90,34 @@ class SpladeEncoder(nn.Module):
     ) -> None:
         super().__init__()
         check_flag(expansion=expansion)
-        config = model.config
         if expansion:
-            self.model, self.head = model, SpladeHead.from_masked_lm(model)
-        else:
-            self.model, self.importance = model.base_model, _importance(config.hidden_size)
+            self.head = SpladeHead.from_masked_lm(model)
+        elif not isinstance(getattr(model, "base_model", None), nn.Module):
+            raise TypeError(
+                f"expected `model` to be a model of transformers, got {type(model).__name__}"
+            )
+        config = model.config
+        self.model = model if expansion else model.base_model
         self.tokenizer = tokenizer
         self.expansion, self.vocab_size = expansion, int(config.vocab_size)
+        largest = max(tokenizer.get_vocab().values(), default=0)
+        if largest >= self.vocab_size:
+            raise ValueError(
+                f"expected `tokenizer` of ids below the model's vocabulary size {self.vocab_size}, "
+                f"got one with id {largest}"
+            )
 
+        like = next(model.parameters())
+        if not expansion:
+            self.importance = _importance(config.hidden_size).to(like)
         if gate is True:
             heads = next(n for n in (4, 2, 1) if config.hidden_size % n == 0)
             gate = ContextGate(config.hidden_size, self.vocab_size, num_heads=heads)
-        elif not isinstance(gate, ContextGate) and gate not in (None, False):
+        if gate is not None and gate is not False and not isinstance(gate, ContextGate):
             raise TypeError(
                 f"expected `gate` to be a ContextGate, True, False or None, got {gate!r}"
             )
-        self.gate = gate or None
+        self.gate = gate.to(like) if isinstance(gate, ContextGate) else None
         if self.gate is not None:
             ours, theirs = (config.hidden_size, self.vocab_size), self.gate
             if (theirs.hidden_size, theirs.vocab_size) != ours:
@@ -111,17 +127,11 @@ class SpladeEncoder(nn.Module):
                 )
         self._set_idf_weights(idf_weights)
 
-        if max_length is not None:
-            check_integer("max_length", max_length, minimum=1)
-        self.max_length = _longest(model, tokenizer) if max_length is None else int(max_length)
-        special = torch.tensor(tokenizer.all_special_ids, dtype=torch.int64, device=self.device)
+        self.max_length = _max_length(max_length, model, tokenizer)
+        special = torch.tensor(tokenizer.all_special_ids, dtype=torch.int64, device=like.device)
         self.register_buffer("_special_ids", special, persistent=False)
         self._special_ids: Tensor
-        self._tokens: list[str] | None = None
-        # Beside the model, and in its precision.
-        for name, part in self.named_children():
-            if name in ("gate", "importance"):
-                part.to(next(model.parameters()))
+        self._names: dict[int, str] = {}
 
     def _set_idf_weights(self, idf_weights: Tensor | None) -> None:
         if idf_weights is not None:
@@ -131,7 +141,7 @@ class SpladeEncoder(nn.Module):
                     f"expected `idf_weights` of the vocabulary's size {self.vocab_size}, got "
                     f"{idf_weights.shape[0]}"
                 )
-            idf_weights = idf_weights.detach().float()
+            idf_weights = idf_weights.detach().clone(memory_format=torch.contiguous_format).float()
             if not (idf_weights.isfinite() & (idf_weights >= 0)).all():
                 raise ValueError("expected `idf_weights` to be finite and >= 0")
             idf_weights = idf_weights.to(self.device)
@@ -168,7 +178,7 @@ class SpladeEncoder(nn.Module):
         return_logits: bool = False,
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Activations ``[B, V]``, fp32.
+        """Activations ``[B, V]``, fp32 (fp64 of a model in fp64).
 
         Args:
             input_ids: ``[B, S]`` integers.
@@ -180,6 +190,13 @@ class SpladeEncoder(nn.Module):
         """
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
+        if self.expansion:
+            matrix = self.model.get_output_embeddings().weight
+            if self.head.weight is not matrix or matrix.shape[0] != self.vocab_size:
+                raise RuntimeError(
+                    "expected the output embeddings that the encoder was made with, got others: "
+                    "make it after resize_token_embeddings"
+                )
         encoder = self.model.base_model if self.expansion else self.model
         hidden = encoder(input_ids=input_ids, attention_mask=attention_mask, **inputs)[0]
         gate = None if self.gate is None else self.gate(hidden, attention_mask)
@@ -200,7 +217,7 @@ class SpladeEncoder(nn.Module):
 
     def _token_logits(self, hidden: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The logit of every token of the texts, 0 at the others."""
-        logit: Tensor = self.importance(hidden)[:, :, 0].float()
+        logit: Tensor = self.importance(hidden)[:, :, 0].to(compute_dtype(hidden=hidden))
         kept = as_mask("attention_mask", attention_mask)
         kept = kept & ~torch.isin(input_ids, self._special_ids)
         # One column more takes what is not kept.
@@ -218,6 +235,7 @@ class SpladeEncoder(nn.Module):
         batch = self.tokenizer(
             list(texts),
             padding=True,
+            padding_side="right",  # a model that numbers positions from the left has text there
             truncation=True,
             max_length=self.max_length,
             return_tensors="pt",
@@ -254,6 +272,8 @@ class SpladeEncoder(nn.Module):
         show_progress: bool | None = None,
     ) -> Tensor | list[dict[str, Any]]:
         """The vectors of texts, in their order, on the CPU, in evaluation mode.
+
+        While it runs, all of the encoder is in that mode: call it from one thread while training.
 
         Args:
             texts: Strings. Longer ones are cut at ``max_length`` tokens.
@@ -324,13 +344,12 @@ class SpladeEncoder(nn.Module):
 
     def _named(self, ids: Tensor, weights: Tensor) -> dict[str, float]:
         """Weights by token, the largest first."""
-        if self._tokens is None:
-            tokens = self.tokenizer.convert_ids_to_tokens(list(range(self.vocab_size)))
-            # A model may have more rows than its tokenizer has tokens.
-            self._tokens = [f"[{i}]" if t is None else t for i, t in enumerate(tokens)]
+        if len(self._names) != len(self.tokenizer):
+            self._names = {i: token for token, i in self.tokenizer.get_vocab().items()}
         order = weights.argsort(descending=True, stable=True)
         pairs = zip(ids[order].tolist(), weights[order].tolist(), strict=True)
-        return {self._tokens[i]: weight for i, weight in pairs}
+        # A model may have more rows than its tokenizer has tokens.
+        return {self._names.get(i, f"[{i}]"): weight for i, weight in pairs}
 
     def top_tokens(
         self, texts: Sequence[str], k: int = 20, **options: Any
@@ -351,7 +370,7 @@ class SpladeEncoder(nn.Module):
         *,
         expansion: bool | None = None,
         gate: ContextGate | bool | None = None,
-        idf_weights: Tensor | None = None,
+        idf_weights: Tensor | Literal[False] | None = None,
         max_length: int | None = None,
         **options: Any,
     ) -> "SpladeEncoder":
@@ -363,42 +382,43 @@ class SpladeEncoder(nn.Module):
             name_or_path: A folder, or a name on the Hugging Face Hub.
             expansion: ``None``: as saved; ``True`` for a plain masked language model.
             gate: ``None``: as saved; ``True``: the saved one, or else a new one; ``False``: none.
-            idf_weights: ``None``: as saved.
+            idf_weights: ``None``: as saved; ``False``: none.
             max_length: ``None``: as saved, or else what the tokenizer or the model says.
             **options: For ``AutoModelForMaskedLM.from_pretrained``, such as ``dtype`` and
                 ``revision``.
 
+        Raises:
+            OSError: if there is no such folder, or it is incomplete.
+            ValueError: if sentence-transformers saved it with modules that compute something else.
+
         Warns:
-            UserWarning: if the checkpoint has no weights for the layers before the logits: they
-                are random then.
+            UserWarning: if the checkpoint lacks weights, as those of the layers before the logits:
+                they are random then.
         """
-        from safetensors.torch import load_file
         from transformers import AutoModelForMaskedLM, AutoTokenizer
         from transformers.utils import cached_file, logging
 
         name = os.fspath(name_or_path)
         hub = {key: value for key, value in options.items() if key in HUB}
-        files = [
-            cached_file(
+
+        def find(file: str) -> str | None:
+            path: str | None = cached_file(
                 name,
                 file,
                 _raise_exceptions_for_missing_entries=False,
                 _raise_exceptions_for_connection_errors=False,
                 **hub,
             )
-            for file in (SETTINGS, TENSORS)
-        ]
-        saved: dict[str, Any] = {}
-        tensors: dict[str, Tensor] = {}
-        if None not in files:
-            saved = json.loads(Path(files[0]).read_text(encoding="utf-8"))
-            tensors = load_file(files[1])
+            return path
+
+        settings, tensors = _read_settings(name, find(SETTINGS), find(TENSORS))
+        theirs = read_modules(name, find)
         if expansion is None:
-            expansion = saved.get("expansion", True)
-        if max_length is None:
-            max_length = saved.get("max_length")
+            expansion = settings.get("expansion", True)
         if idf_weights is None:
-            idf_weights = tensors.get("idf_weights")
+            idf_weights = tensors.get("idf_weights", theirs)
+        elif idf_weights is False:
+            idf_weights = None
 
         trust = {k: options[k] for k in ("trust_remote_code",) if k in options}
         tokenizer = AutoTokenizer.from_pretrained(name, **hub, **trust)
@@ -411,8 +431,8 @@ class SpladeEncoder(nn.Module):
             )
         finally:
             logging.set_verbosity(verbosity)
-        new = sorted(key for key in found["missing_keys"] if "pooler" not in key)
-        if new and expansion:
+        needed = "" if expansion else f"{model.base_model_prefix}."
+        if new := sorted(key for key in found["missing_keys"] if key.startswith(needed)):
             warnings.warn(
                 f"{name} has no weights for {', '.join(new)}: they are random. Take a checkpoint "
                 "of a masked language model, or train them.",
@@ -423,8 +443,9 @@ class SpladeEncoder(nn.Module):
             start = f"{name}."
             return {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
 
-        if (gate is None or gate is True) and saved.get("gate"):
-            gate = ContextGate(model.config.hidden_size, model.config.vocab_size, **saved["gate"])
+        if (gate is None or gate is True) and settings.get("gate"):
+            config = model.config
+            gate = ContextGate(config.hidden_size, config.vocab_size, **settings["gate"])
             gate.load_state_dict(part("gate"))
         encoder = cls(
             model,
@@ -432,7 +453,7 @@ class SpladeEncoder(nn.Module):
             expansion=expansion,
             gate=gate,
             idf_weights=idf_weights,
-            max_length=max_length,
+            max_length=settings.get("max_length") if max_length is None else max_length,
         )
         if not expansion and (importance := part("importance")):
             encoder.importance.load_state_dict(importance)
@@ -452,57 +473,37 @@ class SpladeEncoder(nn.Module):
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        settings: dict[str, Any] = {"expansion": self.expansion, "max_length": self.max_length}
-        if self.gate is not None:
-            settings["gate"] = {
-                "gate_hidden": self.gate.map[0].out_features,
-                "num_heads": self.gate.attention.num_heads,
-                "dropout": self.gate.attention.dropout,
-            }
-        (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        # Away first and back last: without it, what was interrupted does not load.
+        (folder / SETTINGS).unlink(missing_ok=True)
         tensors = {
             name: tensor.contiguous()
             for name, tensor in self.state_dict().items()
             if name.split(".")[0] in ("gate", "importance", "idf_weights")
         }
         save_file(tensors, folder / TENSORS)
-        if self.expansion:
-            self._write_modules(folder)
-        else:  # no masked language model any more, and nothing for sentence-transformers
-            (folder / "modules.json").unlink(missing_ok=True)
-
-    def _write_modules(self, folder: Path) -> None:
-        """What sentence-transformers reads: which of its modules follow one another."""
-        from safetensors.torch import save_file
-
-        # Names that its versions 5 and 6 both know.
-        theirs = "sentence_transformers.sparse_encoder.models"
-        modules = [("", f"{theirs}.MLMTransformer"), ("1_SpladePooling", f"{theirs}.SpladePooling")]
-        files: dict[str, Any] = {
-            "config_sentence_transformers.json": {"model_type": "SparseEncoder"},
-            "sentence_bert_config.json": {"max_seq_length": self.max_length},
-            "1_SpladePooling/config.json": {
-                "pooling_strategy": "max",
-                "activation_function": "relu",
-                "embedding_dimension": self.vocab_size,
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        write_modules(
+            folder,
+            expansion=self.expansion,
+            vocab_size=self.vocab_size,
+            max_length=self.max_length,
+            idf_weights=self.idf_weights,
+        )
+        settings = {
+            "format": FORMAT,
+            "expansion": self.expansion,
+            "max_length": self.max_length,
+            "idf_weights": self.idf_weights is not None,
+            "gate": None
+            if self.gate is None
+            else {
+                "gate_hidden": self.gate.map[0].out_features,
+                "num_heads": self.gate.attention.num_heads,
+                "dropout": self.gate.attention.dropout,
             },
         }
-        if self.idf_weights is not None:
-            ours = "sparse_losses.integrations.sentence_transformers.IdfWeights"
-            modules.append(("2_IdfWeights", ours))
-            files["2_IdfWeights/config.json"] = {"vocab_size": self.vocab_size}
-            weights = folder / "2_IdfWeights" / "model.safetensors"
-            weights.parent.mkdir(exist_ok=True)
-            save_file({"weight": self.idf_weights}, weights)
-        files["modules.json"] = [
-            {"idx": i, "name": str(i), "path": path, "type": kind}
-            for i, (path, kind) in enumerate(modules)
-        ]
-        for name, content in files.items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _importance(hidden_size: int) -> nn.Sequential:
@@ -513,16 +514,53 @@ def _importance(hidden_size: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(hidden_size, hidden_size), nn.ReLU(), nn.Dropout(0.1), last)
 
 
-def _longest(model: Any, tokenizer: Any) -> int:
-    """How many tokens the model reads; a tokenizer that does not know says 1e30."""
-    lengths = [tokenizer.model_max_length]
-    lengths.append(getattr(model.config, "max_position_embeddings", lengths[0]))
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
-            # RoBERTa and its kin number positions from the padding index on.
-            unused = 0 if module.padding_idx is None else module.padding_idx + 1
-            lengths.append(module.num_embeddings - unused)
-    return int(min(lengths))
+def _max_length(max_length: int | None, model: Any, tokenizer: Any) -> int:
+    """How many tokens are read: as wanted, or as many as model and tokenizer can."""
+    positions = [
+        # RoBERTa and its kin number positions from the padding index on.
+        module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+        for name, module in model.named_modules()
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+    ]
+    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = min([*positions, *([] if longest is None else [longest])], default=None)
+    if max_length is None:
+        # A tokenizer that does not know says 1e30.
+        return int(min(tokenizer.model_max_length, longest or tokenizer.model_max_length))
+    special = tokenizer.num_special_tokens_to_add(pair=False)
+    check_integer("max_length", max_length, minimum=special + 1)
+    if positions and max_length > min(positions):
+        raise ValueError(
+            f"expected `max_length` of at most the model's {min(positions)} positions, got "
+            f"{max_length}"
+        )
+    return int(max_length)
+
+
+def _read_settings(
+    name: str, settings: str | None, tensors: str | None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Our two files, or two empty dicts where there are none."""
+    from safetensors.torch import load_file
+
+    if settings is None and tensors is None:
+        return {}, {}
+    if settings is None or tensors is None:
+        missing, there = (SETTINGS, TENSORS) if settings is None else (TENSORS, SETTINGS)
+        raise OSError(f"{name} is incomplete: it has {there}, but not {missing}")
+    try:
+        found = json.loads(Path(settings).read_text(encoding="utf-8"))
+        stored = load_file(tensors)
+    except Exception as error:
+        raise OSError(f"{name} is damaged: {error}") from error
+    if found.get("format") != FORMAT:
+        raise OSError(
+            f"expected {name} in format {FORMAT}, got {found.get('format')}: a newer version of "
+            "sparse-losses wrote it"
+        )
+    if found["idf_weights"] != ("idf_weights" in stored):
+        raise OSError(f"{name} is damaged: its two files do not belong together")
+    return found, stored
 
 
 def _largest(row: Tensor, count: int | None) -> tuple[Tensor, Tensor]:

@@ -682,7 +682,8 @@ class SpladeHead(nn.Module):
 
         ``head(hidden, attention_mask)``, with ``hidden`` the last hidden state of
         ``model.base_model``, equals ``splade_pool(logits, attention_mask)`` of the model's logits.
-        The model reads two tokens once to show its layers, and stays as it is.
+        The model reads eight tokens once to show its layers, and stays as it is. Make the head
+        after ``resize_token_embeddings``, which replaces the matrix.
 
         Args:
             model: BERT, DistilBERT, XLM-RoBERTa, ModernBERT, or any other whose layers between

@@ -7,7 +7,9 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers.utils import logging
 
 from sparse_losses import ContextGate, SpladeBatch, SpladeEncoder, SpladeObjective, Texts
 from tests.representation.tiny_models import ISSUE, TEXTS, masked_lm, pair, tokenizer
@@ -68,18 +70,24 @@ def test_equals_the_formula(architecture, gated, weighted):
             assert math.isclose(ours[i, j], value, rel_tol=1e-4, abs_tol=1e-5)
 
 
-def test_input_tokens_only_equals_the_formula():
-    encoder = make("xlm-roberta", expansion=False)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bias", [1.0, -0.5])
+def test_input_tokens_only_equals_the_formula(gated, bias):
+    encoder = make("xlm-roberta", expansion=False, gate=gated)
     texts = ["the the dog the", "서울 맛집", "", "dog"]
     batch = encoder.tokenize(texts)
     with torch.no_grad():
+        encoder.importance[-1].bias.fill_(bias)  # logits of both signs
         ours, pooled = encoder(**batch, return_logits=True)
-        logit = encoder.importance(encoder.model(**batch)[0])[:, :, 0]
+        hidden = encoder.model(**batch)[0]
+        logit = encoder.importance(hidden)[:, :, 0]
+        gate = encoder.gate(hidden, batch["attention_mask"]) if gated else torch.ones_like(ours)
+    assert (pooled < 0).any() == (bias < 0)
     special = encoder.tokenizer.all_special_ids
     for i in range(len(texts)):
         for j in range(encoder.vocab_size):
             seen = [
-                float(value)
+                float(value * gate[i, j])
                 for value, token, m in zip(
                     logit[i], batch["input_ids"][i], batch["attention_mask"][i], strict=True
                 )
@@ -88,7 +96,14 @@ def test_input_tokens_only_equals_the_formula():
             assert math.isclose(pooled[i, j], max(seen, default=0.0), abs_tol=1e-6)
             assert math.isclose(ours[i, j], math.log1p(max(0.0, *seen, 0.0)), abs_tol=1e-6)
     assert (ours[2] == 0).all()
-    assert (ours[[0, 1, 3]] > 0).any(1).all()
+    assert (ours[[0, 1, 3]] > 0).any(1).all() or bias < 0
+
+
+def test_a_gate_learns_without_expansion():
+    encoder = make(expansion=False, gate=True)
+    encoder(**encoder.tokenize(["quick brown fox"])).sum().backward()
+    assert all(p.grad is not None for p in encoder.gate.parameters())
+    assert any(p.grad.any() for p in encoder.gate.parameters())
 
 
 def test_input_tokens_all_start_active_and_learn():
@@ -155,7 +170,8 @@ def test_the_formats_of_search_engines():
 def test_elasticsearch_takes_no_dots():
     encoder = make("bert")
     names = ["a.b", "a__b", ".", "c", "..."]
-    encoder._tokens = names + [f"t{i}" for i in range(encoder.vocab_size - len(names))]
+    others = {i: f"t{i}" for i in range(len(names), encoder.vocab_size)}
+    encoder._names = {**dict(enumerate(names)), **others}
     tokens = encoder.encode(TEXTS, output="tokens")
     for plain, weights in zip(tokens, encoder.encode(TEXTS, output="elasticsearch"), strict=True):
         assert not any("." in token for token in weights)
@@ -220,10 +236,18 @@ def test_wrong_arguments():
         ({"idf_weights": -torch.ones(size)}, ValueError, "`idf_weights` to be finite and >= 0"),
         ({"idf_weights": torch.full((size,), math.inf)}, ValueError, "finite and >= 0"),
         ({"expansion": 1}, TypeError, "expected `expansion` to be True or False"),
-        ({"max_length": 0}, ValueError, "`max_length` to be an integer >= 1"),
+        ({"max_length": 2}, ValueError, "`max_length` to be an integer >= 3, got 2"),
+        ({"max_length": 41}, ValueError, "at most the model's 40 positions, got 41"),
+        ({"gate": torch.ones(3)}, TypeError, "expected `gate` to be a ContextGate"),
+        ({"gate": 0}, TypeError, "expected `gate` to be a ContextGate"),
     ]:
         with pytest.raises(error, match=match):
             SpladeEncoder(model, words, **options)
+    small = masked_lm("bert", size - 1)
+    with pytest.raises(ValueError, match=f"ids below the model's vocabulary size {size - 1}, got"):
+        SpladeEncoder(small, words)
+    with pytest.raises(TypeError, match="expected `model` to be a model of transformers, got Lin"):
+        SpladeEncoder(torch.nn.Linear(2, 2), words, expansion=False)
     with torch.no_grad():
         encoder.head.bias[4] = math.nan
     with pytest.raises(ValueError, match="expected finite activations, got others in text"):
@@ -242,6 +266,41 @@ def test_texts_are_cut_where_the_model_ends():
     assert SpladeEncoder(model, words, max_length=5).tokenize([long])["input_ids"].shape == (1, 5)
     words.model_max_length = 7
     assert SpladeEncoder(model, words).max_length == 7
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_resized_model_is_an_error(tied):
+    model, words = pair("bert", tie_word_embeddings=tied)
+    encoder = SpladeEncoder(model, words)
+    model.resize_token_embeddings(len(words) + 8)
+    with pytest.raises(RuntimeError, match="make it after resize_token_embeddings"):
+        encoder.encode(["dog"])
+    assert SpladeEncoder(model, words).encode(["dog"]).shape == (1, len(words) + 8)
+
+
+@pytest.mark.parametrize("architecture", ISSUE)
+def test_the_side_of_padding_does_not_matter(architecture):
+    encoder = make(architecture)
+    expected = encoder.encode(TEXTS, output="dense")
+    encoder.tokenizer.padding_side = "left"
+    assert torch.equal(encoder.encode(TEXTS, output="dense"), expected)
+
+
+def test_the_callers_tensors_stay_theirs(tmp_path):
+    model, words = pair("bert")
+    weights = torch.rand(len(words), 2)[:, 0]  # of every second place
+    encoder = SpladeEncoder(model, words, idf_weights=weights)
+    kept = weights.clone()
+    weights.zero_()
+    assert torch.equal(encoder.idf_weights, kept)
+    encoder.save_pretrained(tmp_path)
+    assert torch.equal(SpladeEncoder.from_pretrained(tmp_path).idf_weights, kept)
+
+
+def test_double_precision_is_kept():
+    for options in ({}, {"expansion": False, "gate": True}):
+        encoder = make(**options).double()
+        assert encoder(**encoder.tokenize(TEXTS)).dtype == torch.float64
 
 
 def test_a_model_with_more_rows_than_tokens():
@@ -275,10 +334,60 @@ def test_what_is_saved_comes_back(architecture, variant, tmp_path):
     assert torch.equal(again.encode(TEXTS, output="dense"), ours)
 
 
+def test_a_gate_comes_back_as_it_was_made(tmp_path):
+    model, words = pair("bert")
+    gate = ContextGate(16, len(words), gate_hidden=24, num_heads=2, dropout=0.3)
+    SpladeEncoder(model, words, gate=gate).save_pretrained(tmp_path)
+    assert repr(SpladeEncoder.from_pretrained(tmp_path).gate) == repr(gate.eval())
+    assert SpladeEncoder.from_pretrained(tmp_path).gate.attention.dropout == 0.3
+
+
+@pytest.mark.parametrize("missing", ["sparse_losses.json", "sparse_losses.safetensors"])
+def test_an_incomplete_folder_does_not_load(missing, tmp_path):
+    make(gate=True).save_pretrained(tmp_path)
+    (tmp_path / missing).unlink()
+    with pytest.raises(OSError, match=f"is incomplete: it has .*, but not {missing}"):
+        SpladeEncoder.from_pretrained(tmp_path)
+
+
+def test_a_damaged_folder_does_not_load(tmp_path):
+    encoder = make(idf_weights=True)
+    encoder.save_pretrained(tmp_path)
+    file = tmp_path / "sparse_losses.json"
+    settings = json.loads(file.read_text())
+    for broken, match in [
+        ("{", "is damaged"),
+        (json.dumps({**settings, "format": 2}), "in format 1, got 2: a newer version"),
+        (json.dumps({**settings, "idf_weights": False}), "do not belong together"),
+    ]:
+        file.write_text(broken)
+        with pytest.raises(OSError, match=match):
+            SpladeEncoder.from_pretrained(tmp_path)
+
+
+def test_an_interrupted_save_does_not_load(tmp_path, monkeypatch):
+    encoder = make(gate=True)
+    encoder.save_pretrained(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(encoder.model, "save_pretrained", lambda folder: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            encoder.save_pretrained(tmp_path)
+    with pytest.raises(OSError, match="is incomplete"):
+        SpladeEncoder.from_pretrained(tmp_path)
+
+
+def test_a_folder_inside_another(tmp_path):
+    encoder = make(gate=True)
+    encoder.save_pretrained(tmp_path / "best")
+    loaded = SpladeEncoder.from_pretrained(tmp_path, subfolder="best")
+    assert torch.equal(loaded.encode(TEXTS, output="dense"), encoder.encode(TEXTS, output="dense"))
+
+
 def test_parts_can_be_taken_off_and_put_on_while_loading(tmp_path):
     encoder = make(gate=True, idf_weights=True)
     encoder.save_pretrained(tmp_path)
     assert SpladeEncoder.from_pretrained(tmp_path, gate=False).gate is None
+    assert SpladeEncoder.from_pretrained(tmp_path, idf_weights=False).idf_weights is None
     own = ContextGate(16, encoder.vocab_size)
     other = SpladeEncoder.from_pretrained(
         tmp_path, gate=own, idf_weights=torch.ones(own.vocab_size)
@@ -313,13 +422,21 @@ def test_a_model_without_such_layers_is_a_warning(tmp_path):
     words.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=r"has no weights for cls.*they are random"):
         SpladeEncoder.from_pretrained(tmp_path)
+    verbosity = logging.get_verbosity()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SpladeEncoder.from_pretrained(tmp_path, expansion=False)
+    assert logging.get_verbosity() == verbosity
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["embeddings.word_embeddings.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match="has no weights for bert.embeddings.word_embeddings"):
+        SpladeEncoder.from_pretrained(tmp_path, expansion=False)
 
 
-def test_half_precision_is_kept(tmp_path):
-    encoder = make(gate=True, idf_weights=True)
+@pytest.mark.parametrize("expansion", [True, False])
+def test_half_precision_is_kept(expansion, tmp_path):
+    encoder = make(gate=True, idf_weights=True, expansion=expansion)
     encoder.save_pretrained(tmp_path)
     half = SpladeEncoder.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
@@ -372,9 +489,9 @@ def test_sentence_transformers_gives_the_same_vectors(architecture, weighted, tm
     texts = [text for text in TEXTS if text] + ["dog " * 500]
     vectors = theirs.encode(texts, convert_to_sparse_tensor=False).cpu()
     torch.testing.assert_close(vectors, encoder.encode(texts, output="dense"))
-    # What they save again, we read again, but for the idf weights.
+    # What they save again, we read again.
     theirs.save_pretrained(str(tmp_path / "theirs"))
-    back = SpladeEncoder.from_pretrained(tmp_path / "theirs", idf_weights=encoder.idf_weights)
+    back = SpladeEncoder.from_pretrained(tmp_path / "theirs")
     torch.testing.assert_close(vectors, back.encode(texts, output="dense"))
     if weighted:
         with pytest.raises(ValueError, match="trust_remote_code=True"):
@@ -384,11 +501,45 @@ def test_sentence_transformers_gives_the_same_vectors(architecture, weighted, tm
         torch.testing.assert_close(again, vectors)
 
 
-def test_without_a_vocabulary_projection_there_is_nothing_for_sentence_transformers(tmp_path):
+def test_without_a_vocabulary_projection_sentence_transformers_refuses(tmp_path):
+    from sentence_transformers import SparseEncoder
+
     make().save_pretrained(tmp_path)
-    assert (tmp_path / "modules.json").exists()
     make(expansion=False).save_pretrained(tmp_path)
-    assert not (tmp_path / "modules.json").exists()
+    with pytest.raises(ValueError, match=r"references the module class 'sparse_losses"):
+        SparseEncoder(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("pooling_strategy", "sum"), ("activation_function", "log1p_relu")]
+)
+def test_another_splade_of_theirs_is_not_taken_for_ours(setting, value, tmp_path):
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    make().save_pretrained(tmp_path)
+    theirs = SparseEncoder(str(tmp_path), device="cpu")
+    theirs[1] = SpladePooling(**{setting: value})
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    with pytest.raises(ValueError, match=f"{setting} '.*', got '{value}'"):
+        SpladeEncoder.from_pretrained(tmp_path / "theirs")
+
+
+def test_their_prompts_stay_and_are_spoken_of(tmp_path):
+    from sentence_transformers import SparseEncoder
+
+    encoder = make()
+    encoder.save_pretrained(tmp_path)
+    theirs = SparseEncoder(str(tmp_path), device="cpu", prompts={"q": "ask: "})
+    theirs.default_prompt_name = "q"
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    with pytest.warns(UserWarning, match="default prompt 'q'"):
+        back = SpladeEncoder.from_pretrained(tmp_path / "theirs")
+    back.save_pretrained(tmp_path / "theirs")
+    again = SparseEncoder(str(tmp_path / "theirs"), device="cpu")
+    assert again.prompts["q"] == "ask: "
+    expected = again.encode(["dog"], convert_to_sparse_tensor=False).cpu()
+    torch.testing.assert_close(expected, encoder.encode(["ask: dog"], output="dense"))
 
 
 @pytest.mark.parametrize("architecture", ISSUE)

@@ -145,3 +145,20 @@ def test_logits_that_are_not_the_projections_alone():
     model.vocab_projector.register_forward_hook(lambda module, args, output: output * 2)
     with pytest.raises(TypeError, match="its logits are not its output embeddings' alone"):
         SpladeHead.from_masked_lm(model)
+
+
+def test_a_model_with_a_nan_has_a_head():
+    model = masked_lm("bert", V)
+    with torch.no_grad():
+        model.get_output_embeddings().bias[3] = float("nan")
+    head = SpladeHead.from_masked_lm(model)
+    hidden = torch.randn(1, 2, 16)
+    assert head(hidden)[0, 3].isnan()
+
+
+def test_a_model_that_returns_tuples():
+    model, batch = masked_lm("xlm-roberta", V, return_dict=False), inputs()
+    head = SpladeHead.from_masked_lm(model)
+    expected = splade_pool(model(**batch)[0], batch["attention_mask"])
+    ours = head(model.base_model(**batch)[0], batch["attention_mask"])
+    torch.testing.assert_close(ours, expected)
