@@ -51,7 +51,9 @@ class SparsityController:
 
     so that $\lambda$ moves by a factor of at most $e^g$ a step (tenfold in 46 steps for
     $g = 0.05$), rises while the text is too dense,
-    and stops to rise as soon as the trend $\dot e$ will bring it home within $h$ steps. $\lambda$
+    and stops to rise as soon as the trend $\dot e$ will bring it home within $h$ steps. A look far
+    below the average, by more than $\lambda$ at that pace can have caused, is a crash: the average
+    is given up for it, and the lower bound of the clip for as long as it lasts. $\lambda$
     stays between a millionth of its start (which counts as 0: the term is left out) and
     ``maximum``; at a bound it waits there, and nothing winds up. Where a hundredth of the start is
     left and fewer are active still, without a trend to more, the target is reported as unreachable:
@@ -140,6 +142,7 @@ class SparsityController:
         self._error: float | None = None
         self._trend = 0.0
         self._dead = 0.0
+        self._is_crashing = False
         self._last_healthy_step: int | None = None
         self._status = "waiting"
         self._write()
@@ -193,9 +196,12 @@ class SparsityController:
 
     def _look(self, active: float) -> None:
         """Takes a new mean into the moving averages."""
-        share = 1 - math.exp(-self.every / self.window)
-        self._active = active if self._active is None else self._active
-        self._active += share * (active - self._active)
+        average = active if self._active is None else self._active
+        # The average is `window` steps behind; by so much can a weight that moves lower it.
+        by_itself = math.exp(self.gain * self.window)
+        self._is_crashing = BELIEVED_FALL * by_itself * active < average
+        share = 1.0 if self._is_crashing else 1 - math.exp(-self.every / self.window)
+        self._active = average + share * (active - average)
         # A fall is believed before the average has followed: it may go on to zero.
         error = math.log(min(self._active, BELIEVED_FALL * active) / self.target_active)
         if self._error is not None:
@@ -204,7 +210,9 @@ class SparsityController:
 
     def _steer(self) -> None:
         assert self._error is not None
-        wanted = min(max(self._error + self.horizon * self._trend, -1.0), 1.0)
+        wanted = min(self._error + self.horizon * self._trend, 1.0)
+        if not self._is_crashing:
+            wanted = max(wanted, -1.0)
         change = self.gain * self.every * wanted
         is_dying = self._dead > self.dead_share
         if is_dying:
@@ -214,6 +222,8 @@ class SparsityController:
         is_above, is_below = self._error > math.log1p(ROOM), self._error < math.log1p(-ROOM)
         if is_dying:
             status = "backing off: rows fall silent"
+        elif self._is_crashing:
+            status = "backing off: dimensions go out too fast"
         elif is_below and (
             self._log_ratio == low
             or (self._log_ratio < math.log(NEGLIGIBLE_SHARE) and self.horizon * self._trend < ROOM)

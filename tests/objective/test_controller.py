@@ -1,6 +1,7 @@
 import copy
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -71,6 +72,36 @@ def test_the_weight_moves_by_a_bounded_factor_and_within_bounds():
     assert max(ratios) <= math.exp(0.05) * (1 + 1e-9)
     assert weights[-1] == pytest.approx(0.5)
     assert controller.report()["status"] == "unreachable: more are active at the largest weight"
+
+
+def test_in_a_crash_the_weight_falls_faster_than_it_may_rise():
+    """From a weight far too large the text falls within a few looks, as a network's does."""
+    objective, controller = _controller(start=10.0, every=5)
+    for active in (900, 900, 900, 890, 150, 60):
+        before = objective.weights["document_flops"]
+        for _ in range(5):
+            controller.observe(_rows(active))
+            controller.step()
+        is_crash = active < 200
+        change = math.log(objective.weights["document_flops"] / before)
+        assert (change < -2 * 5 * 0.05) == is_crash, active
+        assert controller.report()["status"].startswith("backing off") == is_crash
+    assert controller.report()["active"] == pytest.approx(60), "no average to be waited for"
+
+
+def test_a_fall_by_the_weights_own_pace_or_by_chance_is_no_crash():
+    objective, controller = _controller(start=1.0, target_active=100)
+    rng = random.Random(0)
+    weights = [objective.weights["document_flops"]]
+    active = 900.0
+    for _ in range(200):
+        active = max(active * math.exp(-controller.gain), 100.0)
+        controller.observe(_rows(round(active * math.exp(rng.gauss(0, 0.1)))))
+        controller.step()
+        weights.append(objective.weights["document_flops"])
+        assert not controller.report()["status"].startswith("backing off")
+    ratios = [b / a for a, b in itertools.pairwise(weights)]
+    assert min(ratios) >= math.exp(-controller.gain) * (1 - 1e-9)
 
 
 def test_nothing_winds_up_at_a_bound():
