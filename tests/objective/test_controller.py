@@ -125,6 +125,39 @@ def test_a_target_that_is_too_dense_is_reported_as_unreachable():
     assert controller.report()["status"] == "unreachable: fewer are active with hardly any weight"
 
 
+def test_a_gate_that_closes_is_reported():
+    """A model whose only way to please FLOPS is a scale: all dimensions stay."""
+    torch.manual_seed(0)
+    table, log_gate = torch.rand(8, 200), torch.nn.Parameter(torch.zeros(()))
+    objective = SpladeObjective({"document_flops": 0.1})
+    controller = SparsityController(objective, target_active=20, ignore_steps=0)
+    optimizer = torch.optim.Adam([log_gate], lr=0.05)
+    controller.attach(optimizer)
+    said = []
+    for _ in range(100):
+        texts = Texts(log_gate.exp() * table)
+        total, _ = objective(SpladeBatch(texts, texts))
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        said.append(controller.report()["status"])
+    assert log_gate.item() < math.log(0.1)
+    assert said[10] == "sparsifying"
+    assert said[-1] == "unreachable: activations shrink instead of going out"
+    assert controller.report()["mean_activation"] < 0.05
+
+
+def test_small_activations_are_no_matter_where_dimensions_go_out_with_them():
+    objective, controller = _controller(target_active=50)
+    for active, scale in ((900, 1.0), (400, 0.3), (60, 0.09)):
+        for _ in range(100):
+            controller.observe(scale * _rows(active))
+            controller.step()
+    assert controller.report()["mean_activation"] == pytest.approx(0.09)
+    assert controller.report()["status"] == "sparsifying"
+    assert objective.weights["document_flops"] > 0.01
+
+
 def test_the_first_steps_are_ignored():
     objective, controller = _controller(ignore_steps=10)
     for _ in range(10):
