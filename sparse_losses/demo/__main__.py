@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
         type=positive_factor,
         default=1.0,
         metavar="X",
-        help="multiply both FLOPS weights, to see a run go wrong: 100 collapses (at once with "
+        help="multiply both FLOPS weights, to see a run go wrong: 100 collapses (with "
         "--without warmup), 0.001 stays dense (default: 1)",
     )
     add(
