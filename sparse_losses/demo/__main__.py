@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import math
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from sparse_losses.demo.corpus import Corpus
     from sparse_losses.demo.report import Index, TaskFigures
     from sparse_losses.demo.training import Run, Settings
+    from sparse_losses.objective.advice import Finding
 
 EXTRA = ("bm25s", "matplotlib", "rich", "tokenizers")
 EXAMPLES = (
@@ -32,6 +34,7 @@ EXAMPLES = (
     "inverse of a matrix",
     "remove spaces from both ends",
 )
+FIRST_LOOK = 10  # a weight that is far off shows before its damage does; then every 50 steps
 CHECKPOINT, FIGURES, PICTURE = "checkpoint.pt", "figures.json", "training.png"
 
 
@@ -131,6 +134,20 @@ def _parser() -> argparse.ArgumentParser:
         help="steer the documents' FLOPS weight so that a document keeps N active dimensions",
     )
     add(
+        "--target-active-query",
+        type=positive_number,
+        metavar="N",
+        help="the same for the queries and theirs",
+    )
+    add(
+        "--flops-factor",
+        type=positive_factor,
+        default=1.0,
+        metavar="X",
+        help="multiply both FLOPS weights, to see a run go wrong: 100 collapses (with "
+        "--without warmup), 0.001 stays dense (default: 1)",
+    )
+    add(
         "--pairs",
         type=Path,
         metavar="FILE.tsv",
@@ -171,6 +188,17 @@ def positive_number(text: str) -> int:
     return int(text)
 
 
+def positive_factor(text: str) -> float:
+    """A finite number above 0, for argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number above 0, got {text!r}")
+    return number
+
+
 def seed_number(text: str) -> int:
     """A whole number that torch takes as a seed, for argparse."""
     if not text.isdecimal() or int(text) >= 2**63:
@@ -206,8 +234,8 @@ def _run(options: argparse.Namespace) -> None:
     except CollapseError as error:
         raise UserError(str(error)) from error
     console.print()
-    if run.controller is not None:
-        console.print(f"Documents: {run.controller}", highlight=False)
+    for side, controller in run.controllers.items():
+        console.print(f"{_SIDES[side]}: {controller}", highlight=False)
 
     with _doing(console, "Ranking the test queries"):
         measuring = time.perf_counter()
@@ -318,6 +346,7 @@ def _prepare(console: Console, options: argparse.Namespace) -> tuple[Corpus, Run
 
 def settings_of(options: argparse.Namespace) -> Settings:
     """The settings that the command line asks for."""
+    from sparse_losses.demo.objective import Weights
     from sparse_losses.demo.training import Settings
 
     return Settings(
@@ -326,6 +355,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
         start=options.start,
         without=tuple(sorted(set(options.without))),
         target_active=options.target_active,
+        target_active_query=options.target_active_query,
+        weights=Weights(flops=options.flops_factor * Weights.flops),
     )
 
 
@@ -358,11 +389,15 @@ def train(console: Console, run: Run, checkpoint: Path) -> None:
     )
     task = bar.add_task("", total=run.settings.steps, completed=run.step)
     line = Text(style="dim")
+    known: dict[tuple[str, str], Finding] = {}
     with _interrupt_between_steps() as interrupted, Live(Group(bar, line), console=console):
 
         def report(step: Step) -> None:
             bar.update(task, completed=step.step)
             line.plain = _terms_line(step)
+            if step.step == FIRST_LOOK or step.step % 50 == 0:
+                for said in _news(known, run.findings()):
+                    console.print(f"step {step.step}, {said}", highlight=False, markup=False)
             if interrupted or step.step % 50 == 0 or step.step == run.settings.steps:
                 run.save(checkpoint)
             if interrupted:
@@ -374,6 +409,19 @@ def train(console: Console, run: Run, checkpoint: Path) -> None:
         run.train(report)
 
 
+def _news(known: dict[tuple[str, str], Finding], found: dict[str, list[Finding]]) -> Iterator[str]:
+    """A line for each finding that is new or gone; ``known`` is brought up to date."""
+    now = {(side, one.symptom): one for side, findings in found.items() for one in findings}
+    for side, symptom in [gone for gone in known if gone not in now]:
+        yield f"{_SIDES[side].lower()}: no longer: {symptom}"
+    for (side, symptom), finding in now.items():
+        if (side, symptom) not in known:
+            yield f"{_SIDES[side].lower()}: {finding}"
+    known.clear()
+    known.update(now)
+
+
+_SIDES = {"document": "Documents", "query": "Queries"}
 _SHORT = {
     "info_nce": "nce",
     "flops": "flops",

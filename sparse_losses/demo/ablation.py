@@ -131,7 +131,7 @@ def _run(options: argparse.Namespace) -> None:
             corpus = docstrings.load()
             jobs = [(folder, *run, options.steps, corpus) for run in missing]
             context = multiprocessing.get_context("spawn")
-            with context.Pool(options.jobs, _leave_ctrl_c_to_the_parent) as pool:
+            with context.Pool(options.jobs, leave_ctrl_c_to_the_parent) as pool:
                 for result in pool.imap_unordered(run_one, jobs):
                     results[result["variant"], result["seed"]] = result
                     bar.advance(task)
@@ -152,7 +152,8 @@ def _run(options: argparse.Namespace) -> None:
     console.print(f"Wrote ablation.json, ablation.csv and ablation.md to {folder}.")
 
 
-def _leave_ctrl_c_to_the_parent() -> None:
+def leave_ctrl_c_to_the_parent() -> None:
+    """What a worker process does first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_losses import DocumentFrequency, SparsityController, SpladeBatch, Texts
+from sparse_losses import (
+    Diagnostics,
+    DocumentFrequency,
+    Finding,
+    SparsityController,
+    SpladeBatch,
+    Texts,
+    advise,
+    gradient_report,
+)
 from sparse_losses.demo.corpus import Corpus, Row
 from sparse_losses.demo.errors import UserError
 from sparse_losses.demo.evaluation import Ranking, ranking
@@ -32,6 +41,7 @@ class Settings:
     without: tuple[str, ...] = ()
     plain_flops: bool = False
     target_active: int | None = None
+    target_active_query: int | None = None
     batch_size: int = 32
     learning_rate: float = 1e-3
     vocab_size: int = VOCAB_SIZE
@@ -94,26 +104,37 @@ class Run:
         self.objective = make_objective(
             self.tokens, self.idf, settings.weights, settings.without, settings.plain_flops
         )
-        self.controller: SparsityController | None = None
-        steered: tuple[str, ...] = ()
-        if settings.target_active is not None:
+        self.controllers: dict[str, SparsityController] = {}
+        self.held_out: dict[str, list[list[int]]] = {}
+        targets = {"document": settings.target_active, "query": settings.target_active_query}
+        for side, target in targets.items():
+            if target is None:
+                continue
             if "flops" in settings.without:
                 raise UserError("--target-active steers the weight of flops: drop --without flops")
-            steered = ("document_flops",)
-            self.controller = SparsityController(
-                self.objective, steered[0], target_active=settings.target_active, window=20
+            self.controllers[side] = SparsityController(
+                self.objective, f"{side}_flops", target_active=target, window=20
             )
-            self.held_out = self.tokens.ids(
-                [pair.document for row in corpus.validation for pair in row.pairs]
+            self.held_out[side] = self.tokens.ids(
+                [getattr(pair, side) for row in corpus.validation for pair in row.pairs]
             )
         self.schedule = make_schedule(
-            self.objective, settings.weights, settings.without, settings.steps, steered
+            self.objective,
+            settings.weights,
+            settings.without,
+            settings.steps,
+            [controller.term for controller in self.controllers.values()],
         )
         self.schedule.attach(self.optimizer)
         self.step = 0
         self.seconds = 0.0
         self.history: list[Step] = []
         self.probes: list[Probe] = [self.probe()]
+
+    @property
+    def controller(self) -> SparsityController | None:
+        """What steers the documents' sparsity, if anything does."""
+        return self.controllers.get("document")
 
     def untrained(self) -> SparseEncoder:
         """The model as it was before the first step."""
@@ -157,13 +178,14 @@ class Run:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 5.0)
         self.optimizer.step()
         self.step += 1
-        if self.controller is not None:
-            # It is documents never trained on whose sparsity was asked for: they are longer here.
-            if self.step % self.controller.every == 0:
-                looked_at = [(self.step * 64 + n) % len(self.held_out) for n in range(64)]
+        for side, controller in self.controllers.items():
+            # It is texts never trained on whose sparsity was asked for: documents are longer here.
+            if self.step % controller.every == 0:
+                texts = self.held_out[side]
+                looked_at = [texts[(self.step * 64 + n) % len(texts)] for n in range(64)]
                 with torch.no_grad():
-                    self.controller.observe(self.model(pad([self.held_out[n] for n in looked_at])))
-            self.controller.step()
+                    controller.observe(self.model(pad(looked_at)))
+            controller.step()
         step = Step(
             self.step,
             terms,
@@ -174,6 +196,31 @@ class Run:
         )
         self.history.append(step)
         return step
+
+    def findings(self) -> dict[str, list[Finding]]:
+        """What ``advise`` says of the last step's texts, by side; it changes nothing.
+
+        A weight that is warming up is judged by what it will be: that is the setting to turn.
+        """
+        with torch.no_grad():
+            batch = self.batch(max(self.step - 1, 0))
+        weights = dict(self.objective.weights)
+        self.objective.weights.update({n: self.schedule.base[n] for n in self.schedule.warmups})
+        gradients = gradient_report(self.objective, batch)
+        self.objective.weights.update(weights)
+        found = {}
+        for side, texts, other in (
+            ("document", batch.positive, batch.anchor),
+            ("query", batch.anchor, batch.positive),
+        ):
+            diagnostics = Diagnostics(
+                self.tokens.vocab_size,
+                special_token_ids=self.tokens.special_ids,
+                stopword_ids=self.tokens.stopword_ids,
+            )
+            diagnostics.update(texts, other_side=other)
+            found[side] = advise(diagnostics.report(), gradients, side=side)
+        return found
 
     def encode(self, texts: Sequence[str], model: SparseEncoder | None = None) -> Tensor:
         """Vectors ``[texts, V]`` without gradient, by this run's model unless told otherwise."""
@@ -202,7 +249,7 @@ class Run:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "controller": self.controller and self.controller.state_dict(),
+            "controllers": {s: one.state_dict() for s, one in self.controllers.items()},
             "step": self.step,
             "seconds": self.seconds,
             "history": [dataclasses.asdict(step) for step in self.history],
@@ -211,8 +258,8 @@ class Run:
         partial = path.with_name(path.name + ".partial")
         torch.save(state, partial)
         os.replace(partial, path)
-        if self.controller is not None:
-            self.controller.checkpoint = str(path)
+        for controller in self.controllers.values():
+            controller.checkpoint = str(path)
 
     @staticmethod
     def peek(path: Path) -> tuple[int, dict[str, Any]]:
@@ -240,8 +287,8 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
-        if self.controller is not None:
-            self.controller.load_state_dict(state["controller"])
+        for side, controller in self.controllers.items():
+            controller.load_state_dict(state["controllers"][side])
         self.step, self.seconds = state["step"], state["seconds"]
         self.history = [Step(**step) for step in state["history"]]
         self.probes = [Probe(one["step"], Ranking(**one["ranking"])) for one in state["probes"]]
@@ -299,6 +346,11 @@ def check_same_settings(path: Path, made_with: dict[str, Any], settings: Setting
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    return [
-        f"{name} was {old.get(name)}, now {new[name]}" for name in new if old.get(name) != new[name]
-    ]
+    found = []
+    for name, value in new.items():
+        was = old.get(name)
+        if isinstance(was, dict) and isinstance(value, dict):
+            found += [f"{name}.{one}" for one in _differences(was, value)]
+        elif was != value:
+            found.append(f"{name} was {was}, now {value}")
+    return found

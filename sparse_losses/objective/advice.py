@@ -19,6 +19,10 @@ SMALL_ACTIVATION = 0.01
 INPUT_RECALL = 0.5
 OTHER_SIDE_RECALL = 0.3
 RULING_SHARE, PRESSING_SHARE = 0.9, 0.3
+# FLOPS' gradient falls with the root of the active dimensions, so at least tenfold on the way from
+# all of the vocabulary to a hundredth. What will rule then, 9 to 1, is 90 to 1 of a dense text.
+RULING_DENSE_SHARE = 0.99
+ALIKE = 0.5  # of its active dimensions; from there on a text is more like any other than itself
 FIGHTING_COSINE, FIGHTING_SHARE = -0.5, 0.1
 OSCILLATION = 0.25
 FEWEST_LOSSES = 8
@@ -95,26 +99,43 @@ def _of_sparsity(
         pull = sum(v for name, v in _shares(gradients).items() if name.endswith("_flops"))
     evidence = "" if pull is None else f"; FLOPS is {pull:.0%} of the gradient"
     dead = report.get("dead_rows", 0.0)
-    rules = pull is not None and pull > RULING_SHARE
+    is_dense = report.get("dense_rows", 0.0) >= DENSE_ROWS
+    rules = pull is not None and pull > (RULING_DENSE_SHARE if is_dense else RULING_SHARE)
+    active, alike = report.get("active_dimensions", 0.0), _alike(report)
     less = ((flops, "down"), ("its warm-up", "longer"), (f"{side}_min_activation", "up"))
     if dead >= DEAD_ROWS:
         yield Finding("texts fall silent", f"{dead:.0%} of the rows are dead{evidence}", less)
     elif rules:
-        active = report.get("active_dimensions")
-        left = "" if active is None else f", {active:.0f} dimensions are active"
+        left = f", {active:.0f} dimensions are active" if active else ""
         yield Finding(
             "sparsity rules the training: collapse is near",
             f"FLOPS is {pull:.0%} of the gradient{left}",
             less,
         )
+    elif not is_dense and alike > ALIKE and report.get("input_recall", 1.0) < INPUT_RECALL:
+        yield Finding(
+            "texts have collapsed onto the same tokens",
+            f"of {active:.0f} active dimensions two texts share {alike:.0%}, and "
+            f"{report['input_recall']:.0%} of a text's own tokens are active{evidence}",
+            less,
+        )
     # A dense start under pressure is on its way.
-    if report.get("dense_rows", 0.0) >= DENSE_ROWS and not (pull or 0.0) > PRESSING_SHARE:
+    if is_dense and not (pull or 0.0) > PRESSING_SHARE:
         yield Finding(
             "texts are not sparse",
             f"{report['dense_rows']:.0%} of the rows activate more than a quarter of the "
             f"vocabulary{evidence}",
             ((flops, "up"), ("info_nce.temperature", "down")),
         )
+
+
+def _alike(report: Mapping[str, float]) -> float:
+    """The share of a text's active dimensions that another text has as well."""
+    texts, active = report.get("texts", 0.0), report.get("active_dimensions", 0.0)
+    if texts < 2 or not active:
+        return 0.0
+    with_itself = report.get("index_flops", 0.0) / active  # one pair in `texts` is
+    return (texts * with_itself - 1) / (texts - 1)
 
 
 def _of_size(report: Mapping[str, float], side: str) -> Iterator[Finding]:

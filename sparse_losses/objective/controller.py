@@ -21,6 +21,7 @@ SMALLEST_SHARE = 1e-6  # of the weight it starts with; what is reached there is 
 NEGLIGIBLE_SHARE = 0.01  # from where on down it is not the term that keeps the text sparse
 BELIEVED_FALL = 1.5  # times what a look found, below the average
 ROOM = 0.1  # around the target, relative
+SHRUNK = 0.1  # times the first mean activation
 
 
 class CollapseError(RuntimeError):
@@ -51,15 +52,18 @@ class SparsityController:
 
     so that $\lambda$ moves by a factor of at most $e^g$ a step (tenfold in 46 steps for
     $g = 0.05$), rises while the text is too dense,
-    and stops to rise as soon as the trend $\dot e$ will bring it home within $h$ steps. $\lambda$
+    and stops to rise as soon as the trend $\dot e$ will bring it home within $h$ steps. A look far
+    below the average, by more than $\lambda$ at that pace can have caused, is a crash: the average
+    is given up for it, and the lower bound of the clip for as long as it lasts. $\lambda$
     stays between a millionth of its start (which counts as 0: the term is left out) and
     ``maximum``; at a bound it waits there, and nothing winds up. Where a hundredth of the start is
     left and fewer are active still, without a trend to more, the target is reported as unreachable:
     the other losses alone leave fewer.
 
     What it counts are dimensions above 0. A model that can make all activations small at once (a
-    gate, a scale) satisfies FLOPS that way, and no dimension goes out: look at the diagnostics'
-    ``mean_activation``.
+    gate, a scale) satisfies FLOPS that way, and no dimension goes out. It is reported as
+    unreachable when the text is too dense still, and the mean activation has fallen to a tenth of
+    what it was at first, and by a larger factor than the number of dimensions.
 
     Rows without any active dimension are dead. As they appear beyond ``dead_share`` the weight is
     halved at once and does not rise until they are gone; if all rows of a window are dead, training
@@ -133,13 +137,17 @@ class SparsityController:
         self.window, self.every, self.dead_share = window, every, dead_share
         self.checkpoint: str | None = None
 
-        self._seen: Tensor | None = None  # active entries, live rows, dead rows since the last look
+        # Active entries, live rows, dead rows, sum of the activations since the last look.
+        self._seen: Tensor | None = None
         self._steps = 0
         self._log_ratio = 0.0  # of the weight to its start
         self._active: float | None = None
         self._error: float | None = None
         self._trend = 0.0
         self._dead = 0.0
+        self._is_crashing = False
+        self._first: tuple[float, float] | None = None  # active dimensions, mean activation
+        self._mean_activation = 0.0
         self._last_healthy_step: int | None = None
         self._status = "waiting"
         self._write()
@@ -153,9 +161,12 @@ class SparsityController:
         with torch.no_grad():
             rows = activations.detach().flatten(0, -2)
             is_number = ~rows.sum(1).isnan()  # a row with a NaN says nothing
-            active = (rows > 0).sum(1) * is_number
+            is_active = (rows > 0) & is_number[:, None]
+            active = is_active.sum(1)
             live = active > 0
-            seen = torch.stack([active.sum(), live.sum(), (is_number & ~live).sum()])
+            mass = torch.where(is_active, rows, 0.0).sum(dtype=torch.float64)
+            counts = [active.sum(), live.sum(), (is_number & ~live).sum()]
+            seen = torch.stack([*(count.double() for count in counts), mass])
             self._seen = seen if self._seen is None else self._seen.to(seen.device) + seen
 
     def step(self) -> None:
@@ -178,7 +189,7 @@ class SparsityController:
         seen, self._seen = self._seen, None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(seen)
-        active, live, dead = seen.tolist()
+        active, live, dead, mass = seen.tolist()
         if live + dead == 0:  # no text, or nothing but NaN
             return
         self._dead = dead / (live + dead)
@@ -186,6 +197,9 @@ class SparsityController:
             raise CollapseError(self._obituary())
         if dead == 0:
             self._last_healthy_step = self._steps
+        self._mean_activation = mass / active
+        if self._first is None:
+            self._first = active / live, self._mean_activation
         self._look(active / live)
         if self._steps > self.ignore_steps:
             self._steer()
@@ -193,9 +207,12 @@ class SparsityController:
 
     def _look(self, active: float) -> None:
         """Takes a new mean into the moving averages."""
-        share = 1 - math.exp(-self.every / self.window)
-        self._active = active if self._active is None else self._active
-        self._active += share * (active - self._active)
+        average = active if self._active is None else self._active
+        # The average is `window` steps behind; by so much can a weight that moves lower it.
+        by_itself = math.exp(self.gain * self.window)
+        self._is_crashing = BELIEVED_FALL * by_itself * active < average
+        share = 1.0 if self._is_crashing else 1 - math.exp(-self.every / self.window)
+        self._active = average + share * (active - average)
         # A fall is believed before the average has followed: it may go on to zero.
         error = math.log(min(self._active, BELIEVED_FALL * active) / self.target_active)
         if self._error is not None:
@@ -204,7 +221,9 @@ class SparsityController:
 
     def _steer(self) -> None:
         assert self._error is not None
-        wanted = min(max(self._error + self.horizon * self._trend, -1.0), 1.0)
+        wanted = min(self._error + self.horizon * self._trend, 1.0)
+        if not self._is_crashing:
+            wanted = max(wanted, -1.0)
         change = self.gain * self.every * wanted
         is_dying = self._dead > self.dead_share
         if is_dying:
@@ -214,6 +233,8 @@ class SparsityController:
         is_above, is_below = self._error > math.log1p(ROOM), self._error < math.log1p(-ROOM)
         if is_dying:
             status = "backing off: rows fall silent"
+        elif self._is_crashing:
+            status = "backing off: dimensions go out too fast"
         elif is_below and (
             self._log_ratio == low
             or (self._log_ratio < math.log(NEGLIGIBLE_SHARE) and self.horizon * self._trend < ROOM)
@@ -221,6 +242,8 @@ class SparsityController:
             status = "unreachable: fewer are active with hardly any weight"
         elif self._log_ratio == high and is_above:
             status = "unreachable: more are active at the largest weight"
+        elif is_above and self._shrinks():
+            status = "unreachable: activations shrink instead of going out"
         elif is_above or is_below:
             status = "sparsifying" if is_above else "relaxing"
         else:
@@ -231,6 +254,14 @@ class SparsityController:
                 logging.WARNING if status.startswith(("unreachable", "backing")) else logging.INFO
             )
             _log.log(level, "%s after step %d: %s", self.term, self._steps, self)
+
+    def _shrinks(self) -> bool:
+        """Whether FLOPS is satisfied by small activations, not by few."""
+        assert self._first is not None
+        assert self._active is not None
+        active, mean = self._first
+        left = self._mean_activation / mean
+        return left < SHRUNK and left < self._active / active
 
     def _write(self) -> None:
         at_floor = self._log_ratio <= math.log(SMALLEST_SHARE)
@@ -285,6 +316,7 @@ class SparsityController:
             "active": self._active,
             "dead_rows": self._dead,
             "weight": self._written,
+            "mean_activation": self._mean_activation,
             "status": self._status,
         }
 
@@ -307,6 +339,8 @@ class SparsityController:
             "dead": self._dead,
             "last_healthy_step": self._last_healthy_step,
             "status": self._status,
+            "first": self._first,
+            "mean_activation": self._mean_activation,
             "seen": None if self._seen is None else self._seen.tolist(),
             "start": self.start,
             "maximum": self.maximum,
@@ -318,7 +352,9 @@ class SparsityController:
         self._active, self._error, self._trend = state["active"], state["error"], state["trend"]
         self._dead, self._last_healthy_step = state["dead"], state["last_healthy_step"]
         self._status, self.start, self.maximum = state["status"], state["start"], state["maximum"]
-        self._seen = None if state["seen"] is None else torch.tensor(state["seen"])
+        self._first, self._mean_activation = state["first"], state["mean_activation"]
+        seen = state["seen"]
+        self._seen = None if seen is None else torch.tensor(seen, dtype=torch.float64)
         self._write()
 
 

@@ -1,3 +1,4 @@
+import csv
 import dataclasses
 import json
 import os
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparse_losses import Finding
 from sparse_losses.demo import __main__ as command
-from sparse_losses.demo import ablation, switches
+from sparse_losses.demo import ablation, rescue, switches
 from sparse_losses.demo.model import ModelSize
 from tests.demo.artificial import write_pairs
 
@@ -142,7 +144,16 @@ def test_a_missing_extra_is_named(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--steps", "0"], ["--without", "sleep"], ["--threads", "two"], ["--seed", "-1"]]
+    "wrong",
+    [
+        ["--steps", "0"],
+        ["--without", "sleep"],
+        ["--threads", "two"],
+        ["--seed", "-1"],
+        ["--flops-factor", "0"],
+        ["--flops-factor", "nan"],
+        ["--flops-factor", "many"],
+    ],
 )
 def test_wrong_options_are_refused_by_the_parser(wrong, capsys):
     with pytest.raises(SystemExit):
@@ -151,7 +162,7 @@ def test_wrong_options_are_refused_by_the_parser(wrong, capsys):
 
 
 def test_help_explains_every_option(capsys):
-    for main in (command.main, ablation.main):
+    for main in (command.main, ablation.main, rescue.main):
         with pytest.raises(SystemExit) as stop:
             main(["--help"])
         assert stop.value.code == 0
@@ -204,13 +215,13 @@ def small(monkeypatch, corpus):
 
     monkeypatch.setattr(docstrings, "load", lambda: corpus)
     monkeypatch.setattr("multiprocessing.get_context", lambda _: Inline())
-    real = ablation.settings_of
+    for module in (ablation, rescue):
 
-    def settings_of(variant, seed, steps):
-        asked = real(variant, seed, steps)
-        return dataclasses.replace(asked, **TINY)
+        def settings_of(variant, seed, steps, real=module.settings_of):
+            asked = real(variant, seed, steps)
+            return dataclasses.replace(asked, **TINY)
 
-    monkeypatch.setattr(ablation, "settings_of", settings_of)
+        monkeypatch.setattr(module, "settings_of", settings_of)
 
 
 def test_ablation_writes_tables_and_skips_what_is_finished(small, tmp_path, monkeypatch, capsys):
@@ -258,6 +269,43 @@ def test_a_target_on_the_command_line(tiny, pairs, tmp_path, capsys):
     assert "active of 40 wanted" in capsys.readouterr().out
     assert command.main([*arguments, "--target-active", "40", "--without", "flops"]) == 1
     assert "--target-active steers the weight of flops" in capsys.readouterr().err
+
+
+def test_both_sides_have_a_target_and_a_factor_on_the_command_line(tiny, pairs, tmp_path, capsys):
+    arguments = ["--pairs", str(pairs), "--output", str(tmp_path / "out"), "--steps", "12"]
+    arguments += ["--query", "tree", "--target-active-query", "30"]
+    assert command.main([*arguments, "--flops-factor", "100"]) == 0
+    printed = capsys.readouterr().out
+    assert "Queries: " in printed
+    assert "Documents: " not in printed
+    settings = json.loads((tmp_path / "out" / "figures.json").read_text())["settings"]
+    assert settings["weights"]["flops"] == pytest.approx(6.0)
+    assert settings["target_active_query"] == 30
+    assert command.main([*arguments, "--resume"]) == 1
+    said = capsys.readouterr().err
+    assert "weights.flops was 6.0, now 0.06;" in said
+    assert "warmup" not in said
+
+
+def test_a_finding_is_told_when_it_is_new_and_when_it_is_gone():
+    dense, silent = (Finding(symptom, "9 of 9", ()) for symptom in ("not sparse", "silent"))
+    known = {}
+    assert list(command._news(known, {"document": [], "query": []})) == []
+    told = list(command._news(known, {"document": [dense], "query": [dense]}))
+    assert told == ["documents: not sparse (9 of 9): ", "queries: not sparse (9 of 9): "]
+    again = dense._replace(evidence="8 of 9")
+    assert list(command._news(known, {"document": [again], "query": [again]})) == []
+    told = list(command._news(known, {"document": [silent], "query": [again]}))
+    assert told == ["documents: no longer: not sparse", "documents: silent (9 of 9): "]
+
+
+def test_findings_are_shown_once_in_the_course_of_training(tiny, pairs, tmp_path, capsys):
+    arguments = ["--pairs", str(pairs), "--output", str(tmp_path / "out"), "--steps", "50"]
+    arguments += ["--query", "tree", "--flops-factor", "0.001"]
+    assert command.main(arguments) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count("documents: texts are not sparse") == 1
+    assert "step 10, documents: texts are not sparse" in printed
 
 
 def test_ablation_refuses_runs_of_other_settings(small, tmp_path, capsys):
@@ -315,3 +363,48 @@ def test_an_empty_question_is_refused(tiny, pairs, tmp_path, capsys):
     arguments = ["--pairs", str(pairs), "--output", str(tmp_path / "out"), "--steps", "1"]
     assert command.main([*arguments, "--query", " "]) == 1
     assert "--query" in capsys.readouterr().err
+
+
+# Rescue ------------------------------------------------------------------------------------------
+
+
+def test_rescue_writes_what_was_said_and_skips_what_is_finished(
+    small, tmp_path, monkeypatch, capsys
+):
+    arguments = ["--seeds", "0", "1", "--steps", "20", "--output", str(tmp_path)]
+    assert rescue.main(arguments) == 0
+    rows, looks = (
+        list(csv.DictReader((tmp_path / name).read_text(encoding="utf-8").splitlines()))
+        for name in ("rescue.csv", "rescue-steps.csv")
+    )
+    assert [row["variant"] for row in rows[::2]] == list(rescue.VARIANTS)
+    assert [int(look["step"]) for look in looks[:3]] == [1, 10, 20]
+    for row in rows:
+        stem = row["variant"].replace(", ", "-").replace(" ", "-")
+        result = json.loads((tmp_path / f"{stem}-{row['seed']}.json").read_text(encoding="utf-8"))
+        assert float(row["active"]) == result["active"]
+        assert row["named_at"] in ("", "1", "10", "20")
+        assert bool(row["controller"]) == row["variant"].endswith("steered")
+    assert rows[0]["named_at"] == "1"
+    assert rows[0]["finding"] == "sparsity rules the training: collapse is near"
+    table = (tmp_path / "rescue.md").read_text(encoding="utf-8")
+    assert table in capsys.readouterr().out
+    assert "<svg" in (tmp_path / "rescue.svg").read_text(encoding="utf-8")
+    assert not list(tmp_path.glob("*.pt"))
+
+    monkeypatch.setattr(rescue, "run_one", lambda job: pytest.fail(f"ran {job} again"))
+    assert rescue.main(arguments) == 0
+
+
+def test_the_cause_is_the_first_finding_that_turns_flops_the_right_way():
+    def look(step, *changes):
+        findings = [{"symptom": f"s{step}", "evidence": "", "changes": [c]} for c in changes]
+        return {"step": step, "findings": findings}
+
+    looks = [look(1), look(10, ("query_flops", "up")), look(20, ("document_flops", "down"))]
+    collapse = {"variant": "collapse", "looks": looks}
+    assert rescue.named(collapse) == (20, "s20")
+    assert rescue.wrong_way(collapse) == 1
+    dense = {"variant": "never sparse, steered", "looks": looks}
+    assert rescue.named(dense) == (10, "s10")
+    assert rescue.named({"variant": "collapse", "looks": looks[:2]}) is None

@@ -5,12 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from sparse_losses import CollapseError, Diagnostics
+from sparse_losses import CollapseError
 from sparse_losses.demo.errors import UserError
 from sparse_losses.demo.model import ModelSize
 from sparse_losses.demo.objective import Weights
 from sparse_losses.demo.training import Run, Settings
-from sparse_losses.functional import advise, gradient_report
 
 TOO_STRONG = {"weights": Weights(flops=6.0), "without": ("warmup",)}  # a hundred times the demo's
 TOO_WEAK = {"weights": Weights(flops=6e-5, temperature=1.0)}
@@ -30,17 +29,6 @@ def _run(corpus, **options):
     return Run(corpus, dataclasses.replace(settings, **options))
 
 
-def _findings(run):
-    batch = run.batch(run.step - 1)
-    diagnostics = Diagnostics(
-        run.tokens.vocab_size,
-        special_token_ids=run.tokens.special_ids,
-        stopword_ids=run.tokens.stopword_ids,
-    )
-    diagnostics.update(batch.positive, other_side=batch.anchor)
-    return advise(diagnostics.report(), gradient_report(run.objective, batch))
-
-
 @pytest.mark.parametrize(
     ("options", "change", "never"),
     [
@@ -54,26 +42,54 @@ def test_the_cause_is_named_within_fifty_steps(corpus, options, change, never):
     for _ in range(5):
         run.settings = dataclasses.replace(run.settings, steps=run.step + 10)
         run.train()
-        findings = _findings(run)
+        findings = run.findings()["document"]
         assert never not in [c for finding in findings for c in finding.changes]
     assert run.step == 50
     assert findings[0].changes[0] == change
 
 
-@pytest.mark.parametrize("options", [TOO_STRONG, TOO_WEAK], ids=["too strong", "too weak"])
-def test_with_the_controller_they_neither_collapse_nor_stay_dense(corpus, options):
-    run = _run(corpus, steps=250, target_active=40, **options)
+@pytest.mark.parametrize(
+    ("options", "target_active_query"),
+    [(TOO_STRONG, 30), (TOO_WEAK, None)],  # both sides act on one network
+    ids=["too strong", "too weak"],
+)
+def test_with_the_controller_they_neither_collapse_nor_stay_dense(
+    corpus, options, target_active_query
+):
+    run = _run(
+        corpus, steps=250, target_active=40, target_active_query=target_active_query, **options
+    )
     run.train()
-    held_out = [pair.document for row in corpus.validation for pair in row.pairs]
-    active = (run.encode(held_out) > 0).sum(1)
-    assert (active == 0).double().mean() < 0.05
-    assert 10 < active.double().mean() < 100  # of 400, and nearly all of them at the start
+    for side in run.controllers:
+        held_out = [getattr(pair, side) for row in corpus.validation for pair in row.pairs]
+        active = (run.encode(held_out) > 0).sum(1)
+        assert (active == 0).double().mean() < 0.05
+        assert 10 < active.double().mean() < 100  # of 400, and nearly all of them at the start
+
+
+def test_looking_changes_nothing(corpus, tmp_path):
+    runs = [_run(corpus, steps=6, weights=Weights(warmup=1.0)) for _ in range(2)]
+    for run, look in zip(runs, (False, True), strict=True):
+        run.train(lambda step, run=run, look=look: look and run.findings())
+    assert runs[0].history == runs[1].history
+    assert runs[0].objective.weights == runs[1].objective.weights
+    for name, value in runs[0].model.state_dict().items():
+        assert torch.equal(value, runs[1].model.state_dict()[name]), name
+
+
+def test_a_weight_that_warms_up_is_judged_by_what_it_will_be(corpus):
+    for flops, direction in ((600.0, "down"), (6e-6, "up")):
+        run = _run(corpus, weights=Weights(flops=flops))
+        assert run.objective.weights["document_flops"] == 0.0
+        assert run.findings()["document"][0].changes[0] == ("document_flops", direction)
+        assert run.objective.weights["document_flops"] == 0.0
 
 
 def test_a_resumed_run_is_steered_as_the_first_would_have_been(corpus, tmp_path):
-    whole = _run(corpus, steps=30, target_active=40)
+    targets = {"target_active": 40, "target_active_query": 20}
+    whole = _run(corpus, steps=30, **targets)
     whole.train()
-    first = _run(corpus, steps=30, target_active=40)
+    first = _run(corpus, steps=30, **targets)
 
     def stop(step):
         if step.step == 17:
@@ -83,11 +99,12 @@ def test_a_resumed_run_is_steered_as_the_first_would_have_been(corpus, tmp_path)
         first.train(stop)
     first.save(tmp_path / "checkpoint.pt")
     assert first.controller.checkpoint == str(tmp_path / "checkpoint.pt")
-    second = _run(corpus, steps=30, target_active=40)
+    second = _run(corpus, steps=30, **targets)
     second.load(tmp_path / "checkpoint.pt")
     second.train()
     assert second.history == whole.history
-    assert second.controller.report() == whole.controller.report()
+    for side in ("document", "query"):
+        assert second.controllers[side].report() == whole.controllers[side].report()
     assert second.objective.weights == whole.objective.weights
 
 

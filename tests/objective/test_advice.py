@@ -74,6 +74,40 @@ def test_a_dense_run_under_strong_pressure_is_not_told_to_press_harder():
     assert ("document_flops", "up") not in [c for f in findings for c in f.changes]
 
 
+def test_what_rules_a_dense_text_is_not_yet_a_collapse():
+    """With every dimension active FLOPS is loud, and grows quiet as they go out."""
+    dense = {**HEALTHY, "dense_rows": 1.0, "active_dimensions": 8000.0}
+    loud, too_loud = (_gradients(info_nce=1.0, document_flops=norm) for norm in (12.0, 120.0))
+    assert advise(dense, loud) == []
+    assert advise(HEALTHY, loud)[0].changes[0] == ("document_flops", "down")
+    assert advise(dense, too_loud)[0].changes[0] == ("document_flops", "down")
+
+
+COLLAPSED = {"texts": 32.0, "active_dimensions": 4.0, "index_flops": 3.2, "input_recall": 0.02}
+
+
+def test_a_collapse_without_a_dead_row_is_named():
+    first, *_ = advise({**HEALTHY, **COLLAPSED})
+    assert first.symptom == "texts have collapsed onto the same tokens"
+    assert first.changes[0] == ("document_flops", "down")
+    assert "share 79%" in first.evidence  # (32 * 0.8 - 1) / 31
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"input_recall": 0.9},  # what they share they may well have in common
+        {"index_flops": 1.0},
+        {"dense_rows": 1.0},
+        {"texts": 1.0, "index_flops": 4.0},  # one text is like itself
+        {"active_dimensions": 0.0, "index_flops": 0.0},
+    ],
+)
+def test_texts_that_are_alike_have_not_always_collapsed(change):
+    found = advise({**HEALTHY, **COLLAPSED, **change})
+    assert "texts have collapsed onto the same tokens" not in [one.symptom for one in found]
+
+
 def test_two_that_fight():
     (finding,) = advise(HEALTHY, _gradients(cosine=-0.8, info_nce=1.0, document_flops=0.5))
     assert finding.changes == (("info_nce", "down"),)

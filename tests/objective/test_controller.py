@@ -1,6 +1,7 @@
 import copy
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -73,6 +74,36 @@ def test_the_weight_moves_by_a_bounded_factor_and_within_bounds():
     assert controller.report()["status"] == "unreachable: more are active at the largest weight"
 
 
+def test_in_a_crash_the_weight_falls_faster_than_it_may_rise():
+    """From a weight far too large the text falls within a few looks, as a network's does."""
+    objective, controller = _controller(start=10.0, every=5)
+    for active in (900, 900, 900, 890, 150, 60):
+        before = objective.weights["document_flops"]
+        for _ in range(5):
+            controller.observe(_rows(active))
+            controller.step()
+        is_crash = active < 200
+        change = math.log(objective.weights["document_flops"] / before)
+        assert (change < -2 * 5 * 0.05) == is_crash, active
+        assert controller.report()["status"].startswith("backing off") == is_crash
+    assert controller.report()["active"] == pytest.approx(60), "no average to be waited for"
+
+
+def test_a_fall_by_the_weights_own_pace_or_by_chance_is_no_crash():
+    objective, controller = _controller(start=1.0, target_active=100)
+    rng = random.Random(0)
+    weights = [objective.weights["document_flops"]]
+    active = 900.0
+    for _ in range(200):
+        active = max(active * math.exp(-controller.gain), 100.0)
+        controller.observe(_rows(round(active * math.exp(rng.gauss(0, 0.1)))))
+        controller.step()
+        weights.append(objective.weights["document_flops"])
+        assert not controller.report()["status"].startswith("backing off")
+    ratios = [b / a for a, b in itertools.pairwise(weights)]
+    assert min(ratios) >= math.exp(-controller.gain) * (1 - 1e-9)
+
+
 def test_nothing_winds_up_at_a_bound():
     objective, controller = _controller(maximum=0.02, window=1.0, horizon=0.0)
     for _ in range(500):
@@ -92,6 +123,39 @@ def test_a_target_that_is_too_dense_is_reported_as_unreachable():
         controller.step()
     assert objective.weights["document_flops"] == 0.0
     assert controller.report()["status"] == "unreachable: fewer are active with hardly any weight"
+
+
+def test_a_gate_that_closes_is_reported():
+    """A model whose only way to please FLOPS is a scale: all dimensions stay."""
+    torch.manual_seed(0)
+    table, log_gate = torch.rand(8, 200), torch.nn.Parameter(torch.zeros(()))
+    objective = SpladeObjective({"document_flops": 0.1})
+    controller = SparsityController(objective, target_active=20, ignore_steps=0)
+    optimizer = torch.optim.Adam([log_gate], lr=0.05)
+    controller.attach(optimizer)
+    said = []
+    for _ in range(100):
+        texts = Texts(log_gate.exp() * table)
+        total, _ = objective(SpladeBatch(texts, texts))
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        said.append(controller.report()["status"])
+    assert log_gate.item() < math.log(0.1)
+    assert said[10] == "sparsifying"
+    assert said[-1] == "unreachable: activations shrink instead of going out"
+    assert controller.report()["mean_activation"] < 0.05
+
+
+def test_small_activations_are_no_matter_where_dimensions_go_out_with_them():
+    objective, controller = _controller(target_active=50)
+    for active, scale in ((900, 1.0), (400, 0.3), (60, 0.09)):
+        for _ in range(100):
+            controller.observe(scale * _rows(active))
+            controller.step()
+    assert controller.report()["mean_activation"] == pytest.approx(0.09)
+    assert controller.report()["status"] == "sparsifying"
+    assert objective.weights["document_flops"] > 0.01
 
 
 def test_the_first_steps_are_ignored():
