@@ -44,9 +44,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "penalty 0.5": {"language": 0.5},
     "penalty 0.005 from the start": {"language": 5e-3, "late": False},
     "penalty 0.005, Hangul alone": {"language": 5e-3, "scripts": ("Hangul",)},
+    "FLOPS x 3": {"flops": 9e-3},
     "FLOPS x 10": {"flops": 3e-2},
 }
 DEFAULT = ("no penalty", "penalty 0.005")
+TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000)
 MEASURES = ("active", "foreign", "hangul", "latin", "silent")
 FIGURES = (
     "recall_10",
@@ -378,6 +380,7 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     matplotlib.use("Agg")
     matplotlib.rcParams |= {"svg.hashsalt": "sparse-losses", "svg.fonttype": "none"}
     from matplotlib import pyplot
+    from matplotlib.ticker import NullLocator
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), sharex=True, layout="constrained")
     panels = (("query_foreign", "share of other scripts"), ("recall_10", "Recall@10"))
@@ -393,6 +396,11 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
                 zorder=3,
             )
         axis.set_xscale("log")
+        active = [row["query_active"] for row in rows]
+        axis.set_xlim(0.7 * min(active), 1.4 * max(active))
+        marks = [mark for mark in TICKS if 0.7 * min(active) <= mark <= 1.4 * max(active)]
+        axis.set_xticks(marks, [f"{mark:,}" for mark in marks])
+        axis.xaxis.set_minor_locator(NullLocator())
         axis.set_ylim(-0.03, 1)
         axis.set_xlabel("active dimensions of held-out queries")
         axis.set_ylabel(label)
