@@ -60,13 +60,13 @@ def guarded(
     return 0
 
 
-def require_extra() -> None:
+def require_extra(names: Sequence[str] = ()) -> None:
     """Check for the optional packages.
 
     Raises:
         UserError: one is missing.
     """
-    if missing := [name for name in EXTRA if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in names or EXTRA if importlib.util.find_spec(name) is None]:
         raise UserError(
             f"the demo needs {', '.join(missing)}; install with: pip install 'sparse-losses[demo]'"
         )

@@ -1,6 +1,5 @@
 """Which tokens of a vocabulary are written in which scripts."""
 
-import codecs
 import difflib
 import functools
 import json
@@ -45,12 +44,12 @@ def language_token_ids(
     ``Ġ`` before a word). Whichever of the three marks most words tells the kind. The mark is not
     part of the text.
 
-    Tokens of bytes (in byte-level BPE, and SentencePiece's ``<0xEA>``) may hold only part of a
-    character. One that ends in the middle of a character is taken if every character that it can
-    become is allowed: 0xEB begins nothing but Hangul, 0xEA also Yi, so ``<0xEB>`` is Hangul
-    and ``<0xEA>`` is not. One that starts in the middle, which can end any character, is left out.
+    Tokens of bytes (in byte-level BPE, and SentencePiece's ``<0xEA>``) may hold parts of
+    characters. A part is Common: every script is spelled with the same 64 bytes behind the first,
+    and without them a byte-level vocabulary cannot spell Korean. The whole characters beside it
+    count by their script.
 
-    Special tokens are left out as well; give them to
+    Special tokens are left out; give them to
     :func:`~sparse_losses.functional.language_penalty` by themselves. A plain dict or list does
     not say which tokens are special: there ``<s>`` counts as the Latin letter in it.
 
@@ -59,8 +58,8 @@ def language_token_ids(
             a list of tokens in the order of their ids.
         scripts: Long names of Unicode scripts, such as ``"Hangul"``, ``"Latin"``, ``"Han"``,
             ``"Hiragana"``, ``"Katakana"`` or ``"Cyrillic"``.
-        allow_common: Whether the scripts Common (digits, punctuation, whitespace, emoji) and
-            Inherited (combining marks) are allowed too, alone or beside the others.
+        allow_common: Whether the scripts Common (digits, punctuation, whitespace, emoji, parts of
+            characters) and Inherited (combining marks) are allowed too, alone or beside the others.
 
     Returns:
         Ids in increasing order, int64, on the CPU.
@@ -80,28 +79,18 @@ def language_token_ids(
     References:
         The Unicode Consortium, "Unicode Standard Annex #24: Unicode Script Property".
     """
-    allowed, excluded = _characters(scripts, allow_common)
+    allowed = _characters(scripts, allow_common)
     vocabulary, special = _vocabulary(tokenizer)
     marker = _word_marker([token for token, _ in vocabulary])
     ids: list[int] = []
     texts: list[str] = []
-    unfinished: list[tuple[int, bytes]] = []
     for token, token_id in vocabulary:
-        decoded = None if token_id in special else _decode(token, marker)
-        if decoded is None:
-            continue
-        text, rest = decoded
-        if rest:
-            unfinished.append((len(ids), rest))
-        ids.append(token_id)
-        texts.append(text)
+        if token_id not in special:
+            ids.append(token_id)
+            texts.append(_decode(token, marker))
     characters = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
     owner = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
     strange = np.bincount(owner, weights=~allowed[characters], minlength=len(texts))
-    for index, rest in unfinished:
-        become = _completions(rest)
-        if excluded[become].any() or not allowed[become].any():
-            strange[index] += 1
     kept = np.array(ids, dtype=np.int64)[strange == 0]
     return torch.from_numpy(np.unique(kept))
 
@@ -113,10 +102,8 @@ def _scripts() -> dict[str, list[int]]:
     return scripts
 
 
-def _characters(
-    names: Sequence[str], allow_common: bool
-) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], np.ndarray[Any, np.dtype[np.bool_]]]:
-    """Which code points are allowed and which excluded; an unassigned one is neither."""
+def _characters(names: Sequence[str], allow_common: bool) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Which code points are allowed; an unassigned one is not."""
     if isinstance(names, str):
         raise TypeError(f"expected `scripts` to be a sequence of names, got the string {names!r}")
     known = _scripts()
@@ -131,12 +118,12 @@ def _characters(
                 f"expected `scripts` to be long names of Unicode scripts ({hint}), got {name!r}"
             )
     chosen = {*names, "Common", "Inherited"} if allow_common else {*names}
-    allowed, excluded = np.zeros((2, 0x110000), dtype=np.bool_)
-    for name, ends in known.items():
-        kind = allowed if name in chosen else excluded
+    allowed = np.zeros(0x110000, dtype=np.bool_)
+    for name in chosen:
+        ends = known[name]
         for first, last in zip(ends[::2], ends[1::2], strict=True):
-            kind[first : last + 1] = True
-    return allowed, excluded
+            allowed[first : last + 1] = True
+    return allowed
 
 
 def _vocabulary(
@@ -187,46 +174,18 @@ def _word_marker(tokens: list[str]) -> str:
     return max(marked, key=lambda marker: marked[marker])
 
 
-def _decode(token: str, marker: str) -> tuple[str, bytes] | None:
-    """The text of a token and the bytes of an unfinished last character.
-
-    ``None`` if the token starts in the middle of a character.
-    """
-    rest = b""
+def _decode(token: str, marker: str) -> str:
+    """The text of a token; U+FFFD, which is Common, stands for what is no whole character."""
     if marker == _BYTE_LEVEL:
         try:
-            data = token.translate(_BYTES).encode("latin-1")
+            text = token.translate(_BYTES).encode("latin-1").decode("utf-8", "replace")
         except UnicodeEncodeError:  # an added token, which is spelled as itself
             text = token
-        else:
-            decoded = _decode_utf8(data)
-            if decoded is None:
-                return None
-            text, rest = decoded
     elif marker == _SENTENCEPIECE and (byte := _BYTE_FALLBACK.fullmatch(token)):
-        return _decode_utf8(bytes.fromhex(byte[1]))
+        text = bytes.fromhex(byte[1]).decode("utf-8", "replace")
     elif marker == _SENTENCEPIECE:
         text = token.replace(marker, " ")
     else:
         text = token.removeprefix(marker)
     # The mark before a word is no text, except where it is all there is: whitespace.
-    return text.removeprefix(" ") or ("" if rest else " "), rest
-
-
-def _decode_utf8(data: bytes) -> tuple[str, bytes] | None:
-    try:
-        text, length = codecs.utf_8_decode(data, "strict", False)
-    except UnicodeDecodeError:
-        return None
-    return text, data[length:]
-
-
-def _completions(start: bytes) -> slice:
-    """The code points whose UTF-8 begins with these bytes, at least one and not all of them."""
-    length = 2 if start[0] < 0xE0 else 3 if start[0] < 0xF0 else 4
-    value = start[0] & (0x7F >> length)
-    for byte in start[1:]:
-        value = value << 6 | byte & 0x3F
-    missing = 6 * (length - len(start))
-    shortest = {2: 0x80, 3: 0x800, 4: 0x10000}[length]  # UTF-8 takes no longer form than it needs
-    return slice(max(value << missing, shortest), value + 1 << missing)
+    return text.removeprefix(" ") or " "

@@ -1,0 +1,105 @@
+"""Names of places, languages, currencies and scripts in twelve languages, from Babel's data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+
+import torch
+from babel import Locale
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from sparse_losses.demo.tokens import CLS, MAX_LENGTH, SEP, SPECIAL_TOKENS, UNK
+
+KOREAN, ENGLISH = "ko", "en"
+OTHERS = ("ja", "zh", "ru", "ar", "th", "hi", "el", "he", "ka", "hy")
+KINDS = ("territories", "languages", "scripts", "currencies", "variants")
+VOCAB_SIZE = 8_000
+HELD_OUT = 400
+_HANGUL = re.compile("[가-힣]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One thing: its Korean name asks for a document of its names in English and ten others."""
+
+    query: str
+    document: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """Items to train on and to ask for; no two have a Korean or an English name in common."""
+
+    train: list[Item]
+    held_out: list[Item]
+
+
+def load(held_out: int = HELD_OUT) -> Names:
+    """All items that have a Korean name. The split is the same every time."""
+    korean, english, *others = (_table(language) for language in (KOREAN, ENGLISH, *OTHERS))
+    items: list[Item] = []
+    seen: set[str] = set()
+    for key, query in sorted(korean.items()):
+        kind, code = key
+        # A city's English name is in its identifier where the table leaves it out.
+        name = english.get(key, code.split("/")[-1].replace("_", " ") if kind == "cities" else "")
+        if name and _HANGUL.search(query) and not {query, name} & seen:
+            seen |= {query, name}
+            items.append(Item(query, " ".join([name, *(t[key] for t in others if key in t)])))
+    order = torch.randperm(len(items), generator=torch.Generator().manual_seed(0)).tolist()
+    shuffled = [items[index] for index in order]
+    return Names(shuffled[held_out:], shuffled[:held_out])
+
+
+def _table(language: str) -> dict[tuple[str, str], str]:
+    locale = Locale.parse(language)
+    found = {
+        (kind, str(code)): name for kind in KINDS for code, name in getattr(locale, kind).items()
+    }
+    for zone, about in locale.time_zones.items():
+        if "city" in about:
+            found["cities", zone] = about["city"]
+    return found
+
+
+class Pieces:
+    """A SentencePiece-like Unigram tokenizer, as XLM-RoBERTa has.
+
+    Attributes:
+        tokenizer: of the package `tokenizers`.
+        vocab_size: number of tokens.
+        special_ids: padding, unknown, begin and end of text.
+    """
+
+    def __init__(self, texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> None:
+        trained = Tokenizer(models.Unigram())
+        trained.pre_tokenizer = pre_tokenizers.Metaspace()
+        trainer = trainers.UnigramTrainer(
+            vocab_size=vocab_size,
+            special_tokens=list(SPECIAL_TOKENS),
+            unk_token=SPECIAL_TOKENS[UNK],
+            show_progress=False,
+        )
+        trained.train_from_iterator(texts, trainer)
+        # The trainer sums in the order of a hash table: last digits, and with them the order of the
+        # pieces, differ from run to run.
+        learned = json.loads(trained.to_str())["model"]["vocab"][len(SPECIAL_TOKENS) :]
+        vocabulary = [(token, 0.0) for token in SPECIAL_TOKENS]
+        vocabulary += [(piece, round(score, 3)) for piece, score in sorted(learned)]
+        self.tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=UNK))
+        self.tokenizer.pre_tokenizer = trained.pre_tokenizer
+        self.tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+        self.vocab_size: int = self.tokenizer.get_vocab_size()
+        self.special_ids = tuple(range(len(SPECIAL_TOKENS)))
+
+    def vocabulary(self) -> list[str]:
+        """All tokens, in the order of their ids."""
+        return [str(self.tokenizer.id_to_token(token)) for token in range(self.vocab_size)]
+
+    def ids(self, texts: Sequence[str], max_length: int = MAX_LENGTH) -> list[list[int]]:
+        """Begin mark, tokens and end mark of each text, cut to ``max_length`` altogether."""
+        encoded = self.tokenizer.encode_batch_fast(list(texts))
+        return [[CLS, *encoding.ids[: max_length - 2], SEP] for encoding in encoded]

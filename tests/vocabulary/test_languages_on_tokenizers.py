@@ -1,0 +1,273 @@
+"""Language tokens of tokenizers trained on names in ten scripts, against what they decode."""
+
+import functools
+
+import pytest
+import torch
+
+from sparse_losses import Diagnostics, language_token_ids
+from tests.vocabulary.test_languages import CHARACTER
+
+regex = pytest.importorskip("regex")
+tk = pytest.importorskip("tokenizers")
+babel = pytest.importorskip("babel")
+transformers = pytest.importorskip("transformers")
+
+SCRIPTS = {
+    "ko": ["Hangul"],
+    "en": ["Latin"],
+    "zh": ["Han"],
+    "ja": ["Han", "Hiragana", "Katakana"],
+    "ru": ["Cyrillic"],
+    "ar": ["Arabic"],
+    "th": ["Thai"],
+    "hi": ["Devanagari"],
+    "el": ["Greek"],
+    "he": ["Hebrew"],
+}
+UNITS = ("length-meter", "mass-kilogram", "duration-hour", "area-acre", "digital-byte")
+
+
+@functools.cache
+def names(code):
+    """Names of languages, territories, scripts, currencies, months, days and units."""
+    from babel.units import get_unit_name
+
+    locale = babel.Locale.parse(code)
+    found = [
+        *locale.languages.values(),
+        *locale.territories.values(),
+        *locale.scripts.values(),
+        *locale.currencies.values(),
+        *locale.months["format"]["wide"].values(),
+        *locale.days["format"]["wide"].values(),
+        *filter(None, (get_unit_name(unit, locale=locale) for unit in UNITS)),
+    ]
+    return list(dict.fromkeys(found))
+
+
+def everything():
+    return [name for code in SCRIPTS for name in names(code)]
+
+
+# Tokenizers --------------------------------------------------------------------------------------
+
+
+def unigram_with_byte_fallback():
+    """As SentencePiece makes them: pieces, and a token for every byte for what no piece spells."""
+    tokenizer = tk.Tokenizer(tk.models.Unigram())
+    tokenizer.pre_tokenizer = tk.pre_tokenizers.Metaspace()
+    trainer = tk.trainers.UnigramTrainer(
+        vocab_size=3000, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(everything(), trainer)
+    pieces = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    # The trainer's scores are not to be had; longer pieces first will do.
+    vocabulary = [(piece, -10.0 / len(piece)) for piece, _ in pieces]
+    vocabulary += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
+    tokenizer.model = tk.models.Unigram(vocabulary, unk_id=0, byte_fallback=True)
+    tokenizer.decoder = tk.decoders.Sequence(
+        [
+            tk.decoders.Replace("▁", " "),
+            tk.decoders.ByteFallback(),
+            tk.decoders.Fuse(),
+            tk.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+def wordpiece():
+    tokenizer = tk.Tokenizer(tk.models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = tk.normalizers.BertNormalizer(lowercase=False)
+    tokenizer.pre_tokenizer = tk.pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = tk.decoders.WordPiece(cleanup=False)
+    trainer = tk.trainers.WordPieceTrainer(
+        vocab_size=4000, special_tokens=["[UNK]"], show_progress=False
+    )
+    tokenizer.train_from_iterator(everything(), trainer)
+    return tokenizer
+
+
+def byte_level_bpe():
+    tokenizer = tk.Tokenizer(tk.models.BPE())
+    tokenizer.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tk.decoders.ByteLevel()
+    trainer = tk.trainers.BpeTrainer(
+        vocab_size=4000,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tk.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(everything(), trainer)
+    return tokenizer
+
+
+def of_transformers(name, **options):
+    made = getattr(transformers, name)(**options)
+    return made.train_new_from_iterator([everything()], 3000, show_progress=False)
+
+
+BUILDERS = {
+    "unigram": unigram_with_byte_fallback,
+    "xlm-roberta": lambda: of_transformers("XLMRobertaTokenizer"),
+    "t5": lambda: of_transformers("T5Tokenizer", extra_ids=3),
+    "wordpiece": wordpiece,
+    "bert": lambda: of_transformers("BertTokenizer"),  # lower case, accents and syllables apart
+    "byte-level": byte_level_bpe,
+    "roberta": lambda: of_transformers("RobertaTokenizer"),
+}
+BYTE_LEVEL = ("byte-level", "roberta")
+
+
+@functools.cache
+def built(kind):
+    return BUILDERS[kind]()
+
+
+@pytest.fixture(params=BUILDERS)
+def kind(request):
+    return request.param
+
+
+def special_ids(tokenizer):
+    if hasattr(tokenizer, "all_special_ids"):
+        return set(tokenizer.all_special_ids)
+    return {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+
+
+def encode(tokenizer, text):
+    encoded = tokenizer.encode(text, add_special_tokens=False)
+    return getattr(encoded, "ids", encoded)
+
+
+# The oracle --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def byte_of_spelling():
+    """By what the byte-level pre-tokenizer makes of characters that use all bytes UTF-8 uses."""
+    spell = tk.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found = {}
+    for code in (*range(0x800), *range(0x800, 0x110000, 0x800)):
+        if not 0xD800 <= code < 0xE000:  # surrogates have no UTF-8
+            data = chr(code).encode()
+            found.update(zip(spell.pre_tokenize_str(chr(code))[0][0], data, strict=True))
+    return found
+
+
+@functools.cache
+def texts_of(kind):
+    """For every token: its whole characters, and whether it has parts of characters beside them."""
+    tokenizer = built(kind)
+    anchor = encode(tokenizer, "a")  # a first token is decoded differently from the others
+    special = special_ids(tokenizer)
+    before = tokenizer.decode(anchor)
+    found = {}
+    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        if index in special:
+            continue
+        decoded = tokenizer.decode([*anchor, index])
+        assert decoded.startswith(before)
+        text, parts = decoded.removeprefix(before), False
+        if "\N{REPLACEMENT CHARACTER}" in text:
+            if kind in BYTE_LEVEL:
+                data = bytes(byte_of_spelling().get(letter, 0xFF) for letter in token)
+            else:
+                data = bytes.fromhex(token[3:5])
+            whole = b"".join(CHARACTER.findall(data))
+            assert len(whole) < len(data)
+            text, parts = whole.decode(), True
+        elif kind in BYTE_LEVEL:
+            assert text == tokenizer.decode([index])
+        text = text.removeprefix(" ") or ("" if parts else " ")
+        found[index] = text, parts
+    return found
+
+
+def expected(kind, scripts, allow_common=True):
+    chosen = [*scripts, "Common", "Inherited"] if allow_common else scripts
+    pattern = regex.compile("(" + "|".join(rf"\p{{Script={name}}}" for name in chosen) + ")*")
+    return [
+        index
+        for index, (text, parts) in texts_of(kind).items()
+        if pattern.fullmatch(text) and (allow_common or not parts)
+    ]
+
+
+CHOICES = [["Hangul", "Latin"], ["Hangul"], ["Han", "Hiragana", "Katakana"], ["Thai"], []]
+
+
+@pytest.mark.parametrize("allow_common", [True, False])
+@pytest.mark.parametrize("scripts", CHOICES, ids=lambda scripts: "+".join(scripts) or "none")
+def test_a_token_is_kept_iff_all_it_decodes_to_is_in_the_scripts(kind, scripts, allow_common):
+    ids = language_token_ids(built(kind), scripts, allow_common=allow_common).tolist()
+    assert ids == expected(kind, scripts, allow_common)
+    assert len(ids) < len(texts_of(kind)) / 2
+    assert bool(ids) == bool(scripts or allow_common)
+
+
+def test_every_language_has_tokens_of_its_own(kind):
+    for scripts in SCRIPTS.values():
+        assert language_token_ids(built(kind), scripts, allow_common=False).numel() > 100
+
+
+@pytest.mark.parametrize("code", SCRIPTS)
+def test_no_text_in_the_wanted_scripts_holds_a_token_that_is_left_out(kind, code):
+    tokenizer = built(kind)
+    wanted = [*SCRIPTS[code], "Common", "Inherited"]
+    pattern = regex.compile("(" + "|".join(rf"\p{{Script={name}}}" for name in wanted) + ")+")
+    texts = [name for name in names(code) if pattern.fullmatch(name)]
+    assert len(texts) > 500
+    used = {index for text in texts for index in encode(tokenizer, text)} - special_ids(tokenizer)
+    assert used <= set(language_token_ids(tokenizer, SCRIPTS[code]).tolist())
+
+
+@pytest.mark.parametrize("kind", BYTE_LEVEL)
+def test_byte_level_korean_needs_parts_of_characters(kind):
+    tokens = [index for name in names("ko") for index in encode(built(kind), name)]
+    begun = sum(texts_of(kind).get(index, (" ", False))[1] for index in tokens)
+    assert begun > len(tokens) / 10
+    left_out = set(tokens) - set(language_token_ids(built(kind)).tolist())
+    assert {texts_of(kind)[index][1] for index in left_out} <= {False}
+
+
+def test_what_no_piece_spells_is_common_byte_by_byte():
+    tokenizer = built("unigram")
+    georgian = {index for name in names("ka") for index in encode(tokenizer, name)}
+    parts = {index for index in georgian if texts_of("unigram")[index][1]}
+    assert len(parts) > 30
+    assert parts <= set(language_token_ids(tokenizer, []).tolist())
+    assert not parts & set(language_token_ids(tokenizer, ["Georgian"], allow_common=False).tolist())
+
+
+def test_special_tokens_are_left_out(kind):
+    tokenizer = built(kind)
+    special = special_ids(tokenizer)
+    assert special
+    assert not special & set(language_token_ids(tokenizer, ["Latin"]).tolist())
+    assert not special & set(language_token_ids(tokenizer, ["Common"]).tolist())
+
+
+@pytest.mark.parametrize("code", ["ko", "en", "ja"])
+def test_the_foreign_share_is_a_count_of_the_active_tokens(kind, code):
+    tokenizer = built(kind)
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    special = special_ids(tokenizer)
+    rows = [encode(tokenizer, f"{a} {b}") for a, b in zip(names(code), names("ru"), strict=False)]
+    activations = torch.zeros(len(rows), vocab_size)
+    for row, ids in enumerate(rows):
+        activations[row, ids] = torch.rand(len(ids)) + 0.1
+    diagnostics = Diagnostics(
+        vocab_size,
+        special_token_ids=sorted(special),
+        allowed_token_ids=language_token_ids(tokenizer),
+    )
+    for part in activations.split(100):
+        diagnostics.update(part)
+
+    allowed = set(expected(kind, ["Hangul", "Latin"]))
+    active = [index for ids in rows for index in set(ids)]
+    foreign = [index for index in active if index not in allowed and index not in special]
+    assert 0 < len(foreign) < len(active)
+    assert diagnostics.report()["foreign_share"] == pytest.approx(len(foreign) / len(active))
