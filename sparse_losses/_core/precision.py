@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["autocast_off", "compute_dtype", "full_precision"]
+__all__ = ["autocast_off", "compute_dtype", "full_precision", "widest_dtype"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,3 +51,8 @@ def compute_dtype(**tensors: Tensor | None) -> torch.dtype:
         if tensor.dtype == torch.float64:
             dtype = torch.float64
     return dtype
+
+
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """What long sums are added up in: fp64, which Apple's GPUs do not have."""
+    return torch.float32 if device.type == "mps" else torch.float64

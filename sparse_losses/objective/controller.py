@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_integer, check_number
+from sparse_losses._core.precision import widest_dtype
 from sparse_losses.objective.batch import SpladeBatch
 from sparse_losses.objective.objective import SpladeObjective
 from sparse_losses.objective.schedules import count_steps, was_skipped
@@ -164,10 +165,11 @@ class SparsityController:
             is_active = (rows > 0) & is_number[:, None]
             active = is_active.sum(1)
             live = active > 0
-            mass = torch.where(is_active, rows, 0.0).sum(dtype=torch.float64)
+            wide = widest_dtype(rows.device)
+            mass = torch.where(is_active, rows, 0.0).sum(dtype=wide)
             counts = [active.sum(), live.sum(), (is_number & ~live).sum()]
-            seen = torch.stack([*(count.double() for count in counts), mass])
-            self._seen = seen if self._seen is None else self._seen.to(seen.device) + seen
+            seen = torch.stack([*(count.to(wide) for count in counts), mass])
+            self._seen = seen if self._seen is None else self._seen.to(seen) + seen
 
     def step(self) -> None:
         """One optimiser step was taken.

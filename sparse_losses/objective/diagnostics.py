@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_integer, check_shapes
-from sparse_losses._core.precision import compute_dtype
+from sparse_losses._core.precision import compute_dtype, widest_dtype
 from sparse_losses._core.token_ids import (
     TokenIds,
     as_mask,
@@ -163,13 +163,14 @@ class Diagnostics:
         x = activations.detach()
         is_active = x > 0
         count = is_active.sum(1)
-        top = torch.zeros(self.vocab_size, device=x.device, dtype=torch.float64)
+        wide = widest_dtype(x.device)
+        top = torch.zeros(self.vocab_size, device=x.device, dtype=wide)
         values, index = x.topk(self.top_k, dim=1)
-        top.index_add_(0, index.flatten(), (values > 0).flatten().double())
+        top.index_add_(0, index.flatten(), (values > 0).flatten().to(wide))
         columns = torch.stack(
             [
-                torch.where(is_active, x, 0.0).sum(0, dtype=torch.float64),
-                is_active.sum(0).double(),
+                torch.where(is_active, x, 0.0).sum(0, dtype=wide),
+                is_active.sum(0).to(wide),
                 top,
             ]
         )
@@ -188,7 +189,7 @@ class Diagnostics:
                 (count > self.vocab_size / 4).sum(),
                 *recalls,
             ]
-        ).double()
+        ).to(wide)
         live = torch.where(count > 0, count, self.vocab_size)
         extremes = torch.stack([-live.amin(), count.amax()])
         self._rows += size["B"]
@@ -203,7 +204,8 @@ class Diagnostics:
         self, is_active: Tensor, ids: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """How many tokens of each text are active, as shares summed over texts; how many texts."""
-        zero = is_active.new_zeros((), dtype=torch.float64)
+        wide = widest_dtype(is_active.device)
+        zero = is_active.new_zeros((), dtype=wide)
         if ids is None or mask is None:
             return zero, zero
         attended = as_mask("attention_mask", mask)
@@ -213,7 +215,7 @@ class Diagnostics:
         ids, counts = first_occurrences(ids, attended)
         hits = (is_active.gather(1, ids) & counts).sum(1)
         total = counts.sum(1)
-        return (hits / total.clamp(min=1)).double().sum(), (total > 0).sum().double()
+        return (hits / total.clamp(min=1)).to(wide).sum(), (total > 0).sum().to(wide)
 
     def report(self) -> Report:
         """What was seen so far; waits for the device."""
@@ -442,12 +444,12 @@ def _products(gradients: Sequence[Sequence[Tensor]]) -> list[list[float]]:
     """The dot products of all pairs of rows of tensors, in fp64, a piece at a time."""
     if not gradients:
         return []
-    total = torch.zeros(
-        len(gradients), len(gradients), dtype=torch.float64, device=gradients[0][0].device
-    )
+    device = gradients[0][0].device
+    wide = widest_dtype(device)
+    total = torch.zeros(len(gradients), len(gradients), dtype=wide, device=device)
     for tensors in zip(*gradients, strict=True):
         for pieces in zip(*(x.flatten().split(1 << 18) for x in tensors), strict=True):
-            rows = torch.stack(pieces).double()
+            rows = torch.stack(pieces).to(wide)
             total += rows @ rows.T
     products: list[list[float]] = total.tolist()
     return products

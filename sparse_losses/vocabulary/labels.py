@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_shapes
+from sparse_losses._core.precision import widest_dtype
 
 __all__ = ["label_similarity"]
 
@@ -60,7 +61,7 @@ def label_similarity(labels: Tensor, *, method: Literal["npmi", "jaccard"] = "np
     if other.any():
         raise ValueError(f"expected `labels` to be 0 or 1, got {labels[other][0].item()}")
     dtype = torch.float64 if labels.dtype == torch.float64 else torch.float32
-    y = labels.detach().double()
+    y = labels.detach().to(widest_dtype(labels.device))
     both = y.T @ y
     count = both.diagonal()
     if method == "jaccard":
