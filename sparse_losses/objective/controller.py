@@ -237,9 +237,10 @@ class SparsityController:
             status = "backing off: rows fall silent"
         elif self._is_crashing:
             status = "backing off: dimensions go out too fast"
-        elif is_below and (
-            self._log_ratio == low
-            or (self._log_ratio < math.log(NEGLIGIBLE_SHARE) and self.horizon * self._trend < ROOM)
+        elif (
+            is_below
+            and self._log_ratio < math.log(NEGLIGIBLE_SHARE)
+            and self.horizon * self._trend < ROOM  # it is not on its way back
         ):
             status = "unreachable: fewer are active with hardly any weight"
         elif self._log_ratio == high and is_above:
