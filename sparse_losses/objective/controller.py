@@ -21,6 +21,7 @@ _log = logging.getLogger("sparse_losses")
 SMALLEST_SHARE = 1e-6  # of the weight it starts with; what is reached there is called 0
 NEGLIGIBLE_SHARE = 0.01  # from where on down it is not the term that keeps the text sparse
 BELIEVED_FALL = 1.5  # times what a look found, below the average
+CRASH = 4.0  # times fewer than the average, twice running: more than batches differ by
 ROOM = 0.1  # around the target, relative
 SHRUNK = 0.1  # times the first mean activation
 
@@ -53,9 +54,10 @@ class SparsityController:
 
     so that $\lambda$ moves by a factor of at most $e^g$ a step (tenfold in 46 steps for
     $g = 0.05$), rises while the text is too dense,
-    and stops to rise as soon as the trend $\dot e$ will bring it home within $h$ steps. A look far
-    below the average, by more than $\lambda$ at that pace can have caused, is a crash: the average
-    is given up for it, and the lower bound of the clip for as long as it lasts. $\lambda$
+    and stops to rise as soon as the trend $\dot e$ will bring it home within $h$ steps. Two looks
+    running that are far below the average, fourfold and more than $\lambda$ at that pace can have
+    caused, are a crash: the average is given up for them, and the lower bound of the clip for that
+    of the fall itself. $\lambda$
     stays between a millionth of its start (which counts as 0: the term is left out) and
     ``maximum``; at a bound it waits there, and nothing winds up. Where a hundredth of the start is
     left and fewer are active still, without a trend to more, the target is reported as unreachable:
@@ -66,9 +68,10 @@ class SparsityController:
     unreachable when the text is too dense still, and the mean activation has fallen to a tenth of
     what it was at first, and by a larger factor than the number of dimensions.
 
-    Rows without any active dimension are dead. As they appear beyond ``dead_share`` the weight is
-    halved at once and does not rise until they are gone; if all rows of a window are dead, training
-    cannot bring them back and :class:`CollapseError` says which checkpoint to return to.
+    Rows without any active dimension are dead. As they become more, by ``dead_share`` and beyond
+    chance, the weight is halved at once, and it does not rise while there are more than at first
+    (a text without tokens is always dead). If for ``window`` steps no row is alive, training cannot
+    recover, and a :class:`CollapseError` says so.
 
     Args:
         objective: whose weight is steered; no schedule may set the same one.
@@ -145,8 +148,12 @@ class SparsityController:
         self._active: float | None = None
         self._error: float | None = None
         self._trend = 0.0
-        self._dead = 0.0
-        self._is_crashing = False
+        # Shares of dead rows: at the last look, on average, at the first one.
+        self._dead = self._usually_dead = 0.0
+        self._first_dead: float | None = None
+        self._is_dying, self._silent_steps = False, 0
+        # Looks running that are far below the average there was before them, and that average.
+        self._low_looks, self._before = 0, 0.0
         self._first: tuple[float, float] | None = None  # active dimensions, mean activation
         self._mean_activation = 0.0
         self._last_healthy_step: int | None = None
@@ -161,7 +168,7 @@ class SparsityController:
             )
         with torch.no_grad():
             rows = activations.detach().flatten(0, -2)
-            is_number = ~rows.sum(1).isnan()  # a row with a NaN says nothing
+            is_number = rows.sum(1).isfinite()  # a row with a NaN says nothing
             is_active = (rows > 0) & is_number[:, None]
             active = is_active.sum(1)
             live = active > 0
@@ -175,7 +182,7 @@ class SparsityController:
         """One optimiser step was taken.
 
         Raises:
-            CollapseError: if every row seen since the last look is dead.
+            CollapseError: if every row seen in the last ``window`` steps is dead.
             RuntimeError: if nothing was observed, or someone else changed the weight.
         """
         self._steps += 1
@@ -194,26 +201,54 @@ class SparsityController:
         active, live, dead, mass = seen.tolist()
         if live + dead == 0:  # no text, or nothing but NaN
             return
-        self._dead = dead / (live + dead)
+        self._count_dead(dead, live + dead)
         if live == 0:
-            raise CollapseError(self._obituary())
+            self._silent_steps += self.every
+            if self._silent_steps >= self.window:
+                raise CollapseError(self._obituary())
+            self._log_ratio = max(self._log_ratio - math.log(2.0), math.log(SMALLEST_SHARE))
+            self._write()
+            return
+        self._silent_steps = 0
         if dead == 0:
             self._last_healthy_step = self._steps
         self._mean_activation = mass / active
         if self._first is None:
             self._first = active / live, self._mean_activation
         self._look(active / live)
-        if self._steps > self.ignore_steps:
+        if self._steps > self.ignore_steps or self._is_crashing or self._is_dying:
             self._steer()
-        self._write()
+
+    def _count_dead(self, dead: float, rows: float) -> None:
+        """Takes in a new share of dead rows, and says whether they become more."""
+        share, usual = dead / rows, self._usually_dead
+        if self._first_dead is None:
+            self._first_dead = usual = share
+        by_chance = 2 * math.sqrt(usual * (1 - usual) / rows)
+        more = share > usual + self.dead_share + by_chance
+        self._is_dying = more and share > self._dead
+        self._dead = share
+        self._usually_dead = usual + self._share_of_a_look * (share - usual)
+
+    @property
+    def _share_of_a_look(self) -> float:
+        """In the moving averages."""
+        return 1 - math.exp(-self.every / self.window)
+
+    @property
+    def _is_crashing(self) -> bool:
+        return self._low_looks > 1
 
     def _look(self, active: float) -> None:
         """Takes a new mean into the moving averages."""
         average = active if self._active is None else self._active
+        if not self._low_looks:
+            self._before = average
         # The average is `window` steps behind; by so much can a weight that moves lower it.
-        by_itself = math.exp(self.gain * self.window)
-        self._is_crashing = BELIEVED_FALL * by_itself * active < average
-        share = 1.0 if self._is_crashing else 1 - math.exp(-self.every / self.window)
+        by_itself = BELIEVED_FALL * math.exp(self.gain * self.window)
+        is_low = max(CRASH, by_itself) * active < self._before
+        self._low_looks = self._low_looks + 1 if is_low else 0
+        share = 1.0 if self._is_crashing else self._share_of_a_look
         self._active = average + share * (active - average)
         # A fall is believed before the average has followed: it may go on to zero.
         error = math.log(min(self._active, BELIEVED_FALL * active) / self.target_active)
@@ -223,19 +258,27 @@ class SparsityController:
 
     def _steer(self) -> None:
         assert self._error is not None
-        wanted = min(self._error + self.horizon * self._trend, 1.0)
-        if not self._is_crashing:
-            wanted = max(wanted, -1.0)
-        change = self.gain * self.every * wanted
-        is_dying = self._dead > self.dead_share
-        if is_dying:
+        assert self._active is not None
+        change = self.gain * self.every * min(self._error + self.horizon * self._trend, 1.0)
+        if self._is_crashing:
+            change = max(change, math.log(self._active / self._before))
+            self._low_looks, self._before = 1, self._active  # what falls on is a crash again
+        else:
+            change = max(change, -self.gain * self.every)
+        is_braked = change < -self.gain * self.every
+        if self._is_dying:
             change = min(change, -math.log(2.0))
+        elif self._dead > (self._first_dead or 0.0) + self.dead_share:
+            change = min(change, 0.0)
+        if self._steps <= self.ignore_steps:  # which holds for all but the brakes
+            change = min(change, 0.0)
         low, high = math.log(SMALLEST_SHARE), math.log(self.maximum / self.start)
         self._log_ratio = min(max(self._log_ratio + change, low), high)
+        self._write()
         is_above, is_below = self._error > math.log1p(ROOM), self._error < math.log1p(-ROOM)
-        if is_dying:
+        if self._is_dying:
             status = "backing off: rows fall silent"
-        elif self._is_crashing:
+        elif is_braked:
             status = "backing off: dimensions go out too fast"
         elif (
             is_below
@@ -334,12 +377,17 @@ class SparsityController:
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs to go on as this one would."""
         return {
+            "term": self.term,
             "steps": self._steps,
             "log_ratio": self._log_ratio,
             "active": self._active,
             "error": self._error,
             "trend": self._trend,
-            "dead": self._dead,
+            "dead": [self._dead, self._usually_dead, self._first_dead],
+            "is_dying": self._is_dying,
+            "silent_steps": self._silent_steps,
+            "low_looks": self._low_looks,
+            "before": self._before,
             "last_healthy_step": self._last_healthy_step,
             "status": self._status,
             "first": self._first,
@@ -350,10 +398,23 @@ class SparsityController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there, and sets the weight."""
+        """Goes on from there, and sets the weight; target and gain are those it was made with.
+
+        Raises:
+            ValueError: for the state of something else, or of another term's controller.
+        """
+        if missing := sorted(self.state_dict().keys() - state.keys()):
+            raise ValueError(
+                f"expected the state of a SparsityController, got one without {', '.join(missing)}"
+            )
+        if state["term"] != self.term:
+            raise ValueError(f"expected the state for {self.term!r}, got {state['term']!r}'s")
         self._steps, self._log_ratio = state["steps"], state["log_ratio"]
         self._active, self._error, self._trend = state["active"], state["error"], state["trend"]
-        self._dead, self._last_healthy_step = state["dead"], state["last_healthy_step"]
+        self._dead, self._usually_dead, self._first_dead = state["dead"]
+        self._is_dying, self._silent_steps = state["is_dying"], state["silent_steps"]
+        self._low_looks, self._before = state["low_looks"], state["before"]
+        self._last_healthy_step = state["last_healthy_step"]
         self._status, self.start, self.maximum = state["status"], state["start"], state["maximum"]
         self._first, self._mean_activation = state["first"], state["mean_activation"]
         seen = state["seen"]

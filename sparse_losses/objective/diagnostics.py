@@ -259,7 +259,7 @@ class Diagnostics:
         return report
 
     def top_tokens(self, k: int = 20) -> dict[int, float]:
-        """The tokens that are most often among a text's ``top_k``, and in what share of the texts.
+        """The ids that are most often among a text's ``top_k``, and in what share of the texts.
 
         Where these are stopwords, or the same few in every text, the vectors say little. Waits for
         the device.
@@ -365,7 +365,8 @@ class GradientReport(NamedTuple):
         """A table: the norm, its share, and the cosines with the terms before."""
         total = sum(self.norms.values()) or 1.0
         names = list(self.norms)
-        labels = [f"{number} {name}" for number, name in enumerate(names, start=1)]
+        digits = len(str(len(names)))
+        labels = [f"{number:>{digits}} {name}" for number, name in enumerate(names, start=1)]
         width = max(map(len, labels), default=0)
         numbers = "".join(f"{number:>7}" for number in range(1, len(names)))
         lines = [f"{'':{width}}      norm  share   cosine with{numbers}".rstrip()]

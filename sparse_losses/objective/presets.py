@@ -166,7 +166,7 @@ class Preset:
         Raises:
             ValueError: for a number or an argument that is not there.
         """
-        if missing := self.missing():
+        if missing := [name for name in self.missing() if name not in losses]:
             raise ValueError(
                 f"the notes give {self.name} no {', '.join(missing)}: set "
                 f"{self.name}.replace({', '.join(f'{name}=...' for name in missing)})"

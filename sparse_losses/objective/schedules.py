@@ -270,7 +270,16 @@ class TrainingSchedule:
         return state
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Goes to that step and sets what holds there."""
+        """Goes to that step and sets what holds there, by the phases and ramps it was made with.
+
+        Raises:
+            ValueError: for the state of something else.
+        """
+        if "steps_taken" not in state:
+            raise ValueError(
+                "expected the state of a TrainingSchedule, with 'steps_taken', got one with "
+                f"{', '.join(map(repr, state))}"
+            )
         check_integer("steps_taken", state["steps_taken"], minimum=0)
         self.steps_taken = int(state["steps_taken"])
         self._apply()
@@ -300,7 +309,10 @@ def count_steps(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> 
 
     Raises:
         RuntimeError: if a method of that object is registered already.
+        TypeError: for anything but an optimiser.
     """
+    if not hasattr(optimizer, "register_step_post_hook"):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     owner = getattr(hook, "__self__", None)
     hooks = getattr(optimizer, "_optimizer_step_post_hooks", {}).values()
     if any(getattr(other, "__self__", None) is owner for other in hooks):

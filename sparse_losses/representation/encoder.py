@@ -188,6 +188,11 @@ class SpladeEncoder(nn.Module):
                 0 and without a gradient at tokens that are not in the text.)
             **inputs: What else the model takes, such as ``token_type_ids``.
         """
+        if not isinstance(input_ids, Tensor):
+            raise TypeError(
+                f"expected `input_ids` to be a torch.Tensor, got {type(input_ids).__name__}: "
+                "encoder(**encoder.tokenize(texts)), or encoder.encode(texts)"
+            )
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         if self.expansion:

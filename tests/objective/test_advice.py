@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from sparse_losses import GradientReport
+from sparse_losses import Diagnostics, GradientReport
 from sparse_losses.functional import advise
 
 HEALTHY = {
@@ -136,3 +136,8 @@ def test_the_gravest_comes_first():
         "stopwords are on top",
     ]
     assert "document_flops down" in str(findings[0])
+
+
+def test_a_report_is_asked_for():
+    with pytest.raises(TypeError, match=r"as Diagnostics.report\(\) gives it, got Diagnostics"):
+        advise(Diagnostics(5))

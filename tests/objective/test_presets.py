@@ -13,6 +13,7 @@ from sparse_losses import (
     V28,
     FlopsLoss,
     IdfFlopsLoss,
+    LanguagePenaltyLoss,
     Phase,
     SpladeBatch,
     Texts,
@@ -235,3 +236,16 @@ def test_a_preset_cannot_be_changed_by_accident():
         V26.weights["info_nce"] = 1.0
     with pytest.raises(dataclasses.FrozenInstanceError):
         V26.temperature = 1.0
+
+
+def test_a_loss_that_is_given_needs_no_number():
+    # In the notes' V26 there is none of it.
+    theirs = V26.replace(weights={"document_language_penalty": 0.005})
+    assert theirs.missing() == ["language_penalty"]
+    loss = LanguagePenaltyLoss(torch.tensor([0.0, 100.0]))
+    objective = theirs.objective(idf=torch.rand(2), language_penalty=loss)
+    assert objective.language_penalty is loss
+    made = theirs.replace(language_penalty=100.0).objective(
+        idf=torch.rand(2), allowed_token_ids=[0]
+    )
+    assert torch.equal(made.language_penalty.token_penalty, loss.token_penalty)

@@ -224,3 +224,9 @@ def test_weights_that_are_not_scheduled_may_be_changed():
 def test_wrong_input_is_an_error(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_the_state_of_something_else_is_not_loaded():
+    schedule = TrainingSchedule(SpladeObjective({"query_flops": 1.0}))
+    with pytest.raises(ValueError, match="'steps_taken', got one with 'steps', 'term'"):
+        schedule.load_state_dict({"steps": 3, "term": "query_flops"})

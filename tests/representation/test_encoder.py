@@ -221,6 +221,8 @@ def test_wrong_arguments():
         encoder.encode(["a", None])
     with pytest.raises(TypeError, match="list of strings, got str"):
         encoder.tokenize("서울")
+    with pytest.raises(TypeError, match=r"`input_ids` to be a torch.Tensor, got dict: encoder\(\*"):
+        encoder(encoder.tokenize(["서울"]))
     with pytest.raises(ValueError, match="expected `output` to be one of 'csr', 'dense'"):
         encoder.encode(["a"], output="json")
     with pytest.raises(ValueError, match="`batch_size` to be an integer >= 1, got 0"):
