@@ -1,6 +1,7 @@
 """From symptoms to settings: the table that ended many a fight with eight weights."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ RULING_SHARE, PRESSING_SHARE = 0.9, 0.3
 RULING_DENSE_SHARE = 0.99
 ALIKE = 0.5  # of its active dimensions; from there on a text is more like any other than itself
 FIGHTING_COSINE, FIGHTING_SHARE = -0.5, 0.1
-OSCILLATION = 0.25
+OSCILLATION, TURNS = 0.25, 0.9
 FEWEST_LOSSES = 8
 
 
@@ -220,15 +221,16 @@ def _of_losses(
         turns = sum(a * b < 0 for a, b in itertools.pairwise(steps))
         swing = sum(map(abs, steps)) / len(steps)
         level = sum(map(abs, losses)) / len(losses)
-        if turns > len(steps) / 2 and swing > OSCILLATION * level:
+        # Of independent losses two steps in three turn: what oscillates turns nearly always.
+        if turns > TURNS * (len(steps) - 1) and swing > OSCILLATION * level:
             yield Finding(
                 "the loss oscillates",
                 f"it turns {turns} times in {len(losses)}, moving by {swing / level:.0%} at a time",
                 (("distillation", "up"), ("distillation.temperature", "up")),
             )
     if len(validation_losses) >= FEWEST_LOSSES and len(losses) >= FEWEST_LOSSES:
-        rise, fall = _slope(validation_losses), _slope(losses)
-        if rise > 0 > fall:
+        (rise, doubt), (fall, _) = _slope(validation_losses), _slope(losses)
+        if rise > 2 * doubt and fall < 0:
             yield Finding(
                 "overfitting",
                 f"the validation loss rises by {rise:.3g} a step, the loss falls by {-fall:.3g}",
@@ -241,9 +243,12 @@ def _shares(gradients: GradientReport) -> dict[str, float]:
     return {name: norm / total for name, norm in gradients.norms.items()}
 
 
-def _slope(values: Sequence[float]) -> float:
-    """The least-squares slope of the second half."""
+def _slope(values: Sequence[float]) -> tuple[float, float]:
+    """The least-squares slope of the second half, and its standard error."""
     half = values[len(values) // 2 :]
-    middle = (len(half) - 1) / 2
-    spread = sum((index - middle) ** 2 for index in range(len(half)))
-    return sum((index - middle) * value for index, value in enumerate(half)) / spread
+    count, middle = len(half), (len(half) - 1) / 2
+    spread = sum((index - middle) ** 2 for index in range(count))
+    slope = sum((index - middle) * value for index, value in enumerate(half)) / spread
+    mean = sum(half) / count
+    rest = sum((v - mean - slope * (index - middle)) ** 2 for index, v in enumerate(half))
+    return slope, math.sqrt(rest / (count - 2) / spread)

@@ -56,9 +56,8 @@ class SparsityController:
     $g = 0.05$), rises while the text is too dense,
     and stops to rise as soon as the trend $\dot e$ will bring it home within $h$ steps. Two looks
     running that are far below the average, fourfold and more than $\lambda$ at that pace can have
-    caused, are a crash: the average is given up for them, and the lower bound of the clip for that
-    of the fall itself. $\lambda$
-    stays between a millionth of its start (which counts as 0: the term is left out) and
+    caused, are a crash: the average is given up for them, and once the lower bound of the clip.
+    $\lambda$ stays between a millionth of its start (which counts as 0: the term is left out) and
     ``maximum``; at a bound it waits there, and nothing winds up. Where a hundredth of the start is
     left and fewer are active still, without a trend to more, the target is reported as unreachable:
     the other losses alone leave fewer.
@@ -166,6 +165,11 @@ class SparsityController:
             raise ValueError(
                 f"expected `activations` of shape [..., V], got {list(activations.shape)}"
             )
+        if self.target_active >= activations.shape[-1]:
+            raise ValueError(
+                f"expected `target_active` below V = {activations.shape[-1]}, got "
+                f"{self.target_active}"
+            )
         with torch.no_grad():
             rows = activations.detach().flatten(0, -2)
             is_number = rows.sum(1).isfinite()  # a row with a NaN says nothing
@@ -261,7 +265,6 @@ class SparsityController:
         assert self._active is not None
         change = self.gain * self.every * min(self._error + self.horizon * self._trend, 1.0)
         if self._is_crashing:
-            change = max(change, math.log(self._active / self._before))
             self._low_looks, self._before = 1, self._active  # what falls on is a crash again
         else:
             change = max(change, -self.gain * self.every)
@@ -283,7 +286,7 @@ class SparsityController:
         elif (
             is_below
             and self._log_ratio < math.log(NEGLIGIBLE_SHARE)
-            and self.horizon * self._trend < ROOM  # it is not on its way back
+            and abs(self.horizon * self._trend) < ROOM  # nor is it on its way
         ):
             status = "unreachable: fewer are active with hardly any weight"
         elif self._log_ratio == high and is_above:

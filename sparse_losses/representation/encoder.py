@@ -460,8 +460,8 @@ class SpladeEncoder(nn.Module):
             idf_weights=idf_weights,
             max_length=settings.get("max_length") if max_length is None else max_length,
         )
-        if not expansion and (importance := part("importance")):
-            encoder.importance.load_state_dict(importance)
+        if not expansion and not settings.get("expansion", True):
+            encoder.importance.load_state_dict(part("importance"))
         return encoder.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -555,15 +555,21 @@ def _read_settings(
         raise OSError(f"{name} is incomplete: it has {there}, but not {missing}")
     try:
         found = json.loads(Path(settings).read_text(encoding="utf-8"))
+        made_by = found["format"]
         stored = load_file(tensors)
     except Exception as error:
-        raise OSError(f"{name} is damaged: {error}") from error
-    if found.get("format") != FORMAT:
+        raise OSError(f"{name} is damaged: {error!r}") from error
+    if made_by != FORMAT:
         raise OSError(
-            f"expected {name} in format {FORMAT}, got {found.get('format')}: a newer version of "
+            f"expected {name} in format {FORMAT}, got {made_by}: a newer version of "
             "sparse-losses wrote it"
         )
-    if found["idf_weights"] != ("idf_weights" in stored):
+    wanted = {
+        "idf_weights": found["idf_weights"],
+        "gate": found["gate"] is not None,
+        "importance": not found["expansion"],
+    }
+    if {part for part, there in wanted.items() if there} != {k.split(".")[0] for k in stored}:
         raise OSError(f"{name} is damaged: its two files do not belong together")
     return found, stored
 

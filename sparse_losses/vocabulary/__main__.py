@@ -173,6 +173,8 @@ def _check_output(options: argparse.Namespace, inputs: Sequence[str | Path]) -> 
     output: Path = options.output
     if output.is_dir():
         raise UserError(f"expected --output to be a file, got the folder {output}")
+    if output.exists() and not output.is_file():
+        raise UserError(f"expected --output to be a regular file, got the device {output}")
     if output.resolve() in [Path(name).resolve() for name in inputs]:
         raise UserError(f"expected --output to be no input, got {output} for both")
     if output.exists() and not options.overwrite:
@@ -224,7 +226,7 @@ def _count(options: argparse.Namespace) -> None:
         )
     started = time.perf_counter()
     with _progress(console, count) as tick:
-        count.run(options.jobs, tick)
+        count.run(options.jobs, tick, overwrite=options.overwrite)
     counter = count.counter
     console.print(
         f"{counter.num_documents:,} documents, {int((counter.df > 0).sum()):,} of "

@@ -142,7 +142,10 @@ class Encoder:
         except UserError:
             raise
         except Exception as error:  # each kind of tokenizer has its own
-            raise UserError(f"cannot load the tokenizer {name!r}: {_one_line(error)}") from error
+            here = "" if Path(name).exists() else f"no file or folder {name} is here, and "
+            raise UserError(
+                f"cannot load the tokenizer {name!r}: {here}{_one_line(error)}"
+            ) from error
         return cls(name, tokenizer, max_length)
 
     @functools.cached_property
@@ -213,23 +216,33 @@ def find_sources(
 
 def _file(name: str) -> Source:
     path = Path(name).resolve()
-    state = path.stat()
     try:
         with open(path, "rb"):
             pass
     except OSError as error:
         raise UserError(f"cannot read {name}: {error.strerror}") from error
-    compressed = path.suffix == ".gz"
-    inner = Path(path.stem).suffix if compressed else path.suffix
+    # Of the name that was given: what a link leads to may be called anything.
+    suffixes = [suffix.lower() for suffix in Path(name).suffixes]
+    compressed = suffixes[-1:] == [".gz"]
+    inner = (suffixes[:-1] if compressed else suffixes)[-1:]
+    size = path.stat().st_size
     return Source(
         name=name,
         path=str(path),
-        kind=JSONL if inner.lower() in (".jsonl", ".ndjson", ".json") else TEXT,
+        kind=JSONL if inner in ([".jsonl"], [".ndjson"], [".json"]) else TEXT,
         compressed=compressed,
-        length=state.st_size,
-        size=state.st_size,
-        identity=f"{state.st_size} bytes of {state.st_mtime_ns}",
+        length=size,
+        size=size,
+        identity=_identity(str(path)),
     )
+
+
+def _identity(path: str) -> str:
+    """What changes when the file changes, or the dataset in the folder."""
+    if os.path.isdir(path):
+        return hashlib.sha256((Path(path) / "state.json").read_bytes()).hexdigest()
+    state = os.stat(path)
+    return f"{state.st_size} bytes of {state.st_mtime_ns}"
 
 
 def _splits(name: str, fields: Sequence[str], splits: Sequence[str]) -> list[Source]:
@@ -265,7 +278,6 @@ def _dataset(name: str, folder: Path, fields: Sequence[str]) -> Source:
         feature = data.features[field]
         if getattr(feature, "dtype", None) not in ("string", "large_string"):
             raise UserError(f"{name}: expected column {field!r} to hold strings, got {feature}")
-    state = (folder / "state.json").read_bytes()
     return Source(
         name=name,
         path=str(folder),
@@ -273,7 +285,7 @@ def _dataset(name: str, folder: Path, fields: Sequence[str]) -> Source:
         compressed=False,
         length=len(data),
         size=data.data.nbytes,
-        identity=f"{len(data)} rows of {hashlib.sha256(state).hexdigest()}",
+        identity=_identity(str(folder)),
     )
 
 
@@ -582,14 +594,15 @@ class Count:
             if name.startswith(f".{self.partial.name}."):
                 (self.partial.parent / name).unlink(missing_ok=True)
 
-    def run(self, jobs: int, tick: Tick) -> None:
+    def run(self, jobs: int, tick: Tick, *, overwrite: bool = False) -> None:
         """Count what is unfinished, save the result and remove the partial file.
 
         ``tick`` is called where nothing is half done, so it may raise ``KeyboardInterrupt``; the
         partial file then holds all finished shards.
 
         Raises:
-            UserError: A document cannot be read, none was found, or a worker died.
+            UserError: A document cannot be read, none was found, a worker died, an input changed or
+                the output appeared meanwhile.
         """
         todo = [int(index) for index in np.flatnonzero(~self.finished)]
         jobs = min(jobs, len(todo))
@@ -614,6 +627,15 @@ class Count:
             self.discard()
             names = ", ".join(source.name for source in self.sources)
             raise UserError(f"expected at least one document, got none in {names}")
+        for source in self.sources:
+            if _identity(source.path) != source.identity:
+                raise UserError(f"{source.name} changed while it was counted: use --restart")
+        if self.output.exists() and not overwrite:
+            self.save()
+            raise UserError(
+                f"{self.output} has appeared meanwhile: the counts are kept in {self.partial}; "
+                "repeat the command with --overwrite to take them"
+            )
         self.counter.save(self.output)
         self.discard()
 

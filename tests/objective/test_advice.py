@@ -1,4 +1,5 @@
 import math
+import random
 
 import pytest
 
@@ -120,6 +121,18 @@ def test_an_unstable_loss():
     (finding,) = advise(HEALTHY, losses=losses)
     assert finding.changes == (("distillation", "up"), ("distillation.temperature", "up"))
     assert advise(HEALTHY, losses=losses[:4]) == []
+
+
+def test_noise_is_neither_oscillation_nor_overfitting():
+    rng = random.Random(0)
+    said = []
+    for _ in range(200):
+        losses = [max(rng.gauss(1.0, 0.4), 0.05) for _ in range(20)]
+        validation = [rng.gauss(1.0, 0.1) for _ in range(20)]
+        said += advise(HEALTHY, losses=losses, validation_losses=validation)
+    symptoms = [finding.symptom for finding in said]
+    assert symptoms.count("the loss oscillates") < 10
+    assert symptoms.count("overfitting") < 10
 
 
 def test_overfitting():

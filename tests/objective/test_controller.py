@@ -85,7 +85,6 @@ def test_in_a_crash_the_weight_falls_faster_than_it_may_rise():
         change = math.log(objective.weights["document_flops"] / before)
         assert (change < -2 * 5 * 0.05) == is_crash, active
         assert controller.report()["status"].startswith("backing off") == is_crash
-        assert change >= math.log(12 / 60) if active == 12 else change >= math.log(60 / 900)
     assert controller.report()["active"] == pytest.approx(12), "no average to be waited for"
 
 
@@ -417,3 +416,9 @@ def test_the_state_of_something_else_is_an_error():
     with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer, got Linear"):
         other.attach(torch.nn.Linear(2, 2))
     assert objective.weights == {"query_flops": 0.01}
+
+
+def test_a_target_beyond_the_vocabulary_is_an_error():
+    _, controller = _controller(target_active=V)
+    with pytest.raises(ValueError, match=f"expected `target_active` below V = {V}, got {V}"):
+        controller.observe(_rows(3))

@@ -360,7 +360,9 @@ def test_a_damaged_folder_does_not_load(tmp_path):
     for broken, match in [
         ("{", "is damaged"),
         (json.dumps({**settings, "format": 2}), "in format 1, got 2: a newer version"),
+        ("[]", "is damaged"),
         (json.dumps({**settings, "idf_weights": False}), "do not belong together"),
+        (json.dumps({**settings, "expansion": False}), "do not belong together"),
     ]:
         file.write_text(broken)
         with pytest.raises(OSError, match=match):

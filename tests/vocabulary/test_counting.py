@@ -479,6 +479,52 @@ def test_a_result_is_overwritten_only_if_asked(tokenizer, tmp_path, capsys):
     assert counted(output, TEXTS[:5], tokenizer)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.jsonl.gz", "a.jsonl.GZ"])
+def test_a_link_is_what_its_name_says(name, tokenizer, tmp_path):
+    """Downloaded files are often links to a name without a suffix."""
+    made = rows_file(tmp_path / "b.jsonl")
+    made = zipped(made) if name.lower().endswith(".gz") else made
+    made.rename(tmp_path / "2f4a91")
+    (tmp_path / name).symlink_to(tmp_path / "2f4a91")
+    assert count(tmp_path / name, tokenizer=tokenizer, output=tmp_path / "df.npz") == 0
+    assert counted(tmp_path / "df.npz", TEXTS, tokenizer)
+
+
+@pytest.mark.parametrize("what", ["input", "dataset", "output"])
+def test_what_changes_meanwhile_is_noticed(what, tokenizer, tmp_path, capsys, monkeypatch):
+    made = dataset(tmp_path / "data") if what == "dataset" else text_file(tmp_path / "a.txt")
+    output = tmp_path / "df.npz"
+    plain = Count._take
+
+    def take(self, index, counts):
+        plain(self, index, counts)
+        if what == "output":
+            output.write_bytes(b"of somebody else")
+        elif what == "input":
+            text_file(made, [*TEXTS, "more"])
+        else:
+            state = made / "state.json"
+            state.write_text(state.read_text() + " ")
+
+    monkeypatch.setattr(Count, "_take", take)
+    assert count(made, tokenizer=tokenizer, output=output) == 2
+    error = capsys.readouterr().err
+    if what == "output":
+        assert "df.npz has appeared meanwhile: the counts are kept" in error
+        monkeypatch.setattr(Count, "_take", plain)
+        assert count(made, tokenizer=tokenizer, output=output, options=["--overwrite"]) == 0
+        assert counted(output, TEXTS, tokenizer)
+    else:
+        assert "changed while it was counted: use --restart" in error
+        assert not output.exists()
+
+
+def test_a_device_is_no_output(tokenizer, tmp_path, capsys):
+    made = text_file(tmp_path / "a.txt")
+    assert count(made, tokenizer=tokenizer, output="/dev/null", options=["--overwrite"]) == 2
+    assert "expected --output to be a regular file, got the device" in capsys.readouterr().err
+
+
 def test_where_there_is_no_terminal_a_line_says_how_far_it_is(
     tokenizer, tmp_path, monkeypatch, capsys
 ):
