@@ -1,12 +1,12 @@
 """For sentence-transformers: idf weights behind its pooling, as ``SpladeEncoder`` has them."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from sentence_transformers.base.modules import Module
 from torch import Tensor
 
-__all__ = ["IdfWeights"]
+__all__ = ["IdfWeights", "WithoutExpansion"]
 
 
 class IdfWeights(Module):  # type: ignore[misc]
@@ -62,3 +62,23 @@ class IdfWeights(Module):  # type: ignore[misc]
         module = cls(**config)
         cls.load_torch_weights(model_name_or_path=model_name_or_path, model=module, **options)
         return module
+
+
+class WithoutExpansion(Module):  # type: ignore[misc]
+    """What the folder of a ``SpladeEncoder`` without expansion names: it loads as nothing."""
+
+    def forward(self, features: dict[str, Any], **options: Any) -> NoReturn:
+        """Never."""
+        raise NotImplementedError
+
+    def save(self, output_path: str, *args: Any, **options: Any) -> NoReturn:
+        """Never."""
+        raise NotImplementedError
+
+    @classmethod
+    def load(cls, model_name_or_path: str, **options: Any) -> NoReturn:
+        """Says what does load it."""
+        raise ValueError(
+            f"{model_name_or_path} is a SpladeEncoder without expansion, which sentence-"
+            "transformers has no modules for: load it with SpladeEncoder.from_pretrained"
+        )

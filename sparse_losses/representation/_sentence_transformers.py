@@ -12,7 +12,7 @@ __all__ = ["read_modules", "write_modules"]
 
 # Names that its versions 5 and 6 both know.
 THEIRS = "sentence_transformers.sparse_encoder.models"
-IDF_WEIGHTS = "sparse_losses.integrations.sentence_transformers.IdfWeights"
+OURS = "sparse_losses.integrations.sentence_transformers"
 FOLDER = "2_IdfWeights"
 
 
@@ -34,13 +34,13 @@ def write_modules(
     if not (folder / "config_sentence_transformers.json").exists():  # it may hold their prompts
         files["config_sentence_transformers.json"] = {"model_type": "SparseEncoder"}
     if idf_weights is not None:
-        modules.append((FOLDER, IDF_WEIGHTS))
+        modules.append((FOLDER, f"{OURS}.IdfWeights"))
         files[f"{FOLDER}/config.json"] = {"vocab_size": vocab_size}
         (folder / FOLDER).mkdir(exist_ok=True)
         save_file({"weight": idf_weights}, folder / FOLDER / "model.safetensors")
     if not expansion:
         # Nothing that they could compute: without this they would make a model of their own of it.
-        modules, files = [("", "sparse_losses.SpladeEncoder")], {}
+        modules, files = [("", f"{OURS}.WithoutExpansion")], {}
     files["modules.json"] = [
         {"idx": i, "name": str(i), "path": path, "type": kind}
         for i, (path, kind) in enumerate(modules)
@@ -72,7 +72,7 @@ def read_modules(name: str, find: Callable[[str], str | None]) -> Tensor | None:
                     raise ValueError(
                         f"expected {name} to have {key} {ours!r}, got {settings[key]!r}"
                     )
-        elif kind not in ("MLMTransformer", "Transformer", "SpladeEncoder"):
+        elif kind not in ("MLMTransformer", "Transformer", "WithoutExpansion"):
             raise ValueError(f"expected {name} to be of modules known here, got {module['type']}")
     config = find("config_sentence_transformers.json")
     prompt = config and json.loads(Path(config).read_text("utf-8")).get("default_prompt_name")

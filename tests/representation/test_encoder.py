@@ -512,6 +512,8 @@ def test_without_a_vocabulary_projection_sentence_transformers_refuses(tmp_path)
     make(expansion=False).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"references the module class 'sparse_losses"):
         SparseEncoder(str(tmp_path), device="cpu")
+    with pytest.raises(ValueError, match=r"load it with SpladeEncoder.from_pretrained"):
+        SparseEncoder(str(tmp_path), device="cpu", trust_remote_code=True)
 
 
 @pytest.mark.parametrize(
