@@ -262,6 +262,7 @@ def test_a_resumed_run_steers_as_the_first_one_would():
         controller.step()
     other, resumed = _controller(every=3, ignore_steps=4)
     resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
     plant_again = _Plant(other)
     plant_again.active = active
     for _ in range(60):

@@ -289,6 +289,28 @@ def test_ctrl_c_keeps_finished_shards_and_the_command_goes_on(
     assert counted(output, TEXTS, tokenizer)
 
 
+def test_blank_lines_before_the_interruption_are_still_spoken_of(
+    tokenizer, tmp_path, interrupt, capsys
+):
+    path, output = text_file(tmp_path / "a.txt", ["", "the cat", *TEXTS]), tmp_path / "df.npz"
+    interrupt(5)
+    assert count(path, tokenizer=tokenizer, output=output) == 130
+    assert count(path, tokenizer=tokenizer, output=output) == 0
+    assert "Skipped 1 blank line." in capsys.readouterr().err
+
+
+def test_if_the_result_cannot_be_saved_the_counts_are_kept(tokenizer, tmp_path, monkeypatch):
+    path, output = text_file(tmp_path / "a.txt"), tmp_path / "df.npz"
+    with monkeypatch.context() as patch:
+        full = OSError(28, "No space left on device", str(output))
+        patch.setattr(DocumentFrequency, "save", lambda self, path: (_ for _ in ()).throw(full))
+        assert count(path, tokenizer=tokenizer, output=output) == 2
+    assert Path(f"{output}.partial").exists()
+    monkeypatch.setattr(counting, "_count_shard", None)  # nothing is left to count
+    assert count(path, tokenizer=tokenizer, output=output) == 0
+    assert counted(output, TEXTS, tokenizer)
+
+
 def test_interrupted_again_and_again_nothing_counts_twice(tokenizer, tmp_path, interrupt):
     path, output = dataset(tmp_path / "data"), tmp_path / "df.npz"
     for shards in range(1, 13):
