@@ -153,6 +153,7 @@ class SparsityController:
         self._is_dying, self._silent_steps = False, 0
         # Looks running that are far below the average there was before them, and that average.
         self._low_looks, self._before = 0, 0.0
+        self._last_look, self._interval = 0, every
         self._first: tuple[float, float] | None = None  # active dimensions, mean activation
         self._mean_activation = 0.0
         self._last_healthy_step: int | None = None
@@ -189,8 +190,9 @@ class SparsityController:
             CollapseError: if every row seen in the last ``window`` steps is dead.
             RuntimeError: if nothing was observed, or someone else changed the weight.
         """
+        is_due = self.looks_next
         self._steps += 1
-        if self._steps % self.every:
+        if not is_due or (self._seen is None and self._steps % self.every):
             return
         if self.objective.weights.get(self.term) != self._written:
             raise RuntimeError(
@@ -205,9 +207,10 @@ class SparsityController:
         active, live, dead, mass = seen.tolist()
         if live + dead == 0:  # no text, or nothing but NaN
             return
+        self._interval, self._last_look = self._steps - self._last_look, self._steps
         self._count_dead(dead, live + dead)
         if live == 0:
-            self._silent_steps += self.every
+            self._silent_steps += self._interval
             if self._silent_steps >= self.window:
                 raise CollapseError(self._obituary())
             self._log_ratio = max(self._log_ratio - math.log(2.0), math.log(SMALLEST_SHARE))
@@ -223,6 +226,15 @@ class SparsityController:
         if self._steps > self.ignore_steps or self._is_crashing or self._is_dying:
             self._steer()
 
+    @property
+    def looks_next(self) -> bool:
+        """Whether the next step looks at what was observed.
+
+        It does every ``every`` steps, and at once, if there is something to see, after a look that
+        was far below the average: is it a crash, or one odd batch?
+        """
+        return self._low_looks == 1 or (self._steps + 1) % self.every == 0
+
     def _count_dead(self, dead: float, rows: float) -> None:
         """Takes in a new share of dead rows, and says whether they become more."""
         share, usual = dead / rows, self._usually_dead
@@ -237,7 +249,7 @@ class SparsityController:
     @property
     def _share_of_a_look(self) -> float:
         """In the moving averages."""
-        return 1 - math.exp(-self.every / self.window)
+        return 1 - math.exp(-self._interval / self.window)
 
     @property
     def _is_crashing(self) -> bool:
@@ -257,18 +269,19 @@ class SparsityController:
         # A fall is believed before the average has followed: it may go on to zero.
         error = math.log(min(self._active, BELIEVED_FALL * active) / self.target_active)
         if self._error is not None:
-            self._trend += share * ((error - self._error) / self.every - self._trend)
+            self._trend += share * ((error - self._error) / self._interval - self._trend)
         self._error = error
 
     def _steer(self) -> None:
         assert self._error is not None
         assert self._active is not None
-        change = self.gain * self.every * min(self._error + self.horizon * self._trend, 1.0)
+        pace = self.gain * self._interval
+        change = pace * min(self._error + self.horizon * self._trend, 1.0)
         if self._is_crashing:
             self._low_looks, self._before = 1, self._active  # what falls on is a crash again
         else:
-            change = max(change, -self.gain * self.every)
-        is_braked = change < -self.gain * self.every
+            change = max(change, -pace)
+        is_braked = change < -pace
         if self._is_dying:
             change = min(change, -math.log(2.0))
         elif self._dead > (self._first_dead or 0.0) + self.dead_share:
@@ -391,6 +404,7 @@ class SparsityController:
             "silent_steps": self._silent_steps,
             "low_looks": self._low_looks,
             "before": self._before,
+            "last_look": self._last_look,
             "last_healthy_step": self._last_healthy_step,
             "status": self._status,
             "first": self._first,
@@ -417,6 +431,7 @@ class SparsityController:
         self._dead, self._usually_dead, self._first_dead = state["dead"]
         self._is_dying, self._silent_steps = state["is_dying"], state["silent_steps"]
         self._low_looks, self._before = state["low_looks"], state["before"]
+        self._last_look = state["last_look"]
         self._last_healthy_step = state["last_healthy_step"]
         self._status, self.start, self.maximum = state["status"], state["start"], state["maximum"]
         self._first, self._mean_activation = state["first"], state["mean_activation"]
