@@ -278,6 +278,9 @@ class SparsityController:
         pace = self.gain * self._interval
         change = pace * min(self._error + self.horizon * self._trend, 1.0)
         if self._is_crashing:
+            # What the trend asks if all of the fall came since the last regular look.
+            fall = math.log(self._active / self._before)
+            change = self.gain * (self.every * min(self._error, 1.0) + self.horizon * fall)
             self._low_looks, self._before = 1, self._active  # what falls on is a crash again
         else:
             change = max(change, -pace)
