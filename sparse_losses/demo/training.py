@@ -180,7 +180,7 @@ class Run:
         self.step += 1
         for side, controller in self.controllers.items():
             # It is texts never trained on whose sparsity was asked for: documents are longer here.
-            if controller.looks_next:
+            if self.step % controller.every == 0:
                 texts = self.held_out[side]
                 looked_at = [texts[(self.step * 64 + n) % len(texts)] for n in range(64)]
                 with torch.no_grad():

@@ -21,7 +21,8 @@ _log = logging.getLogger("sparse_losses")
 SMALLEST_SHARE = 1e-6  # of the weight it starts with; what is reached there is called 0
 NEGLIGIBLE_SHARE = 0.01  # from where on down it is not the term that keeps the text sparse
 BELIEVED_FALL = 1.5  # times what a look found, below the average
-CRASH = 4.0  # times fewer than the average, twice running: more than batches differ by
+# So many times fewer than the average, over so many steps: more than batches differ by.
+CRASH, CRASH_STEPS = 4.0, 5
 ROOM = 0.1  # around the target, relative
 SHRUNK = 0.1  # times the first mean activation
 
@@ -33,7 +34,7 @@ class CollapseError(RuntimeError):
         >>> import torch
         >>> from sparse_losses import CollapseError, SparsityController, SpladeObjective
         >>> objective = SpladeObjective({"document_flops": 1.0})
-        >>> controller = SparsityController(objective, target_active=2, every=1)
+        >>> controller = SparsityController(objective, target_active=2, every=1, window=1)
         >>> controller.checkpoint = "step-900.pt"  # the last one you saved
         >>> controller.observe(torch.zeros(4, 8))
         >>> try:
@@ -54,8 +55,8 @@ class SparsityController:
 
     so that $\lambda$ moves by a factor of at most $e^g$ a step (tenfold in 46 steps for
     $g = 0.05$), rises while the text is too dense,
-    and stops to rise as soon as the trend $\dot e$ will bring it home within $h$ steps. Two looks
-    running that are far below the average, fourfold and more than $\lambda$ at that pace can have
+    and stops to rise as soon as the trend $\dot e$ will bring it home within $h$ steps. Looks
+    far below the average for five steps, fourfold and more than $\lambda$ at that pace can have
     caused, are a crash: the average is given up for them, and once the lower bound of the clip.
     $\lambda$ stays between a millionth of its start (which counts as 0: the term is left out) and
     ``maximum``; at a bound it waits there, and nothing winds up. Where a hundredth of the start is
@@ -151,9 +152,9 @@ class SparsityController:
         self._dead = self._usually_dead = 0.0
         self._first_dead: float | None = None
         self._is_dying, self._silent_steps = False, 0
-        # Looks running that are far below the average there was before them, and that average.
-        self._low_looks, self._before = 0, 0.0
-        self._last_look, self._interval = 0, every
+        # Steps through which the looks were far below the average before them, and that average.
+        self._low_steps, self._before = 0, 0.0
+        self._is_crashing = False
         self._first: tuple[float, float] | None = None  # active dimensions, mean activation
         self._mean_activation = 0.0
         self._last_healthy_step: int | None = None
@@ -190,9 +191,8 @@ class SparsityController:
             CollapseError: if every row seen in the last ``window`` steps is dead.
             RuntimeError: if nothing was observed, or someone else changed the weight.
         """
-        is_due = self.looks_next
         self._steps += 1
-        if not is_due or (self._seen is None and self._steps % self.every):
+        if self._steps % self.every:
             return
         if self.objective.weights.get(self.term) != self._written:
             raise RuntimeError(
@@ -207,10 +207,9 @@ class SparsityController:
         active, live, dead, mass = seen.tolist()
         if live + dead == 0:  # no text, or nothing but NaN
             return
-        self._interval, self._last_look = self._steps - self._last_look, self._steps
         self._count_dead(dead, live + dead)
         if live == 0:
-            self._silent_steps += self._interval
+            self._silent_steps += self.every
             if self._silent_steps >= self.window:
                 raise CollapseError(self._obituary())
             self._log_ratio = max(self._log_ratio - math.log(2.0), math.log(SMALLEST_SHARE))
@@ -226,15 +225,6 @@ class SparsityController:
         if self._steps > self.ignore_steps or self._is_crashing or self._is_dying:
             self._steer()
 
-    @property
-    def looks_next(self) -> bool:
-        """Whether the next step looks at what was observed.
-
-        It does every ``every`` steps, and at once, if there is something to see, after a look that
-        was far below the average: is it a crash, or one odd batch?
-        """
-        return self._low_looks == 1 or (self._steps + 1) % self.every == 0
-
     def _count_dead(self, dead: float, rows: float) -> None:
         """Takes in a new share of dead rows, and says whether they become more."""
         share, usual = dead / rows, self._usually_dead
@@ -249,40 +239,34 @@ class SparsityController:
     @property
     def _share_of_a_look(self) -> float:
         """In the moving averages."""
-        return 1 - math.exp(-self._interval / self.window)
-
-    @property
-    def _is_crashing(self) -> bool:
-        return self._low_looks > 1
+        return 1 - math.exp(-self.every / self.window)
 
     def _look(self, active: float) -> None:
         """Takes a new mean into the moving averages."""
         average = active if self._active is None else self._active
-        if not self._low_looks:
+        if not self._low_steps:
             self._before = average
         # The average is `window` steps behind; by so much can a weight that moves lower it.
         by_itself = BELIEVED_FALL * math.exp(self.gain * self.window)
         is_low = max(CRASH, by_itself) * active < self._before
-        self._low_looks = self._low_looks + 1 if is_low else 0
+        self._low_steps = self._low_steps + self.every if is_low else 0
+        self._is_crashing = self._low_steps >= CRASH_STEPS
+        if self._is_crashing:
+            self._low_steps = 0
         share = 1.0 if self._is_crashing else self._share_of_a_look
         self._active = average + share * (active - average)
         # A fall is believed before the average has followed: it may go on to zero.
         error = math.log(min(self._active, BELIEVED_FALL * active) / self.target_active)
         if self._error is not None:
-            self._trend += share * ((error - self._error) / self._interval - self._trend)
+            self._trend += share * ((error - self._error) / self.every - self._trend)
         self._error = error
 
     def _steer(self) -> None:
         assert self._error is not None
         assert self._active is not None
-        pace = self.gain * self._interval
+        pace = self.gain * self.every
         change = pace * min(self._error + self.horizon * self._trend, 1.0)
-        if self._is_crashing:
-            # What the trend asks if all of the fall came since the last regular look.
-            fall = math.log(self._active / self._before)
-            change = self.gain * (self.every * min(self._error, 1.0) + self.horizon * fall)
-            self._low_looks, self._before = 1, self._active  # what falls on is a crash again
-        else:
+        if not self._is_crashing:
             change = max(change, -pace)
         is_braked = change < -pace
         if self._is_dying:
@@ -405,9 +389,8 @@ class SparsityController:
             "dead": [self._dead, self._usually_dead, self._first_dead],
             "is_dying": self._is_dying,
             "silent_steps": self._silent_steps,
-            "low_looks": self._low_looks,
+            "low_steps": self._low_steps,
             "before": self._before,
-            "last_look": self._last_look,
             "last_healthy_step": self._last_healthy_step,
             "status": self._status,
             "first": self._first,
@@ -433,8 +416,7 @@ class SparsityController:
         self._active, self._error, self._trend = state["active"], state["error"], state["trend"]
         self._dead, self._usually_dead, self._first_dead = state["dead"]
         self._is_dying, self._silent_steps = state["is_dying"], state["silent_steps"]
-        self._low_looks, self._before = state["low_looks"], state["before"]
-        self._last_look = state["last_look"]
+        self._low_steps, self._before = state["low_steps"], state["before"]
         self._last_healthy_step = state["last_healthy_step"]
         self._status, self.start, self.maximum = state["status"], state["start"], state["maximum"]
         self._first, self._mean_activation = state["first"], state["mean_activation"]

@@ -89,15 +89,13 @@ def test_in_a_crash_the_weight_falls_faster_than_it_may_rise():
     assert controller.report()["active"] == pytest.approx(12), "no average to be waited for"
 
 
-@pytest.mark.parametrize("second", [900, 150])
-def test_after_a_low_look_it_looks_again_at_once(second):
-    objective, controller = _controller(start=10.0, every=5)
-    for step in range(1, 13):
-        assert controller.looks_next == (step in (5, 10, 11) or (step == 12 and second == 150))
-        controller.observe(_rows(150 if 6 <= step <= 10 else second if step == 11 else 900))
+@pytest.mark.parametrize("steps", [4, 5])
+def test_a_few_odd_batches_are_no_crash(steps):
+    _, controller = _controller(start=10.0, every=1)
+    for step in range(30):
+        controller.observe(_rows(150 if 20 <= step < 20 + steps else 900))
         controller.step()
-    crashed = objective.weights["document_flops"] < 5
-    assert crashed == (second == 150)
+        assert controller.report()["status"].startswith("backing off") == (step == 24 == 19 + steps)
 
 
 @pytest.mark.parametrize("every", [1, 5])
@@ -403,7 +401,7 @@ def test_it_needs_a_weight_to_begin_with():
 def test_the_brakes_hold_in_the_ignored_steps_too():
     for looks, held in [
         ([_rows(900), _rows(900, dead=5)], 0.5),  # halved
-        ([_rows(900), _rows(20), _rows(20)], None),  # a crash: down at once
+        ([_rows(900), *[_rows(20)] * 5], None),  # a crash: down at once
         ([_rows(900), _rows(700)], 1.0),
         ([_rows(40), _rows(45)], 1.0),  # nor does it rise or fall on its way
     ]:

@@ -252,7 +252,7 @@ def test_the_signature_is_the_promised_one():
         "(hidden, weight, bias=None, attention_mask=None, *, gate=None, return_logits=False, "
         "sparse_grad=False)"
     )
-    assert bare(SpladeHead) == "(weight, bias=None, *, sparse_grad=False)"
+    assert bare(SpladeHead) == "(weight, bias=None, *, transform=None, sparse_grad=False)"
     assert bare(SpladeHead.forward) == (
         "(self, hidden, attention_mask=None, *, gate=None, return_logits=False)"
     )
