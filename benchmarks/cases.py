@@ -919,6 +919,7 @@ FAMILIES: tuple[Family, ...] = (
             _sparse(64, XLM, 0.005, S=64),
         ],
         num_flops=_objective_flops,
+        eager_bytes=lambda sizes: 4.0 * 16 * sizes["B"] * sizes["V"],
         # What |mean| does not have at a token that no text activates.
         kink_at_zero=True,
     ),
