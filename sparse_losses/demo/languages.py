@@ -157,6 +157,7 @@ def _run(options: argparse.Namespace) -> None:
             for variant, seed in missing_runs:
                 task = bar.add_task(f"{variant}, seed {seed}", total=options.steps)
                 settings = Settings(options.steps, seed, **VARIANTS[variant])
+                # Called within this turn of the loop, so `task` is still its own.
                 figures = run_one(names, pieces, settings, lambda: bar.advance(task))  # noqa: B023
                 rows.append({"variant": variant, "steps": options.steps, **figures})
                 _write(path, rows)

@@ -9,6 +9,7 @@ from torch import Tensor
 __all__ = ["IdfWeights", "WithoutExpansion"]
 
 
+# Their classes are not looked into by the type checker, and a subclass of Any is an error to it.
 class IdfWeights(Module):  # type: ignore[misc]
     """Multiplies the vectors of a ``SparseEncoder`` with one weight a token.
 
@@ -64,9 +65,10 @@ class IdfWeights(Module):  # type: ignore[misc]
         return module
 
 
-class WithoutExpansion(Module):  # type: ignore[misc]
+class WithoutExpansion(Module):  # type: ignore[misc]  # as above
     """What the folder of a ``SpladeEncoder`` without expansion names: it loads as nothing."""
 
+    # Abstract in the base class; no object of this one is ever made.
     def forward(self, features: dict[str, Any], **options: Any) -> NoReturn:
         """Never."""
         raise NotImplementedError

@@ -54,10 +54,10 @@ class SparsityController:
     $$\log \lambda \leftarrow \log \lambda + g \, \mathrm{clip}(e + h\, \dot e, -1, 1)$$
 
     so that $\lambda$ moves by a factor of at most $e^g$ a step (tenfold in 46 steps for
-    $g = 0.05$), rises while the text is too dense,
-    and stops to rise as soon as the trend $\dot e$ will bring it home within $h$ steps. Looks
-    far below the average for five steps, fourfold and more than $\lambda$ at that pace can have
-    caused, are a crash: the average is given up for them, and once the lower bound of the clip.
+    $g = 0.05$), rises while the text is too dense, and stops to rise as soon as the trend $\dot e$
+    will bring it home within $h$ steps. Looks far below the average for five steps, fourfold and
+    more than $\lambda$ at that pace can have caused, are a crash: the average is given up for them,
+    and once the lower bound of the clip.
     $\lambda$ stays between a millionth of its start (which counts as 0: the term is left out) and
     ``maximum``; at a bound it waits there, and nothing winds up. Where a hundredth of the start is
     left and fewer are active still, without a trend to more, the target is reported as unreachable:
@@ -174,13 +174,13 @@ class SparsityController:
             )
         with torch.no_grad():
             rows = activations.detach().flatten(0, -2)
-            is_number = rows.sum(1).isfinite()  # a row with a NaN says nothing
-            is_active = (rows > 0) & is_number[:, None]
-            active = is_active.sum(1)
-            live = active > 0
             wide = widest_dtype(rows.device)
-            mass = torch.where(is_active, rows, 0.0).sum(dtype=wide)
+            mass = rows.sum(1, dtype=wide)  # in fp16 a dense row's sum would not be finite
+            is_number = mass.isfinite()  # a row with a NaN says nothing
+            active = (rows > 0).sum(1) * is_number
+            live = active > 0
             counts = [active.sum(), live.sum(), (is_number & ~live).sum()]
+            mass = torch.where(is_number, mass, 0.0).sum()
             seen = torch.stack([*(count.to(wide) for count in counts), mass])
             self._seen = seen if self._seen is None else self._seen.to(seen) + seen
 
@@ -325,7 +325,7 @@ class SparsityController:
         where = self.checkpoint or "one from before; name yours in `controller.checkpoint`"
         return (
             f"every row is silent at step {self._steps} ({since}), and behind a ReLU nothing gets "
-            f"a gradient: return to a checkpoint ({where}), with a smaller `start` or `gain`"
+            f"a gradient: return to a checkpoint ({where}), with a smaller `start`"
         )
 
     def attach(self, optimizer: torch.optim.Optimizer) -> "_Handles":

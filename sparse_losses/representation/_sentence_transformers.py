@@ -22,25 +22,27 @@ def write_modules(
     """Says which modules follow one another, and writes those that are not in the model."""
     from safetensors.torch import save_file
 
-    modules = [("", f"{THEIRS}.MLMTransformer"), ("1_SpladePooling", f"{THEIRS}.SpladePooling")]
-    files: dict[str, Any] = {
-        "sentence_bert_config.json": {"max_seq_length": max_length},
-        "1_SpladePooling/config.json": {
+    modules: list[tuple[str, str]] = []
+    files: dict[str, Any] = {}
+    if not expansion:
+        # Nothing that they could compute: without this they would make a model of their own of it.
+        modules.append(("", f"{OURS}.WithoutExpansion"))
+    else:
+        modules.append(("", f"{THEIRS}.MLMTransformer"))
+        modules.append(("1_SpladePooling", f"{THEIRS}.SpladePooling"))
+        files["sentence_bert_config.json"] = {"max_seq_length": max_length}
+        files["1_SpladePooling/config.json"] = {
             "pooling_strategy": "max",
             "activation_function": "relu",
             "word_embedding_dimension": vocab_size,
-        },
-    }
-    if not (folder / "config_sentence_transformers.json").exists():  # it may hold their prompts
-        files["config_sentence_transformers.json"] = {"model_type": "SparseEncoder"}
-    if idf_weights is not None:
+        }
+        if not (folder / "config_sentence_transformers.json").exists():  # it may hold their prompts
+            files["config_sentence_transformers.json"] = {"model_type": "SparseEncoder"}
+    if expansion and idf_weights is not None:
         modules.append((FOLDER, f"{OURS}.IdfWeights"))
         files[f"{FOLDER}/config.json"] = {"vocab_size": vocab_size}
         (folder / FOLDER).mkdir(exist_ok=True)
         save_file({"weight": idf_weights}, folder / FOLDER / "model.safetensors")
-    if not expansion:
-        # Nothing that they could compute: without this they would make a model of their own of it.
-        modules, files = [("", f"{OURS}.WithoutExpansion")], {}
     files["modules.json"] = [
         {"idx": i, "name": str(i), "path": path, "type": kind}
         for i, (path, kind) in enumerate(modules)

@@ -433,3 +433,14 @@ def test_a_target_beyond_the_vocabulary_is_an_error():
     _, controller = _controller(target_active=V)
     with pytest.raises(ValueError, match=f"expected `target_active` below V = {V}, got {V}"):
         controller.observe(_rows(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dense_rows_in_half_precision_are_counted(dtype):
+    _, controller = _controller(target_active=50)
+    x = torch.full((3, 100_000), 2.0, dtype=dtype)  # a sum of 200,000, which fp16 does not hold
+    x[2, 0] = math.nan
+    controller.observe(x)
+    controller.step()
+    report = controller.report()
+    assert (report["active"], report["mean_activation"]) == (100_000, 2.0)
