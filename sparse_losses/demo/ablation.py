@@ -63,6 +63,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return guarded(_run, _parser(), arguments)
 
 
+def add_study_options(
+    parser: argparse.ArgumentParser,
+    *,
+    seeds: Sequence[int],
+    steps: int,
+    output: str,
+    jobs: bool = False,
+) -> None:
+    """What every study of several trainings can be told."""
+    add = parser.add_argument
+    add(
+        "--seeds",
+        type=seed_number,
+        nargs="+",
+        default=list(seeds),
+        metavar="SEED",
+        help=f"one training of every variant for each (default: {' '.join(map(str, seeds))})",
+    )
+    if jobs:
+        add(
+            "--jobs",
+            type=positive_number,
+            default=1,
+            metavar="N",
+            help="trainings at once, one thread each (default: %(default)s)",
+        )
+    add(
+        "--steps",
+        type=positive_number,
+        default=steps,
+        metavar="N",
+        help="training steps of every run (default: %(default)s)",
+    )
+    add(
+        "--output",
+        type=Path,
+        default=Path(output),
+        metavar="FOLDER",
+        help="where the runs, tables and pictures go (default: %(default)s)",
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sparse_losses.demo.ablation",
@@ -70,33 +112,8 @@ def _parser() -> argparse.ArgumentParser:
         "the test figures as JSON, CSV and a Markdown table. Finished runs are kept: repeat the "
         "command to go on where it stopped.",
     )
+    add_study_options(parser, seeds=[0, 1, 2], steps=STEPS, output="ablation", jobs=True)
     add = parser.add_argument
-    add(
-        "--seeds",
-        type=seed_number,
-        nargs="+",
-        default=[0, 1, 2],
-        help="one training of every variant for each (default: 0 1 2)",
-    )
-    add(
-        "--jobs",
-        type=positive_number,
-        default=1,
-        help="trainings at once, one thread each (default: %(default)s)",
-    )
-    add(
-        "--steps",
-        type=positive_number,
-        default=STEPS,
-        help="training steps of every run (default: %(default)s)",
-    )
-    add(
-        "--output",
-        type=Path,
-        default=Path("ablation"),
-        metavar="FOLDER",
-        help="where the runs and the tables go (default: %(default)s)",
-    )
     add(
         "--only",
         nargs="+",

@@ -20,11 +20,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads must not spi
 
 from sparse_losses.demo.__main__ import (
     guarded,
-    positive_number,
     require_extra,
-    seed_number,
     writable_folder,
 )
+from sparse_losses.demo.ablation import add_study_options
 from sparse_losses.demo.errors import UserError
 
 if TYPE_CHECKING:
@@ -96,21 +95,8 @@ def _parser() -> argparse.ArgumentParser:
         "Babel's; nothing is downloaded. About a minute and a half a training on one core. "
         "Finished trainings are kept: repeat the command to go on where it stopped.",
     )
-    add = parser.add_argument
-    add(
-        "--seeds",
-        type=seed_number,
-        nargs="+",
-        default=[0],
-        help="one training of every variant for each (default: 0)",
-    )
-    add(
-        "--steps",
-        type=positive_number,
-        default=STEPS,
-        help="training steps of every run (default: %(default)s)",
-    )
-    add(
+    add_study_options(parser, seeds=[0], steps=STEPS, output="languages")
+    parser.add_argument(
         "--only",
         nargs="+",
         choices=VARIANTS,
@@ -120,13 +106,6 @@ def _parser() -> argparse.ArgumentParser:
         + " ".join(f"'{name}'" for name in DEFAULT)
         + "); one of "
         + ", ".join(f"'{name}'" for name in VARIANTS),
-    )
-    add(
-        "--output",
-        type=Path,
-        default=Path("languages"),
-        metavar="FOLDER",
-        help="where table and picture go (default: %(default)s)",
     )
     return parser
 

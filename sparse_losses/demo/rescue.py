@@ -16,12 +16,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads must not spi
 
 from sparse_losses.demo.__main__ import (
     guarded,
-    positive_number,
     require_extra,
-    seed_number,
     writable_folder,
 )
-from sparse_losses.demo.ablation import leave_ctrl_c_to_the_parent
+from sparse_losses.demo.ablation import add_study_options, leave_ctrl_c_to_the_parent
 from sparse_losses.demo.errors import UserError
 
 if TYPE_CHECKING:
@@ -66,33 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         "of them, without warm-up, each as it is and steered to a target, and write what was said "
         "of it. Finished runs are kept: repeat the command to go on where it stopped.",
     )
-    add = parser.add_argument
-    add(
-        "--seeds",
-        type=seed_number,
-        nargs="+",
-        default=[0, 1, 2],
-        help="one training of every variant for each (default: 0 1 2)",
-    )
-    add(
-        "--jobs",
-        type=positive_number,
-        default=1,
-        help="trainings at once, one thread each (default: %(default)s)",
-    )
-    add(
-        "--steps",
-        type=positive_number,
-        default=STEPS,
-        help="training steps of every run (default: %(default)s)",
-    )
-    add(
-        "--output",
-        type=Path,
-        default=Path("rescue"),
-        metavar="FOLDER",
-        help="where the runs, the tables and the picture go (default: %(default)s)",
-    )
+    add_study_options(parser, seeds=[0, 1, 2], steps=STEPS, output="rescue", jobs=True)
     return parser
 
 
