@@ -1,5 +1,7 @@
-"""One thread, one seed a test, and Hypothesis without deadlines."""
+"""One thread, one seed a test, Hypothesis without deadlines; a record of what works with what."""
 
+import importlib.metadata
+import json
 import os
 import sys
 from pathlib import Path
@@ -22,6 +24,78 @@ _common = {
 settings.register_profile("dev", **_common)
 settings.register_profile("ci", derandomize=True, **_common)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+# What `works_with(trainer, *features)` may say; docs/compatibility.md has a column for each.
+FEATURES = (
+    "fp32",
+    "bf16",
+    "fp16",
+    "compile",
+    "accumulation",
+    "devices",
+    "sharded",
+    "cached",
+    "resume",
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--compatibility", metavar="FILE", help="write the outcome of the `works_with` tests there"
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers",
+        f"works_with(trainer, *features): backs cells of docs/compatibility.md; {FEATURES}",
+    )
+    if config.getoption("--compatibility") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Compatibility(config.getoption("--compatibility")))
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        for mark in item.iter_markers("works_with"):
+            trainer, *features = mark.args
+            if unknown := set(features) - set(FEATURES):
+                raise pytest.UsageError(f"{item.nodeid}: unknown features {sorted(unknown)}")
+            item.user_properties.append(("works_with", [trainer, *features]))
+
+
+class _Compatibility:
+    """Collects, on the process that workers report to, what the marked tests found."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.found: dict[str, dict[str, object]] = {}
+
+    def pytest_runtest_logreport(self, report):
+        said = [value for name, value in report.user_properties if name == "works_with"]
+        if not said or (report.when != "call" and report.outcome == "passed"):
+            return
+        entry = {"works_with": said, "outcome": report.outcome}
+        if self.found.get(report.nodeid, entry)["outcome"] != "failed":
+            self.found[report.nodeid] = entry
+
+    def pytest_sessionfinish(self):
+        versions = {}
+        for package in (
+            "torch",
+            "transformers",
+            "sentence-transformers",
+            "accelerate",
+            "lightning",
+            "lightning-ir",
+        ):
+            try:
+                versions[package] = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        record = {"versions": versions, "tests": dict(sorted(self.found.items()))}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)
