@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_integer, check_number
 from sparse_losses._core.precision import widest_dtype
+from sparse_losses.distributed import num_ranks, sum_over_ranks
 from sparse_losses.objective.batch import SpladeBatch
 from sparse_losses.objective.objective import SpladeObjective
 from sparse_losses.objective.schedules import count_steps, was_skipped
@@ -141,7 +142,9 @@ class SparsityController:
         self.window, self.every, self.dead_share = window, every, dead_share
         self.checkpoint: str | None = None
 
-        # Active entries, live rows, dead rows, sum of the activations since the last look.
+        # Active entries, live rows, dead rows, sum of the activations, batches: on this rank since
+        # the last step, and on all ranks since the last look.
+        self._new: Tensor | None = None
         self._seen: Tensor | None = None
         self._steps = 0
         self._log_ratio = 0.0  # of the weight to its start
@@ -181,17 +184,18 @@ class SparsityController:
             live = active > 0
             counts = [active.sum(), live.sum(), (is_number & ~live).sum()]
             mass = torch.where(is_number, mass, 0.0).sum()
-            seen = torch.stack([*(count.to(wide) for count in counts), mass])
-            self._seen = seen if self._seen is None else self._seen.to(seen) + seen
+            new = torch.stack([*(count.to(wide) for count in counts), mass, torch.ones_like(mass)])
+            self._new = _added(self._new, new)
 
     def step(self) -> None:
-        """One optimiser step was taken.
+        """One optimiser step was taken; of several ranks, every one calls it.
 
         Raises:
             CollapseError: if every row seen in the last ``window`` steps is dead.
-            RuntimeError: if nothing was observed, or someone else changed the weight.
+            RuntimeError: if nothing was observed (on any rank), or someone else changed the weight.
         """
         self._steps += 1
+        self._share()
         if self._steps % self.every:
             return
         if self.objective.weights.get(self.term) != self._written:
@@ -199,12 +203,10 @@ class SparsityController:
                 f"expected objective.weights[{self.term!r}] to be {self._written} as it was set "
                 f"here, got {self.objective.weights.get(self.term)}: let one alone steer it"
             )
-        if self._seen is None:
-            raise RuntimeError("expected `observe(activations)` before `step()`, got none")
         seen, self._seen = self._seen, None
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(seen)
-        active, live, dead, mass = seen.tolist()
+        active, live, dead, mass, batches = [0.0] * 5 if seen is None else seen.tolist()
+        if not batches:
+            raise RuntimeError("expected `observe(activations)` before `step()`, got none")
         if live + dead == 0:  # no text, or nothing but NaN
             return
         self._count_dead(dead, live + dead)
@@ -224,6 +226,20 @@ class SparsityController:
         self._look(active / live)
         if self._steps > self.ignore_steps or self._is_crashing or self._is_dying:
             self._steer()
+
+    def _share(self) -> None:
+        """Adds what all ranks observed since the last step.
+
+        Every step, so that all know the same after it and any of them may save the state. A rank
+        that observed nothing adds nothing, and leaves nobody waiting.
+        """
+        new, self._new = self._new, None
+        if num_ranks() > 1:
+            if new is None:
+                device = self.objective.special_token_ids.device
+                new = torch.zeros(5, dtype=widest_dtype(device), device=device)
+            new = sum_over_ranks(new)
+        self._seen = _added(self._seen, new)
 
     def _count_dead(self, dead: float, rows: float) -> None:
         """Takes in a new share of dead rows, and says whether they become more."""
@@ -378,7 +394,11 @@ class SparsityController:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs to go on as this one would."""
+        """Everything that a resumed run needs to go on as this one would.
+
+        After a step it is the same on every rank.
+        """
+        seen = _added(self._seen, self._new)
         return {
             "term": self.term,
             "steps": self._steps,
@@ -395,7 +415,7 @@ class SparsityController:
             "status": self._status,
             "first": self._first,
             "mean_activation": self._mean_activation,
-            "seen": None if self._seen is None else self._seen.tolist(),
+            "seen": None if seen is None else seen.tolist(),
             "start": self.start,
             "maximum": self.maximum,
         }
@@ -422,7 +442,14 @@ class SparsityController:
         self._first, self._mean_activation = state["first"], state["mean_activation"]
         seen = state["seen"]
         self._seen = None if seen is None else torch.tensor(seen, dtype=torch.float64)
+        self._new = None
         self._write()
+
+
+def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one.to(other) + other
 
 
 class _Handles:
