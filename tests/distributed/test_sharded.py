@@ -1,0 +1,113 @@
+"""FSDP2 on two gloo ranks: sharded parameters, plain activations, one process's updates."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from sparse_losses import FlopsLoss, SpladeBatch, SpladeEncoder, SpladeHead, SpladeObjective, Texts
+from tests.distributed.ranks import run_ranks
+from tests.representation import tiny_models
+
+ROWS, STEPS, V = 3, 4, 24
+
+
+class SmallEncoder(torch.nn.Module):
+    """An embedding, two layers and a head whose matrix is that of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(V, 8)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)
+        )
+        self.head = SpladeHead(self.embedding.weight, torch.nn.Parameter(torch.zeros(V)))
+
+    def forward(self, input_ids, attention_mask):
+        return self.head(self.layers(self.embedding(input_ids)), attention_mask)
+
+
+def encoder(kind: str) -> torch.nn.Module:
+    torch.manual_seed(1)
+    if kind == "small":
+        return SmallEncoder().double()
+    settings = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model, tokenizer = tiny_models.pair("bert", **settings)
+    return SpladeEncoder(model.double(), tokenizer).train()
+
+
+def shard(model: torch.nn.Module) -> None:
+    """Layer by layer, then what is left: embeddings and head, which share a matrix."""
+    if isinstance(model, SmallEncoder):
+        fully_shard(model.layers)
+    else:
+        for layer in model.model.bert.encoder.layer:
+            fully_shard(layer)
+    fully_shard(model)
+
+
+def side(step: int, number: int, rows: slice) -> dict[str, torch.Tensor]:
+    torch.manual_seed(100 * step + number)
+    ids = torch.randint(4, V, (2 * ROWS, 5))
+    mask = torch.ones_like(ids)
+    mask[1::2, 3:] = 0
+    return {"input_ids": ids[rows], "attention_mask": mask[rows]}
+
+
+def objective(gather: bool) -> SpladeObjective:
+    weights = {"info_nce": 1.0, "document_flops": 0.1, "query_self_reconstruction": 0.5}
+    return SpladeObjective(weights, gather=gather)
+
+
+def train(model: torch.nn.Module, loss: SpladeObjective, rows: slice) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    totals = []
+    for step in range(STEPS):
+        sides = [side(step, number, rows) for number in range(2)]
+        total, _ = loss(SpladeBatch(*(Texts(model(**each), **each) for each in sides)))
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        totals.append(total.item())
+    return totals
+
+
+def compare(rank: int, kind: str) -> None:
+    sharded = encoder(kind)
+    plain = copy.deepcopy(sharded)
+    expected = train(plain, objective(gather=False), slice(None))
+    shard(sharded)
+    assert all(isinstance(p, DTensor) for p in sharded.parameters())
+    found = train(sharded, objective(gather=True), slice(rank * ROWS, (rank + 1) * ROWS))
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert expected[-1] < expected[0]
+    whole = dict(plain.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        torch.testing.assert_close(
+            parameter.full_tensor(), whole[name], rtol=1e-6, atol=1e-7, msg=lambda m, n=name: n + m
+        )
+
+
+@pytest.mark.works_with("PyTorch", "fp32", "devices", "sharded")
+@pytest.mark.parametrize("kind", ["small", "encoder"])
+def test_sharded_parameters_are_trained_as_those_of_one_process(kind):
+    run_ranks(2, compare, kind)
+
+
+def hand_over(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = distribute_tensor(torch.ones(4, V), mesh, [Shard(0)])
+    with pytest.raises(TypeError) as error:
+        FlopsLoss(gather=True)(x)
+    FlopsLoss(gather=True)(x.to_local())
+    return str(error.value)
+
+
+def test_a_dtensor_is_an_error_that_says_what_to_hand_over():
+    for said in run_ranks(2, hand_over):
+        assert "expected `activations` to be a plain tensor, got a DTensor" in said
+        assert "to_local()" in said
