@@ -1,0 +1,96 @@
+"""Every loss with gather=True under torch.compile(fullgraph=True) on two ranks: as eager."""
+
+import functools
+
+import pytest
+import torch
+
+from sparse_losses import InfoNCELoss, SpladeBatch, SpladeObjective, Texts
+from tests.cases import CASES, Case, to_tensors
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_gather import part, whole
+
+# One of each loss; InfoNCE, whose options take other ways, whole.
+ONE_EACH = {case.stem: case for case in reversed(CASES)}
+COMPILED = [case for case in CASES if case.stem == "info_nce" or ONE_EACH[case.stem] is case]
+
+
+def value_and_gradients(function, tensors: dict, names) -> list[torch.Tensor]:
+    leaves = {n: tensors[n].detach().clone().requires_grad_() for n in names}
+    value = function(**{**tensors, **leaves}).sum()
+    return [value.detach(), *torch.autograd.grad(value, list(leaves.values()))]
+
+
+def compare(rank: int, world: int) -> dict[str, str]:
+    wrong = {}
+    for case in COMPILED:
+        torch._dynamo.reset()
+        tensors = to_tensors(part(case, whole(case, world, seed=3), rank, world))
+        wrong[case.id] = differences(case, tensors)
+    return wrong
+
+
+def differences(case: Case, tensors: dict) -> str:
+    function = functools.partial(case.function(), gather=True)
+    # The whole program in one graph, by PyTorch's own operations: code for them takes minutes.
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    try:
+        expected = value_and_gradients(function, tensors, case.differentiable)
+        found = value_and_gradients(compiled, tensors, case.differentiable)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    except Exception as error:  # the other rank is told by its own
+        return f"{type(error).__name__}: {error}"[:2000]
+    return ""
+
+
+@functools.cache
+def results() -> list[dict[str, str]]:
+    return run_ranks(2, compare, 2)
+
+
+@pytest.mark.works_with("PyTorch", "compile", "devices")
+@pytest.mark.parametrize("name", [case.id for case in COMPILED])
+def test_a_loss_over_two_ranks_is_one_graph_and_the_same(name):
+    assert [found[name] for found in results()] == ["", ""]
+
+
+class Model(torch.nn.Module):
+    """A model and its objective in one module, as they are compiled together."""
+
+    def __init__(self, gather: bool) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 20, dtype=torch.float64)
+        self.objective = SpladeObjective(
+            {"info_nce": 1.0, "query_flops": 0.1, "document_min_activation": 0.1},
+            info_nce=InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.1))),
+            gather=gather,
+        )
+
+    def forward(self, queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+        sides = [Texts(self.layer(x).relu().log1p()) for x in (queries, documents)]
+        return self.objective(SpladeBatch(*sides)).total
+
+
+def model_and_objective(rank: int, gather: bool) -> None:
+    torch.manual_seed(0)
+    queries, documents = torch.randn(2, 8, 6, dtype=torch.float64)
+    rows = slice(4 * rank, 4 * rank + 4)
+    found = []
+    for wrapped in (lambda x: x, functools.partial(torch.compile, fullgraph=True)):
+        torch.manual_seed(1)
+        model = Model(gather)
+        total = wrapped(model)(queries[rows], documents[rows])
+        found.append([total.detach(), *torch.autograd.grad(total, list(model.parameters()))])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.works_with("PyTorch", "compile")
+def test_model_and_objective_compile_together():
+    model_and_objective(0, False)
+
+
+@pytest.mark.works_with("PyTorch", "compile", "devices")
+def test_model_and_objective_compile_together_over_two_ranks():
+    run_ranks(2, model_and_objective, True)
