@@ -1,7 +1,7 @@
 """``python -m benchmarks.ranks``: InfoNCE over the rows of several gloo ranks, memory and time.
 
-Every rank is a process of this machine. Memory is the largest of all ranks', without the buffers of
-gloo and the gradients themselves; a time is that of the rank that is ready last.
+Every rank is a process of this machine. Memory is the largest of all ranks', without the buffers
+of gloo and the gradients themselves; a time is that of the rank that is ready last.
 """
 
 import argparse
@@ -9,9 +9,10 @@ import csv
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from benchmarks.timing import Samples
 from sparse_losses.distributed import gather_rows, spans_ranks, sum_over_ranks
 from sparse_losses.functional import info_nce_loss
 
-__all__ = ["SIZES", "VARIANTS", "main"]
+__all__ = ["SIZES", "VARIANTS", "main", "report"]
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = ((256, 256), (1024, 256), (64, 30_522))  # rows a rank, columns
@@ -130,23 +131,23 @@ def _times(samples: Samples, name: str) -> dict[str, object]:
     return rounds | {key: float(f"{value:.6g}") for key, value in found.items()}
 
 
-def report(rows: Sequence[dict[str, object]]) -> str:
-    """A Markdown table."""
+def report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown table; of the rows as measured or as read from the CSV."""
     lines = []
     for row in rows:
         peak = row.get("peak_bytes_without_gradients")
         lines.append(
-            [
-                str(row["ranks"]),
+            (
+                row["ranks"],
                 f"{row['rows']} x {row['columns']}",
-                str(row["variant"]),
-                f"{1e3 * float(str(row['seconds'])):.3g} ms",
-                f"{row['speedup_q1']:.2f}-{row['speedup_q3']:.2f}" if peak else "",
-                f"{int(str(peak)) / 2**20:.1f} MiB" if peak else "",
-            ]
+                f"`{row['variant']}`",
+                f"{1e3 * float(row['seconds']):.3g} ms",
+                f"{float(row['speedup_q1']):.2f}-{float(row['speedup_q3']):.2f}" if peak else "",
+                f"{int(peak) / 2**20:.1f} MiB" if peak else "",
+            )
         )
-    heads = ["ranks", "rows of each", "variant", "time", "x eager, quartiles", "extra memory"]
-    return markdown(heads, lines)
+    heading = ("ranks", "rows of each", "variant", "time", "x eager, quartiles", "extra memory")
+    return markdown(heading, lines)
 
 
 def parser() -> argparse.ArgumentParser:

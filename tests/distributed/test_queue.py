@@ -1,5 +1,6 @@
 """LabelQueue(gather=True): one queue on all ranks, that of one process with their rows in order."""
 
+import pytest
 import torch
 
 from sparse_losses import LabelQueue
@@ -20,17 +21,19 @@ def fill(rank: int, world: int, gather: bool, steps: int, resume_at: int) -> dic
             state = queue.state_dict()
             queue = LabelQueue(SIZE, DIM, LABELS, gather=gather)
             queue.load_state_dict(state)
-        mine = [x.chunk(world)[rank] if gather else x for x in rows(step, world)]
-        queue.enqueue(*mine)
+        queue.enqueue(*(x.chunk(world)[rank] if gather else x for x in rows(step, world)))
     return {**queue.state_dict(), "mask": queue.mask}
 
 
-def test_it_is_the_queue_of_one_process_also_resumed():
-    for world in (2, 3):
-        for steps in (1, 5):  # partly filled; gone round
-            expected = fill(0, world, False, steps, resume_at=-1)
-            for resume_at in (-1, 3):
-                for found in run_ranks(world, fill, world, True, steps, resume_at):
-                    assert found.keys() == expected.keys()
-                    for name, value in expected.items():
-                        assert torch.equal(found[name], value), name
+def compare(rank: int, world: int) -> None:
+    for steps, resume_at in ((1, -1), (5, -1), (5, 3)):  # partly filled; gone round; resumed
+        expected = fill(0, world, False, steps, resume_at=-1)
+        found = fill(rank, world, True, steps, resume_at)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_it_is_the_queue_of_one_process_also_resumed(world):
+    run_ranks(world, compare, world)
