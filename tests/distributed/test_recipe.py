@@ -177,8 +177,9 @@ def test_compiled_two_ranks_train_as_one_process_in_eager_mode():
 def test_in_half_precision_it_trains_much_as_in_single(precision):
     reference, found = lines(2, "fp32"), [x for x in lines(2, precision) if not x["skipped"]]
     assert found, "not every step was skipped"
-    assert found[0]["total"] == pytest.approx(reference[0]["total"], rel=0.02)
     assert [line["step"] for line in found] == list(range(1, len(found) + 1))
+    for line, expected in zip(found, reference, strict=False):
+        assert line["total"] == pytest.approx(expected["total"], rel=0.05), line["step"]
     differs = [weights(2, precision)[k] != w for k, w in weights(2, "fp32").items()]
     assert any(x.any() for x in differs), "it was another precision"
 
