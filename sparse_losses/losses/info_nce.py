@@ -175,7 +175,7 @@ def info_nce_loss(
         in_batch
         and positive_mask is None
         and reduction != "none"
-        and size["D"] > 0
+        and min(size["B"], size["D"]) > 0
         and not (symmetric and negative is not None and not gathers)
         and not (decoupled and not negatives and (positive_ids is not None or batch < 2))
         and not (is_stored_sparse and negative is not None and negative.ndim == 3)
