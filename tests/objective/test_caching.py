@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections import UserDict
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,9 +35,9 @@ from sparse_losses import (
     Texts,
 )
 from sparse_losses.functional import cached_backward, info_nce_loss
-from tests.representation import tiny_models
 
 V, H, S = 24, 8, 5
+X = torch.ones(5, 4)
 
 
 class Encoder(nn.Module):
@@ -133,11 +134,15 @@ def test_value_gradient_and_generator_are_those_of_a_plain_pass(rows, size, drop
     torch.manual_seed(seed)
     (ours,), (theirs,) = twins(Encoder(dropout).double())
     columns = [tokens(rows)["input_ids"] for _ in range(2)]
+
+    def loss(anchor, positive):  # draws too
+        return InfoNCELoss()(anchor, positive) * (1 + torch.rand(()))
+
     torch.manual_seed(seed)
-    value = cached_backward(ours, columns, InfoNCELoss(), mini_batch_size=size)
+    value = cached_backward(ours, columns, loss, mini_batch_size=size)
     drawn = torch.rand(3)
     torch.manual_seed(seed)
-    expected = plain(theirs, columns, InfoNCELoss(), size)
+    expected = plain(theirs, columns, loss, size)
     assert torch.equal(drawn, torch.rand(3))
     assert not value.requires_grad
     torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=1e-12)
@@ -434,6 +439,101 @@ def test_an_encoder_with_gradient_checkpointing_and_dropout(reentrant):
     close(gradients(ours), gradients(theirs))
 
 
+def test_generators_of_an_accelerator_are_replayed(monkeypatch):
+    states, started = [10, 20], [True]  # of a device with two generators
+    module = SimpleNamespace(
+        is_initialized=lambda: started[0],
+        get_rng_state_all=lambda: list(states),
+        set_rng_state_all=lambda new: states.__setitem__(slice(None), new),
+    )
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    layer, drawn = nn.Linear(4, V), []
+
+    def encode(x):
+        drawn.append(states[1])
+        states[1] += 1
+        return layer(x)
+
+    cached_backward(encode, [X, X], lambda a, b: (a * b).sum(), mini_batch_size=3)
+    assert drawn == [20, 21, 22, 23] * 2
+    assert states == [10, 24]
+    started[0] = False
+    cached_backward(encode, [X], FlopsLoss(), mini_batch_size=9)
+    assert drawn[-2:] == [24, 25]
+
+
+@pytest.mark.works_with("accelerate", "cached", "accumulation", "fp32")
+def test_accelerate_goes_backward():
+    from accelerate import Accelerator
+
+    (ours,), (theirs,) = twins(Encoder().double())
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    wrapped, optimizer = accelerator.prepare(ours, optimizer)
+    batches = [[tokens(5)["input_ids"] for _ in range(2)] for _ in range(2)]
+    for columns in batches:
+        with accelerator.accumulate(wrapped):
+            cached_backward(
+                wrapped, columns, InfoNCELoss(), mini_batch_size=2, backward=accelerator.backward
+            )
+            optimizer.step()
+        plain(theirs, columns, lambda a, b: InfoNCELoss()(a, b) / 2)
+    close(gradients(ours), gradients(theirs))
+    torch.optim.SGD(theirs.parameters(), lr=0.1).step()
+    torch.testing.assert_close(ours.layer.weight, theirs.layer.weight)
+
+
+@pytest.mark.works_with("Lightning", "cached", "fp32")
+@pytest.mark.filterwarnings("ignore")  # Lightning's, about workers and loggers
+def test_lightning_goes_backward(tmp_path):
+    import lightning
+
+    (ours,), (theirs,) = twins(Encoder().double())
+    batches = [[tokens(5)["input_ids"] for _ in range(2)] for _ in range(3)]
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.automatic_optimization = ours, False
+
+        def training_step(self, columns, index):
+            optimizer = self.optimizers()
+            value = cached_backward(
+                self.encoder,
+                columns,
+                InfoNCELoss(),
+                mini_batch_size=2,
+                backward=self.manual_backward,
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+            self.log("loss", value)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(batches, batch_size=None))
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for columns in batches:
+        optimizer.zero_grad()
+        value = plain(theirs, columns, InfoNCELoss())
+        optimizer.step()
+    torch.testing.assert_close(trainer.callback_metrics["loss"].double(), value.detach())
+    close([p.detach() for p in ours.parameters()], [p.detach() for p in theirs.parameters()])
+
+
 def test_training_falls_as_a_plain_run_does():
     (ours,), (theirs,) = twins(Encoder(0.1).double())
     columns = [tokens(16), tokens(16)]
@@ -479,6 +579,8 @@ def test_hooks_of_the_objective_see_the_whole_batch_once():
 @pytest.mark.works_with("PyTorch", "cached", "fp32")
 @pytest.mark.parametrize("expansion", [True, False])
 def test_the_real_encoder_with_signed_logits(expansion):
+    from tests.representation import tiny_models  # not in the processes below
+
     model, words = tiny_models.pair("bert", hidden_dropout_prob=0.2)
     ours = SpladeEncoder(model, words, expansion=expansion).train()
     theirs = copy.deepcopy(ours)
@@ -629,9 +731,6 @@ def call(encoder=None, columns=None, loss=None, **settings):
     return cached_backward(
         encoder, columns, loss or FlopsLoss(), **{"mini_batch_size": 2} | settings
     )
-
-
-X = torch.zeros(5, 4)
 
 
 @pytest.mark.parametrize(
