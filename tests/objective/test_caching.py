@@ -2,32 +2,21 @@
 
 import copy
 import functools
-import os
-import sys
 import weakref
 from collections import UserDict
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from sparse_losses import (
     FlopsLoss,
     InfoNCELoss,
-    LanguagePenaltyLoss,
     NWSLoss,
-    ObjectiveOutput,
     SparsityController,
     SpladeBatch,
     SpladeEncoder,
@@ -35,90 +24,19 @@ from sparse_losses import (
     Texts,
 )
 from sparse_losses.functional import cached_backward, info_nce_loss
+from tests.objective.cached import (
+    OBJECTIVE,
+    Encoder,
+    V,
+    close,
+    full_objective,
+    gradients,
+    plain,
+    tokens,
+    twins,
+)
 
-V, H, S = 24, 8, 5
 X = torch.ones(5, 4)
-
-
-class Encoder(nn.Module):
-    """Token ids to activations, or to all that `Texts` holds."""
-
-    def __init__(self, dropout=0.0, texts=False):
-        super().__init__()
-        self.embedding, self.layer = nn.Embedding(V, H), nn.Linear(H, V)
-        self.dropout, self.texts = nn.Dropout(dropout), texts
-
-    def forward(self, input_ids, attention_mask=None):
-        hidden = self.dropout(self.embedding(input_ids).tanh())
-        logits = self.layer(hidden).max(1).values
-        activations = logits.relu().log1p()
-        return Texts(activations, input_ids, attention_mask, logits) if self.texts else activations
-
-
-def tokens(rows, width=S):
-    ids = torch.randint(3, V, (rows, width))
-    mask = (torch.arange(width) < torch.randint(1, width + 1, (rows, 1))).long()
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def gradients(*modules):
-    return [p.grad for module in modules for p in module.parameters()]
-
-
-def plain(encoder, columns, loss, size=10**9, context=nullcontext):
-    """What `cached_backward` replaces: mini-batches of tensors, all their graphs at once."""
-    encoders = encoder if isinstance(encoder, list) else [encoder] * len(columns)
-    with context():
-        representations = []
-        for encode, column in zip(encoders, columns, strict=True):
-            if isinstance(column, torch.Tensor):
-                parts = [encode(x) for x in column.split(size)]
-            else:
-                split = [x.split(size) for x in column.values()]
-                parts = [encode(*xs) for xs in zip(*split, strict=True)]
-            joined = parts[0]
-            for part in parts[1:]:
-                is_texts = isinstance(joined, Texts)
-                joined = joined.join(part) if is_texts else torch.cat([joined, part])
-            representations.append(joined)
-        output = loss(*representations)
-    (output.total if isinstance(output, ObjectiveOutput) else output).backward()
-    return output
-
-
-def close(ours, theirs, tolerance=1e-9):
-    """Every gradient, by its norm; and there are some."""
-    assert any(x is not None and x.norm() > 0 for x in theirs)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert (mine is None) == (other is None)
-        if other is not None:
-            assert mine.dtype == other.dtype
-            assert (mine - other).norm() <= tolerance * other.norm().clamp(min=1e-3)
-
-
-def twins(*modules):
-    return modules, copy.deepcopy(modules)
-
-
-OBJECTIVE = {
-    "info_nce": 1.0,
-    "triplet_margin": 0.5,
-    "query_flops": 0.1,
-    "document_flops": 0.2,
-    "query_min_activation": 0.3,
-    "document_min_activation": 0.3,
-    "query_language_penalty": 0.1,
-    "document_language_penalty": 0.1,
-    "query_self_reconstruction": 0.4,
-    "document_self_reconstruction": 0.4,
-    "query_positive_activation": 0.2,
-    "document_positive_activation": 0.2,
-}
-
-
-def full_objective():
-    penalty = LanguagePenaltyLoss(torch.rand(V))
-    return SpladeObjective(OBJECTIVE, language_penalty=penalty, special_token_ids=[0, 1, 2])
 
 
 # The same gradient.
@@ -614,112 +532,6 @@ def test_the_real_encoder_with_signed_logits(expansion):
     assert set(terms) == {"info_nce", "document_flops", "query_self_reconstruction"}
     torch.testing.assert_close(total, expected.total.detach())
     close(gradients(ours), gradients(theirs), 1e-4)
-
-
-# Several devices: every process has its rows, and gradients end as the mean over processes.
-
-ROWS = 6
-
-
-def _process(rank, folder, check):
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    try:
-        torch.manual_seed(0)
-        check(rank)
-    finally:
-        dist.destroy_process_group()
-
-
-def _own(columns, rank):
-    return [column[rank * ROWS : (rank + 1) * ROWS] for column in columns]
-
-
-def _mean_of_both(modules, encoder, columns, loss):
-    """The reference, by one process."""
-    for rank in range(2):
-        plain(encoder, _own(columns, rank), lambda *r: loss(*r) / 2)
-    return gradients(*modules)
-
-
-def _count_reductions(wrapped):
-    reductions = []
-
-    def hook(state, bucket):
-        reductions.append(bucket.index())
-        return allreduce_hook(None, bucket)
-
-    wrapped.register_comm_hook(None, hook)
-    return reductions
-
-
-def _data_parallel(rank):
-    loss = InfoNCELoss()
-    columns = [tokens(2 * ROWS)["input_ids"] for _ in range(2)]
-
-    # One encoder: one reduction, after the last mini-batch of the last column.
-    (ours,), (theirs,) = twins(Encoder().double())
-    wrapped = DistributedDataParallel(ours)
-    reductions = _count_reductions(wrapped)
-    cached_backward(wrapped, _own(columns, rank), loss, mini_batch_size=4)
-    assert reductions == [0]
-    once = _mean_of_both([theirs], theirs, columns, loss)
-    close(gradients(ours), once)
-
-    # Accumulation: the first call reduces nothing, the second all that is there.
-    ours.zero_grad()
-    reductions.clear()
-    with wrapped.no_sync():
-        cached_backward(wrapped, _own(columns, rank), loss, mini_batch_size=4)
-    assert reductions == []
-    cached_backward(wrapped, _own(columns, rank), loss, mini_batch_size=4)
-    assert reductions == [0]
-    close(gradients(ours), [2 * x for x in once])
-
-    # Inside a function: a reduction a mini-batch, and the same gradient.
-    ours.zero_grad()
-    reductions.clear()
-    cached_backward(lambda x: wrapped(x), _own(columns, rank), loss, mini_batch_size=4)
-    assert reductions == [0] * 4
-    close(gradients(ours), once)
-
-    # Processes may have different numbers of mini-batches.
-    ours.zero_grad()
-    reductions.clear()
-    cached_backward(wrapped, _own(columns, rank), loss, mini_batch_size=2 + rank)
-    assert reductions == [0]
-    close(gradients(ours), once)
-
-    # An encoder for each column: one reduction each.
-    ours, theirs = twins(Encoder().double(), Encoder().double())
-    wrapped = [DistributedDataParallel(module) for module in ours]
-    counts = [_count_reductions(module) for module in wrapped]
-    cached_backward(wrapped, _own(columns, rank), loss, mini_batch_size=4)
-    assert counts == [[0], [0]]
-    close(gradients(*ours), _mean_of_both(theirs, list(theirs), columns, loss))
-
-
-@pytest.mark.works_with("PyTorch", "cached", "devices")
-def test_data_parallel_encoders_reduce_their_gradients_once(tmp_path):
-    mp.spawn(_process, args=(str(tmp_path), _data_parallel), nprocs=2)
-
-
-def _sharded(rank):
-    columns = [tokens(2 * ROWS)["input_ids"] for _ in range(2)]
-    (ours,), (theirs,) = twins(Encoder().double())
-    mesh = init_device_mesh("cpu", (2,))
-    fully_shard(ours.layer, mesh=mesh)
-    fully_shard(ours, mesh=mesh)
-    cached_backward(ours, _own(columns, rank), InfoNCELoss(), mini_batch_size=4)
-    expected = _mean_of_both([theirs], theirs, columns, InfoNCELoss())
-    close([gradient.full_tensor() for gradient in gradients(ours)], expected)
-
-
-@pytest.mark.works_with("PyTorch", "cached", "sharded")
-def test_a_sharded_encoder(tmp_path):
-    mp.spawn(_process, args=(str(tmp_path), _sharded), nprocs=2)
 
 
 # Errors.
