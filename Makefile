@@ -14,7 +14,7 @@ PIP = $(PY) -m pip --disable-pip-version-check -q
 # Idle threads that spin starve the busy ones on small machines.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: help demo ablation bench bench-peers test lint wheel clean
+.PHONY: help demo ablation bench bench-peers test compatibility lint wheel clean
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -32,6 +32,11 @@ bench-peers: $(VENV)/.demo  ## install the packages that the benchmarks compare 
 
 test: $(VENV)/.dev  ## all tests (ARGS="-k info_nce")
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+compatibility: $(VENV)/.dev  ## what works with what: run those tests, write docs/compatibility.md
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests -m works_with \
+	  --compatibility build/compatibility/main.json
+	$(PY) tools/compatibility.py build/compatibility/*.json
 
 lint: $(VENV)/.dev  ## formatting, lint and types
 	$(PY) -m ruff format --check .
