@@ -119,7 +119,8 @@ class Distillation(PairwiseLossFunction):  # type: ignore[misc]  # as above
         if not targets.is_floating_point():  # graded labels
             targets = targets.float()
         if isinstance(self.loss, DistillationLoss):
-            return self.loss(scores, targets)
+            divergence: Tensor = self.loss(scores, targets)
+            return divergence
         query, better, worse = self.get_pairwise_idcs(targets)
         value: Tensor = self.loss(
             scores[query, better],
@@ -187,8 +188,8 @@ def _checked(loss: nn.Module) -> nn.Module:
     if learned:
         raise ValueError(
             f"expected a loss without parameters, got {type(loss).__name__} with "
-            f"{', '.join(map(repr, learned))}: lightning-ir gives an optimiser and a checkpoint the "
-            "model's alone; give a number"
+            f"{', '.join(map(repr, learned))}: lightning-ir optimises and saves the model's "
+            "alone; give a number"
         )
     if getattr(loss, "reduction", "mean") == "none":
         raise ValueError("expected `loss` to reduce to one number, got reduction='none'")

@@ -1,6 +1,7 @@
-"""What lightning-ir and its dependencies warn of, about themselves."""
+"""The folder that every test of lightning-ir starts from."""
 
 import pytest
+
 from tests.lightning_ir import tiny
 
 

@@ -35,7 +35,9 @@ def output(queries, documents):
 
 
 def batch(targets):
-    return TrainBatch(["q"] * len(targets), [["d"] * targets.shape[1]] * len(targets), None, None, None, targets)
+    return TrainBatch(
+        ["q"] * len(targets), [["d"] * targets.shape[1]] * len(targets), None, None, None, targets
+    )
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -78,7 +80,7 @@ def test_one_document_a_query_leaves_the_other_queries_documents():
     pairs = output(queries, documents), batch(torch.ones(Q, 1))
     value = Contrastive(InfoNCELoss(**DOT)).compute_loss(*pairs)
     torch.testing.assert_close(value, info_nce_loss(queries, documents[:, 0], **DOT))
-    with pytest.raises(TypeError, match="expected `negative` to be a torch.Tensor, got NoneType"):
+    with pytest.raises(TypeError, match="expected `negative` to be a"):
         Contrastive(TripletMarginLoss()).compute_loss(*pairs)
 
 

@@ -1,4 +1,4 @@
-"""docs/porting.md, from lightning-ir: its losses, called, and ours, on the same tensors."""
+"""docs/porting.md, from lightning-ir: its losses, called, and ours, on one input."""
 
 import pytest
 import torch
@@ -28,17 +28,10 @@ from sparse_losses import (
 from sparse_losses.functional import margin_mse_loss
 from sparse_losses.integrations.lightning_ir import Contrastive, Distillation, Regularization
 from tests.lightning_ir.test_adapters import DOT, D, Q, V, batch, output, vectors
+from tests.porting.compare import assert_equal
 
 TARGETS = torch.tensor([[0.5, 2.0, 1.0, 0.1], [3.0, 0.2, 0.1, 0.4], [0.3, 0.1, 0.2, 4.0]]).double()
 FIRST = TARGETS.sort(descending=True).values  # lightning-ir's in-batch losses take the first
-
-
-def assert_equal(theirs, ours, *tensors):
-    """Values and gradients."""
-    torch.testing.assert_close(theirs, ours, rtol=1e-12, atol=1e-12)
-    expected = torch.autograd.grad(theirs, tensors)
-    found = torch.autograd.grad(ours, tensors)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def in_batch(loss, queries, documents):

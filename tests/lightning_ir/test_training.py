@@ -33,12 +33,6 @@ from tests.lightning_ir.tiny import (
     trainer,
 )
 
-pytestmark = [  # what Lightning says of short runs, and of PyTorch about itself
-    pytest.mark.filterwarnings(
-        "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning",
-    ),
-    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning"),
-]
 PENALTY = torch.linspace(0.0, 2.0, V)
 
 
@@ -78,9 +72,7 @@ def plain_losses(queries, documents, targets, scores=None):
     own = torch.cat([positive[:, None], negatives], 1)
     n_pair = nnf.cross_entropy(torch.einsum("qv,qdv->qd", queries, own), torch.zeros_like(right))
 
-    kl = nnf.kl_div(
-        (scores / 2).log_softmax(1), (targets / 2).softmax(1), reduction="batchmean"
-    )
+    kl = nnf.kl_div((scores / 2).log_softmax(1), (targets / 2).softmax(1), reduction="batchmean")
     z = [(x - x.mean()) / x.std() for x in (scores, targets)]
     distillation = 4 * kl + 0.5 * (z[0] - z[1]).square().mean()
     margins = [
@@ -142,7 +134,9 @@ def assert_same(made, expected, **tolerance):
     found = {name: value.detach() for name, value in made.named_parameters()}
     assert found.keys() == expected.keys()
     for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], msg=lambda m, n=name: f"{n}: {m}", **tolerance)
+        torch.testing.assert_close(
+            value, expected[name], msg=lambda m, n=name: f"{n}: {m}", **tolerance
+        )
 
 
 @pytest.mark.works_with("lightning-ir", "fp32")

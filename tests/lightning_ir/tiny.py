@@ -1,4 +1,4 @@
-"""A tiny SPLADE of lightning-ir, made in a folder; what it is trained on; the same in plain torch."""
+"""A tiny SPLADE of lightning-ir, what it is trained on, and the same in plain torch."""
 
 from pathlib import Path
 

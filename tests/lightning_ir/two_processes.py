@@ -17,9 +17,7 @@ def main(backbone: str, out: str, gather: str) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     losses = across_queries(gather=True) if gather == "gather" else row_by_row()
     made = module(Path(backbone), losses)
-    ran = trainer(
-        Path(out), 3, devices=ranks, strategy="ddp", use_distributed_sampler=False
-    )
+    ran = trainer(Path(out), 3, devices=ranks, strategy="ddp", use_distributed_sampler=False)
     ran.fit(made, loader(batches(3 * ranks)[rank::ranks]))
     torch.save(made.state_dict(), Path(out) / f"{rank}.pt")
 
