@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 from lightning import Callback
+from lightning_ir import BiEncoderModule, CrossEncoderModule
+from lightning_ir.models import ColConfig, MonoConfig
 from lightning_ir.schedulers import GenericConstantSchedulerWithQuadraticWarmup
 
 from sparse_losses import (
@@ -27,6 +29,7 @@ from tests.lightning_ir.tiny import (
     Plain,
     V,
     batches,
+    copies,
     joined,
     loader,
     module,
@@ -278,18 +281,20 @@ class Documents(Regularization):
     """Its name is what lightning-ir logs."""
 
 
-def test_the_log_tells_losses_of_a_subclass_apart(backbone, tmp_path):
+@pytest.mark.parametrize("kind", [Regularization, Documents], ids=["one name", "a subclass"])
+def test_the_log_tells_losses_of_a_subclass_apart(backbone, tmp_path, kind):
     losses = [
         Contrastive(InfoNCELoss(temperature=1.0, similarity="dot")),
         Regularization(FlopsLoss(), 0.1, 0.0),
-        Documents(FlopsLoss(), 0.0, 0.1),
+        kind(FlopsLoss(), 0.0, 0.1),
     ]
     ran = trainer(tmp_path, 1)
     ran.fit(module(backbone, losses), loader(batches(1)))
     logged = ran.logged_metrics
-    parts = [logged[name] for name in ("Contrastive", "Regularization", "Documents")]
-    assert all(part > 0 for part in parts)
-    torch.testing.assert_close(sum(parts), logged["loss"])
+    names = {type(loss).__name__ for loss in losses}
+    missing = logged["loss"] - sum(logged[name] for name in names)
+    assert all(logged[name] > 0 for name in names)
+    assert (abs(missing) < 1e-5) == (kind is Documents)
 
 
 def across_queries(gather: bool = False):
@@ -305,19 +310,39 @@ def across_queries(gather: bool = False):
 
 
 @pytest.mark.works_with("lightning-ir", "devices")
-@pytest.mark.parametrize("kind", ["row by row", "gather"])
-def test_two_processes_update_as_one_with_both_batches(backbone, tmp_path, kind):
+def test_two_processes_update_as_one_with_both_batches(backbone, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = Path(__file__).with_name("two_processes.py")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [*torchrun, str(script), str(backbone), str(tmp_path), kind]
+    command = [*torchrun, str(script), str(backbone), str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    one = module(backbone, across_queries() if kind == "gather" else row_by_row())
     made = batches(6)
     both = [joined(made[i : i + 2]) for i in range(0, 6, 2)]
-    trainer(tmp_path, 3).fit(one, loader(both))
-    for rank in range(2):
-        found = torch.load(tmp_path / f"{rank}.pt")
-        for name, value in one.named_parameters():
-            torch.testing.assert_close(found[name], value.detach(), rtol=1e-3, atol=1e-5)
+    for kind, losses in (("rows", row_by_row()), ("gather", across_queries())):
+        one = module(backbone, losses)
+        trainer(tmp_path, 3).fit(one, loader(both))
+        for rank in range(2):
+            found = torch.load(tmp_path / f"{kind}-{rank}.pt")
+            for name, value in one.named_parameters():
+                torch.testing.assert_close(found[name], value.detach(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "config"),
+    [
+        (BiEncoderModule, ColConfig(query_length=8, doc_length=8, embedding_dim=8)),
+        (CrossEncoderModule, MonoConfig(query_length=8, doc_length=8)),
+    ],
+    ids=["several vectors a text", "cross-encoder"],
+)
+def test_models_without_one_vector_a_text_are_distilled(backbone, tmp_path, theirs, config):
+    made = batches(1)
+    seen = Values()
+    model = theirs(str(backbone), config, loss_functions=[Distillation(DistillationLoss())])
+    output = model.forward(copies(made)[0])
+    expected = DistillationLoss()(output.scores.view_as(made[0].targets), made[0].targets)
+    model.set_optimizer(torch.optim.SGD, lr=0.05)
+    trainer(tmp_path, 10, callbacks=[seen]).fit(model, loader(made * 10))
+    assert seen.values[0] == pytest.approx(expected.item(), rel=1e-5)
+    assert seen.values[-1] < 0.8 * seen.values[0]

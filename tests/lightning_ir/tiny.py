@@ -68,7 +68,7 @@ def joined(two: list[TrainBatch]) -> TrainBatch:
 
 def copies(made: list[TrainBatch]) -> list[TrainBatch]:
     """Their module reshapes the targets of the batches it is given."""
-    return [TrainBatch(b.queries, b.docs, targets=b.targets.clone()) for b in made]
+    return [TrainBatch(b.queries, b.docs, b.queries, targets=b.targets.clone()) for b in made]
 
 
 def trainer(folder: Path, steps: int, **options) -> LightningIRTrainer:

@@ -31,7 +31,9 @@ from sparse_losses import (
     Warmup,
 )
 from sparse_losses.functional import flops_loss, margin_mse_loss
+from tests.distributed.ranks import run_ranks
 from tests.porting.compare import N, Q, V, activations, assert_equal
+from tests.porting.on_two_ranks import on_rank, our_losses, values_and_gradients
 
 
 class Given(torch.nn.Module):
@@ -210,3 +212,25 @@ def test_warm_up(shape):
         callback.on_step_begin(None, state, None)
         assert loss.query_regularizer_weight == pytest.approx(0.7 * ramp(step), abs=0)
         assert loss.document_regularizer_weight == pytest.approx(0.3 * ramp(step), abs=0)
+
+
+def test_several_devices():
+    """Their value is of a device's own rows, ours of all; the averaged gradient is the same."""
+    one = values_and_gradients(None, our_losses, False)
+    ranks = run_ranks(2, on_rank)
+    value, gradient = one["info_nce"]
+    for rank in ranks:
+        torch.testing.assert_close(rank["theirs"]["info_nce"][1], gradient)
+        torch.testing.assert_close(rank["ours"]["info_nce"][1], gradient)
+        assert rank["ours"]["info_nce"][0] == pytest.approx(value)
+    theirs = [rank["theirs"]["info_nce"][0] for rank in ranks]
+    assert theirs[0] != pytest.approx(theirs[1])
+    assert sum(theirs) / 2 == pytest.approx(value)
+
+    value, gradient = one["flops"]
+    for rank in ranks:
+        torch.testing.assert_close(rank["ours"]["flops"][1], gradient)
+        assert rank["ours"]["flops"][0] == pytest.approx(value)
+        torch.testing.assert_close(rank["theirs"]["flops"], rank["ours alone"]["flops"])
+    # FLOPS of each device's own rows asks for more than FLOPS of all.
+    assert sum(rank["theirs"]["flops"][0] for rank in ranks) / 2 > 1.01 * value
