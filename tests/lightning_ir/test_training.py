@@ -177,6 +177,22 @@ def test_under_autocast_as_in_a_plain_loop(backbone, tmp_path):
     assert seen.values[-1] == pytest.approx(values[-1], rel=0.1)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler's
+@pytest.mark.works_with("lightning-ir", "compile")
+def test_compiled_as_in_a_plain_loop(backbone, tmp_path):
+    """The model's forward pass and each loss; a whole `BiEncoderModule` cannot be compiled."""
+    made = batches(3)
+    ours = module(backbone, everything())
+    start = {name: value.detach().clone() for name, value in ours.named_parameters()}
+    ours.model.forward = torch.compile(ours.model.forward, backend="aot_eager")
+    for adapter, _ in ours.loss_functions:
+        adapter.loss.compile(backend="aot_eager")
+    trainer(tmp_path, 3).fit(ours, loader(made))
+    expected, _ = plain_loop(backbone, made)
+    assert_same(ours, expected, rtol=1e-3, atol=1e-5)
+    assert all((value != start[name]).any() for name, value in ours.named_parameters())
+
+
 @pytest.mark.works_with("lightning-ir", "accumulation")
 def test_accumulated_batches_as_in_a_plain_loop(backbone, tmp_path):
     made = batches(6)
