@@ -15,7 +15,7 @@ PIP = $(PY) -m pip --disable-pip-version-check -q
 # Idle threads that spin starve the busy ones on small machines.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: help demo ablation bench bench-peers test test-lightning-ir lint wheel clean
+.PHONY: help demo ablation bench bench-peers test test-lightning-ir compatibility lint wheel clean
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -37,6 +37,11 @@ test: $(VENV)/.dev  ## all tests (ARGS="-k info_nce")
 test-lightning-ir: $(LIGHTNING_IR)/.ready  ## what needs lightning-ir, in an environment of its own
 	OMP_NUM_THREADS=1 $(LIGHTNING_IR)/bin/python -m pytest \
 	  tests/lightning_ir sparse_losses/integrations/lightning_ir.py docs/lightning_ir.md $(ARGS)
+
+compatibility: $(VENV)/.dev  ## what works with what: run those tests, write docs/compatibility.md
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests -m works_with \
+	  --compatibility build/compatibility/main.json
+	$(PY) tools/compatibility.py build/compatibility/*.json
 
 lint: $(VENV)/.dev  ## formatting, lint and types
 	$(PY) -m ruff format --check .
