@@ -41,6 +41,7 @@ test-lightning-ir: $(LIGHTNING_IR)/.ready  ## what needs lightning-ir, in an env
 compatibility: $(VENV)/.dev  ## what works with what: run those tests, write docs/compatibility.md
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests -m works_with \
 	  --compatibility build/compatibility/main.json
+	$(MAKE) test-lightning-ir ARGS="-m works_with --compatibility $(abspath build/compatibility)/lightning-ir.json"
 	$(PY) tools/compatibility.py build/compatibility/*.json
 
 lint: $(VENV)/.dev  ## formatting, lint and types
