@@ -202,7 +202,7 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         schedules: ``TrainingSchedule`` and ``SparsityController`` of that objective. The trainer
             attaches them to its optimiser: they count its steps, and none that it skips.
         diagnostics: By side, ``"query"`` or ``"document"``; read and reset where the loss is
-            logged. They see the training batches of the first process.
+            logged. They see the training batches of all processes.
         return_logits: Whether the objective is to have the pooled logits too.
         data_collator: Default: a :class:`SpladeCollator` of the encoder's tokenizer.
         **options: As of ``Trainer``, such as ``train_dataset`` and ``callbacks``.
@@ -311,7 +311,9 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         if "loss" in logs:
             logs.update(self._means[True].take(self.accelerator))
             for side, diagnostics in self.diagnostics.items():
-                logs.update({f"{side}/{k}": v for k, v in diagnostics.report().items()})
+                logs.update(
+                    {f"{side}/{k}": v for k, v in diagnostics.all_reduce().report().items()}
+                )
                 diagnostics.reset()
             for schedule in self.schedules:
                 if isinstance(schedule, SparsityController):
