@@ -73,8 +73,8 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
       own anchor alone).
     - Triplet margin: an anchor's own negatives.
     - Distillation, MarginMSE: ``labels`` are the teacher's scores of the positive and the
-      negatives, ``[B, 1 + n]``, or the margins between them, ``[B, n]`` or, of one, ``[B]``. So
-      they are for the objective's terms.
+      negatives, ``[B, 1 + n]``; for MarginMSE also the margins between them, ``[B, n]`` or, of
+      one, ``[B]``. Likewise for an objective with these terms.
     - Pairwise contrastive: two columns, ``labels`` 0/1.
     - NWS: ``labels`` are multi-hot, ``[B, L]``; a second column holds keys with the same labels.
     - FLOPS, IDF-FLOPS, minimum activation, language penalty: the rows of all columns together.
@@ -163,7 +163,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
             return self._named(self._value(columns, embed_columns(self.model, columns), labels))
         self._columns = columns
         self._learned = []
-        total = self.forward_cached(columns, labels)
+        total: Tensor = super().forward_cached(columns, labels)
         # What the loss itself learns gets its gradient from the trainer's backward pass, divided
         # and scaled as the model's is.
         for parameter, gradient in self._learned:
@@ -261,10 +261,10 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
             value = loss(anchor, positive, _own(negatives))
         else:
             student = _scores(vectors, self.similarity)
-            teacher = _teacher_scores(name, labels, student)
             if isinstance(loss, DistillationLoss):
-                value = loss(student, teacher)
+                value = loss(student, _teacher_scores(name, labels, student, margins=False))
             else:
+                teacher = _teacher_scores(name, labels, student, margins=True)
                 best, others = student[:, :1].expand_as(student[:, 1:]), student[:, 1:]
                 best_t, others_t = teacher[:, :1].expand_as(others), teacher[:, 1:]
                 value = loss(*(x.flatten() for x in (best, others, best_t, others_t)))
@@ -284,9 +284,10 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         batch = SpladeBatch(anchor, positive, negative)
         if self.labels_are_positive_ids:
             return batch._replace(positive_ids=labels)
-        if {"distillation", "margin_mse"} & {*objective.active()}:
+        if taught := {"distillation", "margin_mse"} & {*objective.active()}:
             candidates = anchor.activations.new_empty(len(anchor.activations), 1 + len(others))
-            teacher = _teacher_scores("SpladeObjective", labels, candidates)
+            margins = "distillation" not in taught
+            teacher = _teacher_scores("SpladeObjective", labels, candidates, margins=margins)
             return batch._replace(teacher_scores=teacher)
         return batch
 
@@ -359,17 +360,18 @@ def _scores(vectors: Sequence[Tensor], similarity: str) -> Tensor:
     return torch.stack([(anchor * x).sum(-1) for x in others], dim=1)
 
 
-def _teacher_scores(name: str, labels: Tensor | None, student: Tensor) -> Tensor:
-    """Scores ``[B, 1 + n]``; of margins, scores with those margins."""
+def _teacher_scores(name: str, labels: Tensor | None, student: Tensor, *, margins: bool) -> Tensor:
+    """Scores ``[B, 1 + n]``; of margins, some scores that have them."""
     rows, candidates = student.shape
     if labels is not None and labels.shape == (rows, candidates):
         return labels.to(student.dtype)
-    if labels is not None and labels.shape == (rows,):
+    if margins and labels is not None and labels.shape == (rows,):
         labels = labels[:, None]
-    if labels is None or labels.shape != (rows, candidates - 1):
+    if not margins or labels is None or labels.shape != (rows, candidates - 1):
         raise ValueError(
-            f"{name} expected labels [{rows}, {candidates}] (the teacher's scores of positive and "
-            f"negatives) or [{rows}, {candidates - 1}] (margins), got {_shape(labels)}"
+            f"{name} expected labels [{rows}, {candidates}], the teacher's scores of positive and "
+            f"negatives{f', or [{rows}, {candidates - 1}], its margins' if margins else ''}, got "
+            f"{_shape(labels)}"
         )
     return torch.nn.functional.pad(-labels.to(student.dtype), (1, 0))
 
