@@ -3,7 +3,14 @@
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_integer, check_shapes, check_zero_one
+from sparse_losses._core.checks import (
+    check_flag,
+    check_integer,
+    check_shapes,
+    check_zero_one,
+    describe,
+)
+from sparse_losses.distributed import gather_rows, spans_ranks
 
 __all__ = ["LabelQueue"]
 
@@ -22,6 +29,8 @@ class LabelQueue(nn.Module):
         size: Number of rows, Q.
         dim: Length of a feature, D.
         num_labels: Number of labels, L.
+        gather: Whether every rank's rows are enqueued on every rank, in the order of the ranks: the
+            queue is then the same on all of them. Batches must be of one size.
 
     Attributes:
         features: ``[Q, D]``, zeros in slots that were never filled.
@@ -55,12 +64,13 @@ class LabelQueue(nn.Module):
     pointer: Tensor
     fill: Tensor
 
-    def __init__(self, size: int, dim: int, num_labels: int) -> None:
+    def __init__(self, size: int, dim: int, num_labels: int, *, gather: bool = False) -> None:
         super().__init__()
         check_integer("size", size, minimum=1)
         check_integer("dim", dim, minimum=1)
         check_integer("num_labels", num_labels, minimum=1)
-        self.size, self.dim, self.num_labels = size, dim, num_labels
+        check_flag(gather=gather)
+        self.size, self.dim, self.num_labels, self.gather = size, dim, num_labels, gather
         self.register_buffer("features", torch.zeros(size, dim))
         self.register_buffer("labels", torch.zeros(size, num_labels))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
@@ -93,15 +103,19 @@ class LabelQueue(nn.Module):
         check_zero_one("labels", labels)
         if not features.is_floating_point():
             raise TypeError(f"expected `features` to be floating point, got {features.dtype}")
+        features = features.to(self.features.dtype)
+        if spans_ranks("LabelQueue.enqueue", self.gather, features, B=features.shape[0]):
+            features = gather_rows(features)
+            labels = gather_rows(labels.to(self.labels.dtype))
         batch_size = features.shape[0]
         kept = min(batch_size, self.size)
         age = torch.arange(batch_size - kept, batch_size, device=self.pointer.device)
         slots = (self.pointer + age) % self.size
-        self.features.index_copy_(0, slots, features[batch_size - kept :].to(self.features.dtype))
+        self.features.index_copy_(0, slots, features[batch_size - kept :])
         self.labels.index_copy_(0, slots, labels[batch_size - kept :].to(self.labels.dtype))
         self.pointer.add_(batch_size).remainder_(self.size)
         self.fill.add_(batch_size).clamp_(max=self.size)
 
     def extra_repr(self) -> str:
         """Returns the sizes."""
-        return f"size={self.size}, dim={self.dim}, num_labels={self.num_labels}"
+        return describe(self, "size", "dim", "num_labels", "gather")

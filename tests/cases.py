@@ -54,7 +54,7 @@ LOSSES = {
             "InfoNCELoss",
             "(anchor, positive, negative=None, *, temperature=0.07, similarity='cosine', "
             "symmetric=False, in_batch=True, positive_ids=None, positive_mask=None, "
-            "decoupled=False, chunk_size=None, sparse='auto', reduction='mean')",
+            "decoupled=False, chunk_size=None, gather=False, sparse='auto', reduction='mean')",
             bad=(
                 *_BAD_TEMPERATURES,
                 ("similarity", "manhattan"),
@@ -67,51 +67,57 @@ LOSSES = {
                 ("sparse", 1),
             ),
         ),
-        Loss("n_pair", "NPairLoss", "(anchor, positive, negative=None, *, reduction='mean')"),
+        Loss(
+            "n_pair",
+            "NPairLoss",
+            "(anchor, positive, negative=None, *, gather=False, reduction='mean')",
+        ),
         Loss(
             "pairwise_contrastive",
             "PairwiseContrastiveLoss",
-            "(x1, x2, same, *, margin=1.0, reduction='mean')",
+            "(x1, x2, same, *, margin=1.0, gather=False, reduction='mean')",
             bad=(("margin", _NAN), ("margin", "1")),
         ),
         Loss(
             "triplet_margin",
             "TripletMarginLoss",
-            "(anchor, positive, negative, *, margin=0.3, similarity='cosine', reduction='mean')",
+            "(anchor, positive, negative, *, margin=0.3, similarity='cosine', "
+            "gather=False, reduction='mean')",
             bad=(("margin", _NAN), ("similarity", "manhattan")),
         ),
         Loss(
             "self_reconstruction",
             "SelfReconstructionLoss",
             "(activations, input_ids, attention_mask, *, ignore_token_ids=None, balanced=False, "
-            "reduction='mean')",
+            "gather=False, reduction='mean')",
             bad=(("ignore_token_ids", [V]), ("ignore_token_ids", [-1])),
         ),
         Loss(
             "positive_activation",
             "PositiveActivationLoss",
             "(activations, positive_input_ids, positive_attention_mask, token_weight=None, *, "
-            "saturating=False, ignore_token_ids=None, reduction='mean')",
+            "saturating=False, ignore_token_ids=None, gather=False, reduction='mean')",
             constructor=("token_weight",),
             bad=(("ignore_token_ids", [V]), ("ignore_token_ids", [-1])),
         ),
         Loss(
             "flops",
             "FlopsLoss",
-            "(activations, *, estimator='biased')",
+            "(activations, *, estimator='biased', gather=False)",
             bad=(("estimator", "ustat"),),
         ),
         Loss(
             "idf_flops",
             "IdfFlopsLoss",
-            "(activations, token_penalty, *, beta=0.3, estimator='biased')",
+            "(activations, token_penalty, *, beta=0.3, estimator='biased', gather=False)",
             constructor=("token_penalty",),
             bad=(("estimator", "ustat"), ("beta", _NAN)),
         ),
         Loss(
             "min_activation",
             "MinActivationLoss",
-            "(activations, token_counts=None, *, top_k=5, threshold=0.5, reduction='mean')",
+            "(activations, token_counts=None, *, top_k=5, threshold=0.5, "
+            "gather=False, reduction='mean')",
             bad=(
                 ("top_k", 0),
                 ("top_k", -1),
@@ -123,14 +129,14 @@ LOSSES = {
         Loss(
             "language_penalty",
             "LanguagePenaltyLoss",
-            "(activations, token_penalty, *, reduction='mean')",
+            "(activations, token_penalty, *, gather=False, reduction='mean')",
             constructor=("token_penalty",),
         ),
         Loss(
             "distillation",
             "DistillationLoss",
             "(student_scores, teacher_scores, *, temperature=3.0, alpha_kl=0.7, alpha_mse=0.3, "
-            "standardize='batch', candidate_mask=None)",
+            "standardize='batch', candidate_mask=None, gather=False)",
             bad=(
                 *_BAD_TEMPERATURES,
                 ("standardize", "column"),
@@ -142,14 +148,15 @@ LOSSES = {
             "margin_mse",
             "MarginMSELoss",
             "(student_positive, student_negative, teacher_positive, teacher_negative, *, "
-            "reduction='mean')",
+            "gather=False, reduction='mean')",
         ),
         Loss(
             "nws",
             "NWSLoss",
             "(query, query_labels, prototype, label_similarity, *, key=None, key_labels=None, "
             "queue=None, queue_labels=None, queue_mask=None, alpha=1.0, beta=1.0, "
-            "temperature=0.07, aggregation='mean', decoupled=True, eps=1e-08, reduction='mean')",
+            "temperature=0.07, aggregation='mean', decoupled=True, eps=1e-08, "
+            "gather=False, reduction='mean')",
             constructor=("label_similarity",),
             bad=(
                 *_BAD_TEMPERATURES,

@@ -201,7 +201,7 @@ def test_it_compiles_without_a_graph_break_and_keeps_the_same_rows(dynamic):
 
 
 def test_extra_repr_states_the_sizes():
-    assert repr(LabelQueue(4, 3, 2)) == "LabelQueue(size=4, dim=3, num_labels=2)"
+    assert repr(LabelQueue(4, 3, 2)) == "LabelQueue(size=4, dim=3, num_labels=2, gather=False)"
 
 
 # With the losses ---------------------------------------------------------------------------------

@@ -37,6 +37,11 @@ def check_shapes(**tensors: tuple[Tensor | None, *tuple[str, ...]]) -> dict[str,
         shapes = [shape for shape in shapes if shape not in ("optional", "csr")]
         if not isinstance(tensor, Tensor):
             raise TypeError(f"expected `{name}` to be a torch.Tensor, got {type(tensor).__name__}")
+        if type(tensor).__name__ == "DTensor":
+            raise TypeError(
+                f"expected `{name}` to be a plain tensor, got a DTensor: hand over "
+                "`full_tensor()`, or the rows of this rank, `to_local()`, with gather=True"
+            )
         if tensor.is_complex():
             raise TypeError(f"expected `{name}` to be real, got {tensor.dtype}")
         if not (

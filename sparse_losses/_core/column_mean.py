@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sparse_losses._core.checks import check_choice
 from sparse_losses._core.fused import can_fuse
+from sparse_losses.distributed import num_ranks, sum_over_ranks
 
 __all__ = ["Estimator", "check_estimator", "column_sum", "mean_and_square"]
 
@@ -14,7 +15,7 @@ Estimator = Literal["biased", "unbiased"]
 
 
 def check_estimator(estimator: str, num_rows: int | None = None) -> None:
-    """Raises for an unknown estimator, and for an unbiased one of fewer than two rows."""
+    """Raises for an unknown estimator, and for an unbiased one of fewer than two rows in all."""
     check_choice("estimator", estimator, ("biased", "unbiased"))
     if estimator == "unbiased" and num_rows is not None and num_rows < 2:
         raise ValueError(
@@ -23,14 +24,19 @@ def check_estimator(estimator: str, num_rows: int | None = None) -> None:
         )
 
 
-def mean_and_square(x: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
-    """The column means ``[V]`` of ``[B, V]`` and an estimate of their squares."""
-    count = x.shape[0]
-    total = column_sum(x)
-    mean = total / max(count, 1)
+def mean_and_square(x: Tensor, estimator: str, gather: bool) -> tuple[Tensor, Tensor]:
+    """The column means ``[V]`` of ``[B, V]`` and an estimate of their squares.
+
+    With ``gather`` they are of all ranks' rows: the columns' sums are added up, no row is sent.
+    """
+    count = x.shape[0] * (num_ranks() if gather else 1)
+    sums = [column_sum(x)] if estimator == "biased" else [column_sum(x), column_sum(x.square())]
+    if gather:
+        sums = list(sum_over_ranks(torch.stack(sums)))
+    mean = sums[0] / max(count, 1)
     if estimator == "biased":
         return mean, mean.square()
-    return mean, (total.square() - column_sum(x.square())) / (count * (count - 1))
+    return mean, (sums[0].square() - sums[1]) / (count * (count - 1))
 
 
 def column_sum(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from sparse_losses._core.similarity import through_unit_rows_, unit_rows
 from sparse_losses._core.softmax import softplus
 from sparse_losses._core.sparse import NonZeros, non_zeros, product, product_by_columns
 
-__all__ = ["contrast"]
+__all__ = ["BLOCK", "contrast", "exponentials", "losses", "merged"]
 
 # Without a chunk size, as many rows as make a block of this many scores.
 BLOCK = 1 << 22
@@ -35,12 +35,14 @@ def contrast(
     chunk_size: int | None = None,
     mean: bool = True,
     sparse: bool = False,
+    first: int = 0,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """InfoNCE over the batch, reduced, and its gradient by the four tensors that need one.
 
-    ``symmetric`` goes without negatives. ``sparse`` products need shared ones, if any.
+    ``symmetric`` goes without negatives. ``sparse`` products need shared ones, if any. There may be
+    more positives (and ids) than anchors: that of the first anchor is number ``first``.
     """
-    batch = anchor.shape[0]
+    batch, columns = anchor.shape[0], positive.shape[0]
     scores: _DenseScores | _SparseScores
     kind = _SparseScores if sparse else _DenseScores
     hides = positive_ids is not None
@@ -48,7 +50,7 @@ def contrast(
     if sparse or (symmetric and chunk_size is None):
         chunk_size = batch  # the columns' sums need all rows: at once, that saves a product
     # A row of a block is one of scores and some of the inputs' width.
-    chunk_size = min(chunk_size or max(BLOCK // (batch + anchor.shape[1]), 1), batch)
+    chunk_size = min(chunk_size or max(BLOCK // (columns + anchor.shape[1]), 1), batch)
     chunks = [slice(i, min(i + chunk_size, batch)) for i in range(0, batch, chunk_size)]
     share = 1.0 / (batch if mean else 1) / (2 if symmetric else 1)
     value = temperature.new_zeros(())
@@ -57,54 +59,60 @@ def contrast(
         highest, total, own = value.new_zeros(3, batch)
         for rows in chunks:
             block = scores.block(rows)
-            own[rows] = _hide(block, rows, positive_ids)
-            by_columns, block_highest, block_total = _exponentials(block, 0, len(chunks) > 1)
-            highest, total = _merged(highest, total, block_highest, block_total)
-        losses, column_slope, column_factor = _losses(highest, total, own, decoupled, share)
-        value += losses.sum() * share
+            own[rows] = _hide(block, rows, positive_ids, first)
+            by_columns, block_highest, block_total = exponentials(block, 0, len(chunks) > 1)
+            highest, total = merged(highest, total, block_highest, block_total)
+        row_losses, column_slope, column_factor = losses(highest, total, own, decoupled, share)
+        value += row_losses.sum() * share
         column_highest = highest
 
     for rows in chunks:
         if not symmetric or len(chunks) > 1:
             block = scores.block(rows)
-            own = _hide(block, rows, positive_ids)
+            own = _hide(block, rows, positive_ids, first)
         negatives = scores.negatives(rows)
         if symmetric and any(needs):
             if len(chunks) > 1:
                 by_columns = (block - column_highest).exp_()
             by_columns *= column_factor
         # From here on the scores are their exponentials, and then the gradient.
-        block, highest, total = _exponentials(block, 1, True)
+        block, highest, total = exponentials(block, 1, True)
         if negatives is not None:
-            negatives, other_highest, other_total = _exponentials(negatives, 1, True)
-            both, total = _merged(highest, total, other_highest, other_total)
+            negatives, other_highest, other_total = exponentials(negatives, 1, True)
+            both, total = merged(highest, total, other_highest, other_total)
             block *= _ratio(highest, both)
             negatives *= _ratio(other_highest, both)
             highest = both
-        losses, slope, factor = _losses(highest, total, own, decoupled, share)
-        value += losses.sum() * share
+        row_losses, slope, factor = losses(highest, total, own, decoupled, share)
+        value += row_losses.sum() * share
         if not any(needs):
             continue
         at_own = -total  # times the factor, that is minus the slope
         if symmetric:
             block = block.mul_(factor[:, None]).add_(by_columns)
             at_own, factor = -(slope + column_slope[rows]), torch.ones_like(factor)
-        block[:, rows].diagonal().copy_(at_own)
+        _own(block, rows, first).copy_(at_own)
         scores.back(rows, block, negatives, factor[:, None])
     return value, scores.gradients()
 
 
-def _hide(block: Tensor, rows: slice, positive_ids: Tensor | None) -> Tensor:
+def _own(block: Tensor, rows: slice, first: int) -> Tensor:
+    """Of the scores ``[c, B]`` of some rows, a view of those of their own positives ``[c]``."""
+    return block[:, rows.start + first : rows.stop + first].diagonal()
+
+
+def _hide(block: Tensor, rows: slice, positive_ids: Tensor | None, first: int) -> Tensor:
     """Takes what is no rival out of the scores ``[c, B]``; returns the positives' ``[c]``."""
-    diagonal = block[:, rows].diagonal()
+    diagonal = _own(block, rows, first)
     own = diagonal.clone()
     diagonal.fill_(-torch.inf)
     if positive_ids is not None:
-        block.masked_fill_(positive_ids[rows, None] == positive_ids, -torch.inf)
+        own_ids = positive_ids[rows.start + first : rows.stop + first]
+        block.masked_fill_(own_ids[:, None] == positive_ids, -torch.inf)
     return own
 
 
-def _exponentials(scores: Tensor, dim: int, in_place: bool) -> tuple[Tensor, Tensor, Tensor]:
+def exponentials(scores: Tensor, dim: int, in_place: bool) -> tuple[Tensor, Tensor, Tensor]:
     """``exp(scores - m)``, the largest score ``m`` (0 if it is infinite), and their sum."""
     if scores.shape[dim] == 0:
         nothing = scores.sum(dim)
@@ -116,7 +124,7 @@ def _exponentials(scores: Tensor, dim: int, in_place: bool) -> tuple[Tensor, Ten
     return exponentials, highest, exponentials.sum(dim)
 
 
-def _merged(
+def merged(
     highest: Tensor, total: Tensor, other_highest: Tensor, other_total: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Two sums of exponentials as one; a sum of nothing has no say in the largest."""
@@ -134,14 +142,14 @@ def _ratio(highest: Tensor, both: Tensor) -> Tensor:
     return (highest - both).clamp(max=0).exp()[:, None]
 
 
-def _losses(
+def losses(
     highest: Tensor, total: Tensor, own: Tensor, decoupled: bool, share: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses; minus their slope by the positive's score; what makes exponentials slopes."""
     gap = highest + total.log() - own
-    losses = gap if decoupled else softplus(gap)
+    values = gap if decoupled else softplus(gap)
     slope = (torch.ones_like(gap) if decoupled else gap.sigmoid()) * share
-    return losses, slope, torch.where(total == 0, 0.0, slope / total)
+    return values, slope, torch.where(total == 0, 0.0, slope / total)
 
 
 class _DenseScores:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_choice
+from sparse_losses.distributed import sum_over_ranks
 
 __all__ = ["Reduction", "check_reduction", "reduce"]
 
@@ -17,17 +18,24 @@ def check_reduction(reduction: str) -> None:
     check_choice("reduction", reduction, ("none", "mean", "sum"))
 
 
-def reduce(values: Tensor, reduction: str, valid: Tensor | None = None) -> Tensor:
+def reduce(
+    values: Tensor, reduction: str, valid: Tensor | None = None, gather: bool = False
+) -> Tensor:
     """Reduces row values ``[B]``; rows that are not ``valid`` are 0 and leave the mean.
 
-    The mean of no valid row is 0, still part of the graph; a NaN in a valid row stays NaN.
+    The mean of no valid row is 0, still part of the graph; a NaN in a valid row stays NaN. With
+    ``gather`` sum and mean are over the rows of all ranks.
     """
     if valid is not None:
         values = torch.where(valid, values, 0.0)
     if reduction == "none":
         return values
     if reduction == "sum":
-        return values.sum()
+        return sum_over_ranks(values.sum()) if gather else values.sum()
+    if gather:
+        count = values.detach().new_ones(values.shape) if valid is None else valid.to(values.dtype)
+        sums = sum_over_ranks(torch.stack([values.sum(), count.sum()]))
+        return sums[0] / sums[1].clamp(min=1)
     if valid is None:
         return values.sum() / max(values.shape[0], 1)
     return values.sum() / valid.sum().clamp(min=1)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sparse_losses._core.checks import (
     check_choice,
+    check_flag,
     check_number,
     check_shapes,
     check_temperature,
@@ -19,6 +20,7 @@ from sparse_losses._core.checks import (
 from sparse_losses._core.fused import can_fuse, fuse
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.token_ids import as_mask
+from sparse_losses.distributed import maximum_over_ranks, spans_ranks, sum_over_ranks
 
 __all__ = ["DistillationLoss", "distillation_loss"]
 
@@ -36,6 +38,7 @@ def distillation_loss(
     alpha_mse: float = 0.3,
     standardize: str = "batch",
     candidate_mask: Tensor | None = None,
+    gather: bool = False,
 ) -> Tensor:
     r"""Brings the student's scores of a candidate list to the teacher's.
 
@@ -61,6 +64,8 @@ def distillation_loss(
         standardize: ``"batch"``, one mean and deviation for the matrix, or ``"row"``, which needs
             three candidates, as two always stand at +-0.7071: rows with fewer have $z = 0$.
         candidate_mask: ``[B, C]`` bool, int or float 0/1; the KL, $z$ and the MSE run over these.
+        gather: whether means and deviation are over the rows of all ranks, whose number is the same
+            on each (see :mod:`sparse_losses.distributed`); no scores are sent.
 
     Returns:
         0-d, fp32 (fp64 for fp64 inputs), >= 0: KL and MSE divide by different counts (rows with
@@ -99,17 +104,20 @@ def distillation_loss(
         )
     dtype = compute_dtype(student_scores=student_scores, teacher_scores=teacher_scores)
     student, teacher = student_scores.to(dtype), teacher_scores.detach().to(dtype)
+    sizes = {"B": size["B"], "C": size["C"]}
+    gathers = spans_ranks("distillation_loss", gather, student_scores, **sizes)
     if size["B"] == 0:
         return student.sum()  # 0, and part of the graph
     if candidate_mask is not None:
         candidate_mask = as_mask("candidate_mask", candidate_mask)
     learned = temperature.to(dtype) if isinstance(temperature, Tensor) else None
     fixed = 1.0 if isinstance(temperature, Tensor) else temperature
-    options = _Options(fixed, alpha_kl, alpha_mse, standardize)
+    options = _Options(fixed, alpha_kl, alpha_mse, standardize, gathers)
     plain = functools.partial(_plain, options)
     scores = (student, teacher)
     # Where looking at values costs nothing, matrices without gaps are worth knowing.
-    if candidate_mask is None and can_fuse(*scores) and all(map(values_can_be_checked, scores)):
+    is_plain = candidate_mask is not None or gathers or not can_fuse(*scores)
+    if not is_plain and all(map(values_can_be_checked, scores)):
         with torch.no_grad():
             ranges = _ranges(*scores)
         if _are_moderate(ranges) and max(alpha_kl, alpha_mse) > 0:
@@ -123,6 +131,7 @@ class _Options(NamedTuple):
     alpha_kl: float
     alpha_mse: float
     standardize: str
+    gather: bool
 
 
 def _ranges(*matrices: Tensor) -> list[Tensor]:
@@ -143,7 +152,8 @@ def _plain(
     candidate_mask: Tensor | None = None,
 ) -> Tensor:
     """The formula, operation by operation."""
-    number, alpha_kl, alpha_mse, standardize = options
+    number, alpha_kl, alpha_mse, standardize, gather = options
+    everywhere = sum_over_ranks if gather else _unchanged
     t = number if temperature is None else temperature
     candidate = teacher != -torch.inf
     if candidate_mask is not None:
@@ -154,11 +164,12 @@ def _plain(
 
     log_student = _masked_log_softmax(student / t, candidate)
     log_teacher = _masked_log_softmax(teacher / t, candidate)
-    kl = _divergence(log_teacher, log_student).sum() / candidate.any(-1).sum().clamp(min=1)
+    rows = everywhere(candidate.any(-1).sum()).clamp(min=1)
+    kl = everywhere(_divergence(log_teacher, log_student).sum()) / rows
 
-    dims = (-2, -1) if standardize == "batch" else (-1,)
-    difference = _z_scores(student, candidate, dims) - _z_scores(teacher, candidate, dims)
-    mse = difference.square().sum() / candidate.sum().clamp(min=1)
+    z = [_z_scores(x, candidate, standardize == "row", gather) for x in (student, teacher)]
+    squares = (z[0] - z[1]).square().sum()
+    mse = everywhere(squares) / everywhere(candidate.sum()).clamp(min=1)
     return alpha_kl * t**2 * kl + alpha_mse * mse
 
 
@@ -171,7 +182,7 @@ def _fused(
     temperature: Tensor | None,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Value and gradients of :func:`_plain` where every entry is a candidate, in blocks of rows."""
-    number, alpha_kl, alpha_mse, standardize = options
+    number, alpha_kl, alpha_mse, standardize, _ = options
     t = student.new_tensor(number) if temperature is None else temperature
     value, d_temperature = student.new_zeros(()), student.new_zeros(())
     gradient = torch.empty_like(student, memory_format=torch.contiguous_format)
@@ -329,23 +340,32 @@ def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.where(is_small, p * (small + torch.expm1(-small)), p * ratio + q - p)
 
 
-def _z_scores(scores: Tensor, candidate: Tensor, dims: tuple[int, ...]) -> Tensor:
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _z_scores(scores: Tensor, candidate: Tensor, by_row: bool, gather: bool) -> Tensor:
     """Candidates' scores minus their mean over their unbiased standard deviation; 0 elsewhere.
 
     Scores are 0 where there is no candidate.
     """
-    count = candidate.sum(dims, keepdim=True)
+    dims = (-1,) if by_row else (-2, -1)
+    of_matrix = gather and not by_row  # all ranks' rows make one matrix
+    everywhere = sum_over_ranks if of_matrix else _unchanged
+    largest = maximum_over_ranks if of_matrix else _unchanged
+    count = everywhere(candidate.sum(dims, keepdim=True))
     with torch.no_grad():
-        low = torch.where(candidate, scores, torch.inf).amin(dims, keepdim=True)
-        high = torch.where(candidate, scores, -torch.inf).amax(dims, keepdim=True)
+        low = -largest(torch.where(candidate, -scores, -torch.inf).amax(dims, keepdim=True))
+        high = largest(torch.where(candidate, scores, -torch.inf).amax(dims, keepdim=True))
         # A row of two always stands at +-0.7071 and says nothing.
-        constant = (low >= high) | ((count < 3) if len(dims) == 1 else (count < 2))
+        constant = (low >= high) | (count < (3 if by_row else 2))
         # Scaled by the range, squares neither overflow nor underflow (infinite slope of the root).
         spread = torch.where(constant, 1.0, high - low)
     kept = candidate & ~constant
-    mean = scores.sum(dims, keepdim=True) / count.clamp(min=1)
+    mean = everywhere(scores.sum(dims, keepdim=True)) / count.clamp(min=1)
     centred = torch.where(kept, scores - mean, 0.0)
-    variance = (centred / spread).square().sum(dims, keepdim=True) / (count - 1).clamp(min=1)
+    squares = everywhere((centred / spread).square().sum(dims, keepdim=True))
+    variance = squares / (count - 1).clamp(min=1)
     deviation = spread * torch.where(constant, 1.0, variance).sqrt()
     return centred / (deviation + 1e-8)
 
@@ -379,13 +399,16 @@ class DistillationLoss(nn.Module):
         alpha_kl: float = 0.7,
         alpha_mse: float = 0.3,
         standardize: str = "batch",
+        gather: bool = False,
     ) -> None:
         super().__init__()
         _check(temperature, alpha_kl, alpha_mse, standardize)
+        check_flag(gather=gather)
         self.temperature = temperature
         self.alpha_kl = alpha_kl
         self.alpha_mse = alpha_mse
         self.standardize = standardize
+        self.gather = gather
 
     def forward(
         self,
@@ -403,8 +426,9 @@ class DistillationLoss(nn.Module):
             alpha_mse=self.alpha_mse,
             standardize=self.standardize,
             candidate_mask=candidate_mask,
+            gather=self.gather,
         )
 
     def extra_repr(self) -> str:
         """The hyperparameters."""
-        return describe(self, "temperature", "alpha_kl", "alpha_mse", "standardize")
+        return describe(self, "temperature", "alpha_kl", "alpha_mse", "standardize", "gather")

@@ -2,15 +2,18 @@
 
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_shapes, describe
+from sparse_losses._core.checks import check_flag, check_shapes, describe
 from sparse_losses._core.column_mean import Estimator, check_estimator, mean_and_square
 from sparse_losses._core.precision import compute_dtype, full_precision
+from sparse_losses.distributed import num_ranks, spans_ranks
 
 __all__ = ["FlopsLoss", "flops_loss"]
 
 
 @full_precision
-def flops_loss(activations: Tensor, *, estimator: Estimator = "biased") -> Tensor:
+def flops_loss(
+    activations: Tensor, *, estimator: Estimator = "biased", gather: bool = False
+) -> Tensor:
     r"""FLOPS regulariser: the squared mean activation of every token, summed over the vocabulary.
 
     $$\ell = \sum_{j=1}^{V} m_j^2 \qquad m_j = \frac{1}{B} \sum_{i=1}^{B} x_{ij}$$
@@ -30,6 +33,9 @@ def flops_loss(activations: Tensor, *, estimator: Estimator = "biased") -> Tenso
     Args:
         activations: ``[B, V]`` floating.
         estimator: ``"biased"`` (the paper) or ``"unbiased"`` (needs ``B >= 2``).
+
+        gather: whether the means are over the rows of all ranks, whose number is the same on each
+            (see :mod:`sparse_losses.distributed`); sums of ``[V]`` are sent, no rows.
 
     Returns:
         0-d, fp32 (fp64 for fp64 inputs): one statistic of the whole batch, hence no ``reduction``.
@@ -53,9 +59,12 @@ def flops_loss(activations: Tensor, *, estimator: Estimator = "biased") -> Tenso
         and Expansion Model for First Stage Ranking, eq. 4.
     """
     check_shapes(activations=(activations, "B V"))
-    check_estimator(estimator, activations.shape[0])
+    gather = spans_ranks(
+        "flops_loss", gather, activations, B=len(activations), V=activations.shape[1]
+    )
+    check_estimator(estimator, len(activations) * (num_ranks() if gather else 1))
     x = activations.to(compute_dtype(activations=activations))
-    _, squared_mean = mean_and_square(x, estimator)
+    _, squared_mean = mean_and_square(x, estimator, gather)
     return squared_mean.sum()
 
 
@@ -69,15 +78,17 @@ class FlopsLoss(nn.Module):
         tensor(0.2500)
     """
 
-    def __init__(self, *, estimator: Estimator = "biased") -> None:
+    def __init__(self, *, estimator: Estimator = "biased", gather: bool = False) -> None:
         super().__init__()
         check_estimator(estimator)
+        check_flag(gather=gather)
         self.estimator: Estimator = estimator
+        self.gather = gather
 
     def forward(self, activations: Tensor) -> Tensor:
         """The loss; tensors as in the function."""
-        return flops_loss(activations, estimator=self.estimator)
+        return flops_loss(activations, estimator=self.estimator, gather=self.gather)
 
     def extra_repr(self) -> str:
         """The hyperparameters."""
-        return describe(self, "estimator")
+        return describe(self, "estimator", "gather")

@@ -2,9 +2,10 @@
 
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_number, check_shapes, describe
+from sparse_losses._core.checks import check_flag, check_number, check_shapes, describe
 from sparse_losses._core.column_mean import Estimator, check_estimator, mean_and_square
 from sparse_losses._core.precision import compute_dtype, full_precision
+from sparse_losses.distributed import num_ranks, spans_ranks
 
 __all__ = ["IdfFlopsLoss", "idf_flops_loss"]
 
@@ -16,6 +17,7 @@ def idf_flops_loss(
     *,
     beta: float = 0.3,
     estimator: Estimator = "biased",
+    gather: bool = False,
 ) -> Tensor:
     r"""Weighted L1 and FLOPS of the mean activations.
 
@@ -32,6 +34,9 @@ def idf_flops_loss(
         token_penalty: ``[V]``, ``w``; cast to the dtype of the computation.
         beta: weight of the squared part, >= 0.
         estimator: ``"biased"`` or ``"unbiased"`` (needs ``B >= 2``).
+
+        gather: whether the means are over the rows of all ranks, whose number is the same on each
+            (see :mod:`sparse_losses.distributed`); sums of ``[V]`` are sent, no rows.
 
     Returns:
         0-d, fp32 (fp64 for fp64 activations): one statistic of the whole batch, hence no
@@ -55,10 +60,13 @@ def idf_flops_loss(
     """
     check_shapes(activations=(activations, "B V"), token_penalty=(token_penalty, "V"))
     _check(beta)
-    check_estimator(estimator, activations.shape[0])
+    gather = spans_ranks(
+        "idf_flops_loss", gather, activations, B=len(activations), V=activations.shape[1]
+    )
+    check_estimator(estimator, len(activations) * (num_ranks() if gather else 1))
     x = activations.to(compute_dtype(activations=activations))
     w = token_penalty.to(x.dtype)
-    mean, squared_mean = mean_and_square(x, estimator)
+    mean, squared_mean = mean_and_square(x, estimator, gather)
     return (w * (mean.abs() + beta * squared_mean)).sum()
 
 
@@ -80,22 +88,33 @@ class IdfFlopsLoss(nn.Module):
     token_penalty: Tensor
 
     def __init__(
-        self, token_penalty: Tensor, *, beta: float = 0.3, estimator: Estimator = "biased"
+        self,
+        token_penalty: Tensor,
+        *,
+        beta: float = 0.3,
+        estimator: Estimator = "biased",
+        gather: bool = False,
     ) -> None:
         super().__init__()
         check_shapes(token_penalty=(token_penalty, "V"))
         _check(beta)
         check_estimator(estimator)
+        check_flag(gather=gather)
         self.register_buffer("token_penalty", token_penalty.detach())
         self.beta = beta
         self.estimator: Estimator = estimator
+        self.gather = gather
 
     def forward(self, activations: Tensor) -> Tensor:
         """The loss; tensors as in the function."""
         return idf_flops_loss(
-            activations, self.token_penalty, beta=self.beta, estimator=self.estimator
+            activations,
+            self.token_penalty,
+            beta=self.beta,
+            estimator=self.estimator,
+            gather=self.gather,
         )
 
     def extra_repr(self) -> str:
         """The hyperparameters."""
-        return describe(self, "beta", "estimator")
+        return describe(self, "beta", "estimator", "gather")

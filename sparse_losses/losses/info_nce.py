@@ -22,9 +22,11 @@ from sparse_losses._core.contrast import contrast
 from sparse_losses._core.fused import can_fuse, fuse
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
+from sparse_losses._core.ring import ring_contrast
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.softmax import masked_logsumexp, negative_log_softmax, softplus
 from sparse_losses._core.token_ids import as_mask
+from sparse_losses.distributed import gather_rows, num_ranks, rank, spans_ranks, sum_over_ranks
 
 __all__ = ["InfoNCELoss", "info_nce_loss", "mutual_information_lower_bound"]
 
@@ -49,6 +51,7 @@ def info_nce_loss(
     positive_mask: Tensor | None = None,
     decoupled: bool = False,
     chunk_size: int | None = None,
+    gather: bool | str = False,
     sparse: bool | str = "auto",
     reduction: Reduction = "mean",
 ) -> Tensor:
@@ -83,6 +86,12 @@ def info_nce_loss(
         decoupled: leave the positives out of the denominator (decoupled contrastive learning).
         chunk_size: rows of the score matrix held at once; changes memory, not the result. Left to
             itself, a large plain loss holds some four million scores at once.
+        gather: whether all ranks' positives and shared negatives are candidates, and ``"mean"`` and
+            ``"sum"`` are over all ranks' rows: value and gradient of the whole batch on every rank
+            (see :mod:`sparse_losses.distributed`). ``"none"`` gives this rank's rows. Sizes are the
+            same on every rank; ``positive_mask`` is then ``[B, W B]``. ``"ring"`` is the same but
+            never holds the rows of more than one other rank: it sends them round twice. It needs a
+            ``reduction``, ``in_batch`` and no ``positive_mask``; compiled, it is ``True``.
         sparse: whether products run over the non-zeros, exactly, which is faster where fewer than
             about one in eight is not zero. The scores are then held whole. ``"auto"`` looks at some
             rows, on the CPU, for wide inputs and without ``chunk_size`` only. Needs eager mode, a
@@ -111,14 +120,16 @@ def info_nce_loss(
         Representation Learning with Contrastive Predictive Coding, eq. 4. Supervised Contrastive
         Learning, eq. 2 (``positive_mask``). Decoupled Contrastive Learning, eq. 5 (``decoupled``).
     """
+    _check(temperature, similarity, symmetric, in_batch, decoupled, chunk_size, gather, sparse)
+    ranks = num_ranks() if gather else 1
+    csr = ("csr",) if ranks == 1 else ()
     size = check_shapes(
-        anchor=(anchor, "B D", "csr"),
-        positive=(positive, "B D", "csr"),
-        negative=(negative, "N D", "B N D", "csr", "optional"),
+        anchor=(anchor, "B D", *csr),
+        positive=(positive, "B D", *csr),
+        negative=(negative, "N D", "B N D", *csr, "optional"),
         positive_ids=(positive_ids, "B", "optional"),
-        positive_mask=(positive_mask, "B B", "optional"),
+        positive_mask=(positive_mask, "B B" if ranks == 1 else "B C", "optional"),
     )
-    _check(temperature, similarity, symmetric, in_batch, decoupled, chunk_size, sparse)
     check_reduction(reduction)
     if not in_batch and positive_mask is not None:
         raise ValueError("expected `positive_mask` only with `in_batch=True`, got in_batch=False")
@@ -126,22 +137,36 @@ def info_nce_loss(
         raise ValueError("expected `negative` with `in_batch=False`: the positive has no rival")
     if positive_ids is not None and positive_ids.is_floating_point():
         raise TypeError(f"expected `positive_ids` to be integers, got {positive_ids.dtype}")
+    if positive_mask is not None and positive_mask.shape[1] != ranks * size["B"]:
+        raise ValueError(
+            f"expected `positive_mask` of shape [B, {ranks} B] = [{size['B']}, "
+            f"{ranks * size['B']}] with gather={gather!r} on {ranks} ranks, "
+            f"got {list(positive_mask.shape)}"
+        )
+    if gather == "ring" and (not in_batch or positive_mask is not None or reduction == "none"):
+        raise ValueError(
+            'expected gather="ring" with in_batch=True, no `positive_mask` and a reduction, got '
+            f"in_batch={in_batch}, reduction={reduction!r}; gather=True takes all of them"
+        )
 
     dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)
     anchor, positive = anchor.to(dtype), positive.to(dtype)
     negative = None if negative is None else negative.to(dtype)
     positive_mask = None if positive_mask is None else as_mask("positive_mask", positive_mask)
-    shared: dict[str, Any] = {
-        "cosine": similarity == "cosine",
-        "symmetric": symmetric,
-        "positive_ids": positive_ids,
-        "decoupled": decoupled,
-        "chunk_size": chunk_size,
-    }
-    plain: Callable[..., Tensor] = functools.partial(
-        _plain_loss, in_batch=in_batch, positive_mask=positive_mask, reduction=reduction, **shared
+    gathers = spans_ranks(
+        "info_nce_loss",
+        bool(gather),
+        anchor,
+        B=size["B"],
+        D=size["D"],
+        N=size.get("N", 0),
+        **{
+            "number of dimensions of `negative`": 0 if negative is None else negative.ndim,
+            "number of `positive_ids`": 0 if positive_ids is None else size["B"],
+            "number of `positive_mask`": 0 if positive_mask is None else 1,
+        },
     )
-    negatives = size.get("N", 0)
+    negatives, batch = size.get("N", 0), ranks * size["B"]
     is_stored_sparse = any(
         x is not None and x.layout != torch.strided for x in (anchor, positive, negative)
     )
@@ -150,22 +175,61 @@ def info_nce_loss(
         and positive_mask is None
         and reduction != "none"
         and size["D"] > 0
-        and not (symmetric and negative is not None)
-        and not (decoupled and not negatives and (positive_ids is not None or size["B"] < 2))
+        and not (symmetric and negative is not None and not gathers)
+        and not (decoupled and not negatives and (positive_ids is not None or batch < 2))
         and not (is_stored_sparse and negative is not None and negative.ndim == 3)
     )
-    elements = size["B"] * (size["B"] + size["D"])
+    shared: dict[str, Any] = {
+        "cosine": similarity == "cosine",
+        "decoupled": decoupled,
+        "chunk_size": chunk_size,
+    }
+    plain: Callable[..., Tensor] = functools.partial(
+        _plain_loss,
+        in_batch=in_batch,
+        positive_ids=positive_ids,
+        positive_mask=positive_mask,
+        symmetric=symmetric,
+        reduction=reduction,
+        gather=gathers,
+        **shared,
+    )
+    if gathers and gather == "ring" and can_fuse(anchor, positive, negative, elements=1 << 62):
+        around = functools.partial(
+            ring_contrast,
+            mean=reduction == "mean",
+            symmetric=symmetric,
+            positive_ids=positive_ids,
+            **shared,
+        )
+        return fuse(plain, around, anchor, positive, negative, _as_tensor(temperature, anchor))
+    elements = size["B"] * (batch + size["D"])
     if not has_fused_form or not can_fuse(anchor, positive, negative, elements=elements):
         return plain(anchor, positive, negative, temperature)
+    learned = _as_tensor(temperature, anchor)
     fused = functools.partial(
         contrast,
-        mean=reduction == "mean",
         sparse=is_stored_sparse or _pays_sparse(sparse, chunk_size, anchor, positive, negative),
         **shared,
     )
-    if not isinstance(temperature, Tensor):
-        temperature = torch.full((), temperature, dtype=dtype, device=anchor.device)
-    return fuse(plain, fused, anchor, positive, negative, temperature.to(dtype))
+    if not gathers:
+        fused = functools.partial(
+            fused, mean=reduction == "mean", symmetric=symmetric, positive_ids=positive_ids
+        )
+        return fuse(plain, fused, anchor, positive, negative, learned)
+    # One direction at a time: this rank's rows ask, all ranks' rows answer.
+    first = rank() * size["B"]
+    ids = None if positive_ids is None else gather_rows(positive_ids)
+    fused = functools.partial(fused, mean=False, positive_ids=ids, first=first)
+    plain = functools.partial(plain, symmetric=False, reduction="sum", gather=False)
+    plain = functools.partial(plain, positive_ids=ids, first=first)
+    if negative is not None and negative.ndim == 2:
+        negative = gather_rows(negative)
+    total = fuse(plain, fused, anchor, gather_rows(positive), negative, learned)
+    if symmetric:
+        other = fuse(plain, fused, positive, gather_rows(anchor), negative, learned)
+        total = (total + other) / 2
+    return sum_over_ranks(total) / (batch if reduction == "mean" else 1)
 
 
 def _plain_loss(
@@ -182,19 +246,45 @@ def _plain_loss(
     decoupled: bool,
     chunk_size: int | None,
     reduction: Reduction,
+    gather: bool = False,
+    first: int = 0,
 ) -> Tensor:
-    """The loss by differentiable operations; every option, every mode."""
+    """The loss by differentiable operations; every option, every mode.
+
+    With ``gather`` the tensors are this rank's. Positives and their ids may be more than the
+    anchors (one direction only): that of the first anchor is number ``first``.
+    """
     anchor, positive = _dense(anchor), _dense(positive)
     negative = None if negative is None else _dense(negative)
     represent = normalize if cosine else _unchanged
     temperature = temperature.to(anchor.dtype) if isinstance(temperature, Tensor) else temperature
+    everyone = gather_rows if gather else _unchanged
+    if gather:
+        first = rank() * anchor.shape[0]
+        positive_ids = None if positive_ids is None else gather_rows(positive_ids)
+        positive_mask = None if positive_mask is None else gather_rows(positive_mask)
+    batch = anchor.shape[0]
+    own = slice(first, first + batch)
     num_negatives = 0 if negative is None else negative.shape[-2]
-    valid = _valid_rows(anchor, num_negatives, positive_mask, positive_ids, symmetric, decoupled)
+    # Of all rows, then of those that ask here.
+    valid = _valid_rows(
+        positive.shape[0] * (num_ranks() if gather else 1),
+        positive.device,
+        num_negatives,
+        positive_mask,
+        positive_ids,
+        symmetric,
+        decoupled,
+    )
+    any_valid = None if valid is None else valid.any()
+    valid = None if valid is None else valid[own]
     if negative is not None:
-        if valid is not None:
-            looked_at = valid.any() if negative.ndim == 2 else valid[:, None, None]
+        if valid is not None and any_valid is not None:
+            looked_at = any_valid if negative.ndim == 2 else valid[:, None, None]
             negative = torch.where(looked_at, negative, 0.0)
         negative = represent(negative)
+        if negative.ndim == 2:
+            negative = everyone(negative)
     if valid is None and positive_ids is None:
         # Nothing is hidden: represented once, though under `symmetric` both ask and both answer.
         anchor, positive, represent = represent(anchor), represent(positive), _unchanged
@@ -204,17 +294,20 @@ def _plain_loss(
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         # What no valid row looks at must not send its NaN into a gradient: 0 * NaN is NaN.
         is_nan = None
-        if valid is not None:
+        if valid is not None and any_valid is not None:
             asks = torch.where(valid[:, None], asks, 0.0)
-            answers = torch.where(valid.any(), answers, 0.0)
+            answers = torch.where(any_valid, answers, 0.0)
+        if in_batch:
+            answers = everyone(answers)
         if positive_ids is not None:  # which hides some columns from some rows
             is_nan = answers.isnan().any(-1)
             answers = torch.where(is_nan[:, None], 0.0, answers)
         return represent(asks), represent(answers), is_nan, mask
 
-    directions = [direction(anchor, positive, positive_mask)]
+    mask = None if positive_mask is None else positive_mask[own]
+    directions = [direction(anchor, positive, mask)]
     if symmetric:
-        transposed = None if positive_mask is None else positive_mask.T
+        transposed = None if positive_mask is None else positive_mask.T[own]
         directions.append(direction(positive, anchor, transposed))
 
     def losses_of_rows(start: int, stop: int) -> Tensor:
@@ -231,12 +324,12 @@ def _plain_loss(
                 in_batch,
                 decoupled,
                 slice(start, stop),
+                first,
             )
         return total / len(directions)
 
-    batch = anchor.shape[0]
     if chunk_size is None or chunk_size >= batch:
-        return reduce(losses_of_rows(0, batch), reduction, valid)
+        return reduce(losses_of_rows(0, batch), reduction, valid, gather)
     # torch.func knows no saved-tensor hooks; there the chunks are merely computed one by one.
     recompute = torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
     chunks = []
@@ -249,7 +342,7 @@ def _plain_loss(
         else:
             chunk = losses_of_rows(start, stop)
         chunks.append(chunk)
-    return reduce(torch.cat(chunks), reduction, valid)
+    return reduce(torch.cat(chunks), reduction, valid, gather)
 
 
 def _row_losses(
@@ -263,19 +356,24 @@ def _row_losses(
     in_batch: bool,
     decoupled: bool,
     rows: slice,
+    first: int,
 ) -> Tensor:
-    """The loss of each of the rows, one direction: ``query[rows]`` asks, ``key`` answers."""
+    """The loss of each of the rows, one direction: ``query[rows]`` asks, ``key`` answers.
+
+    The first query's own key is number ``first`` of a batch; without one keys are as queries.
+    """
     query = query[rows]
+    own_key = slice(first + rows.start, first + rows.stop)
     if in_batch:
         scores = query @ key.T
         if key_is_nan is not None:
             scores = torch.where(key_is_nan, torch.nan, scores)
         index = torch.arange(key.shape[0], device=key.device)
-        own = index[rows, None] == index
+        own = index[own_key, None] == index
         positive = own if positive_mask is None else positive_mask[rows]
         rival = ~positive
         if positive_ids is not None:
-            rival = rival & (positive_ids[rows, None] != positive_ids)
+            rival = rival & (positive_ids[own_key, None] != positive_ids)
     else:
         scores = (query * key[rows]).sum(-1, keepdim=True)
         if key_is_nan is not None:
@@ -304,7 +402,8 @@ def _mean_where(mask: Tensor, values: Tensor) -> Tensor:
 
 
 def _valid_rows(
-    anchor: Tensor,
+    batch: int,
+    device: torch.device,
     num_negatives: int,
     positive_mask: Tensor | None,
     positive_ids: Tensor | None,
@@ -317,9 +416,9 @@ def _valid_rows(
         if not needs_rival:
             return None
         if positive_ids is None:
-            return anchor.new_full(anchor.shape[:1], anchor.shape[0] > 1, dtype=torch.bool)
+            return torch.full((batch,), batch > 1, dtype=torch.bool, device=device)
         # One differing id among the rows gives every row a rival.
-        return (positive_ids != positive_ids[:1]).any().expand(anchor.shape[0])
+        return (positive_ids != positive_ids[:1]).any().expand(batch)
     valid = positive_mask.any(1)
     if symmetric:
         valid = valid & positive_mask.any(0)
@@ -331,6 +430,12 @@ def _valid_rows(
         if symmetric:
             valid = valid & rival.any(0)
     return valid
+
+
+def _as_tensor(temperature: float | Tensor, like: Tensor) -> Tensor:
+    if isinstance(temperature, Tensor):
+        return temperature.to(like.dtype)
+    return torch.full((), temperature, dtype=like.dtype, device=like.device)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -368,6 +473,7 @@ def _check(
     in_batch: bool,
     decoupled: bool,
     chunk_size: int | None,
+    gather: bool | str,
     sparse: bool | str,
 ) -> None:
     check_temperature(temperature)
@@ -375,6 +481,8 @@ def _check(
     check_choice("similarity", similarity, ("cosine", "dot"))
     if chunk_size is not None:
         check_integer("chunk_size", chunk_size, minimum=1)
+    if not isinstance(gather, bool) and gather != "ring":
+        raise ValueError(f'expected `gather` to be True, False or "ring", got {gather!r}')
     if not isinstance(sparse, bool) and sparse != "auto":
         raise ValueError(f'expected `sparse` to be True, False or "auto", got {sparse!r}')
 
@@ -401,11 +509,12 @@ class InfoNCELoss(nn.Module):
         in_batch: bool = True,
         decoupled: bool = False,
         chunk_size: int | None = None,
+        gather: bool | str = False,
         sparse: bool | str = "auto",
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
-        _check(temperature, similarity, symmetric, in_batch, decoupled, chunk_size, sparse)
+        _check(temperature, similarity, symmetric, in_batch, decoupled, chunk_size, gather, sparse)
         check_reduction(reduction)
         self.temperature = temperature
         self.similarity = similarity
@@ -413,6 +522,7 @@ class InfoNCELoss(nn.Module):
         self.in_batch = in_batch
         self.decoupled = decoupled
         self.chunk_size = chunk_size
+        self.gather = gather
         self.sparse = sparse
         self.reduction: Reduction = reduction
 
@@ -438,6 +548,7 @@ class InfoNCELoss(nn.Module):
             positive_mask=positive_mask,
             decoupled=self.decoupled,
             chunk_size=self.chunk_size,
+            gather=self.gather,
             sparse=self.sparse,
             reduction=self.reduction,
         )
@@ -452,6 +563,7 @@ class InfoNCELoss(nn.Module):
             "in_batch",
             "decoupled",
             "chunk_size",
+            "gather",
             "sparse",
             "reduction",
         )

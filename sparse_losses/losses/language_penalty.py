@@ -2,16 +2,21 @@
 
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_shapes, describe
+from sparse_losses._core.checks import check_flag, check_shapes, describe
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
+from sparse_losses.distributed import spans_ranks
 
 __all__ = ["LanguagePenaltyLoss", "language_penalty_loss"]
 
 
 @full_precision
 def language_penalty_loss(
-    activations: Tensor, token_penalty: Tensor, *, reduction: Reduction = "mean"
+    activations: Tensor,
+    token_penalty: Tensor,
+    *,
+    gather: bool = False,
+    reduction: Reduction = "mean",
 ) -> Tensor:
     r"""The activations of a row, weighted by what each token costs.
 
@@ -23,6 +28,8 @@ def language_penalty_loss(
     Args:
         activations: ``[B, V]`` floating.
         token_penalty: ``[V]``, ``p``; cast to the dtype of the computation.
+        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
+            same on each (see :mod:`sparse_losses.distributed`).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -43,8 +50,9 @@ def language_penalty_loss(
     """
     check_shapes(activations=(activations, "B V"), token_penalty=(token_penalty, "V"))
     check_reduction(reduction)
+    gather = spans_ranks("language_penalty_loss", gather, activations, B=activations.shape[0])
     x = activations.to(compute_dtype(activations=activations))
-    return reduce(x @ token_penalty.to(x.dtype), reduction)
+    return reduce(x @ token_penalty.to(x.dtype), reduction, gather=gather)
 
 
 class LanguagePenaltyLoss(nn.Module):
@@ -61,17 +69,23 @@ class LanguagePenaltyLoss(nn.Module):
 
     token_penalty: Tensor
 
-    def __init__(self, token_penalty: Tensor, *, reduction: Reduction = "mean") -> None:
+    def __init__(
+        self, token_penalty: Tensor, *, gather: bool = False, reduction: Reduction = "mean"
+    ) -> None:
         super().__init__()
         check_shapes(token_penalty=(token_penalty, "V"))
+        check_flag(gather=gather)
         check_reduction(reduction)
         self.register_buffer("token_penalty", token_penalty.detach())
+        self.gather = gather
         self.reduction: Reduction = reduction
 
     def forward(self, activations: Tensor) -> Tensor:
         """The loss; tensors as in the function."""
-        return language_penalty_loss(activations, self.token_penalty, reduction=self.reduction)
+        return language_penalty_loss(
+            activations, self.token_penalty, gather=self.gather, reduction=self.reduction
+        )
 
     def extra_repr(self) -> str:
         """The hyperparameters."""
-        return describe(self, "reduction")
+        return describe(self, "gather", "reduction")

@@ -3,9 +3,10 @@
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_shapes, describe
+from sparse_losses._core.checks import check_flag, check_shapes, describe
 from sparse_losses._core.precision import compute_dtype, full_precision
-from sparse_losses._core.reduction import Reduction, check_reduction
+from sparse_losses._core.reduction import Reduction, check_reduction, reduce
+from sparse_losses.distributed import spans_ranks
 
 __all__ = ["MarginMSELoss", "margin_mse_loss"]
 
@@ -17,6 +18,7 @@ def margin_mse_loss(
     teacher_positive: Tensor,
     teacher_negative: Tensor,
     *,
+    gather: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Squared difference of the student's and the teacher's signed margins.
@@ -31,6 +33,8 @@ def margin_mse_loss(
         student_negative: ``[B]``.
         teacher_positive: ``[B]``; detached.
         teacher_negative: ``[B]``; detached.
+        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
+            same on each (see :mod:`sparse_losses.distributed`).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -58,6 +62,7 @@ def margin_mse_loss(
         teacher_negative=(teacher_negative, "B"),
     )
     check_reduction(reduction)
+    gather = spans_ranks("margin_mse_loss", gather, student_positive, B=student_positive.shape[0])
     dtype = compute_dtype(
         student_positive=student_positive,
         student_negative=student_negative,
@@ -66,6 +71,8 @@ def margin_mse_loss(
     )
     student_margin = student_positive.to(dtype) - student_negative.to(dtype)
     teacher_margin = teacher_positive.detach().to(dtype) - teacher_negative.detach().to(dtype)
+    if gather:
+        return reduce((student_margin - teacher_margin).square(), reduction, gather=True)
     if size["B"] == 0 and reduction == "mean":
         reduction = "sum"  # of no row at all: 0, and part of the graph
     return nnf.mse_loss(student_margin, teacher_margin, reduction=reduction)
@@ -82,9 +89,11 @@ class MarginMSELoss(nn.Module):
         tensor(2.)
     """
 
-    def __init__(self, *, reduction: Reduction = "mean") -> None:
+    def __init__(self, *, gather: bool = False, reduction: Reduction = "mean") -> None:
         super().__init__()
+        check_flag(gather=gather)
         check_reduction(reduction)
+        self.gather = gather
         self.reduction: Reduction = reduction
 
     def forward(
@@ -100,9 +109,10 @@ class MarginMSELoss(nn.Module):
             student_negative,
             teacher_positive,
             teacher_negative,
+            gather=self.gather,
             reduction=self.reduction,
         )
 
     def extra_repr(self) -> str:
         """The hyperparameters."""
-        return describe(self, "reduction")
+        return describe(self, "gather", "reduction")

@@ -4,10 +4,17 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_integer, check_number, check_shapes, describe
+from sparse_losses._core.checks import (
+    check_flag,
+    check_integer,
+    check_number,
+    check_shapes,
+    describe,
+)
 from sparse_losses._core.fused import can_fuse
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
+from sparse_losses.distributed import spans_ranks
 
 __all__ = ["MinActivationLoss", "min_activation_loss"]
 
@@ -21,6 +28,7 @@ def min_activation_loss(
     *,
     top_k: int = 5,
     threshold: float = 0.5,
+    gather: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Asks the mean of a row's largest activations to reach a threshold.
@@ -40,6 +48,8 @@ def min_activation_loss(
             count 0 is not valid.
         top_k: ``k``, 1 to ``V``.
         threshold: finite, in units of the activations.
+        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
+            same on each (see :mod:`sparse_losses.distributed`).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -64,6 +74,7 @@ def min_activation_loss(
     )
     _check(top_k, threshold)
     check_reduction(reduction)
+    gather = spans_ranks("min_activation_loss", gather, activations, B=activations.shape[0])
     if top_k > size["V"]:
         raise ValueError(f"expected `top_k` of at most V = {size['V']}, got {top_k}")
     if token_counts is not None and token_counts.is_floating_point():
@@ -72,12 +83,12 @@ def min_activation_loss(
 
     largest = x.gather(1, _top_positions(x.detach(), top_k))
     if token_counts is None:
-        return reduce(nnf.relu(threshold - largest.mean(-1)), reduction)
+        return reduce(nnf.relu(threshold - largest.mean(-1)), reduction, gather=gather)
     counts = token_counts.clamp(min=0, max=top_k)
     rank = torch.arange(top_k, device=x.device)
     counted = torch.where(rank < counts[:, None], largest, 0.0)
     mean = counted.sum(-1) / counts.clamp(min=1)
-    return reduce(nnf.relu(threshold - mean), reduction, counts > 0)
+    return reduce(nnf.relu(threshold - mean), reduction, counts > 0, gather=gather)
 
 
 def _top_positions(x: Tensor, top_k: int) -> Tensor:
@@ -118,13 +129,20 @@ class MinActivationLoss(nn.Module):
     """
 
     def __init__(
-        self, *, top_k: int = 5, threshold: float = 0.5, reduction: Reduction = "mean"
+        self,
+        *,
+        top_k: int = 5,
+        threshold: float = 0.5,
+        gather: bool = False,
+        reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
         _check(top_k, threshold)
+        check_flag(gather=gather)
         check_reduction(reduction)
         self.top_k = top_k
         self.threshold = threshold
+        self.gather = gather
         self.reduction: Reduction = reduction
 
     def forward(self, activations: Tensor, token_counts: Tensor | None = None) -> Tensor:
@@ -134,9 +152,10 @@ class MinActivationLoss(nn.Module):
             token_counts,
             top_k=self.top_k,
             threshold=self.threshold,
+            gather=self.gather,
             reduction=self.reduction,
         )
 
     def extra_repr(self) -> str:
         """The hyperparameters."""
-        return describe(self, "top_k", "threshold", "reduction")
+        return describe(self, "top_k", "threshold", "gather", "reduction")

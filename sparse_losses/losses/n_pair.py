@@ -5,12 +5,13 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_shapes, describe
+from sparse_losses._core.checks import check_flag, check_shapes, describe
 from sparse_losses._core.contrast import contrast
 from sparse_losses._core.fused import can_fuse, fuse
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 from sparse_losses._core.softmax import masked_logsumexp, softplus
+from sparse_losses.distributed import gather_rows, num_ranks, rank, spans_ranks, sum_over_ranks
 
 __all__ = ["NPairLoss", "n_pair_loss"]
 
@@ -21,6 +22,7 @@ def n_pair_loss(
     positive: Tensor,
     negative: Tensor | None = None,
     *,
+    gather: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""N-pair loss on raw dot products.
@@ -34,6 +36,9 @@ def n_pair_loss(
         anchor: ``[B, D]`` floating.
         positive: ``[B, D]``.
         negative: ``[N, D]`` shared by all rows, or ``[B, N, D]``, each row its own.
+        gather: whether all ranks' positives and shared negatives serve, and ``"mean"`` and
+            ``"sum"`` are over all ranks' rows (see :mod:`sparse_losses.distributed`). Sizes are the
+            same on every rank.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -52,7 +57,7 @@ def n_pair_loss(
     References:
         Improved Deep Metric Learning with Multi-class N-pair Loss Objective, eq. 4.
     """
-    check_shapes(
+    size = check_shapes(
         anchor=(anchor, "B D"),
         positive=(positive, "B D"),
         negative=(negative, "N D", "B N D", "optional"),
@@ -61,32 +66,47 @@ def n_pair_loss(
     dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)
     anchor, positive = anchor.to(dtype), positive.to(dtype)
     negative = None if negative is None else negative.to(dtype)
-    if negative is None and reduction != "none" and can_fuse(anchor, positive):
-        fused = functools.partial(contrast, mean=reduction == "mean")
-        one = anchor.new_ones(())
-        return fuse(functools.partial(_plain_loss, reduction), fused, anchor, positive, None, one)
-    return _plain_loss(reduction, anchor, positive, negative)
+    first, batch = 0, size["B"]
+    number = {"number of dimensions of `negative`": 0 if negative is None else negative.ndim}
+    sizes = {"B": batch, "D": size["D"], "N": size.get("N", 0)} | number
+    gathers = spans_ranks("n_pair_loss", gather, anchor, **sizes)
+    key = positive
+    if gathers:
+        first, batch = rank() * batch, num_ranks() * batch
+        if negative is None:
+            key = gather_rows(positive)
+        elif negative.ndim == 2:
+            negative = gather_rows(negative)
+    if negative is None and reduction != "none" and can_fuse(anchor, key):
+        plain = functools.partial(_row_sum, first)
+        fused = functools.partial(contrast, mean=False, first=first)
+        total = fuse(plain, fused, anchor, key, None, anchor.new_ones(()))
+        total = sum_over_ranks(total) if gathers else total
+        return total / (batch if reduction == "mean" else 1)
+    return reduce(_row_losses(first, anchor, key, positive, negative), reduction, gather=gathers)
 
 
-def _plain_loss(
-    reduction: str,
-    anchor: Tensor,
-    positive: Tensor,
-    negative: Tensor | None,
-    temperature: Tensor | None = None,
+def _row_sum(first: int, anchor: Tensor, key: Tensor, _: None, __: Tensor) -> Tensor:
+    positive = key[first : first + anchor.shape[0]]
+    return _row_losses(first, anchor, key, positive, None).sum()
+
+
+def _row_losses(
+    first: int, anchor: Tensor, key: Tensor, positive: Tensor, negative: Tensor | None
 ) -> Tensor:
+    """One value an anchor; the positive of the first is number ``first`` of the keys."""
     positive_score = (anchor * positive).sum(-1)
     if negative is None:
-        scores = anchor @ positive.T
-        is_negative = ~torch.eye(anchor.shape[0], dtype=torch.bool, device=anchor.device)
+        scores = anchor @ key.T
+        index = torch.arange(key.shape[0], device=anchor.device)
+        is_negative = index[first : first + anchor.shape[0], None] != index
     else:
         if negative.ndim == 2:
             scores = anchor @ negative.T
         else:
             scores = torch.einsum("bd,bnd->bn", anchor, negative)
         is_negative = torch.ones_like(scores, dtype=torch.bool)
-    values = softplus(masked_logsumexp(scores, is_negative) - positive_score)
-    return reduce(values, reduction)
+    return softplus(masked_logsumexp(scores, is_negative) - positive_score)
 
 
 class NPairLoss(nn.Module):
@@ -99,15 +119,17 @@ class NPairLoss(nn.Module):
         tensor(0.3133)
     """
 
-    def __init__(self, *, reduction: Reduction = "mean") -> None:
+    def __init__(self, *, gather: bool = False, reduction: Reduction = "mean") -> None:
         super().__init__()
+        check_flag(gather=gather)
         check_reduction(reduction)
+        self.gather = gather
         self.reduction: Reduction = reduction
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor | None = None) -> Tensor:
         """The loss; tensors as in the function."""
-        return n_pair_loss(anchor, positive, negative, reduction=self.reduction)
+        return n_pair_loss(anchor, positive, negative, gather=self.gather, reduction=self.reduction)
 
     def extra_repr(self) -> str:
         """The hyperparameters."""
-        return describe(self, "reduction")
+        return describe(self, "gather", "reduction")

@@ -26,6 +26,7 @@ from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 from sparse_losses._core.similarity import normalize, unit_rows
 from sparse_losses._core.softmax import masked_logsumexp, negative_log_softmax, softplus
 from sparse_losses._core.token_ids import as_mask
+from sparse_losses.distributed import gather_rows, num_ranks, spans_ranks, sum_over_ranks
 
 __all__ = ["NWSLoss", "nws_loss"]
 
@@ -55,6 +56,7 @@ def nws_loss(
     aggregation: str = "mean",
     decoupled: bool = True,
     eps: float = 1e-8,
+    gather: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Multi-label contrastive loss whose negatives weigh by how unlike their labels are.
@@ -104,6 +106,9 @@ def nws_loss(
         decoupled: whether the positives stay out of the denominator.
         eps: >= 0. With 0 the loss is exact; above it, a negative's gradient fades once the best
             positive leads it by ``-log(eps)`` temperatures.
+        gather: whether all ranks' keys are references, and ``"mean"`` and ``"sum"`` are over all
+            ranks' queries (see :mod:`sparse_losses.distributed`). Sizes are the same on every rank,
+            and so are prototypes and queue (``LabelQueue(gather=True)``).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -154,6 +159,10 @@ def nws_loss(
     _check_labels("query_labels", query_labels)
     _check_labels("key_labels", key_labels)
     _check_labels("queue_labels", queue_labels, queue_mask)
+    sizes = {"B": size["B"], "F": size["F"], "L": size["L"], "K": size.get("K", 0)}
+    gathers = spans_ranks("nws_loss", gather, query, Q=size.get("Q", 0), **sizes)
+    if gathers and key is not None and key_labels is not None:
+        key, key_labels = gather_rows(key.detach().to(dtype)), gather_rows(key_labels != 0)
     learned = temperature.to(dtype) if isinstance(temperature, Tensor) else None
     constants = (query_labels, label_similarity, key, key_labels, queue, queue_labels, queue_mask)
     tensors = (
@@ -163,7 +172,7 @@ def nws_loss(
         *(None if constant is None else constant.detach() for constant in constants),
     )
     fixed = 1.0 if isinstance(temperature, Tensor) else temperature
-    options = _Options(alpha, beta, fixed, aggregation, decoupled, eps, reduction)
+    options = _Options(alpha, beta, fixed, aggregation, decoupled, eps, reduction, gathers)
     plain: Callable[..., Tensor] = functools.partial(_plain, options)
     if reduction != "none" and query.device.type == "cpu" and can_fuse(*tensors):
         return fuse(plain, functools.partial(_fused, options), *tensors)
@@ -178,6 +187,7 @@ class _Options(NamedTuple):
     decoupled: bool
     eps: float
     reduction: str
+    gather: bool
 
 
 def _plain(
@@ -194,7 +204,7 @@ def _plain(
     queue_mask: Tensor | None,
 ) -> Tensor:
     """The formula, operation by operation."""
-    alpha, beta, number, aggregation, decoupled, eps, reduction = options
+    alpha, beta, number, aggregation, decoupled, eps, reduction, gather = options
     dtype = query.dtype
     # Keys, then queue; an empty slot has neither features nor labels.
     features, label_rows, filled = [], [], []
@@ -264,7 +274,7 @@ def _plain(
         is_counted = torch.cat([is_counted, torch.ones_like(is_labelled)], dim=1)
         terms = negative_log_softmax(weighted, is_counted)[:, :-1]
     values = (weight * torch.where(is_positive, terms, 0.0)).sum(-1) / (count[:, 0] + eps)
-    return reduce(values, reduction, valid)
+    return reduce(values, reduction, valid, gather)
 
 
 def _fused(
@@ -285,7 +295,7 @@ def _fused(
 
     Matrices are ``[R, rows of the tile]``: sums over lists of labels add up rows of them.
     """
-    alpha, beta, number, aggregation, decoupled, eps, reduction = options
+    alpha, beta, number, aggregation, decoupled, eps, reduction, gather = options
     dtype, batch = query.dtype, len(query)
     t = number if temperature is None else temperature
     labels = query_labels.to(dtype)
@@ -417,8 +427,12 @@ def _fused(
             by_row = torch.linalg.vecdot(terms, scores, dim=0)
             d_temperature -= torch.where(is_valid, by_row, 0.0).sum() / t
 
-    value = reduce(values, reduction, valid)
-    divisor = valid.sum().clamp(min=1) if reduction == "mean" else 1
+    value = reduce(values, reduction, valid, gather)
+    divisor = values.new_ones(())
+    if reduction == "mean":
+        divisor = (sum_over_ranks(valid.sum()) if gather else valid.sum()).clamp(min=1).to(dtype)
+    if gather:  # DDP divides by the number of ranks what they all contributed to
+        divisor = divisor / num_ranks()
     if d_query is not None:
         (d_query,) = torch.autograd.grad(unit_query, query, d_query / t / divisor)
         d_query = torch.where(valid[:, None], d_query, 0.0)
@@ -579,11 +593,13 @@ class NWSLoss(nn.Module):
         aggregation: str = "mean",
         decoupled: bool = True,
         eps: float = 1e-8,
+        gather: bool = False,
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
         check_shapes(label_similarity=(label_similarity, "L L", "optional"))
         _check(label_similarity, alpha, beta, temperature, aggregation, decoupled, eps)
+        check_flag(gather=gather)
         check_reduction(reduction)
         if label_similarity is not None:
             label_similarity = label_similarity.detach()
@@ -595,6 +611,7 @@ class NWSLoss(nn.Module):
         self.aggregation = aggregation
         self.decoupled = decoupled
         self.eps = eps
+        self.gather = gather
         self.reduction: Reduction = reduction
 
     def forward(
@@ -626,6 +643,7 @@ class NWSLoss(nn.Module):
             aggregation=self.aggregation,
             decoupled=self.decoupled,
             eps=self.eps,
+            gather=self.gather,
             reduction=self.reduction,
         )
 
@@ -639,5 +657,6 @@ class NWSLoss(nn.Module):
             "aggregation",
             "decoupled",
             "eps",
+            "gather",
             "reduction",
         )

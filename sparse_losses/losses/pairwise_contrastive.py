@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_number, check_shapes, describe
+from sparse_losses._core.checks import check_flag, check_number, check_shapes, describe
 from sparse_losses._core.fused import can_fuse, fuse
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 from sparse_losses._core.token_ids import as_mask
+from sparse_losses.distributed import spans_ranks
 
 __all__ = ["PairwiseContrastiveLoss", "pairwise_contrastive_loss"]
 
@@ -23,6 +24,7 @@ def pairwise_contrastive_loss(
     same: Tensor,
     *,
     margin: float = 1.0,
+    gather: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Pulls pairs of one class together, pushes pairs of two classes a margin apart.
@@ -38,6 +40,8 @@ def pairwise_contrastive_loss(
         x2: ``[B, D]``.
         same: ``[B]`` bool, int or float 0/1.
         margin: ``m``, in units of the Euclidean distance, >= 0.
+        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
+            same on each (see :mod:`sparse_losses.distributed`).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -60,6 +64,7 @@ def pairwise_contrastive_loss(
     check_shapes(x1=(x1, "B D"), x2=(x2, "B D"), same=(same, "B"))
     _check(margin)
     check_reduction(reduction)
+    gather = spans_ranks("pairwise_contrastive_loss", gather, x1, B=x1.shape[0])
     dtype = compute_dtype(x1=x1, x2=x2)
     same = as_mask("same", same)
 
@@ -69,7 +74,7 @@ def pairwise_contrastive_loss(
         values = fuse(plain, functools.partial(_row_values_and_gradients, margin), x1, x2, same)
     else:
         values = _row_values(margin, x1, x2, same)
-    return reduce(values, reduction)
+    return reduce(values, reduction, gather=gather)
 
 
 def _row_values(margin: float, x1: Tensor, x2: Tensor, same: Tensor) -> Tensor:
@@ -111,17 +116,23 @@ class PairwiseContrastiveLoss(nn.Module):
         tensor(2.)
     """
 
-    def __init__(self, *, margin: float = 1.0, reduction: Reduction = "mean") -> None:
+    def __init__(
+        self, *, margin: float = 1.0, gather: bool = False, reduction: Reduction = "mean"
+    ) -> None:
         super().__init__()
         _check(margin)
+        check_flag(gather=gather)
         check_reduction(reduction)
         self.margin = margin
+        self.gather = gather
         self.reduction: Reduction = reduction
 
     def forward(self, x1: Tensor, x2: Tensor, same: Tensor) -> Tensor:
         """The loss; tensors as in the function."""
-        return pairwise_contrastive_loss(x1, x2, same, margin=self.margin, reduction=self.reduction)
+        return pairwise_contrastive_loss(
+            x1, x2, same, margin=self.margin, gather=self.gather, reduction=self.reduction
+        )
 
     def extra_repr(self) -> str:
         """The hyperparameters."""
-        return describe(self, "margin", "reduction")
+        return describe(self, "margin", "gather", "reduction")

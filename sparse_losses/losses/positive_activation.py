@@ -15,6 +15,7 @@ from sparse_losses._core.token_ids import (
     first_occurrences,
     id_mask,
 )
+from sparse_losses.distributed import spans_ranks
 
 __all__ = ["PositiveActivationLoss", "positive_activation_loss"]
 
@@ -28,6 +29,7 @@ def positive_activation_loss(
     *,
     saturating: bool = False,
     ignore_token_ids: TokenIds | None = None,
+    gather: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Raises an anchor's activations at the tokens of its positive.
@@ -46,6 +48,8 @@ def positive_activation_loss(
         token_weight: ``[V]``, ``u`` >= 0; cast to the dtype of the computation.
         saturating: see above.
         ignore_token_ids: ids that leave $T_i$, such as the special tokens.
+        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
+            same on each (see :mod:`sparse_losses.distributed`).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -77,6 +81,7 @@ def positive_activation_loss(
     _check(token_weight)
     check_flag(saturating=saturating)
     check_reduction(reduction)
+    gather = spans_ranks("positive_activation_loss", gather, activations, B=activations.shape[0])
     x = activations.to(compute_dtype(activations=activations))
     attended = as_mask("positive_attention_mask", positive_attention_mask)
     ids = attended_ids("positive_input_ids", positive_input_ids, attended, size["V"])
@@ -93,7 +98,7 @@ def positive_activation_loss(
     target = torch.where(is_target & valid[:, None], x.gather(1, ids), 0.0)
     cost = softplus(-target) if saturating else -target
     values = (weight * cost).sum(-1) / torch.where(valid, total_weight, 1.0)
-    return reduce(values, reduction, valid)
+    return reduce(values, reduction, valid, gather=gather)
 
 
 def _check(token_weight: Tensor | None) -> None:
@@ -127,18 +132,20 @@ class PositiveActivationLoss(nn.Module):
         *,
         saturating: bool = False,
         ignore_token_ids: TokenIds | None = None,
+        gather: bool = False,
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
         check_shapes(token_weight=(token_weight, "V", "optional"))
         _check(token_weight)
-        check_flag(saturating=saturating)
+        check_flag(saturating=saturating, gather=gather)
         check_reduction(reduction)
         self.register_buffer(
             "token_weight", None if token_weight is None else token_weight.detach()
         )
         self.saturating = saturating
         self.ignore_token_ids = check_ids("ignore_token_ids", ignore_token_ids)
+        self.gather = gather
         self.reduction: Reduction = reduction
 
     def forward(
@@ -152,9 +159,10 @@ class PositiveActivationLoss(nn.Module):
             self.token_weight,
             saturating=self.saturating,
             ignore_token_ids=self.ignore_token_ids,
+            gather=self.gather,
             reduction=self.reduction,
         )
 
     def extra_repr(self) -> str:
         """The hyperparameters."""
-        return describe(self, "saturating", "ignore_token_ids", "reduction")
+        return describe(self, "saturating", "ignore_token_ids", "gather", "reduction")

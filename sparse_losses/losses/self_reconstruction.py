@@ -18,6 +18,7 @@ from sparse_losses._core.token_ids import (
     first_occurrences,
     id_mask,
 )
+from sparse_losses.distributed import spans_ranks
 
 __all__ = ["SelfReconstructionLoss", "self_reconstruction_loss"]
 
@@ -32,6 +33,7 @@ def self_reconstruction_loss(
     *,
     ignore_token_ids: TokenIds | None = None,
     balanced: bool = False,
+    gather: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Binary cross-entropy between a row's scores and the set of tokens in its text.
@@ -55,6 +57,8 @@ def self_reconstruction_loss(
         ignore_token_ids: ids that are neither target nor other, such as the special tokens, which
             a FLOPS penalty would punish while this loss raised them.
         balanced: see above; an empty side counts 0.
+        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
+            same on each (see :mod:`sparse_losses.distributed`).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -83,6 +87,7 @@ def self_reconstruction_loss(
     )
     check_flag(balanced=balanced)
     check_reduction(reduction)
+    gather = spans_ranks("self_reconstruction_loss", gather, activations, B=activations.shape[0])
     x = activations.to(compute_dtype(activations=activations))
     vocab_size = size["V"]
     attended = as_mask("attention_mask", attention_mask)
@@ -105,7 +110,7 @@ def self_reconstruction_loss(
         sums = fuse(_row_sums, _row_sums_and_gradient, x, *parts)
     else:
         sums = _row_sums(x, *parts)
-    return reduce(share * sums, reduction)
+    return reduce(share * sums, reduction, gather=gather)
 
 
 def _row_sums(
@@ -173,13 +178,15 @@ class SelfReconstructionLoss(nn.Module):
         *,
         ignore_token_ids: TokenIds | None = None,
         balanced: bool = False,
+        gather: bool = False,
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
-        check_flag(balanced=balanced)
+        check_flag(balanced=balanced, gather=gather)
         check_reduction(reduction)
         self.ignore_token_ids = check_ids("ignore_token_ids", ignore_token_ids)
         self.balanced = balanced
+        self.gather = gather
         self.reduction: Reduction = reduction
 
     def forward(self, activations: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -190,9 +197,10 @@ class SelfReconstructionLoss(nn.Module):
             attention_mask,
             ignore_token_ids=self.ignore_token_ids,
             balanced=self.balanced,
+            gather=self.gather,
             reduction=self.reduction,
         )
 
     def extra_repr(self) -> str:
         """The hyperparameters."""
-        return describe(self, "ignore_token_ids", "balanced", "reduction")
+        return describe(self, "ignore_token_ids", "balanced", "gather", "reduction")

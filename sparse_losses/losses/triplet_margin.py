@@ -4,10 +4,17 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_choice, check_number, check_shapes, describe
+from sparse_losses._core.checks import (
+    check_choice,
+    check_flag,
+    check_number,
+    check_shapes,
+    describe,
+)
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 from sparse_losses._core.similarity import normalize
+from sparse_losses.distributed import spans_ranks
 
 __all__ = ["TripletMarginLoss", "triplet_margin_loss"]
 
@@ -20,6 +27,7 @@ def triplet_margin_loss(
     *,
     margin: float = 0.3,
     similarity: str = "cosine",
+    gather: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Asks the positive to be more similar than the negative by a margin.
@@ -35,6 +43,8 @@ def triplet_margin_loss(
         negative: ``[B, D]``, or ``[B, N, D]``.
         margin: ``m``, in units of the similarity, finite.
         similarity: ``"cosine"`` (of the rows, normalised here), ``"dot"`` or ``"euclidean"``.
+        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
+            same on each (see :mod:`sparse_losses.distributed`).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -61,13 +71,16 @@ def triplet_margin_loss(
     )
     _check(margin, similarity)
     check_reduction(reduction)
+    gather = spans_ranks("triplet_margin_loss", gather, anchor, B=anchor.shape[0])
     dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)
     anchor, positive, negative = anchor.to(dtype), positive.to(dtype), negative.to(dtype)
     if negative.ndim == 2:
         negative = negative.unsqueeze(1)
     if negative.shape[1] == 0:  # no row is valid, but all of them stay in the graph
         nothing = (anchor + positive).sum(-1) + negative.sum((1, 2))
-        return reduce(nothing, reduction, torch.zeros_like(nothing, dtype=torch.bool))
+        return reduce(
+            nothing, reduction, torch.zeros_like(nothing, dtype=torch.bool), gather=gather
+        )
     if similarity == "cosine":
         anchor, positive, negative = normalize(anchor), normalize(positive), normalize(negative)
 
@@ -78,7 +91,7 @@ def triplet_margin_loss(
         positive_similarity = (anchor * positive).sum(-1)
         negative_similarity = torch.einsum("bd,bnd->bn", anchor, negative)
     hinges = nnf.relu(margin - positive_similarity.unsqueeze(1) + negative_similarity)
-    return reduce(hinges.mean(-1), reduction)
+    return reduce(hinges.mean(-1), reduction, gather=gather)
 
 
 def _check(margin: float, similarity: str) -> None:
@@ -102,13 +115,16 @@ class TripletMarginLoss(nn.Module):
         *,
         margin: float = 0.3,
         similarity: str = "cosine",
+        gather: bool = False,
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
         _check(margin, similarity)
+        check_flag(gather=gather)
         check_reduction(reduction)
         self.margin = margin
         self.similarity = similarity
+        self.gather = gather
         self.reduction: Reduction = reduction
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
@@ -119,9 +135,10 @@ class TripletMarginLoss(nn.Module):
             negative,
             margin=self.margin,
             similarity=self.similarity,
+            gather=self.gather,
             reduction=self.reduction,
         )
 
     def extra_repr(self) -> str:
         """The hyperparameters."""
-        return describe(self, "margin", "similarity", "reduction")
+        return describe(self, "margin", "similarity", "gather", "reduction")

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_number, check_shapes
+from sparse_losses._core.checks import check_flag, check_number, check_shapes
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.token_ids import TokenIds, as_mask, check_ids
+from sparse_losses.distributed import gather_rows, num_ranks, rank, spans_ranks, sum_over_ranks
 from sparse_losses.losses import (
     DistillationLoss,
     FlopsLoss,
@@ -114,6 +115,10 @@ class SpladeObjective(nn.Module):
         score_scale: the student's scores are multiplied by it for distillation: cosines are too
             flat for a softmax; 1 over InfoNCE's temperature is their common scale.
         teacher_scale: likewise the teacher's; default: as the student's. 1 for logits.
+        gather: whether the values are those of all ranks' texts together, and the gradients after
+            DistributedDataParallel's averaging those of one process that holds them all; it is set
+            in all losses. A teacher's scores of all candidates are then of all ranks' candidates,
+            ``[B, W B + W N]``; those of this rank's alone, ``[B, B + N]``, leave the others out.
 
     Shape:
         - Input: a :class:`SpladeBatch`.
@@ -157,6 +162,7 @@ class SpladeObjective(nn.Module):
         stopword_ids: TokenIds = (),
         score_scale: float = 1.0,
         teacher_scale: float | None = None,
+        gather: bool = False,
     ) -> None:
         super().__init__()
         check_number("score_scale", score_scale, minimum=0.0, exclusive=True)
@@ -177,7 +183,11 @@ class SpladeObjective(nn.Module):
             ignore_token_ids=special
         )
         self.language_penalty = language_penalty
+        check_flag(gather=gather)
+        self.gather = gather
         for name, module in self.named_children():
+            if gather and getattr(module, "gather", True) is False:  # "ring" may stay
+                setattr(module, "gather", True)  # noqa: B010 - not every module has one, says mypy
             if getattr(module, "reduction", "mean") == "none":
                 raise ValueError(f"expected `{name}` to reduce to one number, got reduction='none'")
         if len(stopwords) and int(stopwords[0]) < 0:
@@ -230,6 +240,11 @@ class SpladeObjective(nn.Module):
         """
         active = self.active()
         self._check_inputs(active, batch)
+        x, negative, teacher = batch.anchor.activations, batch.negative, batch.teacher_scores
+        sizes = {"B": x.shape[0], "V": x.shape[1], "number of active terms": len(active)}
+        sizes["number of negatives"] = 0 if negative is None else negative.activations.shape[-2]
+        sizes["columns of `teacher_scores`"] = 0 if teacher is None else teacher.shape[-1]
+        spans_ranks("SpladeObjective", self.gather, x, **sizes)
         with autocast_off(batch.anchor.activations.device):
             return self._terms(active, batch)
 
@@ -255,11 +270,13 @@ class SpladeObjective(nn.Module):
                 of_flops["document"] = _together(shown.positive, shown.negative)
 
         teacher_scale = self.score_scale if self.teacher_scale is None else self.teacher_scale
-        scores = None
-        if {"distillation", "margin_mse"} & {*active}:
-            scores = self._scores(anchor, positive, negative)
+        scores, ranks = None, 1
+        if {"distillation", "margin_mse"} & {*active} and teacher_scores is not None:
+            ranks = self._ranks_of_teacher(anchor, negative, teacher_scores)
+            scores = self._scores(anchor, positive, negative, ranks)
         if "info_nce" in active:
-            terms["info_nce"] = self._info_nce(shown, scores if shown is batch else None)
+            is_whole = shown is batch and not self.info_nce.gather
+            terms["info_nce"] = self._info_nce(shown, scores if is_whole else None)
         # What an active term needs is there: the checks above said so, the types do not know.
         if "triplet_margin" in active and negative is not None:
             terms["triplet_margin"] = self.triplet_margin(
@@ -267,16 +284,17 @@ class SpladeObjective(nn.Module):
             )
         if "distillation" in active and scores is not None and teacher_scores is not None:
             terms["distillation"] = self.distillation(
-                self.score_scale * _candidates(scores, negative, teacher_scores.shape),
+                self.score_scale * _candidates(scores, negative, teacher_scores.shape, ranks),
                 teacher_scale * teacher_scores.to(scores.dtype),
             )
         if "context_distillation" in active and teacher_anchor_scores is not None:
-            own = self._scores(anchor, anchor, None)
+            own_ranks = self._ranks_of_teacher(anchor, None, teacher_anchor_scores)
+            own = self._scores(anchor, anchor, None, own_ranks)
             terms["context_distillation"] = self.context_distillation(
                 self.score_scale * own, teacher_scale * teacher_anchor_scores.to(own.dtype)
             )
         if "margin_mse" in active and scores is not None and teacher_scores is not None:
-            terms["margin_mse"] = self._margin_mse(scores, negative, teacher_scores)
+            terms["margin_mse"] = self._margin_mse(scores, negative, teacher_scores, ranks)
 
         for side, texts in sides.items():
             activations, input_ids, attention_mask, logits = texts
@@ -330,8 +348,17 @@ class SpladeObjective(nn.Module):
             reduction=loss.reduction,
         )
 
-    def _scores(self, anchor: Texts, positive: Texts, negative: Texts | None) -> Tensor:
-        """What InfoNCE compares, ``[B, B + N]``: positives, then negatives."""
+    def _ranks_of_teacher(self, anchor: Texts, negative: Texts | None, teacher: Tensor) -> int:
+        """Of how many ranks' candidates these are the teacher's scores: this one's, or all."""
+        ranks = num_ranks() if self.gather else 1
+        wanted = ranks * len(anchor.activations)
+        if negative is not None:
+            own = negative.activations.shape[-2]
+            wanted += own if negative.activations.ndim == 3 else ranks * own
+        return ranks if teacher.ndim == 2 and teacher.shape[1] == wanted else 1
+
+    def _scores(self, anchor: Texts, positive: Texts, negative: Texts | None, ranks: int) -> Tensor:
+        """What InfoNCE compares, ``[B, B + N]``: positives, then negatives; of one or all ranks."""
         texts = [anchor, positive, *([] if negative is None else [negative])]
         vectors = [x.activations for x in texts]
         dtype = compute_dtype(
@@ -342,18 +369,23 @@ class SpladeObjective(nn.Module):
             unit = normalize(vectors[0])
             vectors = [unit, *(unit if x is vectors[0] else normalize(x) for x in vectors[1:])]
         query, key, *others = vectors
-        scores = [query @ key.T]
+        everyone = gather_rows if ranks > 1 else _unchanged
+        scores = [query @ everyone(key).T]
         for other in others:
-            rows = other.ndim == 2
-            scores.append(query @ other.T if rows else torch.einsum("bv,bnv->bn", query, other))
+            if other.ndim == 2:
+                scores.append(query @ everyone(other).T)
+            else:
+                scores.append(torch.einsum("bv,bnv->bn", query, other))
         return torch.cat(scores, dim=1) if others else scores[0]
 
-    def _margin_mse(self, scores: Tensor, negative: Texts | None, teacher: Tensor) -> Tensor:
+    def _margin_mse(
+        self, scores: Tensor, negative: Texts | None, teacher: Tensor, ranks: int
+    ) -> Tensor:
         """Over all pairs of a positive and one of its anchor's own negatives."""
-        own = _own_candidates(scores, negative)
+        own = _own_candidates(scores, negative, ranks)
         if teacher.shape != own.shape:
-            _candidates(scores, negative, teacher.shape)  # or say which shapes there are
-            teacher = _own_candidates(teacher, negative)
+            _candidates(scores, negative, teacher.shape, ranks)  # or say which shapes there are
+            teacher = _own_candidates(teacher, negative, ranks)
         # -inf: not a candidate. Both sides of such a pair are 0, and it is not counted.
         teacher = teacher.to(own.dtype)
         hidden = (teacher[:, :1] == -torch.inf) | (teacher[:, 1:] == -torch.inf)
@@ -364,7 +396,9 @@ class SpladeObjective(nn.Module):
         ]
         loss: Tensor = self.margin_mse(*pairs)
         if self.margin_mse.reduction == "mean":
-            loss = loss * (hidden.numel() / (~hidden).sum().clamp(min=1))
+            seen = torch.stack([torch.ones_like(hidden).sum(), (~hidden).sum()])
+            pairs_in_all, counted = sum_over_ranks(seen) if self.margin_mse.gather else seen
+            loss = loss * (pairs_in_all / counted.clamp(min=1))
         return loss
 
     def _token_counts(self, input_ids: Tensor | None, mask: Tensor | None) -> Tensor | None:
@@ -469,22 +503,27 @@ def _together(positive: Texts, negative: Texts | None) -> Texts:
     return positive.join(negative.flatten() if negative.activations.ndim == 3 else negative)
 
 
-def _own_candidates(scores: Tensor, negative: Texts | None) -> Tensor:
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _own_candidates(scores: Tensor, negative: Texts | None, ranks: int) -> Tensor:
     """The positive and the anchor's own negatives ``[B, 1 + N]``, of all candidates."""
     size = scores.shape[0]
-    others = scores[:, size:]
+    first = rank() * size if ranks > 1 else 0
+    others = scores[:, ranks * size :]
     if negative is not None and negative.activations.ndim == 2:
-        others = others.diagonal()[:, None]
-    return torch.cat([scores.diagonal()[:, None], others], dim=1)
+        others = others[:, first:].diagonal()[:, None]
+    return torch.cat([scores[:, first:].diagonal()[:, None], others], dim=1)
 
 
-def _candidates(scores: Tensor, negative: Texts | None, wanted: torch.Size) -> Tensor:
+def _candidates(scores: Tensor, negative: Texts | None, wanted: torch.Size, ranks: int) -> Tensor:
     """The student's scores of those candidates that the teacher scored."""
     if wanted == scores.shape:
         return scores
     shapes = [list(scores.shape)]
     if negative is not None and len(negative.activations) == len(scores):
-        own = _own_candidates(scores, negative)
+        own = _own_candidates(scores, negative, ranks)
         if wanted == own.shape:
             return own
         shapes.append(list(own.shape))

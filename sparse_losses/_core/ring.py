@@ -1,0 +1,204 @@
+"""In-batch contrast over several ranks that holds the keys of one other rank at a time.
+
+Every rank's keys go round the ring of ranks twice: first each rank adds up its rows' denominators,
+then it knows every probability, and the gradient by the keys travels with them until both are home.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparse_losses._core.contrast import BLOCK, exponentials, losses, merged
+from sparse_losses._core.similarity import through_unit_rows_, unit_rows
+from sparse_losses.distributed import num_ranks, rank, sum_over_ranks
+
+__all__ = ["ring_contrast"]
+
+
+def ring_contrast(
+    needs: Sequence[bool],
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor | None,
+    temperature: Tensor,
+    *,
+    cosine: bool,
+    symmetric: bool,
+    decoupled: bool,
+    positive_ids: Tensor | None,
+    chunk_size: int | None,
+    mean: bool,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """InfoNCE over all ranks' rows, and its gradient by this rank's four tensors, for DDP."""
+    batch, ranks = anchor.shape[0], num_ranks()
+    share = 1.0 / (batch * ranks if mean else 1) / (2 if symmetric else 1)
+    value = temperature.new_zeros(())
+    of_temperature = torch.zeros_like(value)
+    found: list[Tensor | None] = [None, None, None, None]
+    for asks, answers in ((0, 1), (1, 0)) if symmetric else ((0, 1),):
+        sides = anchor, positive
+        direction = _Direction(
+            sides[asks], sides[answers], negative, temperature, cosine, positive_ids, chunk_size
+        )
+        value += direction.value(decoupled, share)
+        if not any(needs):
+            continue
+        by_asks, by_answers, by_negative = direction.gradients(needs[2])
+        of_temperature += direction.of_temperature
+        for place, gradient in ((asks, by_asks), (answers, by_answers), (2, by_negative)):
+            if gradient is not None and needs[place]:
+                # DDP divides by the number of ranks what they all contributed to.
+                gradient = gradient.mul_(ranks)
+                before = found[place]
+                found[place] = gradient if before is None else before.add_(gradient)
+    if needs[3]:
+        found[3] = of_temperature * ranks
+    return sum_over_ranks(value), found
+
+
+class _Direction:
+    """One side asks, the other answers: the keys of all ranks, and this rank's queries."""
+
+    def __init__(
+        self,
+        asks: Tensor,
+        answers: Tensor,
+        negative: Tensor | None,
+        temperature: Tensor,
+        cosine: bool,
+        positive_ids: Tensor | None,
+        chunk_size: int | None,
+    ) -> None:
+        self.temperature, self.ids = temperature, positive_ids
+        self.query_length: Tensor | None = None
+        self.key_length: Tensor | None = None
+        self.each_length: Tensor | None = None
+        if cosine:
+            asks, self.query_length = unit_rows(asks)
+        self.queries = asks / temperature
+        shared = [answers]
+        if negative is not None and negative.ndim == 2:
+            shared.append(negative)
+        self.keys = torch.cat(shared) if len(shared) > 1 else answers
+        self.each = negative if negative is not None and negative.ndim == 3 else None
+        if cosine:
+            self.keys, self.key_length = unit_rows(self.keys)
+            if self.each is not None:
+                self.each, self.each_length = unit_rows(self.each)
+        self.batch, self.num_shared = len(answers), len(self.keys) - len(answers)
+        step = chunk_size or max(BLOCK // sum(self.keys.shape), 1)
+        self.chunks = [slice(i, i + step) for i in range(0, self.batch, step)]
+
+    def _scores(self, rows: slice, keys: Tensor, ids: Tensor | None, is_own: bool) -> Tensor:
+        """Scores against the keys of one rank; what is no rival has -inf, the positives too."""
+        scores = self.queries[rows] @ _without_nan(keys, ids).T
+        if ids is not None and self.ids is not None:
+            scores.masked_fill_(keys.isnan().any(1), torch.nan)
+            in_batch = scores[:, : self.batch]
+            in_batch.masked_fill_(self.ids[rows, None] == ids, -torch.inf)
+        if is_own:
+            scores[:, rows].diagonal().fill_(-torch.inf)
+        return scores
+
+    def _scores_of_each(self, rows: slice) -> Tensor:
+        """Scores against each query's own negatives."""
+        assert self.each is not None
+        return torch.einsum("bd,bnd->bn", self.queries[rows], self.each[rows])
+
+    def value(self, decoupled: bool, share: float) -> Tensor:
+        """The loss of this rank's rows; keeps what the gradients need."""
+        positive = (self.queries * self.keys[: self.batch]).sum(-1)
+        highest, total = torch.zeros_like(positive), torch.zeros_like(positive)
+
+        def add(rows: slice, scores: Tensor) -> None:
+            _, block_highest, block_total = exponentials(scores, 1, True)
+            highest[rows], total[rows] = merged(
+                highest[rows], total[rows], block_highest, block_total
+            )
+
+        keys, ids = self.keys, self.ids
+        for turn in range(num_ranks()):
+            coming = _pass_on(keys, ids)
+            for rows in self.chunks:
+                add(rows, self._scores(rows, keys, ids, is_own=turn == 0))
+            keys, ids = coming.wait()
+        for rows in self.chunks if self.each is not None else ():
+            add(rows, self._scores_of_each(rows))
+        self.highest = highest
+        row_losses, self.slope, self.factor = losses(highest, total, positive, decoupled, share)
+        return row_losses.sum() * share
+
+    def gradients(self, of_each: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """By queries, keys and negatives, shared (as the keys' last rows) or each query's own."""
+        by_queries = torch.zeros_like(self.queries)
+        by_each = None
+        keys, ids, by_keys = self.keys, self.ids, torch.zeros_like(self.keys)
+        for turn in range(num_ranks()):
+            coming = _pass_on(keys, ids)
+            for rows in self.chunks:
+                scores = self._scores(rows, keys, ids, is_own=turn == 0)
+                slopes = self._slopes(rows, scores)
+                if turn == 0:
+                    slopes[:, rows].diagonal().sub_(self.slope[rows])
+                by_queries[rows].addmm_(slopes, _without_nan(keys, ids))
+                by_keys.addmm_(slopes.T, self.queries[rows])
+            keys, ids = coming.wait()
+            by_keys, _ = _pass_on(by_keys, None).wait()
+        if self.each is not None:
+            by_each = torch.empty_like(self.each) if of_each else None
+            for rows in self.chunks:
+                slopes = self._slopes(rows, self._scores_of_each(rows))
+                by_queries[rows] += torch.einsum("bn,bnd->bd", slopes, self.each[rows])
+                if by_each is not None:
+                    torch.mul(slopes[:, :, None], self.queries[rows, None], out=by_each[rows])
+        # Every score is a query over the temperature times a key.
+        self.of_temperature = -(by_queries * self.queries).sum() / self.temperature
+        if self.query_length is not None:
+            by_queries = by_queries.div_(self.temperature)
+            unit = self.queries * self.temperature
+            by_queries = through_unit_rows_(by_queries, unit, self.query_length)
+        else:
+            by_queries = by_queries.div_(self.temperature)
+        if self.key_length is not None:
+            by_keys = through_unit_rows_(by_keys, self.keys, self.key_length)
+        if by_each is not None and self.each_length is not None and self.each is not None:
+            by_each = through_unit_rows_(by_each, self.each, self.each_length)
+        by_negative = by_keys[self.batch :] if self.num_shared else by_each
+        return by_queries, by_keys[: self.batch], by_negative
+
+    def _slopes(self, rows: slice, scores: Tensor) -> Tensor:
+        """The derivative of the loss by the scores of rivals, in place."""
+        exponents = scores.sub_(self.highest[rows, None]).clamp_(max=0.0)
+        return exponents.exp_().mul_(self.factor[rows, None])
+
+
+def _without_nan(keys: Tensor, ids: Tensor | None) -> Tensor:
+    """Where ids may hide a key, its NaN must not reach a product: 0 * NaN is NaN."""
+    return keys if ids is None else torch.where(keys.isnan().any(1, keepdim=True), 0.0, keys)
+
+
+class _Coming:
+    """What the neighbour is sending."""
+
+    def __init__(self, works: list[Any], keys: Tensor, ids: Tensor | None) -> None:
+        self.works, self.keys, self.ids = works, keys, ids
+
+    def wait(self) -> tuple[Tensor, Tensor | None]:
+        for work in self.works:
+            work.wait()
+        return self.keys, self.ids
+
+
+def _pass_on(keys: Tensor, ids: Tensor | None) -> _Coming:
+    """Sends to the next rank of the ring, and receives from the one before, meanwhile."""
+    to, source = (rank() + 1) % num_ranks(), (rank() - 1) % num_ranks()
+    coming = [torch.empty_like(x) for x in (keys, ids) if x is not None]
+    operations = []
+    for sent, received in zip((x for x in (keys, ids) if x is not None), coming, strict=True):
+        operations.append(dist.P2POp(dist.isend, sent.contiguous(), to))
+        operations.append(dist.P2POp(dist.irecv, received, source))
+    works = dist.batch_isend_irecv(operations)
+    return _Coming(works, coming[0], coming[1] if ids is not None else None)

@@ -1,0 +1,164 @@
+"""Gathers and sums over the ranks of a process group that keep gradients right.
+
+The gradient of what is gathered is added up over the ranks that used it, so the gradient of the sum
+of all ranks' losses is exact. Where every rank ends with the same loss, that sum is the loss times
+the number of ranks W, and DistributedDataParallel, which averages gradients, divides by W again:
+what remains is the gradient of one process with the whole batch.
+"""
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = [
+    "gather_rows",
+    "maximum_over_ranks",
+    "num_ranks",
+    "rank",
+    "spans_ranks",
+    "sum_over_ranks",
+]
+
+# The names of PyTorch 2.13 and later, else those before, which warn there. Public functions that
+# write into a tensor, as the compiler traces these.
+if dist.is_available():
+    _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# Sizes that ranks compare before anything else, beside the name of the call.
+NUM_SIZES = 9
+
+
+def num_ranks() -> int:
+    """Ranks of the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's rank in the default process group; 0 without one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def gather_rows(x: Tensor) -> Tensor:
+    """The rows of all ranks ``[W B, ...]``, in the order of the ranks, each with its gradient.
+
+    Every rank must call it, with the same shape and dtype.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses.distributed import gather_rows
+        >>> gather_rows(torch.ones(2, 3)).shape  # no process group: one rank
+        torch.Size([2, 3])
+    """
+    if num_ranks() == 1:
+        return x
+    if x.dtype == torch.bool:  # which not every backend sends
+        return gather_rows(x.to(torch.uint8)).to(torch.bool)
+    gathered: Tensor = _Gather.apply(x)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """The sum of all ranks' ``x``, with its gradient.
+
+    Every rank must call it, with the same shape and dtype.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses.distributed import sum_over_ranks
+        >>> sum_over_ranks(torch.ones(2))  # no process group: one rank
+        tensor([1., 1.])
+    """
+    if num_ranks() == 1:
+        return x
+    total: Tensor = _Sum.apply(x)  # type: ignore[no-untyped-call]
+    return total
+
+
+def maximum_over_ranks(x: Tensor) -> Tensor:
+    """The largest of all ranks' ``x``, entry by entry, without a gradient."""
+    if num_ranks() == 1:
+        return x
+    largest = x.detach().clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest
+
+
+def spans_ranks(call: str, gather: object, like: Tensor, **sizes: int) -> bool:
+    """Whether a call with ``gather`` has other ranks to look at; they then agree on its sizes.
+
+    Compiled, nothing is compared: equal sizes are the caller's promise.
+
+    Raises:
+        TypeError: for a ``gather`` that is no bool.
+        ValueError: on every rank, if their sizes differ or they are in different calls.
+    """
+    if not isinstance(gather, bool):
+        raise TypeError(f"expected `gather` to be True or False, got {gather!r}")
+    if not gather or num_ranks() == 1:
+        return False
+    if not torch.compiler.is_compiling() and type(like) in (Tensor, nn.Parameter):
+        _check_agreement(call, like, sizes)
+    return True
+
+
+def _check_agreement(call: str, like: Tensor, sizes: dict[str, int]) -> None:
+    sizes = {**sizes, "bytes a number": like.element_size()}
+    own = [zlib.crc32(call.encode()), *sizes.values()]
+    own += [0] * (1 + NUM_SIZES - len(own))
+    mine = torch.tensor(own, dtype=torch.int64, device=like.device)
+    everyone = gather_rows(mine.unsqueeze(0)).tolist()
+    if elsewhere := [r for r, theirs in enumerate(everyone) if theirs[0] != own[0]]:
+        raise ValueError(
+            f"expected every rank to be in {call}(gather=True), as rank {rank()} is, got ranks "
+            f"{elsewhere} in another loss"
+        )
+    for place, name in enumerate(sizes, start=1):
+        came = [theirs[place] for theirs in everyone]
+        if len(set(came)) > 1:
+            listed = ", ".join(f"{size} on rank {r}" for r, size in enumerate(came))
+            raise ValueError(
+                f"expected the same {name} on every rank for {call}(gather=True), got {listed}; "
+                "the last batch of an epoch? Drop it (drop_last=True)"
+            )
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        gathered = x.new_empty((num_ranks() * x.shape[0], *x.shape[1:]))
+        _all_gather(gathered, x.contiguous())
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        return _Scatter.apply(*upstream)  # type: ignore[no-untyped-call]
+
+
+class _Scatter(torch.autograd.Function):
+    """Every rank's own rows of the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        own = x.new_empty((x.shape[0] // num_ranks(), *x.shape[1:]))
+        _reduce_scatter(own, x.contiguous())
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        return _Gather.apply(*upstream)  # type: ignore[no-untyped-call]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        return _Sum.apply(*upstream)  # type: ignore[no-untyped-call]

@@ -1,0 +1,137 @@
+"""`gather=True`: value on every rank, and gradients after averaging, of one process with all rows.
+
+For 1 to 4 ranks, every case of the losses' table, both paths, in fp64. The ranks work through all
+of it in one go; each test looks up one line of what they found.
+"""
+
+import functools
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from sparse_losses._core import fused
+from tests.cases import CASES, Case, to_tensors
+from tests.distributed.ranks import run_ranks
+
+ROWS = 3  # of each rank
+WORLDS = (1, 2, 3, 4)
+MANY = 3  # so many ranks take means only: what a sum needs is what a mean needs
+PARTS = {"key": 0, "key_labels": 0}  # split over the ranks though they are no rows of the batch
+
+
+def is_split(case: Case, name: str, array: np.ndarray) -> bool:
+    shared_negative = name == "negative" and name not in case.rows
+    return name in case.rows or name in case.square or name in PARTS or shared_negative
+
+
+def whole(case: Case, world: int, seed: int) -> dict[str, np.ndarray]:
+    """The batch of all ranks: rows from one call, shared negatives and keys from one a rank."""
+    arrays = case.arrays(world * ROWS, seed)
+    others = [case.arrays(world * ROWS, seed + 100 + r) for r in range(world)]
+    for name in arrays:
+        if is_split(case, name, arrays[name]) and name not in case.rows + case.square:
+            arrays[name] = np.concatenate([other[name] for other in others])
+    return arrays
+
+
+def part(case: Case, arrays: dict[str, np.ndarray], rank: int, world: int) -> dict:
+    mine = dict(arrays)
+    for name, array in arrays.items():
+        if array is not None and is_split(case, name, array):
+            size = len(array) // world
+            mine[name] = array[rank * size : (rank + 1) * size]
+    return mine
+
+
+def variants(case: Case, world: int):
+    """Reductions, gather and paths that a case is tried with."""
+    reductions = (None,)
+    if case.loss.reduces:
+        reductions = ("mean", "sum", "none") if world < MANY else ("mean",)
+    for reduction, path in itertools.product(reductions, ("plain", "fused")):
+        yield reduction, path, True
+    if case.stem == "info_nce" and case.kwargs.get("in_batch", True) and not case.square:
+        for reduction in [reduction for reduction in reductions if reduction != "none"]:
+            yield reduction, "plain", "ring"
+
+
+def key_of(case: Case, reduction: str | None, path: str, gather: Any) -> str:
+    return f"{case.id}-{reduction}-{path}-{gather}"
+
+
+def evaluate(case: Case, arrays: dict, reduction: str | None, learned: bool, **options: Any):
+    """Value, and gradients by everything that has one; the temperature too where there is one."""
+    tensors = to_tensors(arrays)
+    leaves = {name: tensors[name].requires_grad_() for name in case.differentiable}
+    if learned:
+        number = case.kwargs.get("temperature", 0.07)
+        leaves["temperature"] = torch.tensor(number, dtype=torch.float64, requires_grad=True)
+        options["temperature"] = leaves["temperature"]
+    if reduction:
+        options["reduction"] = reduction
+    value = case.function()(**tensors, **options)
+    found = torch.autograd.grad(value.sum(), list(leaves.values()), allow_unused=True)
+    return value.detach(), dict(zip(leaves, found, strict=True))
+
+
+def compare(rank: int, world: int) -> dict[str, str]:
+    """What went wrong, by variant; an empty text where nothing did."""
+    found = {}
+    for case in CASES:
+        arrays = whole(case, world, seed=3)
+        mine = part(case, arrays, rank, world)
+        learned = "temperature" in case.loss.signature
+        for reduction, path, gather in variants(case, world):
+            fused.FEWEST_ELEMENTS = {"plain": 10**18, "fused": 0}[path]
+            try:
+                check(case, arrays, mine, rank, world, reduction, gather, learned)
+                wrong = ""
+            except AssertionError as error:
+                wrong = str(error)
+            found[key_of(case, reduction, path, gather)] = wrong
+    return found
+
+
+def check(case, arrays, mine, rank, world, reduction, gather, learned) -> None:
+    expected, expected_gradients = evaluate(case, arrays, reduction, learned)
+    value, gradients = evaluate(case, mine, reduction, learned, gather=gather)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
+    rows = slice(rank * ROWS, (rank + 1) * ROWS)
+    close(value, expected[rows] if reduction == "none" else expected, msg=lambda m: f"value: {m}")
+    # Every rank's backward pass starts from the whole loss, and DDP averages; with "none" from its
+    # own rows alone, and the sum over ranks is the whole.
+    share = 1 if reduction == "none" else world
+    for name, gradient in gradients.items():
+        whole_gradient = expected_gradients[name]
+        if name in arrays and is_split(case, name, arrays[name]):
+            size = len(whole_gradient) // world
+            whole_gradient = whole_gradient[rank * size : (rank + 1) * size]
+            gradient = gradient / share
+        else:  # a parameter that every rank holds
+            gradient = gradient.clone()
+            if world > 1:
+                dist.all_reduce(gradient)
+            gradient = gradient / share
+        close(gradient, whole_gradient, msg=lambda m, name=name: f"gradient by {name}: {m}")
+    assert any(gradient.any() for gradient in gradients.values())
+
+
+@functools.cache
+def results(world: int) -> list[dict[str, str]]:
+    return run_ranks(world, compare, world)
+
+
+def ids():
+    for world in WORLDS:
+        for case in CASES:
+            for reduction, path, gather in variants(case, world):
+                yield world, key_of(case, reduction, path, gather)
+
+
+@pytest.mark.parametrize(("world", "name"), list(ids()))
+def test_value_and_averaged_gradients_are_those_of_one_process(world, name):
+    assert [found[name] for found in results(world)] == [""] * world
