@@ -13,7 +13,7 @@ from sentence_transformers import (
 )
 from sentence_transformers.base.sampler import DefaultBatchSampler
 from sentence_transformers.sparse_encoder import losses as theirs
-from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
+from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
 from torch.utils.data import SequentialSampler
 
 from sparse_losses import (
@@ -69,7 +69,10 @@ def in_order(dataset, batch_size, drop_last, **_):
 
 
 def sparse_encoder(folder):
-    return SparseEncoder(modules=[MLMTransformer(folder), SpladePooling("max")], device="cpu")
+    return SparseEncoder(
+        modules=[Transformer(folder, transformer_task="fill-mask"), SpladePooling("max")],
+        device="cpu",
+    )
 
 
 def arguments(path, kind=SparseEncoderTrainingArguments, **settings):
@@ -195,7 +198,7 @@ def mse_of_margins(texts, labels):
     return (margins**2).mean()
 
 
-def objective(**more):
+def objective(gather=False):
     return SpladeObjective(
         {
             "info_nce": 1.0,
@@ -208,11 +211,11 @@ def objective(**more):
             "query_language_penalty": 0.01,
             "document_self_reconstruction": 0.3,
             "query_positive_activation": 0.05,
-        }
-        | more,
+        },
         info_nce=InfoNCELoss(temperature=0.5),
         language_penalty=LanguagePenaltyLoss(PENALTY),
         special_token_ids=[0, 1, 2, 3, 4],
+        gather=gather,
     )
 
 

@@ -5,32 +5,72 @@ import socket
 
 import pytest
 import torch
+from sentence_transformers.sparse_encoder import losses as theirs
 
-from sparse_losses import (
-    InfoNCELoss,
-    SpladeObjective,
-)
+from sparse_losses import FlopsLoss, InfoNCELoss, MinActivationLoss
 from sparse_losses.integrations.sentence_transformers import LossState, SentenceTransformersLoss
 from tests.integrations.sentence_transformers.runs import (
-    ALONE,
     NAME,
+    SCORES,
     assert_moved,
     assert_same_weights,
     dataset,
-    learning,
     logged,
+    objective,
     plain_loop,
     sparse_encoder,
+    splade,
     train,
 )
 
-DEVICES = ("triplet_margin", "margin_mse", "learned temperature")
+
+def info_nce(gather=True):
+    return InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.5)), gather=gather)
 
 
-def of_devices(name):
-    if name == "learned temperature":
-        return SpladeObjective({"info_nce": 1.0}, info_nce=learning()), 2, None
-    return ALONE[name][:3]
+def in_splade(model, **options):
+    base = SentenceTransformersLoss(model, info_nce())
+    return splade(model, base, FlopsLoss(gather=True), **options)
+
+
+# Columns, labels, the loss.
+GLOBAL = {
+    "info_nce": (4, None, lambda m: SentenceTransformersLoss(m, info_nce())),
+    "cached": (4, None, lambda m: SentenceTransformersLoss(m, info_nce(), mini_batch_size=1)),
+    "objective": (4, SCORES, lambda m: SentenceTransformersLoss(m, objective(gather=True))),
+    "mean of rows": (
+        2,
+        None,
+        lambda m: SentenceTransformersLoss(m, MinActivationLoss(threshold=5.0)),
+    ),
+    "SpladeLoss": (3, None, in_splade),
+    "CachedSpladeLoss": (
+        3,
+        None,
+        lambda m: in_splade(m, kind=theirs.CachedSpladeLoss, mini_batch_size=1),
+    ),
+}
+LOCAL = {"a device's own": (2, None, lambda m: SentenceTransformersLoss(m, info_nce(False)))}
+
+
+def run(name, folder, path, batch_size, **settings):
+    model = sparse_encoder(folder)
+    columns, labels, make = (GLOBAL | LOCAL)[name]
+    trainer = train(
+        model,
+        make(model),
+        dataset(columns, labels).select(range(8)),
+        f"{path}/{name}",
+        callbacks=[LossState],
+        per_device_train_batch_size=batch_size,
+        num_train_epochs=1,
+        **settings,
+    )
+    return trainer, model, [x.item() for _, x in trainer_state(trainer)._learned()]
+
+
+def trainer_state(trainer):
+    return next(x for x in trainer.callback_handler.callbacks if isinstance(x, LossState))
 
 
 def on_device(rank, folder, path, port):
@@ -41,56 +81,47 @@ def on_device(rank, folder, path, port):
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
     }
     torch.set_num_threads(1)
-    for name in DEVICES:
-        model = sparse_encoder(folder)
-        loss, columns, labels = of_devices(name)
-        ours = SentenceTransformersLoss(model, loss)
-        trainer = train(
-            model,
-            ours,
-            dataset(columns, labels).select(range(8)),
-            f"{path}/{name}",
-            callbacks=[LossState],
-            per_device_train_batch_size=2,
-            num_train_epochs=1,
-            ddp_backend="gloo",
-        )
-        state = {"model": model.state_dict(), "learned": [*ours.loss.parameters()]}
-        torch.save(state | {"values": logged(trainer)}, f"{path}/{name}-{rank}.pt")
+    for name in GLOBAL | LOCAL:
+        trainer, model, learned = run(name, folder, path, 2, ddp_backend="gloo")
+        found = {"model": model.state_dict(), "learned": learned, "values": logged(trainer)}
+        torch.save(found, f"{path}/{name}-{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.works_with(NAME, "devices")
+@pytest.mark.works_with(NAME, "devices", "cached")
 def test_two_devices_train_as_one_on_the_global_batch(folder, sparse, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(on_device, (folder, str(tmp_path), port), nprocs=2)
-    for name in DEVICES:
-        reference, temperature = sparse(), torch.nn.Parameter(torch.tensor(0.5))
-        settings = {"epochs": 1, "count": 8, "batch": 4}
-        if name == "learned temperature":  # of a device's own batch
-            settings |= {"learned": [temperature], "batch": 2, "every": 2}
-            plain = InfoNCELoss(temperature=temperature)
-            columns, labels = 2, None
-
-            def function(t, _, plain=plain):
-                return plain(t[0].activations, t[1].activations)
+    for name in GLOBAL | LOCAL:
+        if name in GLOBAL:
+            trainer, reference, learned = run(name, folder, tmp_path, 4)
+            values = logged(trainer)
         else:
-            _, columns, labels, function = ALONE[name]
-        values = plain_loop(reference, function, columns, labels, **settings)
-        every = settings.get("every", 1)
-        means = [sum(values[i : i + every]) / every for i in range(0, len(values), every)]
+            reference, alone = sparse(), info_nce(False)
+            each = plain_loop(
+                reference,
+                lambda t, _, loss=alone: loss(t[0].activations, t[1].activations),
+                2,
+                learned=[alone.temperature],
+                epochs=1,
+                every=2,
+                batch=2,
+                count=8,
+            )
+            learned = [alone.temperature.item()]
+            values = [(each[0] + each[1]) / 2, (each[2] + each[3]) / 2]
+        assert_moved(reference, sparse())
+        assert all(abs(x - 0.5) > 1e-4 for x in learned), name
         for rank in (0, 1):
             found = torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True)
             model = sparse()
             model.load_state_dict(found["model"])
             assert_same_weights(model, reference)
-            assert_moved(model, sparse())
-            if name == "learned temperature":
-                assert found["learned"][0].item() == pytest.approx(temperature.item(), rel=1e-5)
-                assert abs(temperature.item() - 0.5) > 1e-4
-            if rank == 0:
-                assert found["values"] == pytest.approx(means, rel=1e-3, abs=1e-3)
+            assert found["learned"] == pytest.approx(learned, rel=1e-5), name
+            if rank == 0:  # which has the mean of both
+                assert found["values"] == pytest.approx(values, rel=1e-3, abs=1e-3), name
