@@ -1,9 +1,7 @@
 """Tiny models, made on the spot."""
 
 import pytest
-from sentence_transformers import (
-    SentenceTransformer,
-)
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from transformers import AutoModel
 

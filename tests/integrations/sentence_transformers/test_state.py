@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from datasets import DatasetDict
 
 from sparse_losses import (
     Diagnostics,
@@ -70,6 +71,28 @@ def test_a_resumed_run_is_the_run(elsewhere, sparse, tmp_path):
     assert ours.weights["document_flops"] != 0.02
     assert ours.info_nce.temperature.item() != 0.5
     assert ours.info_nce.temperature == whole.loss.loss.info_nce.temperature
+
+
+@pytest.mark.works_with(NAME, "fp32", "resume")
+def test_what_a_loss_learned_is_resumed_alone_too(sparse, tmp_path):
+    runs = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        model = sparse()
+        loss = {
+            "pairs": SentenceTransformersLoss(model, learning()),
+            "splade": splade(model, SentenceTransformersLoss(model, learning()), FlopsLoss()),
+        }
+        data = DatasetDict({"pairs": dataset(2), "splade": dataset(3)})
+        settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+        settings |= {"multi_dataset_batch_sampler": "round_robin", "callbacks": [LossState]}
+        trainer = train(model, loss, data, tmp_path, resume=resume, **settings)
+        learned = [loss["pairs"].loss.temperature, loss["splade"].loss.loss.temperature]
+        runs.append((logged(trainer), [x.item() for x in learned], model))
+    (values, learned, model), (resumed_values, resumed, same) = runs
+    assert resumed == learned
+    assert len({0.5, *learned}) == 3
+    assert resumed_values == values
+    assert_same_weights(same, model, rtol=0, atol=0)
 
 
 def test_state_that_is_not_there_is_an_error(sparse, tmp_path):

@@ -1,4 +1,4 @@
-"""Caching, accumulation, half precision, compilation, evaluation; the model card; errors."""
+"""Gradient caching, accumulation, evaluation; the model card; errors."""
 
 import re
 from pathlib import Path
@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import DatasetDict
-from sentence_transformers import (
-    SparseEncoderTrainer,
-)
+from sentence_transformers import SparseEncoderTrainer
+from sentence_transformers.sparse_encoder import losses as theirs
 
 from sparse_losses import (
     DistillationLoss,
@@ -38,7 +37,6 @@ from tests.integrations.sentence_transformers.runs import (
     assert_same_weights,
     dataset,
     learning,
-    logged,
     objective,
     plain_loop,
     random_columns,
@@ -49,7 +47,7 @@ from tests.integrations.sentence_transformers.runs import (
 
 @pytest.mark.works_with(NAME, "cached", "accumulation")
 @pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("name", ["info_nce", "margin_mse", "self_reconstruction", "objective"])
+@pytest.mark.parametrize("name", ["self_reconstruction", "objective"])
 def test_our_gradient_caching_and_accumulation_change_nothing(name, every, sparse, tmp_path):
     loss, columns, labels, function = ALONE[name]
     model, cached, reference = sparse(), sparse(), sparse()
@@ -91,41 +89,50 @@ def test_prototypes_are_learned(sparse, tmp_path):
     assert (prototype - PROTOTYPE).abs().max() > 1e-3
 
 
-@pytest.mark.works_with(NAME, "bf16")
-@pytest.mark.parametrize("mini_batch_size", [None, 3])
-@pytest.mark.parametrize("name", ["info_nce", "objective"])
-def test_bf16(name, mini_batch_size, sparse, tmp_path):
-    loss, columns, labels, function = ALONE[name]
-    model, reference, full = sparse(), sparse(), sparse()
-    ours = adapter(model, loss, mini_batch_size=mini_batch_size)
-    data = dataset(columns, labels)
-    trainer = train(model, ours, data, tmp_path, bf16=True, learning_rate=1e-3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        values = plain_loop(reference, function, columns, labels, lr=1e-3)
-    exact = plain_loop(full, function, columns, labels, lr=1e-3)
-    assert logged(trainer) == pytest.approx(values, rel=0.02)
-    assert logged(trainer) != pytest.approx(exact, rel=1e-5)
-    assert logged(trainer)[-3] < logged(trainer)[0]
+@pytest.mark.works_with(NAME, "cached")
+# sentence-transformers 6.2 with transformers 5.23, about each other.
+@pytest.mark.filterwarnings("ignore:`SparseEncoder` only defines `gradient_che:FutureWarning")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_and_caching_go_together(use_reentrant, sparse, tmp_path):
+    loss, columns, labels, _ = ALONE["info_nce"]
+    data, once = dataset(columns, labels), {"num_train_epochs": 1}
+    checkpointing = {
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": use_reentrant},
+    }
+    for make in (
+        lambda m: adapter(m, loss, mini_batch_size=3),
+        lambda m: splade(m, adapter(m, loss), kind=theirs.CachedSpladeLoss, mini_batch_size=3),
+    ):
+        model, reference = sparse(), sparse()
+        train(model, make(model), data, tmp_path, **once, **checkpointing)
+        assert model[0].auto_model.is_gradient_checkpointing
+        train(reference, make(reference), data, tmp_path, **once)
+        assert_same_weights(model, reference)
+        assert_moved(model, sparse())
 
 
-@pytest.mark.works_with(NAME, "compile")
-@pytest.mark.parametrize("name", ["info_nce", "objective", "SpladeLoss"])
-def test_a_compiled_model(name, sparse, tmp_path):
-    loss, columns, labels, _ = ALONE["info_nce" if name == "SpladeLoss" else name]
-    models = [sparse(), sparse()]
-    runs = []
-    for model, settings in zip(models, ({}, COMPILED), strict=True):
-        ours = adapter(model, loss)
-        ours = splade(model, ours, FlopsLoss()) if name == "SpladeLoss" else ours
-        data = dataset(columns, labels)
-        runs.append(train(model, ours, data, tmp_path, num_train_epochs=1, **settings))
-    compiled = runs[1].loss.model
-    assert type(compiled).__name__ == "OptimizedModule"
-    assert logged(runs[1]) == pytest.approx(logged(runs[0]), rel=1e-3, abs=1e-3)
-    assert_same_weights(*models)
+@pytest.mark.xfail(
+    strict=True, reason="their cache does not divide it; docs/sentence_transformers.md"
+)
+def test_what_a_loss_learns_within_their_cache_is_divided_by_the_accumulated_batches(
+    sparse, tmp_path
+):
+    found = []
+    for kind in ({}, {"kind": theirs.CachedSpladeLoss, "mini_batch_size": 3}):
+        model = sparse()
+        base = SentenceTransformersLoss(model, learning())
+        loss = splade(model, base, **kind)
+        train(model, loss, dataset(2), tmp_path, gradient_accumulation_steps=2, num_train_epochs=1)
+        found.append(base.loss.temperature.item() - 0.5)
+    assert found[1] == pytest.approx(found[0], rel=1e-2)
 
 
-COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+def test_keys_alone_have_no_gradient_to_cache(sparse, tmp_path):
+    model = sparse()
+    loss = adapter(model, NWSLoss(SIMILARITY), mini_batch_size=3)
+    with pytest.raises(ValueError, match=r"column.* 1: their embeddings received no gradient"):
+        train(model, loss, dataset(2, MULTI_HOT), tmp_path)
 
 
 @pytest.mark.parametrize("mini_batch_size", [None, 3])
