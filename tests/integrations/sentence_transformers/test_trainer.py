@@ -92,6 +92,7 @@ def test_prototypes_are_learned(sparse, tmp_path):
 @pytest.mark.works_with(NAME, "cached")
 # sentence-transformers 6.2 with transformers 5.23, about each other.
 @pytest.mark.filterwarnings("ignore:`SparseEncoder` only defines `gradient_che:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is depr:FutureWarning")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing_and_caching_go_together(use_reentrant, sparse, tmp_path):
     loss, columns, labels, _ = ALONE["info_nce"]
