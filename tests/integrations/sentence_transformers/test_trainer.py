@@ -50,14 +50,15 @@ from tests.integrations.sentence_transformers.runs import (
 @pytest.mark.parametrize("name", ["self_reconstruction", "objective"])
 def test_our_gradient_caching_and_accumulation_change_nothing(name, every, sparse, tmp_path):
     loss, columns, labels, function = ALONE[name]
-    model, cached, reference = sparse(), sparse(), sparse()
+    # In double precision, where rounding, which differs by mini-batch, flips no ReLU or hinge.
+    model, cached, reference = (sparse().double() for _ in range(3))
     data, settings = dataset(columns, labels), {"gradient_accumulation_steps": every}
     train(model, adapter(model, loss), data, tmp_path, **settings)
     trainer = train(cached, adapter(cached, loss, mini_batch_size=3), data, tmp_path, **settings)
     plain_loop(reference, function, columns, labels, every=every)
-    assert_same_weights(model, reference)
-    assert_same_weights(cached, reference)
-    assert_moved(model, sparse())
+    assert_same_weights(model, reference, rtol=1e-6, atol=1e-8)
+    assert_same_weights(cached, reference, rtol=1e-6, atol=1e-8)
+    assert_moved(model, sparse().double())
     if name == "objective":
         assert {*objective().weights} <= {*trainer.state.log_history[0]}
 
@@ -93,6 +94,8 @@ def test_prototypes_are_learned(sparse, tmp_path):
 # sentence-transformers 6.2 with transformers 5.23, about each other.
 @pytest.mark.filterwarnings("ignore:`SparseEncoder` only defines `gradient_che:FutureWarning")
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is depr:FutureWarning")
+# The first of the two passes, which has no gradients.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing_and_caching_go_together(use_reentrant, sparse, tmp_path):
     loss, columns, labels, _ = ALONE["info_nce"]
@@ -107,7 +110,7 @@ def test_activation_checkpointing_and_caching_go_together(use_reentrant, sparse,
     ):
         model, reference = sparse(), sparse()
         train(model, make(model), data, tmp_path, **once, **checkpointing)
-        assert model[0].auto_model.is_gradient_checkpointing
+        assert model[0].auto_model.is_activation_checkpointing
         train(reference, make(reference), data, tmp_path, **once)
         assert_same_weights(model, reference)
         assert_moved(model, sparse())
