@@ -1,5 +1,6 @@
 # Two commands: `make demo` trains and evaluates, `make test` tests; each sets itself up first.
 VENV ?= .venv
+LIGHTNING_IR = .venv-lightning-ir
 PYTHON ?= python3
 ARGS ?=
 JOBS ?= 2
@@ -14,9 +15,9 @@ PIP = $(PY) -m pip --disable-pip-version-check -q
 # Idle threads that spin starve the busy ones on small machines.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: help demo ablation bench bench-peers test lint wheel clean
+.PHONY: help demo ablation bench bench-peers test test-lightning-ir compatibility lint wheel clean
 help:  ## show the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 demo: $(VENV)/.demo  ## train a sparse retriever on your Python's documentation (ARGS="--help")
 	$(PY) -m sparse_losses.demo $(ARGS)
@@ -33,6 +34,16 @@ bench-peers: $(VENV)/.demo  ## install the packages that the benchmarks compare 
 test: $(VENV)/.dev  ## all tests (ARGS="-k info_nce")
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
+test-lightning-ir: $(LIGHTNING_IR)/.ready  ## what needs lightning-ir, in an environment of its own
+	OMP_NUM_THREADS=1 $(LIGHTNING_IR)/bin/python -m pytest \
+	  tests/lightning_ir sparse_losses/integrations/lightning_ir.py docs/lightning_ir.md $(ARGS)
+
+compatibility: $(VENV)/.dev  ## what works with what: run those tests, write docs/compatibility.md
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests -m works_with \
+	  --compatibility build/compatibility/main.json
+	$(MAKE) test-lightning-ir ARGS="-m works_with --compatibility $(abspath build/compatibility)/lightning-ir.json"
+	$(PY) tools/compatibility.py build/compatibility/*.json
+
 lint: $(VENV)/.dev  ## formatting, lint and types
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
@@ -44,7 +55,7 @@ wheel: $(VENV)/.dev  ## build the wheel and use it away from the sources
 	cd build/wheel && PYTHONPATH=site $(abspath $(PY)) $(abspath tools/check_wheel.py)
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LIGHTNING_IR) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -60,4 +71,12 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) install -c constraints.txt --group dev
+	touch $@
+
+$(LIGHTNING_IR)/.ready: VENV = $(LIGHTNING_IR)
+$(LIGHTNING_IR)/.ready: constraints-lightning-ir.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints-lightning-ir.txt pip
+	$(PIP) install $(TORCH_SOURCE) --no-deps -c constraints-lightning-ir.txt torch
+	$(PIP) install -c constraints-lightning-ir.txt -e '.[lightning-ir]' --group test-lightning-ir
 	touch $@

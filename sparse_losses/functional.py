@@ -16,7 +16,13 @@ from sparse_losses.losses import (
     self_reconstruction_loss,
     triplet_margin_loss,
 )
-from sparse_losses.objective import advise, context_overlap, gradient_report, recall_at_k
+from sparse_losses.objective import (
+    advise,
+    cached_backward,
+    context_overlap,
+    gradient_report,
+    recall_at_k,
+)
 from sparse_losses.queue import LabelQueue
 from sparse_losses.representation import splade_head, splade_pool, token_weights
 from sparse_losses.vocabulary import (
@@ -31,6 +37,7 @@ __all__ = [
     "DocumentFrequency",
     "LabelQueue",
     "advise",
+    "cached_backward",
     "context_overlap",
     "distillation_loss",
     "flops_loss",

@@ -91,7 +91,8 @@ def info_nce_loss(
             (see :mod:`sparse_losses.distributed`). ``"none"`` gives this rank's rows. Sizes are the
             same on every rank; ``positive_mask`` is then ``[B, W B]``. ``"ring"`` is the same but
             never holds the rows of more than one other rank: it sends them round twice. It needs a
-            ``reduction``, ``in_batch`` and no ``positive_mask``; compiled, it is ``True``.
+            ``reduction``, ``in_batch`` and no ``positive_mask``. Compiled, and where ``decoupled``
+            and ``positive_ids`` alone may leave a row without a negative, it is ``True``.
         sparse: whether products run over the non-zeros, exactly, which is faster where fewer than
             about one in eight is not zero. The scores are then held whole. ``"auto"`` looks at some
             rows, on the CPU, for wide inputs and without ``chunk_size`` only. Needs eager mode, a
@@ -174,62 +175,69 @@ def info_nce_loss(
         in_batch
         and positive_mask is None
         and reduction != "none"
-        and size["D"] > 0
+        and min(size["B"], size["D"]) > 0
         and not (symmetric and negative is not None and not gathers)
         and not (decoupled and not negatives and (positive_ids is not None or batch < 2))
         and not (is_stored_sparse and negative is not None and negative.ndim == 3)
     )
-    shared: dict[str, Any] = {
+    options: dict[str, Any] = {
         "cosine": similarity == "cosine",
         "decoupled": decoupled,
         "chunk_size": chunk_size,
+        "symmetric": symmetric,
+        "positive_ids": positive_ids,
     }
     plain: Callable[..., Tensor] = functools.partial(
         _plain_loss,
         in_batch=in_batch,
-        positive_ids=positive_ids,
         positive_mask=positive_mask,
-        symmetric=symmetric,
         reduction=reduction,
         gather=gathers,
-        **shared,
+        **options,
     )
-    if gathers and gather == "ring" and can_fuse(anchor, positive, negative, elements=1 << 62):
-        around = functools.partial(
-            ring_contrast,
-            mean=reduction == "mean",
-            symmetric=symmetric,
-            positive_ids=positive_ids,
-            **shared,
-        )
-        return fuse(plain, around, anchor, positive, negative, _as_tensor(temperature, anchor))
-    elements = size["B"] * (batch + size["D"])
+    # The ring is there to hold little, however little there is.
+    elements = 1 << 62 if gathers and gather == "ring" else size["B"] * (batch + size["D"])
     if not has_fused_form or not can_fuse(anchor, positive, negative, elements=elements):
         return plain(anchor, positive, negative, temperature)
-    learned = _as_tensor(temperature, anchor)
-    fused = functools.partial(
-        contrast,
-        sparse=is_stored_sparse or _pays_sparse(sparse, chunk_size, anchor, positive, negative),
-        **shared,
-    )
-    if not gathers:
-        fused = functools.partial(
-            fused, mean=reduction == "mean", symmetric=symmetric, positive_ids=positive_ids
-        )
-        return fuse(plain, fused, anchor, positive, negative, learned)
-    # One direction at a time: this rank's rows ask, all ranks' rows answer.
-    first = rank() * size["B"]
-    ids = None if positive_ids is None else gather_rows(positive_ids)
-    fused = functools.partial(fused, mean=False, positive_ids=ids, first=first)
-    plain = functools.partial(plain, symmetric=False, reduction="sum", gather=False)
-    plain = functools.partial(plain, positive_ids=ids, first=first)
+    if not isinstance(temperature, Tensor):
+        temperature = torch.full((), temperature, dtype=dtype, device=anchor.device)
+    tensors = anchor, positive, negative, temperature.to(dtype)
+    if gathers and gather == "ring":
+        around = functools.partial(ring_contrast, mean=reduction == "mean", **options)
+        return fuse(plain, around, *tensors)
+    is_sparse = is_stored_sparse or _pays_sparse(sparse, chunk_size, anchor, positive, negative)
+    if gathers:
+        total = _gathered_sum(plain, *tensors, sparse=is_sparse, **options)
+        return total / (batch if reduction == "mean" else 1)
+    fused = functools.partial(contrast, mean=reduction == "mean", sparse=is_sparse, **options)
+    return fuse(plain, fused, *tensors)
+
+
+def _gathered_sum(
+    plain: Callable[..., Tensor],
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor | None,
+    temperature: Tensor,
+    *,
+    symmetric: bool,
+    positive_ids: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """The sum over all ranks' rows, a direction at a time: this rank's ask, all ranks' answer."""
+    place: dict[str, Any] = {
+        "first": rank() * anchor.shape[0],
+        "positive_ids": None if positive_ids is None else gather_rows(positive_ids),
+    }
+    plain = functools.partial(plain, symmetric=False, reduction="sum", gather=False, **place)
+    fused = functools.partial(contrast, mean=False, **place, **options)
     if negative is not None and negative.ndim == 2:
         negative = gather_rows(negative)
-    total = fuse(plain, fused, anchor, gather_rows(positive), negative, learned)
+    total = fuse(plain, fused, anchor, gather_rows(positive), negative, temperature)
     if symmetric:
-        other = fuse(plain, fused, positive, gather_rows(anchor), negative, learned)
+        other = fuse(plain, fused, positive, gather_rows(anchor), negative, temperature)
         total = (total + other) / 2
-    return sum_over_ranks(total) / (batch if reduction == "mean" else 1)
+    return sum_over_ranks(total)
 
 
 def _plain_loss(
@@ -430,12 +438,6 @@ def _valid_rows(
         if symmetric:
             valid = valid & rival.any(0)
     return valid
-
-
-def _as_tensor(temperature: float | Tensor, like: Tensor) -> Tensor:
-    if isinstance(temperature, Tensor):
-        return temperature.to(like.dtype)
-    return torch.full((), temperature, dtype=like.dtype, device=like.device)
 
 
 def _dense(x: Tensor) -> Tensor:

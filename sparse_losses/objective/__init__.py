@@ -2,6 +2,7 @@
 
 from sparse_losses.objective.advice import Finding, advise
 from sparse_losses.objective.batch import SpladeBatch, Texts
+from sparse_losses.objective.caching import cached_backward
 from sparse_losses.objective.controller import CollapseError, SparsityController
 from sparse_losses.objective.diagnostics import (
     Diagnostics,
@@ -37,6 +38,7 @@ __all__ = [
     "TrainingSchedule",
     "Warmup",
     "advise",
+    "cached_backward",
     "context_overlap",
     "gradient_report",
     "recall_at_k",

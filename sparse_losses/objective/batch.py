@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["SpladeBatch", "Texts"]
+__all__ = ["SpladeBatch", "Texts", "cat_padded"]
 
 
 class Texts(NamedTuple):
@@ -47,15 +47,16 @@ class Texts(NamedTuple):
         if self.logits is not None and other.logits is not None:
             logits = torch.cat([self.logits, other.logits])
         if self.input_ids is not None and other.input_ids is not None:
-            ids = _cat_padded(self.input_ids, other.input_ids)
+            ids = cat_padded(self.input_ids, other.input_ids)
         if self.attention_mask is not None and other.attention_mask is not None:
-            mask = _cat_padded(self.attention_mask, other.attention_mask)
+            mask = cat_padded(self.attention_mask, other.attention_mask)
         return Texts(activations, ids, mask, logits)
 
 
-def _cat_padded(one: Tensor, other: Tensor) -> Tensor:
-    width = max(one.shape[1], other.shape[1])
-    return torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in (one, other)])
+def cat_padded(*tensors: Tensor) -> Tensor:
+    """All rows, those of shorter tensors with zeros on the right."""
+    width = max(x.shape[-1] for x in tensors)
+    return torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in tensors])
 
 
 class SpladeBatch(NamedTuple):

@@ -16,6 +16,7 @@ from sparse_losses._core.token_ids import (
     first_occurrences,
     id_mask,
 )
+from sparse_losses.distributed import maximum_over_ranks, num_ranks, sum_over_ranks
 from sparse_losses.objective.batch import SpladeBatch, Texts
 from sparse_losses.objective.objective import SpladeObjective
 
@@ -216,6 +217,30 @@ class Diagnostics:
         hits = (is_active.gather(1, ids) & counts).sum(1)
         total = counts.sum(1)
         return (hits / total.clamp(min=1)).to(wide).sum(), (total > 0).sum().to(wide)
+
+    def all_reduce(self) -> "Diagnostics":
+        """Adds up what all ranks saw, on every rank, and returns this object.
+
+        Every rank calls it, also one that saw nothing, and once before :meth:`report` and
+        :meth:`reset`: a second call would count every text again. Without a process group nothing
+        happens.
+        """
+        if num_ranks() == 1:
+            return self
+        if self._columns is None or self._numbers is None or self._range is None:
+            nccl = torch.distributed.get_backend() == "nccl"  # which has no CPU tensors
+            device = torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu"
+            self._columns = torch.zeros(3, self.vocab_size, device=device, dtype=torch.float64)
+            self._numbers = self._columns.new_zeros(7)
+            self._range = torch.tensor([-self.vocab_size, 0], device=device)
+        rows = torch.tensor([self._rows], device=self._columns.device)
+        self._rows = int(sum_over_ranks(rows))
+        self._columns = sum_over_ranks(self._columns)
+        self._numbers = sum_over_ranks(self._numbers)
+        self._range = maximum_over_ranks(self._range)
+        if self._rows == 0:
+            self.reset()
+        return self
 
     def report(self) -> Report:
         """What was seen so far; waits for the device."""

@@ -311,6 +311,8 @@ def count_steps(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> 
         RuntimeError: if a method of that object is registered already.
         TypeError: for anything but an optimiser.
     """
+    # The wrappers of accelerate and Lightning may be called for a step that is none.
+    optimizer = getattr(optimizer, "optimizer", optimizer)
     if not hasattr(optimizer, "register_step_post_hook"):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     owner = getattr(hook, "__self__", None)

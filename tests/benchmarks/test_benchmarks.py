@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from benchmarks import memory, summary, timing
+from benchmarks import caching, memory, summary, timing
 from benchmarks.cases import FAMILIES, Case, Maker, Variant, cases, family
 from benchmarks.ceilings import Ceilings
 from benchmarks.growth import AXES, Device, exponent, predict
@@ -233,6 +233,14 @@ def test_a_prediction_scales_with_the_devices():
     assert one[0].seconds > eight[0].seconds
     # 2 * 768 * (4096 * 512 * 0.75 * 250002 + 2 * active)
     assert one[0].flops == pytest.approx(6.04e14, rel=0.02)
+
+
+def test_gradient_caching_holds_less_and_has_the_plain_gradient():
+    pairs = [caching.Case(8, None), caching.Case(8, 2)]
+    plain, cached = caching.measure(pairs, rounds=1, vocab_size=300)
+    assert cached.peak_bytes < plain.peak_bytes
+    assert plain.gradient_difference == 0
+    assert 0 < cached.gradient_difference < 1e-5
 
 
 def test_the_command_measures_resumes_and_draws(tmp_path: Path):

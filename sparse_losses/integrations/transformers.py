@@ -1,0 +1,416 @@
+"""For transformers: its ``Trainer``, over an encoder and an objective that are one model to it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from sparse_losses._core.checks import check_choice, check_flag
+from sparse_losses.objective import (
+    Diagnostics,
+    SparsityController,
+    SpladeBatch,
+    Texts,
+    TrainingSchedule,
+)
+from sparse_losses.representation import SpladeEncoder
+
+__all__ = ["SpladeCollator", "SpladeTrainer"]
+
+TEXTS = ("anchor", "positive", "negative")
+SCORES = {"positive_ids": torch.int64, "teacher_scores": torch.float32}
+SIDES = {"query": "anchor", "document": "positive"}  # as terms and as batches call them
+WEIGHTS = "model.safetensors"  # of an encoder that is not ours; the Trainer looks for this name
+
+
+class SpladeCollator:
+    """Rows of a data set, tokenized: what :class:`SpladeTrainer` feeds its model.
+
+    A row is a ``dict``. All rows of a batch have the same of these columns, and others are left
+    alone:
+
+    - ``anchor``, ``positive``: a text each.
+    - ``negative``: a text; or a list of texts, as many in every row.
+    - ``positive_ids``: an integer; equal ones are the same document.
+    - ``teacher_scores``: a list of numbers, for the positive and the row's own negatives.
+
+    Args:
+        tokenizer: Of the encoder.
+        max_length: Tokens of a text that are read; ``None``: what the tokenizer says.
+
+    Raises:
+        ValueError: for rows without an anchor or a positive, or that differ in their columns or
+            their numbers of negatives.
+
+    Example:
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> from sparse_losses.integrations.transformers import SpladeCollator
+        >>> vocabulary = {"[PAD]": 0, "[UNK]": 1, "learned": 2, "sparse": 3, "retrieval": 4}
+        >>> tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+        >>> tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="[PAD]")
+        >>> row = {"anchor": "sparse", "positive": "sparse retrieval", "negative": ["learned"] * 3}
+        >>> batch = SpladeCollator(tokenizer, max_length=8)([row, row])
+        >>> {name: column["input_ids"].shape for name, column in batch.items()}
+        {'anchor': torch.Size([2, 1]), 'positive': torch.Size([2, 2]), \
+'negative': torch.Size([2, 3, 1])}
+    """
+
+    def __init__(self, tokenizer: Any, max_length: int | None = None) -> None:
+        self.tokenizer, self.max_length = tokenizer, max_length
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """``input_ids`` and ``attention_mask`` of each column of texts; tensors of the others."""
+        names = [name for name in (*TEXTS, *SCORES) if name in rows[0]]
+        for row in rows:
+            if "anchor" not in row or "positive" not in row or not _same(names, row):
+                raise ValueError(
+                    "expected rows with 'anchor', 'positive', and all of them or none with "
+                    f"'negative', 'positive_ids', 'teacher_scores', got {sorted(row)} beside "
+                    f"{sorted(rows[0])}"
+                )
+        inputs: dict[str, Any] = {}
+        for name in names:
+            column = [row[name] for row in rows]
+            inputs[name] = (
+                self._tokenized(name, column)
+                if name in TEXTS
+                else torch.tensor(column, dtype=SCORES[name])
+            )
+        return inputs
+
+    def _tokenized(self, name: str, column: list[Any]) -> dict[str, Tensor]:
+        counts = [None if isinstance(texts, str) else len(texts) for texts in column]
+        if len({*counts}) > 1:
+            raise ValueError(
+                f"expected as many texts of {name!r} in every row, got {counts} (None: no list)"
+            )
+        count = counts[0]
+        batch = self.tokenizer(
+            column if count is None else [text for texts in column for text in texts],
+            padding=True,
+            padding_side="right",  # as SpladeEncoder.tokenize has it
+            truncation=True,
+            max_length=self.max_length,
+            return_tensors="pt",
+        )
+        tensors = {key: batch[key] for key in ("input_ids", "attention_mask")}
+        if count is None:
+            return tensors
+        return {key: tensor.unflatten(0, (-1, count)) for key, tensor in tensors.items()}
+
+
+def _same(names: Sequence[str], row: Mapping[str, Any]) -> bool:
+    return all((name in row) == (name in names) for name in (*TEXTS, *SCORES))
+
+
+class _Towers(nn.Module):
+    """Encoder and objective as one module, so that DDP, compilers and optimisers see them once."""
+
+    # Its loss is the mean of a batch, not of labels that the Trainer has counted.
+    accepts_loss_kwargs = False
+
+    def __init__(self, encoder: nn.Module, objective: Callable[..., Any], logits: bool) -> None:
+        super().__init__()
+        self.encoder, self.objective, self.logits = encoder, objective, logits
+
+    def forward(
+        self,
+        anchor: dict[str, Tensor],
+        positive: dict[str, Tensor],
+        negative: dict[str, Tensor] | None = None,
+        **known: Tensor,
+    ) -> dict[str, Any]:
+        batch = SpladeBatch(
+            self.texts(anchor),
+            self.texts(positive),
+            None if negative is None else self.texts(negative),
+            **known,
+        )
+        output = self.objective(batch)
+        total, terms = output if isinstance(output, tuple) else (output, {})
+        return {
+            "loss": total,
+            "terms": terms,
+            "anchor": batch.anchor.activations.detach(),
+            "positive": batch.positive.activations.detach(),
+        }
+
+    def texts(self, column: dict[str, Tensor]) -> Texts:
+        rows = column["input_ids"].shape[:-1]
+        flat = {name: tensor.flatten(0, -2) for name, tensor in column.items()}
+        options = {"return_logits": True} if self.logits else {}
+        vectors = self.encoder(**flat, **options)
+        activations, logits = vectors if self.logits else (vectors, None)
+        return Texts(
+            activations.unflatten(0, rows),
+            column["input_ids"],
+            column["attention_mask"],
+            None if logits is None else logits.unflatten(0, rows),
+        )
+
+
+class _Means:
+    """The means of values by name since they were last taken; waits for the device only then."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[Tensor, int]] = {}
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            value = value.detach().float()
+            total, count = self.sums.get(name, (torch.zeros_like(value), 0))
+            self.sums[name] = total + value, count + 1
+
+    def take(self, accelerator: Any) -> dict[str, float]:
+        """Over all processes, which must have seen the same names."""
+        if not self.sums:
+            return {}
+        means = torch.stack([total / count for total, count in self.sums.values()])
+        named = dict(zip(self.sums, accelerator.reduce(means, "mean").tolist(), strict=True))
+        self.sums = {}
+        return named
+
+
+# Their classes are not looked into by the type checker, and a subclass of Any is an error to it.
+class SpladeTrainer(Trainer):  # type: ignore[misc]
+    r"""The ``Trainer`` of transformers for pairs and triplets of texts.
+
+    It trains the encoder and what the objective learns (a temperature, say) as one model. The loss
+    of a batch is divided by the batches of a step: with ``gradient_accumulation_steps`` an update
+    is that of the mean of their losses. On several processes an objective with ``gather=True``
+    makes it that of one process with the whole batch. What it logs besides, as means since it last
+    logged: the terms, without their weights (``info_nce``; ``eval_info_nce`` of an evaluation);
+    what ``diagnostics`` found (``document/active_dimensions``); the controllers' reports
+    (``document_flops/weight``).
+
+    A checkpoint is a folder of :meth:`SpladeEncoder.save_pretrained`, with the state of objective
+    and schedules in it; ``train(resume_from_checkpoint=...)`` goes on from all of it.
+
+    Args:
+        model: A :class:`SpladeEncoder`, which is trained in place; or any module that maps
+            ``input_ids`` and ``attention_mask`` ``[B, S]`` to activations ``[B, V]``.
+        args: As ever; ``remove_unused_columns`` is ignored.
+        objective: A :class:`SpladeObjective`, or any callable that maps a :class:`SpladeBatch` to
+            a loss, or to a loss and a dict of its terms.
+        schedules: ``TrainingSchedule`` and ``SparsityController`` of that objective. The trainer
+            attaches them to its optimiser: they count its steps, and none that it skips.
+        diagnostics: By side, ``"query"`` or ``"document"``; read and reset where the loss is
+            logged. They see the training batches of all processes.
+        return_logits: Whether the objective is to have the pooled logits too.
+        data_collator: Default: a :class:`SpladeCollator` of the encoder's tokenizer.
+        **options: As of ``Trainer``, such as ``train_dataset`` and ``callbacks``.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> import torch
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> from transformers import PreTrainedTokenizerFast, TrainingArguments
+        >>> from sparse_losses import SpladeObjective
+        >>> from sparse_losses.integrations.transformers import SpladeCollator, SpladeTrainer
+        >>> class Encoder(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.embedding = torch.nn.Embedding(3, 5)
+        ...
+        ...     def forward(self, input_ids, attention_mask):
+        ...         states = self.embedding(input_ids) * attention_mask[..., None]
+        ...         return states.relu().amax(1)
+        >>> vocabulary = {"[PAD]": 0, "sparse": 1, "retrieval": 2}
+        >>> tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="[PAD]"))
+        >>> tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="[PAD]")
+        >>> rows = [{"anchor": text, "positive": text} for text in ("sparse", "retrieval")] * 2
+        >>> with TemporaryDirectory() as folder:
+        ...     trainer = SpladeTrainer(
+        ...         Encoder(),
+        ...         TrainingArguments(folder, max_steps=2, disable_tqdm=True, use_cpu=True),
+        ...         objective=SpladeObjective({"info_nce": 1.0}),
+        ...         data_collator=SpladeCollator(tokenizer, max_length=8),
+        ...         train_dataset=rows,
+        ...     )
+        ...     trainer.train().global_step
+        {'train_runtime': ...}
+        2
+    """
+
+    # So it divides the loss by the batches of a step, whatever it has counted.
+    loss_is_scaled_for_ga = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        *,
+        objective: Callable[[SpladeBatch], Any],
+        schedules: Sequence[TrainingSchedule | SparsityController] = (),
+        diagnostics: Mapping[str, Diagnostics] | None = None,
+        return_logits: bool = False,
+        data_collator: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> None:
+        check_flag(return_logits=return_logits)
+        for side in diagnostics or ():
+            check_choice("diagnostics", side, list(SIDES))
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"expected one process a GPU, got {args.n_gpu} GPUs in this one, which would split "
+                "every batch, negatives and all: start with torchrun or accelerate launch"
+            )
+        for refused in ("compute_loss_func", "model_init"):
+            if options.get(refused) is not None:
+                raise ValueError(f"expected `model` and `objective`, got `{refused}`")
+        if data_collator is None:
+            if not isinstance(model, SpladeEncoder):
+                raise ValueError(
+                    "expected `data_collator` beside a model that is no SpladeEncoder, got None"
+                )
+            data_collator = SpladeCollator(model.tokenizer, model.max_length)
+        args.remove_unused_columns = False  # it would look for columns of the encoder's names
+        self.schedules, self.diagnostics = list(schedules), dict(diagnostics or {})
+        self._means = {True: _Means(), False: _Means()}  # of training, of evaluation
+        super().__init__(_Towers(model, objective, return_logits), args, data_collator, **options)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                "expected the whole model on every device, got FSDP or DeepSpeed, whose "
+                "checkpoints are of another kind: use PyTorch's own loop there"
+            )
+        self.can_return_loss = True  # without labels
+        self.add_callback(_Steps(self))
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """As ever, but for what the objective learns: a temperature is not to be decayed."""
+        names: list[str] = super().get_decay_parameter_names(model)
+        return [name for name in names if not name.startswith("objective.")]
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The total of a batch; beside it the vectors, ``anchor`` and ``positive``."""
+        outputs = model(**inputs)
+        self._means[model.training].add(outputs.pop("terms"))
+        if model.training:
+            sides = {name: Texts(outputs[name], **inputs[name]) for name in SIDES.values()}
+            for side, diagnostics in self.diagnostics.items():
+                own, other = ("anchor", "positive")[:: 1 if side == "query" else -1]
+                diagnostics.update(sides[own], other_side=sides[other])
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """Adds terms, diagnostics and reports to what is logged of training."""
+        if "loss" in logs:
+            logs.update(self._means[True].take(self.accelerator))
+            for side, diagnostics in self.diagnostics.items():
+                logs.update(
+                    {f"{side}/{k}": v for k, v in diagnostics.all_reduce().report().items()}
+                )
+                diagnostics.reset()
+            for schedule in self.schedules:
+                if isinstance(schedule, SparsityController):
+                    report = schedule.report().items()
+                    numbers = {k: v for k, v in report if isinstance(v, (int, float))}
+                    logs.update({f"{schedule.term}/{k}": v for k, v in numbers.items()})
+        super().log(logs, *args, **options)
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """Adds the terms to the metrics."""
+        self._means[False] = _Means()
+        output = super().evaluation_loop(*args, **options)
+        prefix = args[4] if len(args) > 4 else options.get("metric_key_prefix", "eval")
+        terms = self._means[False].take(self.accelerator)
+        output.metrics.update({f"{prefix}_{name}": value for name, value in terms.items()})
+        return output
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        # Its own way refuses tensors that two modules share, as model and head do.
+        if not self.args.should_save:
+            return
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        encoder = self.model.encoder
+        if isinstance(encoder, SpladeEncoder):
+            encoder.save_pretrained(folder)
+        else:
+            save_model(encoder, str(folder / WEIGHTS))
+        torch.save(self.args, folder / "training_args.bin")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        states = self._load_model(resume_from_checkpoint)["schedules"]
+        if len(states) != len(self.schedules):
+            raise ValueError(
+                f"expected the {len(states)} schedules that {resume_from_checkpoint} was written "
+                f"with, got {len(self.schedules)}"
+            )
+        for schedule, state in zip(self.schedules, states, strict=True):
+            schedule.load_state_dict(state)
+
+    def _load_best_model(self) -> None:
+        self._load_model(self.state.best_model_checkpoint)
+
+    def _load_model(self, checkpoint: str) -> dict[str, Any]:
+        """Loads encoder and objective, and returns the state of the rest."""
+        folder, encoder, objective = Path(checkpoint), self.model.encoder, self.model.objective
+        if isinstance(encoder, SpladeEncoder):
+            # The order of the rows hangs on the random numbers, which a new model would draw from.
+            with torch.random.fork_rng(devices=[]):
+                saved = SpladeEncoder.from_pretrained(folder)
+            encoder.load_state_dict(saved.state_dict())
+        else:
+            load_model(encoder, str(folder / WEIGHTS))
+        file = _file(folder, self.args.process_index)
+        # Of a run on fewer processes.
+        file = file if file.exists() else _file(folder, 0)
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        if isinstance(objective, nn.Module):
+            objective.load_state_dict(state["objective"])
+        return state
+
+
+class _Steps(TrainerCallback):  # type: ignore[misc]  # as above
+    """Attaches the schedules to the optimiser that there is by then; writes what they know."""
+
+    def __init__(self, trainer: SpladeTrainer) -> None:
+        self.trainer = trainer
+        self.attached: list[Any] = []
+
+    def on_train_begin(self, *_: Any, optimizer: Any, **__: Any) -> None:
+        self.detach()  # from a run that was interrupted
+        self.attached = [schedule.attach(optimizer) for schedule in self.trainer.schedules]
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.detach()
+
+    def detach(self) -> None:
+        for handle in self.attached:
+            handle.remove()
+        self.attached = []
+
+    def on_save(self, args: TrainingArguments, state: Any, *_: Any, **__: Any) -> None:
+        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        schedules, objective = self.trainer.schedules, self.trainer.model.objective
+        # A file a process: each counts its own batches between two looks of a controller.
+        torch.save(
+            {
+                "objective": objective.state_dict() if isinstance(objective, nn.Module) else {},
+                "schedules": [schedule.state_dict() for schedule in schedules],
+            },
+            _file(folder, args.process_index),
+        )
+        for schedule in schedules:
+            if isinstance(schedule, SparsityController):
+                schedule.checkpoint = str(folder)
+
+
+def _file(folder: Path, process: int) -> Path:
+    return folder / f"objective_{process}.pt"

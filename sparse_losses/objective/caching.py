@@ -1,0 +1,315 @@
+"""Gradient caching: the gradient of a large batch in the memory of a small one."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from sparse_losses._core.checks import check_integer
+from sparse_losses._core.precision import autocast_off
+from sparse_losses.objective.batch import cat_padded
+from sparse_losses.objective.objective import ObjectiveOutput
+
+__all__ = ["cached_backward"]
+
+Encoder = Callable[..., Any]
+Inputs = Tensor | Mapping[str, Any]
+Output = TypeVar("Output", Tensor, ObjectiveOutput)
+
+
+def cached_backward(
+    encoder: Encoder | Sequence[Encoder],
+    columns: Sequence[Inputs | Sequence[Inputs]],
+    loss: Callable[..., Output],
+    *,
+    mini_batch_size: int | None = None,
+    backward: Callable[[Tensor], object] = Tensor.backward,
+) -> Output:
+    r"""Encodes, computes the loss and goes backward, with one mini-batch's graph at a time.
+
+    With representations $r = f_\theta(x)$ of the rows $x_1, \dots, x_B$
+
+    $$\frac{\partial \mathcal{L}}{\partial \theta} = \sum_i
+    \frac{\partial \mathcal{L}(r_1, \dots, r_B)}{\partial r_i} \,
+    \frac{\partial f_\theta(x_i)}{\partial \theta}$$
+
+    so the mini-batches are encoded without a graph, the loss is computed once over all of them and
+    goes back to the representations, and every mini-batch is encoded again, with a graph, and
+    continues from there. Dropout draws the same numbers both times, and afterwards PyTorch's
+    generators stand where one pass over the mini-batches would have left them. Gradients add up in
+    ``.grad``, those of the loss's own parameters too. An encoder with a ``no_sync()``, such as
+    ``DistributedDataParallel``, reduces its gradients once, after its last mini-batch.
+
+    Args:
+        encoder: Called as ``encoder(inputs)`` or, where the column is a mapping,
+            ``encoder(**inputs)``. Returns a tensor, or tensors in (named) tuples, lists and
+            dicts, in which ``None`` may stand; each has a row for every row of the inputs. One
+            for all columns, or one each.
+        columns: What is to be encoded: anchors, positives, ... A column is a tensor or a mapping
+            of tensors, split along dimension 0 (a mapping's other values go along as they are), or
+            a list of such mini-batches, which may be padded to different lengths.
+        loss: Called with the representations of each column, as one call of ``encoder`` would
+            have returned them. Integer and boolean ones carry no gradient; those of different
+            lengths are padded with zeros on the right. Returns a 0-d tensor, or what
+            :class:`SpladeObjective` does.
+        mini_batch_size: Rows encoded at once; the last mini-batch may have fewer. Not needed where
+            all columns are lists.
+        backward: Called with the total; ``lambda total: scaler.scale(total).backward()`` with a
+            ``GradScaler``, ``lambda total: (total / 4).backward()`` where four calls make one step.
+
+    Returns:
+        What ``loss`` returned, without its graph.
+
+    Raises:
+        TypeError: for columns, outputs or losses of other types.
+        ValueError: for numbers of rows that differ, a loss that is not one number, or
+            representations without a gradient.
+
+    Example:
+        >>> import torch
+        >>> from sparse_losses import InfoNCELoss
+        >>> from sparse_losses.functional import cached_backward
+        >>> encoder = torch.nn.Linear(4, 16)
+        >>> queries, documents = torch.randn(10, 4), torch.randn(10, 4)
+        >>> value = cached_backward(
+        ...     encoder, [queries, documents], InfoNCELoss(), mini_batch_size=3
+        ... )
+        >>> value.requires_grad, encoder.weight.grad.shape
+        (False, torch.Size([16, 4]))
+
+    References:
+        Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup.
+    """
+    mini_batches = _split(encoder, columns, mini_batch_size)
+    with torch.no_grad():
+        encoded = [_encode(column) for column in mini_batches]
+
+    output = loss(*(tree_unflatten(leaves, structure) for leaves, structure in encoded))
+    total = _total(output)
+    # As in a plain loop, where backward() stands outside the autocast region.
+    with autocast_off(total.device):
+        backward(total)
+    detached = total.detach()
+    result = output._replace(total=detached) if isinstance(output, ObjectiveOutput) else detached
+    for column, (leaves, _) in zip(mini_batches, encoded, strict=True):
+        _deal_out_gradients(column, leaves)
+    del output, total, encoded, leaves  # only the gradients are needed from here on
+
+    pending = [batch for column in mini_batches for batch in column if batch.gradients]
+    if not pending:
+        raise ValueError("expected `loss` to depend on a representation, got no gradient of any")
+    left = Counter(id(batch.encoder) for batch in pending)
+    for batch in pending:
+        left[id(batch.encoder)] -= 1
+        is_last = left[id(batch.encoder)] == 0
+        no_sync = getattr(batch.encoder, "no_sync", nullcontext)
+        with nullcontext() if is_last else no_sync():
+            batch.go_backward()
+    return result
+
+
+@dataclass
+class _MiniBatch:
+    """Some rows of a column, and what the second pass over them needs."""
+
+    column: int
+    encoder: Encoder
+    inputs: Inputs
+    rows: int
+    random_numbers: "_RandomNumbers" = field(init=False)
+    gradients: list[Tensor | None] = field(default_factory=list)
+
+    def encode(self) -> tuple[list[Tensor | None], Any]:
+        """The encoder's tensors as a list, and the structure that they were in."""
+        inputs = self.inputs
+        output = self.encoder(**inputs) if isinstance(inputs, Mapping) else self.encoder(inputs)
+        leaves, structure = tree_flatten(output)
+        for leaf in leaves:
+            if leaf is not None and not isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"expected `encoder` to return tensors and None for column {self.column}, got "
+                    f"{type(leaf).__name__}"
+                )
+            if leaf is not None and leaf.shape[:1] != (self.rows,):
+                raise ValueError(
+                    f"expected `encoder` to return a row for each of {self.rows} rows of column "
+                    f"{self.column}, got a tensor of shape {list(leaf.shape)}"
+                )
+        return leaves, structure
+
+    def go_backward(self) -> None:
+        """Encodes again, with a graph, and goes on from the gradients, which are freed."""
+        with self.random_numbers.again():
+            leaves, _ = self.encode()
+        pairs = [
+            (leaf, gradient)
+            for leaf, gradient in zip(leaves, self.gradients, strict=True)
+            if leaf is not None and gradient is not None and leaf.requires_grad
+        ]
+        if not pairs:
+            raise ValueError(
+                f"expected `encoder` to return tensors with a gradient for column {self.column}, "
+                "got none: are all of its parameters frozen? Encode such a column yourself, under "
+                "torch.no_grad(), and use it inside `loss`"
+            )
+        outputs, gradients = zip(*pairs, strict=True)
+        with autocast_off(outputs[0].device):
+            torch.autograd.backward(outputs, gradients)
+        self.gradients.clear()
+
+
+class _RandomNumbers:
+    """PyTorch's generators as they stand now: the CPU's, and those of all accelerators."""
+
+    def __init__(self) -> None:
+        self.states = [(setter, getter()) for getter, setter in _generators()]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draws the same numbers, then goes on where the generators stood."""
+        now = _RandomNumbers()
+        for restore, state in self.states:
+            restore(state)
+        try:
+            yield
+        finally:
+            for restore, state in now.states:
+                restore(state)
+
+
+def _generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], None]]]:
+    yield torch.get_rng_state, torch.set_rng_state
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return
+    module = torch.get_device_module(device)
+    # Asking would start a device that nobody uses.
+    if getattr(module, "is_initialized", lambda: True)():
+        every = "_all" if hasattr(module, "get_rng_state_all") else ""
+        yield getattr(module, f"get_rng_state{every}"), getattr(module, f"set_rng_state{every}")
+
+
+def _split(
+    encoder: Encoder | Sequence[Encoder],
+    columns: Sequence[Inputs | Sequence[Inputs]],
+    size: int | None,
+) -> list[list[_MiniBatch]]:
+    """The mini-batches of each column, each with its encoder."""
+    if size is not None:
+        check_integer("mini_batch_size", size, minimum=1)
+    if not isinstance(columns, (list, tuple)) or not columns:
+        came = "none" if isinstance(columns, (list, tuple)) else type(columns).__name__
+        raise TypeError(f"expected `columns` to be a list of at least one column, got {came}")
+    encoders = encoder if isinstance(encoder, (list, tuple)) else [encoder] * len(columns)
+    if len(encoders) != len(columns):
+        raise ValueError(
+            f"expected one encoder, or one for each of {len(columns)} columns, got {len(encoders)}"
+        )
+    split: list[list[_MiniBatch]] = []
+    for i, (encode, column) in enumerate(zip(encoders, columns, strict=True)):
+        parts = column if isinstance(column, (list, tuple)) else _slices(i, column, size)
+        if not parts:
+            raise ValueError(f"expected a mini-batch in column {i}, got an empty list")
+        split.append([_MiniBatch(i, encode, inputs, _rows(i, inputs)) for inputs in parts])
+    return split
+
+
+def _slices(column: int, inputs: Any, size: int | None) -> list[Inputs]:
+    rows = _rows(column, inputs)
+    if size is None:
+        raise ValueError(
+            f"expected `mini_batch_size`, or a list of mini-batches as column {column}, got neither"
+        )
+    parts = [slice(first, first + size) for first in range(0, max(rows, 1), size)]
+    if isinstance(inputs, Tensor):
+        return [inputs[part] for part in parts]
+    return [
+        {name: x[part] if isinstance(x, Tensor) else x for name, x in inputs.items()}
+        for part in parts
+    ]
+
+
+def _rows(column: int, inputs: Any) -> int:
+    """Of a tensor, or of all tensors of a mapping."""
+    if not isinstance(inputs, (Tensor, Mapping)):
+        raise TypeError(
+            f"expected column {column} to be a tensor, a mapping of tensors or a list of such "
+            f"mini-batches, got {type(inputs).__name__}"
+        )
+    named = inputs if isinstance(inputs, Mapping) else {"a tensor": inputs}
+    shapes = {name: list(x.shape) for name, x in named.items() if isinstance(x, Tensor)}
+    rows = {shape[0] if shape else None for shape in shapes.values()}
+    if len(rows) != 1 or None in rows:
+        came = ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items())
+        raise ValueError(
+            f"expected one number of rows in all of column {column}, got {came or 'no tensor'}"
+        )
+    return next(iter(shapes.values()))[0]
+
+
+def _encode(column: Sequence[_MiniBatch]) -> tuple[list[Tensor | None], Any]:
+    """The representations of a column, as leaves of the loss's graph, and their structure."""
+    outputs, structures = [], []
+    for batch in column:
+        batch.random_numbers = _RandomNumbers()
+        leaves, structure = batch.encode()
+        outputs.append(leaves)
+        structures.append((structure, [leaf is None for leaf in leaves]))
+        if structures[-1] != structures[0]:
+            raise ValueError(
+                "expected `encoder` to return the same structure for all mini-batches of column "
+                f"{batch.column}, got {structures[0][0]} and {structure}, or None in other places"
+            )
+    joined = [_join(batch.column, leaves) for leaves in zip(*outputs, strict=True)]
+    return joined, structures[0][0]
+
+
+def _join(column: int, parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    """One output of the encoder, over all mini-batches."""
+    tensors = [part for part in parts if part is not None]
+    if not tensors:
+        return None
+    first = tensors[0]
+    carries_gradient = first.is_floating_point()
+    if not carries_gradient and first.ndim > 1:
+        return cat_padded(*tensors)
+    for tensor in tensors:
+        if tensor.shape[1:] != first.shape[1:]:
+            raise ValueError(
+                "expected representations of one shape but for their rows from all mini-batches of "
+                f"column {column}, got {list(first.shape)} and {list(tensor.shape)}"
+            )
+    whole = torch.cat(tensors) if len(tensors) > 1 else first
+    return whole.detach().requires_grad_(carries_gradient)
+
+
+def _deal_out_gradients(column: Sequence[_MiniBatch], leaves: Sequence[Tensor | None]) -> None:
+    """Gives each mini-batch its rows of the gradients; none where the loss ignores the column."""
+    gradients = [None if leaf is None else leaf.grad for leaf in leaves]
+    if all(gradient is None for gradient in gradients):
+        return
+    first = 0
+    for batch in column:
+        rows = slice(first, first + batch.rows)
+        batch.gradients = [None if gradient is None else gradient[rows] for gradient in gradients]
+        first += batch.rows
+
+
+def _total(output: Tensor | ObjectiveOutput) -> Tensor:
+    total = output.total if isinstance(output, ObjectiveOutput) else output
+    if not isinstance(total, Tensor):
+        raise TypeError(
+            "expected `loss` to return a 0-d tensor or an ObjectiveOutput, got "
+            f"{type(output).__name__}"
+        )
+    if total.ndim or not total.requires_grad:
+        raise ValueError(
+            "expected `loss` to return one number that depends on the representations, got "
+            f"{'one without a gradient' if not total.ndim else f'shape {list(total.shape)}'}"
+        )
+    return total

@@ -1,0 +1,53 @@
+"""What all ranks saw, added up: the report of one process that saw it all."""
+
+import torch
+
+from sparse_losses import Diagnostics
+from tests.distributed.ranks import run_ranks
+
+V = 12
+
+
+def batch(rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.rand(4 + rank, V, generator=generator)  # ranks need not see equally many
+    return torch.where(x > 0.6, x, 0.0)
+
+
+def diagnostics() -> Diagnostics:
+    return Diagnostics(V, special_token_ids=[0], stopword_ids=[1, 2], top_k=3)
+
+
+def two_windows(rank: int, world: int) -> tuple:
+    seen = diagnostics()
+    nothing = dict(seen.all_reduce().report())
+    if rank < world - 1:  # the last one sees nothing
+        seen.update(batch(rank))
+    first = dict(seen.all_reduce().report()), seen.top_tokens(4)
+    seen.reset()
+    seen.update(batch(rank))
+    return nothing, first, dict(seen.all_reduce().report())
+
+
+def test_all_reduce_gives_the_report_of_all_texts():
+    world = 3
+    expected = diagnostics()
+    for rank in range(world - 1):
+        expected.update(batch(rank))
+    first = dict(expected.report()), expected.top_tokens(4)
+    expected.update(batch(world - 1))
+    for found in run_ranks(world, two_windows, world):
+        assert found[0] == {}
+        for name, value in first[0].items():
+            torch.testing.assert_close(found[1][0][name], value)
+        assert found[1][1] == first[1]
+        for name, value in expected.report().items():
+            torch.testing.assert_close(found[2][name], value)
+
+
+def test_without_a_process_group_nothing_happens():
+    seen = diagnostics()
+    seen.update(batch(0))
+    before = dict(seen.report())
+    assert seen.all_reduce() is seen
+    assert dict(seen.report()) == before

@@ -1,0 +1,265 @@
+"""Across ranks: voided rows, one row a rank, half precision, NaN, second derivatives, errors."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sparse_losses
+import sparse_losses.functional as F
+from tests.cases import CASES, FIRST, to_tensors
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_gather import check, evaluate, part, whole
+
+close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
+
+
+def caught(function, *args, **kwargs) -> str:
+    try:
+        function(*args, **kwargs)
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+# Voided rows -------------------------------------------------------------------------------------
+
+VOIDABLE = [case for case in CASES if case.invalidate and not case.square]
+
+
+def compare_voided(rank: int, world: int) -> dict[str, str]:
+    found = {}
+    for case in VOIDABLE:
+        arrays = whole(case, world, seed=5)
+        name, value = case.invalidate
+        arrays[name][0] = value
+        arrays[name][-len(arrays[name]) // world :] = value  # all rows of the last rank
+        mine = part(case, arrays, rank, world)
+        for reduction in ("mean", "sum") if case.loss.reduces else (None,):
+            try:
+                check(case, arrays, mine, rank, world, reduction, True, learned=False)
+                found[f"{case.id}-{reduction}"] = ""
+            except AssertionError as error:
+                found[f"{case.id}-{reduction}"] = str(error)
+    return found
+
+
+def test_the_mean_is_over_the_valid_rows_of_all_ranks():
+    for found in run_ranks(2, compare_voided, 2):
+        assert found
+        assert {name: text for name, text in found.items() if text} == {}
+
+
+# One row a rank, half precision, NaN, second derivatives -----------------------------------------
+
+
+def small_batches(rank: int, world: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    anchor, positive = torch.randn(2, world, 5, dtype=torch.float64)
+    mine = slice(rank, rank + 1)
+    found = {}
+    for gather in (True, "ring"):
+        value = F.info_nce_loss(anchor[mine], positive[mine], gather=gather)
+        close(value, F.info_nce_loss(anchor, positive))
+    x = anchor.abs()
+    close(
+        F.flops_loss(x[mine], estimator="unbiased", gather=True),
+        F.flops_loss(x, estimator="unbiased"),
+    )
+    # No row at all: 0, and part of the graph.
+    empty = anchor[:0].clone().requires_grad_()
+    for gather in (True, "ring"):
+        value = F.info_nce_loss(empty, positive[:0], gather=gather)
+        assert value == 0
+        assert torch.autograd.grad(value, empty)[0].shape == (0, 5)
+    # Every text the same document: no row has a negative, none is valid.
+    ids = torch.zeros(1, dtype=torch.long)
+    for gather in (True, "ring"):
+        value = F.info_nce_loss(
+            anchor[mine], positive[mine], positive_ids=ids, decoupled=True, gather=gather
+        )
+        assert value == 0
+    for dtype in (torch.float16, torch.bfloat16):
+        half = anchor.to(dtype), positive.to(dtype)
+        expected = F.info_nce_loss(*half)
+        for gather in (True, "ring"):
+            with torch.autocast("cpu", torch.bfloat16):
+                value = F.info_nce_loss(half[0][mine], half[1][mine], gather=gather)
+            assert value.dtype == torch.float32
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_row_a_rank_none_and_half_precision(world):
+    run_ranks(world, small_batches, world)
+
+
+def hidden_nan(rank: int, world: int) -> list[float]:
+    torch.manual_seed(0)
+    anchor, positive = torch.randn(2, 2 * world, 5, dtype=torch.float64)
+    ids = torch.arange(2 * world)
+    ids[-1] = ids[0]  # the last rank's last document is that of the first anchor
+    positive[-1, 0] = torch.nan
+    mine = slice(2 * rank, 2 * rank + 2)
+    found = []
+    for gather in (True, "ring"):
+        query = anchor[mine].clone().requires_grad_()
+        loss = F.info_nce_loss(query, positive[mine], positive_ids=ids[mine], gather=gather)
+        assert loss.isnan(), "other anchors see the NaN"
+        rows = F.info_nce_loss(
+            query, positive[mine], positive_ids=ids[mine], gather=True, reduction="none"
+        )
+        found.append(rows[0].item())
+    return found
+
+
+def test_a_document_that_ids_hide_hides_its_nan():
+    first, *others = run_ranks(3, hidden_nan, 3)
+    assert all(value == value for value in first)
+    assert all(value != value for values in others for value in values)
+
+
+def second_derivatives(rank: int, world: int) -> None:
+    for stem in ("info_nce", "n_pair", "nws", "flops", "distillation"):
+        case = FIRST[stem]
+        arrays = whole(case, world, seed=7)
+        mine = part(case, arrays, rank, world)
+
+        def curvature(tensors, gather, case=case):
+            tensors = to_tensors(tensors)
+            leaf = tensors[case.differentiable[0]].requires_grad_()
+            loss = case.function()(**tensors, gather=gather)
+            (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+            return torch.autograd.grad(gradient.square().sum(), leaf)[0]
+
+        # Every rank's gradient is W times that of one process, and the square of that W^2 times.
+        expected = curvature(arrays, False)
+        rows = slice(rank * len(expected) // world, (rank + 1) * len(expected) // world)
+        for gather in (True, "ring") if stem == "info_nce" else (True,):
+            close(curvature(mine, gather) / world**2, expected[rows])
+
+
+def test_second_derivatives():
+    run_ranks(2, second_derivatives, 2)
+
+
+# DistributedDataParallel -------------------------------------------------------------------------
+
+
+def train(rank: int, world: int) -> None:
+    """A model under DDP ends where one process with the whole batch ends."""
+
+    def step(model, loss, rows, gather):
+        optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+        flops = sparse_losses.FlopsLoss(gather=gather)
+        for batch in batches:
+            query, document = (model(x[rows]).relu() for x in batch)
+            total = loss(query, document) + 0.1 * flops(document)
+            optimizer.zero_grad()
+            total.backward()
+            if gather:  # the loss is no part of the model that DDP holds
+                dist.all_reduce(loss.temperature.grad)
+                loss.temperature.grad /= world
+            optimizer.step()
+        return total.detach()
+
+    torch.manual_seed(0)
+    batches = torch.randn(5, 2, 3 * world, 8, dtype=torch.float64)
+    for gather in (True, "ring"):
+        results = []
+        for is_one in (True, False):
+            torch.manual_seed(1)
+            model = torch.nn.Linear(8, 16, dtype=torch.float64)
+            temperature = torch.nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
+            loss = sparse_losses.InfoNCELoss(
+                temperature=temperature, gather=False if is_one else gather
+            )
+            wrapped = model if is_one else torch.nn.parallel.DistributedDataParallel(model)
+            rows = slice(None) if is_one else slice(3 * rank, 3 * rank + 3)
+            value = step(wrapped, loss, rows, not is_one)
+            results.append([value, temperature.detach(), *model.parameters()])
+        for one, many in zip(*results, strict=True):
+            close(many, one)
+
+
+@pytest.mark.works_with("PyTorch", "fp32", "devices")
+def test_a_model_under_ddp_learns_what_one_process_learns():
+    run_ranks(3, train, 3)
+
+
+# Errors ------------------------------------------------------------------------------------------
+
+
+def unequal(rank: int) -> dict[str, str]:
+    x = torch.rand(3 + rank, 5)
+    found = {}
+    for stem, case in FIRST.items():
+        tensors = to_tensors(case.arrays(3 + rank))
+        found[stem] = caught(case.function(), **tensors, gather=True)
+    found["ring"] = caught(F.info_nce_loss, x, x, gather="ring")
+    queue = sparse_losses.LabelQueue(8, 5, 2, gather=True)
+    found["queue"] = caught(queue.enqueue, x, torch.ones(3 + rank, 2))
+    found["other"] = caught(F.info_nce_loss if rank else F.n_pair_loss, x, x, gather=True)
+    found["width"] = caught(F.flops_loss, torch.rand(3, 5 + rank), gather=True)
+    ids = torch.arange(3)
+    found["ids"] = caught(
+        F.info_nce_loss, x[:3], x[:3], positive_ids=ids if rank else None, gather=True
+    )
+    found["wide"] = caught(F.flops_loss, x[:3].double() if rank else x[:3], gather=True)
+    mask = torch.eye(3)
+    found["mask"] = caught(F.info_nce_loss, x[:3], x[:3], positive_mask=mask, gather=True)
+    found["after"] = caught(F.flops_loss, x[:3], gather=True)  # nothing is left in the pipes
+    return found
+
+
+def test_unequal_calls_are_errors_on_every_rank_that_name_the_sizes():
+    for rank, found in enumerate(run_ranks(2, unequal, timeout_s=20.0)):
+        for name in (*FIRST, "ring", "queue"):
+            assert "3 on rank 0, 4 on rank 1" in found[name], (name, found[name])
+        assert "another loss" in found["other"]
+        assert f"rank {rank}" in found["other"]
+        assert "same V on every rank" in found["width"]
+        assert "5 on rank 0, 6 on rank 1" in found["width"]
+        assert "`positive_ids`" in found["ids"]
+        assert "bytes a number" in found["wide"]
+        assert "[B, 2 B] = [3, 6]" in found["mask"]
+        assert found["after"] == ""
+
+
+@pytest.mark.parametrize("case", FIRST.values(), ids=list(FIRST))
+def test_gather_is_a_flag_and_changes_nothing_without_other_ranks(case):
+    tensors = to_tensors(case.arrays())
+    assert torch.equal(case.function()(**tensors, gather=True), case.function()(**tensors))
+    for wrong in ("yes", 1, None, "rings"):
+        assert "expected `gather` to be" in caught(case.function(), **tensors, gather=wrong)
+        assert "expected `gather` to be" in caught(case.module, tensors, gather=wrong)
+
+
+def test_the_ring_says_what_it_cannot():
+    x = torch.rand(3, 5)
+    for options in (
+        {"reduction": "none"},
+        {"positive_mask": torch.eye(3)},
+        {"in_batch": False, "negative": x},
+    ):
+        assert 'gather="ring"' in caught(F.info_nce_loss, x, x, gather="ring", **options)
+
+
+def test_a_dtensor_is_refused_with_what_to_do():
+    class DTensor(torch.Tensor):  # by its name: importing the real one takes a second
+        pass
+
+    x = torch.rand(3, 5).as_subclass(DTensor)
+    assert "to_local" in caught(F.flops_loss, x)
+    assert "full_tensor" in caught(F.info_nce_loss, torch.rand(3, 5), x)
+
+
+def test_evaluate_sees_a_wrong_gradient():
+    # The comparison above must be able to fail: a gathered value without a gathered gradient.
+    case = FIRST["flops"]
+    arrays = whole(case, 2, seed=0)
+    _, gradients = evaluate(case, arrays, None, learned=False)
+    with pytest.raises(AssertionError):
+        close(gradients["activations"] / 2, gradients["activations"])

@@ -1,0 +1,37 @@
+"""Tiny models, made on the spot."""
+
+import pytest
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from transformers import AutoModel
+
+from tests.integrations.sentence_transformers.runs import NO_DROPOUT, sparse_encoder
+from tests.representation.tiny_models import masked_lm, tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    words = tokenizer("wordpiece")
+    masked_lm("bert", len(words), **NO_DROPOUT).save_pretrained(path)
+    words.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def sparse(folder):
+    """Makes the same sparse encoder every time."""
+    return lambda: sparse_encoder(folder)
+
+
+@pytest.fixture
+def dense(folder, tmp_path):
+    AutoModel.from_pretrained(folder).save_pretrained(tmp_path / "dense")
+    tokenizer("wordpiece").save_pretrained(tmp_path / "dense")
+
+    def make():
+        transformer = Transformer(str(tmp_path / "dense"))
+        pooling = Pooling(transformer.get_embedding_dimension())
+        return SentenceTransformer(modules=[transformer, pooling], device="cpu")
+
+    return make

@@ -1,0 +1,349 @@
+"""A tiny corpus, runs with a trainer and without, and every loss with its plain formula."""
+
+import copy
+
+import torch
+from datasets import Dataset
+from sentence_transformers import (
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+    SparseEncoder,
+    SparseEncoderTrainer,
+    SparseEncoderTrainingArguments,
+)
+from sentence_transformers.base.sampler import DefaultBatchSampler
+from sentence_transformers.sparse_encoder import losses as theirs
+from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
+from torch.utils.data import SequentialSampler
+
+from sparse_losses import (
+    DistillationLoss,
+    FlopsLoss,
+    IdfFlopsLoss,
+    InfoNCELoss,
+    LanguagePenaltyLoss,
+    MarginMSELoss,
+    MinActivationLoss,
+    NPairLoss,
+    NWSLoss,
+    PairwiseContrastiveLoss,
+    PositiveActivationLoss,
+    SelfReconstructionLoss,
+    SpladeBatch,
+    SpladeObjective,
+    Texts,
+    TripletMarginLoss,
+)
+from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
+
+NAME = "sentence-transformers"
+ANCHORS = [
+    "quick fox",
+    "서울 맛집",
+    "lazy",
+    "a token",
+    "jumps",
+    "vocabulary",
+    "추천",
+    "one weight",
+    "dog",
+]
+POSITIVES = [
+    "the quick brown fox",
+    "서울 맛집 추천",
+    "lazy dog",
+    "a learned token",
+    "over",
+    *"abcd",
+]
+NEGATIVES = ["retriever", "fox", "점심 메뉴", "", "vectors", "the", "U.S.A.", "brown", "over the"]
+OTHERS = ["dog", "one", "메뉴", "sparse", "lazy", "jumps over", "서울", "quick", "weight a token"]
+COLUMNS = {"anchor": ANCHORS, "positive": POSITIVES, "negative": NEGATIVES, "other": OTHERS}
+ROWS, BATCH = 9, 4  # the last batch of an epoch is a single row
+VOCABULARY = 150
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def in_order(dataset, batch_size, drop_last, **_):
+    return DefaultBatchSampler(SequentialSampler(dataset), batch_size, drop_last)
+
+
+def sparse_encoder(folder):
+    return SparseEncoder(
+        modules=[Transformer(folder, transformer_task="fill-mask"), SpladePooling("max")],
+        device="cpu",
+    )
+
+
+def arguments(path, kind=SparseEncoderTrainingArguments, **settings):
+    return kind(
+        output_dir=str(path),
+        **{
+            "per_device_train_batch_size": BATCH,
+            "per_device_eval_batch_size": BATCH,
+            "num_train_epochs": 2,
+            "learning_rate": 0.01,
+            "lr_scheduler_type": "constant",
+            "optim": "sgd",
+            "max_grad_norm": 0.0,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "batch_sampler": in_order,
+        }
+        | settings,
+    )
+
+
+def dataset(columns, labels=None):
+    table = {name: COLUMNS[name] for name in list(COLUMNS)[:columns]}
+    if labels is not None:
+        table["label"] = labels.tolist()
+    return Dataset.from_dict(table)
+
+
+def train(model, loss, data, path, resume=None, callbacks=(), **settings):
+    of_sparse = isinstance(model, SparseEncoder)
+    trainer_class = SparseEncoderTrainer if of_sparse else SentenceTransformerTrainer
+    kind = SparseEncoderTrainingArguments if of_sparse else SentenceTransformerTrainingArguments
+    trainer = trainer_class(
+        model=model, args=arguments(path, kind, **settings), train_dataset=data, loss=loss
+    )
+    for make in callbacks:
+        trainer.add_callback(make(trainer))
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def logged(trainer, name="loss"):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def plain_loop(
+    model,
+    function,
+    columns,
+    labels=None,
+    *,
+    learned=(),
+    epochs=2,
+    every=1,
+    lr=0.01,
+    batch=BATCH,
+    count=ROWS,
+):
+    """The same run without a trainer: batches in order, SGD, the mean over ``every`` batches."""
+    optimizer = torch.optim.SGD([*model.parameters(), *learned], lr=lr)
+    model.train()
+    values = []
+    for _ in range(epochs):
+        batches = [range(i, min(i + batch, count)) for i in range(0, count, batch)]
+        for start in range(0, len(batches), every):
+            together = batches[start : start + every]
+            for rows in together:
+                texts = []
+                for name in list(COLUMNS)[:columns]:
+                    features = model.preprocess([COLUMNS[name][i] for i in rows])
+                    ids, mask = features["input_ids"], features["attention_mask"]
+                    texts.append(Texts(model(features)["sentence_embedding"], ids, mask))
+                value = function(texts, None if labels is None else labels[list(rows)])
+                (value / len(together)).backward()
+                values.append(value.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return values
+
+
+def assert_same_weights(one, other, rtol=1e-3, atol=1e-5):
+    for (name, x), y in zip(one.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_moved(one, other):
+    assert any(
+        not torch.equal(x, y) for x, y in zip(one.parameters(), other.parameters(), strict=True)
+    )
+
+
+SCORES = 5.0 * torch.rand(ROWS, 3, generator=torch.Generator().manual_seed(1))
+SAME = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0, 1])
+MULTI_HOT = (torch.rand(ROWS, 5, generator=torch.Generator().manual_seed(2)) < 0.4).long()
+PENALTY = torch.linspace(0.0, 2.0, VOCABULARY)
+PROTOTYPE = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(3))
+DOT = InfoNCELoss(temperature=1.0, similarity="dot")
+SIMILARITY = 0.5 + 0.5 * torch.eye(5)
+
+
+def all_rows(texts):
+    return torch.cat([x.activations for x in texts])
+
+
+def joined(texts):
+    first, *others = texts
+    for other in others:
+        first = first.join(other)
+    return first
+
+
+def dots(texts):
+    anchor, *others = [x.activations for x in texts]
+    return torch.stack([(anchor * x).sum(1) for x in others], 1)
+
+
+def mse_of_margins(texts, labels):
+    student, labels = dots(texts), labels
+    margins = (student[:, :1] - student[:, 1:]) - (labels[:, :1] - labels[:, 1:])
+    return (margins**2).mean()
+
+
+def objective(gather=False):
+    return SpladeObjective(
+        {
+            "info_nce": 1.0,
+            "triplet_margin": 0.5,
+            "margin_mse": 0.01,
+            "distillation": 0.2,
+            "query_flops": 0.02,
+            "document_flops": 0.01,
+            "document_min_activation": 0.1,
+            "query_language_penalty": 0.01,
+            "document_self_reconstruction": 0.3,
+            "query_positive_activation": 0.05,
+        },
+        info_nce=InfoNCELoss(temperature=0.5),
+        language_penalty=LanguagePenaltyLoss(PENALTY),
+        special_token_ids=[0, 1, 2, 3, 4],
+        gather=gather,
+    )
+
+
+def of_batch(texts, labels):
+    """A plain loop's objective: two negatives a row, made by hand."""
+    anchor, positive, one, two = texts
+    width = max(one.input_ids.shape[1], two.input_ids.shape[1])
+    ids, masks = (
+        torch.stack([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in pair], dim=1)
+        for pair in ((one.input_ids, two.input_ids), (one.attention_mask, two.attention_mask))
+    )
+    negative = Texts(torch.stack([one.activations, two.activations], 1), ids, masks)
+    return objective()(SpladeBatch(anchor, positive, negative, teacher_scores=labels)).total
+
+
+# The loss, columns, labels, and the same from a plain loop's tensors.
+ALONE = {
+    "info_nce": (
+        InfoNCELoss(temperature=0.5),
+        4,
+        None,
+        lambda t, _: InfoNCELoss(temperature=0.5)(
+            t[0].activations, t[1].activations, all_rows(t[2:])
+        ),
+    ),
+    "info_nce, own negatives": (
+        InfoNCELoss(temperature=0.5, in_batch=False),
+        4,
+        None,
+        lambda t, _: (
+            -torch.nn.functional.normalize(t[0].activations, dim=1)
+            .mul(2.0)
+            .unsqueeze(1)
+            .mul(
+                torch.nn.functional.normalize(torch.stack([x.activations for x in t[1:]], 1), dim=2)
+            )
+            .sum(2)
+            .log_softmax(1)[:, 0]
+            .mean()
+        ),
+    ),
+    "n_pair": (NPairLoss(), 2, None, lambda t, _: NPairLoss()(*[x.activations for x in t])),
+    "triplet_margin": (
+        TripletMarginLoss(margin=1.0),
+        3,
+        None,
+        lambda t, _: TripletMarginLoss(margin=1.0)(*[x.activations for x in t]),
+    ),
+    "pairwise_contrastive": (
+        PairwiseContrastiveLoss(margin=2.0),
+        2,
+        SAME,
+        lambda t, y: PairwiseContrastiveLoss(margin=2.0)(t[0].activations, t[1].activations, y),
+    ),
+    "distillation": (
+        DistillationLoss(),
+        4,
+        SCORES,
+        lambda t, y: DistillationLoss()(dots(t), y),
+    ),
+    "margin_mse": (MarginMSELoss(), 4, SCORES, mse_of_margins),
+    "flops": (FlopsLoss(), 2, None, lambda t, _: (all_rows(t).mean(0) ** 2).sum()),
+    "idf_flops": (
+        IdfFlopsLoss(PENALTY),
+        2,
+        None,
+        lambda t, _: IdfFlopsLoss(PENALTY)(all_rows(t)),
+    ),
+    "min_activation": (
+        MinActivationLoss(threshold=3.0),
+        1,
+        None,
+        lambda t, _: torch.relu(3.0 - all_rows(t).topk(5).values.mean(1)).mean(),
+    ),
+    "language_penalty": (
+        LanguagePenaltyLoss(PENALTY),
+        3,
+        None,
+        lambda t, _: (all_rows(t) @ PENALTY).mean(),
+    ),
+    "self_reconstruction": (
+        SelfReconstructionLoss(balanced=True),
+        2,
+        None,
+        lambda t, _: SelfReconstructionLoss(balanced=True)(*joined(t)[:3]),
+    ),
+    "positive_activation": (
+        PositiveActivationLoss(),
+        2,
+        None,
+        lambda t, _: PositiveActivationLoss()(*[t[0].activations, *t[1][1:3]]),
+    ),
+    "nws": (
+        NWSLoss(SIMILARITY),
+        2,
+        MULTI_HOT,
+        lambda t, y: NWSLoss(SIMILARITY)(
+            t[0].activations, y, PROTOTYPE, key=t[1].activations, key_labels=y
+        ),
+    ),
+    "objective": (objective(), 4, SCORES, of_batch),
+}
+
+
+def adapter(model, loss, **options):
+    if isinstance(loss, NWSLoss):
+        options["prototype"] = PROTOTYPE
+    return SentenceTransformersLoss(model, copy.deepcopy(loss), **options)
+
+
+MNRL = theirs.SparseMultipleNegativesRankingLoss
+
+
+def random_columns(count, requires_grad=True):
+    """Vectors as sparse encoders make them: none is negative, most are 0."""
+    generator = torch.Generator().manual_seed(4)
+    columns = [torch.relu(torch.randn(6, 40, generator=generator) - 0.5) for _ in range(count)]
+    return [x.requires_grad_(requires_grad) for x in columns]
+
+
+def learning():
+    return InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.5)), similarity="cosine")
+
+
+def splade(model, base, regulariser=None, kind=theirs.SpladeLoss, **options):
+    if regulariser is not None:
+        wrapped = [SentenceTransformersLoss(model, copy.deepcopy(regulariser)) for _ in range(2)]
+        options |= dict(zip(("document_regularizer", "query_regularizer"), wrapped, strict=True))
+    return kind(
+        model, base, document_regularizer_weight=0.02, query_regularizer_weight=0.05, **options
+    )

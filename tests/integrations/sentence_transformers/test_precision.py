@@ -1,0 +1,56 @@
+"""Half precision and compilation."""
+
+import pytest
+import torch
+
+from sparse_losses import (
+    FlopsLoss,
+)
+from tests.integrations.sentence_transformers.runs import (
+    ALONE,
+    NAME,
+    adapter,
+    assert_same_weights,
+    dataset,
+    logged,
+    plain_loop,
+    splade,
+    train,
+)
+
+
+@pytest.mark.works_with(NAME, "bf16")
+@pytest.mark.parametrize("mini_batch_size", [None, 3])
+@pytest.mark.parametrize("name", ["info_nce", "objective"])
+def test_bf16(name, mini_batch_size, sparse, tmp_path):
+    loss, columns, labels, function = ALONE[name]
+    model, reference, full = sparse(), sparse(), sparse()
+    ours = adapter(model, loss, mini_batch_size=mini_batch_size)
+    data = dataset(columns, labels)
+    trainer = train(model, ours, data, tmp_path, bf16=True, learning_rate=1e-3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        values = plain_loop(reference, function, columns, labels, lr=1e-3)
+    exact = plain_loop(full, function, columns, labels, lr=1e-3)
+    assert logged(trainer) == pytest.approx(values, rel=0.02)
+    assert logged(trainer) != pytest.approx(exact, rel=1e-5)
+    assert logged(trainer)[-3] < logged(trainer)[0]
+
+
+@pytest.mark.works_with(NAME, "compile")
+@pytest.mark.parametrize("name", ["objective", "SpladeLoss"])
+def test_a_compiled_model(name, sparse, tmp_path):
+    loss, columns, labels, _ = ALONE["info_nce" if name == "SpladeLoss" else name]
+    models = [sparse(), sparse()]
+    runs = []
+    for model, settings in zip(models, ({}, COMPILED), strict=True):
+        ours = adapter(model, loss)
+        ours = splade(model, ours, FlopsLoss()) if name == "SpladeLoss" else ours
+        data = dataset(columns, labels)
+        runs.append(train(model, ours, data, tmp_path, num_train_epochs=1, **settings))
+    compiled = runs[1].loss.model
+    assert type(compiled).__name__ == "OptimizedModule"
+    assert logged(runs[1]) == pytest.approx(logged(runs[0]), rel=1e-3, abs=1e-3)
+    assert_same_weights(*models)
+
+
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}

@@ -1,0 +1,134 @@
+"""Our losses and regularisers inside SpladeLoss and CachedSpladeLoss."""
+
+import pytest
+import torch
+from sentence_transformers.sparse_encoder import losses as theirs
+
+from sparse_losses import (
+    FlopsLoss,
+    IdfFlopsLoss,
+    InfoNCELoss,
+    LanguagePenaltyLoss,
+    MinActivationLoss,
+    SpladeObjective,
+)
+from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
+from tests.integrations.sentence_transformers.runs import (
+    ALONE,
+    MNRL,
+    NAME,
+    PENALTY,
+    adapter,
+    all_rows,
+    assert_moved,
+    assert_same_weights,
+    dataset,
+    logged,
+    plain_loop,
+    splade,
+    train,
+)
+
+REGULARISERS = {
+    "flops": (FlopsLoss(), lambda x: (x.mean(0) ** 2).sum()),
+    "idf_flops": (IdfFlopsLoss(PENALTY), lambda x: IdfFlopsLoss(PENALTY)(x)),
+    "min_activation": (
+        MinActivationLoss(threshold=3.0),
+        lambda x: torch.relu(3.0 - x.topk(5).values.mean(1)).mean(),
+    ),
+    "language_penalty": (LanguagePenaltyLoss(PENALTY), lambda x: (x @ PENALTY).mean()),
+}
+
+
+def ramp(step, warm_up=2):
+    """Their warm-up: quadratic, over a third of (here) six steps."""
+    return min(1.0, step / warm_up) ** 2
+
+
+KINDS = {
+    "SpladeLoss": {},
+    "CachedSpladeLoss": {"kind": theirs.CachedSpladeLoss, "mini_batch_size": 3},
+}
+
+
+@pytest.mark.works_with(NAME, "fp32")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "SpladeLoss",
+        pytest.param("CachedSpladeLoss", marks=pytest.mark.works_with(NAME, "cached")),
+    ],
+)
+@pytest.mark.parametrize("name", REGULARISERS)
+def test_within_splade_loss_as_loss_and_regulariser(name, kind, sparse, tmp_path):
+    regulariser, formula = REGULARISERS[name]
+    loss, columns, labels, function = ALONE["info_nce"]
+    model, reference = sparse(), sparse()
+    wrapped = splade(model, adapter(model, loss), regulariser, **KINDS[kind])
+    trainer = train(model, wrapped, dataset(columns), tmp_path)
+    terms = []
+
+    def whole(texts, labels):
+        base, factor = function(texts, labels), ramp(len(terms))
+        of_documents = 0.02 * factor * formula(all_rows(texts[1:]))
+        of_queries = 0.05 * factor * formula(texts[0].activations)
+        terms.append((base.item(), of_documents.item(), of_queries.item()))
+        return base + of_documents + of_queries
+
+    values = plain_loop(reference, whole, columns, labels)
+    assert logged(trainer) == pytest.approx(values, rel=1e-3, abs=1e-3)
+    names = ("base_loss", "document_regularizer_loss", "query_regularizer_loss")
+    for found, expected in zip(names, zip(*terms, strict=True), strict=True):
+        assert logged(trainer, found) == pytest.approx(expected, rel=1e-3, abs=1e-3)
+    assert_same_weights(model, reference)
+    assert_moved(model, sparse())
+
+
+WITHOUT_IDS = sorted(ALONE.keys() - {"self_reconstruction", "positive_activation", "objective"})
+
+
+@pytest.mark.works_with(NAME, "fp32", "cached")
+@pytest.mark.parametrize("name", WITHOUT_IDS)
+def test_every_loss_of_vectors_is_a_base_of_splade_loss_cached_or_not(name, sparse, tmp_path):
+    loss, columns, labels, function = ALONE[name]
+    columns = 2 if name == "min_activation" else columns  # SpladeLoss wants documents
+    model, cached = sparse(), sparse()
+    data = dataset(columns, labels)
+    one = splade(model, adapter(model, loss))
+    trainer = train(model, one, data, tmp_path, num_train_epochs=1)
+    before = sparse()
+    vectors = plain_loop(before, lambda t, y: function(t, y), columns, labels, epochs=1)
+    assert logged(trainer, "base_loss")[0] == pytest.approx(vectors[0], rel=1e-3, abs=1e-3)
+    other = splade(cached, adapter(cached, loss), **KINDS["CachedSpladeLoss"])
+    train(cached, other, data, tmp_path, num_train_epochs=1)
+    assert_same_weights(model, cached)
+
+
+def test_an_objective_without_token_ids_is_a_base_of_splade_loss(sparse, tmp_path):
+    weights = {"info_nce": 1.0, "triplet_margin": 0.5}
+    model, cached = sparse(), sparse()
+    for encoder, kind in ((model, "SpladeLoss"), (cached, "CachedSpladeLoss")):
+        ours = SentenceTransformersLoss(encoder, SpladeObjective(weights))
+        trainer = train(
+            encoder, splade(encoder, ours, FlopsLoss(), **KINDS[kind]), dataset(3), tmp_path
+        )
+        parts = (
+            "info_nce",
+            "triplet_margin",
+            "document_regularizer_loss",
+            "query_regularizer_loss",
+        )
+        total = [sum(x) for x in zip(*(logged(trainer, part) for part in parts), strict=True)]
+        assert logged(trainer) == pytest.approx(total, abs=3e-4)
+    assert_same_weights(model, cached)
+
+
+def test_a_run_with_our_flops_and_info_nce_is_a_run_with_theirs(sparse, tmp_path):
+    model, reference = sparse(), sparse()
+    base = SentenceTransformersLoss(model, InfoNCELoss(temperature=1 / 20, similarity="dot"))
+    ours = train(model, splade(model, base, FlopsLoss()), dataset(3), tmp_path, learning_rate=1e-4)
+    base = MNRL(reference, scale=20.0)
+    other = train(reference, splade(reference, base), dataset(3), tmp_path, learning_rate=1e-4)
+    assert logged(ours) == pytest.approx(logged(other), rel=1e-3, abs=1e-3)
+    assert_same_weights(model, reference)
+    assert_moved(model, sparse())

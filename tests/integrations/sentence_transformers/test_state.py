@@ -1,0 +1,166 @@
+"""What is not in the model: learned, scheduled, steered, saved and resumed."""
+
+import pytest
+import torch
+from datasets import DatasetDict
+
+from sparse_losses import (
+    Diagnostics,
+    FlopsLoss,
+    InfoNCELoss,
+    SparsityController,
+    SpladeObjective,
+    TrainingSchedule,
+    Warmup,
+)
+from sparse_losses.integrations.sentence_transformers import LossState, SentenceTransformersLoss
+from tests.integrations.sentence_transformers.runs import (
+    NAME,
+    POSITIVES,
+    VOCABULARY,
+    assert_same_weights,
+    dataset,
+    learning,
+    logged,
+    splade,
+    train,
+)
+
+
+def run_with_state(model, path, resume=None, checkpoint=None, keep=True, **settings):
+    """A temperature that is learned, a schedule and a controller, saved every other step."""
+    ours = SpladeObjective(
+        {"info_nce": 1.0, "document_flops": 0.02, "query_flops": 0.01}, info_nce=learning()
+    )
+    schedule = TrainingSchedule(ours, warmups={"query_flops": Warmup(5, "quadratic")})
+    controller = SparsityController(
+        ours, "document_flops", target_active=20, ignore_steps=1, every=1, window=3
+    )
+    kept = [lambda trainer: LossState(trainer, schedule, controller, checkpoint=checkpoint)]
+    trainer = train(
+        model,
+        SentenceTransformersLoss(model, ours),
+        dataset(2),
+        path,
+        resume=resume,
+        callbacks=kept if keep else (),
+        save_strategy="steps",
+        save_steps=2,
+        learning_rate=1e-3,
+        optim="adamw_torch",
+        **settings,
+    )
+    return trainer, ours, schedule
+
+
+@pytest.mark.works_with(NAME, "fp32", "resume")
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_resumed_run_is_the_run(elsewhere, sparse, tmp_path):
+    model, same = sparse(), sparse()
+    whole, *_ = run_with_state(model, tmp_path / "one")
+    middle = str(tmp_path / "one" / "checkpoint-2")
+    options = {"path": tmp_path / "two", "checkpoint": middle} if elsewhere else {}
+    resumed, ours, schedule = run_with_state(
+        same, **{"path": tmp_path / "one"} | options, resume=middle
+    )
+    for name in ("loss", "info_nce", "query_flops", "document_flops"):
+        assert logged(resumed, name) == logged(whole, name), name
+    assert_same_weights(same, model, rtol=0, atol=0)
+    assert schedule.steps_taken == 6
+    assert ours.weights["query_flops"] == 0.01
+    assert ours.weights["document_flops"] != 0.02
+    assert ours.info_nce.temperature.item() != 0.5
+    assert ours.info_nce.temperature == whole.loss.loss.info_nce.temperature
+
+
+@pytest.mark.works_with(NAME, "fp32", "resume")
+def test_what_a_loss_learned_is_resumed_alone_too(sparse, tmp_path):
+    runs = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        model = sparse()
+        loss = {
+            "pairs": SentenceTransformersLoss(model, learning()),
+            "splade": splade(model, SentenceTransformersLoss(model, learning()), FlopsLoss()),
+        }
+        data = DatasetDict({"pairs": dataset(2), "splade": dataset(3)})
+        settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+        settings |= {"multi_dataset_batch_sampler": "round_robin", "callbacks": [LossState]}
+        trainer = train(model, loss, data, tmp_path, resume=resume, **settings)
+        learned = [loss["pairs"].loss.temperature, loss["splade"].loss.loss.temperature]
+        runs.append((logged(trainer), [x.item() for x in learned], model))
+    (values, learned, model), (resumed_values, resumed, same) = runs
+    assert resumed == learned
+    assert len({0.5, *learned}) == 3
+    assert resumed_values == values
+    assert_same_weights(same, model, rtol=0, atol=0)
+
+
+def test_state_that_is_not_there_is_an_error(sparse, tmp_path):
+    run_with_state(sparse(), tmp_path, max_steps=2, keep=False)
+    middle = str(tmp_path / "checkpoint-2")
+    with pytest.raises(FileNotFoundError, match=r"sparse_losses.pt in .*checkpoint-2, .* got none"):
+        run_with_state(sparse(), tmp_path, resume=middle)
+    run_with_state(sparse(), tmp_path, max_steps=2)
+    model, ours = sparse(), SpladeObjective({"info_nce": 1.0}, info_nce=learning())
+    loss, kept = SentenceTransformersLoss(model, ours), [lambda trainer: LossState(trainer)]
+    with pytest.raises(ValueError, match=r"temperature'\] and 0 schedules .* got .*'\] and 2"):
+        train(model, loss, dataset(2), tmp_path, resume=middle, callbacks=kept)
+
+
+def test_their_warm_up_resumes_over_our_regularisers(sparse, tmp_path):
+    runs = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        model = sparse()
+        loss = splade(model, SentenceTransformersLoss(model, InfoNCELoss()), FlopsLoss())
+        settings = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 3}
+        trainer = train(model, loss, dataset(2), tmp_path, resume=resume, **settings)
+        runs.append((trainer, model))
+    (whole, model), (resumed, same) = runs
+    parts = logged(whole, "document_regularizer_loss")
+    assert parts[0] == 0.0
+    assert parts[1] > 0.0
+    assert logged(resumed, "document_regularizer_loss")[-4:] == parts[-4:]
+    assert_same_weights(same, model, rtol=0, atol=0)
+
+
+def test_nothing_stays_attached_after_training(sparse, tmp_path):
+    model = sparse()
+    trainer, ours, schedule = run_with_state(model, tmp_path)
+    assert schedule.steps_taken == 6
+    assert not ours._forward_hooks
+    trainer.train()
+    assert schedule.steps_taken == 12
+
+
+def test_a_controller_sees_cached_batches_once_a_step(sparse, tmp_path):
+    found = []
+    for mini_batch_size in (None, 3):
+        model = sparse()
+        ours = SpladeObjective({"info_nce": 1.0, "document_flops": 0.02})
+        controller = SparsityController(ours, target_active=20, ignore_steps=0, every=1, window=3)
+        loss = SentenceTransformersLoss(model, ours, mini_batch_size=mini_batch_size)
+        kept = [lambda trainer, one=controller: LossState(trainer, one)]
+        data = dataset(3)
+        train(model, loss, data, tmp_path, callbacks=kept, learning_rate=1e-3)
+        found.append(controller.report())
+    statuses = {report.pop("status") for report in found}
+    assert statuses == {"sparsifying"}
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+    assert found[0]["step"] == 6
+    assert found[0]["weight"] != 0.02
+
+
+def test_diagnostics_look_on(sparse, tmp_path):
+    model, ours = sparse(), SpladeObjective({"info_nce": 1.0})
+    diagnostics = Diagnostics(VOCABULARY)
+    ours.register_forward_hook(
+        lambda _, batch, __: diagnostics.update(batch[0].positive, other_side=batch[0].anchor)
+    )
+    loss = SentenceTransformersLoss(model, ours)
+    train(model, loss, dataset(2), tmp_path, learning_rate=0.0, num_train_epochs=1)
+    with torch.no_grad():
+        vectors = model.train()(model.preprocess(POSITIVES))["sentence_embedding"]
+    report = diagnostics.report()
+    assert report["active_dimensions"] == pytest.approx((vectors > 0).sum(1).float().mean().item())
+    assert 0.0 < report["input_recall"] <= 1.0
+    assert 0.0 < report["other_side_recall"] <= 1.0

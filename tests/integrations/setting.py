@@ -1,0 +1,185 @@
+"""What the trainers' tests train: a tiny encoder, texts, a plain loop to compare with."""
+
+import os
+import re
+import socket
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from sparse_losses import (
+    InfoNCELoss,
+    SparsityController,
+    SpladeBatch,
+    SpladeEncoder,
+    SpladeObjective,
+    Texts,
+    TrainingSchedule,
+    Warmup,
+)
+from sparse_losses.integrations.transformers import SpladeCollator
+from tests.representation.tiny_models import masked_lm
+
+RATE, VOCAB_SIZE = 0.03, 120
+TEXT = "서울 맛집 추천 a learned sparse retriever vectors over the vocabulary one weight"
+WORDS = TEXT.split()
+
+
+def tokenizer():
+    """Of a fixed vocabulary: what is trained on the spot is another in every process."""
+    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]"}
+    special["sep_token"] = "[SEP]"
+    vocabulary = {token: i for i, token in enumerate([*special.values(), *WORDS])}
+    tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokens.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, **special)
+
+
+def encoder(dropout=0.0, **options):
+    """The same one whenever it is called."""
+    dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    return SpladeEncoder(masked_lm("bert", VOCAB_SIZE, **dropouts), tokenizer(), **options)
+
+
+def rows(count=16):
+    """Pairs that share words, a mined negative, the teacher's scores of the two."""
+    numbers = torch.Generator().manual_seed(1)
+    found = []
+    for i in range(count):
+        a, b, c, d = (WORDS[int(k)] for k in torch.randint(0, len(WORDS), (4,), generator=numbers))
+        scores = torch.rand(2, generator=numbers).tolist()
+        found.append(
+            {
+                "anchor": f"{a} {b}",
+                "positive": f"{a} {b} {c}",
+                "negative": [f"{c} {d} {d}"],
+                "teacher_scores": scores,
+                "positive_ids": i,
+            }
+        )
+    return found
+
+
+def objective(**options):
+    return SpladeObjective(
+        {"info_nce": 1.0, "document_flops": 0.01, "query_flops": 0.01},
+        info_nce=InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(1.0))),
+        **options,
+    )
+
+
+def gathered():
+    return objective(gather=True)
+
+
+def row_by_row():
+    """An objective whose value over a batch is the mean over its rows."""
+    return SpladeObjective({"triplet_margin": 1.0, "query_min_activation": 0.1})
+
+
+def collate(rows):
+    """The texts of rows, tokenized, a negative each."""
+    texts = [{"anchor": row["anchor"], "positive": row["positive"]} for row in rows]
+    negatives = [{"negative": row["negative"][0]} for row in rows]
+    columns = [one | other for one, other in zip(texts, negatives, strict=True)]
+    return SpladeCollator(tokenizer(), 16)(columns)
+
+
+def loader(rows, batch_size, **options):
+    return torch.utils.data.DataLoader(rows, batch_size, collate_fn=collate, **options)
+
+
+# What two processes do as one with the whole batch, and in how many batches a step.
+SHARED = {"row by row": (row_by_row, 1), "accumulated": (row_by_row, 2), "gathered": (gathered, 1)}
+
+
+def steered(objective):
+    """A weight that warms up, another that is steered; or neither, of an objective without them."""
+    if "document_flops" not in objective.weights:
+        return []
+    return [
+        TrainingSchedule(objective, warmups={"query_flops": Warmup(5, "quadratic")}),
+        SparsityController(objective, target_active=30, every=3, ignore_steps=0),
+    ]
+
+
+def batch_of(encoder, inputs):
+    """What a collator made, encoded: written out, to compare with."""
+
+    def texts(column):
+        ids, mask = column["input_ids"], column["attention_mask"]
+        if ids.ndim == 2:
+            return Texts(encoder(ids, mask), ids, mask)
+        flat = encoder(ids.flatten(0, 1), mask.flatten(0, 1))
+        return Texts(flat.view(*ids.shape[:2], -1), ids, mask)
+
+    known = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}
+    negative = texts(inputs["negative"]) if "negative" in inputs else None
+    return SpladeBatch(texts(inputs["anchor"]), texts(inputs["positive"]), negative, **known)
+
+
+def loss_of_columns(objective, columns, *vectors):
+    """The objective of vectors, in the order of the columns that they come from."""
+    texts = {
+        name: Texts(activations, **column)
+        for (name, column), activations in zip(columns.items(), vectors, strict=True)
+    }
+    return objective(SpladeBatch(**texts))
+
+
+def plain_loop(encoder, objective, batches, *, schedules=(), bf16=False):
+    """PyTorch and nothing else: one step a batch; the total of each."""
+    parameters = [*encoder.parameters(), *objective.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=RATE)
+    for schedule in schedules:
+        schedule.attach(optimizer)
+    encoder.train()
+    totals = []
+    for inputs in batches:
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            total, _ = objective(batch_of(encoder, inputs))
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        totals.append(total.item())
+    return totals
+
+
+def recipe(beginning):
+    """What a block of docs/trainers.md defines: the one that has this text in it."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "trainers.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = [block for block in blocks if beginning in block]
+    defined = {}
+    exec(compile(block, f"<{page.name}>", "exec"), defined)
+    return defined
+
+
+def weights(*modules):
+    return [p.detach().clone() for module in modules for p in module.parameters()]
+
+
+def in_processes(function, *args, processes=2):
+    """Runs ``function(rank, *args)`` in so many processes of one gloo group, as torchrun would."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(
+        _in_process, (function, processes, port, args), nprocs=processes, join=True
+    )
+
+
+def _in_process(rank, function, processes, port, args):
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    function(rank, *args)

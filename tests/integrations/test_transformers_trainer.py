@@ -1,0 +1,494 @@
+"""The Trainer of transformers: its updates are those of a plain loop, and a resumed run goes on."""
+
+from itertools import islice
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from sparse_losses import (
+    Diagnostics,
+    SparsityController,
+    SpladeEncoder,
+)
+from sparse_losses.integrations.transformers import SpladeCollator, SpladeTrainer
+from tests.integrations import setting
+
+VOCAB_SIZE = setting.VOCAB_SIZE
+works_with = pytest.mark.works_with
+TRAINER = "Hugging Face Trainer"
+
+
+class Recording(SpladeCollator):
+    """Keeps the rows it saw, in their order."""
+
+    def __init__(self, encoder):
+        super().__init__(encoder.tokenizer, encoder.max_length)
+        self.seen = []
+
+    def __call__(self, rows):
+        self.seen.append(list(rows))
+        return super().__call__(rows)
+
+
+def arguments(folder, **settings):
+    plain = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    sizes = {"learning_rate": setting.RATE, "per_device_train_batch_size": 4, "max_steps": 4}
+    return TrainingArguments(
+        str(folder), **(plain | quiet | sizes | {"logging_steps": 1} | settings)
+    )
+
+
+def trained(folder, objective, schedules=(), rows=None, resume=None, **settings):
+    encoder = setting.encoder()
+    collator = Recording(encoder)
+    trainer = SpladeTrainer(
+        encoder,
+        arguments(folder, **settings),
+        objective=objective,
+        schedules=schedules,
+        data_collator=collator,
+        train_dataset=setting.rows() if rows is None else rows,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, encoder, collator
+
+
+def losses(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def compare(run, reference, schedules=(), *, accumulation=1, bf16=False, tolerance=1e-5):
+    """Compares a run with PyTorch's own loop over the same rows."""
+    trainer, encoder, collator = run
+    taken, batches = iter(list(collator.seen)), []
+    for _ in range(trainer.state.global_step):
+        micro = list(islice(taken, accumulation))
+        batches.append(collator([row for rows in micro for row in rows]))
+    other = setting.encoder()
+    start = setting.weights(other)
+    expected = setting.plain_loop(other, reference, batches, schedules=schedules, bf16=bf16)
+    assert losses(trainer) == pytest.approx(expected, rel=10 * tolerance)
+    mine = setting.weights(encoder, trainer.model.objective)
+    theirs = setting.weights(other, reference)
+    torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    moved = zip(setting.weights(encoder), start, strict=True)
+    assert max((now - was).abs().max().item() for now, was in moved) > 20 * tolerance
+
+
+@works_with(TRAINER, "fp32")
+def test_updates_are_those_of_a_plain_loop(tmp_path):
+    run = trained(tmp_path, setting.objective(), max_steps=8)
+    compare(run, setting.objective())
+    assert losses(run[0])[-1] < losses(run[0])[0]
+    assert run[0].model.objective.info_nce.temperature.item() != pytest.approx(1.0)
+
+
+@works_with(TRAINER, "bf16")
+def test_under_bf16_autocast_likewise(tmp_path):
+    run = trained(tmp_path, setting.objective(), bf16=True)
+    compare(run, setting.objective(), bf16=True, tolerance=1e-3)
+
+
+@works_with(TRAINER, "compile")
+def test_compiled_likewise(tmp_path):
+    torch._dynamo.reset()
+    objective, reference = setting.objective(), setting.objective()
+    settings = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    run = trained(tmp_path, objective, setting.steered(objective), **settings)
+    compare(run, reference, setting.steered(reference), tolerance=1e-4)
+
+
+@works_with(TRAINER, "accumulation")
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_accumulated_updates_are_those_of_the_whole_batch(tmp_path, accumulation):
+    sizes = {
+        "per_device_train_batch_size": 8 // accumulation,
+        "gradient_accumulation_steps": accumulation,
+    }
+    run = trained(tmp_path, setting.row_by_row(), **sizes)
+    compare(run, setting.row_by_row(), accumulation=accumulation)
+
+
+@works_with(TRAINER, "accumulation")
+def test_a_last_step_of_fewer_batches_is_the_mean_of_those(tmp_path):
+    sizes = {"gradient_accumulation_steps": 3, "max_steps": 2}
+    run = trained(tmp_path, setting.row_by_row(), rows=setting.rows(16), **sizes)
+    assert len(run[2].seen) == 4
+    compare(run, setting.row_by_row(), accumulation=3)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
+def test_a_step_that_the_scaler_skips_is_none(tmp_path, optim):
+    objective = setting.objective()
+    schedule, controller = setting.steered(objective)
+    trainer = SpladeTrainer(
+        setting.encoder(),
+        arguments(tmp_path, optim=optim, max_steps=8),
+        objective=objective,
+        schedules=[schedule, controller],
+        train_dataset=setting.rows(),
+    )
+    # As in fp16, which accelerate leaves to GPUs; here the scaled loss overflows at first.
+    scaler = torch.amp.GradScaler("cpu", init_scale=3e38, backoff_factor=2.0**-60)
+    trainer.accelerator.scaler = scaler
+    trainer.train()
+    taken = {int(state["step"]) for state in trainer.optimizer.state.values()}
+    assert taken < {1, 2, 3, 4, 5, 6, 7}
+    assert taken == {schedule.steps_taken} == {controller.report()["step"]}
+    assert trainer.state.global_step == 8
+
+
+def on_one_of_several(rank, folder):
+    for name, (make, accumulation) in setting.SHARED.items():
+        settings = {
+            "gradient_accumulation_steps": accumulation,
+            "save_strategy": "steps",
+            "save_steps": 2,  # between two looks of the controller
+        }
+        found = {}
+        for run in ("straight", "resumed"):
+            objective = make()
+            schedules = setting.steered(objective)
+            trainer, encoder, _ = trained(
+                folder / name,
+                objective,
+                schedules,
+                resume=str(folder / name / "checkpoint-2") if run == "resumed" else None,
+                **settings,
+            )
+            assert trainer.args.world_size == 2
+            weights = setting.weights(encoder, objective)
+            states = [schedule.state_dict() for schedule in schedules]
+            found[run] = weights, checked(trainer.state.log_history), states
+        torch.save(found, folder / f"{name} {rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def by_two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    setting.in_processes(on_one_of_several, folder)
+    return folder
+
+
+@works_with(TRAINER, "devices")
+@pytest.mark.parametrize("name", list(setting.SHARED))
+def test_two_processes_update_as_one_with_the_whole_batch(tmp_path, by_two, name):
+    make, accumulation = setting.SHARED[name]
+    objective = make()
+    schedules = setting.steered(objective)
+    sizes = {"per_device_train_batch_size": 8 * accumulation}
+    trainer, encoder, _ = trained(tmp_path, objective, schedules, **sizes)
+    mine, logged = setting.weights(encoder, objective), checked(trainer.state.log_history)
+    assert len(logged) == 4
+    for rank in (0, 1):
+        weights, theirs, _ = torch.load(by_two / f"{name} {rank}.pt")["straight"]
+        torch.testing.assert_close(weights, mine, rtol=1e-5, atol=1e-5)
+        for step, entry in logged.items():
+            assert theirs[step].keys() == entry.keys()
+            assert theirs[step] == pytest.approx(entry, rel=1e-3)
+
+
+@works_with(TRAINER, "devices", "resume")
+@pytest.mark.parametrize("name", list(setting.SHARED))
+def test_two_processes_resume_with_the_same_figures(by_two, name):
+    for rank in (0, 1):
+        found = torch.load(by_two / f"{name} {rank}.pt")
+        torch.testing.assert_close(found["resumed"][0], found["straight"][0], **EXACT)
+        assert found["resumed"][1:] == found["straight"][1:]
+
+
+EXACT = {"rtol": 0.0, "atol": 0.0}
+
+
+def resumable(folder, encoder, objective, **settings):
+    settings = {
+        "max_steps": 8,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "optim": "adamw_torch",
+    } | {
+        "lr_scheduler_type": "linear",
+        **settings,
+    }
+    return SpladeTrainer(
+        encoder,
+        arguments(folder, **settings),
+        objective=objective,
+        schedules=setting.steered(objective),
+        diagnostics={"document": Diagnostics(encoder.vocab_size)},
+        train_dataset=setting.rows(24),
+    )
+
+
+def checked(history):
+    """What was logged of every step, but for how long it took."""
+    return {entry["step"]: entry for entry in history if "loss" in entry}
+
+
+@works_with(TRAINER, "resume")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"accelerator_config": {"use_seedable_sampler": False}},  # PyTorch's own
+    ],
+)
+def test_a_resumed_run_goes_on_as_the_first_one_did(tmp_path, settings):
+    # The random numbers of the dropout too must be found where they were left.
+    options = {"dropout": 0.1, "gate": True, "idf_weights": torch.linspace(0.5, 1.5, VOCAB_SIZE)}
+    first = resumable(tmp_path, setting.encoder(**options), setting.objective(), **settings)
+    first.train()
+    objective = setting.objective()
+    second = resumable(tmp_path, setting.encoder(**options), objective, **settings)
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    torch.testing.assert_close(setting.weights(second.model), setting.weights(first.model), **EXACT)
+    assert checked(second.state.log_history) == checked(first.state.log_history)
+    for mine, theirs in zip(second.schedules, first.schedules, strict=True):
+        assert mine.state_dict() == theirs.state_dict()
+    assert second.schedules[0].steps_taken == 8
+    assert objective.weights == first.model.objective.weights
+
+
+def test_a_checkpoint_is_a_folder_of_the_encoder(tmp_path):
+    encoder = setting.encoder(0.1, gate=True)
+    trainer = resumable(tmp_path, encoder, setting.objective())
+    trainer.train()
+    found = SpladeEncoder.from_pretrained(tmp_path / "checkpoint-8")
+    texts = ["서울 맛집", "a learned sparse retriever"]
+    torch.testing.assert_close(
+        found.encode(texts, output="dense"), encoder.encode(texts, output="dense"), **EXACT
+    )
+    assert trainer.schedules[1].checkpoint == str(tmp_path / "checkpoint-8")
+    trainer.save_model(str(tmp_path / "end"))
+    found = SpladeEncoder.from_pretrained(tmp_path / "end")
+    torch.testing.assert_close(setting.weights(found), setting.weights(encoder), **EXACT)
+
+
+def test_resuming_needs_the_schedules_of_the_run(tmp_path):
+    resumable(tmp_path, setting.encoder(), setting.objective(), max_steps=4).train()
+    again = resumable(tmp_path, setting.encoder(), setting.objective())
+    again.schedules = again.schedules[:1]
+    with pytest.raises(ValueError, match=r"expected the 2 schedules that .*checkpoint-4.*, got 1"):
+        again.train(resume_from_checkpoint=True)
+
+
+class Words(torch.nn.Module):
+    """An encoder that is not ours: a token activates its neighbours."""
+
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.map = torch.nn.Embedding(vocab_size, vocab_size)
+        self.again = self.map  # shared, as a tied head is
+
+    def forward(self, input_ids, attention_mask):
+        return (self.map(input_ids) * attention_mask[..., None]).relu().amax(1)
+
+
+@works_with(TRAINER, "resume")
+def test_another_encoder_resumes_and_the_best_of_it_comes_back(tmp_path):
+    collator = SpladeCollator(setting.encoder().tokenizer, 16)
+    best = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "info_nce",
+        "greater_is_better": True,  # so the first is the best
+    }
+
+    def trainer():
+        torch.manual_seed(3)
+        return SpladeTrainer(
+            Words(VOCAB_SIZE),
+            arguments(tmp_path, **{"max_steps": 6, "save_strategy": "steps", **best}),
+            objective=setting.objective(),
+            data_collator=collator,
+            train_dataset=setting.rows(),
+            eval_dataset=setting.rows(4),
+        )
+
+    first = trainer()
+    first.train()
+    assert first.state.best_global_step == 2
+    found = first.evaluate()
+    assert found["eval_info_nce"] == pytest.approx(first.state.best_metric)
+    assert found["eval_info_nce"] > first.state.log_history[-3]["eval_info_nce"]
+    second = trainer()
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert checked(second.state.log_history) == checked(first.state.log_history)
+    torch.testing.assert_close(setting.weights(second.model), setting.weights(first.model), **EXACT)
+
+
+@works_with(TRAINER, "fp32")
+def test_terms_are_logged_as_means_of_the_window(tmp_path):
+    objective = setting.objective()
+    encoder = setting.encoder()
+    trainer = SpladeTrainer(
+        encoder,
+        arguments(tmp_path, max_steps=5, gradient_accumulation_steps=2, logging_steps=2),
+        objective=objective,
+        schedules=[SparsityController(objective, target_active=30, every=1)],
+        diagnostics={side: Diagnostics(encoder.vocab_size) for side in ("query", "document")},
+        train_dataset=setting.rows(40),
+    )
+    seen = []
+    objective.register_forward_hook(lambda *call: seen.append(call[2]))
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 2
+    for entry, window in zip(logged, (seen[:4], seen[4:8]), strict=True):
+        for name in ("info_nce", "query_flops", "document_flops"):
+            values = [output.terms[name].item() for output in window]
+            assert entry[name] == pytest.approx(sum(values) / 4)
+        assert entry["loss"] == pytest.approx(sum(o.total.item() for o in window) / 4)
+        assert entry["query/texts"] == entry["document/texts"] == 16
+        assert 0 < entry["query/active_dimensions"] < entry["document/largest"]
+        assert entry["document_flops/step"] == entry["step"]
+    assert logged[1]["document_flops/weight"] == 0.01  # the first 20 steps
+    assert not any(isinstance(value, str) for entry in logged for value in entry.values())
+
+
+def recall(prediction):
+    anchor, positive = (torch.from_numpy(x) for x in prediction.predictions)
+    best = (anchor @ positive.T).argmax(1)
+    return {"recall": (best == torch.arange(len(best))).double().mean().item()}
+
+
+@pytest.mark.parametrize("metrics", [None, recall])
+def test_evaluation_needs_no_labels(tmp_path, metrics):
+    encoder, objective = setting.encoder(), setting.objective()
+    trainer = SpladeTrainer(
+        encoder,
+        arguments(tmp_path, per_device_eval_batch_size=4),
+        objective=objective,
+        eval_dataset=setting.rows(8),
+        compute_metrics=metrics,
+    )
+    found = trainer.evaluate()
+    encoder.eval()
+    collator = SpladeCollator(encoder.tokenizer, encoder.max_length)
+    outputs = []
+    for first in (0, 4):
+        inputs = collator(setting.rows(8)[first : first + 4])
+        with torch.no_grad():
+            outputs.append(objective(setting.batch_of(encoder, inputs)))
+    mean = sum(output.total.item() for output in outputs) / 2
+    assert found["eval_loss"] == pytest.approx(mean, rel=1e-5)
+    mean = sum(output.terms["info_nce"].item() for output in outputs) / 2
+    assert found["eval_info_nce"] == pytest.approx(mean, rel=1e-5)
+    assert ("eval_recall" in found) == (metrics is not None)
+    if metrics:
+        texts = [[row[name] for row in setting.rows(8)] for name in ("anchor", "positive")]
+        vectors = [encoder.encode(column, output="dense").numpy() for column in texts]
+        expected = recall(type("Prediction", (), {"predictions": vectors}))
+        assert found["eval_recall"] == pytest.approx(expected["recall"])
+
+
+def test_evaluation_in_between_is_not_part_of_the_window(tmp_path):
+    trainer = SpladeTrainer(
+        setting.encoder(),
+        arguments(tmp_path, eval_strategy="steps", eval_steps=1, logging_steps=4),
+        objective=setting.objective(),
+        train_dataset=setting.rows(),
+        eval_dataset=setting.rows(4),
+    )
+    trainer.train()
+    entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    total = entry["info_nce"] + 0.01 * (entry["query_flops"] + entry["document_flops"])
+    assert entry["loss"] == pytest.approx(total, rel=1e-4)
+
+
+def test_a_plain_callable_is_an_objective_too(tmp_path):
+    def loss(batch):
+        return (batch.anchor.activations - batch.positive.activations).square().mean()
+
+    trainer, _, _ = trained(tmp_path, loss, per_device_train_batch_size=16)
+    assert losses(trainer)[-1] < losses(trainer)[0]
+
+
+def test_the_objective_may_ask_for_logits(tmp_path):
+    seen = []
+
+    def loss(batch):
+        seen.append(batch)
+        return batch.negative.logits.square().mean()
+
+    encoder = setting.encoder()
+    SpladeTrainer(
+        encoder,
+        arguments(tmp_path, max_steps=1),
+        objective=loss,
+        return_logits=True,
+        train_dataset=setting.rows(),
+    ).train()
+    assert seen[0].anchor.logits.min() < 0
+    assert seen[0].negative.logits.shape == (4, 1, VOCAB_SIZE)
+    assert seen[0].teacher_scores.shape == (4, 2)
+    assert seen[0].positive_ids.dtype == torch.int64
+
+
+def test_a_learned_temperature_is_not_decayed(tmp_path):
+    trainer, encoder, _ = trained(tmp_path, setting.objective(), weight_decay=0.1)
+    decayed, kept = trainer.optimizer.param_groups
+    temperature = trainer.model.objective.info_nce.temperature
+    assert any(parameter is temperature for parameter in kept["params"])
+    assert any(p is encoder.head.weight for p in decayed["params"])
+
+
+def test_the_collator_tokenizes_as_the_encoder_does():
+    encoder = setting.encoder()
+    collator = SpladeCollator(encoder.tokenizer, encoder.max_length)
+    rows = [
+        {"anchor": "서울 맛집", "positive": "a " * 100, "negative": ["", "over the"], "id": 3},
+        {"anchor": "", "positive": "sparse", "negative": ["one weight a", "a"], "id": 4},
+    ]
+    batch = collator(rows)
+    assert sorted(batch) == ["anchor", "negative", "positive"]
+    for name in ("anchor", "positive"):
+        expected = encoder.tokenize([row[name] for row in rows])
+        torch.testing.assert_close(dict(batch[name]), expected, **EXACT)
+    expected = encoder.tokenize(["", "over the", "one weight a", "a"])["input_ids"]
+    assert batch["negative"]["input_ids"].tolist() == expected.unflatten(0, (2, 2)).tolist()
+    single = collator([{**row, "negative": "over the"} for row in rows])
+    assert single["negative"]["input_ids"].ndim == 2
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"anchor": "a"}, r"expected rows with 'anchor', 'positive'.*got \['anchor'\]"),
+        ({"anchor": "a", "positive": "b"}, "all of them or none with 'negative'"),
+        ({"anchor": "a", "positive": "b", "negative": ["c", "d"]}, r"in every row, got \[1, 2\]"),
+        ({"anchor": "a", "positive": "b", "negative": "c"}, r"got \[1, None\]"),
+    ],
+)
+def test_rows_that_differ_are_errors(other, message):
+    collator = SpladeCollator(setting.encoder().tokenizer, 16)
+    with pytest.raises(ValueError, match=message):
+        collator([{"anchor": "a", "positive": "b", "negative": ["c"]}, other])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"diagnostics": {"queries": Diagnostics(VOCAB_SIZE)}}, "diagnostics"),
+        ({"compute_loss_func": print}, "got `compute_loss_func`"),
+        ({"model": Words(5)}, "expected `data_collator` beside a model that is no SpladeEncoder"),
+        ({"return_logits": 1}, "return_logits"),
+    ],
+)
+def test_wrong_settings_are_errors(tmp_path, options, message):
+    options = {"model": setting.encoder(), "args": arguments(tmp_path), **options}
+    with pytest.raises((TypeError, ValueError), match=message):
+        SpladeTrainer(**options, objective=setting.objective())
+
+
+def test_several_gpus_in_one_process_are_an_error(tmp_path):
+    args = arguments(tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match="expected one process a GPU, got 2 GPUs in this one"):
+        SpladeTrainer(setting.encoder(), args, objective=setting.objective())

@@ -1,0 +1,208 @@
+"""docs/porting.md, from naver's SPLADE, OpenSearch and papers: our own reading of their formulas.
+
+They are written here in NumPy from papers and descriptions; no code of theirs is called, or copied.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from sparse_losses import (
+    DistillationLoss,
+    InfoNCELoss,
+    LanguagePenaltyLoss,
+    NPairLoss,
+    SpladeBatch,
+    SpladeObjective,
+    Texts,
+    TrainingSchedule,
+    Warmup,
+)
+from sparse_losses.functional import flops_loss, margin_mse_loss
+from tests.porting.compare import N, Q, V, activations, assert_follows
+
+LAMBDA_Q, LAMBDA_D = 0.3, 0.1
+
+
+def positive(*shape, seed=0):
+    """Where an activation is 0, their |x| has no derivative; ours has the one from above."""
+    return (activations(*shape, seed=seed).detach() + 0.01).requires_grad_()
+
+
+@pytest.fixture
+def triplets():
+    """Queries, positives and one negative of each: ``[Q, V]``."""
+    return [positive(Q, V, seed=seed) for seed in range(3)]
+
+
+def flops(*groups):
+    """The rows of all groups together."""
+    return (np.abs(np.concatenate(groups)).mean(0) ** 2).sum()
+
+
+def negative_log_softmax(scores):
+    """Of the first candidate, a mean over the queries ``[Q, C]``."""
+    return (np.log(np.exp(scores).sum(1)) - scores[:, 0]).mean()
+
+
+def objective_of(triplets, weights, **losses):
+    objective = SpladeObjective(weights, **losses)
+    return objective(SpladeBatch(*map(Texts, triplets))).total
+
+
+def test_naver_flops_of_positives_and_negatives_averaged(triplets):
+    """Two calls with half the weight each."""
+
+    def theirs(query, positive, negative):
+        return LAMBDA_Q * flops(query) + LAMBDA_D * (flops(positive) + flops(negative)) / 2
+
+    query, *documents = triplets
+    documents = sum(map(flops_loss, documents))
+    ours = LAMBDA_Q * flops_loss(query) + LAMBDA_D / 2 * documents
+    assert_follows(theirs, ours, *triplets)
+
+
+def test_the_average_is_the_joint_flops_and_a_quarter_of_the_squared_difference(triplets):
+    """No factor turns one into the other: the average asks both sides for the same tokens too."""
+    positive, negative = triplets[1:]
+    average = (flops_loss(positive) + flops_loss(negative)) / 2
+    joint = flops_loss(torch.cat([positive, negative]))
+    difference = (positive.mean(0) - negative.mean(0)).square().sum() / 4
+    torch.testing.assert_close(average, joint + difference, rtol=1e-12, atol=0)
+    assert difference > 0.01 * joint
+
+
+def test_naver_l1_of_queries_and_joint_flops_of_documents(triplets):
+    """The L1 of queries is a language penalty of 1 a token."""
+
+    def theirs(query, positive, negative):
+        return LAMBDA_Q * np.abs(query).sum(1).mean() + LAMBDA_D * flops(positive, negative)
+
+    weights = {"query_language_penalty": LAMBDA_Q, "document_flops": LAMBDA_D}
+    penalty = LanguagePenaltyLoss(torch.ones(V))
+    assert_follows(theirs, objective_of(triplets, weights, language_penalty=penalty), *triplets)
+
+
+def test_naver_in_batch_negatives_and_the_own_one(triplets):
+    """The other queries' negatives are no candidates."""
+
+    def theirs(query, positive, negative):
+        scores = query @ positive.T
+        own = (query * negative).sum(1)
+        others = [np.delete(row, i) for i, row in enumerate(scores)]
+        return negative_log_softmax(np.column_stack([np.diag(scores), others, own]))
+
+    query, positive, negative = triplets
+    ours = InfoNCELoss(temperature=1.0, similarity="dot")
+    assert_follows(theirs, ours(query, positive, negative[:, None]), *triplets)
+
+
+def test_naver_pairwise_negative_log_likelihood(triplets):
+    def theirs(query, positive, negative):
+        scores = (query * positive).sum(1), (query * negative).sum(1)
+        return negative_log_softmax(np.column_stack(scores))
+
+    query, positive, negative = triplets
+    assert_follows(theirs, NPairLoss()(query, positive, negative[:, None]), *triplets)
+
+
+def test_naver_all_negatives_of_the_batch_and_no_other_positive(triplets):
+    def theirs(query, positive, negative):
+        own = (query * positive).sum(1)
+        return negative_log_softmax(np.column_stack([own, query @ negative.T]))
+
+    assert_follows(theirs, NPairLoss()(*triplets), *triplets)
+
+
+def test_naver_margin_mse(triplets):
+    teacher = np.random.default_rng(0).normal(size=(Q, 2))
+
+    def theirs(query, positive, negative):
+        margin = (query * positive).sum(1) - (query * negative).sum(1)
+        return ((margin - (teacher[:, 0] - teacher[:, 1])) ** 2).mean()
+
+    query, positive, negative = triplets
+    scores = (query * positive).sum(1), (query * negative).sum(1)
+    ours = margin_mse_loss(*scores, *torch.from_numpy(teacher).T)
+    assert_follows(theirs, ours, *triplets)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_kl_divergence_without_the_squared_temperature(temperature):
+    """naver's at temperature 1, OpenSearch's at any: the weight of ours is 1 / T^2."""
+    teacher = np.random.default_rng(0).normal(size=(Q, 1 + N), scale=3)
+
+    def log_softmax(x):
+        return x - np.log(np.exp(x).sum(1, keepdims=True))
+
+    def theirs(scores):
+        p, q = log_softmax(teacher / temperature), log_softmax(scores / temperature)
+        return (np.exp(p) * (p - q)).sum(1).mean()
+
+    scores = activations(Q, 1 + N)
+    ours = DistillationLoss(temperature=temperature, alpha_kl=1 / temperature**2, alpha_mse=0.0)
+    assert_follows(theirs, ours(scores, torch.from_numpy(teacher)), scores)
+
+
+def test_opensearch_flops_of_every_group():
+    """The g-th documents of all queries are a group; groups are added up, not averaged."""
+    documents = positive(Q, N, V)
+
+    def theirs(x):
+        return sum(flops(x[:, g]) for g in range(N))
+
+    ours = sum(flops_loss(documents[:, g]) for g in range(N))
+    assert_follows(theirs, ours, documents)
+    joint = flops_loss(documents.flatten(0, 1))
+    assert ours > N * joint
+    alike = documents[:, :1].expand(-1, N, -1)
+    total = sum(flops_loss(alike[:, g]) for g in range(N))
+    torch.testing.assert_close(total, N * flops_loss(alike.flatten(0, 1)))
+
+
+def test_opensearch_flops_with_an_l0_mask():
+    """A row with few active tokens counts as 0, and still counts."""
+    x, threshold = activations(6, V, seed=5).detach(), 5
+    active = x != 0
+    kept = active.sum(1) > threshold
+    assert 0 < kept.sum() < 6
+
+    def theirs(values):
+        x = np.zeros((6, V))
+        x[active] = values
+        kept = (x != 0).sum(1) > threshold
+        return ((np.abs(x) * kept[:, None]).mean(0) ** 2).sum()
+
+    values = x[active].requires_grad_()
+    x = x.masked_scatter(active, values)
+    assert_follows(theirs, flops_loss(x * kept[:, None]), values)
+
+
+def test_flops_weighted_by_document_frequency():
+    """DF-FLOPS: the weight is inside the square."""
+    x, weight = positive(Q, V), np.linspace(0.1, 1.0, V)
+    ours = flops_loss(x * torch.from_numpy(weight))
+    assert_follows(lambda x: ((weight * np.abs(x).mean(0)) ** 2).sum(), ours, x)
+
+
+def warmed(schedule, optimizer, steps):
+    weights = []
+    for _ in range(steps):
+        weights.append(schedule.objective.weights["document_flops"])
+        optimizer.step()
+    return weights
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["ours", "naver and OpenSearch"])
+def test_quadratic_warm_up(first):
+    """Theirs counts the step that is taken, from 1: tell ours of a step before the first."""
+    steps, total = 8, 5
+    objective = SpladeObjective({"document_flops": LAMBDA_D})
+    schedule = TrainingSchedule(objective, warmups={"document_flops": Warmup(total, "quadratic")})
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    schedule.attach(optimizer)
+    for _ in range(first):
+        schedule.step()
+    taken = np.arange(first, steps + first)
+    expected = LAMBDA_D * np.minimum(1, taken / total) ** 2
+    np.testing.assert_allclose(warmed(schedule, optimizer, steps), expected, rtol=1e-12)

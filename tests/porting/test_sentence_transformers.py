@@ -1,0 +1,236 @@
+"""docs/porting.md, from sentence-transformers: its losses, called, and ours, on one input."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sentence_transformers import util
+from sentence_transformers.sentence_transformer.losses.triplet import TripletDistanceMetric
+from sentence_transformers.sparse_encoder.callbacks import (
+    SpladeRegularizerWeightSchedulerCallback,
+)
+from sentence_transformers.sparse_encoder.losses import (
+    FlopsLoss as TheirFlopsLoss,
+)
+from sentence_transformers.sparse_encoder.losses import (
+    SparseDistillKLDivLoss,
+    SparseMarginMSELoss,
+    SparseMultipleNegativesRankingLoss,
+    SparseTripletLoss,
+    SpladeLoss,
+)
+
+from sparse_losses import (
+    DistillationLoss,
+    FlopsLoss,
+    InfoNCELoss,
+    SpladeBatch,
+    SpladeObjective,
+    Texts,
+    TripletMarginLoss,
+    Warmup,
+)
+from sparse_losses.functional import flops_loss, margin_mse_loss
+from tests.distributed.ranks import run_ranks
+from tests.porting.compare import N, Q, V, activations, assert_equal
+from tests.porting.on_two_ranks import on_rank, our_losses, values_and_gradients
+
+
+class Given(torch.nn.Module):
+    """A model whose texts are their vectors."""
+
+    def forward(self, features):
+        return {"sentence_embedding": features["vectors"]}
+
+
+@pytest.fixture
+def columns():
+    """Queries, positives and N negatives: ``[Q, V]`` each."""
+    return [activations(Q, V, seed=seed) for seed in range(2 + N)]
+
+
+def scores_of(columns):
+    """``[Q, 1 + N]``: each query with its own documents."""
+    return torch.stack([(columns[0] * column).sum(-1) for column in columns[1:]], 1)
+
+
+def test_flops(columns):
+    x = columns[0]
+    assert_equal(TheirFlopsLoss(None).compute_loss_from_embeddings(x), FlopsLoss()(x), x)
+
+
+def test_flops_with_a_threshold():
+    """Rows with few active tokens leave the sum, not the number of rows."""
+    x, threshold = activations(6, V, seed=5), 5
+    active = (x != 0).sum(1)
+    assert 0 < (active > threshold).sum() < 6
+    theirs = TheirFlopsLoss(None, threshold=threshold).compute_loss_from_embeddings(x)
+    assert_equal(theirs, flops_loss(x * (active > threshold)[:, None]), x)
+
+
+def splade_loss(columns, loss, labels=None, **options):
+    """The sum of what theirs returns, as their trainer adds it up."""
+    features = [{"vectors": column} for column in columns]
+    return sum(SpladeLoss(Given(), loss, **options)(features, labels).values())
+
+
+def test_splade_loss(columns):
+    """Both document columns together are the documents; the weights are the same."""
+    theirs = splade_loss(
+        columns,
+        SparseMultipleNegativesRankingLoss(Given()),
+        document_regularizer_weight=0.3,
+        query_regularizer_weight=0.7,
+    )
+    objective = SpladeObjective(
+        {"info_nce": 1.0, "document_flops": 0.3, "query_flops": 0.7},
+        info_nce=InfoNCELoss(temperature=1.0, similarity="dot"),
+    )
+    query, positive = map(Texts, columns[:2])
+    ours, _ = objective(SpladeBatch(query, positive, Texts(torch.cat(columns[2:]))))
+    assert_equal(theirs, ours, *columns)
+
+
+def test_splade_loss_of_documents_only(columns):
+    options = {"use_document_regularizer_only": True, "document_regularizer_weight": 0.3}
+    theirs = splade_loss(columns, SparseMultipleNegativesRankingLoss(Given()), **options)
+    info_nce = InfoNCELoss(temperature=1.0, similarity="dot")
+    ours = info_nce(columns[0], columns[1], torch.cat(columns[2:]))
+    assert_equal(theirs, ours + 0.3 * flops_loss(torch.cat(columns)), *columns)
+
+
+@pytest.mark.parametrize("similarity", ["dot", "cosine"])
+@pytest.mark.parametrize("negatives", [0, N])
+@pytest.mark.parametrize("scale", [1.0, 20.0])
+def test_multiple_negatives_ranking(columns, similarity, negatives, scale):
+    """`scale` is 1 / temperature; every document of the batch is a candidate of every query."""
+    columns = columns[: 2 + negatives]
+    function = {"dot": util.dot_score, "cosine": util.cos_sim}[similarity]
+    loss = SparseMultipleNegativesRankingLoss(None, scale=scale, similarity_fct=function)
+    theirs = loss.compute_loss_from_embeddings(columns, None)
+    shared = torch.cat(columns[2:]) if negatives else None
+    ours = InfoNCELoss(temperature=1 / scale, similarity=similarity)
+    assert_equal(theirs, ours(columns[0], columns[1], shared), *columns)
+
+
+def test_multiple_negatives_ranking_in_both_directions(columns):
+    """Their second direction has no negatives: with some, ours is the mean of two calls."""
+    both = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
+    loss = SparseMultipleNegativesRankingLoss(None, scale=2.0, **both)
+    query, positive, *negatives = columns
+    dot = {"temperature": 0.5, "similarity": "dot"}
+    theirs = loss.compute_loss_from_embeddings([query, positive], None)
+    assert_equal(theirs, InfoNCELoss(**dot, symmetric=True)(query, positive), query, positive)
+
+    theirs = loss.compute_loss_from_embeddings(columns, None)
+    info_nce = InfoNCELoss(**dot)
+    forth, back = info_nce(query, positive, torch.cat(negatives)), info_nce(positive, query)
+    assert_equal(theirs, (forth + back) / 2, *columns)
+
+
+@pytest.mark.parametrize("labels", ["scores", "margins"])
+@pytest.mark.parametrize("negatives", [1, N])
+def test_margin_mse(columns, labels, negatives):
+    """A mean over queries and negatives alike; margins are teacher scores of the positive, or 0."""
+    columns = columns[: 2 + negatives]
+    teacher = 5 * activations(Q, 1 + negatives, seed=9).detach()
+    margins = teacher[:, :1] - teacher[:, 1:]
+    given = teacher if labels == "scores" else margins
+    theirs = SparseMarginMSELoss(None).compute_loss_from_embeddings(columns, given)
+    scores = scores_of(columns)
+    positive = scores[:, :1].expand(-1, negatives)
+    if labels == "scores":
+        t = teacher[:, :1].expand(-1, negatives), teacher[:, 1:]
+    else:
+        t = margins, torch.zeros_like(margins)
+    rows = (x.flatten() for x in (positive, scores[:, 1:], *t))
+    assert_equal(theirs, margin_mse_loss(*rows), *columns)
+
+
+def test_margin_mse_of_the_objective(columns):
+    teacher = 5 * activations(Q, 1 + N, seed=9).detach()
+    theirs = SparseMarginMSELoss(None).compute_loss_from_embeddings(columns, teacher)
+    objective = SpladeObjective({"margin_mse": 1.0}, info_nce=InfoNCELoss(similarity="dot"))
+    own = Texts(torch.stack(columns[2:], 1))
+    batch = SpladeBatch(Texts(columns[0]), Texts(columns[1]), own, teacher_scores=teacher)
+    assert_equal(theirs, objective(batch).total, *columns)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0, 5.0])
+def test_distill_kl_div(columns, temperature):
+    """Both multiply by T^2, both are means over the queries."""
+    teacher = 5 * activations(Q, 1 + N, seed=9).detach()
+    theirs = SparseDistillKLDivLoss(None, temperature=temperature)
+    ours = DistillationLoss(temperature=temperature, alpha_kl=1.0, alpha_mse=0.0)
+    value = theirs.compute_loss_from_embeddings(columns, teacher)
+    assert_equal(value, ours(scores_of(columns), teacher), *columns)
+
+
+def test_distill_kl_div_defaults_to_temperature_2(columns):
+    teacher = 5 * activations(Q, 1 + N, seed=9).detach()
+    theirs = SparseDistillKLDivLoss(None).compute_loss_from_embeddings(columns, teacher)
+    ours = DistillationLoss(temperature=2.0, alpha_kl=1.0, alpha_mse=0.0)
+    assert_equal(theirs, ours(scores_of(columns), teacher), *columns)
+
+
+def test_distill_kl_div_with_two_temperatures(columns):
+    """The student's multiplies the loss; the teacher's divides its scores."""
+    teacher = 5 * activations(Q, 1 + N, seed=9).detach()
+    theirs = SparseDistillKLDivLoss(None, student_temperature=3.0, teacher_temperature=0.5)
+    ours = DistillationLoss(temperature=3.0, alpha_kl=1.0, alpha_mse=0.0)
+    value = theirs.compute_loss_from_embeddings(columns, teacher)
+    assert_equal(value, ours(scores_of(columns), teacher * 3.0 / 0.5), *columns)
+
+
+def test_triplet_on_cosines(columns):
+    metric = TripletDistanceMetric.COSINE
+    theirs = SparseTripletLoss(None, distance_metric=metric, triplet_margin=0.3)
+    value = theirs.compute_loss_from_embeddings(columns[:3], None)
+    assert_equal(value, TripletMarginLoss(margin=0.3)(*columns[:3]), *columns[:3])
+
+
+def test_triplet_on_distances_is_another_loss(columns):
+    """Theirs takes distances, ours their squares, unless it is given squares."""
+    theirs = SparseTripletLoss(None).compute_loss_from_embeddings(columns[:3], None)
+    ours = TripletMarginLoss(margin=5.0, similarity="euclidean")
+    assert (theirs - ours(*columns[:3])).abs() > 0.1
+    squared = SparseTripletLoss(None, distance_metric=lambda x, y: (x - y).square().sum(-1))
+    value = squared.compute_loss_from_embeddings(columns[:3], None)
+    assert_equal(value, ours(*columns[:3]), *columns[:3])
+
+
+@pytest.mark.parametrize("shape", ["linear", "quadratic"])
+def test_warm_up(shape):
+    """Theirs by default over a third of the steps; ours is told how many."""
+    loss = SpladeLoss(Given(), SparseMultipleNegativesRankingLoss(Given()), 0.3, 0.7)
+    callback = SpladeRegularizerWeightSchedulerCallback(loss, scheduler_type=shape)
+    state = SimpleNamespace(max_steps=30, global_step=0)
+    callback.on_train_begin(None, state, None)
+    ramp = Warmup(30 // 3, shape)
+    for step in range(15):
+        state.global_step = step
+        callback.on_step_begin(None, state, None)
+        assert loss.query_regularizer_weight == pytest.approx(0.7 * ramp(step), abs=0)
+        assert loss.document_regularizer_weight == pytest.approx(0.3 * ramp(step), abs=0)
+
+
+def test_several_devices():
+    """Their value is of a device's own rows, ours of all; the averaged gradient is the same."""
+    one = values_and_gradients(None, our_losses, False)
+    ranks = run_ranks(2, on_rank)
+    value, gradient = one["info_nce"]
+    for rank in ranks:
+        torch.testing.assert_close(rank["theirs"]["info_nce"][1], gradient)
+        torch.testing.assert_close(rank["ours"]["info_nce"][1], gradient)
+        assert rank["ours"]["info_nce"][0] == pytest.approx(value)
+    theirs = [rank["theirs"]["info_nce"][0] for rank in ranks]
+    assert theirs[0] != pytest.approx(theirs[1])
+    assert sum(theirs) / 2 == pytest.approx(value)
+
+    value, gradient = one["flops"]
+    for rank in ranks:
+        torch.testing.assert_close(rank["ours"]["flops"][1], gradient)
+        assert rank["ours"]["flops"][0] == pytest.approx(value)
+        torch.testing.assert_close(rank["theirs"]["flops"], rank["ours alone"]["flops"])
+    # FLOPS of each device's own rows asks for more than FLOPS of all.
+    assert sum(rank["theirs"]["flops"][0] for rank in ranks) / 2 > 1.01 * value

@@ -1,0 +1,66 @@
+"""docs/compatibility.md says what the marked tests found, all of them, and nothing else."""
+
+import ast
+import importlib.util
+import json
+from pathlib import Path
+
+from tests.conftest import FEATURES
+
+ROOT = Path(__file__).resolve().parents[1]
+_spec = importlib.util.spec_from_file_location("compatibility", ROOT / "tools/compatibility.py")
+compatibility = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(compatibility)
+
+
+def marked(path: Path) -> set[str]:
+    """Names of the tests in a file that carry the mark, or whose module does."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    everywhere = any(
+        isinstance(node, ast.Assign)
+        and "pytestmark" in ast.unparse(node)
+        and "works_with" in ast.unparse(node)
+        for node in tree.body
+    )
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            marks = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
+            if everywhere or "works_with" in marks:
+                found.add(f"{path.relative_to(ROOT).as_posix()}::{node.name}")
+    return found
+
+
+def test_the_page_is_made_of_the_record():
+    record = json.loads(compatibility.RECORD.read_text(encoding="utf-8"))
+    assert compatibility.PAGE.read_text(encoding="utf-8") == compatibility.render(record)
+
+
+def test_the_record_holds_the_marked_tests_and_they_passed():
+    record = json.loads(compatibility.RECORD.read_text(encoding="utf-8"))
+    tests = set().union(*(marked(path) for path in (ROOT / "tests").rglob("test_*.py")))
+    assert set(record) == tests
+    assert {found["outcome"] for found in record.values()} == {"passed"}
+
+
+def test_the_table_has_a_column_for_every_feature():
+    assert list(compatibility.FEATURES) == list(FEATURES)
+
+
+def test_a_test_that_failed_backs_nothing(tmp_path):
+    versions = {"torch": "1", "lightning": "2"}
+    said = [["Lightning", "fp32"]]
+    tests = {
+        "tests/a.py::test_one[x]": {"works_with": said, "outcome": "passed"},
+        "tests/a.py::test_one[y]": {"works_with": said, "outcome": "failed"},
+        "tests/a.py::test_two": {"works_with": [["Lightning", "bf16"]], "outcome": "passed"},
+    }
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps({"versions": versions, "tests": tests}), encoding="utf-8")
+    merged = compatibility.merge([str(path)])
+    assert merged["tests/a.py::test_one"]["outcome"] == "failed"
+    page = compatibility.render(merged)
+    assert "two" in page
+    assert "one" not in page.split("## Lightning")[1]
+    row = next(line for line in page.splitlines() if line.startswith("| Lightning"))
+    assert row.count("✓") == 1
