@@ -7,6 +7,9 @@ what remains is the gradient of one process with the whole batch.
 """
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 __all__ = [
+    "agreed",
     "gather_rows",
     "maximum_over_ranks",
     "num_ranks",
@@ -30,6 +34,7 @@ if dist.is_available():
 
 # Sizes that ranks compare before anything else, beside the name of the call.
 NUM_SIZES = 9
+_are_agreed = ContextVar("are_agreed", default=False)
 
 
 def num_ranks() -> int:
@@ -100,9 +105,21 @@ def spans_ranks(call: str, gather: object, like: Tensor, **sizes: int) -> bool:
         raise TypeError(f"expected `gather` to be True or False, got {gather!r}")
     if not gather or num_ranks() == 1:
         return False
-    if not torch.compiler.is_compiling() and type(like) in (Tensor, nn.Parameter):
+    if torch.compiler.is_compiling() or type(like) not in (Tensor, nn.Parameter):
+        return True
+    if not _are_agreed.get():
         _check_agreement(call, like, sizes)
     return True
+
+
+@contextmanager
+def agreed() -> Iterator[None]:
+    """Within it ranks compare nothing: the sizes of all that follows have been compared."""
+    token = _are_agreed.set(True)
+    try:
+        yield
+    finally:
+        _are_agreed.reset(token)
 
 
 def _check_agreement(call: str, like: Tensor, sizes: dict[str, int]) -> None:

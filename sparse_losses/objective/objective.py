@@ -11,7 +11,14 @@ from sparse_losses._core.checks import check_flag, check_number, check_shapes
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.token_ids import TokenIds, as_mask, check_ids
-from sparse_losses.distributed import gather_rows, num_ranks, rank, spans_ranks, sum_over_ranks
+from sparse_losses.distributed import (
+    agreed,
+    gather_rows,
+    num_ranks,
+    rank,
+    spans_ranks,
+    sum_over_ranks,
+)
 from sparse_losses.losses import (
     DistillationLoss,
     FlopsLoss,
@@ -240,13 +247,30 @@ class SpladeObjective(nn.Module):
         """
         active = self.active()
         self._check_inputs(active, batch)
-        x, negative, teacher = batch.anchor.activations, batch.negative, batch.teacher_scores
-        sizes = {"B": x.shape[0], "V": x.shape[1], "number of active terms": len(active)}
-        sizes["number of negatives"] = 0 if negative is None else negative.activations.shape[-2]
-        sizes["columns of `teacher_scores`"] = 0 if teacher is None else teacher.shape[-1]
-        spans_ranks("SpladeObjective", self.gather, x, **sizes)
+        gathers = self._spans_ranks(active, batch)
         with autocast_off(batch.anchor.activations.device):
-            return self._terms(active, batch)
+            if not gathers or torch.compiler.is_compiling():
+                return self._terms(active, batch)
+            with agreed():  # once for all terms
+                return self._terms(active, batch)
+
+    def _spans_ranks(self, active: Sequence[str], batch: SpladeBatch) -> bool:
+        """Whether other ranks take part, which then compute the same terms of the same sizes."""
+        x, negative = batch.anchor.activations, batch.negative
+        teachers = batch.teacher_scores, batch.teacher_anchor_scores
+        columns = [0 if teacher is None else teacher.shape[-1] for teacher in teachers]
+        sizes = {
+            "B": x.shape[0],
+            "V": x.shape[1],
+            "number of negatives": 0 if negative is None else negative.activations.shape[-2],
+            "number of dimensions of negatives": 0
+            if negative is None
+            else negative.activations.ndim,
+            "number of `positive_ids`": 0 if batch.positive_ids is None else x.shape[0],
+            "number of columns of `teacher_scores`": columns[0],
+            "number of columns of `teacher_anchor_scores`": columns[1],
+        }
+        return spans_ranks(f"SpladeObjective of {', '.join(active)}", self.gather, x, **sizes)
 
     def _terms(self, active: Sequence[str], batch: SpladeBatch) -> dict[str, Tensor]:
         terms: dict[str, Tensor] = {}
