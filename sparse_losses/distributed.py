@@ -130,7 +130,7 @@ def _check_agreement(call: str, like: Tensor, sizes: dict[str, int]) -> None:
     everyone = gather_rows(mine.unsqueeze(0)).tolist()
     if elsewhere := [r for r, theirs in enumerate(everyone) if theirs[0] != own[0]]:
         raise ValueError(
-            f"expected every rank to be in {call}(gather=True), as rank {rank()} is, got ranks "
+            f"expected every rank to be in {call} with gather=True, as rank {rank()} is, got ranks "
             f"{elsewhere} in another loss"
         )
     for place, name in enumerate(sizes, start=1):
@@ -138,8 +138,8 @@ def _check_agreement(call: str, like: Tensor, sizes: dict[str, int]) -> None:
         if len(set(came)) > 1:
             listed = ", ".join(f"{size} on rank {r}" for r, size in enumerate(came))
             raise ValueError(
-                f"expected the same {name} on every rank for {call}(gather=True), got {listed}; "
-                "the last batch of an epoch? Drop it (drop_last=True)"
+                f"expected the same {name} on every rank for {call} with gather=True, got "
+                f"{listed}; the last batch of an epoch? Drop it (drop_last=True)"
             )
 
 

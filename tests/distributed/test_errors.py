@@ -46,14 +46,17 @@ def disagree(rank: int) -> dict[str, str]:
 def test_every_rank_is_told_what_the_others_have():
     everyone = run_ranks(3, disagree, timeout_s=20)
     for rank, found in enumerate(everyone):
-        assert "the same B on every rank for SpladeObjective(gather=True)" in found["rows"]
+        assert (
+            "the same B on every rank for SpladeObjective of info_nce with gather" in found["rows"]
+        )
         assert "4 on rank 0, 3 on rank 1, 4 on rank 2; the last batch" in found["rows"]
-        assert "the same number of active terms" in found["terms"]
-        assert "got 1 on rank 0, 2 on rank 1, 1 on rank 2" in found["terms"]
+        terms = "info_nce, query_flops" if rank == 1 else "info_nce"
+        others = [0, 2] if rank == 1 else [1]
+        assert f"to be in SpladeObjective of {terms} with gather=True" in found["terms"]
+        assert f"got ranks {others} in another" in found["terms"]
         assert "the same N on every rank" in found["negatives"]
         assert "got 0 on rank 0, 4 on rank 1, 0 on rank 2" in found["negatives"]
         mine = "min_activation_loss" if rank == 1 else "flops_loss"
-        assert f"to be in {mine}(gather=True), as rank {rank} is" in found["loss"]
-        others = [0, 2] if rank == 1 else [1]
+        assert f"to be in {mine} with gather=True, as rank {rank} is" in found["loss"]
         assert f"got ranks {others} in another loss" in found["loss"]
         assert found["after"] == "no error", "nothing is left in the pipes"
