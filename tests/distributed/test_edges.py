@@ -1,6 +1,7 @@
 """Across ranks: voided rows, one row a rank, half precision, NaN, second derivatives, errors."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -94,6 +95,34 @@ def small_batches(rank: int, world: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_one_row_a_rank_none_and_half_precision(world):
     run_ranks(world, small_batches, world)
+
+
+def stored_by_columns(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    anchor, positive, negative = torch.randn(3, 2 * world, 5, dtype=torch.float64)
+    mine = slice(2 * rank, 2 * rank + 2)
+
+    def by_columns(x):
+        return x[mine].T.contiguous().T
+
+    for similarity, others in itertools.product(("cosine", "dot"), (None, negative)):
+        whole_anchor, whole_positive = (x.clone().requires_grad_() for x in (anchor, positive))
+        expected = F.info_nce_loss(whole_anchor, whole_positive, others, similarity=similarity)
+        wanted = torch.autograd.grad(expected, (whole_anchor, whole_positive))
+        for gather in (True, "ring"):
+            leaves = [by_columns(x).requires_grad_() for x in (anchor, positive)]
+            if rank:  # not every rank's rows are stored alike
+                leaves[1] = positive[mine].clone().requires_grad_()
+            own = None if others is None else by_columns(others)
+            value = F.info_nce_loss(*leaves, own, similarity=similarity, gather=gather)
+            close(value, expected)
+            found = torch.autograd.grad(value, leaves)
+            for gradient, of_whole in zip(found, wanted, strict=True):
+                close(gradient / world, of_whole[mine])
+
+
+def test_rows_may_be_stored_by_columns():
+    run_ranks(2, stored_by_columns, 2)
 
 
 def hidden_nan(rank: int, world: int) -> list[float]:
