@@ -232,6 +232,10 @@ def unequal(rank: int) -> dict[str, str]:
     found["queue"] = caught(queue.enqueue, x, torch.ones(3 + rank, 2))
     found["other"] = caught(F.info_nce_loss if rank else F.n_pair_loss, x, x, gather=True)
     found["width"] = caught(F.flops_loss, torch.rand(3, 5 + rank), gather=True)
+    # A size that is an error by itself, on one rank only.
+    scores = torch.rand(3, 1 + rank)
+    found["candidates"] = caught(F.distillation_loss, scores, scores, gather=True)
+    found["top_k"] = caught(F.min_activation_loss, torch.rand(3, 4 + rank), gather=True)
     ids = torch.arange(3)
     found["ids"] = caught(
         F.info_nce_loss, x[:3], x[:3], positive_ids=ids if rank else None, gather=True
@@ -251,6 +255,9 @@ def test_unequal_calls_are_errors_on_every_rank_that_name_the_sizes():
         assert f"rank {rank}" in found["other"]
         assert "same V on every rank" in found["width"]
         assert "5 on rank 0, 6 on rank 1" in found["width"]
+        assert "same C on every rank" in found["candidates"]
+        assert "1 on rank 0, 2 on rank 1" in found["candidates"]
+        assert "4 on rank 0, 5 on rank 1" in found["top_k"]
         assert "`positive_ids`" in found["ids"]
         assert "bytes a number" in found["wide"]
         assert "[B, 2 B] = [3, 6]" in found["mask"]
