@@ -195,10 +195,12 @@ class _Coming:
 def _pass_on(keys: Tensor, ids: Tensor | None) -> _Coming:
     """Sends to the next rank of the ring, and receives from the one before, meanwhile."""
     to, source = (rank() + 1) % num_ranks(), (rank() - 1) % num_ranks()
-    coming = [torch.empty_like(x) for x in (keys, ids) if x is not None]
+    # Backends send contiguous tensors only; keys may be stored by columns, and not on every rank.
+    going = [x.contiguous() for x in (keys, ids) if x is not None]
+    coming = [torch.empty_like(x) for x in going]
     operations = []
-    for sent, received in zip((x for x in (keys, ids) if x is not None), coming, strict=True):
-        operations.append(dist.P2POp(dist.isend, sent.contiguous(), to))
+    for sent, received in zip(going, coming, strict=True):
+        operations.append(dist.P2POp(dist.isend, sent, to))
         operations.append(dist.P2POp(dist.irecv, received, source))
     works = dist.batch_isend_irecv(operations)
     return _Coming(works, coming[0], coming[1] if ids is not None else None)

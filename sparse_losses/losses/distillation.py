@@ -96,6 +96,9 @@ def distillation_loss(
         candidate_mask=(candidate_mask, "B C", "optional"),
     )
     _check(temperature, alpha_kl, alpha_mse, standardize)
+    # Before a size is refused, ranks agree on it: none shall wait for one that has left.
+    sizes = {"B": size["B"], "C": size["C"]}
+    gathers = spans_ranks("distillation_loss", gather, student_scores, **sizes)
     fewest = 3 if standardize == "row" else 2
     if size["C"] < fewest:
         raise ValueError(
@@ -104,8 +107,6 @@ def distillation_loss(
         )
     dtype = compute_dtype(student_scores=student_scores, teacher_scores=teacher_scores)
     student, teacher = student_scores.to(dtype), teacher_scores.detach().to(dtype)
-    sizes = {"B": size["B"], "C": size["C"]}
-    gathers = spans_ranks("distillation_loss", gather, student_scores, **sizes)
     if size["B"] == 0:
         return student.sum()  # 0, and part of the graph
     if candidate_mask is not None:

@@ -74,7 +74,9 @@ def min_activation_loss(
     )
     _check(top_k, threshold)
     check_reduction(reduction)
-    gather = spans_ranks("min_activation_loss", gather, activations, B=activations.shape[0])
+    # V too: where `top_k` is above it on one rank only, the others would wait for that one.
+    sizes = {"B": size["B"], "V": size["V"]}
+    gather = spans_ranks("min_activation_loss", gather, activations, **sizes)
     if top_k > size["V"]:
         raise ValueError(f"expected `top_k` of at most V = {size['V']}, got {top_k}")
     if token_counts is not None and token_counts.is_floating_point():

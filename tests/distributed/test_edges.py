@@ -1,6 +1,7 @@
 """Across ranks: voided rows, one row a rank, half precision, NaN, second derivatives, errors."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -94,6 +95,34 @@ def small_batches(rank: int, world: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_one_row_a_rank_none_and_half_precision(world):
     run_ranks(world, small_batches, world)
+
+
+def stored_by_columns(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    anchor, positive, negative = torch.randn(3, 2 * world, 5, dtype=torch.float64)
+    mine = slice(2 * rank, 2 * rank + 2)
+
+    def by_columns(x):
+        return x[mine].T.contiguous().T
+
+    for similarity, others in itertools.product(("cosine", "dot"), (None, negative)):
+        whole_anchor, whole_positive = (x.clone().requires_grad_() for x in (anchor, positive))
+        expected = F.info_nce_loss(whole_anchor, whole_positive, others, similarity=similarity)
+        wanted = torch.autograd.grad(expected, (whole_anchor, whole_positive))
+        for gather in (True, "ring"):
+            leaves = [by_columns(x).requires_grad_() for x in (anchor, positive)]
+            if rank:  # not every rank's rows are stored alike
+                leaves[1] = positive[mine].clone().requires_grad_()
+            own = None if others is None else by_columns(others)
+            value = F.info_nce_loss(*leaves, own, similarity=similarity, gather=gather)
+            close(value, expected)
+            found = torch.autograd.grad(value, leaves)
+            for gradient, of_whole in zip(found, wanted, strict=True):
+                close(gradient / world, of_whole[mine])
+
+
+def test_rows_may_be_stored_by_columns():
+    run_ranks(2, stored_by_columns, 2)
 
 
 def hidden_nan(rank: int, world: int) -> list[float]:
@@ -203,6 +232,10 @@ def unequal(rank: int) -> dict[str, str]:
     found["queue"] = caught(queue.enqueue, x, torch.ones(3 + rank, 2))
     found["other"] = caught(F.info_nce_loss if rank else F.n_pair_loss, x, x, gather=True)
     found["width"] = caught(F.flops_loss, torch.rand(3, 5 + rank), gather=True)
+    # A size that is an error by itself, on one rank only.
+    scores = torch.rand(3, 1 + rank)
+    found["candidates"] = caught(F.distillation_loss, scores, scores, gather=True)
+    found["top_k"] = caught(F.min_activation_loss, torch.rand(3, 4 + rank), gather=True)
     ids = torch.arange(3)
     found["ids"] = caught(
         F.info_nce_loss, x[:3], x[:3], positive_ids=ids if rank else None, gather=True
@@ -222,6 +255,9 @@ def test_unequal_calls_are_errors_on_every_rank_that_name_the_sizes():
         assert f"rank {rank}" in found["other"]
         assert "same V on every rank" in found["width"]
         assert "5 on rank 0, 6 on rank 1" in found["width"]
+        assert "same C on every rank" in found["candidates"]
+        assert "1 on rank 0, 2 on rank 1" in found["candidates"]
+        assert "4 on rank 0, 5 on rank 1" in found["top_k"]
         assert "`positive_ids`" in found["ids"]
         assert "bytes a number" in found["wide"]
         assert "[B, 2 B] = [3, 6]" in found["mask"]
