@@ -409,9 +409,12 @@ class LossState(TrainerCallback):  # type: ignore[misc]  # as above
     - Schedules and controllers are attached to the optimiser, and detached after training.
     - What the losses learn (a temperature, prototypes) is saved beside each checkpoint of the
       trainer in ``sparse_losses.pt``, with the state of schedules and controllers, and read when
-      training resumes. The trainer itself saves the model and its optimiser's state alone.
-    - On several devices the trainer averages the gradients of the model alone. These are averaged
-      here, before every step of the optimiser.
+      training resumes. The trainer itself saves the model and its optimiser's state alone. On
+      several devices a controller counts its own texts between two looks: every other device
+      writes a file too, ``sparse_losses_1.pt`` and so on.
+    - On several devices the trainer sends the first one's model to all, and averages the gradients
+      of the model alone. What the losses learn is sent here, as training begins, and its gradients
+      are averaged before every step of the optimiser.
 
     Args:
         trainer: a ``SparseEncoderTrainer`` or ``SentenceTransformerTrainer``; to be given the
@@ -473,8 +476,14 @@ class LossState(TrainerCallback):  # type: ignore[misc]  # as above
             with torch.no_grad():
                 for name, parameter in learned.items():
                     parameter.copy_(saved["learned"][name])
+            own = folder / self._file(args)
+            if own.exists():  # or the run was one on fewer devices
+                saved = torch.load(own, map_location="cpu", weights_only=True)
             for one, its_state in zip(self.steered, saved["steered"], strict=True):
                 one.load_state_dict(its_state)
+        if args.world_size > 1:  # prototypes may have been drawn on each device by itself
+            for _, parameter in self._learned():
+                torch.distributed.broadcast(parameter.data, src=0)
         optimizer = kwargs["optimizer"]
         optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper has no hooks
         self._handles = [one.attach(optimizer) for one in self.steered]
@@ -497,13 +506,16 @@ class LossState(TrainerCallback):  # type: ignore[misc]  # as above
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Writes ``sparse_losses.pt`` into the checkpoint that was just written."""
-        if not state.is_world_process_zero:
-            return
+        folder = Path(f"{args.output_dir}/checkpoint-{state.global_step}")
+        folder.mkdir(parents=True, exist_ok=True)  # others may come before the first device
         saved = {
             "learned": {name: parameter.detach().cpu() for name, parameter in self._learned()},
             "steered": [one.state_dict() for one in self.steered],
         }
-        torch.save(saved, f"{args.output_dir}/checkpoint-{state.global_step}/{self.FILE}")
+        torch.save(saved, folder / self._file(args))
+
+    def _file(self, args: Any) -> str:
+        return f"sparse_losses_{args.process_index}.pt" if args.process_index else self.FILE
 
 
 class IdfWeights(Module):  # type: ignore[misc]  # as above
