@@ -49,6 +49,7 @@ def trained(folder, objective, schedules=(), rows=None, resume=None, **settings)
         arguments(folder, **settings),
         objective=objective,
         schedules=schedules,
+        diagnostics={"document": Diagnostics(VOCAB_SIZE)},
         data_collator=collator,
         train_dataset=setting.rows() if rows is None else rows,
     )
