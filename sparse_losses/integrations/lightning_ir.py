@@ -65,6 +65,11 @@ class Contrastive(ScoringLossFunction):  # type: ignore[misc]
         """The loss of the vectors in ``output``, by the targets in ``batch``."""
         scores = self.process_scores(output)
         targets = self.process_targets(scores, batch)
+        if targets.shape != scores.shape:  # one list of all would make one of them the positive
+            raise ValueError(
+                f"expected targets of the scores' shape, [Q, D] = {list(scores.shape)}, got "
+                f"{list(targets.shape)}"
+            )
         queries = _vectors("query_embeddings", output)
         documents = _vectors("doc_embeddings", output)
         documents = documents.reshape(*scores.shape, documents.shape[-1])  # [Q, D, V]

@@ -34,7 +34,7 @@ from sparse_losses import (
     TripletMarginLoss,
     __version__,
 )
-from sparse_losses._core.checks import check_choice, check_integer
+from sparse_losses._core.checks import check_choice, check_flag, check_integer
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.similarity import normalize
 
@@ -84,10 +84,12 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
     Args:
         model: a ``SparseEncoder`` or ``SentenceTransformer``.
         loss: the loss, which reduces to one number.
-        similarity: ``"dot"`` or ``"cosine"``: what distillation and MarginMSE score with (within a
-            :class:`~sparse_losses.SpladeObjective`, InfoNCE's counts).
+        similarity: ``"dot"`` (the default) or ``"cosine"``: what distillation and MarginMSE score
+            with, and no other loss (InfoNCE has its own, which counts within a
+            :class:`~sparse_losses.SpladeObjective` too).
         labels_are_positive_ids: whether ``labels`` are InfoNCE's ``positive_ids``, ``[B]``
-            integers: equal ones are the same document, which is no negative.
+            integers: equal ones are the same document, which is no negative. For InfoNCE, alone
+            or within a :class:`~sparse_losses.SpladeObjective`.
         prototype: ``[L, F]``, for NWS; an ``nn.Parameter`` is learned.
         mini_batch_size: embed so many texts at a time, twice, and hold the graph of no more
             (gradient caching); loss and gradient are those of the whole batch. Default: all at
@@ -95,7 +97,8 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
 
     Raises:
         TypeError: for a loss that is none of ours.
-        ValueError: for ``reduction="none"``, and in use for columns or labels that do not fit.
+        ValueError: for ``reduction="none"``, for options that the loss does not read, and in use
+            for columns or labels that do not fit.
 
     Example:
         >>> import torch
@@ -117,7 +120,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         model: nn.Module,
         loss: nn.Module,
         *,
-        similarity: str = "dot",
+        similarity: str | None = None,
         labels_are_positive_ids: bool = False,
         prototype: Tensor | None = None,
         mini_batch_size: int | None = None,
@@ -129,17 +132,30 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
             )
         if getattr(loss, "reduction", "mean") == "none":
             raise ValueError("expected a loss that reduces to one number, got reduction='none'")
-        check_choice("similarity", similarity, ("dot", "cosine"))
+        name = type(loss).__name__
+        if similarity is not None:
+            check_choice("similarity", similarity, ("dot", "cosine"))
+            if not isinstance(loss, (DistillationLoss, MarginMSELoss)):
+                raise ValueError(
+                    "expected `similarity` for DistillationLoss or MarginMSELoss, which have none "
+                    f"of their own, got {similarity!r} for {name}"
+                )
+        check_flag(labels_are_positive_ids=labels_are_positive_ids)
+        if labels_are_positive_ids and not isinstance(loss, (InfoNCELoss, SpladeObjective)):
+            raise ValueError(
+                "expected `labels_are_positive_ids` for InfoNCELoss or a SpladeObjective, got "
+                f"{name}"
+            )
         if isinstance(loss, NWSLoss) != (prototype is not None):
             raise ValueError(
                 "expected `prototype` for NWSLoss and for no other, got "
-                f"{'None' if prototype is None else 'one'} for {type(loss).__name__}"
+                f"{'None' if prototype is None else 'one'} for {name}"
             )
         if mini_batch_size is not None:
             check_integer("mini_batch_size", mini_batch_size, minimum=1)
         self.model = model  # the trainer puts the compiled or distributed one here
         self.loss = loss
-        self.similarity = similarity
+        self.similarity = similarity or "dot"
         self.labels_are_positive_ids = labels_are_positive_ids
         self.prototype: Tensor | None
         if isinstance(prototype, nn.Parameter):
@@ -393,9 +409,12 @@ class LossState(TrainerCallback):  # type: ignore[misc]  # as above
     - Schedules and controllers are attached to the optimiser, and detached after training.
     - What the losses learn (a temperature, prototypes) is saved beside each checkpoint of the
       trainer in ``sparse_losses.pt``, with the state of schedules and controllers, and read when
-      training resumes. The trainer itself saves the model and its optimiser's state alone.
-    - On several devices the trainer averages the gradients of the model alone. These are averaged
-      here, before every step of the optimiser.
+      training resumes. The trainer itself saves the model and its optimiser's state alone. On
+      several devices a controller counts its own texts between two looks: every other device
+      writes a file too, ``sparse_losses_1.pt`` and so on.
+    - On several devices the trainer sends the first one's model to all, and averages the gradients
+      of the model alone. What the losses learn is sent here, as training begins, and its gradients
+      are averaged before every step of the optimiser.
 
     Args:
         trainer: a ``SparseEncoderTrainer`` or ``SentenceTransformerTrainer``; to be given the
@@ -457,8 +476,14 @@ class LossState(TrainerCallback):  # type: ignore[misc]  # as above
             with torch.no_grad():
                 for name, parameter in learned.items():
                     parameter.copy_(saved["learned"][name])
+            own = folder / self._file(args)
+            if own.exists():  # or the run was one on fewer devices
+                saved = torch.load(own, map_location="cpu", weights_only=True)
             for one, its_state in zip(self.steered, saved["steered"], strict=True):
                 one.load_state_dict(its_state)
+        if args.world_size > 1:  # prototypes may have been drawn on each device by itself
+            for _, parameter in self._learned():
+                torch.distributed.broadcast(parameter.data, src=0)
         optimizer = kwargs["optimizer"]
         optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper has no hooks
         self._handles = [one.attach(optimizer) for one in self.steered]
@@ -481,13 +506,16 @@ class LossState(TrainerCallback):  # type: ignore[misc]  # as above
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Writes ``sparse_losses.pt`` into the checkpoint that was just written."""
-        if not state.is_world_process_zero:
-            return
+        folder = Path(f"{args.output_dir}/checkpoint-{state.global_step}")
+        folder.mkdir(parents=True, exist_ok=True)  # others may come before the first device
         saved = {
             "learned": {name: parameter.detach().cpu() for name, parameter in self._learned()},
             "steered": [one.state_dict() for one in self.steered],
         }
-        torch.save(saved, f"{args.output_dir}/checkpoint-{state.global_step}/{self.FILE}")
+        torch.save(saved, folder / self._file(args))
+
+    def _file(self, args: Any) -> str:
+        return f"sparse_losses_{args.process_index}.pt" if args.process_index else self.FILE
 
 
 class IdfWeights(Module):  # type: ignore[misc]  # as above

@@ -1,6 +1,7 @@
 """For transformers: its ``Trainer``, over an encoder and an objective that are one model to it."""
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ class SpladeCollator:
 
     Raises:
         ValueError: for rows without an anchor or a positive, or that differ in their columns or
-            their numbers of negatives.
+            their numbers of negatives; for texts and ids that are none (such as the ``None`` that
+            datasets puts where a row lacks a column).
 
     Example:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -79,13 +81,16 @@ class SpladeCollator:
         for name in names:
             column = [row[name] for row in rows]
             inputs[name] = (
-                self._tokenized(name, column)
-                if name in TEXTS
-                else torch.tensor(column, dtype=SCORES[name])
+                self._tokenized(name, column) if name in TEXTS else _numbers(name, column)
             )
         return inputs
 
     def _tokenized(self, name: str, column: list[Any]) -> dict[str, Tensor]:
+        for found in column:
+            if not _texts_or_text(found):
+                raise ValueError(
+                    f"expected {name!r} to be a text, or a list of one or more, got {found!r}"
+                )
         counts = [None if isinstance(texts, str) else len(texts) for texts in column]
         if len({*counts}) > 1:
             raise ValueError(
@@ -104,6 +109,27 @@ class SpladeCollator:
         if count is None:
             return tensors
         return {key: tensor.unflatten(0, (-1, count)) for key, tensor in tensors.items()}
+
+
+def _texts_or_text(found: object) -> bool:
+    """Whether it is a text, or one or more of them."""
+    if isinstance(found, str):
+        return True
+    return isinstance(found, Collection) and len(found) > 0 and all(map(_is_text, found))
+
+
+def _is_text(found: object) -> bool:
+    return isinstance(found, str)
+
+
+def _numbers(name: str, column: list[Any]) -> Tensor:
+    if SCORES[name] == torch.int64:
+        for number in column:
+            try:
+                operator.index(number)
+            except TypeError:  # a tensor would make 0.25 and 0.75 the same document
+                raise ValueError(f"expected {name!r} to be integers, got {number!r}") from None
+    return torch.tensor(column, dtype=SCORES[name])
 
 
 def _same(names: Sequence[str], row: Mapping[str, Any]) -> bool:
@@ -142,6 +168,13 @@ class _Towers(nn.Module):
             "positive": batch.positive.activations.detach(),
         }
 
+    def activation_checkpointing_enable(self, **options: Any) -> None:
+        """What the Trainer calls for its argument of that name."""
+        model: Any = self.encoder
+        if isinstance(model, SpladeEncoder):
+            model = model.model
+        model.activation_checkpointing_enable(**options)
+
     def texts(self, column: dict[str, Tensor]) -> Texts:
         rows = column["input_ids"].shape[:-1]
         flat = {name: tensor.flatten(0, -2) for name, tensor in column.items()}
@@ -162,11 +195,12 @@ class _Means:
     def __init__(self) -> None:
         self.sums: dict[str, tuple[Tensor, int]] = {}
 
-    def add(self, values: Mapping[str, Tensor]) -> None:
+    def add(self, values: Mapping[str, Tensor], share: int = 1) -> None:
+        """One batch, with what it counts in the mean."""
         for name, value in values.items():
             value = value.detach().float()
             total, count = self.sums.get(name, (torch.zeros_like(value), 0))
-            self.sums[name] = total + value, count + 1
+            self.sums[name] = total + share * value, count + share
 
     def take(self, accelerator: Any) -> dict[str, float]:
         """Over all processes, which must have seen the same names."""
@@ -266,6 +300,18 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         for refused in ("compute_loss_func", "model_init"):
             if options.get(refused) is not None:
                 raise ValueError(f"expected `model` and `objective`, got `{refused}`")
+        if args.label_smoothing_factor:
+            raise ValueError(
+                "expected `label_smoothing_factor` to be 0, there are no classes to smooth, got "
+                f"{args.label_smoothing_factor}"
+            )
+        best, terms = args.metric_for_best_model or "", getattr(objective, "weights", {})
+        if args.greater_is_better and any(f"_{best}".endswith(f"_{term}") for term in terms):
+            raise ValueError(
+                "expected `greater_is_better=False` beside a loss as `metric_for_best_model`, got "
+                f"True for {best!r} (the default for names that do not end in 'loss'), which would "
+                "keep the worst model"
+            )
         if data_collator is None:
             if not isinstance(model, SpladeEncoder):
                 raise ValueError(
@@ -298,7 +344,9 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
     ) -> Any:
         """The total of a batch; beside it the vectors, ``anchor`` and ``positive``."""
         outputs = model(**inputs)
-        self._means[model.training].add(outputs.pop("terms"))
+        # As the Trainer has it: of an evaluation, the mean over rows; of training, over batches.
+        share = 1 if model.training else len(inputs["anchor"]["input_ids"])
+        self._means[model.training].add(outputs.pop("terms"), share)
         if model.training:
             sides = {name: Texts(outputs[name], **inputs[name]) for name in SIDES.values()}
             for side, diagnostics in self.diagnostics.items():

@@ -1,7 +1,8 @@
 """The Trainer of transformers: its updates are those of a plain loop, and a resumed run goes on."""
 
-from itertools import islice
+from itertools import count, islice
 
+import numpy as np
 import pytest
 import torch
 from transformers import TrainingArguments
@@ -48,6 +49,7 @@ def trained(folder, objective, schedules=(), rows=None, resume=None, **settings)
         arguments(folder, **settings),
         objective=objective,
         schedules=schedules,
+        diagnostics={"document": Diagnostics(VOCAB_SIZE)},
         data_collator=collator,
         train_dataset=setting.rows() if rows is None else rows,
     )
@@ -296,12 +298,12 @@ def test_another_encoder_resumes_and_the_best_of_it_comes_back(tmp_path):
         "eval_steps": 2,
         "save_steps": 2,
         "load_best_model_at_end": True,
-        "metric_for_best_model": "info_nce",
-        "greater_is_better": True,  # so the first is the best
+        "metric_for_best_model": "earliness",
     }
 
     def trainer():
         torch.manual_seed(3)
+        calls = count()
         return SpladeTrainer(
             Words(VOCAB_SIZE),
             arguments(tmp_path, **{"max_steps": 6, "save_strategy": "steps", **best}),
@@ -309,14 +311,16 @@ def test_another_encoder_resumes_and_the_best_of_it_comes_back(tmp_path):
             data_collator=collator,
             train_dataset=setting.rows(),
             eval_dataset=setting.rows(4),
+            compute_metrics=lambda _: {"earliness": -next(calls)},  # so the first is the best
         )
 
     first = trainer()
     first.train()
     assert first.state.best_global_step == 2
-    found = first.evaluate()
-    assert found["eval_info_nce"] == pytest.approx(first.state.best_metric)
-    assert found["eval_info_nce"] > first.state.log_history[-3]["eval_info_nce"]
+    name = "eval_info_nce"
+    before = [entry[name] for entry in first.state.log_history if name in entry]
+    assert first.evaluate()[name] == pytest.approx(before[0])
+    assert before[0] > before[-1]
     second = trainer()
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert checked(second.state.log_history) == checked(first.state.log_history)
@@ -386,6 +390,24 @@ def test_evaluation_needs_no_labels(tmp_path, metrics):
         vectors = [encoder.encode(column, output="dense").numpy() for column in texts]
         expected = recall(type("Prediction", (), {"predictions": vectors}))
         assert found["eval_recall"] == pytest.approx(expected["recall"])
+
+
+def test_terms_of_an_evaluation_are_means_over_rows_as_its_loss_is(tmp_path):
+    trainer = SpladeTrainer(
+        setting.encoder(),
+        arguments(tmp_path, per_device_eval_batch_size=4),
+        objective=setting.objective(),
+        eval_dataset=setting.rows(5),
+    )
+    found = trainer.evaluate()
+    flops = found["eval_query_flops"] + found["eval_document_flops"]
+    assert found["eval_loss"] == pytest.approx(found["eval_info_nce"] + 0.01 * flops, rel=1e-5)
+
+
+def test_activation_checkpointing_changes_nothing(tmp_path):
+    run = trained(tmp_path, setting.objective(), activation_checkpointing=True)
+    assert run[1].model.is_activation_checkpointing
+    compare(run, setting.objective())
 
 
 def test_evaluation_in_between_is_not_part_of_the_window(tmp_path):
@@ -464,12 +486,35 @@ def test_the_collator_tokenizes_as_the_encoder_does():
         ({"anchor": "a", "positive": "b"}, "all of them or none with 'negative'"),
         ({"anchor": "a", "positive": "b", "negative": ["c", "d"]}, r"in every row, got \[1, 2\]"),
         ({"anchor": "a", "positive": "b", "negative": "c"}, r"got \[1, None\]"),
+        ({"anchor": "a", "positive": "b", "negative": None}, "'negative' to be a text.*got None"),
+        ({"anchor": "a", "positive": None, "negative": ["c"]}, "'positive' to be .*got None"),
+        ({"anchor": "a", "positive": "b", "negative": [None]}, r"one or more, got \[None\]"),
+        ({"anchor": "a", "positive": "b", "negative": []}, r"one or more, got \[\]"),
     ],
 )
 def test_rows_that_differ_are_errors(other, message):
     collator = SpladeCollator(setting.encoder().tokenizer, 16)
     with pytest.raises(ValueError, match=message):
         collator([{"anchor": "a", "positive": "b", "negative": ["c"]}, other])
+
+
+@pytest.mark.parametrize("number", [0.75, "x", None])
+def test_ids_that_are_no_integers_are_an_error(number):
+    collator = SpladeCollator(setting.encoder().tokenizer, 16)
+    row = {"anchor": "a", "positive": "b"}
+    with pytest.raises(ValueError, match=rf"'positive_ids' to be integers, got {number!r}"):
+        collator([row | {"positive_ids": 0}, row | {"positive_ids": number}])
+    ids = [row | {"positive_ids": one} for one in (3, np.int64(4), torch.tensor(5))]
+    assert collator(ids)["positive_ids"].tolist() == [3, 4, 5]
+
+
+@pytest.mark.parametrize("metric", ["info_nce", "eval_document_flops", "eval_some_info_nce"])
+def test_the_worst_model_is_not_to_be_kept_for_the_best(tmp_path, metric):
+    args = arguments(tmp_path, metric_for_best_model=metric)
+    with pytest.raises(ValueError, match="`greater_is_better=False` beside a loss"):
+        SpladeTrainer(setting.encoder(), args, objective=setting.objective())
+    args = arguments(tmp_path, metric_for_best_model=metric, greater_is_better=False)
+    SpladeTrainer(setting.encoder(), args, objective=setting.objective())
 
 
 @pytest.mark.parametrize(
@@ -479,10 +524,13 @@ def test_rows_that_differ_are_errors(other, message):
         ({"compute_loss_func": print}, "got `compute_loss_func`"),
         ({"model": Words(5)}, "expected `data_collator` beside a model that is no SpladeEncoder"),
         ({"return_logits": 1}, "return_logits"),
+        ({"settings": {"label_smoothing_factor": 0.1}}, "no classes to smooth, got 0.1"),
     ],
 )
 def test_wrong_settings_are_errors(tmp_path, options, message):
-    options = {"model": setting.encoder(), "args": arguments(tmp_path), **options}
+    settings = options.get("settings", {})
+    options = {name: option for name, option in options.items() if name != "settings"}
+    options = {"model": setting.encoder(), "args": arguments(tmp_path, **settings), **options}
     with pytest.raises((TypeError, ValueError), match=message):
         SpladeTrainer(**options, objective=setting.objective())
 

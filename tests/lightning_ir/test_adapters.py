@@ -170,3 +170,11 @@ def test_a_loss_that_does_not_reduce_is_refused():
 def test_distillation_takes_the_losses_of_scores():
     with pytest.raises(TypeError, match="a DistillationLoss or a MarginMSELoss, got FlopsLoss"):
         Distillation(FlopsLoss())
+
+
+def test_targets_that_are_not_the_scores_own_are_an_error():
+    targets = batch(torch.ones(Q, D))
+    targets.targets = targets.targets.flatten()
+    found = output(vectors(Q, V), vectors(Q, D, V))
+    with pytest.raises(ValueError, match=r"\[Q, D\] = \[3, 4\], got \[12\]"):
+        Contrastive(InfoNCELoss()).compute_loss(found, targets)

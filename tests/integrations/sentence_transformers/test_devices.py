@@ -7,11 +7,21 @@ import pytest
 import torch
 from sentence_transformers.sparse_encoder import losses as theirs
 
-from sparse_losses import FlopsLoss, InfoNCELoss, MinActivationLoss
+from sparse_losses import (
+    FlopsLoss,
+    InfoNCELoss,
+    MinActivationLoss,
+    NWSLoss,
+    SparsityController,
+    SpladeObjective,
+)
 from sparse_losses.integrations.sentence_transformers import LossState, SentenceTransformersLoss
 from tests.integrations.sentence_transformers.runs import (
+    MULTI_HOT,
     NAME,
     SCORES,
+    SIMILARITY,
+    VOCABULARY,
     assert_moved,
     assert_same_weights,
     dataset,
@@ -73,8 +83,7 @@ def trainer_state(trainer):
     return next(x for x in trainer.callback_handler.callbacks if isinstance(x, LossState))
 
 
-def on_device(rank, folder, path, port):
-    """One of two processes, each with every other batch of two."""
+def as_torchrun_would(rank, port):
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -84,6 +93,11 @@ def on_device(rank, folder, path, port):
         "GLOO_SOCKET_IFNAME": "lo",
     }
     torch.set_num_threads(1)
+
+
+def on_device(rank, folder, path, port):
+    """One of two processes, each with every other batch of two."""
+    as_torchrun_would(rank, port)
     for name in GLOBAL | LOCAL:
         trainer, model, learned = run(name, folder, path, 2, ddp_backend="gloo")
         found = {"model": model.state_dict(), "learned": learned, "values": logged(trainer)}
@@ -125,3 +139,66 @@ def test_two_devices_train_as_one_on_the_global_batch(folder, sparse, tmp_path):
             assert found["learned"] == pytest.approx(learned, rel=1e-5), name
             if rank == 0:  # which has the mean of both
                 assert found["values"] == pytest.approx(values, rel=1e-3, abs=1e-3), name
+
+
+def steered(folder, path, resume=None):
+    """A controller whose window ends between two checkpoints."""
+    model = sparse_encoder(folder)
+    ours = SpladeObjective({"info_nce": 1.0, "document_flops": 0.02})
+    controller = SparsityController(
+        ours, "document_flops", target_active=20, ignore_steps=0, every=3, window=3
+    )
+    train(
+        model,
+        SentenceTransformersLoss(model, ours),
+        dataset(2).select(range(8)),
+        f"{path}/steered",
+        resume=resume,
+        callbacks=[lambda trainer: LossState(trainer, controller)],
+        per_device_train_batch_size=1,
+        num_train_epochs=1,
+        learning_rate=1e-3,
+        save_strategy="steps",
+        save_steps=2,
+        ddp_backend="gloo",
+    )
+    return controller.state_dict()
+
+
+def on_device_with_state(rank, folder, path, port):
+    as_torchrun_would(rank, port)
+    found = {"straight": steered(folder, path)}
+    found["resumed"] = steered(folder, path, resume=f"{path}/steered/checkpoint-2")
+    torch.manual_seed(rank)
+    prototype = torch.nn.Parameter(torch.randn(5, VOCABULARY))
+    found["drawn"] = prototype.detach().clone()
+    model = sparse_encoder(folder)
+    train(
+        model,
+        SentenceTransformersLoss(model, NWSLoss(SIMILARITY), prototype=prototype),
+        dataset(1, MULTI_HOT).select(range(8)),
+        f"{path}/drawn",
+        callbacks=[LossState],
+        per_device_train_batch_size=2,
+        max_steps=2,
+        ddp_backend="gloo",
+    )
+    found["learned"] = prototype.detach()
+    torch.save(found, f"{path}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_what_devices_hold_apart_is_kept_apart_and_what_they_share_is_the_same(folder, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(on_device_with_state, (folder, str(tmp_path), port), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    for found in (first, second):
+        assert found["resumed"] == found["straight"]
+    assert first["straight"].pop("seen") != second["straight"].pop("seen")
+    assert first["straight"] == second["straight"]
+    assert not torch.equal(first["drawn"], second["drawn"])
+    torch.testing.assert_close(first["learned"], second["learned"], rtol=0.0, atol=0.0)
+    moved = (first["learned"] - first["drawn"]).abs().max()
+    assert 0.0 < moved < (second["learned"] - second["drawn"]).abs().max()

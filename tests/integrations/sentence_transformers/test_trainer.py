@@ -211,6 +211,18 @@ WRONG = {
     "a loss of theirs": (lambda m: torch.nn.MSELoss(), {}, TypeError, "got MSELoss"),
     "no reduction": (lambda m: InfoNCELoss(reduction="none"), {}, ValueError, "reduction='none'"),
     "similarity": (lambda m: MarginMSELoss(), {"similarity": "l2"}, ValueError, "'l2'"),
+    "similarity of a loss with its own": (
+        lambda m: InfoNCELoss(),
+        {"similarity": "dot"},
+        ValueError,
+        "got 'dot' for InfoNCELoss",
+    ),
+    "ids for a loss without negatives": (
+        lambda m: FlopsLoss(),
+        {"labels_are_positive_ids": True},
+        ValueError,
+        "got FlopsLoss",
+    ),
     "no prototypes": (lambda m: NWSLoss(None), {}, ValueError, "got None for NWSLoss"),
     "prototypes": (
         lambda m: FlopsLoss(),
