@@ -22,6 +22,7 @@ __all__ = [
     "maximum_over_ranks",
     "num_ranks",
     "rank",
+    "shared_by_ranks",
     "spans_ranks",
     "sum_over_ranks",
 ]
@@ -83,6 +84,12 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     return total
 
 
+def shared_by_ranks(value: Tensor) -> Tensor:
+    """A value that all ranks hold alike; its gradient is the mean of what it gets on each."""
+    shared: Tensor = _Shared.apply(value)  # type: ignore[no-untyped-call]
+    return shared
+
+
 def maximum_over_ranks(x: Tensor) -> Tensor:
     """The largest of all ranks' ``x``, entry by entry, without a gradient."""
     if num_ranks() == 1:
@@ -92,10 +99,11 @@ def maximum_over_ranks(x: Tensor) -> Tensor:
     return largest
 
 
-def spans_ranks(call: str, gather: object, like: Tensor, **sizes: int) -> bool:
+def spans_ranks(call: str, gather: object, *data: Tensor | None, **sizes: int) -> bool:
     """Whether a call with ``gather`` has other ranks to look at; they then agree on its sizes.
 
-    Compiled, nothing is compared: equal sizes are the caller's promise.
+    They agree on the precision too: what is sent has the widest of the data's. Compiled, nothing
+    is compared: equal sizes are the caller's promise.
 
     Raises:
         TypeError: for a ``gather`` that is no bool.
@@ -105,10 +113,12 @@ def spans_ranks(call: str, gather: object, like: Tensor, **sizes: int) -> bool:
         raise TypeError(f"expected `gather` to be True or False, got {gather!r}")
     if not gather or num_ranks() == 1:
         return False
-    if torch.compiler.is_compiling() or type(like) not in (Tensor, nn.Parameter):
+    present = [x for x in data if x is not None]
+    if torch.compiler.is_compiling() or type(present[0]) not in (Tensor, nn.Parameter):
         return True
     if not _are_agreed.get():
-        _check_agreement(call, like, sizes)
+        width = max([4, *(x.element_size() for x in present if x.is_floating_point())])
+        _check_agreement(call, present[0].device, {**sizes, "precision, in bytes,": width})
     return True
 
 
@@ -122,11 +132,10 @@ def agreed() -> Iterator[None]:
         _are_agreed.reset(token)
 
 
-def _check_agreement(call: str, like: Tensor, sizes: dict[str, int]) -> None:
-    sizes = {**sizes, "bytes a number": like.element_size()}
+def _check_agreement(call: str, device: torch.device, sizes: dict[str, int]) -> None:
     own = [zlib.crc32(call.encode()), *sizes.values()]
     own += [0] * (1 + NUM_SIZES - len(own))
-    mine = torch.tensor(own, dtype=torch.int64, device=like.device)
+    mine = torch.tensor(own, dtype=torch.int64, device=device)
     everyone = gather_rows(mine.unsqueeze(0)).tolist()
     if elsewhere := [r for r, theirs in enumerate(everyone) if theirs[0] != own[0]]:
         raise ValueError(
@@ -137,9 +146,10 @@ def _check_agreement(call: str, like: Tensor, sizes: dict[str, int]) -> None:
         came = [theirs[place] for theirs in everyone]
         if len(set(came)) > 1:
             listed = ", ".join(f"{size} on rank {r}" for r, size in enumerate(came))
+            hint = "; the last batch of an epoch? Drop it (drop_last=True)" if name == "B" else ""
             raise ValueError(
                 f"expected the same {name} on every rank for {call} with gather=True, got "
-                f"{listed}; the last batch of an epoch? Drop it (drop_last=True)"
+                f"{listed}{hint}"
             )
 
 
@@ -179,3 +189,13 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         return _Sum.apply(*upstream)  # type: ignore[no-untyped-call]
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        return _Sum.apply(*upstream) / num_ranks()  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
 """In-batch contrast over several ranks that holds the keys of one other rank at a time.
 
-Every rank's keys go round the ring of ranks twice: first each rank adds up its rows' denominators,
-then it knows every probability, and the gradient by the keys travels with them until both are home.
+(And those of the next, as they come in.) Every rank's keys go round the ring of ranks twice: first
+each rank adds up its rows' denominators, then it knows every probability, and the gradient by the
+keys travels with them until both are home.
 """
 
 from collections.abc import Sequence
@@ -121,10 +122,11 @@ class _Direction:
 
         keys, ids = self.keys, self.ids
         for turn in range(num_ranks()):
-            coming = _pass_on(keys, ids)
+            coming = _pass_on(keys, ids) if turn + 1 < num_ranks() else None
             for rows in self.chunks:
                 add(rows, self._scores(rows, keys, ids, is_own=turn == 0))
-            keys, ids = coming.wait()
+            if coming is not None:
+                keys, ids = coming.wait()
         for rows in self.chunks if self.each is not None else ():
             add(rows, self._scores_of_each(rows))
         self.highest = highest
@@ -137,7 +139,7 @@ class _Direction:
         by_each = None
         keys, ids, by_keys = self.keys, self.ids, torch.zeros_like(self.keys)
         for turn in range(num_ranks()):
-            coming = _pass_on(keys, ids)
+            coming = _pass_on(keys, ids) if turn + 1 < num_ranks() else None
             for rows in self.chunks:
                 scores = self._scores(rows, keys, ids, is_own=turn == 0)
                 slopes = self._slopes(rows, scores)
@@ -145,7 +147,8 @@ class _Direction:
                     slopes[:, rows].diagonal().sub_(self.slope[rows])
                 by_queries[rows].addmm_(slopes, _without_nan(keys, ids))
                 by_keys.addmm_(slopes.T, self.queries[rows])
-            keys, ids = coming.wait()
+            if coming is not None:
+                keys, ids = coming.wait()
             by_keys, _ = _pass_on(by_keys, None).wait()
         if self.each is not None:
             by_each = torch.empty_like(self.each) if of_each else None

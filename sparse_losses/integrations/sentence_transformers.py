@@ -409,9 +409,7 @@ class LossState(TrainerCallback):  # type: ignore[misc]  # as above
     - Schedules and controllers are attached to the optimiser, and detached after training.
     - What the losses learn (a temperature, prototypes) is saved beside each checkpoint of the
       trainer in ``sparse_losses.pt``, with the state of schedules and controllers, and read when
-      training resumes. The trainer itself saves the model and its optimiser's state alone. On
-      several devices a controller counts its own texts between two looks: every other device
-      writes a file too, ``sparse_losses_1.pt`` and so on.
+      training resumes. The trainer itself saves the model and its optimiser's state alone.
     - On several devices the trainer sends the first one's model to all, and averages the gradients
       of the model alone. What the losses learn is sent here, as training begins, and its gradients
       are averaged before every step of the optimiser.
@@ -476,9 +474,6 @@ class LossState(TrainerCallback):  # type: ignore[misc]  # as above
             with torch.no_grad():
                 for name, parameter in learned.items():
                     parameter.copy_(saved["learned"][name])
-            own = folder / self._file(args)
-            if own.exists():  # or the run was one on fewer devices
-                saved = torch.load(own, map_location="cpu", weights_only=True)
             for one, its_state in zip(self.steered, saved["steered"], strict=True):
                 one.load_state_dict(its_state)
         if args.world_size > 1:  # prototypes may have been drawn on each device by itself
@@ -506,16 +501,15 @@ class LossState(TrainerCallback):  # type: ignore[misc]  # as above
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Writes ``sparse_losses.pt`` into the checkpoint that was just written."""
+        if not args.should_save:  # after a step all devices know the same
+            return
         folder = Path(f"{args.output_dir}/checkpoint-{state.global_step}")
-        folder.mkdir(parents=True, exist_ok=True)  # others may come before the first device
+        folder.mkdir(parents=True, exist_ok=True)
         saved = {
             "learned": {name: parameter.detach().cpu() for name, parameter in self._learned()},
             "steered": [one.state_dict() for one in self.steered],
         }
-        torch.save(saved, folder / self._file(args))
-
-    def _file(self, args: Any) -> str:
-        return f"sparse_losses_{args.process_index}.pt" if args.process_index else self.FILE
+        torch.save(saved, folder / self.FILE)
 
 
 class IdfWeights(Module):  # type: ignore[misc]  # as above

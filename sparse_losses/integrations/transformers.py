@@ -26,6 +26,7 @@ __all__ = ["SpladeCollator", "SpladeTrainer"]
 TEXTS = ("anchor", "positive", "negative")
 SCORES = {"positive_ids": torch.int64, "teacher_scores": torch.float32}
 SIDES = {"query": "anchor", "document": "positive"}  # as terms and as batches call them
+REST = "objective.pt"  # of a checkpoint: what objective and schedules know
 WEIGHTS = "model.safetensors"  # of an encoder that is not ours; the Trainer looks for this name
 
 
@@ -415,10 +416,7 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
             encoder.load_state_dict(saved.state_dict())
         else:
             load_model(encoder, str(folder / WEIGHTS))
-        file = _file(folder, self.args.process_index)
-        # Of a run on fewer processes.
-        file = file if file.exists() else _file(folder, 0)
-        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(folder / REST, map_location="cpu", weights_only=True)
         if isinstance(objective, nn.Module):
             objective.load_state_dict(state["objective"])
         return state
@@ -447,18 +445,14 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # as above
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)
         schedules, objective = self.trainer.schedules, self.trainer.model.objective
-        # A file a process: each counts its own batches between two looks of a controller.
-        torch.save(
-            {
-                "objective": objective.state_dict() if isinstance(objective, nn.Module) else {},
-                "schedules": [schedule.state_dict() for schedule in schedules],
-            },
-            _file(folder, args.process_index),
-        )
+        if args.should_save:  # after a step all processes know the same
+            torch.save(
+                {
+                    "objective": objective.state_dict() if isinstance(objective, nn.Module) else {},
+                    "schedules": [schedule.state_dict() for schedule in schedules],
+                },
+                folder / REST,
+            )
         for schedule in schedules:
             if isinstance(schedule, SparsityController):
                 schedule.checkpoint = str(folder)
-
-
-def _file(folder: Path, process: int) -> Path:
-    return folder / f"objective_{process}.pt"

@@ -98,7 +98,7 @@ def distillation_loss(
     _check(temperature, alpha_kl, alpha_mse, standardize)
     # Before a size is refused, ranks agree on it: none shall wait for one that has left.
     sizes = {"B": size["B"], "C": size["C"]}
-    gathers = spans_ranks("distillation_loss", gather, student_scores, **sizes)
+    gathers = spans_ranks("distillation_loss", gather, student_scores, teacher_scores, **sizes)
     fewest = 3 if standardize == "row" else 2
     if size["C"] < fewest:
         raise ValueError(

@@ -26,7 +26,14 @@ from sparse_losses._core.ring import ring_contrast
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.softmax import masked_logsumexp, negative_log_softmax, softplus
 from sparse_losses._core.token_ids import as_mask
-from sparse_losses.distributed import gather_rows, num_ranks, rank, spans_ranks, sum_over_ranks
+from sparse_losses.distributed import (
+    gather_rows,
+    num_ranks,
+    rank,
+    shared_by_ranks,
+    spans_ranks,
+    sum_over_ranks,
+)
 
 __all__ = ["InfoNCELoss", "info_nce_loss", "mutual_information_lower_bound"]
 
@@ -165,6 +172,7 @@ def info_nce_loss(
             "number of dimensions of `negative`": 0 if negative is None else negative.ndim,
             "number of `positive_ids`": 0 if positive_ids is None else size["B"],
             "number of `positive_mask`": 0 if positive_mask is None else 1,
+            'number of rings (gather="ring")': int(gather == "ring"),
         },
     )
     negatives, batch = size.get("N", 0), ranks * size["B"]
@@ -204,7 +212,7 @@ def info_nce_loss(
     tensors = anchor, positive, negative, temperature.to(dtype)
     if gathers and gather == "ring":
         around = functools.partial(ring_contrast, mean=reduction == "mean", **options)
-        return fuse(plain, around, *tensors)
+        return shared_by_ranks(fuse(plain, around, *tensors))
     is_sparse = is_stored_sparse or _pays_sparse(sparse, chunk_size, anchor, positive, negative)
     if gathers:
         total = _gathered_sum(plain, *tensors, sparse=is_sparse, **options)

@@ -62,7 +62,15 @@ def margin_mse_loss(
         teacher_negative=(teacher_negative, "B"),
     )
     check_reduction(reduction)
-    gather = spans_ranks("margin_mse_loss", gather, student_positive, B=student_positive.shape[0])
+    gather = spans_ranks(
+        "margin_mse_loss",
+        gather,
+        student_positive,
+        student_negative,
+        teacher_positive,
+        teacher_negative,
+        B=size["B"],
+    )
     dtype = compute_dtype(
         student_positive=student_positive,
         student_negative=student_negative,

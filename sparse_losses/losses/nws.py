@@ -26,7 +26,13 @@ from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 from sparse_losses._core.similarity import normalize, unit_rows
 from sparse_losses._core.softmax import masked_logsumexp, negative_log_softmax, softplus
 from sparse_losses._core.token_ids import as_mask
-from sparse_losses.distributed import gather_rows, num_ranks, spans_ranks, sum_over_ranks
+from sparse_losses.distributed import (
+    gather_rows,
+    num_ranks,
+    shared_by_ranks,
+    spans_ranks,
+    sum_over_ranks,
+)
 
 __all__ = ["NWSLoss", "nws_loss"]
 
@@ -160,7 +166,8 @@ def nws_loss(
     _check_labels("key_labels", key_labels)
     _check_labels("queue_labels", queue_labels, queue_mask)
     sizes = {"B": size["B"], "F": size["F"], "L": size["L"], "K": size.get("K", 0)}
-    gathers = spans_ranks("nws_loss", gather, query, Q=size.get("Q", 0), **sizes)
+    data = query, prototype, key, queue
+    gathers = spans_ranks("nws_loss", gather, *data, Q=size.get("Q", 0), **sizes)
     if gathers and key is not None and key_labels is not None:
         key, key_labels = gather_rows(key.detach().to(dtype)), gather_rows(key_labels != 0)
     learned = temperature.to(dtype) if isinstance(temperature, Tensor) else None
@@ -175,7 +182,8 @@ def nws_loss(
     options = _Options(alpha, beta, fixed, aggregation, decoupled, eps, reduction, gathers)
     plain: Callable[..., Tensor] = functools.partial(_plain, options)
     if reduction != "none" and query.device.type == "cpu" and can_fuse(*tensors):
-        return fuse(plain, functools.partial(_fused, options), *tensors)
+        value = fuse(plain, functools.partial(_fused, options), *tensors)
+        return shared_by_ranks(value) if gathers else value
     return plain(*tensors)
 
 

@@ -64,7 +64,7 @@ def pairwise_contrastive_loss(
     check_shapes(x1=(x1, "B D"), x2=(x2, "B D"), same=(same, "B"))
     _check(margin)
     check_reduction(reduction)
-    gather = spans_ranks("pairwise_contrastive_loss", gather, x1, B=x1.shape[0])
+    gather = spans_ranks("pairwise_contrastive_loss", gather, x1, x2, B=x1.shape[0])
     dtype = compute_dtype(x1=x1, x2=x2)
     same = as_mask("same", same)
 

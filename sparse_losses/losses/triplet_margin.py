@@ -71,7 +71,9 @@ def triplet_margin_loss(
     )
     _check(margin, similarity)
     check_reduction(reduction)
-    gather = spans_ranks("triplet_margin_loss", gather, anchor, B=anchor.shape[0])
+    gather = spans_ranks(
+        "triplet_margin_loss", gather, anchor, positive, negative, B=anchor.shape[0]
+    )
     dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)
     anchor, positive, negative = anchor.to(dtype), positive.to(dtype), negative.to(dtype)
     if negative.ndim == 2:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import sparse_losses
 import sparse_losses.functional as F
+from sparse_losses._core import fused
 from tests.cases import CASES, FIRST, to_tensors
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_gather import check, evaluate, part, whole
@@ -174,6 +175,30 @@ def test_second_derivatives():
     run_ranks(2, second_derivatives, 2)
 
 
+def weighted_by_rank(rank: int, world: int) -> None:
+    """Whichever way a loss is computed, a weight of each rank's own counts as their mean."""
+    for stem in ("info_nce", "n_pair", "nws", "flops", "distillation"):
+        case = FIRST[stem]
+        arrays = whole(case, world, seed=9)
+        mine = part(case, arrays, rank, world)
+        leaf = to_tensors(arrays)
+        leaf[case.differentiable[0]].requires_grad_()
+        (expected,) = torch.autograd.grad(case.function()(**leaf), leaf[case.differentiable[0]])
+        rows = slice(rank * len(expected) // world, (rank + 1) * len(expected) // world)
+        for fewest in (10**18, 0):
+            fused.FEWEST_ELEMENTS = fewest
+            for gather in (True, "ring") if stem == "info_nce" else (True,):
+                tensors = to_tensors(mine)
+                query = tensors[case.differentiable[0]].requires_grad_()
+                loss = (1.0 + rank) * case.function()(**tensors, gather=gather)
+                (gradient,) = torch.autograd.grad(loss, query)
+                close(gradient / world, expected[rows] * (1 + (world - 1) / 2))
+
+
+def test_a_weight_of_each_rank_counts_as_their_mean_on_every_path():
+    run_ranks(2, weighted_by_rank, 2)
+
+
 # DistributedDataParallel -------------------------------------------------------------------------
 
 
@@ -241,6 +266,12 @@ def unequal(rank: int) -> dict[str, str]:
         F.info_nce_loss, x[:3], x[:3], positive_ids=ids if rank else None, gather=True
     )
     found["wide"] = caught(F.flops_loss, x[:3].double() if rank else x[:3], gather=True)
+    scores = torch.rand(3, 4)
+    teacher = scores.double() if rank else scores
+    found["teacher"] = caught(F.distillation_loss, scores, teacher, gather=True)
+    found["ring alone"] = caught(F.info_nce_loss, x[:3], x[:3], gather="ring" if rank else True)
+    half = x[:3].bfloat16() if rank else x[:3]
+    found["half"] = caught(F.flops_loss, half, gather=True)  # computed in fp32 on both
     mask = torch.eye(3)
     found["mask"] = caught(F.info_nce_loss, x[:3], x[:3], positive_mask=mask, gather=True)
     found["after"] = caught(F.flops_loss, x[:3], gather=True)  # nothing is left in the pipes
@@ -259,7 +290,10 @@ def test_unequal_calls_are_errors_on_every_rank_that_name_the_sizes():
         assert "1 on rank 0, 2 on rank 1" in found["candidates"]
         assert "4 on rank 0, 5 on rank 1" in found["top_k"]
         assert "`positive_ids`" in found["ids"]
-        assert "bytes a number" in found["wide"]
+        assert "precision, in bytes" in found["wide"]
+        assert "precision, in bytes" in found["teacher"]
+        assert 'gather="ring"' in found["ring alone"]
+        assert found["half"] == ""
         assert "[B, 2 B] = [3, 6]" in found["mask"]
         assert found["after"] == ""
 
