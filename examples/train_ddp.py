@@ -11,6 +11,7 @@ one line of JSON a step.
 import argparse
 import json
 import os
+import sys
 import sysconfig
 from collections import Counter
 from contextlib import nullcontext
@@ -39,7 +40,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--data", type=Path, help="a JSONL file of queries and documents")
+    lines = 'a JSONL file with lines {"query": "...", "document": "..."}'
+    parser.add_argument("--data", type=Path, help=lines)
     parser.add_argument("--model", help="a masked language model: its name, or a folder")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=16, help="pairs, each rank")
@@ -57,8 +59,18 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
 
 def read_pairs(path: Path | None) -> list[tuple[str, str]]:
     if path is not None:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [(line["query"], line["document"]) for line in lines]
+        pairs = []
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    pair = json.loads(line) if line.strip() else None
+                    pairs += [(pair["query"], pair["document"])] if pair else []
+                except (ValueError, LookupError, TypeError) as error:
+                    raise SystemExit(
+                        f'expected {{"query": "...", "document": "..."}} in line {number} of '
+                        f"{path}, got {line.strip()[:60]!r} ({error})"
+                    ) from error
+        return pairs
     from sparse_losses.demo.docstrings import parse_folder
 
     texts = [text for _, text in parse_folder(Path(sysconfig.get_path("stdlib")), "")]
@@ -106,19 +118,46 @@ def set_random_state(states: list[torch.Tensor]) -> None:
         torch.cuda.set_rng_state(states[1])
 
 
-def save(path: Path, parts: dict, epoch: int, batches: int) -> None:
+def settings(args: argparse.Namespace, pairs: list) -> dict[str, int]:
+    """What a resumed run must have alike: with it the same texts come in the same steps."""
+    ranks = dist.get_world_size()
+    return {
+        "ranks": ranks,
+        "--batch-size": args.batch_size,
+        "--accumulate": args.accumulate,
+        "pairs": len(pairs),
+    }
+
+
+def load(path: Path, parts: dict, expected: dict[str, int]) -> tuple[int, int]:
+    """The epoch, and the batches of it that were done."""
+    if not path.exists():
+        raise SystemExit(f"expected a checkpoint to --resume from, {path} is not there")
+    state = torch.load(path, map_location="cpu")
+    if state["settings"] != expected:
+        raise SystemExit(f"expected {state['settings']} as in {path}, got {expected}")
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    set_random_state(state["random"][dist.get_rank()])
+    return state["epoch"], state["batches"]
+
+
+def save(path: Path, parts: dict, known: dict, epoch: int, batches: int) -> None:
     """Called by every rank, after an optimiser step: only then all ranks know the same."""
     states: list = [None] * dist.get_world_size()
     dist.all_gather_object(states, random_state())
     if dist.get_rank() == 0:
         state = {name: part.state_dict() for name, part in parts.items()}
+        state |= {"settings": known, "random": states, "epoch": epoch, "batches": batches}
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_suffix(".new")
-        torch.save(state | {"random": states, "epoch": epoch, "batches": batches}, new)
+        torch.save(state, new)
         os.replace(new, path)  # the whole of it, or the one before
 
 
 def train(args: argparse.Namespace) -> None:
+    if "RANK" not in os.environ:
+        raise SystemExit("start it with torchrun --nproc-per-node 2, or 1 for one process")
     on_gpu = torch.cuda.is_available()  # then nccl, which nobody has run this script with yet
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -134,9 +173,10 @@ def train(args: argparse.Namespace) -> None:
         encoder = SpladeEncoder.from_pretrained(args.model)
     else:
         encoder = small_encoder([text for pair in pairs for text in pair])
+    temperature = torch.nn.Parameter(torch.tensor(0.05))
     objective = SpladeObjective(
         {"info_nce": 1.0, "query_flops": 1e-3, "document_flops": 1e-3},
-        info_nce=InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.05))),
+        info_nce=InfoNCELoss(temperature=temperature),
         gather=True,  # candidates and means of all ranks
     )
     training = Training(encoder, objective).to(device).train()
@@ -152,17 +192,19 @@ def train(args: argparse.Namespace) -> None:
     parts = {"training": training, "optimizer": optimizer, "scaler": scaler}
     parts |= {"schedule": schedule, "controller": controller}
 
-    first_epoch = done = 0  # `done`: batches of that epoch
-    torch.manual_seed(rank)  # dropout differs between the ranks
-    if args.resume:
-        state = torch.load(checkpoint, map_location="cpu")
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-        first_epoch, done = state["epoch"], state["batches"]
-        set_random_state(state["random"][rank])
-
     sampler = DistributedSampler(pairs, drop_last=True)  # as many batches on every rank
     a_step = args.batch_size * args.accumulate
+    if len(sampler) < a_step:
+        raise SystemExit(f"expected {a_step} pairs a rank for one step, got {len(sampler)}")
+
+    first_epoch = done = 0  # `done`: batches of that epoch
+    torch.manual_seed(rank)  # dropout differs between the ranks
+    known = settings(args, pairs)
+    if args.resume:
+        first_epoch, done = load(checkpoint, parts, known)
+        if first_epoch >= args.epochs and rank == 0:
+            print(f"all {args.epochs} epochs are done: more with --epochs", file=sys.stderr)
+
     autocast = torch.autocast(device.type, DTYPES[args.precision], args.precision != "fp32")
     for epoch in range(first_epoch, args.epochs):
         sampler.set_epoch(epoch)
@@ -176,31 +218,32 @@ def train(args: argparse.Namespace) -> None:
             collate_fn=lambda some: [encoder.tokenize(texts) for texts in zip(*some, strict=True)],
             generator=torch.Generator(),
         )
-        total = 0.0
+        line: dict = {}  # means over the batches of a step
         for batches, (queries, documents) in enumerate(loader, done + 1):
             is_step = batches % args.accumulate == 0
             with nullcontext() if is_step else model.no_sync():
                 with autocast:
                     loss, terms = model(queries, documents)
                 scaler.scale(loss / args.accumulate).backward()
-            total += loss.item() / args.accumulate
+            for name, value in {"total": loss, **terms}.items():
+                line[name] = line.get(name, 0.0) + value.item() / args.accumulate
             if not is_step:
                 continue
             before = schedule.steps_taken
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
+            with torch.no_grad():
+                temperature.clamp_(min=0.01)  # an optimiser knows no bounds
             step = schedule.steps_taken
             if rank == 0:
-                line = {"step": step, "skipped": step == before, "total": total}
-                line |= {name: term.item() for name, term in terms.items()}
-                line |= {"temperature": float(objective.info_nce.temperature)}
-                print(json.dumps(line | {"sparsity": str(controller)}), flush=True)
-            total = 0.0
+                line |= {"temperature": temperature.item(), "sparsity": str(controller)}
+                print(json.dumps({"step": step, "skipped": step == before, **line}), flush=True)
+            line = {}
             if step > before and step % args.save_every == 0:
-                save(checkpoint, parts, epoch, batches)
+                save(checkpoint, parts, known, epoch, batches)
         done = 0
-    save(checkpoint, parts, args.epochs, 0)
+    save(checkpoint, parts, known, max(args.epochs, first_epoch), 0)
     if rank == 0:
         encoder.save_pretrained(args.folder / "encoder")
     dist.destroy_process_group()

@@ -217,6 +217,37 @@ def test_killed_in_a_step_the_run_ends_and_goes_on_from_the_checkpoint():
     assert_same_run(found_lines, lines(2, "long"))
 
 
+MISTAKES = {
+    "other ranks, batch or data": (["--resume", "--batch-size", 2], "--batch-size': 4"),
+    "no checkpoint": (["--resume", "--folder", "nowhere"], "expected a checkpoint to --resume"),
+    "too few pairs": (["--batch-size", 64], "expected 64 pairs a rank for one step, got 24"),
+    "no pairs": (["--data", "wrong.jsonl"], "in line 3 of"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told_and_overwrites_nothing(name):
+    more, told = MISTAKES[name]
+    folder = done(2)
+    (folder / "wrong.jsonl").write_text(
+        '{"query": "a\u2028b", "document": "c"}\n\n{"anchor": "d"}\n', encoding="utf-8"
+    )
+    before = (folder / "2-plain" / "checkpoint.pt").read_bytes()
+    more = [folder / word if str(word).endswith((".jsonl", "nowhere")) else word for word in more]
+    found = torchrun(2, recipe.SCRIPT, *arguments("2-plain", "exact", 4), *more)
+    assert found.returncode != 0
+    assert told in found.stderr
+    assert (folder / "2-plain" / "checkpoint.pt").read_bytes() == before
+
+
+def test_plain_python_is_told_to_use_torchrun():
+    environment = {name: x for name, x in ENVIRONMENT.items() if name != "RANK"}
+    command = [sys.executable, str(recipe.SCRIPT)]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode != 0
+    assert "torchrun --nproc-per-node 2" in found.stderr
+
+
 @pytest.mark.parametrize("what", ["kill_at", "hang_at"])
 def test_without_torchrun_the_other_rank_ends_with_an_error_in_time(what):
     folder, seconds = models(), 15
