@@ -14,6 +14,9 @@ ROOT = str(Path(__file__).resolve().parents[1])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)  # test modules import `tests.cases` and `tests.oracles`
 
+# What `works_with(trainer, *features)` may say: the rows and columns of docs/compatibility.md.
+from tools.compatibility import FEATURES, TRAINERS  # noqa: E402
+
 torch.set_num_threads(1)
 
 _common = {
@@ -26,20 +29,6 @@ settings.register_profile("ci", derandomize=True, **_common)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
-# What `works_with(trainer, *features)` may say; docs/compatibility.md has a column for each.
-FEATURES = (
-    "fp32",
-    "bf16",
-    "fp16",
-    "compile",
-    "accumulation",
-    "devices",
-    "sharded",
-    "cached",
-    "resume",
-)
-
-
 def pytest_addoption(parser):
     parser.addoption(
         "--compatibility", metavar="FILE", help="write the outcome of the `works_with` tests there"
@@ -49,7 +38,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line(
         "markers",
-        f"works_with(trainer, *features): backs cells of docs/compatibility.md; {FEATURES}",
+        "works_with(trainer, *features): backs cells of docs/compatibility.md; "
+        f"{list(TRAINERS)}, {list(FEATURES)}",
     )
     if config.getoption("--compatibility") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Compatibility(config.getoption("--compatibility")))
@@ -59,6 +49,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         for mark in item.iter_markers("works_with"):
             trainer, *features = mark.args
+            if trainer not in TRAINERS:
+                raise pytest.UsageError(f"{item.nodeid}: unknown trainer {trainer!r}")
             if unknown := set(features) - set(FEATURES):
                 raise pytest.UsageError(f"{item.nodeid}: unknown features {sorted(unknown)}")
             item.user_properties.append(("works_with", [trainer, *features]))

@@ -1,16 +1,16 @@
 """docs/compatibility.md says what the marked tests found, all of them, and nothing else."""
 
 import ast
-import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
-from tests.conftest import FEATURES
+import pytest
+
+from tests.conftest import pytest_collection_modifyitems
+from tools import compatibility
 
 ROOT = Path(__file__).resolve().parents[1]
-_spec = importlib.util.spec_from_file_location("compatibility", ROOT / "tools/compatibility.py")
-compatibility = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(compatibility)
 
 
 def marked(path: Path) -> set[str]:
@@ -43,8 +43,18 @@ def test_the_record_holds_the_marked_tests_and_they_passed():
     assert {found["outcome"] for found in record.values()} == {"passed"}
 
 
-def test_the_table_has_a_column_for_every_feature():
-    assert list(compatibility.FEATURES) == list(FEATURES)
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (("lightning", "fp32"), "a.py::test_b: unknown trainer 'lightning'"),
+        (("Lightning", "fp23"), r"a.py::test_b: unknown features \['fp23'\]"),
+    ],
+)
+def test_a_misspelt_mark_is_refused(said, message):
+    marks = [pytest.mark.works_with(*said).mark]
+    item = SimpleNamespace(nodeid="a.py::test_b", iter_markers=lambda _: marks)
+    with pytest.raises(pytest.UsageError, match=message):
+        pytest_collection_modifyitems([item])
 
 
 def test_a_test_that_failed_backs_nothing(tmp_path):

@@ -27,6 +27,7 @@ TEXTS = ("anchor", "positive", "negative")
 SCORES = {"positive_ids": torch.int64, "teacher_scores": torch.float32}
 SIDES = {"query": "anchor", "document": "positive"}  # as terms and as batches call them
 REST = "objective.pt"  # of a checkpoint: what objective and schedules know
+TO_PUBLISH = "to publish: `encoder.save_pretrained(folder)`, then upload the folder"
 WEIGHTS = "model.safetensors"  # of an encoder that is not ours; the Trainer looks for this name
 
 
@@ -298,6 +299,13 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
                 f"expected one process a GPU, got {args.n_gpu} GPUs in this one, which would split "
                 "every batch, negatives and all: start with torchrun or accelerate launch"
             )
+        if args.push_to_hub:
+            raise ValueError(f"expected `push_to_hub=False`, got True; {TO_PUBLISH}")
+        if args.neftune_noise_alpha is not None:
+            raise ValueError(
+                f"expected `neftune_noise_alpha=None`, got {args.neftune_noise_alpha}: for noise, "
+                "hook `encoder.model.get_input_embeddings()`"
+            )
         for refused in ("compute_loss_func", "model_init"):
             if options.get(refused) is not None:
                 raise ValueError(f"expected `model` and `objective`, got `{refused}`")
@@ -330,6 +338,14 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
             )
         self.can_return_loss = True  # without labels
         self.add_callback(_Steps(self))
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """Refused: what the Trainer would describe is the encoder together with its objective."""
+        raise NotImplementedError(f"expected no model card of encoder and objective; {TO_PUBLISH}")
+
+    def push_to_hub(self, *_: Any, **__: Any) -> None:
+        """Refused, as :meth:`create_model_card` is."""
+        raise NotImplementedError(f"expected no upload of encoder and objective; {TO_PUBLISH}")
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """As ever, but for what the objective learns: a temperature is not to be decayed."""

@@ -374,14 +374,14 @@ class SparsityController:
             self.step()
 
     def report(self) -> dict[str, float | str | None]:
-        """What it saw last and did about it, for a logger."""
+        """What it saw last and did about it, for a logger; ``None`` before the first look."""
         return {
             "step": self._steps,
             "target": self.target_active,
             "active": self._active,
-            "dead_rows": self._dead,
+            "dead_rows": None if self._first_dead is None else self._dead,
             "weight": self._written,
-            "mean_activation": self._mean_activation,
+            "mean_activation": None if self._first is None else self._mean_activation,
             "status": self._status,
         }
 

@@ -105,6 +105,45 @@ def test_data_parallel_encoders_reduce_their_gradients_once():
     run_ranks(WORLD, data_parallel)
 
 
+class Sides(nn.Module):
+    """A part for the queries alone, another for the documents."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.document = Encoder(), Encoder()
+
+    def forward(self, input_ids, side):
+        return getattr(self, side)(input_ids)
+
+
+def parts_of_one_module(rank):
+    torch.manual_seed(0)
+    loss = InfoNCELoss()
+    columns = [tokens(WORLD * ROWS)["input_ids"] for _ in range(2)]
+    sides = ("query", "document")
+    mine = [
+        {"input_ids": ids, "side": side}
+        for ids, side in zip(own(columns, rank), sides, strict=True)
+    ]
+    (ours,), (theirs,) = twins(Sides().double())
+    once = mean_over_ranks([theirs.query, theirs.document], columns, loss)
+    wrapped = DistributedDataParallel(ours, find_unused_parameters=True)
+    for _ in range(2):
+        ours.zero_grad()
+        cached_backward(wrapped, mine, loss, mini_batch_size=4)
+        close(gradients(ours), once)
+
+    wrapped = DistributedDataParallel(ours)  # its last mini-batch does not reach the queries' part
+    cached_backward(wrapped, mine, loss, mini_batch_size=4)
+    with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
+        cached_backward(wrapped, mine, loss, mini_batch_size=4)
+
+
+@pytest.mark.works_with("PyTorch", "cached", "devices")
+def test_columns_may_use_different_parameters_of_one_data_parallel_module():
+    run_ranks(WORLD, parts_of_one_module)
+
+
 def whole_batch(rank):
     """With gather=True it is the batch of one process: value, gradients, terms, temperature."""
     torch.manual_seed(0)

@@ -525,6 +525,8 @@ def test_the_worst_model_is_not_to_be_kept_for_the_best(tmp_path, metric):
         ({"model": Words(5)}, "expected `data_collator` beside a model that is no SpladeEncoder"),
         ({"return_logits": 1}, "return_logits"),
         ({"settings": {"label_smoothing_factor": 0.1}}, "no classes to smooth, got 0.1"),
+        ({"settings": {"push_to_hub": True}}, r"got True; to publish: `encoder.save_pretrained"),
+        ({"settings": {"neftune_noise_alpha": 5.0}}, r"`neftune_noise_alpha=None`, got 5.0"),
     ],
 )
 def test_wrong_settings_are_errors(tmp_path, options, message):
@@ -533,6 +535,27 @@ def test_wrong_settings_are_errors(tmp_path, options, message):
     options = {"model": setting.encoder(), "args": arguments(tmp_path, **settings), **options}
     with pytest.raises((TypeError, ValueError), match=message):
         SpladeTrainer(**options, objective=setting.objective())
+
+
+@pytest.mark.parametrize("refused", ["create_model_card", "push_to_hub"])
+def test_what_would_publish_says_how_to(tmp_path, refused):
+    trainer = SpladeTrainer(setting.encoder(), arguments(tmp_path), objective=setting.objective())
+    with pytest.raises(NotImplementedError, match=r"`encoder.save_pretrained\(folder\)`, then up"):
+        getattr(trainer, refused)("a title")
+
+
+def test_what_the_controller_has_not_seen_yet_is_not_logged(tmp_path):
+    objective = setting.objective()
+    schedules = [SparsityController(objective, target_active=30, every=3)]
+    trainer, _, _ = trained(tmp_path, objective, schedules)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    seen = [f"document_flops/{name}" for name in ("active", "dead_rows", "mean_activation")]
+    for entry in logged[:2]:
+        assert entry["document_flops/weight"] == 0.01
+        assert not entry.keys() & {*seen}
+    assert entry["step"] == 2
+    assert logged[2]["document_flops/mean_activation"] > 0
+    assert logged[2].keys() >= {*seen}
 
 
 def test_several_gpus_in_one_process_are_an_error(tmp_path):
