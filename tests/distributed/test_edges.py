@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import sparse_losses
 import sparse_losses.functional as F
+from sparse_losses import distributed
 from sparse_losses._core import fused
 from tests.cases import CASES, FIRST, to_tensors
 from tests.distributed.ranks import run_ranks
@@ -197,6 +198,46 @@ def weighted_by_rank(rank: int, world: int) -> None:
 
 def test_a_weight_of_each_rank_counts_as_their_mean_on_every_path():
     run_ranks(2, weighted_by_rank, 2)
+
+
+def sent(rank: int) -> dict[str, list[int]]:
+    """How many numbers each collective of a call takes from a rank."""
+    found: dict[str, list[int]] = {}
+    here: list[int] = []
+
+    def recording(function):
+        def call(*args, **kwargs):
+            here.append(args[-1].numel())
+            return function(*args, **kwargs)
+
+        return call
+
+    distributed._all_gather = recording(distributed._all_gather)
+    dist.all_reduce = recording(dist.all_reduce)
+    x, penalty = torch.rand(6, 1000), torch.ones(1000)
+    calls = {
+        "flops": lambda: F.flops_loss(x, gather=True),
+        "unbiased": lambda: F.flops_loss(x, estimator="unbiased", gather=True),
+        "idf_flops": lambda: F.idf_flops_loss(x, penalty, gather=True),
+        "distillation": lambda: F.distillation_loss(x, x + 1, gather=True),
+        "min_activation": lambda: F.min_activation_loss(x, gather=True),
+        "info_nce": lambda: F.info_nce_loss(x, x, gather=True),
+    }
+    for name, call in calls.items():
+        here.clear()
+        call()
+        found[name] = sorted(here, reverse=True)
+    return found
+
+
+def test_regularisers_and_distillation_send_no_rows():
+    for found in run_ranks(2, sent):
+        assert found["flops"][0] == found["idf_flops"][0] == 1000  # [V]
+        assert found["unbiased"][0] == 2000  # sums, and of squares
+        assert found["distillation"][0] < 20
+        assert found["min_activation"][0] < 20
+        assert found["info_nce"][0] == 6000, "the positives, and nothing beside them"
+        assert found["info_nce"][1] < 20
 
 
 # DistributedDataParallel -------------------------------------------------------------------------
