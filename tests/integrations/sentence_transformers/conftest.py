@@ -20,7 +20,16 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def sparse(folder):
-    """Makes the same sparse encoder every time."""
+    """Makes the same sparse encoder every time.
+
+    In double precision: in single, rounding may flip a maximum or a hinge, and weights part.
+    """
+    return lambda: sparse_encoder(folder).double()
+
+
+@pytest.fixture
+def single(folder):
+    """The same in single precision."""
     return lambda: sparse_encoder(folder)
 
 
@@ -32,6 +41,6 @@ def dense(folder, tmp_path):
     def make():
         transformer = Transformer(str(tmp_path / "dense"))
         pooling = Pooling(transformer.get_embedding_dimension())
-        return SentenceTransformer(modules=[transformer, pooling], device="cpu")
+        return SentenceTransformer(modules=[transformer, pooling], device="cpu").double()
 
     return make

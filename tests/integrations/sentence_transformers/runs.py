@@ -294,7 +294,7 @@ ALONE = {
         LanguagePenaltyLoss(PENALTY),
         3,
         None,
-        lambda t, _: (all_rows(t) @ PENALTY).mean(),
+        lambda t, _: (all_rows(t) @ PENALTY.double()).mean(),
     ),
     "self_reconstruction": (
         SelfReconstructionLoss(balanced=True),

@@ -36,7 +36,7 @@ REGULARISERS = {
         MinActivationLoss(threshold=3.0),
         lambda x: torch.relu(3.0 - x.topk(5).values.mean(1)).mean(),
     ),
-    "language_penalty": (LanguagePenaltyLoss(PENALTY), lambda x: (x @ PENALTY).mean()),
+    "language_penalty": (LanguagePenaltyLoss(PENALTY), lambda x: (x @ PENALTY.double()).mean()),
 }
 
 
