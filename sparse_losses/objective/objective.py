@@ -256,21 +256,22 @@ class SpladeObjective(nn.Module):
 
     def _spans_ranks(self, active: Sequence[str], batch: SpladeBatch) -> bool:
         """Whether other ranks take part, which then compute the same terms of the same sizes."""
-        x, negative = batch.anchor.activations, batch.negative
+        x = batch.anchor.activations
+        others = None if batch.negative is None else batch.negative.activations
         teachers = batch.teacher_scores, batch.teacher_anchor_scores
         columns = [0 if teacher is None else teacher.shape[-1] for teacher in teachers]
         sizes = {
             "B": x.shape[0],
             "V": x.shape[1],
-            "number of negatives": 0 if negative is None else negative.activations.shape[-2],
-            "number of dimensions of negatives": 0
-            if negative is None
-            else negative.activations.ndim,
+            "number of negatives": 0 if others is None else others.shape[-2],
+            "number of dimensions of negatives": 0 if others is None else others.ndim,
             "number of `positive_ids`": 0 if batch.positive_ids is None else x.shape[0],
             "number of columns of `teacher_scores`": columns[0],
             "number of columns of `teacher_anchor_scores`": columns[1],
         }
-        return spans_ranks(f"SpladeObjective of {', '.join(active)}", self.gather, x, **sizes)
+        vectors = x, batch.positive.activations, others
+        call = f"SpladeObjective of {', '.join(active)}"
+        return spans_ranks(call, self.gather, *vectors, **sizes)
 
     def _terms(self, active: Sequence[str], batch: SpladeBatch) -> dict[str, Tensor]:
         terms: dict[str, Tensor] = {}
@@ -393,13 +394,13 @@ class SpladeObjective(nn.Module):
             unit = normalize(vectors[0])
             vectors = [unit, *(unit if x is vectors[0] else normalize(x) for x in vectors[1:])]
         query, key, *others = vectors
-        everyone = gather_rows if ranks > 1 else _unchanged
-        scores = [query @ everyone(key).T]
+        if ranks > 1:  # but for negatives of each anchor's own
+            key = gather_rows(key)
+            others = [gather_rows(other) if other.ndim == 2 else other for other in others]
+        scores = [query @ key.T]
         for other in others:
-            if other.ndim == 2:
-                scores.append(query @ everyone(other).T)
-            else:
-                scores.append(torch.einsum("bv,bnv->bn", query, other))
+            rows = other.ndim == 2
+            scores.append(query @ other.T if rows else torch.einsum("bv,bnv->bn", query, other))
         return torch.cat(scores, dim=1) if others else scores[0]
 
     def _margin_mse(
@@ -525,10 +526,6 @@ def _together(positive: Texts, negative: Texts | None) -> Texts:
     if negative is None:
         return positive
     return positive.join(negative.flatten() if negative.activations.ndim == 3 else negative)
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x
 
 
 def _own_candidates(scores: Tensor, negative: Texts | None, ranks: int) -> Tensor:

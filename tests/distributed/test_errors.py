@@ -37,6 +37,7 @@ def disagree(rank: int) -> dict[str, str]:
     return {
         "rows": said(objective, batch(4 - (rank == 1))),
         "terms": said(longer, batch(4)),
+        "precision": said(objective, SpladeBatch(Texts(x), Texts(x.double() if rank == 1 else x))),
         "negatives": said(InfoNCELoss(gather=True), x, x, x if rank == 1 else None),
         "loss": said(regulariser if rank == 1 else FlopsLoss(gather=True), x),
         "after": said(objective, batch(4)),
@@ -54,6 +55,7 @@ def test_every_rank_is_told_what_the_others_have():
         others = [0, 2] if rank == 1 else [1]
         assert f"to be in SpladeObjective of {terms} with gather=True" in found["terms"]
         assert f"got ranks {others} in another" in found["terms"]
+        assert "got 4 on rank 0, 8 on rank 1, 4 on rank 2" in found["precision"]
         assert "the same N on every rank" in found["negatives"]
         assert "got 0 on rank 0, 4 on rank 1, 0 on rank 2" in found["negatives"]
         mine = "min_activation_loss" if rank == 1 else "flops_loss"
