@@ -63,6 +63,7 @@ def gather_rows(x: Tensor) -> Tensor:
         return x
     if x.dtype == torch.bool:  # which not every backend sends
         return gather_rows(x.to(torch.uint8)).to(torch.bool)
+    # PyTorch gives `Function.apply` no types.
     gathered: Tensor = _Gather.apply(x)  # type: ignore[no-untyped-call]
     return gathered
 
@@ -80,13 +81,13 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     """
     if num_ranks() == 1:
         return x
-    total: Tensor = _Sum.apply(x)  # type: ignore[no-untyped-call]
+    total: Tensor = _Sum.apply(x)  # type: ignore[no-untyped-call]  # as above
     return total
 
 
 def shared_by_ranks(value: Tensor) -> Tensor:
     """A value that all ranks hold alike; its gradient is the mean of what it gets on each."""
-    shared: Tensor = _Shared.apply(value)  # type: ignore[no-untyped-call]
+    shared: Tensor = _Shared.apply(value)  # type: ignore[no-untyped-call]  # as above
     return shared
 
 
@@ -162,7 +163,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return _Scatter.apply(*upstream)  # type: ignore[no-untyped-call]
+        return _Scatter.apply(*upstream)  # type: ignore[no-untyped-call]  # as above
 
 
 class _Scatter(torch.autograd.Function):
@@ -176,7 +177,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return _Gather.apply(*upstream)  # type: ignore[no-untyped-call]
+        return _Gather.apply(*upstream)  # type: ignore[no-untyped-call]  # as above
 
 
 class _Sum(torch.autograd.Function):
@@ -188,7 +189,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return _Sum.apply(*upstream)  # type: ignore[no-untyped-call]
+        return _Sum.apply(*upstream)  # type: ignore[no-untyped-call]  # as above
 
 
 class _Shared(torch.autograd.Function):
@@ -198,4 +199,4 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return _Sum.apply(*upstream) / num_ranks()  # type: ignore[no-untyped-call]
+        return _Sum.apply(*upstream) / num_ranks()  # type: ignore[no-untyped-call]  # as above

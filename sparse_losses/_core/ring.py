@@ -159,12 +159,10 @@ class _Direction:
                     torch.mul(slopes[:, :, None], self.queries[rows, None], out=by_each[rows])
         # Every score is a query over the temperature times a key.
         self.of_temperature = -(by_queries * self.queries).sum() / self.temperature
+        by_queries = by_queries.div_(self.temperature)
         if self.query_length is not None:
-            by_queries = by_queries.div_(self.temperature)
             unit = self.queries * self.temperature
             by_queries = through_unit_rows_(by_queries, unit, self.query_length)
-        else:
-            by_queries = by_queries.div_(self.temperature)
         if self.key_length is not None:
             by_keys = through_unit_rows_(by_keys, self.keys, self.key_length)
         if by_each is not None and self.each_length is not None and self.each is not None:
