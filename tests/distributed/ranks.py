@@ -43,6 +43,7 @@ def _rank(
     )
     try:
         result = function(rank, *args)
+        dist.barrier()  # a rank that still reads may be aborted by one that has left
     finally:
         dist.destroy_process_group()
     Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(result))
