@@ -6,7 +6,8 @@ from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser(), SkipParser()], patterns=["README.md", "docs/*.md"]
+    parsers=[PythonCodeBlockParser(), SkipParser()],
+    patterns=["README.md", "docs/*.md", "docs/*/*.md", "docs/*/*/*.md"],
 ).pytest()
 
 # lightning-ir needs an older transformers, hence its own environment: `make test-lightning-ir`.

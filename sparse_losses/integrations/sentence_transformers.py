@@ -66,7 +66,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
     dict, and inside ``SpladeLoss`` and ``CachedSpladeLoss``, as loss or as regulariser. The
     dataset's columns are read by their order, as there: anchors, positives, negatives.
 
-    - :class:`~sparse_losses.SpladeObjective`: all columns, with their token ids and masks. One
+    - ``SpladeObjective``: all columns, with their token ids and masks. One
       column of negatives is ``[B, V]``, more are ``[B, n, V]``, each anchor its own. The weighted
       terms are logged.
     - InfoNCE, N-pair: every negative is a candidate of every anchor (``in_batch=False``: of its
@@ -86,10 +86,10 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         loss: the loss, which reduces to one number.
         similarity: ``"dot"`` (the default) or ``"cosine"``: what distillation and MarginMSE score
             with, and no other loss (InfoNCE has its own, which counts within a
-            :class:`~sparse_losses.SpladeObjective` too).
+            ``SpladeObjective`` too).
         labels_are_positive_ids: whether ``labels`` are InfoNCE's ``positive_ids``, ``[B]``
             integers: equal ones are the same document, which is no negative. For InfoNCE, alone
-            or within a :class:`~sparse_losses.SpladeObjective`.
+            or within a ``SpladeObjective``.
         prototype: ``[L, F]``, for NWS; an ``nn.Parameter`` is learned.
         mini_batch_size: embed so many texts at a time, twice, and hold the graph of no more
             (gradient caching); loss and gradient are those of the whole batch. Default: all at
@@ -417,7 +417,7 @@ class LossState(TrainerCallback):  # type: ignore[misc]  # as above
     Args:
         trainer: a ``SparseEncoderTrainer`` or ``SentenceTransformerTrainer``; to be given the
             callback with ``trainer.add_callback``.
-        steered: schedules and controllers of a :class:`~sparse_losses.SpladeObjective`.
+        steered: schedules and controllers of a ``SpladeObjective``.
         checkpoint: the folder to resume from; default: ``checkpoint-<step>`` in ``output_dir``.
 
     Raises:
@@ -558,7 +558,7 @@ class IdfWeights(Module):  # type: ignore[misc]  # as above
 
     @classmethod
     def load(cls, model_name_or_path: str, **options: Any) -> "IdfWeights":
-        """Reads what :meth:`save` wrote, or ``SpladeEncoder.save_pretrained``."""
+        """Reads what ``save`` wrote, or ``SpladeEncoder.save_pretrained``."""
         where = ("subfolder", "token", "cache_folder", "revision", "local_files_only")
         options = {key: value for key, value in options.items() if key in where}
         config = cls.load_config(model_name_or_path=model_name_or_path, **options)

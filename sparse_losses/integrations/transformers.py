@@ -32,7 +32,7 @@ WEIGHTS = "model.safetensors"  # of an encoder that is not ours; the Trainer loo
 
 
 class SpladeCollator:
-    """Rows of a data set, tokenized: what :class:`SpladeTrainer` feeds its model.
+    """Rows of a data set, tokenized: what ``SpladeTrainer`` feeds its model.
 
     A row is a ``dict``. All rows of a batch have the same of these columns, and others are left
     alone:
@@ -226,21 +226,21 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
     what ``diagnostics`` found (``document/active_dimensions``); the controllers' reports
     (``document_flops/weight``).
 
-    A checkpoint is a folder of :meth:`SpladeEncoder.save_pretrained`, with the state of objective
+    A checkpoint is a folder of ``SpladeEncoder.save_pretrained``, with the state of objective
     and schedules in it; ``train(resume_from_checkpoint=...)`` goes on from all of it.
 
     Args:
-        model: A :class:`SpladeEncoder`, which is trained in place; or any module that maps
+        model: A ``SpladeEncoder``, which is trained in place; or any module that maps
             ``input_ids`` and ``attention_mask`` ``[B, S]`` to activations ``[B, V]``.
         args: As ever; ``remove_unused_columns`` is ignored.
-        objective: A :class:`SpladeObjective`, or any callable that maps a :class:`SpladeBatch` to
+        objective: A ``SpladeObjective``, or any callable that maps a ``SpladeBatch`` to
             a loss, or to a loss and a dict of its terms.
         schedules: ``TrainingSchedule`` and ``SparsityController`` of that objective. The trainer
             attaches them to its optimiser: they count its steps, and none that it skips.
         diagnostics: By side, ``"query"`` or ``"document"``; read and reset where the loss is
             logged. They see the training batches of all processes.
         return_logits: Whether the objective is to have the pooled logits too.
-        data_collator: Default: a :class:`SpladeCollator` of the encoder's tokenizer.
+        data_collator: Default: a ``SpladeCollator`` of the encoder's tokenizer.
         **options: As of ``Trainer``, such as ``train_dataset`` and ``callbacks``.
 
     Example:
@@ -344,7 +344,7 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         raise NotImplementedError(f"expected no model card of encoder and objective; {TO_PUBLISH}")
 
     def push_to_hub(self, *_: Any, **__: Any) -> None:
-        """Refused, as :meth:`create_model_card` is."""
+        """Refused, as ``create_model_card`` is."""
         raise NotImplementedError(f"expected no upload of encoder and objective; {TO_PUBLISH}")
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:

@@ -65,7 +65,7 @@ def distillation_loss(
             three candidates, as two always stand at +-0.7071: rows with fewer have $z = 0$.
         candidate_mask: ``[B, C]`` bool, int or float 0/1; the KL, $z$ and the MSE run over these.
         gather: whether means and deviation are over the rows of all ranks, whose number is the same
-            on each (see :mod:`sparse_losses.distributed`); no scores are sent.
+            on each (see ``sparse_losses.distributed``); no scores are sent.
 
     Returns:
         0-d, fp32 (fp64 for fp64 inputs), >= 0: KL and MSE divide by different counts (rows with
@@ -182,7 +182,7 @@ def _fused(
     teacher: Tensor,
     temperature: Tensor | None,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Value and gradients of :func:`_plain` where every entry is a candidate, in blocks of rows."""
+    """Value and gradients of ``_plain`` where every entry is a candidate, in blocks of rows."""
     number, alpha_kl, alpha_mse, standardize, _ = options
     t = student.new_tensor(number) if temperature is None else temperature
     value, d_temperature = student.new_zeros(()), student.new_zeros(())
@@ -381,7 +381,7 @@ def _check(
 
 
 class DistillationLoss(nn.Module):
-    """Module of :func:`~sparse_losses.functional.distillation_loss`.
+    """Module of ``distillation_loss``.
 
     Example:
         >>> import torch

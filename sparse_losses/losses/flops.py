@@ -35,7 +35,7 @@ def flops_loss(
         estimator: ``"biased"`` (the paper) or ``"unbiased"`` (needs ``B >= 2``).
 
         gather: whether the means are over the rows of all ranks, whose number is the same on each
-            (see :mod:`sparse_losses.distributed`); sums of ``[V]`` are sent, no rows.
+            (see ``sparse_losses.distributed``); sums of ``[V]`` are sent, no rows.
 
     Returns:
         0-d, fp32 (fp64 for fp64 inputs): one statistic of the whole batch, hence no ``reduction``.
@@ -69,7 +69,7 @@ def flops_loss(
 
 
 class FlopsLoss(nn.Module):
-    """Module of :func:`~sparse_losses.functional.flops_loss`, which holds formula and arguments.
+    """Module of ``flops_loss``, which holds formula and arguments.
 
     Example:
         >>> import torch

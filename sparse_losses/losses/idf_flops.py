@@ -25,9 +25,9 @@ def idf_flops_loss(
     \qquad m_j = \frac{1}{B} \sum_{i=1}^{B} x_{ij}$$
 
     $x_{ij}$ is the activation of token $j$ in row $i$, $w$ the ``token_penalty`` (see
-    :func:`~sparse_losses.functional.idf_penalty`). The first sum goes on pressing where the second
+    ``idf_penalty``). The first sum goes on pressing where the second
     fades, near zero. ``estimator="unbiased"`` replaces $m_j^2$ as in
-    :func:`~sparse_losses.functional.flops_loss`; the first sum needs no correction.
+    ``flops_loss``; the first sum needs no correction.
 
     Args:
         activations: ``[B, V]`` floating.
@@ -36,7 +36,7 @@ def idf_flops_loss(
         estimator: ``"biased"`` or ``"unbiased"`` (needs ``B >= 2``).
 
         gather: whether the means are over the rows of all ranks, whose number is the same on each
-            (see :mod:`sparse_losses.distributed`); sums of ``[V]`` are sent, no rows.
+            (see ``sparse_losses.distributed``); sums of ``[V]`` are sent, no rows.
 
     Returns:
         0-d, fp32 (fp64 for fp64 activations): one statistic of the whole batch, hence no
@@ -75,7 +75,7 @@ def _check(beta: float) -> None:
 
 
 class IdfFlopsLoss(nn.Module):
-    """Module of :func:`~sparse_losses.functional.idf_flops_loss`; ``token_penalty`` is a buffer.
+    """Module of ``idf_flops_loss``; ``token_penalty`` is a buffer.
 
     Example:
         >>> import torch

@@ -95,7 +95,7 @@ def info_nce_loss(
             itself, a large plain loss holds some four million scores at once.
         gather: whether all ranks' positives and shared negatives are candidates, and ``"mean"`` and
             ``"sum"`` are over all ranks' rows: value and gradient of the whole batch on every rank
-            (see :mod:`sparse_losses.distributed`). ``"none"`` gives this rank's rows. Sizes are the
+            (see ``sparse_losses.distributed``). ``"none"`` gives this rank's rows. Sizes are the
             same on every rank; ``positive_mask`` is then ``[B, W B]``. ``"ring"`` is the same but
             never holds the rows of more than one other rank: it sends them round twice. It needs a
             ``reduction``, ``in_batch`` and no ``positive_mask``. Compiled, and where ``decoupled``
@@ -498,7 +498,7 @@ def _check(
 
 
 class InfoNCELoss(nn.Module):
-    """Module of :func:`~sparse_losses.functional.info_nce_loss`, which holds formula and arguments.
+    """Module of ``info_nce_loss``, which holds formula and arguments.
 
     Example:
         >>> import torch

@@ -23,13 +23,13 @@ def language_penalty_loss(
     $$\ell_i = \sum_{j=1}^{V} p_j x_{ij}$$
 
     $x_{ij}$ is the activation of token $j$ in row $i$, $p$ the ``token_penalty``, 0 for the
-    languages wanted (see :func:`~sparse_losses.functional.language_penalty`).
+    languages wanted (see ``language_penalty``).
 
     Args:
         activations: ``[B, V]`` floating.
         token_penalty: ``[V]``, ``p``; cast to the dtype of the computation.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
-            same on each (see :mod:`sparse_losses.distributed`).
+            same on each (see ``sparse_losses.distributed``).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -56,7 +56,7 @@ def language_penalty_loss(
 
 
 class LanguagePenaltyLoss(nn.Module):
-    """Module of :func:`~sparse_losses.functional.language_penalty_loss`.
+    """Module of ``language_penalty_loss``.
 
     ``token_penalty`` is a buffer.
 

@@ -34,7 +34,7 @@ def margin_mse_loss(
         teacher_positive: ``[B]``; detached.
         teacher_negative: ``[B]``; detached.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
-            same on each (see :mod:`sparse_losses.distributed`).
+            same on each (see ``sparse_losses.distributed``).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -87,7 +87,7 @@ def margin_mse_loss(
 
 
 class MarginMSELoss(nn.Module):
-    """Module of :func:`~sparse_losses.functional.margin_mse_loss`.
+    """Module of ``margin_mse_loss``.
 
     Example:
         >>> import torch

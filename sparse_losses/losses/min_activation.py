@@ -49,7 +49,7 @@ def min_activation_loss(
         top_k: ``k``, 1 to ``V``.
         threshold: finite, in units of the activations.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
-            same on each (see :mod:`sparse_losses.distributed`).
+            same on each (see ``sparse_losses.distributed``).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -118,7 +118,7 @@ def _check(top_k: int, threshold: float) -> None:
 
 
 class MinActivationLoss(nn.Module):
-    """Module of :func:`~sparse_losses.functional.min_activation_loss`.
+    """Module of ``min_activation_loss``.
 
     Example:
         >>> import torch

@@ -37,7 +37,7 @@ def n_pair_loss(
         positive: ``[B, D]``.
         negative: ``[N, D]`` shared by all rows, or ``[B, N, D]``, each row its own.
         gather: whether all ranks' positives and shared negatives serve, and ``"mean"`` and
-            ``"sum"`` are over all ranks' rows (see :mod:`sparse_losses.distributed`). Sizes are the
+            ``"sum"`` are over all ranks' rows (see ``sparse_losses.distributed``). Sizes are the
             same on every rank.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
@@ -110,7 +110,7 @@ def _row_losses(
 
 
 class NPairLoss(nn.Module):
-    """Module of :func:`~sparse_losses.functional.n_pair_loss`, which holds formula and arguments.
+    """Module of ``n_pair_loss``, which holds formula and arguments.
 
     Example:
         >>> import torch

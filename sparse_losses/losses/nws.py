@@ -99,10 +99,10 @@ def nws_loss(
         query_labels: ``[B, L]`` multi-hot, bool, int or float 0/1.
         prototype: ``[L, F]``, one learnable row a label.
         label_similarity: ``[L, L]``, ``S`` in [0, 1], such as
-            :func:`~sparse_losses.functional.label_similarity`; ``None`` for prototypes alone.
+            ``label_similarity``; ``None`` for prototypes alone.
         key: ``[K, F]``, detached; with ``key_labels``.
         key_labels: ``[K, L]`` multi-hot. A key without labels is a negative with ``a = 1``.
-        queue: ``[Q, F]``, detached; with ``queue_labels`` (see :class:`~sparse_losses.LabelQueue`).
+        queue: ``[Q, F]``, detached; with ``queue_labels`` (see ``LabelQueue``).
         queue_labels: ``[Q, L]`` multi-hot.
         queue_mask: ``[Q]`` bool, int or float 0/1: the slots that are filled.
         alpha: weight of keys and queue among the positives, >= 0.
@@ -113,7 +113,7 @@ def nws_loss(
         eps: >= 0. With 0 the loss is exact; above it, a negative's gradient fades once the best
             positive leads it by ``-log(eps)`` temperatures.
         gather: whether all ranks' keys are references, and ``"mean"`` and ``"sum"`` are over all
-            ranks' queries (see :mod:`sparse_losses.distributed`). Sizes are the same on every rank,
+            ranks' queries (see ``sparse_losses.distributed``). Sizes are the same on every rank,
             and so are prototypes and queue (``LabelQueue(gather=True)``).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
@@ -299,7 +299,7 @@ def _fused(
     queue_labels: Tensor | None,
     queue_mask: Tensor | None,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Value and gradients of :func:`_plain` on the CPU, a tile of queries at a time.
+    """Value and gradients of ``_plain`` on the CPU, a tile of queries at a time.
 
     Matrices are ``[R, rows of the tile]``: sums over lists of labels add up rows of them.
     """
@@ -575,7 +575,7 @@ def _check_similarity(label_similarity: Tensor) -> None:
 
 
 class NWSLoss(nn.Module):
-    """Module of :func:`~sparse_losses.functional.nws_loss`; ``label_similarity`` is a buffer.
+    """Module of ``nws_loss``; ``label_similarity`` is a buffer.
 
     Example:
         >>> import torch

@@ -41,7 +41,7 @@ def pairwise_contrastive_loss(
         same: ``[B]`` bool, int or float 0/1.
         margin: ``m``, in units of the Euclidean distance, >= 0.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
-            same on each (see :mod:`sparse_losses.distributed`).
+            same on each (see ``sparse_losses.distributed``).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -106,7 +106,7 @@ def _check(margin: float) -> None:
 
 
 class PairwiseContrastiveLoss(nn.Module):
-    """Module of :func:`~sparse_losses.functional.pairwise_contrastive_loss`.
+    """Module of ``pairwise_contrastive_loss``.
 
     Example:
         >>> import torch

@@ -49,7 +49,7 @@ def positive_activation_loss(
         saturating: see above.
         ignore_token_ids: ids that leave $T_i$, such as the special tokens.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
-            same on each (see :mod:`sparse_losses.distributed`).
+            same on each (see ``sparse_losses.distributed``).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -111,7 +111,7 @@ def _check(token_weight: Tensor | None) -> None:
 
 
 class PositiveActivationLoss(nn.Module):
-    """Module of :func:`~sparse_losses.functional.positive_activation_loss`.
+    """Module of ``positive_activation_loss``.
 
     ``token_weight`` is a buffer.
 

@@ -47,7 +47,7 @@ def self_reconstruction_loss(
 
     On activations $x \ge 0$ the value cannot fall below $(1 - k/V) \log 2$ with $k = |T_i|$ tokens,
     and a silent token gets no gradient through its ReLU. Signed pooled logits (``return_logits`` of
-    :func:`~sparse_losses.functional.splade_pool`) have neither limit; prefer them where a token
+    ``splade_pool``) have neither limit; prefer them where a token
     must be woken, activations where the text's tokens are active and only need to stay so.
 
     Args:
@@ -58,7 +58,7 @@ def self_reconstruction_loss(
             a FLOPS penalty would punish while this loss raised them.
         balanced: see above; an empty side counts 0.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
-            same on each (see :mod:`sparse_losses.distributed`).
+            same on each (see ``sparse_losses.distributed``).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -162,7 +162,7 @@ def _row_sums_and_gradient(
 
 
 class SelfReconstructionLoss(nn.Module):
-    """Module of :func:`~sparse_losses.functional.self_reconstruction_loss`.
+    """Module of ``self_reconstruction_loss``.
 
     Example:
         >>> import torch

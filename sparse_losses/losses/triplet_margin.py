@@ -44,7 +44,7 @@ def triplet_margin_loss(
         margin: ``m``, in units of the similarity, finite.
         similarity: ``"cosine"`` (of the rows, normalised here), ``"dot"`` or ``"euclidean"``.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
-            same on each (see :mod:`sparse_losses.distributed`).
+            same on each (see ``sparse_losses.distributed``).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -102,7 +102,7 @@ def _check(margin: float, similarity: str) -> None:
 
 
 class TripletMarginLoss(nn.Module):
-    """Module of :func:`~sparse_losses.functional.triplet_margin_loss`.
+    """Module of ``triplet_margin_loss``.
 
     Example:
         >>> import torch

@@ -67,8 +67,8 @@ def advise(
     Settings that a schedule or a controller steers are theirs to turn.
 
     Args:
-        report: of :class:`Diagnostics`; rules about what it lacks are silent.
-        gradients: of :func:`gradient_report`; says which term is to blame.
+        report: of ``Diagnostics``; rules about what it lacks are silent.
+        gradients: of ``gradient_report``; says which term is to blame.
         side: whose activations the report is about, ``"query"`` or ``"document"``.
         losses: totals of recent steps or epochs, in order, at least eight.
         validation_losses: of as many, likewise.

@@ -12,7 +12,7 @@ class Texts(NamedTuple):
     """Some texts: their sparse vectors, and whatever of the rest is at hand.
 
     Attributes:
-        activations: ``[B, V]``; the negatives of :class:`SpladeBatch` may be ``[B, N, V]``.
+        activations: ``[B, V]``; the negatives of ``SpladeBatch`` may be ``[B, N, V]``.
         input_ids: ``[B, S]`` token ids (``[B, N, S]`` beside ``[B, N, V]``).
         attention_mask: as ``input_ids``; 0/1.
         logits: signed pooled logits, as ``activations``. Where they are given, self-reconstruction

@@ -56,7 +56,7 @@ def cached_backward(
         loss: Called with the representations of each column, as one call of ``encoder`` would
             have returned them. Integer and boolean ones carry no gradient; those of different
             lengths are padded with zeros on the right. Returns a 0-d tensor, or what
-            :class:`SpladeObjective` does.
+            ``SpladeObjective`` does.
         mini_batch_size: Rows encoded at once; the last mini-batch may have fewer. Not needed where
             all columns are lists.
         backward: Called with the total; ``lambda total: scaler.scale(total).backward()`` with a

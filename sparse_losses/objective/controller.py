@@ -72,7 +72,7 @@ class SparsityController:
     Rows without any active dimension are dead. As they become more, by ``dead_share`` and beyond
     chance, the weight is halved at once, and it does not rise while there are more than at first
     (a text without tokens is always dead). If for ``window`` steps no row is alive, training cannot
-    recover, and a :class:`CollapseError` says so.
+    recover, and a ``CollapseError`` says so.
 
     Args:
         objective: whose weight is steered; no schedule may set the same one.

@@ -54,15 +54,15 @@ class Report(dict[str, float]):
 class Diagnostics:
     r"""Adds up what the activations of one side look like, over as many batches as you like.
 
-    The state is two numbers a token and a dozen besides; nothing in it grows, and :meth:`update`
-    waits for nothing. :meth:`report` reads it:
+    The state is two numbers a token and a dozen besides; nothing in it grows, and ``update``
+    waits for nothing. ``report`` reads it:
 
     - ``active_dimensions``: mean number a text, of the texts that have any; ``smallest``,
       ``largest``.
     - ``dead_rows``: share of texts without any; ``dense_rows``: share with more than a quarter of
       the vocabulary.
     - ``mean_activation``: of the active entries.
-    - ``flops``: of :func:`flops_loss`, over all texts at once, silent ones included.
+    - ``flops``: of ``flops_loss``, over all texts at once, silent ones included.
     - ``index_flops``: $\sum_j p_j^2$, $p_j$ the share of texts in which token $j$ is active: what
       scoring a random pair costs.
     - ``effective_tokens``: $e^H$, $H$ the entropy of the columns' shares in all activation.
@@ -132,7 +132,7 @@ class Diagnostics:
         """Adds a batch.
 
         Args:
-            activations: ``[B, V]``; or :class:`Texts`, which bring their ids and mask along (those
+            activations: ``[B, V]``; or ``Texts``, which bring their ids and mask along (those
                 may be ``[B, N, V]``).
             input_ids: ``[B, S]``, for ``input_recall``.
             attention_mask: ``[B, S]``.
@@ -221,8 +221,8 @@ class Diagnostics:
     def all_reduce(self) -> "Diagnostics":
         """Adds up what all ranks saw, on every rank, and returns this object.
 
-        Every rank calls it, also one that saw nothing, and once before :meth:`report` and
-        :meth:`reset`: a second call would count every text again. Without a process group nothing
+        Every rank calls it, also one that saw nothing, and once before ``report`` and
+        ``reset``: a second call would count every text again. Without a process group nothing
         happens.
         """
         if num_ranks() == 1:

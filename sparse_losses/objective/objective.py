@@ -66,7 +66,7 @@ ON_TEXTS = ("flops", "min_activation", "language_penalty", "self_reconstruction"
 
 
 class ObjectiveOutput(NamedTuple):
-    """What :class:`SpladeObjective` returns.
+    """What ``SpladeObjective`` returns.
 
     Attributes:
         total: 0-d; minimise this.
@@ -85,7 +85,7 @@ class ObjectiveOutput(NamedTuple):
 
 
 class SpladeObjective(nn.Module):
-    r"""A weighted sum of losses over one :class:`SpladeBatch`.
+    r"""A weighted sum of losses over one ``SpladeBatch``.
 
     $$\mathcal{L} = \sum_k \lambda_k \, \ell_k$$
 
@@ -128,8 +128,8 @@ class SpladeObjective(nn.Module):
             ``[B, W B + W N]``; those of this rank's alone, ``[B, B + N]``, leave the others out.
 
     Shape:
-        - Input: a :class:`SpladeBatch`.
-        - Output: :class:`ObjectiveOutput`; all values fp32 (fp64 for fp64 activations), 0-d.
+        - Input: a ``SpladeBatch``.
+        - Output: ``ObjectiveOutput``; all values fp32 (fp64 for fp64 activations), 0-d.
 
     Raises:
         ValueError: for an unknown term, or an active one that lacks a loss or an input.

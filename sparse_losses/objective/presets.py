@@ -40,11 +40,11 @@ _NUMBERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Weights and hyperparameters of a run; print it, and change it with :meth:`replace`.
+    """Weights and hyperparameters of a run; print it, and change it with ``replace``.
 
     Attributes:
         name: of the version.
-        weights: as in :class:`SpladeObjective`. The notes regularise the anchors alone, hence
+        weights: as in ``SpladeObjective``. The notes regularise the anchors alone, hence
             ``query_...``; what is indexed are the documents, so consider ``document_...`` too.
         temperature: of InfoNCE.
         similarity: of InfoNCE and of the scores that are distilled.
@@ -154,13 +154,13 @@ class Preset:
         Args:
             idf: ``[V]``, where the preset weighs FLOPS by token (``idf_alpha``).
             special_token_ids: of the tokens with ``special_penalty``, and as in
-                :class:`SpladeObjective`.
+                ``SpladeObjective``.
             stopword_ids: of the tokens with ``stopword_penalty``.
             allowed_token_ids: of the wanted languages, where the preset has that penalty.
             vocab_size: ``V``, beside ``allowed_token_ids`` without ``idf``.
             hide_stopwords: whether to hide them from InfoNCE and FLOPS altogether, as
                 ``SpladeObjective(stopword_ids=...)`` does.
-            **losses: arguments of :class:`SpladeObjective`, in place of the preset's: ``flops``,
+            **losses: arguments of ``SpladeObjective``, in place of the preset's: ``flops``,
                 ``score_scale`` (cosines are too flat to distil), ...
 
         Raises:

@@ -36,7 +36,7 @@ class SpladeEncoder(nn.Module):
     $$x_j = u_j \log\bigl(1 + \mathrm{ReLU}(g_j \max_s \ell_{sj})\bigr)$$
 
     $\ell_{sj}$ are the model's logits at the attended positions $s$, $g$ the gate and $u$ the idf
-    weights (1 without them). They come from :class:`SpladeHead`: ``[B, S, V]`` is never held.
+    weights (1 without them). They come from ``SpladeHead``: ``[B, S, V]`` is never held.
 
     With ``expansion=False`` there are no such logits: a token of the text has that of its position,
     from a small network on the hidden state (its largest, if it stands there several times), and
@@ -47,7 +47,7 @@ class SpladeEncoder(nn.Module):
             ``expansion=False`` only its encoder is kept.
         tokenizer: Its tokenizer.
         expansion: Whether a text may have weight at tokens that are not in it.
-        gate: A :class:`ContextGate`, or ``True`` for a new one.
+        gate: A ``ContextGate``, or ``True`` for a new one.
         idf_weights: ``[V]``, finite and >= 0, multiplied with the activations.
         max_length: Tokens of a text that are read, special tokens included. ``None``: what the
             tokenizer or the model says.
@@ -364,7 +364,7 @@ class SpladeEncoder(nn.Module):
         Args:
             texts: Strings.
             k: How many.
-            **options: As in :meth:`encode`.
+            **options: As in ``encode``.
         """
         return self.encode(texts, output="tokens", max_active_dims=k, **options)
 
@@ -379,7 +379,7 @@ class SpladeEncoder(nn.Module):
         max_length: int | None = None,
         **options: Any,
     ) -> "SpladeEncoder":
-        """Loads what :meth:`save_pretrained` wrote, or any masked language model.
+        """Loads what ``save_pretrained`` wrote, or any masked language model.
 
         The encoder comes in evaluation mode, as models of ``transformers`` do: ``train()`` it.
 
@@ -465,7 +465,7 @@ class SpladeEncoder(nn.Module):
         return encoder.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Writes everything :meth:`from_pretrained` reads, as safetensors and JSON.
+        """Writes everything ``from_pretrained`` reads, as safetensors and JSON.
 
         The folder is one of ``transformers`` with more files in it: ``AutoModelForMaskedLM`` loads
         it, and so does the ``SparseEncoder`` of sentence-transformers, which gives the same vectors

@@ -18,7 +18,7 @@ class ContextGate(nn.Module):
     A learned query $q$ attends over the hidden states $H$ of the attended tokens; the context
     vector $c$ decides on all of the vocabulary. The same word may then expand differently in
     another text. The gate multiplies logits; being one number a text and token, it commutes with
-    the maximum over positions, so :func:`splade_head` takes it as ``gate=`` and never holds
+    the maximum over positions, so ``splade_head`` takes it as ``gate=`` and never holds
     ``[B, S, V]``.
 
     Args:

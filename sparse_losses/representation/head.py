@@ -633,7 +633,7 @@ _dense_maxima.register_autograd(_backward_of_dense_maxima, setup_context=_keep_f
 
 
 class SpladeHead(nn.Module):
-    """Module of :func:`~sparse_losses.functional.splade_head`, which holds formula and arguments.
+    """Module of ``splade_head``, which holds formula and arguments.
 
     An ``nn.Parameter`` stays that very parameter, so that a matrix tied to the embeddings stays
     tied; a plain tensor becomes a buffer, a frozen vocabulary.

@@ -485,7 +485,7 @@ class Count:
     """A count of sources that can be interrupted anywhere and goes on from its partial file.
 
     Args:
-        sources: From :func:`find_sources`.
+        sources: From ``find_sources``.
         encoder: The tokenizer.
         fields: Fields of JSONL lines and datasets, joined by a space.
         vocab_size: V, or ``None`` for the tokenizer's.

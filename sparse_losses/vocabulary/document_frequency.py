@@ -39,7 +39,7 @@ class DocumentFrequency:
     Args:
         vocab_size: Number of token ids, V.
         tokenizer_sha256: Fingerprint of the tokenizer that made the ids, from
-            :func:`~sparse_losses.vocabulary.document_frequency.tokenizer_sha256`. Counters with
+            ``tokenizer_sha256``. Counters with
             different fingerprints (``None`` is one) do not merge.
 
     Attributes:
@@ -112,7 +112,7 @@ class DocumentFrequency:
         self.num_documents += len(ids)
 
     def _update_ragged(self, documents: Sequence[Sequence[int]]) -> None:
-        """Counts documents of any lengths, as :meth:`update` does but without padding."""
+        """Counts documents of any lengths, as ``update`` does but without padding."""
         ids = torch.from_numpy(np.fromiter(chain.from_iterable(map(set, documents)), np.int64))
         everywhere = torch.ones_like(ids, dtype=torch.bool)
         ids = attended_ids("input_ids", ids, everywhere, self.vocab_size)
@@ -197,7 +197,7 @@ class DocumentFrequency:
         tokenizer: "_HasVocabulary | None" = None,
         vocab_size: int | None = None,
     ) -> "DocumentFrequency":
-        """Reads what :meth:`save` wrote; nothing is unpickled.
+        """Reads what ``save`` wrote; nothing is unpickled.
 
         Args:
             path: The file.

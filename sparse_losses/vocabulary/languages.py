@@ -50,7 +50,7 @@ def language_token_ids(
     count by their script.
 
     Special tokens are left out; give them to
-    :func:`~sparse_losses.functional.language_penalty` by themselves. A plain dict or list does
+    ``language_penalty`` by themselves. A plain dict or list does
     not say which tokens are special: there ``<s>`` counts as the Latin letter in it.
 
     Args:

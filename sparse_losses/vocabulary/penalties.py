@@ -119,9 +119,9 @@ def language_penalty(
     Args:
         vocab_size: Number of token ids, V, of the *model*: it may exceed the tokenizer's.
         allowed_ids: Ids in ``[0, V)``, integers or an integer tensor, such as the result of
-            :func:`~sparse_losses.functional.language_token_ids`.
+            ``language_token_ids``.
         special_token_ids: Ids in ``[0, V)`` to spare as well: what they cost is the business of
-            :func:`~sparse_losses.functional.idf_penalty`.
+            ``idf_penalty``.
         penalty: Penalty $p$ of all other tokens, at least 0.
 
     Returns:

@@ -1,0 +1,121 @@
+// Makes every <div class="plot" data-plot="NAME"> one with sliders. plots/NAME.js says what is drawn:
+//   x        {label, log}                      the horizontal axis, shared by all panels
+//   panels   {KEY: "label"}                    one plot each, side by side
+//   sliders  {KEY: {label, min, max, step, value, log, digits}}   log: the slider moves the exponent of 10
+//   curves   ({slider: value}) => {x: [...], KEY: {"series": [...]}}
+// A panel also shows, faintly, the curves at the values it started with. Where this script does not run
+// the picture in the element stays.
+import uPlot from "../uplot/uPlot.esm.js"
+
+const DASHES = [[], [8, 4], [2, 3], [8, 3, 2, 3]]
+const WIDTHS = [2.2, 2.2, 2.2, 2.2]
+
+const color = (name) => getComputedStyle(document.body).getPropertyValue(name).trim()
+const lines = () => ["--plot-1", "--plot-2", "--plot-3", "--plot-4"].map(color)
+const format = (value, digits = 3) => String(Number(value.toPrecision(digits)))
+
+function slider(name, { label, min, max, step, value, log, digits }, changed) {
+  const row = document.createElement("label")
+  const input = document.createElement("input")
+  const output = document.createElement("output")
+  const read = () => (log ? 10 ** input.valueAsNumber : input.valueAsNumber)
+  Object.assign(input, { type: "range", name, min: log ? Math.log10(min) : min, max: log ? Math.log10(max) : max })
+  input.step = log ? 0.01 : step
+  input.value = log ? Math.log10(value) : value
+  const show = () => (output.textContent = format(read(), digits))
+  input.addEventListener("input", () => (show(), changed()))
+  row.append(Object.assign(document.createElement("span"), { textContent: label }), input, output)
+  show()
+  return { row, read }
+}
+
+function table(result, key, start) {
+  const series = Object.values(result[key])
+  return [result.x, ...Object.values(start[key]), ...series]
+}
+
+async function upgrade(element) {
+  const drawn = await import(`./plots/${element.dataset.plot}.js`)
+  const reads = {}
+  const controls = Object.assign(document.createElement("div"), { className: "plot-controls" })
+  const stage = Object.assign(document.createElement("div"), { className: "plot-stage" })
+  const settings = () => Object.fromEntries(Object.entries(reads).map(([name, read]) => [name, read()]))
+  let plots = []
+  const redraw = () => {
+    const result = drawn.curves(settings())
+    for (const { key, plot } of plots) plot.setData(table(result, key, start))
+  }
+  for (const [name, options] of Object.entries(drawn.sliders)) {
+    const { row, read } = slider(name, options, redraw)
+    reads[name] = read
+    controls.append(row)
+  }
+  const start = drawn.curves(settings())
+  element.append(controls, stage)
+
+  const build = () => {
+    for (const { plot } of plots) plot.destroy()
+    stage.replaceChildren()
+    plots = Object.entries(drawn.panels).map(([key, label]) => {
+      const panel = Object.assign(document.createElement("div"), { className: "plot-panel" })
+      stage.append(panel)
+      const names = Object.keys(start[key])
+      const strokes = lines()
+      const text = color("--md-typeset-color")
+      const grid = color("--plot-grid")
+      const axis = (options) => ({
+        stroke: text,
+        grid: { stroke: grid, width: 1 },
+        ticks: { stroke: grid, width: 1 },
+        font: "12px system-ui, sans-serif",
+        labelFont: "13px system-ui, sans-serif",
+        ...options,
+      })
+      const options = {
+        title: label,
+        width: panel.clientWidth,
+        height: 260,
+        cursor: { drag: { x: false, y: false } },
+        scales: { x: { time: false, distr: drawn.x.log ? 3 : 1 } },
+        axes: [axis({ label: drawn.x.label }), axis({ size: 56 })],
+        series: [
+          { label: drawn.x.label, value: (_, v) => (v == null ? "–" : format(v)) },
+          ...names.map((name, i) => ({
+            label: `${name || label}, at first`,
+            stroke: `${strokes[i]}55`,
+            width: 1.2,
+            dash: DASHES[i],
+            points: { show: false },
+            value: (_, v) => (v == null ? "–" : format(v)),
+          })),
+          ...names.map((name, i) => ({
+            label: name || label,
+            stroke: strokes[i],
+            width: WIDTHS[i],
+            dash: DASHES[i],
+            points: { show: false },
+            value: (_, v) => (v == null ? "–" : format(v)),
+          })),
+        ],
+      }
+      const result = drawn.curves(settings())
+      return { key, plot: new uPlot(options, table(result, key, start), panel) }
+    })
+    element.plots = Object.fromEntries(plots.map(({ key, plot }) => [key, plot]))
+  }
+  element.classList.add("plot-live")
+  build()
+  let width = stage.clientWidth
+  new ResizeObserver(() => {
+    if (stage.clientWidth !== width) {
+      width = stage.clientWidth
+      for (const { plot } of plots)
+        plot.setSize({ width: plot.root.parentElement.clientWidth, height: 260 })
+    }
+  }).observe(stage)
+  // Another palette: other colours.
+  new MutationObserver(build).observe(document.body, { attributeFilter: ["data-md-color-scheme"] })
+}
+
+for (const element of document.querySelectorAll(".plot[data-plot]"))
+  upgrade(element).catch((error) => console.error(`plot ${element.dataset.plot}: ${error.message}`))

@@ -1,0 +1,94 @@
+"""Draws the pictures of the docs, each for light and for dark pages: ``python -m tools.figures [NAME ...]``."""
+
+import importlib
+import pkgutil
+import sys
+from itertools import cycle
+from pathlib import Path
+from types import ModuleType
+
+import matplotlib
+
+matplotlib.use("svg")
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+import tools.figures
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
+# Those of docs/assets/stylesheets/site.css.
+PALETTES = {
+    "light": {"text": "#333333", "lines": ["#1f6583", "#b3541e", "#4d7c32", "#7a4a9e"]},
+    "dark": {"text": "#d5d8e0", "lines": ["#7cc4e0", "#f0a070", "#a5d67f", "#c9a3e8"]},
+}
+DASHES = ["-", "--", ":", "-."]  # readable without colour
+
+
+def style(palette: str) -> dict[str, object]:
+    """Return matplotlib's settings: a transparent picture whose text is shapes, the same everywhere."""
+    text, lines = PALETTES[palette]["text"], PALETTES[palette]["lines"]
+    colours = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), text)
+    return colours | {
+        "axes.edgecolor": text,
+        "axes.grid": True,
+        "axes.prop_cycle": plt.cycler(color=lines) + plt.cycler(linestyle=DASHES),
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "savefig.facecolor": "none",
+        "font.family": "DejaVu Sans",
+        "font.size": 9,
+        "grid.alpha": 0.2,
+        "grid.color": text,
+        "legend.frameon": False,
+        "lines.linewidth": 2,
+        "svg.fonttype": "path",
+        "svg.hashsalt": "sparse-losses",
+    }
+
+
+def draw_panels(figure: Figure, module: ModuleType) -> None:
+    """Draw every line of a module's `LINES` in each of its `PANELS`."""
+    drawn = {label: module.curves(**settings) for label, settings in module.LINES.items()}
+    for axes, (key, title) in zip(
+        figure.subplots(1, len(module.PANELS), squeeze=False)[0], module.PANELS.items(), strict=True
+    ):
+        dashes = cycle(DASHES)
+        for label, result in drawn.items():
+            for series, values in result[key].items():
+                name = ", ".join(filter(None, (series, label)))
+                axes.plot(result["x"], values, label=name, linestyle=next(dashes))
+        axes.set(title=title, xlabel=module.X)
+        if getattr(module, "LOG_X", False):
+            axes.set_xscale("log")
+        axes.legend()
+
+
+def draw(name: str, folder: Path) -> None:
+    """Write `<name>-light.svg` and `<name>-dark.svg`."""
+    module = importlib.import_module(f"tools.figures.{name}")
+    for palette in PALETTES:
+        with plt.rc_context(style(palette)):
+            figure = plt.figure(figsize=(8.4, 3.3), layout="constrained")
+            if hasattr(module, "draw"):
+                module.draw(figure)
+            else:
+                draw_panels(figure, module)
+            path = folder / f"{name}-{palette}.svg"
+            figure.savefig(path, metadata={"Date": None})
+            plt.close(figure)
+            lines = path.read_text(encoding="utf-8").splitlines()
+            path.write_text("".join(f"{line.rstrip()}\n" for line in lines), encoding="utf-8")
+
+
+def names() -> list[str]:
+    """Return the names of all pictures."""
+    return [m.name for m in pkgutil.iter_modules(tools.figures.__path__) if m.name != "__main__"]
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name in sys.argv[1:] or names():
+        draw(name, FOLDER)

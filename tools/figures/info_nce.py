@@ -1,0 +1,32 @@
+"""One row of InfoNCE against the cosine of its positive, all negatives at cosine 0."""
+
+import numpy as np
+import torch
+
+from sparse_losses.functional import info_nce_loss
+
+X = "cosine of anchor and positive"
+PANELS = {"value": "loss, in nats", "gradient": "gradient by that cosine"}
+LINES = {f"t = {t}": {"temperature": t, "negatives": 31} for t in (0.02, 0.07, 0.2, 1.0)}
+
+
+def curves(*, temperature: float, negatives: float) -> dict:
+    """Scores by `similarity="dot"`, so that the gradient is by the score itself."""
+    x = np.linspace(-1, 1, 201)
+    anchor = torch.ones(201, 1, dtype=torch.float64)
+    positive = torch.tensor(x)[:, None].requires_grad_()
+    loss = info_nce_loss(
+        anchor,
+        positive,
+        torch.zeros(round(negatives), 1, dtype=torch.float64),
+        temperature=temperature,
+        similarity="dot",
+        in_batch=False,
+        reduction="none",
+    )
+    (gradient,) = torch.autograd.grad(loss.sum(), positive)
+    return {
+        "x": x,
+        "value": {"": loss.detach().numpy()},
+        "gradient": {"": gradient[:, 0].numpy()},
+    }
