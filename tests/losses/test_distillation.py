@@ -132,14 +132,18 @@ def test_the_gradients_are_those_of_the_page(seed, t):
     (gradient,) = torch.autograd.grad(kl, s)
     torch.testing.assert_close(gradient, t / 4 * ((s / t).softmax(-1) - (z / t).softmax(-1)))
     torch.testing.assert_close(gradient.sum(-1), torch.zeros(4).double())
-    mse = distillation_loss(s, z, alpha_kl=0.0, alpha_mse=1.0)
-    (gradient,) = torch.autograd.grad(mse, s)
-    zs, zt = ((v - v.mean()) / v.std() for v in (s.detach(), z))
-    correlation = (zs * zt).sum() / 19
-    expected = 2 / (20 * s.detach().std()) * (correlation * zs - zt)
-    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
-    assert gradient.sum().item() == pytest.approx(0, abs=1e-9)
-    assert (gradient * s).sum().item() == pytest.approx(0, abs=1e-6)  # it does not see the scale
+    for standardize, dims in (("batch", (0, 1)), ("row", (1,))):
+        mse = distillation_loss(s, z, alpha_kl=0.0, alpha_mse=1.0, standardize=standardize)
+        (gradient,) = torch.autograd.grad(mse, s)
+        deviation = s.detach().std(dims, keepdim=True)
+        zs, zt = ((v - v.mean(dims, True)) / v.std(dims, keepdim=True) for v in (s.detach(), z))
+        correlation = (zs * zt).sum(dims, True) / (19 if standardize == "batch" else 4)
+        expected = 2 / (20 * deviation) * (correlation * zs - zt)
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
+        nothing = torch.zeros_like(deviation)
+        torch.testing.assert_close(gradient.sum(dims, True), nothing)
+        along = (gradient * s.detach()).sum(dims, True)  # it does not see the scale
+        torch.testing.assert_close(along, nothing, rtol=0, atol=1e-6)
 
 
 @given(seeds)
