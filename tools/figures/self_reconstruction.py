@@ -8,7 +8,7 @@ from sparse_losses.functional import self_reconstruction_loss
 
 X = "score of the text's own tokens"
 PANELS = {"value": "loss, in nats", "pull": "log10 of the pull on one own token"}
-LINES = {f"V = {v:,}": {"vocabulary": v, "tokens": 30, "others": 0.0} for v in (8000, 250_002)}
+LINES = {f"V = {v:,}": {"vocabulary": v, "tokens": 30, "others": 0.0} for v in (8000, 250_000)}
 
 
 def curves(*, vocabulary: int, tokens: int, others: float) -> dict:

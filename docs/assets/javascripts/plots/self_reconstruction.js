@@ -2,7 +2,7 @@
 export const x = { label: "score of the text's own tokens" }
 export const panels = { value: "loss, in nats", pull: "log10 of the pull on one own token" }
 export const sliders = {
-  vocabulary: { label: "vocabulary", min: 1000, max: 250002, value: 250002, log: true, integer: true },
+  vocabulary: { label: "vocabulary", min: 2500, max: 250000, value: 250000, log: true, integer: true },
   tokens: { label: "own tokens", min: 1, max: 500, value: 30, log: true, integer: true },
   others: { label: "score of all other tokens", min: -6, max: 6, step: 0.1, value: 0 },
 }
