@@ -24,6 +24,7 @@ collect_ignore = (
 
 
 def pytest_addoption(parser):
+    """Where the built site is."""
     parser.addoption("--site", help="test the built site in this folder, in a browser")
 
 

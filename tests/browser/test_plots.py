@@ -10,10 +10,10 @@ from tools.figures.__main__ import names
 
 MODULES = {name: importlib.import_module(f"tools.figures.{name}") for name in names()}
 WITH_CURVES = [name for name, module in MODULES.items() if hasattr(module, "curves")]
-SLIDERS = """name => import(`/assets/javascripts/plots/${name}.js`).then((m) => m.sliders)"""
-CURVES = (
-    """([name, s]) => import(`/assets/javascripts/plots/${name}.js`).then((m) => m.curves(s))"""
-)
+SOURCE = "import(`/assets/javascripts/plots/${name}.js`)"
+SLIDERS = f"name => {SOURCE}.then((m) => m.sliders)"
+CURVES = f"([name, s]) => {SOURCE}.then((m) => m.curves(s))"
+LABELS = f"name => {SOURCE}.then((m) => [m.panels, m.x])"
 
 
 @pytest.mark.parametrize("name", WITH_CURVES)
@@ -44,9 +44,7 @@ def test_panels_and_axes_are_named_alike(page, address, folder, name):
         pytest.skip("a picture without sliders")
     page.goto(f"{address}/404.html")
     module = MODULES[name]
-    panels, x = page.evaluate(
-        "name => import(`/assets/javascripts/plots/${name}.js`).then((m) => [m.panels, m.x])", name
-    )
+    panels, x = page.evaluate(LABELS, name)
     assert panels == module.PANELS
     assert x["label"] == module.X
     assert bool(x.get("log")) == getattr(module, "LOG_X", False)
