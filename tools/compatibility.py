@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "docs" / "results" / "compatibility.json"
-PAGE = ROOT / "docs" / "compatibility.md"
+DOCS = ROOT / "docs"
+RECORD = DOCS / "results" / "compatibility.json"
+PAGE = DOCS / "compatibility.md"
 
 # In the order of the table, with what a cell says.
 FEATURES = {
@@ -94,9 +95,14 @@ def render(tests: dict[str, Any]) -> str:
 
 
 def _link(name: str) -> str:
+    """The test's name: a cross-reference where the test stands on a page, else with its file."""
     path, _, function = name.partition("::")
-    title = re.sub(r"^.*::", "", function).removeprefix("test_").replace("_", " ")
-    return f"[{title}](../{path})"
+    function = re.sub(r"^.*::", "", function)
+    title = function.removeprefix("test_").replace("_", " ")
+    page = DOCS / Path(path).with_name(Path(path).stem.removeprefix("test_")).with_suffix(".md")
+    if page.exists():
+        return f"[{title}][{path.removesuffix('.py').replace('/', '.')}.{function}]"
+    return f"{title} (`{path}`)"
 
 
 def main() -> None:
