@@ -78,11 +78,13 @@ def render(tests: dict[str, Any]) -> str:
             versions[trainer] = found["versions"]
             for feature in features:
                 backing.setdefault((trainer, feature), []).append(name)
-    lines = ["| | " + " | ".join(FEATURES.values()) + " |", "|---|" + "---|" * len(FEATURES)]
+    lines = ['<div class="dense-table" markdown>', ""]
+    lines += ["| | " + " | ".join(FEATURES.values()) + " |", "|---|" + ":---:|" * len(FEATURES)]
     for trainer, packages in TRAINERS.items():
         cells = ["✓" if (trainer, feature) in backing else "" for feature in FEATURES]
         listed = ", ".join(f"{p} {versions[trainer][p]}" for p in packages if trainer in versions)
         lines.append(f"| {trainer}<br>{listed} | " + " | ".join(cells) + " |")
+    lines += ["", "</div>"]
     for trainer in TRAINERS:
         lines += ["", f"## {trainer}", ""]
         for feature, title in FEATURES.items():
