@@ -80,13 +80,15 @@ def render(tests: dict[str, Any]) -> str:
                 backing.setdefault((trainer, feature), []).append(name)
     lines = ['<div class="dense-table" markdown>', ""]
     lines += ["| | " + " | ".join(FEATURES.values()) + " |", "|---|" + ":---:|" * len(FEATURES)]
-    for trainer, packages in TRAINERS.items():
-        cells = ["✓" if (trainer, feature) in backing else "" for feature in FEATURES]
-        listed = ", ".join(f"{p} {versions[trainer][p]}" for p in packages if trainer in versions)
-        lines.append(f"| {trainer}<br>{listed} | " + " | ".join(cells) + " |")
-    lines += ["", "</div>"]
     for trainer in TRAINERS:
+        cells = ["✓" if (trainer, feature) in backing else "" for feature in FEATURES]
+        lines.append(f"| {trainer} | " + " | ".join(cells) + " |")
+    lines += ["", "</div>"]
+    for trainer, packages in TRAINERS.items():
         lines += ["", f"## {trainer}", ""]
+        if trainer in versions:
+            listed = ", ".join(f"{package} {versions[trainer][package]}" for package in packages)
+            lines += [f"With {listed}.", ""]
         for feature, title in FEATURES.items():
             names = backing.get((trainer, feature), [])
             if names:
