@@ -29,7 +29,7 @@ FEATURES = {
     "cached": "gradient caching",
     "resume": "resume",
 }
-TRAINERS = {  # and the packages that a row stands for
+TRAINERS = {  # and the packages that a column stands for
     "PyTorch": ["torch"],
     "sentence-transformers": ["sentence-transformers", "transformers"],
     "Hugging Face Trainer": ["transformers", "accelerate"],
@@ -79,10 +79,10 @@ def render(tests: dict[str, Any]) -> str:
             for feature in features:
                 backing.setdefault((trainer, feature), []).append(name)
     lines = ['<div class="dense-table" markdown>', ""]
-    lines += ["| | " + " | ".join(FEATURES.values()) + " |", "|---|" + ":---:|" * len(FEATURES)]
-    for trainer in TRAINERS:
-        cells = ["✓" if (trainer, feature) in backing else "" for feature in FEATURES]
-        lines.append(f"| {trainer} | " + " | ".join(cells) + " |")
+    lines += ["| | " + " | ".join(TRAINERS) + " |", "|---|" + ":---:|" * len(TRAINERS)]
+    for feature, title in FEATURES.items():
+        cells = ["✓" if (trainer, feature) in backing else "" for trainer in TRAINERS]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
     lines += ["", "</div>"]
     for trainer, packages in TRAINERS.items():
         lines += ["", f"## {trainer}", ""]
