@@ -45,6 +45,7 @@ HOSTS = {
     "doi.org",
     "download.pytorch.org",
     "huggingface.co",
+    "hypothesis.readthedocs.io",
     "keepachangelog.com",
     "lightning.ai",
     "openreview.net",
@@ -60,7 +61,9 @@ REPOSITORIES = {
     "huggingface/sentence-transformers",
     "huggingface/transformers",
     "mlfoundations/open_clip",
+    "naver/splade",
     "opensearch-project/opensearch-sparse-model-tuning-sample",
+    "texttron/tevatron",
     "webis-de/lightning-ir",
 }
 
@@ -71,6 +74,10 @@ def name(page: Path) -> str:
 
 def read(page: Path) -> str:
     return page.read_text(encoding="utf-8")
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"`[^`\n]*`", "", split_code(read(page))[0])
 
 
 def loss_page(stem: str) -> str:
@@ -184,7 +191,7 @@ def _modules(place: str) -> list[Path]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_linked_tests_exist(page):
-    prose, _ = split_code(read(page))
+    prose = without_code(page)
     for dotted in re.findall(r"\]\[(tests\.[\w.]+)\]", prose):
         module, _, function = dotted.rpartition(".")
         path = (ROOT / module.replace(".", "/")).with_suffix(".py")
@@ -197,7 +204,7 @@ def test_linked_tests_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_linked_names_exist(page):
-    prose, _ = split_code(read(page))
+    prose = without_code(page)
     public = set(public_names())
     for dotted in re.findall(r"\]\[(sparse_losses\.[\w.]+)\]", prose):
         owner = dotted if dotted in public else dotted.rpartition(".")[0]
@@ -222,9 +229,9 @@ def test_its_parameters_are_those_of_the_function(stem):
     rows = {}
     for line in re.findall(r"^\|(.*)\|[ \t]*$", section, re.MULTILINE):
         first, second = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[:2])
-        if first.startswith("`"):
-            assert first not in rows, f"{first} twice"
-            rows[first.strip("`")] = second
+        for each in re.findall(r"`(\w+)`", first):
+            assert each not in rows, f"{each} twice"
+            rows[each] = second
     parameters = inspect.signature(getattr(F, f"{stem}_loss")).parameters.values()
     expected = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     assert expected.keys() <= rows.keys()
