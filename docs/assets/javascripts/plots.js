@@ -58,9 +58,13 @@ async function upgrade(element) {
   const build = () => {
     for (const { plot } of plots) plot.destroy()
     stage.replaceChildren()
-    plots = Object.entries(drawn.panels).map(([key, label]) => {
+    // All of them first: the width of one depends on how many there are.
+    const panels = Object.entries(drawn.panels).map(([key, label]) => {
       const panel = Object.assign(document.createElement("div"), { className: "plot-panel" })
       stage.append(panel)
+      return { key, label, panel }
+    })
+    plots = panels.map(({ key, label, panel }) => {
       const names = Object.keys(start[key])
       const strokes = lines()
       const text = color("--md-typeset-color")
