@@ -3,7 +3,7 @@
 export const x = { label: "student's lead / teacher's lead" }
 export const panels = { value: "each part of the loss", gradient: "gradient by the best candidate's score" }
 export const sliders = {
-  lead: { label: "the teacher's lead", min: 0.5, max: 50, value: 0.5, log: true },
+  lead: { label: "the teacher's lead", min: 0.05, max: 50, value: 0.5, log: true },
   temperature: { label: "temperature T", min: 0.1, max: 10, step: 0.1, value: 3 },
   candidates: { label: "candidates", min: 3, max: 64, value: 8, log: true, integer: true },
 }
