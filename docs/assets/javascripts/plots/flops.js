@@ -3,7 +3,7 @@
 export const x = { label: "rows of the batch", log: true }
 export const panels = { value: "average loss", gradient: "average pull on an active entry, times B" }
 export const sliders = {
-  share: { label: "share of texts a token is active in", min: 0.001, max: 0.5, value: 0.02, log: true },
+  share: { label: "share of texts", min: 0.001, max: 0.5, value: 0.02, log: true },
   vocabulary: { label: "vocabulary", min: 1000, max: 250002, value: 30522, log: true, integer: true },
 }
 
