@@ -4,7 +4,7 @@ export const x = { label: "documents with the token, of 1,000,000", log: true }
 export const panels = { penalty: "penalty", log10: "log10 of the penalty" }
 export const sliders = {
   alpha: { label: "alpha", min: 0, max: 10, step: 0.1, value: 4 },
-  minimum: { label: "minimum", min: 0, max: 0.5, step: 0.01, value: 0 },
+  minimum: { label: "minimum", min: 0, max: 0.5, step: 0.01, value: 0.05 },
 }
 
 const COMMONEST = 600000
