@@ -85,7 +85,8 @@ def draw(name: str, folder: Path) -> None:
 
 def names() -> list[str]:
     """Return the names of all pictures."""
-    return [m.name for m in pkgutil.iter_modules(tools.figures.__path__) if m.name != "__main__"]
+    modules = pkgutil.iter_modules(tools.figures.__path__)
+    return [module.name for module in modules if not module.name.startswith("_")]
 
 
 if __name__ == "__main__":
