@@ -3,8 +3,8 @@
 export const x = { label: "activation of each of the text's tokens" }
 export const panels = { value: "loss of the text", gradient: "gradient by that activation" }
 export const sliders = {
-  tokens: { label: "tokens of the text", min: 1, max: 20, step: 1, value: 3, integer: true },
   top_k: { label: "top_k", min: 1, max: 20, step: 1, value: 5, integer: true },
+  tokens: { label: "tokens of the text", min: 1, max: 20, step: 1, value: 3, integer: true },
   threshold: { label: "threshold", min: 0.1, max: 1.5, step: 0.05, value: 0.5 },
 }
 
