@@ -15,7 +15,8 @@ PIP = $(PY) -m pip --disable-pip-version-check -q
 # Idle threads that spin starve the busy ones on small machines.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: help demo ablation bench bench-peers test test-lightning-ir compatibility lint wheel clean
+.PHONY: help demo ablation bench bench-peers test test-lightning-ir compatibility figures site serve
+.PHONY: site-zensical test-site lint wheel clean
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -44,6 +45,23 @@ compatibility: $(VENV)/.dev  ## what works with what: run those tests, write doc
 	$(MAKE) test-lightning-ir ARGS="-m works_with --compatibility $(abspath build/compatibility)/lightning-ir.json"
 	$(PY) tools/compatibility.py build/compatibility/*.json
 
+figures: $(VENV)/.docs  ## draw the pictures of the docs (ARGS="info_nce")
+	$(PY) -m tools.figures $(ARGS)
+
+site: $(VENV)/.docs  ## build the docs site into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+serve: $(VENV)/.docs  ## the docs site on this machine, built anew at every change
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve
+
+site-zensical: $(VENV)/.docs  ## the same site by Zensical, into build/zensical
+	sed 's#^site_dir:.*#site_dir: build/zensical#' mkdocs.yml > .zensical.yml
+	$(VENV)/bin/zensical build --clean --strict --config-file .zensical.yml
+	rm .zensical.yml
+
+test-site: site  ## every page of the site in a browser: needs Chromium (CHROMIUM=/path/to/it)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) tests/browser --site build/site $(ARGS)
+
 lint: $(VENV)/.dev  ## formatting, lint and types
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
@@ -71,6 +89,10 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) install -c constraints.txt --group dev
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(PIP) install -c constraints.txt --group docs
 	touch $@
 
 $(LIGHTNING_IR)/.ready: VENV = $(LIGHTNING_IR)

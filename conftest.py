@@ -1,6 +1,7 @@
 """Every Python block of the README and the docs runs as a test."""
 
 import importlib.util
+from pathlib import Path
 
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
@@ -20,3 +21,14 @@ collect_ignore = (
         "tests/lightning_ir",
     ]
 )
+
+
+def pytest_addoption(parser):
+    """Where the built site is."""
+    parser.addoption("--site", help="test the built site in this folder, in a browser")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """What needs a browser runs by `make test-site` alone."""
+    site = Path(__file__).parent / "tests" / "browser"
+    return True if collection_path == site and not config.getoption("--site") else None

@@ -53,7 +53,7 @@ def gather_rows(x: Tensor) -> Tensor:
 
     Every rank must call it, with the same shape and dtype.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.distributed import gather_rows
         >>> gather_rows(torch.ones(2, 3)).shape  # no process group: one rank
@@ -73,7 +73,7 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
     Every rank must call it, with the same shape and dtype.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.distributed import sum_over_ranks
         >>> sum_over_ranks(torch.ones(2))  # no process group: one rank

@@ -37,7 +37,7 @@ class LabelQueue(nn.Module):
         labels: ``[Q, L]``, multi-hot, in the dtype of the features, zeros likewise.
         mask: ``[Q]`` bool, the filled slots.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import LabelQueue
         >>> from sparse_losses.functional import nws_loss

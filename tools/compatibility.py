@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "docs" / "results" / "compatibility.json"
-PAGE = ROOT / "docs" / "compatibility.md"
+DOCS = ROOT / "docs"
+RECORD = DOCS / "results" / "compatibility.json"
+PAGE = DOCS / "compatibility.md"
 
 # In the order of the table, with what a cell says.
 FEATURES = {
@@ -28,7 +29,7 @@ FEATURES = {
     "cached": "gradient caching",
     "resume": "resume",
 }
-TRAINERS = {  # and the packages that a row stands for
+TRAINERS = {  # and the packages that a column stands for
     "PyTorch": ["torch"],
     "sentence-transformers": ["sentence-transformers", "transformers"],
     "Hugging Face Trainer": ["transformers", "accelerate"],
@@ -77,13 +78,17 @@ def render(tests: dict[str, Any]) -> str:
             versions[trainer] = found["versions"]
             for feature in features:
                 backing.setdefault((trainer, feature), []).append(name)
-    lines = ["| | " + " | ".join(FEATURES.values()) + " |", "|---|" + "---|" * len(FEATURES)]
+    lines = ['<div class="dense-table" markdown>', ""]
+    lines += ["| | " + " | ".join(TRAINERS) + " |", "|---|" + ":---:|" * len(TRAINERS)]
+    for feature, title in FEATURES.items():
+        cells = ["✓" if (trainer, feature) in backing else "" for trainer in TRAINERS]
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    lines += ["", "</div>"]
     for trainer, packages in TRAINERS.items():
-        cells = ["✓" if (trainer, feature) in backing else "" for feature in FEATURES]
-        listed = ", ".join(f"{p} {versions[trainer][p]}" for p in packages if trainer in versions)
-        lines.append(f"| {trainer}<br>{listed} | " + " | ".join(cells) + " |")
-    for trainer in TRAINERS:
         lines += ["", f"## {trainer}", ""]
+        if trainer in versions:
+            listed = ", ".join(f"{package} {versions[trainer][package]}" for package in packages)
+            lines += [f"With {listed}.", ""]
         for feature, title in FEATURES.items():
             names = backing.get((trainer, feature), [])
             if names:
@@ -94,9 +99,14 @@ def render(tests: dict[str, Any]) -> str:
 
 
 def _link(name: str) -> str:
+    """The test's name: a cross-reference where the test stands on a page, else with its file."""
     path, _, function = name.partition("::")
-    title = re.sub(r"^.*::", "", function).removeprefix("test_").replace("_", " ")
-    return f"[{title}](../{path})"
+    function = re.sub(r"^.*::", "", function)
+    title = function.removeprefix("test_").replace("_", " ")
+    page = DOCS / Path(path).with_name(Path(path).stem.removeprefix("test_")).with_suffix(".md")
+    if page.exists():
+        return f"[{title}][{path.removesuffix('.py').replace('/', '.')}.{function}]"
+    return f"{title} (`{path}`)"
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ class Contrastive(ScoringLossFunction):  # type: ignore[misc]
         ValueError: for a loss with parameters or ``reduction="none"``; as it computes, for a model
             with several vectors a text.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from lightning_ir import BiEncoderOutput, TrainBatch
         >>> from lightning_ir.bi_encoder import BiEncoderEmbedding
@@ -98,7 +98,7 @@ class Distillation(PairwiseLossFunction):  # type: ignore[misc]  # as above
         TypeError: for another loss.
         ValueError: for a loss with parameters or ``reduction="none"``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from lightning_ir import LightningIROutput, TrainBatch
         >>> from sparse_losses import MarginMSELoss
@@ -152,7 +152,7 @@ class Regularization(RegularizationLossFunction):  # type: ignore[misc]  # as ab
         ValueError: for a loss with parameters or ``reduction="none"``; as it computes, for a model
             with several vectors a text.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from lightning_ir import BiEncoderOutput
         >>> from lightning_ir.bi_encoder import BiEncoderEmbedding

@@ -100,7 +100,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         ValueError: for ``reduction="none"``, for options that the loss does not read, and in use
             for columns or labels that do not fit.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import InfoNCELoss
         >>> from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
@@ -423,7 +423,7 @@ class LossState(TrainerCallback):  # type: ignore[misc]  # as above
     Raises:
         FileNotFoundError: when training resumes from a folder without that file.
 
-    Example:
+    Examples:
         >>> from sparse_losses.integrations.sentence_transformers import LossState
         >>> def with_state(trainer, schedule):
         ...     trainer.add_callback(LossState(trainer, schedule))
@@ -522,7 +522,7 @@ class IdfWeights(Module):  # type: ignore[misc]  # as above
     Args:
         vocab_size: V.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.integrations.sentence_transformers import IdfWeights
         >>> idf_weights = IdfWeights(3)

@@ -51,7 +51,7 @@ class SpladeCollator:
             their numbers of negatives; for texts and ids that are none (such as the ``None`` that
             datasets puts where a row lacks a column).
 
-    Example:
+    Examples:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
         >>> from transformers import PreTrainedTokenizerFast
         >>> from sparse_losses.integrations.transformers import SpladeCollator
@@ -243,7 +243,7 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         data_collator: Default: a ``SpladeCollator`` of the encoder's tokenizer.
         **options: As of ``Trainer``, such as ``train_dataset`` and ``callbacks``.
 
-    Example:
+    Examples:
         >>> from tempfile import TemporaryDirectory
         >>> import torch
         >>> from tokenizers import Tokenizer, models, pre_tokenizers

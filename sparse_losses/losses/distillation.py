@@ -76,7 +76,7 @@ def distillation_loss(
             than three with ``standardize="row"``.
         TypeError: for wrong dtypes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.functional import distillation_loss
         >>> teacher = torch.tensor([[9.0, 5.0, 1.0]])
@@ -383,7 +383,7 @@ def _check(
 class DistillationLoss(nn.Module):
     """Module of ``distillation_loss``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import DistillationLoss
         >>> loss = DistillationLoss(temperature=1.0, alpha_mse=0.0)

@@ -45,7 +45,7 @@ def flops_loss(
         ValueError: for a wrong shape or estimator, or ``"unbiased"`` with fewer than two rows.
         TypeError: for a wrong dtype.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.functional import flops_loss
         >>> activations = torch.tensor([[2.0, 0.0, 1.0], [2.0, 1.0, 0.0]])
@@ -71,7 +71,7 @@ def flops_loss(
 class FlopsLoss(nn.Module):
     """Module of ``flops_loss``, which holds formula and arguments.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import FlopsLoss
         >>> FlopsLoss()(torch.eye(4))  # four tokens, each in one row of four

@@ -47,7 +47,7 @@ def idf_flops_loss(
             two rows.
         TypeError: for wrong dtypes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.functional import idf_flops_loss
         >>> activations = torch.tensor([[2.0, 1.0]])
@@ -77,7 +77,7 @@ def _check(beta: float) -> None:
 class IdfFlopsLoss(nn.Module):
     """Module of ``idf_flops_loss``; ``token_penalty`` is a buffer.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import IdfFlopsLoss
         >>> loss = IdfFlopsLoss(torch.tensor([1.0, 100.0]), beta=0.0)

@@ -115,7 +115,7 @@ def info_nce_loss(
         ValueError: for wrong shapes, devices or hyperparameters, or no candidate but the positive.
         TypeError: for wrong dtypes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.functional import info_nce_loss
         >>> anchor = torch.eye(3)
@@ -500,7 +500,7 @@ def _check(
 class InfoNCELoss(nn.Module):
     """Module of ``info_nce_loss``, which holds formula and arguments.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import InfoNCELoss
         >>> loss = InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.05)))
@@ -600,7 +600,7 @@ def mutual_information_lower_bound(loss: Tensor | float, num_candidates: int) ->
         ValueError: if ``num_candidates`` is below 1.
         TypeError: if ``loss`` is neither a floating tensor nor a number.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.functional import mutual_information_lower_bound
         >>> mutual_information_lower_bound(torch.tensor(1.0), num_candidates=64)

@@ -39,7 +39,7 @@ def language_penalty_loss(
         ValueError: for wrong shapes, devices or reduction.
         TypeError: for wrong dtypes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.functional import language_penalty_loss
         >>> language_penalty_loss(torch.tensor([[1.0, 0.5]]), torch.tensor([0.0, 100.0]))
@@ -60,7 +60,7 @@ class LanguagePenaltyLoss(nn.Module):
 
     ``token_penalty`` is a buffer.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import LanguagePenaltyLoss
         >>> LanguagePenaltyLoss(torch.tensor([0.0, 100.0]))(torch.tensor([[1.0, 0.25]]))

@@ -44,7 +44,7 @@ def margin_mse_loss(
         ValueError: for wrong shapes, devices or reduction.
         TypeError: for wrong dtypes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.functional import margin_mse_loss
         >>> s, t = torch.tensor([3.0]), torch.tensor([9.0])
@@ -89,7 +89,7 @@ def margin_mse_loss(
 class MarginMSELoss(nn.Module):
     """Module of ``margin_mse_loss``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import MarginMSELoss
         >>> one, two = torch.ones(2), torch.full((2,), 2.0)

@@ -59,7 +59,7 @@ def min_activation_loss(
         ValueError: for wrong shapes, devices or hyperparameters, ``top_k > V`` among them.
         TypeError: for wrong dtypes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.functional import min_activation_loss
         >>> activations = torch.tensor([[0.3, 0.1, 0.0, 0.0], [2.0, 1.0, 0.0, 0.0]])
@@ -120,7 +120,7 @@ def _check(top_k: int, threshold: float) -> None:
 class MinActivationLoss(nn.Module):
     """Module of ``min_activation_loss``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import MinActivationLoss
         >>> loss = MinActivationLoss(top_k=2, threshold=1.0)

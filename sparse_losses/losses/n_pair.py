@@ -48,7 +48,7 @@ def n_pair_loss(
         ValueError: for wrong shapes, devices or reduction.
         TypeError: for wrong dtypes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.functional import n_pair_loss
         >>> n_pair_loss(torch.eye(3), torch.eye(3))  # log(1 + 2 / e)
@@ -112,7 +112,7 @@ def _row_losses(
 class NPairLoss(nn.Module):
     """Module of ``n_pair_loss``, which holds formula and arguments.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import NPairLoss
         >>> NPairLoss()(torch.eye(3), torch.eye(3), torch.zeros(1, 3))  # log(1 + 1 / e)

@@ -126,7 +126,7 @@ def nws_loss(
             similarity outside [0, 1], or features without labels.
         TypeError: for wrong dtypes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.functional import nws_loss
         >>> query, labels = torch.eye(2), torch.eye(2)
@@ -577,7 +577,7 @@ def _check_similarity(label_similarity: Tensor) -> None:
 class NWSLoss(nn.Module):
     """Module of ``nws_loss``; ``label_similarity`` is a buffer.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import NWSLoss
         >>> similarity = torch.tensor([[1.0, 0.5], [0.5, 1.0]])

@@ -51,7 +51,7 @@ def pairwise_contrastive_loss(
         ValueError: for wrong shapes, devices or hyperparameters.
         TypeError: for wrong dtypes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.functional import pairwise_contrastive_loss
         >>> x1, x2 = torch.zeros(2, 2), torch.tensor([[0.0, 0.5], [0.0, 0.5]])
@@ -108,7 +108,7 @@ def _check(margin: float) -> None:
 class PairwiseContrastiveLoss(nn.Module):
     """Module of ``pairwise_contrastive_loss``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import PairwiseContrastiveLoss
         >>> loss = PairwiseContrastiveLoss(margin=2.0)

@@ -61,7 +61,7 @@ def positive_activation_loss(
             negative weight.
         TypeError: for wrong dtypes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.functional import positive_activation_loss
         >>> activations = torch.tensor([[1.0, 2.0, 3.0]])
@@ -115,7 +115,7 @@ class PositiveActivationLoss(nn.Module):
 
     ``token_weight`` is a buffer.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import PositiveActivationLoss
         >>> loss = PositiveActivationLoss(torch.tensor([0.0, 3.0, 1.0]))  # say, by idf

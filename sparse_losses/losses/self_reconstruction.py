@@ -69,7 +69,7 @@ def self_reconstruction_loss(
         ValueError: for wrong shapes, devices or reduction, or attended ids outside ``[0, V)``.
         TypeError: for wrong dtypes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.functional import self_reconstruction_loss
         >>> logits = torch.tensor([[4.0, -4.0, -4.0]])
@@ -164,7 +164,7 @@ def _row_sums_and_gradient(
 class SelfReconstructionLoss(nn.Module):
     """Module of ``self_reconstruction_loss``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import SelfReconstructionLoss
         >>> loss = SelfReconstructionLoss(ignore_token_ids=[0], balanced=True)

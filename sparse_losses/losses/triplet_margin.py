@@ -54,7 +54,7 @@ def triplet_margin_loss(
         ValueError: for wrong shapes, devices or hyperparameters.
         TypeError: for wrong dtypes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.functional import triplet_margin_loss
         >>> a, n = torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 1.0]])
@@ -104,7 +104,7 @@ def _check(margin: float, similarity: str) -> None:
 class TripletMarginLoss(nn.Module):
     """Module of ``triplet_margin_loss``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import TripletMarginLoss
         >>> a, n = torch.zeros(1, 2), torch.ones(1, 2)

@@ -38,7 +38,7 @@ class Finding(NamedTuple):
         evidence: the numbers that say so.
         changes: settings and directions, the first one first.
 
-    Example:
+    Examples:
         >>> from sparse_losses import Finding
         >>> print(Finding("texts are not sparse", "9 of 9", (("document_flops", "up"),)))
         texts are not sparse (9 of 9): document_flops up
@@ -73,7 +73,7 @@ def advise(
         losses: totals of recent steps or epochs, in order, at least eight.
         validation_losses: of as many, likewise.
 
-    Example:
+    Examples:
         >>> from sparse_losses import advise
         >>> for finding in advise({"dead_rows": 0.25, "active_dimensions": 3.0}):
         ...     print(finding)

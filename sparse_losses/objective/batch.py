@@ -18,7 +18,7 @@ class Texts(NamedTuple):
         logits: signed pooled logits, as ``activations``. Where they are given, self-reconstruction
             and minimum activation take them, which then reach silent tokens too.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import Texts, splade_pool
         >>> ids, mask = torch.tensor([[3, 1, 0]]), torch.tensor([[1, 1, 0]])
@@ -72,7 +72,7 @@ class SpladeBatch(NamedTuple):
             ``-inf``: not a candidate.
         teacher_anchor_scores: ``[B, B]``, of every anchor with every anchor.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import SpladeBatch, Texts
         >>> batch = SpladeBatch(Texts(torch.rand(4, 50)), Texts(torch.rand(4, 50)))

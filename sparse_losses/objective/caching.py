@@ -70,7 +70,7 @@ def cached_backward(
         ValueError: for numbers of rows that differ, a loss that is not one number, or
             representations without a gradient.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import InfoNCELoss
         >>> from sparse_losses.functional import cached_backward

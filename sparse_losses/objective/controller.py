@@ -31,7 +31,7 @@ SHRUNK = 0.1  # times the first mean activation
 class CollapseError(RuntimeError):
     """Every row is silent: behind a ReLU no loss brings one back.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import CollapseError, SparsityController, SpladeObjective
         >>> objective = SpladeObjective({"document_flops": 1.0})
@@ -87,7 +87,7 @@ class SparsityController:
         every: steps between two looks at the numbers, each of which waits for the device.
         dead_share: of rows, in [0, 1).
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import SparsityController, SpladeObjective
         >>> objective = SpladeObjective({"info_nce": 1.0, "document_flops": 0.01})

@@ -33,7 +33,7 @@ __all__ = [
 class Report(dict[str, float]):
     """Numbers by name, for a logger; printed, a table.
 
-    Example:
+    Examples:
         >>> from sparse_losses import Report
         >>> print(Report(dead_rows=0.25, index_flops=12.5))
         dead_rows    25.0%
@@ -83,7 +83,7 @@ class Diagnostics:
         allowed_token_ids: the tokens of the wanted languages.
         top_k: how many of a text's largest activations count as its top.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import Diagnostics
         >>> diagnostics = Diagnostics(4, stopword_ids=[0])
@@ -313,7 +313,7 @@ def context_overlap(one: Tensor, other: Tensor) -> Tensor:
     Returns:
         ``[B]``, fp32; 0 where both rows are empty.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import context_overlap
         >>> context_overlap(torch.tensor([[1.0, 2.0, 0.0]]), torch.tensor([[0.0, 3.0, 1.0]]))
@@ -337,7 +337,7 @@ def recall_at_k(scores: Tensor, positive: Tensor, k: int) -> Tensor:
         0-d, fp32. A query without positives is left out. A tie counts half against the positive, so
         that scoring everything alike earns nothing.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import recall_at_k
         >>> recall_at_k(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]), k=1)
@@ -370,7 +370,7 @@ class GradientReport(NamedTuple):
         cosines: of the gradients of each pair of terms; -1: they fight, 0: they do not meet. (Terms
             of different sides do not, here; in the encoder they may.)
 
-    Example:
+    Examples:
         >>> from sparse_losses import GradientReport
         >>> print(GradientReport({"a": 3.0, "b": 1.0}, {("a", "b"): -0.5}))
                 norm  share   cosine with      1
@@ -416,7 +416,7 @@ def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> GradientR
         objective: its active terms are looked at, with their present weights.
         batch: detached here.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import SpladeBatch, SpladeObjective, Texts, gradient_report
         >>> objective = SpladeObjective({"info_nce": 1.0, "query_flops": 0.1})

@@ -72,7 +72,7 @@ class ObjectiveOutput(NamedTuple):
         total: 0-d; minimise this.
         terms: the value of every active term, without its weight and without a graph.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import SpladeBatch, SpladeObjective, Texts
         >>> batch = SpladeBatch(Texts(torch.eye(2)), Texts(torch.eye(2)))
@@ -134,7 +134,7 @@ class SpladeObjective(nn.Module):
     Raises:
         ValueError: for an unknown term, or an active one that lacks a loss or an input.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import FlopsLoss, InfoNCELoss, SpladeBatch, SpladeObjective, Texts
         >>> objective = SpladeObjective(

@@ -63,7 +63,7 @@ class Preset:
         training: what the notes say of the training loop; nothing here reads it.
         ours: fields that the notes leave open, and how we read them.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import V26
         >>> objective = V26.objective(idf=torch.rand(100), special_token_ids=[0, 1])
@@ -106,7 +106,7 @@ class Preset:
         Where the preset has a curriculum, its phases' temperature and weights replace these in
         turn: give ``curriculum=`` too, or ``None``, to train with your own throughout.
 
-        Example:
+        Examples:
             >>> from sparse_losses import V26
             >>> ours = V26.replace(weights={"document_flops": 0.01})
             >>> ours.weights["document_flops"], ours.weights["info_nce"]
@@ -119,7 +119,7 @@ class Preset:
     def missing(self) -> list[str]:
         """The numbers that an active term needs and nobody gave.
 
-        Example:
+        Examples:
             >>> from sparse_losses import V22
             >>> V22.missing()
             ['temperature', 'margin', 'top_k', 'threshold']

@@ -45,7 +45,7 @@ class Phase:
             (a tensor stays as it is).
         weights: by name; they replace the objective's.
 
-    Example:
+    Examples:
         >>> from sparse_losses import Phase
         >>> print(Phase(1, 8, temperature=0.08, weights={"distillation": 2.5}))
         1 to 8: temperature 0.08, distillation 2.5
@@ -81,7 +81,7 @@ class Curriculum:
         phases: in order.
         unit: what they count: ``"epoch"`` (from 1) or ``"step"`` (of the optimiser, from 0).
 
-    Example:
+    Examples:
         >>> from sparse_losses import Curriculum, Phase
         >>> curriculum = Curriculum([Phase(1, 8, temperature=0.08), Phase(9, 25, temperature=0.05)])
         >>> [curriculum.at(epoch).temperature for epoch in (1, 8, 9, 26)]
@@ -118,7 +118,7 @@ class Warmup:
     $n$ is the number of optimiser steps taken, $N$ is ``steps``. The quadratic one is usual for
     FLOPS: a retriever learns to rank before it learns to be sparse.
 
-    Example:
+    Examples:
         >>> from sparse_losses import Warmup
         >>> [Warmup(4, "quadratic")(step) for step in range(6)]
         [0.0, 0.0625, 0.25, 0.5625, 1.0, 1.0]
@@ -152,7 +152,7 @@ class TrainingSchedule:
         warmups: by the name of the term.
         steps_per_epoch: optimiser steps, not batches: fewer where gradients are accumulated.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import SpladeObjective, TrainingSchedule, Warmup
         >>> objective = SpladeObjective({"info_nce": 1.0, "document_flops": 0.1})

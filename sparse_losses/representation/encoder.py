@@ -54,7 +54,7 @@ class SpladeEncoder(nn.Module):
 
     Make it after ``resize_token_embeddings``, which replaces the matrix.
 
-    Example:
+    Examples:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
         >>> from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
         >>> from sparse_losses import SpladeEncoder

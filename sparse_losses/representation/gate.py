@@ -32,7 +32,7 @@ class ContextGate(nn.Module):
         - Input: ``hidden`` ``[B, S, H]``, ``attention_mask`` ``[B, S]`` 0/1 or ``None``.
         - Output: ``[B, V]``.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import ContextGate, SpladeHead
         >>> embedding = torch.nn.Embedding(1000, 32)

@@ -97,7 +97,7 @@ def splade_head(
         ValueError: for wrong shapes or devices, a mask that is not 0/1, a gate outside [0, 1].
         TypeError: for wrong dtypes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.functional import splade_head
         >>> hidden = torch.tensor([[[1.0, 0.0], [0.0, 2.0], [9.0, 9.0]]])
@@ -645,7 +645,7 @@ class SpladeHead(nn.Module):
             ``[B, S, H]``: a masked language model has some before its vocabulary projection.
         sparse_grad: as in the function.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import SpladeHead
         >>> embedding = torch.nn.Embedding(1000, 16)

@@ -41,7 +41,7 @@ def splade_pool(
         ValueError: for wrong shapes or devices.
         TypeError: for wrong dtypes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.functional import splade_pool
         >>> logits = torch.tensor([[[0.0, 1.0], [2.0, -1.0], [9.0, 9.0]]])
@@ -144,7 +144,7 @@ def token_weights(logits: Tensor, attention_mask: Tensor) -> Tensor:
         ValueError: for wrong shapes or devices.
         TypeError: for wrong dtypes.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses.functional import token_weights
         >>> logits = torch.tensor([[[0.0, 1.0], [2.0, -1.0], [9.0, 9.0]]])

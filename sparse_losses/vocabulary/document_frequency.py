@@ -46,7 +46,7 @@ class DocumentFrequency:
         df: Documents per token, int64 ``[V]``, on the CPU.
         num_documents: Documents seen, N.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import DocumentFrequency
         >>> counter = DocumentFrequency(vocab_size=5)
@@ -209,7 +209,7 @@ class DocumentFrequency:
             ValueError: If the file is not one of ours, is damaged, or was made with another
                 tokenizer or vocabulary size. A file without a fingerprint is of no tokenizer.
 
-        Example:
+        Examples:
             >>> import tempfile
             >>> from sparse_losses import DocumentFrequency
             >>> with tempfile.TemporaryDirectory() as folder:
@@ -267,7 +267,7 @@ def tokenizer_sha256(tokenizer: _HasVocabulary) -> str:
     Returns:
         SHA-256 of the (token, id) pairs in sorted order, 64 hexadecimal digits.
 
-    Example:
+    Examples:
         >>> from sparse_losses.vocabulary.document_frequency import tokenizer_sha256
         >>> class Tokenizer:
         ...     def get_vocab(self):

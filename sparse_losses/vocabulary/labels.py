@@ -39,7 +39,7 @@ def label_similarity(labels: Tensor, *, method: Literal["npmi", "jaccard"] = "np
         ValueError: If the labels are not ``[N, L]`` or hold anything but 0 and 1, or the method
             is unknown.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import label_similarity
         >>> labels = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 0, 0], [0, 0, 1]])

@@ -68,7 +68,7 @@ def language_token_ids(
         ValueError: If Unicode has no script of that name.
         TypeError: If the tokenizer has no vocabulary, or ``scripts`` is a string.
 
-    Example:
+    Examples:
         >>> from sparse_losses import language_token_ids
         >>> vocabulary = ["<s>", "▁서울", "▁Seoul", "▁Сеул", "▁2024", "서울city", "ソウル"]
         >>> language_token_ids(vocabulary)

@@ -63,7 +63,7 @@ def idf_penalty(
             hyperparameter is outside its range.
         TypeError: If ``idf`` is not floating point or the ids are not integers.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sparse_losses import idf_penalty
         >>> idf = torch.tensor([9.0, 1.0, 2.0, 3.0])
@@ -131,7 +131,7 @@ def language_penalty(
         ValueError: If an id is outside ``[0, V)`` or ``penalty`` is negative or not finite.
         TypeError: If the ids are not integers.
 
-    Example:
+    Examples:
         >>> from sparse_losses import language_penalty
         >>> language_penalty(5, allowed_ids=[1, 3], special_token_ids=[0])
         tensor([  0.,   0., 100.,   0., 100.])

@@ -2,11 +2,13 @@
 
 import os
 import pickle
+import socket
+import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -47,3 +49,42 @@ def _rank(
     finally:
         dist.destroy_process_group()
     Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(result))
+    _leave()
+
+
+def as_torchrun_would(function: Callable[..., None], *args: Any, processes: int = 2) -> None:
+    """Run ``function(rank, *args)`` in so many processes, which find a gloo group's address set."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_as_torchrun_would, (function, processes, port, args), nprocs=processes)
+
+
+def _as_torchrun_would(
+    rank: int, function: Callable[..., None], processes: int, port: int, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    function(rank, *args)
+    dist.barrier()
+    dist.destroy_process_group()
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """End a process that has done its work, without the interpreter's own end.
+
+    A thread of PyTorch's that waits for the interpreter while it ends is unwound through C++ then,
+    which now and then aborts the process: "terminate called without an active exception".
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

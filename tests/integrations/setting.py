@@ -1,8 +1,6 @@
 """What the trainers' tests train: a tiny encoder, texts, a plain loop to compare with."""
 
-import os
 import re
-import socket
 from pathlib import Path
 
 import torch
@@ -160,26 +158,3 @@ def recipe(beginning):
 
 def weights(*modules):
     return [p.detach().clone() for module in modules for p in module.parameters()]
-
-
-def in_processes(function, *args, processes=2):
-    """Runs ``function(rank, *args)`` in so many processes of one gloo group, as torchrun would."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(
-        _in_process, (function, processes, port, args), nprocs=processes, join=True
-    )
-
-
-def _in_process(rank, function, processes, port, args):
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    function(rank, *args)

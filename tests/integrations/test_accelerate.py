@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
 from sparse_losses.functional import cached_backward
+from tests.distributed.ranks import as_torchrun_would
 from tests.integrations import setting
 
 works_with = pytest.mark.works_with
@@ -176,13 +177,12 @@ def on_one_of_several(rank, folder):
         torch.save(found, folder / f"{name} {rank}.pt")
         GradientState._reset_state()
         AcceleratorState._reset_state()
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def by_two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    setting.in_processes(on_one_of_several, folder)
+    as_torchrun_would(on_one_of_several, folder)
     return folder
 
 

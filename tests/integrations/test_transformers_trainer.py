@@ -13,6 +13,7 @@ from sparse_losses import (
     SpladeEncoder,
 )
 from sparse_losses.integrations.transformers import SpladeCollator, SpladeTrainer
+from tests.distributed.ranks import as_torchrun_would
 from tests.integrations import setting
 
 VOCAB_SIZE = setting.VOCAB_SIZE
@@ -165,13 +166,12 @@ def on_one_of_several(rank, folder):
             states = [schedule.state_dict() for schedule in schedules]
             found[run] = weights, checked(trainer.state.log_history), states
         torch.save(found, folder / f"{name} {rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def by_two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    setting.in_processes(on_one_of_several, folder)
+    as_torchrun_would(on_one_of_several, folder)
     return folder
 
 

@@ -2,19 +2,17 @@
 
 import math
 import os
-import sys
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_losses.vocabulary import DocumentFrequency
 from sparse_losses.vocabulary.document_frequency import tokenizer_sha256
+from tests.distributed.ranks import run_ranks
 
 V = 6
 documents = st.lists(st.lists(st.integers(0, V - 1), max_size=5), max_size=8)
@@ -326,24 +324,17 @@ SHARDS = [[[1, 2], [2]], [[2, 5], [], [0]]]
 
 
 def _rank(rank, folder):
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-    try:
-        with pytest.raises(ValueError, match="vocab_size"):
-            DocumentFrequency(V + rank).all_reduce()
-        with pytest.raises(ValueError, match="tokenizer_sha256"):
-            DocumentFrequency(V, tokenizer_sha256=f"rank {rank}").all_reduce()
-        counter = counted(SHARDS[rank], tokenizer_sha256="abc")
-        assert counter.all_reduce() is counter
-        counter.save(f"{folder}/rank{rank}.npz")
-    finally:
-        dist.destroy_process_group()
+    with pytest.raises(ValueError, match="vocab_size"):
+        DocumentFrequency(V + rank).all_reduce()
+    with pytest.raises(ValueError, match="tokenizer_sha256"):
+        DocumentFrequency(V, tokenizer_sha256=f"rank {rank}").all_reduce()
+    counter = counted(SHARDS[rank], tokenizer_sha256="abc")
+    assert counter.all_reduce() is counter
+    counter.save(f"{folder}/rank{rank}.npz")
 
 
 def test_all_reduce_gives_every_rank_the_count_of_all_documents(tmp_path):
-    mp.spawn(_rank, args=(str(tmp_path),), nprocs=2)
+    run_ranks(2, _rank, str(tmp_path))
     for rank in range(2):
         loaded = DocumentFrequency.load(tmp_path / f"rank{rank}.npz")
         assert loaded.df.tolist() == loop(SHARDS[0] + SHARDS[1])

@@ -7,6 +7,6 @@ A module has either `draw(figure)`, or
     LINES   {label: settings}, what is drawn
     curves  (**settings) -> {"x": [...], key: {series: [...]}, ...}
 
-and then `docs/assets/javascripts/plots/<name>.js` may draw the same curves in the browser, with sliders
-for the settings; a test holds the two together.
+and then `docs/assets/javascripts/plots/<name>.js` may draw the same curves in the browser, with
+sliders for the settings; a test holds the two together.
 """

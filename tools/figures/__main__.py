@@ -1,4 +1,4 @@
-"""Draws the pictures of the docs, each for light and for dark pages: ``python -m tools.figures [NAME ...]``."""
+"""Draws the docs' pictures for light and dark pages: ``python -m tools.figures [NAME ...]``."""
 
 import importlib
 import pkgutil
@@ -26,7 +26,7 @@ DASHES = ["-", "--", ":", "-."]  # readable without colour
 
 
 def style(palette: str) -> dict[str, object]:
-    """Return matplotlib's settings: a transparent picture whose text is shapes, the same everywhere."""
+    """Return settings of a transparent picture whose text is shapes, the same on every machine."""
     text, lines = PALETTES[palette]["text"], PALETTES[palette]["lines"]
     colours = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), text)
     return colours | {
@@ -85,7 +85,8 @@ def draw(name: str, folder: Path) -> None:
 
 def names() -> list[str]:
     """Return the names of all pictures."""
-    return [m.name for m in pkgutil.iter_modules(tools.figures.__path__) if m.name != "__main__"]
+    modules = pkgutil.iter_modules(tools.figures.__path__)
+    return [module.name for module in modules if not module.name.startswith("_")]
 
 
 if __name__ == "__main__":

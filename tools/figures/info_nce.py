@@ -10,7 +10,7 @@ PANELS = {"value": "loss, in nats", "gradient": "gradient by that cosine"}
 LINES = {f"t = {t}": {"temperature": t, "negatives": 31} for t in (0.02, 0.07, 0.2, 1.0)}
 
 
-def curves(*, temperature: float, negatives: float) -> dict:
+def curves(*, temperature: float, negatives: int) -> dict:
     """Scores by `similarity="dot"`, so that the gradient is by the score itself."""
     x = np.linspace(-1, 1, 201)
     anchor = torch.ones(201, 1, dtype=torch.float64)
@@ -18,7 +18,7 @@ def curves(*, temperature: float, negatives: float) -> dict:
     loss = info_nce_loss(
         anchor,
         positive,
-        torch.zeros(round(negatives), 1, dtype=torch.float64),
+        torch.zeros(negatives, 1, dtype=torch.float64),
         temperature=temperature,
         similarity="dot",
         in_batch=False,

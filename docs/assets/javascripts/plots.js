@@ -1,28 +1,30 @@
 // Makes every <div class="plot" data-plot="NAME"> one with sliders. plots/NAME.js says what is drawn:
 //   x        {label, log}                      the horizontal axis, shared by all panels
 //   panels   {KEY: "label"}                    one plot each, side by side
-//   sliders  {KEY: {label, min, max, step, value, log, digits}}   log: the slider moves the exponent of 10
+//   sliders  {KEY: {label, min, max, step, value, log, integer}}   log: the slider moves the exponent of 10
 //   curves   ({slider: value}) => {x: [...], KEY: {"series": [...]}}
 // A panel also shows, faintly, the curves at the values it started with. Where this script does not run
 // the picture in the element stays.
 import uPlot from "../uplot/uPlot.esm.js"
 
 const DASHES = [[], [8, 4], [2, 3], [8, 3, 2, 3]]
-const WIDTHS = [2.2, 2.2, 2.2, 2.2]
 
 const color = (name) => getComputedStyle(document.body).getPropertyValue(name).trim()
 const lines = () => ["--plot-1", "--plot-2", "--plot-3", "--plot-4"].map(color)
-const format = (value, digits = 3) => String(Number(value.toPrecision(digits)))
+const format = (value) => String(Number(value.toPrecision(3)))
 
-function slider(name, { label, min, max, step, value, log, digits }, changed) {
+function slider(name, { label, min, max, step, value, log, integer }, changed) {
   const row = document.createElement("label")
   const input = document.createElement("input")
   const output = document.createElement("output")
-  const read = () => (log ? 10 ** input.valueAsNumber : input.valueAsNumber)
+  const read = () => {
+    const number = log ? 10 ** input.valueAsNumber : input.valueAsNumber
+    return integer ? Math.round(number) : number
+  }
   Object.assign(input, { type: "range", name, min: log ? Math.log10(min) : min, max: log ? Math.log10(max) : max })
   input.step = log ? 0.01 : step
   input.value = log ? Math.log10(value) : value
-  const show = () => (output.textContent = format(read(), digits))
+  const show = () => (output.textContent = integer ? read() : format(read()))
   input.addEventListener("input", () => (show(), changed()))
   row.append(Object.assign(document.createElement("span"), { textContent: label }), input, output)
   show()
@@ -91,7 +93,7 @@ async function upgrade(element) {
           ...names.map((name, i) => ({
             label: name || label,
             stroke: strokes[i],
-            width: WIDTHS[i],
+            width: 2.2,
             dash: DASHES[i],
             points: { show: false },
             value: (_, v) => (v == null ? "–" : format(v)),

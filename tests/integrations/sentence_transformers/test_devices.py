@@ -1,8 +1,5 @@
 """Two processes train as one does."""
 
-import os
-import socket
-
 import pytest
 import torch
 from sentence_transformers.sparse_encoder import losses as theirs
@@ -16,6 +13,7 @@ from sparse_losses import (
     SpladeObjective,
 )
 from sparse_losses.integrations.sentence_transformers import LossState, SentenceTransformersLoss
+from tests.distributed.ranks import as_torchrun_would
 from tests.integrations.sentence_transformers.runs import (
     MULTI_HOT,
     NAME,
@@ -64,7 +62,7 @@ LOCAL = {"a device's own": (2, None, lambda m: SentenceTransformersLoss(m, info_
 
 
 def run(name, folder, path, batch_size, **settings):
-    model = sparse_encoder(folder)
+    model = sparse_encoder(folder).double()
     columns, labels, make = (GLOBAL | LOCAL)[name]
     trainer = train(
         model,
@@ -83,40 +81,23 @@ def trainer_state(trainer):
     return next(x for x in trainer.callback_handler.callbacks if isinstance(x, LossState))
 
 
-def as_torchrun_would(rank, port):
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    torch.set_num_threads(1)
-
-
-def on_device(rank, folder, path, port):
+def on_device(rank, folder, path):
     """One of two processes, each with every other batch of two."""
-    as_torchrun_would(rank, port)
     for name in GLOBAL | LOCAL:
         trainer, model, learned = run(name, folder, path, 2, ddp_backend="gloo")
         found = {"model": model.state_dict(), "learned": learned, "values": logged(trainer)}
         torch.save(found, f"{path}/{name}-{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.works_with(NAME, "devices", "cached")
-def test_two_devices_train_as_one_on_the_global_batch(folder, single, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(on_device, (folder, str(tmp_path), port), nprocs=2)
+def test_two_devices_train_as_one_on_the_global_batch(folder, sparse, tmp_path):
+    as_torchrun_would(on_device, folder, str(tmp_path))
     for name in GLOBAL | LOCAL:
         if name in GLOBAL:
             trainer, reference, learned = run(name, folder, tmp_path, 4)
             values = logged(trainer)
         else:
-            reference, alone = single(), info_nce(False)
+            reference, alone = sparse(), info_nce(False)
             each = plain_loop(
                 reference,
                 lambda t, _, loss=alone: loss(t[0].activations, t[1].activations),
@@ -129,11 +110,11 @@ def test_two_devices_train_as_one_on_the_global_batch(folder, single, tmp_path):
             )
             learned = [alone.temperature.item()]
             values = [(each[0] + each[1]) / 2, (each[2] + each[3]) / 2]
-        assert_moved(reference, single())
+        assert_moved(reference, sparse())
         assert all(abs(x - 0.5) > 1e-4 for x in learned), name
         for rank in (0, 1):
             found = torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True)
-            model = single()
+            model = sparse()
             model.load_state_dict(found["model"])
             assert_same_weights(model, reference)
             assert found["learned"] == pytest.approx(learned, rel=1e-5), name
@@ -165,8 +146,7 @@ def steered(folder, path, resume=None):
     return controller.state_dict()
 
 
-def on_device_with_state(rank, folder, path, port):
-    as_torchrun_would(rank, port)
+def on_device_with_state(rank, folder, path):
     found = {"straight": steered(folder, path)}
     found["resumed"] = steered(folder, path, resume=f"{path}/steered/checkpoint-2")
     torch.manual_seed(rank)
@@ -185,14 +165,10 @@ def on_device_with_state(rank, folder, path, port):
     )
     found["learned"] = prototype.detach()
     torch.save(found, f"{path}/{rank}.pt")
-    torch.distributed.destroy_process_group()
 
 
 def test_what_devices_share_is_the_same_on_all(folder, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(on_device_with_state, (folder, str(tmp_path), port), nprocs=2)
+    as_torchrun_would(on_device_with_state, folder, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     for found in (first, second):
         assert found["resumed"] == found["straight"]

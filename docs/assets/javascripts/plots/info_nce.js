@@ -3,15 +3,14 @@ export const x = { label: "cosine of anchor and positive" }
 export const panels = { value: "loss, in nats", gradient: "gradient by that cosine" }
 export const sliders = {
   temperature: { label: "temperature", min: 0.01, max: 1, value: 0.07, log: true },
-  negatives: { label: "negatives at cosine 0", min: 1, max: 4095, value: 31, log: true, digits: 4 },
+  negatives: { label: "negatives at cosine 0", min: 1, max: 4095, value: 31, log: true, integer: true },
 }
 
 const softplus = (z) => Math.max(z, 0) + Math.log1p(Math.exp(-Math.abs(z)))
 
 export function curves({ temperature, negatives }) {
   const xs = Array.from({ length: 201 }, (_, i) => -1 + i / 100)
-  const count = Math.round(negatives)
-  const lead = xs.map((s) => Math.log(count) - s / temperature)
+  const lead = xs.map((s) => Math.log(negatives) - s / temperature)
   return {
     x: xs,
     value: { "": lead.map(softplus) },

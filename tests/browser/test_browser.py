@@ -1,0 +1,109 @@
+"""Every page of the site in a browser: formulas, pictures, sliders, search, width, palettes."""
+
+import pytest
+
+SIZES = {
+    "desktop": {"width": 1280, "height": 900},
+    "phone": {"width": 390, "height": 844},
+}
+PALETTES = {"light": "default", "dark": "slate"}
+
+BROKEN_FORMULAS = r"""() => {
+  const broken = [...document.querySelectorAll(".arithmatex")]
+    .filter((e) => !e.querySelector(".katex-html") || e.querySelector(".katex-error"))
+    .map((e) => e.textContent)
+  const copy = document.querySelector("article").cloneNode(true)
+  for (const e of copy.querySelectorAll("code, pre, .arithmatex, script")) e.remove()
+  return [...broken, ...(copy.textContent.match(/\$\$|\\\(|\\\[|\$[^$\n]{1,80}\$/g) ?? [])]
+}"""
+WIDER = """() => [...document.querySelectorAll("body *")].filter((e) => {
+  if (document.documentElement.scrollWidth <= innerWidth) return false
+  const box = e.getBoundingClientRect()
+  return box.width && box.right > innerWidth + 1
+}).map((e) => e.outerHTML.slice(0, 120)).slice(0, 5)"""
+READY = """() => document.fonts.status === "loaded" &&
+  [...document.querySelectorAll(".plot[data-plot]")].every((e) => e.plots)"""
+MOVE = "(e, end) => { e.value = e[end]; e.dispatchEvent(new Event('input')) }"
+DATA = "e => JSON.stringify(Object.values(e.plots).map(p => p.data))"
+UNSEEN_PICTURES = """() => Promise.all(
+  [...document.querySelectorAll("article img")]
+    .filter((e) => getComputedStyle(e).display !== "none" && e.offsetParent)
+    .map((e) => e.decode().then(() => (e.naturalWidth ? null : e.src), () => e.src))
+).then((all) => all.filter(Boolean))"""
+
+
+def visit(page, address, path):
+    page.goto(f"{address}/{path}/", wait_until="load")
+    page.wait_for_function(READY)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("palette", PALETTES)
+def test_a_page_is_whole_at_every_width_by_day_and_by_night(page, address, where, size, palette):
+    page.set_viewport_size(SIZES[size])
+    page.emulate_media(color_scheme=palette)
+    visit(page, address, where)
+    assert page.title()
+    assert page.evaluate("document.body.dataset.mdColorScheme") == PALETTES[palette]
+    assert page.evaluate(BROKEN_FORMULAS) == []
+    assert page.evaluate(WIDER) == []
+    assert page.evaluate(UNSEEN_PICTURES) == []
+    assert page.said == []
+    assert [url for url in page.asked if not url.startswith((address, "data:", "blob:"))] == []
+
+
+def test_sliders_move_the_curves(page, address, folder, where):
+    if "data-plot" not in (folder / where / "index.html").read_text(encoding="utf-8"):
+        return
+    visit(page, address, where)
+    for plot in page.query_selector_all(".plot[data-plot]"):
+        name = plot.get_attribute("data-plot")
+        assert plot.query_selector(".plot-stage canvas"), f"{name}: no plot, only its picture"
+        sliders = plot.query_selector_all("input[type=range]")
+        assert sliders
+        for slider in sliders:
+            for end in ("min", "max"):
+                before = plot.evaluate(DATA)
+                slider.evaluate(MOVE, end)
+                after = plot.evaluate(DATA)
+                assert before != after, (name, slider.get_attribute("name"), end)
+            assert "null" not in after, "JSON has null for what is no number"
+    assert page.said == []
+
+
+def test_without_scripts_the_picture_stays(chromium, address):
+    context = chromium.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(f"{address}/losses/info_nce/")
+    assert page.locator(".plot img").first.is_visible()
+    context.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("temperature", "losses/info_nce/"),
+        ("info_nce_loss", "api/losses/"),
+        ("info_nce_loss", "losses/info_nce/"),
+        ("NWSLoss", "losses/nws/"),
+        ("collapse", "guides/troubleshooting/"),
+        ("온도", "ko/losses/info_nce/"),
+        ("損失", "ja/losses/nws/"),
+    ],
+)
+def test_search_answers(page, address, asked, found):
+    visit(page, address, "choose")
+    page.keyboard.press("/")
+    page.locator("input[name=query]").press_sequentially(asked, delay=10)
+    page.wait_for_selector(f".md-search-result__link[href*='{found}']", state="attached")
+    assert page.said == []
+
+
+def test_the_palette_can_be_chosen_and_a_page_says_its_language(page, address):
+    visit(page, address, "losses/info_nce")
+    page.locator("label[title=Dark]").click()
+    assert page.evaluate("document.body.dataset.mdColorScheme") == "slate"
+    assert page.evaluate("document.documentElement.lang") == "en"
+    visit(page, address, "ko/losses/info_nce")
+    assert page.evaluate("document.documentElement.lang") == "ko"
+    assert page.said == []

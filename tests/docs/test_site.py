@@ -1,0 +1,338 @@
+"""The docs site without a browser: what stands where, and that links, names and figures hold."""
+
+import ast
+import importlib
+import inspect
+import re
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import sparse_losses
+import sparse_losses.functional as F
+from tools.translations import DOCS, body, expand, split_code
+
+ROOT = DOCS.parent
+PAGES = sorted(DOCS.rglob("*.md"))
+STEMS = sorted(
+    p.stem for p in (ROOT / "sparse_losses/losses").glob("*.py") if not p.stem.startswith("_")
+)
+HEADINGS = [
+    "Call",
+    "Formula",
+    "Symbols and shapes",
+    "Parameters",
+    "What the mean divides by",
+    "Properties",
+    "Picture",
+    "Example",
+    "When to use it",
+    "When not",
+    "Neighbours",
+    "Numerical notes",
+    "References",
+]
+# Whose tests have pages, which the others link.
+TESTED = ("distributed", "integrations", "lightning_ir", "losses", "objective", "representation")
+TESTED += ("vocabulary", "test_mutual_information.py", "test_queue.py")
+# Papers, packages that are named and what this site is built with.
+HOSTS = {
+    "aclanthology.org",
+    "arxiv.org",
+    "docs.pytorch.org",
+    "doi.org",
+    "download.pytorch.org",
+    "huggingface.co",
+    "hypothesis.readthedocs.io",
+    "keepachangelog.com",
+    "lightning.ai",
+    "openreview.net",
+    "pypi.org",
+    "pytorch.org",
+    "sbert.net",
+    "semver.org",
+    "www.sbert.net",
+}
+REPOSITORIES = {
+    "KevinMusgrave/pytorch-metric-learning",
+    "UKPLab/sentence-transformers",
+    "huggingface/sentence-transformers",
+    "huggingface/transformers",
+    "mlfoundations/open_clip",
+    "naver/splade",
+    "opensearch-project/opensearch-sparse-model-tuning-sample",
+    "texttron/tevatron",
+    "webis-de/lightning-ir",
+}
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"`[^`\n]*`", "", split_code(read(page))[0])
+
+
+def loss_page(stem: str) -> str:
+    """Return a loss page's text, snippets in place, without its code."""
+    page = DOCS / "losses" / f"{stem}.md"
+    assert page.is_file(), f"{name(page)} is not written"
+    return split_code(expand(read(page)))[0]
+
+
+# Links and names.
+
+
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES],
+    ids=name,
+)
+def test_local_links_and_pictures_exist(page):
+    prose, _ = split_code(read(page))
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose)
+    local = [target.split("#")[0] for target in targets if "://" not in target]
+    assert [target for target in local if target and not (page.parent / target).exists()] == []
+    if DOCS in page.parents:
+        outside = [t for t in local if t and DOCS not in (page.parent / t).resolve().parents]
+        assert outside == [], "the site holds docs/ alone: name the file in backticks"
+        assert [t for t in local if t and (page.parent / t).is_dir()] == []
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "mkdocs.yml", ROOT / "README.md", ROOT / "CHANGELOG.md", *PAGES], ids=name
+)
+def test_only_known_hosts_are_named(page):
+    for host, path in re.findall(r"https?://([^/\s\"'`)>\]]+)([^\s\"'`)>\]]*)", read(page)):
+        if host == "github.com":
+            assert "/".join(path.split("/")[1:3]) in REPOSITORIES, path
+        else:
+            assert host in HOSTS or host.startswith("localhost"), host
+
+
+def public_names() -> list[str]:
+    """Return every public name, those of the integrations without importing them."""
+    names = [
+        f"sparse_losses.{each}"
+        for each in {*sparse_losses.__all__, *F.__all__} - {"__version__", "functional"}
+    ]
+    for path in (ROOT / "sparse_losses/integrations").glob("*.py"):
+        for node in ast.parse(read(path)).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                module = f"sparse_losses.integrations.{path.stem}".removesuffix(".__init__")
+                names += [f"{module}.{each}" for each in ast.literal_eval(node.value)]
+    return sorted(names)
+
+
+def test_every_public_name_stands_once_in_the_reference():
+    pages = sorted((DOCS / "api").glob("*.md"))
+    written = chain(*(re.findall(r"^::: (\S+)", read(page), re.MULTILINE) for page in pages))
+    names = public_names()
+    assert len(names) > 70
+    assert any(".integrations." in each for each in names)
+    assert sorted(written) == names
+
+
+def test_every_loss_has_a_row_where_one_chooses():
+    text = read(DOCS / "choose.md")
+    assert len(STEMS) == 13
+    assert [stem for stem in STEMS if not re.search(rf"^\|.*`{stem}_loss`", text, re.M)] == []
+
+
+# The navigation.
+
+
+def nav() -> list[str]:
+    """Return the pages that mkdocs.yml lists."""
+    section = read(ROOT / "mkdocs.yml").partition("\nnav:\n")[2]
+    return re.findall(r"([\w/]+\.md)\s*$", section, re.MULTILINE)
+
+
+def test_every_page_can_be_reached():
+    listed = nav()
+    assert len(set(listed)) == len(listed) > 50
+    pages = {page.relative_to(DOCS).as_posix() for page in PAGES}
+    rest = {page for page in pages if page.partition("/")[0] in ("tests", "ko", "ja")}
+    assert pages - rest == set(listed)
+
+
+def test_files_of_tests() -> None:
+    """Every test module of the listed places has its page and its line, and no other has one."""
+    files = sorted(
+        path
+        for place in TESTED
+        for path in ([ROOT / "tests" / place] if place.endswith(".py") else _modules(place))
+    )
+    assert len(files) > 60
+    index = read(DOCS / "tests" / "index.md")
+    expected = {DOCS / "tests" / "index.md"}
+    for path in files:
+        inside = path.relative_to(ROOT / "tests")
+        page = inside.with_name(path.stem.removeprefix("test_")).with_suffix(".md")
+        expected.add(DOCS / "tests" / page)
+        text = read(DOCS / "tests" / page)
+        module = ".".join(["tests", *inside.with_suffix("").parts])
+        assert re.findall(r"^::: (\S+)", text, re.MULTILINE) == [module]
+        assert text.startswith(f"# `tests/{inside.as_posix()}`\n")
+        assert f"- [`tests/{inside.as_posix()}`]({page.as_posix()})\n" in index
+    assert set((DOCS / "tests").rglob("*.md")) == expected
+
+
+def _modules(place: str) -> list[Path]:
+    return list((ROOT / "tests" / place).rglob("test_*.py"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_linked_tests_exist(page):
+    prose = without_code(page)
+    for dotted in re.findall(r"\]\[(tests\.[\w.]+)\]", prose):
+        module, _, function = dotted.rpartition(".")
+        path = (ROOT / module.replace(".", "/")).with_suffix(".py")
+        if not path.is_file():  # the module itself
+            path, function = (ROOT / dotted.replace(".", "/")).with_suffix(".py"), ""
+        assert path.is_file(), dotted
+        if function:
+            assert f"def {function}(" in read(path), dotted
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_linked_names_exist(page):
+    prose = without_code(page)
+    public = set(public_names())
+    for dotted in re.findall(r"\]\[(sparse_losses\.[\w.]+)\]", prose):
+        owner = dotted if dotted in public else dotted.rpartition(".")[0]
+        assert owner in public, dotted
+        if dotted != owner and ".integrations." not in dotted:
+            assert hasattr(getattr(sparse_losses, owner.split(".")[1]), dotted.split(".")[-1])
+
+
+# The pages on losses.
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_loss_page_has_the_order_of_all(stem):
+    prose = loss_page(stem)
+    assert re.findall(r"^## (.*?)[ \t]*$", prose, re.MULTILINE) == HEADINGS
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_its_parameters_are_those_of_the_function(stem):
+    prose = loss_page(stem)
+    section = prose.partition("\n## Parameters")[2].partition("\n## ")[0]
+    rows = {}
+    for line in re.findall(r"^\|(.*)\|[ \t]*$", section, re.MULTILINE):
+        first, second = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[:2])
+        for each in re.findall(r"`(\w+)`", first):
+            assert each not in rows, f"{each} twice"
+            rows[each] = second
+    parameters = inspect.signature(getattr(F, f"{stem}_loss")).parameters.values()
+    expected = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert expected.keys() <= rows.keys()
+    for each, default in expected.items():
+        cell = rows[each]
+        assert re.fullmatch(r"`[^`]+`", cell), f"{each}: {cell}"
+        assert ast.literal_eval(cell.strip("`")) == default, each
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_it_has_the_formulas_of_the_docstring(stem):
+    prose = loss_page(stem)
+    written = ["".join(f.split()) for f in re.findall(r"\$\$(.+?)\$\$", prose, re.DOTALL)]
+    doc = inspect.getdoc(getattr(F, f"{stem}_loss"))
+    formulas = ["".join(f.split()) for f in re.findall(r"\$\$(.+?)\$\$", doc, re.DOTALL)]
+    assert formulas
+    assert [formula for formula in formulas if formula not in written] == []
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_its_properties_name_their_tests(stem):
+    prose = loss_page(stem)
+    section = prose.partition("\n## Properties")[2].partition("\n## ")[0]
+    assert len(re.findall(r"\]\[tests\.[\w.]+\.test_\w+\]", section)) >= 3
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_formulas_are_such_as_the_page_can_hold(page):
+    """A bar would cut a table's cell, a label leads nowhere; KaTeX is asked in a browser."""
+    prose, _ = split_code(body(read(page)))
+    assert r"\label" not in prose
+    for row in re.findall(r"^[ \t]*\|.*$", prose, re.MULTILINE):
+        for formula in re.findall(r"\$([^$]+)\$", re.sub(r"`[^`]*`", "", row)):
+            assert "|" not in formula.replace(r"\|", ""), formula
+
+
+# Figures.
+
+
+def figures() -> ModuleType:
+    pytest.importorskip("matplotlib")
+    return importlib.import_module("tools.figures.__main__")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_figures_are_there_for_light_and_dark(page):
+    text = read(page)
+    for plot in re.findall(r'data-plot="([^"]+)"', text):
+        assert (DOCS / "assets/javascripts/plots" / f"{plot}.js").is_file(), plot
+        for palette in ("light", "dark"):
+            assert f"figures/{plot}-{palette}.svg#only-{palette})" in text
+    linked = re.findall(r"figures/([\w-]+)-(light|dark)\.svg#only-(light|dark)\)", text)
+    assert all(one == other for _, one, other in linked)
+    assert sorted(n for n, p, _ in linked if p == "light") == sorted(
+        n for n, p, _ in linked if p == "dark"
+    )
+
+
+def test_every_figure_has_a_module_and_a_page():
+    names = figures().names()
+    files = {path.name for path in (DOCS / "figures").iterdir()}
+    assert files == {f"{each}-{palette}.svg" for each in names for palette in ("light", "dark")}
+    linked = set(chain(*(re.findall(r"figures/([\w-]+)-light\.svg", read(p)) for p in PAGES)))
+    assert linked == set(names)
+    plots = {path.stem for path in (DOCS / "assets/javascripts/plots").glob("*.js")}
+    assert plots <= set(names)
+
+
+FIGURES = sorted(p.stem for p in (ROOT / "tools/figures").glob("[!_]*.py"))
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+
+
+def anatomy(svg: str) -> tuple[str, list[float]]:
+    """Return an SVG without its numbers, colours and ids, and the numbers."""
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'((?:xlink:)?href|id)="[^"]*"|url\(#[^)]*\)|#[0-9a-fA-F]{6}\b', r"\1", svg)
+    return NUMBER.sub("#", svg), [float(number) for number in NUMBER.findall(svg)]
+
+
+def matplotlib_of(svg: str) -> str:
+    return re.search(r"Matplotlib v([\d.]+)", svg)[1]
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_a_committed_figure_is_what_is_drawn_now(figure, tmp_path):
+    tool = figures()
+    tool.draw(figure, tmp_path)
+    for palette, colours in tool.PALETTES.items():
+        drawn = read(tmp_path / f"{figure}-{palette}.svg")
+        kept = read(tool.FOLDER / f"{figure}-{palette}.svg")
+        if matplotlib_of(drawn) != matplotlib_of(kept):
+            pytest.skip("drawn by another Matplotlib, whose paths may be others")
+        (shape, numbers), (kept_shape, kept_numbers) = anatomy(drawn), anatomy(kept)
+        assert shape == kept_shape, "make figures"
+        assert numbers == pytest.approx(kept_numbers, abs=0.05, rel=1e-3), "make figures"
+        assert colours["text"] in kept
+
+
+def test_a_figure_of_other_numbers_is_found():
+    one = '<path id="a" d="M 1 2.5 L -3e-1 4" style="stroke: #1f6583"/>'
+    other = '<path id="b" d="M 1 2.6 L -3e-1 4" style="stroke: #7cc4e0"/>'
+    assert anatomy(one)[0] == anatomy(other)[0]
+    assert anatomy(one)[1] == [1, 2.5, -0.3, 4]
+    assert anatomy(one)[1] != pytest.approx(anatomy(other)[1], abs=0.05, rel=1e-3)

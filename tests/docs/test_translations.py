@@ -1,0 +1,198 @@
+"""Translated pages are of the English ones as they stand, and share their formulas and figures."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tools import translations
+from tools.translations import DOCS, Structure, body, expand, pages, split_code, structure
+
+ROOT = DOCS.parent
+STEMS = sorted(
+    p.stem for p in (ROOT / "sparse_losses/losses").glob("*.py") if not p.stem.startswith("_")
+)
+PAGES = pages()
+
+
+def name(page: Path) -> str:
+    return page.relative_to(DOCS).as_posix()
+
+
+def both(page: Path) -> tuple[Structure, Structure]:
+    """Return the structures of a translation and of its English page."""
+    english = translations.original(page)
+    return tuple(structure(expand(p.read_text(encoding="utf-8"))) for p in (page, english))
+
+
+def slug(heading: str) -> str:
+    """Return the id that MkDocs gives a heading."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+
+
+def headings(page: Path) -> list[str]:
+    prose, _ = split_code(body(expand(page.read_text(encoding="utf-8"))))
+    return re.findall(r"^#{1,6} (.*?)[ \t]*$", prose, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        *(f"ko/losses/{stem}.md" for stem in STEMS),
+        *(f"ko/{stem}.md" for stem in ("index", "choose", "notation")),
+        "ja/losses/nws.md",
+    ],
+)
+def test_the_page_is_translated(page):
+    assert (DOCS / page).is_file()
+    assert name(translations.original(DOCS / page)) == page.partition("/")[2]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_it_is_of_the_english_page_as_it_stands(page):
+    assert not translations.behind(page), "bring it up to date, then tools.translations --accept"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_it_has_the_structure_of_the_english_page(page):
+    own, english = both(page)
+    assert own.levels == english.levels
+    assert own.table_rows == english.table_rows
+    assert own.figures == english.figures
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_its_code_is_that_of_the_english_page(page):
+    own, english = both(page)
+    assert [language for language, _ in own.code] == [language for language, _ in english.code]
+    for (language, one), (_, other) in zip(own.code, english.code, strict=True):
+        if language == "python":  # comments are translated
+            assert ast.unparse(ast.parse(one)) == ast.unparse(ast.parse(other))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_its_formulas_are_those_of_the_english_page(page):
+    own, english = both(page)
+    assert own.display == english.display
+    assert set(own.inline) <= set(english.inline)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_it_copies_no_formula(page):
+    prose, _ = split_code(body(page.read_text(encoding="utf-8")))
+    assert "$$" not in prose, 'include the English page\'s: --8<-- "losses/x.md:formula"'
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_its_headings_have_the_english_ids(page):
+    own, _ = both(page)
+    wanted = [slug(heading) for heading in headings(translations.original(page))]
+    assert own.ids[1:] == wanted[1:], "write them: ## 수식 { #formula }"
+
+
+# The tool.
+
+ENGLISH = """# Title
+
+<!-- --8<-- [start:formula] -->
+
+$$x = 1$$
+
+<!-- --8<-- [end:formula] -->
+
+| a |
+|---|
+| $b$ |
+
+=== "Tab"
+
+    ```python
+    x = 1  # one
+    ```
+
+![seen](figures/x-light.svg#only-light)
+"""
+KOREAN = """---
+translation_of: page.md
+source_sha256: 0
+---
+# 제목
+
+--8<-- "page.md:formula"
+
+| a |
+|---|
+| $b$ |
+
+=== "탭"
+
+    ```python
+    x = 1  # 하나
+    ```
+
+![보이는 것](../figures/x-light.svg#only-light)
+"""
+
+
+@pytest.fixture
+def docs(tmp_path, monkeypatch):
+    docs = tmp_path / "docs"
+    monkeypatch.setattr(translations, "ROOT", tmp_path)
+    monkeypatch.setattr(translations, "DOCS", docs)
+    (docs / "ko").mkdir(parents=True)
+    (docs / "page.md").write_text(ENGLISH, encoding="utf-8")
+    (docs / "ko" / "page.md").write_text(KOREAN, encoding="utf-8")
+    return docs
+
+
+def test_a_page_is_behind_until_it_is_accepted(docs):
+    (page,) = pages()
+    assert translations.behind(page)
+    translations.accept(page)
+    assert not translations.behind(page)
+    text = page.read_text(encoding="utf-8")
+    assert body(text) == body(KOREAN)
+    assert text.startswith("---\ntranslation_of: page.md\nsource_sha256: ")
+    (docs / "page.md").write_text(ENGLISH + "\nMore.\n", encoding="utf-8")
+    assert translations.behind(page)
+
+
+def test_snippets_are_read_as_the_site_reads_them(docs):
+    one, other = (
+        structure(expand(path.read_text(encoding="utf-8")))
+        for path in (docs / "page.md", docs / "ko" / "page.md")
+    )
+    assert one.display == other.display == ["x=1"]
+    assert one.inline == ["b"]
+    assert one.table_rows == [3]
+    assert one.levels == [1]
+    assert one.figures == other.figures == ["x-light.svg#only-light"]
+    assert one.code == [("python", "x = 1  # one\n")]
+    assert other.code == [("python", "x = 1  # 하나\n")]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('--8<-- "none.md"', "no file none.md"),
+        ('--8<-- "page.md:none"', "no section none in page.md"),
+    ],
+)
+def test_what_is_not_there_is_an_error(docs, line, message):
+    with pytest.raises(ValueError, match=message):
+        expand(line)
+
+
+def test_a_page_without_an_original_is_an_error(docs):
+    page = docs / "ko" / "page.md"
+    page.write_text(KOREAN.replace("page.md", "none.md"), encoding="utf-8")
+    with pytest.raises(ValueError, match="expected a page of docs/ in translation_of"):
+        translations.behind(page)
+
+
+def test_the_command_names_the_pages_that_are_behind(docs, capsys):
+    assert translations.main([]) == 1
+    assert capsys.readouterr().out == "docs/ko/page.md: docs/page.md has changed since\n"
+    assert translations.main(["--accept", str(docs / "ko" / "page.md")]) == 0
+    assert capsys.readouterr().out == ""
