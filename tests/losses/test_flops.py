@@ -85,6 +85,46 @@ def test_the_gradient_is_the_same_row_for_every_text():
     torch.testing.assert_close(x.grad, expected.expand(4, 6))
 
 
+@given(activations(min_rows=2))
+def test_it_is_the_mean_dot_product_of_two_rows(x):
+    x = torch.from_numpy(x)
+    dots = x @ x.T
+    torch.testing.assert_close(flops_loss(x), dots.mean())  # a row with itself counts
+    others = dots[~torch.eye(len(x), dtype=torch.bool)]
+    torch.testing.assert_close(flops_loss(x, estimator="unbiased"), others.mean())
+    torch.testing.assert_close(flops_loss(x[:1]), x[0].square().sum())
+
+
+@given(activations(min_rows=2))
+def test_unbiased_presses_by_the_mean_of_the_other_rows(x):
+    x = torch.from_numpy(x).requires_grad_()
+    flops_loss(x, estimator="unbiased").backward()
+    data = x.detach()
+    others = (data.sum(0) - data) / (len(x) - 1)
+    torch.testing.assert_close(x.grad, 2 * others / len(x))
+
+
+@given(activations())
+def test_of_one_total_it_is_smallest_where_spread_evenly(x):
+    x = torch.from_numpy(x)
+    mean = x.mean(0)
+    even = flops_loss(torch.full_like(x, mean.mean()))
+    torch.testing.assert_close(even, mean.sum() ** 2 / x.shape[1])
+    heaped = flops_loss(torch.eye(x.shape[1]).double()[:1] * mean.sum())
+    assert even <= flops_loss(x) + 1e-9
+    assert flops_loss(x) <= heaped + 1e-9
+
+
+@given(activations(min_rows=2), st.integers(2, 4))
+def test_the_mean_over_parts_is_the_whole_and_the_spread_of_their_means(x, parts):
+    x = torch.from_numpy(np.concatenate([x * (1 + 0.3 * part) for part in range(parts)]))
+    pieces = x.chunk(parts)
+    means = torch.stack([piece.mean(0) for piece in pieces])
+    spread = means.var(dim=0, unbiased=False).sum()
+    average = torch.stack([flops_loss(piece) for piece in pieces]).mean()
+    torch.testing.assert_close(average, flops_loss(x) + spread)
+
+
 @pytest.mark.parametrize("batch", [0, 1])
 def test_unbiased_needs_two_rows(batch):
     with pytest.raises(ValueError, match=r"estimator|unbiased") as caught:

@@ -1,12 +1,14 @@
 """IDF-weighted FLOPS: its formula, its theorems, its edges."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_losses.functional import flops_loss, idf_flops_loss
+from sparse_losses.functional import flops_loss, idf_flops_loss, language_penalty_loss
 from tests.cases import assert_follows_the_formula, cases_of
 from tests.strategies import activations, seeds
 
@@ -78,6 +80,44 @@ def test_an_unused_column_gets_a_finite_gradient():
     loss.backward()
     assert torch.isfinite(x.grad).all()
     assert x.grad[:, 1].any()
+
+
+@given(activations(), seeds)
+def test_without_the_squares_it_is_the_language_penalty(x, seed):
+    w = torch.from_numpy(np.random.default_rng(seed).random(x.shape[1]))
+    x = torch.from_numpy(x)
+    torch.testing.assert_close(idf_flops_loss(x, w, beta=0.0), language_penalty_loss(x, w))
+
+
+@given(activations(min_rows=3), seeds, betas)
+def test_only_the_squares_see_the_batch_size_and_unbiased_not_even_they(x, seed, beta):
+    w = torch.from_numpy(np.random.default_rng(seed).random(x.shape[1]))
+    x = torch.from_numpy(x)
+
+    def average(size, **options):
+        subsets = [list(rows) for rows in combinations(range(len(x)), size)]
+        values = [idf_flops_loss(x[rows], w, **options) for rows in subsets]
+        return torch.stack(values).mean()
+
+    for size in range(2, len(x)):
+        whole = idf_flops_loss(x, w, beta=beta, estimator="unbiased")
+        torch.testing.assert_close(average(size, beta=beta, estimator="unbiased"), whole)
+        torch.testing.assert_close(average(size, beta=0.0), idf_flops_loss(x, w, beta=0.0))
+    gap = idf_flops_loss(x, w, beta=beta) - idf_flops_loss(x, w, beta=beta, estimator="unbiased")
+    variance = x.var(dim=0, unbiased=True)
+    torch.testing.assert_close(gap, beta * (w * variance).sum() / len(x), atol=1e-9, rtol=1e-7)
+
+
+@given(activations(min_rows=2), betas)
+def test_the_gradient_of_an_active_token_is_at_least_its_penalty_over_the_batch(x, beta):
+    x = torch.from_numpy(x).requires_grad_()
+    w = torch.linspace(0.1, 2, x.shape[1]).double()
+    data, active = x.detach(), x.detach().any(dim=0)
+    others = (data.sum(0) - data) / (len(x) - 1)
+    for estimator, square in (("biased", data.mean(0).expand_as(x)), ("unbiased", others)):
+        (slope,) = torch.autograd.grad(idf_flops_loss(x, w, beta=beta, estimator=estimator), x)
+        torch.testing.assert_close(slope, w * (active + 2 * beta * square) / len(x))
+        assert (slope >= w * active / len(x) - 1e-12).all()
 
 
 @pytest.mark.parametrize("batch", [0, 1])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_losses.functional import min_activation_loss
+from sparse_losses.functional import min_activation_loss, splade_pool
 from tests.cases import assert_follows_the_formula, cases_of
 from tests.strategies import activations, seeds
 
@@ -100,6 +100,40 @@ def test_a_short_text_is_not_made_to_expand():
     mean.backward()
     assert not x.grad[[0, 2]].any()
     assert x.grad[1].any()
+
+
+@given(activations(min_vocab=5), st.floats(0.0, 4.0))
+def test_of_activations_it_lies_between_zero_and_the_threshold(x, threshold):
+    rows = min_activation_loss(torch.from_numpy(x), threshold=threshold, reduction="none")
+    assert (rows >= 0).all()
+    assert (rows <= threshold).all()
+    silent = min_activation_loss(torch.zeros(3, 5), threshold=threshold, reduction="none")
+    torch.testing.assert_close(silent, torch.full((3,), threshold))
+
+
+@given(activations(min_vocab=5), st.floats(0.1, 8.0))
+def test_activations_and_threshold_have_one_scale(x, scale):
+    x = torch.from_numpy(x)
+    rows = min_activation_loss(x, threshold=2.0, reduction="none")
+    scaled = min_activation_loss(scale * x, threshold=scale * 2.0, reduction="none")
+    torch.testing.assert_close(scaled, scale * rows)
+
+
+def test_one_code_for_all_texts_satisfies_it():
+    code = torch.zeros(8, 100)
+    code[:, :5] = 0.5
+    assert min_activation_loss(code).item() == 0.0
+
+
+def test_behind_a_relu_a_silent_text_is_heard_only_through_its_logits():
+    logits = torch.full((2, 7, 50), -1.0, requires_grad=True)
+    x, pooled = splade_pool(logits, torch.ones(2, 7), return_logits=True)
+    loss = min_activation_loss(x)
+    assert loss.item() == 0.5
+    (dead,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    assert not dead.any()
+    (alive,) = torch.autograd.grad(min_activation_loss(pooled), logits)
+    assert alive.sum().item() == pytest.approx(-1)
 
 
 def test_signed_logits_have_a_threshold_on_their_own_scale():

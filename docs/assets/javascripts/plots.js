@@ -58,13 +58,12 @@ async function upgrade(element) {
   const build = () => {
     for (const { plot } of plots) plot.destroy()
     stage.replaceChildren()
-    // All of them first: the width of one depends on how many there are.
-    const panels = Object.entries(drawn.panels).map(([key, label]) => {
-      const panel = Object.assign(document.createElement("div"), { className: "plot-panel" })
-      stage.append(panel)
-      return { key, label, panel }
-    })
-    plots = panels.map(({ key, label, panel }) => {
+    const panels = Object.keys(drawn.panels).map(() =>
+      Object.assign(document.createElement("div"), { className: "plot-panel" }),
+    )
+    stage.append(...panels) // all of them before one is measured: they share the width
+    plots = Object.entries(drawn.panels).map(([key, label], i) => {
+      const panel = panels[i]
       const names = Object.keys(start[key])
       const strokes = lines()
       const text = color("--md-typeset-color")

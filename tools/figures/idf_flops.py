@@ -1,0 +1,30 @@
+"""What one token costs by its mean activation, frequent or rare, and what it costs under FLOPS."""
+
+import numpy as np
+import torch
+from torch.func import grad, vmap
+
+from sparse_losses import idf_penalty
+from sparse_losses.functional import flops_loss, idf_flops_loss
+
+X = "mean activation of the token"
+PANELS = {"value": "cost of the token", "gradient": "pull, times B"}
+LINES = {"": {"alpha": 4.0, "beta": 0.3}}
+TOKENS = {"most frequent token": 0.0, "in the middle": 0.5, "rarest": 1.0}  # idf, from 0 to 1
+
+
+def curves(*, alpha: float, beta: float) -> dict:
+    """Three tokens by the penalties of `idf_penalty`, of one text, where B is 1."""
+    x = np.linspace(0.01, 2.01, 201)
+    idf = torch.tensor(list(TOKENS.values()), dtype=torch.float64)
+    value, gradient = {}, {}
+
+    def add(name, loss):
+        leaf = torch.tensor(x)
+        value[name] = vmap(loss)(leaf).numpy()
+        gradient[name] = vmap(grad(loss))(leaf).numpy()
+
+    for name, w in zip(TOKENS, idf_penalty(idf, alpha=alpha), strict=True):
+        add(name, lambda a, w=w: idf_flops_loss(a[None, None], w[None], beta=beta))
+    add("FLOPS", lambda a: flops_loss(a[None, None]))
+    return {"x": x, "value": value, "gradient": gradient}
