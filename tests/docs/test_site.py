@@ -49,6 +49,7 @@ HOSTS = {
     "keepachangelog.com",
     "lightning.ai",
     "openreview.net",
+    "papers.nips.cc",
     "pypi.org",
     "pytorch.org",
     "sbert.net",

@@ -80,3 +80,59 @@ def test_a_batch_of_one_without_negatives_is_zero():
     assert loss.item() == 0.0
     assert not a.grad.any()
     assert n_pair_loss(a, draw(1, 1, 4), draw(2, 1, 4)).item() > 0
+
+
+def test_short_vectors_give_the_logarithm_of_the_number_of_candidates():
+    a, p, n = 1e-6 * draw(0, 4, 3), draw(1, 4, 3), draw(2, 7, 3)
+    rows = n_pair_loss(a, p, n, reduction="none")
+    torch.testing.assert_close(rows, torch.full((4,), math.log(8)).double(), rtol=0, atol=1e-4)
+
+
+@given(seeds)
+def test_long_vectors_leave_the_hardest_negative(seed):
+    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 7, 3)
+    gap = (a @ n.T).amax(1) - (a * p).sum(1)
+    rows = n_pair_loss(1e6 * a, p, n, reduction="none") / 1e6
+    torch.testing.assert_close(rows, gap.clamp(min=0), rtol=0, atol=1e-5)
+    assert (rows > 0).any() or (gap < 0).all()
+
+
+@given(seeds)
+def test_it_is_a_smooth_hinge_of_the_hardest_negative(seed):
+    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 7, 3)
+    hinge = ((a @ n.T).amax(1) - (a * p).sum(1)).clamp(min=0)
+    rows = n_pair_loss(a, p, n, reduction="none")
+    assert (rows > hinge).all()
+    assert (rows <= hinge + math.log(8)).all()
+
+
+@given(seeds)
+def test_one_more_negative_never_lowers_it(seed):
+    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 7, 3)
+    less, more = (n_pair_loss(a, p, n[:k], reduction="none") for k in (6, 7))
+    assert (more > less).all()
+
+
+@given(seeds)
+def test_the_gradient_is_the_softmax_over_the_negatives_times_what_is_missing(seed):
+    a, p, n = (draw(seed + k, *shape) for k, shape in enumerate([(4, 3), (4, 3), (4, 7, 3)]))
+    leaves = [x.requires_grad_() for x in (a, p, n)]
+    rows = n_pair_loss(*leaves, reduction="none")
+    by_a, by_p, by_n = torch.autograd.grad(rows.sum(), leaves)
+    missing = 1 - (-rows).exp()
+    share = torch.einsum("bd,bnd->bn", a, n).softmax(1) * missing[:, None]
+    torch.testing.assert_close(by_p, -missing[:, None] * a)
+    torch.testing.assert_close(by_n, share[..., None] * a[:, None])
+    torch.testing.assert_close(by_a, (share[..., None] * (n - p[:, None])).sum(1))
+    torch.testing.assert_close(by_p + by_n.sum(1), torch.zeros(4, 3).double())
+    assert (missing > 0).all()
+
+
+@given(seeds, st.floats(1.01, 3.0))
+def test_a_solved_row_is_lowered_by_length_alone(seed, factor):
+    """Cosines as they are: longer vectors are all that a row asks for whose positive leads."""
+    a, n = draw(seed, 4, 3), draw(seed + 1, 4, 7, 3)
+    p = a
+    n = n - torch.einsum("bd,bnd->bn", a, n)[..., None] * (a / (a * a).sum(1, True))[:, None]
+    rows, longer = (n_pair_loss(f * a, f * p, f * n, reduction="none") for f in (1.0, factor))
+    assert (longer < rows).all()

@@ -223,7 +223,7 @@ def test_an_empty_queue_and_an_empty_key_are_none():
 
 @given(seeds, st.floats(0.1, 3.0))
 def test_the_softmax_form_is_never_negative(seed, alpha):
-    inputs = {**problem(seed), "alpha": min(alpha, 1.0), "decoupled": False}
+    inputs = {**problem(seed), "alpha": alpha, "decoupled": False}
     for eps in (0.0, 1e-8):
         assert (nws_loss(**inputs, eps=eps) >= 0).all()
         assert nws_loss(**inputs, eps=eps).any()
@@ -297,6 +297,157 @@ def test_eps_fades_the_negatives_that_the_best_positive_leads_by_eighteen_temper
         norms.append(leaf.grad[1].norm().item())
     assert norms[1] > 1e-2
     assert norms[0] < 1e-6 * norms[1]
+
+
+def references_of(inputs, aggregation="mean", alpha=1.0, beta=1.0, eps=1e-8):
+    """Weights of positives, and of negatives in the denominator, one reference at a time."""
+    y = inputs["query_labels"].double()
+    s = inputs["label_similarity"]
+    instances = torch.cat([inputs["key_labels"], inputs["queue_labels"]]).double()
+    positive = torch.zeros(len(y), len(instances) + y.shape[1], dtype=torch.float64)
+    negative = torch.zeros_like(positive)
+    for i, own in enumerate(y):
+        share = [
+            sum(
+                alpha * theirs[c] / torch.maximum(own, theirs).sum()
+                for theirs in instances
+                if theirs[c]
+            )
+            + (1 - alpha / own.sum())
+            for c in range(y.shape[1])
+        ]
+        share = [1.0 if d <= 1e-6 else d for d in share]
+        for r, theirs in enumerate(instances):
+            both = [c for c in range(y.shape[1]) if own[c] and theirs[c]]
+            for c in both:
+                overlap = alpha / torch.maximum(own, theirs).sum()
+                positive[i, r] += overlap / (share[c] + eps)
+            pairs = own[:, None] * theirs * s
+            alike = (
+                pairs.max()
+                if aggregation == "max"
+                else pairs.sum() / (own.sum() * theirs.sum() + eps)
+            )
+            negative[i, r] = 0.0 if both else beta * (1 - alike)
+        for c in range(y.shape[1]):
+            column = len(instances) + c
+            positive[i, column] = own[c] / (share[c] + eps)
+            negative[i, column] = 1 - own[c]
+    count = y.sum(-1, keepdim=True)
+    return positive / (count + eps), negative
+
+
+@given(seeds, st.sampled_from(["mean", "max"]), st.floats(0.0, 1.0), st.floats(0.0, 2.0))
+def test_equal_scores_leave_the_weights_and_the_logarithm_of_the_negatives(
+    seed, aggregation, alpha, beta
+):
+    inputs = {**problem(seed), "query": torch.zeros(4, 5).double()}
+    inputs["query_labels"][:, 0] = 0  # some prototype is a negative
+    inputs["query_labels"][:, 1] = 1
+    options = {"aggregation": aggregation, "alpha": alpha, "beta": beta, "eps": 0.0}
+    positive, negative = references_of(inputs, **options)
+    expected = positive.sum(-1) * negative.sum(-1).log()
+    torch.testing.assert_close(nws_loss(**inputs, **options), expected)
+    assert positive.any()
+
+
+@given(seeds, st.floats(0.0, 1.0))
+def test_the_weights_of_a_label_add_up_to_one_and_an_excess(seed, alpha):
+    """To `1 + alpha / (|y| D)`: where `alpha` is 0, to one."""
+    inputs = problem(seed)
+    inputs["key_labels"][0] = 1  # every label has a carrier: D > 0
+    inputs["query_labels"][:, 0] = 0  # prototype 0 is a negative
+    inputs["query_labels"][:, 1] = 1
+    options = {"alpha": alpha, "eps": 0.0}
+    inputs["query"] = torch.zeros(4, 5).double()
+    _, negative = references_of(inputs, **options)
+    y = inputs["query_labels"].double()
+    count = y.sum(-1, keepdim=True)
+    instances = torch.cat([inputs["key_labels"], inputs["queue_labels"]]).double()
+    union = count + instances.sum(-1) - y @ instances.T
+    share = alpha * (1 / union) @ instances + 1 - alpha / count
+    total = (y * (1 + alpha / (count * share))).sum(-1) / count[:, 0]
+    torch.testing.assert_close(nws_loss(**inputs, **options), total * negative.sum(-1).log())
+
+
+@given(seeds, st.sampled_from([True, False]), st.sampled_from([0.0, 1e-8, 0.3]))
+def test_the_gradient_is_softmax_times_all_weight_minus_weight(seed, decoupled, eps):
+    inputs = problem(seed)
+    inputs["query_labels"][:, 0] = 0
+    inputs["query_labels"][:, 1] = 1
+    query = torch.nn.functional.normalize(inputs["query"]).requires_grad_()
+    inputs["query"] = query
+    nws_loss(**inputs, decoupled=decoupled, eps=eps).sum().backward()
+    references = torch.cat([inputs["key"], inputs["queue"], inputs["prototype"]])
+    references = torch.nn.functional.normalize(references)
+    scores = query.detach() @ references.T / 0.4
+    positive, negative = references_of(inputs, eps=eps)
+    if not decoupled:
+        negative = torch.where(positive > 0, 1.0, negative)
+    odds = negative * scores.exp()
+    floor = torch.zeros_like(odds)
+    floor.scatter_(1, scores.argmax(1, keepdim=True), eps * scores.exp().amax(1, keepdim=True))
+    share = (odds + floor) / (odds + floor).sum(-1, keepdim=True)
+    by_scores = (positive.sum(-1, keepdim=True) * share - positive) / 0.4
+    torch.testing.assert_close(by_scores.sum(-1), torch.zeros(4).double())
+    expected = by_scores @ references
+    along = (expected * query.detach()).sum(-1, keepdim=True) * query.detach()
+    torch.testing.assert_close(query.grad, expected - along, rtol=1e-6, atol=1e-7)
+    assert query.grad.any()
+
+
+@given(seeds)
+def test_the_cold_limit_is_the_hardest_negative_minus_the_weighted_positives(seed):
+    inputs = problem(seed)
+    inputs["query_labels"][:, 0] = 0
+    inputs["query_labels"][:, 1] = 1
+    inputs["temperature"] = 1e-6
+    positive, negative = references_of(inputs, eps=0.0)
+    references = torch.cat([inputs["key"], inputs["queue"], inputs["prototype"]])
+    unit = torch.nn.functional.normalize
+    cosines = unit(inputs["query"]) @ unit(references).T
+    hardest = torch.where(negative > 0, cosines, -2.0).amax(-1)
+    expected = positive.sum(-1) * hardest - (positive * cosines).sum(-1)
+    rows = nws_loss(**inputs, eps=0.0) * 1e-6
+    torch.testing.assert_close(rows, expected, rtol=0, atol=1e-3)
+    assert expected.any()
+
+
+@given(seeds, temperatures, st.sampled_from([1e-8, 1e-3, 0.3]))
+def test_with_eps_a_row_is_at_least_its_weight_times_the_logarithm_of_eps(seed, temperature, eps):
+    inputs = {**problem(seed), "temperature": temperature}
+    inputs["prototype"] = inputs["query"][[0, 1, 2, 3]]  # the best of cases: rows that are solved
+    inputs["query_labels"] = torch.eye(4).long()
+    positive, _ = references_of(inputs, eps=eps)
+    rows = nws_loss(**inputs, eps=eps)
+    assert (rows >= positive.sum(-1) * math.log(eps) - 1e-9).all()
+    assert rows.any()
+
+
+def test_a_weight_below_one_is_a_margin_of_the_temperature_times_its_logarithm():
+    """A key that counts for a tenth counts like one that is `t log 10` further away."""
+    e = torch.eye(3, dtype=torch.float64)
+    t, cosine = 0.07, 0.8
+
+    def row(similarity, cosine):
+        key = cosine * e[0] + math.sqrt(1 - cosine**2) * e[1]
+        alike = torch.tensor([[1.0, similarity], [similarity, 1.0]]).double()
+        query_labels, key_labels = torch.eye(2).long()[:, None]
+        prototype = torch.stack([e[0], e[2]])
+        return nws_loss(
+            e[:1],
+            query_labels,
+            prototype,
+            alike,
+            key=key[None],
+            key_labels=key_labels,
+            temperature=t,
+            eps=0.0,
+        )
+
+    nearer = row(0.9, cosine)
+    torch.testing.assert_close(nearer, row(0.0, cosine - t * math.log(10)))
+    assert (nearer - row(0.9, 0.0)).abs() > 1
 
 
 # Edges

@@ -107,3 +107,59 @@ def test_close_pairs_keep_their_digits_far_from_the_origin(shift):
     expected = (x2 - x1).double().square().sum().item()
     loss = pairwise_contrastive_loss(x1, x2, torch.tensor([True]))
     assert loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+@given(seeds, st.floats(0.5, 5.0))
+def test_the_gradient_is_along_the_difference_of_the_pair(seed, margin):
+    x1, x2 = draw(seed, 4, 3).requires_grad_(), draw(seed + 1, 4, 3).requires_grad_()
+    pairwise_contrastive_loss(x1, x2, ALTERNATE, margin=margin, reduction="sum").backward()
+    difference = (x1 - x2).detach()
+    distance = difference.norm(dim=1, keepdim=True)
+    lack = (margin - distance).clamp(min=0)
+    slope = torch.where(ALTERNATE[:, None], 2.0, -2 * lack / distance)
+    torch.testing.assert_close(x1.grad, slope * difference)
+    torch.testing.assert_close(x2.grad, -x1.grad)
+    assert x1.grad.any()
+
+
+@given(seeds, st.floats(0.5, 5.0), st.floats(0.1, 10.0))
+def test_vectors_and_margin_in_another_unit_give_its_square(seed, margin, unit):
+    x1, x2 = draw(seed, 4, 3), draw(seed + 1, 4, 3)
+    rows = pairwise_contrastive_loss(x1, x2, ALTERNATE, margin=margin, reduction="none")
+    scaled = pairwise_contrastive_loss(
+        unit * x1, unit * x2, ALTERNATE, margin=unit * margin, reduction="none"
+    )
+    torch.testing.assert_close(scaled, unit**2 * rows)
+    assert rows.any()
+
+
+@given(seeds, st.floats(0.0, 2.0))
+def test_on_unit_vectors_it_is_a_function_of_the_cosine(seed, margin):
+    x1, x2 = (torch.nn.functional.normalize(draw(seed + k, 4, 3)) for k in (0, 1))
+    cosine = (x1 * x2).sum(-1)
+    rows = pairwise_contrastive_loss(x1, x2, ALTERNATE, margin=margin, reduction="none")
+    torch.testing.assert_close(rows[ALTERNATE], (2 - 2 * cosine)[ALTERNATE])
+    pushed = (cosine > 1 - margin**2 / 2)[~ALTERNATE]
+    assert torch.equal(rows[~ALTERNATE] > 0, pushed)
+
+
+@given(seeds, st.floats(0.5, 5.0))
+def test_half_the_margin_is_where_both_answers_cost_the_same(seed, margin):
+    direction = torch.nn.functional.normalize(draw(seed, 3, 3))
+    distance = margin * torch.tensor([[0.5], [0.4], [0.6]], dtype=torch.float64)
+    x1, x2 = draw(seed + 1, 3, 3), draw(seed + 1, 3, 3) + distance * direction
+    same, different = (
+        pairwise_contrastive_loss(x1, x2, flag, margin=margin, reduction="none")
+        for flag in (torch.ones(3), torch.zeros(3))
+    )
+    torch.testing.assert_close(same[0], different[0])
+    assert same[1] < different[1]
+    assert same[2] > different[2]
+
+
+def test_from_a_collapse_it_does_not_lead_out():
+    x = torch.ones(3, 3, requires_grad=True)
+    loss = pairwise_contrastive_loss(x, torch.ones(3, 3), torch.zeros(3), margin=2.0)
+    loss.backward()
+    assert loss.item() == 4.0
+    assert not x.grad.any()
