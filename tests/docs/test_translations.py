@@ -1,6 +1,7 @@
 """Translated pages are of the English ones as they stand, and share their formulas and figures."""
 
 import ast
+import os
 import re
 from pathlib import Path
 
@@ -196,3 +197,10 @@ def test_the_command_names_the_pages_that_are_behind(docs, capsys):
     assert capsys.readouterr().out == "docs/ko/page.md: docs/page.md has changed since\n"
     assert translations.main(["--accept", str(docs / "ko" / "page.md")]) == 0
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_page_and_its_translations_lead_to_one_another(page):
+    original = translations.original(page)
+    assert f"]({os.path.relpath(original, page.parent)})" in page.read_text(encoding="utf-8")
+    assert f"]({os.path.relpath(page, original.parent)})" in original.read_text(encoding="utf-8")
