@@ -2,10 +2,8 @@
 
 import pytest
 
-SIZES = {
-    "desktop": {"width": 1280, "height": 900},
-    "phone": {"width": 390, "height": 844},
-}
+from tests.browser.conftest import SIZES
+
 PALETTES = {"light": "default", "dark": "slate"}
 
 BROKEN_FORMULAS = r"""() => {
@@ -37,9 +35,8 @@ def visit(page, address, path):
     page.wait_for_function(READY)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("palette", PALETTES)
-def test_a_page_is_whole_at_every_width_by_day_and_by_night(page, address, where, size, palette):
+def test_a_page_is_whole_at_every_width_by_day_and_by_night(page, address, where, look):
+    size, palette = look
     page.set_viewport_size(SIZES[size])
     page.emulate_media(color_scheme=palette)
     visit(page, address, where)

@@ -183,7 +183,7 @@ def test_files_of_tests() -> None:
         text = read(DOCS / "tests" / page)
         module = ".".join(["tests", *inside.with_suffix("").parts])
         assert re.findall(r"^::: (\S+)", text, re.MULTILINE) == [module]
-        assert text.startswith(f"# `tests/{inside.as_posix()}`\n")
+        assert body(text).lstrip().startswith(f"# `tests/{inside.as_posix()}`\n")
         assert f"- [`tests/{inside.as_posix()}`]({page.as_posix()})\n" in index
     assert set((DOCS / "tests").rglob("*.md")) == expected
 
