@@ -215,12 +215,17 @@ def sent(rank: int) -> dict[str, list[int]]:
     distributed._all_gather = recording(distributed._all_gather)
     dist.all_reduce = recording(dist.all_reduce)
     x, penalty = torch.rand(6, 1000), torch.ones(1000)
+    ids = torch.arange(48).reshape(6, 8)
+    tokens = ids, torch.ones_like(ids)
     calls = {
         "flops": lambda: F.flops_loss(x, gather=True),
         "unbiased": lambda: F.flops_loss(x, estimator="unbiased", gather=True),
         "idf_flops": lambda: F.idf_flops_loss(x, penalty, gather=True),
         "distillation": lambda: F.distillation_loss(x, x + 1, gather=True),
+        "margin_mse": lambda: F.margin_mse_loss(*x[:, :4].T, gather=True),
         "min_activation": lambda: F.min_activation_loss(x, gather=True),
+        "self_reconstruction": lambda: F.self_reconstruction_loss(x, *tokens, gather=True),
+        "positive_activation": lambda: F.positive_activation_loss(x, *tokens, gather=True),
         "info_nce": lambda: F.info_nce_loss(x, x, gather=True),
     }
     for name, call in calls.items():
@@ -234,8 +239,10 @@ def test_regularisers_and_distillation_send_no_rows():
     for found in run_ranks(2, sent):
         assert found["flops"][0] == found["idf_flops"][0] == 1000  # [V]
         assert found["unbiased"][0] == 2000  # sums, and of squares
-        assert found["distillation"][0] < 20
-        assert found["min_activation"][0] < 20
+        for name in ("distillation", "margin_mse", "min_activation"):
+            assert found[name][0] < 20
+        for name in ("self_reconstruction", "positive_activation"):
+            assert found[name][0] < 20
         assert found["info_nce"][0] == 6000, "the positives, and nothing beside them"
         assert found["info_nce"][1] < 20
 

@@ -92,6 +92,61 @@ def test_in_the_hot_limit_it_is_half_the_mean_row_variance_of_the_difference(see
 
 
 @given(seeds)
+def test_in_the_cold_limit_it_is_what_the_teachers_best_lacks_to_the_students(seed):
+    s, z = draw(seed, 4, 5), draw(seed + 1, 4, 5)
+    t = 1e-4
+    loss = distillation_loss(s, z, temperature=t, alpha_kl=1.0, alpha_mse=0.0)
+    lacks = s.amax(-1) - s.gather(1, z.argmax(-1, keepdim=True)).squeeze(1)
+    assert loss.item() / t == pytest.approx(lacks.mean().item(), rel=1e-2, abs=5e-3)
+
+
+@given(seeds, st.floats(0.05, 20.0))
+def test_the_temperature_is_a_scale_of_both_sides(seed, t):
+    s, z = draw(seed, 4, 5), draw(seed + 1, 4, 5)
+    kl = {"alpha_kl": 1.0, "alpha_mse": 0.0}
+    loss = distillation_loss(s, z, temperature=t, **kl)
+    assert loss > 0
+    torch.testing.assert_close(loss, t**2 * distillation_loss(s / t, z / t, temperature=1.0, **kl))
+
+
+@given(seeds)
+def test_the_mse_part_is_the_correlation_of_the_scores(seed):
+    s, z = draw(seed, 4, 5), draw(seed + 1, 4, 5)
+    mse = {"alpha_kl": 0.0, "alpha_mse": 1.0}
+    of_all = torch.corrcoef(torch.stack([s.flatten(), z.flatten()]))[0, 1]
+    of_rows = torch.stack(
+        [torch.corrcoef(torch.stack(pair))[0, 1] for pair in zip(s, z, strict=True)]
+    )
+    for standardize, correlation, n in (("batch", of_all, 20), ("row", of_rows.mean(), 5)):
+        loss = distillation_loss(s, z, standardize=standardize, **mse)
+        expected = 2 * (1 - correlation) * (n - 1) / n
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+        opposite = distillation_loss(-z, z, standardize=standardize, **mse)
+        assert opposite.item() == pytest.approx(4 * (n - 1) / n)  # the largest there is
+
+
+@given(seeds, st.floats(0.2, 5.0))
+def test_the_gradients_are_those_of_the_page(seed, t):
+    s, z = draw(seed, 4, 5).requires_grad_(), draw(seed + 1, 4, 5)
+    kl = distillation_loss(s, z, temperature=t, alpha_kl=1.0, alpha_mse=0.0)
+    (gradient,) = torch.autograd.grad(kl, s)
+    torch.testing.assert_close(gradient, t / 4 * ((s / t).softmax(-1) - (z / t).softmax(-1)))
+    torch.testing.assert_close(gradient.sum(-1), torch.zeros(4).double())
+    for standardize, dims in (("batch", (0, 1)), ("row", (1,))):
+        mse = distillation_loss(s, z, alpha_kl=0.0, alpha_mse=1.0, standardize=standardize)
+        (gradient,) = torch.autograd.grad(mse, s)
+        deviation = s.detach().std(dims, keepdim=True)
+        zs, zt = ((v - v.mean(dims, True)) / v.std(dims, keepdim=True) for v in (s.detach(), z))
+        correlation = (zs * zt).sum(dims, True) / (19 if standardize == "batch" else 4)
+        expected = 2 / (20 * deviation) * (correlation * zs - zt)
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
+        nothing = torch.zeros_like(deviation)
+        torch.testing.assert_close(gradient.sum(dims, True), nothing)
+        along = (gradient * s.detach()).sum(dims, True)  # it does not see the scale
+        torch.testing.assert_close(along, nothing, rtol=0, atol=1e-6)
+
+
+@given(seeds)
 def test_the_teacher_is_a_constant(seed):
     s, z = draw(seed, 3, 4).requires_grad_(), draw(seed + 1, 3, 4).requires_grad_()
     distillation_loss(s, z).backward()

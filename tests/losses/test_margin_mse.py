@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_losses.functional import margin_mse_loss
+from sparse_losses.functional import distillation_loss, margin_mse_loss
 from tests.cases import assert_follows_the_formula, cases_of
 from tests.strategies import seeds
 
@@ -58,3 +58,27 @@ def test_the_gradient_is_twice_the_difference_of_the_margins(seed):
     torch.testing.assert_close(sn.grad, -expected)
     assert tp.grad is None
     assert tn.grad is None
+
+
+@given(seeds, st.floats(0.1, 10.0))
+def test_a_scale_of_both_sides_is_its_square(seed, scale):
+    scores = draw(seed)
+    loss = margin_mse_loss(*scores)
+    assert loss > 0
+    torch.testing.assert_close(margin_mse_loss(*(scale * v for v in scores)), scale**2 * loss)
+
+
+@given(seeds)
+def test_the_student_may_lead_too_far(seed):
+    _, sn, tp, tn = draw(seed)
+    ahead = sn + (tp - tn) + 3.0  # every student's margin is the teacher's and 3 more
+    rows = margin_mse_loss(ahead, sn, tp, tn, reduction="none")
+    torch.testing.assert_close(rows, torch.full_like(rows, 9.0))
+
+
+@given(seeds)
+def test_the_hot_limit_of_distillation_over_two_candidates_is_an_eighth_of_it(seed):
+    sp, sn, tp, tn = draw(seed)
+    student, teacher = torch.stack([sp, sn], dim=1), torch.stack([tp, tn], dim=1)
+    hot = distillation_loss(student, teacher, temperature=1e3, alpha_kl=1.0, alpha_mse=0.0)
+    assert 8 * hot.item() == pytest.approx(margin_mse_loss(sp, sn, tp, tn).item(), rel=1e-2)

@@ -75,6 +75,60 @@ def test_saturating_is_positive_and_fades(problem):
     assert not inputs["activations"].grad.any()
 
 
+@given(weighted)
+def test_the_pulls_on_the_tokens_of_a_row_add_up_to_one(problem):
+    arrays, options = problem
+    inputs = tensors(arrays)
+    x = inputs["activations"].requires_grad_()
+    loss = positive_activation_loss(**inputs, **options, reduction="sum")
+    (pull,) = torch.autograd.grad(-loss, x)
+    assert (pull >= 0).all()
+    total = pull.sum(-1)
+    assert ((total - 1).abs() < 1e-12)[total != 0].all()
+    assert not pull[multi_hot(inputs) == 0].any()
+
+
+@given(weighted)
+def test_saturating_scales_the_pull_by_how_silent_the_token_is(problem):
+    arrays, options = problem
+    inputs = tensors(arrays)
+    x = inputs["activations"].requires_grad_()
+    linear, fading = (
+        torch.autograd.grad(
+            positive_activation_loss(**inputs, **options, saturating=s, reduction="sum"), x
+        )[0]
+        for s in (False, True)
+    )
+    torch.testing.assert_close(fading, linear * (-x).sigmoid())
+    if not options and "token_weight" not in inputs:
+        assert linear.any() == multi_hot(inputs).any()
+
+
+def test_a_token_is_pulled_as_often_as_positives_hold_it():
+    ids = torch.tensor([[0, 1], [0, 2], [0, 3]])  # token 0 is the stopword: in every positive
+    shared = torch.zeros(6, dtype=torch.float64, requires_grad=True)  # say, an output bias
+    frequency = torch.tensor([3.0, 1, 1, 1, 0, 0], dtype=torch.float64)
+    for weight in (None, 1 / frequency.clamp(min=1)):
+        loss = positive_activation_loss(shared.expand(3, -1), ids, torch.ones_like(ids), weight)
+        (gradient,) = torch.autograd.grad(loss, shared)
+        if weight is None:
+            torch.testing.assert_close(gradient, -frequency / 6)
+        else:
+            torch.testing.assert_close(gradient[0], gradient[1])  # weighed by idf, as any other
+
+
+def test_behind_a_relu_a_silent_token_has_no_gradient():
+    logits = torch.tensor([[-1.0, 2.0, -3.0]], dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0, 1]])
+    for saturating in (False, True):
+        loss = positive_activation_loss(
+            logits.relu(), ids, torch.ones_like(ids), saturating=saturating
+        )
+        (gradient,) = torch.autograd.grad(loss, logits)
+        assert gradient[0, 0] == 0
+        assert gradient[0, 1] < 0
+
+
 @given(problems, st.booleans(), st.floats(0.01, 100.0))
 def test_a_constant_weight_changes_nothing(problem, saturating, weight):
     inputs = tensors(problem[0])

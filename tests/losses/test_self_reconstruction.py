@@ -75,6 +75,58 @@ def test_on_activations_it_cannot_fall_below_its_floor(problem):
 
 
 @given(token_problems())
+def test_balanced_on_activations_stops_at_half_of_log_2(problem):
+    inputs = tensors(problem[0])
+    inputs["activations"] = inputs["activations"].abs()
+    floor = math.log(2) / 2 * (multi_hot(inputs) == 0).any(-1).double()  # 0 if all are its own
+    rows = self_reconstruction_loss(**inputs, balanced=True, reduction="none")
+    assert (rows >= floor - 1e-12).all()
+    inputs["activations"] = multi_hot(inputs) * 800  # the best that activations can do
+    rows = self_reconstruction_loss(**inputs, balanced=True, reduction="none")
+    torch.testing.assert_close(rows, floor)
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_a_silent_text_costs_log_2(balanced):
+    ids = torch.tensor([[0, 1, 1], [3, 4, 5]])
+    silent = torch.zeros(2, 40, dtype=torch.float64)
+    rows = self_reconstruction_loss(
+        silent, ids, torch.ones_like(ids), balanced=balanced, reduction="none"
+    )
+    assert rows.tolist() == pytest.approx([math.log(2)] * 2)
+
+
+@given(token_problems())
+def test_balanced_pulls_each_side_by_its_own_size(problem):
+    inputs = tensors(problem[0])
+    x = inputs["activations"].requires_grad_()
+    own = multi_hot(inputs).bool()
+    plain, balanced = (
+        torch.autograd.grad(self_reconstruction_loss(**inputs, balanced=b, reduction="sum"), x)[0]
+        for b in (False, True)
+    )
+    assert (plain[own] < 0).all()
+    assert (plain[~own] > 0).all()
+    size = torch.where(own, own.sum(-1, keepdim=True), (~own).sum(-1, keepdim=True))
+    torch.testing.assert_close(balanced, plain * x.shape[1] / (2 * size))
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_behind_a_relu_a_silent_token_has_no_gradient_and_as_a_logit_it_has(balanced):
+    logits = torch.tensor([[-1.0, 2.0, -3.0, 0.5]], dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([[0, 1]])
+    options = {"balanced": balanced, "reduction": "sum"}
+    activations = torch.log1p(logits.relu())
+    loss = self_reconstruction_loss(activations, ids, torch.ones_like(ids), **options)
+    (behind,) = torch.autograd.grad(loss, logits)
+    assert not behind[logits < 0].any()
+    assert (behind[logits > 0] != 0).all()
+    loss = self_reconstruction_loss(logits, ids, torch.ones_like(ids), **options)
+    (signed,) = torch.autograd.grad(loss, logits)
+    assert signed[0, 0] < 0 < signed[0, 2]  # its own token is raised, the other lowered
+
+
+@given(token_problems())
 def test_signed_logits_can_reach_zero(problem):
     inputs = tensors(problem[0])
     inputs["activations"] = (multi_hot(inputs) - 0.5) * 1600
