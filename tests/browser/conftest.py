@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import sync_playwright
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+# The first has no window to draw and is the lightest, where a distribution has it.
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
