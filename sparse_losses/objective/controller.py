@@ -318,7 +318,7 @@ class SparsityController:
             level = (
                 logging.WARNING if status.startswith(("unreachable", "backing")) else logging.INFO
             )
-            _log.log(level, "%s after step %d: %s", self.term, self._steps, self)
+            _log.log(level, "after step %d: %s", self._steps, self)
 
     def _shrinks(self) -> bool:
         """Whether FLOPS is satisfied by small activations, not by few."""
@@ -389,7 +389,8 @@ class SparsityController:
         """One line."""
         active = "?" if self._active is None else f"{self._active:.1f}"
         return (
-            f"{active} active of {self.target_active:g} wanted, weight {self._written:.4g}, "
+            f"{self.term}: {active} active of {self.target_active:g} wanted, "
+            f"weight {self._written:.4g}, "
             f"{self._status}"
         )
 

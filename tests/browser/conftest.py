@@ -57,7 +57,10 @@ def page(chromium):
         lambda m: opened.said.append(m.text) if m.type in ("error", "warning") else None,
     )
     opened.on("pageerror", lambda error: opened.said.append(str(error)))
-    opened.on("requestfailed", lambda r: opened.said.append(f"failed: {r.url}"))
+    opened.on(
+        "requestfailed",  # but for what a page still fetched when it was left
+        lambda r: opened.said.append(f"{r.failure}: {r.url}") if "ABORT" not in r.failure else None,
+    )
     opened.on("request", lambda r: opened.asked.append(r.url))
     yield opened
     context.close()

@@ -21,7 +21,9 @@ WIDER = """() => [...document.querySelectorAll("body *")].filter((e) => {
 }).map((e) => e.outerHTML.slice(0, 120)).slice(0, 5)"""
 READY = """() => document.fonts.status === "loaded" &&
   [...document.querySelectorAll(".plot[data-plot]")].every((e) => e.plots)"""
-MOVE = "(e, end) => { e.value = e[end]; e.dispatchEvent(new Event('input')) }"
+SLIDERS = "name => import(`/assets/javascripts/plots/${name}.js`).then((m) => m.sliders)"
+SHOWN = "e => e.parentElement.querySelector('output').textContent"
+MOVE = "(e, to) => { e.value = e[to] ?? to; e.dispatchEvent(new Event('input')) }"
 DATA = "e => JSON.stringify(Object.values(e.plots).map(p => p.data))"
 UNSEEN_PICTURES = """() => Promise.all(
   [...document.querySelectorAll("article img")]
@@ -58,14 +60,32 @@ def test_sliders_move_the_curves(page, address, folder, where):
         assert plot.query_selector(".plot-stage canvas"), f"{name}: no plot, only its picture"
         sliders = plot.query_selector_all("input[type=range]")
         assert sliders
-        for slider in sliders:
-            for end in ("min", "max"):
-                before = plot.evaluate(DATA)
-                slider.evaluate(MOVE, end)
-                after = plot.evaluate(DATA)
-                assert before != after, (name, slider.get_attribute("name"), end)
-            assert "null" not in after, "JSON has null for what is no number"
+        for slider in sliders:  # one at a time: where another stands at its end, one may be idle
+            at_first, drawn = slider.evaluate("e => e.value"), []
+            for position in ("min", "max"):
+                slider.evaluate(MOVE, position)
+                drawn.append(plot.evaluate(DATA))
+            assert drawn[0] != drawn[1], (name, slider.get_attribute("name"))
+            assert "null" not in "".join(drawn), "JSON has null for what is no number"
+            slider.evaluate(
+                "(e, v) => { e.value = v; e.dispatchEvent(new Event('input')) }", at_first
+            )
     assert page.said == []
+
+
+def test_sliders_begin_and_end_where_they_say(page, address, folder, where):
+    if "data-plot" not in (folder / where / "index.html").read_text(encoding="utf-8"):
+        return
+    visit(page, address, where)
+    for plot in page.query_selector_all(".plot[data-plot]"):
+        declared = page.evaluate(SLIDERS, plot.get_attribute("data-plot"))
+        for slider in plot.query_selector_all("input[type=range]"):
+            shown = lambda slider=slider: float(slider.evaluate(SHOWN))  # noqa: E731
+            expected = declared[slider.get_attribute("name")]
+            assert shown() == pytest.approx(expected["value"], rel=5e-3)
+            for end in ("min", "max"):
+                slider.evaluate(MOVE, end)
+                assert shown() == pytest.approx(expected[end], rel=5e-3)
 
 
 def test_without_scripts_the_picture_stays(chromium, address):

@@ -13,22 +13,31 @@ const color = (name) => getComputedStyle(document.body).getPropertyValue(name).t
 const lines = () => ["--plot-1", "--plot-2", "--plot-3", "--plot-4"].map(color)
 const format = (value) => String(Number(value.toPrecision(3)))
 
+// The input counts positions, so that both ends and the first value are exactly those declared.
 function slider(name, { label, min, max, step, value, log, integer }, changed) {
   const row = document.createElement("label")
   const input = document.createElement("input")
   const output = document.createElement("output")
-  const read = () => {
-    const number = log ? 10 ** input.valueAsNumber : input.valueAsNumber
-    return integer ? Math.round(number) : number
+  const positions = log ? 200 : Math.round((max - min) / step)
+  const at = (position) => {
+    if (position === 0 || position === positions) return position ? max : min
+    const share = position / positions
+    const number = log ? min * (max / min) ** share : min + (max - min) * share
+    return integer ? Math.round(number) : Number(number.toPrecision(12))
   }
-  Object.assign(input, { type: "range", name, min: log ? Math.log10(min) : min, max: log ? Math.log10(max) : max })
-  input.step = log ? 0.01 : step
-  input.value = log ? Math.log10(value) : value
-  const show = () => (output.textContent = integer ? read() : format(read()))
-  input.addEventListener("input", () => (show(), changed()))
+  const share = log ? Math.log(value / min) / Math.log(max / min) : (value - min) / (max - min)
+  let number = value
+  Object.assign(input, { type: "range", name, min: 0, max: positions, step: 1 })
+  input.value = Math.round(share * positions)
+  const show = () => (output.textContent = integer ? number : format(number))
+  input.addEventListener("input", () => {
+    number = at(input.valueAsNumber)
+    show()
+    changed()
+  })
   row.append(Object.assign(document.createElement("span"), { textContent: label }), input, output)
   show()
-  return { row, read }
+  return { row, read: () => number }
 }
 
 function table(result, key, start) {
@@ -81,17 +90,24 @@ async function upgrade(element) {
         width: panel.clientWidth,
         height: 260,
         cursor: { drag: { x: false, y: false } },
-        scales: { x: { time: false, distr: drawn.x.log ? 3 : 1 } },
+        scales: {
+          x: {
+            time: false,
+            distr: drawn.x.log ? 3 : 1,
+            // As far as the curves go: a logarithmic axis would go on to the next power of 10.
+            range: (_, low, high) => [low, high],
+          },
+        },
         axes: [axis({ label: drawn.x.label }), axis({ size: 56 })],
         series: [
-          { label: drawn.x.label, value: (_, v) => (v == null ? "–" : format(v)) },
+          { label: drawn.x.label, value: (_, v) => (v == null ? "" : format(v)) },
           ...names.map((name, i) => ({
             label: `${name || label}, at first`,
             stroke: `${strokes[i]}55`,
             width: 1.2,
             dash: DASHES[i],
             points: { show: false },
-            value: (_, v) => (v == null ? "–" : format(v)),
+            value: (_, v) => (v == null ? "" : format(v)),
           })),
           ...names.map((name, i) => ({
             label: name || label,
@@ -99,7 +115,7 @@ async function upgrade(element) {
             width: 2.2,
             dash: DASHES[i],
             points: { show: false },
-            value: (_, v) => (v == null ? "–" : format(v)),
+            value: (_, v) => (v == null ? "" : format(v)),
           })),
         ],
       }
