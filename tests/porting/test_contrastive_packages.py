@@ -1,10 +1,11 @@
 """docs/porting.md, from pytorch-metric-learning and info-nce-pytorch, where they are installed."""
 
+import numpy as np
 import pytest
 import torch
 
 from sparse_losses import InfoNCELoss
-from tests.porting.compare import N, Q, V, activations, assert_equal
+from tests.porting.compare import N, Q, V, activations, assert_equal, assert_follows
 
 T = 0.2
 
@@ -31,6 +32,33 @@ def test_ntxent_of_pairs(metric_learning, columns):
     theirs = metric_learning.NTXentLoss(temperature=T)
     value = theirs(columns[0], labels, ref_emb=columns[1], ref_labels=labels.clone())
     assert_equal(value, InfoNCELoss(temperature=T)(*columns), *columns)
+
+
+def both_views(columns):
+    """SimCLR's call: every row of either side is an anchor; equal ids hide a row from itself."""
+    ids = torch.arange(Q).repeat(2)
+    loss = InfoNCELoss(temperature=T)
+    return loss(torch.cat(columns), torch.cat(columns[::-1]), positive_ids=ids)
+
+
+def test_ntxent_of_both_views(metric_learning, columns):
+    labels = torch.arange(Q).repeat(2)
+    theirs = metric_learning.NTXentLoss(temperature=T)(torch.cat(columns), labels)
+    assert_equal(theirs, both_views(columns), *columns)
+
+
+def test_simclr_has_the_own_side_as_negatives(columns):
+    """Over all rows but the own, of both sides, in double precision."""
+
+    def formula(q, p):
+        x = np.concatenate([q, p])
+        x = x / np.linalg.norm(x, axis=1, keepdims=True)
+        terms = np.exp(x @ x.T / T)
+        np.fill_diagonal(terms, 0.0)
+        right = terms[np.arange(2 * Q), (np.arange(2 * Q) + Q) % (2 * Q)]
+        return -np.log(right / terms.sum(1)).mean()
+
+    assert_follows(formula, both_views(columns), *columns)
 
 
 def test_supcon_of_labels(metric_learning, columns):
