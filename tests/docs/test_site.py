@@ -120,6 +120,51 @@ def test_only_known_hosts_are_named(page):
             assert host in HOSTS or host.startswith("localhost"), host
 
 
+# Nothing is fetched from elsewhere.
+
+HOST = re.compile(r"\b(?:https?|wss?|ftp):|//(?=[\w\[])", re.IGNORECASE)
+REQUEST = re.compile(
+    r"@import|\bfetch\s*\(|XMLHttpRequest|WebSocket|EventSource|sendBeacon|importScripts"
+)
+OWN = [
+    path
+    for path in sorted((DOCS / "assets").rglob("*.*"))
+    if path.suffix in {".css", ".js"} and not {"katex", "uplot"} & set(path.parts)
+]
+
+
+@pytest.mark.parametrize("path", [ROOT / "mkdocs.yml", *OWN], ids=name)
+def test_scripts_styles_and_settings_name_no_host(path):
+    text = read(path)
+    assert HOST.search(text) is None
+    assert REQUEST.search(text) is None
+
+
+def test_the_theme_fetches_nothing():
+    """Material takes fonts from a host unless it is told not to, and would count visitors."""
+    settings = read(ROOT / "mkdocs.yml")
+    assert re.search(r"^  font: false\b", settings, re.MULTILINE)
+    assert not re.search(r"^\s*(?:analytics|custom_dir|hooks)\s*:", settings, re.MULTILINE)
+    assert "emoji" not in settings
+    assert len(OWN) > 10
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_only_links_leave_the_site(page):
+    """A link is followed by a reader; a picture, a script or a style would be fetched."""
+    prose = without_code(page)
+    for tag in re.findall(r"<[a-zA-Z][\w-]*(?:\s[^>]*)?/?>", prose):
+        assert HOST.search(tag) is None, tag
+        assert not re.match(r"<(?:script|style|iframe|object|embed|link|base|meta)\b", tag, re.I)
+    for attributes in re.findall(r"\{:?[ \t]*[^{}]*=[^{}]*\}", prose):
+        assert HOST.search(attributes) is None, attributes
+    assert re.findall(r"(?<![:/])//\w[^\s)]*", prose) == []
+    pictures = re.findall(r"!\[[^\]]*\](?:\(([^)\s]+)[^)]*\)|(\[[^\]]*\]))", prose)
+    for target, reference in pictures:
+        assert not reference, f"write the address of the picture {reference} beside it"
+        assert HOST.search(target) is None, target
+
+
 def public_names() -> list[str]:
     """Return every public name, those of the integrations without importing them."""
     names = [
@@ -218,6 +263,14 @@ def test_linked_names_exist(page):
 
 # The pages on losses.
 
+TEST_LINK = re.compile(r"\[[^\]]+\]\[tests\.[\w.]+\.test_\w+\]")
+
+
+def table_rows(text: str) -> list[str]:
+    """Return the rows of all tables without their heads."""
+    tables = re.findall(r"(?:^[ \t]*\|.*\n)+", text, re.MULTILINE)
+    return [row.strip().strip("|") for table in tables for row in table.splitlines()[2:]]
+
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_a_loss_page_has_the_order_of_all(stem):
@@ -230,18 +283,20 @@ def test_its_parameters_are_those_of_the_function(stem):
     prose = loss_page(stem)
     section = prose.partition("\n## Parameters")[2].partition("\n## ")[0]
     rows = {}
-    for line in re.findall(r"^\|(.*)\|[ \t]*$", section, re.MULTILINE):
+    for line in table_rows(section):
         first, second = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[:2])
-        for each in re.findall(r"`(\w+)`", first):
+        names = re.findall(r"`(\w+)`", first)
+        assert names, f"of no parameter: {line}"
+        for each in names:
             assert each not in rows, f"{each} twice"
             rows[each] = second
     parameters = inspect.signature(getattr(F, f"{stem}_loss")).parameters.values()
-    expected = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    assert expected.keys() <= rows.keys()
-    for each, default in expected.items():
-        cell = rows[each]
+    optional = {p.name: p.default for p in parameters if p.default is not p.empty}
+    keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert keywords <= rows.keys() <= optional.keys()
+    for each, cell in rows.items():
         assert re.fullmatch(r"`[^`]+`", cell), f"{each}: {cell}"
-        assert ast.literal_eval(cell.strip("`")) == default, each
+        assert ast.literal_eval(cell.strip("`")) == optional[each], each
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -258,7 +313,16 @@ def test_it_has_the_formulas_of_the_docstring(stem):
 def test_its_properties_name_their_tests(stem):
     prose = loss_page(stem)
     section = prose.partition("\n## Properties")[2].partition("\n## ")[0]
-    assert len(re.findall(r"\]\[tests\.[\w.]+\.test_\w+\]", section)) >= 3
+    properties = table_rows(section)
+    assert len(properties) >= 3
+    assert [row for row in properties if not TEST_LINK.search(row)] == []
+
+
+def test_every_theorem_names_its_test():
+    prose = split_code(expand(read(DOCS / "invariants.md")))[0]
+    theorems = table_rows(prose)
+    assert len(theorems) > 80
+    assert [row for row in theorems if not TEST_LINK.search(row)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -277,6 +341,14 @@ def test_formulas_are_such_as_the_page_can_hold(page):
 def figures() -> ModuleType:
     pytest.importorskip("matplotlib")
     return importlib.import_module("tools.figures.__main__")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_pictures_are_told_in_words(page):
+    prose = without_code(page)
+    assert [words for words in re.findall(r"!\[([^\]]*)\]", prose) if not words.strip()] == []
+    for tag in re.findall(r"<img\b[^>]*>", prose):
+        assert re.search(r'\balt="\s*[^"\s]', tag), tag
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -32,9 +32,74 @@ def slug(heading: str) -> str:
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
 
 
+def prose_of(page: Path) -> str:
+    """Return a page's text, snippets in place, without its code."""
+    return split_code(body(expand(page.read_text(encoding="utf-8"))))[0]
+
+
 def headings(page: Path) -> list[str]:
-    prose, _ = split_code(body(expand(page.read_text(encoding="utf-8"))))
-    return re.findall(r"^#{1,6} (.*?)[ \t]*$", prose, re.MULTILINE)
+    return re.findall(r"^#{1,6} (.*?)[ \t]*$", prose_of(page), re.MULTILINE)
+
+
+def sections(page: Path) -> list[str]:
+    """Part a page at its headings; what stands before the first one is a section too."""
+    return re.split(r"^(?=#{1,6} )", prose_of(page), flags=re.MULTILINE)
+
+
+def of_both(page: Path) -> list[tuple[str, str, str]]:
+    """Return of each section its English heading, the translation and the English text."""
+    english = sections(translations.original(page))
+    own = sections(page)
+    return [(text.partition("\n")[0], one, text) for one, text in zip(own, english, strict=True)]
+
+
+def rows(text: str) -> list[str]:
+    return re.findall(r"^[ \t]*\|(.*)\|[ \t]*$", text, re.MULTILINE)
+
+
+def references(text: str) -> list[str]:
+    """Return what the cross-references lead to: tests and public names."""
+    return re.findall(r"\]\[((?:tests|sparse_losses)\.[\w.]+)\]", text)
+
+
+def links(text: str, page: Path) -> set[str]:
+    """Return where links lead; a translated page counts as its English one."""
+    found = set()
+    for target in re.findall(r"(?<!!)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            found.add(target)
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if file in PAGES:
+            file = translations.original(file)
+        found.add(os.path.relpath(file, DOCS) + "#" * bool(anchor) + anchor)
+    itself = page if page not in PAGES else translations.original(page)
+    return found - {name(itself)}  # it leads to its translations, and they to it
+
+
+ITEM = re.compile(r"[ \t]*(?:[-*+]|\d+\.)[ \t]")
+
+
+def blocks(section: str) -> list[str]:
+    """Return the kinds of a section's blocks in order, with the number of items of each list."""
+    kinds = []
+    for block in re.split(r"\n[ \t]*\n", re.sub(r"\$\$.+?\$\$", "$$", section, flags=re.DOTALL)):
+        lines = [
+            line
+            for line in block.splitlines()
+            if line.strip() and not re.match(r"#|[ \t]*(?:!!!|\?\?\?\+?|===) ", line)
+        ]
+        if not lines:
+            continue
+        first = lines[0].strip()
+        if ITEM.match(lines[0]):
+            kinds.append(f"list of {sum(bool(ITEM.match(line)) for line in lines)}")
+        elif first == "$$":
+            kinds.append("formula")
+        else:
+            kinds.append({"|": "table", "<": "element"}.get(first[0], "paragraph"))
+    return kinds
 
 
 @pytest.mark.parametrize(
@@ -80,9 +145,45 @@ def test_its_formulas_are_those_of_the_english_page(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
+def test_its_references_are_those_of_the_english_page(page):
+    """In a sentence they stand in the order of its language, in a table in that of the row."""
+    for heading, own, english in of_both(page):
+        assert sorted(references(own)) == sorted(references(english)), heading
+        for one, other in zip(rows(own), rows(english), strict=True):
+            assert references(one) == references(other), f"{heading}: {one}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_its_links_lead_where_those_of_the_english_page_do(page):
+    original = translations.original(page)
+    for heading, own, english in of_both(page):
+        assert links(own, page) == links(english, original), heading
+        for one, other in zip(rows(own), rows(english), strict=True):
+            assert links(one, page) == links(other, original), f"{heading}: {one}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_its_sections_have_the_blocks_of_the_english_ones(page):
+    for heading, own, english in of_both(page):
+        assert blocks(own) == blocks(english), heading
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "losses"], ids=name)
+def test_its_defaults_are_those_of_the_english_page(page):
+    (pair,) = (texts for heading, *texts in of_both(page) if heading == "## Parameters")
+    own, english = (
+        [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[:2]] for row in rows(text)[2:]]
+        for text in pair
+    )
+    assert own
+    assert own == english
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_it_copies_no_formula(page):
     prose, _ = split_code(body(page.read_text(encoding="utf-8")))
-    assert "$$" not in prose, 'include the English page\'s: --8<-- "losses/x.md:formula"'
+    for mark in ("$$", r"\[", r"\(", r"\begin{"):
+        assert mark not in prose, 'include the English page\'s: --8<-- "losses/x.md:formula"'
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
