@@ -252,7 +252,7 @@ class Preset:
 
 
 _SIDES = {
-    "query_...": "the notes raise the anchors' positive tokens; of the other terms they name no side",
+    "query_...": "the notes raise the anchors' positive tokens, and name no side of other terms",
     "special tokens": "no targets of the token losses: FLOPS punishes what those would raise",
     "short texts": "min activation asks for no more tokens than a text has",
 }

@@ -380,7 +380,11 @@ def test_the_weights_of_a_label_add_up_to_one_and_an_excess(seed, alpha):
         (1.0, [[1, 0, 0]], 2.0),  # D = 1
         (1.0, [[1, 0, 0]] * 4, 1.25),  # D = 4
         (2.0, [], 1.0),  # D = -1
-        (2.0, [[1, 1, 0]], 2.0),  # D = 2 / 2 + 1 - 2 = 0: D + alpha, where 1 + alpha / D is infinite
+        (
+            2.0,
+            [[1, 1, 0]],
+            2.0,
+        ),  # D = 2 / 2 + 1 - 2 = 0: D + alpha, where 1 + alpha / D is infinite
         (3.0, [[1, 1, 0]], 2.5),  # D = 3 / 2 + 1 - 3 = -1/2
     ],
 )

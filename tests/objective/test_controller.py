@@ -248,15 +248,15 @@ def test_dead_rows_that_stay_keep_the_weight_from_rising():
 
 
 def test_dead_rows_by_chance_are_no_alarm():
-    """Of 50 rows 5 are dead: 5% and two standard deviations (8.5%) more are 11.7 rows."""
+    """Of 200 rows 20 are dead: 5% and two standard deviations (4.2%) more are 38.5 rows."""
     _, controller = _controller(dead_share=0.05, window=1000.0)
     for _ in range(3):
-        controller.observe(_rows(900, dead=5, rows=50))
+        controller.observe(_rows(900, dead=20, rows=200))
         controller.step()
-    for more, alarm in ((11, False), (12, True)):
-        controller.observe(_rows(900, dead=more, rows=50))
+    for dead, is_alarm in ((38, False), (39, True)):
+        controller.observe(_rows(900, dead=dead, rows=200))
         controller.step()
-        assert controller.report()["status"].startswith("backing off: rows") == alarm
+        assert controller.report()["status"].startswith("backing off: rows") == is_alarm
 
 
 @pytest.mark.parametrize(("ratio", "believed"), [(1.4, False), (1.6, True)])
