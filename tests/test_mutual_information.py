@@ -1,7 +1,9 @@
 """The lower bound on mutual information that InfoNCE gives."""
 
+import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 import sparse_losses
 from sparse_losses.functional import info_nce_loss, mutual_information_lower_bound
 from tests import oracles
+from tests.strategies import seeds
 
 
 @given(st.floats(0.0, 50.0), st.integers(1, 10**6))
@@ -18,6 +21,87 @@ def test_it_is_the_logarithm_of_the_candidates_minus_the_loss(loss, candidates):
     expected = oracles.mutual_information_lower_bound(loss, candidates)
     assert float(bound) == pytest.approx(expected, rel=1e-12, abs=1e-12)
     assert float(bound) <= math.log(candidates)
+
+
+def information(joint):
+    """The mutual information of a table of probabilities, by enumeration, in nats."""
+    apart = joint.sum(1, keepdim=True) * joint.sum(0)
+    return float((joint * (joint / apart).log()).nansum())
+
+
+def loss_of(x, y, scores, **options):
+    """InfoNCE of symbols `x` sent and `y` received whose similarity is `scores[x, y]`."""
+    anchor = torch.eye(len(scores), dtype=scores.dtype)[x]
+    options = {"temperature": 1.0, "similarity": "dot"} | options
+    return info_nce_loss(anchor, scores.T[y], **options)
+
+
+def noisy(symbols, flips):
+    """A channel: uniform symbols of which a share is received as another."""
+    joint = torch.full((symbols, symbols), flips / (symbols - 1), dtype=torch.float64)
+    return joint.fill_diagonal_(1 - flips) / symbols
+
+
+@given(seeds, st.sampled_from([2, 3]), st.booleans(), st.booleans())
+def test_over_all_batches_it_is_at_most_the_information(seed, size, symmetric, is_best):
+    """Exactly: every batch of two or three pairs there is, weighed by its probability."""
+    rng = np.random.default_rng(seed)
+    joint = torch.from_numpy(rng.dirichlet(np.full(4, 0.5)).reshape(2, 2)).clamp(min=1e-9)
+    joint = joint / joint.sum()
+    if is_best:
+        scores = (joint / (joint.sum(1, keepdim=True) * joint.sum(0))).log()
+    else:
+        scores = torch.from_numpy(rng.normal(size=(2, 2), scale=3.0))
+    expected = 0.0
+    for batch in itertools.product(itertools.product(range(2), repeat=2), repeat=size):
+        x, y = (list(side) for side in zip(*batch, strict=True))
+        expected += float(joint[x, y].prod() * loss_of(x, y, scores, symmetric=symmetric))
+    bound = float(mutual_information_lower_bound(expected, size))
+    assert bound <= information(joint) + 1e-9
+
+
+@pytest.mark.parametrize("flips", [0.1, 0.4, 0.7])
+def test_it_comes_close_to_the_information_of_a_noisy_channel(flips):
+    joint = noisy(8, flips)
+    scores = (8 * 8 * joint).log()
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(400):
+        drawn = torch.multinomial(joint.flatten(), 256, replacement=True, generator=generator)
+        losses.append(loss_of(drawn // 8, drawn % 8, scores))
+    bound = float(mutual_information_lower_bound(torch.stack(losses).mean(), 256))
+    assert bound == pytest.approx(information(joint), rel=0.03)
+
+
+@pytest.mark.parametrize("broken", ["mined negatives", "ids", "decoupled"])
+def test_of_other_forms_it_is_no_bound(broken):
+    """A fair coin that comes through tells log 2 and no more."""
+    scores = 20 * torch.eye(2, dtype=torch.float64)
+    bounds = {}
+    for name in ("plain", broken):
+        losses = []
+        for bits in itertools.product([0, 1], repeat=8):
+            x = torch.tensor(bits)
+            options = {}
+            if name == "mined negatives":  # from the texts known to be wrong, not from all
+                options = {"negative": scores.T[1 - x][:, None].expand(-1, 7, -1)}
+                options["in_batch"] = False
+            elif name == "ids":
+                options = {"positive_ids": x}
+            elif name == "decoupled":
+                options = {"decoupled": True}
+            losses.append(loss_of(x, x, scores, **options))
+        bounds[name] = float(mutual_information_lower_bound(torch.stack(losses).mean(), 8))
+    assert 0.8 * math.log(2) < bounds["plain"] <= math.log(2) + 1e-9
+    assert bounds[broken] > 1.2 * math.log(2)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1, 0.05])
+def test_perfect_pairs_stay_below_the_cap_at_any_temperature(temperature):
+    x = torch.eye(64, dtype=torch.float64)
+    loss = info_nce_loss(x, x, temperature=temperature)
+    assert float(loss) == pytest.approx(math.log1p(63 * math.exp(-1 / temperature)), rel=1e-9)
+    assert float(mutual_information_lower_bound(loss, 64)) < math.log(64)
 
 
 def test_perfect_pairs_reach_the_cap_and_random_ones_tell_nothing():

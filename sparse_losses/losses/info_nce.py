@@ -587,7 +587,7 @@ def mutual_information_lower_bound(loss: Tensor | float, num_candidates: int) ->
 
     $n$ candidates a row: one positive and $n - 1$ independent draws from the marginal. The bound
     cannot exceed $\log n$, however much the two share: small batches cannot show much. It holds for
-    plain InfoNCE only, not for decoupled, several positives, hard negatives or weights.
+    plain InfoNCE only, not for decoupled, several positives, ids, mined negatives or weights.
 
     Args:
         loss: an InfoNCE value, a floating tensor of any shape or a number.

@@ -136,12 +136,14 @@ def _of_sparsity(
 
 
 def _alike(report: Mapping[str, float]) -> float:
-    """The share of a text's active dimensions that another text has as well."""
+    """The share of a live text's active dimensions that another live text has as well."""
     texts, active = report.get("texts", 0.0), report.get("active_dimensions", 0.0)
-    if texts < 2 or not active:
+    live = round(texts * (1 - report.get("dead_rows", 0.0)))
+    if live < 2 or not active:
         return 0.0
-    with_itself = report.get("index_flops", 0.0) / active  # one pair in `texts` is
-    return (texts * with_itself - 1) / (texts - 1)
+    # `index_flops` is of all pairs of texts, of which only live ones have anything in common.
+    with_itself = (texts / live) ** 2 * report.get("index_flops", 0.0) / active  # one in `live` is
+    return (live * with_itself - 1) / (live - 1)
 
 
 def _of_size(report: Mapping[str, float], side: str) -> Iterator[Finding]:

@@ -44,8 +44,9 @@ class Preset:
 
     Attributes:
         name: of the version.
-        weights: as in ``SpladeObjective``. The notes regularise the anchors alone, hence
-            ``query_...``; what is indexed are the documents, so consider ``document_...`` too.
+        weights: as in ``SpladeObjective``. The notes raise the anchors' positive tokens and name no
+            side of the other terms; ``query_...`` for all is ours. What is indexed are the
+            documents, so consider ``document_...`` too.
         temperature: of InfoNCE.
         similarity: of InfoNCE and of the scores that are distilled.
         margin: of the triplet loss.
@@ -251,7 +252,7 @@ class Preset:
 
 
 _SIDES = {
-    "query_...": "the notes regularise the anchors; they do not say more",
+    "query_...": "the notes raise the anchors' positive tokens, and name no side of other terms",
     "special tokens": "no targets of the token losses: FLOPS punishes what those would raise",
     "short texts": "min activation asks for no more tokens than a text has",
 }

@@ -48,6 +48,14 @@ def test_it_is_zero_if_the_scores_agree_up_to_a_shift(seed, shift, standardize):
     loss = distillation_loss(z + shift, z, standardize=standardize)
     assert loss.item() == pytest.approx(0.0, abs=1e-12)
     assert distillation_loss(s, z, standardize=standardize).item() > 1e-4
+    rows = z + shift * torch.arange(1.0, 5.0)[:, None]  # a shift of each row its own
+    kl = distillation_loss(rows, z, standardize=standardize, alpha_kl=1.0, alpha_mse=0.0)
+    assert kl.item() == pytest.approx(0.0, abs=1e-12)
+    both = distillation_loss(rows, z, standardize=standardize).item()
+    if standardize == "row":
+        assert both == pytest.approx(0.0, abs=1e-12)
+    elif abs(shift) > 0.1:
+        assert both > 1e-6
 
 
 @given(seeds)

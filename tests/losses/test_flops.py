@@ -76,6 +76,9 @@ def test_it_sees_columns_not_rows(x, seed):
     value = flops_loss(torch.from_numpy(x))
     torch.testing.assert_close(flops_loss(torch.from_numpy(shuffled)), value)
     assert value.item() == pytest.approx((x.mean(axis=0) ** 2).sum())
+    if len(x) > 1:
+        of_pairs = [flops_loss(torch.from_numpy(y), estimator="unbiased") for y in (shuffled, x)]
+        torch.testing.assert_close(*of_pairs)
 
 
 def test_the_gradient_is_the_same_row_for_every_text():

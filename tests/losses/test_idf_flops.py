@@ -74,12 +74,17 @@ def test_a_token_without_penalty_has_no_gradient_and_a_special_one_a_large_one()
     assert not x.grad[:, 0].any()
 
 
-def test_an_unused_column_gets_a_finite_gradient():
-    x = torch.zeros(3, 4, requires_grad=True)
-    loss = idf_flops_loss(x + torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.ones(4))
+@pytest.mark.parametrize("estimator", ["biased", "unbiased"])
+@pytest.mark.parametrize("width", [4, 40_000])  # on both paths
+def test_an_unused_column_gets_a_finite_gradient(width, estimator):
+    """And exactly 0 at exactly 0, whatever its penalty."""
+    x = torch.zeros(3, width, requires_grad=True)
+    used = torch.arange(width) == 1
+    loss = idf_flops_loss(x + used.float(), torch.full((width,), 100.0), estimator=estimator)
     loss.backward()
     assert torch.isfinite(x.grad).all()
-    assert x.grad[:, 1].any()
+    assert x.grad[:, 1].all()
+    assert not x.grad[:, ~used].any()
 
 
 @given(activations(), seeds)

@@ -85,8 +85,8 @@ def test_one_key_by_hand():
     assert loss.item() == pytest.approx(expected, rel=1e-12)
 
 
-@given(seeds, temperatures)
-def test_one_label_and_prototypes_alone_in_softmax_form_is_cross_entropy(seed, temperature):
+@given(seeds, temperatures, st.sampled_from([1.0, 2.0]))
+def test_one_label_and_prototypes_alone_in_softmax_form_is_cross_entropy(seed, temperature, alpha):
     z, v = draw(seed, 5, 3), draw(seed + 1, 4, 3)
     y = torch.from_numpy(np.random.default_rng(seed).integers(0, 4, 5))
     cosines = torch.nn.functional.normalize(z) @ torch.nn.functional.normalize(v).T
@@ -95,6 +95,7 @@ def test_one_label_and_prototypes_alone_in_softmax_form_is_cross_entropy(seed, t
         torch.nn.functional.one_hot(y, 4),
         v,
         None,
+        alpha=alpha,
         temperature=temperature,
         decoupled=False,
         eps=0.0,
@@ -103,14 +104,16 @@ def test_one_label_and_prototypes_alone_in_softmax_form_is_cross_entropy(seed, t
     torch.testing.assert_close(loss, expected)
 
 
-@given(seeds, temperatures)
-def test_one_label_each_without_weights_is_decoupled_info_nce(seed, temperature):
+@given(seeds, temperatures, st.sampled_from([0.0, 0.5, 0.9, 1.0, 1.5, 3.0]))
+def test_one_label_each_without_weights_is_decoupled_info_nce(seed, temperature, alpha):
+    """With `alpha` from 1 on; below it D is `1 - alpha`, and the prototype weighs `1 / D`."""
     z, v = draw(seed, 4, 3), draw(seed + 1, 4, 3)
+    options = {"temperature": temperature, "reduction": "none"}
     one_each = torch.eye(4, dtype=torch.long)
-    loss = nws_loss(z, one_each, v, None, temperature=temperature, eps=0.0, reduction="none")
-    expected = info_nce_loss(z, v, temperature=temperature, decoupled=True, reduction="none")
+    loss = nws_loss(z, one_each, v, None, alpha=alpha, eps=0.0, **options)
+    expected = info_nce_loss(z, v, decoupled=True, **options)
     assert (expected != 0).all()
-    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(loss, expected / (1 - alpha) if alpha < 1 else expected)
 
 
 @given(seeds)
@@ -368,6 +371,43 @@ def test_the_weights_of_a_label_add_up_to_one_and_an_excess(seed, alpha):
     share = alpha * (1 / union) @ instances + 1 - alpha / count
     total = (y * (1 + alpha / (count * share))).sum(-1) / count[:, 0]
     torch.testing.assert_close(nws_loss(**inputs, **options), total * negative.sum(-1).log())
+
+
+@pytest.mark.parametrize(
+    ("alpha", "carriers", "total"),
+    [
+        (1.0, [], 1.0),  # D = 0: the prototype is the only carrier
+        (1.0, [[1, 0, 0]], 2.0),  # D = 1
+        (1.0, [[1, 0, 0]] * 4, 1.25),  # D = 4
+        (2.0, [], 1.0),  # D = -1
+        (
+            2.0,
+            [[1, 1, 0]],
+            2.0,
+        ),  # D = 2 / 2 + 1 - 2 = 0: D + alpha, where 1 + alpha / D is infinite
+        (3.0, [[1, 1, 0]], 2.5),  # D = 3 / 2 + 1 - 3 = -1/2
+    ],
+)
+def test_where_the_normaliser_counts_as_one_the_weights_add_up_to_what_is_there(
+    alpha, carriers, total
+):
+    """To `D + alpha / |y|`, which is 1 with prototypes alone; else to `1 + alpha / (|y| D)`."""
+    key_labels = torch.tensor(carriers).reshape(-1, 3)
+    zero = torch.zeros(1, 2, dtype=torch.float64)  # all scores are equal: two prototypes compete
+    loss = nws_loss(
+        zero,
+        torch.tensor([[1, 0, 0]]),
+        torch.ones(3, 2, dtype=torch.float64),
+        torch.eye(3).double(),
+        key=torch.ones(len(carriers), 2, dtype=torch.float64),
+        key_labels=key_labels,
+        alpha=alpha,
+        eps=0.0,
+    )
+    assert loss.item() == pytest.approx(total * math.log(2))
+    share = alpha * sum(1 / sum(one) for one in carriers) + 1 - alpha
+    if share <= 1e-6:
+        assert total == pytest.approx(share + alpha)
 
 
 @given(seeds, st.sampled_from([True, False]), st.sampled_from([0.0, 1e-8, 0.3]))

@@ -33,6 +33,34 @@ def test_three_four_five():
     assert rows.tolist() == pytest.approx([25.0, 4.0, 4.0])
 
 
+@given(st.data(), sizes, margins)
+def test_it_is_never_negative_and_zero_where_satisfied(data, batch, margin):
+    """0 for the same at one point and for the different from the margin on, and nowhere else."""
+    x1, x2 = (torch.from_numpy(data.draw(vectors(batch, 3))) for _ in range(2))
+    x2 = torch.where(torch.rand(batch, 1) < 0.3, x1, x2)
+    same = torch.arange(batch) % 2 == 0
+    rows = pairwise_contrastive_loss(x1, x2, same, margin=margin, reduction="none")
+    distance = (x1 - x2).norm(dim=1)
+    assert (rows >= 0).all()
+    assert not rows[same & (distance == 0)].any()
+    assert not rows[~same & (distance >= margin * (1 + 1e-9))].any()
+    assert (rows[same & (distance > 1e-6)] > 0).all()
+    assert (rows[~same & (distance < margin - 1e-6)] > 0).all()
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_at_distance_zero_the_gradient_is_exactly_zero(same, dtype):
+    x1, x2 = (torch.tensor([[1.0, 2.0], [0.0, 0.0]], dtype=dtype) for _ in range(2))
+    x1.requires_grad_()
+    x2.requires_grad_()
+    loss = pairwise_contrastive_loss(x1, x2, torch.tensor([same, same]), margin=2.0)
+    loss.backward()
+    assert loss.item() == (0.0 if same else 4.0)
+    assert not x1.grad.any()
+    assert not x2.grad.any()
+
+
 def draw(seed, *shape):
     return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
 

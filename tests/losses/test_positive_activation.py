@@ -117,6 +117,25 @@ def test_a_token_is_pulled_as_often_as_positives_hold_it():
             torch.testing.assert_close(gradient[0], gradient[1])  # weighed by idf, as any other
 
 
+@given(problems)
+def test_a_token_is_pulled_by_one_over_the_length_of_each_positive_that_holds_it(problem):
+    inputs = tensors(problem[0])
+    shared = torch.zeros(inputs["activations"].shape[1], dtype=torch.float64, requires_grad=True)
+    inputs["activations"] = shared.expand_as(inputs["activations"])
+    (gradient,) = torch.autograd.grad(positive_activation_loss(**inputs, reduction="sum"), shared)
+    mask = multi_hot(inputs)
+    torch.testing.assert_close(gradient, -(mask / mask.sum(-1, keepdim=True).clamp(min=1)).sum(0))
+
+
+def test_a_short_positive_pulls_harder_than_two_long_ones():
+    """Token 0 is in one positive of one token, token 1 in two of four: half of what it gets."""
+    ids = torch.tensor([[0, 0, 0, 0], [1, 2, 3, 4], [1, 5, 6, 7]])
+    shared = torch.zeros(8, dtype=torch.float64, requires_grad=True)
+    loss = positive_activation_loss(shared.expand(3, -1), ids, torch.ones_like(ids))
+    (gradient,) = torch.autograd.grad(-3 * loss, shared)
+    assert gradient[:2].tolist() == pytest.approx([1.0, 0.5])
+
+
 def test_behind_a_relu_a_silent_token_has_no_gradient():
     logits = torch.tensor([[-1.0, 2.0, -3.0]], dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([[0, 1]])

@@ -96,6 +96,15 @@ def test_a_silent_text_costs_log_2(balanced):
     assert rows.tolist() == pytest.approx([math.log(2)] * 2)
 
 
+@pytest.mark.parametrize("balanced", [True, False])
+def test_silence_costs_half_of_that_where_balanced_has_one_side(balanced):
+    ids, mask = torch.arange(6).expand(2, 6), torch.tensor([[0], [1]]).expand(2, 6)
+    rows = self_reconstruction_loss(
+        torch.zeros(2, 6).double(), ids, mask, balanced=balanced, reduction="none"
+    )  # without tokens; with the whole vocabulary
+    assert rows.tolist() == pytest.approx([math.log(2) / (2 if balanced else 1)] * 2)
+
+
 @given(token_problems())
 def test_balanced_pulls_each_side_by_its_own_size(problem):
     inputs = tensors(problem[0])

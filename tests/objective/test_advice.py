@@ -2,9 +2,11 @@ import math
 import random
 
 import pytest
+import torch
 
 from sparse_losses import Diagnostics, GradientReport
 from sparse_losses.functional import advise
+from sparse_losses.objective.advice import _alike
 
 HEALTHY = {
     "dead_rows": 0.0,
@@ -107,6 +109,120 @@ def test_a_collapse_without_a_dead_row_is_named():
 def test_texts_that_are_alike_have_not_always_collapsed(change):
     found = advise({**HEALTHY, **COLLAPSED, **change})
     assert "texts have collapsed onto the same tokens" not in [one.symptom for one in found]
+
+
+def test_dead_rows_do_not_make_texts_less_alike():
+    """Four live texts of one code: as many silent ones beside them change nothing."""
+    live = (torch.arange(40) < 4).float().expand(4, -1)
+    said = {}
+    for dead in (0, 4, 60):
+        diagnostics = Diagnostics(40)
+        diagnostics.update(torch.cat([live, torch.zeros(dead, 40)]))
+        said[dead] = _alike(diagnostics.report())
+    assert said == {dead: pytest.approx(1.0) for dead in said}
+    apart = Diagnostics(40)
+    apart.update(torch.cat([torch.eye(4, 40), torch.zeros(4, 40)]))
+    assert _alike(apart.report()) == pytest.approx(0.0, abs=1e-12)
+    one = Diagnostics(40)
+    one.update(torch.cat([live[:1], torch.zeros(4, 40)]))
+    assert _alike(one.report()) == 0.0  # there is no other
+
+
+def _alike_report(share):
+    """Of 32 texts with four active dimensions each."""
+    return {"texts": 32.0, "active_dimensions": 4.0, "index_flops": 4 * (31 * share + 1) / 32}
+
+
+def _flops(share, cosine=0.0):
+    return _gradients(cosine, info_nce=1 - share, document_flops=share)
+
+
+# The table of docs/diagnostics.md: symptom, what is silent, what is not, gradients of both.
+THRESHOLDS = [
+    ("texts fall silent", {"dead_rows": 0.0099}, {"dead_rows": 0.01}),
+    (
+        "texts have collapsed onto the same tokens",
+        _alike_report(0.49) | {"input_recall": 0.1},
+        _alike_report(0.51) | {"input_recall": 0.1},
+    ),
+    (
+        "texts have collapsed onto the same tokens",
+        _alike_report(0.9) | {"input_recall": 0.5},
+        _alike_report(0.9) | {"input_recall": 0.499},
+    ),
+    ("texts are not sparse", {"dense_rows": 0.499}, {"dense_rows": 0.5}),
+    (
+        "activations shrink instead of going out",
+        {"mean_activation": 0.01},
+        {"mean_activation": 0.0099},
+    ),
+    ("stopwords are on top", {"stopword_top": 0.3}, {"stopword_top": 0.301}),
+    ("content words are suppressed", {"semantic_ratio": 1.0}, {"semantic_ratio": 0.99}),
+    ("special tokens are on top", {"special_top": 0.1}, {"special_top": 0.101}),
+    ("tokens of other languages are active", {"foreign_share": 0.05}, {"foreign_share": 0.051}),
+    ("a text's own tokens go missing", {"input_recall": 0.5}, {"input_recall": 0.499}),
+    ("related words are not learned", {"other_side_recall": 0.3}, {"other_side_recall": 0.299}),
+]
+GRADIENT_THRESHOLDS = [
+    ("sparsity rules the training: collapse is near", {}, _flops(0.899), _flops(0.901)),
+    (
+        "sparsity rules the training: collapse is near",
+        {"dense_rows": 1.0},
+        _flops(0.989),
+        _flops(0.991),
+    ),
+    ("texts are not sparse", {"dense_rows": 1.0}, _flops(0.301), _flops(0.299)),
+    ("two terms fight", {}, _flops(0.4, -0.499), _flops(0.4, -0.501)),
+    ("two terms fight", {}, _flops(0.099, -0.8), _flops(0.101, -0.8)),
+    ("two terms fight", {}, _flops(0.901, -0.8), _flops(0.899, -0.8)),
+]
+
+
+@pytest.mark.parametrize(("symptom", "healthy", "ill"), THRESHOLDS)
+def test_a_symptom_begins_at_its_threshold(symptom, healthy, ill):
+    said = [[one.symptom for one in advise({**HEALTHY, **report})] for report in (healthy, ill)]
+    assert symptom not in said[0]
+    assert symptom in said[1]
+
+
+@pytest.mark.parametrize(("symptom", "report", "healthy", "ill"), GRADIENT_THRESHOLDS)
+def test_a_symptom_of_gradients_begins_at_its_threshold(symptom, report, healthy, ill):
+    report = {**HEALTHY, **report}
+    said = [[one.symptom for one in advise(report, each)] for each in (healthy, ill)]
+    assert symptom not in said[0]
+    assert symptom in said[1]
+
+
+@pytest.mark.parametrize("count", [7, 8])
+@pytest.mark.parametrize("swing", [0.24, 0.26])
+def test_oscillation_begins_at_eight_losses_and_a_quarter_of_the_level(count, swing):
+    losses = [1 + swing / 2 * (-1) ** n for n in range(count)]  # which move by `swing` at a time
+    found = advise(HEALTHY, losses=losses)
+    assert bool(found) == (count == 8 and swing > 0.25)
+
+
+@pytest.mark.parametrize(("straight", "oscillates"), [(2, False), (1, True)])
+def test_oscillation_turns_at_more_than_nine_steps_in_ten(straight, oscillates):
+    """Of twenty places to turn, the last ones are passed without: 18 are 90%, 19 are more."""
+    losses, step = [1.0], 0.5
+    for place in range(21):
+        losses.append(losses[-1] + step)
+        if place < 20 - straight:
+            step = -step
+    assert bool(advise(HEALTHY, losses=losses)) == oscillates
+
+
+@pytest.mark.parametrize("count", [7, 8])
+@pytest.mark.parametrize("error", [1.9, 2.1])
+def test_overfitting_begins_at_eight_losses_and_two_standard_errors(count, error):
+    """A rise of `error` standard errors over the second half, four losses."""
+    noise = [1.0, -3.0, 3.0, -1.0]  # without mean and slope; sum of squares 20
+    doubt = (20 / 2 / 5) ** 0.5  # of a slope: residuals over two, over the spread of 0 to 3
+    half = [10 + error * doubt * n + r for n, r in enumerate(noise)]
+    validation = ([10.0] * 4 + half)[8 - count :]
+    losses = [1 / (n + 1) for n in range(count)]
+    found = advise({}, losses=losses, validation_losses=validation)
+    assert ("overfitting" in [one.symptom for one in found]) == (count == 8 and error > 2)
 
 
 def test_two_that_fight():

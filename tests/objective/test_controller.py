@@ -227,6 +227,54 @@ def test_dead_rows_halve_the_weight_and_it_does_not_rise_until_they_are_gone():
     assert objective.weights["document_flops"] > before / 2
 
 
+def test_dead_rows_that_stay_keep_the_weight_from_rising():
+    """Halved once as they come, and not again; then held, though far too many are active."""
+    objective, controller = _controller(start=1.0, dead_share=0.05)
+    for _ in range(3):
+        controller.observe(_rows(900, rows=50))
+        controller.step()
+    assert objective.weights["document_flops"] > 1.0
+    weights = []
+    for _ in range(200):  # until they are what is usual, and longer
+        controller.observe(_rows(900, dead=10, rows=50))
+        controller.step()
+        weights.append(objective.weights["document_flops"])
+    assert weights[0] > 0.5
+    assert weights == [weights[0]] * 200
+    for _ in range(2):  # no more than at first: it goes on
+        controller.observe(_rows(900, dead=1, rows=50))
+        controller.step()
+    assert objective.weights["document_flops"] > weights[0]
+
+
+def test_dead_rows_by_chance_are_no_alarm():
+    """Of 200 rows 20 are dead: 5% and two standard deviations (4.2%) more are 38.5 rows."""
+    _, controller = _controller(dead_share=0.05, window=1000.0)
+    for _ in range(3):
+        controller.observe(_rows(900, dead=20, rows=200))
+        controller.step()
+    for dead, is_alarm in ((38, False), (39, True)):
+        controller.observe(_rows(900, dead=dead, rows=200))
+        controller.step()
+        assert controller.report()["status"].startswith("backing off: rows") == is_alarm
+
+
+@pytest.mark.parametrize(("ratio", "believed"), [(1.4, False), (1.6, True)])
+def test_a_fall_is_believed_from_one_and_a_half_times_on(ratio, believed):
+    """One look below an average that has not followed: from then on it is `1.5` times the look."""
+    objective, controller = _controller(target_active=100, window=1000.0, horizon=0.0, start=1.0)
+    controller.observe(_rows(150))
+    controller.step()
+    before = objective.weights["document_flops"]
+    look = round(150 / ratio)
+    controller.observe(_rows(look))
+    controller.step()
+    pull = math.log(objective.weights["document_flops"] / before) / controller.gain
+    expected = math.log(1.5 * look / 100) if believed else math.log(150 / 100)
+    assert pull == pytest.approx(expected, abs=1e-3)
+    assert controller.report()["active"] == pytest.approx(150, rel=1e-3)
+
+
 def test_when_all_rows_are_dead_it_names_the_checkpoint():
     objective, controller = _controller(window=3)
     controller.observe(_rows(900))
