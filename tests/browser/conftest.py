@@ -66,17 +66,8 @@ def page(chromium):
     context.close()
 
 
-SIZES = {"desktop": {"width": 1280, "height": 900}, "phone": {"width": 390, "height": 844}}
-LOOKS = [(size, palette) for size in SIZES for palette in ("light", "dark")]
-
-
 def pytest_generate_tests(metafunc):
-    """Every page, and where asked every look of it; sources of tests are alike: half the looks."""
-    if "where" not in metafunc.fixturenames:
-        return
-    site = Path(metafunc.config.getoption("--site"))
-    pages = sorted(p.relative_to(site).parent.as_posix() for p in site.rglob("index.html"))
-    if "look" not in metafunc.fixturenames:
-        return metafunc.parametrize("where", pages)
-    seen = [(page, x) for page in pages for x in LOOKS[:: 3 if page.startswith("tests/") else 1]]
-    metafunc.parametrize(("where", "look"), seen, ids=str)
+    if "where" in metafunc.fixturenames:
+        site = Path(metafunc.config.getoption("--site"))
+        pages = sorted(p.relative_to(site).parent.as_posix() for p in site.rglob("index.html"))
+        metafunc.parametrize("where", pages)
