@@ -74,8 +74,9 @@ def _as_torchrun_would(
         "GLOO_SOCKET_IFNAME": "lo",
     }
     function(rank, *args)
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # Lightning ends what it began
+        dist.barrier()
+        dist.destroy_process_group()
     _leave()
 
 

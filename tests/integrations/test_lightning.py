@@ -9,6 +9,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DistributedSampler
 
 from sparse_losses.functional import cached_backward
+from tests.distributed.ranks import as_torchrun_would
 from tests.integrations import setting
 
 works_with = pytest.mark.works_with
@@ -191,7 +192,7 @@ def on_one_of_several(rank, folder, processes=2):
 @pytest.fixture(scope="module")
 def by_two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    setting.in_processes(on_one_of_several, folder)
+    as_torchrun_would(on_one_of_several, folder)
     return folder
 
 
