@@ -8,6 +8,18 @@ from tests.distributed import recipe
 from tests.distributed.test_recipe import torchrun
 
 
+def run_again(ranks, file):
+    """Runs a script, anew where PyTorch's threads aborted a process that had done its work.
+
+    Seen about once in a dozen full runs, at the interpreter's end, after all was printed.
+    """
+    for _ in range(3):
+        run = torchrun(ranks, file)
+        if "terminate called without an active exception" not in run.stderr:
+            break
+    return run
+
+
 @pytest.mark.works_with("PyTorch", "fp32", "devices")
 def test_the_loop_of_the_page_prints_the_same_on_one_rank_and_on_two(tmp_path):
     page = recipe.SCRIPT.parents[1] / "docs" / "distributed.md"
@@ -15,7 +27,7 @@ def test_the_loop_of_the_page_prints_the_same_on_one_rank_and_on_two(tmp_path):
     (block,) = [block for block in blocks if "init_process_group" in block]
     file = tmp_path / "loop.py"
     file.write_text(block, encoding="utf-8")
-    runs = [torchrun(ranks, file) for ranks in (1, 2)]
+    runs = [run_again(ranks, file) for ranks in (1, 2)]
     assert [run.returncode for run in runs] == [0, 0], runs[-1].stderr
     one, two = ([float(line) for line in run.stdout.split()] for run in runs)
     assert len(one) == 3
