@@ -11,7 +11,7 @@ from tests.distributed.test_recipe import torchrun
 def run_again(ranks, file):
     """Runs a script, anew where PyTorch's threads aborted a process that had done its work.
 
-    Seen about once in a dozen full runs, at the interpreter's end, after all was printed.
+    Seen at the interpreter's end, after all was printed.
     """
     for _ in range(3):
         run = torchrun(ranks, file)
