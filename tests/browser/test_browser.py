@@ -25,7 +25,7 @@ WIDER = """() => [...document.querySelectorAll("body *")].filter((e) => {
 READY = """() => document.fonts.status === "loaded" &&
   [...document.querySelectorAll(".plot[data-plot]")].every((e) => e.plots)"""
 SLIDERS = "name => import(`/assets/javascripts/plots/${name}.js`).then((m) => m.sliders)"
-SHOWN = "e => e.parentElement.querySelector('output').textContent"
+SHOWN = "e => Number(e.parentElement.querySelector('output').textContent)"
 MOVE = "(e, to) => { e.value = e[to] ?? to; e.dispatchEvent(new Event('input')) }"
 DATA = "e => JSON.stringify(Object.values(e.plots).map(p => p.data))"
 UNSEEN_PICTURES = """() => Promise.all(
@@ -86,12 +86,11 @@ def test_sliders_begin_and_end_where_they_say(page, address, folder, where):
     for plot in page.query_selector_all(".plot[data-plot]"):
         declared = page.evaluate(SLIDERS, plot.get_attribute("data-plot"))
         for slider in plot.query_selector_all("input[type=range]"):
-            shown = lambda slider=slider: float(slider.evaluate(SHOWN))  # noqa: E731
             expected = declared[slider.get_attribute("name")]
-            assert shown() == pytest.approx(expected["value"], rel=5e-3)
+            assert slider.evaluate(SHOWN) == pytest.approx(expected["value"], rel=5e-3)
             for end in ("min", "max"):
                 slider.evaluate(MOVE, end)
-                assert shown() == pytest.approx(expected[end], rel=5e-3)
+                assert slider.evaluate(SHOWN) == pytest.approx(expected[end], rel=5e-3)
 
 
 def test_without_scripts_the_picture_stays(chromium, address):
