@@ -1,10 +1,17 @@
 """Every Python block of the README and the docs runs as a test."""
 
 import importlib.util
+import os
 from pathlib import Path
 
+import pytest
+import torch
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+# Without a GPU the kernels run in Triton's interpreter, which is chosen when they are defined.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],
@@ -21,11 +28,24 @@ collect_ignore = (
         "tests/lightning_ir",
     ]
 )
+if importlib.util.find_spec("triton") is None:  # only Linux has it
+    collect_ignore += ["tests/kernels", "sparse_losses/kernels"]
 
 
 def pytest_addoption(parser):
-    """Where the built site is."""
+    """Where the built site is, and whether kernels take the place of PyTorch's operations."""
     parser.addoption("--site", help="test the built site in this folder, in a browser")
+    parser.addoption(
+        "--impl",
+        choices=["triton"],
+        help='let impl="auto" take the kernel wherever it can run: any test is then one of it',
+    )
+
+
+@pytest.fixture(autouse=True)
+def _kernels_first(request, monkeypatch):
+    if request.config.getoption("--impl"):
+        monkeypatch.setattr("sparse_losses.kernels.is_ahead", lambda *_: True)
 
 
 def pytest_ignore_collect(collection_path, config):

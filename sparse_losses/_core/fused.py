@@ -32,26 +32,38 @@ def can_fuse(*tensors: Tensor | None, elements: int | None = None) -> bool:
     )
 
 
-def fuse(plain: Callable[..., Tensor], fused: Fused, *tensors: Tensor | None) -> Tensor:
+def fuse(
+    plain: Callable[..., Tensor],
+    fused: Fused,
+    *tensors: Tensor | None,
+    scale_: Callable[[Tensor | None, Tensor], Tensor | None] | None = None,
+) -> Tensor:
     """``plain(*tensors)``, computed by ``fused``; where a graph of the gradient is wanted, plainly.
 
     ``fused(needs, *tensors)`` gives the value, 0-d or one a row, and the gradient for every tensor
     that ``needs`` one (those of row values belong to the tensor's own rows). It runs without a
-    graph, and its gradients are scaled in place: they must be its own.
+    graph, and its gradients are scaled in place, by ``scale_``: they must be its own. Compiled, it
+    runs with a graph, as an operator that brings its own derivative.
     """
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in tensors]
-    if not any(needs):
+    if not any(needs) or torch.compiler.is_compiling():
         return fused(needs, *tensors)[0]
-    value: Tensor = _Fused.apply(plain, fused, *tensors)  # type: ignore[no-untyped-call]
+    value: Tensor = _Fused.apply(  # type: ignore[no-untyped-call]
+        plain, fused, scale_ or _scale_, *tensors
+    )
     return value
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, plain: Callable[..., Tensor], fused: Fused, *tensors: Tensor | None
+        ctx: Any,
+        plain: Callable[..., Tensor],
+        fused: Fused,
+        scale_: Callable[[Tensor | None, Tensor], Tensor | None],
+        *tensors: Tensor | None,
     ) -> Tensor:
-        ctx.plain, ctx.fused, ctx.needs = plain, fused, ctx.needs_input_grad[2:]
+        ctx.plain, ctx.fused, ctx.scale_, ctx.needs = plain, fused, scale_, ctx.needs_input_grad[3:]
         ctx.save_for_backward(*tensors)
         value, ctx.gradients = fused(ctx.needs, *tensors)
         return value
@@ -71,13 +83,13 @@ class _Fused(torch.autograd.Function):
                         value, wanted, upstream_gradient, create_graph=True, allow_unused=True
                     )
                 )
-                return None, None, *(next(found) if need else None for need in ctx.needs)
+                return None, None, None, *(next(found) if need else None for need in ctx.needs)
             # Given away below, so that a leaf keeps the buffer itself; a second backward computes
             # them again, to the same bits.
             gradients, ctx.gradients = ctx.gradients, None
             if gradients is None:
                 _, gradients = ctx.fused(ctx.needs, *ctx.saved_tensors)
-            return None, None, *(_scale_(g, upstream_gradient) for g in gradients)
+            return None, None, None, *(ctx.scale_(g, upstream_gradient) for g in gradients)
 
 
 def is_batched(upstream: Tensor) -> bool:

@@ -1,0 +1,27 @@
+"""What the kernels share: products, comparisons and launches."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["INTERPRETED", "dot", "next_power_of_2", "on_device"]
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+next_power_of_2 = triton.next_power_of_2
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Where kernels are launched: Triton takes the current device, whatever the tensors' is."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+@triton.jit
+def dot(a, b, acc):
+    """``acc + a @ b``, summed in fp32: half precision as it is, fp32 without TF32's rounding."""
+    if INTERPRETED:  # its product of bf16 numbers is wrong
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")

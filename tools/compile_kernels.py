@@ -1,0 +1,165 @@
+"""Compiles every kernel for a GPU that need not be there, and says what came out.
+
+    python -m tools.compile_kernels [--capability 90] [OPERATION ...]
+
+The operations run on the CPU through their public functions, with the settings that a GPU would
+get; a launch compiles its kernel down to machine code instead. What a compiler can say without a
+GPU is said: registers, spilled bytes, shared memory, whether matrix products reach the tensor
+cores. Times it cannot know.
+"""
+
+import argparse
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+OPERATIONS = sorted(
+    path.stem
+    for path in (ROOT / "sparse_losses" / "kernels").glob("*.py")
+    if not path.stem.startswith("_")
+)
+# Shared memory that one block of threads may have, in bytes.
+LARGEST = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel, compiled."""
+
+    operation: str
+    kernel: str
+    signature: str
+    registers: int
+    stack: int  # bytes of registers spilled, and of arrays that none hold
+    shared: int
+    warps: int
+    wgmma: int
+    mma: int
+
+
+class _Driver:
+    """Stands for a GPU that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> object:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def map_python_to_cpp_type(self, name: str) -> str:
+        return name
+
+    def is_active(self) -> bool:
+        return True
+
+
+def compile_all(operations: list[str], capability: int) -> list[Compiled]:
+    """Every kernel that the samples launch, each signature once."""
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    import torch
+    import triton
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    import sparse_losses.kernels
+
+    driver.set_active(_Driver(capability))
+    sparse_losses.kernels._runs_on = lambda device: True  # what this tool is there to pretend
+    found: dict[tuple[str, str, str], Compiled] = {}
+    current = ""
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **options):
+        options.pop("warmup", None)
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        named = list(zip(self.arg_names, args, strict=False)) + list(options.items())
+        signature = ", ".join(
+            f"{name}:{str(value.dtype).removeprefix('torch.')}"
+            if isinstance(value, torch.Tensor)
+            else f"{name}={value}"
+            for name, value in named
+            if isinstance(value, torch.Tensor) or name.isupper() or name == "num_warps"
+        )
+        key = current, self.__name__, signature
+        if key not in found:
+            found[key] = _read(current, self.__name__, signature, kernel)
+        return kernel
+
+    JITFunction.run = compile_only
+    assert triton.__version__
+    for current in operations:
+        sample = importlib.import_module(f"tests.kernels.test_{current}").sample
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            sample(dtype)
+    return list(found.values())
+
+
+def _read(operation: str, name: str, signature: str, kernel) -> Compiled:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        words = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
+    ptx = kernel.asm["ptx"]
+    return Compiled(
+        operation,
+        name,
+        signature,
+        int(usage["REG"]),
+        int(usage["STACK"]) + int(usage["LOCAL"]),
+        kernel.metadata.shared,
+        kernel.metadata.num_warps,
+        ptx.count("wgmma.mma_async"),
+        len(re.findall(r"\bmma\.sync", ptx)),
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a line a kernel; 1 if one spills or needs more shared memory than there is."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("operations", nargs="*", default=[], metavar="OPERATION")
+    parser.add_argument("--capability", type=int, choices=list(LARGEST), default=90)
+    parser.add_argument("--signatures", action="store_true", help="also with what they were called")
+    args = parser.parse_args(arguments)
+    if unknown := set(args.operations) - set(OPERATIONS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(OPERATIONS)}")
+    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+    kernels = compile_all(args.operations or OPERATIONS, args.capability)
+    print(f"{'operation':16}{'kernel':24}{'warps':>6}{'registers':>10}{'spilled':>8}{'shared':>8}")
+    bad = 0
+    for kernel in kernels:
+        is_bad = kernel.stack > 0 or kernel.shared > LARGEST[args.capability]
+        bad += is_bad
+        print(
+            f"{kernel.operation:16}{kernel.kernel:24}{kernel.warps:6}{kernel.registers:10}"
+            f"{kernel.stack:8}{kernel.shared:8}"
+            + (f"  wgmma {kernel.wgmma}" if kernel.wgmma else "")
+            + (f"  mma {kernel.mma}" if kernel.mma else "")
+            + ("  TOO MUCH" if is_bad else "")
+        )
+        if args.signatures:
+            print(f"    {kernel.signature}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
