@@ -52,16 +52,20 @@ def test_what_is_missing_is_said(monkeypatch):
         return kernels.uses_triton("head", "triton", *tensors, elements=1, **options)
 
     assert choose(x)
-    with pytest.raises(ValueError, match=r"expected fp32, fp16 or bf16 tensors, got torch.float64"):
+    with pytest.raises(
+        ValueError, match=r"expected fp32, fp16 or bf16 tensors, got torch\.float64"
+    ):
         choose(x, None, x.double())
-    with pytest.raises(ValueError, match="expected dense tensors, got torch.sparse_csr"):
+    with pytest.raises(ValueError, match=r"expected dense tensors, got torch\.sparse_csr"):
         choose(torch.eye(3).to_sparse_csr())
     with pytest.raises(ValueError, match='expected a warm day with impl="triton"'):
         choose(x, needs={"a cold day": True, "a warm day": False})
-    with pytest.raises(ValueError, match="expected no torch.func transform"):
+    with pytest.raises(ValueError, match=r"expected no torch\.func transform"):
         torch.func.vmap(lambda row: row * choose(row))(torch.zeros(2, 2))
     monkeypatch.setattr(kernels, "_IS_INTERPRETED", False)
-    with pytest.raises(ValueError, match=r"NVIDIA GPU of compute capability 8.0 or newer, got cpu"):
+    with pytest.raises(
+        ValueError, match=r"NVIDIA GPU of compute capability 8\.0 or newer, got cpu"
+    ):
         choose(x)
     monkeypatch.setattr(kernels, "_IS_INSTALLED", False)
     with pytest.raises(ValueError, match=r"pip install sparse-losses\[kernels\]"):
