@@ -52,9 +52,7 @@ def test_what_is_missing_is_said(monkeypatch):
         return kernels.uses_triton("head", "triton", *tensors, elements=1, **options)
 
     assert choose(x)
-    with pytest.raises(
-        ValueError, match=r"expected fp32, fp16 or bf16 tensors, got torch\.float64"
-    ):
+    with pytest.raises(ValueError, match=r"fp32, fp16 or bf16 tensors, got torch\.float64"):
         choose(x, None, x.double())
     with pytest.raises(ValueError, match=r"expected dense tensors, got torch\.sparse_csr"):
         choose(torch.eye(3).to_sparse_csr())
@@ -63,9 +61,7 @@ def test_what_is_missing_is_said(monkeypatch):
     with pytest.raises(ValueError, match=r"expected no torch\.func transform"):
         torch.func.vmap(lambda row: row * choose(row))(torch.zeros(2, 2))
     monkeypatch.setattr(kernels, "_IS_INTERPRETED", False)
-    with pytest.raises(
-        ValueError, match=r"NVIDIA GPU of compute capability 8\.0 or newer, got cpu"
-    ):
+    with pytest.raises(ValueError, match=r"compute capability 8\.0 or newer, got cpu"):
         choose(x)
     monkeypatch.setattr(kernels, "_IS_INSTALLED", False)
     with pytest.raises(ValueError, match=r"pip install sparse-losses\[kernels\]"):
@@ -108,13 +104,17 @@ def test_scaling_by_one_leaves_even_a_nan_alone():
 
 @torch.library.custom_op("sparse_losses_tests::twice_the_sum", mutates_args=())
 def _twice(x: torch.Tensor, y: torch.Tensor, needs: list[bool], power: int) -> list[torch.Tensor]:
-    gradients = [torch.full_like(t, 2.0) if n else t.new_empty(0) for t, n in zip((x, y), needs)]
+    gradients = [
+        torch.full_like(t, 2.0) if n else t.new_empty(0) for t, n in zip((x, y), needs, strict=True)
+    ]
     return [2 * (x.sum() + y.sum()) * power, *gradients]
 
 
 @_twice.register_fake
 def _(x, y, needs, power):
-    sized = [torch.empty_like(t) if n else t.new_empty(0) for t, n in zip((x, y), needs)]
+    sized = [
+        torch.empty_like(t) if n else t.new_empty(0) for t, n in zip((x, y), needs, strict=True)
+    ]
     return [x.new_empty(()), *sized]
 
 
