@@ -10,23 +10,28 @@ active, only the device knows.
 from typing import Any
 
 import torch
+import torch.nn.functional as nnf
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sparse_losses.kernels import _language
 from sparse_losses.kernels._language import dot, next_power_of_2, on_device
 
 __all__ = ["backward", "forward"]
 
-# Forward. Vocabulary by tokens by hidden: the scores of a tile, in registers; the vocabulary comes
-# first, since a maximum over the second dimension stays within a thread but for two steps.
-VOCABULARY, TOKENS, HIDDEN = 256, 128, 64
-FULL_PRECISION = 64, 64, 32  # fp32 operands are multiplied outside the tensor cores
-WARPS, STAGES = 8, 3
+# Forward: vocabulary by tokens by hidden, warps and stages. The scores of a tile stay in registers;
+# the vocabulary comes first, since a maximum over the second dimension stays within a thread but
+# for two steps.
+LARGE = 256, 128, 64, 8, 4  # takes 197 KB of shared memory: Hopper and its successors have it
+SMALL = 128, 128, 64, 8, 3
+FULL_PRECISION = 64, 64, 32, 8, 3  # fp32 operands are multiplied outside the tensor cores
 PROGRAMS = 1024  # from which on all multiprocessors are busy to the end
 # Backward.
 CHUNK = 2048  # columns of a row that one program lists
 ENTRIES, WIDTH, POSITIONS = 64, 128, 128  # of the one-hot product: entries by hidden, and its rows
+FULL_PRECISION_WIDTH, WARPS = 64, 8
 OWN_ROWS, OWN_WIDTH, TEXTS = 16, 256, 32  # of the weight's gradient, and texts looked at together
 MOST_SPLITS = 8
 
@@ -72,39 +77,26 @@ def _maxima(
     first_text = tl.program_id(0) * texts_each
     begin = tl.load(offset + first_text)
     end = tl.load(offset + tl.minimum(first_text + texts_each, num_texts))
-    first_column = tl.program_id(1).to(tl.int64) * VOCABULARY
-    step = tl.arange(0, VOCABULARY)
-    column = first_column + step
+    first_column = tl.program_id(1) * VOCABULARY
+    column = first_column + tl.arange(0, VOCABULARY).to(tl.int64)
     exists = column < vocab_size
-    rows = weight + first_column * width
     best = tl.full([VOCABULARY], float("-inf"), tl.float32)
     at = tl.zeros([VOCABULARY], tl.int32)
     text = first_text
     for start in range(begin, end, TOKENS):
         stop = tl.minimum(start + TOKENS, end)
         token = start + tl.arange(0, TOKENS)
-        states = packed + (token.to(tl.int64) * width)[:, None]
         scores = tl.zeros([VOCABULARY, TOKENS], tl.float32)
         for first in range(0, width, HIDDEN):
-            h = first + tl.arange(0, HIDDEN)
-            w = tl.load(
-                rows + step[:, None] * width + h[None, :],
-                mask=exists[:, None] & (h < width)[None, :],
-                other=0.0,
-            )
-            x = tl.load(
-                states + h[None, :],
-                mask=(token < stop)[:, None] & (h < width)[None, :],
-                other=0.0,
-            )
-            scores = dot(w, tl.trans(x), scores)
+            # Beyond the edges lie zeros; tokens of the next group are masked below.
+            w = weight.load([first_column, first])
+            scores = dot(w, packed.load([start, first]).T, scores)
         last = tl.load(text_of + stop - 1)
         for each in range(text, last + 1):
             low, high = tl.load(offset + each), tl.load(offset + each + 1)
             here = ((token >= low) & (token < high))[None, :]
-            of_text = tl.where(here, scores, float("-inf"))
-            largest = tl.reduce(of_text, 1, _larger)
-            hit = here & ((of_text == largest[:, None]) | (of_text != of_text))
+            largest = tl.reduce(tl.where(here, scores, float("-inf")), 1, _larger)
+            hit = here & ((scores == largest[:, None]) | (scores != scores))
             where = tl.min(tl.where(hit, token[None, :], 2147483647), 1)
             better = (largest > best) | ((largest != largest) & (best == best))
             at = tl.where(better, where, at)
@@ -423,17 +415,18 @@ def forward(
     packed = hidden.flatten(0, 1).to(weight.dtype).index_select(0, token)
     offset = torch.zeros(batch + 1, dtype=torch.int32, device=device)
     torch.cumsum(attended.sum(1), 0, dtype=torch.int32, out=offset[1:])
-    is_full = weight.dtype == torch.float32
-    rows, tokens, inner = FULL_PRECISION if is_full else (VOCABULARY, TOKENS, HIDDEN)
+    is_large = _language.shared_memory(hidden.device) >= 200 << 10
+    rows, tokens, inner, warps, stages = (
+        FULL_PRECISION if weight.dtype == torch.float32 else LARGE if is_large else SMALL
+    )
     tiles = triton.cdiv(vocab_size, rows)
     texts_each = triton.cdiv(batch, min(batch, triton.cdiv(PROGRAMS, tiles)))
-    weight = weight.contiguous()
     with on_device(hidden):
         _maxima[(triton.cdiv(batch, texts_each), tiles)](
-            packed,
-            weight,
-            weight if bias is None else bias.contiguous(),
-            weight if gate is None else gate.contiguous(),
+            _described(packed, tokens, inner),
+            _described(weight, rows, inner),
+            token if bias is None else bias.contiguous(),
+            token if gate is None else gate.contiguous(),
             (token // length).to(torch.int32),
             offset,
             (token % length).to(torch.int32),
@@ -448,10 +441,16 @@ def forward(
             VOCABULARY=rows,
             TOKENS=tokens,
             HIDDEN=inner,
-            num_warps=WARPS,
-            num_stages=STAGES,
+            num_warps=warps,
+            num_stages=stages,
         )
     return result
+
+
+def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A matrix as the copy engine takes it: rows at multiples of 16 bytes."""
+    x = nnf.pad(x, (0, -x.shape[1] % 8)) if x.shape[1] % 8 else x.contiguous()
+    return TensorDescriptor.from_tensor(x, [rows, columns])
 
 
 def _empty_results(
@@ -522,7 +521,8 @@ def backward(
                 *arguments, ends - counts, columns, vocab_size, **flags, COUNT=False, CHUNK=CHUNK
             )
             positions = min(POSITIONS, max(next_power_of_2(length), 16))
-            grid = batch * triton.cdiv(length, positions), triton.cdiv(width, WIDTH)
+            columns_each = FULL_PRECISION_WIDTH if weight.dtype == torch.float32 else WIDTH
+            grid = batch * triton.cdiv(length, positions), triton.cdiv(width, columns_each)
             splits = min(MOST_SPLITS, triton.cdiv(PROGRAMS, grid[0] * grid[1]))
             parts = found[0] if splits == 1 else hidden.new_empty(splits, *hidden.shape).float()
             _of_hidden[(*grid, splits)](
@@ -539,7 +539,7 @@ def backward(
                 **flags,
                 SPLITS=splits,
                 ENTRIES=ENTRIES,
-                WIDTH=WIDTH,
+                WIDTH=columns_each,
                 POSITIONS=positions,
                 num_warps=WARPS,
             )
