@@ -450,6 +450,7 @@ def forward(
 def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A matrix as the copy engine takes it: rows at multiples of 16 bytes."""
     x = nnf.pad(x, (0, -x.shape[1] % 8)) if x.shape[1] % 8 else x.contiguous()
+    x = x.clone() if x.data_ptr() % 16 else x
     return TensorDescriptor.from_tensor(x, [rows, columns])
 
 
@@ -524,7 +525,9 @@ def backward(
             columns_each = FULL_PRECISION_WIDTH if weight.dtype == torch.float32 else WIDTH
             grid = batch * triton.cdiv(length, positions), triton.cdiv(width, columns_each)
             splits = min(MOST_SPLITS, triton.cdiv(PROGRAMS, grid[0] * grid[1]))
-            parts = found[0] if splits == 1 else hidden.new_empty(splits, *hidden.shape).float()
+            parts = found[0]
+            if splits > 1:
+                parts = hidden.new_empty(splits, *hidden.shape, dtype=torch.float32)
             _of_hidden[(*grid, splits)](
                 weight,
                 position,

@@ -223,6 +223,15 @@ def test_strides_and_expanded_gradients(tiles):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("width", [1, 7, 8])
+def test_rows_that_no_copy_engine_takes(width):
+    """It wants 16 bytes; a weight may begin anywhere, and have any width."""
+    weight = torch.randn(5 * width + 1)[1:].view(5, width)
+    hidden = torch.randn(2, 3, width)
+    wanted = splade_head(hidden, weight, impl="torch")
+    torch.testing.assert_close(splade_head(hidden, weight, impl="triton"), wanted)
+
+
 def test_the_flops_gradient_of_one_row_is_read_as_one_row():
     """Its gradient is expanded, which no kernel needs written out."""
     seen = []
