@@ -17,10 +17,11 @@ from sparse_losses.kernels._operators import only, with_gradients
 
 __all__ = ["fused", "value_and_gradients"]
 
-MOST_COLUMNS = 8192  # of a row in registers; wider ones are read in pieces, several times
+MOST_COLUMNS = 4096  # of a row in registers; wider ones are read in pieces, from the cache again
+PIECE, PIECE_WARPS = 2048, 8  # of a wider one
 TILE = 2048  # elements of a tile of several short rows
 PER_WARP = 512  # elements: 16 a thread, in four arrays that live at once
-MOST_WARPS = 16
+REGISTERS = 128  # a thread: two programs of the widest tile run beside each other
 PROGRAMS = 1024  # that look whether the gradient is to be written again
 JOINED = 1024  # partial results that are put together at once
 
@@ -171,8 +172,6 @@ def _statistics(
     count, high_s, high_t = _largest(
         student, teacher, mask, row, num_rows, num_columns, None, COLUMNS, IS_WHOLE
     )
-    tl.store(to, count)
-    tl.store(to + tiles, _sum((of_rows > 0).to(tl.float32), None))
     if HAS_MOMENTS:
         mean_s, mean_t, squares_s, squares_t, products = _moments(
             student,
@@ -195,6 +194,8 @@ def _statistics(
         tl.store(to + 6 * tiles, mean_t)
         tl.store(to + 7 * tiles, squares_t)
         tl.store(to + 8 * tiles, products)
+    tl.store(to, count)
+    tl.store(to + tiles, _sum((of_rows > 0).to(tl.float32), None))
 
 
 @triton.jit
@@ -483,22 +484,25 @@ def value_and_gradients(
     student, teacher = student.contiguous(), teacher.contiguous()
     mask = None if mask is None else mask.contiguous()
     num_rows, num_columns = student.shape
-    columns = min(next_power_of_2(num_columns), MOST_COLUMNS)
+    is_whole = num_columns <= MOST_COLUMNS
+    columns = next_power_of_2(num_columns) if is_whole else PIECE
     rows = max(TILE // columns, 1)
     tiles = triton.cdiv(num_rows, rows)
     scores = (student, teacher, mask)
     has_kl, has_mse = alpha_kl > 0, alpha_mse > 0
+    is_learned = temperature is not None and needs[1]
     launch = {
         "ROWS": rows,
         "COLUMNS": columns,
-        "IS_WHOLE": num_columns <= columns,
-        "num_warps": min(max(rows * columns // PER_WARP, 1), MOST_WARPS),
+        "IS_WHOLE": is_whole,
+        "num_warps": max(rows * columns // PER_WARP, 1) if is_whole else PIECE_WARPS,
         "num_stages": 1,
+        # What else a mask and a learned temperature keep would not fit.
+        "maxnreg": REGISTERS if mask is None and not is_learned else None,
     }
     terms = {"HAS_KL": has_kl, "HAS_MSE": has_mse}
     value = student.new_empty((), dtype=torch.float32)
     gradient = torch.empty_like(student) if needs[0] else None
-    is_learned = temperature is not None and needs[1]
     by_temperature = torch.empty_like(value) if is_learned else None
     matrix = value.new_empty(SLOTS)
     sums = value.new_empty(5, tiles)
@@ -600,6 +604,10 @@ def fused(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Value and gradients of the loss, for ``_core.fused.fuse``."""
     of_student, _, of_temperature = needs
+    if temperature is None and torch.compiler.is_compiling():
+        # An operator's number is a constant of the graph, which a schedule would compile anew.
+        temperature = student.new_full((), number, dtype=torch.float32)
+        number = 1.0
     value, *found = value_and_gradients(
         student,
         temperature,
