@@ -357,9 +357,7 @@ def _distil(
                     COLUMNS,
                     IS_WHOLE,
                 )
-                to_s, to_t, along = _to_z(
-                    count, mean_s, mean_t, squares_s, squares_t, products, 3
-                )
+                to_s, to_t, along = _to_z(count, mean_s, mean_t, squares_s, squares_t, products, 3)
             else:
                 mean_s = tl.load(matrix + STUDENT + 1) - (high_s - tl.load(matrix + STUDENT))
                 mean_t = tl.load(matrix + TEACHER + 1) - (high_t - tl.load(matrix + TEACHER))
