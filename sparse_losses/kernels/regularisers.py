@@ -17,13 +17,11 @@ from torch import Tensor
 from sparse_losses.kernels._language import INTERPRETED, next_power_of_2, on_device
 from sparse_losses.kernels._operators import only, with_gradients
 
-__all__ = ["LARGEST_TOP_K", "LARGEST_VOCABULARY", "regularisers"]
+__all__ = ["regularisers"]
 
 COLUMNS = 32  # of a program: as many as bits in a word of the targets; 128 bytes of fp32
 ROWS = 128  # of a program at a time; it reads them twice, the second time from a cache
 WARPS = 8  # 16 numbers a thread
-LARGEST_TOP_K = 32
-LARGEST_VOCABULARY = 1 << 19  # its maxima, 16,384 a row, are held in registers
 
 # log(1 + e) / e for e in [0, 1], to 3e-8 of itself: one multiply-add a coefficient.
 LOG1P = tl.constexpr(
@@ -613,7 +611,7 @@ def regularisers(
     attended: Tensor | None = None,
     ignored: Tensor | None = None,
     balanced: bool = False,
-) -> tuple[Tensor, list[Tensor | None], Tensor]:
+) -> tuple[Tensor, list[Tensor | None], Sequence[Tensor]]:
     """The weighted sum of up to four terms, its gradients by ``x`` and ``factors``, and the terms.
 
     The terms ``[4]`` are FLOPS, minimum activation, language penalty and self-reconstruction. The
@@ -642,4 +640,4 @@ def regularisers(
     )
     # Gradients are scaled in place: those by the factors are not the terms themselves.
     of_factors = terms.detach().clone() if needs[1] else terms
-    return total, only(needs, [*gradients, of_factors]), terms.detach()
+    return total, only(needs, [*gradients, of_factors]), terms.detach().unbind()
