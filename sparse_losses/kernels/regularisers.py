@@ -20,8 +20,9 @@ from sparse_losses.kernels._operators import only, with_gradients
 __all__ = ["regularisers"]
 
 COLUMNS = 32  # of a program: as many as bits in a word of the targets; 128 bytes of fp32
-ROWS = 128  # of a program at a time; it reads them twice, the second time from a cache
-WARPS = 8  # 16 numbers a thread
+ROWS = 64  # of a program at a time; it reads all twice, the second time from a cache
+WARPS = 8  # 8 numbers a thread: at 64 to 80 registers three or four programs share an SM
+WIDE = 1 << 31  # numbers from which their positions take 64 bits
 
 # log(1 + e) / e for e in [0, 1], to 3e-8 of itself: one multiply-add a coefficient.
 LOG1P = tl.constexpr(
@@ -136,9 +137,7 @@ def _columns(
     maxima_pointer,
     sums_pointer,
     B,
-    V,
-    x_stride,
-    gradient_stride,
+    stride,
     flops_weight,
     price_weight,
     reconstruction_weight,
@@ -168,8 +167,9 @@ def _columns(
         flops_weight *= tl.load(factors_pointer)
         price_weight *= tl.load(factors_pointer + 2)
         reconstruction_weight *= tl.load(factors_pointer + 3)
+    V = stride * ALIGNED  # told so: a row starts at such a multiple
     column = block * COLUMNS + tl.arange(0, COLUMNS)
-    in_v = column < gradient_stride * ALIGNED  # V, with its alignment told
+    in_v = column < V
     constant = tl.zeros([COLUMNS], tl.float32)  # a column's part of the gradient ...
     slope = tl.zeros([COLUMNS], tl.float32)  # ... and what it has beside for every x
     hidden = tl.zeros([COLUMNS], tl.int1)
@@ -183,7 +183,7 @@ def _columns(
             inside = (row < B)[:, None] & in_v[None, :]
             if WIDE:
                 row = row.to(tl.int64)
-            at = x_pointer + row[:, None] * (x_stride * ALIGNED) + column[None, :]
+            at = x_pointer + row[:, None] * V + column[None, :]
             x = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
             totals += x
             if UNBIASED:
@@ -214,7 +214,9 @@ def _columns(
     if GRADIENT or MAXIMA or RECONSTRUCTS:
         if IGNORES:
             ignored = tl.load(ignored_pointer + column, mask=in_v, other=1) != 0
-        reconstruction = tl.zeros([ROWS, COLUMNS], tl.float32)
+        if RECONSTRUCTS:
+            share = tl.load(shares_pointer)  # of every token of every text, unless BALANCED
+            reconstruction = tl.zeros([ROWS, COLUMNS], tl.float32)
         for first in range(0, B, ROWS):
             row = first + tl.arange(0, ROWS)
             in_b = row < B
@@ -222,12 +224,13 @@ def _columns(
             wide = row
             if WIDE:
                 wide = row.to(tl.int64)
+            at = wide[:, None] * V + column[None, :]
             gradient = tl.zeros([ROWS, COLUMNS], tl.float32) + constant[None, :]
             if (FLOPS and UNBIASED) or MAXIMA or RECONSTRUCTS:
-                at = x_pointer + wide[:, None] * (x_stride * ALIGNED) + column[None, :]
                 # Where there is nothing, -inf: never a maximum, and both functions below are 0.
-                x = tl.load(at, mask=inside, other=-float("inf"), eviction_policy="evict_first")
-                x = x.to(tl.float32)
+                x = tl.load(
+                    x_pointer + at, mask=inside, other=-float("inf"), eviction_policy="evict_first"
+                ).to(tl.float32)
             if FLOPS and UNBIASED:
                 if HIDES:  # a hidden NaN too
                     gradient += tl.where(hidden[None, :], 0.0, slope[None, :] * x)
@@ -235,32 +238,29 @@ def _columns(
                     gradient += slope[None, :] * x
             if MAXIMA:
                 largest = tl.reduce(x, 1, _larger)
-                at = maxima_pointer + row.to(tl.int64) * tl.num_programs(0) + block
-                tl.store(at, largest, mask=in_b)
+                of_row = maxima_pointer + wide * tl.num_programs(0)
+                tl.store(of_row + block, largest, mask=in_b)
             if RECONSTRUCTS:
                 word = tl.load(words_pointer + block.to(tl.int64) * B + row, mask=in_b, other=0)
-                share = tl.load(shares_pointer + row, mask=in_b, other=0.0)
-                target_share = tl.load(shares_pointer + B + row, mask=in_b, other=0.0)
                 flip = (word[:, None] << (31 - tl.arange(0, COLUMNS))[None, :]) & SIGN
                 toward = (x.to(tl.int32, bitcast=True) ^ flip).to(tl.float32, bitcast=True)
                 if IGNORES:
                     toward = tl.where(ignored[None, :], -float("inf"), toward)
                 value, by_x = _softplus_and_sigmoid(toward)
-                counts = share[:, None]
                 if BALANCED:
-                    counts = tl.where(flip != 0, target_share[:, None], counts)
+                    of_other = tl.load(shares_pointer + row, mask=in_b, other=0.0)
+                    of_target = tl.load(shares_pointer + B + row, mask=in_b, other=0.0)
+                    counts = tl.where(flip != 0, of_target[:, None], of_other[:, None])
+                else:
+                    counts = share
                 reconstruction += counts * value
                 by_x = ((counts * by_x).to(tl.int32, bitcast=True) ^ flip).to(
                     tl.float32, bitcast=True
                 )
                 gradient += reconstruction_weight * by_x
             if GRADIENT:
-                at = gradient_pointer + wide[:, None] * (gradient_stride * ALIGNED)
-                tl.store(
-                    at + column[None, :],
-                    gradient.to(gradient_pointer.dtype.element_ty),
-                    mask=inside,
-                )
+                gradient = gradient.to(gradient_pointer.dtype.element_ty)
+                tl.store(gradient_pointer + at, gradient, mask=inside)
         if RECONSTRUCTS:
             of_block = tl.sum(tl.sum(reconstruction, 1), 0)
             tl.store(sums_pointer + 2 * tl.num_programs(0) + block, of_block)
@@ -295,8 +295,6 @@ def _rows(
     values_pointer,
     B,
     V,
-    x_stride,
-    gradient_stride,
     weight,
     threshold,
     TOP_K: tl.constexpr,
@@ -326,7 +324,7 @@ def _rows(
 
     column = chosen[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
     inside = column < V
-    x = tl.load(x_pointer + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_pointer + row * V + column, mask=inside, other=0.0).to(tl.float32)
     rank = tl.where(inside, _ranked(x, column), LOWEST)
     count = tl.full([], TOP_K, tl.int32)
     valid_rows = tl.full([], 0, tl.int32) + B
@@ -355,7 +353,7 @@ def _rows(
     if GRADIENT:
         if FACTORS:
             weight *= tl.load(factors_pointer + 1)
-        at = gradient_pointer + row * gradient_stride + position
+        at = gradient_pointer + row * V + position
         wanted = slot < tl.where(lack > 0, count, 0)
         gradient = tl.load(at, mask=wanted, other=0.0).to(tl.float32)
         gradient -= weight * scale / divisor
@@ -447,11 +445,9 @@ def _regularisers(
     flops, least, priced, reconstructs = (weight != 0 for weight in weights)
     _, sums_least, sums_price, sums_reconstruction = is_sum
     num_rows, width = x.shape
-    x = x if x.stride(1) == 1 or width == 1 else x.contiguous()
-    gradient = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if not needs_gradient:
-        gradient = x.new_empty(0)
-    stride, aligned = x.stride(0), _alignment(x)
+    x = x.contiguous()
+    gradient = torch.empty_like(x) if needs_gradient else x.new_empty(0)
+    aligned = _alignment(x)
     rows = min(next_power_of_2(num_rows), ROWS)
     programs = triton.cdiv(width, COLUMNS)
     sums = x.new_empty(3, programs, dtype=torch.float32)
@@ -499,8 +495,6 @@ def _regularisers(
             maxima,
             sums,
             num_rows,
-            width,
-            stride // aligned,
             width // aligned,
             flops_weight,
             price_weight * price_scale,
@@ -517,7 +511,7 @@ def _regularisers(
             MAXIMA=least,
             GRADIENT=needs_gradient,
             FACTORS=factors is not None,
-            WIDE=num_rows * max(stride, width) >= 1 << 31,
+            WIDE=num_rows * width >= WIDE,
             ALIGNED=aligned,
             ROWS=rows,
             COLUMNS=COLUMNS,
@@ -533,8 +527,6 @@ def _regularisers(
                 maxima,
                 values,
                 num_rows,
-                width,
-                stride,
                 width,
                 least_weight,
                 threshold,
@@ -584,12 +576,12 @@ with_gradients(_regularisers, 2)
 
 
 def _alignment(x: Tensor) -> int:
-    """Numbers that may be read at once in every row, here and of a matrix like it: up to 16 bytes.
+    """Numbers that may be read at once in every row, up to 16 bytes.
 
     Rows of 250,002 numbers start at multiples of two of them, which Triton does not see by itself.
     """
     most = 16 // x.element_size()
-    return next(n for n in (8, 4, 2, 1) if n <= most and x.stride(0) % n == x.shape[1] % n == 0)
+    return next(n for n in (8, 4, 2, 1) if n <= most and x.shape[1] % n == 0)
 
 
 def regularisers(

@@ -217,6 +217,16 @@ def test_more_rows_than_a_program_takes_at_once():
     _compare(_texts(module.ROWS + 5, 35))
 
 
+def test_more_numbers_than_32_bits_count(monkeypatch):
+    monkeypatch.setattr(module, "WIDE", 1)  # as many would not fit here
+    _compare(_texts(3, 40))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_vocabulary_of_one(rows):
+    _compare(_texts(rows, 1), min_activation=MinActivationLoss(top_k=1, threshold=4.0))
+
+
 def test_more_groups_than_maxima_asked_for():
     _compare(_texts(2, 32 * 9 + 1), min_activation=MinActivationLoss(top_k=2, threshold=9.0))
     _compare(_texts(2, 70), min_activation=MinActivationLoss(top_k=32, threshold=9.0))
