@@ -21,7 +21,7 @@ __all__ = ["regularisers"]
 
 COLUMNS = 32  # of a program: as many as bits in a word of the targets; 128 bytes of fp32
 ROWS = 64  # of a program at a time; it reads all twice, the second time from a cache
-WARPS = 8  # 8 numbers a thread: at 64 to 80 registers three or four programs share an SM
+WARPS = 8  # 8 numbers a thread: at 45 to 80 registers three to five programs share an SM
 WIDE = 1 << 31  # numbers from which their positions take 64 bits
 
 # log(1 + e) / e for e in [0, 1], to 3e-8 of itself: one multiply-add a coefficient.
@@ -557,7 +557,8 @@ def _regularisers(
             PRICED=priced,
             RECONSTRUCTS=reconstructs,
             FACTORS=factors is not None,
-            BLOCK=1024,
+            BLOCK=min(max(next_power_of_2(programs), 1024), 8192),
+            num_warps=8,
         )
     return [total, gradient, terms]
 
