@@ -28,6 +28,7 @@ __all__ = ["info_nce"]
 # A tile of scores: 64 sums a thread, which leaves room for what becomes of them.
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 128, 64
 TILE_WARPS, TILE_STAGES = 8, 4
+READ_M, READ_N, READ_WARPS = 64, 128, 8  # of scores that are read
 # fp32 products of Triton run on the ordinary cores, far slower than cuBLAS: there the tiles are
 # read. Half precision is multiplied by the kernel itself.
 MULTIPLIES = (torch.bfloat16, torch.float16)
@@ -66,6 +67,21 @@ def _sums(shifted, axis: tl.constexpr):
     power = tl.exp2(shifted)
     moments = power * tl.where(power == 0.0, 0.0, shifted)
     return power, tl.sum(power, axis), tl.sum(moments, axis)
+
+
+@triton.jit
+def _number(x):
+    """Zero for NaN: what is NaN and seen is so already, what is hidden must stay zero."""
+    return tl.where(x == x, x, 0.0)
+
+
+@triton.jit
+def _store(x, matrix, row_tile, row, column, rows, columns, width, BLOCK_M: tl.constexpr):
+    # One wide number for all: offsets within a tile are short, and registers few.
+    place = (row - row_tile * BLOCK_M)[:, None] * width + column[None, :]
+    start = matrix + row_tile.to(tl.int64) * BLOCK_M * width
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    tl.store(start + place, x.to(matrix.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -116,8 +132,6 @@ def _tiles(
     in_columns = column < columns
     row_at = tl.minimum(row, rows - 1)
     column_at = tl.minimum(column, columns - 1)
-    inside = in_rows[:, None] & in_columns[None, :]
-    place = matrix + row_at.to(tl.int64)[:, None] * width + column_at[None, :]
     if MULTIPLIES:
         inner = tl.arange(0, BLOCK_K)
         a_at = query + row_at.to(tl.int64)[:, None] * dim + inner[None, :]
@@ -134,14 +148,15 @@ def _tiles(
             a_at += BLOCK_K
             b_at += BLOCK_K
     else:
-        scores = tl.load(place)
+        place = (row_at - row_tile * BLOCK_M)[:, None] * width + column_at[None, :]
+        scores = tl.load(matrix + row_tile.to(tl.int64) * BLOCK_M * width + place)
 
     # From here on scores are over the temperature, to the base of two.
     by_row = tl.load(query_inverse + row_at)
     by_column = tl.load(key_inverse + column_at)
     scores *= (by_row * (LOG2_E / tl.load(temperature)))[:, None]
     scores *= by_column[None, :]
-    hidden = ~inside
+    hidden = ~(in_rows[:, None] & in_columns[None, :])
     if HAS_OWN:
         own_column = first + row
         is_own = own_column[:, None] == column[None, :]
@@ -166,9 +181,8 @@ def _tiles(
         tl.store(at + row_plane, total, mask=in_rows)
         tl.store(at + row_plane + row_plane, moment, mask=in_rows)
         if WRITES:
-            power *= (by_column * tl.load(level))[None, :]
-            power = tl.where(hidden, 0.0, power)  # 0 times a hidden NaN
-            tl.store(place, power.to(matrix.dtype.element_ty), mask=inside)
+            power *= (_number(by_column) * tl.load(level))[None, :]
+            _store(power, matrix, row_tile, row, column, rows, columns, width, BLOCK_M)
     if MODE == BOTH:
         base = _offset(tl.max(scores, 1))
         _, total, moment = _sums(scores - base[:, None], 1)
@@ -187,10 +201,9 @@ def _tiles(
         slope *= tl.load(row_factor + row_at)[:, None]
         other = tl.exp2(scores - tl.load(column_highest + column_at)[None, :])
         slope += other * tl.load(column_factor + column_at)[None, :]
-        slope *= by_row[:, None]
-        slope *= (by_column * tl.load(level))[None, :]
-        slope = tl.where(hidden, 0.0, slope)
-        tl.store(place, slope.to(matrix.dtype.element_ty), mask=inside)
+        slope *= _number(by_row)[:, None]
+        slope *= (_number(by_column) * tl.load(level))[None, :]
+        _store(slope, matrix, row_tile, row, column, rows, columns, width, BLOCK_M)
 
 
 @triton.jit
@@ -345,7 +358,7 @@ def _prepare(
     """
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
-    highest = 0.0
+    highest = tl.full([], 0.0, tl.float32)
     is_nan = 0
     for start in range(0, dim, BLOCK):
         value = tl.load(x + row * dim + start + index, mask=index < dim - start, other=0.0)
@@ -564,8 +577,9 @@ class _Work:
         self.keys = [_side(positive, homes[0], cosine, ids is not None)]
         if negative is not None:
             self.keys.append(_side(negative, homes[1], cosine, False))
-        self.tiles = [triton.cdiv(len(key.raw), BLOCK_N) for key in self.keys]
         self.multiplies = anchor.dtype in MULTIPLIES
+        self.block_m, self.block_n = (BLOCK_M, BLOCK_N) if self.multiplies else (READ_M, READ_N)
+        self.tiles = [triton.cdiv(len(key.raw), self.block_n) for key in self.keys]
         self.writes = any(needs[:3])
         self.level = self.number(LEVEL_FP16 if self.is_fp16 else 1.0)
         self.one = self.number(1.0)
@@ -581,8 +595,8 @@ class _Work:
         widths = [triton.cdiv(len(key.raw), 64) * 64 for key in self.keys]
         dtype = self.query.raw.dtype
         if not chunk_size:
-            chunk_size = CHUNK_BYTES // (sum(widths) * dtype.itemsize) // BLOCK_M * BLOCK_M
-            chunk_size = max(chunk_size, BLOCK_M)
+            chunk_size = CHUNK_BYTES // (sum(widths) * dtype.itemsize) // 128 * 128
+            chunk_size = max(chunk_size, 128)
         size = min(chunk_size, self.batch)
         self.matrices: list[Tensor] = []
         for key, width in zip(self.keys, widths, strict=True):
@@ -600,14 +614,14 @@ class _Work:
         count, columns = rows.stop - rows.start, len(key.raw)
         matrix = self.matrices[number]
         if mode.value == SAMPLE.value:
-            columns = min(columns, BLOCK_N)
+            columns = min(columns, self.block_n)
             if not self.multiplies:
                 matrix = self.vector(count, columns)
         elif matrix.ndim:
             matrix = matrix[:count]
         if not self.multiplies:
             _multiply(query.scaled, key.scaled[:columns].T, matrix)
-        row_tiles, tiles = triton.cdiv(count, BLOCK_M), triton.cdiv(columns, BLOCK_N)
+        row_tiles, tiles = triton.cdiv(count, self.block_m), triton.cdiv(columns, self.block_n)
         is_batch = number == 0
         names = (
             "reference own row_sums column_sums row_highest row_factor column_highest column_factor"
@@ -638,10 +652,10 @@ class _Work:
             HAS_OWN=is_batch,
             HIDES=is_batch and self.ids is not None,
             WRITES=self.writes,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
+            BLOCK_M=self.block_m,
+            BLOCK_N=self.block_n,
             BLOCK_K=BLOCK_K,
-            num_warps=TILE_WARPS,
+            num_warps=TILE_WARPS if self.multiplies else READ_WARPS,
             num_stages=TILE_STAGES,
         )
 
@@ -664,7 +678,7 @@ class _Work:
             DECOUPLED=self.decoupled,
             WRITES=writes,
             OTHERS=len(self.keys) > 1,
-            BLOCK_N=BLOCK_N,
+            BLOCK_N=self.block_n,
             BLOCK=ROW_BLOCK,
             num_warps=ROW_WARPS,
         )
@@ -819,11 +833,11 @@ def _both_ways(work: _Work, chunk_size: int) -> tuple[Tensor, Tensor]:
     own = work.vector(batch)
     rows_found, columns_found = work.vector(5, batch), work.vector(4, batch)
     running = torch.zeros((3, batch), dtype=torch.float32, device=own.device)
-    column_sums = work.vector(3 * triton.cdiv(chunks[0].stop, BLOCK_M) * batch)
+    column_sums = work.vector(3 * triton.cdiv(chunks[0].stop, work.block_m) * batch)
     for rows in chunks:
         work.launch(BOTH, rows, own=own[rows], row_sums=work.row_sums, column_sums=column_sums)
         work.sum_rows(rows, own, rows_found, False)
-        row_tiles = triton.cdiv(rows.stop - rows.start, BLOCK_M)
+        row_tiles = triton.cdiv(rows.stop - rows.start, work.block_m)
         _columns[(triton.cdiv(batch, COLUMN_BLOCK),)](
             column_sums,
             running,

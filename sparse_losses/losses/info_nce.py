@@ -278,7 +278,8 @@ def _by_kernel(
     symmetric: bool,
     **options: Any,
 ) -> Tensor:
-    from sparse_losses.kernels.info_nce import info_nce, scale_
+    from sparse_losses.kernels._operators import scale_
+    from sparse_losses.kernels.info_nce import info_nce
 
     tensors = anchor, positive, negative, temperature
     if not gather and not (symmetric and negative is not None):

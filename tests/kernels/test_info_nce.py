@@ -12,7 +12,8 @@ def sample(dtype):
         {},
         {"symmetric": True},
         {"similarity": "dot", "positive_ids": ids},
-        {"symmetric": True, "decoupled": True, "positive_ids": ids},
+        {"symmetric": True, "decoupled": True},
+        {"symmetric": True, "positive_ids": ids},
     ):
         leaves = [torch.randn(300, 768).to(dtype).requires_grad_() for _ in range(3)]
         if "symmetric" in options:
