@@ -40,6 +40,7 @@ TILES_AT_ONCE, FEWEST_COLUMNS = 132, 2048
 ROW_BLOCK, ROW_WARPS = 1024, 4
 COLUMN_BLOCK, COLUMN_WARPS = 128, 4
 DIM_BLOCK, DIM_WARPS = 1024, 4
+FINISH_WARPS = 8
 # How far, in powers of two, a tile may lie above the reference; fp16 ends at 2^15.
 ABOVE, ABOVE_FP16 = 30.0, 4.0
 LEVEL_FP16 = 1024.0  # fp16 begins at 2^-24: exponentials are lifted away from that
@@ -761,7 +762,7 @@ class _Work:
             BY_FACTOR=factor is not None,
             HAS_OWN=partner is not None,
             BLOCK=DIM_BLOCK,
-            num_warps=DIM_WARPS,
+            num_warps=FINISH_WARPS,
         )
 
     def finish_keys(self, slope: Tensor, undo: Tensor) -> None:
@@ -783,11 +784,10 @@ def _one_way(work: _Work, chunk_size: int) -> tuple[Tensor, Tensor]:
     """Anchors ask: three products. Returns the rows' gaps and their scores' slopes."""
     batch, device = work.batch, work.temperature.device
     chunks = work.chunks(chunk_size)
-    everyone = slice(0, batch)
     own = work.vector(batch)
     reference = torch.full((batch,), -torch.inf, dtype=torch.float32, device=device)
-    if work.writes:
-        work.launch(SAMPLE, everyone, reference=reference)
+    if work.writes and work.multiplies:
+        work.launch(SAMPLE, slice(0, batch), reference=reference)
     found = work.vector(5, batch)
     _, gap, slope, factor, along = found
     weighed = torch.empty_like(work.query.raw[chunks[0]])
@@ -796,6 +796,8 @@ def _one_way(work: _Work, chunk_size: int) -> tuple[Tensor, Tensor]:
     room = 0.0 if not work.is_fp16 else 13.0 if work.cosine else -1.0
     for rows in chunks:
         count = rows.stop - rows.start
+        if work.writes and not work.multiplies:  # whose scores are held
+            work.launch(SAMPLE, rows, reference=reference[rows])
         for number in range(len(work.keys)):
             work.launch(
                 ROWS, rows, number, reference=reference[rows], own=own[rows], row_sums=work.row_sums
