@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparse_losses._core.softmax import softplus
-from sparse_losses.kernels._language import dot, on_device
+from sparse_losses.kernels._language import INTERPRETED, dot, on_device
 from sparse_losses.kernels._operators import only, scale_, with_gradients
 
 __all__ = ["info_nce"]
@@ -71,6 +71,16 @@ def _sums(shifted, axis: tl.constexpr):
 
 
 @triton.jit
+def _as(x, dtype: tl.constexpr):
+    """Rounded to a dtype, in the interpreter too, which would cut bits off."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)
+
+
+@triton.jit
 def _number(x):
     """Zero for NaN: what is NaN and seen is so already, what is hidden must stay zero."""
     return tl.where(x == x, x, 0.0)
@@ -82,7 +92,7 @@ def _store(x, matrix, row_tile, row, column, rows, columns, width, BLOCK_M: tl.c
     place = (row - row_tile * BLOCK_M)[:, None] * width + column[None, :]
     start = matrix + row_tile.to(tl.int64) * BLOCK_M * width
     mask = (row < rows)[:, None] & (column < columns)[None, :]
-    tl.store(start + place, x.to(matrix.dtype.element_ty), mask=mask)
+    tl.store(start + place, _as(x, matrix.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -397,7 +407,7 @@ def _weigh(x, out, inverse_of, factor_of, lift, dim, BLOCK: tl.constexpr):
     for start in range(0, dim, BLOCK):
         mask = index < dim - start
         value = tl.load(x + row * dim + start + index, mask=mask).to(tl.float32) * factor
-        tl.store(out + row * dim + start + index, value.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + row * dim + start + index, _as(value, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -488,7 +498,7 @@ def _finish(
         )  # fmt: skip
         if COSINE:
             gradient = (gradient - unit * along) * inverse * shift
-        tl.store(out + row * dim + start + index, gradient.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + row * dim + start + index, _as(gradient, out.dtype.element_ty), mask=mask)
 
 
 @dataclass
@@ -540,7 +550,7 @@ def _parts(rows: int, dim: int, columns: int) -> tuple[int, int]:
     parts = max(min(TILES_AT_ONCE // tiles, columns // FEWEST_COLUMNS), 1)
     if parts == 1:
         return 1, columns
-    length = columns // parts // 8 * 8  # what cuBLAS wants to start at
+    length = max(columns // parts // 8, 1) * 8  # what cuBLAS wants to start at
     return columns // length + (columns % length > 0), length
 
 
