@@ -54,7 +54,8 @@ LOSSES = {
             "InfoNCELoss",
             "(anchor, positive, negative=None, *, temperature=0.07, similarity='cosine', "
             "symmetric=False, in_batch=True, positive_ids=None, positive_mask=None, "
-            "decoupled=False, chunk_size=None, gather=False, sparse='auto', reduction='mean')",
+            "decoupled=False, chunk_size=None, gather=False, sparse='auto', impl='auto', "
+            "reduction='mean')",
             bad=(
                 *_BAD_TEMPERATURES,
                 ("similarity", "manhattan"),
@@ -65,6 +66,7 @@ LOSSES = {
                 ("sparse", "yes"),
                 ("sparse", None),
                 ("sparse", 1),
+                ("impl", "cuda"),
             ),
         ),
         Loss(

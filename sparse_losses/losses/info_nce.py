@@ -34,6 +34,7 @@ from sparse_losses.distributed import (
     spans_ranks,
     sum_over_ranks,
 )
+from sparse_losses.kernels import Impl, check_impl, uses_triton
 
 __all__ = ["InfoNCELoss", "info_nce_loss", "mutual_information_lower_bound"]
 
@@ -60,6 +61,7 @@ def info_nce_loss(
     chunk_size: int | None = None,
     gather: bool | str = False,
     sparse: bool | str = "auto",
+    impl: Impl = "auto",
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""InfoNCE: cross-entropy of the positive among the candidates of a row.
@@ -105,6 +107,9 @@ def info_nce_loss(
             rows, on the CPU, for wide inputs and without ``chunk_size`` only. Needs eager mode, a
             ``reduction``, ``in_batch``, no ``positive_mask`` and no negatives per row (nor any with
             ``symmetric``); else the product is dense.
+        impl: ``"auto"``, ``"torch"`` or ``"triton"``; the kernel multiplies half precision as it
+            is and sums in fp32. It takes dense tensors with ``in_batch``, a ``reduction``, no
+            ``positive_mask``, no negatives per row and no ``gather="ring"``.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -129,6 +134,7 @@ def info_nce_loss(
         Learning, eq. 2 (``positive_mask``). Decoupled Contrastive Learning, eq. 5 (``decoupled``).
     """
     _check(temperature, similarity, symmetric, in_batch, decoupled, chunk_size, gather, sparse)
+    check_impl(impl)
     ranks = num_ranks() if gather else 1
     csr = ("csr",) if ranks == 1 else ()
     size = check_shapes(
@@ -158,8 +164,6 @@ def info_nce_loss(
         )
 
     dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)
-    anchor, positive = anchor.to(dtype), positive.to(dtype)
-    negative = None if negative is None else negative.to(dtype)
     positive_mask = None if positive_mask is None else as_mask("positive_mask", positive_mask)
     gathers = spans_ranks(
         "info_nce_loss",
@@ -203,26 +207,94 @@ def info_nce_loss(
         gather=gathers,
         **options,
     )
+    takes_kernel = uses_triton(
+        "info_nce",
+        impl,
+        anchor,
+        positive,
+        negative,
+        elements=size["B"] * (batch + negatives),
+        needs={
+            "in_batch=True": in_batch,
+            "no `positive_mask`": positive_mask is None,
+            "a `reduction`": reduction != "none",
+            "B and D of at least 1": min(size["B"], size["D"]) > 0,
+            "no negatives per row": negative is None or negative.ndim == 2,
+            "a negative in every row": not (
+                decoupled and not negatives and (positive_ids is not None or batch < 2)
+            ),
+            'gather=True, not "ring",': not gathers or gather is True,
+            "sparse=False": sparse is not True,
+        },
+    )
+    if takes_kernel and len({x.dtype for x in (anchor, positive, negative) if x is not None}) == 1:
+        dtype = anchor.dtype  # half precision is multiplied as it is
+    anchor, positive = anchor.to(dtype), positive.to(dtype)
+    negative = None if negative is None else negative.to(dtype)
+    if takes_kernel:
+        return _by_kernel(
+            plain,
+            anchor,
+            positive,
+            negative,
+            _as_tensor(temperature, anchor),
+            gather=gathers,
+            mean=reduction == "mean",
+            **options,
+        )
     # The ring is there to hold little, however little there is.
     elements = 1 << 62 if gathers and gather == "ring" else size["B"] * (batch + size["D"])
     if not has_fused_form or not can_fuse(anchor, positive, negative, elements=elements):
         return plain(anchor, positive, negative, temperature)
-    if not isinstance(temperature, Tensor):
-        temperature = torch.full((), temperature, dtype=dtype, device=anchor.device)
-    tensors = anchor, positive, negative, temperature.to(dtype)
+    tensors = anchor, positive, negative, _as_tensor(temperature, anchor)
     if gathers and gather == "ring":
         around = functools.partial(ring_contrast, mean=reduction == "mean", **options)
         return shared_by_ranks(fuse(plain, around, *tensors))
     is_sparse = is_stored_sparse or _pays_sparse(sparse, chunk_size, anchor, positive, negative)
     if gathers:
-        total = _gathered_sum(plain, *tensors, sparse=is_sparse, **options)
+        fused = functools.partial(contrast, sparse=is_sparse)
+        total = sum_over_ranks(_sum_of_directions(plain, fused, *tensors, **options))
         return total / (batch if reduction == "mean" else 1)
     fused = functools.partial(contrast, mean=reduction == "mean", sparse=is_sparse, **options)
     return fuse(plain, fused, *tensors)
 
 
-def _gathered_sum(
+def _as_tensor(temperature: float | Tensor, anchor: Tensor) -> Tensor:
+    dtype = compute_dtype(anchor=anchor)
+    if isinstance(temperature, Tensor):
+        return temperature.to(dtype)
+    return torch.full((), temperature, dtype=dtype, device=anchor.device)
+
+
+def _by_kernel(
     plain: Callable[..., Tensor],
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor | None,
+    temperature: Tensor,
+    *,
+    gather: bool,
+    mean: bool,
+    symmetric: bool,
+    **options: Any,
+) -> Tensor:
+    from sparse_losses.kernels._operators import scale_
+    from sparse_losses.kernels.info_nce import info_nce
+
+    tensors = anchor, positive, negative, temperature
+    if not gather and not (symmetric and negative is not None):
+        fused = functools.partial(info_nce, symmetric=symmetric, mean=mean, **options)
+        return fuse(plain, fused, *tensors, scale_=scale_)
+    total = _sum_of_directions(
+        plain, info_nce, *tensors, symmetric=symmetric, gather=gather, scale_=scale_, **options
+    )
+    batch = anchor.shape[0] * (num_ranks() if gather else 1)
+    return (sum_over_ranks(total) if gather else total) / (batch if mean else 1)
+
+
+def _sum_of_directions(
+    plain: Callable[..., Tensor],
+    fused: Callable[..., Any],
     anchor: Tensor,
     positive: Tensor,
     negative: Tensor | None,
@@ -230,22 +302,25 @@ def _gathered_sum(
     *,
     symmetric: bool,
     positive_ids: Tensor | None,
+    gather: bool = True,
+    scale_: Callable[[Tensor | None, Tensor], Tensor | None] | None = None,
     **options: Any,
 ) -> Tensor:
-    """The sum over all ranks' rows, a direction at a time: this rank's ask, all ranks' answer."""
+    """The sum over rows, a direction at a time: this rank's ask, all ranks' answer."""
+    everyone = gather_rows if gather else _unchanged
     place: dict[str, Any] = {
-        "first": rank() * anchor.shape[0],
-        "positive_ids": None if positive_ids is None else gather_rows(positive_ids),
+        "first": rank() * anchor.shape[0] if gather else 0,
+        "positive_ids": None if positive_ids is None else everyone(positive_ids),
     }
     plain = functools.partial(plain, symmetric=False, reduction="sum", gather=False, **place)
-    fused = functools.partial(contrast, mean=False, **place, **options)
+    fused = functools.partial(fused, mean=False, **place, **options)
     if negative is not None and negative.ndim == 2:
-        negative = gather_rows(negative)
-    total = fuse(plain, fused, anchor, gather_rows(positive), negative, temperature)
+        negative = everyone(negative)
+    total = fuse(plain, fused, anchor, everyone(positive), negative, temperature, scale_=scale_)
     if symmetric:
-        other = fuse(plain, fused, positive, gather_rows(anchor), negative, temperature)
+        other = fuse(plain, fused, positive, everyone(anchor), negative, temperature, scale_=scale_)
         total = (total + other) / 2
-    return sum_over_ranks(total)
+    return total
 
 
 def _plain_loss(
@@ -270,8 +345,9 @@ def _plain_loss(
     With ``gather`` the tensors are this rank's. Positives and their ids may be more than the
     anchors (one direction only): that of the first anchor is number ``first``.
     """
-    anchor, positive = _dense(anchor), _dense(positive)
-    negative = None if negative is None else _dense(negative)
+    dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)
+    anchor, positive = _dense(anchor).to(dtype), _dense(positive).to(dtype)
+    negative = None if negative is None else _dense(negative).to(dtype)
     represent = normalize if cosine else _unchanged
     temperature = temperature.to(anchor.dtype) if isinstance(temperature, Tensor) else temperature
     everyone = gather_rows if gather else _unchanged
@@ -521,10 +597,12 @@ class InfoNCELoss(nn.Module):
         chunk_size: int | None = None,
         gather: bool | str = False,
         sparse: bool | str = "auto",
+        impl: Impl = "auto",
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
         _check(temperature, similarity, symmetric, in_batch, decoupled, chunk_size, gather, sparse)
+        check_impl(impl)
         check_reduction(reduction)
         self.temperature = temperature
         self.similarity = similarity
@@ -534,6 +612,7 @@ class InfoNCELoss(nn.Module):
         self.chunk_size = chunk_size
         self.gather = gather
         self.sparse = sparse
+        self.impl: Impl = impl
         self.reduction: Reduction = reduction
 
     def forward(
@@ -560,6 +639,7 @@ class InfoNCELoss(nn.Module):
             chunk_size=self.chunk_size,
             gather=self.gather,
             sparse=self.sparse,
+            impl=self.impl,
             reduction=self.reduction,
         )
 
@@ -575,6 +655,7 @@ class InfoNCELoss(nn.Module):
             "chunk_size",
             "gather",
             "sparse",
+            "impl",
             "reduction",
         )
 
