@@ -159,30 +159,42 @@ def _shares(
     QUERIES: tl.constexpr,
     REFERENCES: tl.constexpr,
     BLOCK: tl.constexpr,
+    INNER: tl.constexpr,
 ):
     """``sum_r y_rc / |y_i or y_r|`` over a part of the references, for a block of labels."""
-    row = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
-    first = tl.program_id(1) * step
-    block = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    inner = tl.arange(0, BLOCK)
-    own_count = tl.load(own_count_pointer + row)
+    begin = tl.program_id(1).to(tl.int64) * step
+    row, reference = tl.arange(0, QUERIES), tl.arange(0, REFERENCES)
+    block = tl.arange(0, BLOCK)
+    query = tl.program_id(0).to(tl.int64) * QUERIES
+    own_pointer += query * LABELS
+    shares_pointer += (tl.program_id(1).to(tl.int64) * queries + query) * LABELS
+    shares_pointer += tl.program_id(2) * BLOCK
+    hot_pointer += begin * LABELS
+    count_pointer += begin
+    own_count = tl.load(own_count_pointer + query + row)
+    own = tl.load(own_pointer + row[:, None] * LABELS + block[None, :])
     shares = tl.zeros((QUERIES, BLOCK), tl.float32)
-    for start in range(first, tl.minimum(first + step, references), REFERENCES):
-        reference = (start + tl.arange(0, REFERENCES)).to(tl.int64)
+    for _ in range(0, tl.minimum(step, references - begin), REFERENCES):
         shared = tl.zeros((QUERIES, REFERENCES), tl.float32)
-        for k in tl.static_range(0, LABELS, BLOCK):
-            own = tl.load(own_pointer + row[:, None] * LABELS + (k + inner)[None, :])
-            hot = tl.load(hot_pointer + reference[:, None] * LABELS + (k + inner)[None, :])
+        hot_place = hot_pointer + reference[:, None] * LABELS
+        if LABELS == BLOCK:
+            hot = tl.load(hot_place + block[None, :])
             shared = dot(own, tl.trans(hot), shared)
+        else:
+            for k in range(0, LABELS, INNER):
+                inner = k + tl.arange(0, INNER)
+                mine = tl.load(own_pointer + row[:, None] * LABELS + inner[None, :])
+                theirs = tl.load(hot_place + inner[None, :])
+                shared = dot(mine, tl.trans(theirs), shared)
+            hot = tl.load(hot_place + tl.program_id(2) * BLOCK + block[None, :])
         count = tl.load(count_pointer + reference)
         union = tl.maximum(own_count[:, None] + count[None, :] - shared, 1.0)
         high, low = _halves(1.0 / union * SHARE)
-        if LABELS > BLOCK:
-            hot = tl.load(hot_pointer + reference[:, None] * LABELS + block[None, :])
         shares = dot(high, hot, shares)
         shares = dot(low, hot, shares)
-    place = shares_pointer + tl.program_id(1).to(tl.int64) * queries * LABELS
-    tl.store(place + row[:, None] * LABELS + block[None, :], shares / SHARE)
+        hot_pointer += REFERENCES * LABELS
+        count_pointer += REFERENCES
+    tl.store(shares_pointer + row[:, None] * LABELS + block[None, :], shares / SHARE)
 
 
 @triton.jit
@@ -250,7 +262,9 @@ def _tables(
         alike_low = alike_low.to(tl.float32) * ALIKE
         table = tables_pointer + row * LABELS + column
         plane = queries.to(tl.int64) * LABELS
-        tl.store(table, tl.where(y > 0.0, BIG, alike_high.to(tl.float32)).to(tl.float16), mask=inside)
+        tl.store(
+            table, tl.where(y > 0.0, BIG, alike_high.to(tl.float32)).to(tl.float16), mask=inside
+        )
         tl.store(table + plane, high, mask=inside)
         both = tl.where(y > 0.0, low, alike_low)
         tl.store(table + 2 * plane, both.to(tl.float16), mask=inside)
@@ -278,9 +292,12 @@ def _weights(
     INNER: tl.constexpr,
 ):
     """A number a pair: minus the weight of a positive, or the weight of a negative."""
-    row = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
-    reference = tl.program_id(1).to(tl.int64) * REFERENCES + tl.arange(0, REFERENCES)
+    row, reference = tl.arange(0, QUERIES), tl.arange(0, REFERENCES)
+    query = tl.program_id(0).to(tl.int64) * QUERIES
+    begin = tl.program_id(1).to(tl.int64) * REFERENCES
     plane = queries.to(tl.int64) * LABELS
+    tables_pointer += query * LABELS
+    hot_pointer += begin * LABELS
     first = tl.zeros((QUERIES, REFERENCES), tl.float32)
     second = tl.zeros((QUERIES, REFERENCES), tl.float32)
     third = tl.zeros((QUERIES, REFERENCES), tl.float32)
@@ -291,6 +308,10 @@ def _weights(
         first = dot(tl.load(table), hot, first)
         second = dot(tl.load(table + plane), hot, second)
         third = dot(tl.load(table + 2 * plane), hot, third)
+    own_count_pointer += query
+    unscale_pointer += query
+    count_pointer += begin
+    filled_pointer += begin
     own_count = tl.maximum(tl.load(own_count_pointer + row), 1.0)[:, None]
     unscale = tl.load(unscale_pointer + row)[:, None]
     count = tl.load(count_pointer + reference)[None, :]
@@ -304,8 +325,9 @@ def _weights(
     unlike = beta * tl.where(unlike < 0.0, 0.0, tl.where(unlike > 1.0, 1.0, unlike))  # a NaN stays
     # Times -1: of a weight of 0, too, the sign says that the reference is positive.
     pairs = tl.where(filled, tl.where(shared > 0.0, -1.0 * weight, unlike), 0.0)
+    pairs_pointer += query * references + begin
     place = pairs_pointer + row[:, None] * references + reference[None, :]
-    tl.store(place, pairs, mask=(reference < instances)[None, :] & (row < queries)[:, None])
+    tl.store(place, pairs, mask=(reference < instances - begin)[None, :])
 
 
 # Of features and the number a pair
@@ -328,6 +350,31 @@ def _part(pointer, plane, PARTS: tl.constexpr):
     else:
         low = tl.load(pointer)
     return low
+
+
+@triton.jit
+def _wide_product(
+    own_pointer,
+    own_plane,
+    x_pointer,
+    x_plane,
+    scores,
+    FEATURES: tl.constexpr,
+    PARTS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    REFERENCES: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    """The product of rows that are too long to be held."""
+    row, reference = tl.arange(0, QUERIES), tl.arange(0, REFERENCES)
+    for k in range(0, FEATURES, INNER):
+        inner = k + tl.arange(0, INNER)
+        place = own_pointer + row[:, None] * FEATURES + inner[None, :]
+        own, own_low = tl.load(place), _part(place, own_plane, PARTS)
+        place = x_pointer + reference[:, None] * FEATURES + inner[None, :]
+        x, x_low = tl.load(place), _part(place, x_plane, PARTS)
+        scores = _product(own, own_low, x, x_low, scores, PARTS)
+    return scores
 
 
 @triton.jit
@@ -402,14 +449,23 @@ def _statistics(
     QUERIES: tl.constexpr,
     REFERENCES: tl.constexpr,
     BLOCK: tl.constexpr,
+    INNER: tl.constexpr,
 ):
     """What `_join` joins, of a block of queries and a part of the references."""
-    row = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
+    row, reference = tl.arange(0, QUERIES), tl.arange(0, REFERENCES)
+    block = tl.arange(0, BLOCK)
+    query = tl.program_id(0).to(tl.int64) * QUERIES
     begin = tl.program_id(1) * step
-    inner = tl.arange(0, BLOCK)
     own_plane = queries.to(tl.int64) * FEATURES
     x_plane = references.to(tl.int64) * FEATURES
-    scale = tl.load(own_inverse_pointer + row) / tl.load(temperature_pointer)
+    own_pointer += query * FEATURES
+    x_pointer += begin.to(tl.int64) * FEATURES
+    pairs_pointer += query * references + begin
+    inverse_pointer += begin
+    filled_pointer += begin
+    scale = tl.load(own_inverse_pointer + query + row) / tl.load(temperature_pointer)
+    own_place = own_pointer + row[:, None] * FEATURES + block[None, :]
+    mine, mine_low = tl.load(own_place), _part(own_place, own_plane, PARTS)
 
     nothing = tl.full((QUERIES,), float("-inf"), tl.float32)
     zero = tl.zeros((QUERIES,), tl.float32)
@@ -417,15 +473,25 @@ def _statistics(
     top, at_top, rest, others, own = nothing, nowhere, zero, zero, zero
     high, at_high, near, most = nothing, nowhere, zero, zero
     for start in range(begin, tl.minimum(begin + step, references), REFERENCES):
-        column = start + tl.arange(0, REFERENCES)
-        reference = column.to(tl.int64)
+        column = start + reference
         scores = tl.zeros((QUERIES, REFERENCES), tl.float32)
-        for k in tl.static_range(0, FEATURES, BLOCK):
-            place = own_pointer + row[:, None] * FEATURES + (k + inner)[None, :]
-            mine, mine_low = tl.load(place), _part(place, own_plane, PARTS)
-            place = x_pointer + reference[:, None] * FEATURES + (k + inner)[None, :]
-            x, x_low = tl.load(place), _part(place, x_plane, PARTS)
+        x_place = x_pointer + reference[:, None] * FEATURES + block[None, :]
+        if FEATURES == BLOCK:
+            x, x_low = tl.load(x_place), _part(x_place, x_plane, PARTS)
             scores = _product(mine, mine_low, x, x_low, scores, PARTS)
+        else:
+            scores = _wide_product(
+                own_pointer,
+                own_plane,
+                x_pointer,
+                x_plane,
+                scores,
+                FEATURES,
+                PARTS,
+                QUERIES,
+                REFERENCES,
+                INNER,
+            )
         scores *= scale[:, None] * tl.load(inverse_pointer + reference)[None, :]
         pairs = tl.load(pairs_pointer + row[:, None] * references + reference[None, :])
         weight, negative, logarithm = _read(pairs, DECOUPLED)
@@ -464,10 +530,14 @@ def _statistics(
             at2,
             tile_near,
         )
-    place = places_pointer + tl.program_id(1).to(tl.int64) * 2 * queries + row
+        x_pointer += REFERENCES * FEATURES
+        pairs_pointer += REFERENCES
+        inverse_pointer += REFERENCES
+        filled_pointer += REFERENCES
+    place = places_pointer + tl.program_id(1).to(tl.int64) * 2 * queries + query + row
     tl.store(place, at_top)
     tl.store(place + queries, at_high)
-    place = numbers_pointer + tl.program_id(1).to(tl.int64) * 7 * queries + row
+    place = numbers_pointer + tl.program_id(1).to(tl.int64) * 7 * queries + query + row
     tl.store(place, top)
     tl.store(place + queries, rest)
     tl.store(place + 2 * queries, others)
@@ -609,41 +679,58 @@ def _slopes(
     QUERIES: tl.constexpr,
     REFERENCES: tl.constexpr,
     BLOCK: tl.constexpr,
+    INNER: tl.constexpr,
 ):
     """The gradient by the scores, times the references, for a part of them and of the features.
 
     By prototypes' scores it is kept: a product with the queries is all that they need.
     """
-    row = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
+    row, reference = tl.arange(0, QUERIES), tl.arange(0, REFERENCES)
+    block = tl.arange(0, BLOCK)
+    query = tl.program_id(0).to(tl.int64) * QUERIES
     begin = tl.program_id(1) * step
-    inner = tl.arange(0, BLOCK)
-    block = tl.program_id(2) * BLOCK + inner
     own_plane = queries.to(tl.int64) * FEATURES
     x_plane = references.to(tl.int64) * FEATURES
-    scale = tl.load(own_inverse_pointer + row) / tl.load(temperature_pointer)
-    peak = tl.load(slopes_pointer + row)[:, None]
-    probability = tl.load(slopes_pointer + queries + row)[:, None]
-    special = tl.load(slopes_pointer + 2 * queries + row)[:, None]
-    extra = tl.load(slopes_pointer + 3 * queries + row)[:, None]
-    high = tl.load(slopes_pointer + 4 * queries + row)[:, None]
-    gain = 1.0 / tl.load(slopes_pointer + 5 * queries + row)[:, None] * GAIN
-    at_special = tl.load(specials_pointer + row)[:, None]
-    at_high = tl.load(specials_pointer + queries + row)[:, None]
-    is_top = tl.load(specials_pointer + 2 * queries + row)[:, None] != 0
-    valid = tl.load(valid_pointer + row) != 0
+    own_pointer += query * FEATURES
+    x_pointer += begin.to(tl.int64) * FEATURES
+    pairs_pointer += query * references + begin
+    inverse_pointer += begin
+    scale = tl.load(own_inverse_pointer + query + row) / tl.load(temperature_pointer)
+    own_place = own_pointer + row[:, None] * FEATURES + block[None, :]
+    mine, mine_low = tl.load(own_place), _part(own_place, own_plane, PARTS)
+    peak = tl.load(slopes_pointer + query + row)[:, None]
+    probability = tl.load(slopes_pointer + query + queries + row)[:, None]
+    special = tl.load(slopes_pointer + query + 2 * queries + row)[:, None]
+    extra = tl.load(slopes_pointer + query + 3 * queries + row)[:, None]
+    high = tl.load(slopes_pointer + query + 4 * queries + row)[:, None]
+    gain = 1.0 / tl.load(slopes_pointer + query + 5 * queries + row)[:, None] * GAIN
+    at_special = tl.load(specials_pointer + query + row)[:, None]
+    at_high = tl.load(specials_pointer + query + queries + row)[:, None]
+    is_top = tl.load(specials_pointer + query + 2 * queries + row)[:, None] != 0
+    valid = tl.load(valid_pointer + query + row) != 0
 
     by_query = tl.zeros((QUERIES, BLOCK), tl.float32)
     by_temperature = tl.zeros((QUERIES,), tl.float32)
     for start in range(begin, tl.minimum(begin + step, references), REFERENCES):
-        column = start + tl.arange(0, REFERENCES)
-        reference = column.to(tl.int64)
+        column = start + reference
         scores = tl.zeros((QUERIES, REFERENCES), tl.float32)
-        for k in tl.static_range(0, FEATURES, BLOCK):
-            place = own_pointer + row[:, None] * FEATURES + (k + inner)[None, :]
-            mine, mine_low = tl.load(place), _part(place, own_plane, PARTS)
-            place = x_pointer + reference[:, None] * FEATURES + (k + inner)[None, :]
-            x, x_low = tl.load(place), _part(place, x_plane, PARTS)
+        x_place = x_pointer + reference[:, None] * FEATURES + block[None, :]
+        if FEATURES == BLOCK:
+            x, x_low = tl.load(x_place), _part(x_place, x_plane, PARTS)
             scores = _product(mine, mine_low, x, x_low, scores, PARTS)
+        else:
+            scores = _wide_product(
+                own_pointer,
+                own_plane,
+                x_pointer,
+                x_plane,
+                scores,
+                FEATURES,
+                PARTS,
+                QUERIES,
+                REFERENCES,
+                INNER,
+            )
         inverse = tl.load(inverse_pointer + reference)[None, :]
         scores *= scale[:, None] * inverse
         pairs = tl.load(pairs_pointer + row[:, None] * references + reference[None, :])
@@ -658,24 +745,28 @@ def _slopes(
         if BY_QUERY:
             large, small = _halves(slope * gain * inverse)
             if FEATURES > BLOCK:
-                place = x_pointer + reference[:, None] * FEATURES + block[None, :]
-                x, x_low = tl.load(place), _part(place, x_plane, PARTS)
+                x_place += tl.program_id(2) * BLOCK
+                x, x_low = tl.load(x_place), _part(x_place, x_plane, PARTS)
             by_query = dot(large, x, by_query)
             by_query = dot(small, x, by_query)
             if PARTS == 2:
                 by_query = dot(large, x_low, by_query)
         if tl.program_id(2) == 0:
             if start + REFERENCES > instances:
-                place = by_prototype_pointer + row[:, None] * labels + (column - instances)[None, :]
+                of_prototype = (query + row)[:, None] * labels + (column - instances)[None, :]
                 inside = (column >= instances) & (column < instances + labels)
-                tl.store(place, slope, mask=inside[None, :] & (row < queries)[:, None])
+                tl.store(by_prototype_pointer + of_prototype, slope, mask=inside[None, :])
+        x_pointer += REFERENCES * FEATURES
+        pairs_pointer += REFERENCES
+        inverse_pointer += REFERENCES
     if BY_QUERY:
-        place = by_query_pointer + tl.program_id(1).to(tl.int64) * own_plane
-        tl.store(place + row[:, None] * FEATURES + block[None, :], by_query)
+        by_query_pointer += tl.program_id(1).to(tl.int64) * own_plane
+        by_query_pointer += query * FEATURES + tl.program_id(2) * BLOCK
+        tl.store(by_query_pointer + row[:, None] * FEATURES + block[None, :], by_query)
     if tl.program_id(2) == 0:
-        place = by_temperature_pointer + tl.program_id(1).to(tl.int64) * queries + row
+        by_temperature_pointer += tl.program_id(1).to(tl.int64) * queries + query
         # The score of a NaN, times 0, is one.
-        tl.store(place, tl.where(valid, by_temperature, 0.0))
+        tl.store(by_temperature_pointer + row, tl.where(valid, by_temperature, 0.0))
 
 
 @triton.jit
@@ -931,6 +1022,7 @@ def _nws(
                 QUERIES=TILE_SHARES,
                 REFERENCES=TILE_REFERENCES,
                 BLOCK=own_labels.block,
+                INNER=INNER,
                 num_warps=WARPS,
                 num_stages=STAGES,
             )
@@ -994,6 +1086,7 @@ def _nws(
             "QUERIES": TILE_QUERIES,
             "REFERENCES": TILE_REFERENCES,
             "BLOCK": x.block,
+            "INNER": INNER,
             "num_warps": WARPS,
             "num_stages": STAGES,
         }

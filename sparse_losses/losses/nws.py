@@ -187,7 +187,9 @@ def nws_loss(
     options = _Options(alpha, beta, fixed, aggregation, decoupled, eps, reduction, gathers)
     plain: Callable[..., Tensor] = functools.partial(_plain, options)
     references = size.get("K", 0) + size.get("Q", 0) + size["L"]
-    if uses_triton("nws", impl, *data, elements=size["B"] * references, needs=_needs(options, size)):
+    if uses_triton(
+        "nws", impl, *data, elements=size["B"] * references, needs=_needs(options, size)
+    ):
         from sparse_losses.kernels.nws import nws, scale_
 
         return fuse(plain, functools.partial(nws, *options), *tensors, scale_=scale_)
