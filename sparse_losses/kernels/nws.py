@@ -18,14 +18,19 @@ from sparse_losses.kernels._operators import only, scale_, with_gradients
 
 __all__ = ["nws", "scale_"]
 
-# Queries and references of a tile; the padded sizes are multiples of both of either.
-TILE_QUERIES = 128  # read per reference: the more, the fewer times all references are
+# Queries and references of a tile. The more queries, the fewer times all references are read; the
+# numbers are the largest that compile for sm_90 without spilled registers.
+TILE_QUERIES = 128  # rows are padded to as many, and references to TILE_WEIGHTS
+TILE_LONG = 64  # queries, where their features are in two parts or are more than MOST_FEATURES
+TILE_SLOPES = 64  # queries, where sums over references lie in registers
+TILE_SHARES = 64  # queries, where sums by label do
 TILE_REFERENCES = 64
-TILE_SHARES = 64  # queries whose sums by label lie in registers, up to MOST_LABELS of them
-MOST_LABELS = 512
-MOST_FEATURES = 256  # of a row that lies in registers, as a sum over references
-TILE_WEIGHTS = 128  # references, where three products share the tile
-INNER = 64  # labels that those are multiplied over at once
+TILE_WEIGHTS = 128  # references, where three products share the tile,
+TILE_TABLES = 64  # and queries
+MOST_LABELS = 256  # labels whose sums lie in registers
+MOST_FEATURES = 256  # of rows that are held while all references go by
+MOST_SLOPES = 128  # features whose sums over references lie in registers
+INNER = 64  # labels or features that are multiplied over at once, where not all are held
 WARPS = 8
 STAGES = 2
 PREPARED = 4096  # numbers that one program prepares
@@ -76,7 +81,7 @@ def _features(
         other=0.0,
     ).to(tl.float32)
     # The exponent's bits of the largest; rows near the smallest numbers go up in two steps.
-    largest = tl.max(tl.abs(x), axis=1)
+    largest = tl.max(tl.where(x == x, tl.abs(x), 0.0), axis=1)
     up = tl.where(largest < 2.0**-60, 2.0**90, 1.0)
     exponent = ((largest * up).to(tl.int32, bitcast=True) >> 23) & 255
     power = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -85,7 +90,8 @@ def _features(
     norm = tl.sqrt_rn(tl.sum(x * x, axis=1))
     is_zero = norm == 0.0
     # The inverse alone shows a NaN or an infinity: it reaches every score of the row.
-    tl.store(inverse_pointer + first + row, tl.where(is_zero, 0.0, 1.0 / norm), mask=row < limit)
+    inverse = tl.where(is_zero, 0.0, 1.0 / tl.where(is_zero, 1.0, norm))
+    tl.store(inverse_pointer + first + row, inverse, mask=row < limit)
     length = tl.where(is_zero, float("inf"), norm / power / up)
     tl.store(length_pointer + first + row, length, mask=row < limit)
     tl.store(filled_pointer + first + row, filled.to(tl.int8), mask=row < limit)
@@ -246,7 +252,7 @@ def _tables(
     if HAS_INSTANCES:
         top = tl.max(per_label, axis=0)
         tl.store(unscale_pointer + row, top / TOP)
-        high, low = _halves(per_label * tl.where(top > 0.0, 1.0 / top, 0.0) * TOP)
+        high, low = _halves(per_label * (1.0 / tl.where(top > 0.0, top, 1.0)) * TOP)
         alike = tl.load(
             alike_pointer + row * labels + column,
             mask=column < labels,
@@ -345,11 +351,7 @@ def _product(own, own_low, x, x_low, scores, PARTS: tl.constexpr):
 @triton.jit
 def _part(pointer, plane, PARTS: tl.constexpr):
     """A tile's lower half; where there is none, the tile, which is not looked at."""
-    if PARTS == 2:
-        low = tl.load(pointer + plane)
-    else:
-        low = tl.load(pointer)
-    return low
+    return tl.load(pointer + (PARTS - 1) * plane)
 
 
 @triton.jit
@@ -384,8 +386,8 @@ def _read(pairs, DECOUPLED: tl.constexpr):
     weight = tl.where(is_positive, -1.0 * pairs, 0.0)
     negative = tl.where(is_positive, 0.0 if DECOUPLED else 1.0, pairs)
     # A NaN stays one; a positive's term of the denominator is its score to the last bit.
-    logarithm = tl.where(negative == 0.0, float("-inf"), tl.log(negative))
-    return weight, negative, tl.where(negative == 1.0, 0.0, logarithm)
+    logarithm = tl.log(tl.where(negative == 0.0, 1.0, negative))
+    return weight, negative, tl.where(negative == 0.0, float("-inf"), logarithm)
 
 
 @triton.jit
@@ -416,15 +418,16 @@ def _join(
     total, total2 = others + own, others2 + own2
     wins = top2 > top
     larger, smaller = tl.where(wins, top2, top), tl.where(wins, top, top2)
-    ratio = tl.where(smaller == float("-inf"), 0.0, tl.exp(smaller - larger))
+    ratio = tl.exp(smaller - tl.where(larger == float("-inf"), 0.0, larger))
     rest = tl.where(wins, rest2 + (1.0 + rest) * ratio, rest + (1.0 + rest2) * ratio)
     others = tl.where(wins, others2 + total, others + total2)
     own = tl.where(wins, own2, own)
     at_top = tl.where(wins, at_top2, at_top)
     wins = high2 > high
     highest = tl.where(wins, high2, high)
-    lift = tl.where(high == float("-inf"), 0.0, total * (highest - high))
-    lift2 = tl.where(high2 == float("-inf"), 0.0, total2 * (highest - high2))
+    level = tl.where(highest == float("-inf"), 0.0, highest)
+    lift = total * (level - tl.where(high == float("-inf"), level, high))
+    lift2 = total2 * (level - tl.where(high2 == float("-inf"), level, high2))
     at_high = tl.where(wins, at_high2, at_high)
     return larger, at_top, rest, others, own, highest, at_high, (near + lift) + (near2 + lift2)
 
@@ -498,7 +501,8 @@ def _statistics(
         most = tl.maximum(most, tl.max(negative, axis=1))
 
         terms = scores + logarithm
-        tile_top = tl.max(terms, axis=1)
+        # A NaN wins nothing here; the sums show it.
+        tile_top = tl.max(tl.where(terms == terms, terms, float("-inf")), axis=1)
         at = tl.min(tl.where(terms == tile_top[:, None], column[None, :], NONE), axis=1)
         is_top = column[None, :] == at[:, None]
         shift = tl.where(tile_top == float("-inf"), 0.0, tile_top)
@@ -507,7 +511,7 @@ def _statistics(
         tile_own = tl.sum(tl.where(is_top, weight, 0.0), axis=1)
 
         filled = tl.load(filled_pointer + reference) != 0
-        present = tl.where(filled[None, :], scores, float("-inf"))
+        present = tl.where(filled[None, :] & (scores == scores), scores, float("-inf"))
         tile_high = tl.max(present, axis=1)
         at2 = tl.min(tl.where(present == tile_high[:, None], column[None, :], NONE), axis=1)
         shift = tl.where(tile_high == float("-inf"), 0.0, tile_high)
@@ -622,7 +626,8 @@ def _rows(
         floor = high + log_eps
     is_top = top >= floor
     peak, smaller = tl.where(is_top, top, floor), tl.where(is_top, floor, top)
-    ratio = tl.where(smaller == float("-inf"), 0.0, tl.exp(smaller - peak))
+    peak = tl.where(peak == float("-inf"), 0.0, peak)  # of a row that is not valid
+    ratio = tl.exp(smaller - peak)
     rest = tl.where(is_top, rest + ratio, (1.0 + rest) * ratio)
     total = others + own
     value = near + total * (peak - high) + total * _log1p(rest)
@@ -751,11 +756,11 @@ def _slopes(
             by_query = dot(small, x, by_query)
             if PARTS == 2:
                 by_query = dot(large, x_low, by_query)
-        if tl.program_id(2) == 0:
-            if start + REFERENCES > instances:
-                of_prototype = (query + row)[:, None] * labels + (column - instances)[None, :]
-                inside = (column >= instances) & (column < instances + labels)
-                tl.store(by_prototype_pointer + of_prototype, slope, mask=inside[None, :])
+        if tl.program_id(2) == 0 and start + REFERENCES > instances:
+            kept_pointer = by_prototype_pointer + query * labels - instances + start
+            inside = (column >= instances) & (column < instances + labels)
+            kept_place = kept_pointer + row[:, None] * labels + reference[None, :]
+            tl.store(kept_place, slope, mask=inside[None, :])
         x_pointer += REFERENCES * FEATURES
         pairs_pointer += REFERENCES
         inverse_pointer += REFERENCES
@@ -994,6 +999,7 @@ def _nws(
 
         # Of labels: a number a pair.
         pairs = numbers(queries, references)
+        pairs[batch:] = 0.0
         size = own_labels.size
         big = 2.0 * max(next_power_of_2(size), 64)
         shares = alike = tables = unscale = own_labels.count
@@ -1029,6 +1035,7 @@ def _nws(
             alike = own_labels.hot[:batch, :labels].float() @ label_similarity.float()
             tables = numbers(3, queries, size, dtype=torch.float16)
             unscale = numbers(queries)
+            tables[:, batch:], unscale[batch:] = 0.0, 0.0
         _tables[(batch,)](  # what lies in rows that are padded is not looked at
             own_labels.hot,
             own_labels.count,
@@ -1051,7 +1058,7 @@ def _nws(
             num_warps=4,
         )
         if given:
-            _weights[(queries // TILE_QUERIES, theirs.padded // TILE_WEIGHTS)](
+            _weights[(queries // TILE_TABLES, theirs.padded // TILE_WEIGHTS)](
                 tables,
                 own_labels.count,
                 unscale,
@@ -1067,7 +1074,7 @@ def _nws(
                 eps,
                 LABELS=size,
                 BIG=big,
-                QUERIES=TILE_QUERIES,
+                QUERIES=TILE_TABLES,
                 REFERENCES=TILE_WEIGHTS,
                 INNER=INNER,
                 num_warps=WARPS,
@@ -1075,22 +1082,21 @@ def _nws(
             )
 
         # Of scores: the value, then the gradient.
-        blocks = queries // TILE_QUERIES
-        splits, step = _splits(blocks, references, TILE_REFERENCES)
+        is_long = parts == 2 or x.features > MOST_FEATURES
+        tile = TILE_LONG if is_long else TILE_QUERIES
+        splits, step = _splits(queries // tile, references, TILE_REFERENCES)
         statistics = numbers(splits, 7, queries)
         places = numbers(splits, 2, queries, dtype=torch.int32)
         shape = {
             "FEATURES": x.features,
             "PARTS": parts,
             "DECOUPLED": decoupled,
-            "QUERIES": TILE_QUERIES,
             "REFERENCES": TILE_REFERENCES,
-            "BLOCK": x.block,
             "INNER": INNER,
             "num_warps": WARPS,
             "num_stages": STAGES,
         }
-        _statistics[(blocks, splits)](
+        _statistics[(queries // tile, splits)](
             own.parts,
             own.inverse,
             x.parts,
@@ -1103,6 +1109,8 @@ def _nws(
             queries,
             references,
             step,
+            QUERIES=tile,
+            BLOCK=INNER if is_long else x.features,
             **shape,
         )
         values, valid = numbers(queries), numbers(queries, dtype=torch.int8)
@@ -1134,9 +1142,11 @@ def _nws(
         if not any(needs[:3]):
             return [value, *found]
 
+        splits, step = _splits(queries // TILE_SLOPES, references, TILE_REFERENCES)
+        block = min(x.block, MOST_SLOPES)
         by_query = numbers(*((splits, queries, own.features) if needs[0] else (0,)))
         by_prototype, by_temperature = numbers(queries, labels), numbers(splits, queries)
-        _slopes[(blocks, splits, x.features // x.block if needs[0] else 1)](
+        _slopes[(queries // TILE_SLOPES, splits, x.features // block if needs[0] else 1)](
             own.parts,
             own.inverse,
             x.parts,
@@ -1155,6 +1165,8 @@ def _nws(
             references,
             step,
             BY_QUERY=needs[0],
+            QUERIES=TILE_SLOPES,
+            BLOCK=block,
             **shape,
         )
         if needs[0]:
