@@ -20,13 +20,9 @@ __all__ = ["nws", "scale_"]
 
 # Queries and references of a tile. The more queries, the fewer times all references are read; the
 # numbers are the largest that compile for sm_90 without spilled registers.
-TILE_QUERIES = 128  # rows are padded to as many, and references to TILE_WEIGHTS
-TILE_LONG = 64  # queries, where their features are in two parts or are more than MOST_FEATURES
-TILE_SLOPES = 64  # queries, where sums over references lie in registers
-TILE_SHARES = 64  # queries, where sums by label do
+TILE_QUERIES = 64  # rows are padded to as many, and references to TILE_WEIGHTS
 TILE_REFERENCES = 64
-TILE_WEIGHTS = 128  # references, where three products share the tile,
-TILE_TABLES = 64  # and queries
+TILE_WEIGHTS = 128  # references, where three products share the tile
 MOST_LABELS = 256  # labels whose sums lie in registers
 MOST_FEATURES = 256  # of rows that are held while all references go by
 MOST_SLOPES = 128  # features whose sums over references lie in registers
@@ -34,7 +30,7 @@ INNER = 64  # labels or features that are multiplied over at once, where not all
 WARPS = 8
 STAGES = 2
 PREPARED = 4096  # numbers that one program prepares
-PROGRAMS = 132  # as many as the multiprocessors of an H200: fewer rows are split by references
+PROGRAMS = 132  # as many as the multiprocessors of an H200: with fewer, references are split
 
 TOP = tl.constexpr(16384.0)  # what the largest weight of a row is scaled to
 LOW = tl.constexpr(4096.0)  # factor of its lower half
@@ -1012,10 +1008,10 @@ def _nws(
                 end = theirs.padded if index + 1 == len(given) else first + len(some)
                 theirs.put(first, some, mask, end)
                 first += len(some)
-            blocks = queries // TILE_SHARES * (size // own_labels.block)
+            blocks = queries // TILE_QUERIES * (size // own_labels.block)
             splits, step = _splits(blocks, theirs.padded, TILE_REFERENCES)
             shares = numbers(splits, queries, size)
-            _shares[(queries // TILE_SHARES, splits, size // own_labels.block)](
+            _shares[(queries // TILE_QUERIES, splits, size // own_labels.block)](
                 own_labels.hot,
                 own_labels.count,
                 theirs.hot,
@@ -1025,7 +1021,7 @@ def _nws(
                 step,
                 queries,
                 LABELS=size,
-                QUERIES=TILE_SHARES,
+                QUERIES=TILE_QUERIES,
                 REFERENCES=TILE_REFERENCES,
                 BLOCK=own_labels.block,
                 INNER=INNER,
@@ -1058,7 +1054,7 @@ def _nws(
             num_warps=4,
         )
         if given:
-            _weights[(queries // TILE_TABLES, theirs.padded // TILE_WEIGHTS)](
+            _weights[(queries // TILE_QUERIES, theirs.padded // TILE_WEIGHTS)](
                 tables,
                 own_labels.count,
                 unscale,
@@ -1074,7 +1070,7 @@ def _nws(
                 eps,
                 LABELS=size,
                 BIG=big,
-                QUERIES=TILE_TABLES,
+                QUERIES=TILE_QUERIES,
                 REFERENCES=TILE_WEIGHTS,
                 INNER=INNER,
                 num_warps=WARPS,
@@ -1082,21 +1078,21 @@ def _nws(
             )
 
         # Of scores: the value, then the gradient.
-        is_long = parts == 2 or x.features > MOST_FEATURES
-        tile = TILE_LONG if is_long else TILE_QUERIES
-        splits, step = _splits(queries // tile, references, TILE_REFERENCES)
+        is_held = parts == 1 and x.features <= MOST_FEATURES
+        splits, step = _splits(queries // TILE_QUERIES, references, TILE_REFERENCES)
         statistics = numbers(splits, 7, queries)
         places = numbers(splits, 2, queries, dtype=torch.int32)
         shape = {
             "FEATURES": x.features,
             "PARTS": parts,
             "DECOUPLED": decoupled,
+            "QUERIES": TILE_QUERIES,
             "REFERENCES": TILE_REFERENCES,
             "INNER": INNER,
             "num_warps": WARPS,
             "num_stages": STAGES,
         }
-        _statistics[(queries // tile, splits)](
+        _statistics[(queries // TILE_QUERIES, splits)](
             own.parts,
             own.inverse,
             x.parts,
@@ -1109,13 +1105,12 @@ def _nws(
             queries,
             references,
             step,
-            QUERIES=tile,
-            BLOCK=INNER if is_long else x.features,
+            BLOCK=x.features if is_held else INNER,
             **shape,
         )
         values, valid = numbers(queries), numbers(queries, dtype=torch.int8)
         slopes, specials = numbers(6, queries), numbers(3, queries, dtype=torch.int32)
-        _rows[(queries // TILE_SHARES,)](
+        _rows[(queries // TILE_QUERIES,)](
             statistics,
             places,
             own_labels.count,
@@ -1131,7 +1126,7 @@ def _nws(
             math.log(eps) if eps > 0 else 0.0,
             HAS_FLOOR=eps > 0,
             NEEDS_NEGATIVES=decoupled and eps == 0,
-            BLOCK=TILE_SHARES,
+            BLOCK=TILE_QUERIES,
             num_warps=2,
         )
         value, divisor = values.sum(), torch.ones_like(values[0])
@@ -1142,11 +1137,10 @@ def _nws(
         if not any(needs[:3]):
             return [value, *found]
 
-        splits, step = _splits(queries // TILE_SLOPES, references, TILE_REFERENCES)
         block = min(x.block, MOST_SLOPES)
         by_query = numbers(*((splits, queries, own.features) if needs[0] else (0,)))
         by_prototype, by_temperature = numbers(queries, labels), numbers(splits, queries)
-        _slopes[(queries // TILE_SLOPES, splits, x.features // block if needs[0] else 1)](
+        _slopes[(queries // TILE_QUERIES, splits, x.features // block if needs[0] else 1)](
             own.parts,
             own.inverse,
             x.parts,
@@ -1165,7 +1159,6 @@ def _nws(
             references,
             step,
             BY_QUERY=needs[0],
-            QUERIES=TILE_SLOPES,
             BLOCK=block,
             **shape,
         )
