@@ -1177,7 +1177,7 @@ def _nws(
 
 
 @_nws.register_fake
-def _(query, prototype, temperature, *others):  # type: ignore[no-untyped-def]
+def _(query, prototype, temperature, *others):
     needs = others[7]
     found = [
         x.new_empty(x.shape) if need else x.new_empty(0)
