@@ -158,7 +158,7 @@ LOSSES = {
             "(query, query_labels, prototype, label_similarity, *, key=None, key_labels=None, "
             "queue=None, queue_labels=None, queue_mask=None, alpha=1.0, beta=1.0, "
             "temperature=0.07, aggregation='mean', decoupled=True, eps=1e-08, "
-            "gather=False, reduction='mean')",
+            "gather=False, impl='auto', reduction='mean')",
             constructor=("label_similarity",),
             bad=(
                 *_BAD_TEMPERATURES,
@@ -169,6 +169,7 @@ LOSSES = {
                 ("beta", _NAN),
                 ("eps", -1e-8),
                 ("eps", _NAN),
+                ("impl", "cuda"),
             ),
         ),
     )

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from sparse_losses.distributed import (
     spans_ranks,
     sum_over_ranks,
 )
+from sparse_losses.kernels import Impl, check_impl, uses_triton
 
 __all__ = ["NWSLoss", "nws_loss"]
 
@@ -63,6 +64,7 @@ def nws_loss(
     decoupled: bool = True,
     eps: float = 1e-8,
     gather: bool = False,
+    impl: Impl = "auto",
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Multi-label contrastive loss whose negatives weigh by how unlike their labels are.
@@ -115,6 +117,8 @@ def nws_loss(
         gather: whether all ranks' keys are references, and ``"mean"`` and ``"sum"`` are over all
             ranks' queries (see ``sparse_losses.distributed``). Sizes are the same on every rank,
             and so are prototypes and queue (``LabelQueue(gather=True)``).
+        impl: ``"auto"``, ``"torch"`` or ``"triton"``; ``"auto"`` takes the kernel where a committed
+            measurement shows it ahead. It has no ``"max"``, rows without a reduction or ``gather``.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -158,6 +162,7 @@ def nws_loss(
     if label_similarity is None and (key is not None or queue is not None):
         raise ValueError("expected `label_similarity` with `key` or `queue`, got None")
     _check(label_similarity, alpha, beta, temperature, aggregation, decoupled, eps)
+    check_impl(impl)
     check_reduction(reduction)
     dtype = compute_dtype(query=query, prototype=prototype, key=key, queue=queue)
     if queue_mask is not None:
@@ -173,16 +178,24 @@ def nws_loss(
     learned = temperature.to(dtype) if isinstance(temperature, Tensor) else None
     constants = (query_labels, label_similarity, key, key_labels, queue, queue_labels, queue_mask)
     tensors = (
-        query.to(dtype),
-        prototype.to(dtype),
+        query,
+        prototype,
         learned,
         *(None if constant is None else constant.detach() for constant in constants),
     )
     fixed = 1.0 if isinstance(temperature, Tensor) else temperature
     options = _Options(alpha, beta, fixed, aggregation, decoupled, eps, reduction, gathers)
     plain: Callable[..., Tensor] = functools.partial(_plain, options)
+    references = size.get("K", 0) + size.get("Q", 0) + size["L"]
+    if uses_triton(
+        "nws", impl, *data, elements=size["B"] * references, needs=_needs(options, size)
+    ):
+        from sparse_losses.kernels.nws import nws, scale_
+
+        return fuse(plain, functools.partial(nws, *options), *tensors, scale_=scale_)
     if reduction != "none" and query.device.type == "cpu" and can_fuse(*tensors):
-        value = fuse(plain, functools.partial(_fused, options), *tensors)
+        wide = query.to(dtype), prototype.to(dtype), *tensors[2:]
+        value = fuse(plain, functools.partial(_fused, options), *wide)
         return shared_by_ranks(value) if gathers else value
     return plain(*tensors)
 
@@ -196,6 +209,17 @@ class _Options(NamedTuple):
     eps: float
     reduction: str
     gather: bool
+
+
+def _needs(options: _Options, size: Mapping[str, int]) -> dict[str, bool]:
+    """What the kernel asks for."""
+    return {
+        '`aggregation` to be "mean"': options.aggregation == "mean",
+        '`reduction` to be "mean" or "sum"': options.reduction != "none",
+        "the queries of one process": not options.gather,
+        "queries with features": size["B"] > 0 and size["F"] > 0,
+        "at most 16384 labels": size["L"] <= 16384,
+    }
 
 
 def _plain(
@@ -213,7 +237,8 @@ def _plain(
 ) -> Tensor:
     """The formula, operation by operation."""
     alpha, beta, number, aggregation, decoupled, eps, reduction, gather = options
-    dtype = query.dtype
+    dtype = compute_dtype(query=query, prototype=prototype, key=key, queue=queue)
+    query, prototype = query.to(dtype), prototype.to(dtype)
     # Keys, then queue; an empty slot has neither features nor labels.
     features, label_rows, filled = [], [], []
     if key is not None and key_labels is not None:
@@ -602,12 +627,14 @@ class NWSLoss(nn.Module):
         decoupled: bool = True,
         eps: float = 1e-8,
         gather: bool = False,
+        impl: Impl = "auto",
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
         check_shapes(label_similarity=(label_similarity, "L L", "optional"))
         _check(label_similarity, alpha, beta, temperature, aggregation, decoupled, eps)
         check_flag(gather=gather)
+        check_impl(impl)
         check_reduction(reduction)
         if label_similarity is not None:
             label_similarity = label_similarity.detach()
@@ -620,6 +647,7 @@ class NWSLoss(nn.Module):
         self.decoupled = decoupled
         self.eps = eps
         self.gather = gather
+        self.impl: Impl = impl
         self.reduction: Reduction = reduction
 
     def forward(
@@ -652,6 +680,7 @@ class NWSLoss(nn.Module):
             decoupled=self.decoupled,
             eps=self.eps,
             gather=self.gather,
+            impl=self.impl,
             reduction=self.reduction,
         )
 
@@ -666,5 +695,6 @@ class NWSLoss(nn.Module):
             "decoupled",
             "eps",
             "gather",
+            "impl",
             "reduction",
         )
