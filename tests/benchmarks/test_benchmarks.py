@@ -28,7 +28,7 @@ STEMS = sorted(
 
 
 def test_every_loss_has_cases_in_every_suite():
-    beside = {"splade_pool", "splade_head", "end_to_end", "objective"}
+    beside = {"splade_pool", "splade_head", "end_to_end", "objective", "regularisers"}
     for suite in ("tiny", "quick", "full"):
         assert {case.loss for case in cases(suite)} == {*STEMS, *beside}
     for each in FAMILIES:
