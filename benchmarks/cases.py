@@ -186,11 +186,11 @@ class Case:
         """
         options = self.family.options(self.sizes)
         found = [Variant("eager", functools.partial(self.family.eager, **options), "eager")]
-        runs_kernels = runs_kernels(device_type, self.suite)
-        has_kernel = runs_kernels and any(variant.impl for variant in self.family.variants)
+        runs = runs_kernels(device_type, self.suite)
+        has_kernel = runs and any(variant.impl for variant in self.family.variants)
         for variant in self.family.variants:
             missing = variant.package and peers.why_missing(variant.package, device_type)
-            if missing or not variant.when(self.sizes) or (variant.impl and not runs_kernels):
+            if missing or not variant.when(self.sizes) or (variant.impl and not runs):
                 continue
             is_ours = variant.kind == "ours" and not variant.impl
             if self.suite == "kernels" and is_ours and (has_kernel or variant.name != "ours"):
