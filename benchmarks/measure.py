@@ -1,5 +1,6 @@
 """One case: check every variant against the eager formula, then memory, then interleaved times."""
 
+import gc
 import math
 import time
 import warnings
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import graphs, memory, timing
-from benchmarks.cases import DTYPES, Case, Inputs, Maker, Variant
+from benchmarks.cases import DTYPES, Case, Family, Inputs, Maker, Variant
 from benchmarks.ceilings import Ceilings
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "check",
     "check_rounded",
     "expected",
+    "is_broken",
     "measure",
 ]
 
@@ -34,6 +36,10 @@ SLOW = 20.0  # seconds a call from which one round has to do
 # What a variant may be off by beyond the eager formula in the same dtype, both from fp64, relative
 # to the norm: a rounding of the result, and for fp32 what another order of a sum may cost.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+# The small copies that were checked, once a process; families, so that none has another's id.
+_PASSED: dict[tuple[int, str, str, str], Family] = {}
 
 
 class Mismatch(AssertionError):
@@ -316,6 +322,9 @@ def measure(
     Raises:
         Broken: if a variant broke the process; ``without`` it, a new one can go on.
     """
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()  # the last case's blocks, which would be in the way of this one's
     variants = [v for v in case.variants(device.type) if v.name not in without]
     eager = variants[0]
     if compiled and "torch.compile" not in without:
@@ -330,11 +339,16 @@ def measure(
         for variant in small.variants(device.type)[1:]:
             if variant.name not in status:
                 continue
+            key = id(case.family), small.name, variant.name, device.type
+            if key in _PASSED:
+                continue
             pair = [small.variants(device.type)[0], variant]
             if variant.impl != "triton":  # which has no fp64
                 _guarded(status, variant, check, small, pair, Maker(device, torch.float64))
             if is_half or variant.impl == "triton":
                 _guarded(status, variant, check_rounded, small, pair, Maker(device))
+            if status[variant.name] == "ok":
+                _PASSED[key] = case.family
 
     # On a GPU inputs are rotated, so that no repetition finds its own in the cache.
     copies = 3 if device.type == "cuda" and case.elements < 2**26 else 1
@@ -537,11 +551,11 @@ def _guarded(
     except Exception as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else ""
         status[variant.name] = f"failed: {type(error).__name__}: {line[:150]}"
-        if _is_broken():
+        if is_broken():
             raise Broken(variant.name, status[variant.name]) from error
 
 
-def _is_broken() -> bool:
+def is_broken() -> bool:
     """Whether the GPU answers no more, as after an access beyond its memory."""
     if not torch.cuda.is_initialized():
         return False

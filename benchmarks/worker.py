@@ -15,12 +15,21 @@ from rich.table import Table as Screen
 from benchmarks import ceilings, peers
 from benchmarks.__main__ import AGAIN
 from benchmarks.cases import Case, cases
-from benchmarks.measure import FORWARD, TRAINING, Broken, Limits, Result, expected, measure
+from benchmarks.measure import (
+    FORWARD,
+    TRAINING,
+    Broken,
+    Limits,
+    Result,
+    expected,
+    is_broken,
+    measure,
+)
 from benchmarks.table import Row, Table, circumstances
 
 __all__ = ["work"]
 
-BROKE = "broke the process: "  # how the status of such a variant begins
+BROKE = "failed, and what was running with it: "  # how the status of such a variant begins
 
 
 def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
@@ -87,13 +96,16 @@ def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
                             say=say,
                         )
                 except Broken as broken:
-                    about = case.loss, case.name, case.group, case.elements
-                    table.add(
-                        Result(*about, each, broken.variant, "ours", f"{BROKE}{broken.status}")
-                        for each in passes
-                    )
+                    table.add(_without_figures(case, passes, [broken.variant], broken.status))
                     console.print(escape(f"{label}, {broken.variant}: {broken.status}"))
                     return AGAIN
+                except Exception as error:
+                    line = (str(error).splitlines() or [""])[0][:150]
+                    said = f"{type(error).__name__}: {line}"
+                    results = _without_figures(case, passes, sorted(missing), said)
+                    if is_broken():
+                        table.add(results)
+                        return AGAIN
                 rows = table.add(results)
                 bad += [row for row in rows if not row["status"].startswith(("ok", "skipped"))]
             else:  # an earlier, interrupted run measured it
@@ -104,6 +116,17 @@ def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
     for line in sorted(wrong):
         console.print(escape(line), style="bold red")
     return 1 if any(": MISMATCH" in line or ", ours" in line for line in wrong) else 0
+
+
+def _without_figures(
+    case: Case, passes: Sequence[str], variants: Sequence[str], why: str
+) -> list[Result]:
+    about = case.loss, case.name, case.group, case.elements
+    return [
+        Result(*about, each, variant, "ours" if "ours" in variant else "", f"{BROKE}{why}")
+        for each in passes
+        for variant in variants
+    ]
 
 
 def _broken(table: Table, case: Case) -> list[Row]:

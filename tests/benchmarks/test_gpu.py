@@ -237,7 +237,7 @@ def test_the_suite_of_the_kernels_is_refused_on_a_cpu(tmp_path: Path):
 
 
 def test_a_variant_that_breaks_the_process_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.measure._is_broken", lambda: True)
+    monkeypatch.setattr("benchmarks.measure.is_broken", lambda: True)
 
     def run() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
@@ -264,12 +264,38 @@ def test_the_next_process_goes_on_without_it(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(worker, "measure", break_down)
     assert worker.work(args, output, budget=0.0) == worker.AGAIN
     statuses = {row["status"] for row in read(output)}
-    assert statuses == {"broke the process: failed: illegal memory access"}
+    assert statuses == {f"{worker.BROKE}failed: illegal memory access"}
     monkeypatch.setattr(worker, "measure", whole)
     assert worker.work(args, output, budget=0.0) == 0
     rows = read(output)
     assert len([row for row in rows if row["variant"] == "ours"]) == 2
     assert {row["status"] for row in rows if row["variant"] == "eager"} == {"ok"}
+
+
+def test_a_case_that_fails_as_a_whole_does_not_end_the_suite(tmp_path: Path, monkeypatch):
+    from benchmarks import __main__ as command
+    from benchmarks import worker
+
+    words = ["--suite", "tiny", "--only", "margin_mse,flops", "--no-compile"]
+    args = command.parser().parse_args([*words, "--worker", "default"])
+    whole = worker.measure
+
+    def fails_once(case: Case, *given: object, **more: object) -> list[Result]:
+        if case.loss == "margin_mse":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 60 GiB")
+        return whole(case, *given, **more)
+
+    monkeypatch.setattr(worker, "measure", fails_once)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert worker.work(args, tmp_path / "run.csv", budget=0.0) == 1
+    rows = read(tmp_path / "run.csv")
+    assert {row["status"] for row in rows if row["loss"] == "flops"} == {"ok"}
+    found = {row["status"] for row in rows if row["loss"] == "margin_mse"}
+    assert len(found) == 1
+    assert "OutOfMemoryError: CUDA out of memory" in found.pop()
+    before = (tmp_path / "run.csv").read_text()
+    assert worker.work(args, tmp_path / "run.csv", budget=0.0) == 0  # no case is tried for ever
+    assert (tmp_path / "run.csv").read_text() == before
 
 
 def test_what_waits_for_the_gpu_is_not_captured(monkeypatch: pytest.MonkeyPatch):
