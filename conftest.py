@@ -60,22 +60,14 @@ def _kernels_first(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _on_device(request, monkeypatch):
-    """Tests that were written for the CPU, on a GPU: what NumPy gives and takes is copied."""
+def _on_device(request):
     device = request.config.getoption("--device")
     if device == "cpu":
         yield
         return
-    generator, from_numpy, numpy = torch.Generator, torch.from_numpy, torch.Tensor.numpy
-    monkeypatch.setattr(torch, "Generator", lambda where=device: generator(where))
-    monkeypatch.setattr(torch, "from_numpy", lambda array: from_numpy(array).to(device))
-    monkeypatch.setattr(
-        torch.Tensor, "numpy", lambda x, *, force=False: numpy(x.cpu(), force=force)
-    )
-    monkeypatch.setattr(
-        torch.Tensor, "__array__", lambda x, dtype=None, copy=None: numpy(x.detach().cpu())
-    )
-    with torch.device(device):
+    from tools.on_device import on_device
+
+    with on_device(device):
         yield
 
 

@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
 
     from tools.compile_kernels import OPERATIONS
+    from tools.on_device import on_device
 
     if unknown := [name for name in args.operations if name not in OPERATIONS]:
         options.error(f"no such operation: {', '.join(unknown)}; there are {', '.join(OPERATIONS)}")
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for operation in args.operations or OPERATIONS:
             sample = importlib.import_module(f"tests.kernels.test_{operation}").sample
             torch.manual_seed(0)
-            with torch.device(args.device):
+            with on_device(args.device):
                 sample(getattr(torch, name))
             if args.device == "cuda":
                 torch.cuda.synchronize()

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,6 +42,7 @@ from sparse_losses.functional import (
     nws_loss,
     splade_head,
 )
+from tools.on_device import on_device
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -459,6 +461,20 @@ def test_the_command_runs_the_parts_that_are_named(tmp_path: Path, monkeypatch, 
     assert (tmp_path / "logs" / "one.log").read_text() == "1\n"
     with pytest.raises(SystemExit):
         gpu.main(["--parts", "three"])
+
+
+def test_code_for_the_cpu_runs_on_a_device():
+    with on_device("meta"):
+        generator = torch.Generator("cpu")
+        assert isinstance(generator, torch.Generator)
+        assert torch.Generator | None  # an annotation somewhere
+        assert torch.ones(2).device.type == torch.from_numpy(np.ones(2)).device.type == "meta"
+    with on_device("cpu"):
+        x = torch.rand(3, generator=torch.Generator().manual_seed(0))
+        assert torch.from_numpy(x.numpy()).equal(x)
+        np.testing.assert_array_equal(np.asarray(x, dtype=np.float64), x.double().numpy())
+    assert torch.ones(1).device.type == "cpu"
+    assert torch.Generator is type(generator)
 
 
 def test_samples_of_unknown_kernels_are_refused():
