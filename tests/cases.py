@@ -136,7 +136,7 @@ LOSSES = {
             "distillation",
             "DistillationLoss",
             "(student_scores, teacher_scores, *, temperature=3.0, alpha_kl=0.7, alpha_mse=0.3, "
-            "standardize='batch', candidate_mask=None, gather=False)",
+            "standardize='batch', candidate_mask=None, gather=False, impl='auto')",
             bad=(
                 *_BAD_TEMPERATURES,
                 ("standardize", "column"),

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["INTERPRETED", "dot", "next_power_of_2", "on_device"]
+__all__ = ["INTERPRETED", "dot", "next_power_of_2", "on_device", "shared_memory"]
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -17,6 +17,14 @@ next_power_of_2 = triton.next_power_of_2
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Where kernels are launched: Triton takes the current device, whatever the tensors' is."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one block of threads may have; a Hopper's where none is asked."""
+    if device.type != "cuda":
+        return 227 << 10
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 @triton.jit

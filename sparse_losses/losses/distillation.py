@@ -21,6 +21,7 @@ from sparse_losses._core.fused import can_fuse, fuse
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.distributed import maximum_over_ranks, spans_ranks, sum_over_ranks
+from sparse_losses.kernels import Impl, check_impl, uses_triton
 
 __all__ = ["DistillationLoss", "distillation_loss"]
 
@@ -39,6 +40,7 @@ def distillation_loss(
     standardize: str = "batch",
     candidate_mask: Tensor | None = None,
     gather: bool = False,
+    impl: Impl = "auto",
 ) -> Tensor:
     r"""Brings the student's scores of a candidate list to the teacher's.
 
@@ -66,6 +68,8 @@ def distillation_loss(
         candidate_mask: ``[B, C]`` bool, int or float 0/1; the KL, $z$ and the MSE run over these.
         gather: whether means and deviation are over the rows of all ranks, whose number is the same
             on each (see ``sparse_losses.distributed``); no scores are sent.
+        impl: ``"auto"``, ``"torch"`` or ``"triton"``; the kernel reads a row once, without
+            ``gather``.
 
     Returns:
         0-d, fp32 (fp64 for fp64 inputs), >= 0: KL and MSE divide by different counts (rows with
@@ -95,7 +99,7 @@ def distillation_loss(
         teacher_scores=(teacher_scores, "B C"),
         candidate_mask=(candidate_mask, "B C", "optional"),
     )
-    _check(temperature, alpha_kl, alpha_mse, standardize)
+    _check(temperature, alpha_kl, alpha_mse, standardize, impl)
     # Before a size is refused, ranks agree on it: none shall wait for one that has left.
     sizes = {"B": size["B"], "C": size["C"]}
     gathers = spans_ranks("distillation_loss", gather, student_scores, teacher_scores, **sizes)
@@ -116,6 +120,28 @@ def distillation_loss(
     options = _Options(fixed, alpha_kl, alpha_mse, standardize, gathers)
     plain = functools.partial(_plain, options)
     scores = (student, teacher)
+    given = (student_scores, teacher_scores.detach(), learned)
+    needs = {
+        "`gather=False`, or a single rank,": not gathers,
+        "`alpha_kl` or `alpha_mse` above 0": max(alpha_kl, alpha_mse) > 0,
+        "a `temperature` on the device of the scores": (
+            learned is None or learned.device == student.device
+        ),
+    }
+    if uses_triton("distillation", impl, *given, elements=student.numel(), needs=needs):
+        from sparse_losses.kernels import distillation as kernels
+        from sparse_losses.kernels._operators import scale_
+
+        plain = functools.partial(plain, candidate_mask=candidate_mask)
+        by_kernel = functools.partial(
+            kernels.fused,
+            candidate_mask=candidate_mask,
+            number=fixed,
+            alpha_kl=alpha_kl,
+            alpha_mse=alpha_mse,
+            by_row=standardize == "row",
+        )
+        return fuse(plain, by_kernel, *given, scale_=scale_)
     # Where looking at values costs nothing, matrices without gaps are worth knowing.
     is_plain = candidate_mask is not None or gathers or not can_fuse(*scores)
     if not is_plain and all(map(values_can_be_checked, scores)):
@@ -153,6 +179,8 @@ def _plain(
     candidate_mask: Tensor | None = None,
 ) -> Tensor:
     """The formula, operation by operation."""
+    dtype = compute_dtype(student_scores=student, teacher_scores=teacher)
+    student, teacher = student.to(dtype), teacher.to(dtype)
     number, alpha_kl, alpha_mse, standardize, gather = options
     everywhere = sum_over_ranks if gather else _unchanged
     t = number if temperature is None else temperature
@@ -372,9 +400,10 @@ def _z_scores(scores: Tensor, candidate: Tensor, by_row: bool, gather: bool) -> 
 
 
 def _check(
-    temperature: float | Tensor, alpha_kl: float, alpha_mse: float, standardize: str
+    temperature: float | Tensor, alpha_kl: float, alpha_mse: float, standardize: str, impl: str
 ) -> None:
     check_temperature(temperature)
+    check_impl(impl)
     check_number("alpha_kl", alpha_kl, minimum=0.0)
     check_number("alpha_mse", alpha_mse, minimum=0.0)
     check_choice("standardize", standardize, ("batch", "row"))
@@ -401,15 +430,17 @@ class DistillationLoss(nn.Module):
         alpha_mse: float = 0.3,
         standardize: str = "batch",
         gather: bool = False,
+        impl: Impl = "auto",
     ) -> None:
         super().__init__()
-        _check(temperature, alpha_kl, alpha_mse, standardize)
+        _check(temperature, alpha_kl, alpha_mse, standardize, impl)
         check_flag(gather=gather)
         self.temperature = temperature
         self.alpha_kl = alpha_kl
         self.alpha_mse = alpha_mse
         self.standardize = standardize
         self.gather = gather
+        self.impl = impl
 
     def forward(
         self,
@@ -428,8 +459,11 @@ class DistillationLoss(nn.Module):
             standardize=self.standardize,
             candidate_mask=candidate_mask,
             gather=self.gather,
+            impl=self.impl,
         )
 
     def extra_repr(self) -> str:
         """The hyperparameters."""
-        return describe(self, "temperature", "alpha_kl", "alpha_mse", "standardize", "gather")
+        return describe(
+            self, "temperature", "alpha_kl", "alpha_mse", "standardize", "gather", "impl"
+        )

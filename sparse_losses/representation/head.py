@@ -29,6 +29,7 @@ is computed.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from sparse_losses._core.checks import check_flag, check_shapes, values_can_be_c
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.sparse import bounds_of, csr, sum_bags
 from sparse_losses._core.token_ids import as_mask
+from sparse_losses.kernels import Impl, check_impl, uses_triton
 from sparse_losses.representation._masked_lm import head_of
 from sparse_losses.representation._maxima import activate, gradient_of_pooled
 
@@ -64,6 +66,7 @@ def splade_head(
     gate: Tensor | None = None,
     return_logits: bool = False,
     sparse_grad: bool = False,
+    impl: Impl = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Vocabulary projection, SPLADE activation and max pooling in one.
 
@@ -87,6 +90,9 @@ def splade_head(
             reach silent tokens. Then every arg-max is kept.
         sparse_grad: give ``weight`` a sparse gradient of the rows with an active entry, as
             ``nn.Embedding(sparse=True)`` does. Compiled, the gradient is dense all the same.
+        impl: ``"torch"``, ``"triton"`` (a kernel; not with ``sparse_grad`` or fp64) or ``"auto"``,
+            the kernel where it was measured to be ahead. A kernel multiplies hidden states and
+            weight in the wider of their dtypes, summing in fp32: give it both in bf16 for speed.
 
     Returns:
         Activations ``[B, V]`` >= 0, fp32 (fp64 if a tensor is fp64); with ``return_logits`` the
@@ -117,6 +123,7 @@ def splade_head(
         gate=(gate, "B V", "optional"),
     )
     check_flag(return_logits=return_logits, sparse_grad=sparse_grad)
+    check_impl(impl)
     if size["V"] == 0:
         raise ValueError("expected `weight` of at least one token, got V = 0")
     dtype = compute_dtype(hidden=hidden, weight=weight, bias=bias, gate=gate)
@@ -126,6 +133,23 @@ def splade_head(
         attended = as_mask("attention_mask", attention_mask)
     _check_gate(gate)
 
+    can_run = {
+        "at least one position": hidden.numel() > 0,
+        "sparse_grad=False": not sparse_grad,
+    }
+    elements = size["B"] * size["V"]
+    if uses_triton("head", impl, hidden, weight, bias, gate, elements=elements, needs=can_run):
+        from sparse_losses.kernels import head as kernel
+
+        operands = torch.promote_types(hidden.dtype, weight.dtype)
+        inputs = hidden.to(operands), weight.to(operands), bias, gate
+        if torch.compiler.is_compiling():
+            activations, pooled, *_ = kernel.forward(*inputs, attended, return_logits)
+        else:
+            activations, pooled = _KernelHead.apply(  # type: ignore[no-untyped-call]
+                *inputs, attended, return_logits
+            )
+        return (activations, pooled) if return_logits else activations
     if torch.compiler.is_compiling():
         logits, _ = _dense_maxima(hidden, weight, bias, attended, dtype, return_logits)
         pooled = logits
@@ -197,23 +221,11 @@ class _Head(torch.autograd.Function):
         hidden, weight, bias, gate, column, token, slope, logit = ctx.saved_tensors
         rest = None, None, None, None
         if torch.is_grad_enabled():  # a graph of the gradient is wanted: recompute it plainly
-            # Aliases: where one input was made from another, the way through it is not ours.
-            inputs: list[Any] = [
-                None if t is None else t.view_as(t) for t in (hidden, weight, bias, gate)
-            ]
-            outputs = _plain_at_maxima(column, token, ctx.dtype, *inputs)
-            given = [(o, g) for o, g in zip(outputs, upstream, strict=True) if g is not None]
-            wanted = [t for t, need in zip(inputs, ctx.needs_input_grad, strict=False) if need]
-            gradients = iter(
-                torch.autograd.grad(
-                    [o for o, _ in given],
-                    wanted,
-                    [g for _, g in given],
-                    create_graph=True,
-                    allow_unused=True,
-                )
+            inputs = hidden, weight, bias, gate
+            found = _gradients_with_graph(
+                column, token, ctx.dtype, inputs, ctx.needs_input_grad, upstream
             )
-            return *(next(gradients) if need else None for need in ctx.needs_input_grad[:4]), *rest
+            return *found, *rest
 
         row, wide_column = token.long() // max(hidden.shape[1], 1), column.long()
         of_pooled = gradient_of_pooled(upstream, row, wide_column, slope)
@@ -228,6 +240,73 @@ class _Head(torch.autograd.Function):
             hidden, weight, bias, column, token, of_pooled, ctx.needs_input_grad, ctx.sparse_grad
         )
         return of_hidden, of_weight, of_bias, of_gate, *rest
+
+
+class _KernelHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gate: Tensor | None,
+        attended: Tensor,
+        return_logits: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        from sparse_losses.kernels import head as kernel
+
+        activations, pooled, logits, position = kernel.forward(
+            hidden, weight, bias, gate, attended, return_logits
+        )
+        ctx.save_for_backward(hidden, weight, bias, gate, activations, logits, position, attended)
+        ctx.every = return_logits
+        ctx.set_materialize_grads(False)
+        return activations, pooled if return_logits else None
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        from sparse_losses.kernels import head as kernel
+
+        *inputs, activations, _, position, attended = saved = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:4]
+        if torch.is_grad_enabled():
+            has_entry = ~(activations <= 0)  # a NaN is one
+            if ctx.every:
+                has_entry = attended.any(1, keepdim=True).expand_as(has_entry)
+            column, row = has_entry.T.nonzero(as_tuple=True)
+            token = row * attended.shape[1] + position[row, column].long()
+            found = _gradients_with_graph(column, token, torch.float32, inputs, needs, upstream)
+            return *found, None, None
+        if all(g is None for g in upstream):
+            return (None,) * 6
+        gradients = kernel.backward(list(needs), *upstream, *saved)
+        return *(g if need else None for need, g in zip(needs, gradients, strict=True)), None, None
+
+
+def _gradients_with_graph(
+    column: Tensor,
+    token: Tensor,
+    dtype: torch.dtype,
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    upstream: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Gradients by the four inputs that can be differentiated again, the positions given."""
+    # Aliases: where one input was made from another, the way through it is not ours.
+    aliases: list[Any] = [None if t is None else t.view_as(t) for t in inputs]
+    outputs = _plain_at_maxima(column, token, dtype, *aliases)
+    given = [(o, g) for o, g in zip(outputs, upstream, strict=True) if g is not None]
+    wanted = [t for t, need in zip(aliases, needs, strict=False) if need]
+    gradients = iter(
+        torch.autograd.grad(
+            [o for o, _ in given],
+            wanted,
+            [g for _, g in given],
+            create_graph=True,
+            allow_unused=True,
+        )
+    )
+    return [next(gradients) if need else None for need in needs[:4]]
 
 
 def _plain_at_maxima(
@@ -644,6 +723,7 @@ class SpladeHead(nn.Module):
         transform: layers that the hidden states pass through first, ``[B, S, H]`` to
             ``[B, S, H]``: a masked language model has some before its vocabulary projection.
         sparse_grad: as in the function.
+        impl: as in the function.
 
     Examples:
         >>> import torch
@@ -664,10 +744,12 @@ class SpladeHead(nn.Module):
         *,
         transform: nn.Module | None = None,
         sparse_grad: bool = False,
+        impl: Impl = "auto",
     ) -> None:
         super().__init__()
         check_shapes(weight=(weight, "V H"), bias=(bias, "V", "optional"))
         check_flag(sparse_grad=sparse_grad)
+        check_impl(impl)
         for name, tensor in (("weight", weight), ("bias", bias)):
             if isinstance(tensor, nn.Parameter):
                 self.register_parameter(name, tensor)
@@ -675,9 +757,12 @@ class SpladeHead(nn.Module):
                 self.register_buffer(name, None if tensor is None else tensor.detach())
         self.transform = transform
         self.sparse_grad = sparse_grad
+        self.impl: Impl = impl
 
     @classmethod
-    def from_masked_lm(cls, model: nn.Module, *, sparse_grad: bool = False) -> "SpladeHead":
+    def from_masked_lm(
+        cls, model: nn.Module, *, sparse_grad: bool = False, impl: Impl = "auto"
+    ) -> "SpladeHead":
         """The head of a masked language model of ``transformers``, parameters shared with it.
 
         ``head(hidden, attention_mask)``, with ``hidden`` the last hidden state of
@@ -689,12 +774,19 @@ class SpladeHead(nn.Module):
             model: BERT, DistilBERT, XLM-RoBERTa, ModernBERT, or any other whose layers between
                 hidden states and logits are a chain that ends in a linear map.
             sparse_grad: as in the function.
+            impl: as in the function.
 
         Raises:
             TypeError: if the model is no masked language model, or is not built like that.
         """
         transform, projection = head_of(model)
-        return cls(projection.weight, projection.bias, transform=transform, sparse_grad=sparse_grad)
+        return cls(
+            projection.weight,
+            projection.bias,
+            transform=transform,
+            sparse_grad=sparse_grad,
+            impl=impl,
+        )
 
     def forward(
         self,
@@ -713,6 +805,7 @@ class SpladeHead(nn.Module):
             gate=gate,
             return_logits=return_logits,
             sparse_grad=self.sparse_grad,
+            impl=self.impl,
         )
 
     def extra_repr(self) -> str:
@@ -720,5 +813,5 @@ class SpladeHead(nn.Module):
         vocab_size, hidden_size = self.weight.shape
         return (
             f"vocab_size={vocab_size}, hidden_size={hidden_size}, bias={self.bias is not None}, "
-            f"sparse_grad={self.sparse_grad}"
+            f"sparse_grad={self.sparse_grad}, impl={self.impl!r}"
         )

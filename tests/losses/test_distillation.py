@@ -307,6 +307,7 @@ def follow(monkeypatch):
     _fused = module._fused
 
     def run(s, z, temperature, path, elements=12, **options):
+        options["impl"] = "torch"
         ran = []
 
         def fused_path(*args):

@@ -1,0 +1,640 @@
+"""The SPLADE head: products, maxima and activation in one kernel; gradients at the maxima alone.
+
+Forward: the attended tokens lie packed, text after text. A program owns some tokens of the
+vocabulary and some texts; it multiplies tile by tile and keeps a text's largest score and where it
+stood. Backward: a program owns rows of a gradient and looks for what belongs to them, so that there
+is no atomic addition and the same bits come twice. What the lengths are, and how many entries are
+active, only the device knows.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sparse_losses.kernels import _language
+from sparse_losses.kernels._language import dot, next_power_of_2, on_device
+
+__all__ = ["backward", "forward"]
+
+# Forward: vocabulary by tokens by hidden, warps and stages. The scores of a tile stay in registers;
+# the vocabulary comes first, since a maximum over the second dimension stays within a thread but
+# for two steps.
+LARGE = 256, 128, 64, 8, 4  # takes 197 KB of shared memory: Hopper and its successors have it
+SMALL = 128, 128, 64, 8, 3
+FULL_PRECISION = 64, 64, 32, 8, 3  # fp32 operands are multiplied outside the tensor cores
+PROGRAMS = 1024  # from which on all multiprocessors are busy to the end
+# Backward.
+CHUNK = 2048  # columns of a row that one program lists
+ENTRIES, WIDTH, POSITIONS = 64, 128, 128  # of the one-hot product: entries by hidden, and its rows
+FULL_PRECISION_WIDTH, WARPS = 64, 8
+OWN_ROWS, OWN_WIDTH, TEXTS = 16, 256, 32  # of the weight's gradient, and texts looked at together
+MOST_SPLITS = 8
+
+
+@triton.jit
+def _larger(a, b):
+    """The larger number, or a NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _log1p(x):
+    """``log(1 + x)`` with the digits that ``1 + x`` drops."""
+    u = 1.0 + x
+    is_lost = (u == 1.0) | (x == float("inf"))
+    return tl.where(is_lost, x, tl.log(u) * (x / tl.where(is_lost, 1.0, u - 1.0)))
+
+
+@triton.jit
+def _maxima(
+    packed,
+    weight,
+    bias,
+    gate,
+    text_of,
+    offset,
+    position_of,
+    activations,
+    pooled,
+    logits,
+    position,
+    num_texts,
+    texts_each,
+    vocab_size,
+    width: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    EVERY: tl.constexpr,
+    VOCABULARY: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+):
+    first_text = tl.program_id(0) * texts_each
+    begin = tl.load(offset + first_text)
+    end = tl.load(offset + tl.minimum(first_text + texts_each, num_texts))
+    first_column = tl.program_id(1) * VOCABULARY
+    column = first_column + tl.arange(0, VOCABULARY).to(tl.int64)
+    exists = column < vocab_size
+    best = tl.full([VOCABULARY], float("-inf"), tl.float32)
+    at = tl.zeros([VOCABULARY], tl.int32)
+    text = first_text
+    for start in range(begin, end, TOKENS):
+        stop = tl.minimum(start + TOKENS, end)
+        token = start + tl.arange(0, TOKENS)
+        scores = tl.zeros([VOCABULARY, TOKENS], tl.float32)
+        for first in range(0, width, HIDDEN):
+            # Beyond the edges lie zeros; tokens of the next group are masked below.
+            w = weight.load([first_column, first])
+            scores = dot(w, packed.load([start, first]).T, scores)
+        last = tl.load(text_of + stop - 1)
+        for each in range(text, last + 1):
+            low, high = tl.load(offset + each), tl.load(offset + each + 1)
+            here = ((token >= low) & (token < high))[None, :]
+            largest = tl.reduce(tl.where(here, scores, float("-inf")), 1, _larger)
+            hit = here & ((scores == largest[:, None]) | (scores != scores))
+            where = tl.min(tl.where(hit, token[None, :], 2147483647), 1)
+            better = (largest > best) | ((largest != largest) & (best == best))
+            at = tl.where(better, where, at)
+            best = tl.where(better, largest, best)
+            if (high <= stop) & (high > low):  # all of the text was seen
+                logit = best
+                if HAS_BIAS:
+                    logit += tl.load(bias + column, mask=exists, other=0.0).to(tl.float32)
+                here_in_rows = (tl.zeros_like(column) + each) * vocab_size + column
+                value = logit
+                if HAS_GATE:
+                    tl.store(logits + here_in_rows, logit, mask=exists)
+                    value *= tl.load(gate + here_in_rows, mask=exists, other=0.0).to(tl.float32)
+                if EVERY:
+                    tl.store(pooled + here_in_rows, value, mask=exists)
+                # Written so that a NaN stays one.
+                value = tl.where(value <= 0, 0.0, value)
+                tl.store(activations + here_in_rows, _log1p(value), mask=exists)
+                s = tl.load(position_of + tl.maximum(at, low), mask=exists, other=0)
+                tl.store(position + here_in_rows, s.to(position.dtype.element_ty), mask=exists)
+                best = tl.full([VOCABULARY], float("-inf"), tl.float32)
+                at = tl.zeros([VOCABULARY], tl.int32)
+        text = tl.where(tl.load(offset + last + 1) <= stop, last + 1, last)
+
+
+@triton.jit
+def _coefficient(
+    text,
+    column,
+    mask,
+    activations,
+    of_activations,
+    activations_row,
+    activations_column,
+    of_logits,
+    logits_row,
+    logits_column,
+    gate,
+    length_of,
+    vocab_size,
+    HAS_ACTIVATIONS: tl.constexpr,
+    HAS_LOGITS: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+):
+    """The gradient by the largest score of entries ``(text, column)``; 0 for an empty text."""
+    row = text.to(tl.int64)
+    g = tl.zeros_like(column).to(tl.float32)
+    if HAS_ACTIVATIONS:
+        value = tl.load(activations + row * vocab_size + column, mask=mask, other=0.0)
+        upstream = tl.load(
+            of_activations + row * activations_row + column * activations_column,
+            mask=mask,
+            other=0.0,
+        )
+        # 1 / (1 + logit) is exp(-value); a NaN is active.
+        g += tl.where(value <= 0, 0.0, upstream.to(tl.float32) * tl.exp(-value))
+    if HAS_LOGITS:
+        upstream = tl.load(
+            of_logits + row * logits_row + column * logits_column, mask=mask, other=0.0
+        )
+        is_there = tl.load(length_of + row, mask=mask, other=0) > 0
+        g += tl.where(is_there, upstream.to(tl.float32), 0.0)
+    if HAS_GATE:
+        g *= tl.load(gate + row * vocab_size + column, mask=mask, other=0.0).to(tl.float32)
+    return g
+
+
+@triton.jit
+def _list(
+    activations,
+    of_activations,
+    activations_row,
+    activations_column,
+    of_logits,
+    logits_row,
+    logits_column,
+    gate,
+    length_of,
+    counts,
+    starts,
+    columns,
+    vocab_size,
+    HAS_ACTIVATIONS: tl.constexpr,
+    HAS_LOGITS: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    COUNT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The columns of a text that have a gradient, in their order: counted first, then written."""
+    text, chunk = tl.program_id(0), tl.program_id(1)
+    column = chunk * CHUNK + tl.arange(0, CHUNK)
+    exists = column < vocab_size
+    g = _coefficient(
+        tl.full([CHUNK], 0, tl.int32) + text,
+        column,
+        exists,
+        activations,
+        of_activations,
+        activations_row,
+        activations_column,
+        of_logits,
+        logits_row,
+        logits_column,
+        gate,
+        length_of,
+        vocab_size,
+        HAS_ACTIVATIONS,
+        HAS_LOGITS,
+        HAS_GATE,
+    )
+    counted = exists & (g != 0)
+    here = text * tl.num_programs(1) + chunk
+    if COUNT:
+        tl.store(counts + here, tl.sum(counted.to(tl.int32)))
+    else:
+        slot = tl.load(starts + here) + tl.cumsum(counted.to(tl.int32)) - 1
+        tl.store(columns + text.to(tl.int64) * vocab_size + slot, column, mask=counted)
+
+
+@triton.jit
+def _of_hidden(
+    weight,
+    position,
+    activations,
+    of_activations,
+    activations_row,
+    activations_column,
+    of_logits,
+    logits_row,
+    logits_column,
+    gate,
+    length_of,
+    columns,
+    totals,
+    of_hidden,
+    length,
+    vocab_size,
+    split_size,
+    width: tl.constexpr,
+    HAS_ACTIVATIONS: tl.constexpr,
+    HAS_LOGITS: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """A text's entries times their rows of the weight, added up where their maximum stood."""
+    blocks = tl.cdiv(length, POSITIONS)
+    text, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    s = block * POSITIONS + tl.arange(0, POSITIONS)
+    h = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    row = text.to(tl.int64) * vocab_size
+    total = tl.load(totals + text)
+    each = tl.cdiv(tl.cdiv(total, ENTRIES), SPLITS) * ENTRIES
+    begin = tl.program_id(2) * each
+    end = tl.minimum(begin + each, total)
+    result = tl.zeros([POSITIONS, WIDTH], tl.float32)
+    for first in range(begin, end, ENTRIES):
+        entry = first + tl.arange(0, ENTRIES)
+        is_one = entry < end
+        column = tl.load(columns + row + entry, mask=is_one, other=0)
+        at = tl.load(position + row + column, mask=is_one, other=0).to(tl.int32)
+        g = _coefficient(
+            tl.zeros_like(column) + text,
+            column,
+            is_one,
+            activations,
+            of_activations,
+            activations_row,
+            activations_column,
+            of_logits,
+            logits_row,
+            logits_column,
+            gate,
+            length_of,
+            vocab_size,
+            HAS_ACTIVATIONS,
+            HAS_LOGITS,
+            HAS_GATE,
+        )
+        w = tl.load(
+            weight + column.to(tl.int64)[:, None] * width + h[None, :],
+            mask=is_one[:, None] & (h < width)[None, :],
+            other=0.0,
+        )
+        one_hot = tl.where((at[None, :] == s[:, None]) & is_one[None, :], g[None, :], 0.0)
+        if w.dtype == tl.bfloat16:  # in two parts, so that no gradient is rounded to 8 bits
+            high = one_hot.to(tl.bfloat16)
+            low = (one_hot - high.to(tl.float32)).to(tl.bfloat16)
+            result = dot(high, w, result)
+            result = dot(low, w, result)
+        elif w.dtype == tl.float16:  # whose numbers TF32 holds, and gradients too small for fp16
+            result = tl.dot(one_hot, w.to(tl.float32), result, input_precision="tf32")
+        else:
+            result = dot(one_hot, w, result)
+    out = of_hidden + tl.program_id(2) * split_size  # [splits, B, S, H]
+    out += (text.to(tl.int64) * length + s[:, None]) * width + h[None, :]
+    is_there = (s < length)[:, None] & (h < width)[None, :]
+    tl.store(out, result.to(of_hidden.dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def _of_weight(
+    hidden,
+    position,
+    activations,
+    of_activations,
+    activations_row,
+    activations_column,
+    of_logits,
+    logits_row,
+    logits_column,
+    gate,
+    length_of,
+    of_weight,
+    of_bias,
+    num_texts,
+    length,
+    vocab_size,
+    width: tl.constexpr,
+    HAS_ACTIVATIONS: tl.constexpr,
+    HAS_LOGITS: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    NEEDS_WEIGHT: tl.constexpr,
+    NEEDS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TEXTS: tl.constexpr,
+):
+    """Some rows of the weight's gradient: of every text the state where the maximum stood."""
+    blocks = tl.cdiv(width, WIDTH)
+    block = tl.program_id(0) % blocks
+    column = (tl.program_id(0) // blocks) * ROWS + tl.arange(0, ROWS)
+    h = block * WIDTH + tl.arange(0, WIDTH)
+    exists = column < vocab_size
+    result = tl.zeros([ROWS, WIDTH], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for first in range(0, num_texts, TEXTS):
+        text = first + tl.arange(0, TEXTS)
+        mask = (text < num_texts)[:, None] & exists[None, :]
+        g = _coefficient(
+            tl.broadcast_to(text[:, None], [TEXTS, ROWS]),
+            tl.broadcast_to(column[None, :], [TEXTS, ROWS]),
+            mask,
+            activations,
+            of_activations,
+            activations_row,
+            activations_column,
+            of_logits,
+            logits_row,
+            logits_column,
+            gate,
+            length_of,
+            vocab_size,
+            HAS_ACTIVATIONS,
+            HAS_LOGITS,
+            HAS_GATE,
+        )
+        g = tl.where(mask, g, 0.0)
+        total += tl.sum(g, 0)
+        if NEEDS_WEIGHT:
+            counted = (g != 0).to(tl.int32)
+            rank = tl.cumsum(counted, 0)
+            most = tl.max(tl.sum(counted, 0))
+            if most > 0:
+                here = text[:, None].to(tl.int64) * vocab_size + column[None, :]
+                at = tl.load(position + here, mask=mask, other=0).to(tl.int32)
+                at += text[:, None] * length
+                for number in range(1, most + 1):  # the first of every row, the second, ...
+                    chosen = (counted > 0) & (rank == number)
+                    is_one = tl.max(chosen.to(tl.int32), 0) > 0
+                    state = tl.sum(tl.where(chosen, at, 0), 0).to(tl.int64)
+                    of_one = tl.sum(tl.where(chosen, g, 0.0), 0)
+                    x = tl.load(
+                        hidden + state[:, None] * width + h[None, :],
+                        mask=is_one[:, None] & (h < width)[None, :],
+                        other=0.0,
+                    )
+                    result += tl.where(is_one, of_one, 0.0)[:, None] * x.to(tl.float32)
+    if NEEDS_WEIGHT:
+        out = of_weight + column.to(tl.int64)[:, None] * width + h[None, :]
+        is_there = exists[:, None] & (h < width)[None, :]
+        tl.store(out, result.to(of_weight.dtype.element_ty), mask=is_there)
+    if NEEDS_BIAS and block == 0:
+        tl.store(of_bias + column, total.to(of_bias.dtype.element_ty), mask=exists)
+
+
+def _smallest_integer(length: int) -> torch.dtype:
+    """What holds the positions of a text."""
+    if length <= 1 << 8:
+        return torch.uint8
+    return torch.int16 if length <= 1 << 15 else torch.int32
+
+
+@torch.library.custom_op("sparse_losses::head_forward", mutates_args=())
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    attended: Tensor,
+    every: bool,
+) -> list[Tensor]:
+    """Activations, pooled logits (of ``every`` entry), those before the gate, and positions.
+
+    The second is empty unless asked for, the third without a gate.
+    """
+    batch, length, width = hidden.shape
+    vocab_size, device = weight.shape[0], hidden.device
+    result = _empty_results(hidden, weight, gate, every)
+    for tensor in result:  # what no token of a text reaches
+        tensor.zero_()
+    # Attended tokens first, in their order; nobody waits for how many there are.
+    token = attended.flatten().logical_not().to(torch.uint8).argsort(stable=True)
+    packed = hidden.flatten(0, 1).to(weight.dtype).index_select(0, token)
+    offset = torch.zeros(batch + 1, dtype=torch.int32, device=device)
+    torch.cumsum(attended.sum(1), 0, dtype=torch.int32, out=offset[1:])
+    is_large = _language.shared_memory(hidden.device) >= 200 << 10
+    rows, tokens, inner, warps, stages = (
+        FULL_PRECISION if weight.dtype == torch.float32 else LARGE if is_large else SMALL
+    )
+    tiles = triton.cdiv(vocab_size, rows)
+    texts_each = triton.cdiv(batch, min(batch, triton.cdiv(PROGRAMS, tiles)))
+    with on_device(hidden):
+        _maxima[(triton.cdiv(batch, texts_each), tiles)](
+            _described(packed, tokens, inner),
+            _described(weight, rows, inner),
+            token if bias is None else bias.contiguous(),
+            token if gate is None else gate.contiguous(),
+            (token // length).to(torch.int32),
+            offset,
+            (token % length).to(torch.int32),
+            *result,
+            batch,
+            texts_each,
+            vocab_size,
+            width,
+            HAS_BIAS=bias is not None,
+            HAS_GATE=gate is not None,
+            EVERY=every,
+            VOCABULARY=rows,
+            TOKENS=tokens,
+            HIDDEN=inner,
+            num_warps=warps,
+            num_stages=stages,
+        )
+    return result
+
+
+def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A matrix as the copy engine takes it: rows at multiples of 16 bytes."""
+    x = nnf.pad(x, (0, -x.shape[1] % 8)) if x.shape[1] % 8 else x.contiguous()
+    x = x.clone() if x.data_ptr() % 16 else x
+    return TensorDescriptor.from_tensor(x, [rows, columns])
+
+
+def _empty_results(
+    hidden: Tensor, weight: Tensor, gate: Tensor | None, every: bool
+) -> list[Tensor]:
+    shape = hidden.shape[0], weight.shape[0]
+    kept = [shape, shape if every else (0,), (0,) if gate is None else shape]
+    result = [hidden.new_empty(size, dtype=torch.float32) for size in kept]
+    return [*result, hidden.new_empty(shape, dtype=_smallest_integer(hidden.shape[1]))]
+
+
+@forward.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    attended: Tensor,
+    every: bool,
+) -> list[Tensor]:
+    return _empty_results(hidden, weight, gate, every)
+
+
+@torch.library.custom_op("sparse_losses::head_backward", mutates_args=())
+def backward(
+    needs: list[bool],
+    of_activations: Tensor | None,
+    of_logits: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    activations: Tensor,
+    logits: Tensor,
+    position: Tensor,
+    attended: Tensor,
+) -> list[Tensor]:
+    """Gradients by hidden states, weight, bias and gate, empty where not needed."""
+    batch, length, width = hidden.shape
+    vocab_size, device = weight.shape[0], hidden.device
+    found = _empty_gradients(needs, hidden, weight, bias, gate)
+    weight, hidden = weight.contiguous(), hidden.contiguous()
+    gate = None if gate is None else gate.contiguous()
+    lengths = attended.sum(1, dtype=torch.int32)
+    upstream = [x for pair in map(_strided, (of_activations, of_logits)) for x in pair]
+    coefficient = (
+        activations,
+        *(activations if x is None else x for x in upstream),
+        activations if gate is None else gate,
+        lengths,
+    )
+    flags = {
+        "HAS_ACTIVATIONS": of_activations is not None,
+        "HAS_LOGITS": of_logits is not None,
+        "HAS_GATE": gate is not None,
+    }
+    with on_device(hidden):
+        if needs[0]:
+            chunks = triton.cdiv(vocab_size, CHUNK)
+            counts = torch.empty(batch, chunks, dtype=torch.int32, device=device)
+            columns = torch.empty(batch, vocab_size, dtype=torch.int32, device=device)
+            arguments = *coefficient, counts
+            _list[(batch, chunks)](
+                *arguments, counts, columns, vocab_size, **flags, COUNT=True, CHUNK=CHUNK
+            )
+            ends = counts.cumsum(1, dtype=torch.int32)
+            _list[(batch, chunks)](
+                *arguments, ends - counts, columns, vocab_size, **flags, COUNT=False, CHUNK=CHUNK
+            )
+            positions = min(POSITIONS, max(next_power_of_2(length), 16))
+            columns_each = FULL_PRECISION_WIDTH if weight.dtype == torch.float32 else WIDTH
+            grid = batch * triton.cdiv(length, positions), triton.cdiv(width, columns_each)
+            splits = min(MOST_SPLITS, triton.cdiv(PROGRAMS, grid[0] * grid[1]))
+            parts = found[0]
+            if splits > 1:
+                parts = hidden.new_empty(splits, *hidden.shape, dtype=torch.float32)
+            _of_hidden[(*grid, splits)](
+                weight,
+                position,
+                *coefficient,
+                columns,
+                ends[:, -1].contiguous(),
+                parts,
+                length,
+                vocab_size,
+                hidden.numel(),
+                width,
+                **flags,
+                SPLITS=splits,
+                ENTRIES=ENTRIES,
+                WIDTH=columns_each,
+                POSITIONS=positions,
+                num_warps=WARPS,
+            )
+            if splits > 1:
+                found[0].copy_(parts.sum(0))
+        if needs[1] or needs[2]:
+            blocks = triton.cdiv(width, OWN_WIDTH) if needs[1] else 1
+            _of_weight[(triton.cdiv(vocab_size, OWN_ROWS) * blocks,)](
+                hidden,
+                position,
+                *coefficient,
+                found[1],
+                found[2],
+                batch,
+                length,
+                vocab_size,
+                width if needs[1] else 1,
+                **flags,
+                NEEDS_WEIGHT=needs[1],
+                NEEDS_BIAS=needs[2],
+                ROWS=OWN_ROWS,
+                WIDTH=OWN_WIDTH,
+                TEXTS=TEXTS,
+            )
+    if needs[3] and gate is not None:
+        by_value = torch.zeros_like(activations)
+        if of_activations is not None:
+            by_value = torch.where(activations <= 0, 0.0, of_activations * (-activations).exp())
+        if of_logits is not None:
+            by_value = by_value + of_logits * (lengths > 0)[:, None]
+        found[3].copy_(by_value * logits)
+    return found
+
+
+def _strided(x: Tensor | None) -> tuple[Any, ...]:
+    """A matrix and its strides: the gradient of a sum is one number, and is not written out."""
+    return (None, 0, 0) if x is None else (x, *x.stride())
+
+
+def _empty_gradients(needs: list[bool], *inputs: Tensor | None) -> list[Tensor]:
+    given = [x for x in inputs if x is not None]
+    return [
+        given[0].new_empty(0)
+        if not need or x is None
+        else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for need, x in zip(needs, inputs, strict=True)
+    ]
+
+
+@backward.register_fake
+def _(
+    needs: list[bool],
+    of_activations: Tensor | None,
+    of_logits: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    activations: Tensor,
+    logits: Tensor,
+    position: Tensor,
+    attended: Tensor,
+) -> list[Tensor]:
+    return _empty_gradients(needs, hidden, weight, bias, gate)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    hidden, weight, bias, gate, attended, every = inputs
+    activations, _, logits, position = output
+    ctx.save_for_backward(hidden, weight, bias, gate, activations, logits, position, attended)
+    ctx.every = every
+
+
+def _back(ctx: Any, upstream: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    hidden, weight, bias, gate, activations, logits, position, attended = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:4])
+    of_logits = upstream[1] if ctx.every else None
+    found = backward(
+        needs,
+        upstream[0],
+        of_logits,
+        hidden,
+        weight,
+        bias,
+        gate,
+        activations,
+        logits,
+        position,
+        attended,
+    )
+    return *(g if need else None for need, g in zip(needs, found, strict=True)), None, None
+
+
+# For the compiler; in eager mode the head's own Function comes first, for second derivatives.
+forward.register_autograd(_back, setup_context=_keep)
