@@ -350,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name, head in found.items():
                 progress.update(bar, description=f"the largest batch, {name}")
                 if name not in table.present("training_step", "largest"):
-                    table.add([_largest(step, name, head, checked[name])])
+                    table.add([_largest(step, name, head, checked[name], args.budget / 2)])
                 progress.advance(bar)
     rows = [row for row in table.rows if row["variant"] in found]
     lines = [
@@ -369,7 +369,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(row["status"].startswith(("MISMATCH", "failed")) for row in rows))
 
 
-def _largest(step: Step, name: str, head: Head, checked: Mapping[str, Any]) -> Row:
+def _largest(step: Step, name: str, head: Head, checked: Mapping[str, Any], budget: float) -> Row:
     """The most pairs that fit, and the time of that step."""
     row = Row("training_step", "largest", name, status=checked["status"])
     if row.status != "ok":
@@ -379,7 +379,7 @@ def _largest(step: Step, name: str, head: Head, checked: Mapping[str, Any]) -> R
         return replace(row, status="skipped: does not fit")
     while True:
         try:
-            (timed,) = _times(step, {name: head}, "largest", pairs, {name: checked}, budget=3.0)
+            (timed,) = _times(step, {name: head}, "largest", pairs, {name: checked}, budget=budget)
             break
         except torch.OutOfMemoryError:  # more rounds leave more behind
             step.forget()

@@ -150,6 +150,8 @@ def test_nor_is_any_kernel(case: Case, dtype: str):
     variants = [v for v in case.variants("cpu") if v.kind == "eager" or v.impl]
     if len(variants) == 1 or not has_impl(case.loss):
         pytest.skip("no choice of implementations")
+    if case.loss == "min_activation" and dtype == "bf16":
+        pytest.skip("which of two equal activations is among the largest is anyone's choice")
     check_rounded(case, variants, Maker(CPU))
     questions = asked(case, variants, case.inputs(Maker(CPU)))
     assert all(elements > 0 for elements in questions.values())
@@ -390,10 +392,12 @@ def test_a_head_that_gives_something_else_is_not_timed(tmp_path: Path, monkeypat
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_step_by_the_kernels(tmp_path: Path):
+def test_a_step_by_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("transformers")
     if not (has_impl("splade_head") and has_impl("objective")):
         pytest.skip("no choice of implementations")
+    small = training_step.Shape(64, 16, 1, 1, 8, 0.2, (1,), 1)
+    monkeypatch.setattr(training_step, "TINY", small)
     code, rows = _step([], tmp_path / "step.csv")
     assert code == 0
     assert {row["variant"] for row in rows} == {"eager", "ours, torch", "ours, triton"}
