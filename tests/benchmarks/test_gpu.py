@@ -392,15 +392,15 @@ def test_a_head_that_gives_something_else_is_not_timed(tmp_path: Path, monkeypat
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_step_by_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_step_by_the_kernels():
     pytest.importorskip("transformers")
     if not (has_impl("splade_head") and has_impl("objective")):
         pytest.skip("no choice of implementations")
-    small = training_step.Shape(64, 16, 1, 1, 8, 0.2, (1,), 1)
-    monkeypatch.setattr(training_step, "TINY", small)
-    code, rows = _step([], tmp_path / "step.csv")
-    assert code == 0
-    assert {row["variant"] for row in rows} == {"eager", "ours, torch", "ours, triton"}
+    step = training_step.Step(training_step.Shape(64, 16, 1, 1, 8, 0.2, (1,), 1), CPU)
+    found = training_step.heads(CPU, tiny=True)
+    assert [*found] == ["eager", "ours, torch", "ours, triton"]
+    checked = training_step._compare(step, found, 1)
+    assert {about["status"] for about in checked.values()} == {"ok"}
 
 
 def test_a_step_of_full_size_is_refused_on_a_cpu():
