@@ -2,8 +2,8 @@
 
 Prints the lines of ``AHEAD`` in ``sparse_losses/kernels/__init__.py``. A kernel is ahead at a size
 if three quarters of the rounds say so in every case and pass of that size, and nothing of it
-failed. It has a line if it is ahead at the largest measured size; the line names the smallest from
-which on it always is.
+failed. It has a line if it is ahead at the largest measured size of every dtype; the line names the
+smallest size from which on it always is, in all of them, as the table does not tell them apart.
 """
 
 import argparse
@@ -21,7 +21,7 @@ Ahead = Mapping[str, Mapping[tuple[int, int], int]]
 
 def where_ahead(rows: Iterable[Row]) -> dict[str, dict[tuple[int, int], int]]:
     """The table that these rows back."""
-    verdicts: dict[tuple[str, tuple[int, int]], dict[int, bool]] = defaultdict(dict)
+    verdicts: dict[tuple[str, tuple[int, int]], dict[str, dict[int, bool]]] = {}
     for row in rows:
         if row.get("variant") != "ours, triton" or not row.get("operation"):
             continue
@@ -29,19 +29,26 @@ def where_ahead(rows: Iterable[Row]) -> dict[str, dict[tuple[int, int], int]]:
         said = _is_ahead(row)
         if capability is None or said is None:
             continue
-        sizes = verdicts[row["operation"], capability]
-        size = int(row["operation_elements"])
+        by_dtype = verdicts.setdefault((row["operation"], capability), defaultdict(dict))
+        sizes, size = by_dtype[row["dtype"]], int(row["operation_elements"])
         sizes[size] = sizes.get(size, True) and said
     found: dict[str, dict[tuple[int, int], int]] = {}
-    for (operation, capability), sizes in sorted(verdicts.items()):
-        fewest = None
-        for size in sorted(sizes, reverse=True):
-            if not sizes[size]:
-                break
-            fewest = size
-        if fewest is not None:
-            found.setdefault(operation, {})[capability] = fewest
+    for (operation, capability), by_dtype in sorted(verdicts.items()):
+        fewest = [_fewest(sizes) for sizes in by_dtype.values()]
+        known = [size for size in fewest if size is not None]
+        if len(known) == len(fewest):
+            found.setdefault(operation, {})[capability] = max(known)
     return found
+
+
+def _fewest(sizes: Mapping[int, bool]) -> int | None:
+    """The smallest size from which on all are ahead, if the largest is."""
+    fewest = None
+    for size in sorted(sizes, reverse=True):
+        if not sizes[size]:
+            break
+        fewest = size
+    return fewest
 
 
 def unbacked(table: Ahead, rows: Sequence[Row]) -> list[str]:

@@ -1054,6 +1054,7 @@ FAMILIES: tuple[Family, ...] = (
             *[_kernel_head(32, 256, size, 0.01, "bf16") for size in (BERT, XLM)],
             *[_kernel_head(32, 256, size, 1.0, "bf16") for size in (BERT, XLM)],
             *[_kernel_head(8, 128, BERT, 0.01, name) for name in ("bf16", "fp32")],
+            _kernel_head(32, 256, BERT, 0.01, "fp32"),
             _kernel_head(2, 32, BERT, 0.01, "bf16"),
         ],
         num_flops=_head_flops,

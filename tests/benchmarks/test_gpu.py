@@ -496,6 +496,7 @@ def _row(elements: int, q1: float | None, **more: str) -> dict[str, str]:
         "operation": "nws",
         "operation_elements": str(elements),
         "capability": "sm_90",
+        "dtype": "bf16",
         "status": "ok",
         "case": f"B={elements}",
         "pass": TRAINING,
@@ -510,12 +511,16 @@ def test_a_kernel_is_ahead_from_the_smallest_size_on_from_which_it_always_is():
     rows = [_row(100, 1.5), _row(200, 0.9), _row(400, 1.2), _row(800, 3.0)]
     assert ahead.where_ahead(rows) == {"nws": {(9, 0): 400}}
     # In every case and every pass of a size.
-    assert ahead.where_ahead([*rows, _row(400, 0.99, case="fp32")]) == {"nws": {(9, 0): 800}}
+    assert ahead.where_ahead([*rows, _row(400, 0.99, case="another")]) == {"nws": {(9, 0): 800}}
     assert ahead.where_ahead([*rows, _row(800, 1.0)]) == {}
     assert ahead.where_ahead([*rows, _row(800, None, status="MISMATCH: x")]) == {}
     # Where there is nothing to compare with, nothing is said.
     assert ahead.where_ahead([*rows, _row(1600, None)]) == {"nws": {(9, 0): 400}}
     assert ahead.where_ahead([_row(100, None)]) == {}
+    # In every dtype: the table has one number for all.
+    assert ahead.where_ahead([*rows, _row(400, 0.9, dtype="fp32")]) == {}
+    assert ahead.where_ahead([*rows, _row(600, 1.1, dtype="fp32")]) == {"nws": {(9, 0): 600}}
+    assert ahead.where_ahead([*rows, _row(100, 1.1, dtype="fp32")]) == {"nws": {(9, 0): 400}}
     others = [
         _row(100, 2.0, variant="ours, torch"),
         _row(100, 2.0, operation=""),
