@@ -15,8 +15,8 @@ PIP = $(PY) -m pip --disable-pip-version-check -q
 # Idle threads that spin starve the busy ones on small machines.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: help demo ablation bench bench-peers bench-gpu test test-lightning-ir compatibility figures site serve
-.PHONY: site-zensical test-site lint wheel clean
+.PHONY: help demo ablation bench bench-peers bench-gpu test test-lightning-ir compatibility figures
+.PHONY: site serve site-zensical test-site test-triton compile-kernels lint wheel clean
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -37,6 +37,13 @@ bench-gpu: $(VENV)/.dev  ## all that a GPU is asked for, 25 minutes: make CUDA=1
 
 test: $(VENV)/.dev  ## all tests (ARGS="-k info_nce")
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+test-triton: $(VENV)/.dev  ## the tests of PyTorch's paths with the kernels in their place: slow without a GPU
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --impl triton tests/losses/test_distillation.py \
+	  tests/losses/test_info_nce.py tests/losses/test_nws.py tests/objective tests/representation/test_head.py $(ARGS)
+
+compile-kernels: $(VENV)/.dev  ## every kernel down to machine code for a GPU that need not be there
+	$(PY) -m tools.compile_kernels $(ARGS)
 
 test-lightning-ir: $(LIGHTNING_IR)/.ready  ## what needs lightning-ir, in an environment of its own
 	OMP_NUM_THREADS=1 $(LIGHTNING_IR)/bin/python -m pytest \

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from sparse_losses._core.checks import check_flag, check_number, check_shapes
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.similarity import normalize
-from sparse_losses._core.token_ids import TokenIds, as_mask, check_ids
+from sparse_losses._core.token_ids import TokenIds, check_ids
 from sparse_losses.distributed import (
     agreed,
     gather_rows,
@@ -19,6 +19,7 @@ from sparse_losses.distributed import (
     spans_ranks,
     sum_over_ranks,
 )
+from sparse_losses.kernels import Impl, check_impl
 from sparse_losses.losses import (
     DistillationLoss,
     FlopsLoss,
@@ -33,6 +34,7 @@ from sparse_losses.losses import (
     info_nce_loss,
 )
 from sparse_losses.objective.batch import SpladeBatch, Texts
+from sparse_losses.objective.regularisers import ON_TEXTS, Regularisers, token_counts
 
 __all__ = ["NEEDS", "ObjectiveOutput", "SpladeObjective"]
 
@@ -59,10 +61,6 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "query_positive_activation": ("positive.input_ids", "positive.attention_mask"),
     "document_positive_activation": ("anchor.input_ids", "anchor.attention_mask"),
 }
-
-
-# The losses of one text at a time.
-ON_TEXTS = ("flops", "min_activation", "language_penalty", "self_reconstruction")
 
 
 class ObjectiveOutput(NamedTuple):
@@ -126,6 +124,11 @@ class SpladeObjective(nn.Module):
             DistributedDataParallel's averaging those of one process that holds them all; it is set
             in all losses. A teacher's scores of all candidates are then of all ranks' candidates,
             ``[B, W B + W N]``; those of this rank's alone, ``[B, B + N]``, leave the others out.
+        impl: "auto", "torch" or "triton"; what computes a side's FLOPS, minimum activation,
+            language penalty and self-reconstruction when the objective is called: operation by
+            operation, or a kernel that reads the activations (and the logits, where they are given)
+            once for all of them. ``terms`` is always PyTorch. The other losses have an ``impl`` of
+            their own.
 
     Shape:
         - Input: a ``SpladeBatch``.
@@ -170,8 +173,10 @@ class SpladeObjective(nn.Module):
         score_scale: float = 1.0,
         teacher_scale: float | None = None,
         gather: bool = False,
+        impl: Impl = "auto",
     ) -> None:
         super().__init__()
+        check_impl(impl)
         check_number("score_scale", score_scale, minimum=0.0, exclusive=True)
         special = _sorted_ids("special_token_ids", special_token_ids)
         stopwords = _sorted_ids("stopword_ids", stopword_ids)
@@ -192,6 +197,7 @@ class SpladeObjective(nn.Module):
         self.language_penalty = language_penalty
         check_flag(gather=gather)
         self.gather = gather
+        self.impl: Impl = impl
         for name, module in self.named_children():
             if gather and getattr(module, "gather", True) is False:  # "ring" may stay
                 setattr(module, "gather", True)  # noqa: B010 - not every module has one, says mypy
@@ -231,12 +237,18 @@ class SpladeObjective(nn.Module):
 
     def forward(self, batch: SpladeBatch) -> ObjectiveOutput:
         """The weighted sum, and what went into it."""
-        terms = self.terms(batch)
+        sums: dict[str, list[Tensor]] = {}
+        own = type(self).terms is not SpladeObjective.terms  # of a subclass
+        terms = self.terms(batch) if own else self._compute(batch, sums)
         # Of no term at all the sum is 0, and part of the graph.
         x = batch.anchor.activations
         total = x.flatten()[:0].to(compute_dtype(activations=x)).sum()
         for name, term in terms.items():
-            total = total + self.weights[name] * term
+            side, _, loss = name.partition("_")
+            if side not in sums or loss not in ON_TEXTS:
+                total = total + self.weights[name] * term
+        for weighted_sum in (each for of_side in sums.values() for each in of_side):
+            total = total + weighted_sum
         return ObjectiveOutput(total, {name: term.detach() for name, term in terms.items()})
 
     def terms(self, batch: SpladeBatch) -> dict[str, Tensor]:
@@ -245,14 +257,23 @@ class SpladeObjective(nn.Module):
         Raises:
             ValueError: for an active term that lacks a loss or an input.
         """
+        return self._compute(batch, None)
+
+    def _compute(
+        self, batch: SpladeBatch, sums: dict[str, list[Tensor]] | None
+    ) -> dict[str, Tensor]:
+        """The active terms; where a kernel takes a side's, without a graph, their ``sums`` by side.
+
+        Without ``sums`` no kernel does.
+        """
         active = self.active()
         self._check_inputs(active, batch)
         gathers = self._spans_ranks(active, batch)
         with autocast_off(batch.anchor.activations.device):
             if not gathers or torch.compiler.is_compiling():
-                return self._terms(active, batch)
+                return self._terms(active, batch, sums)
             with agreed():  # once for all terms
-                return self._terms(active, batch)
+                return self._terms(active, batch, sums)
 
     def _spans_ranks(self, active: Sequence[str], batch: SpladeBatch) -> bool:
         """Whether other ranks take part, which then compute the same terms of the same sizes."""
@@ -273,25 +294,32 @@ class SpladeObjective(nn.Module):
         call = f"SpladeObjective of {', '.join(active)}"
         return spans_ranks(call, self.gather, *vectors, **sizes)
 
-    def _terms(self, active: Sequence[str], batch: SpladeBatch) -> dict[str, Tensor]:
+    def _terms(
+        self, active: Sequence[str], batch: SpladeBatch, sums: dict[str, list[Tensor]] | None
+    ) -> dict[str, Tensor]:
         terms: dict[str, Tensor] = {}
         anchor, positive, negative = batch[:3]
         teacher_scores, teacher_anchor_scores = batch.teacher_scores, batch.teacher_anchor_scores
+        # Joining positives and negatives is a copy.
+        sides = {"query": anchor}
+        if {f"document_{name}" for name in ON_TEXTS} & {*active}:
+            sides["document"] = _together(positive, negative)
+        on_kernel: dict[str, Regularisers] = {}
+        if sums is not None and self.impl != "torch":
+            found = {side: self._regularisers(side, texts, active) for side, texts in sides.items()}
+            on_kernel = {side: all_ for side, all_ in found.items() if all_.are_for(self.impl)}
+        flops = {f"{side}_flops" for side in sides if side not in on_kernel} & {*active}
         shown = batch
-        if len(self.stopword_ids) and {"info_nce", "query_flops", "document_flops"} & {*active}:
+        if len(self.stopword_ids) and ("info_nce" in active or flops):
             shown = batch._replace(
                 anchor=self._hide(anchor),
                 positive=self._hide(positive),
                 negative=None if negative is None else self._hide(negative),
             )
-        # Joining positives and negatives is a copy.
-        sides = {"query": anchor}
-        if {f"document_{name}" for name in ON_TEXTS} & {*active}:
-            sides["document"] = _together(positive, negative)
         of_flops = sides
         if shown is not batch:
             of_flops = {"query": shown.anchor}
-            if "document_flops" in active:
+            if "document_flops" in flops:
                 of_flops["document"] = _together(shown.positive, shown.negative)
 
         teacher_scale = self.score_scale if self.teacher_scale is None else self.teacher_scale
@@ -322,12 +350,16 @@ class SpladeObjective(nn.Module):
             terms["margin_mse"] = self._margin_mse(scores, negative, teacher_scores, ranks)
 
         for side, texts in sides.items():
+            if sums is not None and side in on_kernel:
+                sums[side], found_terms = on_kernel[side].weighted_sums()
+                terms |= {f"{side}_{name}": term for name, term in found_terms.items()}
+                continue
             activations, input_ids, attention_mask, logits = texts
             signed = activations if logits is None else logits
             if f"{side}_flops" in active:
                 terms[f"{side}_flops"] = self.flops(of_flops[side].activations)
             if f"{side}_min_activation" in active:
-                counts = self._token_counts(input_ids, attention_mask)
+                counts = token_counts(input_ids, attention_mask, self.special_token_ids)
                 terms[f"{side}_min_activation"] = self.min_activation(signed, counts)
             if f"{side}_language_penalty" in active and self.language_penalty is not None:
                 terms[f"{side}_language_penalty"] = self.language_penalty(activations)
@@ -341,6 +373,19 @@ class SpladeObjective(nn.Module):
                     one.activations, other.input_ids, other.attention_mask
                 )
         return terms
+
+    def _regularisers(self, side: str, texts: Texts, active: Sequence[str]) -> Regularisers:
+        """The active losses of one text at a time, of one side's."""
+        names = [name for name in ON_TEXTS if f"{side}_{name}" in active]
+        if "flops" in names:
+            self._check_stopwords(texts.activations.shape[-1])
+        return Regularisers(
+            losses={name: getattr(self, name) for name in names},
+            weights={name: self.weights[f"{side}_{name}"] for name in names},
+            texts=texts,
+            special_token_ids=self.special_token_ids,
+            hidden_ids=self.stopword_ids,
+        )
 
     def _info_nce(self, batch: SpladeBatch, scores: Tensor | None) -> Tensor:
         """InfoNCE of the vectors, or of scores that are there anyway."""
@@ -426,23 +471,16 @@ class SpladeObjective(nn.Module):
             loss = loss * (pairs_in_all / counted.clamp(min=1))
         return loss
 
-    def _token_counts(self, input_ids: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        """Attended tokens of each text, the special ones not counted where ids are known."""
-        if mask is None:
-            return None
-        attended = as_mask("attention_mask", mask)
-        if input_ids is not None and len(self.special_token_ids):
-            attended = attended & ~torch.isin(input_ids, self.special_token_ids)
-        return attended.sum(-1)
-
     def _hide(self, texts: Texts) -> Texts:
         """Without the stopwords."""
-        vocab_size = texts.activations.shape[-1]
+        self._check_stopwords(texts.activations.shape[-1])
+        return texts._replace(activations=texts.activations.index_fill(-1, self.stopword_ids, 0.0))
+
+    def _check_stopwords(self, vocab_size: int) -> None:
         if self._largest_stopword_id >= vocab_size:
             raise ValueError(
                 f"expected `stopword_ids` below V = {vocab_size}, got {self._largest_stopword_id}"
             )
-        return texts._replace(activations=texts.activations.index_fill(-1, self.stopword_ids, 0.0))
 
     def _check_inputs(self, active: Sequence[str], batch: SpladeBatch) -> None:
         for side in ("anchor", "positive", "negative"):
@@ -508,12 +546,14 @@ class SpladeObjective(nn.Module):
                     )
 
     def extra_repr(self) -> str:
-        """The weights."""
+        """The weights, and what differs from the default."""
         parts = [f"weights={self.weights}"]
         if len(self.stopword_ids):
             parts.append(f"stopword_ids={len(self.stopword_ids)} tokens")
         if self.score_scale != 1.0:
             parts.append(f"score_scale={self.score_scale}")
+        if self.impl != "auto":
+            parts.append(f"impl={self.impl!r}")
         return ", ".join(parts)
 
 
