@@ -15,8 +15,8 @@ PIP = $(PY) -m pip --disable-pip-version-check -q
 # Idle threads that spin starve the busy ones on small machines.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: help demo ablation bench bench-peers test test-lightning-ir compatibility figures site serve
-.PHONY: site-zensical test-site test-triton compile-kernels lint wheel clean
+.PHONY: help demo ablation bench bench-peers bench-gpu test test-lightning-ir compatibility figures
+.PHONY: site serve site-zensical test-site test-triton compile-kernels lint wheel clean
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -31,6 +31,9 @@ bench: $(VENV)/.demo  ## every loss beside its plain formula (ARGS="--suite full
 
 bench-peers: $(VENV)/.demo  ## install the packages that the benchmarks compare with
 	$(PIP) install -c constraints.txt --group bench
+
+bench-gpu: $(VENV)/.dev  ## all that a GPU is asked for, 25 minutes: make CUDA=1 bench-gpu (ARGS="--parts kernels")
+	$(PY) -m benchmarks.gpu $(ARGS)
 
 test: $(VENV)/.dev  ## all tests (ARGS="-k info_nce")
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)

@@ -6,17 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from sybil import Sybil
-from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+try:
+    from sybil import Sybil
+    from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+except ImportError:  # a machine with a GPU may have little else
+    Sybil = None
 
 # Without a GPU the kernels run in Triton's interpreter, which is chosen when they are defined.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser(), SkipParser()],
-    patterns=["README.md", "docs/*.md", "docs/*/*.md", "docs/*/*/*.md"],
-).pytest()
+if Sybil is not None:
+    pytest_collect_file = Sybil(
+        parsers=[PythonCodeBlockParser(), SkipParser()],
+        patterns=["README.md", "docs/*.md", "docs/*/*.md", "docs/*/*/*.md"],
+    ).pytest()
 
 # lightning-ir needs an older transformers, hence its own environment: `make test-lightning-ir`.
 collect_ignore = (
@@ -40,12 +45,30 @@ def pytest_addoption(parser):
         choices=["triton"],
         help='let impl="auto" take the kernel wherever it can run: any test is then one of it',
     )
+    parser.addoption(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="where tensors are made that no test puts anywhere; Triton's kernels need cuda",
+    )
 
 
 @pytest.fixture(autouse=True)
 def _kernels_first(request, monkeypatch):
     if request.config.getoption("--impl"):
         monkeypatch.setattr("sparse_losses.kernels.is_ahead", lambda *_: True)
+
+
+@pytest.fixture(autouse=True)
+def _on_device(request):
+    device = request.config.getoption("--device")
+    if device == "cpu":
+        yield
+        return
+    from tools.on_device import on_device
+
+    with on_device(device):
+        yield
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -5,10 +5,13 @@ loss, add its plain formula to ``eager.py`` and a family here.
 """
 
 import functools
+import importlib.util
+import inspect
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,11 +21,25 @@ from torch import Tensor
 import sparse_losses
 from benchmarks import eager, peers
 
-__all__ = ["FAMILIES", "Case", "Family", "Maker", "Sizes", "Variant", "cases", "family"]
+__all__ = [
+    "DTYPES",
+    "FAMILIES",
+    "Case",
+    "Family",
+    "Maker",
+    "Sizes",
+    "Variant",
+    "cases",
+    "family",
+    "runs_kernels",
+]
 
 Sizes = Mapping[str, Any]
 Inputs = dict[str, Tensor]
 BERT, XLM = 30_522, 250_002
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# The suite of the kernels begins with what they are for: a run that ends early has that.
+KERNELS_FIRST = ("splade_head", "info_nce", "regularisers", "nws", "distillation")
 
 
 @dataclass(frozen=True)
@@ -70,9 +87,10 @@ class Maker:
         # Given that it is below the chance, the draw over the chance is uniform again.
         return values.div_(chance).mul_(2.0).add_(0.05).mul_(active)
 
-    def mask(self, rows: int, length: int) -> Tensor:
-        """Attention masks with a quarter of padding on average; every row has a token."""
-        lengths = (length * (0.5 + 0.5 * self.uniform(rows))).round().clamp(1, length)
+    def mask(self, rows: int, length: int, share: float = 0.75) -> Tensor:
+        """Attention masks, tokens on that share of positions on average; every row has one."""
+        least = 2 * share - 1
+        lengths = (length * (least + (1 - least) * self.uniform(rows))).round().clamp(1, length)
         return (torch.arange(length, device=self.device) < lengths[:, None]).long()
 
 
@@ -87,6 +105,7 @@ class Variant:
     when: Callable[[Sizes], bool] = lambda sizes: True
     at_stored_entries: bool = False  # whether gradients come back at the stored entries only
     package: str = ""  # a peer's
+    impl: str = ""  # torch or triton, where that is what the variant is there for
 
 
 @dataclass(frozen=True)
@@ -101,6 +120,7 @@ class Family:
     tiny: Sequence[Sizes]  # for tests and for the check in fp64
     quick: Sequence[Sizes]
     full: Sequence[Sizes]  # beside the quick ones
+    kernels: Sequence[Sizes] = ()  # what a GPU is asked for
     options: Callable[[Sizes], dict[str, Any]] = lambda sizes: {}
     num_flops: Callable[[Sizes, Inputs, bool], float] = lambda sizes, inputs, backward: 0.0
     eager_bytes: Callable[[Sizes], float] | None = None
@@ -115,6 +135,7 @@ class Case:
 
     family: Family
     sizes: Sizes
+    suite: str = ""
 
     @property
     def loss(self) -> str:
@@ -124,36 +145,55 @@ class Case:
     @functools.cached_property
     def name(self) -> str:
         """Sizes in one string, which identifies the case within its loss."""
-        return " ".join(_spelt(name, value) for name, value in self.sizes.items())
+        last = sorted(self.sizes.items(), key=lambda item: item[0] == "dtype")
+        return " ".join(_spelt(name, value) for name, value in last)
 
     @property
     def elements(self) -> int:
         """What sizes are compared by: the elements of what the formula runs over."""
         letters = [self.sizes[x] for x in ("B", "D", "S", "V", "C", "R") if x in self.sizes]
-        if self.loss in ("self_reconstruction", "positive_activation"):
+        if self.loss in ("self_reconstruction", "positive_activation", "regularisers"):
             letters = [self.sizes["B"], self.sizes["V"]]
         return math.prod(letters)
 
     @property
     def group(self) -> str:
         """What is fixed along a line of a plot."""
-        fixed = [_spelt(k, v) for k, v in self.sizes.items() if k in ("density", "part")]
+        fixed = [_spelt(k, v) for k, v in self.sizes.items() if k in ("density", "part", "dtype")]
         return " ".join(fixed)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the inputs, where the maker does not draw them in fp64."""
+        return DTYPES[self.sizes.get("dtype", "fp32")]
+
     def inputs(self, maker: Maker) -> Inputs:
-        """Leaves that require gradients where the family differentiates."""
+        """Leaves that require gradients where the family differentiates.
+
+        Half precision is rounded from fp32: drawn in it, a chance of 0.3% would be none.
+        """
         made = self.family.inputs(self.sizes, maker)
+        if maker.dtype == torch.float32:
+            made = _cast(made, self.dtype)
         for name in self.family.wrt:
             made[name].requires_grad_()
         return made
 
     def variants(self, device_type: str) -> list[Variant]:
-        """The eager formula first, then ours and the peers that can be measured here."""
+        """The eager formula first, then ours and the peers that can be measured here.
+
+        The suite of the kernels has nothing else of ours where there are two implementations.
+        """
         options = self.family.options(self.sizes)
         found = [Variant("eager", functools.partial(self.family.eager, **options), "eager")]
+        runs = runs_kernels(device_type, self.suite)
+        has_kernel = runs and any(variant.impl for variant in self.family.variants)
         for variant in self.family.variants:
             missing = variant.package and peers.why_missing(variant.package, device_type)
-            if missing or not variant.when(self.sizes):
+            if missing or not variant.when(self.sizes) or (variant.impl and not runs):
+                continue
+            is_ours = variant.kind == "ours" and not variant.impl
+            if self.suite == "kernels" and is_ours and (has_kernel or variant.name != "ours"):
                 continue
             if variant.kind == "ours" and options:
                 variant = _with_options(variant, options)
@@ -172,26 +212,33 @@ class Case:
 
     def eager_bytes(self) -> float:
         """Roughly what the eager formula needs beside its inputs."""
+        in_fp32 = 4.0 * 6 * self.elements
         if self.family.eager_bytes is not None:
-            return self.family.eager_bytes(self.sizes)
-        return 4.0 * 6 * self.elements
+            in_fp32 = self.family.eager_bytes(self.sizes)
+        return in_fp32 * self.dtype.itemsize / 4
 
 
 def _spelt(name: str, value: Any) -> str:
     if name == "density":
         return f"{100 * value:g}%"
-    return str(value) if name == "part" else f"{name}={value}"
+    if name == "mask":
+        return f"mask={100 * value:g}%"
+    return str(value) if name in ("part", "dtype") else f"{name}={value}"
+
+
+def _cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    return {k: x.to(dtype) if x.is_floating_point() else x for k, x in inputs.items()}
+
+
+def runs_kernels(device_type: str, suite: str) -> bool:
+    """On a GPU; on a CPU only interpreted, which shows that it works, in tiny cases."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return device_type == "cuda" or (suite == "tiny" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def _with_options(variant: Variant, options: dict[str, Any]) -> Variant:
-    return Variant(
-        variant.name,
-        functools.partial(variant.call, **options),
-        variant.kind,
-        variant.prepare,
-        variant.when,
-        variant.at_stored_entries,
-    )
+    return replace(variant, call=functools.partial(variant.call, **options))
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -214,11 +261,18 @@ def _has(name: str) -> bool:
 
 
 def _takes(name: str, argument: str) -> bool:
-    import inspect
-
     if not _has(name):
         return False
     return argument in inspect.signature(getattr(sparse_losses, name)).parameters
+
+
+def _by_impl(call: Callable[..., Tensor], when: Any = None) -> tuple[Variant, ...]:
+    """The two implementations, each asked for by name."""
+    when = when or (lambda sizes: True)
+    return tuple(
+        Variant(f"ours, {impl}", functools.partial(call, impl=impl), when=when, impl=impl)
+        for impl in ("torch", "triton")
+    )
 
 
 def _peer(package: str, call: Callable[..., Tensor], when: Any = None) -> Variant:
@@ -271,7 +325,8 @@ def _triplet_inputs(sizes: Sizes, make: Maker) -> Inputs:
 
 
 def _text_inputs(sizes: Sizes, make: Maker) -> tuple[Tensor, Tensor]:
-    return make.integers(sizes["V"], sizes["B"], sizes["S"]), make.mask(sizes["B"], sizes["S"])
+    ids = make.integers(sizes["V"], sizes["B"], sizes["S"])
+    return ids, make.mask(sizes["B"], sizes["S"], sizes.get("mask", 0.75))
 
 
 def _reconstruction_inputs(sizes: Sizes, make: Maker) -> Inputs:
@@ -292,6 +347,11 @@ def _activation_inputs(sizes: Sizes, make: Maker) -> Inputs:
 
 def _penalised_inputs(sizes: Sizes, make: Maker) -> Inputs:
     return {**_activation_inputs(sizes, make), "token_penalty": make.uniform(sizes["V"])}
+
+
+def _regulariser_inputs(sizes: Sizes, make: Maker) -> Inputs:
+    ids, mask = _text_inputs(sizes, make)
+    return {**_penalised_inputs(sizes, make), "input_ids": ids, "attention_mask": mask}
 
 
 def _score_inputs(sizes: Sizes, make: Maker) -> Inputs:
@@ -361,7 +421,7 @@ def _pooled(hidden: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
 def _head_inputs(sizes: Sizes, make: Maker) -> Inputs:
     rows, vocabulary, width = sizes["B"], sizes["V"], sizes["H"]
     hidden = _hidden(make, rows, sizes["S"], width)
-    mask = make.mask(rows, sizes["S"])
+    mask = make.mask(rows, sizes["S"], sizes.get("mask", 0.75))
     weight = make.normal(vocabulary, width).mul_(0.02)
     noise = 0.02 * make.normal(vocabulary)
     pooled = _pooled(hidden, weight, mask) + noise
@@ -490,6 +550,7 @@ def _head_variants() -> tuple[Variant, ...]:
         sparse = _ours("splade_head", sparse_grad=True)
         found = [
             Variant("ours", call),
+            *_by_impl(call),
             Variant("ours, sparse_grad", sparse),
             _head_variant("ours, screened", call, True),
             _head_variant("ours, unscreened", call, False),
@@ -538,6 +599,7 @@ def _our_objective(
     document_mask: Tensor,
     token_penalty: Tensor,
     teacher_scores: Tensor,
+    **options: Any,
 ) -> Tensor:
     """The same as :func:`benchmarks.eager.objective`, in one object."""
     weights = {
@@ -550,7 +612,7 @@ def _our_objective(
         "document_flops": 0.01,
     }
     objective = sparse_losses.SpladeObjective(
-        weights, flops=sparse_losses.IdfFlopsLoss(token_penalty, beta=0.3)
+        weights, flops=sparse_losses.IdfFlopsLoss(token_penalty, beta=0.3), **options
     )
     batch = sparse_losses.SpladeBatch(
         sparse_losses.Texts(query, query_ids, query_mask),
@@ -558,6 +620,49 @@ def _our_objective(
         teacher_scores=teacher_scores,
     )
     return objective(batch).total
+
+
+# Kept, as building it is not what is measured.
+@functools.lru_cache(maxsize=4)
+def _objective_of(
+    terms: tuple[str, ...], token_penalty: Tensor | None, threshold: float, **options: Any
+) -> torch.nn.Module:
+    more: dict[str, Any] = {}
+    if token_penalty is not None:
+        more["flops"] = sparse_losses.IdfFlopsLoss(token_penalty, beta=0.3)
+        more["language_penalty"] = sparse_losses.LanguagePenaltyLoss(token_penalty)
+    return sparse_losses.SpladeObjective(
+        {f"query_{term}": 1.0 for term in terms},
+        min_activation=sparse_losses.MinActivationLoss(threshold=threshold),
+        **more,
+        **options,
+    )
+
+
+def _regularised(*terms: str) -> Callable[..., Tensor]:
+    """Losses of one side's vectors as the terms of an objective, which has the kernel for them."""
+
+    def call(
+        activations: Tensor,
+        token_penalty: Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        threshold: float = 10.0,
+        **options: Any,
+    ) -> Tensor:
+        texts = sparse_losses.Texts(activations, input_ids, attention_mask)
+        # No term looks at the positives.
+        batch = sparse_losses.SpladeBatch(texts, sparse_losses.Texts(activations.detach()))
+        total: Tensor = _objective_of(terms, token_penalty, threshold, **options)(batch).total
+        return total
+
+    return call
+
+
+_our_regularisers = _regularised(
+    "flops", "min_activation", "self_reconstruction", "language_penalty"
+)
 
 
 def _one_by_one(
@@ -610,7 +715,10 @@ def _is_dense(sizes: Sizes) -> bool:
 
 
 def _info_nce_variants() -> tuple[Variant, ...]:
-    found = [Variant("ours", _ours("info_nce_loss"))]
+    found = [
+        Variant("ours", _ours("info_nce_loss")),
+        *_by_impl(_ours("info_nce_loss"), when=_is_dense),
+    ]
     if _takes("info_nce_loss", "sparse"):
         found += [
             Variant("ours, sparse=False", _ours("info_nce_loss", sparse=False), when=_is_sparse),
@@ -667,6 +775,20 @@ def _head_size(rows: int, length: int, vocabulary: int, density: float, width: i
     return {"B": rows, "S": length, "V": vocabulary, "H": width, "density": density}
 
 
+def _kernel_head(rows: int, length: int, vocabulary: int, density: float, dtype: str) -> Sizes:
+    """Two thirds of the positions are tokens, as in the batches of a trained retriever."""
+    size = _head_size(rows, length, vocabulary, density)
+    return {**size, "mask": 0.67, "dtype": dtype}
+
+
+def _scores(rows: int, columns: int, part: str, **more: Any) -> Sizes:
+    return {"B": rows, "C": columns, "part": part, **more}
+
+
+def _nws_size(rows: int, queue: int, width: int, labels: int, **more: Any) -> Sizes:
+    return {"B": rows, "K": rows, "Q": queue, "F": width, "L": labels, **more}
+
+
 def _activation_family(
     loss: str,
     inputs: Callable[[Sizes, Maker], Inputs],
@@ -675,12 +797,13 @@ def _activation_family(
 ) -> Family:
     """The losses that run over ``[B, V]`` once: one set of sizes for all."""
     peer = more.pop("peers", ())
+    alone = _by_impl(_regularised("flops" if loss == "idf_flops" else loss))
     return Family(
         loss,
         inputs,
         ("activations",),
         formula,
-        (Variant("ours", _ours(f"{loss}_loss")), *peer),
+        (Variant("ours", _ours(f"{loss}_loss")), *alone, *peer),
         tiny=[_sparse(4, 50, 0.4)],
         quick=[_sparse(2, BERT, 0.05), _sparse(64, BERT, 0.05)],
         full=[
@@ -689,6 +812,7 @@ def _activation_family(
             *[_sparse(64, BERT, share) for share in (0.5, 0.005)],
             _sparse(64, XLM, 0.005),
         ],
+        kernels=[_sparse(512, XLM, 0.005, dtype="fp32")],
         **more,
     )
 
@@ -709,6 +833,10 @@ FAMILIES: tuple[Family, ...] = (
             *[_sparse(64, BERT, share) for share in (0.5, 0.05, 0.005)],
             _sparse(64, XLM, 0.005),
         ],
+        kernels=[
+            *[{"B": rows, "D": 768, "dtype": "bf16"} for rows in (65_536, 8192, 1024, 256)],
+            *[{"B": rows, "D": 768, "dtype": "fp32"} for rows in (8192, 1024)],
+        ],
         num_flops=_product_flops,
         eager_bytes=lambda sizes: (
             4.0 * (6 * sizes["B"] ** 2 + 6 * sizes["B"] * sizes.get("D", sizes.get("V", 0)))
@@ -727,6 +855,7 @@ FAMILIES: tuple[Family, ...] = (
         tiny=[{"B": 5, "D": 8}, _sparse(6, 60, 0.2)],
         quick=_dense(64, 1024),
         full=[*_dense(256, 4096), _sparse(256, BERT, 0.05), _sparse(256, BERT, 0.005)],
+        kernels=[{"B": 8192, "D": 768, "dtype": "bf16"}],
         num_flops=_product_flops,
     ),
     Family(
@@ -741,6 +870,7 @@ FAMILIES: tuple[Family, ...] = (
         tiny=[{"B": 6, "D": 8}, _sparse(6, 60, 0.3)],
         quick=_dense(64, 4096),
         full=[*_dense(512, 32768), _sparse(64, BERT, 0.05), _sparse(512, BERT, 0.05)],
+        kernels=[{"B": 32_768, "D": 768, "dtype": "bf16"}],
     ),
     Family(
         "triplet_margin",
@@ -755,13 +885,17 @@ FAMILIES: tuple[Family, ...] = (
         tiny=[{"B": 6, "D": 8}, _sparse(6, 60, 0.3)],
         quick=_dense(64, 4096),
         full=[*_dense(512, 32768), _sparse(64, BERT, 0.05), _sparse(512, BERT, 0.05)],
+        kernels=[{"B": 32_768, "D": 768, "dtype": "bf16"}],
     ),
     Family(
         "self_reconstruction",
         _reconstruction_inputs,
         ("activations",),
         eager.self_reconstruction,
-        (Variant("ours", _ours("self_reconstruction_loss")),),
+        (
+            Variant("ours", _ours("self_reconstruction_loss")),
+            *_by_impl(_regularised("self_reconstruction")),
+        ),
         tiny=[{"B": 4, "S": 6, "V": 30}],
         quick=[{"B": 2, "S": 128, "V": BERT}, {"B": 64, "S": 128, "V": BERT}],
         full=[
@@ -769,6 +903,7 @@ FAMILIES: tuple[Family, ...] = (
             {"B": 256, "S": 128, "V": BERT},
             {"B": 64, "S": 128, "V": XLM},
         ],
+        kernels=[{"B": 512, "S": 256, "V": XLM, "dtype": "fp32"}],
     ),
     Family(
         "positive_activation",
@@ -783,6 +918,7 @@ FAMILIES: tuple[Family, ...] = (
             _sparse(256, BERT, 0.05, S=128),
             _sparse(64, XLM, 0.005, S=128),
         ],
+        kernels=[_sparse(512, XLM, 0.005, S=256, dtype="fp32")],
     ),
     _activation_family(
         "flops",
@@ -801,12 +937,29 @@ FAMILIES: tuple[Family, ...] = (
     ),
     _activation_family("language_penalty", _penalised_inputs, eager.language_penalty),
     Family(
+        "regularisers",
+        _regulariser_inputs,
+        ("activations",),
+        eager.regularisers,
+        (Variant("ours", _our_regularisers), *_by_impl(_our_regularisers)),
+        tiny=[_sparse(4, 60, 0.4, S=12)],
+        quick=[_sparse(64, BERT, 0.05, S=128)],
+        full=[_sparse(rows, BERT, 0.05, S=128) for rows in (16, 256)],
+        kernels=[
+            _sparse(512, XLM, 0.005, S=256, dtype="fp32"),
+            _sparse(32, XLM, 0.005, S=256, dtype="fp32"),
+            _sparse(32, BERT, 0.01, S=256, dtype="fp32"),
+        ],
+        eager_bytes=lambda sizes: 4.0 * 12 * sizes["B"] * sizes["V"],
+    ),
+    Family(
         "distillation",
         _score_inputs,
         ("student_scores",),
         eager.distillation,
         (
             Variant("ours", _ours("distillation_loss")),
+            *_by_impl(_ours("distillation_loss")),
             _peer("sentence-transformers", peers.st_distillation, when=_is_list_kl),
             _peer("liger-kernel", peers.liger_distillation, when=lambda s: s["part"] == "KL"),
         ),
@@ -819,6 +972,10 @@ FAMILIES: tuple[Family, ...] = (
             {"B": 1024, "C": 1024, "part": "both"},
             *[{"B": 256, "C": 256, "part": part} for part in _PARTS],
             *[{"B": 4096, "C": 4096, "part": part} for part in _PARTS],
+        ],
+        kernels=[
+            *[_scores(4096, 4096, part, dtype="fp32") for part in _PARTS],
+            *[_scores(1024, columns, "both", dtype="fp32") for columns in (1024, 32)],
         ],
         options=lambda sizes: _PARTS[sizes["part"]],
     ),
@@ -834,13 +991,14 @@ FAMILIES: tuple[Family, ...] = (
         tiny=[{"B": 7}],
         quick=[{"B": 1024}, {"B": 1_000_000}],
         full=[{"B": 65_536}, {"B": 10_000_000}],
+        kernels=[{"B": 10_000_000, "dtype": "fp32"}],
     ),
     Family(
         "nws",
         _nws_inputs,
         ("query", "prototype"),
         eager.nws,
-        (Variant("ours", _ours("nws_loss")),),
+        (Variant("ours", _ours("nws_loss")), *_by_impl(_ours("nws_loss"))),
         tiny=[{"B": 4, "K": 3, "Q": 5, "F": 6, "L": 4}],
         quick=[
             {"B": 8, "K": 8, "Q": 512, "F": 128, "L": 128},
@@ -849,6 +1007,12 @@ FAMILIES: tuple[Family, ...] = (
         full=[
             {"B": 256, "K": 256, "Q": 8192, "F": 128, "L": 128},
             {"B": 64, "K": 64, "Q": 8192, "F": 128, "L": 512},
+        ],
+        # 66,048 references: the keys, the queue and the prototypes.
+        kernels=[
+            *[_nws_size(1024, 64_512, 256, 512, dtype=name) for name in ("bf16", "fp32")],
+            _nws_size(256, 8192, 128, 128, dtype="bf16"),
+            _nws_size(32, 2048, 128, 128, dtype="bf16"),
         ],
         num_flops=_nws_flops,
         eager_bytes=lambda sizes: (
@@ -871,6 +1035,7 @@ FAMILIES: tuple[Family, ...] = (
             {"B": 16, "S": 256, "V": BERT, "density": 0.05},
             {"B": 2, "S": 64, "V": XLM, "density": 0.005},
         ],
+        kernels=[{"B": 32, "S": 256, "V": BERT, "density": 0.01, "dtype": "bf16"}],
     ),
     Family(
         "splade_head",
@@ -884,6 +1049,13 @@ FAMILIES: tuple[Family, ...] = (
             *[_head_size(8, 128, BERT, share) for share in (0.5, 0.05, 0.005)],
             _head_size(2, 64, XLM, 0.005),
             _head_size(16, 256, BERT, 0.005),
+        ],
+        kernels=[
+            *[_kernel_head(32, 256, size, 0.01, "bf16") for size in (BERT, XLM)],
+            *[_kernel_head(32, 256, size, 1.0, "bf16") for size in (BERT, XLM)],
+            *[_kernel_head(8, 128, BERT, 0.01, name) for name in ("bf16", "fp32")],
+            _kernel_head(32, 256, BERT, 0.01, "fp32"),
+            _kernel_head(2, 32, BERT, 0.01, "bf16"),
         ],
         num_flops=_head_flops,
         eager_bytes=lambda sizes: 4.0 * (5 * sizes["B"] * sizes["S"] + 2 * sizes["H"]) * sizes["V"],
@@ -911,13 +1083,18 @@ FAMILIES: tuple[Family, ...] = (
         _objective_inputs,
         ("query", "document"),
         eager.objective,
-        (Variant("ours", _our_objective), Variant("ours, one by one", _one_by_one)),
+        (
+            Variant("ours", _our_objective),
+            *_by_impl(_our_objective),
+            Variant("ours, one by one", _one_by_one),
+        ),
         tiny=[_sparse(4, 60, 0.4, S=12)],
         quick=[_sparse(32, BERT, 0.02, S=64)],
         full=[
             *[_sparse(rows, BERT, 0.02, S=64) for rows in (64, 128)],
             _sparse(64, XLM, 0.005, S=64),
         ],
+        kernels=[_sparse(128, BERT, 0.02, S=256, dtype="fp32")],
         num_flops=_objective_flops,
         eager_bytes=lambda sizes: 4.0 * 16 * sizes["B"] * sizes["V"],
         # What |mean| does not have at a token that no text activates.
@@ -934,7 +1111,8 @@ def family(loss: str) -> Family:
 def cases(suite: str, only: Sequence[str] = ()) -> list[Case]:
     """The cases of a suite: ``tiny``, ``quick``, or ``full``, which holds the quick ones too.
 
-    ``aims`` are those that an aim speaks of, and the densities between which a product changes.
+    ``kernels`` are for a GPU. ``aims`` are those that an aim speaks of, and the densities between
+    which a product changes.
     """
     unknown = set(only) - {each.loss for each in FAMILIES}
     if unknown:
@@ -945,7 +1123,7 @@ def cases(suite: str, only: Sequence[str] = ()) -> list[Case]:
 
         aimed = {(aim.loss, aim.case) for aim in AIMS}
         return [
-            case
+            replace(case, suite=suite)
             for case in cases("full", only)
             if (case.loss, case.name) in aimed or case.name.startswith("B=256 V=30522 1")
         ]
@@ -953,6 +1131,10 @@ def cases(suite: str, only: Sequence[str] = ()) -> list[Case]:
     for each in FAMILIES:
         if only and each.loss not in only:
             continue
-        sizes = {"tiny": each.tiny, "quick": each.quick}.get(suite, [*each.quick, *each.full])
-        found += [Case(each, one) for one in sizes]
+        small = {"tiny": each.tiny, "quick": each.quick, "kernels": each.kernels}
+        sizes = small.get(suite, [*each.quick, *each.full])
+        found += [Case(each, one, suite) for one in sizes]
+    if suite == "kernels":
+        order = {loss: number for number, loss in enumerate(KERNELS_FIRST)}
+        found.sort(key=lambda case: order.get(case.loss, len(order)))
     return found

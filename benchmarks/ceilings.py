@@ -1,5 +1,7 @@
-"""What this machine can do: copy bandwidth and fp32 matrix products, measured in the same run."""
+"""What this machine can do: copies and matrix products, measured in the same run."""
 
+import itertools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,39 +10,70 @@ import torch
 
 __all__ = ["Ceilings", "measure"]
 
+L2_BUFFER = 2**24  # bytes; lies whole in the L2 cache of any GPU that has the kernels
+
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The two rates that bound every row: a row's time cannot fall below its floor over them."""
+    """The rates that bound every row: a row's time cannot fall below its floor over them."""
 
     bytes_per_second: float
-    flops_per_second: float
+    flops_per_second: float  # fp32
+    # On a GPU; NaN is not known.
+    bf16_flops_per_second: float = math.nan
+    l2_bytes_per_second: float = math.nan
 
-    def seconds(self, num_bytes: float, num_flops: float) -> float:
+    def seconds(self, num_bytes: float, num_flops: float, *, is_half: bool = False) -> float:
         """The time under which no correct implementation of these floors can stay."""
-        return max(num_bytes / self.bytes_per_second, num_flops / self.flops_per_second)
+        rate = self.bf16_flops_per_second if is_half else self.flops_per_second
+        if math.isnan(rate):
+            rate = self.flops_per_second
+        return max(num_bytes / self.bytes_per_second, num_flops / rate)
 
 
 def measure(device: torch.device, *, copy_mib: int = 256, side: int = 2048) -> Ceilings:
     """The best of several, because a ceiling is what the machine does undisturbed."""
-    if device.type == "cuda":
+    is_cuda = device.type == "cuda"
+    if is_cuda:
         copy_mib, side = 4 * copy_mib, 4 * side
     source = torch.ones(copy_mib * 2**18, device=device)
     target = torch.zeros_like(source)
     copying = _best(lambda: target.copy_(source), device)
     a, b = torch.randn(2, side, side, device=device)
     multiplying = _best(lambda: a @ b, device)
-    return Ceilings(2 * source.numel() * 4 / copying, 2 * side**3 / multiplying)
+    rates = [2 * source.numel() * 4 / copying, 2 * side**3 / multiplying]
+    if is_cuda:
+        a, b = a.bfloat16(), b.bfloat16()
+        rates += [2 * side**3 / _best(lambda: a @ b, device), _l2(device)]
+    return Ceilings(*rates)
+
+
+def _l2(device: torch.device) -> float:
+    """Every program of a kernel reads one small buffer, from a place of its own on."""
+    try:
+        from benchmarks.l2 import read_repeatedly
+    except ImportError:  # no Triton
+        return math.nan
+    buffer = torch.ones(L2_BUFFER // 4, device=device)
+    programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count
+    num_bytes = programs * L2_BUFFER
+    return num_bytes / _best(lambda: read_repeatedly(buffer, programs), device)
 
 
 def _best(function: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
+    """Seconds; the first call pages memory in, or compiles."""
+    function()
+    if device.type == "cuda":
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        for event in events[:-1]:
+            event.record()
+            function()
+        events[-1].record()
+        torch.cuda.synchronize(device)
+        return min(one.elapsed_time(next_) for one, next_ in itertools.pairwise(events)) / 1e3
     seconds = []
-    for _ in range(repeats + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    for _ in range(repeats):
         start = time.perf_counter()
         function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])  # the first one pages memory in
+    return min(seconds)

@@ -22,6 +22,7 @@ __all__ = [
     "objective",
     "pairwise_contrastive",
     "positive_activation",
+    "regularisers",
     "self_reconstruction",
     "splade_head",
     "splade_pool",
@@ -104,6 +105,18 @@ def min_activation(activations: Tensor, *, top_k: int = 5, threshold: float = 0.
 def language_penalty(activations: Tensor, token_penalty: Tensor) -> Tensor:
     """Activations times what they cost."""
     return (activations * token_penalty).sum(-1).mean()
+
+
+def regularisers(
+    activations: Tensor, token_penalty: Tensor, input_ids: Tensor, attention_mask: Tensor
+) -> Tensor:
+    """What is asked of one side's vectors, one after the other."""
+    return (
+        idf_flops(activations, token_penalty)
+        + min_activation(activations, threshold=10.0)
+        + self_reconstruction(activations, input_ids, attention_mask)
+        + language_penalty(activations, token_penalty)
+    )
 
 
 def distillation(

@@ -1,27 +1,57 @@
 """One case: check every variant against the eager formula, then memory, then interleaved times."""
 
+import gc
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import memory, timing
-from benchmarks.cases import Case, Inputs, Maker, Variant
+from benchmarks import graphs, memory, timing
+from benchmarks.cases import DTYPES, Case, Family, Inputs, Maker, Variant
 from benchmarks.ceilings import Ceilings
 
-__all__ = ["FORWARD", "TRAINING", "Limits", "Mismatch", "Result", "check", "expected", "measure"]
+__all__ = [
+    "FORWARD",
+    "TRAINING",
+    "Broken",
+    "Limits",
+    "Mismatch",
+    "Result",
+    "asked",
+    "check",
+    "check_rounded",
+    "expected",
+    "is_broken",
+    "measure",
+]
 
 FORWARD, TRAINING = "forward", "forward+backward"
 SLOW = 20.0  # seconds a call from which one round has to do
+# What a variant may be off by beyond the eager formula in the same dtype, both from fp64, relative
+# to the norm: a rounding of the result, and for fp32 what another order of a sum may cost.
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+# The small copies that were checked, once a process; families, so that none has another's id.
+_PASSED: dict[tuple[int, str, str, str], Family] = {}
 
 
 class Mismatch(AssertionError):
     """A variant does not compute what the eager formula computes."""
+
+
+class Broken(RuntimeError):
+    """A variant left the GPU in a state in which this process cannot go on."""
+
+    def __init__(self, variant: str, status: str) -> None:
+        super().__init__(status)
+        self.variant, self.status = variant, status
 
 
 @dataclass(frozen=True)
@@ -57,6 +87,17 @@ class Result:
     floor_bytes: float = math.nan
     floor_flops: float = math.nan
     share_of_ceiling: float = math.nan
+    dtype: str = "fp32"
+    # What the chooser of kernels is asked here: which operation, and how many elements it has.
+    operation: str = ""
+    operation_elements: str = ""  # all digits
+    over_torch: float = math.nan  # the time of impl="torch" over this one's, round by round
+    over_torch_q1: float = math.nan
+    over_torch_q3: float = math.nan
+    graph_status: str = ""
+    graph_seconds: float = math.nan  # replayed from a CUDA graph: without launches
+    graph_seconds_q1: float = math.nan
+    graph_seconds_q3: float = math.nan
 
     def row(self) -> dict[str, Any]:
         """For the CSV: numbers with six digits, nothing where nothing was measured."""
@@ -85,17 +126,26 @@ class _Ready:
         """Value and gradients; the gradients are returned, not accumulated."""
         inputs = self.inputs[turn % len(self.inputs)]
         value = self._call(inputs)
-        return torch.autograd.grad(value, [inputs[n] for n in self.wrt], inputs.get("upstream"))
+        leaves = [inputs[name] for name in self.wrt]
+        return torch.autograd.grad(value, leaves, _upstream(inputs, value))
 
     def both(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The detached value and the gradients, to be compared."""
         inputs = self.inputs[0]
         value = self._call(inputs)
         leaves = [inputs[name] for name in self.wrt]
-        return value.detach(), torch.autograd.grad(value, leaves, inputs.get("upstream"))
+        return value.detach(), torch.autograd.grad(value, leaves, _upstream(inputs, value))
 
     def _call(self, inputs: Inputs) -> Tensor:
         return self.variant.call(**{k: v for k, v in inputs.items() if k != "upstream"})
+
+
+def _upstream(inputs: Inputs, value: Tensor) -> Tensor | None:
+    """In the dtype that comes out, which is not everyone's; cast once."""
+    given = inputs.get("upstream")
+    if given is not None and given.dtype != value.dtype:
+        given = inputs["upstream"] = given.to(value.dtype)
+    return given
 
 
 def _ready(case: Case, variant: Variant, inputs: list[Inputs]) -> _Ready:
@@ -103,35 +153,64 @@ def _ready(case: Case, variant: Variant, inputs: list[Inputs]) -> _Ready:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
             inputs = [variant.prepare(each) for each in inputs]
-    return _Ready(variant, inputs, case.family.wrt)
+    return _Ready(variant, [dict(each) for each in inputs], case.family.wrt)
+
+
+Found = tuple[Tensor, Sequence[Tensor]]  # a value and gradients
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What everyone is held against, and how far off may be."""
+
+    found: Found
+    tolerance: float
+    # Of the value and of every gradient, if the reference is of higher precision: how far the eager
+    # formula is off in the dtype of the case.
+    eager: Sequence[float] | None = None
+
+
+def _errors(case: Case, variant: Variant, inputs: Inputs, found: Found, wanted: Found) -> list[Any]:
+    """The relative errors of the value and of every gradient, 0-d tensors or zeros."""
+    names = ["value", *case.family.wrt]
+    errors: list[Any] = []
+    for name, one, other in zip(names, [found[0], *found[1]], [wanted[0], *wanted[1]], strict=True):
+        if one.layout != torch.strided:
+            one = one.to_dense()
+        if one.shape != other.shape:
+            raise Mismatch(f"{variant.name}: {_told(name)} of shape {list(one.shape)}")
+        if one.dtype != other.dtype:
+            one, other = one.to(torch.float64), other.to(torch.float64)
+        on_support = variant.at_stored_entries or case.family.kink_at_zero
+        if on_support and name != "value":
+            support = inputs[name].detach() != 0
+            one, other = one * support, other * support
+        if torch.equal(one, other):
+            errors.append(0.0)
+            continue
+        errors.append(torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(other))
+    return errors
+
+
+def _told(name: str) -> str:
+    return name if name == "value" else f"gradient of {name}"
 
 
 def _compare(
-    case: Case,
-    variant: Variant,
-    inputs: Inputs,
-    found: tuple[Tensor, Sequence[Tensor]],
-    wanted: tuple[Tensor, Sequence[Tensor]],
-    tolerance: float,
+    case: Case, variant: Variant, inputs: Inputs, found: Found, wanted: _Reference
 ) -> None:
-    names = ["value", *(f"gradient of {name}" for name in case.family.wrt)]
-    tensors = zip(names, [found[0], *found[1]], [wanted[0], *wanted[1]], strict=True)
-    for name, one, other in tensors:
-        if one.layout != torch.strided:
-            one = one.to_dense()
-        on_support = variant.at_stored_entries or case.family.kink_at_zero
-        if on_support and name != "value":
-            support = inputs[name.removeprefix("gradient of ")].detach() != 0
-            one, other = one * support, other * support
-        if one.shape != other.shape:
-            raise Mismatch(f"{variant.name}: {name} of shape {list(one.shape)}")
-        error = torch.linalg.vector_norm(one - other) / torch.linalg.vector_norm(other)
+    errors = _errors(case, variant, inputs, found, wanted.found)
+    for number, (name, error) in enumerate(zip(["value", *case.family.wrt], errors, strict=True)):
         # The value is a sum of many terms and has no ties: it agrees to more digits.
-        allowed = tolerance if name != "value" else min(tolerance, 1e-3)
-        if not (error <= allowed or torch.equal(one, other)):
+        allowed = wanted.tolerance if name != "value" else min(wanted.tolerance, 1e-3)
+        beyond = ""
+        if wanted.eager is not None:
+            allowed = wanted.eager[number] + wanted.tolerance
+            beyond = f", of which eager's own {wanted.eager[number]:.0e}"
+        if not error <= allowed:
             raise Mismatch(
-                f"{case.loss}, {case.name}, {variant.name}: {name} is off by {error.item():.1e} "
-                f"of its norm, allowed {allowed:.0e}"
+                f"{case.loss}, {case.name}, {variant.name}: {_told(name)} is off by "
+                f"{float(error):.1e} of its norm, allowed {allowed:.0e}{beyond}"
             )
 
 
@@ -149,7 +228,73 @@ def check(case: Case, variants: Sequence[Variant], maker: Maker) -> None:
         tolerance = 1e-6 if double else case.family.tolerance
         if variant.kind == "peer":  # some compute in single precision, or add an epsilon
             tolerance = max(tolerance, 1e-3)
-        _compare(case, variant, inputs, found, wanted, tolerance)
+        _compare(case, variant, inputs, found, _Reference(wanted, tolerance))
+
+
+def check_rounded(case: Case, variants: Sequence[Variant], maker: Maker) -> None:
+    """The same in the dtype of the case: nobody further from fp64 than the eager formula is.
+
+    Raises:
+        Mismatch: for the first that is, by more than a rounding.
+    """
+    inputs = case.inputs(maker)
+    wanted = _rounded(case, variants[0], inputs, variants[0])
+    for variant in variants[1:]:
+        found = _ready(case, variant, [inputs]).both()
+        _compare(case, variant, inputs, found, _for(variant, wanted))
+
+
+def _for(variant: Variant, wanted: _Reference) -> _Reference:
+    """Peers may keep less between two steps than the eager formula does."""
+    if variant.kind != "peer" or wanted.eager is None:
+        return wanted
+    return replace(wanted, tolerance=max(1e-3, 4 * wanted.tolerance))
+
+
+def _rounded(
+    case: Case, exact: Variant, inputs: Inputs, eager: Variant, own: Found | None = None
+) -> _Reference:
+    """The reference in fp64, of the same rounded inputs, and how far the eager formula is off."""
+    double = {
+        name: x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
+        for name, x in inputs.items()
+    }
+    wanted = _ready(case, exact, [double]).both()
+    if own is None:
+        own = _ready(case, eager, [inputs]).both()
+    errors = _errors(case, eager, inputs, own, wanted)
+    if not all(math.isfinite(float(error)) for error in errors):
+        raise Mismatch(f"{case.loss}, {case.name}: the eager formula is not finite")
+    rounding = ROUNDING[case.dtype]
+    return _Reference(wanted, rounding, [float(error) for error in errors])
+
+
+@contextmanager
+def _questions() -> Iterator[dict[str, int]]:
+    """What the chooser of kernels is asked meanwhile; its answer is no."""
+    from sparse_losses import kernels
+
+    found: dict[str, int] = {}
+
+    def no(operation: str, device: torch.device, elements: int) -> bool:
+        found[operation] = max(elements, found.get(operation, 0))
+        return False
+
+    before, kernels.is_ahead = kernels.is_ahead, no
+    try:
+        yield found
+    finally:
+        kernels.is_ahead = before
+
+
+def asked(case: Case, variants: Sequence[Variant], inputs: Inputs) -> dict[str, int]:
+    """Operations that have a kernel for this case, and the elements that their choice goes by."""
+    if not any(variant.impl == "triton" for variant in variants):
+        return {}
+    call = next(variant.call for variant in variants if variant.impl == "torch")
+    with _questions() as found, torch.no_grad():
+        call(**{k: v for k, v in inputs.items() if k != "upstream"} | {"impl": "auto"})
+    return found
 
 
 def expected(case: Case, device: torch.device, *, compiled: bool) -> list[str]:
@@ -166,27 +311,44 @@ def measure(
     *,
     compiled: bool = True,
     passes: Sequence[str] = (FORWARD, TRAINING),
+    without: Collection[str] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Result]:
     """All rows of a case.
 
     A variant that differs from the eager formula gets a row that says so and is not timed; so does
     one that fails or needs more memory than there is.
+
+    Raises:
+        Broken: if a variant broke the process; ``without`` it, a new one can go on.
     """
-    variants = case.variants(device.type)
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()  # the last case's blocks, which would be in the way of this one's
+    variants = [v for v in case.variants(device.type) if v.name not in without]
     eager = variants[0]
-    if compiled:
+    if compiled and "torch.compile" not in without:
         # Without a reset, the ninth size of a formula falls back to eager.
         torch._dynamo.reset()
         compiled_eager = torch.compile(eager.call, dynamic=False)
         variants.insert(1, Variant("torch.compile", compiled_eager, "compile"))
     status = {variant.name: "ok" for variant in variants}
+    is_half = case.dtype.itemsize == 2
     for tiny in case.family.tiny:
-        small = Case(case.family, tiny)
+        small = replace(case, sizes={**tiny, "dtype": case.sizes.get("dtype", "fp32")})
         for variant in small.variants(device.type)[1:]:
-            if variant.name in status:
-                pair = [small.variants(device.type)[0], variant]
+            if variant.name not in status:
+                continue
+            key = id(case.family), small.name, variant.name, device.type
+            if key in _PASSED:
+                continue
+            pair = [small.variants(device.type)[0], variant]
+            if variant.impl != "triton":  # which has no fp64
                 _guarded(status, variant, check, small, pair, Maker(device, torch.float64))
+            if is_half or variant.impl == "triton":
+                _guarded(status, variant, check_rounded, small, pair, Maker(device))
+            if status[variant.name] == "ok":
+                _PASSED[key] = case.family
 
     # On a GPU inputs are rotated, so that no repetition finds its own in the cache.
     copies = 3 if device.type == "cuda" and case.elements < 2**26 else 1
@@ -196,16 +358,33 @@ def measure(
         status["eager"] = f"skipped: needs about {needed / 2**30:.0f} GiB"
         status["torch.compile"] = "skipped: no eager formula to compare with"
     warm = _WarmUp(case, inputs, device)
+    if is_half:
+        say("fp64")
+        warm.exact = next((v for v in variants if v.impl == "torch"), variants[0])
+        in_double = needed * 8 / case.dtype.itemsize
+        if in_double < 0.5 * memory.available_bytes(device):
+            warm.exact = variants[0]
     for variant in variants:
         if status[variant.name] == "ok":
             say(variant.name)
             _guarded(status, variant, warm.up, variant)
     warm.wanted = None
+    questions: dict[str, int] = {}
+    if any(variant.impl for variant in variants):
+        with suppress(Exception):  # what cannot be called has a status that says so
+            questions = asked(case, variants, inputs[0])
 
     results = []
     for pass_ in passes:
         say(pass_)
-        results += _one_pass(case, pass_, variants, status, warm, ceilings, limits)
+        found = _one_pass(case, pass_, variants, status, warm, ceilings, limits)
+        if len(questions) == 1:  # of several, no time is that of one
+            ((operation, elements),) = questions.items()
+            found = [
+                replace(each, operation=operation, operation_elements=str(elements))
+                for each in found
+            ]
+        results += found
     return results
 
 
@@ -216,7 +395,8 @@ class _WarmUp:
         self.case, self.inputs, self.device = case, inputs, device
         self.ready: dict[str, _Ready] = {}
         self.first: dict[str, dict[str, float]] = {FORWARD: {}, TRAINING: {}}
-        self.wanted: tuple[Tensor, Sequence[Tensor]] | None = None
+        self.wanted: _Reference | None = None
+        self.exact: Variant | None = None  # what gives the reference in fp64
 
     def up(self, variant: Variant) -> None:
         """Calls it once for its result and, if that was right, once more in either pass."""
@@ -224,11 +404,11 @@ class _WarmUp:
         start = time.perf_counter()
         found = ready.both()
         took = time.perf_counter() - start
-        if variant.kind == "eager":
-            self.wanted = found
-        elif self.wanted is not None:
-            tolerance = self.case.family.tolerance
-            _compare(self.case, variant, self.inputs[0], found, self.wanted, tolerance)
+        if self.wanted is not None:
+            wanted = _for(variant, self.wanted)
+            _compare(self.case, variant, self.inputs[0], found, wanted)
+        else:  # the eager formula, or the first that fits
+            self.wanted = self._reference(variant, found)
         del found
         for pass_, run in ((FORWARD, ready.forward), (TRAINING, ready.train)):
             # What takes this long is warm already, but for a compiler, which has not seen both.
@@ -239,6 +419,14 @@ class _WarmUp:
             if variant.kind == "compile" and took >= 0.25:  # most of it was compilation
                 self.first[pass_][variant.name] = self._seconds(run)
         self.ready[variant.name] = ready
+
+    def _reference(self, variant: Variant, found: Found) -> _Reference:
+        tolerance = self.case.family.tolerance
+        if self.exact is not None:
+            wanted = _rounded(self.case, self.exact, self.inputs[0], variant, found)
+            # Scores that the dtype cannot tell apart swap the arg-max here and there.
+            return replace(wanted, tolerance=max(tolerance, wanted.tolerance))
+        return _Reference(found, tolerance)
 
     def _seconds(self, run: Callable[[], object]) -> float:
         start = time.perf_counter()
@@ -288,6 +476,7 @@ def _one_pass(
             "variant": variant.name,
             "kind": variant.kind,
             "status": status[variant.name],
+            "dtype": next(name for name, dtype in DTYPES.items() if dtype == case.dtype),
         }
         if variant not in measured:
             results.append(Result(**about))
@@ -308,12 +497,33 @@ def _one_pass(
                 "speedup_q1": ratio.q1,
                 "speedup_q3": ratio.q3,
             }
+        plain = next((v.name for v in measured if v.impl == "torch"), None)
+        if plain is not None:
+            ratio = samples.ratios(variant.name, plain)
+            figures |= {
+                "over_torch": ratio.median,
+                "over_torch_q1": ratio.q1,
+                "over_torch_q3": ratio.q3,
+            }
+        if case.suite == "kernels":
+            peak = figures["peak_bytes"]
+            said, replays = graphs.replayed(runs[variant.name], warm.device, needs=peak)
+            about["graph_status"] = said
+            if replays is not None:
+                figures |= {
+                    "graph_seconds": replays.median,
+                    "graph_seconds_q1": replays.q1,
+                    "graph_seconds_q3": replays.q3,
+                }
         inputs = warm.ready[variant.name].inputs[0]
         num_bytes, num_flops = case.floor(inputs, backward=pass_ == TRAINING)
         figures |= {
             "floor_bytes": num_bytes,
             "floor_flops": num_flops,
-            "share_of_ceiling": ceilings.seconds(num_bytes, num_flops) / times.median,
+            "share_of_ceiling": ceilings.seconds(
+                num_bytes, num_flops, is_half=case.dtype.itemsize == 2
+            )
+            / times.median,
         }
         results.append(Result(**about, **figures))
     return results
@@ -334,8 +544,23 @@ def _guarded(
     """Notes what went wrong instead of ending the suite; the command fails at its end."""
     try:
         run(*args)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # what a kernel did wrong shows here, if not before
     except Mismatch as error:
         status[variant.name] = f"MISMATCH: {error}"
     except Exception as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else ""
         status[variant.name] = f"failed: {type(error).__name__}: {line[:150]}"
+        if is_broken():
+            raise Broken(variant.name, status[variant.name]) from error
+
+
+def is_broken() -> bool:
+    """Whether the GPU answers no more, as after an access beyond its memory."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return True
+    return False

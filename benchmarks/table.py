@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import importlib.metadata
 import os
 import platform
 import subprocess
@@ -25,7 +26,12 @@ IDENTITY = ("device", "capability", "threads", "git_commit", "torch", "suite")
 
 
 def git_commit() -> str:
-    """The commit of package and suite, marked if either was changed since."""
+    """The commit of package and suite, marked if either was changed since.
+
+    Where the sources came without their history, the environment may say it.
+    """
+    if given := os.environ.get("SPARSE_LOSSES_COMMIT"):
+        return given
     paths = ["sparse_losses", "benchmarks/*.py"]
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
@@ -89,10 +95,40 @@ def circumstances(
         "git_commit": git_commit(),
         "peers": _versions(device.type),
     }
+    if is_cuda:
+        row |= _gpu(device)
     if ceilings is not None:
+        if is_cuda:
+            row["bf16_gflop_per_s"] = f"{ceilings.bf16_flops_per_second / 1e9:.4g}"
+            row["l2_gb_per_s"] = f"{ceilings.l2_bytes_per_second / 1e9:.4g}"
         row["copy_gb_per_s"] = f"{ceilings.bytes_per_second / 1e9:.4g}"
         row["matmul_gflop_per_s"] = f"{ceilings.flops_per_second / 1e9:.4g}"
     return row
+
+
+def _gpu(device: torch.device) -> Row:
+    """What else a figure of a GPU depends on; clocks are those of this moment."""
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = ""
+    names = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
+    words = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    if uuid is not None:
+        words.append(f"--id=GPU-{uuid}")
+    try:
+        run = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20)
+        driver, *clocks = (word.strip() for word in run.stdout.splitlines()[0].split(","))
+    except (OSError, IndexError, subprocess.SubprocessError):
+        driver, clocks = "", []
+    said = ", ".join(f"{name} {value}" for name, value in zip(names[1:], clocks, strict=False))
+    return {
+        "cuda": str(torch.version.cuda),
+        "triton": triton,
+        "driver": driver,
+        "clocks": said,
+    }
 
 
 def identity(row: Mapping[str, str]) -> tuple[str, ...]:

@@ -1,0 +1,216 @@
+"""``python -m benchmarks.gpu``: everything that a GPU is asked for, each part within its own time.
+
+The tests of the kernels on the device, the suite of the kernels, a training step, and the sanitizer
+of CUDA, together under 25 minutes. What a part has measured by its end is kept: a second run goes
+on where the first stopped. A part whose tools are not there is left out, with a line that says so.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Outcome", "Part", "main", "parts", "run", "why_left_out"]
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+GRACE = 15  # seconds in which what was interrupted may put its things down
+# Whose tests run on the device a second time, with kernels in place of PyTorch's operations.
+WITH_KERNELS = (
+    "tests/representation/test_head.py",
+    "tests/losses/test_info_nce.py",
+    "tests/losses/test_nws.py",
+    "tests/losses/test_distillation.py",
+    "tests/objective",
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float  # after which it is stopped
+    modules: tuple[str, ...] = ()  # without which it is left out
+    programs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it."""
+
+    part: str
+    said: str
+    seconds: float = 0.0
+    is_good: bool = True
+
+
+def parts(output: Path, device: str = "cuda") -> list[Part]:
+    """All of them, in their order: what is right first, then how fast it is."""
+    python = sys.executable
+    suite = "kernels" if device == "cuda" else "tiny"
+    # Of another version of pytest or PyTorch than the pinned one, warnings are no errors.
+    test = (python, "-m", "pytest", "-q", "--device", device, "-p", "no:cacheprovider")
+    test += ("-o", "minversion=7", "-W", "default", "--tb=short", "--maxfail=40")
+    if importlib.util.find_spec("xdist"):
+        test += ("-n", str(max(1, min(8, (os.cpu_count() or 2) // 2))))
+    sample = (python, "-m", "benchmarks.samples", "--device", device)
+    sanitizer = ("compute-sanitizer", "--error-exitcode", "9", "--print-limit", "20", "--tool")
+    bench = (python, "-m", "benchmarks", "--device", device, "--suite", suite, "--no-plots")
+    step = (python, "-m", "benchmarks.training_step", "--device", device)
+    step += () if device == "cuda" else ("--tiny",)
+    tested = ("pytest", "hypothesis", "triton")
+    return [
+        Part("tests", (*test, "tests/kernels"), 190, tested),
+        Part("tests-of-losses", (*test, "--impl", "triton", *WITH_KERNELS), 130, tested),
+        Part(
+            "kernels",
+            (*bench, "--output", str(output / f"{device}-kernels.csv")),
+            600,
+            ("rich", "triton"),
+        ),
+        Part(
+            "training",
+            (*step, "--output", str(output / f"{device}-training.csv")),
+            220,
+            ("rich", "transformers"),
+        ),
+        *[
+            Part(tool, (*sanitizer, tool, *sample), 110, ("pytest", "triton"), sanitizer[:1])
+            for tool in ("memcheck", "racecheck")
+        ],
+    ]
+
+
+def why_left_out(part: Part, environment: Mapping[str, str]) -> str:
+    """The tools that are not there, or nothing."""
+    code = "import importlib.util, sys; print(*[x for x in sys.argv[1:]"
+    code += " if importlib.util.find_spec(x) is None])"
+    words = [sys.executable, "-c", code, *part.modules]
+    found = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    path = environment.get("PATH")
+    missing = found.stdout.split()
+    missing += [program for program in part.programs if shutil.which(program, path=path) is None]
+    return f"left out: no {', '.join(missing)}" if missing else ""
+
+
+def run(part: Part, log: Path, seconds: float, environment: Mapping[str, str]) -> Outcome:
+    """Runs a part, shows and keeps what it says, and stops it when its time is up."""
+    if reason := why_left_out(part, environment):
+        return Outcome(part.name, reason)
+    if seconds < 1:
+        return Outcome(part.name, "left out: no time")
+    start = time.monotonic()
+    process = subprocess.Popen(
+        part.command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    reader = threading.Thread(target=_copy, args=(process, log), daemon=True)
+    reader.start()
+    said = ""
+    try:
+        code = process.wait(seconds)
+        said = "done" if code == 0 else f"FAILED, code {code}"
+    except subprocess.TimeoutExpired:
+        said = "out of time; what it had is kept"
+        _stop(process)
+    except BaseException:
+        _stop(process)
+        raise
+    reader.join(GRACE)
+    return Outcome(part.name, said, time.monotonic() - start, not said.startswith("FAILED"))
+
+
+def _copy(process: subprocess.Popen[str], log: Path) -> None:
+    assert process.stdout is not None
+    with process.stdout as source, log.open("w", encoding="utf-8") as target:
+        for line in source:
+            print(line, end="", flush=True)
+            target.write(line)
+            target.flush()
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """It and its children, first kindly."""
+    for sign in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sign)
+            process.wait(GRACE)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+    with contextlib.suppress(ProcessLookupError):  # children that outlived it
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _environment(wheels: Path | None, logs: Path) -> dict[str, str]:
+    """Where packages from a folder of wheels are found, if there is one."""
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1", **os.environ}
+    paths = [str(ROOT), environment.get("PYTHONPATH", "")]
+    if wheels is not None:
+        site = (logs / "site").resolve()
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--upgrade"]
+        files = sorted(str(path) for path in wheels.glob("*.whl"))
+        if not files:
+            raise SystemExit(f"no wheels in {wheels}")
+        subprocess.run([*pip, "--target", str(site), *files], check=True)
+        paths.append(str(site))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return environment
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the parts; 1 if one failed."""
+    options = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    options.add_argument("--parts", default="", help="some, separated by commas")
+    options.add_argument("--minutes", type=float, default=25.0, help="for all of them")
+    options.add_argument("--output", type=Path, default=RESULTS, help="where the CSVs go")
+    options.add_argument("--logs", type=Path, default=ROOT / "build" / "gpu")
+    options.add_argument("--wheels", type=Path, help="a folder with packages that lack here")
+    options.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: a trial")
+    options.add_argument("--list", action="store_true", help="show the commands and stop")
+    args = options.parse_args(arguments)
+    todo = parts(args.output.resolve(), args.device)
+    names = [part.name for part in todo]
+    wanted = [name for name in args.parts.split(",") if name] or names
+    if unknown := [name for name in wanted if name not in names]:
+        options.error(f"no such part: {', '.join(unknown)}; there are {', '.join(names)}")
+    todo = [part for part in todo if part.name in wanted]
+    if args.list:
+        for part in todo:
+            print(f"{part.name} ({part.seconds:.0f} s): {' '.join(part.command)}")
+        return 0
+    args.output.mkdir(parents=True, exist_ok=True)
+    args.logs.mkdir(parents=True, exist_ok=True)
+    environment = _environment(args.wheels, args.logs)
+    end = time.monotonic() + 60 * args.minutes
+    outcomes = []
+    for part in todo:
+        left = end - time.monotonic() - GRACE
+        print(f"== {part.name}, at most {max(0, min(part.seconds, left)):.0f} s", flush=True)
+        log = args.logs / f"{part.name}.log"
+        outcomes.append(run(part, log, min(part.seconds, left), environment))
+        print(f"== {part.name}: {outcomes[-1].said}", flush=True)
+    print("\n| part | seconds | |\n| --- | --- | --- |")
+    for outcome in outcomes:
+        print(f"| {outcome.part} | {outcome.seconds:.0f} | {outcome.said} |")
+    return int(not all(outcome.is_good for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Code that was written for tensors on the CPU, run on a GPU: ``pytest --device cuda``."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+__all__ = ["on_device"]
+
+
+@contextmanager
+def on_device(device: str) -> Iterator[None]:
+    """Makes tensors there that nothing puts anywhere; what NumPy gives and takes is copied."""
+    generator, from_numpy, numpy = torch.Generator, torch.from_numpy, torch.Tensor.numpy
+
+    class Meta(type):
+        def __instancecheck__(cls, x):
+            return isinstance(x, generator)
+
+    class Generator(metaclass=Meta):
+        def __new__(cls, where=device):
+            return generator(where)
+
+    def to_numpy(x, *, force=False):
+        return numpy(x.cpu(), force=force)
+
+    def as_array(x, dtype=None, copy=None):
+        return numpy(x.cpu()).astype(dtype, copy=bool(copy)) if dtype else numpy(x.cpu())
+
+    with (
+        mock.patch.object(torch, "Generator", Generator),
+        mock.patch.object(torch, "from_numpy", lambda array: from_numpy(array).to(device)),
+        mock.patch.object(torch.Tensor, "numpy", to_numpy),
+        mock.patch.object(torch.Tensor, "__array__", as_array),
+        torch.device(device),
+    ):
+        yield
