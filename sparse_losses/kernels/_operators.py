@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,6 +26,12 @@ def with_gradients(operator: Any, count: int) -> None:
         ctx.num_inputs = len(inputs)
 
     def backward(ctx: Any, upstream: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # The gradients are numbers to autograd here: their own would silently be left out.
+            raise RuntimeError(
+                "expected first derivatives alone of a compiled kernel, got create_graph=True; "
+                'call it in eager mode, or with impl="torch"'
+            )
         of_value = upstream[0]
         assert of_value is not None
         found = [

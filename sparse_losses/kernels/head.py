@@ -153,14 +153,16 @@ def _coefficient(
         )
         # 1 / (1 + logit) is exp(-value); a NaN is active.
         g += tl.where(value <= 0, 0.0, upstream.to(tl.float32) * tl.exp(-value))
+    if HAS_LOGITS or HAS_GATE:
+        is_there = tl.load(length_of + row, mask=mask, other=0) > 0
     if HAS_LOGITS:
         upstream = tl.load(
             of_logits + row * logits_row + column * logits_column, mask=mask, other=0.0
         )
-        is_there = tl.load(length_of + row, mask=mask, other=0) > 0
         g += tl.where(is_there, upstream.to(tl.float32), 0.0)
-    if HAS_GATE:
-        g *= tl.load(gate + row * vocab_size + column, mask=mask, other=0.0).to(tl.float32)
+    if HAS_GATE:  # that of an empty text is not looked at: 0 * NaN is NaN
+        at = gate + row * vocab_size + column
+        g *= tl.load(at, mask=mask & is_there, other=0.0).to(tl.float32)
     return g
 
 
@@ -569,11 +571,14 @@ def backward(
             )
     if needs[3] and gate is not None:
         by_value = torch.zeros_like(activations)
+        has_gradient = ~(activations <= 0)
         if of_activations is not None:
-            by_value = torch.where(activations <= 0, 0.0, of_activations * (-activations).exp())
+            by_value = torch.where(has_gradient, of_activations * (-activations).exp(), 0.0)
         if of_logits is not None:
-            by_value = by_value + of_logits * (lengths > 0)[:, None]
-        found[3].copy_(by_value * logits)
+            has_gradient = (lengths > 0)[:, None]
+            by_value = by_value + of_logits
+        # Selected after the product: 0 times a logit of -inf, a forbidden token's, is NaN.
+        found[3].copy_(torch.where(has_gradient, by_value * logits, 0.0))
     return found
 
 

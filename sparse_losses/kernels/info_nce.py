@@ -586,7 +586,7 @@ class _Work:
         homes = [x if dtype != torch.float32 else None for x in self.found[1:]]
         self.query = _side(anchor, self.found[0], cosine, False)
         self.keys = [_side(positive, homes[0], cosine, ids is not None)]
-        if negative is not None:
+        if negative is not None and len(negative):
             self.keys.append(_side(negative, homes[1], cosine, False))
         self.multiplies = anchor.dtype in MULTIPLIES
         self.block_m, self.block_n = (BLOCK_M, BLOCK_N) if self.multiplies else (READ_M, READ_N)
@@ -777,17 +777,17 @@ class _Work:
 
     def finish_keys(self, slope: Tensor, undo: Tensor) -> None:
         for number, (sums, out) in enumerate(zip(self.sums, self.found[1:], strict=True)):
-            if sums is None or out is None:
-                continue
+            if sums is None or out is None or number == len(self.keys):
+                continue  # negatives may be none
             partner = None if number else self.query
             self.finish(
                 sums, self.keys[number], partner, slope, None, undo, out, -self.first, -self.first
             )
 
     def exponent(self, factor: Tensor) -> Tensor:
-        """The power of two that holds the largest factor."""
-        largest = factor.amax().nan_to_num(1.0, posinf=1.0)
-        return torch.frexp(torch.where(largest > 0.0, largest, 2.0**-100)).exponent.float()
+        """The power of two that holds the largest factor; its inverse, lifted, is in fp32 too."""
+        largest = factor.amax().nan_to_num(1.0, posinf=1.0).clamp(min=2.0**-100)
+        return torch.frexp(largest).exponent.float()
 
 
 def _one_way(work: _Work, chunk_size: int) -> tuple[Tensor, Tensor]:

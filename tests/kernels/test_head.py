@@ -174,6 +174,34 @@ def test_a_nan_shows_where_it_belongs_and_nowhere_else(tiles, where):
     assert any(x.isnan().any() for x in found[0]) == (where != "masked")
 
 
+def test_a_forbidden_token_sends_no_nan_into_its_gate(tiles):
+    """0 times a logit of -inf is NaN."""
+    _, tensors, mask = _inputs(sizes=(4, 18, 20, 16))
+    with torch.no_grad():
+        tensors["bias"][3] = -torch.inf
+        tensors["gate"].clamp_(min=0.25)
+    upstream = [torch.randn(4, 20)]
+    found = _run(tensors, mask, "triton", True, False, upstream)
+    wanted = _run(tensors, mask, "torch", True, False, upstream)
+    for one, other in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("return_logits", [False, True])
+def test_a_text_without_tokens_hides_its_nan(tiles, return_logits):
+    _, tensors, mask = _inputs(sizes=(4, 18, 20, 16), empty=2)
+    upstream = [torch.randn(4, 20), torch.randn(4, 20)]
+    wanted = _run(tensors, mask, "triton", True, return_logits, upstream)
+    with torch.no_grad():
+        tensors["gate"][2] = torch.nan
+        tensors["hidden"][2] = torch.nan
+    for x in upstream:
+        x[2] = torch.nan
+    found = _run(tensors, mask, "triton", True, return_logits, upstream)
+    for one, other in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_every_output_is_written(tiles, monkeypatch):
     """Memory as it comes may hold anything: here it holds what would show."""
     _, tensors, mask = _inputs()

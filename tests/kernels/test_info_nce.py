@@ -66,10 +66,11 @@ def exact(tensors, **options):
 
 
 def error(found, wanted):
-    return max(
-        ((f.double() - w).abs().max() / w.abs().max().clamp(min=1e-300)).item()
+    errors = [
+        (f.double() - w).abs().max() / w.abs().max().clamp(min=1e-300)
         for f, w in zip(found, wanted, strict=True)
-    )
+    ]
+    return torch.stack(errors).max().item()  # Python's maximum may leave out a NaN
 
 
 EVERY = [
@@ -124,6 +125,26 @@ def test_easy_rows_keep_their_digits(dtype, symmetric):
     found, wanted = run([anchor, positive], **options), exact([anchor, positive], **options)
     assert 0 < wanted[0] < 1e-8
     assert error(found, wanted) < digits
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("temperature", [1 / 75, 1 / 82, 1 / 87])
+def test_rows_that_are_all_solved_have_a_finite_gradient_in_fp16(symmetric, temperature):
+    """Their factors, 1e-33 and less, are lifted into fp16's range: not beyond that of fp32."""
+    anchor = torch.eye(4, 8, dtype=torch.float16)
+    options = {"temperature": temperature, "symmetric": symmetric, "upstream": 2.0**110}
+    found, wanted = run([anchor, anchor], **options), exact([anchor, anchor], **options)
+    assert error(found, wanted) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_negatives_may_be_none(dtype, symmetric):
+    tensors = inputs(dtype)
+    wanted = run(tensors, symmetric=symmetric)
+    found = run([*tensors, tensors[0][:0]], symmetric=symmetric)
+    assert found.pop(3).shape == (0, D)
+    assert error(found, wanted) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -233,6 +254,18 @@ def test_it_compiles_whole(dtype):
     for leaf, w in zip(leaves, wanted[1:], strict=True):
         # Scaled before it is rounded, or after.
         torch.testing.assert_close(leaf.grad, w, rtol=2.0**-6, atol=0)
+
+
+def test_a_compiled_kernel_says_that_it_has_no_second_derivative():
+    def value(anchor, positive):
+        return info_nce_loss(anchor, positive, impl="triton")
+
+    compiled = torch.compile(value, fullgraph=True, backend="eager")
+    anchor, positive = (x.requires_grad_() for x in inputs())
+    (gradient,) = torch.autograd.grad(compiled(anchor, positive), anchor)
+    assert gradient.any()
+    with pytest.raises(RuntimeError, match="expected first derivatives alone"):
+        torch.autograd.grad(compiled(anchor, positive), anchor, create_graph=True)
 
 
 def test_the_operator_is_sound():
