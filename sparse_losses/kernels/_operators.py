@@ -11,7 +11,7 @@ from torch import Tensor
 from sparse_losses._core.fused import is_batched
 from sparse_losses.kernels._language import on_device
 
-__all__ = ["only", "scale_", "with_gradients"]
+__all__ = ["gradient_dtype", "only", "scale_", "with_gradients"]
 
 
 def with_gradients(operator: Any, count: int) -> None:
@@ -41,6 +41,11 @@ def with_gradients(operator: Any, count: int) -> None:
         return *found, *[None] * (ctx.num_inputs - count)
 
     operator.register_autograd(backward, setup_context=keep)
+
+
+def gradient_dtype(x: Tensor) -> torch.dtype:
+    """What a gradient is held in until it is scaled: fp16 loses what a loss scaler would keep."""
+    return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
 def only(needs: Sequence[bool], gradients: Sequence[Tensor]) -> list[Tensor | None]:

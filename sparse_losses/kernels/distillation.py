@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparse_losses.kernels._language import next_power_of_2, on_device
-from sparse_losses.kernels._operators import only, with_gradients
+from sparse_losses.kernels._operators import gradient_dtype, only, with_gradients
 
 __all__ = ["fused", "value_and_gradients"]
 
@@ -500,7 +500,7 @@ def value_and_gradients(
     }
     terms = {"HAS_KL": has_kl, "HAS_MSE": has_mse}
     value = student.new_empty((), dtype=torch.float32)
-    gradient = torch.empty_like(student) if needs[0] else None
+    gradient = torch.empty_like(student, dtype=gradient_dtype(student)) if needs[0] else None
     by_temperature = torch.empty_like(value) if is_learned else None
     matrix = value.new_empty(SLOTS)
     sums = value.new_empty(5, tiles)
@@ -580,7 +580,9 @@ def _(
     value = student.new_empty((), dtype=torch.float32)
     return [
         value,
-        student.new_empty(student.shape) if needs[0] else value.new_empty(0),
+        student.new_empty(student.shape, dtype=gradient_dtype(student))
+        if needs[0]
+        else value.new_empty(0),
         value.new_empty(() if temperature is not None and needs[1] else 0),
     ]
 
@@ -604,7 +606,7 @@ def fused(
     of_student, _, of_temperature = needs
     if temperature is None and torch.compiler.is_compiling():
         # An operator's number is a constant of the graph, which a schedule would compile anew.
-        temperature = student.new_full((), number, dtype=torch.float32)
+        temperature = number * student.new_ones((), dtype=torch.float32)
         number = 1.0
     value, *found = value_and_gradients(
         student,

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparse_losses.kernels._language import dot, next_power_of_2, on_device
-from sparse_losses.kernels._operators import only, scale_, with_gradients
+from sparse_losses.kernels._operators import gradient_dtype, only, scale_, with_gradients
 
 __all__ = ["nws", "scale_"]
 
@@ -624,6 +624,7 @@ def _rows(
     peak, smaller = tl.where(is_top, top, floor), tl.where(is_top, floor, top)
     peak = tl.where(peak == float("-inf"), 0.0, peak)  # of a row that is not valid
     ratio = tl.exp(smaller - peak)
+    lower = rest
     rest = tl.where(is_top, rest + ratio, (1.0 + rest) * ratio)
     total = others + own
     value = near + total * (peak - high) + total * _log1p(rest)
@@ -638,8 +639,14 @@ def _rows(
     special = (others - special_weight * rest) / (1.0 + rest)
     probability = total / (1.0 + rest)
     extra = tl.where(is_top, probability * ratio, 0.0)
+    # Where the largest term is of the highest score, the floor adds what it takes: an easy row's
+    # gradient is what is left, which a difference of the two does not know.
+    is_both = is_top & (at_top == at_high)
+    left = (others * (1.0 + ratio) - special_weight * lower) / (1.0 + rest)
+    special, extra = tl.where(is_both, left, special), tl.where(is_both, 0.0, extra)
     # No other entry of the row is larger than this: two parts of fp16 hold them.
-    bound = probability * tl.minimum(rest, 1.0) + others + tl.abs(special) + extra
+    largest = probability * tl.minimum(tl.where(is_top, lower, rest), 1.0)
+    bound = largest + others + tl.abs(special) + extra
     bound = tl.where(bound < 1e-30, 1e-30, bound)  # a NaN stays
     shown = tl.where(value != value, value, 0.0)  # a NaN reaches all gradients
     place = slopes_pointer + row
@@ -1163,10 +1170,10 @@ def _nws(
             **shape,
         )
         if needs[0]:
-            found[0] = query.new_empty(query.shape)
+            found[0] = query.new_empty(query.shape, dtype=gradient_dtype(query))
             own.through(by_query, slopes[5], 0, valid, divisor, temperature, found[0])
         if needs[1]:
-            found[1] = prototype.new_empty(prototype.shape)
+            found[1] = prototype.new_empty(prototype.shape, dtype=gradient_dtype(prototype))
             unit = own.parts[0].float() if parts == 1 else own.parts[0].float() + own.parts[1]
             unit = torch.where(valid[:, None] != 0, unit * own.inverse[:, None], 0.0)
             product = (by_prototype.T @ unit)[None]
@@ -1180,7 +1187,7 @@ def _nws(
 def _(query, prototype, temperature, *others):
     needs = others[7]
     found = [
-        x.new_empty(x.shape) if need else x.new_empty(0)
+        x.new_empty(x.shape, dtype=gradient_dtype(x)) if need else x.new_empty(0)
         for x, need in zip((query, prototype, temperature), needs, strict=False)
     ]
     return [query.new_empty((), dtype=torch.float32), *found]
@@ -1209,7 +1216,7 @@ def nws(
     assert not gather
     wanted = [bool(need) for need in needs[:3]]
     if temperature is None:
-        temperature = query.new_full((), number, dtype=torch.float32)
+        temperature = number * query.new_ones((), dtype=torch.float32)
     value, *gradients = _nws(
         query,
         prototype,

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparse_losses.kernels._language import INTERPRETED, next_power_of_2, on_device
-from sparse_losses.kernels._operators import only, with_gradients
+from sparse_losses.kernels._operators import gradient_dtype, only, with_gradients
 
 __all__ = ["regularisers"]
 
@@ -446,7 +446,7 @@ def _regularisers(
     _, sums_least, sums_price, sums_reconstruction = is_sum
     num_rows, width = x.shape
     x = x.contiguous()
-    gradient = torch.empty_like(x) if needs_gradient else x.new_empty(0)
+    gradient = x.new_empty(x.shape if needs_gradient else 0, dtype=gradient_dtype(x))
     aligned = _alignment(x)
     rows = min(next_power_of_2(num_rows), ROWS)
     programs = triton.cdiv(width, COLUMNS)
@@ -565,10 +565,9 @@ def _regularisers(
 
 @_regularisers.register_fake
 def _(x, factors, idf, hidden, price, ids, attended, ignored, counts, needs_gradient, *options):
-    of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     return [
         x.new_empty((), dtype=torch.float32),
-        of_x if needs_gradient else x.new_empty(0),
+        x.new_empty(x.shape if needs_gradient else 0, dtype=gradient_dtype(x)),
         x.new_empty(4, dtype=torch.float32),
     ]
 

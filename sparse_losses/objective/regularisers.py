@@ -121,6 +121,14 @@ class Regularisers:
 
         weights = {name: self.weights[name] for name in names}
         factors = None
+        if torch.compiler.is_compiling():
+            # An operator's number is a constant of the graph, which a schedule would compile anew.
+            weights = {
+                name: weight
+                if isinstance(weight, Tensor)
+                else weight * x.new_ones((), dtype=torch.float32)
+                for name, weight in weights.items()
+            }
         if any(isinstance(weight, Tensor) for weight in weights.values()):
             one = x.new_ones((), dtype=torch.float32)
             each = [weights.get(name) for name in ON_TEXTS]

@@ -424,3 +424,17 @@ def test_what_the_kernel_cannot_do_is_said():
     assert empty == 0
     assert empty.requires_grad
     assert "impl='triton'" in repr(DistillationLoss(impl="triton"))
+
+
+def test_fp16_gradients_wait_for_their_scaler():
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 16, 8, generator=generator)
+    found = []
+    for impl in ("triton", "torch"):
+        leaf = student.half().requires_grad_()
+        loss = distillation_loss(leaf, teacher, alpha_kl=1e-7, alpha_mse=1e-7, impl=impl)
+        loss.backward(torch.tensor(2.0**20))
+        found.append(leaf.grad)
+    assert found[0].dtype == torch.float16
+    assert found[1].abs().max() > 1e-4
+    torch.testing.assert_close(*found, rtol=2e-3, atol=2e-7)

@@ -365,3 +365,34 @@ def test_where_terms_would_overflow_the_value_is_a_distance_over_the_temperature
     found, wanted = follow(inputs, eps=0.0), exactly(inputs, eps=0.0)
     assert found[0].item() == pytest.approx(wanted[0].item(), rel=1e-4)
     assert wanted[0].abs() > 100
+
+
+def test_fp16_gradients_wait_for_their_scaler():
+    generator = torch.Generator().manual_seed(0)
+    query, prototype = torch.randn(2, 4, 8, generator=generator).half()
+    found = []
+    for impl in ("triton", "torch"):
+        leaves = [x.clone().requires_grad_() for x in (query, prototype)]
+        loss = nws_loss(leaves[0], torch.eye(4), leaves[1], None, temperature=1e5, impl=impl)
+        loss.backward(torch.tensor(2.0**16))
+        found.append([leaf.grad for leaf in leaves])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.dtype == torch.float16
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-7)
+
+
+@pytest.mark.parametrize("eps", [1e-8, 0.5])
+def test_easy_rows_keep_the_gradient_that_the_floor_leaves(eps):
+    """The floor follows the highest score: what the two send there cancels but for little."""
+    generator = torch.Generator().manual_seed(0)
+    prototype = torch.randn(3, 16, generator=generator)
+    query = prototype[:2] + 0.3 * torch.randn(2, 16, generator=generator)
+    labels, found = torch.eye(3)[:2], []
+    for impl, dtype in (("triton", torch.float32), ("torch", torch.float64)):
+        leaf = query.to(dtype, copy=True).requires_grad_()
+        options = {"temperature": 0.02, "decoupled": False, "eps": eps, "impl": impl}
+        nws_loss(leaf, labels, prototype.to(dtype), None, **options).backward()
+        found.append(leaf.grad.double())
+    ours, exact = found
+    assert 0 < exact.abs().max() < 1e-10
+    assert (ours - exact).abs().max() < 1e-2 * exact.abs().max()

@@ -566,3 +566,25 @@ def test_terms_are_of_the_degree_of_their_formulas(scale):
     moved = Texts(*(t[order] for t in texts[:3]))
     one, other = (_run(_objective(40), t) for t in (texts, moved))
     _assert_alike([other[0], other[2][0]], [one[0], one[2][0][order]])
+
+
+def test_fp16_gradients_wait_for_their_scaler():
+    texts = _texts(4, 50, dtype=torch.float16)
+    small = {name: 1e-8 * weight for name, weight in WEIGHTS.items()}
+    ours, theirs = (
+        _run(_objective(50, small, impl), texts, 2.0**20)[2][0] for impl in ("triton", "torch")
+    )
+    assert ours.dtype == torch.float16
+    assert theirs.abs().max() > 1e-4
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=2e-7)
+
+
+def test_weights_that_change_compile_once():
+    texts = _texts(3, 40)
+    objective = _objective(40, {"flops": 1.0})
+    torch._dynamo.reset()
+    compiled = torch.compile(objective, fullgraph=True, backend="aot_eager")
+    for step in range(10):
+        objective.weights["query_flops"] = 1.0 + step / 10
+        batch = SpladeBatch(texts, texts)
+        torch.testing.assert_close(compiled(batch).total, objective(batch).total)
