@@ -147,7 +147,7 @@ def _coefficient(
     if HAS_ACTIVATIONS:
         value = tl.load(activations + row * vocab_size + column, mask=mask, other=0.0)
         upstream = tl.load(
-            of_activations + row * activations_row + column * activations_column,
+            of_activations + row * activations_row + column.to(tl.int64) * activations_column,
             mask=mask,
             other=0.0,
         )
@@ -157,7 +157,7 @@ def _coefficient(
         is_there = tl.load(length_of + row, mask=mask, other=0) > 0
     if HAS_LOGITS:
         upstream = tl.load(
-            of_logits + row * logits_row + column * logits_column, mask=mask, other=0.0
+            of_logits + row * logits_row + column.to(tl.int64) * logits_column, mask=mask, other=0.0
         )
         g += tl.where(is_there, upstream.to(tl.float32), 0.0)
     if HAS_GATE:  # that of an empty text is not looked at: 0 * NaN is NaN
