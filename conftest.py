@@ -53,6 +53,12 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_configure(config):
+    """Without a GPU ``--device cuda`` is one error, not one a test."""
+    if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("no CUDA device is available")
+
+
 @pytest.fixture(autouse=True)
 def _kernels_first(request, monkeypatch):
     if request.config.getoption("--impl"):

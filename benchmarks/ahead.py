@@ -97,7 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in args.results:
         if not path.exists():
             options.error(f"no such file: {path}")
-        rows += read(path)
+        some = read(path)
+        if not some or "variant" not in some[0]:
+            options.error(f"no results of `python -m benchmarks`: {path}")
+        rows += some
     own = [row for row in rows if row.get("variant") == "ours, triton" and row.get("operation")]
     for row in sorted(own, key=lambda row: (row["operation"], int(row["operation_elements"]))):
         verdict = {True: "ahead", False: "not ahead", None: "nothing to compare with"}
@@ -110,6 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"# {row['operation']}, {size} ({row['case']}, {row['pass']}): "
             f"{ratio}, {verdict[_is_ahead(row)]}"
         )
+    if not own:
+        print("# no kernel was measured in these files")
+        return 1
     found = where_ahead(rows)
     print(*lines(found), sep="\n") if found else print("# no kernel is ahead: an empty table")
     return 0

@@ -174,15 +174,33 @@ def _environment(wheels: Path | None, logs: Path) -> dict[str, str]:
     return environment
 
 
+def _has_gpu(environment: Mapping[str, str]) -> bool:
+    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return (
+        subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the parts; 1 if one failed."""
     options = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    options.add_argument("--parts", default="", help="some, separated by commas")
-    options.add_argument("--minutes", type=float, default=25.0, help="for all of them")
-    options.add_argument("--output", type=Path, default=RESULTS, help="where the CSVs go")
-    options.add_argument("--logs", type=Path, default=ROOT / "build" / "gpu")
-    options.add_argument("--wheels", type=Path, help="a folder with packages that lack here")
-    options.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="cpu: a trial")
+    options.add_argument("--parts", default="", help="some, separated by commas: tests,kernels")
+    options.add_argument("--minutes", type=float, default=25.0, help="for all of them (25)")
+    options.add_argument(
+        "--output", type=Path, default=RESULTS, help="folder of the CSVs (benchmarks/results)"
+    )
+    options.add_argument(
+        "--logs",
+        type=Path,
+        default=ROOT / "build" / "gpu",
+        help="folder of what the parts said (build/gpu)",
+    )
+    options.add_argument(
+        "--wheels", type=Path, help="a folder of wheels to install, where nothing can be downloaded"
+    )
+    options.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda", help="cpu: a trial in the interpreter"
+    )
     options.add_argument("--list", action="store_true", help="show the commands and stop")
     args = options.parse_args(arguments)
     todo = parts(args.output.resolve(), args.device)
@@ -195,9 +213,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for part in todo:
             print(f"{part.name} ({part.seconds:.0f} s): {' '.join(part.command)}")
         return 0
-    args.output.mkdir(parents=True, exist_ok=True)
     args.logs.mkdir(parents=True, exist_ok=True)
     environment = _environment(args.wheels, args.logs)
+    if args.device == "cuda" and not _has_gpu(environment):
+        raise SystemExit("no CUDA device is available; --device cpu tries the plumbing")
+    args.output.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * args.minutes
     outcomes = []
     for part in todo:

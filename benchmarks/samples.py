@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if unknown := [name for name in args.operations if name not in OPERATIONS]:
         options.error(f"no such operation: {', '.join(unknown)}; there are {', '.join(OPERATIONS)}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device is available; --device cpu runs them in the interpreter")
     for name in args.dtypes.split(","):
         for operation in args.operations or OPERATIONS:
             sample = importlib.import_module(f"tests.kernels.test_{operation}").sample

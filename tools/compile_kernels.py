@@ -138,10 +138,26 @@ def _read(operation: str, name: str, signature: str, kernel) -> Compiled:
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line a kernel; 1 if one spills or needs more shared memory than there is."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("operations", nargs="*", default=[], metavar="OPERATION")
-    parser.add_argument("--capability", type=int, choices=list(LARGEST), default=90)
-    parser.add_argument("--signatures", action="store_true", help="also with what they were called")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.compile_kernels", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "operations",
+        nargs="*",
+        default=[],
+        metavar="OPERATION",
+        help=f"some of {', '.join(OPERATIONS)}; all of them if none is named",
+    )
+    parser.add_argument(
+        "--capability",
+        type=int,
+        choices=list(LARGEST),
+        default=90,
+        help="of the GPU: 80 is an A100, 90 an H100 or H200 (default)",
+    )
+    parser.add_argument(
+        "--signatures", action="store_true", help="also the dtypes and constants of each"
+    )
     args = parser.parse_args(arguments)
     if unknown := set(args.operations) - set(OPERATIONS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(OPERATIONS)}")

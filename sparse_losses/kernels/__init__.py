@@ -56,7 +56,9 @@ def uses_triton(
         return False
     missing = _missing(present) or next((say for say, so in (needs or {}).items() if not so), None)
     if missing is not None and impl == "triton":
-        raise ValueError(f'expected {missing} with impl="triton"; impl="auto" takes what can run')
+        raise ValueError(
+            f'expected {missing} with impl="triton"; impl="auto" falls back to PyTorch'
+        )
     return missing is None
 
 
@@ -72,7 +74,7 @@ def is_ahead(operation: str, device: torch.device, elements: int) -> bool:
 def _missing(tensors: list[Tensor]) -> str | None:
     """What stands in the way of any kernel, in words that follow "expected"."""
     if not _IS_INSTALLED:
-        return "the package `triton` (pip install sparse-losses[kernels])"
+        return "the package `triton` (pip install 'sparse-losses[kernels]')"
     device = tensors[0].device
     if not _runs_on(device):
         return (

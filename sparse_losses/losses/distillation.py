@@ -68,8 +68,8 @@ def distillation_loss(
         candidate_mask: ``[B, C]`` bool, int or float 0/1; the KL, $z$ and the MSE run over these.
         gather: whether means and deviation are over the rows of all ranks, whose number is the same
             on each (see ``sparse_losses.distributed``); no scores are sent.
-        impl: ``"auto"``, ``"torch"`` or ``"triton"``; the kernel reads a row once, without
-            ``gather``.
+        impl: ``"torch"``, ``"triton"`` (a kernel for NVIDIA GPUs) or ``"auto"``, the kernel where
+            it was measured to be ahead. It has no ``gather`` over several ranks.
 
     Returns:
         0-d, fp32 (fp64 for fp64 inputs), >= 0: KL and MSE divide by different counts (rows with
@@ -110,25 +110,23 @@ def distillation_loss(
             f"got C = {size['C']}"
         )
     dtype = compute_dtype(student_scores=student_scores, teacher_scores=teacher_scores)
-    student, teacher = student_scores.to(dtype), teacher_scores.detach().to(dtype)
     if size["B"] == 0:
-        return student.sum()  # 0, and part of the graph
+        return student_scores.to(dtype).sum()  # 0, and part of the graph
     if candidate_mask is not None:
         candidate_mask = as_mask("candidate_mask", candidate_mask)
     learned = temperature.to(dtype) if isinstance(temperature, Tensor) else None
     fixed = 1.0 if isinstance(temperature, Tensor) else temperature
     options = _Options(fixed, alpha_kl, alpha_mse, standardize, gathers)
     plain = functools.partial(_plain, options)
-    scores = (student, teacher)
     given = (student_scores, teacher_scores.detach(), learned)
     needs = {
         "`gather=False`, or a single rank,": not gathers,
         "`alpha_kl` or `alpha_mse` above 0": max(alpha_kl, alpha_mse) > 0,
         "a `temperature` on the device of the scores": (
-            learned is None or learned.device == student.device
+            learned is None or learned.device == student_scores.device
         ),
     }
-    if uses_triton("distillation", impl, *given, elements=student.numel(), needs=needs):
+    if uses_triton("distillation", impl, *given, elements=student_scores.numel(), needs=needs):
         from sparse_losses.kernels import distillation as kernels
         from sparse_losses.kernels._operators import scale_
 
@@ -142,6 +140,7 @@ def distillation_loss(
             by_row=standardize == "row",
         )
         return fuse(plain, by_kernel, *given, scale_=scale_)
+    student, teacher = scores = student_scores.to(dtype), teacher_scores.detach().to(dtype)
     # Where looking at values costs nothing, matrices without gaps are worth knowing.
     is_plain = candidate_mask is not None or gathers or not can_fuse(*scores)
     if not is_plain and all(map(values_can_be_checked, scores)):

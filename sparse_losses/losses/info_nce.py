@@ -107,9 +107,10 @@ def info_nce_loss(
             rows, on the CPU, for wide inputs and without ``chunk_size`` only. Needs eager mode, a
             ``reduction``, ``in_batch``, no ``positive_mask`` and no negatives per row (nor any with
             ``symmetric``); else the product is dense.
-        impl: ``"auto"``, ``"torch"`` or ``"triton"``; the kernel multiplies half precision as it
-            is and sums in fp32. It takes dense tensors with ``in_batch``, a ``reduction``, no
-            ``positive_mask``, no negatives per row and no ``gather="ring"``.
+        impl: ``"torch"``, ``"triton"`` (a kernel for NVIDIA GPUs) or ``"auto"``, the kernel where
+            it was measured to be ahead. It multiplies half precision as it is, summing in fp32, and
+            takes dense tensors with ``in_batch``, a ``reduction``, no ``positive_mask``, no
+            negatives per row, no ``sparse=True`` and no ``gather="ring"``.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:

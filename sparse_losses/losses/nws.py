@@ -117,8 +117,9 @@ def nws_loss(
         gather: whether all ranks' keys are references, and ``"mean"`` and ``"sum"`` are over all
             ranks' queries (see ``sparse_losses.distributed``). Sizes are the same on every rank,
             and so are prototypes and queue (``LabelQueue(gather=True)``).
-        impl: ``"auto"``, ``"torch"`` or ``"triton"``; ``"auto"`` takes the kernel where a committed
-            measurement shows it ahead. It has no ``"max"``, rows without a reduction or ``gather``.
+        impl: ``"torch"``, ``"triton"`` (a kernel for NVIDIA GPUs) or ``"auto"``, the kernel where
+            it was measured to be ahead. It has no ``aggregation="max"``, no ``reduction="none"``
+            and no ``gather`` over several ranks.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -216,7 +217,7 @@ def _needs(options: _Options, size: Mapping[str, int]) -> dict[str, bool]:
     return {
         '`aggregation` to be "mean"': options.aggregation == "mean",
         '`reduction` to be "mean" or "sum"': options.reduction != "none",
-        "the queries of one process": not options.gather,
+        "`gather=False`, or a single rank,": not options.gather,
         "queries with features": size["B"] > 0 and size["F"] > 0,
         "at most 16384 labels": size["L"] <= 16384,
     }

@@ -124,11 +124,12 @@ class SpladeObjective(nn.Module):
             DistributedDataParallel's averaging those of one process that holds them all; it is set
             in all losses. A teacher's scores of all candidates are then of all ranks' candidates,
             ``[B, W B + W N]``; those of this rank's alone, ``[B, B + N]``, leave the others out.
-        impl: "auto", "torch" or "triton"; what computes a side's FLOPS, minimum activation,
-            language penalty and self-reconstruction when the objective is called: operation by
-            operation, or a kernel that reads the activations (and the logits, where they are given)
-            once for all of them. ``terms`` is always PyTorch. The other losses have an ``impl`` of
-            their own.
+        impl: ``"torch"``, ``"triton"`` (a kernel for NVIDIA GPUs) or ``"auto"``, the kernel where
+            it was measured to be ahead. It is for a side's FLOPS, minimum activation, language
+            penalty and self-reconstruction, all in one read of the activations (and one of the
+            logits, where they are given), when the objective is called: ``terms`` is always
+            PyTorch. InfoNCE and distillation have an ``impl`` of their own, which this leaves
+            alone.
 
     Shape:
         - Input: a ``SpladeBatch``.

@@ -64,7 +64,7 @@ class Regularisers:
                 "penalties that need no gradient": not any(
                     penalty.requires_grad for penalty in self._penalties()
                 ),
-                "no other ranks": num_ranks() == 1
+                "`gather=False`, or a single rank,": num_ranks() == 1
                 or not any(getattr(loss, "gather", False) for loss in self.losses.values()),
                 "weights in fp32, on the device of the texts,": all(
                     weight.dtype != torch.float64 and weight.device == x.device

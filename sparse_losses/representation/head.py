@@ -90,9 +90,9 @@ def splade_head(
             reach silent tokens. Then every arg-max is kept.
         sparse_grad: give ``weight`` a sparse gradient of the rows with an active entry, as
             ``nn.Embedding(sparse=True)`` does. Compiled, the gradient is dense all the same.
-        impl: ``"torch"``, ``"triton"`` (a kernel; not with ``sparse_grad`` or fp64) or ``"auto"``,
-            the kernel where it was measured to be ahead. A kernel multiplies hidden states and
-            weight in the wider of their dtypes, summing in fp32: give it both in bf16 for speed.
+        impl: ``"torch"``, ``"triton"`` (a kernel for NVIDIA GPUs) or ``"auto"``, the kernel where
+            it was measured to be ahead. It multiplies hidden states and weight in the wider of
+            their dtypes, summing in fp32: give it both in bf16. It has no ``sparse_grad``.
 
     Returns:
         Activations ``[B, V]`` >= 0, fp32 (fp64 if a tensor is fp64); with ``return_logits`` the

@@ -459,6 +459,7 @@ def test_the_command_runs_the_parts_that_are_named(tmp_path: Path, monkeypatch, 
     ]
     monkeypatch.setattr(gpu, "parts", lambda output, device: todo)
     words = ["--output", str(tmp_path / "results"), "--logs", str(tmp_path / "logs")]
+    words += ["--device", "cpu"]
     assert gpu.main([*words, "--parts", "one"]) == 0
     assert gpu.main(words) == 1
     assert "| two | 0 | FAILED, code 1 |" in capsys.readouterr().out
@@ -529,6 +530,27 @@ def test_a_kernel_is_ahead_from_the_smallest_size_on_from_which_it_always_is():
     assert ahead.where_ahead(others) == {}
     both = ahead.where_ahead([*rows, _row(50, 2.0, capability="sm_100")])
     assert both == {"nws": {(9, 0): 400, (10, 0): 50}}
+
+
+def test_files_without_a_kernel_say_nothing_of_kernels(tmp_path: Path, capsys):
+    for name, text in (("empty.csv", ""), ("other.csv", "a,b\n1,2\n")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(SystemExit):
+            ahead.main([str(tmp_path / name)])
+        assert f"no results of `python -m benchmarks`: {tmp_path / name}" in capsys.readouterr().err
+    (tmp_path / "cpu.csv").write_text("variant,status\nours,ok\n")
+    assert ahead.main([str(tmp_path / "cpu.csv")]) == 1
+    assert "no kernel was measured" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_begun(tmp_path: Path):
+    words = ["--output", str(tmp_path / "results"), "--logs", str(tmp_path / "logs")]
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        gpu.main(words)
+    assert not (tmp_path / "results").exists()
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        samples.main(["head"])
 
 
 def test_a_table_that_claims_more_than_was_measured_is_found():

@@ -64,7 +64,7 @@ def test_what_is_missing_is_said(monkeypatch):
     with pytest.raises(ValueError, match=r"compute capability 8\.0 or newer, got cpu"):
         choose(x)
     monkeypatch.setattr(kernels, "_IS_INSTALLED", False)
-    with pytest.raises(ValueError, match=r"pip install sparse-losses\[kernels\]"):
+    with pytest.raises(ValueError, match=r"pip install 'sparse-losses\[kernels\]'"):
         choose(x)
 
 
