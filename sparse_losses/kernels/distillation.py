@@ -496,7 +496,7 @@ def value_and_gradients(
         "num_warps": max(rows * columns // PER_WARP, 1) if is_whole else PIECE_WARPS,
         "num_stages": 1,
         # What else a mask and a learned temperature keep would not fit.
-        "maxnreg": REGISTERS if mask is None and not is_learned else None,
+        "maxnreg": REGISTERS if mask is None and not is_learned and rows == 1 else None,
     }
     terms = {"HAS_KL": has_kl, "HAS_MSE": has_mse}
     value = student.new_empty((), dtype=torch.float32)
