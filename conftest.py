@@ -77,6 +77,16 @@ def _on_device(request):
         yield
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """Modules and parameters of tests make tensors as well, before any fixture."""
+    device = session.config.getoption("--device")
+    if device == "cpu":
+        return (yield)
+    with torch.device(device):
+        return (yield)
+
+
 def pytest_ignore_collect(collection_path, config):
     """What needs a browser runs by `make test-site` alone."""
     site = Path(__file__).parent / "tests" / "browser"

@@ -47,7 +47,8 @@ def _log1p(x):
     """``log(1 + x)`` with the digits that ``1 + x`` drops."""
     u = 1.0 + x
     is_lost = (u == 1.0) | (x == float("inf"))
-    return tl.where(is_lost, x, tl.log(u) * (x / tl.where(is_lost, 1.0, u - 1.0)))
+    # An ordinary division is off by two units in the last place.
+    return tl.where(is_lost, x, tl.log(u) * tl.div_rn(x, tl.where(is_lost, 1.0, u - 1.0)))
 
 
 @triton.jit

@@ -226,6 +226,9 @@ def info_nce_loss(
             ),
             'gather=True, not "ring",': not gathers or gather is True,
             "sparse=False": sparse is not True,
+            "a `temperature` on the device of `anchor`": (
+                not isinstance(temperature, Tensor) or temperature.device == anchor.device
+            ),
         },
     )
     if takes_kernel and len({x.dtype for x in (anchor, positive, negative) if x is not None}) == 1:

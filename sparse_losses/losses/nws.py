@@ -188,9 +188,11 @@ def nws_loss(
     options = _Options(alpha, beta, fixed, aggregation, decoupled, eps, reduction, gathers)
     plain: Callable[..., Tensor] = functools.partial(_plain, options)
     references = size.get("K", 0) + size.get("Q", 0) + size["L"]
-    if uses_triton(
-        "nws", impl, *data, elements=size["B"] * references, needs=_needs(options, size)
-    ):
+    needs = _needs(options, size)
+    needs["a `temperature` on the device of `query`"] = (
+        learned is None or learned.device == query.device
+    )
+    if uses_triton("nws", impl, *data, elements=size["B"] * references, needs=needs):
         from sparse_losses.kernels.nws import nws, scale_
 
         return fuse(plain, functools.partial(nws, *options), *tensors, scale_=scale_)

@@ -62,7 +62,7 @@ def test_what_is_missing_is_said(monkeypatch):
         torch.func.vmap(lambda row: row * choose(row))(torch.zeros(2, 2))
     monkeypatch.setattr(kernels, "_IS_INTERPRETED", False)
     with pytest.raises(ValueError, match=r"compute capability 8\.0 or newer, got cpu"):
-        choose(x)
+        choose(x.cpu())
     monkeypatch.setattr(kernels, "_IS_INSTALLED", False)
     with pytest.raises(ValueError, match=r"pip install 'sparse-losses\[kernels\]'"):
         choose(x)

@@ -339,6 +339,12 @@ def test_what_the_kernel_cannot_do_is_said(change, message, monkeypatch):
     assert torch.equal(nws_loss(**inputs), nws_loss(**inputs, impl="torch"))
 
 
+def test_a_temperature_elsewhere_is_refused():
+    inputs = {**problem(torch.float32), "temperature": torch.tensor(0.3, device="meta")}
+    with pytest.raises(ValueError, match="a `temperature` on the device of `query`"):
+        nws_loss(**inputs, impl="triton")
+
+
 def test_an_unknown_implementation_is_refused():
     with pytest.raises(ValueError, match="impl"):
         nws_loss(**problem(torch.float32), impl="cuda")
