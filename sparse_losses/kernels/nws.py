@@ -128,7 +128,7 @@ def _labels(
         mask=filled[:, None] & (column < columns)[None, :],
         other=0,
     )
-    hot = (labels != 0).to(tl.float32)
+    hot = (labels.to(tl.float32) != 0.0).to(tl.float32)
     tl.store(count_pointer + first + row, tl.sum(hot, axis=1), mask=row < limit)
     tl.store(
         hot_pointer + (first + row)[:, None] * PADDED + column[None, :],

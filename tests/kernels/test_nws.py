@@ -402,3 +402,15 @@ def test_easy_rows_keep_the_gradient_that_the_floor_leaves(eps):
     ours, exact = found
     assert 0 < exact.abs().max() < 1e-10
     assert (ours - exact).abs().max() < 1e-2 * exact.abs().max()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float16], ids=str
+)
+def test_labels_are_0_and_1_of_any_dtype(dtype):
+    inputs = problem(torch.float32, batch=3, keys=3, rows=4)
+    wanted = follow(inputs)
+    for name in ("query_labels", "key_labels", "queue_labels"):
+        inputs[name] = inputs[name].to(dtype)
+    for one, other in zip(follow(inputs), wanted, strict=True):
+        assert torch.equal(one, other)
