@@ -250,9 +250,11 @@ def test_the_signature_is_the_promised_one():
 
     assert bare(splade_head) == (
         "(hidden, weight, bias=None, attention_mask=None, *, gate=None, return_logits=False, "
-        "sparse_grad=False)"
+        "sparse_grad=False, impl='auto')"
     )
-    assert bare(SpladeHead) == "(weight, bias=None, *, transform=None, sparse_grad=False)"
+    assert bare(SpladeHead) == (
+        "(weight, bias=None, *, transform=None, sparse_grad=False, impl='auto')"
+    )
     assert bare(SpladeHead.forward) == (
         "(self, hidden, attention_mask=None, *, gate=None, return_logits=False)"
     )
