@@ -18,7 +18,7 @@ from sparse_losses.kernels._operators import gradient_dtype, only, with_gradient
 __all__ = ["fused", "value_and_gradients"]
 
 MOST_COLUMNS = 4096  # of a row in registers; wider ones are read in pieces, from the cache again
-PIECE, PIECE_WARPS = 2048, 8  # of a wider one
+PIECE, PIECE_WARPS = 2048, 16  # of a wider one
 TILE = 2048  # elements of a tile of several short rows
 PER_WARP = 512  # elements: 16 a thread, in four arrays that live at once
 REGISTERS = 128  # a thread: two programs of the widest tile run beside each other
