@@ -48,7 +48,7 @@ def fuse(
     needs = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in tensors]
     if not any(needs) or torch.compiler.is_compiling():
         return fused(needs, *tensors)[0]
-    value: Tensor = _Fused.apply(  # type: ignore[no-untyped-call]
+    value: Tensor = _Fused.apply(  # type: ignore[no-untyped-call]  # torch gives `apply` none
         plain, fused, scale_ or _scale_, *tensors
     )
     return value

@@ -7,7 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["INTERPRETED", "dot", "next_power_of_2", "on_device", "shared_memory"]
+__all__ = [
+    "INTERPRETED",
+    "dot",
+    "larger",
+    "log1p",
+    "next_power_of_2",
+    "on_device",
+    "shared_memory",
+]
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -33,3 +41,18 @@ def dot(a, b, acc):
     if INTERPRETED:  # its product of bf16 numbers is wrong
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def larger(a, b):
+    """The larger number, or a NaN: what ``tl.max`` would drop."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def log1p(x):
+    """``log(1 + x)`` for ``x >= 0``, with the digits that ``1 + x`` drops."""
+    u = 1.0 + x
+    is_lost = (u == 1.0) | (x == float("inf"))
+    # An ordinary division is off by two units in the last place.
+    return tl.where(is_lost, x, tl.log(u) * tl.div_rn(x, tl.where(is_lost, 1.0, u - 1.0)))

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparse_losses.kernels import _language
-from sparse_losses.kernels._language import dot, next_power_of_2, on_device
+from sparse_losses.kernels._language import dot, larger, log1p, next_power_of_2, on_device
 
 __all__ = ["backward", "forward"]
 
@@ -34,21 +34,6 @@ ENTRIES, WIDTH, POSITIONS = 64, 128, 128  # of the one-hot product: entries by h
 FULL_PRECISION_WIDTH, WARPS = 64, 8
 OWN_ROWS, OWN_WIDTH, TEXTS = 16, 256, 32  # of the weight's gradient, and texts looked at together
 MOST_SPLITS = 8
-
-
-@triton.jit
-def _larger(a, b):
-    """The larger number, or a NaN."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _log1p(x):
-    """``log(1 + x)`` with the digits that ``1 + x`` drops."""
-    u = 1.0 + x
-    is_lost = (u == 1.0) | (x == float("inf"))
-    # An ordinary division is off by two units in the last place.
-    return tl.where(is_lost, x, tl.log(u) * tl.div_rn(x, tl.where(is_lost, 1.0, u - 1.0)))
 
 
 @triton.jit
@@ -96,7 +81,7 @@ def _maxima(
         for each in range(text, last + 1):
             low, high = tl.load(offset + each), tl.load(offset + each + 1)
             here = ((token >= low) & (token < high))[None, :]
-            largest = tl.reduce(tl.where(here, scores, float("-inf")), 1, _larger)
+            largest = tl.reduce(tl.where(here, scores, float("-inf")), 1, larger)
             hit = here & ((scores == largest[:, None]) | (scores != scores))
             where = tl.min(tl.where(hit, token[None, :], 2147483647), 1)
             better = (largest > best) | ((largest != largest) & (best == best))
@@ -115,7 +100,7 @@ def _maxima(
                     tl.store(pooled + here_in_rows, value, mask=exists)
                 # Written so that a NaN stays one.
                 value = tl.where(value <= 0, 0.0, value)
-                tl.store(activations + here_in_rows, _log1p(value), mask=exists)
+                tl.store(activations + here_in_rows, log1p(value), mask=exists)
                 s = tl.load(position_of + tl.maximum(at, low), mask=exists, other=0)
                 tl.store(position + here_in_rows, s.to(position.dtype.element_ty), mask=exists)
                 best = tl.full([VOCABULARY], float("-inf"), tl.float32)

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparse_losses.kernels._language import dot, next_power_of_2, on_device
-from sparse_losses.kernels._operators import gradient_dtype, only, scale_, with_gradients
+from sparse_losses.kernels._language import dot, log1p, next_power_of_2, on_device
+from sparse_losses.kernels._operators import gradient_dtype, only, with_gradients
 
-__all__ = ["nws", "scale_"]
+__all__ = ["nws"]
 
 # Queries and references of a tile. The more queries, the fewer times all references are read; the
 # numbers are the largest that compile for sm_90 without spilled registers.
@@ -548,21 +548,6 @@ def _statistics(
 
 
 @triton.jit
-def _log1p(x):
-    """``log(1 + x)`` for ``x >= 0``, to the last digits of a small ``x``."""
-    z = x / (2.0 + x)
-    square = z * z
-    series = 1.0 / 15 + square / 17
-    series = 1.0 / 13 + square * series
-    series = 1.0 / 11 + square * series
-    series = 1.0 / 9 + square * series
-    series = 1.0 / 7 + square * series
-    series = 1.0 / 5 + square * series
-    series = 1.0 / 3 + square * series
-    return tl.where(x < 1.0, 2.0 * z * (1.0 + square * series), tl.log(1.0 + x))
-
-
-@triton.jit
 def _rows(
     numbers_pointer,
     places_pointer,
@@ -627,7 +612,7 @@ def _rows(
     lower = rest
     rest = tl.where(is_top, rest + ratio, (1.0 + rest) * ratio)
     total = others + own
-    value = near + total * (peak - high) + total * _log1p(rest)
+    value = near + total * (peak - high) + total * log1p(rest)
     tl.store(values_pointer + row, tl.where(valid, value, 0.0))
     tl.store(valid_pointer + row, valid.to(tl.int8))
 

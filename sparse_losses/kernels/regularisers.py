@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparse_losses.kernels._language import INTERPRETED, next_power_of_2, on_device
+from sparse_losses.kernels._language import INTERPRETED, larger, next_power_of_2, on_device
 from sparse_losses.kernels._operators import gradient_dtype, only, with_gradients
 
 __all__ = ["regularisers"]
@@ -41,11 +41,6 @@ LOG1P = tl.constexpr(
 LAST = tl.constexpr(0x7FFFFFFF)
 SIGN = tl.constexpr(-(1 << 31))
 LOWEST = tl.constexpr(-(1 << 63))
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -237,7 +232,7 @@ def _columns(
                 else:
                     gradient += slope[None, :] * x
             if MAXIMA:
-                largest = tl.reduce(x, 1, _larger)
+                largest = tl.reduce(x, 1, larger)
                 of_row = maxima_pointer + wide * tl.num_programs(0)
                 tl.store(of_row + block, largest, mask=in_b)
             if RECONSTRUCTS:

@@ -193,7 +193,8 @@ def nws_loss(
         learned is None or learned.device == query.device
     )
     if uses_triton("nws", impl, *data, elements=size["B"] * references, needs=needs):
-        from sparse_losses.kernels.nws import nws, scale_
+        from sparse_losses.kernels._operators import scale_
+        from sparse_losses.kernels.nws import nws
 
         return fuse(plain, functools.partial(nws, *options), *tensors, scale_=scale_)
     if reduction != "none" and query.device.type == "cpu" and can_fuse(*tensors):
@@ -221,6 +222,7 @@ def _needs(options: _Options, size: Mapping[str, int]) -> dict[str, bool]:
         '`reduction` to be "mean" or "sum"': options.reduction != "none",
         "`gather=False`, or a single rank,": not options.gather,
         "queries with features": size["B"] > 0 and size["F"] > 0,
+        # The kernel counts shared labels in units of twice as many, which fp16 must hold.
         "at most 16384 labels": size["L"] <= 16384,
     }
 

@@ -146,7 +146,7 @@ def splade_head(
         if torch.compiler.is_compiling():
             activations, pooled, *_ = kernel.forward(*inputs, attended, return_logits)
         else:
-            activations, pooled = _KernelHead.apply(  # type: ignore[no-untyped-call]
+            activations, pooled = _KernelHead.apply(  # type: ignore[no-untyped-call]  # torch gives `apply` none
                 *inputs, attended, return_logits
             )
         return (activations, pooled) if return_logits else activations
