@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 __all__ = [
-    "agreed",
+    "agree_across_ranks",
+    "average_grad_over_ranks",
     "gather_rows",
     "maximum_over_ranks",
     "num_ranks",
     "rank",
-    "shared_by_ranks",
-    "spans_ranks",
+    "scatter_sum",
+    "skip_size_check",
     "sum_over_ranks",
 ]
 
@@ -34,8 +35,8 @@ if dist.is_available():
     _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # Sizes that ranks compare before anything else, beside the name of the call.
-NUM_SIZES = 9
-_are_agreed = ContextVar("are_agreed", default=False)
+NUM_SIZES = 20
+_skips_size_check = ContextVar("skips_size_check", default=False)
 
 
 def num_ranks() -> int:
@@ -48,10 +49,10 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def gather_rows(x: Tensor) -> Tensor:
+def gather_rows(x: Tensor, gather: bool = True) -> Tensor:
     """The rows of all ranks ``[W B, ...]``, in the order of the ranks, each with its gradient.
 
-    Every rank must call it, with the same shape and dtype.
+    Every rank must call it, with the same shape and dtype. Without ``gather``, ``x`` itself.
 
     Examples:
         >>> import torch
@@ -59,7 +60,7 @@ def gather_rows(x: Tensor) -> Tensor:
         >>> gather_rows(torch.ones(2, 3)).shape  # no process group: one rank
         torch.Size([2, 3])
     """
-    if num_ranks() == 1:
+    if not gather or num_ranks() == 1:
         return x
     if x.dtype == torch.bool:  # which not every backend sends
         return gather_rows(x.to(torch.uint8)).to(torch.bool)
@@ -85,10 +86,23 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     return total
 
 
-def shared_by_ranks(value: Tensor) -> Tensor:
+def average_grad_over_ranks(value: Tensor) -> Tensor:
     """A value that all ranks hold alike; its gradient is the mean of what it gets on each."""
+    if num_ranks() == 1:
+        return value
     shared: Tensor = _Shared.apply(value)  # type: ignore[no-untyped-call]  # as above
     return shared
+
+
+def scatter_sum(x: Tensor) -> Tensor:
+    """This rank's rows ``[B, ...]`` of the sum over ranks of ``x [W B, ...]``, with its gradient.
+
+    Every rank must call it, with the same shape and dtype.
+    """
+    if num_ranks() == 1:
+        return x
+    own: Tensor = _Scatter.apply(x)  # type: ignore[no-untyped-call]  # as above
+    return own
 
 
 def maximum_over_ranks(x: Tensor) -> Tensor:
@@ -100,10 +114,10 @@ def maximum_over_ranks(x: Tensor) -> Tensor:
     return largest
 
 
-def spans_ranks(call: str, gather: object, *data: Tensor | None, **sizes: int) -> bool:
-    """Whether a call with ``gather`` has other ranks to look at; they then agree on its sizes.
+def agree_across_ranks(call: str, gather: object, *data: Tensor | None, **sizes: int) -> bool:
+    """Whether other ranks take part in a call with ``gather``; if so, all compare its sizes.
 
-    They agree on the precision too: what is sent has the widest of the data's. Compiled, nothing
+    They compare the precision too: what is sent has the widest of the data's. Compiled, nothing
     is compared: equal sizes are the caller's promise.
 
     Raises:
@@ -117,20 +131,20 @@ def spans_ranks(call: str, gather: object, *data: Tensor | None, **sizes: int) -
     present = [x for x in data if x is not None]
     if torch.compiler.is_compiling() or type(present[0]) not in (Tensor, nn.Parameter):
         return True
-    if not _are_agreed.get():
+    if not _skips_size_check.get():
         width = max([4, *(x.element_size() for x in present if x.is_floating_point())])
         _check_agreement(call, present[0].device, {**sizes, "precision, in bytes,": width})
     return True
 
 
 @contextmanager
-def agreed() -> Iterator[None]:
+def skip_size_check() -> Iterator[None]:
     """Within it ranks compare nothing: the sizes of all that follows have been compared."""
-    token = _are_agreed.set(True)
+    token = _skips_size_check.set(True)
     try:
         yield
     finally:
-        _are_agreed.reset(token)
+        _skips_size_check.reset(token)
 
 
 def _check_agreement(call: str, device: torch.device, sizes: dict[str, int]) -> None:

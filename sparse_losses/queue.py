@@ -10,7 +10,7 @@ from sparse_losses._core.checks import (
     check_zero_one,
     describe,
 )
-from sparse_losses.distributed import gather_rows, spans_ranks
+from sparse_losses.distributed import agree_across_ranks, gather_rows
 
 __all__ = ["LabelQueue"]
 
@@ -104,7 +104,7 @@ class LabelQueue(nn.Module):
         if not features.is_floating_point():
             raise TypeError(f"expected `features` to be floating point, got {features.dtype}")
         features = features.to(self.features.dtype)
-        if spans_ranks("LabelQueue.enqueue", self.gather, features, B=features.shape[0]):
+        if agree_across_ranks("LabelQueue.enqueue", self.gather, features, B=features.shape[0]):
             features = gather_rows(features)
             labels = gather_rows(labels.to(self.labels.dtype))
         batch_size = features.shape[0]

@@ -1,40 +1,65 @@
 """Errors that say what was expected and what came."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from sparse_losses._core.private_torch import transforms_are_active
+
 __all__ = [
+    "Declared",
     "check_choice",
     "check_flag",
     "check_integer",
     "check_number",
     "check_shapes",
     "check_temperature",
+    "check_tensors",
     "check_zero_one",
+    "declared",
     "describe",
     "values_can_be_checked",
 ]
 
 
-def check_shapes(**tensors: tuple[Tensor | None, *tuple[str, ...]]) -> dict[str, int]:
-    """Checks tensors against shapes such as ``"B N D"``; returns what each letter stands for.
+class Declared(NamedTuple):
+    """What a declaration says of one tensor."""
 
-    A letter takes its size where it first appears; several shapes are alternatives of different
-    rank; only with ``"optional"`` among them may the tensor be ``None``, only with ``"csr"`` may it
-    be sparse. All tensors must be on one device.
+    shapes: tuple[tuple[str, ...], ...]  # alternatives, each with its named dimensions
+    remarks: frozenset[str]
+
+
+def declared(text: str) -> Declared:
+    """Reads ``"N D or B N D, optional, csr"``: shapes, then remarks."""
+    shapes, *remarks = (part.strip() for part in text.split(","))
+    return Declared(tuple(tuple(s.split()) for s in shapes.split(" or ")), frozenset(remarks))
+
+
+def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
+    """``check_tensors`` of tensors, each with its declaration, such as ``(x, "B V")``."""
+    return check_tensors(
+        {name: declared(text) for name, (_, text) in tensors.items()},
+        {name: tensor for name, (tensor, _) in tensors.items()},
+    )
+
+
+def check_tensors(declaration: Mapping[str, Declared], given: Mapping[str, Any]) -> dict[str, int]:
+    """Checks tensors against their declaration; returns what each named dimension is.
+
+    A dimension takes its size where it first appears. Only an ``optional`` tensor may be ``None``,
+    only a ``csr`` one may be sparse. All tensors must be on one device.
     """
     sizes: dict[str, int] = {}
     first: dict[str, str] = {}
     device = None
-    for name, (tensor, *shapes) in tensors.items():
-        if tensor is None and "optional" in shapes:
+    for name, (shapes, remarks) in declaration.items():
+        tensor = given.get(name)
+        if tensor is None and "optional" in remarks:
             continue
-        takes_csr = "csr" in shapes
-        shapes = [shape for shape in shapes if shape not in ("optional", "csr")]
         if not isinstance(tensor, Tensor):
             raise TypeError(f"expected `{name}` to be a torch.Tensor, got {type(tensor).__name__}")
         if type(tensor).__name__ == "DTensor":
@@ -44,21 +69,22 @@ def check_shapes(**tensors: tuple[Tensor | None, *tuple[str, ...]]) -> dict[str,
             )
         if tensor.is_complex():
             raise TypeError(f"expected `{name}` to be real, got {tensor.dtype}")
-        if not (
-            tensor.layout == torch.strided or (takes_csr and tensor.layout == torch.sparse_csr)
+        if tensor.layout != torch.strided and (
+            tensor.layout != torch.sparse_csr or "csr" not in remarks
         ):
-            either = "dense or torch.sparse_csr" if takes_csr else "dense"
+            either = "dense or torch.sparse_csr" if "csr" in remarks else "dense"
             raise TypeError(f"expected `{name}` to be {either}, got {tensor.layout}")
-        came = list(tensor.shape)
-        shape = next((s.split() for s in shapes if len(s.split()) == len(came)), None)
+        came = tensor.shape
+        shape = next((s for s in shapes if len(s) == len(came)), None)
         if shape is None:
-            raise ValueError(f"expected `{name}` of shape {_or(shapes)}, got {came}")
+            wanted = " or ".join("[" + ", ".join(s) + "]" for s in shapes)
+            raise ValueError(f"expected `{name}` of shape {wanted}, got {list(came)}")
         for letter, size in zip(shape, came, strict=True):
             if sizes.setdefault(letter, size) != size:
                 known = [str(sizes[o]) if first.get(o, name) != name else o for o in shape]
                 raise ValueError(
                     f"expected `{name}` of shape [{', '.join(shape)}] = [{', '.join(known)}] "
-                    f"({letter} = {sizes[letter]} from `{first[letter]}`), got {came}"
+                    f"({letter} = {sizes[letter]} from `{first[letter]}`), got {list(came)}"
                 )
             first.setdefault(letter, name)
         if device is None:
@@ -68,10 +94,6 @@ def check_shapes(**tensors: tuple[Tensor | None, *tuple[str, ...]]) -> dict[str,
                 f"expected `{name}` on {device}, where `{owner}` is, got {tensor.device}"
             )
     return sizes
-
-
-def _or(shapes: Sequence[str]) -> str:
-    return " or ".join("[" + ", ".join(shape.split()) + "]" for shape in shapes)
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
@@ -146,16 +168,12 @@ def values_can_be_checked(tensor: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and type(tensor) in (Tensor, nn.Parameter)  # a fake or another subclass may have no values
         and tensor.device.type == "cpu"
-        and not torch._C._are_functorch_transforms_active()
+        and not transforms_are_active()
     )
 
 
 def describe(module: nn.Module, *names: str) -> str:
     """The hyperparameters of a module as ``name=value``, for ``extra_repr``."""
-    parts = []
-    for name in names:
-        value = getattr(module, name)
-        if isinstance(value, Tensor):
-            value = value.tolist()
-        parts.append(f"{name}={value!r}")
-    return ", ".join(parts)
+    values = {name: getattr(module, name) for name in names}
+    shown = {n: v.tolist() if isinstance(v, Tensor) else v for n, v in values.items()}
+    return ", ".join(f"{name}={value!r}" for name, value in shown.items())

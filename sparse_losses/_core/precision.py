@@ -1,43 +1,23 @@
 """Half precision in, single precision inside: no loss is computed in fp16 or bf16."""
 
-import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["autocast_off", "compute_dtype", "full_precision", "widest_dtype"]
-
-P = ParamSpec("P")
-R = TypeVar("R")
+__all__ = ["autocast_off", "compute_dtype", "widest_dtype"]
 
 
 def autocast_off(device: torch.device) -> AbstractContextManager[None]:
-    """A region without autocast, where the device has such a thing."""
-    if not torch.amp.is_autocast_available(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
-
-
-def full_precision(function: Callable[P, R]) -> Callable[P, R]:
-    """Runs ``function`` with autocast off.
+    """A region without autocast, where the device has such a thing.
 
     Casting alone does not help: under autocast ``x.float() @ y.float()`` is still a bf16 product.
     """
-
-    @functools.wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        for tensor in (*args, *kwargs.values()):
-            if isinstance(tensor, Tensor):
-                break
-        else:  # no tensor came: let the checks inside say so
-            return function(*args, **kwargs)
-        with autocast_off(tensor.device):
-            return function(*args, **kwargs)
-
-    return wrapper
+    if torch.compiler.is_compiling():  # which cannot trace the question before PyTorch 2.12
+        has_autocast = device.type != "meta"
+    else:
+        has_autocast = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if has_autocast else nullcontext()
 
 
 def compute_dtype(**tensors: Tensor | None) -> torch.dtype:
@@ -56,3 +36,20 @@ def compute_dtype(**tensors: Tensor | None) -> torch.dtype:
 def widest_dtype(device: torch.device) -> torch.dtype:
     """What long sums are added up in: fp64, which Apple's GPUs do not have."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def full_precision(function):  # type: ignore
+    """Temporary."""
+    import functools
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        for tensor in (*args, *kwargs.values()):
+            if isinstance(tensor, Tensor):
+                break
+        else:
+            return function(*args, **kwargs)
+        with autocast_off(tensor.device):
+            return function(*args, **kwargs)
+
+    return wrapper

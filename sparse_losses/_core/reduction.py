@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_choice
-from sparse_losses.distributed import sum_over_ranks
+from sparse_losses.distributed import num_ranks, sum_over_ranks
 
 __all__ = ["Reduction", "check_reduction", "reduce"]
 
@@ -32,7 +32,7 @@ def reduce(
         return values
     if reduction == "sum":
         return sum_over_ranks(values.sum()) if gather else values.sum()
-    if gather:
+    if gather and num_ranks() > 1:
         count = values.detach().new_ones(values.shape) if valid is None else valid.to(values.dtype)
         sums = sum_over_ranks(torch.stack([values.sum(), count.sum()]))
         return sums[0] / sums[1].clamp(min=1)

@@ -4,18 +4,37 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-__all__ = ["masked_logsumexp", "negative_log_softmax", "softplus", "softplus_into"]
+from sparse_losses._core.private_torch import softplus_into as softplus_into
+
+__all__ = ["contrastive_rows", "masked_logsumexp", "negative_log_softmax", "softplus"]
+
+
+def contrastive_rows(
+    scores: Tensor,
+    positive_mask: Tensor,
+    negative_mask: Tensor,
+    *,
+    decoupled: bool = False,
+    one_positive: bool = False,
+) -> Tensor:
+    """InfoNCE, one value a row of ``scores [B, C]``: the mean over the row's positives.
+
+    With ``decoupled`` the positives leave the denominator. ``one_positive`` is a promise that no
+    row has more of them, which takes fewer operations.
+    """
+    if decoupled or one_positive:
+        gap = masked_logsumexp(scores, negative_mask) - _mean_where(positive_mask, scores)
+        return gap if decoupled else softplus(gap)
+    return _mean_where(positive_mask, negative_log_softmax(scores, positive_mask | negative_mask))
+
+
+def _mean_where(mask: Tensor, values: Tensor) -> Tensor:
+    return torch.where(mask, values, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
 def softplus(x: Tensor) -> Tensor:
     """``log(1 + exp(x))``, exact to rounding (by default PyTorch switches to ``x`` at 20)."""
     return nnf.softplus(x, threshold=50.0)
-
-
-def softplus_into(out: Tensor, x: Tensor) -> Tensor:
-    """The same, written to ``out``, without a graph."""
-    written: Tensor = torch.ops.aten.softplus.out(x, 1.0, 50.0, out=out)
-    return written
 
 
 def masked_logsumexp(scores: Tensor, mask: Tensor) -> Tensor:

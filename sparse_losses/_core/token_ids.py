@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_zero_one, values_can_be_checked
+from sparse_losses._core.private_torch import assert_on_device, transforms_are_active
 
 __all__ = ["TokenIds", "as_mask", "attended_ids", "check_ids", "first_occurrences", "id_mask"]
 
@@ -30,9 +31,9 @@ def attended_ids(name: str, input_ids: Tensor, attended: Tensor, vocab_size: int
             raise ValueError(
                 f"expected `{name}` in [0, V) with V = {vocab_size}, got {int(ids[outside][0])}"
             )
-    elif torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+    elif torch.compiler.is_compiling() or not transforms_are_active():
         # An assertion on the device: no sync in eager mode, no graph break when compiled.
-        torch._assert_async(~outside.any(), f"expected `{name}` in [0, V)")
+        assert_on_device(~outside.any(), f"expected `{name}` in [0, V)")
     return ids
 
 

@@ -4,7 +4,9 @@ from sparse_losses.losses.distillation import DistillationLoss, distillation_los
 from sparse_losses.losses.flops import FlopsLoss, flops_loss
 from sparse_losses.losses.idf_flops import IdfFlopsLoss, idf_flops_loss
 from sparse_losses.losses.info_nce import (
+    InfoNCEFromScoresLoss,
     InfoNCELoss,
+    info_nce_from_scores,
     info_nce_loss,
     mutual_information_lower_bound,
 )
@@ -31,6 +33,7 @@ __all__ = [
     "DistillationLoss",
     "FlopsLoss",
     "IdfFlopsLoss",
+    "InfoNCEFromScoresLoss",
     "InfoNCELoss",
     "LanguagePenaltyLoss",
     "MarginMSELoss",
@@ -44,6 +47,7 @@ __all__ = [
     "distillation_loss",
     "flops_loss",
     "idf_flops_loss",
+    "info_nce_from_scores",
     "info_nce_loss",
     "language_penalty_loss",
     "margin_mse_loss",

@@ -20,7 +20,7 @@ from sparse_losses._core.checks import (
 from sparse_losses._core.fused import can_fuse, fuse
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.token_ids import as_mask
-from sparse_losses.distributed import maximum_over_ranks, spans_ranks, sum_over_ranks
+from sparse_losses.distributed import agree_across_ranks, maximum_over_ranks, sum_over_ranks
 from sparse_losses.kernels import Impl, check_impl, uses_triton
 
 __all__ = ["DistillationLoss", "distillation_loss"]
@@ -97,12 +97,14 @@ def distillation_loss(
     size = check_shapes(
         student_scores=(student_scores, "B C"),
         teacher_scores=(teacher_scores, "B C"),
-        candidate_mask=(candidate_mask, "B C", "optional"),
+        candidate_mask=(candidate_mask, "B C, optional"),
     )
     _check(temperature, alpha_kl, alpha_mse, standardize, impl)
     # Before a size is refused, ranks agree on it: none shall wait for one that has left.
     sizes = {"B": size["B"], "C": size["C"]}
-    gathers = spans_ranks("distillation_loss", gather, student_scores, teacher_scores, **sizes)
+    gathers = agree_across_ranks(
+        "distillation_loss", gather, student_scores, teacher_scores, **sizes
+    )
     fewest = 3 if standardize == "row" else 2
     if size["C"] < fewest:
         raise ValueError(

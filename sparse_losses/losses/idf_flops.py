@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from sparse_losses._core.checks import check_flag, check_number, check_shapes, describe
 from sparse_losses._core.column_mean import Estimator, check_estimator, mean_and_square
 from sparse_losses._core.precision import compute_dtype, full_precision
-from sparse_losses.distributed import num_ranks, spans_ranks
+from sparse_losses.distributed import agree_across_ranks, num_ranks
 
 __all__ = ["IdfFlopsLoss", "idf_flops_loss"]
 
@@ -60,7 +60,7 @@ def idf_flops_loss(
     """
     check_shapes(activations=(activations, "B V"), token_penalty=(token_penalty, "V"))
     _check(beta)
-    gather = spans_ranks(
+    gather = agree_across_ranks(
         "idf_flops_loss", gather, activations, B=len(activations), V=activations.shape[1]
     )
     check_estimator(estimator, len(activations) * (num_ranks() if gather else 1))

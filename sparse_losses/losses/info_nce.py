@@ -1,66 +1,58 @@
 """InfoNCE: find the positive among the candidates (Contrastive Predictive Coding, 2018)."""
 
-import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+import torch.nn.functional as nnf
+from torch import Tensor
 
-from sparse_losses._core.checks import (
-    check_choice,
-    check_flag,
-    check_integer,
-    check_number,
-    check_shapes,
-    check_temperature,
-    describe,
-)
-from sparse_losses._core.contrast import contrast
-from sparse_losses._core.fused import can_fuse, fuse
-from sparse_losses._core.precision import compute_dtype, full_precision
-from sparse_losses._core.reduction import Reduction, check_reduction, reduce
-from sparse_losses._core.ring import ring_contrast
+from sparse_losses._core.checks import check_integer, check_number, check_temperature
+from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.precision import compute_dtype
+from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
-from sparse_losses._core.softmax import masked_logsumexp, negative_log_softmax, softplus
-from sparse_losses._core.token_ids import as_mask
-from sparse_losses.distributed import (
-    gather_rows,
-    num_ranks,
-    rank,
-    shared_by_ranks,
-    spans_ranks,
-    sum_over_ranks,
+from sparse_losses._core.softmax import contrastive_rows
+from sparse_losses._core.ways import Way, compute
+from sparse_losses.distributed import gather_rows, num_ranks, rank
+from sparse_losses.fast.info_nce import MOST_SCORES, blockwise_info_nce, direct_info_nce
+from sparse_losses.fast.info_nce_nonzeros import nonzeros_info_nce, nonzeros_pay
+from sparse_losses.fast.info_nce_ring import ring_info_nce
+
+__all__ = [
+    "InfoNCEFromScoresLoss",
+    "InfoNCELoss",
+    "info_nce_from_scores",
+    "info_nce_loss",
+    "mutual_information_lower_bound",
+]
+
+Similarity = Literal["cosine", "dot"]
+Impl = Literal["auto", "definition", "direct", "blocks", "nonzeros", "ring"]
+
+
+@loss(
+    anchor="B D, csr",
+    positive="B D, csr",
+    negative="N D or B N D, optional, csr",
+    positive_ids="B, integer, optional",
+    positive_mask="B C, mask, optional",
+    temperature="> 0, learnable",
 )
-from sparse_losses.kernels import Impl, check_impl, uses_triton
-
-__all__ = ["InfoNCELoss", "info_nce_loss", "mutual_information_lower_bound"]
-
-# Where `sparse="auto"` takes the sparse products, as measured (docs/benchmarks.md): they are faster
-# below this density from so many rows on, and below a smaller one for fewer.
-DENSEST, ROWS_FOR_DENSEST = 0.12, 512
-FEWEST_COLUMNS = 4096
-SAMPLED_ROWS = 16
-
-
-@full_precision
 def info_nce_loss(
     anchor: Tensor,
     positive: Tensor,
     negative: Tensor | None = None,
     *,
     temperature: float | Tensor = 0.07,
-    similarity: str = "cosine",
+    similarity: Similarity = "cosine",
     symmetric: bool = False,
     in_batch: bool = True,
     positive_ids: Tensor | None = None,
     positive_mask: Tensor | None = None,
     decoupled: bool = False,
-    chunk_size: int | None = None,
-    gather: bool | str = False,
-    sparse: bool | str = "auto",
+    gather: bool = False,
     impl: Impl = "auto",
     reduction: Reduction = "mean",
 ) -> Tensor:
@@ -93,24 +85,16 @@ def info_nce_loss(
         positive_mask: ``[B, B]`` bool, int or float 0/1; ``[i, j]``: positive ``j`` is a positive
             of anchor ``i``. The diagonal is not implied. Needs ``in_batch``.
         decoupled: leave the positives out of the denominator (decoupled contrastive learning).
-        chunk_size: rows of the score matrix held at once; changes memory, not the result. Left to
-            itself, a large plain loss holds some four million scores at once.
         gather: whether all ranks' positives and shared negatives are candidates, and ``"mean"`` and
             ``"sum"`` are over all ranks' rows: value and gradient of the whole batch on every rank
             (see ``sparse_losses.distributed``). ``"none"`` gives this rank's rows. Sizes are the
-            same on every rank; ``positive_mask`` is then ``[B, W B]``. ``"ring"`` is the same but
-            never holds the rows of more than one other rank: it sends them round twice. It needs a
-            ``reduction``, ``in_batch`` and no ``positive_mask``. Compiled, and where ``decoupled``
-            and ``positive_ids`` alone may leave a row without a negative, it is ``True``.
-        sparse: whether products run over the non-zeros, exactly, which is faster where fewer than
-            about one in eight is not zero. The scores are then held whole. ``"auto"`` looks at some
-            rows, on the CPU, for wide inputs and without ``chunk_size`` only. Needs eager mode, a
-            ``reduction``, ``in_batch``, no ``positive_mask`` and no negatives per row (nor any with
-            ``symmetric``); else the product is dense.
-        impl: ``"torch"``, ``"triton"`` (a kernel for NVIDIA GPUs) or ``"auto"``, the kernel where
-            it was measured to be ahead. It multiplies half precision as it is, summing in fp32, and
-            takes dense tensors with ``in_batch``, a ``reduction``, no ``positive_mask``, no
-            negatives per row, no ``sparse=True`` and no ``gather="ring"``.
+            same on every rank; ``positive_mask`` is then ``[B, W B]`` on ``W`` ranks.
+        impl: how the value is computed; all ways give the same value and gradient. ``"auto"`` takes
+            the first that can and pays, else ``"definition"``, the formula operation by operation.
+            ``"direct"`` holds all scores once, ``"blocks"`` some rows of them at a time,
+            ``"nonzeros"`` multiplies only what is not zero (on the CPU ``"auto"`` looks at some
+            rows: it pays where fewer than about one in eight is not zero). ``"ring"``, with
+            ``gather``, holds the rows of one other rank at a time and sends them round twice.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -134,450 +118,213 @@ def info_nce_loss(
         Representation Learning with Contrastive Predictive Coding, eq. 4. Supervised Contrastive
         Learning, eq. 2 (``positive_mask``). Decoupled Contrastive Learning, eq. 5 (``decoupled``).
     """
-    _check(temperature, similarity, symmetric, in_batch, decoupled, chunk_size, gather, sparse)
-    check_impl(impl)
-    ranks = num_ranks() if gather else 1
-    csr = ("csr",) if ranks == 1 else ()
-    size = check_shapes(
-        anchor=(anchor, "B D", *csr),
-        positive=(positive, "B D", *csr),
-        negative=(negative, "N D", "B N D", *csr, "optional"),
-        positive_ids=(positive_ids, "B", "optional"),
-        positive_mask=(positive_mask, "B B" if ranks == 1 else "B C", "optional"),
-    )
-    check_reduction(reduction)
     if not in_batch and positive_mask is not None:
         raise ValueError("expected `positive_mask` only with `in_batch=True`, got in_batch=False")
-    if not in_batch and size.get("N", 0) == 0:
+    if not in_batch and (negative is None or negative.shape[-2] == 0):
         raise ValueError("expected `negative` with `in_batch=False`: the positive has no rival")
-    if positive_ids is not None and positive_ids.is_floating_point():
-        raise TypeError(f"expected `positive_ids` to be integers, got {positive_ids.dtype}")
-    if positive_mask is not None and positive_mask.shape[1] != ranks * size["B"]:
-        raise ValueError(
-            f"expected `positive_mask` of shape [B, {ranks} B] = [{size['B']}, "
-            f"{ranks * size['B']}] with gather={gather!r} on {ranks} ranks, "
-            f"got {list(positive_mask.shape)}"
-        )
-    if gather == "ring" and (not in_batch or positive_mask is not None or reduction == "none"):
-        raise ValueError(
-            'expected gather="ring" with in_batch=True, no `positive_mask` and a reduction, got '
-            f"in_batch={in_batch}, reduction={reduction!r}; gather=True takes all of them"
-        )
-
-    dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)
-    positive_mask = None if positive_mask is None else as_mask("positive_mask", positive_mask)
-    gathers = spans_ranks(
-        "info_nce_loss",
-        bool(gather),
-        anchor,
-        B=size["B"],
-        D=size["D"],
-        N=size.get("N", 0),
-        **{
-            "number of dimensions of `negative`": 0 if negative is None else negative.ndim,
-            "number of `positive_ids`": 0 if positive_ids is None else size["B"],
-            "number of `positive_mask`": 0 if positive_mask is None else 1,
-            'number of rings (gather="ring")': int(gather == "ring"),
-        },
-    )
-    negatives, batch = size.get("N", 0), ranks * size["B"]
-    is_stored_sparse = any(
-        x is not None and x.layout != torch.strided for x in (anchor, positive, negative)
-    )
-    has_fused_form = (
-        in_batch
-        and positive_mask is None
-        and reduction != "none"
-        and min(size["B"], size["D"]) > 0
-        and not (symmetric and negative is not None and not gathers)
-        and not (decoupled and not negatives and (positive_ids is not None or batch < 2))
-        and not (is_stored_sparse and negative is not None and negative.ndim == 3)
-    )
-    options: dict[str, Any] = {
-        "cosine": similarity == "cosine",
-        "decoupled": decoupled,
-        "chunk_size": chunk_size,
+    _check_width(positive_mask, len(anchor), gather)
+    options = {
+        "similarity": similarity,
         "symmetric": symmetric,
+        "in_batch": in_batch,
         "positive_ids": positive_ids,
+        "positive_mask": positive_mask,
+        "decoupled": decoupled,
+        "gather": gather,
+        "reduction": reduction,
     }
-    plain: Callable[..., Tensor] = functools.partial(
-        _plain_loss,
-        in_batch=in_batch,
-        positive_mask=positive_mask,
-        reduction=reduction,
-        gather=gathers,
-        **options,
-    )
-    takes_kernel = uses_triton(
-        "info_nce",
-        impl,
-        anchor,
-        positive,
-        negative,
-        elements=size["B"] * (batch + negatives),
-        needs={
-            "in_batch=True": in_batch,
-            "no `positive_mask`": positive_mask is None,
-            "a `reduction`": reduction != "none",
-            "B and D of at least 1": min(size["B"], size["D"]) > 0,
-            "no negatives per row": negative is None or negative.ndim == 2,
-            "a negative in every row": not (
-                decoupled and not negatives and (positive_ids is not None or batch < 2)
-            ),
-            'gather=True, not "ring",': not gathers or gather is True,
-            "sparse=False": sparse is not True,
-            "a `temperature` on the device of `anchor`": (
-                not isinstance(temperature, Tensor) or temperature.device == anchor.device
-            ),
-        },
-    )
-    if takes_kernel and len({x.dtype for x in (anchor, positive, negative) if x is not None}) == 1:
-        dtype = anchor.dtype  # half precision is multiplied as it is
-    anchor, positive = anchor.to(dtype), positive.to(dtype)
-    negative = None if negative is None else negative.to(dtype)
-    if takes_kernel:
-        return _by_kernel(
-            plain,
-            anchor,
-            positive,
-            negative,
-            _as_tensor(temperature, anchor),
-            gather=gathers,
-            mean=reduction == "mean",
-            **options,
-        )
-    # The ring is there to hold little, however little there is.
-    elements = 1 << 62 if gathers and gather == "ring" else size["B"] * (batch + size["D"])
-    if not has_fused_form or not can_fuse(anchor, positive, negative, elements=elements):
-        return plain(anchor, positive, negative, temperature)
-    tensors = anchor, positive, negative, _as_tensor(temperature, anchor)
-    if gathers and gather == "ring":
-        around = functools.partial(ring_contrast, mean=reduction == "mean", **options)
-        return shared_by_ranks(fuse(plain, around, *tensors))
-    is_sparse = is_stored_sparse or _pays_sparse(sparse, chunk_size, anchor, positive, negative)
-    if gathers:
-        fused = functools.partial(contrast, sparse=is_sparse)
-        total = sum_over_ranks(_sum_of_directions(plain, fused, *tensors, **options))
-        return total / (batch if reduction == "mean" else 1)
-    fused = functools.partial(contrast, mean=reduction == "mean", sparse=is_sparse, **options)
-    return fuse(plain, fused, *tensors)
+    return compute(_definition, WAYS, impl, (anchor, positive, negative, temperature), options)
 
 
-def _as_tensor(temperature: float | Tensor, anchor: Tensor) -> Tensor:
-    dtype = compute_dtype(anchor=anchor)
-    if isinstance(temperature, Tensor):
-        return temperature.to(dtype)
-    return torch.full((), temperature, dtype=dtype, device=anchor.device)
-
-
-def _by_kernel(
-    plain: Callable[..., Tensor],
+def _definition(
     anchor: Tensor,
     positive: Tensor,
     negative: Tensor | None,
-    temperature: Tensor,
+    temperature: float | Tensor,
     *,
+    similarity: str,
+    symmetric: bool,
+    in_batch: bool,
+    positive_ids: Tensor | None,
+    positive_mask: Tensor | None,
+    decoupled: bool,
     gather: bool,
-    mean: bool,
-    symmetric: bool,
-    **options: Any,
-) -> Tensor:
-    from sparse_losses.kernels._operators import scale_
-    from sparse_losses.kernels.info_nce import info_nce
-
-    tensors = anchor, positive, negative, temperature
-    if not gather and not (symmetric and negative is not None):
-        fused = functools.partial(info_nce, symmetric=symmetric, mean=mean, **options)
-        return fuse(plain, fused, *tensors, scale_=scale_)
-    total = _sum_of_directions(
-        plain, info_nce, *tensors, symmetric=symmetric, gather=gather, scale_=scale_, **options
-    )
-    batch = anchor.shape[0] * (num_ranks() if gather else 1)
-    return (sum_over_ranks(total) if gather else total) / (batch if mean else 1)
-
-
-def _sum_of_directions(
-    plain: Callable[..., Tensor],
-    fused: Callable[..., Any],
-    anchor: Tensor,
-    positive: Tensor,
-    negative: Tensor | None,
-    temperature: Tensor,
-    *,
-    symmetric: bool,
-    positive_ids: Tensor | None,
-    gather: bool = True,
-    scale_: Callable[[Tensor | None, Tensor], Tensor | None] | None = None,
-    **options: Any,
-) -> Tensor:
-    """The sum over rows, a direction at a time: this rank's ask, all ranks' answer."""
-    everyone = gather_rows if gather else _unchanged
-    place: dict[str, Any] = {
-        "first": rank() * anchor.shape[0] if gather else 0,
-        "positive_ids": None if positive_ids is None else everyone(positive_ids),
-    }
-    plain = functools.partial(plain, symmetric=False, reduction="sum", gather=False, **place)
-    fused = functools.partial(fused, mean=False, **place, **options)
-    if negative is not None and negative.ndim == 2:
-        negative = everyone(negative)
-    total = fuse(plain, fused, anchor, everyone(positive), negative, temperature, scale_=scale_)
-    if symmetric:
-        other = fuse(plain, fused, positive, everyone(anchor), negative, temperature, scale_=scale_)
-        total = (total + other) / 2
-    return total
-
-
-def _plain_loss(
-    anchor: Tensor,
-    positive: Tensor,
-    negative: Tensor | None,
-    temperature: float | Tensor,
-    *,
-    cosine: bool,
-    symmetric: bool,
-    in_batch: bool,
-    positive_ids: Tensor | None,
-    positive_mask: Tensor | None,
-    decoupled: bool,
-    chunk_size: int | None,
     reduction: Reduction,
-    gather: bool = False,
-    first: int = 0,
 ) -> Tensor:
-    """The loss by differentiable operations; every option, every mode.
+    """Scores of every row's candidates, who of them is what, and the row formula.
 
-    With ``gather`` the tensors are this rank's. Positives and their ids may be more than the
-    anchors (one direction only): that of the first anchor is number ``first``.
+    Under ``gather`` this rank's rows ask and all ranks' rows answer.
     """
-    dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)
-    anchor, positive = _dense(anchor).to(dtype), _dense(positive).to(dtype)
-    negative = None if negative is None else _dense(negative).to(dtype)
-    represent = normalize if cosine else _unchanged
-    temperature = temperature.to(anchor.dtype) if isinstance(temperature, Tensor) else temperature
-    everyone = gather_rows if gather else _unchanged
-    if gather:
-        first = rank() * anchor.shape[0]
-        positive_ids = None if positive_ids is None else gather_rows(positive_ids)
-        positive_mask = None if positive_mask is None else gather_rows(positive_mask)
-    batch = anchor.shape[0]
-    own = slice(first, first + batch)
-    num_negatives = 0 if negative is None else negative.shape[-2]
-    # Of all rows, then of those that ask here.
-    valid = _valid_rows(
-        positive.shape[0] * (num_ranks() if gather else 1),
-        positive.device,
-        num_negatives,
-        positive_mask,
-        positive_ids,
-        symmetric,
-        decoupled,
-    )
-    any_valid = None if valid is None else valid.any()
-    valid = None if valid is None else valid[own]
-    if negative is not None:
-        if valid is not None and any_valid is not None:
-            looked_at = any_valid if negative.ndim == 2 else valid[:, None, None]
-            negative = torch.where(looked_at, negative, 0.0)
-        negative = represent(negative)
-        if negative.ndim == 2:
-            negative = everyone(negative)
-    if valid is None and positive_ids is None:
-        # Nothing is hidden: represented once, though under `symmetric` both ask and both answer.
-        anchor, positive, represent = represent(anchor), represent(positive), _unchanged
-
-    def direction(
-        asks: Tensor, answers: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        # What no valid row looks at must not send its NaN into a gradient: 0 * NaN is NaN.
-        is_nan = None
-        if valid is not None and any_valid is not None:
-            asks = torch.where(valid[:, None], asks, 0.0)
-            answers = torch.where(any_valid, answers, 0.0)
-        if in_batch:
-            answers = everyone(answers)
-        if positive_ids is not None:  # which hides some columns from some rows
-            is_nan = answers.isnan().any(-1)
-            answers = torch.where(is_nan[:, None], 0.0, answers)
-        return represent(asks), represent(answers), is_nan, mask
-
-    mask = None if positive_mask is None else positive_mask[own]
-    directions = [direction(anchor, positive, mask)]
+    anchor, positive = _dense(anchor), _dense(positive)
+    if negative is not None and negative.ndim == 2:
+        negative = gather_rows(_dense(negative), gather)
+    if positive_ids is not None:
+        positive_ids = gather_rows(positive_ids, gather)
+    directions = [(anchor, gather_rows(positive, gather) if in_batch else positive)]
     if symmetric:
-        transposed = None if positive_mask is None else positive_mask.T[own]
-        directions.append(direction(positive, anchor, transposed))
+        directions.append((positive, gather_rows(anchor, gather) if in_batch else anchor))
+    masks: list[Tensor | None] = [None, None]
+    if positive_mask is not None:
+        positive_mask = gather_rows(positive_mask, gather)
+        masks = [positive_mask, positive_mask.T]
 
-    def losses_of_rows(start: int, stop: int) -> Tensor:
-        total = anchor.new_zeros(())
-        for query, key, is_nan, mask in directions:
-            total = total + _row_losses(
-                query,
-                key,
-                is_nan,
-                mask,
-                negative,
-                positive_ids,
-                temperature,
-                in_batch,
-                decoupled,
-                slice(start, stop),
-                first,
-            )
-        return total / len(directions)
-
-    if chunk_size is None or chunk_size >= batch:
-        return reduce(losses_of_rows(0, batch), reduction, valid, gather)
-    # torch.func knows no saved-tensor hooks; there the chunks are merely computed one by one.
-    recompute = torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
-    chunks = []
-    for start in range(0, batch, chunk_size):
-        stop = min(start + chunk_size, batch)
-        if recompute:
-            chunk = checkpoint(
-                losses_of_rows, start, stop, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            chunk = losses_of_rows(start, stop)
-        chunks.append(chunk)
-    return reduce(torch.cat(chunks), reduction, valid, gather)
+    own = torch.arange(len(anchor), device=anchor.device) + (rank() * len(anchor) if gather else 0)
+    who = [
+        _who_is_what(own, len(answers), _number_of(negative), positive_ids, mask, in_batch)
+        for (_, answers), mask in zip(directions, masks, strict=False)
+    ]
+    valid = None
+    if positive_mask is not None or (decoupled and _number_of(negative) == 0):
+        has_terms = [p.any(-1) & n.any(-1) if decoupled else p.any(-1) for p, n in who]
+        valid = torch.stack(has_terms).all(0)
+    total = anchor.new_zeros(())
+    for (asks, answers), (is_positive, is_negative) in zip(directions, who, strict=True):
+        total = total + contrastive_rows(
+            _scores(asks, answers, negative, valid, similarity, in_batch, positive_ids is not None)
+            / temperature,
+            is_positive,
+            is_negative,
+            decoupled=decoupled,
+            one_positive=positive_mask is None,
+        )
+    return reduce(total / len(directions), reduction, valid, gather)
 
 
-def _row_losses(
-    query: Tensor,
-    key: Tensor,
-    key_is_nan: Tensor | None,
-    positive_mask: Tensor | None,
-    negative: Tensor | None,
-    positive_ids: Tensor | None,
-    temperature: float | Tensor,
-    in_batch: bool,
-    decoupled: bool,
-    rows: slice,
-    first: int,
-) -> Tensor:
-    """The loss of each of the rows, one direction: ``query[rows]`` asks, ``key`` answers.
-
-    The first query's own key is number ``first`` of a batch; without one keys are as queries.
-    """
-    query = query[rows]
-    own_key = slice(first + rows.start, first + rows.stop)
-    if in_batch:
-        scores = query @ key.T
-        if key_is_nan is not None:
-            scores = torch.where(key_is_nan, torch.nan, scores)
-        index = torch.arange(key.shape[0], device=key.device)
-        own = index[own_key, None] == index
-        positive = own if positive_mask is None else positive_mask[rows]
-        rival = ~positive
-        if positive_ids is not None:
-            rival = rival & (positive_ids[own_key, None] != positive_ids)
-    else:
-        scores = (query * key[rows]).sum(-1, keepdim=True)
-        if key_is_nan is not None:
-            scores = torch.where(key_is_nan[rows, None], torch.nan, scores)
-        positive = torch.ones_like(scores, dtype=torch.bool)
-        rival = ~positive
-    if negative is not None:
-        if negative.ndim == 2:
-            negative_scores = query @ negative.T
-        else:
-            negative_scores = torch.einsum("bd,bnd->bn", query, negative[rows])
-        is_negative = torch.ones_like(negative_scores, dtype=torch.bool)
-        scores = torch.cat([scores, negative_scores], dim=1)
-        positive = torch.cat([positive, ~is_negative], dim=1)
-        rival = torch.cat([rival, is_negative], dim=1)
-    scores = scores / temperature
-
-    if decoupled or positive_mask is None:
-        gap = masked_logsumexp(scores, rival) - _mean_where(positive, scores)
-        return gap if decoupled else softplus(gap)
-    return _mean_where(positive, negative_log_softmax(scores, positive | rival))
-
-
-def _mean_where(mask: Tensor, values: Tensor) -> Tensor:
-    return torch.where(mask, values, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
-
-
-def _valid_rows(
-    batch: int,
-    device: torch.device,
+def _who_is_what(
+    own: Tensor,
+    num_answers: int,
     num_negatives: int,
-    positive_mask: Tensor | None,
     positive_ids: Tensor | None,
-    symmetric: bool,
-    decoupled: bool,
-) -> Tensor | None:
-    """Rows with a positive and, if decoupled, a negative; ``None`` where that is every row."""
-    needs_rival = decoupled and num_negatives == 0
-    if positive_mask is None:
-        if not needs_rival:
-            return None
-        if positive_ids is None:
-            return torch.full((batch,), batch > 1, dtype=torch.bool, device=device)
-        # One differing id among the rows gives every row a rival.
-        return (positive_ids != positive_ids[:1]).any().expand(batch)
-    valid = positive_mask.any(1)
-    if symmetric:
-        valid = valid & positive_mask.any(0)
-    if needs_rival:
-        rival = ~positive_mask
+    positive_mask: Tensor | None,
+    in_batch: bool,
+) -> tuple[Tensor, Tensor]:
+    """Which candidates ``[B, C]`` are positives of a row, and which are its negatives."""
+    if in_batch:
+        index = torch.arange(num_answers, device=own.device)
+        is_positive = own[:, None] == index if positive_mask is None else positive_mask[own]
+        is_negative = ~is_positive
         if positive_ids is not None:
-            rival = rival & (positive_ids[:, None] != positive_ids)
-        valid = valid & rival.any(1)
-        if symmetric:
-            valid = valid & rival.any(0)
-    return valid
+            is_negative = is_negative & (positive_ids[own, None] != positive_ids)
+    else:
+        is_positive = torch.ones_like(own[:, None], dtype=torch.bool)
+        is_negative = ~is_positive
+    more = (0, num_negatives)
+    return nnf.pad(is_positive, more, value=False), nnf.pad(is_negative, more, value=True)
+
+
+def _scores(
+    asks: Tensor,
+    answers: Tensor,
+    negative: Tensor | None,
+    valid: Tensor | None,
+    similarity: str,
+    in_batch: bool,
+    hides: bool,
+) -> Tensor:
+    """Similarities ``[B, C]``: of the answers (or the own one), then of the negatives."""
+    # What nothing looks at must not send its NaN into a gradient: 0 * NaN is NaN.
+    if valid is not None:
+        asks = torch.where(valid[:, None], asks, 0.0)
+        answers = torch.where(valid.any(), answers, 0.0)
+        if negative is not None:
+            looked_at = valid.any() if negative.ndim == 2 else valid[:, None, None]
+            negative = torch.where(looked_at, negative, 0.0)
+    is_nan = None
+    if hides:  # some rows do not look at some answers
+        is_nan = answers.isnan().any(-1)
+        answers = torch.where(is_nan[:, None], 0.0, answers)
+    if similarity == "cosine":
+        asks, answers = normalize(asks), normalize(answers)
+        negative = None if negative is None else normalize(negative)
+    if in_batch:
+        scores = asks @ answers.T
+        scores = scores if is_nan is None else torch.where(is_nan, torch.nan, scores)
+    else:
+        scores = (asks * answers).sum(-1, keepdim=True)
+        scores = scores if is_nan is None else torch.where(is_nan[:, None], torch.nan, scores)
+    if negative is None:
+        return scores
+    shared = negative.ndim == 2
+    of_negatives = asks @ negative.T if shared else torch.einsum("bd,bnd->bn", asks, negative)
+    return torch.cat([scores, of_negatives], dim=1)
+
+
+def _number_of(negative: Tensor | None) -> int:
+    return 0 if negative is None else negative.shape[-2]
 
 
 def _dense(x: Tensor) -> Tensor:
     return x if x.layout == torch.strided else x.to_dense()
 
 
-def _unchanged(x: Tensor) -> Tensor:
-    return x
+def _check_width(positive_mask: Tensor | None, batch: int, gather: bool) -> None:
+    ranks = num_ranks() if gather else 1
+    if positive_mask is not None and positive_mask.shape[1] != ranks * batch:
+        columns = "B" if ranks == 1 else f"{ranks} B"
+        where = f" with gather=True on {ranks} ranks" if gather else ""
+        raise ValueError(
+            f"expected `positive_mask` of shape [B, {columns}] = [{batch}, {ranks * batch}]"
+            f"{where}, got {list(positive_mask.shape)}"
+        )
 
 
-def _pays_sparse(
-    sparse: bool | str,
-    chunk_size: int | None,
-    anchor: Tensor,
-    positive: Tensor,
-    negative: Tensor | None,
-) -> bool:
-    inputs = [x for x in (anchor, positive, negative) if x is not None]
+Arguments, Options = Sequence[Any], Mapping[str, Any]
+
+
+def _why_no_gradient(arguments: Arguments, options: Options) -> str | None:
+    """Why no way with a gradient of its own takes the call."""
+    anchor, _, negative, temperature = arguments
+    if not options["in_batch"]:
+        return "in_batch=True"
+    if options["positive_mask"] is not None:
+        return "no `positive_mask`"
+    if options["reduction"] == "none":
+        return 'reduction="mean" or "sum"'
+    if min(anchor.shape) == 0:
+        return f"B and D of at least 1, got {list(anchor.shape)},"
+    if options["decoupled"] and _number_of(negative) == 0:
+        batch = len(anchor) * (num_ranks() if options["gather"] else 1)
+        if options["positive_ids"] is not None or batch < 2:
+            return "a negative in every row"
+    if isinstance(temperature, Tensor) and temperature.device != anchor.device:
+        return f"`temperature` on {anchor.device}, where `anchor` is, got {temperature.device}"
+    return None
+
+
+def _why_not_dense(arguments: Arguments, options: Options) -> str | None:
+    if any(isinstance(x, Tensor) and x.layout != torch.strided for x in arguments):
+        return "dense tensors"
+    return _why_no_gradient(arguments, options)
+
+
+def _why_not_nonzeros(arguments: Arguments, options: Options) -> str | None:
+    negative = arguments[2]
     if negative is not None and negative.ndim == 3:
-        return False
-    if sparse != "auto":
-        return sparse is True
-    if anchor.device.type != "cpu" or anchor.shape[1] < FEWEST_COLUMNS or chunk_size is not None:
-        return False
-    sample = [x[:: max(x.shape[0] // SAMPLED_ROWS, 1)] for x in inputs]
-    found = sum(int(x.count_nonzero()) for x in sample)
-    densest = DENSEST * min(1.0, anchor.shape[0] / ROWS_FOR_DENSEST)
-    return found < densest * sum(x.numel() for x in sample)
+        return "no negatives per row"
+    return _why_no_gradient(arguments, options)
 
 
-def _check(
-    temperature: float | Tensor,
-    similarity: str,
-    symmetric: bool,
-    in_batch: bool,
-    decoupled: bool,
-    chunk_size: int | None,
-    gather: bool | str,
-    sparse: bool | str,
-) -> None:
-    check_temperature(temperature)
-    check_flag(symmetric=symmetric, in_batch=in_batch, decoupled=decoupled)
-    check_choice("similarity", similarity, ("cosine", "dot"))
-    if chunk_size is not None:
-        check_integer("chunk_size", chunk_size, minimum=1)
-    if not isinstance(gather, bool) and gather != "ring":
-        raise ValueError(f'expected `gather` to be True, False or "ring", got {gather!r}')
-    if not isinstance(sparse, bool) and sparse != "auto":
-        raise ValueError(f'expected `sparse` to be True, False or "auto", got {sparse!r}')
+def _why_not_ring(arguments: Arguments, options: Options) -> str | None:
+    return _why_not_dense(arguments, options) if options["gather"] else "gather=True"
 
 
-class InfoNCELoss(nn.Module):
+def _are_too_many(arguments: Arguments, options: Options) -> bool:
+    """Whether all scores at once are more than a block."""
+    ranks = num_ranks() if options["gather"] else 1
+    anchor, _, negative, _ = arguments
+    return len(anchor) * (ranks * len(anchor) + _number_of(negative)) > MOST_SCORES
+
+
+# In order of preference. "ring" saves memory at the price of time: only by name.
+WAYS = (
+    Way("ring", _why_not_ring, lambda *_: False, ring_info_nce),
+    Way("nonzeros", _why_not_nonzeros, nonzeros_pay, nonzeros_info_nce),
+    Way("blocks", _why_not_dense, _are_too_many, blockwise_info_nce),
+    Way("direct", _why_not_dense, lambda *_: True, direct_info_nce),
+)
+
+
+class InfoNCELoss(LossModule):
     """Module of ``info_nce_loss``, which holds formula and arguments.
 
     Examples:
@@ -590,34 +337,35 @@ class InfoNCELoss(nn.Module):
         torch.Size([])
     """
 
+    temperature: float | Tensor
+    similarity: Similarity
+    symmetric: bool
+    in_batch: bool
+    gather: bool
+
     def __init__(
         self,
         *,
         temperature: float | Tensor = 0.07,
-        similarity: str = "cosine",
+        similarity: Similarity = "cosine",
         symmetric: bool = False,
         in_batch: bool = True,
         decoupled: bool = False,
-        chunk_size: int | None = None,
-        gather: bool | str = False,
-        sparse: bool | str = "auto",
+        gather: bool = False,
         impl: Impl = "auto",
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__()
-        _check(temperature, similarity, symmetric, in_batch, decoupled, chunk_size, gather, sparse)
-        check_impl(impl)
-        check_reduction(reduction)
-        self.temperature = temperature
-        self.similarity = similarity
-        self.symmetric = symmetric
-        self.in_batch = in_batch
-        self.decoupled = decoupled
-        self.chunk_size = chunk_size
-        self.gather = gather
-        self.sparse = sparse
-        self.impl: Impl = impl
-        self.reduction: Reduction = reduction
+        super().__init__(
+            info_nce_loss,
+            temperature=temperature,
+            similarity=similarity,
+            symmetric=symmetric,
+            in_batch=in_batch,
+            decoupled=decoupled,
+            gather=gather,
+            impl=impl,
+            reduction=reduction,
+        )
 
     def forward(
         self,
@@ -627,44 +375,149 @@ class InfoNCELoss(nn.Module):
         *,
         positive_ids: Tensor | None = None,
         positive_mask: Tensor | None = None,
+        scores: Tensor | None = None,
+        gather: bool | None = None,
+        impl: Impl | None = None,
+    ) -> Tensor:
+        """The loss; tensors as in the function.
+
+        ``scores [B, B + N]``: the similarities of all candidates, not yet over the temperature,
+        where the caller has them already. They replace the product of the vectors.
+        """
+        options = self.hyperparameters(gather=gather, impl=impl)
+        if scores is None:
+            return info_nce_loss(
+                anchor,
+                positive,
+                negative,
+                positive_ids=positive_ids,
+                positive_mask=positive_mask,
+                **options,
+            )
+        if self.symmetric and negative is not None:
+            raise ValueError("expected no `negative` with `scores` and symmetric=True")
+        if positive_mask is not None or options["gather"]:
+            raise ValueError("expected `scores` without `positive_mask` and `gather`")
+        return _of_scores(scores, positive_ids, **options)
+
+
+def _of_scores(
+    scores: Tensor,
+    positive_ids: Tensor | None,
+    *,
+    temperature: float | Tensor,
+    symmetric: bool,
+    decoupled: bool,
+    reduction: Reduction,
+    **_: Any,
+) -> Tensor:
+    """InfoNCE of similarities that are there already: in-batch candidates, then negatives."""
+    check_temperature(temperature)
+    batch = len(scores)
+    own = torch.arange(batch, device=scores.device)
+    scores = scores.to(compute_dtype(scores=scores)) / temperature
+    values = []
+    for table in (scores, scores[:, :batch].T) if symmetric else (scores,):
+        others = table.shape[1] - batch
+        is_positive, is_negative = _who_is_what(own, batch, others, positive_ids, None, True)
+        candidates = is_positive | is_negative
+        values.append(
+            info_nce_from_scores(
+                table, is_positive, candidates, decoupled=decoupled, reduction=reduction
+            )
+        )
+    return torch.stack(values).mean(0)
+
+
+@loss(scores="B C", positive_mask="B C, mask", candidate_mask="B C, mask, optional")
+def info_nce_from_scores(
+    scores: Tensor,
+    positive_mask: Tensor,
+    candidate_mask: Tensor | None = None,
+    *,
+    decoupled: bool = False,
+    gather: bool = False,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    r"""InfoNCE of scores that are there already, of any model.
+
+    $$\ell_i = \frac{1}{|P_i|} \sum_{p \in P_i}
+    -\log \frac{\exp(s_{ip})}{\sum_{c \in C_i} \exp(s_{ic})}$$
+
+    $s_{ic}$ is the score of candidate $c$ for row $i$, already over the temperature: of late
+    interaction, of a cross-encoder, or a product of vectors computed elsewhere. $C_i$ are the
+    row's candidates, $P_i$ those among them that are positives. It is the formula that
+    ``info_nce_loss`` ends in.
+
+    Args:
+        scores: ``[B, C]`` floating.
+        positive_mask: ``[B, C]`` bool, int or float 0/1.
+        candidate_mask: ``[B, C]`` bool, int or float 0/1; without it every column is a candidate.
+        decoupled: leave the positives out of the denominator.
+        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
+            same on each (see ``sparse_losses.distributed``); no scores are sent.
+        reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
+
+    Returns:
+        fp32 (fp64 for fp64 scores), 0-d or ``[B]``. A row without a positive, and under
+        ``decoupled`` a row without a negative, is not valid: 0 and no gradient.
+
+    Raises:
+        ValueError: for wrong shapes, devices or reduction, or masks that are not 0/1.
+        TypeError: for wrong dtypes.
+
+    Examples:
+        >>> import torch
+        >>> from sparse_losses.functional import info_nce_from_scores
+        >>> scores = torch.tensor([[2.0, 0.0, 0.0]])
+        >>> info_nce_from_scores(scores, torch.tensor([[1, 0, 0]]))  # log(1 + 2 exp(-2))
+        tensor(0.2395)
+
+    References:
+        Representation Learning with Contrastive Predictive Coding, eq. 4. Supervised Contrastive
+        Learning, eq. 2.
+    """
+    if candidate_mask is None:
+        candidate_mask = torch.ones_like(positive_mask)
+    is_positive, is_negative = positive_mask & candidate_mask, ~positive_mask & candidate_mask
+    valid = is_positive.any(-1)
+    if decoupled:
+        valid = valid & is_negative.any(-1)
+    scores = torch.where(valid[:, None], scores, 0.0)  # 0 * NaN is NaN: hide it before the formula
+    values = contrastive_rows(scores, is_positive, is_negative, decoupled=decoupled)
+    return reduce(values, reduction, valid, gather)
+
+
+class InfoNCEFromScoresLoss(LossModule):
+    """Module of ``info_nce_from_scores``, which holds formula and arguments.
+
+    Examples:
+        >>> import torch
+        >>> from sparse_losses import InfoNCEFromScoresLoss
+        >>> InfoNCEFromScoresLoss()(torch.zeros(2, 4), torch.eye(2, 4))  # log(4)
+        tensor(1.3863)
+    """
+
+    def __init__(
+        self, *, decoupled: bool = False, gather: bool = False, reduction: Reduction = "mean"
+    ) -> None:
+        super().__init__(
+            info_nce_from_scores, decoupled=decoupled, gather=gather, reduction=reduction
+        )
+
+    def forward(
+        self,
+        scores: Tensor,
+        positive_mask: Tensor,
+        candidate_mask: Tensor | None = None,
+        *,
+        gather: bool | None = None,
     ) -> Tensor:
         """The loss; tensors as in the function."""
-        return info_nce_loss(
-            anchor,
-            positive,
-            negative,
-            temperature=self.temperature,
-            similarity=self.similarity,
-            symmetric=self.symmetric,
-            in_batch=self.in_batch,
-            positive_ids=positive_ids,
-            positive_mask=positive_mask,
-            decoupled=self.decoupled,
-            chunk_size=self.chunk_size,
-            gather=self.gather,
-            sparse=self.sparse,
-            impl=self.impl,
-            reduction=self.reduction,
-        )
-
-    def extra_repr(self) -> str:
-        """The hyperparameters."""
-        return describe(
-            self,
-            "temperature",
-            "similarity",
-            "symmetric",
-            "in_batch",
-            "decoupled",
-            "chunk_size",
-            "gather",
-            "sparse",
-            "impl",
-            "reduction",
-        )
+        options = self.hyperparameters(gather=gather)
+        return info_nce_from_scores(scores, positive_mask, candidate_mask, **options)
 
 
-@full_precision
 def mutual_information_lower_bound(loss: Tensor | float, num_candidates: int) -> Tensor:
     r"""What an InfoNCE value says about the mutual information of anchor and positive, in nats.
 

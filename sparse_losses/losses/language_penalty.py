@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from sparse_losses._core.checks import check_flag, check_shapes, describe
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
-from sparse_losses.distributed import spans_ranks
+from sparse_losses.distributed import agree_across_ranks
 
 __all__ = ["LanguagePenaltyLoss", "language_penalty_loss"]
 
@@ -50,7 +50,9 @@ def language_penalty_loss(
     """
     check_shapes(activations=(activations, "B V"), token_penalty=(token_penalty, "V"))
     check_reduction(reduction)
-    gather = spans_ranks("language_penalty_loss", gather, activations, B=activations.shape[0])
+    gather = agree_across_ranks(
+        "language_penalty_loss", gather, activations, B=activations.shape[0]
+    )
     x = activations.to(compute_dtype(activations=activations))
     return reduce(x @ token_penalty.to(x.dtype), reduction, gather=gather)
 

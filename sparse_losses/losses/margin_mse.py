@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from sparse_losses._core.checks import check_flag, check_shapes, describe
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
-from sparse_losses.distributed import spans_ranks
+from sparse_losses.distributed import agree_across_ranks
 
 __all__ = ["MarginMSELoss", "margin_mse_loss"]
 
@@ -62,7 +62,7 @@ def margin_mse_loss(
         teacher_negative=(teacher_negative, "B"),
     )
     check_reduction(reduction)
-    gather = spans_ranks(
+    gather = agree_across_ranks(
         "margin_mse_loss",
         gather,
         student_positive,

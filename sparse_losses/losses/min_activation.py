@@ -14,7 +14,7 @@ from sparse_losses._core.checks import (
 from sparse_losses._core.fused import can_fuse
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
-from sparse_losses.distributed import spans_ranks
+from sparse_losses.distributed import agree_across_ranks
 
 __all__ = ["MinActivationLoss", "min_activation_loss"]
 
@@ -70,13 +70,13 @@ def min_activation_loss(
         From the notes of a Korean neural sparse retriever (its versions V22 to V26).
     """
     size = check_shapes(
-        activations=(activations, "B V"), token_counts=(token_counts, "B", "optional")
+        activations=(activations, "B V"), token_counts=(token_counts, "B, optional")
     )
     _check(top_k, threshold)
     check_reduction(reduction)
     # V too: where `top_k` is above it on one rank only, the others would wait for that one.
     sizes = {"B": size["B"], "V": size["V"]}
-    gather = spans_ranks("min_activation_loss", gather, activations, **sizes)
+    gather = agree_across_ranks("min_activation_loss", gather, activations, **sizes)
     if top_k > size["V"]:
         raise ValueError(f"expected `top_k` of at most V = {size['V']}, got {top_k}")
     if token_counts is not None and token_counts.is_floating_point():

@@ -6,12 +6,18 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_flag, check_shapes, describe
-from sparse_losses._core.contrast import contrast
 from sparse_losses._core.fused import can_fuse, fuse
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 from sparse_losses._core.softmax import masked_logsumexp, softplus
-from sparse_losses.distributed import gather_rows, num_ranks, rank, spans_ranks, sum_over_ranks
+from sparse_losses.distributed import (
+    agree_across_ranks,
+    gather_rows,
+    num_ranks,
+    rank,
+    sum_over_ranks,
+)
+from sparse_losses.fast.info_nce import contrast
 
 __all__ = ["NPairLoss", "n_pair_loss"]
 
@@ -60,7 +66,7 @@ def n_pair_loss(
     size = check_shapes(
         anchor=(anchor, "B D"),
         positive=(positive, "B D"),
-        negative=(negative, "N D", "B N D", "optional"),
+        negative=(negative, "N D or B N D, optional"),
     )
     check_reduction(reduction)
     dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)
@@ -69,7 +75,7 @@ def n_pair_loss(
     first, batch = 0, size["B"]
     number = {"number of dimensions of `negative`": 0 if negative is None else negative.ndim}
     sizes = {"B": batch, "D": size["D"], "N": size.get("N", 0)} | number
-    gathers = spans_ranks("n_pair_loss", gather, anchor, **sizes)
+    gathers = agree_across_ranks("n_pair_loss", gather, anchor, **sizes)
     key = positive
     if gathers:
         first, batch = rank() * batch, num_ranks() * batch

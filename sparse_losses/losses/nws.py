@@ -20,19 +20,19 @@ from sparse_losses._core.checks import (
     values_can_be_checked,
 )
 from sparse_losses._core.fused import can_fuse, fuse
-from sparse_losses._core.label_lists import LabelLists
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 from sparse_losses._core.similarity import normalize, unit_rows
 from sparse_losses._core.softmax import masked_logsumexp, negative_log_softmax, softplus
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.distributed import (
+    agree_across_ranks,
+    average_grad_over_ranks,
     gather_rows,
     num_ranks,
-    shared_by_ranks,
-    spans_ranks,
     sum_over_ranks,
 )
+from sparse_losses.fast.label_lists import LabelLists
 from sparse_losses.kernels import Impl, check_impl, uses_triton
 
 __all__ = ["NWSLoss", "nws_loss"]
@@ -147,12 +147,12 @@ def nws_loss(
         query=(query, "B F"),
         query_labels=(query_labels, "B L"),
         prototype=(prototype, "L F"),
-        label_similarity=(label_similarity, "L L", "optional"),
-        key=(key, "K F", "optional"),
-        key_labels=(key_labels, "K L", "optional"),
-        queue=(queue, "Q F", "optional"),
-        queue_labels=(queue_labels, "Q L", "optional"),
-        queue_mask=(queue_mask, "Q", "optional"),
+        label_similarity=(label_similarity, "L L, optional"),
+        key=(key, "K F, optional"),
+        key_labels=(key_labels, "K L, optional"),
+        queue=(queue, "Q F, optional"),
+        queue_labels=(queue_labels, "Q L, optional"),
+        queue_mask=(queue_mask, "Q, optional"),
     )
     if size["L"] == 0:
         raise ValueError("expected `prototype` of at least one label, got L = 0")
@@ -173,7 +173,7 @@ def nws_loss(
     _check_labels("queue_labels", queue_labels, queue_mask)
     sizes = {"B": size["B"], "F": size["F"], "L": size["L"], "K": size.get("K", 0)}
     data = query, prototype, key, queue
-    gathers = spans_ranks("nws_loss", gather, *data, Q=size.get("Q", 0), **sizes)
+    gathers = agree_across_ranks("nws_loss", gather, *data, Q=size.get("Q", 0), **sizes)
     if gathers and key is not None and key_labels is not None:
         key, key_labels = gather_rows(key.detach().to(dtype)), gather_rows(key_labels != 0)
     learned = temperature.to(dtype) if isinstance(temperature, Tensor) else None
@@ -200,7 +200,7 @@ def nws_loss(
     if reduction != "none" and query.device.type == "cpu" and can_fuse(*tensors):
         wide = query.to(dtype), prototype.to(dtype), *tensors[2:]
         value = fuse(plain, functools.partial(_fused, options), *wide)
-        return shared_by_ranks(value) if gathers else value
+        return average_grad_over_ranks(value) if gathers else value
     return plain(*tensors)
 
 
@@ -636,7 +636,7 @@ class NWSLoss(nn.Module):
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
-        check_shapes(label_similarity=(label_similarity, "L L", "optional"))
+        check_shapes(label_similarity=(label_similarity, "L L, optional"))
         _check(label_similarity, alpha, beta, temperature, aggregation, decoupled, eps)
         check_flag(gather=gather)
         check_impl(impl)

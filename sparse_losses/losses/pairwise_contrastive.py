@@ -12,7 +12,7 @@ from sparse_losses._core.fused import can_fuse, fuse
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 from sparse_losses._core.token_ids import as_mask
-from sparse_losses.distributed import spans_ranks
+from sparse_losses.distributed import agree_across_ranks
 
 __all__ = ["PairwiseContrastiveLoss", "pairwise_contrastive_loss"]
 
@@ -64,7 +64,7 @@ def pairwise_contrastive_loss(
     check_shapes(x1=(x1, "B D"), x2=(x2, "B D"), same=(same, "B"))
     _check(margin)
     check_reduction(reduction)
-    gather = spans_ranks("pairwise_contrastive_loss", gather, x1, x2, B=x1.shape[0])
+    gather = agree_across_ranks("pairwise_contrastive_loss", gather, x1, x2, B=x1.shape[0])
     dtype = compute_dtype(x1=x1, x2=x2)
     same = as_mask("same", same)
 

@@ -15,7 +15,7 @@ from sparse_losses._core.token_ids import (
     first_occurrences,
     id_mask,
 )
-from sparse_losses.distributed import spans_ranks
+from sparse_losses.distributed import agree_across_ranks
 
 __all__ = ["PositiveActivationLoss", "positive_activation_loss"]
 
@@ -76,12 +76,14 @@ def positive_activation_loss(
         activations=(activations, "B V"),
         positive_input_ids=(positive_input_ids, "B S"),
         positive_attention_mask=(positive_attention_mask, "B S"),
-        token_weight=(token_weight, "V", "optional"),
+        token_weight=(token_weight, "V, optional"),
     )
     _check(token_weight)
     check_flag(saturating=saturating)
     check_reduction(reduction)
-    gather = spans_ranks("positive_activation_loss", gather, activations, B=activations.shape[0])
+    gather = agree_across_ranks(
+        "positive_activation_loss", gather, activations, B=activations.shape[0]
+    )
     x = activations.to(compute_dtype(activations=activations))
     attended = as_mask("positive_attention_mask", positive_attention_mask)
     ids = attended_ids("positive_input_ids", positive_input_ids, attended, size["V"])
@@ -136,7 +138,7 @@ class PositiveActivationLoss(nn.Module):
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__()
-        check_shapes(token_weight=(token_weight, "V", "optional"))
+        check_shapes(token_weight=(token_weight, "V, optional"))
         _check(token_weight)
         check_flag(saturating=saturating, gather=gather)
         check_reduction(reduction)

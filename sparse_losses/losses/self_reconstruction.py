@@ -18,7 +18,7 @@ from sparse_losses._core.token_ids import (
     first_occurrences,
     id_mask,
 )
-from sparse_losses.distributed import spans_ranks
+from sparse_losses.distributed import agree_across_ranks
 
 __all__ = ["SelfReconstructionLoss", "self_reconstruction_loss"]
 
@@ -87,7 +87,9 @@ def self_reconstruction_loss(
     )
     check_flag(balanced=balanced)
     check_reduction(reduction)
-    gather = spans_ranks("self_reconstruction_loss", gather, activations, B=activations.shape[0])
+    gather = agree_across_ranks(
+        "self_reconstruction_loss", gather, activations, B=activations.shape[0]
+    )
     x = activations.to(compute_dtype(activations=activations))
     vocab_size = size["V"]
     attended = as_mask("attention_mask", attention_mask)

@@ -14,7 +14,7 @@ from sparse_losses._core.checks import (
 from sparse_losses._core.precision import compute_dtype, full_precision
 from sparse_losses._core.reduction import Reduction, check_reduction, reduce
 from sparse_losses._core.similarity import normalize
-from sparse_losses.distributed import spans_ranks
+from sparse_losses.distributed import agree_across_ranks
 
 __all__ = ["TripletMarginLoss", "triplet_margin_loss"]
 
@@ -67,11 +67,11 @@ def triplet_margin_loss(
     check_shapes(
         anchor=(anchor, "B D"),
         positive=(positive, "B D"),
-        negative=(negative, "B D", "B N D"),
+        negative=(negative, "B D or B N D"),
     )
     _check(margin, similarity)
     check_reduction(reduction)
-    gather = spans_ranks(
+    gather = agree_across_ranks(
         "triplet_margin_loss", gather, anchor, positive, negative, B=anchor.shape[0]
     )
     dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)

@@ -5,7 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["SpladeBatch", "Texts", "cat_padded"]
+from sparse_losses._core.token_ids import as_mask
+
+__all__ = ["SpladeBatch", "Texts", "cat_padded", "token_counts"]
 
 
 class Texts(NamedTuple):
@@ -85,3 +87,13 @@ class SpladeBatch(NamedTuple):
     positive_ids: Tensor | None = None
     teacher_scores: Tensor | None = None
     teacher_anchor_scores: Tensor | None = None
+
+
+def token_counts(ids: Tensor | None, mask: Tensor | None, special_ids: Tensor) -> Tensor | None:
+    """Attended tokens of each text, the special ones not counted where ids are known."""
+    if mask is None:
+        return None
+    attended = as_mask("attention_mask", mask)
+    if ids is not None and len(special_ids):
+        attended = attended & ~torch.isin(ids, special_ids)
+    return attended.sum(-1)

@@ -143,8 +143,8 @@ class Diagnostics:
             activations, input_ids, attention_mask, _ = texts
         size = check_shapes(
             activations=(activations, "B V"),
-            input_ids=(input_ids, "B S", "optional"),
-            attention_mask=(attention_mask, "B S", "optional"),
+            input_ids=(input_ids, "B S, optional"),
+            attention_mask=(attention_mask, "B S, optional"),
             **{
                 "other_side.input_ids": (other_side and other_side.input_ids, "B T", "optional"),
                 "other_side.attention_mask": (
@@ -343,7 +343,7 @@ def recall_at_k(scores: Tensor, positive: Tensor, k: int) -> Tensor:
         >>> recall_at_k(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]), k=1)
         tensor(0.5000)
     """
-    size = check_shapes(scores=(scores, "Q C"), positive=(positive, "Q", "Q C"))
+    size = check_shapes(scores=(scores, "Q C"), positive=(positive, "Q or Q C"))
     check_integer("k", k, minimum=1)
     if k > size["C"]:
         raise ValueError(f"expected `k` of at most C = {size['C']}, got {k}")

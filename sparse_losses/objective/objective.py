@@ -1,25 +1,26 @@
 """Many losses over one batch, weighted and added up."""
 
 import difflib
+import functools
+import inspect
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_flag, check_number, check_shapes
+from sparse_losses._core.checks import check_choice, check_flag, check_number, check_shapes
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.token_ids import TokenIds, check_ids
 from sparse_losses.distributed import (
-    agreed,
+    agree_across_ranks,
     gather_rows,
     num_ranks,
     rank,
-    spans_ranks,
+    skip_size_check,
     sum_over_ranks,
 )
-from sparse_losses.kernels import Impl, check_impl
 from sparse_losses.losses import (
     DistillationLoss,
     FlopsLoss,
@@ -31,10 +32,8 @@ from sparse_losses.losses import (
     PositiveActivationLoss,
     SelfReconstructionLoss,
     TripletMarginLoss,
-    info_nce_loss,
 )
-from sparse_losses.objective.batch import SpladeBatch, Texts
-from sparse_losses.objective.regularisers import ON_TEXTS, Regularisers, token_counts
+from sparse_losses.objective.batch import SpladeBatch, Texts, token_counts
 
 __all__ = ["NEEDS", "ObjectiveOutput", "SpladeObjective"]
 
@@ -61,6 +60,17 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "query_positive_activation": ("positive.input_ids", "positive.attention_mask"),
     "document_positive_activation": ("anchor.input_ids", "anchor.attention_mask"),
 }
+
+
+# The losses of one text at a time.
+ON_TEXTS = ("flops", "min_activation", "language_penalty", "self_reconstruction")
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def takes_scores(module: type[nn.Module]) -> bool:
+    """Whether a module's ``forward`` takes ``scores`` that are there already."""
+    return "scores" in inspect.signature(module.forward).parameters
 
 
 class ObjectiveOutput(NamedTuple):
@@ -121,15 +131,12 @@ class SpladeObjective(nn.Module):
             flat for a softmax; 1 over InfoNCE's temperature is their common scale.
         teacher_scale: likewise the teacher's; default: as the student's. 1 for logits.
         gather: whether the values are those of all ranks' texts together, and the gradients after
-            DistributedDataParallel's averaging those of one process that holds them all; it is set
-            in all losses. A teacher's scores of all candidates are then of all ranks' candidates,
-            ``[B, W B + W N]``; those of this rank's alone, ``[B, B + N]``, leave the others out.
-        impl: ``"torch"``, ``"triton"`` (a kernel for NVIDIA GPUs) or ``"auto"``, the kernel where
-            it was measured to be ahead. It is for a side's FLOPS, minimum activation, language
-            penalty and self-reconstruction, all in one read of the activations (and one of the
-            logits, where they are given), when the objective is called: ``terms`` is always
-            PyTorch. InfoNCE and distillation have an ``impl`` of their own, which this leaves
-            alone.
+            DistributedDataParallel's averaging those of one process that holds them all; every loss
+            is called with it. A teacher's scores of all candidates are then of all ranks'
+            candidates, ``[B, W B + W N]``; those of this rank's alone, ``[B, B + N]``, leave the
+            others out.
+        impl: ``"auto"``, each loss as its own ``impl`` says, or ``"definition"``, every loss by its
+            formula, operation by operation.
 
     Shape:
         - Input: a ``SpladeBatch``.
@@ -174,10 +181,10 @@ class SpladeObjective(nn.Module):
         score_scale: float = 1.0,
         teacher_scale: float | None = None,
         gather: bool = False,
-        impl: Impl = "auto",
+        impl: Literal["auto", "definition"] = "auto",
     ) -> None:
         super().__init__()
-        check_impl(impl)
+        check_choice("impl", impl, ("auto", "definition"))
         check_number("score_scale", score_scale, minimum=0.0, exclusive=True)
         special = _sorted_ids("special_token_ids", special_token_ids)
         stopwords = _sorted_ids("stopword_ids", stopword_ids)
@@ -198,10 +205,8 @@ class SpladeObjective(nn.Module):
         self.language_penalty = language_penalty
         check_flag(gather=gather)
         self.gather = gather
-        self.impl: Impl = impl
+        self.impl: Literal["auto", "definition"] = impl
         for name, module in self.named_children():
-            if gather and getattr(module, "gather", True) is False:  # "ring" may stay
-                setattr(module, "gather", True)  # noqa: B010 - not every module has one, says mypy
             if getattr(module, "reduction", "mean") == "none":
                 raise ValueError(f"expected `{name}` to reduce to one number, got reduction='none'")
         if len(stopwords) and int(stopwords[0]) < 0:
@@ -238,18 +243,12 @@ class SpladeObjective(nn.Module):
 
     def forward(self, batch: SpladeBatch) -> ObjectiveOutput:
         """The weighted sum, and what went into it."""
-        sums: dict[str, list[Tensor]] = {}
-        own = type(self).terms is not SpladeObjective.terms  # of a subclass
-        terms = self.terms(batch) if own else self._compute(batch, sums)
         # Of no term at all the sum is 0, and part of the graph.
         x = batch.anchor.activations
         total = x.flatten()[:0].to(compute_dtype(activations=x)).sum()
+        terms = self.terms(batch)
         for name, term in terms.items():
-            side, _, loss = name.partition("_")
-            if side not in sums or loss not in ON_TEXTS:
-                total = total + self.weights[name] * term
-        for weighted_sum in (each for of_side in sums.values() for each in of_side):
-            total = total + weighted_sum
+            total = total + self.weights[name] * term
         return ObjectiveOutput(total, {name: term.detach() for name, term in terms.items()})
 
     def terms(self, batch: SpladeBatch) -> dict[str, Tensor]:
@@ -258,23 +257,23 @@ class SpladeObjective(nn.Module):
         Raises:
             ValueError: for an active term that lacks a loss or an input.
         """
-        return self._compute(batch, None)
-
-    def _compute(
-        self, batch: SpladeBatch, sums: dict[str, list[Tensor]] | None
-    ) -> dict[str, Tensor]:
-        """The active terms; where a kernel takes a side's, without a graph, their ``sums`` by side.
-
-        Without ``sums`` no kernel does.
-        """
         active = self.active()
         self._check_inputs(active, batch)
         gathers = self._spans_ranks(active, batch)
         with autocast_off(batch.anchor.activations.device):
             if not gathers or torch.compiler.is_compiling():
-                return self._terms(active, batch, sums)
-            with agreed():  # once for all terms
-                return self._terms(active, batch, sums)
+                return self._terms(active, batch)
+            with skip_size_check():  # compared once for all terms
+                return self._terms(active, batch)
+
+    def _call(self, loss: nn.Module, *tensors: Tensor | None, **options: Any) -> Tensor:
+        """A loss as it is, over all ranks where the objective is."""
+        if self.gather:
+            options["gather"] = True
+        if self.impl == "definition" and hasattr(loss, "impl"):
+            options["impl"] = "definition"
+        value: Tensor = loss(*tensors, **options)
+        return value
 
     def _spans_ranks(self, active: Sequence[str], batch: SpladeBatch) -> bool:
         """Whether other ranks take part, which then compute the same terms of the same sizes."""
@@ -293,11 +292,9 @@ class SpladeObjective(nn.Module):
         }
         vectors = x, batch.positive.activations, others
         call = f"SpladeObjective of {', '.join(active)}"
-        return spans_ranks(call, self.gather, *vectors, **sizes)
+        return agree_across_ranks(call, self.gather, *vectors, **sizes)
 
-    def _terms(
-        self, active: Sequence[str], batch: SpladeBatch, sums: dict[str, list[Tensor]] | None
-    ) -> dict[str, Tensor]:
+    def _terms(self, active: Sequence[str], batch: SpladeBatch) -> dict[str, Tensor]:
         terms: dict[str, Tensor] = {}
         anchor, positive, negative = batch[:3]
         teacher_scores, teacher_anchor_scores = batch.teacher_scores, batch.teacher_anchor_scores
@@ -305,11 +302,7 @@ class SpladeObjective(nn.Module):
         sides = {"query": anchor}
         if {f"document_{name}" for name in ON_TEXTS} & {*active}:
             sides["document"] = _together(positive, negative)
-        on_kernel: dict[str, Regularisers] = {}
-        if sums is not None and self.impl != "torch":
-            found = {side: self._regularisers(side, texts, active) for side, texts in sides.items()}
-            on_kernel = {side: all_ for side, all_ in found.items() if all_.are_for(self.impl)}
-        flops = {f"{side}_flops" for side in sides if side not in on_kernel} & {*active}
+        flops = {f"{side}_flops" for side in sides} & {*active}
         shown = batch
         if len(self.stopword_ids) and ("info_nce" in active or flops):
             shown = batch._replace(
@@ -329,94 +322,71 @@ class SpladeObjective(nn.Module):
             ranks = self._ranks_of_teacher(anchor, negative, teacher_scores)
             scores = self._scores(anchor, positive, negative, ranks)
         if "info_nce" in active:
-            is_whole = shown is batch and not self.info_nce.gather
+            is_whole = shown is batch and not (self.gather or self.info_nce.gather)
             terms["info_nce"] = self._info_nce(shown, scores if is_whole else None)
         # What an active term needs is there: the checks above said so, the types do not know.
         if "triplet_margin" in active and negative is not None:
-            terms["triplet_margin"] = self.triplet_margin(
-                anchor.activations, positive.activations, negative.activations
+            terms["triplet_margin"] = self._call(
+                self.triplet_margin, anchor.activations, positive.activations, negative.activations
             )
         if "distillation" in active and scores is not None and teacher_scores is not None:
-            terms["distillation"] = self.distillation(
+            terms["distillation"] = self._call(
+                self.distillation,
                 self.score_scale * _candidates(scores, negative, teacher_scores.shape, ranks),
                 teacher_scale * teacher_scores.to(scores.dtype),
             )
         if "context_distillation" in active and teacher_anchor_scores is not None:
             own_ranks = self._ranks_of_teacher(anchor, None, teacher_anchor_scores)
             own = self._scores(anchor, anchor, None, own_ranks)
-            terms["context_distillation"] = self.context_distillation(
-                self.score_scale * own, teacher_scale * teacher_anchor_scores.to(own.dtype)
+            terms["context_distillation"] = self._call(
+                self.context_distillation,
+                self.score_scale * own,
+                teacher_scale * teacher_anchor_scores.to(own.dtype),
             )
         if "margin_mse" in active and scores is not None and teacher_scores is not None:
             terms["margin_mse"] = self._margin_mse(scores, negative, teacher_scores, ranks)
 
         for side, texts in sides.items():
-            if sums is not None and side in on_kernel:
-                sums[side], found_terms = on_kernel[side].weighted_sums()
-                terms |= {f"{side}_{name}": term for name, term in found_terms.items()}
-                continue
             activations, input_ids, attention_mask, logits = texts
             signed = activations if logits is None else logits
+            found: dict[str, tuple[nn.Module | None, tuple[Tensor | None, ...]]] = {
+                "min_activation": (self.min_activation, (signed, self._token_counts(texts))),
+                "language_penalty": (self.language_penalty, (activations,)),
+                "self_reconstruction": (
+                    self.self_reconstruction,
+                    (signed, input_ids, attention_mask),
+                ),
+            }
             if f"{side}_flops" in active:
-                terms[f"{side}_flops"] = self.flops(of_flops[side].activations)
-            if f"{side}_min_activation" in active:
-                counts = token_counts(input_ids, attention_mask, self.special_token_ids)
-                terms[f"{side}_min_activation"] = self.min_activation(signed, counts)
-            if f"{side}_language_penalty" in active and self.language_penalty is not None:
-                terms[f"{side}_language_penalty"] = self.language_penalty(activations)
-            if f"{side}_self_reconstruction" in active:
-                terms[f"{side}_self_reconstruction"] = self.self_reconstruction(
-                    signed, input_ids, attention_mask
-                )
+                terms[f"{side}_flops"] = self._call(self.flops, of_flops[side].activations)
+            for name, (loss, tensors) in found.items():
+                if f"{side}_{name}" in active and loss is not None:
+                    terms[f"{side}_{name}"] = self._call(loss, *tensors)
         for side, one, other in (("query", anchor, positive), ("document", positive, anchor)):
             if f"{side}_positive_activation" in active:
-                terms[f"{side}_positive_activation"] = self.positive_activation(
-                    one.activations, other.input_ids, other.attention_mask
+                terms[f"{side}_positive_activation"] = self._call(
+                    self.positive_activation,
+                    one.activations,
+                    other.input_ids,
+                    other.attention_mask,
                 )
         return terms
 
-    def _regularisers(self, side: str, texts: Texts, active: Sequence[str]) -> Regularisers:
-        """The active losses of one text at a time, of one side's."""
-        names = [name for name in ON_TEXTS if f"{side}_{name}" in active]
-        if "flops" in names:
-            self._check_stopwords(texts.activations.shape[-1])
-        return Regularisers(
-            losses={name: getattr(self, name) for name in names},
-            weights={name: self.weights[f"{side}_{name}"] for name in names},
-            texts=texts,
-            special_token_ids=self.special_token_ids,
-            hidden_ids=self.stopword_ids,
-        )
-
     def _info_nce(self, batch: SpladeBatch, scores: Tensor | None) -> Tensor:
-        """InfoNCE of the vectors, or of scores that are there anyway."""
-        loss = self.info_nce
-        needs_more = loss.symmetric and batch.negative is not None
-        is_ours = type(loss) is InfoNCELoss  # a subclass may compute something else
-        if scores is None or needs_more or not loss.in_batch or not is_ours:
-            negative = None if batch.negative is None else batch.negative.activations
-            value: Tensor = loss(
-                batch.anchor.activations,
-                batch.positive.activations,
-                negative,
-                positive_ids=batch.positive_ids,
-            )
-            return value
-        # The product of the scores with an identity is the scores: the same loss, without the
-        # product over the vocabulary.
-        candidates = torch.eye(scores.shape[1], dtype=scores.dtype, device=scores.device)
-        size = scores.shape[0]
-        return info_nce_loss(
-            scores,
-            candidates[:size],
-            candidates[size:],
-            temperature=loss.temperature,
-            similarity="dot",
-            symmetric=loss.symmetric,
-            positive_ids=batch.positive_ids,
-            decoupled=loss.decoupled,
-            sparse=False,
-            reduction=loss.reduction,
+        """InfoNCE of the vectors, or of scores that are there anyway where the module takes them."""
+        loss, negative = self.info_nce, batch.negative
+        options: dict[str, Any] = {"positive_ids": batch.positive_ids}
+        # The second direction of negatives is not among the scores.
+        is_enough = loss.in_batch and not (loss.symmetric and negative is not None)
+        # A subclass that computes something else has a `forward` of its own, without `scores`.
+        if scores is not None and is_enough and takes_scores(type(loss)):
+            options["scores"] = scores
+        return self._call(
+            loss,
+            batch.anchor.activations,
+            batch.positive.activations,
+            None if negative is None else negative.activations,
+            **options,
         )
 
     def _ranks_of_teacher(self, anchor: Texts, negative: Texts | None, teacher: Tensor) -> int:
@@ -465,12 +435,16 @@ class SpladeObjective(nn.Module):
             for side in (own, teacher)
             for column in (side[:, :1], side[:, 1:])
         ]
-        loss: Tensor = self.margin_mse(*pairs)
+        loss = self._call(self.margin_mse, *pairs)
         if self.margin_mse.reduction == "mean":
             seen = torch.stack([torch.ones_like(hidden).sum(), (~hidden).sum()])
-            pairs_in_all, counted = sum_over_ranks(seen) if self.margin_mse.gather else seen
+            gathers = self.gather or self.margin_mse.gather
+            pairs_in_all, counted = sum_over_ranks(seen) if gathers else seen
             loss = loss * (pairs_in_all / counted.clamp(min=1))
         return loss
+
+    def _token_counts(self, texts: Texts) -> Tensor | None:
+        return token_counts(texts.input_ids, texts.attention_mask, self.special_token_ids)
 
     def _hide(self, texts: Texts) -> Texts:
         """Without the stopwords."""
@@ -488,21 +462,21 @@ class SpladeObjective(nn.Module):
             texts = getattr(batch, side)
             if not isinstance(texts, Texts) and not (side == "negative" and texts is None):
                 raise TypeError(f"expected `batch.{side}` to be Texts, got {type(texts).__name__}")
-        shapes: dict[str, tuple[Tensor | None, *tuple[str, ...]]] = {
+        shapes: dict[str, tuple[Tensor | None, str]] = {
             "anchor.activations": (batch.anchor.activations, "B V"),
             "positive.activations": (batch.positive.activations, "B V"),
         }
         if batch.negative is not None:
-            shapes["negative.activations"] = (batch.negative.activations, "N V", "B N V")
+            shapes["negative.activations"] = (batch.negative.activations, "N V or B N V")
         check_shapes(**shapes)
         for side in ("anchor", "positive", "negative"):
             texts = getattr(batch, side)
             if texts is not None:
                 rows = "B N" if texts.activations.ndim == 3 else "B"
                 shapes = {f"{side}.activations": (texts.activations, f"{rows} V")}
-                shapes[f"{side}.logits"] = (texts.logits, f"{rows} V", "optional")
+                shapes[f"{side}.logits"] = (texts.logits, f"{rows} V, optional")
                 for name in ("input_ids", "attention_mask"):
-                    shapes[f"{side}.{name}"] = (getattr(texts, name), f"{rows} S", "optional")
+                    shapes[f"{side}.{name}"] = (getattr(texts, name), f"{rows} S, optional")
                 check_shapes(**shapes)
         self._check_both_or_neither(active, batch)
         for term in active:

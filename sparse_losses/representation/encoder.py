@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_flag, check_integer, check_shapes
 from sparse_losses._core.precision import compute_dtype
-from sparse_losses._core.sparse import csr
 from sparse_losses._core.token_ids import as_mask
+from sparse_losses.fast.sparse import csr
 from sparse_losses.representation._masked_lm import evaluating
 from sparse_losses.representation._sentence_transformers import read_modules, write_modules
 from sparse_losses.representation.gate import ContextGate

@@ -84,7 +84,7 @@ class ContextGate(nn.Module):
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """The gate ``[B, V]``."""
-        check_shapes(hidden=(hidden, "B S H"), attention_mask=(attention_mask, "B S", "optional"))
+        check_shapes(hidden=(hidden, "B S H"), attention_mask=(attention_mask, "B S, optional"))
         if hidden.shape[2] != self.hidden_size:
             raise ValueError(
                 f"expected `hidden` of shape [B, S, H] with H = {self.hidden_size}, "

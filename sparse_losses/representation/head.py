@@ -38,8 +38,8 @@ from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_flag, check_shapes, values_can_be_checked
 from sparse_losses._core.precision import compute_dtype, full_precision
-from sparse_losses._core.sparse import bounds_of, csr, sum_bags
 from sparse_losses._core.token_ids import as_mask
+from sparse_losses.fast.sparse import bounds_of, csr, sum_bags
 from sparse_losses.kernels import Impl, check_impl, uses_triton
 from sparse_losses.representation._masked_lm import head_of
 from sparse_losses.representation._maxima import activate, gradient_of_pooled
@@ -118,9 +118,9 @@ def splade_head(
     size = check_shapes(
         hidden=(hidden, "B S H"),
         weight=(weight, "V H"),
-        bias=(bias, "V", "optional"),
-        attention_mask=(attention_mask, "B S", "optional"),
-        gate=(gate, "B V", "optional"),
+        bias=(bias, "V, optional"),
+        attention_mask=(attention_mask, "B S, optional"),
+        gate=(gate, "B V, optional"),
     )
     check_flag(return_logits=return_logits, sparse_grad=sparse_grad)
     check_impl(impl)
@@ -747,7 +747,7 @@ class SpladeHead(nn.Module):
         impl: Impl = "auto",
     ) -> None:
         super().__init__()
-        check_shapes(weight=(weight, "V H"), bias=(bias, "V", "optional"))
+        check_shapes(weight=(weight, "V H"), bias=(bias, "V, optional"))
         check_flag(sparse_grad=sparse_grad)
         check_impl(impl)
         for name, tensor in (("weight", weight), ("bias", bias)):

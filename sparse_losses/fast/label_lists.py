@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from sparse_losses._core.sparse import bounds_of, sum_bags
+from sparse_losses.fast.sparse import bounds_of, sum_bags
 
 __all__ = ["LabelLists"]
 

@@ -12,51 +12,62 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparse_losses._core.contrast import BLOCK, exponentials, losses, merged
 from sparse_losses._core.similarity import through_unit_rows_, unit_rows
 from sparse_losses.distributed import num_ranks, rank, sum_over_ranks
+from sparse_losses.fast.info_nce import (
+    blockwise_info_nce,
+    exponentials,
+    losses,
+    merged,
+    rows_of_a_block,
+)
 
-__all__ = ["ring_contrast"]
+__all__ = ["ring_info_nce"]
 
 
-def ring_contrast(
+def ring_info_nce(
     needs: Sequence[bool],
     anchor: Tensor,
     positive: Tensor,
     negative: Tensor | None,
-    temperature: Tensor,
+    temperature: float | Tensor,
     *,
-    cosine: bool,
+    similarity: str,
     symmetric: bool,
-    decoupled: bool,
     positive_ids: Tensor | None,
-    chunk_size: int | None,
-    mean: bool,
+    decoupled: bool,
+    reduction: str,
+    **options: Any,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """InfoNCE over all ranks' rows, and its gradient by this rank's four tensors, for DDP."""
     batch, ranks = anchor.shape[0], num_ranks()
-    share = 1.0 / (batch * ranks if mean else 1) / (2 if symmetric else 1)
-    value = temperature.new_zeros(())
-    of_temperature = torch.zeros_like(value)
+    if ranks == 1:
+        options |= {"similarity": similarity, "symmetric": symmetric, "reduction": reduction}
+        options |= {"positive_ids": positive_ids, "decoupled": decoupled}
+        return blockwise_info_nce(needs, anchor, positive, negative, temperature, **options)
+    t = torch.as_tensor(temperature, dtype=anchor.dtype, device=anchor.device)
+    share = 1.0 / (batch * ranks if reduction == "mean" else 1) / (2 if symmetric else 1)
+    value = t.new_zeros(())
+    grad_temperature = torch.zeros_like(value)
     found: list[Tensor | None] = [None, None, None, None]
     for asks, answers in ((0, 1), (1, 0)) if symmetric else ((0, 1),):
         sides = anchor, positive
         direction = _Direction(
-            sides[asks], sides[answers], negative, temperature, cosine, positive_ids, chunk_size
+            sides[asks], sides[answers], negative, t, similarity == "cosine", positive_ids
         )
         value += direction.value(decoupled, share)
         if not any(needs):
             continue
-        by_asks, by_answers, by_negative = direction.gradients(needs[2])
-        of_temperature += direction.of_temperature
-        for place, gradient in ((asks, by_asks), (answers, by_answers), (2, by_negative)):
+        grad_asks, grad_answers, grad_negative = direction.gradients(needs[2])
+        grad_temperature += direction.grad_temperature
+        for place, gradient in ((asks, grad_asks), (answers, grad_answers), (2, grad_negative)):
             if gradient is not None and needs[place]:
                 # DDP divides by the number of ranks what they all contributed to.
                 gradient = gradient.mul_(ranks)
                 before = found[place]
                 found[place] = gradient if before is None else before.add_(gradient)
     if needs[3]:
-        found[3] = of_temperature * ranks
+        found[3] = grad_temperature * ranks
     return sum_over_ranks(value), found
 
 
@@ -71,7 +82,6 @@ class _Direction:
         temperature: Tensor,
         cosine: bool,
         positive_ids: Tensor | None,
-        chunk_size: int | None,
     ) -> None:
         self.temperature, self.ids = temperature, positive_ids
         self.query_length: Tensor | None = None
@@ -90,11 +100,11 @@ class _Direction:
             if self.each is not None:
                 self.each, self.each_length = unit_rows(self.each)
         self.batch, self.num_shared = len(answers), len(self.keys) - len(answers)
-        step = chunk_size or max(BLOCK // sum(self.keys.shape), 1)
+        step = rows_of_a_block(asks, self.keys)
         self.chunks = [slice(i, i + step) for i in range(0, self.batch, step)]
 
     def _scores(self, rows: slice, keys: Tensor, ids: Tensor | None, is_own: bool) -> Tensor:
-        """Scores against the keys of one rank; what is no rival has -inf, the positives too."""
+        """Scores against the keys of one rank; what is no negative has -inf, the positives too."""
         scores = self.queries[rows] @ _without_nan(keys, ids).T
         if ids is not None and self.ids is not None:
             scores.masked_fill_(keys.isnan().any(1), torch.nan)
@@ -122,7 +132,7 @@ class _Direction:
 
         keys, ids = self.keys, self.ids
         for turn in range(num_ranks()):
-            coming = _pass_on(keys, ids) if turn + 1 < num_ranks() else None
+            coming = _ring_exchange(keys, ids) if turn + 1 < num_ranks() else None
             for rows in self.chunks:
                 add(rows, self._scores(rows, keys, ids, is_own=turn == 0))
             if coming is not None:
@@ -133,45 +143,45 @@ class _Direction:
         row_losses, self.slope, self.factor = losses(highest, total, positive, decoupled, share)
         return row_losses.sum() * share
 
-    def gradients(self, of_each: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def gradients(self, needs_each: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """By queries, keys and negatives, shared (as the keys' last rows) or each query's own."""
-        by_queries = torch.zeros_like(self.queries)
-        by_each = None
-        keys, ids, by_keys = self.keys, self.ids, torch.zeros_like(self.keys)
+        grad_queries = torch.zeros_like(self.queries)
+        grad_each = None
+        keys, ids, grad_keys = self.keys, self.ids, torch.zeros_like(self.keys)
         for turn in range(num_ranks()):
-            coming = _pass_on(keys, ids) if turn + 1 < num_ranks() else None
+            coming = _ring_exchange(keys, ids) if turn + 1 < num_ranks() else None
             for rows in self.chunks:
                 scores = self._scores(rows, keys, ids, is_own=turn == 0)
                 slopes = self._slopes(rows, scores)
                 if turn == 0:
                     slopes[:, rows].diagonal().sub_(self.slope[rows])
-                by_queries[rows].addmm_(slopes, _without_nan(keys, ids))
-                by_keys.addmm_(slopes.T, self.queries[rows])
+                grad_queries[rows].addmm_(slopes, _without_nan(keys, ids))
+                grad_keys.addmm_(slopes.T, self.queries[rows])
             if coming is not None:
                 keys, ids = coming.wait()
-            by_keys, _ = _pass_on(by_keys, None).wait()
+            grad_keys, _ = _ring_exchange(grad_keys, None).wait()
         if self.each is not None:
-            by_each = torch.empty_like(self.each) if of_each else None
+            grad_each = torch.empty_like(self.each) if needs_each else None
             for rows in self.chunks:
                 slopes = self._slopes(rows, self._scores_of_each(rows))
-                by_queries[rows] += torch.einsum("bn,bnd->bd", slopes, self.each[rows])
-                if by_each is not None:
-                    torch.mul(slopes[:, :, None], self.queries[rows, None], out=by_each[rows])
+                grad_queries[rows] += torch.einsum("bn,bnd->bd", slopes, self.each[rows])
+                if grad_each is not None:
+                    torch.mul(slopes[:, :, None], self.queries[rows, None], out=grad_each[rows])
         # Every score is a query over the temperature times a key.
-        self.of_temperature = -(by_queries * self.queries).sum() / self.temperature
-        by_queries = by_queries.div_(self.temperature)
+        self.grad_temperature = -(grad_queries * self.queries).sum() / self.temperature
+        grad_queries = grad_queries.div_(self.temperature)
         if self.query_length is not None:
             unit = self.queries * self.temperature
-            by_queries = through_unit_rows_(by_queries, unit, self.query_length)
+            grad_queries = through_unit_rows_(grad_queries, unit, self.query_length)
         if self.key_length is not None:
-            by_keys = through_unit_rows_(by_keys, self.keys, self.key_length)
-        if by_each is not None and self.each_length is not None and self.each is not None:
-            by_each = through_unit_rows_(by_each, self.each, self.each_length)
-        by_negative = by_keys[self.batch :] if self.num_shared else by_each
-        return by_queries, by_keys[: self.batch], by_negative
+            grad_keys = through_unit_rows_(grad_keys, self.keys, self.key_length)
+        if grad_each is not None and self.each_length is not None and self.each is not None:
+            grad_each = through_unit_rows_(grad_each, self.each, self.each_length)
+        grad_negative = grad_keys[self.batch :] if self.num_shared else grad_each
+        return grad_queries, grad_keys[: self.batch], grad_negative
 
     def _slopes(self, rows: slice, scores: Tensor) -> Tensor:
-        """The derivative of the loss by the scores of rivals, in place."""
+        """The derivative of the loss by the scores of negatives, in place."""
         exponents = scores.sub_(self.highest[rows, None]).clamp_(max=0.0)
         return exponents.exp_().mul_(self.factor[rows, None])
 
@@ -193,7 +203,7 @@ class _Coming:
         return self.keys, self.ids
 
 
-def _pass_on(keys: Tensor, ids: Tensor | None) -> _Coming:
+def _ring_exchange(keys: Tensor, ids: Tensor | None) -> _Coming:
     """Sends to the next rank of the ring, and receives from the one before, meanwhile."""
     to, source = (rank() + 1) % num_ranks(), (rank() - 1) % num_ranks()
     # Backends send contiguous tensors only; keys may be stored by columns, and not on every rank.

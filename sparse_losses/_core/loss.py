@@ -1,0 +1,191 @@
+"""The declaration: what happens to the arguments of every loss before its formula.
+
+One line above a function names its tensors and the bounds of its numbers::
+
+    @loss(activations="B V", token_penalty="V, constant", beta=">= 0")
+
+A tensor is given by its shapes (``"N D or B N D"``), each dimension by one capital letter, and by
+remarks. Without a remark it is data: floating point, it decides the dtype of the computation and
+arrives in it.
+
+- ``optional``: may be ``None``. ``csr``: may be sparse (``torch.sparse_csr``), and is not cast.
+- ``uncast``: data, but left in its dtype: the body multiplies half precision as it is.
+- ``detached``: data without a gradient: a teacher's scores, the keys of a momentum encoder.
+- ``constant``: cast along, decides no dtype: a penalty, weights.
+- ``mask``: bool, int or float 0/1; arrives as bool.
+- ``integer``: ids and counts. ``labels``: multi-hot rows. Both arrive as they came.
+
+A number is given by its bound: ``"finite"``, ``"> 0"``, ``">= 0"`` or ``"integer >= 1"``; with
+``learnable`` it may be a 0-d tensor of any value. Flags and choices need no declaration: their
+annotations ``bool`` and ``Literal`` say what is allowed.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from torch import Tensor, nn
+
+from sparse_losses._core.checks import (
+    Declared,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    check_temperature,
+    check_tensors,
+    declared,
+)
+from sparse_losses._core.precision import autocast_off, compute_dtype
+from sparse_losses._core.token_ids import as_mask
+from sparse_losses.distributed import agree_across_ranks
+
+__all__ = ["LossModule", "loss"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Declaration(NamedTuple):
+    tensors: Mapping[str, Declared]
+    numbers: Mapping[str, str]
+    flags: tuple[str, ...]
+    choices: Mapping[str, tuple[object, ...]]
+
+    def check(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Raises for a flag, a choice or a number that is none."""
+        for name in self.flags:
+            if name in hyperparameters:
+                check_flag(**{name: hyperparameters[name]})
+        for name, allowed in self.choices.items():
+            if name in hyperparameters:
+                check_choice(name, hyperparameters[name], allowed)
+        for name, bound in self.numbers.items():
+            if name in hyperparameters:
+                _check_bound(name, hyperparameters[name], bound)
+
+
+def _check_bound(name: str, value: object, bound: str) -> None:
+    if bound.endswith(", learnable"):
+        check_temperature(value)
+    elif bound.startswith("integer"):
+        check_integer(name, value, minimum=int(bound.removeprefix("integer >= ")))
+    elif bound == "finite":
+        check_number(name, value)
+    else:
+        sign, minimum = bound.split()
+        check_number(name, value, minimum=float(minimum), exclusive=sign == ">")
+
+
+def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Declares the arguments of a loss; its body gets them checked and cast, autocast off."""
+    tensors = {name: declared(text) for name, text in arguments.items() if text[0].isupper()}
+    numbers = {name: text for name, text in arguments.items() if name not in tensors}
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        hints = get_type_hints(function)
+        names = tuple(inspect.signature(function).parameters)
+        choices = {n: get_args(h) for n, h in hints.items() if get_origin(h) is Literal}
+        flags = tuple(n for n in names if hints[n] is bool and n != "gather")
+        declaration = _Declaration(tensors, numbers, flags, choices)
+        first = names[0]
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            given: dict[str, Any] = dict(zip(names, args, strict=False))
+            given.update(kwargs)
+            if len(args) > len(names) or first not in given:
+                return function(*args, **kwargs)  # Python says what is wrong
+            sizes = check_tensors(tensors, given)
+            declaration.check(kwargs)
+            dtype = _cast(tensors, given)
+            if isinstance(given.get("temperature"), Tensor):
+                given["temperature"] = given["temperature"].to(dtype)
+            if given.get("gather", False) is not False:
+                given["gather"] = _agree(function.__name__, tensors, given, sizes)
+            with autocast_off(given[first].device):
+                return function(**given)  # type: ignore[call-arg]  # by name, as Python binds them
+
+        checked.declaration = declaration  # type: ignore[attr-defined]  # for the module
+        return checked
+
+    return decorate
+
+
+def _cast(tensors: Mapping[str, Declared], given: dict[str, Any]) -> Any:
+    """Brings the tensors to what their remarks say, in place; returns the dtype to compute in."""
+    data = {}
+    for name, (_, remarks) in tensors.items():
+        tensor = given.get(name)
+        if tensor is None or "constant" in remarks or "labels" in remarks:
+            continue
+        if "mask" in remarks:
+            given[name] = as_mask(name, tensor)
+        elif "integer" in remarks:
+            if tensor.is_floating_point():
+                raise TypeError(f"expected `{name}` to be integers, got {tensor.dtype}")
+        else:
+            data[name] = tensor
+    dtype = compute_dtype(**data)
+    for name, (_, remarks) in tensors.items():
+        if name in data and "detached" in remarks:
+            given[name] = given[name].detach()
+        is_cast = "constant" in remarks or (name in data and "uncast" not in remarks)
+        if is_cast and given.get(name) is not None:
+            given[name] = given[name].to(dtype)
+    return dtype
+
+
+def _agree(
+    call: str, tensors: Mapping[str, Declared], given: Mapping[str, Any], sizes: Mapping[str, int]
+) -> bool:
+    """Whether other ranks take part, which then are in the same call, of the same sizes."""
+    letters = {letter for shapes, _ in tensors.values() for shape in shapes for letter in shape}
+    compared = {letter: sizes.get(letter, 0) for letter in sorted(letters)}
+    for name, (shapes, remarks) in tensors.items():
+        tensor = given.get(name)
+        if len(shapes) > 1:
+            compared[f"number of dimensions of `{name}`"] = 0 if tensor is None else tensor.ndim
+        elif "optional" in remarks:
+            compared[f"number of `{name}`"] = 0 if tensor is None else 1
+    data = [given[name] for name in tensors if given.get(name) is not None]
+    if "impl" in given:
+        call += f"(impl={given['impl']!r})"
+    return agree_across_ranks(call, given["gather"], *data, **compared)
+
+
+class LossModule(nn.Module):
+    """What all modules of losses share: hyperparameters as plain attributes, and their repr."""
+
+    def __init__(self, function: Callable[..., Any], **hyperparameters: Any) -> None:
+        """Checks the hyperparameters by the function's declaration, and stores them."""
+        super().__init__()
+        declaration: _Declaration = function.declaration  # type: ignore[attr-defined]
+        declaration.check(hyperparameters)
+        if "gather" in hyperparameters:
+            check_flag(gather=hyperparameters["gather"])
+        self._names = tuple(hyperparameters)
+        for name, value in hyperparameters.items():
+            setattr(self, name, value)
+
+    def hyperparameters(self, **overrides: Any) -> dict[str, Any]:
+        """The hyperparameters by name; an override that is not ``None`` replaces the module's own."""
+        found = {name: getattr(self, name) for name in self._names}
+        found.update((name, value) for name, value in overrides.items() if value is not None)
+        return found
+
+    def extra_repr(self) -> str:
+        """The hyperparameters as ``name=value``."""
+        values = {name: getattr(self, name) for name in self._names}
+        shown = {n: v.tolist() if isinstance(v, Tensor) else v for n, v in values.items()}
+        return ", ".join(f"{name}={value!r}" for name, value in shown.items())

@@ -1,0 +1,103 @@
+"""Value and gradient in one go, where PyTorch runs operation by operation."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparse_losses._core.private_torch import (
+    forward_mode_is_active,
+    is_batched,
+    transforms_are_active,
+)
+
+__all__ = ["can_bring_its_gradient", "with_own_gradient"]
+
+Gradients = Sequence[Tensor | None]
+
+
+def can_bring_its_gradient(*arguments: Any) -> bool:
+    """Whether a gradient made in the forward pass holds: eager mode, no transform.
+
+    A compiler fuses the definition itself; ``torch.func`` and forward-mode derivatives need it.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and all(type(x) in (Tensor, nn.Parameter) for x in arguments if isinstance(x, Tensor))
+        and not transforms_are_active()
+        and not forward_mode_is_active()
+    )
+
+
+def with_own_gradient(
+    definition: Callable[..., Tensor],
+    compute: Callable[..., tuple[Tensor, Gradients]],
+    *arguments: Any,
+) -> Tensor:
+    """``definition(*arguments)``, computed by ``compute``; a second derivative is the definition's.
+
+    ``compute(needs, *arguments)`` gives the value, 0-d or one a row, and the gradient for every
+    tensor that ``needs`` one (those of row values belong to the tensor's own rows). It runs without
+    a graph, and its gradients are scaled in place: they must be its own.
+    """
+    needs = [isinstance(x, Tensor) and x.requires_grad for x in arguments]
+    if not any(needs) or not torch.is_grad_enabled():
+        return compute([False] * len(needs), *arguments)[0]
+    value: Tensor = _OwnGradient.apply(definition, compute, *arguments)  # type: ignore[no-untyped-call]
+    return value
+
+
+class _OwnGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        definition: Callable[..., Tensor],
+        compute: Callable[..., tuple[Tensor, Gradients]],
+        *arguments: Any,
+    ) -> Tensor:
+        ctx.definition, ctx.compute, ctx.needs = definition, compute, ctx.needs_input_grad[2:]
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
+        ctx.numbers = [None if isinstance(x, Tensor) else x for x in arguments]
+        value, ctx.gradients = compute(ctx.needs, *arguments)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (upstream_gradient,) = upstream
+        saved = zip(ctx.saved_tensors, ctx.numbers, strict=True)
+        arguments = [number if tensor is None else tensor for tensor, number in saved]
+        with torch.autocast(upstream_gradient.device.type, enabled=False):
+            if torch.is_grad_enabled():  # a graph of the gradient is wanted
+                # Aliases: where one input was made from another, the way through it is not ours.
+                aliases = [_alias(x) if isinstance(x, Tensor) else x for x in arguments]
+                wanted = [x for x, need in zip(aliases, ctx.needs, strict=True) if need]
+                value = ctx.definition(*aliases)
+                found = iter(
+                    torch.autograd.grad(
+                        value, wanted, upstream_gradient, create_graph=True, allow_unused=True
+                    )
+                )
+                return None, None, *(next(found) if need else None for need in ctx.needs)
+            # Given away below, so that a leaf keeps the buffer itself; a second backward computes
+            # them again, to the same bits.
+            gradients, ctx.gradients = ctx.gradients, None
+            if gradients is None:
+                _, gradients = ctx.compute(ctx.needs, *arguments)
+            scaled = [None if g is None else _scaled_(g, upstream_gradient) for g in gradients]
+            return None, None, *scaled, *[None] * (len(arguments) - len(scaled))
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor) if tensor.layout == torch.strided else tensor.clone()
+
+
+def _scaled_(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Scales every row in place; not at all by the one that ``loss.backward()`` starts from."""
+    if factor.ndim:
+        factor = factor.reshape(factor.shape + (1,) * (gradient.ndim - factor.ndim))
+    if is_batched(factor):  # many gradients at once, as for a vectorised Jacobian
+        return gradient * factor
+    if factor.ndim == 0 and factor.device.type == "cpu" and factor == 1:
+        return gradient
+    return gradient.mul_(factor)

@@ -1,0 +1,39 @@
+"""Every private name of PyTorch that this package uses; a test each says when one may go."""
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "assert_on_device",
+    "forward_mode_is_active",
+    "is_batched",
+    "softplus_into",
+    "transforms_are_active",
+]
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Fails on the device, without a wait and without a break of a compiled graph."""
+    torch._assert_async(condition, message)
+
+
+def transforms_are_active() -> bool:
+    """Whether a transform of ``torch.func`` is tracing: PyTorch has no public question."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def forward_mode_is_active() -> bool:
+    """Whether forward-mode derivatives are being taken: PyTorch has no public question."""
+    return bool(torch.autograd.forward_ad._current_level >= 0)
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a tensor stands for many, as in a vectorised Jacobian: nothing in place then."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+
+
+def softplus_into(out: Tensor, x: Tensor) -> Tensor:
+    """``log(1 + exp(x))`` written to ``out``: ``nn.functional.softplus`` takes no ``out``."""
+    written: Tensor = torch.ops.aten.softplus.out(x, 1.0, 50.0, out=out)
+    return written

@@ -1,0 +1,1 @@
+"""The same numbers computed another way, by the stem of the loss."""

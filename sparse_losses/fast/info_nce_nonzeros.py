@@ -1,0 +1,161 @@
+"""InfoNCE through the non-zeros of its inputs: products that touch nothing else."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_losses.fast.info_nce import contrast, in_both_directions
+from sparse_losses.fast.sparse import NonZeros, non_zeros, product, product_by_columns
+
+__all__ = ["nonzeros_info_nce", "nonzeros_pay"]
+
+# As measured (docs/benchmarks.md): faster below this density from so many rows on, and below a
+# smaller one for fewer.
+DENSEST, ROWS_FOR_DENSEST = 0.12, 512
+FEWEST_COLUMNS = 4096
+SAMPLED_ROWS = 16
+
+
+def nonzeros_pay(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Whether the inputs are CSR, or few enough of them are not zero; looks on the CPU only."""
+    inputs = [x for x in arguments[:3] if x is not None]
+    if any(x.layout != torch.strided for x in inputs):
+        return True
+    rows, columns = inputs[0].shape
+    if inputs[0].device.type != "cpu" or columns < FEWEST_COLUMNS:
+        return False
+    sample = [x[:: max(x.shape[0] // SAMPLED_ROWS, 1)] for x in inputs]
+    found = sum(int(x.count_nonzero()) for x in sample)
+    densest = DENSEST * min(1.0, rows / ROWS_FOR_DENSEST)
+    return found < densest * sum(x.numel() for x in sample)
+
+
+def nonzeros_info_nce(needs: Sequence[bool], *arguments: Any, **options: Any) -> Any:
+    """Value and gradients of InfoNCE by sparse products; the scores are held whole."""
+    by_nonzeros = functools.partial(contrast, kind=_SparseScores)
+    return in_both_directions(by_nonzeros, needs, *arguments, **options)
+
+
+class _SparseScores:
+    """Scores through the non-zeros; gradients where the inputs have room for them.
+
+    That of a dense tensor is exact everywhere, that of a CSR tensor is by what it stores.
+    """
+
+    def __init__(
+        self,
+        needs: Sequence[bool],
+        anchor: Tensor,
+        positive: Tensor,
+        negative: Tensor | None,
+        temperature: Tensor,
+        cosine: bool,
+        hides: bool,
+    ) -> None:
+        self.needs, self.temperature = needs, temperature
+        self.tensors = anchor, positive, negative
+        self.represented = [self._represent(x, cosine) for x in self.tensors if x is not None]
+        # No entry of the others may meet a NaN: which rows have one is noted instead.
+        self.is_nan = [self._rows_with_nan(entries) for entries, _ in self.represented]
+        if hides:  # and what is hidden must not reach a gradient
+            keys, length = self.represented[1]
+            kept = keys.value.masked_fill(self.is_nan[1][keys.row], 0.0)
+            self.represented[1] = keys._replace(value=kept), length
+        self.found: list[Tensor | None] = [None] * 4
+
+    @staticmethod
+    def _represent(x: Tensor, cosine: bool) -> tuple[NonZeros, Tensor | None]:
+        entries = non_zeros(x)
+        if not cosine:
+            return entries, None
+        rows, value = entries.shape[0], entries.value
+        scale = value.new_zeros(rows).scatter_reduce_(0, entries.row, value.abs(), "amax")
+        scale = torch.where(scale == 0, 1.0, scale)
+        unit = value / scale[entries.row]
+        norm = value.new_zeros(rows).index_add_(0, entries.row, unit.square()).sqrt()
+        is_zero = norm == 0
+        unit = unit / torch.where(is_zero, 1.0, norm)[entries.row]
+        return entries._replace(value=unit), torch.where(is_zero, torch.inf, scale * norm)
+
+    @staticmethod
+    def _rows_with_nan(entries: NonZeros) -> Tensor:
+        found = entries.value.new_zeros(entries.shape[0], dtype=torch.bool)
+        found[entries.row[entries.value.isnan()]] = True
+        return found
+
+    def _scores(self, number: int) -> Tensor:
+        scores = product(self.represented[0][0], self.represented[number][0])
+        is_nan = self.is_nan[0][:, None] | self.is_nan[number]
+        return scores.div_(self.temperature).masked_fill_(is_nan, torch.nan)
+
+    def block(self, rows: slice) -> Tensor:
+        """All scores over the temperature ``[B, B]``."""
+        return self._scores(1)
+
+    def negatives(self, rows: slice) -> Tensor | None:
+        """All scores against the shared negatives ``[B, N]``."""
+        return None if len(self.represented) < 3 else self._scores(2)
+
+    def back(
+        self, rows: slice, gradient: Tensor, grad_negative_scores: Tensor | None, factor: Tensor
+    ) -> None:
+        """Takes in the gradient by those scores, up to a factor a row."""
+        factor = factor / self.temperature
+        gradients = [g * factor for g in (gradient, grad_negative_scores) if g is not None]
+        if self.needs[0] or self.needs[3]:
+            along = self._gradient(0, list(zip(gradients, (1, 2), strict=False)))
+            if self.needs[3]:
+                self.found[3] = -along
+        for number, g in enumerate(gradients, start=1):
+            if self.needs[number]:
+                self._gradient(number, [(g.T, 0)])
+
+    def _gradient(self, number: int, terms: list[tuple[Tensor, int]]) -> Tensor:
+        """The gradient by one input, ``sum_k g_k @ x_k``; returns its product with the scores."""
+        tensor = self.tensors[number]
+        assert tensor is not None
+        entries, length = self.represented[number]
+        dense = torch.empty_like(tensor) if tensor.layout == torch.strided else None
+        at_entries = torch.empty_like(entries.value)
+        first = 0
+        tiles = [product_by_columns(g, self.represented[k][0]) for g, k in terms]
+        for parts in zip(*tiles, strict=True):
+            start, stop, tile = parts[0]
+            for _, _, other in parts[1:]:
+                tile += other
+            if length is not None:
+                tile /= length
+            last = int(torch.searchsorted(entries.column, stop))
+            here = slice(first, last)
+            at_entries[here] = tile[entries.column[here] - start, entries.row[here]]
+            first = last
+            if dense is not None:
+                dense[:, start:stop] = tile.T.contiguous()
+        along = entries.value.new_zeros(entries.shape[0])
+        along.index_add_(0, entries.row, entries.value * at_entries)
+        if length is not None:  # the part along the row changes its length alone
+            change = entries.value * along[entries.row]
+            at_entries -= change
+            along = torch.where(along == 0, 0.0, along * length)
+            if dense is not None:
+                dense.index_put_((entries.row, entries.column), at_entries)
+        if dense is None:
+            values = torch.empty_like(at_entries)
+            values[entries.original] = at_entries
+            dense = torch.sparse_csr_tensor(
+                tensor.crow_indices(),
+                tensor.col_indices(),
+                values,
+                tensor.shape,
+                check_invariants=False,
+            )
+        if self.needs[number]:
+            self.found[number] = dense
+        return along.sum() / self.temperature
+
+    def gradients(self) -> list[Tensor | None]:
+        """By anchor, positive, negative and temperature."""
+        return self.found
