@@ -5,8 +5,9 @@ which rows belong to the batch and which oracle knows the answer is said here an
 add a loss: add its oracle, its :class:`Loss` row and its cases.
 """
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,12 @@ class Loss:
     module: str
     signature: str  # of the function, written out: users rely on it
     constructor: tuple[str, ...] = ()  # tensors that the module keeps as buffers
+    ways: tuple[str, ...] = ()  # beside the definition; the first takes every case marked so
+    function: str = ""  # where it is not `<stem>_loss`
     bad: tuple[tuple[str, Any], ...] = ()  # hyperparameters that must be refused
 
-    @property
-    def function(self) -> str:
-        return f"{self.stem}_loss"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "function", self.function or f"{self.stem}_loss")
 
     @property
     def reduces(self) -> bool:
@@ -54,31 +56,35 @@ LOSSES = {
             "InfoNCELoss",
             "(anchor, positive, negative=None, *, temperature=0.07, similarity='cosine', "
             "symmetric=False, in_batch=True, positive_ids=None, positive_mask=None, "
-            "decoupled=False, chunk_size=None, gather=False, sparse='auto', impl='auto', "
-            "reduction='mean')",
+            "decoupled=False, gather=False, impl='auto', reduction='mean')",
             bad=(
                 *_BAD_TEMPERATURES,
                 ("similarity", "manhattan"),
                 ("similarity", "euclidean"),
-                ("chunk_size", 0),
-                ("chunk_size", -2),
-                ("chunk_size", 1.5),
-                ("sparse", "yes"),
-                ("sparse", None),
-                ("sparse", 1),
                 ("impl", "cuda"),
+                ("impl", None),
             ),
+            ways=("direct", "blocks", "nonzeros"),
+        ),
+        Loss(
+            "info_nce_from_scores",
+            "InfoNCEFromScoresLoss",
+            "(scores, positive_mask, candidate_mask=None, *, decoupled=False, gather=False, "
+            "reduction='mean')",
+            function="info_nce_from_scores",
         ),
         Loss(
             "n_pair",
             "NPairLoss",
-            "(anchor, positive, negative=None, *, gather=False, reduction='mean')",
+            "(anchor, positive, negative=None, *, gather=False, impl='auto', reduction='mean')",
+            ways=("direct", "blocks"),
         ),
         Loss(
             "pairwise_contrastive",
             "PairwiseContrastiveLoss",
-            "(x1, x2, same, *, margin=1.0, gather=False, reduction='mean')",
-            bad=(("margin", _NAN), ("margin", "1")),
+            "(x1, x2, same, *, margin=1.0, gather=False, impl='auto', reduction='mean')",
+            bad=(("margin", _NAN), ("margin", "1"), ("impl", "blocks")),
+            ways=("direct",),
         ),
         Loss(
             "triplet_margin",
@@ -91,8 +97,9 @@ LOSSES = {
             "self_reconstruction",
             "SelfReconstructionLoss",
             "(activations, input_ids, attention_mask, *, ignore_token_ids=None, balanced=False, "
-            "gather=False, reduction='mean')",
-            bad=(("ignore_token_ids", [V]), ("ignore_token_ids", [-1])),
+            "gather=False, impl='auto', reduction='mean')",
+            bad=(("ignore_token_ids", [V]), ("ignore_token_ids", [-1]), ("impl", "direct")),
+            ways=("blocks",),
         ),
         Loss(
             "positive_activation",
@@ -191,10 +198,12 @@ class Case:
     free: tuple[tuple[str, int], ...] = ()  # dimensions that no other tensor shares
     invalidate: tuple[str, float] | None = None  # row tensor and the value that voids a row
     private: tuple[str, ...] = ()  # row tensors that no other row looks at
+    takes_way: bool = False  # whether a way beside the definition takes the call
+    impl: str | None = None  # how it is computed; by default without the argument
 
     @property
     def id(self) -> str:
-        return f"{self.stem}-{self.name}"
+        return f"{self.stem}-{self.name}" + (f"-{self.impl}" if self.impl else "")
 
     @property
     def loss(self) -> Loss:
@@ -219,9 +228,10 @@ class Case:
         import sparse_losses.functional as F
 
         function = getattr(F, self.loss.function)
+        impl = {} if self.impl is None else {"impl": self.impl}
 
         def call(**arguments: Any) -> torch.Tensor:
-            return function(**{**self.kwargs, **arguments})
+            return function(**{**self.kwargs, **impl, **arguments})
 
         return call
 
@@ -233,7 +243,9 @@ class Case:
         rest = {k: v for k, v in tensors.items() if k not in self.loss.constructor}
         if self.stem == "nws":
             kept.setdefault("label_similarity", None)
-        return getattr(sparse_losses, self.loss.module)(**kept, **{**self.kwargs, **changes}), rest
+        impl = {} if self.impl is None else {"impl": self.impl}
+        options = {**self.kwargs, **impl, **changes}
+        return getattr(sparse_losses, self.loss.module)(**kept, **options), rest
 
 
 def to_tensors(arrays: Arrays, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
@@ -384,6 +396,19 @@ def _scores(mask: bool = False, infinite: bool = False):
     return make
 
 
+def _score_table(candidates: bool = False, several: bool = False):
+    def make(rng: np.random.Generator, batch: int) -> Arrays:
+        arrays: Arrays = {"scores": rng.normal(size=(batch, C)) * 3}
+        arrays["positive_mask"] = np.eye(batch, C, dtype=bool)
+        if several:
+            arrays["positive_mask"] |= rng.random((batch, C)) < 0.3
+        if candidates:
+            arrays["candidate_mask"] = arrays["positive_mask"] | (rng.random((batch, C)) < 0.7)
+        return arrays
+
+    return make
+
+
 def _margins(rng: np.random.Generator, batch: int) -> Arrays:
     names = ("student_positive", "student_negative", "teacher_positive", "teacher_negative")
     return {name: rng.normal(size=batch) for name in names}
@@ -410,6 +435,9 @@ def _info_nce(name: str, negative=None, ids=False, mask=False, **kwargs) -> Case
         free=(("negative", 0 if negative == "shared" else 1),),
         invalidate=("positive_mask", 0) if mask else None,
         private=() if symmetric else ("anchor",),
+        takes_way=kwargs.get("in_batch", True)
+        and not mask
+        and not (ids and kwargs.get("decoupled", False) and not negative),
     )
 
 
@@ -422,6 +450,7 @@ def _pair_case(stem: str, name: str, negative=None, **kwargs) -> Case:
         differentiable=("anchor", "positive") + (("negative",) if negative else ()),
         rows=("anchor", "positive") + (("negative",) if negative in ("row", "per_row") else ()),
         free={"shared": (("negative", 0),), "per_row": (("negative", 1),)}.get(negative, ()),
+        takes_way=stem == "n_pair" and negative is None,
     )
 
 
@@ -439,6 +468,7 @@ def _nws_case(name: str, key=False, queue=False, mask=False, similar=True, **kwa
         + (("queue_mask",) if mask else ()),
         invalidate=("query_labels", 0),
         private=("query",),
+        takes_way=True,
     )
 
 
@@ -456,6 +486,7 @@ def _token_case(stem: str, name: str, weight: bool = False, **kwargs) -> Case:
         free=() if weight else (("activations", 1),),
         invalidate=(mask, 0) if prefix else None,
         private=("activations",),
+        takes_way=stem == "self_reconstruction",
     )
 
 
@@ -487,7 +518,31 @@ def _vector_case(stem: str, name: str, penalty=False, counts=False, signed=False
     )
 
 
-CASES = (
+def _from_scores_case(name: str, candidates=False, several=False, **kwargs) -> Case:
+    masks = ("positive_mask", "candidate_mask") if candidates else ("positive_mask",)
+    return Case(
+        "info_nce_from_scores",
+        name,
+        _score_table(candidates, several),
+        kwargs,
+        differentiable=("scores",),
+        rows=("scores", *masks),
+        masks=masks,
+        invalidate=("positive_mask", 0),
+        private=("scores",),
+    )
+
+
+def _by_every_way(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+    """A case that a way takes comes twice: by the definition, and by what ``auto`` takes."""
+    found = []
+    for case in cases:
+        twice = case.takes_way and case.loss.ways
+        found += [replace(case, impl=i) for i in ("definition", "auto")] if twice else [case]
+    return tuple(found)
+
+
+BASE_CASES = (
     _info_nce("plain"),
     _info_nce("cold", temperature=0.05),
     _info_nce("dot", similarity="dot", temperature=1.5),
@@ -512,10 +567,10 @@ CASES = (
     ),
     _info_nce("decoupled", decoupled=True),
     _info_nce("decoupled_dot", decoupled=True, similarity="dot", negative="per_row"),
-    _info_nce("chunked", chunk_size=3),
-    _info_nce("chunked_shared_symmetric", negative="shared", symmetric=True, chunk_size=1),
-    _info_nce("chunked_per_row_ids_decoupled", "per_row", ids=True, decoupled=True, chunk_size=2),
-    _info_nce("chunked_positives", "shared", mask=True, symmetric=True, chunk_size=2),
+    _from_scores_case("one"),
+    _from_scores_case("several", several=True),
+    _from_scores_case("candidates", candidates=True, several=True),
+    _from_scores_case("decoupled", candidates=True, several=True, decoupled=True),
     _pair_case("n_pair", "in_batch"),
     _pair_case("n_pair", "shared", "shared"),
     _pair_case("n_pair", "per_row", "per_row"),
@@ -528,6 +583,7 @@ CASES = (
             differentiable=("x1", "x2"),
             rows=("x1", "x2", "same"),
             masks=("same",),
+            takes_way=True,
         )
         for name, margin in (("apart", 1.0), ("inside_margin", 6.0))
     ),
@@ -579,7 +635,8 @@ CASES = (
     ),
 )
 
-FIRST = {case.stem: case for case in reversed(CASES)}  # one case a loss, its plainest
+CASES = _by_every_way(BASE_CASES)
+FIRST = {case.stem: case for case in reversed(BASE_CASES)}  # one case a loss, its plainest
 
 
 def cases_of(stem: str) -> tuple[Case, ...]:
@@ -602,7 +659,9 @@ def assert_follows_the_formula(stem: str, arrays: Arrays, **options: Any) -> Non
         value = value_of(stem, arrays, **options)
         np.testing.assert_allclose(value.numpy(), answer, rtol=1e-9, atol=1e-9)
         return
-    for reduction in ("none", "mean", "sum"):
-        value = value_of(stem, arrays, **options, reduction=reduction)
+    ways = ("definition", "auto") if loss.ways else (None,)
+    for reduction, impl in itertools.product(("none", "mean", "sum"), ways):
+        by = {} if impl is None else {"impl": impl}
+        value = value_of(stem, arrays, **options, **by, reduction=reduction)
         expected = oracles.reduce_rows(*answer, reduction)
         np.testing.assert_allclose(value.numpy(), expected, rtol=1e-9, atol=1e-9)

@@ -93,13 +93,3 @@ class _Compatibility:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture(params=["plain", "fused"])
-def path(request, monkeypatch):
-    """By the plain formula, and by the hand-written gradient, whatever the size of the input."""
-    from sparse_losses._core import fused
-
-    fewest = {"plain": 10**18, "fused": 0}[request.param]
-    monkeypatch.setattr(fused, "FEWEST_ELEMENTS", fewest)
-    return request.param

@@ -108,7 +108,6 @@ def info_nce(
     positive_ids=None,
     positive_mask=None,
     decoupled=False,
-    chunk_size=None,
 ) -> Rows:
     """Minus log of the positive's share among the candidates."""
     options = (temperature, similarity, in_batch, positive_ids)
@@ -123,6 +122,22 @@ def info_nce(
             for one, two in zip(forward, backward, strict=True)
         ]
     )
+
+
+def info_nce_from_scores(scores, positive_mask, candidate_mask=None, *, decoupled=False) -> Rows:
+    """The mean over a row's positives of minus log of their share."""
+    values: list[float | None] = []
+    for i, row in enumerate(scores):
+        kept = [j for j in range(len(row)) if candidate_mask is None or candidate_mask[i][j]]
+        positives = [row[j] for j in kept if positive_mask[i][j]]
+        negatives = [row[j] for j in kept if not positive_mask[i][j]]
+        if not positives or (decoupled and not negatives):
+            values.append(None)
+            continue
+        total = log_sum_exp(negatives if decoupled else positives + negatives)
+        terms = [total - score for score in positives]
+        values.append(math.fsum(terms) / len(terms))
+    return _rows(values)
 
 
 def mutual_information_lower_bound(loss: float, num_candidates: int) -> float:

@@ -44,7 +44,6 @@ def info_nce_problems(draw) -> tuple[dict, dict]:
         "similarity": draw(similarities),
         "symmetric": draw(st.booleans()),
         "decoupled": draw(st.booleans()),
-        "chunk_size": draw(st.sampled_from([None, None, 1, 2, 7])),
     }
     options["in_batch"] = draw(st.booleans()) if kind is not None else True
     if draw(st.booleans()):

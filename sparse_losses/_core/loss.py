@@ -8,12 +8,13 @@ A tensor is given by its shapes (``"N D or B N D"``), each dimension by one capi
 remarks. Without a remark it is data: floating point, it decides the dtype of the computation and
 arrives in it.
 
-- ``optional``: may be ``None``. ``csr``: may be sparse (``torch.sparse_csr``), and is not cast.
+- ``optional``: may be ``None``. ``csr``: may be sparse (``torch.sparse_csr``).
 - ``uncast``: data, but left in its dtype: the body multiplies half precision as it is.
 - ``detached``: data without a gradient: a teacher's scores, the keys of a momentum encoder.
 - ``constant``: cast along, decides no dtype: a penalty, weights.
 - ``mask``: bool, int or float 0/1; arrives as bool.
-- ``integer``: ids and counts. ``labels``: multi-hot rows. Both arrive as they came.
+- ``integer``: ids and counts. ``labels``: multi-hot rows. ``token ids``: ids whose range the body
+  checks where they are attended. All three arrive as they came.
 
 A number is given by its bound: ``"finite"``, ``"> 0"``, ``">= 0"`` or ``"integer >= 1"``; with
 ``learnable`` it may be a 0-d tensor of any value. Flags and choices need no declaration: their
@@ -127,7 +128,7 @@ def _cast(tensors: Mapping[str, Declared], given: dict[str, Any]) -> Any:
     data = {}
     for name, (_, remarks) in tensors.items():
         tensor = given.get(name)
-        if tensor is None or "constant" in remarks or "labels" in remarks:
+        if tensor is None or remarks & {"constant", "labels", "token ids"}:
             continue
         if "mask" in remarks:
             given[name] = as_mask(name, tensor)
@@ -179,7 +180,7 @@ class LossModule(nn.Module):
             setattr(self, name, value)
 
     def hyperparameters(self, **overrides: Any) -> dict[str, Any]:
-        """The hyperparameters by name; an override that is not ``None`` replaces the module's own."""
+        """The hyperparameters by name; an override other than ``None`` replaces the module's."""
         found = {name: getattr(self, name) for name in self._names}
         found.update((name, value) for name, value in overrides.items() if value is not None)
         return found

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_losses._core.fused import can_fuse, is_batched
+from sparse_losses._core.own_gradient import can_bring_its_gradient
+from sparse_losses._core.private_torch import is_batched
 
 __all__ = ["normalize", "through_unit_rows_", "unit_rows"]
 
@@ -15,7 +16,7 @@ def normalize(x: Tensor) -> Tensor:
 
     ``F.normalize`` divides a zero row by 1e-12, which sends a gradient of 1e12 into it.
     """
-    if can_fuse(x) and x.ndim > 1:
+    if can_bring_its_gradient(x) and x.ndim > 1:
         unit: Tensor = _Normalize.apply(x)  # type: ignore[no-untyped-call]
         return unit
     return _normalize(x)

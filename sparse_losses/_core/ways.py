@@ -2,14 +2,17 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from sparse_losses._core.own_gradient import can_bring_its_gradient, with_own_gradient
 from sparse_losses.distributed import average_grad_over_ranks
 
-__all__ = ["Way", "compute"]
+__all__ = ["Arguments", "Options", "Way", "compute"]
+
+Arguments: TypeAlias = Sequence[Any]
+Options: TypeAlias = Mapping[str, Any]
 
 
 class Way(NamedTuple):
@@ -23,8 +26,8 @@ class Way(NamedTuple):
     """
 
     name: str
-    why_not: Callable[[Sequence[Any], Mapping[str, Any]], str | None]
-    pays: Callable[[Sequence[Any], Mapping[str, Any]], bool]
+    why_not: Callable[[Arguments, Options], str | None]
+    pays: Callable[[Arguments, Options], bool]
     compute: Callable[..., Any]
 
 
@@ -32,8 +35,8 @@ def compute(
     definition: Callable[..., Tensor],
     ways: Sequence[Way],
     impl: str,
-    arguments: Sequence[Any],
-    options: Mapping[str, Any],
+    arguments: Arguments,
+    options: Options,
 ) -> Tensor:
     """``definition(*arguments, **options)``, by the first way that can and pays, or the one named.
 

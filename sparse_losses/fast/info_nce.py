@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sparse_losses._core.similarity import through_unit_rows_, unit_rows
 from sparse_losses._core.softmax import softplus
+from sparse_losses._core.ways import Arguments, Options
 from sparse_losses.distributed import gather_rows, num_ranks, rank, scatter_sum, sum_over_ranks
 
 __all__ = [
-    "MOST_SCORES",
     "DenseScores",
     "blockwise_info_nce",
     "direct_info_nce",
@@ -27,6 +27,7 @@ __all__ = [
     "losses",
     "merged",
     "rows_of_a_block",
+    "too_many_scores",
 ]
 
 MOST_SCORES = 1 << 22  # held at once: 16 MB in fp32
@@ -34,12 +35,23 @@ MOST_SCORES = 1 << 22  # held at once: 16 MB in fp32
 Gradients = list[Tensor | None]
 
 
-def direct_info_nce(needs: Sequence[bool], *arguments: Any, **options: Any) -> Any:
+def too_many_scores(arguments: Arguments, options: Options) -> bool:
+    """Whether all scores at once are more than a block."""
+    anchor, _, negative, _ = arguments
+    batch = len(anchor) * (num_ranks() if options["gather"] else 1)
+    return len(anchor) * (batch + (0 if negative is None else negative.shape[-2])) > MOST_SCORES
+
+
+def direct_info_nce(
+    needs: Sequence[bool], *arguments: Any, **options: Any
+) -> tuple[Tensor, Gradients]:
     """Value and gradients of InfoNCE, all scores held once."""
     return in_both_directions(contrast, needs, *arguments, **options)
 
 
-def blockwise_info_nce(needs: Sequence[bool], *arguments: Any, **options: Any) -> Any:
+def blockwise_info_nce(
+    needs: Sequence[bool], *arguments: Any, **options: Any
+) -> tuple[Tensor, Gradients]:
     """Value and gradients of InfoNCE, some rows of the scores at a time."""
     return in_both_directions(
         functools.partial(contrast, in_blocks=True), needs, *arguments, **options

@@ -1,12 +1,13 @@
 """InfoNCE through the non-zeros of its inputs: products that touch nothing else."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparse_losses._core.ways import Arguments, Options
 from sparse_losses.fast.info_nce import contrast, in_both_directions
 from sparse_losses.fast.sparse import NonZeros, non_zeros, product, product_by_columns
 
@@ -19,9 +20,9 @@ FEWEST_COLUMNS = 4096
 SAMPLED_ROWS = 16
 
 
-def nonzeros_pay(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
+def nonzeros_pay(arguments: Arguments, options: Options) -> bool:
     """Whether the inputs are CSR, or few enough of them are not zero; looks on the CPU only."""
-    inputs = [x for x in arguments[:3] if x is not None]
+    inputs: list[Tensor] = [x for x in arguments[:3] if x is not None]
     if any(x.layout != torch.strided for x in inputs):
         return True
     rows, columns = inputs[0].shape

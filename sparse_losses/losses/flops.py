@@ -1,16 +1,14 @@
 """FLOPS: the expected cost of a dot product through an inverted index (Minimizing FLOPs, 2020)."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparse_losses._core.checks import check_flag, check_shapes, describe
-from sparse_losses._core.column_mean import Estimator, check_estimator, mean_and_square
-from sparse_losses._core.precision import compute_dtype, full_precision
-from sparse_losses.distributed import agree_across_ranks, num_ranks
+from sparse_losses._core.column_mean import Estimator, check_rows, mean_and_square
+from sparse_losses._core.loss import LossModule, loss
 
 __all__ = ["FlopsLoss", "flops_loss"]
 
 
-@full_precision
+@loss(activations="B V")
 def flops_loss(
     activations: Tensor, *, estimator: Estimator = "biased", gather: bool = False
 ) -> Tensor:
@@ -58,17 +56,12 @@ def flops_loss(
         Minimizing FLOPs to Learn Efficient Sparse Representations, eq. 4. SPLADE: Sparse Lexical
         and Expansion Model for First Stage Ranking, eq. 4.
     """
-    check_shapes(activations=(activations, "B V"))
-    gather = agree_across_ranks(
-        "flops_loss", gather, activations, B=len(activations), V=activations.shape[1]
-    )
-    check_estimator(estimator, len(activations) * (num_ranks() if gather else 1))
-    x = activations.to(compute_dtype(activations=activations))
-    _, squared_mean = mean_and_square(x, estimator, gather)
+    check_rows(estimator, len(activations), gather)
+    _, squared_mean = mean_and_square(activations, estimator, gather)
     return squared_mean.sum()
 
 
-class FlopsLoss(nn.Module):
+class FlopsLoss(LossModule):
     """Module of ``flops_loss``, which holds formula and arguments.
 
     Examples:
@@ -79,16 +72,8 @@ class FlopsLoss(nn.Module):
     """
 
     def __init__(self, *, estimator: Estimator = "biased", gather: bool = False) -> None:
-        super().__init__()
-        check_estimator(estimator)
-        check_flag(gather=gather)
-        self.estimator: Estimator = estimator
-        self.gather = gather
+        super().__init__(flops_loss, estimator=estimator, gather=gather)
 
-    def forward(self, activations: Tensor) -> Tensor:
+    def forward(self, activations: Tensor, *, gather: bool | None = None) -> Tensor:
         """The loss; tensors as in the function."""
-        return flops_loss(activations, estimator=self.estimator, gather=self.gather)
-
-    def extra_repr(self) -> str:
-        """The hyperparameters."""
-        return describe(self, "estimator", "gather")
+        return flops_loss(activations, **self.hyperparameters(gather=gather))

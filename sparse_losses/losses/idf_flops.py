@@ -1,16 +1,15 @@
 """IDF-weighted FLOPS: tokens that say little pay more, special tokens pay most."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparse_losses._core.checks import check_flag, check_number, check_shapes, describe
-from sparse_losses._core.column_mean import Estimator, check_estimator, mean_and_square
-from sparse_losses._core.precision import compute_dtype, full_precision
-from sparse_losses.distributed import agree_across_ranks, num_ranks
+from sparse_losses._core.checks import check_shapes
+from sparse_losses._core.column_mean import Estimator, check_rows, mean_and_square
+from sparse_losses._core.loss import LossModule, loss
 
 __all__ = ["IdfFlopsLoss", "idf_flops_loss"]
 
 
-@full_precision
+@loss(activations="B V", token_penalty="V, constant", beta=">= 0")
 def idf_flops_loss(
     activations: Tensor,
     token_penalty: Tensor,
@@ -58,23 +57,12 @@ def idf_flops_loss(
         Minimizing FLOPs to Learn Efficient Sparse Representations. The weighting comes from the
         notes of a Korean neural sparse retriever (its versions V25 and V26).
     """
-    check_shapes(activations=(activations, "B V"), token_penalty=(token_penalty, "V"))
-    _check(beta)
-    gather = agree_across_ranks(
-        "idf_flops_loss", gather, activations, B=len(activations), V=activations.shape[1]
-    )
-    check_estimator(estimator, len(activations) * (num_ranks() if gather else 1))
-    x = activations.to(compute_dtype(activations=activations))
-    w = token_penalty.to(x.dtype)
-    mean, squared_mean = mean_and_square(x, estimator, gather)
-    return (w * (mean.abs() + beta * squared_mean)).sum()
+    check_rows(estimator, len(activations), gather)
+    mean, squared_mean = mean_and_square(activations, estimator, gather)
+    return (token_penalty * (mean.abs() + beta * squared_mean)).sum()
 
 
-def _check(beta: float) -> None:
-    check_number("beta", beta, minimum=0.0)
-
-
-class IdfFlopsLoss(nn.Module):
+class IdfFlopsLoss(LossModule):
     """Module of ``idf_flops_loss``; ``token_penalty`` is a buffer.
 
     Examples:
@@ -95,26 +83,11 @@ class IdfFlopsLoss(nn.Module):
         estimator: Estimator = "biased",
         gather: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(idf_flops_loss, beta=beta, estimator=estimator, gather=gather)
         check_shapes(token_penalty=(token_penalty, "V"))
-        _check(beta)
-        check_estimator(estimator)
-        check_flag(gather=gather)
         self.register_buffer("token_penalty", token_penalty.detach())
-        self.beta = beta
-        self.estimator: Estimator = estimator
-        self.gather = gather
 
-    def forward(self, activations: Tensor) -> Tensor:
+    def forward(self, activations: Tensor, *, gather: bool | None = None) -> Tensor:
         """The loss; tensors as in the function."""
-        return idf_flops_loss(
-            activations,
-            self.token_penalty,
-            beta=self.beta,
-            estimator=self.estimator,
-            gather=self.gather,
-        )
-
-    def extra_repr(self) -> str:
-        """The hyperparameters."""
-        return describe(self, "beta", "estimator", "gather")
+        options = self.hyperparameters(gather=gather)
+        return idf_flops_loss(activations, self.token_penalty, **options)

@@ -1,7 +1,6 @@
 """InfoNCE: find the positive among the candidates (Contrastive Predictive Coding, 2018)."""
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,9 +13,9 @@ from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.softmax import contrastive_rows
-from sparse_losses._core.ways import Way, compute
+from sparse_losses._core.ways import Arguments, Options, Way, compute
 from sparse_losses.distributed import gather_rows, num_ranks, rank
-from sparse_losses.fast.info_nce import MOST_SCORES, blockwise_info_nce, direct_info_nce
+from sparse_losses.fast.info_nce import blockwise_info_nce, direct_info_nce, too_many_scores
 from sparse_losses.fast.info_nce_nonzeros import nonzeros_info_nce, nonzeros_pay
 from sparse_losses.fast.info_nce_ring import ring_info_nce
 
@@ -268,9 +267,6 @@ def _check_width(positive_mask: Tensor | None, batch: int, gather: bool) -> None
         )
 
 
-Arguments, Options = Sequence[Any], Mapping[str, Any]
-
-
 def _why_no_gradient(arguments: Arguments, options: Options) -> str | None:
     """Why no way with a gradient of its own takes the call."""
     anchor, _, negative, temperature = arguments
@@ -308,18 +304,11 @@ def _why_not_ring(arguments: Arguments, options: Options) -> str | None:
     return _why_not_dense(arguments, options) if options["gather"] else "gather=True"
 
 
-def _are_too_many(arguments: Arguments, options: Options) -> bool:
-    """Whether all scores at once are more than a block."""
-    ranks = num_ranks() if options["gather"] else 1
-    anchor, _, negative, _ = arguments
-    return len(anchor) * (ranks * len(anchor) + _number_of(negative)) > MOST_SCORES
-
-
 # In order of preference. "ring" saves memory at the price of time: only by name.
 WAYS = (
     Way("ring", _why_not_ring, lambda *_: False, ring_info_nce),
     Way("nonzeros", _why_not_nonzeros, nonzeros_pay, nonzeros_info_nce),
-    Way("blocks", _why_not_dense, _are_too_many, blockwise_info_nce),
+    Way("blocks", _why_not_dense, too_many_scores, blockwise_info_nce),
     Way("direct", _why_not_dense, lambda *_: True, direct_info_nce),
 )
 

@@ -1,16 +1,15 @@
 """Language penalty: tokens of other languages cost."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparse_losses._core.checks import check_flag, check_shapes, describe
-from sparse_losses._core.precision import compute_dtype, full_precision
-from sparse_losses._core.reduction import Reduction, check_reduction, reduce
-from sparse_losses.distributed import agree_across_ranks
+from sparse_losses._core.checks import check_shapes
+from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.reduction import Reduction, reduce
 
 __all__ = ["LanguagePenaltyLoss", "language_penalty_loss"]
 
 
-@full_precision
+@loss(activations="B V", token_penalty="V, constant")
 def language_penalty_loss(
     activations: Tensor,
     token_penalty: Tensor,
@@ -48,16 +47,10 @@ def language_penalty_loss(
     References:
         From the notes of a Korean neural sparse retriever (its version V28a).
     """
-    check_shapes(activations=(activations, "B V"), token_penalty=(token_penalty, "V"))
-    check_reduction(reduction)
-    gather = agree_across_ranks(
-        "language_penalty_loss", gather, activations, B=activations.shape[0]
-    )
-    x = activations.to(compute_dtype(activations=activations))
-    return reduce(x @ token_penalty.to(x.dtype), reduction, gather=gather)
+    return reduce(activations @ token_penalty, reduction, gather=gather)
 
 
-class LanguagePenaltyLoss(nn.Module):
+class LanguagePenaltyLoss(LossModule):
     """Module of ``language_penalty_loss``.
 
     ``token_penalty`` is a buffer.
@@ -74,20 +67,11 @@ class LanguagePenaltyLoss(nn.Module):
     def __init__(
         self, token_penalty: Tensor, *, gather: bool = False, reduction: Reduction = "mean"
     ) -> None:
-        super().__init__()
+        super().__init__(language_penalty_loss, gather=gather, reduction=reduction)
         check_shapes(token_penalty=(token_penalty, "V"))
-        check_flag(gather=gather)
-        check_reduction(reduction)
         self.register_buffer("token_penalty", token_penalty.detach())
-        self.gather = gather
-        self.reduction: Reduction = reduction
 
-    def forward(self, activations: Tensor) -> Tensor:
+    def forward(self, activations: Tensor, *, gather: bool | None = None) -> Tensor:
         """The loss; tensors as in the function."""
-        return language_penalty_loss(
-            activations, self.token_penalty, gather=self.gather, reduction=self.reduction
-        )
-
-    def extra_repr(self) -> str:
-        """The hyperparameters."""
-        return describe(self, "gather", "reduction")
+        options = self.hyperparameters(gather=gather)
+        return language_penalty_loss(activations, self.token_penalty, **options)

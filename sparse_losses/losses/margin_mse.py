@@ -1,17 +1,19 @@
 """MarginMSE: the teacher's margin between positive and negative (Hofstaetter et al., 2020)."""
 
-import torch.nn.functional as nnf
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparse_losses._core.checks import check_flag, check_shapes, describe
-from sparse_losses._core.precision import compute_dtype, full_precision
-from sparse_losses._core.reduction import Reduction, check_reduction, reduce
-from sparse_losses.distributed import agree_across_ranks
+from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.reduction import Reduction, reduce
 
 __all__ = ["MarginMSELoss", "margin_mse_loss"]
 
 
-@full_precision
+@loss(
+    student_positive="B",
+    student_negative="B",
+    teacher_positive="B, detached",
+    teacher_negative="B, detached",
+)
 def margin_mse_loss(
     student_positive: Tensor,
     student_negative: Tensor,
@@ -55,38 +57,12 @@ def margin_mse_loss(
         Improving Efficient Neural Ranking Models with Cross-Architecture Knowledge Distillation,
         eq. 8.
     """
-    size = check_shapes(
-        student_positive=(student_positive, "B"),
-        student_negative=(student_negative, "B"),
-        teacher_positive=(teacher_positive, "B"),
-        teacher_negative=(teacher_negative, "B"),
-    )
-    check_reduction(reduction)
-    gather = agree_across_ranks(
-        "margin_mse_loss",
-        gather,
-        student_positive,
-        student_negative,
-        teacher_positive,
-        teacher_negative,
-        B=size["B"],
-    )
-    dtype = compute_dtype(
-        student_positive=student_positive,
-        student_negative=student_negative,
-        teacher_positive=teacher_positive,
-        teacher_negative=teacher_negative,
-    )
-    student_margin = student_positive.to(dtype) - student_negative.to(dtype)
-    teacher_margin = teacher_positive.detach().to(dtype) - teacher_negative.detach().to(dtype)
-    if gather:
-        return reduce((student_margin - teacher_margin).square(), reduction, gather=True)
-    if size["B"] == 0 and reduction == "mean":
-        reduction = "sum"  # of no row at all: 0, and part of the graph
-    return nnf.mse_loss(student_margin, teacher_margin, reduction=reduction)
+    student_margin = student_positive - student_negative
+    teacher_margin = teacher_positive - teacher_negative
+    return reduce((student_margin - teacher_margin).square(), reduction, gather=gather)
 
 
-class MarginMSELoss(nn.Module):
+class MarginMSELoss(LossModule):
     """Module of ``margin_mse_loss``.
 
     Examples:
@@ -98,11 +74,7 @@ class MarginMSELoss(nn.Module):
     """
 
     def __init__(self, *, gather: bool = False, reduction: Reduction = "mean") -> None:
-        super().__init__()
-        check_flag(gather=gather)
-        check_reduction(reduction)
-        self.gather = gather
-        self.reduction: Reduction = reduction
+        super().__init__(margin_mse_loss, gather=gather, reduction=reduction)
 
     def forward(
         self,
@@ -110,6 +82,8 @@ class MarginMSELoss(nn.Module):
         student_negative: Tensor,
         teacher_positive: Tensor,
         teacher_negative: Tensor,
+        *,
+        gather: bool | None = None,
     ) -> Tensor:
         """The loss; tensors as in the function."""
         return margin_mse_loss(
@@ -117,10 +91,5 @@ class MarginMSELoss(nn.Module):
             student_negative,
             teacher_positive,
             teacher_negative,
-            gather=self.gather,
-            reduction=self.reduction,
+            **self.hyperparameters(gather=gather),
         )
-
-    def extra_repr(self) -> str:
-        """The hyperparameters."""
-        return describe(self, "gather", "reduction")

@@ -2,26 +2,20 @@
 
 import torch
 import torch.nn.functional as nnf
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparse_losses._core.checks import (
-    check_flag,
-    check_integer,
-    check_number,
-    check_shapes,
-    describe,
-)
-from sparse_losses._core.fused import can_fuse
-from sparse_losses._core.precision import compute_dtype, full_precision
-from sparse_losses._core.reduction import Reduction, check_reduction, reduce
-from sparse_losses.distributed import agree_across_ranks
+from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.reduction import Reduction, reduce
 
 __all__ = ["MinActivationLoss", "min_activation_loss"]
 
-BLOCK = 128  # columns; 64 to 256 measure alike
 
-
-@full_precision
+@loss(
+    activations="B V",
+    token_counts="B, integer, optional",
+    top_k="integer >= 1",
+    threshold="finite",
+)
 def min_activation_loss(
     activations: Tensor,
     token_counts: Tensor | None = None,
@@ -69,39 +63,26 @@ def min_activation_loss(
     References:
         From the notes of a Korean neural sparse retriever (its versions V22 to V26).
     """
-    size = check_shapes(
-        activations=(activations, "B V"), token_counts=(token_counts, "B, optional")
-    )
-    _check(top_k, threshold)
-    check_reduction(reduction)
-    # V too: where `top_k` is above it on one rank only, the others would wait for that one.
-    sizes = {"B": size["B"], "V": size["V"]}
-    gather = agree_across_ranks("min_activation_loss", gather, activations, **sizes)
-    if top_k > size["V"]:
-        raise ValueError(f"expected `top_k` of at most V = {size['V']}, got {top_k}")
-    if token_counts is not None and token_counts.is_floating_point():
-        raise TypeError(f"expected `token_counts` to be integers, got {token_counts.dtype}")
-    x = activations.to(compute_dtype(activations=activations))
-
-    largest = x.gather(1, _top_positions(x.detach(), top_k))
+    if top_k > activations.shape[1]:
+        raise ValueError(f"expected `top_k` of at most V = {activations.shape[1]}, got {top_k}")
+    largest = activations.gather(1, _top_positions(activations.detach(), top_k))
     if token_counts is None:
         return reduce(nnf.relu(threshold - largest.mean(-1)), reduction, gather=gather)
     counts = token_counts.clamp(min=0, max=top_k)
-    rank = torch.arange(top_k, device=x.device)
-    counted = torch.where(rank < counts[:, None], largest, 0.0)
-    mean = counted.sum(-1) / counts.clamp(min=1)
+    is_counted = torch.arange(top_k, device=largest.device) < counts[:, None]
+    mean = torch.where(is_counted, largest, 0.0).sum(-1) / counts.clamp(min=1)
     return reduce(nnf.relu(threshold - mean), reduction, counts > 0, gather=gather)
 
 
 def _top_positions(x: Tensor, top_k: int) -> Tensor:
-    """Where the ``top_k`` largest numbers of each row stand, in descending order of the numbers.
+    """Where the ``top_k`` largest numbers of each row are, in descending order of the numbers.
 
     They lie in the ``top_k`` blocks with the largest maxima: one read of ``x`` finds those, and
     what is sorted is small.
     """
-    width, size = x.shape[1], BLOCK
+    width, size = x.shape[1], 128  # 64 to 256 measure alike
     num_blocks = width // size
-    if not can_fuse(x) or num_blocks < 4 * top_k:
+    if num_blocks < 32 * top_k:  # few columns are sorted as fast
         return x.topk(top_k, dim=1).indices
     maxima = x[:, : num_blocks * size].reshape(-1, num_blocks, size).amax(-1)
     block = maxima.topk(top_k, dim=1).indices
@@ -112,12 +93,7 @@ def _top_positions(x: Tensor, top_k: int) -> Tensor:
     return position.gather(1, x.gather(1, position).topk(top_k, dim=1).indices)
 
 
-def _check(top_k: int, threshold: float) -> None:
-    check_integer("top_k", top_k, minimum=1)
-    check_number("threshold", threshold)
-
-
-class MinActivationLoss(nn.Module):
+class MinActivationLoss(LossModule):
     """Module of ``min_activation_loss``.
 
     Examples:
@@ -138,26 +114,21 @@ class MinActivationLoss(nn.Module):
         gather: bool = False,
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__()
-        _check(top_k, threshold)
-        check_flag(gather=gather)
-        check_reduction(reduction)
-        self.top_k = top_k
-        self.threshold = threshold
-        self.gather = gather
-        self.reduction: Reduction = reduction
-
-    def forward(self, activations: Tensor, token_counts: Tensor | None = None) -> Tensor:
-        """The loss; tensors as in the function."""
-        return min_activation_loss(
-            activations,
-            token_counts,
-            top_k=self.top_k,
-            threshold=self.threshold,
-            gather=self.gather,
-            reduction=self.reduction,
+        super().__init__(
+            min_activation_loss,
+            top_k=top_k,
+            threshold=threshold,
+            gather=gather,
+            reduction=reduction,
         )
 
-    def extra_repr(self) -> str:
-        """The hyperparameters."""
-        return describe(self, "top_k", "threshold", "gather", "reduction")
+    def forward(
+        self,
+        activations: Tensor,
+        token_counts: Tensor | None = None,
+        *,
+        gather: bool | None = None,
+    ) -> Tensor:
+        """The loss; tensors as in the function."""
+        options = self.hyperparameters(gather=gather)
+        return min_activation_loss(activations, token_counts, **options)

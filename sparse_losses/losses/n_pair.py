@@ -1,34 +1,32 @@
 """N-pair loss: one positive against N negatives on raw dot products (N-pair Loss, 2016)."""
 
-import functools
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as nnf
+from torch import Tensor
 
-from sparse_losses._core.checks import check_flag, check_shapes, describe
-from sparse_losses._core.fused import can_fuse, fuse
-from sparse_losses._core.precision import compute_dtype, full_precision
-from sparse_losses._core.reduction import Reduction, check_reduction, reduce
-from sparse_losses._core.softmax import masked_logsumexp, softplus
-from sparse_losses.distributed import (
-    agree_across_ranks,
-    gather_rows,
-    num_ranks,
-    rank,
-    sum_over_ranks,
-)
-from sparse_losses.fast.info_nce import contrast
+from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.reduction import Reduction, reduce
+from sparse_losses._core.softmax import contrastive_rows
+from sparse_losses._core.ways import Arguments, Options, Way, compute
+from sparse_losses.distributed import gather_rows, rank
+from sparse_losses.fast.info_nce import blockwise_info_nce, direct_info_nce, too_many_scores
 
 __all__ = ["NPairLoss", "n_pair_loss"]
 
 
-@full_precision
+Impl = Literal["auto", "definition", "direct", "blocks"]
+
+
+@loss(anchor="B D", positive="B D", negative="N D or B N D, optional")
 def n_pair_loss(
     anchor: Tensor,
     positive: Tensor,
     negative: Tensor | None = None,
     *,
     gather: bool = False,
+    impl: Impl = "auto",
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""N-pair loss on raw dot products.
@@ -45,6 +43,9 @@ def n_pair_loss(
         gather: whether all ranks' positives and shared negatives serve, and ``"mean"`` and
             ``"sum"`` are over all ranks' rows (see ``sparse_losses.distributed``). Sizes are the
             same on every rank.
+        impl: how the value is computed: ``"definition"``, the formula operation by operation,
+            ``"direct"``, all scores held once, ``"blocks"``, some rows of them at a time, or
+            ``"auto"``, the first of these that can and pays. The last two need ``negative=None``.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -63,59 +64,65 @@ def n_pair_loss(
     References:
         Improved Deep Metric Learning with Multi-class N-pair Loss Objective, eq. 4.
     """
-    size = check_shapes(
-        anchor=(anchor, "B D"),
-        positive=(positive, "B D"),
-        negative=(negative, "N D or B N D, optional"),
-    )
-    check_reduction(reduction)
-    dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)
-    anchor, positive = anchor.to(dtype), positive.to(dtype)
-    negative = None if negative is None else negative.to(dtype)
-    first, batch = 0, size["B"]
-    number = {"number of dimensions of `negative`": 0 if negative is None else negative.ndim}
-    sizes = {"B": batch, "D": size["D"], "N": size.get("N", 0)} | number
-    gathers = agree_across_ranks("n_pair_loss", gather, anchor, **sizes)
-    key = positive
-    if gathers:
-        first, batch = rank() * batch, num_ranks() * batch
-        if negative is None:
-            key = gather_rows(positive)
-        elif negative.ndim == 2:
-            negative = gather_rows(negative)
-    if negative is None and reduction != "none" and can_fuse(anchor, key):
-        plain = functools.partial(_row_sum, first)
-        fused = functools.partial(contrast, mean=False, first=first)
-        total = fuse(plain, fused, anchor, key, None, anchor.new_ones(()))
-        total = sum_over_ranks(total) if gathers else total
-        return total / (batch if reduction == "mean" else 1)
-    return reduce(_row_losses(first, anchor, key, positive, negative), reduction, gather=gathers)
+    options = {
+        "similarity": "dot",
+        "symmetric": False,
+        "positive_ids": None,
+        "decoupled": False,
+        "gather": gather,
+        "reduction": reduction,
+    }
+    return compute(_definition, WAYS, impl, (anchor, positive, negative, 1.0), options)
 
 
-def _row_sum(first: int, anchor: Tensor, key: Tensor, _: None, __: Tensor) -> Tensor:
-    positive = key[first : first + anchor.shape[0]]
-    return _row_losses(first, anchor, key, positive, None).sum()
-
-
-def _row_losses(
-    first: int, anchor: Tensor, key: Tensor, positive: Tensor, negative: Tensor | None
+def _definition(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor | None,
+    temperature: float,
+    *,
+    gather: bool,
+    reduction: Reduction,
+    **_: Any,
 ) -> Tensor:
-    """One value an anchor; the positive of the first is number ``first`` of the keys."""
-    positive_score = (anchor * positive).sum(-1)
+    """InfoNCE's row formula on raw dots, the positive first; its temperature is always 1."""
+    own_score = (anchor * positive).sum(-1, keepdim=True)
     if negative is None:
-        scores = anchor @ key.T
-        index = torch.arange(key.shape[0], device=anchor.device)
-        is_negative = index[first : first + anchor.shape[0], None] != index
+        key = gather_rows(positive, gather)
+        others = anchor @ key.T
+        index = torch.arange(len(key), device=key.device)
+        first = rank() * len(anchor) if gather else 0
+        is_other = index[first : first + len(anchor), None] != index
     else:
-        if negative.ndim == 2:
-            scores = anchor @ negative.T
-        else:
-            scores = torch.einsum("bd,bnd->bn", anchor, negative)
-        is_negative = torch.ones_like(scores, dtype=torch.bool)
-    return softplus(masked_logsumexp(scores, is_negative) - positive_score)
+        shared = negative.ndim == 2
+        negative = gather_rows(negative, gather) if shared else negative
+        others = anchor @ negative.T if shared else torch.einsum("bd,bnd->bn", anchor, negative)
+        is_other = torch.ones_like(others, dtype=torch.bool)
+    scores = torch.cat([own_score, others], dim=1)
+    is_negative = nnf.pad(is_other, (1, 0), value=False)
+    is_positive = torch.zeros_like(is_negative)
+    is_positive[:, 0] = True
+    values = contrastive_rows(scores, is_positive, is_negative, one_positive=True)
+    return reduce(values, reduction, gather=gather)
 
 
-class NPairLoss(nn.Module):
+def _why_not(arguments: Arguments, options: Options) -> str | None:
+    anchor, _, negative, _ = arguments
+    if negative is not None:
+        return "no `negative`"
+    if options["reduction"] == "none":
+        return 'reduction="mean" or "sum"'
+    return f"B and D of at least 1, got {list(anchor.shape)}," if min(anchor.shape) == 0 else None
+
+
+# InfoNCE's: the same scores without a temperature.
+WAYS = (
+    Way("blocks", _why_not, too_many_scores, blockwise_info_nce),
+    Way("direct", _why_not, lambda *_: True, direct_info_nce),
+)
+
+
+class NPairLoss(LossModule):
     """Module of ``n_pair_loss``, which holds formula and arguments.
 
     Examples:
@@ -125,17 +132,20 @@ class NPairLoss(nn.Module):
         tensor(0.3133)
     """
 
-    def __init__(self, *, gather: bool = False, reduction: Reduction = "mean") -> None:
-        super().__init__()
-        check_flag(gather=gather)
-        check_reduction(reduction)
-        self.gather = gather
-        self.reduction: Reduction = reduction
+    def __init__(
+        self, *, gather: bool = False, impl: Impl = "auto", reduction: Reduction = "mean"
+    ) -> None:
+        super().__init__(n_pair_loss, gather=gather, impl=impl, reduction=reduction)
 
-    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        anchor: Tensor,
+        positive: Tensor,
+        negative: Tensor | None = None,
+        *,
+        gather: bool | None = None,
+        impl: Impl | None = None,
+    ) -> Tensor:
         """The loss; tensors as in the function."""
-        return n_pair_loss(anchor, positive, negative, gather=self.gather, reduction=self.reduction)
-
-    def extra_repr(self) -> str:
-        """The hyperparameters."""
-        return describe(self, "gather", "reduction")
+        options = self.hyperparameters(gather=gather, impl=impl)
+        return n_pair_loss(anchor, positive, negative, **options)

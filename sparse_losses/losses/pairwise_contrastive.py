@@ -1,23 +1,23 @@
 """Contrastive loss of labelled pairs (Hadsell, Chopra and LeCun, 2006)."""
 
-import functools
-from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as nnf
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparse_losses._core.checks import check_flag, check_number, check_shapes, describe
-from sparse_losses._core.fused import can_fuse, fuse
-from sparse_losses._core.precision import compute_dtype, full_precision
-from sparse_losses._core.reduction import Reduction, check_reduction, reduce
-from sparse_losses._core.token_ids import as_mask
-from sparse_losses.distributed import agree_across_ranks
+from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.reduction import Reduction, reduce
+from sparse_losses._core.ways import Way, compute
+from sparse_losses.fast.pairwise_contrastive import direct_pairwise_contrastive
 
 __all__ = ["PairwiseContrastiveLoss", "pairwise_contrastive_loss"]
 
 
-@full_precision
+Impl = Literal["auto", "definition", "direct"]
+
+
+@loss(x1="B D", x2="B D", same="B, mask", margin=">= 0")
 def pairwise_contrastive_loss(
     x1: Tensor,
     x2: Tensor,
@@ -25,6 +25,7 @@ def pairwise_contrastive_loss(
     *,
     margin: float = 1.0,
     gather: bool = False,
+    impl: Impl = "auto",
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Pulls pairs of one class together, pushes pairs of two classes a margin apart.
@@ -42,6 +43,8 @@ def pairwise_contrastive_loss(
         margin: ``m``, in units of the Euclidean distance, >= 0.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
             same on each (see ``sparse_losses.distributed``).
+        impl: how the value is computed: ``"definition"``, the formula operation by operation,
+            ``"direct"``, with a gradient of its own, or ``"auto"``, the latter where it holds.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -61,23 +64,12 @@ def pairwise_contrastive_loss(
     References:
         Dimensionality Reduction by Learning an Invariant Mapping, eq. 4 (without its halves).
     """
-    check_shapes(x1=(x1, "B D"), x2=(x2, "B D"), same=(same, "B"))
-    _check(margin)
-    check_reduction(reduction)
-    gather = agree_across_ranks("pairwise_contrastive_loss", gather, x1, x2, B=x1.shape[0])
-    dtype = compute_dtype(x1=x1, x2=x2)
-    same = as_mask("same", same)
-
-    x1, x2 = x1.to(dtype), x2.to(dtype)
-    if can_fuse(x1, x2):
-        plain = functools.partial(_row_values, margin)
-        values = fuse(plain, functools.partial(_row_values_and_gradients, margin), x1, x2, same)
-    else:
-        values = _row_values(margin, x1, x2, same)
+    values = compute(_definition, WAYS, impl, (x1, x2, same), {"margin": margin})
     return reduce(values, reduction, gather=gather)
 
 
-def _row_values(margin: float, x1: Tensor, x2: Tensor, same: Tensor) -> Tensor:
+def _definition(x1: Tensor, x2: Tensor, same: Tensor, *, margin: float) -> Tensor:
+    """The loss of every pair ``[B]``."""
     squared_distance = (x1 - x2).square().sum(-1)
     # The square root has no finite slope at 0.
     is_zero = squared_distance == 0
@@ -85,27 +77,10 @@ def _row_values(margin: float, x1: Tensor, x2: Tensor, same: Tensor) -> Tensor:
     return torch.where(same, squared_distance, nnf.relu(margin - distance).square())
 
 
-def _row_values_and_gradients(
-    margin: float, needs: Sequence[bool], x1: Tensor, x2: Tensor, same: Tensor
-) -> tuple[Tensor, list[Tensor | None]]:
-    """The same with the gradients, multiples of the one difference."""
-    difference = x1 - x2
-    distance = torch.linalg.vector_norm(difference, dim=-1)
-    hinge = nnf.relu(margin - distance)
-    values = torch.where(same, distance.square(), hinge.square())
-    if not any(needs):
-        return values, [None, None, None]
-    slope = torch.where(distance == 0, 0.0, -hinge / distance)
-    difference *= torch.where(same, 2.0, 2.0 * slope)[:, None]
-    opposite = -difference if needs[1] else None
-    return values, [difference if needs[0] else None, opposite, None]
+WAYS = (Way("direct", lambda *_: None, lambda *_: True, direct_pairwise_contrastive),)
 
 
-def _check(margin: float) -> None:
-    check_number("margin", margin, minimum=0.0)
-
-
-class PairwiseContrastiveLoss(nn.Module):
+class PairwiseContrastiveLoss(LossModule):
     """Module of ``pairwise_contrastive_loss``.
 
     Examples:
@@ -117,22 +92,26 @@ class PairwiseContrastiveLoss(nn.Module):
     """
 
     def __init__(
-        self, *, margin: float = 1.0, gather: bool = False, reduction: Reduction = "mean"
+        self,
+        *,
+        margin: float = 1.0,
+        gather: bool = False,
+        impl: Impl = "auto",
+        reduction: Reduction = "mean",
     ) -> None:
-        super().__init__()
-        _check(margin)
-        check_flag(gather=gather)
-        check_reduction(reduction)
-        self.margin = margin
-        self.gather = gather
-        self.reduction: Reduction = reduction
-
-    def forward(self, x1: Tensor, x2: Tensor, same: Tensor) -> Tensor:
-        """The loss; tensors as in the function."""
-        return pairwise_contrastive_loss(
-            x1, x2, same, margin=self.margin, gather=self.gather, reduction=self.reduction
+        super().__init__(
+            pairwise_contrastive_loss, margin=margin, gather=gather, impl=impl, reduction=reduction
         )
 
-    def extra_repr(self) -> str:
-        """The hyperparameters."""
-        return describe(self, "margin", "gather", "reduction")
+    def forward(
+        self,
+        x1: Tensor,
+        x2: Tensor,
+        same: Tensor,
+        *,
+        gather: bool | None = None,
+        impl: Impl | None = None,
+    ) -> Tensor:
+        """The loss; tensors as in the function."""
+        options = self.hyperparameters(gather=gather, impl=impl)
+        return pairwise_contrastive_loss(x1, x2, same, **options)

@@ -1,26 +1,29 @@
 """Positive activation: an anchor activates the tokens of its positive."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparse_losses._core.checks import check_flag, check_shapes, describe, values_can_be_checked
-from sparse_losses._core.precision import compute_dtype, full_precision
-from sparse_losses._core.reduction import Reduction, check_reduction, reduce
+from sparse_losses._core.checks import check_shapes, values_can_be_checked
+from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import softplus
 from sparse_losses._core.token_ids import (
     TokenIds,
-    as_mask,
     attended_ids,
     check_ids,
     first_occurrences,
     id_mask,
 )
-from sparse_losses.distributed import agree_across_ranks
 
 __all__ = ["PositiveActivationLoss", "positive_activation_loss"]
 
 
-@full_precision
+@loss(
+    activations="B V",
+    positive_input_ids="B S, token ids",
+    positive_attention_mask="B S, mask",
+    token_weight="V, optional, constant",
+)
 def positive_activation_loss(
     activations: Tensor,
     positive_input_ids: Tensor,
@@ -72,38 +75,25 @@ def positive_activation_loss(
     References:
         From the notes of a Korean neural sparse retriever (its versions V22 to V26).
     """
-    size = check_shapes(
-        activations=(activations, "B V"),
-        positive_input_ids=(positive_input_ids, "B S"),
-        positive_attention_mask=(positive_attention_mask, "B S"),
-        token_weight=(token_weight, "V, optional"),
-    )
-    _check(token_weight)
-    check_flag(saturating=saturating)
-    check_reduction(reduction)
-    gather = agree_across_ranks(
-        "positive_activation_loss", gather, activations, B=activations.shape[0]
-    )
-    x = activations.to(compute_dtype(activations=activations))
-    attended = as_mask("positive_attention_mask", positive_attention_mask)
-    ids = attended_ids("positive_input_ids", positive_input_ids, attended, size["V"])
-    ignored = id_mask("ignore_token_ids", ignore_token_ids, size["V"], x.device)
+    _check_weight(token_weight)
+    attended, vocab_size = positive_attention_mask, activations.shape[1]
+    ids = attended_ids("positive_input_ids", positive_input_ids, attended, vocab_size)
+    ignored = id_mask("ignore_token_ids", ignore_token_ids, vocab_size, ids.device)
     if ignored is not None:
         attended = attended & ~ignored[ids]
-
     ids, is_target = first_occurrences(ids, attended)
-    weight = is_target.to(x.dtype)
+    weight = is_target.to(activations.dtype)
     if token_weight is not None:
-        weight = torch.where(is_target, token_weight.to(x.dtype)[ids], 0.0)
+        weight = torch.where(is_target, token_weight[ids], 0.0)
     total_weight = weight.sum(-1)
     valid = total_weight != 0  # a NaN weight is valid: it shows
-    target = torch.where(is_target & valid[:, None], x.gather(1, ids), 0.0)
+    share = weight / torch.where(valid, total_weight, 1.0)[:, None]
+    target = torch.where(is_target & valid[:, None], activations.gather(1, ids), 0.0)
     cost = softplus(-target) if saturating else -target
-    values = (weight * cost).sum(-1) / torch.where(valid, total_weight, 1.0)
-    return reduce(values, reduction, valid, gather=gather)
+    return reduce((share * cost).sum(-1), reduction, valid, gather)
 
 
-def _check(token_weight: Tensor | None) -> None:
+def _check_weight(token_weight: Tensor | None) -> None:
     if (
         token_weight is not None
         and values_can_be_checked(token_weight)
@@ -112,7 +102,7 @@ def _check(token_weight: Tensor | None) -> None:
         raise ValueError(f"expected `token_weight` >= 0, got {token_weight.min().item():g}")
 
 
-class PositiveActivationLoss(nn.Module):
+class PositiveActivationLoss(LossModule):
     """Module of ``positive_activation_loss``.
 
     ``token_weight`` is a buffer.
@@ -137,21 +127,25 @@ class PositiveActivationLoss(nn.Module):
         gather: bool = False,
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__()
-        check_shapes(token_weight=(token_weight, "V, optional"))
-        _check(token_weight)
-        check_flag(saturating=saturating, gather=gather)
-        check_reduction(reduction)
-        self.register_buffer(
-            "token_weight", None if token_weight is None else token_weight.detach()
+        super().__init__(
+            positive_activation_loss,
+            saturating=saturating,
+            ignore_token_ids=check_ids("ignore_token_ids", ignore_token_ids),
+            gather=gather,
+            reduction=reduction,
         )
-        self.saturating = saturating
-        self.ignore_token_ids = check_ids("ignore_token_ids", ignore_token_ids)
-        self.gather = gather
-        self.reduction: Reduction = reduction
+        check_shapes(token_weight=(token_weight, "V, optional"))
+        _check_weight(token_weight)
+        weight = None if token_weight is None else token_weight.detach()
+        self.register_buffer("token_weight", weight)
 
     def forward(
-        self, activations: Tensor, positive_input_ids: Tensor, positive_attention_mask: Tensor
+        self,
+        activations: Tensor,
+        positive_input_ids: Tensor,
+        positive_attention_mask: Tensor,
+        *,
+        gather: bool | None = None,
     ) -> Tensor:
         """The loss; tensors as in the function."""
         return positive_activation_loss(
@@ -159,12 +153,5 @@ class PositiveActivationLoss(nn.Module):
             positive_input_ids,
             positive_attention_mask,
             self.token_weight,
-            saturating=self.saturating,
-            ignore_token_ids=self.ignore_token_ids,
-            gather=self.gather,
-            reduction=self.reduction,
+            **self.hyperparameters(gather=gather),
         )
-
-    def extra_repr(self) -> str:
-        """The hyperparameters."""
-        return describe(self, "saturating", "ignore_token_ids", "gather", "reduction")

@@ -1,32 +1,26 @@
 """Triplet margin loss: the positive nearer than the negative by a margin (FaceNet, 2015)."""
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as nnf
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparse_losses._core.checks import (
-    check_choice,
-    check_flag,
-    check_number,
-    check_shapes,
-    describe,
-)
-from sparse_losses._core.precision import compute_dtype, full_precision
-from sparse_losses._core.reduction import Reduction, check_reduction, reduce
+from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
-from sparse_losses.distributed import agree_across_ranks
 
 __all__ = ["TripletMarginLoss", "triplet_margin_loss"]
 
 
-@full_precision
+@loss(anchor="B D", positive="B D", negative="B D or B N D", margin="finite")
 def triplet_margin_loss(
     anchor: Tensor,
     positive: Tensor,
     negative: Tensor,
     *,
     margin: float = 0.3,
-    similarity: str = "cosine",
+    similarity: Literal["cosine", "dot", "euclidean"] = "cosine",
     gather: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:
@@ -64,44 +58,22 @@ def triplet_margin_loss(
     References:
         FaceNet: A Unified Embedding for Face Recognition and Clustering, eq. 2.
     """
-    check_shapes(
-        anchor=(anchor, "B D"),
-        positive=(positive, "B D"),
-        negative=(negative, "B D or B N D"),
-    )
-    _check(margin, similarity)
-    check_reduction(reduction)
-    gather = agree_across_ranks(
-        "triplet_margin_loss", gather, anchor, positive, negative, B=anchor.shape[0]
-    )
-    dtype = compute_dtype(anchor=anchor, positive=positive, negative=negative)
-    anchor, positive, negative = anchor.to(dtype), positive.to(dtype), negative.to(dtype)
-    if negative.ndim == 2:
-        negative = negative.unsqueeze(1)
+    negative = negative.unsqueeze(1) if negative.ndim == 2 else negative
     if negative.shape[1] == 0:  # no row is valid, but all of them stay in the graph
         nothing = (anchor + positive).sum(-1) + negative.sum((1, 2))
-        return reduce(
-            nothing, reduction, torch.zeros_like(nothing, dtype=torch.bool), gather=gather
-        )
-    if similarity == "cosine":
-        anchor, positive, negative = normalize(anchor), normalize(positive), normalize(negative)
-
+        return reduce(nothing, reduction, torch.zeros_like(nothing, dtype=torch.bool), gather)
     if similarity == "euclidean":
-        positive_similarity = -(anchor - positive).square().sum(-1)
-        negative_similarity = -(anchor.unsqueeze(1) - negative).square().sum(-1)
+        near = -(anchor - positive).square().sum(-1, keepdim=True)
+        far = -(anchor.unsqueeze(1) - negative).square().sum(-1)
     else:
-        positive_similarity = (anchor * positive).sum(-1)
-        negative_similarity = torch.einsum("bd,bnd->bn", anchor, negative)
-    hinges = nnf.relu(margin - positive_similarity.unsqueeze(1) + negative_similarity)
-    return reduce(hinges.mean(-1), reduction, gather=gather)
+        if similarity == "cosine":
+            anchor, positive, negative = normalize(anchor), normalize(positive), normalize(negative)
+        near = (anchor * positive).sum(-1, keepdim=True)
+        far = torch.einsum("bd,bnd->bn", anchor, negative)
+    return reduce(nnf.relu(margin - near + far).mean(-1), reduction, gather=gather)
 
 
-def _check(margin: float, similarity: str) -> None:
-    check_number("margin", margin)
-    check_choice("similarity", similarity, ("cosine", "dot", "euclidean"))
-
-
-class TripletMarginLoss(nn.Module):
+class TripletMarginLoss(LossModule):
     """Module of ``triplet_margin_loss``.
 
     Examples:
@@ -116,31 +88,22 @@ class TripletMarginLoss(nn.Module):
         self,
         *,
         margin: float = 0.3,
-        similarity: str = "cosine",
+        similarity: Literal["cosine", "dot", "euclidean"] = "cosine",
         gather: bool = False,
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__()
-        _check(margin, similarity)
-        check_flag(gather=gather)
-        check_reduction(reduction)
-        self.margin = margin
-        self.similarity = similarity
-        self.gather = gather
-        self.reduction: Reduction = reduction
-
-    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """The loss; tensors as in the function."""
-        return triplet_margin_loss(
-            anchor,
-            positive,
-            negative,
-            margin=self.margin,
-            similarity=self.similarity,
-            gather=self.gather,
-            reduction=self.reduction,
+        super().__init__(
+            triplet_margin_loss,
+            margin=margin,
+            similarity=similarity,
+            gather=gather,
+            reduction=reduction,
         )
 
-    def extra_repr(self) -> str:
-        """The hyperparameters."""
-        return describe(self, "margin", "similarity", "gather", "reduction")
+    def forward(
+        self, anchor: Tensor, positive: Tensor, negative: Tensor, *, gather: bool | None = None
+    ) -> Tensor:
+        """The loss; tensors as in the function."""
+        return triplet_margin_loss(
+            anchor, positive, negative, **self.hyperparameters(gather=gather)
+        )

@@ -146,11 +146,10 @@ class Diagnostics:
             input_ids=(input_ids, "B S, optional"),
             attention_mask=(attention_mask, "B S, optional"),
             **{
-                "other_side.input_ids": (other_side and other_side.input_ids, "B T", "optional"),
+                "other_side.input_ids": (other_side and other_side.input_ids, "B T, optional"),
                 "other_side.attention_mask": (
                     other_side and other_side.attention_mask,
-                    "B T",
-                    "optional",
+                    "B T, optional",
                 ),
             },
         )

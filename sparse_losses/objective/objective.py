@@ -66,7 +66,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 ON_TEXTS = ("flops", "min_activation", "language_penalty", "self_reconstruction")
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 @functools.cache
 def takes_scores(module: type[nn.Module]) -> bool:
     """Whether a module's ``forward`` takes ``scores`` that are there already."""
@@ -373,7 +373,7 @@ class SpladeObjective(nn.Module):
         return terms
 
     def _info_nce(self, batch: SpladeBatch, scores: Tensor | None) -> Tensor:
-        """InfoNCE of the vectors, or of scores that are there anyway where the module takes them."""
+        """InfoNCE of the vectors, or of scores that are there if the module takes them."""
         loss, negative = self.info_nce, batch.negative
         options: dict[str, Any] = {"positive_ids": batch.positive_ids}
         # The second direction of negatives is not among the scores.

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_losses
 import sparse_losses.functional as F
-from tests.cases import CASES, FIRST, LOSSES, B, Case, V, to_arrays
+from tests.cases import BASE_CASES, CASES, FIRST, LOSSES, B, Case, V, to_arrays
 
 REDUCING = [case for case in CASES if case.loss.reduces]
 VOIDABLE = [case for case in CASES if case.invalidate]
@@ -88,6 +88,9 @@ def test_the_signature_is_the_promised_one(loss):
     assert str(inspect.Signature(bare)) == loss.signature
 
 
+OVERRIDES = ("gather", "impl", "scores")  # what a call of a module may say besides
+
+
 def _split(loss):
     """Split the function's parameters into tensors and hyperparameters."""
     parameters = inspect.signature(getattr(F, loss.function)).parameters
@@ -107,6 +110,7 @@ def test_the_module_takes_the_same_hyperparameters_and_tensors(loss):
     module = getattr(sparse_losses, loss.module)
     constructor = inspect.signature(module).parameters
     forward = inspect.signature(module.forward).parameters
+    forward = {name: p for name, p in forward.items() if name not in OVERRIDES}
     assert list(constructor) == [*loss.constructor, *hyperparameters]
     assert list(forward)[1:] == [name for name in tensors if name not in loss.constructor]
     for name, parameter in hyperparameters.items():
@@ -125,6 +129,43 @@ def test_the_module_equals_the_function(case):
     if case.loss.reduces:
         module, rest = case.module(tensors, reduction="none")
         assert torch.equal(module(**rest), case.function()(**tensors, reduction="none"))
+
+
+@over_losses
+def test_a_call_overrides_gather_and_impl_for_that_call(loss):
+    case = FIRST[loss.stem]
+    tensors = case.tensors()
+    module, rest = case.module(tensors)
+    expected = alive(module(**rest))
+    assert torch.equal(module(**rest, gather=True), expected), "without other ranks"
+    assert module.gather is False
+    with pytest.raises(TypeError, match="expected `gather` to be True or False"):
+        module(**rest, gather="yes")
+    if loss.ways:
+        found = module(**rest, impl="definition")
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert module.impl == "auto"
+        with pytest.raises(ValueError, match="expected `impl` to be one of 'auto', 'definition'"):
+            module(**rest, impl="quickly")
+
+
+@over([case for case in BASE_CASES if case.loss.ways])
+def test_every_way_is_the_definition_or_says_why_not(case):
+    tensors = case.tensors()
+    leaves = watch(case, tensors)
+    call = case.function()
+    expected = alive(call(**tensors, impl="definition"))
+    for way in case.loss.ways:
+        if not case.takes_way and way == case.loss.ways[0]:
+            with pytest.raises(ValueError, match=f'expected .* with impl="{way}"; impl="auto"'):
+                call(**tensors, impl=way)
+        elif case.takes_way and (way != "nonzeros" or tensors.get("negative", expected).ndim < 3):
+            value = call(**tensors, impl=way)
+            torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
+            wanted = gradients(expected, leaves)
+            for name, gradient in gradients(value, leaves).items():
+                torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-11)
+            expected = call(**tensors, impl="definition")
 
 
 @over(WITH_CONSTANTS)
@@ -183,14 +224,14 @@ def test_a_module_survives_copying_pickling_and_its_state_dict(case):
 
 
 @over(REDUCING)
-def test_reductions_agree(case, path):
+def test_reductions_agree(case):
     tensors = case.tensors()
     call = case.function()
     rows = call(**tensors, reduction="none")
     assert rows.shape == (B,)
     total, mean = call(**tensors, reduction="sum"), call(**tensors, reduction="mean")
     assert total.shape == mean.shape == ()
-    if "chunk_size" in case.kwargs or path == "fused":
+    if case.impl == "auto":
         torch.testing.assert_close(total, rows.sum(), rtol=1e-12, atol=1e-12)
     else:
         assert torch.equal(total, rows.sum())
@@ -260,9 +301,9 @@ def test_a_row_that_is_not_valid_hides_its_nan(case):
 def _nothing_valid() -> dict:
     """Other ways to have no valid row: no negatives, no references to compete, no weight."""
     void = {}
-    case = next(c for c in CASES if c.id == "info_nce-decoupled")
+    case = next(c for c in BASE_CASES if c.id == "info_nce-decoupled")
     void["decoupled_alone"] = case, case.tensors(batch=1)
-    case = next(c for c in CASES if c.id == "info_nce-ids_symmetric_decoupled")
+    case = next(c for c in BASE_CASES if c.id == "info_nce-ids_symmetric_decoupled")
     tensors = case.tensors()
     tensors["positive_ids"][:] = 7
     void["decoupled_duplicates"] = case, tensors
@@ -270,12 +311,12 @@ def _nothing_valid() -> dict:
     tensors = case.tensors()
     tensors["negative"] = torch.zeros(B, 0, tensors["anchor"].shape[1], dtype=torch.float64)
     void["triplet_without_negatives"] = case, tensors
-    case = next(c for c in CASES if c.id == "nws-exact")
+    case = next(c for c in BASE_CASES if c.id == "nws-exact")
     tensors = case.tensors()
     for name in ("query_labels", "key_labels", "queue_labels"):
         tensors[name] = torch.ones_like(tensors[name])
     void["nws_without_negatives"] = case, tensors
-    case = next(c for c in CASES if c.id == "positive_activation-weighted")
+    case = next(c for c in BASE_CASES if c.id == "positive_activation-weighted")
     tensors = case.tensors()
     tensors["token_weight"] = torch.zeros_like(tensors["token_weight"])
     void["weights_of_zero"] = case, tensors
