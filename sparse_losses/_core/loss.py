@@ -113,7 +113,7 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if isinstance(given.get("temperature"), Tensor):
                 given["temperature"] = given["temperature"].to(dtype)
             if given.get("gather", False) is not False:
-                given["gather"] = _agree(function.__name__, tensors, given, sizes)
+                _agree(function.__name__, tensors, given, sizes)
             with autocast_off(given[first].device):
                 return function(**given)  # type: ignore[call-arg]  # by name, as Python binds them
 
@@ -149,8 +149,8 @@ def _cast(tensors: Mapping[str, Declared], given: dict[str, Any]) -> Any:
 
 def _agree(
     call: str, tensors: Mapping[str, Declared], given: Mapping[str, Any], sizes: Mapping[str, int]
-) -> bool:
-    """Whether other ranks take part, which then are in the same call, of the same sizes."""
+) -> None:
+    """Other ranks, if there are any, are in the same call, of the same sizes."""
     letters = {letter for shapes, _ in tensors.values() for shape in shapes for letter in shape}
     compared = {letter: sizes.get(letter, 0) for letter in sorted(letters)}
     for name, (shapes, remarks) in tensors.items():
@@ -160,9 +160,9 @@ def _agree(
         elif "optional" in remarks:
             compared[f"number of `{name}`"] = 0 if tensor is None else 1
     data = [given[name] for name in tensors if given.get(name) is not None]
-    if "impl" in given:
+    if given.get("impl", "auto") != "auto":  # ways send different things
         call += f"(impl={given['impl']!r})"
-    return agree_across_ranks(call, given["gather"], *data, **compared)
+    agree_across_ranks(call, given["gather"], *data, **compared)
 
 
 class LossModule(nn.Module):

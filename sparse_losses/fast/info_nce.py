@@ -54,7 +54,7 @@ def blockwise_info_nce(
 ) -> tuple[Tensor, Gradients]:
     """Value and gradients of InfoNCE, some rows of the scores at a time."""
     return in_both_directions(
-        functools.partial(contrast, in_blocks=True), needs, *arguments, **options
+        functools.partial(contrast, rows_at_once=rows_of_a_block), needs, *arguments, **options
     )
 
 
@@ -98,7 +98,7 @@ def in_both_directions(
     if negative is not None and is_shared:
         negative = gather_rows(negative, gather)
     ids = None if positive_ids is None else gather_rows(positive_ids, gather)
-    value, found = anchor.new_zeros(()), Gradients([None] * 4)
+    value, found = t.new_zeros(()), Gradients([None] * 4)
     inputs = anchor, positive
     for asks, answers in ((0, 1), (1, 0)) if symmetric else ((0, 1),):
         part, gradients = contrast(
@@ -118,7 +118,7 @@ def in_both_directions(
             if gather and (place == answers or (place == 2 and is_shared)):
                 gradient = scatter_sum(gradient)
             before = found[place]
-            found[place] = gradient if before is None else before.add_(gradient)
+            found[place] = gradient if before is None else before + gradient
     return (sum_over_ranks(value) if gather else value) / ranks, found
 
 
@@ -135,19 +135,20 @@ def contrast(
     symmetric: bool = False,
     positive_ids: Tensor | None = None,
     first: int = 0,
-    in_blocks: bool = False,
+    rows_at_once: Callable[[Tensor, Tensor], int] | None = None,
     kind: Any = None,
 ) -> tuple[Tensor, Gradients]:
     """The losses of all rows, added up and times ``share``, and their gradient by four tensors.
 
     ``symmetric`` goes without negatives. There may be more positives (and ids) than anchors: that
-    of the first anchor is number ``first``. ``kind`` multiplies, ``DenseScores`` by default.
+    of the first anchor is number ``first``. ``rows_at_once`` says how many rows of scores are held,
+    all without it; ``kind`` multiplies, ``DenseScores`` by default.
     """
     batch = anchor.shape[0]
     scores = (kind or DenseScores)(
         needs, anchor, positive, negative, temperature, cosine, positive_ids is not None
     )
-    step = rows_of_a_block(anchor, positive) if in_blocks else batch
+    step = rows_at_once(anchor, positive) if rows_at_once else batch
     chunks = [slice(i, min(i + step, batch)) for i in range(0, batch, step)]
     value = temperature.new_zeros(())
 

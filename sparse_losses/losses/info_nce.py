@@ -4,7 +4,6 @@ import math
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.checks import check_integer, check_number, check_temperature
@@ -207,8 +206,11 @@ def _who_is_what(
     else:
         is_positive = torch.ones_like(own[:, None], dtype=torch.bool)
         is_negative = ~is_positive
-    more = (0, num_negatives)
-    return nnf.pad(is_positive, more, value=False), nnf.pad(is_negative, more, value=True)
+    if num_negatives:
+        others = is_negative.new_ones(len(own), num_negatives)
+        is_positive = torch.cat([is_positive, ~others], dim=1)
+        is_negative = torch.cat([is_negative, others], dim=1)
+    return is_positive, is_negative
 
 
 def _scores(

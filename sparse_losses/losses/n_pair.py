@@ -3,7 +3,6 @@
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.loss import LossModule, loss
@@ -99,9 +98,9 @@ def _definition(
         others = anchor @ negative.T if shared else torch.einsum("bd,bnd->bn", anchor, negative)
         is_other = torch.ones_like(others, dtype=torch.bool)
     scores = torch.cat([own_score, others], dim=1)
-    is_negative = nnf.pad(is_other, (1, 0), value=False)
-    is_positive = torch.zeros_like(is_negative)
-    is_positive[:, 0] = True
+    is_own = torch.ones_like(own_score, dtype=torch.bool)
+    is_negative = torch.cat([~is_own, is_other], dim=1)
+    is_positive = torch.cat([is_own, torch.zeros_like(is_other)], dim=1)
     values = contrastive_rows(scores, is_positive, is_negative, one_positive=True)
     return reduce(values, reduction, gather=gather)
 

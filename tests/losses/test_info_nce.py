@@ -200,11 +200,11 @@ def test_a_decoupled_symmetric_row_needs_a_negative_in_both_directions():
 # Several positives and false negatives
 
 
-@given(seeds, st.booleans(), st.sampled_from([None, 1, 3]))
-def test_the_identity_as_positive_mask_changes_nothing(seed, symmetric, chunk_size):
+@given(seeds, st.booleans())
+def test_the_identity_as_positive_mask_changes_nothing(seed, symmetric):
     a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 2, 3)
     options = {"symmetric": symmetric, "reduction": "none", "temperature": 0.1}
-    rows = info_nce_loss(a, p, n, positive_mask=torch.eye(4), chunk_size=chunk_size, **options)
+    rows = info_nce_loss(a, p, n, positive_mask=torch.eye(4), **options)
     torch.testing.assert_close(rows, info_nce_loss(a, p, n, **options))
     assert (rows > 0).all()
 
@@ -288,36 +288,6 @@ def test_decoupled_raw_dots_are_unbounded_below(scale):
     x = torch.eye(3, dtype=torch.float64) * scale
     loss = info_nce_loss(x, x, similarity="dot", temperature=1.0, decoupled=True)
     assert loss.item() == pytest.approx(math.log(2) - scale**2)
-
-
-# Chunks
-
-
-@given(info_nce_problems(), st.integers(1, 8))
-def test_value_and_gradient_do_not_depend_on_the_chunk_size(problem, chunk_size):
-    arrays, options = problem
-    results = []
-    for size in (None, chunk_size):
-        tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
-        leaves = [t.requires_grad_() for t in tensors.values() if t.is_floating_point()]
-        loss = info_nce_loss(**tensors, **{**options, "chunk_size": size}, reduction="none")
-        weights = torch.linspace(1, 2, len(loss), dtype=torch.float64)
-        results.append((loss.detach(), torch.autograd.grad((loss * weights).sum(), leaves)))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)
-
-
-def test_chunks_hold_fewer_scores():
-    from tests.losses.test_contract import Recorder
-
-    batch, width = 64, 4
-    a, p = torch.randn(batch, width, requires_grad=True), torch.randn(batch, width)
-    sizes = []
-    for chunk_size in (None, 8):
-        with Recorder() as seen:
-            info_nce_loss(a, p, chunk_size=chunk_size).backward()
-        sizes.append(seen.largest)
-    assert sizes[0] >= batch * batch
-    assert sizes[1] <= batch * 8
 
 
 # Errors

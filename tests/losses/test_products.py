@@ -1,5 +1,6 @@
 """InfoNCE by blocks of rows and through the non-zeros: the same loss, whatever multiplies."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -8,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import sparse_losses._core.contrast as contrast_module
 import sparse_losses.functional as F
-import sparse_losses.losses.info_nce as info_nce_module
+from sparse_losses.fast import info_nce_nonzeros
+from sparse_losses.fast.info_nce import contrast, in_both_directions
 from sparse_losses.functional import info_nce_loss, n_pair_loss
 from tests.losses.test_contract import Recorder
 
@@ -20,17 +21,14 @@ B, V, N = 7, 26, 3
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")  # what PyTorch says of every CSR tensor
 
 
-@pytest.fixture
-def path(monkeypatch):
-    """The fused one alone: these tests compare the two themselves."""
-    monkeypatch.setattr("sparse_losses._core.fused.FEWEST_ELEMENTS", 0)
-    return "fused"
-
-
 def vectors(seed: int, rows: int = B, width: int = V, density: float = 0.3) -> torch.Tensor:
     rng = np.random.default_rng(seed)
     values = rng.random((rows, width)) + 0.1
     return torch.from_numpy(values * (rng.random((rows, width)) < density))
+
+
+def vectors_of_negatives(*shape: int) -> torch.Tensor:
+    return vectors(2, N) if not shape else vectors(2, B * N).view(shape)
 
 
 def value_and_gradients(leaves: dict, **options):
@@ -47,13 +45,52 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
-@pytest.mark.parametrize(
-    "way", [{"sparse": True}, {"chunk_size": 3}, {"chunk_size": 1}, {}], ids=str
-)
-@pytest.mark.parametrize("negative", ["none", "shared", "per_row"])
-@pytest.mark.parametrize("ids", [False, True], ids=["", "ids"])
-def test_every_way_is_the_plain_one(options, way, negative, ids, monkeypatch):
+def by_rows_at_once(rows: int):
+    """InfoNCE in blocks of so many rows, whatever the size of the scores."""
+
+    def call(leaves: dict, positive_ids=None, **options):
+        kind = functools.partial(contrast, rows_at_once=lambda *_: rows)
+        order = ("anchor", "positive", "negative", "temperature")
+        value, gradients = in_both_directions(
+            kind,
+            [name in leaves for name in order],
+            *(leaves.get(name) for name in order),
+            positive_ids=positive_ids,
+            gather=False,
+            **options,
+        )
+        return value, {n: g for n, g in zip(order, gradients, strict=True) if n in leaves}
+
+    return call
+
+
+def by(impl: str):
+    return functools.partial(value_and_gradients, impl=impl)
+
+
+WAYS = {
+    "nonzeros": by("nonzeros"),
+    "direct": by("direct"),
+    "blocks": by("blocks"),
+    "three_rows": by_rows_at_once(3),
+    "one_row": by_rows_at_once(1),
+}
+
+
+def _calls():
+    """Every way with every option that it takes."""
+    for way, options, negative, ids in itertools.product(
+        WAYS, OPTIONS, ("none", "shared", "per_row"), (False, True)
+    ):
+        takes = way != "nonzeros" or negative != "per_row"
+        # A row may be left without a negative: that is the definition's.
+        if takes and not (ids and negative == "none" and options["decoupled"]):
+            name = "-".join([way, negative, "ids" if ids else "", *map(str, options.values())])
+            yield pytest.param(way, options, negative, ids, id=name)
+
+
+@pytest.mark.parametrize(("way", "options", "negative", "ids"), _calls())
+def test_every_way_is_the_definition(way, options, negative, ids):
     leaves = {
         "anchor": vectors(0),
         "positive": vectors(1),
@@ -66,11 +103,36 @@ def test_every_way_is_the_plain_one(options, way, negative, ids, monkeypatch):
         )
     if ids:
         options = {**options, "positive_ids": torch.arange(B) // 2}
-    found = value_and_gradients(leaves, **options, **way)
-    monkeypatch.setattr("sparse_losses._core.fused.FEWEST_ELEMENTS", 10**18)
-    expected = value_and_gradients(leaves, **options)
+    expected = value_and_gradients(leaves, **options, impl="definition")
+    found = WAYS[way](leaves, **options)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     assert all(g.any() for g in found[1].values())
+
+
+@pytest.mark.parametrize(
+    ("impl", "options", "why"),
+    [
+        ("direct", {"reduction": "none"}, 'reduction="mean" or "sum"'),
+        ("blocks", {"positive_mask": torch.eye(B)}, "no `positive_mask`"),
+        ("direct", {"in_batch": False, "negative": vectors_of_negatives()}, "in_batch=True"),
+        ("nonzeros", {"negative": vectors_of_negatives(B, N, V)}, "no negatives per row"),
+        ("ring", {}, "gather=True"),
+        (
+            "direct",
+            {"decoupled": True, "positive_ids": torch.arange(B)},
+            "a negative in every row",
+        ),
+    ],
+)
+def test_a_way_that_cannot_take_the_call_says_why(impl, options, why):
+    with pytest.raises(ValueError, match=f'expected {why} with impl="{impl}"; impl="auto" takes'):
+        info_nce_loss(vectors(0), vectors(1), **options, impl=impl)
+    assert info_nce_loss(vectors(0), vectors(1), **options).isfinite().all()
+
+
+def test_a_ring_of_one_rank_is_the_local_loss():
+    found = info_nce_loss(vectors(0), vectors(1), gather=True, impl="ring")
+    torch.testing.assert_close(found, info_nce_loss(vectors(0), vectors(1)))
 
 
 def _stored(gradient: torch.Tensor) -> torch.Tensor:
@@ -86,7 +148,7 @@ def test_a_csr_tensor_has_the_dense_gradient_at_what_it_stores(index, similarity
     leaves["anchor"][4] = 0
     if negative:
         leaves["negative"] = vectors(2, N)
-    dense = value_and_gradients(leaves, similarity=similarity, sparse=False)
+    dense = value_and_gradients(leaves, similarity=similarity, impl="definition")
     stored = {}
     for name, x in leaves.items():
         csr = x.to_sparse_csr()
@@ -140,34 +202,34 @@ def test_sparse_products_take_any_piece_of_memory(offset, width, dtype):
     memory[offset:] = vectors(0, width=width).reshape(-1).to(dtype)
     piece = memory[offset:].view(B, width)
     positive = vectors(1, width=width).to(dtype)
-    found = info_nce_loss(piece, positive, sparse=True)
-    torch.testing.assert_close(found, info_nce_loss(piece, positive, sparse=False))
+    found = info_nce_loss(piece, positive, impl="nonzeros")
+    torch.testing.assert_close(found, info_nce_loss(piece, positive, impl="definition"))
     turned = piece.T.contiguous().T
-    torch.testing.assert_close(found, info_nce_loss(turned, positive, sparse=True))
+    torch.testing.assert_close(found, info_nce_loss(turned, positive, impl="nonzeros"))
 
 
 def test_minus_zero_is_zero_and_nothing_but_zeros_is_a_batch():
     anchor = vectors(0)
     minus = torch.where(anchor == 0, -0.0, anchor)
     assert torch.equal(
-        info_nce_loss(minus, vectors(1), sparse=True),
-        info_nce_loss(anchor, vectors(1), sparse=True),
+        info_nce_loss(minus, vectors(1), impl="nonzeros"),
+        info_nce_loss(anchor, vectors(1), impl="nonzeros"),
     )
     nothing = torch.zeros(B, V, requires_grad=True)
-    value = info_nce_loss(nothing, nothing, sparse=True)
+    value = info_nce_loss(nothing, nothing, impl="nonzeros")
     value.backward()
     assert value.item() == pytest.approx(np.log(B))
     assert not nothing.grad.any()
 
 
-@pytest.mark.parametrize("sparse", [False, True])
-def test_ids_hide_a_nan_from_the_rows_that_share_the_id_only(sparse):
+@pytest.mark.parametrize("impl", ["direct", "nonzeros"])
+def test_ids_hide_a_nan_from_the_rows_that_share_the_id_only(impl):
     positive = vectors(1)
     positive[1, 3] = torch.nan
     anchor = vectors(0).requires_grad_()
-    value = info_nce_loss(anchor, positive, positive_ids=torch.zeros(B, dtype=int), sparse=sparse)
+    value = info_nce_loss(anchor, positive, positive_ids=torch.zeros(B, dtype=int), impl=impl)
     assert value.isnan()  # row 1 has it as its positive
-    value = info_nce_loss(anchor, positive, positive_ids=torch.arange(B), sparse=sparse)
+    value = info_nce_loss(anchor, positive, positive_ids=torch.arange(B), impl=impl)
     assert value.isnan()
 
 
@@ -178,66 +240,51 @@ def test_a_nan_that_meets_no_other_entry_shows(similarity, poisoned):
     for x in leaves.values():
         x[:, 5] = 0
     leaves[poisoned][1, 5] = torch.nan
-    assert info_nce_loss(**leaves, similarity=similarity, sparse=True).isnan()
+    assert info_nce_loss(**leaves, similarity=similarity, impl="nonzeros").isnan()
 
 
 def test_every_other_number_of_a_matrix_is_a_matrix():
     x = vectors(0)
     spread = torch.stack([x, torch.ones_like(x)], dim=2)[:, :, 0]
-    found = info_nce_loss(spread, vectors(1), sparse=True)
-    assert torch.equal(found, info_nce_loss(x, vectors(1), sparse=True))
+    found = info_nce_loss(spread, vectors(1), impl="nonzeros")
+    assert torch.equal(found, info_nce_loss(x, vectors(1), impl="nonzeros"))
 
 
 @given(st.integers(1, 9), st.integers(1, 12), st.floats(0, 1), st.integers(0, 10**6))
 def test_sparse_products_are_the_dense_ones(rows, width, density, seed):
     anchor, positive = vectors(seed, rows, width, density), vectors(seed + 1, rows, width, density)
     leaves = {"anchor": anchor, "positive": positive}
-    before = contrast_module.BLOCK
-    try:
-        contrast_module.BLOCK = seed % 40 + 1
-        found = value_and_gradients(leaves, sparse=True)
-        expected = value_and_gradients(leaves, sparse=False)
-    finally:
-        contrast_module.BLOCK = before
+    found = value_and_gradients(leaves, impl="nonzeros")
+    expected = value_and_gradients(leaves, impl="definition")
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_auto_takes_sparse_products_for_wide_inputs_of_few_non_zeros(monkeypatch):
-    seen = []
-    original = contrast_module._SparseScores.__init__
-
-    def spy(self, *args):
-        seen.append(True)
-        original(self, *args)
-
-    monkeypatch.setattr(contrast_module._SparseScores, "__init__", spy)
-    monkeypatch.setattr(info_nce_module, "FEWEST_COLUMNS", 512)
-    monkeypatch.setattr(info_nce_module, "ROWS_FOR_DENSEST", 32)
-
-    def goes_sparse(width, density, **options):
-        seen.clear()
-        info_nce_loss(vectors(0, 32, width, density), vectors(1, 32, width, density), **options)
-        return bool(seen)
-
-    assert goes_sparse(512, 0.05)
-    assert not goes_sparse(512, 0.25)
-    assert not goes_sparse(256, 0.05)
-    assert not goes_sparse(512, 0.05, sparse=False)
-    assert not goes_sparse(512, 0.05, chunk_size=8), "who asks for chunks gets chunks"
-    assert goes_sparse(256, 0.25, sparse=True)
-    monkeypatch.setattr(info_nce_module, "ROWS_FOR_DENSEST", 320)
-    assert not goes_sparse(512, 0.05), "of few rows the densest is less"
+@pytest.mark.parametrize(
+    ("rows", "width", "density", "pays"),
+    [
+        (512, 4096, 0.05, True),
+        (512, 4096, 0.25, False),
+        (512, 4095, 0.05, False),
+        (32, 4096, 0.05, False),  # of few rows the densest is less
+    ],
+)
+def test_auto_takes_the_nonzeros_of_wide_inputs_with_few(rows, width, density, pays):
+    x = vectors(0, rows, width, density)
+    assert info_nce_nonzeros.nonzeros_pay((x, x, None, 0.1), {}) == pays
 
 
-@pytest.mark.parametrize("chunk_size", [None, 8])
-def test_the_score_matrix_is_never_held_whole(chunk_size, monkeypatch):
-    monkeypatch.setattr(contrast_module, "BLOCK", 8 * 256)
-    anchor, positive = (torch.randn(256, 8, requires_grad=True) for _ in range(2))
-    with Recorder() as seen:
-        info_nce_loss(anchor, positive, chunk_size=chunk_size).backward()
-        n_pair_loss(anchor, positive).backward()
+@pytest.mark.parametrize("loss", [info_nce_loss, n_pair_loss])
+def test_the_score_matrix_of_a_large_batch_is_never_held_whole(loss):
+    rows = 2200
+    anchor, positive = (torch.randn(rows, 8, requires_grad=True) for _ in range(2))
+    sizes = []
+    for impl in ("auto", "direct"):
+        with Recorder() as seen:
+            loss(anchor, positive, impl=impl).backward()
+        sizes.append(seen.largest)
     assert anchor.grad.any()
-    assert 8 * 256 <= seen.largest <= 2 * 8 * 256
+    assert sizes[0] < rows * rows
+    assert sizes[1] >= rows * rows, "the recorder sees"
 
 
 def test_the_same_tensor_may_be_anchor_and_positive():
@@ -303,8 +350,8 @@ def test_a_vectorised_jacobian_of_rows_is_the_jacobian(function):
 def test_an_infinite_score_is_an_infinite_loss():
     anchor, positive = torch.ones(3, 4), torch.ones(3, 4)
     anchor[0], positive[1], positive[0] = 1e20, 1e20, 1e10
-    for sparse in (False, True):
-        assert info_nce_loss(anchor, positive, similarity="dot", sparse=sparse).item() == np.inf
+    for impl in ("definition", "direct", "nonzeros"):
+        assert info_nce_loss(anchor, positive, similarity="dot", impl=impl).item() == np.inf
 
 
 @pytest.mark.parametrize("function", [n_pair_loss, F.flops_loss, F.min_activation_loss])
@@ -322,11 +369,12 @@ def test_decoupled_without_any_negative_is_zero():
     assert value.item() == 0.0
 
 
+@pytest.mark.parametrize("impl", ["definition", "direct"])
 @pytest.mark.parametrize("temperature", [1e-22, 1e-3, 1e22])
-def test_no_temperature_overflows_in_one_path_alone(path, temperature):
+def test_no_temperature_overflows_in_one_way_alone(impl, temperature):
     torch.manual_seed(0)
     anchor, positive = (torch.randn(8, 16, requires_grad=True) for _ in range(2))
-    info_nce_loss(anchor, positive, temperature=temperature).backward()
+    info_nce_loss(anchor, positive, temperature=temperature, impl=impl).backward()
     for x in (anchor, positive):
         assert x.grad.isfinite().all()
         assert x.grad.any()
