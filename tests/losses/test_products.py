@@ -89,7 +89,7 @@ def _calls():
             yield pytest.param(way, options, negative, ids, id=name)
 
 
-@pytest.mark.parametrize(("way", "options", "negative", "ids"), _calls())
+@pytest.mark.parametrize(("way", "options", "negative", "ids"), list(_calls()))
 def test_every_way_is_the_definition(way, options, negative, ids):
     leaves = {
         "anchor": vectors(0),
