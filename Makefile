@@ -55,16 +55,24 @@ compatibility: $(VENV)/.dev  ## what works with what: run those tests, write doc
 	$(MAKE) test-lightning-ir ARGS="-m works_with --compatibility $(abspath build/compatibility)/lightning-ir.json"
 	$(PY) tools/compatibility.py build/compatibility/*.json
 
-figures: $(VENV)/.docs  ## draw the pictures of the docs (ARGS="info_nce")
+figures: $(VENV)/.docs  ## draw the pictures of the docs anew (ARGS="info_nce"); the site draws them by itself
 	$(PY) -m tools.figures $(ARGS)
 
-site: $(VENV)/.docs  ## build the docs site into build/site; a warning is an error
+# Drawn with the package and from committed results, hence again when one of these has changed.
+FIGURES = docs/figures/.drawn
+$(FIGURES): $(VENV)/.docs $(wildcard tools/figures/*.py docs/results/* benchmarks/results/*.csv)
+$(FIGURES): $(shell find sparse_losses -name '*.py')
+	rm -rf $(@D)
+	$(PY) -m tools.figures
+	touch $@
+
+site: $(FIGURES)  ## build the docs site into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-serve: $(VENV)/.docs  ## the docs site on this machine, built anew at every change
+serve: $(FIGURES)  ## the docs site on this machine, built anew at every change
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve
 
-site-zensical: $(VENV)/.docs  ## the same site by Zensical, into build/zensical
+site-zensical: $(FIGURES)  ## the same site by Zensical, into build/zensical
 	sed 's#^site_dir:.*#site_dir: build/zensical#' mkdocs.yml > .zensical.yml
 	$(VENV)/bin/zensical build --clean --strict --config-file .zensical.yml
 	rm .zensical.yml
@@ -83,7 +91,7 @@ wheel: $(VENV)/.dev  ## build the wheel and use it away from the sources
 	cd build/wheel && PYTHONPATH=site $(abspath $(PY)) $(abspath tools/check_wheel.py)
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(LIGHTNING_IR) build dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LIGHTNING_IR) build dist docs/figures .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -67,7 +67,11 @@ def page(chromium):
 
 
 def pytest_generate_tests(metafunc):
-    if "where" in metafunc.fixturenames:
+    """`where` is any page, `with_plot` one that has a plot."""
+    for name in {"where", "with_plot"} & set(metafunc.fixturenames):
         site = Path(metafunc.config.getoption("--site"))
-        pages = sorted(p.relative_to(site).parent.as_posix() for p in site.rglob("index.html"))
-        metafunc.parametrize("where", pages)
+        files = sorted(site.rglob("index.html"))
+        if name == "with_plot":
+            files = [file for file in files if "data-plot" in file.read_text(encoding="utf-8")]
+        assert len(files) > 10, f"expected a whole site in {site}, got {len(files)} pages {name}"
+        metafunc.parametrize(name, [file.relative_to(site).parent.as_posix() for file in files])

@@ -57,11 +57,15 @@ def test_a_page_is_whole_at_every_width_by_day_and_by_night(page, address, where
     assert [url for url in page.asked if not url.startswith((address, "data:", "blob:"))] == []
 
 
-def test_sliders_move_the_curves(page, address, folder, where):
-    if "data-plot" not in (folder / where / "index.html").read_text(encoding="utf-8"):
-        return
-    visit(page, address, where)
-    for plot in page.query_selector_all(".plot[data-plot]"):
+def plots_of(page):
+    plots = page.query_selector_all(".plot[data-plot]")
+    assert plots
+    return plots
+
+
+def test_sliders_move_the_curves(page, address, with_plot):
+    visit(page, address, with_plot)
+    for plot in plots_of(page):
         name = plot.get_attribute("data-plot")
         assert plot.query_selector(".plot-stage canvas"), f"{name}: no plot, only its picture"
         sliders = plot.query_selector_all("input[type=range]")
@@ -79,13 +83,13 @@ def test_sliders_move_the_curves(page, address, folder, where):
     assert page.said == []
 
 
-def test_sliders_begin_and_end_where_they_say(page, address, folder, where):
-    if "data-plot" not in (folder / where / "index.html").read_text(encoding="utf-8"):
-        return
-    visit(page, address, where)
-    for plot in page.query_selector_all(".plot[data-plot]"):
+def test_sliders_begin_and_end_where_they_say(page, address, with_plot):
+    visit(page, address, with_plot)
+    for plot in plots_of(page):
         declared = page.evaluate(SLIDERS, plot.get_attribute("data-plot"))
-        for slider in plot.query_selector_all("input[type=range]"):
+        sliders = plot.query_selector_all("input[type=range]")
+        assert {slider.get_attribute("name") for slider in sliders} == set(declared)
+        for slider in sliders:
             expected = declared[slider.get_attribute("name")]
             assert slider.evaluate(SHOWN) == pytest.approx(expected["value"], rel=5e-3)
             for end in ("min", "max"):
@@ -93,11 +97,14 @@ def test_sliders_begin_and_end_where_they_say(page, address, folder, where):
                 assert slider.evaluate(SHOWN) == pytest.approx(expected[end], rel=5e-3)
 
 
-def test_without_scripts_the_picture_stays(chromium, address):
+def test_without_scripts_the_picture_stays(chromium, address, with_plot):
     context = chromium.new_context(java_script_enabled=False)
     page = context.new_page()
-    page.goto(f"{address}/losses/info_nce/")
-    assert page.locator(".plot img").first.is_visible()
+    page.goto(f"{address}/{with_plot}/")
+    for plot in plots_of(page):
+        pictures = [e for e in plot.query_selector_all("img") if e.is_visible()]
+        assert len(pictures) == 1, "that for light pages alone"
+        assert pictures[0].evaluate("e => e.naturalWidth") > 100
     context.close()
 
 

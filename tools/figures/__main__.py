@@ -76,11 +76,8 @@ def draw(name: str, folder: Path) -> None:
                 module.draw(figure)
             else:
                 draw_panels(figure, module)
-            path = folder / f"{name}-{palette}.svg"
-            figure.savefig(path, metadata={"Date": None})
+            figure.savefig(folder / f"{name}-{palette}.svg", metadata={"Date": None})
             plt.close(figure)
-            lines = path.read_text(encoding="utf-8").splitlines()
-            path.write_text("".join(f"{line.rstrip()}\n" for line in lines), encoding="utf-8")
 
 
 def names() -> list[str]:

@@ -37,7 +37,7 @@ def draw(figure: Figure) -> None:
         points = [[float(row[x]) for row in fixed] for x in ("active", key)]
         right.plot(*points, marker, color=line.get_color(), label=f"{label}, fixed weight")
     right.set(title="Recall@10", xlabel="active dimensions of a document", ylim=(0.6, 0.9))
-    right.legend(loc="lower right", ncols=2, fontsize=7)
+    right.legend(loc="lower right", ncols=2, columnspacing=0.8, handletextpad=0.2, fontsize=7)
     for axes, axis in ((left, left.xaxis), (left, left.yaxis), (right, right.xaxis)):
         (axes.set_xscale if axis.axis_name == "x" else axes.set_yscale)("log")
         axis.set_ticks(TICKS)
