@@ -53,6 +53,8 @@ from sparse_losses.distributed import agree_across_ranks
 
 __all__ = ["LossModule", "loss"]
 
+PADDED = "S"  # every rank pads its texts to a length of its own
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -113,7 +115,7 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if isinstance(given.get("temperature"), Tensor):
                 given["temperature"] = given["temperature"].to(dtype)
             if given.get("gather", False) is not False:
-                _agree(function.__name__, tensors, given, sizes)
+                _agree(function.__name__, declaration, given, sizes)
             with autocast_off(given[first].device):
                 return function(**given)  # type: ignore[call-arg]  # by name, as Python binds them
 
@@ -148,11 +150,12 @@ def _cast(tensors: Mapping[str, Declared], given: dict[str, Any]) -> Any:
 
 
 def _agree(
-    call: str, tensors: Mapping[str, Declared], given: Mapping[str, Any], sizes: Mapping[str, int]
+    call: str, declaration: _Declaration, given: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> None:
     """Other ranks, if there are any, are in the same call, of the same sizes."""
+    tensors, choices = declaration.tensors, declaration.choices
     letters = {letter for shapes, _ in tensors.values() for shape in shapes for letter in shape}
-    compared = {letter: sizes.get(letter, 0) for letter in sorted(letters)}
+    compared = {letter: sizes.get(letter, 0) for letter in sorted(letters - {PADDED})}
     for name, (shapes, remarks) in tensors.items():
         tensor = given.get(name)
         if len(shapes) > 1:
@@ -160,8 +163,9 @@ def _agree(
         elif "optional" in remarks:
             compared[f"number of `{name}`"] = 0 if tensor is None else 1
     data = [given[name] for name in tensors if given.get(name) is not None]
-    if given.get("impl", "auto") != "auto":  # ways send different things
-        call += f"(impl={given['impl']!r})"
+    if "impl" in choices:  # ways send different things
+        place = choices["impl"].index(given.get("impl", "auto"))
+        compared['`impl`, counted from 0 for "auto",'] = place
     agree_across_ranks(call, given["gather"], *data, **compared)
 
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 import sparse_losses
 import sparse_losses.functional as F
 from sparse_losses import distributed
-from sparse_losses._core import fused
-from tests.cases import CASES, FIRST, to_tensors
+from tests.cases import CASES, FIRST, LOSSES, to_tensors
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_gather import check, evaluate, part, whole
 
@@ -62,8 +61,8 @@ def small_batches(rank: int, world: int) -> dict[str, torch.Tensor]:
     anchor, positive = torch.randn(2, world, 5, dtype=torch.float64)
     mine = slice(rank, rank + 1)
     found = {}
-    for gather in (True, "ring"):
-        value = F.info_nce_loss(anchor[mine], positive[mine], gather=gather)
+    for impl in ("auto", "ring"):
+        value = F.info_nce_loss(anchor[mine], positive[mine], gather=True, impl=impl)
         close(value, F.info_nce_loss(anchor, positive))
     x = anchor.abs()
     close(
@@ -72,23 +71,21 @@ def small_batches(rank: int, world: int) -> dict[str, torch.Tensor]:
     )
     # No row at all: 0, and part of the graph.
     empty = anchor[:0].clone().requires_grad_()
-    for gather in (True, "ring"):
-        value = F.info_nce_loss(empty, positive[:0], gather=gather)
-        assert value == 0
-        assert torch.autograd.grad(value, empty)[0].shape == (0, 5)
+    value = F.info_nce_loss(empty, positive[:0], gather=True)
+    assert value == 0
+    assert torch.autograd.grad(value, empty)[0].shape == (0, 5)
     # Every text the same document: no row has a negative, none is valid.
     ids = torch.zeros(1, dtype=torch.long)
-    for gather in (True, "ring"):
-        value = F.info_nce_loss(
-            anchor[mine], positive[mine], positive_ids=ids, decoupled=True, gather=gather
-        )
-        assert value == 0
+    value = F.info_nce_loss(
+        anchor[mine], positive[mine], positive_ids=ids, decoupled=True, gather=True
+    )
+    assert value == 0
     for dtype in (torch.float16, torch.bfloat16):
         half = anchor.to(dtype), positive.to(dtype)
         expected = F.info_nce_loss(*half)
-        for gather in (True, "ring"):
+        for impl in ("auto", "ring"):
             with torch.autocast("cpu", torch.bfloat16):
-                value = F.info_nce_loss(half[0][mine], half[1][mine], gather=gather)
+                value = F.info_nce_loss(half[0][mine], half[1][mine], gather=True, impl=impl)
             assert value.dtype == torch.float32
             torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
     return found
@@ -111,12 +108,12 @@ def stored_by_columns(rank: int, world: int) -> None:
         whole_anchor, whole_positive = (x.clone().requires_grad_() for x in (anchor, positive))
         expected = F.info_nce_loss(whole_anchor, whole_positive, others, similarity=similarity)
         wanted = torch.autograd.grad(expected, (whole_anchor, whole_positive))
-        for gather in (True, "ring"):
+        for impl in ("auto", "ring"):
             leaves = [by_columns(x).requires_grad_() for x in (anchor, positive)]
             if rank:  # not every rank's rows are stored alike
                 leaves[1] = positive[mine].clone().requires_grad_()
             own = None if others is None else by_columns(others)
-            value = F.info_nce_loss(*leaves, own, similarity=similarity, gather=gather)
+            value = F.info_nce_loss(*leaves, own, similarity=similarity, gather=True, impl=impl)
             close(value, expected)
             found = torch.autograd.grad(value, leaves)
             for gradient, of_whole in zip(found, wanted, strict=True):
@@ -135,9 +132,11 @@ def hidden_nan(rank: int, world: int) -> list[float]:
     positive[-1, 0] = torch.nan
     mine = slice(2 * rank, 2 * rank + 2)
     found = []
-    for gather in (True, "ring"):
+    for impl in ("auto", "ring"):
         query = anchor[mine].clone().requires_grad_()
-        loss = F.info_nce_loss(query, positive[mine], positive_ids=ids[mine], gather=gather)
+        loss = F.info_nce_loss(
+            query, positive[mine], positive_ids=ids[mine], gather=True, impl=impl
+        )
         assert loss.isnan(), "other anchors see the NaN"
         rows = F.info_nce_loss(
             query, positive[mine], positive_ids=ids[mine], gather=True, reduction="none"
@@ -152,24 +151,32 @@ def test_a_document_that_ids_hide_hides_its_nan():
     assert all(value != value for values in others for value in values)
 
 
+def impls_of(stem: str) -> list[dict[str, str]]:
+    """How a loss of the table may be computed over several ranks."""
+    if not LOSSES[stem].ways:
+        return [{}]
+    ring = ["ring"] if stem == "info_nce" else []
+    return [{"impl": impl} for impl in ("definition", "auto", *ring)]
+
+
 def second_derivatives(rank: int, world: int) -> None:
     for stem in ("info_nce", "n_pair", "nws", "flops", "distillation"):
         case = FIRST[stem]
         arrays = whole(case, world, seed=7)
         mine = part(case, arrays, rank, world)
 
-        def curvature(tensors, gather, case=case):
+        def curvature(tensors, gather, case=case, **impl):
             tensors = to_tensors(tensors)
             leaf = tensors[case.differentiable[0]].requires_grad_()
-            loss = case.function()(**tensors, gather=gather)
+            loss = case.function()(**tensors, gather=gather, **impl)
             (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
             return torch.autograd.grad(gradient.square().sum(), leaf)[0]
 
         # Every rank's gradient is W times that of one process, and the square of that W^2 times.
         expected = curvature(arrays, False)
         rows = slice(rank * len(expected) // world, (rank + 1) * len(expected) // world)
-        for gather in (True, "ring") if stem == "info_nce" else (True,):
-            close(curvature(mine, gather) / world**2, expected[rows])
+        for impl in impls_of(stem):
+            close(curvature(mine, True, **impl) / world**2, expected[rows])
 
 
 def test_second_derivatives():
@@ -186,17 +193,15 @@ def weighted_by_rank(rank: int, world: int) -> None:
         leaf[case.differentiable[0]].requires_grad_()
         (expected,) = torch.autograd.grad(case.function()(**leaf), leaf[case.differentiable[0]])
         rows = slice(rank * len(expected) // world, (rank + 1) * len(expected) // world)
-        for fewest in (10**18, 0):
-            fused.FEWEST_ELEMENTS = fewest
-            for gather in (True, "ring") if stem == "info_nce" else (True,):
-                tensors = to_tensors(mine)
-                query = tensors[case.differentiable[0]].requires_grad_()
-                loss = (1.0 + rank) * case.function()(**tensors, gather=gather)
-                (gradient,) = torch.autograd.grad(loss, query)
-                close(gradient / world, expected[rows] * (1 + (world - 1) / 2))
+        for impl in impls_of(stem):
+            tensors = to_tensors(mine)
+            query = tensors[case.differentiable[0]].requires_grad_()
+            loss = (1.0 + rank) * case.function()(**tensors, gather=True, **impl)
+            (gradient,) = torch.autograd.grad(loss, query)
+            close(gradient / world, expected[rows] * (1 + (world - 1) / 2))
 
 
-def test_a_weight_of_each_rank_counts_as_their_mean_on_every_path():
+def test_a_weight_of_each_rank_counts_as_their_mean_by_every_way():
     run_ranks(2, weighted_by_rank, 2)
 
 
@@ -269,14 +274,16 @@ def train(rank: int, world: int) -> None:
 
     torch.manual_seed(0)
     batches = torch.randn(5, 2, 3 * world, 8, dtype=torch.float64)
-    for gather in (True, "ring"):
+    for impl in ("auto", "ring"):
         results = []
         for is_one in (True, False):
             torch.manual_seed(1)
             model = torch.nn.Linear(8, 16, dtype=torch.float64)
             temperature = torch.nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
             loss = sparse_losses.InfoNCELoss(
-                temperature=temperature, gather=False if is_one else gather
+                temperature=temperature,
+                gather=not is_one,
+                impl="auto" if is_one else impl,
             )
             wrapped = model if is_one else torch.nn.parallel.DistributedDataParallel(model)
             rows = slice(None) if is_one else slice(3 * rank, 3 * rank + 3)
@@ -300,7 +307,7 @@ def unequal(rank: int) -> dict[str, str]:
     for stem, case in FIRST.items():
         tensors = to_tensors(case.arrays(3 + rank))
         found[stem] = caught(case.function(), **tensors, gather=True)
-    found["ring"] = caught(F.info_nce_loss, x, x, gather="ring")
+    found["ring"] = caught(F.info_nce_loss, x, x, gather=True, impl="ring")
     queue = sparse_losses.LabelQueue(8, 5, 2, gather=True)
     found["queue"] = caught(queue.enqueue, x, torch.ones(3 + rank, 2))
     found["other"] = caught(F.info_nce_loss if rank else F.n_pair_loss, x, x, gather=True)
@@ -317,7 +324,9 @@ def unequal(rank: int) -> dict[str, str]:
     scores = torch.rand(3, 4)
     teacher = scores.double() if rank else scores
     found["teacher"] = caught(F.distillation_loss, scores, teacher, gather=True)
-    found["ring alone"] = caught(F.info_nce_loss, x[:3], x[:3], gather="ring" if rank else True)
+    found["ring alone"] = caught(
+        F.info_nce_loss, x[:3], x[:3], gather=True, impl="ring" if rank else "auto"
+    )
     half = x[:3].bfloat16() if rank else x[:3]
     found["half"] = caught(F.flops_loss, half, gather=True)  # computed in fp32 on both
     mask = torch.eye(3)
@@ -340,7 +349,8 @@ def test_unequal_calls_are_errors_on_every_rank_that_name_the_sizes():
         assert "`positive_ids`" in found["ids"]
         assert "precision, in bytes" in found["wide"]
         assert "precision, in bytes" in found["teacher"]
-        assert 'gather="ring"' in found["ring alone"]
+        assert "`impl`" in found["ring alone"]
+        assert "0 on rank 0, 5 on rank 1" in found["ring alone"]
         assert found["half"] == ""
         assert "[B, 2 B] = [3, 6]" in found["mask"]
         assert found["after"] == ""
@@ -362,7 +372,8 @@ def test_the_ring_says_what_it_cannot():
         {"positive_mask": torch.eye(3)},
         {"in_batch": False, "negative": x},
     ):
-        assert 'gather="ring"' in caught(F.info_nce_loss, x, x, gather="ring", **options)
+        said = caught(F.info_nce_loss, x, x, gather=True, impl="ring", **options)
+        assert 'with impl="ring"; impl="auto" takes what can' in said
 
 
 def test_a_dtensor_is_refused_with_what_to_do():

@@ -1,11 +1,10 @@
 """`gather=True`: value on every rank, and gradients after averaging, of one process with all rows.
 
-For 1 to 4 ranks, every case of the losses' table, both paths, in fp64. The ranks work through all
+For 1 to 4 ranks, every case of the losses' table, by every way, in fp64. The ranks work through all
 of it in one go; each test looks up one line of what they found.
 """
 
 import functools
-import itertools
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sparse_losses._core import fused
 from tests.cases import CASES, Case, to_tensors
 from tests.distributed.ranks import run_ranks
 
@@ -48,19 +46,18 @@ def part(case: Case, arrays: dict[str, np.ndarray], rank: int, world: int) -> di
 
 
 def variants(case: Case, world: int):
-    """Reductions, gather and paths that a case is tried with."""
+    """Reductions that a case is tried with, and InfoNCE's ring, which is there for this."""
     reductions = (None,)
     if case.loss.reduces:
         reductions = ("mean", "sum", "none") if world < MANY else ("mean",)
-    for reduction, path in itertools.product(reductions, ("plain", "fused")):
-        yield reduction, path, True
-    if case.stem == "info_nce" and case.kwargs.get("in_batch", True) and not case.square:
-        for reduction in [reduction for reduction in reductions if reduction != "none"]:
-            yield reduction, "plain", "ring"
+    for reduction in reductions:
+        yield reduction, None
+        if case.stem == "info_nce" and case.impl == "auto" and reduction != "none":
+            yield reduction, "ring"
 
 
-def key_of(case: Case, reduction: str | None, path: str, gather: Any) -> str:
-    return f"{case.id}-{reduction}-{path}-{gather}"
+def key_of(case: Case, reduction: str | None, impl: str | None) -> str:
+    return f"{case.id}-{reduction}-{impl}"
 
 
 def evaluate(case: Case, arrays: dict, reduction: str | None, learned: bool, **options: Any):
@@ -85,20 +82,20 @@ def compare(rank: int, world: int) -> dict[str, str]:
         arrays = whole(case, world, seed=3)
         mine = part(case, arrays, rank, world)
         learned = "temperature" in case.loss.signature
-        for reduction, path, gather in variants(case, world):
-            fused.FEWEST_ELEMENTS = {"plain": 10**18, "fused": 0}[path]
+        for reduction, impl in variants(case, world):
             try:
-                check(case, arrays, mine, rank, world, reduction, gather, learned)
+                check(case, arrays, mine, rank, world, reduction, impl, learned)
                 wrong = ""
             except AssertionError as error:
                 wrong = str(error)
-            found[key_of(case, reduction, path, gather)] = wrong
+            found[key_of(case, reduction, impl)] = wrong
     return found
 
 
-def check(case, arrays, mine, rank, world, reduction, gather, learned) -> None:
+def check(case, arrays, mine, rank, world, reduction, impl, learned) -> None:
     expected, expected_gradients = evaluate(case, arrays, reduction, learned)
-    value, gradients = evaluate(case, mine, reduction, learned, gather=gather)
+    by = {} if impl is None else {"impl": impl}
+    value, gradients = evaluate(case, mine, reduction, learned, gather=True, **by)
     close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
     rows = slice(rank * ROWS, (rank + 1) * ROWS)
     close(value, expected[rows] if reduction == "none" else expected, msg=lambda m: f"value: {m}")
@@ -128,8 +125,8 @@ def results(world: int) -> list[dict[str, str]]:
 def ids():
     for world in WORLDS:
         for case in CASES:
-            for reduction, path, gather in variants(case, world):
-                yield world, key_of(case, reduction, path, gather)
+            for reduction, impl in variants(case, world):
+                yield world, key_of(case, reduction, impl)
 
 
 @pytest.mark.parametrize(("world", "name"), list(ids()))

@@ -19,7 +19,6 @@ from sparse_losses import (
     SpladeObjective,
     Texts,
 )
-from sparse_losses._core import fused
 from sparse_losses.objective.objective import NEEDS
 from tests.distributed.ranks import run_ranks
 
@@ -32,7 +31,7 @@ OBJECTIVES = {
     "stopwords": lambda: {"stopword_ids": STOPWORDS, "special_token_ids": SPECIAL},
     "options": lambda: {
         "special_token_ids": SPECIAL,
-        "info_nce": InfoNCELoss(similarity="dot", symmetric=True, chunk_size=3),
+        "info_nce": InfoNCELoss(similarity="dot", symmetric=True),
         "flops": IdfFlopsLoss(torch.linspace(0.1, 2.0, V).double(), beta=0.4),
         "self_reconstruction": SelfReconstructionLoss(ignore_token_ids=SPECIAL, balanced=True),
         "score_scale": 3.0,
@@ -42,7 +41,7 @@ OBJECTIVES = {
         "info_nce": InfoNCELoss(decoupled=True, reduction="sum"),
         "margin_mse": MarginMSELoss(reduction="sum"),
     },
-    "ring": lambda: {"info_nce": InfoNCELoss(gather="ring")},
+    "ring": lambda: {"info_nce": InfoNCELoss(impl="ring")},
 }
 # Negatives, and the teacher's scores that may stand beside them.
 FORMS = [
@@ -63,11 +62,11 @@ OPTIONS = {2: tuple(OBJECTIVES), 3: ("stopwords", "options")}  # by the number o
 def cases(world: int):
     for negative, teacher in FORMS:
         for options in OPTIONS[world]:
-            for path in ("plain",) if options == "ring" else ("plain", "fused"):
-                yield negative, teacher, options, path
+            for impl in ("auto",) if options == "ring" else ("definition", "auto"):
+                yield negative, teacher, options, impl
 
 
-def objective(options: str, negative: str, *, gather: bool) -> SpladeObjective:
+def objective(options: str, negative: str, *, gather: bool, impl: str) -> SpladeObjective:
     """Every term that these negatives allow, each with another weight; one weight is learned."""
     weights = {name: 0.3 + 0.1 * number for number, name in enumerate(NEEDS)}
     if negative in ("none", "shared"):
@@ -77,10 +76,11 @@ def objective(options: str, negative: str, *, gather: bool) -> SpladeObjective:
         weights,
         language_penalty=LanguagePenaltyLoss(torch.linspace(0.0, 1.0, V).double()),
         gather=gather,
+        impl=impl,
         **OBJECTIVES[options](),
     )
     if not gather:
-        made.info_nce.gather = False
+        made.info_nce.impl = "auto"
     made.info_nce.temperature = torch.nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
     return made
 
@@ -171,16 +171,15 @@ def compare(rank: int, world: int) -> dict[tuple[str, ...], str]:
     close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
     wrong = {}
     for case in cases(world):
-        negative, teacher, options, path = case
-        fused.FEWEST_ELEMENTS = {"plain": 10**18, "fused": 0}[path]
+        negative, teacher, options, impl = case
         torch.manual_seed(5)
         batch = whole(world, negative, teacher)
         total, terms, _, by_texts, by_held = gradients(
-            objective(options, negative, gather=False), batch
+            objective(options, negative, gather=False, impl=impl), batch
         )
         mine = part(batch, rank, world, negative, teacher)
         own_total, own_terms, _, own_by_texts, own_by_held = gradients(
-            objective(options, negative, gather=True), mine
+            objective(options, negative, gather=True, impl=impl), mine
         )
         wrong[case] = ""
         try:
@@ -218,19 +217,18 @@ def test_values_and_averaged_gradients_are_those_of_one_process(world, case):
 def second_order(rank: int, world: int) -> list[float]:
     """By how much a derivative of the gradients differs from one process's, relative."""
     worst = []
-    for path in ("plain", "fused"):
-        fused.FEWEST_ELEMENTS = {"plain": 10**18, "fused": 0}[path]
+    for impl in ("definition", "auto"):
         torch.manual_seed(5)
         batch = whole(world, "own", "all")
         mine = part(batch, rank, world, "own", "all")
         _, _, inputs, by_texts, _ = gradients(
-            objective("options", "own", gather=False), batch, create_graph=True
+            objective("options", "own", gather=False, impl=impl), batch, create_graph=True
         )
         along = [torch.randn_like(x) for x in inputs]
         dots = sum((g * v).sum() for g, v in zip(by_texts, along, strict=True))
         expected = torch.autograd.grad(dots, inputs)
         _, _, own_inputs, own_by_texts, _ = gradients(
-            objective("options", "own", gather=True), mine, create_graph=True
+            objective("options", "own", gather=True, impl=impl), mine, create_graph=True
         )
         own_along = [share_of(v, rank, world) for v in along]
         own_dots = sum((g * v).sum() for g, v in zip(own_by_texts, own_along, strict=True))
