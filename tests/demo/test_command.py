@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.studies import ablation, rescue
 from sparse_losses import Finding
 from sparse_losses.demo import __main__ as command
-from sparse_losses.demo import ablation, rescue, switches
+from sparse_losses.demo import switches
 from sparse_losses.demo.model import ModelSize
 from tests.demo.artificial import write_pairs
 

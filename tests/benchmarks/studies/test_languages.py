@@ -11,8 +11,8 @@ from sparse_losses import language_token_ids
 
 pytest.importorskip("babel")
 
-from sparse_losses.demo import languages, locale_names
-from sparse_losses.demo.languages import Settings, in_scripts, make_objective, make_schedule
+from benchmarks.studies import languages, locale_names
+from benchmarks.studies.languages import Settings, in_scripts, make_objective, make_schedule
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_the_penalty_lowers_the_share_of_other_scripts(names, pieces):
 
 
 def test_the_page_shows_the_committed_results():
-    docs = Path(__file__).parents[2] / "docs"
+    docs = Path(__file__).parents[3] / "docs"
     rows = languages._finished(docs / "results" / "languages.csv", languages.STEPS)
     page = (docs / "languages.md").read_text(encoding="utf-8")
     assert languages.markdown(rows) in page

@@ -107,7 +107,7 @@ def add_study_options(
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m sparse_losses.demo.ablation",
+        prog="python -m benchmarks.studies.ablation",
         description="Train the demo with every loss and ingredient switched off in turn and write "
         "the test figures as JSON, CSV and a Markdown table. Finished runs are kept: repeat the "
         "command to go on where it stopped.",

@@ -1,6 +1,6 @@
 """What a language penalty does: one retriever with and without it, on names in twelve languages.
 
-Run it with ``python -m sparse_losses.demo.languages``.
+Run it with ``python -m benchmarks.studies.languages``.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads must not spin; before torch
 
+from benchmarks.studies.ablation import add_study_options
 from sparse_losses.demo.__main__ import (
     guarded,
     require_extra,
     writable_folder,
 )
-from sparse_losses.demo.ablation import add_study_options
 from sparse_losses.demo.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from benchmarks.studies.locale_names import Names, Pieces
     from sparse_losses import SpladeObjective, TrainingSchedule
-    from sparse_losses.demo.locale_names import Names, Pieces
 
 EXTRA = ("babel", "matplotlib", "rich", "tokenizers")
 STEPS = 300
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m sparse_losses.demo.languages",
+        prog="python -m benchmarks.studies.languages",
         description="Train a small retriever to find the names of places, languages, scripts and "
         "currencies in English and ten other languages by their Korean name, with and without a "
         "language penalty, and see which scripts its vectors are written in. The names are "
@@ -116,7 +116,7 @@ def _run(options: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from sparse_losses.demo import locale_names
+    from benchmarks.studies import locale_names
 
     torch.set_num_threads(1)
     console = Console()

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # idle threads must not spin; before torch
 
+from benchmarks.studies.ablation import add_study_options, leave_ctrl_c_to_the_parent
 from sparse_losses.demo.__main__ import (
     guarded,
     require_extra,
     writable_folder,
 )
-from sparse_losses.demo.ablation import add_study_options, leave_ctrl_c_to_the_parent
 from sparse_losses.demo.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m sparse_losses.demo.rescue",
+        prog="python -m benchmarks.studies.rescue",
         description="Train the demo with a hundred times its FLOPS weights and with a thousandth "
         "of them, without warm-up, each as it is and steered to a target, and write what was said "
         "of it. Finished runs are kept: repeat the command to go on where it stopped.",
