@@ -97,7 +97,14 @@ def read_pairs(path: Path) -> Corpus:
         UserError: the file cannot be read, a line is not such a pair, or there are too few.
     """
     pairs: dict[tuple[str, str], None] = {}
-    groups = _Groups()
+    above: dict[str, str] = {}  # a union-find: the smallest member stands for its group
+
+    def root(item: str) -> str:
+        while (parent := above.setdefault(item, item)) != item:
+            above[item] = above[parent]  # or chains would grow long
+            item = parent
+        return item
+
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -115,7 +122,8 @@ def read_pairs(path: Path) -> Corpus:
                 f"letter or a digit, got {line[:60]!r}"
             )
         query, document = (" ".join(field.split()) for field in fields)
-        groups.join(f"query {query.lower()}", f"document {document.lower()}")
+        low, high = sorted(map(root, (f"query {query.lower()}", f"document {document.lower()}")))
+        above[high] = low
         pairs[query, document] = None
     if len(pairs) < MINIMUM_PAIRS:
         raise UserError(
@@ -124,9 +132,8 @@ def read_pairs(path: Path) -> Corpus:
         )
     rows = []
     for query, document in pairs:
-        group = groups.root(f"query {query.lower()}")
         pair = Pair(0, query, document)
-        rows.append(Row(query, group, (pair,), document))
+        rows.append(Row(query, root(f"query {query.lower()}"), (pair,), document))
     source = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:12]}
     corpus = split(rows, ("query → document",), source, held_out=min(HELD_OUT, len(pairs) // 10))
     if len(corpus.train) < MINIMUM_PAIRS // 2 or len(corpus.validation) < MINIMUM_PAIRS // 20:
@@ -135,22 +142,3 @@ def read_pairs(path: Path) -> Corpus:
             "training, because most lines share a query or a document; add more different pairs"
         )
     return corpus
-
-
-class _Groups:
-    """Union-find over strings; the smallest member stands for its set."""
-
-    def __init__(self) -> None:
-        self._parent: dict[str, str] = {}
-
-    def root(self, item: str) -> str:
-        """The representative of the set that holds ``item``."""
-        while (parent := self._parent.setdefault(item, item)) != item:
-            self._parent[item] = self._parent[parent]
-            item = parent
-        return item
-
-    def join(self, first: str, second: str) -> None:
-        """Make one set of two."""
-        low, high = sorted((self.root(first), self.root(second)))
-        self._parent[high] = low

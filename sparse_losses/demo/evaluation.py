@@ -18,12 +18,8 @@ from sparse_losses.demo.tokens import Tokens
 if TYPE_CHECKING:
     from sparse_losses.demo.training import Run
 
-UNTRAINED, BM25_WORDS, BM25_SUBWORDS, MODEL = (
-    "untrained model",
-    "BM25, words",
-    "BM25, same subwords",
-    "this model",
-)
+UNTRAINED, MODEL = "untrained model", "this model"
+BM25_WORDS, BM25_SUBWORDS = "BM25, words", "BM25, same subwords"
 RARE = 5  # documents
 
 

@@ -77,12 +77,6 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="where figures and picture go (default: %(default)s)",
     )
-    add(
-        "--threads",
-        type=whole(1),
-        default=1,
-        help="CPU threads; figures repeat exactly only for one (default: %(default)s)",
-    )
     return parser
 
 
@@ -116,13 +110,13 @@ def guarded(
     return 0
 
 
-def require_extra(names: Sequence[str] = EXTRA) -> None:
+def require_extra() -> None:
     """Check for the optional packages.
 
     Raises:
         UserError: one is missing.
     """
-    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in EXTRA if importlib.util.find_spec(name) is None]:
         raise UserError(
             f"the demo needs {', '.join(missing)}; install with: pip install 'sparse-losses[demo]'"
         )

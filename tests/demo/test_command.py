@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from sparse_losses import Finding
 from sparse_losses.demo import command, docstrings
@@ -115,7 +114,7 @@ def test_ctrl_c_ends_the_command(tmp_path, capsys, monkeypatch):
     [
         ["--steps", "0"],
         ["--without", "sleep"],
-        ["--threads", "two"],
+        ["--steps", "two"],
         ["--seed", "-1"],
         ["--seed", str(2**63)],
         ["--max-length", "2"],
@@ -204,12 +203,6 @@ def test_findings_are_shown_once_in_the_course_of_training(
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.count("documents: texts are not sparse") == 1
     assert "step 10, documents: texts are not sparse" in printed
-
-
-def test_torch_threads_are_left_as_the_command_says(tiny, pairs, tmp_path):
-    arguments = ["--pairs", str(pairs), "--output", str(tmp_path / "out"), "--query", "tree"]
-    assert main([*arguments, "--steps", "1", "--threads", "1"]) == 0
-    assert torch.get_num_threads() == 1
 
 
 def test_an_empty_question_is_refused(tiny, pairs, tmp_path, capsys):
