@@ -24,7 +24,7 @@ demo: $(VENV)/.demo  ## train a sparse retriever on your Python's documentation 
 	$(PY) -m sparse_losses.demo $(ARGS)
 
 ablation: $(VENV)/.demo  ## every loss of the demo switched off in turn, three seeds
-	$(PY) -m sparse_losses.demo.ablation --jobs $(JOBS) $(ARGS)
+	$(PY) -m benchmarks.studies.ablation --jobs $(JOBS) $(ARGS)
 
 bench: $(VENV)/.demo  ## every loss beside its plain formula (ARGS="--suite full --only nws")
 	$(PY) -m benchmarks $(ARGS)

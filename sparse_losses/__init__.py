@@ -32,11 +32,6 @@ from sparse_losses.losses import (
     triplet_margin_loss,
 )
 from sparse_losses.objective import (
-    V22,
-    V23,
-    V25,
-    V26,
-    V28,
     CollapseError,
     Curriculum,
     Diagnostics,
@@ -44,7 +39,6 @@ from sparse_losses.objective import (
     GradientReport,
     ObjectiveOutput,
     Phase,
-    Preset,
     Report,
     SparsityController,
     SpladeBatch,
@@ -58,6 +52,7 @@ from sparse_losses.objective import (
     gradient_report,
     recall_at_k,
 )
+from sparse_losses.presets import V22, V23, V25, V26, V28, Preset
 from sparse_losses.queue import LabelQueue
 from sparse_losses.representation import (
     ContextGate,

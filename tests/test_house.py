@@ -26,9 +26,10 @@ FLOORS = {
     "kernels": 2,
     **dict.fromkeys(("losses", "vocabulary", "representation", "queue"), 3),
     "objective": 4,
-    "functional": 5,
-    "": 5,  # the package itself
-    **dict.fromkeys(("integrations", "demo"), 6),
+    "presets": 5,  # data for the objective, which knows none of it
+    "functional": 6,
+    "": 6,  # the package itself
+    **dict.fromkeys(("integrations", "demo"), 7),
 }
 GROUND = ["_core", "distributed", "kernels"]
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-from sparse_losses.demo.errors import UserError
+from sparse_losses.demo.options import UserError
 
-DOCSTRING_TASKS = ("name → document", "summary → rest")
-TSV_TASKS = ("query → document",)
 HELD_OUT = 600
 MINIMUM_PAIRS = 100
-EXCERPT = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,23 +25,16 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One thing that can be found.
+    """One thing that can be found, with at most one pair for each task.
 
-    Attributes:
-        title: what to call it.
-        group: see below.
-        pairs: queries with the documents that answer them, at most one for each task.
-        text: what is indexed for the user's questions.
-        excerpt: what is shown of an answer.
-
-    Rows of one group (methods of the same name, say) never lie on both sides of a split.
+    Rows of one group (methods of the same name, say) never lie on both sides of a split. ``text``
+    is what is indexed for the user's questions.
     """
 
     title: str
     group: str
     pairs: tuple[Pair, ...]
     text: str
-    excerpt: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +55,11 @@ class Corpus:
         """All rows, as indexed for the user's own questions."""
         return self.train + self.validation + self.test
 
-    def fingerprint(self) -> str:
-        """A hash of all texts and of the split: the same hash, the same experiment."""
-        splits = (self.train, self.validation, self.test)
-        text = json.dumps([[dataclasses.astuple(row) for row in rows] for rows in splits])
-        return hashlib.sha256(text.encode()).hexdigest()
+
+def pair_texts(rows: Iterable[Row], task: int) -> tuple[list[str], list[str]]:
+    """Queries and documents of one task."""
+    pairs = [pair for row in rows for pair in row.pairs if pair.task == task]
+    return [pair.query for pair in pairs], [pair.document for pair in pairs]
 
 
 def split(
@@ -107,80 +96,49 @@ def read_pairs(path: Path) -> Corpus:
     Raises:
         UserError: the file cannot be read, a line is not such a pair, or there are too few.
     """
-    rows = []
-    groups = _Groups()
-    for number, line in enumerate(_lines(path), start=1):
+    pairs: dict[tuple[str, str], None] = {}
+    above: dict[str, str] = {}  # a union-find: the smallest member stands for its group
+
+    def root(item: str) -> str:
+        while (parent := above.setdefault(item, item)) != item:
+            above[item] = above[parent]  # or chains would grow long
+            item = parent
+        return item
+
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        number = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise UserError(f"{path}, line {number}: expected UTF-8 text ({error.reason})") from error
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         fields = line.split("\t")
-        wrong = None
-        if len(fields) != 2:
-            wrong = f"{len(fields) - 1} tabs"
-        elif not any(character.isalnum() for character in fields[0]):
-            wrong = "no word before the tab"
-        elif not any(character.isalnum() for character in fields[1]):
-            wrong = "no word after the tab"
-        if wrong:
+        if len(fields) != 2 or not all(any(map(str.isalnum, field)) for field in fields):
             raise UserError(
-                f"{path}, line {number}: expected a query, one tab and a document, found {wrong}: "
-                f"{line[:60]!r}"
+                f"{path}, line {number}: expected a query, one tab and a document, each with a "
+                f"letter or a digit, got {line[:60]!r}"
             )
         query, document = (" ".join(field.split()) for field in fields)
-        groups.join(f"query {query.lower()}", f"document {document.lower()}")
-        rows.append((query, document))
-    if len(set(rows)) < MINIMUM_PAIRS:
+        low, high = sorted(map(root, (f"query {query.lower()}", f"document {document.lower()}")))
+        above[high] = low
+        pairs[query, document] = None
+    if len(pairs) < MINIMUM_PAIRS:
         raise UserError(
-            f"{path}: {len(set(rows))} different pairs are too few to train and test on; "
+            f"{path}: {len(pairs)} different pairs are too few to train and test on; "
             f"at least {MINIMUM_PAIRS} are needed, a few thousand make a useful retriever"
         )
-    corpus = split(
-        (
-            Row(
-                title=query,
-                group=groups.root(f"query {query.lower()}"),
-                pairs=(Pair(0, query, document),),
-                text=document,
-                excerpt=document[:EXCERPT],
-            )
-            for query, document in dict.fromkeys(rows)
-        ),
-        TSV_TASKS,
-        {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:12]},
-        held_out=min(HELD_OUT, len(set(rows)) // 10),
-    )
+    rows = []
+    for query, document in pairs:
+        pair = Pair(0, query, document)
+        rows.append(Row(query, root(f"query {query.lower()}"), (pair,), document))
+    source = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:12]}
+    corpus = split(rows, ("query → document",), source, held_out=min(HELD_OUT, len(pairs) // 10))
     if len(corpus.train) < MINIMUM_PAIRS // 2 or len(corpus.validation) < MINIMUM_PAIRS // 20:
         raise UserError(
             f"{path}: after setting test pairs apart only {len(corpus.train)} pairs are left for "
             "training, because most lines share a query or a document; add more different pairs"
         )
     return corpus
-
-
-def _lines(path: Path) -> Sequence[str]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise UserError(f"{path}, line {line}: expected UTF-8 text ({error.reason})") from error
-    return text.split("\n")
-
-
-class _Groups:
-    """Union-find over strings; the smallest member stands for its set."""
-
-    def __init__(self) -> None:
-        self._parent: dict[str, str] = {}
-
-    def root(self, item: str) -> str:
-        """The representative of the set that holds ``item``."""
-        while (parent := self._parent.setdefault(item, item)) != item:
-            self._parent[item] = self._parent[parent]
-            item = parent
-        return item
-
-    def join(self, first: str, second: str) -> None:
-        """Make one set of two."""
-        low, high = sorted((self.root(first), self.root(second)))
-        self._parent[high] = low

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ast
 import gc
-import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import pkgutil
 import platform
 import re
 import sysconfig
@@ -22,13 +22,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from sparse_losses.demo.corpus import DOCSTRING_TASKS, EXCERPT, Corpus, Pair, Row, split
+from sparse_losses.demo.corpus import Corpus, Pair, Row, split
 
 PACKAGES = ("torch", "numpy", "sympy", "networkx")
+TASKS = ("name → document", "summary → rest")
 
 
-def _words(*lines: str) -> tuple[str, ...]:
-    return tuple(word for line in lines for word in line.split())
+def _words(*lines: str) -> list[str]:
+    return " ".join(lines).split()
 
 
 C_NAMESPACES = _words(
@@ -54,13 +55,11 @@ Docstring = tuple[str, str]  # qualified name, raw text
 
 def load() -> Corpus:
     """Harvest, clean, de-duplicate and split; the same installed versions give the same corpus."""
-    collecting = gc.isenabled()
-    gc.disable()  # millions of short-lived syntax nodes, none in a cycle: a third of the time
+    gc.disable()  # a third of the time would go to searching syntax trees for cycles
     try:
-        return split(to_rows(harvest()), DOCSTRING_TASKS, versions())
+        return split(to_rows(harvest()), TASKS, versions())
     finally:
-        if collecting:
-            gc.enable()
+        gc.enable()
 
 
 def versions() -> dict[str, str]:
@@ -123,14 +122,10 @@ def _walk(node: ast.AST, prefix: str) -> Iterator[Docstring]:
 
 def inspect_namespace(namespace: str) -> Iterator[Docstring]:
     """Look at what has a docstring but no Python source; a module that is missing has nothing."""
-    module, _, attribute = namespace.rpartition(".")
     try:
-        scope = importlib.import_module(namespace)
-    except ImportError:
-        try:
-            scope = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError):
-            return
+        scope = pkgutil.resolve_name(namespace)
+    except (ImportError, AttributeError):
+        return
     for name in dir(scope):
         value = inspect.getattr_static(scope, name, None)
         if name.startswith("_") or isinstance(value, types.ModuleType):
@@ -154,17 +149,14 @@ def _c_docstring(name: str, value: object) -> Iterator[Docstring]:
 _SIGNATURE = re.compile(r"\s*[\w.*]+\s?\([^\n]*\)\s*(->\s*[^\n]+)?(?:\n|$)")
 _OPEN_SIGNATURE = re.compile(r"\s*[\w.]+\([^()]*\)\s*(->[^\n]*)?\n")
 _DROPPED_SECTIONS = {"references", "see also", "seealso"}
-_SECTIONS = {
+_SECTIONS = [
     *_words(
         "parameters parameter params arguments args kwargs returns return yields yield raises",
         "raise warns warnings warning notes note examples example attributes methods shape",
         "explanation inputs input outputs output deprecated references",
     ),
-    "keyword arguments",
-    "keyword args",
-    "other parameters",
-    "see also",
-}
+    *("keyword arguments", "keyword args", "other parameters", "see also"),
+]
 _DROPPED_DIRECTIVES = _words(
     "math code code-block sourcecode plot testcode testsetup testoutput doctest image figure",
     "autosummary automethod autofunction autoclass jupyter-execute productionlist index table",
@@ -307,7 +299,7 @@ def to_rows(docstrings: Iterable[Docstring]) -> list[Row]:
             continue
         seen.add(docstring)
         summary, body = clean(docstring)
-        text = " ".join(f"{summary} {body}".split()[:LONGEST_TEXT])
+        text = _cut(f"{summary} {body}")
         if len(text.split()) >= MINIMUM_DOCUMENT_WORDS and _is_prose(text):
             candidates.append((name, summary, body))
     rows = []
@@ -324,7 +316,7 @@ def to_rows(docstrings: Iterable[Docstring]) -> list[Row]:
         if pairs:
             indexed = _cut(f"{spoken(leaf)}. {text}")
             group = spoken(leaf).lower()
-            rows.append(Row(name, group, tuple(pairs), indexed, text[:EXCERPT]))
+            rows.append(Row(name, group, tuple(pairs), indexed))
     return rows
 
 

@@ -5,12 +5,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_losses.demo.corpus import Corpus, pair_texts
 from sparse_losses.demo.tokens import Tokens
+
+if TYPE_CHECKING:
+    from sparse_losses.demo.training import Run
+
+UNTRAINED, MODEL = "untrained model", "this model"
+BM25_WORDS, BM25_SUBWORDS = "BM25, words", "BM25, same subwords"
+RARE = 5  # documents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +33,7 @@ class Ranking:
 
 
 def ranking(scores: Tensor) -> Ranking:
-    """Figures for a square score matrix whose diagonal holds the right answers.
+    """Figures of a square score matrix whose diagonal holds the right answers.
 
     A tie counts half against the right answer, so that scoring everything alike earns nothing.
     """
@@ -37,6 +47,11 @@ def ranking(scores: Tensor) -> Ranking:
         recall_10=found.double().mean().item(),
         mrr_10=torch.where(found, 1 / rank, torch.zeros_like(rank)).mean().item(),
     )
+
+
+def cosine(queries: Tensor, documents: Tensor) -> Tensor:
+    """Cosine similarities ``[queries, documents]``; an empty vector has 0 with everything."""
+    return F.normalize(queries, dim=1) @ F.normalize(documents, dim=1).T
 
 
 def bm25_scores(queries: Sequence[Sequence[str]], documents: Sequence[Sequence[str]]) -> Tensor:
@@ -73,9 +88,6 @@ class Anatomy:
     own: float
 
 
-RARE = 5
-
-
 def anatomy(vectors: Tensor, rows: Sequence[Sequence[int]], tokens: Tokens, df: Tensor) -> Anatomy:
     """Look into vectors ``[texts, V]`` of texts with the token ids ``rows``; ``df`` is ``[V]``.
 
@@ -102,3 +114,76 @@ def anatomy(vectors: Tensor, rows: Sequence[Sequence[int]], tokens: Tokens, df: 
         rare=share(rare),
         own=((vectors > 0) & inside).sum().item() / max(1, int(inside.sum())),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskFigures:
+    """Everything measured on one task: rankings by system, and the vectors before and after."""
+
+    task: str
+    queries: int
+    rankings: dict[str, Ranking]
+    query_before: Anatomy
+    query_after: Anatomy
+    document_before: Anatomy
+    document_after: Anatomy
+
+
+def measure(run: Run, corpus: Corpus) -> list[TaskFigures]:
+    """Rank the test queries of every task by the model, by itself untrained, and by BM25."""
+    untrained = run.untrained()
+    figures = []
+    for number, task in enumerate(corpus.tasks):
+        queries, documents = pair_texts(corpus.test, number)
+        before, after = (
+            [run.encode(texts, model) for texts in (queries, documents)]
+            for model in (untrained, run.model)
+        )
+        rankings = {
+            UNTRAINED: ranking(cosine(*before)),
+            BM25_WORDS: ranking(bm25_scores(*map(run.tokens.words, (queries, documents)))),
+            BM25_SUBWORDS: ranking(bm25_scores(*map(run.tokens.pieces, (queries, documents)))),
+            MODEL: ranking(cosine(*after)),
+        }
+        looks = [
+            anatomy(vectors, run.tokens.ids(texts), run.tokens, run.df.df)
+            for side, texts in enumerate((queries, documents))
+            for vectors in (before[side], after[side])
+        ]
+        figures.append(TaskFigures(task, len(queries), rankings, *looks))
+    return figures
+
+
+def top_tokens(run: Run, texts: Sequence[str], count: int = 8) -> list[list[tuple[str, float]]]:
+    """The highest dimensions of each text, by name."""
+    values, tokens = run.encode(texts).topk(min(count, run.tokens.vocab_size), dim=1)
+    return [
+        [
+            (run.tokens.name(token), round(value, 2))
+            for token, value in zip(row_tokens, row_values, strict=True)
+            if value > 0
+        ]
+        for row_tokens, row_values in zip(tokens.tolist(), values.tolist(), strict=True)
+    ]
+
+
+class Index:
+    """All texts of a corpus as sparse vectors, to be searched with free questions."""
+
+    def __init__(self, run: Run, corpus: Corpus) -> None:
+        self._run = run
+        self._rows = corpus.rows
+        texts = [row.text for row in self._rows]
+        parts = (run.encode(texts[start : start + 500]) for start in range(0, len(texts), 500))
+        self._vectors = torch.cat([F.normalize(part, dim=1).to_sparse() for part in parts])
+
+    def search(self, question: str, count: int = 5) -> list[tuple[float, str, str]]:
+        """Cosine, title and text of the best answers; none where nothing is shared."""
+        query = F.normalize(self._run.encode([question]), dim=1)
+        scores = torch.sparse.mm(self._vectors, query.T).squeeze(1)
+        values, found = scores.topk(min(count, len(self._rows)))
+        return [
+            (value, self._rows[index].title, self._rows[index].text)
+            for value, index in zip(values.tolist(), found.tolist(), strict=True)
+            if value > 0
+        ]

@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_losses.demo.tokens import MAX_LENGTH, Batch
-
-Start = Literal["dense", "sparse"]
-START_BIAS: dict[Start, float] = {"dense": 0.0, "sparse": -3.0}
+from sparse_losses import splade_head
+from sparse_losses.demo.options import MAX_LENGTH
+from sparse_losses.demo.tokens import Batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,29 +22,23 @@ class ModelSize:
     hidden: int = 128
     layers: int = 2
     heads: int = 4
+    max_length: int = MAX_LENGTH
     spelling: float = 0.5
 
 
 class SparseEncoder(nn.Module):
     """Token embeddings, a few attention layers, and the same embeddings as output weights.
 
-    The start is *lexical*: embeddings are nearly orthogonal and the layers only whisper (their
-    branches are scaled by 0.1), so that an untrained text vector already holds its own tokens. Half
-    of an embedding is shared with tokens that are spelt alike, so that ``neighbors`` finds
-    ``neighbor`` from the start (as in "Enriching Word Vectors with Subword Information"). Rare
-    tokens are longer vectors than common ones and so start out heavier. The bias decides the rest:
-    at 0 every other token is faintly active as well (the dense start), at -3 few are.
+    The start is *lexical*: embeddings are nearly orthogonal and the layers add little to them (a
+    tenth of each branch), so that an untrained text vector already holds its own tokens. Half of an
+    embedding is shared with tokens that are spelt alike, so that ``neighbors`` finds ``neighbor``
+    from the start (as in "Enriching Word Vectors with Subword Information"). Rare tokens have
+    longer vectors than common ones and so start out heavier. It is also *dense*: with a bias of 0
+    every other token is faintly active.
     """
 
-    def __init__(
-        self,
-        vocabulary: Sequence[str],
-        idf: Tensor,
-        start: Start = "dense",
-        size: ModelSize | None = None,
-    ) -> None:
+    def __init__(self, vocabulary: Sequence[str], idf: Tensor, size: ModelSize) -> None:
         super().__init__()
-        size = size or ModelSize()
         vocab_size, hidden = len(vocabulary), size.hidden
         relative = ((idf - idf.min()) / (idf.max() - idf.min()).clamp(min=1e-6)).float()
         length = (0.3 + 0.7 * relative).unsqueeze(1)
@@ -55,25 +47,20 @@ class SparseEncoder(nn.Module):
         direction = math.sqrt(1 - size.spelling) * own + math.sqrt(size.spelling) * spelt
         self.scale = math.sqrt(hidden)
         self.embedding = nn.Parameter(F.normalize(direction, dim=1) * length)
-        self.position = nn.Parameter(torch.randn(MAX_LENGTH, hidden) * 0.1)
+        self.position = nn.Parameter(torch.randn(size.max_length, hidden) * 0.1)
         self.layers = nn.ModuleList(Layer(hidden, size.heads) for _ in range(size.layers))
-        self.bias = nn.Parameter(torch.full((vocab_size,), START_BIAS[start]))
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
 
-    def hidden(self, batch: Batch) -> Tensor:
-        """Contextual states ``[B, S, H]``."""
+    def forward(self, batch: Batch) -> Tensor:
+        """Activations ``[B, V]``: ``max_s log1p(relu(hidden_s . embedding_v + bias_v))``."""
         states = F.embedding(batch.input_ids, self.embedding) * self.scale
         states = states + self.position[: batch.input_ids.shape[1]]
         mask = batch.attention_mask.bool()[:, None, None, :]
         for layer in self.layers:
             states = layer(states, mask)
-        return states
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Activations ``[B, V]``: ``max_s log1p(relu(hidden_s . embedding_v + bias_v))``."""
-        pooled: Tensor = _LivePool.apply(  # type: ignore[no-untyped-call]
-            self.hidden(batch), self.embedding, self.bias, batch.attention_mask
-        )
-        return torch.log1p(pooled)
+        activations = splade_head(states, self.embedding, self.bias, batch.attention_mask)
+        assert isinstance(activations, Tensor)  # no logits were asked for
+        return activations
 
 
 def _spelling(vocabulary: Sequence[str], hidden: int) -> Tensor:
@@ -115,43 +102,3 @@ class Layer(nn.Module):
         states = states + 0.1 * self.output(mixed.transpose(1, 2).reshape(batch, length, hidden))
         fed: Tensor = self.feed(self.feed_norm(states))
         return states + 0.1 * fed
-
-
-class _LivePool(torch.autograd.Function):
-    """``max_s relu(hidden_s . weight_v + bias_v)`` over the attended positions, ``[B, V]``.
-
-    The gradient of a maximum behind a ReLU reaches one position of each token that is above zero,
-    and nothing else. So the forward pass keeps that position instead of ``[B, S, V]`` scores, and
-    the backward pass is a product with a sparse matrix: exact, and in half the time.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor
-    ) -> Tensor:
-        pooled = hidden.new_empty(len(hidden), len(weight))
-        winner = torch.empty_like(pooled, dtype=torch.long)
-        transposed = weight.t().contiguous()
-        for row, length in enumerate(attention_mask.sum(1).tolist()):
-            scores = hidden[row, :length] @ transposed
-            torch.max(scores, dim=0, out=(pooled[row], winner[row]))
-        pooled = pooled.add_(bias).relu_()
-        ctx.save_for_backward(hidden, weight, pooled, winner)
-        return pooled
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        hidden, weight, pooled, winner = ctx.saved_tensors
-        gradient = torch.where(pooled > 0, gradients[0], 0)
-        text, token = gradient.nonzero(as_tuple=True)
-        place = text * hidden.shape[1] + winner[text, token]
-        states = hidden.flatten(0, 1)
-        scores = torch.sparse_coo_tensor(
-            torch.stack([place, token]),
-            gradient[text, token],
-            (len(states), len(weight)),
-            check_invariants=False,
-        )
-        to_hidden = torch.sparse.mm(scores, weight).view_as(hidden)
-        to_weight = torch.sparse.mm(scores.t(), states)
-        return to_hidden, to_weight, gradient.sum(0), None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from sparse_losses import (
-    FlopsLoss,
     IdfFlopsLoss,
     InfoNCELoss,
     SelfReconstructionLoss,
@@ -18,7 +17,7 @@ from sparse_losses import (
     Warmup,
     idf_penalty,
 )
-from sparse_losses.demo.switches import SWITCHES
+from sparse_losses.demo.options import TERMS
 from sparse_losses.demo.tokens import Tokens
 
 
@@ -29,7 +28,6 @@ class Weights:
     Attributes:
         warmup: share of the training during which the FLOPS weight rises, quadratically.
         idf_alpha: how much cheaper a rare token is than a common one (a factor of e^alpha).
-        penalty_floor: the least a token costs, so that rare ones do not become free codes.
     """
 
     info_nce: float = 3.0
@@ -40,44 +38,30 @@ class Weights:
     temperature: float = 0.05
     warmup: float = 0.5
     idf_alpha: float = 4.0
-    penalty_floor: float = 0.0
     special_penalty: float = 100.0
     stopword_penalty: float = 15.0
 
 
 def make_objective(
-    tokens: Tokens,
-    idf: Tensor,
-    weights: Weights,
-    without: Sequence[str] = (),
-    plain_flops: bool = False,
+    tokens: Tokens, idf: Tensor, weights: Weights, without: Collection[str] = ()
 ) -> SpladeObjective:
     """Weighted terms for a batch of queries and their documents.
 
     Every regulariser looks at queries and documents alike, half of its weight each; positive
     activation goes both ways: a query learns the words of its document, a document how it is asked
-    for.
-
-    Args:
-        tokens: which tokens are special or stopwords.
-        idf: ``[V]``, of the training documents.
-        weights: the numbers.
-        without: what to switch off, from ``SWITCHES``. Without ``idf`` every ordinary token costs
-            the same, and their sum is what it was; without ``special_penalty`` a special token
-            costs what the commonest word does.
-        plain_flops: the squared penalty without token weights in place of the weighted one.
+    for. What is in ``without`` is switched off.
     """
-    if unknown := set(without) - set(SWITCHES):
-        raise ValueError(f"expected `without` to be of {SWITCHES}, got {sorted(unknown)}")
-    of_terms = {"info_nce": weights.info_nce}
-    for name in ("flops", "min_activation", "self_reconstruction", "positive_activation"):
-        for side in ("query", "document"):
-            of_terms[f"{side}_{name}"] = getattr(weights, name) / 2
-    penalty = token_penalty(tokens, idf, weights, frozenset(without))
+    of_terms: dict[str, float] = {}
+    for loss in TERMS:
+        weight = getattr(weights, loss)
+        if loss == "info_nce":
+            of_terms[loss] = weight
+        else:
+            of_terms |= {f"query_{loss}": weight / 2, f"document_{loss}": weight / 2}
     return SpladeObjective(
-        {name: weight for name, weight in of_terms.items() if loss_of(name) not in without},
+        {term: weight for term, weight in of_terms.items() if loss_of(term) not in without},
         info_nce=InfoNCELoss(temperature=weights.temperature, symmetric=True),
-        flops=FlopsLoss() if plain_flops else IdfFlopsLoss(penalty),
+        flops=IdfFlopsLoss(token_penalty(tokens, idf, weights, without)),
         self_reconstruction=SelfReconstructionLoss(
             ignore_token_ids=tokens.special_ids, balanced=True
         ),
@@ -85,41 +69,45 @@ def make_objective(
     )
 
 
-def make_schedule(
-    objective: SpladeObjective,
-    weights: Weights,
-    without: Sequence[str],
-    steps: int,
-    steered: Sequence[str] = (),
-) -> TrainingSchedule:
-    """FLOPS warms up on both sides, but for terms that a controller steers."""
-    rise = round(weights.warmup * steps)
-    flops = [name for name in objective.weights if loss_of(name) == "flops"]
-    names = [name for name in flops if name not in steered]
-    if rise == 0 or "warmup" in without:
-        names = []
-    return TrainingSchedule(objective, warmups={name: Warmup(rise, "quadratic") for name in names})
-
-
 def loss_of(term: str) -> str:
     """The loss that a term takes for one of the sides."""
     return term.removeprefix("query_").removeprefix("document_")
 
 
-def token_penalty(tokens: Tokens, idf: Tensor, weights: Weights, without: frozenset[str]) -> Tensor:
-    """What an activation of each token costs, ``[V]``, with the ingredients that are left."""
-    special = tokens.special_ids
+def token_penalty(
+    tokens: Tokens, idf: Tensor, weights: Weights, without: Collection[str]
+) -> Tensor:
+    """What an activation of each token costs, ``[V]``.
+
+    Without ``idf`` every ordinary token costs the same, and their sum is what it was; without
+    ``special_penalty`` a special token costs what the commonest word does.
+    """
+    special = list(tokens.special_ids)
     ordinary = torch.ones(len(idf), dtype=torch.bool)
-    ordinary[list(special)] = False
-    base = idf_penalty(
-        idf, alpha=weights.idf_alpha, special_token_ids=special, minimum=weights.penalty_floor
-    )
+    ordinary[special] = False
+    penalty = idf_penalty(idf, alpha=weights.idf_alpha, special_token_ids=special)
     if "idf" in without:
-        base[ordinary] = base[ordinary].mean()
+        penalty[ordinary] = penalty[ordinary].mean()
     if "special_penalty" in without:
-        base[list(special)] = base[ordinary].max()
+        penalty[special] = penalty[ordinary].max()
     else:
-        base[list(special)] = weights.special_penalty
+        penalty[special] = weights.special_penalty
     if "stopword_penalty" not in without:
-        base[list(tokens.stopword_ids)] *= weights.stopword_penalty
-    return base.float()
+        penalty[list(tokens.stopword_ids)] *= weights.stopword_penalty
+    return penalty.float()
+
+
+def make_schedule(
+    objective: SpladeObjective,
+    weights: Weights,
+    without: Collection[str],
+    steps: int,
+    steered: Collection[str] = (),
+) -> TrainingSchedule:
+    """FLOPS warms up on both sides, but for terms that a controller steers."""
+    rise = round(weights.warmup * steps)
+    warmups = {}
+    if rise and "warmup" not in without:
+        flops = [term for term in objective.weights if loss_of(term) == "flops"]
+        warmups = {term: Warmup(rise, "quadratic") for term in flops if term not in steered}
+    return TrainingSchedule(objective, warmups=warmups)

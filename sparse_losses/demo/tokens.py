@@ -10,8 +10,9 @@ import torch
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 
+from sparse_losses.demo.options import MAX_LENGTH
+
 VOCAB_SIZE = 8_000
-MAX_LENGTH = 64
 PAD, UNK, CLS, SEP = range(4)
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 _FUNCTION_WORDS = """
@@ -24,7 +25,7 @@ their them then there therefore these they this those through thus to too under 
 upon us very via was we were what when where whether which while who whom whose why will
 with within without would yet you your s t d e g
 """
-STOPWORDS = frozenset(_FUNCTION_WORDS.split())
+_LETTER = r"[^\W_]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,30 +35,38 @@ class Batch:
     input_ids: Tensor
     attention_mask: Tensor
 
-    @property
-    def counts(self) -> Tensor:
-        """How many tokens each text has, begin and end marks not counted."""
-        return self.attention_mask.sum(1) - 2
+
+def pad(rows: Sequence[Sequence[int]]) -> Batch:
+    """Stack lists of ids of different lengths."""
+    longest = max(map(len, rows))
+    input_ids = torch.tensor([[*row, *[PAD] * (longest - len(row))] for row in rows])
+    lengths = torch.tensor([len(row) for row in rows])
+    return Batch(input_ids, (torch.arange(longest) < lengths.unsqueeze(1)).long())
 
 
 class Tokens:
     """A tokenizer and the sets of tokens that losses and figures treat apart.
 
     Attributes:
+        tokenizer: of the package `tokenizers`.
+        max_length: what a text is cut to, its begin and end marks included.
         vocab_size: number of tokens.
         special_ids: padding, unknown, begin and end of text.
         stopword_ids: function words; they say nothing about what a text is about.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, max_length: int = MAX_LENGTH) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
         self.vocab_size: int = tokenizer.get_vocab_size()
         self.special_ids = tuple(range(len(SPECIAL_TOKENS)))
-        known = (tokenizer.token_to_id(word) for word in sorted(STOPWORDS))
+        known = map(tokenizer.token_to_id, sorted(set(_FUNCTION_WORDS.split())))
         self.stopword_ids = tuple(token for token in known if token is not None)
 
     @classmethod
-    def learn(cls, texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> Tokens:
+    def learn(
+        cls, texts: Sequence[str], vocab_size: int = VOCAB_SIZE, max_length: int = MAX_LENGTH
+    ) -> Tokens:
         """Learn a WordPiece vocabulary; the same texts give the same tokens.
 
         Text is lower-cased and punctuation is dropped, so that ``from_edgelist`` is two words.
@@ -72,36 +81,33 @@ class Tokens:
             vocab_size=vocab_size, special_tokens=named, show_progress=False
         )
         tokenizer.train_from_iterator(texts, trainer)
-        return cls(_tokenizer(tokenizer.get_vocab(with_added_tokens=False)))
+        return cls(_tokenizer(tokenizer.get_vocab(with_added_tokens=False)), max_length)
 
     def vocabulary(self) -> list[str]:
         """All tokens, in the order of their ids."""
         return [self.name(token) for token in range(self.vocab_size)]
 
-    def ids(self, texts: Sequence[str], max_length: int = MAX_LENGTH) -> list[list[int]]:
-        """Begin mark, tokens and end mark of each text, cut to ``max_length`` altogether."""
-        encoded = self._tokenizer.encode_batch_fast(list(texts))
-        return [[CLS, *encoding.ids[: max_length - 2], SEP] for encoding in encoded]
+    def name(self, token: int) -> str:
+        """How a token is written; ``##`` marks the continuation of a word."""
+        return str(self.tokenizer.id_to_token(token))
 
-    def pieces(self, texts: Sequence[str], max_length: int = MAX_LENGTH) -> list[list[str]]:
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Begin mark, tokens and end mark of each text."""
+        encoded = self.tokenizer.encode_batch_fast(list(texts))
+        return [[CLS, *encoding.ids[: self.max_length - 2], SEP] for encoding in encoded]
+
+    def pieces(self, texts: Sequence[str]) -> list[list[str]]:
         """The subwords the model sees, without the marks."""
-        return [[self.name(token) for token in row[1:-1]] for row in self.ids(texts, max_length)]
+        return [[self.name(token) for token in row[1:-1]] for row in self.ids(texts)]
 
-    def words(self, texts: Sequence[str], max_length: int = MAX_LENGTH) -> list[list[str]]:
+    def words(self, texts: Sequence[str]) -> list[list[str]]:
         """The whole words of just the part of each text that the model sees."""
         found = []
-        for text, encoding in zip(texts, self._tokenizer.encode_batch(list(texts)), strict=True):
-            offsets = encoding.offsets[: max_length - 2]
+        for text, encoding in zip(texts, self.tokenizer.encode_batch(list(texts)), strict=True):
+            offsets = encoding.offsets[: self.max_length - 2]
             seen = text[: offsets[-1][1]] if offsets else ""
             found.append(re.findall(f"{_LETTER}+", seen.lower()))
         return found
-
-    def name(self, token: int) -> str:
-        """How a token is written; ``##`` marks the continuation of a word."""
-        return str(self._tokenizer.id_to_token(token))
-
-
-_LETTER = r"[^\W_]"
 
 
 def _tokenizer(vocabulary: dict[str, int]) -> Tokenizer:
@@ -109,14 +115,3 @@ def _tokenizer(vocabulary: dict[str, int]) -> Tokenizer:
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\W_]+"), "removed")
     return tokenizer
-
-
-def pad(rows: Sequence[Sequence[int]]) -> Batch:
-    """Stack lists of ids of different lengths."""
-    longest = max(map(len, rows))
-    input_ids = torch.full((len(rows), longest), PAD)
-    attention_mask = torch.zeros(len(rows), longest, dtype=torch.long)
-    for index, row in enumerate(rows):
-        input_ids[index, : len(row)] = torch.tensor(row)
-        attention_mask[index, : len(row)] = 1
-    return Batch(input_ids, attention_mask)

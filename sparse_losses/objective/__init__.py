@@ -1,4 +1,4 @@
-"""Many losses, one training run: objective, presets, schedules, sparsity, diagnostics."""
+"""Many losses, one training run: objective, schedules, sparsity, diagnostics."""
 
 from sparse_losses.objective.advice import Finding, advise
 from sparse_losses.objective.batch import SpladeBatch, Texts
@@ -13,15 +13,9 @@ from sparse_losses.objective.diagnostics import (
     recall_at_k,
 )
 from sparse_losses.objective.objective import ObjectiveOutput, SpladeObjective
-from sparse_losses.objective.presets import V22, V23, V25, V26, V28, Preset
 from sparse_losses.objective.schedules import Curriculum, Phase, TrainingSchedule, Warmup
 
 __all__ = [
-    "V22",
-    "V23",
-    "V25",
-    "V26",
-    "V28",
     "CollapseError",
     "Curriculum",
     "Diagnostics",
@@ -29,7 +23,6 @@ __all__ = [
     "GradientReport",
     "ObjectiveOutput",
     "Phase",
-    "Preset",
     "Report",
     "SparsityController",
     "SpladeBatch",

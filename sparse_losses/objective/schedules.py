@@ -141,10 +141,11 @@ class TrainingSchedule:
     """Sets an objective's weights and temperature as the optimiser steps go by.
 
     A weight is the phase's, or the objective's own where the phase names none, times its warm-up.
-    All of it is a function of the number of steps (and of a temperature that is learned): a run
-    that is resumed sees the same numbers, bit for bit. The weights are changed themselves, so
-    gradients and reports follow. A temperature that is a tensor or ``nn.Parameter`` is copied into
-    as a phase begins.
+    A term that the objective does not have stays off in every phase; one that it has with a weight
+    of 0 is off until a phase names it. All of it is a function of the number of steps (and of a
+    temperature that is learned): a run that is resumed sees the same numbers, bit for bit. The
+    weights are changed themselves, so gradients and reports follow. A temperature that is a tensor
+    or ``nn.Parameter`` is copied into as a phase begins.
 
     Args:
         objective: whose weights are set, from now on.
@@ -187,13 +188,13 @@ class TrainingSchedule:
             check_choice("warmups", name, list(NEEDS))
         self.base = dict(objective.weights)
         self.base_temperature = objective.info_nce.temperature
-        self._names = {*self.warmups, *_scheduled(curriculum)}
+        self._names = {*self.warmups, *(n for n in _scheduled(curriculum) if n in self.base)}
         if tensors := [n for n in self._names if isinstance(self.base.get(n), Tensor)]:
             raise ValueError(
                 f"expected numbers as weights to be scheduled, got {tensors} as tensors"
             )
         for name in self.warmups:
-            phases = curriculum.phases if curriculum is not None else ()
+            phases = curriculum.phases if curriculum is not None and name in self.base else ()
             if not any([self.base.get(name, 0.0), *(p.weights.get(name, 0.0) for p in phases)]):
                 raise ValueError(
                     f"expected a weight to warm up for {name!r}, got 0 in the objective and in "
@@ -221,8 +222,9 @@ class TrainingSchedule:
 
     def weights_now(self) -> dict[str, float | Tensor]:
         """The weights that hold for the next step."""
-        phase = self.phase
-        weights = self.base | (dict(phase.weights) if phase else {})
+        weights = dict(self.base)
+        if self.phase is not None:
+            weights |= {n: w for n, w in self.phase.weights.items() if n in self.base}
         for name, warmup in self.warmups.items():
             weights[name] = warmup(self.steps_taken) * weights.get(name, 0.0)
         return weights

@@ -21,7 +21,7 @@ def make_rows(count: int = 240) -> list[Row]:
         text = " ".join([*rng.sample(words, 5), *asked, f"x{number}", "of the", topic])
         name = f"{' '.join(asked)} x{number}"
         pairs = (Pair(0, name, text), Pair(1, f"the {topic} {asked[0]} x{number}", text))
-        rows.append(Row(name, name, pairs, text, text[:20]))
+        rows.append(Row(name, name, pairs, text))
     return rows
 
 

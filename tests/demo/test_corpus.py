@@ -1,9 +1,7 @@
-import dataclasses
-
 import pytest
 
-from sparse_losses.demo.corpus import Pair, Row, read_pairs, split
-from sparse_losses.demo.errors import UserError
+from sparse_losses.demo.corpus import Pair, Row, pair_texts, read_pairs, split
+from sparse_losses.demo.options import UserError
 from tests.demo.artificial import make_rows, write_pairs
 
 
@@ -13,22 +11,23 @@ def test_split_depends_on_names_only_and_is_three_way():
     two = split(reversed(rows), ("a", "b"), {}, held_out=10)
     assert [len(part) for part in (one.train, one.validation, one.test)] == [80, 10, 10]
     assert one == two
-    assert one.fingerprint() == two.fingerprint()
     assert {row.title for row in one.rows} == {row.title for row in rows}
 
 
 def test_a_row_without_every_task_is_trained_on_but_never_tested():
-    rows = [Row(f"r{i}", f"r{i}", (Pair(0, "q", "d"),), "d", "d") for i in range(5)]
+    rows = [Row(f"r{i}", f"r{i}", (Pair(0, "q", "d"),), "d") for i in range(5)]
     corpus = split(rows, ("a", "b"), {}, held_out=2)
     assert len(corpus.train) == 5
     assert not corpus.test
 
 
-def test_fingerprint_sees_a_changed_letter():
-    rows = make_rows(20)
-    before = split(rows, ("a", "b"), {}, 2).fingerprint()
-    changed = dataclasses.replace(rows[3], text=rows[3].text + "!")
-    assert split([*rows[:3], changed, *rows[4:]], ("a", "b"), {}, 2).fingerprint() != before
+def test_the_texts_of_a_task():
+    rows = [
+        Row("one", "one", (Pair(0, "q0", "d0"), Pair(1, "q1", "d1")), "d"),
+        Row("two", "two", (Pair(1, "q2", "d2"),), "d"),
+    ]
+    assert pair_texts(rows, 0) == (["q0"], ["d0"])
+    assert pair_texts(rows, 1) == (["q1", "q2"], ["d1", "d2"])
 
 
 def test_pairs_are_read_and_split(tmp_path):
@@ -59,15 +58,9 @@ def test_lines_that_share_a_query_or_a_document_stay_together(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("no tab in here", "found 0 tabs"),
-        ("one\ttwo\tthree", "found 2 tabs"),
-        ("  \ta document", "no word before the tab"),
-        ("a query\t ?! ", "no word after the tab"),
-    ],
+    "line", ["no tab in here", "one\ttwo\tthree", "  \ta document", "a query\t ?! "]
 )
-def test_a_bad_line_is_named(tmp_path, line, said):
+def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "pairs.tsv"
     write_pairs(path, 150)
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -77,7 +70,7 @@ def test_a_bad_line_is_named(tmp_path, line, said):
         UserError, match="line 42: expected a query, one tab and a document"
     ) as info:
         read_pairs(path)
-    assert said in str(info.value)
+    assert repr(line) in str(info.value)
     assert str(path) in str(info.value)
 
 

@@ -3,7 +3,7 @@ import re
 import pytest
 
 from sparse_losses.demo import docstrings
-from sparse_losses.demo.corpus import DOCSTRING_TASKS, split
+from sparse_losses.demo.corpus import split
 
 NUMPY_STYLE = """\
 mean_of(a, axis=None) -> float
@@ -125,7 +125,7 @@ def test_a_leaf_name_is_never_on_both_sides_of_the_split():
     ]
     rows = docstrings.to_rows(found)
     assert len(rows) == 48
-    corpus = split(rows, DOCSTRING_TASKS, {}, held_out=4)
+    corpus = split(rows, docstrings.TASKS, {}, held_out=4)
     sides = [{row.group for row in side} for side in (corpus.train, corpus.validation, corpus.test)]
     assert [len(side) for side in sides] == [8, 4, 4]
     assert len(set.union(*sides)) == 16

@@ -9,7 +9,7 @@ from sparse_losses.demo.objective import (
     make_schedule,
     token_penalty,
 )
-from sparse_losses.demo.switches import TERMS
+from sparse_losses.demo.options import TERMS
 from sparse_losses.demo.tokens import Tokens, pad
 
 TOKENS = Tokens.learn(["the apple pie of the cherry", "an apple for the cherry pie"] * 3, 60)
@@ -22,7 +22,7 @@ def _vectors():
     return [0.2 * torch.rand(2, TOKENS.vocab_size) for _ in range(2)]
 
 
-def _terms(without=(), plain_flops=False, progress=1.0, weights=None):
+def _terms(without=(), progress=1.0, weights=None):
     """The weighted terms, both sides of a loss together, as the training's record has them."""
     texts = [pad(TOKENS.ids(["apple pie", "the cherry"])), pad(TOKENS.ids(["a pie", "cherry"]))]
     sides = [
@@ -30,7 +30,7 @@ def _terms(without=(), plain_flops=False, progress=1.0, weights=None):
         for vector, text in zip(_vectors(), texts, strict=True)
     ]
     weights = weights or Weights()
-    objective = make_objective(TOKENS, IDF, weights, without, plain_flops)
+    objective = make_objective(TOKENS, IDF, weights, without)
     schedule = make_schedule(objective, weights, without, STEPS)
     schedule.load_state_dict({"steps_taken": round(progress * STEPS)})
     total, terms = objective(SpladeBatch(*sides, positive_ids=torch.tensor([0, 1])))
@@ -73,25 +73,13 @@ def test_warmup_is_quadratic_and_can_be_switched_off():
     assert off == pytest.approx(values[1])
 
 
-def test_plain_flops_is_the_sum_of_squared_means():
-    terms = _terms(plain_flops=True)
-    expected = sum(float((x.mean(0) ** 2).sum()) for x in _vectors()) / 2
-    assert terms["flops"].item() == pytest.approx(Weights().flops * expected, rel=1e-5)
-
-
-def test_an_unknown_switch_is_an_error():
-    with pytest.raises(ValueError, match="`without`"):
-        make_objective(TOKENS, IDF, Weights(), ["flop"])
-
-
 def test_token_penalty_and_its_switches():
-    weights = Weights(idf_alpha=4.0, penalty_floor=0.03)
+    weights = Weights()
     stop, special = list(TOKENS.stopword_ids), list(TOKENS.special_ids)
     ordinary = torch.ones(TOKENS.vocab_size, dtype=torch.bool)
     ordinary[special] = False
     full = token_penalty(TOKENS, IDF, weights, frozenset())
     assert full[special].eq(weights.special_penalty).all()
-    assert full[ordinary].min() >= 0.03 - 1e-7
     calm = token_penalty(TOKENS, IDF, weights, frozenset(["stopword_penalty"]))
     torch.testing.assert_close(full[stop], calm[stop] * weights.stopword_penalty)
     flat = token_penalty(TOKENS, IDF, weights, frozenset(["stopword_penalty", "idf"]))

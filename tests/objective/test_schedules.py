@@ -128,12 +128,25 @@ def test_a_learned_temperature_is_copied_into_as_a_phase_begins():
 
 
 def test_a_term_of_some_phases_alone_is_off_in_the_others():
-    objective = SpladeObjective({"info_nce": 1.0})
+    objective = SpladeObjective({"info_nce": 1.0, "query_flops": 0.0})
     phases = Curriculum([Phase(0, 0, weights={"query_flops": 0.1}), Phase(1, 9)], unit="step")
     schedule = TrainingSchedule(objective, phases)
     assert objective.weights["query_flops"] == 0.1
     schedule.step()
     assert objective.weights["query_flops"] == 0.0
+
+
+def test_a_term_that_the_objective_does_not_have_stays_off_in_every_phase():
+    objective = V26.without("distillation").objective(idf=torch.rand(30))
+    schedule = TrainingSchedule(objective, V26.curriculum, steps_per_epoch=1)
+    for info_nce in (2.5,) * 8 + (3.0,) * 17:
+        assert objective.weights["info_nce"] == info_nce
+        assert not objective.weights.get("distillation")
+        schedule.step()
+    with pytest.raises(ValueError, match="a weight to warm up for 'distillation'"):
+        TrainingSchedule(
+            objective, V26.curriculum, warmups={"distillation": Warmup(2)}, steps_per_epoch=1
+        )
 
 
 def test_phases_and_presets_are_copied_and_pickled_as_data():

@@ -51,18 +51,12 @@ alpha_kl                     -       0.7
 alpha_mse                    -       0.3
 """
 
-# "Weights by phase (V26)", and the phases of V28.
-PHASES_V26 = """
+# "Weights by phase (V26)"; the phases of V28 name no info_nce, which is V26's.
+PHASES = """
 epochs   temperature   info_nce   distillation
 1-8      0.08          2.5        2.5
 9-17     0.05          3.0        1.5
 18-25    0.04          3.0        0.8
-"""
-PHASES_V28 = """
-epochs   temperature   distillation
-1-8      0.08          2.5
-9-17     0.05          1.5
-18-25    0.04          0.8
 """
 
 
@@ -94,9 +88,9 @@ def test_settings():
         assert preset.idf_alpha is None
 
 
-@pytest.mark.parametrize(("preset", "table"), [(V26, PHASES_V26), (V28, PHASES_V28)])
-def test_phases(preset, table):
-    (_, _, *names), lines = _rows(table)
+@pytest.mark.parametrize("preset", [V26, V28], ids=["V26", "V28"])
+def test_phases(preset):
+    (_, _, *names), lines = _rows(PHASES)
     expected = []
     for epochs, temperature, *weights in lines:
         first, last = map(int, epochs.split("-"))
@@ -120,7 +114,6 @@ def test_v28_is_v26_with_a_language_penalty_and_context_distillation():
         "name",
         "weights",
         "language_penalty",
-        "curriculum",
         "training",
         "ours",
     }
@@ -229,6 +222,39 @@ def test_stopwords_may_be_hidden_too():
 def test_a_name_that_is_no_term_is_an_error():
     with pytest.raises(ValueError, match="`weights`"):
         V26.replace(weights={"doc_flops": 1.0})
+
+
+OFF = {
+    "without": V28.without("distillation", "context_distillation"),
+    "replace": V28.replace(weights={"distillation": 0.0, "context_distillation": 0.0}),
+}
+
+
+@pytest.mark.parametrize("preset", OFF.values(), ids=OFF)
+@pytest.mark.parametrize("curriculum", ["its own", "V26's"])
+def test_a_term_that_is_taken_away_is_off_in_every_phase(preset, curriculum):
+    objective = preset.objective(idf=torch.rand(30), allowed_token_ids=range(20))
+    phases = V26.curriculum if curriculum == "V26's" else preset.curriculum
+    schedule = TrainingSchedule(objective, phases, steps_per_epoch=1)
+    for epoch in range(1, 27):
+        weights = {name: weight for name, weight in objective.weights.items() if weight}
+        assert set(weights) == {name for name in V28.weights if V28.weights[name]} - {
+            "distillation",
+            "context_distillation",
+        }
+        assert weights["info_nce"] == (2.5 if epoch <= 8 else 3.0)
+        schedule.step()
+
+
+def test_taking_a_term_away_changes_nothing_else():
+    alone = V28.without("distillation")
+    assert alone.replace(weights={"distillation": 2.0}, curriculum=V28.curriculum) == V28
+    assert [p.temperature for p in alone.curriculum.phases] == [0.08, 0.05, 0.04]
+    assert "distillation" in V28.weights
+    assert V22.without("distillation") == V22, "it has none"
+    assert V22.without("triplet_margin").missing() == ["temperature", "top_k", "threshold"]
+    with pytest.raises(ValueError, match=r"`terms` .*'distillation'.* got 'teacher'"):
+        V26.without("teacher")
 
 
 def test_a_preset_cannot_be_changed_by_accident():

@@ -11,7 +11,7 @@ import torch
 from babel import Locale
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from sparse_losses.demo.tokens import CLS, MAX_LENGTH, SEP, SPECIAL_TOKENS, UNK
+from sparse_losses.demo.tokens import SPECIAL_TOKENS, UNK, Tokens
 
 KOREAN, ENGLISH = "ko", "en"
 OTHERS = ("ja", "zh", "ru", "ar", "th", "hi", "el", "he", "ka", "hy")
@@ -65,41 +65,23 @@ def _table(language: str) -> dict[tuple[str, str], str]:
     return found
 
 
-class Pieces:
-    """A SentencePiece-like Unigram tokenizer, as XLM-RoBERTa has.
-
-    Attributes:
-        tokenizer: of the package `tokenizers`.
-        vocab_size: number of tokens.
-        special_ids: padding, unknown, begin and end of text.
-    """
-
-    def __init__(self, texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> None:
-        trained = Tokenizer(models.Unigram())
-        trained.pre_tokenizer = pre_tokenizers.Metaspace()
-        trainer = trainers.UnigramTrainer(
-            vocab_size=vocab_size,
-            special_tokens=list(SPECIAL_TOKENS),
-            unk_token=SPECIAL_TOKENS[UNK],
-            show_progress=False,
-        )
-        trained.train_from_iterator(texts, trainer)
-        # The trainer sums in the order of a hash table: last digits, and with them the order of the
-        # pieces, differ from run to run.
-        learned = json.loads(trained.to_str())["model"]["vocab"][len(SPECIAL_TOKENS) :]
-        vocabulary = [(token, 0.0) for token in SPECIAL_TOKENS]
-        vocabulary += [(piece, round(score, 3)) for piece, score in sorted(learned)]
-        self.tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=UNK))
-        self.tokenizer.pre_tokenizer = trained.pre_tokenizer
-        self.tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-        self.vocab_size: int = self.tokenizer.get_vocab_size()
-        self.special_ids = tuple(range(len(SPECIAL_TOKENS)))
-
-    def vocabulary(self) -> list[str]:
-        """All tokens, in the order of their ids."""
-        return [str(self.tokenizer.id_to_token(token)) for token in range(self.vocab_size)]
-
-    def ids(self, texts: Sequence[str], max_length: int = MAX_LENGTH) -> list[list[int]]:
-        """Begin mark, tokens and end mark of each text, cut to ``max_length`` altogether."""
-        encoded = self.tokenizer.encode_batch_fast(list(texts))
-        return [[CLS, *encoding.ids[: max_length - 2], SEP] for encoding in encoded]
+def learn_tokens(texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> Tokens:
+    """A SentencePiece-like Unigram vocabulary, as XLM-RoBERTa has."""
+    trained = Tokenizer(models.Unigram())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        unk_token=SPECIAL_TOKENS[UNK],
+        show_progress=False,
+    )
+    trained.train_from_iterator(texts, trainer)
+    # The trainer sums in the order of a hash table: last digits, and with them the order of the
+    # pieces, differ from run to run.
+    learned = json.loads(trained.to_str())["model"]["vocab"][len(SPECIAL_TOKENS) :]
+    vocabulary = [(token, 0.0) for token in SPECIAL_TOKENS]
+    vocabulary += [(piece, round(score, 3)) for piece, score in sorted(learned)]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=UNK))
+    tokenizer.pre_tokenizer = trained.pre_tokenizer
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return Tokens(tokenizer)

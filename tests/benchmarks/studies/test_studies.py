@@ -1,0 +1,150 @@
+import csv
+import dataclasses
+import json
+
+import pytest
+
+from benchmarks.studies import ablation, languages, rescue, targets
+from sparse_losses.demo import docstrings
+from sparse_losses.demo.corpus import split
+from sparse_losses.demo.model import ModelSize
+from sparse_losses.demo.options import SWITCHES
+from tests.demo.artificial import make_rows
+
+TINY = {
+    "batch_size": 8,
+    "vocab_size": 400,
+    "size": ModelSize(hidden=32, layers=1, heads=2),
+    "probe_every": 5,
+    "probe_rows": 20,
+}
+
+
+@pytest.fixture
+def small(inline, monkeypatch):
+    """Artificial texts, and settings with which a model trains in a second."""
+    corpus = split(make_rows(), ("name → document", "summary → rest"), {"artificial": "1"}, 40)
+    monkeypatch.setattr(docstrings, "load", lambda: pytest.fail("work began"))
+    for study in (ablation, targets, rescue):
+        monkeypatch.setattr(
+            study,
+            "settings_of",
+            lambda *run, real=study.settings_of: dataclasses.replace(real(*run), **TINY),
+        )
+        monkeypatch.setattr(
+            study,
+            "run_all",
+            lambda *rest, real=study.run_all: real(*rest, load=lambda: corpus),
+        )
+
+
+def _rows(path):
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+
+
+def test_help_explains_every_option(capsys):
+    for study in (ablation, targets, rescue, languages):
+        with pytest.raises(SystemExit) as stop:
+            study.main(["--help"])
+        assert stop.value.code == 0
+        for block in capsys.readouterr().out.split("\n  --")[1:]:
+            assert len(block.split()) > 4, block
+
+
+@pytest.mark.parametrize("wrong", [["--only", "nothing"], ["--steps", "0"], ["--seeds", "-1"]])
+def test_wrong_options_are_refused_by_the_parser(wrong, capsys):
+    with pytest.raises(SystemExit):
+        ablation.main(wrong)
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_every_switch_has_its_ablation():
+    assert {(switch,) for switch in SWITCHES} < set(ablation.VARIANTS.values())
+
+
+def test_ablation_writes_tables_and_skips_what_is_finished(small, tmp_path, monkeypatch, capsys):
+    arguments = ["--seeds", "0", "1", "--steps", "3", "--output", str(tmp_path)]
+    arguments += ["--only", "full", "without flops"]
+    assert ablation.main(arguments) == 0
+    content = json.loads((tmp_path / "ablation.json").read_text(encoding="utf-8"))
+    assert len(content["runs"]) == 6  # two seeds of two variants and of the untrained model
+    full = content["summary"]["full"]["name_mrr_10"]
+    values = [row["name_mrr_10"] for row in content["runs"] if row["variant"] == "full"]
+    assert full["mean"] == pytest.approx(sum(values) / 2)
+    assert full["std"] == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
+    table = (tmp_path / "ablation.md").read_text(encoding="utf-8")
+    assert table in capsys.readouterr().out
+    starts = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    systems = ["BM25, words", "BM25, same subwords", "untrained model"]
+    assert starts == [*systems, "full", "without flops"]
+    assert len({line.count("|") for line in table.splitlines()}) == 1
+    assert [row["seed"] for row in _rows(tmp_path / "ablation.csv")] == ["0", "1"] * 3
+
+    monkeypatch.setattr(ablation, "run_one", lambda *job: pytest.fail(f"ran {job} again"))
+    assert ablation.main(arguments) == 0
+
+
+def test_runs_of_other_settings_are_refused(small, tmp_path, capsys):
+    arguments = ["--seeds", "0", "--output", str(tmp_path), "--only", "full", "--steps"]
+    assert ablation.main([*arguments, "2"]) == 0
+    assert ablation.main([*arguments, "3"]) == 1
+    assert "other settings" in capsys.readouterr().err
+
+
+def test_runs_of_other_texts_are_refused(small, tmp_path, capsys):
+    arguments = ["--steps", "1", "--output", str(tmp_path), "--only", "full", "--seeds"]
+    assert ablation.main([*arguments, "0"]) == 0
+    (path,) = (tmp_path / "runs").glob("*.json")
+    path.write_text(path.read_text(encoding="utf-8").replace('"artificial": "1"', '"other": "2"'))
+    assert ablation.main([*arguments, "1"]) == 1
+    assert "different installed versions" in capsys.readouterr().err
+
+
+def test_targets_have_a_table_and_a_picture(small, tmp_path, capsys):
+    arguments = ["--seeds", "0", "1", "--steps", "12", "--output", str(tmp_path)]
+    assert targets.main([*arguments, "--only", "full", "target 64"]) == 0
+    table = (tmp_path / "targets.md").read_text(encoding="utf-8")
+    assert table in capsys.readouterr().out
+    results = [
+        json.loads((tmp_path / "runs" / f"target-64-{seed}.json").read_text(encoding="utf-8"))
+        for seed in (0, 1)
+    ]
+    active = [sum(task["document_after"]["active"] for task in one["test"]) / 2 for one in results]
+    assert f"| target 64 | {sum(active) / 2:.1f} ± " in table
+    assert f"{sum(active) / 2 / 64 - 1:+.1%}" in table
+    assert results[0]["controllers"]["document"]["status"] in table
+    rows = _rows(tmp_path / "targets.csv")
+    assert [row["variant"] for row in rows] == ["full"] * 2 + ["target 64"] * 2
+    assert [float(row["active"]) for row in rows[2:]] == active
+    assert "<svg" in (tmp_path / "front.svg").read_text(encoding="utf-8")
+
+
+def test_rescue_writes_what_was_said(small, tmp_path, capsys):
+    arguments = ["--seeds", "0", "1", "--steps", "20", "--output", str(tmp_path)]
+    assert rescue.main(arguments) == 0
+    rows, looks = (_rows(tmp_path / name) for name in ("rescue.csv", "rescue-steps.csv"))
+    assert [row["variant"] for row in rows[::2]] == rescue.VARIANTS
+    assert [int(look["step"]) for look in looks[:3]] == [1, 10, 20]
+    for row in rows:
+        assert row["named_at"] in ("", "1", "10", "20")
+        assert bool(row["controller"]) == row["variant"].endswith("steered")
+    assert rows[0]["named_at"] == "1"
+    assert rows[0]["finding"] == "sparsity rules the training: collapse is near"
+    assert (tmp_path / "rescue.md").read_text(encoding="utf-8") in capsys.readouterr().out
+    assert "<svg" in (tmp_path / "rescue.svg").read_text(encoding="utf-8")
+
+
+def test_the_cause_is_the_first_finding_that_turns_flops_the_right_way():
+    def look(step, *changes):
+        return {
+            "step": step,
+            "findings": [{"symptom": f"s{step}", "changes": [c]} for c in changes],
+        }
+
+    looks = [look(1), look(10, ("query_flops", "up")), look(20, ("document_flops", "down"))]
+    collapse = {"variant": "collapse", "looks": looks}
+    assert rescue.asked_for(collapse, right=True) == [(20, "s20")]
+    assert rescue.asked_for(collapse, right=False) == [(10, "s10")]
+    dense = {"variant": "never sparse, steered", "looks": looks}
+    assert rescue.asked_for(dense, right=True) == [(10, "s10")]
+    assert rescue.asked_for({"variant": "collapse", "looks": looks[:1]}, right=True) == []
