@@ -6,7 +6,7 @@ the notes do not give is ``None`` here and must be set before use.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -81,7 +81,7 @@ class Preset:
     name: str
     weights: Mapping[str, float]
     temperature: float | None = None
-    similarity: str = "cosine"
+    similarity: Literal["cosine", "dot"] = "cosine"
     margin: float | None = None
     distillation_temperature: float | None = None
     alpha_kl: float | None = None

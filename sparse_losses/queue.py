@@ -8,7 +8,6 @@ from sparse_losses._core.checks import (
     check_integer,
     check_shapes,
     check_zero_one,
-    describe,
 )
 from sparse_losses.distributed import agree_across_ranks, gather_rows
 
@@ -118,4 +117,6 @@ class LabelQueue(nn.Module):
 
     def extra_repr(self) -> str:
         """Returns the sizes."""
-        return describe(self, "size", "dim", "num_labels", "gather")
+        return (
+            f"size={self.size}, dim={self.dim}, num_labels={self.num_labels}, gather={self.gather}"
+        )
