@@ -1,6 +1,7 @@
 """The vocabulary command: the counts are those of a loop, whatever happens on the way."""
 
 import gzip
+import importlib.util
 import io
 import json
 import os
@@ -622,6 +623,31 @@ def test_merged_counts_are_those_of_one_run(tokenizer, tmp_path, capsys):
     assert main(["merge", *outputs, "--output", str(merged)]) == 2
     assert "exists: add --overwrite" in capsys.readouterr().err
     assert main(["merge", *outputs, "--output", str(merged), "--overwrite"]) == 0
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("distributed") is None, reason="needs dask[distributed]"
+)
+def test_the_recipe_for_dask_counts_like_the_command(tokenizer, tmp_path):
+    """Two files in two processes: one counter a partition, merged."""
+    zipped(rows_file(tmp_path / "a.jsonl", TEXTS[:30])).rename(tmp_path / "part-0.jsonl.gz")
+    zipped(rows_file(tmp_path / "b.jsonl", TEXTS[30:])).rename(tmp_path / "part-1.jsonl.gz")
+    arguments = [tmp_path / "part-*.jsonl.gz", "--tokenizer", tokenizer, "--field", "text"]
+    script = ROOT / "examples" / "document_frequency_dask.py"
+    ran = subprocess.run(
+        [sys.executable, script, *arguments, "--output", tmp_path / "dask.npz"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "40 documents of " in ran.stdout
+    assert counted(tmp_path / "dask.npz", TEXTS, tokenizer)
+    assert count(tmp_path / "a.jsonl", tokenizer=tokenizer, output=tmp_path / "one.npz") == 0
+    one = DocumentFrequency.load(tmp_path / "one.npz")
+    assert one.merge(DocumentFrequency.load(tmp_path / "dask.npz")).num_documents == 70
 
 
 def test_what_must_not_be_merged(tmp_path, capsys):
