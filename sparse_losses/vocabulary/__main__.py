@@ -16,8 +16,7 @@ from sparse_losses.vocabulary.document_frequency import DocumentFrequency
 LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
 
-def say(text: str) -> None:
-    """What is no result goes to stderr."""
+def _say(text: str) -> None:  # what is no result
     print(text, file=sys.stderr)
 
 
@@ -27,13 +26,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except UserError as error:
-        say(f"error: {error}")
+        _say(f"error: {error}")
         return 2
     except OSError as error:  # a full disk, a file that went away
-        say(f"error: {error.strerror}: {error.filename}")
+        _say(f"error: {error.strerror}: {error.filename}")
         return 2
     except KeyboardInterrupt as interrupt:
-        say(f"\n{interrupt or 'Interrupted.'}")
+        _say(f"\n{interrupt or 'Interrupted.'}")
         return 130
     return 0
 
@@ -42,30 +41,26 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sparse_losses.vocabulary",
         description="In how many documents each token occurs, for idf_penalty: counted once over "
-        "the training texts, saved, and loaded with DocumentFrequency.load.",
+        "the training texts, saved, and loaded with DocumentFrequency.load. An interrupted count "
+        "continues if the command is repeated, and gives the same result.",
         epilog="example: %(prog)s count corpus.jsonl --tokenizer tokenizer.json --output df.npz",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(run: Callable[..., None], name: str, short: str, more: str = "") -> Any:
-        description = f"{short[0].upper()}{short[1:]}.{more}"
-        made = commands.add_parser(name, help=short, description=description)
+    def command(run: Callable[..., None], name: str, short: str) -> Any:
+        made = commands.add_parser(name, help=short, description=f"{short.capitalize()}.")
         made.set_defaults(run=run)
         if run is not _show:
-            to = {"required": True, "type": Path, "metavar": "FILE.npz"}
-            made.add_argument("--output", help="where the counts go", **to)  # type: ignore[arg-type]
+            result = "where the counts go, an .npz file"
+            made.add_argument("--output", required=True, type=Path, metavar="FILE", help=result)
             made.add_argument("--overwrite", action="store_true", help="replace the output")
         return made.add_argument
 
-    more = (
-        " No special tokens are added: they would be in every document. An interrupted count "
-        "continues if the command is repeated, and gives the same result."
-    )
-    add = command(_count, "count", "count in how many documents each token occurs", more)
+    add = command(_count, "count", "count in how many documents each token occurs")
     kinds = "a text file (a line is a document; blank lines are skipped) or a JSONL file (.jsonl, "
     kinds += ".ndjson, .json), also with .gz, or a folder written by Dataset.save_to_disk"
     add("inputs", nargs="+", metavar="INPUT", help=kinds)
-    known = "a tokenizer.json, or a folder or hub name for transformers' AutoTokenizer"
+    known = "a tokenizer.json, or a folder or hub name for AutoTokenizer; adds no special tokens"
     add("--tokenizer", required=True, metavar="T", help=known)
     texts = "JSON field or column that holds the text (default: text); several are joined by spaces"
     add("--field", action="append", default=[], metavar="NAME", help=texts)
@@ -76,10 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--restart", action="store_true", help="start over instead of continuing")
 
     add = command(_merge, "merge", "add up counts of different documents")
-    add("files", nargs="+", type=Path, metavar="FILE.npz", help="counted with the same tokenizer")
+    add("files", nargs="+", type=Path, metavar="FILE", help="counted with the same tokenizer")
 
     add = command(_show, "show", "show the most frequent tokens: stopwords, or a mistake")
-    add("file", type=Path, metavar="FILE.npz", help="the counts")
+    add("file", type=Path, metavar="FILE", help="the counts")
     add("--tokenizer", metavar="T", help="the tokenizer of the counts, to name the tokens")
     add("--top", type=_positive, default=20, metavar="N", help="tokens (default: %(default)s)")
     return parser
@@ -120,7 +115,7 @@ def _count(options: argparse.Namespace) -> None:
         count.discard()
     elif count.resume():
         share = f"{100 * count.read / max(count.size, 1):.0f}% of the input"
-        say(f"Continuing after {count.kept:,} documents, {share}.")
+        _say(f"Continuing after {count.kept:,} documents, {share}.")
     started, counter = time.monotonic(), count.counter
     try:
         with _progress(count) as report:
@@ -134,11 +129,11 @@ def _count(options: argparse.Namespace) -> None:
     count.discard()
     seen = f"{int((counter.df > 0).sum()):,} of {counter.vocab_size:,} tokens seen"
     duration = f"in {time.monotonic() - started:.0f} s"
-    say(f"{counter.num_documents:,} documents, {seen}, {duration}. Wrote {options.output}.")
+    _say(f"{counter.num_documents:,} documents, {seen}, {duration}. Wrote {options.output}.")
     if count.blank:
-        say(f"Blank lines skipped: {count.blank:,}.")
+        _say(f"Blank lines skipped: {count.blank:,}.")
     if count.empty:
-        say(f"Documents without a token, which count as documents: {count.empty:,}.")
+        _say(f"Documents without a token, which count as documents: {count.empty:,}.")
 
 
 @contextmanager
@@ -165,7 +160,7 @@ def _progress(count: Count) -> Iterator[Callable[[], None]]:
             bar.update(task, completed=count.read, description=line)
             if not console.is_terminal and now - said >= LINE_SECONDS:
                 said = now
-                say(line)
+                _say(line)
 
         yield report
 

@@ -13,7 +13,7 @@ import os
 import reprlib
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -32,9 +32,7 @@ BATCH_ROWS = 1000
 BATCH_CHARACTERS = 2**20  # bounds the memory of a batch of long documents
 SAVE_SECONDS = 5.0
 
-# Its number (lines from 1, rows from 0), its text (None on a blank line), where the next one
-# starts (in bytes of the unpacked file, or in rows), and the bytes of the source read so far.
-Row = tuple[int, str | None, int, int]
+Row = tuple[str | None, int]  # its text, None on a blank line; bytes of the source read so far
 
 
 class UserError(Exception):
@@ -63,29 +61,29 @@ class Source:
         written = datetime.datetime.fromtimestamp(state.st_mtime, datetime.UTC)
         return f"{state.st_size} bytes written at {written}"
 
-    def rows(self, offset: int = 0, number: int = 0) -> Iterator[Row]:
-        """Every row from ``offset`` on, which lies after the line ``number``."""
+    def rows(self, start: int) -> Iterator[Row]:
+        """Every line or row but the first ``start``."""
         if self.data is None:
-            yield from self._lines(offset, number)
-        elif offset < len(self.data):  # datasets cannot select nothing
-            for columns in self.data.select(range(offset, len(self.data))).iter(BATCH_ROWS):
+            yield from self._lines(start)
+        elif start < len(self.data):  # datasets cannot select nothing
+            for columns in self.data.select(range(start, len(self.data))).iter(BATCH_ROWS):
                 for values in zip(*columns.values(), strict=True):
                     row = dict(zip(columns, values, strict=True))
-                    read = self.size * (offset + 1) // len(self.data)
-                    yield offset, self._text(f"{self.name}, row {offset}", row), offset + 1, read
-                    offset += 1
+                    text = self._text(f"{self.name}, row {start}", row)
+                    start += 1
+                    yield text, self.size * start // len(self.data)
 
-    def _lines(self, offset: int, number: int) -> Iterator[Row]:
+    def _lines(self, start: int) -> Iterator[Row]:
+        number = 0
         with open(self.path, "rb") as file:
             compressed = self.name.lower().endswith(".gz")
             lines = cast(IO[bytes], gzip.GzipFile(fileobj=file)) if compressed else file
             try:
-                lines.seek(offset)
-                for line in lines:
-                    number, offset = number + 1, offset + len(line)
-                    content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                    text = self._text(f"{self.name}:{number}", content) if content.strip() else None
-                    yield number, text, offset, file.tell() if compressed else offset
+                for number, line in enumerate(lines, 1):
+                    if number > start:
+                        content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                        place = f"{self.name}:{number}"
+                        yield self._text(place, content) if content.strip() else None, file.tell()
             except (gzip.BadGzipFile, EOFError, zlib.error) as error:
                 place = f"{self.name}:{number + 1}"
                 raise UserError(f"{place}: expected gzip data, got {error}") from error
@@ -190,14 +188,9 @@ class Count:
     """A count that can end anywhere and continues from the partial file beside its output."""
 
     def __init__(
-        self,
-        sources: Sequence[Source],
-        tokenizer: Any,
-        output: Path,
-        *,
-        vocab_size: int | None = None,
-        max_length: int | None = None,
+        self, sources: Sequence[Source], tokenizer: Any, output: Path, **sizes: int | None
     ) -> None:
+        vocab_size, max_length = sizes.get("vocab_size"), sizes.get("max_length")
         smallest = int(max(tokenizer.get_vocab().values())) + 1
         if vocab_size is not None and vocab_size < smallest:
             least = f"{smallest}, the tokenizer's largest id and one"
@@ -210,9 +203,9 @@ class Count:
         self.partial = output.with_name(f"{output.name}.partial")
         self.counter = DocumentFrequency(vocab_size or smallest, tokenizer_sha256=fingerprint)
         self.size = sum(source.size for source in sources)
+        self.source = self.row = 0  # where it continues: sources and rows before
         self.read = self.empty = self.blank = 0  # bytes, documents without a token, blank lines
         self.kept = 0  # documents that are in the partial file
-        self.position = [0, 0, 0]  # the source's index, the offset and the line in it
         self.settings = {  # what must not change between the parts of a count
             "the tokenizer's SHA-256": code,
             "--vocab-size": str(self.counter.vocab_size),
@@ -232,7 +225,7 @@ class Count:
                 self.counter.df = torch.from_numpy(archive["df"])
                 self.kept, self.counter.num_tokens, *numbers = archive["numbers"].tolist()
             self.counter.num_documents = self.kept
-            self.read, self.empty, self.blank, *self.position = numbers
+            self.source, self.row, self.read, self.empty, self.blank = numbers
         except Exception as error:  # a damaged archive fails in a dozen ways
             raise UserError(f"{self.partial} is damaged: {again}") from error
         if former != now:
@@ -247,12 +240,11 @@ class Count:
 
     def save(self) -> None:
         """Write the partial file: the counts and how far they reach, all or nothing."""
-        counter = self.counter
-        numbers = [counter.num_documents, counter.num_tokens, self.read, self.empty, self.blank]
+        counter, place = self.counter, [self.source, self.row, self.read, self.empty, self.blank]
         write_archive(
             self.partial,
             df=counter.df.numpy(),
-            numbers=np.array([*numbers, *self.position], dtype=np.int64),
+            numbers=np.array([counter.num_documents, counter.num_tokens, *place], dtype=np.int64),
             settings=np.str_(json.dumps(self.settings)),
         )
         self.kept = counter.num_documents
@@ -266,19 +258,21 @@ class Count:
     def run(self, report: Callable[[], None]) -> None:
         """Count what is left and call ``report`` after every batch; the partial file holds it."""
         saved = time.monotonic()
-        for index, batch in self._batches():
-            texts = [text for _, text, *_ in batch if text is not None]
-            ids = [ids[: self.max_length] for ids in self._ids(texts)]
-            self.counter._update_ragged(ids)
-            self.empty += ids.count([])
-            self.blank += len(batch) - len(texts)
-            number, _, offset, read = batch[-1]
-            self.position = [index, offset, number]
-            self.read = sum(source.size for source in self.sources[:index]) + read
-            report()
-            if time.monotonic() - saved >= SAVE_SECONDS:
-                self.save()
-                saved = time.monotonic()
+        while self.source < len(self.sources):
+            before = sum(source.size for source in self.sources[: self.source])
+            for batch in _batches(self.sources[self.source].rows(self.row)):
+                texts = [text for text, _ in batch if text is not None]
+                ids = [ids[: self.max_length] for ids in self._ids(texts)]
+                self.counter._update_ragged(ids)
+                self.empty += ids.count([])
+                self.blank += len(batch) - len(texts)
+                self.row += len(batch)
+                self.read = before + batch[-1][1]
+                report()
+                if time.monotonic() - saved >= SAVE_SECONDS:
+                    self.save()
+                    saved = time.monotonic()
+            self.source, self.row = self.source + 1, 0
         if self.counter.num_documents == 0:
             self.discard()
             names = ", ".join(source.name for source in self.sources)
@@ -296,18 +290,15 @@ class Count:
         options = {"add_special_tokens": False, "verbose": False}
         return list(self.tokenizer(texts, **options)["input_ids"]) if texts else []
 
-    def _batches(self) -> Iterator[tuple[int, list[Row]]]:
-        """Rows of one source, and its index."""
-        first, offset, line = self.position
-        for index in range(first, len(self.sources)):
-            batch: list[Row] = []
-            characters = 0
-            for row in self.sources[index].rows(offset, line):
-                batch.append(row)
-                characters += len(row[1] or "")
-                if len(batch) == BATCH_ROWS or characters >= BATCH_CHARACTERS:
-                    yield index, batch
-                    batch, characters = [], 0
-            if batch:
-                yield index, batch
-            offset = line = 0
+
+def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    batch: list[Row] = []
+    characters = 0
+    for row in rows:
+        batch.append(row)
+        characters += len(row[0] or "")
+        if len(batch) == BATCH_ROWS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
