@@ -25,11 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
-    except UserError as error:
+    except (UserError, OSError) as error:  # as a full disk, or a file that went away
         _say(f"error: {error}")
-        return 2
-    except OSError as error:  # a full disk, a file that went away
-        _say(f"error: {error.strerror}: {error.filename}")
         return 2
     except KeyboardInterrupt as interrupt:
         _say(f"\n{interrupt or 'Interrupted.'}")
@@ -109,8 +106,8 @@ def _count(options: argparse.Namespace) -> None:
     need("rich")
     _check_output(options, options.inputs)
     sources = find_sources(options.inputs, options.field)
-    sizes = {"vocab_size": options.vocab_size, "max_length": options.max_length}
-    count = Count(sources, load_tokenizer(options.tokenizer), options.output, **sizes)
+    sizes = options.vocab_size, options.max_length
+    count = Count(sources, load_tokenizer(options.tokenizer), options.output, *sizes)
     if options.restart:
         count.discard()
     elif count.resume():
@@ -145,10 +142,8 @@ def _progress(count: Count) -> Iterator[Callable[[], None]]:
     console = Console(stderr=True)
     columns = BarColumn(), TextColumn("{task.description} · left"), TimeRemainingColumn()
     started = said = time.monotonic()
-    before = count.kept
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    before, hidden = count.kept, not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=max(count.size, 1))
 
         def report() -> None:
@@ -158,7 +153,7 @@ def _progress(count: Count) -> Iterator[Callable[[], None]]:
             speed = f"{(documents - before) / max(now - started, 1e-9):,.0f} a second"
             line = f"{share} · {documents:,} documents · {speed}"
             bar.update(task, completed=count.read, description=line)
-            if not console.is_terminal and now - said >= LINE_SECONDS:
+            if hidden and now - said >= LINE_SECONDS:
                 said = now
                 _say(line)
 

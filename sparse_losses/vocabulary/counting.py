@@ -26,7 +26,7 @@ from sparse_losses.vocabulary.document_frequency import (
     write_archive,
 )
 
-__all__ = ["Count", "Source", "UserError", "find_sources", "load_tokenizer", "need"]
+__all__ = ["Count", "UserError", "find_sources", "load_tokenizer", "need"]
 
 BATCH_ROWS = 1000
 BATCH_CHARACTERS = 2**20  # bounds the memory of a batch of long documents
@@ -148,7 +148,8 @@ def _source(name: str, fields: tuple[str, ...]) -> Source:
     try:
         data = datasets.load_from_disk(str(path)).with_format(None)
     except Exception as error:  # an empty dataset and a damaged one fail in many ways
-        raise UserError(f"cannot read the dataset {name} (empty or damaged?): {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"cannot read the dataset {name} (empty or damaged?): {reason}") from error
     if missing := set(fields) - set(data.column_names):
         came = reprlib.repr(data.column_names)
         raise UserError(f"{name}: expected a column {min(missing)!r} (--field), got {came}")
@@ -174,7 +175,7 @@ def load_tokenizer(name: str) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # each kind of tokenizer has its own
         here = "" if Path(name).exists() else f"no file or folder {name} is here, and "
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = str(error).strip().partition("\n")[0]
         raise UserError(f"cannot load the tokenizer {name!r}: {here}{reason}") from error
     # A fast tokenizer of transformers wraps one of tokenizers, which works on all cores.
     tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
@@ -188,9 +189,13 @@ class Count:
     """A count that can end anywhere and continues from the partial file beside its output."""
 
     def __init__(
-        self, sources: Sequence[Source], tokenizer: Any, output: Path, **sizes: int | None
+        self,
+        sources: Sequence[Source],
+        tokenizer: Any,
+        output: Path,
+        vocab_size: int | None = None,
+        max_length: int | None = None,
     ) -> None:
-        vocab_size, max_length = sizes.get("vocab_size"), sizes.get("max_length")
         smallest = int(max(tokenizer.get_vocab().values())) + 1
         if vocab_size is not None and vocab_size < smallest:
             least = f"{smallest}, the tokenizer's largest id and one"
