@@ -57,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     kinds = "a text file (a line is a document; blank lines are skipped) or a JSONL file (.jsonl, "
     kinds += ".ndjson, .json), also with .gz, or a folder written by Dataset.save_to_disk"
     add("inputs", nargs="+", metavar="INPUT", help=kinds)
-    known = "a tokenizer.json, or a folder or hub name for AutoTokenizer; adds no special tokens"
+    known = (
+        "a tokenizer.json, or a folder or hub name (transformers); its special tokens are not added"
+    )
     add("--tokenizer", required=True, metavar="T", help=known)
     texts = "JSON field or column that holds the text (default: text); several are joined by spaces"
     add("--field", action="append", default=[], metavar="NAME", help=texts)
