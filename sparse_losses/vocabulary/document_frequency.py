@@ -2,13 +2,15 @@
 
 import hashlib
 import json
+import math
 import os
+import stat
 import uuid
 import zipfile
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -45,6 +47,8 @@ class DocumentFrequency:
     Attributes:
         df: Documents per token, int64 ``[V]``, on the CPU.
         num_documents: Documents seen, N.
+        num_tokens: Attended tokens of all documents, repeats included. ``None`` if they are not
+            known: after loading or merging counts that an older version saved.
 
     Examples:
         >>> import torch
@@ -57,6 +61,8 @@ class DocumentFrequency:
         DocumentFrequency(vocab_size=5, num_documents=2)
         >>> counter.df
         tensor([0, 2, 1, 1, 0])
+        >>> counter.mean_length
+        2.5
         >>> counter.idf()
         tensor([1.7918, 0.1823, 0.6931, 0.6931, 1.7918], dtype=torch.float64)
 
@@ -78,6 +84,7 @@ class DocumentFrequency:
         self.tokenizer_sha256 = tokenizer_sha256
         self.df = torch.zeros(self.vocab_size, dtype=torch.int64)
         self.num_documents = 0
+        self.num_tokens: int | None = 0
 
     def __repr__(self) -> str:
         fingerprint = self.tokenizer_sha256
@@ -86,12 +93,28 @@ class DocumentFrequency:
             + (f", tokenizer_sha256={fingerprint!r})" if fingerprint else ")")
         )
 
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a document on average, ``num_tokens / num_documents``.
+
+        Raises:
+            ValueError: If no document was counted, or the number of tokens is not known.
+        """
+        if self.num_tokens is None:
+            raise ValueError(
+                "expected counts with `num_tokens` before `mean_length`, got counts that an older "
+                "version saved without it: count the documents again"
+            )
+        if self.num_documents == 0:
+            raise ValueError("expected at least one document before `mean_length`, got none")
+        return self.num_tokens / self.num_documents
+
     def update(
         self,
         input_ids: Tensor | np.ndarray[Any, Any],
         attention_mask: Tensor | np.ndarray[Any, Any],
     ) -> None:
-        """Counts a batch: every row is a document and counts each of its tokens once.
+        """Counts a batch: every row is a document and adds 1 to the ``df`` of each of its tokens.
 
         Args:
             input_ids: Token ids, integers ``[B, S]``, a tensor on any device or an array.
@@ -108,16 +131,19 @@ class DocumentFrequency:
         attended = as_mask("attention_mask", mask)
         ids = attended_ids("input_ids", ids, attended, self.vocab_size)
         ordered, first = first_occurrences(ids, attended)
-        self.df += torch.bincount(ordered[first], minlength=self.vocab_size)
-        self.num_documents += len(ids)
+        self._add(ordered[first], len(ids), int(attended.sum()))
 
     def _update_ragged(self, documents: Sequence[Sequence[int]]) -> None:
         """Counts documents of any lengths, as ``update`` does but without padding."""
         ids = torch.from_numpy(np.fromiter(chain.from_iterable(map(set, documents)), np.int64))
         everywhere = torch.ones_like(ids, dtype=torch.bool)
         ids = attended_ids("input_ids", ids, everywhere, self.vocab_size)
+        self._add(ids, len(documents), sum(map(len, documents)))
+
+    def _add(self, ids: Tensor, num_documents: int, num_tokens: int) -> None:
         self.df += torch.bincount(ids, minlength=self.vocab_size)
-        self.num_documents += len(documents)
+        self.num_documents += num_documents
+        self.num_tokens = _total(self.num_tokens, num_tokens)
 
     def merge(self, other: "DocumentFrequency") -> "DocumentFrequency":
         """Adds the counts of ``other``, which stays as it is, and returns this counter.
@@ -132,6 +158,7 @@ class DocumentFrequency:
         _check_same_vocabulary(self._identity, other._identity)
         self.df += other.df
         self.num_documents += other.num_documents
+        self.num_tokens = _total(self.num_tokens, other.num_tokens)
         return self
 
     def all_reduce(self) -> "DocumentFrequency":
@@ -145,16 +172,17 @@ class DocumentFrequency:
         """
         if not (dist.is_available() and dist.is_initialized()):
             return self
-        identities: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(identities, self._identity)
-        for identity in identities:
-            _check_same_vocabulary(identities[0], identity)
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, (self._identity, self.num_tokens))
+        for identity, _ in ranks:
+            _check_same_vocabulary(ranks[0][0], identity)
         device = torch.device("cpu")
         if dist.get_backend() == "nccl":  # which has no CPU tensors
             device = torch.device("cuda", torch.cuda.current_device())
         counts = torch.cat([self.df, torch.tensor([self.num_documents])]).to(device)
         dist.all_reduce(counts)
         self.df, self.num_documents = counts[:-1].cpu(), int(counts[-1])
+        self.num_tokens = _total(*(num_tokens for _, num_tokens in ranks))
         return self
 
     def idf(self, smoothing: Literal["bm25", "standard"] = "bm25") -> Tensor:
@@ -178,11 +206,17 @@ class DocumentFrequency:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the counts to ``path`` as an ``.npz`` archive, all of it or nothing.
 
-        No suffix is appended. The arrays are ``df``, ``num_documents``, ``vocab_size`` and
-        ``tokenizer_sha256`` (empty for ``None``).
+        No suffix is appended. The arrays are ``df``, ``num_documents``, ``vocab_size``,
+        ``tokenizer_sha256`` (empty for ``None``) and, if it is known, ``num_tokens``. Where
+        ``path`` is a symbolic link, the file that it leads to is replaced.
+
+        Raises:
+            ValueError: If ``path`` is a folder, a device or anything else but a regular file.
         """
+        known = {} if self.num_tokens is None else {"num_tokens": np.int64(self.num_tokens)}
         write_archive(
             path,
+            **known,  # first, for the last entry of a damaged directory can go unnoticed
             df=self.df.numpy(),
             num_documents=np.int64(self.num_documents),
             vocab_size=np.int64(self.vocab_size),
@@ -222,21 +256,10 @@ class DocumentFrequency:
         expected = None if tokenizer is None else tokenizer_sha256(tokenizer)
         with open(path, "rb") as file:
             try:
-                if not zipfile.is_zipfile(file):  # NumPy would advise to unpickle it
-                    raise ValueError("it is no .npz archive")
-                file.seek(0)
-                with np.load(file, allow_pickle=False) as archive:
-                    fingerprint = str(archive["tokenizer_sha256"]) or None
-                    counter = cls(int(archive["vocab_size"]), tokenizer_sha256=fingerprint)
-                    counter.num_documents = int(archive["num_documents"])
-                    df = archive["df"]
-                if df.shape != (counter.vocab_size,) or df.dtype != np.int64:
-                    raise ValueError(f"`df` is {df.dtype} {list(df.shape)}")
-                if df.min() < 0 or df.max() > counter.num_documents:
-                    raise ValueError("`df` is not in [0, num_documents]")
+                counter = cls._read(file)
             except Exception as error:  # a damaged archive fails in a dozen ways
                 raise ValueError(f"{path} is not a DocumentFrequency file: {error}") from error
-        counter.df = torch.from_numpy(df)
+        fingerprint = counter.tokenizer_sha256
         if expected not in (None, fingerprint):
             came = f"{fingerprint!r}" if fingerprint else "no fingerprint"
             raise ValueError(
@@ -246,6 +269,30 @@ class DocumentFrequency:
             raise ValueError(
                 f"expected {path} to have V = {vocab_size}, got V = {counter.vocab_size}"
             )
+        return counter
+
+    @classmethod
+    def _read(cls, file: IO[bytes]) -> "DocumentFrequency":
+        if not zipfile.is_zipfile(file):
+            raise ValueError("it is no .npz archive")
+        with zipfile.ZipFile(file) as archive:
+            names = {name.removesuffix(".npy") for name in archive.namelist()}
+            if names - {"num_tokens"} != {"df", "num_documents", "vocab_size", "tokenizer_sha256"}:
+                raise ValueError(f"it holds {', '.join(sorted(names)) or 'nothing'}")
+            vocab_size = int(_read_array(archive, "vocab_size", "iu", ()))
+            num_documents = int(_read_array(archive, "num_documents", "iu", ()))
+            fingerprint = str(_read_array(archive, "tokenizer_sha256", "U", ()))
+            num_tokens = None
+            if "num_tokens" in names:  # older versions did not write it
+                num_tokens = int(_read_array(archive, "num_tokens", "iu", ()))
+            df = _read_array(archive, "df", "i", (vocab_size,)).astype(np.int64)
+        if df.min(initial=0) < 0 or df.max(initial=0) > num_documents:
+            raise ValueError(f"`df` is not in [0, num_documents] with {num_documents = }")
+        if num_tokens is not None and num_tokens < df.sum():
+            raise ValueError(f"num_tokens is {num_tokens}, less than the sum of `df`, {df.sum()}")
+        counter = cls(vocab_size, tokenizer_sha256=fingerprint or None)
+        counter.df, counter.num_documents = torch.from_numpy(df), num_documents
+        counter.num_tokens = num_tokens
         return counter
 
     @property
@@ -285,15 +332,46 @@ def tokenizer_sha256(tokenizer: _HasVocabulary) -> str:
 
 def write_archive(path: str | os.PathLike[str], **arrays: Any) -> None:
     """Writes an ``.npz`` archive under exactly this name, all of it or nothing."""
-    path = Path(path)
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    target = Path(os.path.realpath(path))  # of a symbolic link, what it leads to
+    if os.path.lexists(target) and not stat.S_ISREG(os.lstat(target).st_mode):
+        kind = "a folder" if target.is_dir() else "a device, a pipe or the like"
+        raise ValueError(f"expected {path} to be a regular file or a new one, got {kind}")
+    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
         # NumPy appends .npz to a name, but not to an open file.
         with open(unfinished, "xb") as file:
             np.savez_compressed(file, **arrays)
-        os.replace(unfinished, path)
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut may leave the new name without the content
+        os.replace(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _read_array(
+    archive: zipfile.ZipFile, name: str, kinds: str, shape: tuple[int, ...]
+) -> np.ndarray[Any, Any]:
+    """An array whose header is checked first: no memory is taken for what a file only claims."""
+    with archive.open(f"{name}.npy") as member:
+        if (version := np.lib.format.read_magic(member)) != (1, 0):
+            raise ValueError(f"`{name}` is of NumPy's format {version}")
+        found, _, dtype = np.lib.format.read_array_header_1_0(member)
+        if found != shape or dtype.kind not in kinds:
+            expected = "text" if kinds == "U" else "integers"
+            raise ValueError(
+                f"expected `{name}` to be {expected} {list(shape)}, got {dtype} {list(found)}"
+            )
+        size = dtype.itemsize * math.prod(shape)
+        content = member.read(size + 1)  # looks past the end, where the checksum is compared
+    if len(content) != size:
+        raise ValueError(f"`{name}` has other than the {size} bytes that it claims")
+    return np.ndarray(shape, dtype, content)
+
+
+def _total(*numbers: int | None) -> int | None:
+    """The sum, unknown if one of the numbers is."""
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None
 
 
 def _on_cpu(values: Tensor | np.ndarray[Any, Any]) -> Tensor:

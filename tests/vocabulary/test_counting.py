@@ -1,8 +1,9 @@
 """The vocabulary command: the counts are those of a loop, whatever happens on the way."""
 
 import gzip
+import importlib.util
+import io
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,13 +11,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 
 from sparse_losses.vocabulary import DocumentFrequency, counting
 from sparse_losses.vocabulary import __main__ as command
 from sparse_losses.vocabulary.__main__ import main
-from sparse_losses.vocabulary.counting import Count, Encoder, UserError, find_sources
+from sparse_losses.vocabulary.counting import Count
 
 datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
@@ -48,23 +49,24 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def small_shards(monkeypatch):
-    monkeypatch.setattr(counting, "SHARD_BYTES", 64)
-    monkeypatch.setattr(counting, "SHARD_ROWS", 3)
+def small_batches(monkeypatch):
+    monkeypatch.setattr(counting, "BATCH_ROWS", 3)
     monkeypatch.setattr(counting, "SAVE_SECONDS", 0.0)
 
 
-def loop(texts, tokenizer, max_length=None):
-    """The plain count: a Counter over the set of every document's ids."""
+def encoded(texts, tokenizer, max_length=None):
+    """The ids of every text, one text at a time."""
     plain = tokenizers.Tokenizer.from_file(str(tokenizer))
     plain.no_padding()
     plain.no_truncation()
-    counts = Counter(
-        token
-        for text in texts
-        for token in set(plain.encode(text, add_special_tokens=False).ids[:max_length])
-    )
-    return [counts[token] for token in range(plain.get_vocab_size())]
+    return [plain.encode(text, add_special_tokens=False).ids[:max_length] for text in texts]
+
+
+def loop(texts, tokenizer, **options):
+    """The plain count: a Counter over the set of every document's ids."""
+    ids = encoded(texts, tokenizer, **options)
+    counts = Counter(token for document in ids for token in set(document))
+    return [counts[token] for token in range(60)]
 
 
 def rows_file(path, texts=TEXTS, field="text"):
@@ -96,8 +98,7 @@ def splits(folder):
 
 def count(*inputs, tokenizer, output, options=()):
     required = ["--tokenizer", str(tokenizer), "--output", str(output)]
-    jobs = [] if "--jobs" in options else ["--jobs", "1"]
-    return main(["count", *map(str, inputs), *required, *jobs, *options])
+    return main(["count", *map(str, inputs), *required, *options])
 
 
 def counted(path, texts, tokenizer, **options):
@@ -105,8 +106,9 @@ def counted(path, texts, tokenizer, **options):
     counter = DocumentFrequency.load(path)
     beside = [name for name in os.listdir(path.parent) if "partial" in name or name[0] == "."]
     return (
-        counter.df.tolist()[: len(loop([], tokenizer))] == loop(texts, tokenizer, **options)
+        counter.df.tolist()[:60] == loop(texts, tokenizer, **options)
         and counter.num_documents == len(texts)
+        and counter.num_tokens == sum(map(len, encoded(texts, tokenizer, **options)))
         and beside == []
     )
 
@@ -126,8 +128,7 @@ MADE = {
 def test_the_count_is_that_of_a_loop_for_every_kind_of_input(kind, tokenizer, tmp_path):
     path = MADE[kind](tmp_path)
     output = tmp_path / "made" / "df.npz"
-    options = ["--batch-size", "2"]
-    assert count(path, tokenizer=tokenizer, output=output, options=options) == 0
+    assert count(path, tokenizer=tokenizer, output=output) == 0
     assert counted(output, TEXTS, tokenizer)
 
 
@@ -142,49 +143,59 @@ def folder(tokenizer, tmp_path, monkeypatch):
     return tmp_path / "model"
 
 
-def test_several_inputs_in_two_processes_count_as_in_one(tokenizer, folder, tmp_path, capfd):
+def test_several_inputs_in_any_order_count_as_one(tokenizer, folder, tmp_path, capsys):
     inputs = [make(tmp_path) for kind, make in MADE.items() if kind not in ("dataset", "text.gz")]
     one, two = tmp_path / "one.npz", tmp_path / "two.npz"
     assert count(*inputs, tokenizer=tokenizer, output=one) == 0
-    assert count(*reversed(inputs), tokenizer=folder, output=two, options=["--jobs", "2"]) == 0
+    assert count(*reversed(inputs), tokenizer=folder, output=two) == 0
     assert counted(one, TEXTS * len(inputs), tokenizer)
     assert counted(two, TEXTS * len(inputs), tokenizer)
-    assert "200 documents" in capfd.readouterr().err
+    assert "200 documents" in capsys.readouterr().err
 
 
-def test_every_line_lies_in_exactly_one_shard_wherever_the_cuts_are(tmp_path, monkeypatch):
-    content = "\ufeffa b\r\n\n  \nKöln\n\nx\ny" + "z" * 30 + "\nlast"
-    path = tmp_path / "a.txt"
-    path.write_bytes(content.encode())
-    for size in range(1, len(content.encode()) + 2):
-        monkeypatch.setattr(counting, "SHARD_BYTES", size)
-        (source,) = find_sources([str(path)], ["text"], [])
-        shards = source.shards()
-        texts = [text for s in shards for _, _, text in counting._documents(s, ("text",))]
-        assert [t for t in texts if t is not None] == ["a b", "Köln", "x", "y" + "z" * 30, "last"]
-        assert texts.count(None) == 3
-        assert sum(shard.size for shard in shards) == path.stat().st_size
-        places = [
-            shard.place(index)
-            for shard in shards
-            for index, _, _ in counting._documents(shard, ("text",))
-        ]
-        assert places == [f"{path}:{line}" for line in range(1, 9)]
+def test_lines_end_as_they_may_and_blank_ones_and_a_mark_at_the_start_are_no_text(
+    tokenizer, tmp_path, capsys
+):
+    path, output = tmp_path / "a.txt", tmp_path / "df.npz"
+    path.write_bytes("\ufeffcat sat\r\n\n  \nKöln\n\nthe\nmat".encode())
+    assert count(path, tokenizer=tokenizer, output=output) == 0
+    assert counted(output, ["cat sat", "Köln", "the", "mat"], tokenizer)
+    assert "Blank lines skipped: 3." in capsys.readouterr().err
 
 
-def test_fields_are_joined_splits_chosen_and_empty_texts_are_documents(tokenizer, tmp_path, capsys):
+@pytest.mark.parametrize("limit", [1, 10, 10_000])
+def test_the_count_does_not_depend_on_the_batches(limit, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(counting, "BATCH_ROWS", 1000)
+    monkeypatch.setattr(counting, "BATCH_CHARACTERS", limit)
+    path, output = rows_file(tmp_path / "a.jsonl"), tmp_path / "df.npz"
+    assert count(path, tokenizer=tokenizer, output=output) == 0
+    assert counted(output, TEXTS, tokenizer)
+
+
+def test_fields_are_joined_and_empty_texts_are_documents(tokenizer, tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     path.write_text('{"title": "the cat", "body": "sat"}\n\n{"title": "", "body": ""}\n')
     fields = ["--field", "title", "--field", "body"]
     assert count(path, tokenizer=tokenizer, output=tmp_path / "a.npz", options=fields) == 0
     assert counted(tmp_path / "a.npz", ["the cat sat", " "], tokenizer)
     said = capsys.readouterr().err
-    assert "Skipped 1 blank line." in said
-    assert "1 document without a token" in said
-    folder = splits(tmp_path / "data")
-    chosen = ["--split", "test"]
-    assert count(folder, tokenizer=tokenizer, output=tmp_path / "b.npz", options=chosen) == 0
-    assert counted(tmp_path / "b.npz", TEXTS[15:], tokenizer)
+    assert "Blank lines skipped: 1." in said
+    assert "Documents without a token, which count as documents: 1." in said
+
+
+def test_one_split_is_chosen_by_its_folder(tokenizer, tmp_path):
+    folder, output = splits(tmp_path / "data"), tmp_path / "df.npz"
+    assert count(folder / "test", tokenizer=tokenizer, output=output) == 0
+    assert counted(output, TEXTS[15:], tokenizer)
+
+
+def test_columns_of_a_dataset_are_joined_in_the_order_asked_for(tokenizer, tmp_path):
+    columns = {"b": ["the", "cat"], "a": ["sat", "on"], "n": [1, 2]}
+    datasets.Dataset.from_dict(columns).with_format("numpy").save_to_disk(tmp_path / "data")
+    options = ["--field", "b", "--field", "a", "--max-length", "1"]  # the order decides
+    output = tmp_path / "df.npz"
+    assert count(tmp_path / "data", tokenizer=tokenizer, output=output, options=options) == 0
+    assert counted(output, ["the sat", "cat on"], tokenizer, max_length=1)
 
 
 def test_documents_are_cut_only_if_asked_and_the_vocabulary_may_be_the_models(tokenizer, tmp_path):
@@ -209,31 +220,44 @@ def test_a_folder_of_transformers_counts_as_its_tokenizer_json(tokenizer, folder
         assert DocumentFrequency.load(output, tokenizer=same).num_documents == len(TEXTS)
 
 
+def test_a_slow_tokenizer_counts_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    slow = transformers.ByT5Tokenizer()
+    assert not hasattr(slow, "backend_tokenizer")
+    slow.save_pretrained(tmp_path / "bytes")
+    path, output = text_file(tmp_path / "a.txt", ["abba", "Köln", "", "b"]), tmp_path / "df.npz"
+    options = ["--max-length", "4"]
+    assert count(path, tokenizer=tmp_path / "bytes", output=output, options=options) == 0
+    counter = DocumentFrequency.load(output, tokenizer=slow)
+    ids = [slow(text, add_special_tokens=False)["input_ids"][:4] for text in ("abba", "Köln", "b")]
+    expected = Counter(token for document in ids for token in set(document))
+    assert counter.df.tolist() == [expected[token] for token in range(counter.vocab_size)]
+    assert (counter.num_documents, counter.num_tokens) == (3, 9)
+
+
 DRIVER = """
 import os, signal, sys
 from sparse_losses.vocabulary import counting
 from sparse_losses.vocabulary.__main__ import main
 
-counting.SHARD_BYTES, counting.SHARD_ROWS, counting.SAVE_SECONDS = 64, 3, 0.0
-take = counting.Count._take
+counting.BATCH_ROWS, counting.SAVE_SECONDS = 3, 0.0
+save = counting.Count.save
 
 
-def take_and_die(self, index, counts):
-    take(self, index, counts)
-    if self.finished.sum() == 4:
+def save_and_die(self):
+    save(self)
+    if self.counter.num_documents == 12:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-counting.Count._take = take_and_die
+counting.Count.save = save_and_die
 sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
-def test_a_killed_count_goes_on_and_ends_with_the_same_counts(jobs, tokenizer, tmp_path, capsys):
+def test_a_killed_count_continues_and_ends_with_the_same_counts(tokenizer, tmp_path, capsys):
     path, output = text_file(tmp_path / "a.txt"), tmp_path / "df.npz"
-    command_line = ["count", path, "--tokenizer", tokenizer, "--output", output, "--jobs", jobs]
-    # Workers that outlived their parent would hold the pipe, and this would not return.
+    command_line = ["count", path, "--tokenizer", tokenizer, "--output", output]
     killed = subprocess.run(
         [sys.executable, "-c", DRIVER, *map(str, command_line)],
         cwd=ROOT,
@@ -246,99 +270,110 @@ def test_a_killed_count_goes_on_and_ends_with_the_same_counts(jobs, tokenizer, t
     (tmp_path / ".df.npz.partial.0123").write_bytes(b"killed while saving")
     with pytest.raises(ValueError, match="is not a DocumentFrequency file"):
         DocumentFrequency.load(tmp_path / "df.npz.partial")
-    assert main([*map(str, command_line[:-1]), "1"]) == 0
-    assert "Going on" in capsys.readouterr().err
+    assert main([*map(str, command_line)]) == 0
+    assert "Continuing after 12 documents" in capsys.readouterr().err
     assert counted(output, TEXTS, tokenizer)
+
+
+def interrupted(at, arguments):
+    """Run the command up to this line of the two modules; how many lines it came to."""
+    files = {counting.__file__, sys.modules[DocumentFrequency.__module__].__file__}
+    lines = 0
+
+    def trace(frame, event, argument):
+        nonlocal lines
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == at:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        code = main(arguments)
+    finally:
+        sys.settrace(before)
+    assert code == (130 if lines >= at else 0)
+    return lines
+
+
+def test_interrupted_at_any_line_the_count_ends_with_the_same_file(tokenizer, tmp_path):
+    texts, data, output = tmp_path / "a.jsonl.gz", tmp_path / "data", tmp_path / "df.npz"
+    zipped(rows_file(tmp_path / "a.jsonl", ["", *TEXTS[:5]]))
+    dataset(data, TEXTS[5:10])
+    inputs = [str(text_file(tmp_path / "b.txt", TEXTS[10:14])), str(texts), str(data)]
+    arguments = ["count", *inputs, "--tokenizer", str(tokenizer), "--output", str(output)]
+    arguments += ["--overwrite"]
+    lines = interrupted(10**9, arguments)
+    uninterrupted = output.read_bytes()
+    stopped = range(1, lines, max(lines // 40, 1))
+    for at in stopped:
+        output.unlink(missing_ok=True)
+        interrupted(at, arguments)
+        interrupted(at, arguments)  # and again, not far from there
+        assert main(arguments) == 0
+        assert counted(output, ["", *TEXTS[:14]], tokenizer)
+        assert output.read_bytes() == uninterrupted
+    assert len(stopped) >= 40
 
 
 @pytest.fixture
 def interrupt(monkeypatch):
-    """Ctrl-C after so many shards."""
+    """Ctrl-C after so many batches."""
 
-    def after(shards):
-        take = Count._take
+    def after(batches):
+        save, left = Count.save, iter(range(batches))
 
-        def take_and_interrupt(self, index, counts):
-            take(self, index, counts)
-            if self.finished.sum() == shards:
+        def save_and_interrupt(self):
+            save(self)
+            if next(left, None) == batches - 1:
                 os.kill(os.getpid(), signal.SIGINT)
-                monkeypatch.setattr(Count, "_take", take)
 
-        monkeypatch.setattr(Count, "_take", take_and_interrupt)
+        monkeypatch.setattr(Count, "save", save_and_interrupt)
 
     return after
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
-def test_ctrl_c_keeps_finished_shards_and_the_command_goes_on(
-    jobs, tokenizer, tmp_path, interrupt, monkeypatch, capsys
-):
-    monkeypatch.setattr(counting, "SAVE_SECONDS", 1e9)  # it saves because it is interrupted
-    path, output = text_file(tmp_path / "a.txt"), tmp_path / "df.npz"
-    options = ["--jobs", jobs]
-    interrupt(3)
-    assert count(path, tokenizer=tokenizer, output=output, options=options) == 130
-    said = capsys.readouterr().err
-    assert "df.npz.partial" in said
-    assert "Repeat the command" in said
-    assert not output.exists()
-    with np.load(f"{output}.partial") as archive:
-        assert archive["finished"].sum() >= 3
-    assert count(path, tokenizer=tokenizer, output=output) == 0
-    assert "Going on" in capsys.readouterr().err
-    assert counted(output, TEXTS, tokenizer)
-
-
-def test_blank_lines_before_the_interruption_are_still_spoken_of(
-    tokenizer, tmp_path, interrupt, capsys
+def test_ctrl_c_says_what_is_kept_and_the_command_continues(
+    tokenizer, tmp_path, interrupt, monkeypatch, capsys
 ):
     path, output = text_file(tmp_path / "a.txt", ["", "the cat", *TEXTS]), tmp_path / "df.npz"
-    interrupt(5)
+    interrupt(3)
     assert count(path, tokenizer=tokenizer, output=output) == 130
+    said = capsys.readouterr().err
+    assert f"Stopped; 8 documents are kept in {output}.partial. Repeat the command" in said
+    assert not output.exists()
     assert count(path, tokenizer=tokenizer, output=output) == 0
-    assert "Skipped 1 blank line." in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "Continuing after 8 documents, " in said
+    assert "% of the input." in said
+    assert "Blank lines skipped: 1." in said  # before the interruption
+    assert counted(output, ["the cat", *TEXTS], tokenizer)
+
+
+def test_ctrl_c_before_the_first_save_says_so(tokenizer, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(counting, "SAVE_SECONDS", 1e9)
+    monkeypatch.setattr(Count, "_ids", lambda self, texts: os.kill(os.getpid(), signal.SIGINT))
+    path, output = text_file(tmp_path / "a.txt"), tmp_path / "df.npz"
+    assert count(path, tokenizer=tokenizer, output=output) == 130
+    assert "Stopped; it was too early to keep anything." in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["a.txt"]
 
 
 def test_if_the_result_cannot_be_saved_the_counts_are_kept(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(counting, "SAVE_SECONDS", 1e9)
     path, output = text_file(tmp_path / "a.txt"), tmp_path / "df.npz"
     with monkeypatch.context() as patch:
         full = OSError(28, "No space left on device", str(output))
         patch.setattr(DocumentFrequency, "save", lambda self, path: (_ for _ in ()).throw(full))
         assert count(path, tokenizer=tokenizer, output=output) == 2
     assert Path(f"{output}.partial").exists()
-    monkeypatch.setattr(counting, "_count_shard", None)  # nothing is left to count
+    monkeypatch.setattr(Count, "_ids", None)  # nothing is left to count
     assert count(path, tokenizer=tokenizer, output=output) == 0
     assert counted(output, TEXTS, tokenizer)
-
-
-def test_interrupted_again_and_again_nothing_counts_twice(tokenizer, tmp_path, interrupt):
-    path, output = dataset(tmp_path / "data"), tmp_path / "df.npz"
-    for shards in range(1, 13):
-        interrupt(shards)
-        assert count(path, tokenizer=tokenizer, output=output) == 130
-    assert count(path, tokenizer=tokenizer, output=output) == 0
-    assert counted(output, TEXTS, tokenizer)
-
-
-def test_a_dead_worker_is_an_error_and_the_command_goes_on(
-    tokenizer, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(counting, "SAVE_SECONDS", 1e9)
-    path, output = text_file(tmp_path / "a.txt", TEXTS * 20), tmp_path / "df.npz"
-    take = Count._take
-
-    def take_and_kill(self, index, counts):
-        take(self, index, counts)
-        for child in multiprocessing.active_children():
-            child.kill()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Count, "_take", take_and_kill)
-        assert count(path, tokenizer=tokenizer, output=output, options=["--jobs", "2"]) == 2
-    assert "a worker process ended abruptly" in capsys.readouterr().err
-    assert count(path, tokenizer=tokenizer, output=output) == 0
-    assert "Going on" in capsys.readouterr().err
-    assert counted(output, TEXTS * 20, tokenizer)
 
 
 def test_an_unfinished_count_with_other_settings_is_refused_until_restarted(
@@ -353,12 +388,12 @@ def test_an_unfinished_count_with_other_settings_is_refused_until_restarted(
     lower.save(str(tmp_path / "lower.json"))
     os.rename(path, tmp_path / "moved.jsonl")
     for inputs, made_with, options, says in [
-        ([more], tokenizer, [], "a.jsonl is no longer an input"),
-        ([more], tokenizer, [], "b.jsonl is a new input"),
+        ([more], tokenizer, [], ", is no input; "),
+        ([more], tokenizer, [], "b.jsonl was no input, is "),
         ([more], tokenizer, ["--max-length", "3"], "--max-length was None, is 3"),
         ([more], tokenizer, ["--vocab-size", "99"], "--vocab-size was"),
-        ([more], tokenizer, ["--field", "text", "--field", "text"], "--field was ['text'], is"),
-        ([more], tmp_path / "lower.json", [], "lower.json (another vocabulary or settings)"),
+        ([more], tokenizer, ["--field", "body"], "--field was text, is body"),
+        ([more], tmp_path / "lower.json", [], "the tokenizer's SHA-256 was "),
     ]:
         assert count(*inputs, tokenizer=made_with, output=output, options=options) == 2
         said = capsys.readouterr().err
@@ -366,7 +401,7 @@ def test_an_unfinished_count_with_other_settings_is_refused_until_restarted(
         assert "--restart" in said
     rows_file(path, TEXTS[:30])
     assert count(path, tokenizer=tokenizer, output=output) == 2
-    assert "a.jsonl has changed" in capsys.readouterr().err
+    assert "a.jsonl was 1669 bytes written at " in capsys.readouterr().err
     assert count(path, tokenizer=tokenizer, output=output, options=["--restart"]) == 0
     assert counted(output, TEXTS[:30], tokenizer)
 
@@ -379,7 +414,7 @@ def test_a_changed_dataset_and_a_damaged_partial_file_are_refused(
     assert count(dataset(tmp_path / "d"), tokenizer=tokenizer, output=output) == 130
     dataset(tmp_path / "d", TEXTS[::-1])
     assert count(tmp_path / "d", tokenizer=tokenizer, output=output) == 2
-    assert "has changed" in capsys.readouterr().err
+    assert f"{tmp_path / 'd'} was " in capsys.readouterr().err
     Path(f"{output}.partial").write_bytes(b"PK")
     assert count(tmp_path / "d", tokenizer=tokenizer, output=output) == 2
     assert "df.npz.partial is damaged" in capsys.readouterr().err
@@ -393,21 +428,21 @@ GOOD = '{"text": "the cat"}\n'
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl", GOOD * 9 + "\n{'text': 1}\n", ":11: expected one JSON object a line, got no"),
-        ("a.jsonl", GOOD * 9 + "[1]\n" + GOOD, ":10: expected one JSON object a line, got a list"),
+        ("a.jsonl", GOOD * 9 + "\n{'text': 1}\n", ":11: expected one JSON object a line, got: "),
+        ("a.jsonl", GOOD * 9 + "[1]\n" + GOOD, ":10: expected one JSON object a line, got [1]"),
         ("a.jsonl", GOOD * 9 + '{"a": 1, "b": 2}\n', ":10: expected a field 'text' (--field), got"),
-        ("a.jsonl", GOOD * 9 + '{"text": null}', ":10: expected 'text' to be a string, got null"),
-        ("a.jsonl", '{"text": ["a"]}\n', ":1: expected 'text' to be a string, got a list"),
-        ("a.jsonl", '{"text": 1.5}\n', ":1: expected 'text' to be a string, got a number"),
-        ("a.jsonl", '{"text": true}\n', ":1: expected 'text' to be a string, got a Boolean"),
-        ("a.jsonl", "[" * 100_000, ":1: expected one JSON object a line, got no JSON"),
-        ("a.jsonl", GOOD * 9 + '{"text": "\\ud800"}\n', ":10: cannot be tokenized"),
-        ("a.txt", b"a\n" * 200 + b"caf\xe9\n", ":201: expected UTF-8, got byte 0xe9 at position 3"),
-        ("a.txt", "the cat".encode("utf-16"), ":1: expected UTF-8, got byte 0xff at position 0"),
+        ("a.jsonl", GOOD * 9 + '{"text": null}', ":10: expected 'text' to be a string, got None"),
+        ("a.jsonl", '{"text": ["a"]}\n', ":1: expected 'text' to be a string, got ['a']"),
+        ("a.jsonl", '{"text": 1.5}\n', ":1: expected 'text' to be a string, got 1.5"),
+        ("a.jsonl", '{"text": true}\n', ":1: expected 'text' to be a string, got True"),
+        ("a.jsonl", "[" * 100_000, ":1: maximum recursion depth exceeded"),
+        ("a.jsonl", GOOD * 9 + '{"text": "\\ud800"}\n', ":10: expected UTF-8, got: 'utf-8' codec"),
+        ("a.txt", b"a\n" * 200 + b"caf\xe9\n", ":201: expected UTF-8, got: 'utf-8' codec can't"),
+        ("a.txt", "the cat".encode("utf-16"), ":1: expected UTF-8, got: 'utf-8' codec can't dec"),
         ("a.txt", "", "expected at least one document, got none in"),
         ("a.txt", "\n \r\n\n", "expected at least one document, got none in"),
         ("a.txt.gz", "no gzip", ":1: expected gzip data, got Not a gzipped file"),
-        ("a.txt.gz", gzip.compress(b"a\n" * 5000, mtime=0)[:-9], "expected gzip data, got"),
+        ("a.txt.gz", gzip.compress(b"a\n" * 500, mtime=0)[:-9], "expected gzip data, got"),
     ],
 )
 def test_a_wrong_document_is_named_by_file_and_line(
@@ -424,36 +459,37 @@ def test_a_wrong_document_is_named_by_file_and_line(
     assert not output.exists()
 
 
-def test_a_wrong_document_is_named_from_a_worker_too(tokenizer, tmp_path, capfd):
-    path = tmp_path / "a.jsonl"
+def test_a_wrong_line_after_an_interruption_has_its_number_in_the_file(
+    tokenizer, tmp_path, interrupt, capsys
+):
+    path, output = tmp_path / "a.jsonl", tmp_path / "df.npz"
     path.write_text(GOOD * 30 + "{}\n" + GOOD)
-    options = ["--jobs", "2"]
-    assert count(path, tokenizer=tokenizer, output=tmp_path / "x.npz", options=options) == 2
-    said = capfd.readouterr().err
-    assert said == f"error: {path}:31: expected a field 'text' (--field), got none\n"
+    interrupt(2)
+    assert count(path, tokenizer=tokenizer, output=output) == 130
+    capsys.readouterr()
+    assert count(path, tokenizer=tokenizer, output=output) == 2
+    error = f"error: {path}:31: expected a field 'text' (--field), got []\n"
+    assert capsys.readouterr().err.endswith(error)
 
 
 def test_wrong_datasets_are_named(tokenizer, tmp_path, capsys):
     data = datasets.Dataset.from_dict({"text": ["a", None], "words": [["a"], ["b"]], "n": [1, 2]})
     data.save_to_disk(tmp_path / "data")
     data.select([]).save_to_disk(tmp_path / "none")
-    folder = splits(tmp_path / "splits")
     (tmp_path / "plain").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "state.json").write_text("{}")
     for path, options, says in [
-        (tmp_path / "data", [], "data, row 1: expected 'text' to be a string, got null"),
-        (tmp_path / "data", ["--field", "body"], "expected a column 'body' (--field), got 'text',"),
-        (tmp_path / "data", ["--field", "words"], "expected column 'words' to hold strings, got L"),
-        (tmp_path / "data", ["--field", "n"], "expected column 'n' to hold strings, got Value"),
-        (tmp_path / "data", ["--split", "train"], "expected a DatasetDict with --split"),
-        (folder, ["--split", "dev"], "has no split 'dev': it has train, test"),
-        (tmp_path / "plain", [], "plain to be a file or a folder written by Dataset.save_to_disk"),
-        (tmp_path / "broken", [], "cannot read the dataset"),
-        (tmp_path / "none", [], "none to have rows, got none"),
+        ("data", [], "data, row 1: expected 'text' to be a string, got None"),
+        ("data", ["--field", "body"], "data: expected a column 'body' (--field), got ['text', "),
+        ("data", ["--field", "words"], "data, row 0: expected 'words' to be a string, got ['a']"),
+        ("data", ["--field", "n"], "data, row 0: expected 'n' to be a string, got 1"),
+        ("plain", [], "plain to be a file or a folder written by Dataset.save_to_disk"),
+        ("broken", [], "broken (empty or damaged?): "),
+        ("none", [], "none (empty or damaged?): "),
     ]:
-        output = tmp_path / "df.npz"
-        assert count(path, tokenizer=tokenizer, output=output, options=options) == 2
+        arguments = {"tokenizer": tokenizer, "output": tmp_path / "df.npz", "options": options}
+        assert count(tmp_path / path, **arguments) == 2
         said = capsys.readouterr().err
         assert says in said
         assert said.count("\n") == 1
@@ -465,26 +501,25 @@ def test_wrong_commands_are_named(tokenizer, tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "wrong.json").write_text("{}")
     for inputs, made_with, out, options, says in [
-        (["missing.txt"], tokenizer, output, [], "there is no missing.txt"),
-        (["-"], tokenizer, output, [], "standard input"),
+        (["missing.txt"], tokenizer, output, [], "there is no file or folder missing.txt"),
+        (["-"], tokenizer, output, [], "there is no file or folder -"),
         (["/dev/null"], tokenizer, output, [], "expected /dev/null to be a file"),
         ([path, path], tokenizer, output, [], "expected every input once"),
         ([path], tokenizer, output, ["--field", "text"], "got text files only"),
-        ([path], tokenizer, output, ["--split", "train"], "got files only"),
         ([path], tokenizer, output, ["--vocab-size", "5"], "expected --vocab-size of at least"),
         ([path], "missing.json", output, [], "there is no tokenizer missing.json"),
         ([path], tmp_path / "wrong.json", output, [], "cannot load the tokenizer"),
         ([path], tmp_path / "empty", output, [], "cannot load the tokenizer"),
-        ([path], tokenizer, tmp_path, [], "expected --output to be a file, got the folder"),
+        ([path], tokenizer, tmp_path, [], "to be a regular file, got the folder"),
         ([path], tokenizer, path, ["--overwrite"], "expected --output to be no input"),
-        ([path], tokenizer, path / "df.npz", [], "cannot write to the output folder"),
+        ([path], tokenizer, path / "df.npz", [], "cannot write to the folder"),
     ]:
         assert count(*inputs, tokenizer=made_with, output=out, options=options) == 2
         said = capsys.readouterr().err
         assert says in said
         assert said.count("\n") == 1
     assert not output.exists()
-    for arguments in [[], ["count"], ["count", "a.txt", "--jobs", "0"], ["--top", "x"]]:
+    for arguments in [[], ["count"], ["count", "a.txt", "--max-length", "0"], ["--top", "x"]]:
         with pytest.raises(SystemExit) as end:
             main(arguments)
         assert end.value.code == 2
@@ -516,10 +551,10 @@ def test_a_link_is_what_its_name_says(name, tokenizer, tmp_path):
 def test_what_changes_meanwhile_is_noticed(what, tokenizer, tmp_path, capsys, monkeypatch):
     made = dataset(tmp_path / "data") if what == "dataset" else text_file(tmp_path / "a.txt")
     output = tmp_path / "df.npz"
-    plain = Count._take
+    plain = Count.save
 
-    def take(self, index, counts):
-        plain(self, index, counts)
+    def save(self):
+        plain(self)
         if what == "output":
             output.write_bytes(b"of somebody else")
         elif what == "input":
@@ -528,12 +563,13 @@ def test_what_changes_meanwhile_is_noticed(what, tokenizer, tmp_path, capsys, mo
             state = made / "state.json"
             state.write_text(state.read_text() + " ")
 
-    monkeypatch.setattr(Count, "_take", take)
+    monkeypatch.setattr(Count, "save", save)
     assert count(made, tokenizer=tokenizer, output=output) == 2
     error = capsys.readouterr().err
     if what == "output":
-        assert "df.npz has appeared meanwhile: the counts are kept" in error
-        monkeypatch.setattr(Count, "_take", plain)
+        assert "df.npz exists: add --overwrite" in error
+        assert output.read_bytes() == b"of somebody else"
+        monkeypatch.setattr(Count, "save", plain)
         assert count(made, tokenizer=tokenizer, output=output, options=["--overwrite"]) == 0
         assert counted(output, TEXTS, tokenizer)
     else:
@@ -554,9 +590,23 @@ def test_where_there_is_no_terminal_a_line_says_how_far_it_is(
     path = text_file(tmp_path / "a.txt")
     assert count(path, tokenizer=tokenizer, output=tmp_path / "df.npz") == 0
     captured = capsys.readouterr()
-    assert "100% · 40 documents" in captured.err
+    assert "100% · 40 documents · " in captured.err
     assert "Wrote" in captured.err
     assert captured.out == ""
+
+
+def test_on_a_terminal_a_bar_says_how_far_it_is(tokenizer, tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    path = text_file(tmp_path / "a.txt")
+    assert count(path, tokenizer=tokenizer, output=tmp_path / "df.npz") == 0
+    assert "100% · 40 documents · " in sys.stderr.getvalue()
+    assert "━" in sys.stderr.getvalue()
 
 
 def test_merged_counts_are_those_of_one_run(tokenizer, tmp_path, capsys):
@@ -573,6 +623,31 @@ def test_merged_counts_are_those_of_one_run(tokenizer, tmp_path, capsys):
     assert main(["merge", *outputs, "--output", str(merged)]) == 2
     assert "exists: add --overwrite" in capsys.readouterr().err
     assert main(["merge", *outputs, "--output", str(merged), "--overwrite"]) == 0
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("distributed") is None, reason="needs dask[distributed]"
+)
+def test_the_recipe_for_dask_counts_like_the_command(tokenizer, tmp_path):
+    """Two files in two processes: one counter a partition, merged."""
+    zipped(rows_file(tmp_path / "a.jsonl", TEXTS[:30])).rename(tmp_path / "part-0.jsonl.gz")
+    zipped(rows_file(tmp_path / "b.jsonl", TEXTS[30:])).rename(tmp_path / "part-1.jsonl.gz")
+    arguments = [tmp_path / "part-*.jsonl.gz", "--tokenizer", tokenizer, "--field", "text"]
+    script = ROOT / "examples" / "document_frequency_dask.py"
+    ran = subprocess.run(
+        [sys.executable, script, *arguments, "--output", tmp_path / "dask.npz"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "40 documents of " in ran.stdout
+    assert counted(tmp_path / "dask.npz", TEXTS, tokenizer)
+    assert count(tmp_path / "a.jsonl", tokenizer=tokenizer, output=tmp_path / "one.npz") == 0
+    one = DocumentFrequency.load(tmp_path / "one.npz")
+    assert one.merge(DocumentFrequency.load(tmp_path / "dask.npz")).num_documents == 70
 
 
 def test_what_must_not_be_merged(tmp_path, capsys):
@@ -604,18 +679,30 @@ def test_show_lists_the_most_frequent_tokens_by_name(tokenizer, tmp_path, capsys
     assert "40 documents" in head
     counter = DocumentFrequency.load(output)
     vocabulary = tokenizers.Tokenizer.from_file(str(tokenizer)).get_vocab()
-    shown = {row[1]: row for row in (line.split() for line in lines) if len(row) == 5}
+    shown = {row[4]: row for row in (line.split() for line in lines[2:])}
     seen = {token for token, index in vocabulary.items() if counter.df[index] > 0}
     assert seen == set(shown)
-    assert "[CLS]" in seen  # which rich would take for markup
+    assert f"{counter.mean_length:.1f} tokens a document" in lines[0]
+    assert lines[1].split() == ["id", "df", "of", "documents", "idf", "token"]
     for token in seen:
         index = vocabulary[token]
         df = int(counter.df[index])
         assert shown[token][0] == str(index)
-        assert shown[token][2:4] == [str(df), f"{df / 40:.1%}"]
-        assert float(shown[token][4]) == pytest.approx(float(counter.idf()[index]), abs=0.0051)
+        assert shown[token][1:3] == [str(df), f"{df / 40:.1%}"]
+        assert float(shown[token][3]) == pytest.approx(float(counter.idf()[index]), abs=0.0051)
     assert main(["show", str(output), "--top", "1"]) == 0
     assert str(int(counter.df.argmax())) in capsys.readouterr().out
+
+
+def test_show_takes_a_file_of_an_older_version(tmp_path, capsys):
+    counter = DocumentFrequency(5)
+    counter.update(torch.tensor([[1, 2]]), torch.ones(1, 2))
+    counter.num_tokens = None
+    counter.save(tmp_path / "old.npz")
+    assert main(["show", str(tmp_path / "old.npz")]) == 0
+    said = capsys.readouterr().out
+    assert "1 documents, 2 of 5 tokens seen" in said
+    assert "tokens a document" not in said
 
 
 def test_show_refuses_another_tokenizer(tokenizer, tmp_path, capsys):
@@ -635,19 +722,10 @@ def test_missing_packages_are_named(tokenizer, tmp_path, monkeypatch, capsys):
         ("tokenizers", [path], tokenizer),
         ("transformers", [path], "bert-base-uncased"),
         ("datasets", [folder], tokenizer),
+        ("rich", [path], tokenizer),
     ]:
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)
             assert count(*inputs, tokenizer=made_with, output=tmp_path / "df.npz") == 2
         said = capsys.readouterr().err
         assert f"needs {package}; install with: pip install" in said
-
-
-def test_the_encoder_reads_the_file_anew_in_a_worker(tokenizer, tmp_path):
-    encoder = Encoder.load(str(tokenizer))
-    job = Count([], encoder, tmp_path / "df.npz").job
-    worker = counting._Worker(job, None, None)
-    assert worker.encoder.fingerprint == encoder.fingerprint
-    changed = counting._Worker(counting.dataclasses.replace(job, fingerprint="x"), None, None)
-    with pytest.raises(UserError, match="changed while it was read"):
-        _ = changed.encoder

@@ -1,7 +1,10 @@
 """DocumentFrequency: the counts are those of a loop, however the documents come."""
 
+import io
 import math
 import os
+import tracemalloc
+import zipfile
 from collections import Counter
 
 import numpy as np
@@ -43,7 +46,18 @@ def counted(*batches, **options):
 
 
 def same(one, other):
-    return torch.equal(one.df, other.df) and one.num_documents == other.num_documents
+    return (
+        torch.equal(one.df, other.df)
+        and one.num_documents == other.num_documents
+        and one.num_tokens == other.num_tokens
+    )
+
+
+def unknown(*docs):
+    """Counts of an older version, which did not keep the number of tokens."""
+    counter = counted(list(docs))
+    counter.num_tokens = None
+    return counter
 
 
 @given(documents)
@@ -51,6 +65,7 @@ def test_the_count_is_that_of_a_loop_over_documents(docs):
     counter = counted(docs)
     assert counter.df.tolist() == loop(docs)
     assert counter.num_documents == len(docs)
+    assert counter.num_tokens == sum(map(len, docs))
     assert counter.df.dtype == torch.int64
 
 
@@ -67,6 +82,23 @@ def test_merge_is_associative_commutative_and_equals_counting_together(a, b, c):
     assert same(counted(a).merge(counted(b)).merge(counted(c)), together)
     assert same(counted(a).merge(counted(b).merge(counted(c))), together)
     assert same(counted(c).merge(counted(b)).merge(counted(a)), together)
+
+
+def test_the_mean_length_is_that_of_the_attended_tokens_repeats_included():
+    counter = counted([[1, 1, 1], [2], []], [[3, 4]])
+    assert counter.mean_length == 6 / 4
+    with pytest.raises(ValueError, match="at least one document before `mean_length`"):
+        _ = DocumentFrequency(V).mean_length
+
+
+def test_if_the_tokens_of_one_part_are_not_known_those_of_the_sum_are_not():
+    for counter in (unknown([1]).merge(counted([[2]])), counted([[2]]).merge(unknown([1]))):
+        assert counter.num_tokens is None
+        assert counter.df.tolist() == loop([[1], [2]])
+        counter.update(*padded([[3]]))
+        assert counter.num_tokens is None
+        with pytest.raises(ValueError, match=r"older version .* count the documents again"):
+            _ = counter.mean_length
 
 
 def test_merge_is_in_place_returns_self_and_leaves_the_other():
@@ -221,16 +253,27 @@ def test_load_gives_back_what_save_wrote_under_exactly_that_name(tmp_path, name,
     assert loaded.merge(counter).df.tolist() == loop([[1, 2], [2], [], [5], [1, 2], [2], []])
 
 
-def test_the_file_holds_the_four_arrays(tmp_path):
+def test_the_file_holds_the_five_arrays(tmp_path):
     counted([[1, 2], [2]], tokenizer_sha256="abc").save(tmp_path / "counts.npz")
     with np.load(tmp_path / "counts.npz", allow_pickle=False) as archive:
         arrays = {name: archive[name].tolist() for name in archive.files}
     assert arrays == {
         "df": loop([[1, 2], [2]]),
         "num_documents": 2,
+        "num_tokens": 3,
         "vocab_size": V,
         "tokenizer_sha256": "abc",
     }
+
+
+def test_a_file_of_an_older_version_loads_without_the_number_of_tokens(tmp_path):
+    unknown([1, 2], [2]).save(tmp_path / "old.npz")
+    with np.load(tmp_path / "old.npz") as archive:
+        assert "num_tokens" not in archive.files
+    loaded = DocumentFrequency.load(tmp_path / "old.npz")
+    assert same(loaded, unknown([1, 2], [2]))
+    with pytest.raises(ValueError, match="`mean_length`"):
+        _ = loaded.mean_length
 
 
 def test_a_failing_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
@@ -254,6 +297,30 @@ def test_a_save_over_an_old_file_replaces_it(tmp_path):
     assert same(DocumentFrequency.load(tmp_path / "counts.npz"), counted([[2], [3]]))
 
 
+def test_a_save_through_a_link_replaces_what_the_link_leads_to(tmp_path):
+    (tmp_path / "folder").mkdir()
+    target, link = tmp_path / "folder" / "target.npz", tmp_path / "link.npz"
+    link.symlink_to(target)
+    for counter in (counted([[1]]), counted([[2], [3]])):  # a link to nothing, then to a file
+        counter.save(link)
+        assert link.is_symlink()
+        assert same(DocumentFrequency.load(target), counter)
+    assert os.listdir(tmp_path / "folder") == ["target.npz"]
+
+
+@pytest.mark.parametrize(("kind", "says"), [("folder", "a folder"), ("pipe", "a device, a pipe")])
+def test_only_a_regular_file_is_replaced(tmp_path, kind, says):
+    path, link = tmp_path / "counts.npz", tmp_path / "link.npz"
+    os.mkdir(path) if kind == "folder" else os.mkfifo(path)
+    link.symlink_to(path)
+    before = path.lstat()
+    for name in (path, link):
+        with pytest.raises(ValueError, match=f"to be a regular file or a new one, got {says}"):
+            counted([[1]]).save(name)
+    assert path.lstat() == before
+    assert sorted(os.listdir(tmp_path)) == ["counts.npz", "link.npz"]
+
+
 def _archive(**changes):
     arrays = {"df": np.zeros(2, np.int64), "num_documents": 3, "vocab_size": 2}
     arrays |= {"tokenizer_sha256": ""} | changes
@@ -273,12 +340,46 @@ def _archive(**changes):
         _archive(df=np.array([0, 4])),
         _archive(df=np.array([0, -1])),
         _archive(df=np.array([{}, {}], dtype=object)),
+        _archive(num_documents=3.7),
+        _archive(num_documents=3.0),
+        _archive(num_documents=np.array([3])),
+        _archive(num_documents=-1),
+        _archive(vocab_size=2.5),
+        _archive(vocab_size=-2),
+        _archive(tokenizer_sha256=7),
+        _archive(num_token=2),
+        _archive(num_tokens=2.5),
+        _archive(num_tokens=-1),
+        _archive(num_tokens=1, df=np.array([1, 1])),
     ],
 )
 def test_an_archive_that_is_not_ours_is_refused(tmp_path, arrays):
     np.savez(tmp_path / "other.npz", **arrays)
     with pytest.raises(ValueError, match=r"other\.npz is not a DocumentFrequency file"):
         DocumentFrequency.load(tmp_path / "other.npz")
+
+
+@pytest.mark.parametrize("claimed", [10**12, 10**20])
+def test_what_a_file_merely_claims_is_not_allocated(tmp_path, claimed):
+    """The header and the vocabulary size agree on 8 TB; 16 bytes are there."""
+    np.savez(tmp_path / "honest.npz", **_archive(vocab_size=np.uint64(min(claimed, 2**63))))
+    description = {"descr": "<i8", "fortran_order": False, "shape": (claimed,)}
+    df = io.BytesIO()
+    np.lib.format.write_array_header_1_0(df, description)
+    df.write(bytes(16))
+    with (
+        zipfile.ZipFile(tmp_path / "honest.npz") as honest,
+        zipfile.ZipFile(tmp_path / "claims.npz", "w") as claims,
+    ):
+        for name in honest.namelist():
+            claims.writestr(name, df.getvalue() if name == "df.npy" else honest.read(name))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"claims\.npz is not a DocumentFrequency file.*`df`"):
+            DocumentFrequency.load(tmp_path / "claims.npz")
+        assert tracemalloc.get_traced_memory()[1] < 10**7
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("content", [b"", b"counts", b"PK\x03\x04", b"\x93NUMPY"])
@@ -331,6 +432,8 @@ def _rank(rank, folder):
     counter = counted(SHARDS[rank], tokenizer_sha256="abc")
     assert counter.all_reduce() is counter
     counter.save(f"{folder}/rank{rank}.npz")
+    one_knows = counted([[1]]) if rank else unknown([1])
+    assert one_knows.all_reduce().num_tokens is None
 
 
 def test_all_reduce_gives_every_rank_the_count_of_all_documents(tmp_path):
@@ -339,6 +442,7 @@ def test_all_reduce_gives_every_rank_the_count_of_all_documents(tmp_path):
         loaded = DocumentFrequency.load(tmp_path / f"rank{rank}.npz")
         assert loaded.df.tolist() == loop(SHARDS[0] + SHARDS[1])
         assert loaded.num_documents == 5
+        assert loaded.num_tokens == 6
         assert loaded.tokenizer_sha256 == "abc"
 
 
