@@ -23,7 +23,7 @@ STEMS = sorted(p.stem for p in (PACKAGE / "losses").glob("*.py") if not p.stem.s
 FLOORS = {
     "distributed": 0,
     "_core": 1,
-    "kernels": 2,
+    "fast": 2,
     **dict.fromkeys(("losses", "vocabulary", "representation", "queue"), 3),
     "objective": 4,
     "presets": 5,  # data for the objective, which knows none of it
@@ -31,7 +31,7 @@ FLOORS = {
     "": 6,  # the package itself
     **dict.fromkeys(("integrations", "demo"), 7),
 }
-GROUND = ["_core", "distributed", "kernels"]
+GROUND = ["_core", "distributed", "fast"]
 
 
 def room(path: Path) -> str:
@@ -134,8 +134,8 @@ def test_version_is_one():
 
 
 def test_every_loss_is_in_the_table_of_cases():
-    assert sorted(LOSSES) == STEMS
-    assert sorted({case.stem for case in CASES}) == STEMS
+    assert sorted({case.stem for case in CASES}) == sorted(LOSSES)
+    assert set(LOSSES) - {"info_nce_from_scores"} == set(STEMS), "which is in InfoNCE's file"
     assert len({case.id for case in CASES}) == len(CASES)
 
 
@@ -149,6 +149,46 @@ def test_adding_a_loss_touches_its_test_exports_and_changelog(stem):
     source = importlib.import_module(f"sparse_losses.losses.{stem}")
     assert {function, module} <= set(source.__all__)
     assert inspect.getmodule(getattr(F, function)) is source
+
+
+# The line that computes the formula of each, and of the head.
+FORMULAS = {
+    "losses/distillation.py": "alpha_kl * ",
+    "losses/flops.py": "squared_mean.sum()",
+    "losses/idf_flops.py": "token_penalty * (mean.abs() + beta * squared_mean)",
+    "losses/info_nce.py": "contrastive_rows(",
+    "losses/language_penalty.py": "activations @ token_penalty",
+    "losses/margin_mse.py": "(student_margin - teacher_margin).square()",
+    "losses/min_activation.py": "nnf.relu(threshold - mean)",
+    "losses/n_pair.py": "contrastive_rows(",
+    "losses/nws.py": "log_denominator - scores",
+    "losses/pairwise_contrastive.py": "nnf.relu(margin - distance).square()",
+    "losses/positive_activation.py": "(share * cost).sum(-1)",
+    "losses/self_reconstruction.py": "softplus(others).sum(-1) + ratio * target_sum",
+    "losses/triplet_margin.py": "nnf.relu(margin - near + far)",
+    "representation/head.py": "log1p()",
+}
+LONG = {"losses/info_nce.py", "losses/nws.py", "representation/head.py"}
+
+
+def formula_distance(file: str) -> int:
+    """Lines from the end of the function's docstring to the line that computes its formula."""
+    source = (PACKAGE / file).read_text(encoding="utf-8")
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    end = next(f.body[0].end_lineno for f in functions if not f.name.startswith("_"))
+    lines = source.splitlines()
+    return next(n for n, line in enumerate(lines[end:], 1) if FORMULAS[file] in line)
+
+
+@pytest.mark.parametrize("file", FORMULAS)
+def test_the_formula_is_computed_within_a_screen_of_its_docstring(file):
+    assert formula_distance(file) <= 60
+    length = len((PACKAGE / file).read_text(encoding="utf-8").splitlines())
+    assert length <= (430 if file in LONG else 250)
+
+
+def test_every_loss_has_its_formula_line():
+    assert {Path(file).stem for file in FORMULAS} == {*STEMS, "head"}
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -225,7 +265,7 @@ def _imports(nodes) -> set[str]:
 
 def test_the_runtime_needs_torch_and_numpy_only():
     for path in FILES:
-        if room(path) in ("demo", "integrations", "kernels"):
+        if room(path) in ("demo", "integrations"):
             continue
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         lazy = LAZY.get(path.relative_to(PACKAGE).as_posix(), set())

@@ -15,9 +15,9 @@ __all__ = [
     "check_choice",
     "check_flag",
     "check_integer",
+    "check_learnable",
     "check_number",
     "check_shapes",
-    "check_temperature",
     "check_tensors",
     "check_zero_one",
     "declared",
@@ -148,18 +148,17 @@ def check_zero_one(name: str, tensor: Tensor) -> None:
             raise ValueError(f"expected `{name}` to be 0 or 1, got {tensor[wrong][0].item():g}")
 
 
-def check_temperature(value: object) -> None:
+def check_learnable(name: str, value: object) -> None:
     """Raises unless ``value`` is a finite number above 0, or a 0-d floating tensor of any value."""
-    if isinstance(value, Tensor):
-        if value.ndim != 0:
-            raise ValueError(
-                "expected `temperature` to be a number or a 0-d tensor, got a tensor of shape "
-                f"{list(value.shape)}"
-            )
-        if not value.is_floating_point():
-            raise TypeError(f"expected `temperature` to be floating point, got {value.dtype}")
-    else:
-        check_number("temperature", value, minimum=0.0, exclusive=True)
+    if not isinstance(value, Tensor):
+        check_number(name, value, minimum=0.0, exclusive=True)
+    elif value.ndim != 0:
+        raise ValueError(
+            f"expected `{name}` to be a number or a 0-d tensor, got a tensor of shape "
+            f"{list(value.shape)}"
+        )
+    elif not value.is_floating_point():
+        raise TypeError(f"expected `{name}` to be floating point, got {value.dtype}")
 
 
 def values_can_be_checked(tensor: Tensor) -> bool:

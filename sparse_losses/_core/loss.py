@@ -16,9 +16,9 @@ arrives in it.
 - ``integer``: ids and counts. ``labels``: multi-hot rows. ``token ids``: ids whose range the body
   checks where they are attended. All three arrive as they came.
 
-A number is given by its bound: ``"finite"``, ``"> 0"``, ``">= 0"`` or ``"integer >= 1"``; with
-``learnable`` it may be a 0-d tensor of any value. Flags and choices need no declaration: their
-annotations ``bool`` and ``Literal`` say what is allowed.
+A number is given by its bound: ``"finite"``, ``">= 0"``, ``"integer >= 1"``, or ``"> 0,
+learnable"``: it may then be a 0-d tensor of any value, which is cast along. Flags and choices need
+no declaration: their annotations ``bool`` and ``Literal`` say what is allowed.
 """
 
 import functools
@@ -42,8 +42,8 @@ from sparse_losses._core.checks import (
     check_choice,
     check_flag,
     check_integer,
+    check_learnable,
     check_number,
-    check_temperature,
     check_tensors,
     declared,
 )
@@ -53,6 +53,7 @@ from sparse_losses.distributed import agree_across_ranks
 
 __all__ = ["LossModule", "loss"]
 
+LEARNABLE = "> 0, learnable"
 PADDED = "S"  # every rank pads its texts to a length of its own
 
 P = ParamSpec("P")
@@ -79,8 +80,8 @@ class _Declaration(NamedTuple):
 
 
 def _check_bound(name: str, value: object, bound: str) -> None:
-    if bound.endswith(", learnable"):
-        check_temperature(value)
+    if bound == LEARNABLE:
+        check_learnable(name, value)
     elif bound.startswith("integer"):
         check_integer(name, value, minimum=int(bound.removeprefix("integer >= ")))
     elif bound == "finite":
@@ -101,6 +102,7 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         choices = {n: get_args(h) for n, h in hints.items() if get_origin(h) is Literal}
         flags = tuple(n for n in names if hints[n] is bool and n != "gather")
         declaration = _Declaration(tensors, numbers, flags, choices)
+        learnable = [name for name, bound in numbers.items() if bound == LEARNABLE]
         first = names[0]
 
         @functools.wraps(function)
@@ -112,8 +114,9 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             sizes = check_tensors(tensors, given)
             declaration.check(kwargs)
             dtype = _cast(tensors, given)
-            if isinstance(given.get("temperature"), Tensor):
-                given["temperature"] = given["temperature"].to(dtype)
+            for name in learnable:
+                if isinstance(given.get(name), Tensor):
+                    given[name] = given[name].to(dtype)
             if given.get("gather", False) is not False:
                 _agree(function.__name__, declaration, given, sizes)
             with autocast_off(given[first].device):

@@ -28,11 +28,40 @@ __all__ = [
     "merged",
     "rows_of_a_block",
     "too_many_scores",
+    "why_no_gradient",
+    "why_not_dense",
 ]
 
 MOST_SCORES = 1 << 22  # held at once: 16 MB in fp32
 
 Gradients = list[Tensor | None]
+
+
+def why_no_gradient(arguments: Arguments, options: Options) -> str | None:
+    """Why no way with a gradient of its own takes the call."""
+    anchor, _, negative, temperature = arguments
+    if not options["in_batch"]:
+        return "in_batch=True"
+    if options["positive_mask"] is not None:
+        return "no `positive_mask`"
+    if options["reduction"] == "none":
+        return 'reduction="mean" or "sum"'
+    if min(anchor.shape) == 0:
+        return f"B and D of at least 1, got {list(anchor.shape)},"
+    if options["decoupled"] and (negative is None or negative.shape[-2] == 0):
+        batch = len(anchor) * (num_ranks() if options["gather"] else 1)
+        if options["positive_ids"] is not None or batch < 2:
+            return "a negative in every row"
+    if isinstance(temperature, Tensor) and temperature.device != anchor.device:
+        return f"`temperature` on {anchor.device}, where `anchor` is, got {temperature.device}"
+    return None
+
+
+def why_not_dense(arguments: Arguments, options: Options) -> str | None:
+    """The same, and dense tensors."""
+    if any(isinstance(x, Tensor) and x.layout != torch.strided for x in arguments):
+        return "dense tensors"
+    return why_no_gradient(arguments, options)
 
 
 def too_many_scores(arguments: Arguments, options: Options) -> bool:

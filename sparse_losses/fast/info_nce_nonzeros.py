@@ -8,16 +8,24 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.ways import Arguments, Options
-from sparse_losses.fast.info_nce import contrast, in_both_directions
+from sparse_losses.fast.info_nce import contrast, in_both_directions, why_no_gradient
 from sparse_losses.fast.sparse import NonZeros, non_zeros, product, product_by_columns
 
-__all__ = ["nonzeros_info_nce", "nonzeros_pay"]
+__all__ = ["nonzeros_info_nce", "nonzeros_pay", "why_not_nonzeros"]
 
 # As measured (docs/benchmarks.md): faster below this density from so many rows on, and below a
 # smaller one for fewer.
 DENSEST, ROWS_FOR_DENSEST = 0.12, 512
 FEWEST_COLUMNS = 4096
 SAMPLED_ROWS = 16
+
+
+def why_not_nonzeros(arguments: Arguments, options: Options) -> str | None:
+    """Why no sparse product takes the call."""
+    negative = arguments[2]
+    if negative is not None and negative.ndim == 3:
+        return "no negatives per row"
+    return why_no_gradient(arguments, options)
 
 
 def nonzeros_pay(arguments: Arguments, options: Options) -> bool:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparse_losses._core.similarity import through_unit_rows_, unit_rows
+from sparse_losses._core.ways import Arguments, Options
 from sparse_losses.distributed import num_ranks, rank, sum_over_ranks
 from sparse_losses.fast.info_nce import (
     blockwise_info_nce,
@@ -20,9 +21,15 @@ from sparse_losses.fast.info_nce import (
     losses,
     merged,
     rows_of_a_block,
+    why_not_dense,
 )
 
-__all__ = ["ring_info_nce"]
+__all__ = ["ring_info_nce", "why_not_ring"]
+
+
+def why_not_ring(arguments: Arguments, options: Options) -> str | None:
+    """Why the ring does not take the call."""
+    return why_not_dense(arguments, options) if options["gather"] else "gather=True"
 
 
 def ring_info_nce(

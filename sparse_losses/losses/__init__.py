@@ -1,5 +1,6 @@
 """One loss a file: formula, function, module."""
 
+from sparse_losses.losses._mutual_information import mutual_information_lower_bound
 from sparse_losses.losses.distillation import DistillationLoss, distillation_loss
 from sparse_losses.losses.flops import FlopsLoss, flops_loss
 from sparse_losses.losses.idf_flops import IdfFlopsLoss, idf_flops_loss
@@ -8,7 +9,6 @@ from sparse_losses.losses.info_nce import (
     InfoNCELoss,
     info_nce_from_scores,
     info_nce_loss,
-    mutual_information_lower_bound,
 )
 from sparse_losses.losses.language_penalty import LanguagePenaltyLoss, language_penalty_loss
 from sparse_losses.losses.margin_mse import MarginMSELoss, margin_mse_loss

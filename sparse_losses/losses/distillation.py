@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from sparse_losses._core.checks import (
     check_choice,
     check_flag,
+    check_learnable,
     check_number,
     check_shapes,
-    check_temperature,
     describe,
     values_can_be_checked,
 )
@@ -403,7 +403,7 @@ def _z_scores(scores: Tensor, candidate: Tensor, by_row: bool, gather: bool) -> 
 def _check(
     temperature: float | Tensor, alpha_kl: float, alpha_mse: float, standardize: str, impl: str
 ) -> None:
-    check_temperature(temperature)
+    check_learnable("temperature", temperature)
     check_impl(impl)
     check_number("alpha_kl", alpha_kl, minimum=0.0)
     check_number("alpha_mse", alpha_mse, minimum=0.0)

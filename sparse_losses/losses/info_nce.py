@@ -1,29 +1,36 @@
 """InfoNCE: find the positive among the candidates (Contrastive Predictive Coding, 2018)."""
 
-import math
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from sparse_losses._core.checks import check_integer, check_number, check_temperature
+from sparse_losses._core.checks import check_learnable
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.softmax import contrastive_rows
-from sparse_losses._core.ways import Arguments, Options, Way, compute
+from sparse_losses._core.ways import Way, compute
 from sparse_losses.distributed import gather_rows, num_ranks, rank
-from sparse_losses.fast.info_nce import blockwise_info_nce, direct_info_nce, too_many_scores
-from sparse_losses.fast.info_nce_nonzeros import nonzeros_info_nce, nonzeros_pay
-from sparse_losses.fast.info_nce_ring import ring_info_nce
+from sparse_losses.fast.info_nce import (
+    blockwise_info_nce,
+    direct_info_nce,
+    too_many_scores,
+    why_not_dense,
+)
+from sparse_losses.fast.info_nce_nonzeros import (
+    nonzeros_info_nce,
+    nonzeros_pay,
+    why_not_nonzeros,
+)
+from sparse_losses.fast.info_nce_ring import ring_info_nce, why_not_ring
 
 __all__ = [
     "InfoNCEFromScoresLoss",
     "InfoNCELoss",
     "info_nce_from_scores",
     "info_nce_loss",
-    "mutual_information_lower_bound",
 ]
 
 Similarity = Literal["cosine", "dot"]
@@ -269,49 +276,12 @@ def _check_width(positive_mask: Tensor | None, batch: int, gather: bool) -> None
         )
 
 
-def _why_no_gradient(arguments: Arguments, options: Options) -> str | None:
-    """Why no way with a gradient of its own takes the call."""
-    anchor, _, negative, temperature = arguments
-    if not options["in_batch"]:
-        return "in_batch=True"
-    if options["positive_mask"] is not None:
-        return "no `positive_mask`"
-    if options["reduction"] == "none":
-        return 'reduction="mean" or "sum"'
-    if min(anchor.shape) == 0:
-        return f"B and D of at least 1, got {list(anchor.shape)},"
-    if options["decoupled"] and _number_of(negative) == 0:
-        batch = len(anchor) * (num_ranks() if options["gather"] else 1)
-        if options["positive_ids"] is not None or batch < 2:
-            return "a negative in every row"
-    if isinstance(temperature, Tensor) and temperature.device != anchor.device:
-        return f"`temperature` on {anchor.device}, where `anchor` is, got {temperature.device}"
-    return None
-
-
-def _why_not_dense(arguments: Arguments, options: Options) -> str | None:
-    if any(isinstance(x, Tensor) and x.layout != torch.strided for x in arguments):
-        return "dense tensors"
-    return _why_no_gradient(arguments, options)
-
-
-def _why_not_nonzeros(arguments: Arguments, options: Options) -> str | None:
-    negative = arguments[2]
-    if negative is not None and negative.ndim == 3:
-        return "no negatives per row"
-    return _why_no_gradient(arguments, options)
-
-
-def _why_not_ring(arguments: Arguments, options: Options) -> str | None:
-    return _why_not_dense(arguments, options) if options["gather"] else "gather=True"
-
-
 # In order of preference. "ring" saves memory at the price of time: only by name.
 WAYS = (
-    Way("ring", _why_not_ring, lambda *_: False, ring_info_nce),
-    Way("nonzeros", _why_not_nonzeros, nonzeros_pay, nonzeros_info_nce),
-    Way("blocks", _why_not_dense, too_many_scores, blockwise_info_nce),
-    Way("direct", _why_not_dense, lambda *_: True, direct_info_nce),
+    Way("ring", why_not_ring, lambda *_: False, ring_info_nce),
+    Way("nonzeros", why_not_nonzeros, nonzeros_pay, nonzeros_info_nce),
+    Way("blocks", why_not_dense, too_many_scores, blockwise_info_nce),
+    Way("direct", why_not_dense, lambda *_: True, direct_info_nce),
 )
 
 
@@ -329,10 +299,6 @@ class InfoNCELoss(LossModule):
     """
 
     temperature: float | Tensor
-    similarity: Similarity
-    symmetric: bool
-    in_batch: bool
-    gather: bool
 
     def __init__(
         self,
@@ -403,7 +369,7 @@ def _of_scores(
     **_: Any,
 ) -> Tensor:
     """InfoNCE of similarities that are there already: in-batch candidates, then negatives."""
-    check_temperature(temperature)
+    check_learnable("temperature", temperature)
     batch = len(scores)
     own = torch.arange(batch, device=scores.device)
     scores = scores.to(compute_dtype(scores=scores)) / temperature
@@ -507,40 +473,3 @@ class InfoNCEFromScoresLoss(LossModule):
         """The loss; tensors as in the function."""
         options = self.hyperparameters(gather=gather)
         return info_nce_from_scores(scores, positive_mask, candidate_mask, **options)
-
-
-def mutual_information_lower_bound(loss: Tensor | float, num_candidates: int) -> Tensor:
-    r"""What an InfoNCE value says about the mutual information of anchor and positive, in nats.
-
-    $$I \ge \log n - \ell$$
-
-    $n$ candidates a row: one positive and $n - 1$ independent draws from the marginal. The bound
-    cannot exceed $\log n$, however much the two share: small batches cannot show much. It holds for
-    plain InfoNCE only, not for decoupled, several positives, ids, mined negatives or weights.
-
-    Args:
-        loss: an InfoNCE value, a floating tensor of any shape or a number.
-        num_candidates: ``n``; ``B`` for in-batch negatives alone, ``B + N`` with shared ones.
-
-    Returns:
-        The bound in nats, shape of ``loss``, at most ``log(num_candidates)``.
-
-    Raises:
-        ValueError: if ``num_candidates`` is below 1.
-        TypeError: if ``loss`` is neither a floating tensor nor a number.
-
-    Examples:
-        >>> import torch
-        >>> from sparse_losses.functional import mutual_information_lower_bound
-        >>> mutual_information_lower_bound(torch.tensor(1.0), num_candidates=64)
-        tensor(3.1589)
-
-    References:
-        Representation Learning with Contrastive Predictive Coding, eq. 6.
-    """
-    check_integer("num_candidates", num_candidates, minimum=1)
-    if not isinstance(loss, Tensor):
-        check_number("loss", loss)
-        loss = torch.tensor(loss, dtype=torch.float64)
-    loss = loss.to(compute_dtype(loss=loss))
-    return math.log(num_candidates) - loss.clamp(min=0.0)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from sparse_losses._core.checks import (
     check_choice,
     check_flag,
+    check_learnable,
     check_number,
     check_shapes,
-    check_temperature,
     check_zero_one,
     describe,
     values_can_be_checked,
@@ -586,7 +586,7 @@ def _check(
     check_number("alpha", alpha, minimum=0.0)
     check_number("beta", beta, minimum=0.0)
     check_number("eps", eps, minimum=0.0)
-    check_temperature(temperature)
+    check_learnable("temperature", temperature)
     check_choice("aggregation", aggregation, ("mean", "max"))
     if label_similarity is not None and values_can_be_checked(label_similarity):
         _check_similarity(label_similarity)

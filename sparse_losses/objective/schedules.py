@@ -7,7 +7,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from sparse_losses._core.checks import check_choice, check_integer, check_number, check_temperature
+from sparse_losses._core.checks import check_choice, check_integer, check_learnable, check_number
 from sparse_losses.objective.objective import NEEDS, SpladeObjective
 
 __all__ = [
@@ -60,7 +60,7 @@ class Phase:
         check_integer("first", self.first, minimum=0)
         check_integer("last", self.last, minimum=self.first)
         if self.temperature is not None:
-            check_temperature(self.temperature)
+            check_learnable("temperature", self.temperature)
         for name, weight in self.weights.items():
             check_choice("weights", name, list(NEEDS))
             check_number(f"weights[{name!r}]", weight)

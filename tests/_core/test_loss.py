@@ -1,0 +1,147 @@
+"""The declaration: what arrives in a body, what is refused, and what it costs a reader."""
+
+import inspect
+from typing import Literal
+
+import pytest
+import torch
+
+import sparse_losses.functional as F
+from sparse_losses._core.loss import LossModule, loss
+
+seen: dict = {}
+
+
+@loss(
+    x="B D, csr",
+    other="N D or B N D, optional",
+    weight="D, optional, constant",
+    mask="B, mask, optional",
+    ids="B, integer, optional",
+    teacher="B, optional, detached",
+    scale="> 0, learnable",
+    margin=">= 0",
+    k="integer >= 1",
+)
+def example_loss(
+    x: torch.Tensor,
+    other: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    *,
+    mask: torch.Tensor | None = None,
+    ids: torch.Tensor | None = None,
+    teacher: torch.Tensor | None = None,
+    scale: float | torch.Tensor = 1.0,
+    margin: float = 1.0,
+    k: int = 1,
+    flag: bool = False,
+    kind: Literal["a", "b"] = "a",
+) -> torch.Tensor:
+    """An example."""
+    seen.update(locals(), autocast=torch.is_autocast_enabled("cpu"))
+    return x.sum() if x.layout == torch.strided else x.to_dense().sum()
+
+
+def x(**options):
+    return torch.ones(2, 3, **options)
+
+
+def test_the_signature_is_that_of_the_function():
+    assert example_loss.__doc__ == "An example."
+    assert list(inspect.signature(example_loss).parameters)[:3] == ["x", "other", "weight"]
+
+
+def test_data_decides_the_dtype_and_constants_are_cast_along():
+    example_loss(x(dtype=torch.bfloat16), weight=torch.ones(3, dtype=torch.float64))
+    assert seen["x"].dtype == seen["weight"].dtype == torch.float32
+    example_loss(x(), x(dtype=torch.float64), torch.ones(3, dtype=torch.int64))
+    assert seen["x"].dtype == seen["other"].dtype == seen["weight"].dtype == torch.float64
+
+
+def test_masks_arrive_as_bool_teachers_without_a_gradient_ids_as_they_came():
+    mask, ids = torch.tensor([1.0, 0.0]), torch.tensor([1, 2], dtype=torch.int16)
+    teacher = torch.ones(2, requires_grad=True)
+    example_loss(x(), mask=mask, ids=ids, teacher=teacher)
+    assert seen["mask"].tolist() == [True, False]
+    assert not seen["teacher"].requires_grad
+    assert seen["ids"] is ids
+
+
+def test_autocast_is_off_in_the_body():
+    with torch.autocast("cpu", torch.bfloat16):
+        example_loss(x())
+        assert torch.is_autocast_enabled("cpu")
+    assert seen["autocast"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"x": [1.0]}, TypeError, "expected `x` to be a torch.Tensor, got list"),
+        ({"x": torch.ones(2)}, ValueError, r"expected `x` of shape \[B, D\], got \[2\]"),
+        (
+            {"other": torch.ones(2, 4)},
+            ValueError,
+            r"expected `other` of shape \[N, D\] = \[N, 3\] \(D = 3 from `x`\), got \[2, 4\]",
+        ),
+        (
+            {"other": torch.ones(2)},
+            ValueError,
+            r"expected `other` of shape \[N, D\] or \[B, N, D\], got \[2\]",
+        ),
+        ({"x": torch.ones(2, 3).long()}, TypeError, "expected `x` to be floating point"),
+        ({"x": torch.ones(2, 3).cfloat()}, TypeError, "expected `x` to be real"),
+        ({"x": torch.ones(2, 3).to_sparse()}, TypeError, "dense or torch.sparse_csr"),
+        ({"other": torch.ones(2, 3).to_sparse_csr()}, TypeError, "expected `other` to be dense"),
+        ({"other": torch.ones(2, 3, device="meta")}, ValueError, "expected `other` on cpu"),
+        ({"mask": torch.tensor([2, 0])}, ValueError, "expected `mask` to be 0 or 1, got 2"),
+        ({"ids": torch.ones(2)}, TypeError, "expected `ids` to be integers"),
+        ({"scale": 0.0}, ValueError, "expected `scale` to be a finite number > 0, got 0.0"),
+        ({"margin": -1.0}, ValueError, "expected `margin` to be a finite number >= 0, got -1"),
+        ({"margin": "1"}, TypeError, "expected `margin` to be a number >= 0, got str"),
+        ({"k": 0}, ValueError, "expected `k` to be an integer >= 1, got 0"),
+        ({"k": 1.5}, TypeError, "expected `k` to be an integer, got float"),
+        ({"flag": 1}, TypeError, "expected `flag` to be True or False, got 1"),
+        ({"kind": "c"}, ValueError, "expected `kind` to be one of 'a', 'b', got 'c'"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_what_is_refused_and_how(arguments, error, message):
+    with pytest.raises(error, match=message):
+        example_loss(**{"x": x(), **arguments})
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_csr_arrives_as_csr():
+    example_loss(x().to_sparse_csr())
+    assert seen["x"].layout == torch.sparse_csr
+
+
+def test_python_says_what_python_says_best():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+        example_loss()
+    with pytest.raises(TypeError, match="positional argument"):
+        example_loss(x(), None, None, None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scael'"):
+        example_loss(x(), scael=2)
+
+
+class ExampleLoss(LossModule):
+    def __init__(self, *, scale=1.0, kind="a"):
+        super().__init__(example_loss, scale=scale, kind=kind)
+
+
+def test_a_module_checks_and_shows_its_hyperparameters():
+    module = ExampleLoss(scale=torch.nn.Parameter(torch.tensor(2.0)), kind="b")
+    assert repr(module) == "ExampleLoss(scale=2.0, kind='b')"
+    assert dict(module.named_parameters()).keys() == {"scale"}
+    assert module.hyperparameters(kind=None)["kind"] == "b"
+    assert module.hyperparameters(kind="a")["kind"] == "a"
+    with pytest.raises(ValueError, match="`kind`"):
+        ExampleLoss(kind="c")
+
+
+def test_every_public_loss_is_declared():
+    for name in F.__all__:
+        if name.endswith("_loss") or name in ("splade_pool", "splade_head", "token_weights"):
+            assert hasattr(getattr(F, name), "declaration"), name

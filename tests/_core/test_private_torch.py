@@ -1,0 +1,92 @@
+"""Private names of PyTorch: each does what we take it for, and may go when the test says so."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as nnf
+
+from sparse_losses._core import private_torch
+
+PACKAGE = Path(private_torch.__file__).parents[1]
+
+
+def test_no_other_module_uses_a_private_name():
+    private = re.compile(r"\btorch\.(?:\w+\.)*_\w+|\btorch\.ops\.aten\b")
+    allowed = {"torch.__version__"}
+    found = {
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "private_torch.py"
+        for name in private.findall(path.read_text(encoding="utf-8"))
+        if name not in allowed
+    }
+    assert found == set()
+
+
+def test_every_name_has_a_test_here():
+    here = Path(__file__).read_text(encoding="utf-8")
+    for name in private_torch.__all__:
+        assert f"def test_{name}" in here, name
+
+
+def test_transforms_are_active_inside_a_transform_only():
+    """May go when `torch.func` has a public question of this kind."""
+    seen = []
+
+    def function(x):
+        seen.append(private_torch.transforms_are_active())
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(2))
+    torch.vmap(function)(torch.ones(2, 2))
+    function(torch.ones(2))
+    assert seen == [True, True, False]
+    assert not hasattr(torch.func, "is_active")
+
+
+def test_forward_mode_is_active_inside_a_dual_level_only():
+    """May go when `torch.autograd.forward_ad` has a public question of this kind."""
+    assert not private_torch.forward_mode_is_active()
+    with torch.autograd.forward_ad.dual_level():
+        assert private_torch.forward_mode_is_active()
+    assert not private_torch.forward_mode_is_active()
+    assert not hasattr(torch.autograd.forward_ad, "is_active")
+
+
+def test_is_batched_sees_the_gradients_of_a_vectorised_jacobian():
+    """May go when a backward pass is told of batched gradients in a public way."""
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            seen.append(private_torch.is_batched(upstream))
+            return upstream
+
+    for vectorize in (True, False):
+        torch.autograd.functional.jacobian(Look.apply, torch.ones(2), vectorize=vectorize)
+    assert seen == [True, False, False]
+    assert not private_torch.is_batched(torch.ones(2))
+
+
+def test_softplus_into_writes_softplus():
+    """May go when `nn.functional.softplus` takes an `out`."""
+    x = torch.tensor([-100.0, -1.0, 0.0, 30.0, 100.0])
+    out = torch.empty_like(x)
+    assert private_torch.softplus_into(out, x) is out
+    torch.testing.assert_close(out, nnf.softplus(x, threshold=50.0), rtol=0, atol=0)
+    with pytest.raises(TypeError):
+        nnf.softplus(x, out=out)
+
+
+def test_assert_on_device_fails_with_its_message():
+    """May go when an assertion that does not wait is public."""
+    private_torch.assert_on_device(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError, match="not fine"):
+        private_torch.assert_on_device(torch.tensor(False), "not fine")

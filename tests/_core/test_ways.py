@@ -1,0 +1,102 @@
+"""The chooser: which way is taken, when it is the definition, and what is said where none can."""
+
+import typing
+
+import pytest
+import torch
+
+import sparse_losses
+import sparse_losses.functional as F
+from sparse_losses._core.ways import Way, compute
+from tests.cases import FIRST, LOSSES
+
+
+def definition(x, factor, **_):
+    return factor * x.square().sum()
+
+
+def way(name, *, why=None, pays=True):
+    """A way that leaves its name in `seen`; its gradient is right, its value tells it apart."""
+    seen = []
+
+    def computed(needs, x, factor, **_):
+        seen.append(name)
+        return factor * x.square().sum(), [2 * factor * x if needs[0] else None, None]
+
+    return Way(name, lambda *_: why, lambda *_: pays, computed), seen
+
+
+def call(ways, impl, x=None, factor=3.0):
+    x = torch.arange(3.0, requires_grad=True) if x is None else x
+    return compute(definition, ways, impl, (x, factor), {})
+
+
+def test_auto_takes_the_first_that_can_and_pays():
+    (cannot, a), (too_small, b) = way("cannot", why="a miracle"), way("too_small", pays=False)
+    (first, c), (second, d) = way("first"), way("second")
+    x = torch.arange(3.0, requires_grad=True)
+    call((cannot, too_small, first, second), "auto", x).backward()
+    assert (a, b, c, d) == ([], [], ["first"], [])
+    assert x.grad.tolist() == [0, 6, 12]
+
+
+def test_a_way_is_taken_by_its_name_whether_it_pays_or_not():
+    (other, a), (slow, b) = way("other"), way("slow", pays=False)
+    call((other, slow), "slow")
+    assert (a, b) == ([], ["slow"])
+
+
+def test_a_way_that_cannot_says_why():
+    cannot, seen = way("cannot", why="a miracle")
+    with pytest.raises(
+        ValueError, match='expected a miracle with impl="cannot"; impl="auto" takes'
+    ):
+        call((cannot,), "cannot")
+    assert call((cannot,), "auto") == 15
+    assert seen == []
+
+
+def test_the_definition_is_taken_by_its_name():
+    taken, seen = way("taken")
+    assert call((taken,), "definition") == 15
+    assert seen == []
+
+
+def test_transforms_second_derivatives_and_the_compiler_take_the_definition():
+    taken, seen = way("taken")
+    x = torch.arange(3.0)
+    for impl in ("auto", "taken"):
+        torch.func.grad(lambda x, impl=impl: call((taken,), impl, x))(x)
+        torch.autograd.forward_ad.enter_dual_level()
+        call((taken,), impl, torch.autograd.forward_ad.make_dual(x, x))
+        torch.autograd.forward_ad.exit_dual_level()
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            lambda x, impl=impl: call((taken,), impl, x), backend="eager", fullgraph=True
+        )
+        assert compiled(x) == 15
+    assert seen == []
+    leaf = torch.arange(3.0, requires_grad=True)
+    (gradient,) = torch.autograd.grad(call((taken,), "auto", leaf), leaf, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), leaf)
+    assert seen == ["taken"]
+    assert second.tolist() == [6, 6, 6]
+
+
+@pytest.mark.parametrize("loss", [x for x in LOSSES.values() if x.ways], ids=lambda x: x.stem)
+def test_impl_lists_what_a_function_has(loss):
+    function = getattr(F, loss.function)
+    allowed = typing.get_args(typing.get_type_hints(function)["impl"])
+    table = typing.get_type_hints(getattr(sparse_losses, loss.module).__init__)["impl"]
+    ways = {w.name for w in _table_of(function)}
+    assert set(allowed) == {"auto", "definition", *ways}
+    assert typing.get_args(table) == allowed
+    assert allowed[:2] == ("auto", "definition")
+    case = FIRST[loss.stem]
+    listed = ", ".join(repr(name) for name in allowed)
+    with pytest.raises(ValueError, match=f"expected `impl` to be one of {listed}, got 'fast'"):
+        case.function()(**case.tensors(), impl="fast")
+
+
+def _table_of(function):
+    return __import__(function.__module__, fromlist=["WAYS"]).WAYS
