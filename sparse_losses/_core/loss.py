@@ -98,9 +98,10 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         hints = get_type_hints(function)
-        names = tuple(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters.values()
+        names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         choices = {n: get_args(h) for n, h in hints.items() if get_origin(h) is Literal}
-        flags = tuple(n for n in names if hints[n] is bool and n != "gather")
+        flags = tuple(n for n, h in hints.items() if h is bool and n not in ("gather", "return"))
         declaration = _Declaration(tensors, numbers, flags, choices)
         learnable = [name for name, bound in numbers.items() if bound == LEARNABLE]
         first = names[0]

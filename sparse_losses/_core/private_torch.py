@@ -7,7 +7,6 @@ __all__ = [
     "assert_on_device",
     "forward_mode_is_active",
     "is_batched",
-    "softplus_into",
     "transforms_are_active",
 ]
 
@@ -31,9 +30,3 @@ def is_batched(tensor: Tensor) -> bool:
     """Whether a tensor stands for many, as in a vectorised Jacobian: nothing in place then."""
     functorch = torch._C._functorch
     return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
-
-
-def softplus_into(out: Tensor, x: Tensor) -> Tensor:
-    """``log(1 + exp(x))`` written to ``out``: ``nn.functional.softplus`` takes no ``out``."""
-    written: Tensor = torch.ops.aten.softplus.out(x, 1.0, 50.0, out=out)
-    return written

@@ -4,8 +4,6 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.private_torch import softplus_into as softplus_into
-
 __all__ = ["contrastive_rows", "masked_logsumexp", "negative_log_softmax", "softplus"]
 
 
@@ -32,9 +30,11 @@ def _mean_where(mask: Tensor, values: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
-def softplus(x: Tensor) -> Tensor:
+def softplus(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """``log(1 + exp(x))``, exact to rounding (by default PyTorch switches to ``x`` at 20)."""
-    return nnf.softplus(x, threshold=50.0)
+    if out is None:
+        return nnf.softplus(x, threshold=50.0)
+    return nnf.softplus(x, 1, 50.0, out=out)  # type: ignore[call-arg]  # torch's stub lacks it
 
 
 def masked_logsumexp(scores: Tensor, mask: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparse_losses._core.private_torch import softplus_into
 from sparse_losses._core.softmax import softplus
 
 __all__ = ["blockwise_self_reconstruction"]
@@ -36,7 +35,7 @@ def blockwise_self_reconstruction(
     buffer = torch.empty_like(x[:step])
     for first in range(0, x.shape[0], step):
         rows = slice(first, first + step)
-        others = softplus_into(buffer[: x[rows].shape[0]], x[rows]).scatter_(
+        others = softplus(x[rows], out=buffer[: x[rows].shape[0]]).scatter_(
             1, ids[rows], other[rows]
         )
         if gradient is not None:

@@ -1,13 +1,11 @@
 """InfoNCE: find the positive among the candidates (Contrastive Predictive Coding, 2018)."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sparse_losses._core.checks import check_learnable
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.softmax import contrastive_rows
@@ -123,11 +121,7 @@ def info_nce_loss(
         Representation Learning with Contrastive Predictive Coding, eq. 4. Supervised Contrastive
         Learning, eq. 2 (``positive_mask``). Decoupled Contrastive Learning, eq. 5 (``decoupled``).
     """
-    if not in_batch and positive_mask is not None:
-        raise ValueError("expected `positive_mask` only with `in_batch=True`, got in_batch=False")
-    if not in_batch and (negative is None or negative.shape[-2] == 0):
-        raise ValueError("expected `negative` with `in_batch=False`: the positive has no rival")
-    _check_width(positive_mask, len(anchor), gather)
+    _check(len(anchor), negative, positive_mask, in_batch, gather)
     options = {
         "similarity": similarity,
         "symmetric": symmetric,
@@ -265,7 +259,17 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.layout == torch.strided else x.to_dense()
 
 
-def _check_width(positive_mask: Tensor | None, batch: int, gather: bool) -> None:
+def _check(
+    batch: int,
+    negative: Tensor | None,
+    positive_mask: Tensor | None,
+    in_batch: bool,
+    gather: bool,
+) -> None:
+    if not in_batch and positive_mask is not None:
+        raise ValueError("expected `positive_mask` only with `in_batch=True`, got in_batch=False")
+    if not in_batch and _number_of(negative) == 0:
+        raise ValueError("expected `negative` with `in_batch=False`: the positive has no rival")
     ranks = num_ranks() if gather else 1
     if positive_mask is not None and positive_mask.shape[1] != ranks * batch:
         columns = "B" if ranks == 1 else f"{ranks} B"
@@ -299,6 +303,9 @@ class InfoNCELoss(LossModule):
     """
 
     temperature: float | Tensor
+    # `SpladeObjective` may compute it of scores that other terms need as well. A subclass, which
+    # may compute something else, says so anew.
+    takes_scores = True
 
     def __init__(
         self,
@@ -332,58 +339,18 @@ class InfoNCELoss(LossModule):
         *,
         positive_ids: Tensor | None = None,
         positive_mask: Tensor | None = None,
-        scores: Tensor | None = None,
         gather: bool | None = None,
         impl: Impl | None = None,
     ) -> Tensor:
-        """The loss; tensors as in the function.
-
-        ``scores [B, B + N]``: the similarities of all candidates, not yet over the temperature,
-        where the caller has them already. They replace the product of the vectors.
-        """
-        options = self.hyperparameters(gather=gather, impl=impl)
-        if scores is None:
-            return info_nce_loss(
-                anchor,
-                positive,
-                negative,
-                positive_ids=positive_ids,
-                positive_mask=positive_mask,
-                **options,
-            )
-        if self.symmetric and negative is not None:
-            raise ValueError("expected no `negative` with `scores` and symmetric=True")
-        if positive_mask is not None or options["gather"]:
-            raise ValueError("expected `scores` without `positive_mask` and `gather`")
-        return _of_scores(scores, positive_ids, **options)
-
-
-def _of_scores(
-    scores: Tensor,
-    positive_ids: Tensor | None,
-    *,
-    temperature: float | Tensor,
-    symmetric: bool,
-    decoupled: bool,
-    reduction: Reduction,
-    **_: Any,
-) -> Tensor:
-    """InfoNCE of similarities that are there already: in-batch candidates, then negatives."""
-    check_learnable("temperature", temperature)
-    batch = len(scores)
-    own = torch.arange(batch, device=scores.device)
-    scores = scores.to(compute_dtype(scores=scores)) / temperature
-    values = []
-    for table in (scores, scores[:, :batch].T) if symmetric else (scores,):
-        others = table.shape[1] - batch
-        is_positive, is_negative = _who_is_what(own, batch, others, positive_ids, None, True)
-        candidates = is_positive | is_negative
-        values.append(
-            info_nce_from_scores(
-                table, is_positive, candidates, decoupled=decoupled, reduction=reduction
-            )
+        """The loss; tensors as in the function."""
+        return info_nce_loss(
+            anchor,
+            positive,
+            negative,
+            positive_ids=positive_ids,
+            positive_mask=positive_mask,
+            **self.hyperparameters(gather=gather, impl=impl),
         )
-    return torch.stack(values).mean(0)
 
 
 @loss(scores="B C", positive_mask="B C, mask", candidate_mask="B C, mask, optional")

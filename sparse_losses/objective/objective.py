@@ -1,8 +1,6 @@
 """Many losses over one batch, weighted and added up."""
 
 import difflib
-import functools
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +30,7 @@ from sparse_losses.losses import (
     PositiveActivationLoss,
     SelfReconstructionLoss,
     TripletMarginLoss,
+    info_nce_from_scores,
 )
 from sparse_losses.objective.batch import SpladeBatch, Texts, token_counts
 
@@ -64,13 +63,6 @@ NEEDS: dict[str, tuple[str, ...]] = {
 
 # The losses of one text at a time.
 ON_TEXTS = ("flops", "min_activation", "language_penalty", "self_reconstruction")
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
-@functools.cache
-def takes_scores(module: type[nn.Module]) -> bool:
-    """Whether a module's ``forward`` takes ``scores`` that are there already."""
-    return "scores" in inspect.signature(module.forward).parameters
 
 
 class ObjectiveOutput(NamedTuple):
@@ -375,19 +367,28 @@ class SpladeObjective(nn.Module):
     def _info_nce(self, batch: SpladeBatch, scores: Tensor | None) -> Tensor:
         """InfoNCE of the vectors, or of scores that are there if the module takes them."""
         loss, negative = self.info_nce, batch.negative
-        options: dict[str, Any] = {"positive_ids": batch.positive_ids}
         # The second direction of negatives is not among the scores.
         is_enough = loss.in_batch and not (loss.symmetric and negative is not None)
-        # A subclass that computes something else has a `forward` of its own, without `scores`.
-        if scores is not None and is_enough and takes_scores(type(loss)):
-            options["scores"] = scores
-        return self._call(
-            loss,
-            batch.anchor.activations,
-            batch.positive.activations,
-            None if negative is None else negative.activations,
-            **options,
-        )
+        if scores is None or not is_enough or "takes_scores" not in vars(type(loss)):
+            return self._call(
+                loss,
+                batch.anchor.activations,
+                batch.positive.activations,
+                None if negative is None else negative.activations,
+                positive_ids=batch.positive_ids,
+            )
+        scores, size = scores / loss.temperature, len(scores)
+        is_positive = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
+        candidates = torch.ones_like(is_positive)
+        if batch.positive_ids is not None:
+            same = batch.positive_ids[:, None] == batch.positive_ids
+            candidates[:, :size] = ~same | is_positive[:, :size]
+        options: dict[str, Any] = {"decoupled": loss.decoupled, "reduction": loss.reduction}
+        value = info_nce_from_scores(scores, is_positive, candidates, **options)
+        if not loss.symmetric:
+            return value
+        back = info_nce_from_scores(scores.T, is_positive.T, candidates.T, **options)
+        return (value + back) / 2
 
     def _ranks_of_teacher(self, anchor: Texts, negative: Texts | None, teacher: Tensor) -> int:
         """Of how many ranks' candidates these are the teacher's scores: this one's, or all."""
