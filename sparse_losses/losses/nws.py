@@ -139,7 +139,7 @@ def nws_loss(
     """
     _check(query_labels, label_similarity, key, key_labels, queue, queue_labels, queue_mask)
     if queue is not None and queue_labels is not None and queue_mask is None:
-        queue_mask = (queue != 0).any(-1) | (queue_labels != 0).any(-1)
+        queue_mask = queue.any(-1) | queue_labels.any(-1)
     if key is not None and key_labels is not None and gather:
         key, key_labels = gather_rows(key), gather_rows(key_labels != 0)
     given = query, prototype, temperature, query_labels, label_similarity
