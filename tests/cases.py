@@ -145,11 +145,13 @@ LOSSES = {
             "distillation",
             "DistillationLoss",
             "(student_scores, teacher_scores, *, temperature=3.0, alpha_kl=0.7, alpha_mse=0.3, "
-            "standardize='batch', candidate_mask=None, gather=False, impl='auto')",
+            "standardize='batch', candidate_mask=None, gather=False)",
             bad=(
                 *_BAD_TEMPERATURES,
                 ("standardize", "column"),
+                ("alpha_kl", -1.0),
                 ("alpha_kl", _NAN),
+                ("alpha_mse", -1.0),
                 ("alpha_mse", _NAN),
             ),
         ),

@@ -10,7 +10,7 @@ arrives in it.
 
 - ``optional``: may be ``None``. ``csr``: may be sparse (``torch.sparse_csr``).
 - ``uncast``: data, but left in its dtype: the body multiplies half precision as it is.
-- ``detached``: data without a gradient: a teacher's scores, the keys of a momentum encoder.
+- ``detached``: without a gradient: a teacher's scores, the keys of a momentum encoder.
 - ``constant``: cast along, decides no dtype: a penalty, weights.
 - ``mask``: bool, int or float 0/1; arrives as bool.
 - ``integer``: ids and counts. ``labels``: multi-hot rows. ``token ids``: ids whose range the body
@@ -145,7 +145,7 @@ def _cast(tensors: Mapping[str, Declared], given: dict[str, Any]) -> Any:
             data[name] = tensor
     dtype = compute_dtype(**data)
     for name, (_, remarks) in tensors.items():
-        if name in data and "detached" in remarks:
+        if "detached" in remarks and given.get(name) is not None:
             given[name] = given[name].detach()
         is_cast = "constant" in remarks or (name in data and "uncast" not in remarks)
         if is_cast and given.get(name) is not None:

@@ -57,20 +57,22 @@ class _OwnGradient(torch.autograd.Function):
         *arguments: Any,
     ) -> Tensor:
         ctx.definition, ctx.compute, ctx.needs = definition, compute, ctx.needs_input_grad[2:]
-        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in arguments))
-        ctx.numbers = [None if isinstance(x, Tensor) else x for x in arguments]
+        # PyTorch saves no inference tensor, such as keys that were made in inference mode.
+        saved = [isinstance(x, Tensor) and not x.is_inference() for x in arguments]
+        ctx.save_for_backward(
+            *(x if save else None for x, save in zip(arguments, saved, strict=True))
+        )
+        ctx.numbers = [None if save else x for x, save in zip(arguments, saved, strict=True)]
         value, ctx.gradients = compute(ctx.needs, *arguments)
         return value
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (upstream_gradient,) = upstream
-        saved = zip(ctx.saved_tensors, ctx.numbers, strict=True)
-        arguments = [number if tensor is None else tensor for tensor, number in saved]
         with torch.autocast(upstream_gradient.device.type, enabled=False):
             if torch.is_grad_enabled():  # a graph of the gradient is wanted
                 # Aliases: where one input was made from another, the way through it is not ours.
-                aliases = [_alias(x) if isinstance(x, Tensor) else x for x in arguments]
+                aliases = [_alias(x) if isinstance(x, Tensor) else x for x in _arguments(ctx)]
                 wanted = [x for x, need in zip(aliases, ctx.needs, strict=True) if need]
                 value = ctx.definition(*aliases)
                 found = iter(
@@ -80,12 +82,17 @@ class _OwnGradient(torch.autograd.Function):
                 )
                 return None, None, *(next(found) if need else None for need in ctx.needs)
             # Given away below, so that a leaf keeps the buffer itself; a second backward computes
-            # them again, to the same bits.
+            # them again, to the same bits. Only then must the arguments be what they were.
             gradients, ctx.gradients = ctx.gradients, None
             if gradients is None:
-                _, gradients = ctx.compute(ctx.needs, *arguments)
+                _, gradients = ctx.compute(ctx.needs, *_arguments(ctx))
             scaled = [None if g is None else _scaled_(g, upstream_gradient) for g in gradients]
-            return None, None, *scaled, *[None] * (len(arguments) - len(scaled))
+            return None, None, *scaled, *[None] * (len(ctx.needs) - len(scaled))
+
+
+def _arguments(ctx: Any) -> list[Any]:
+    saved = zip(ctx.saved_tensors, ctx.numbers, strict=True)
+    return [number if tensor is None else tensor for tensor, number in saved]
 
 
 def _alias(tensor: Tensor) -> Tensor:

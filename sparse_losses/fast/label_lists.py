@@ -1,13 +1,17 @@
-"""Multi-hot labels as lists: products and maxima that touch no zero."""
+"""Sums and maxima over the labels of multi-hot rows, without a tensor of rows by rows by labels."""
 
 import functools
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses.fast.sparse import bounds_of, sum_bags
 
-__all__ = ["LabelLists"]
+__all__ = ["LabelLists", "largest_of_labels"]
+
+# Powers of four from this one down to its inverse are normal numbers, and so are their sums.
+TOP_POWER = {torch.float32: 63, torch.float64: 511}
 
 
 class LabelLists:
@@ -52,3 +56,25 @@ class LabelLists:
         order, sizes = turn.argsort(stable=True), torch.bincount(turn).tolist()
         parts = (torch.split(x[order].long(), sizes) for x in (self._row, self._label))
         return list(zip(*parts, strict=True))
+
+
+def largest_of_labels(values: Tensor, labels: Tensor) -> Tensor:
+    """Largest of ``values [M, L]``, at least 0, among the labels of each row of ``[N, L]``.
+
+    A product in place of ``[M, N, L]``: labels stand for powers of four by the rank of their value.
+    Of a sum of powers the logarithm knows the largest, as all smaller ones add up to a third of it.
+    In blocks of as many labels as there are powers.
+    """
+    top = TOP_POWER[values.dtype]
+    blocks = []
+    parts = torch.split(values, 2 * top, dim=-1), torch.split(labels, 2 * top, dim=-1)
+    for some, hot in zip(*parts, strict=True):
+        by_rank, order = some.sort(dim=-1, descending=True)
+        none = by_rank.shape[-1]  # the rank of no label at all: a value of 0
+        exponents = top - torch.arange(none, device=values.device)
+        powers = torch.exp2(2 * exponents.to(values.dtype)).expand(some.shape)
+        by_label = torch.zeros_like(some).scatter(-1, order, powers)
+        rank = (by_label @ hot.T).log2_().mul_(-0.5).add_(top + 0.5)
+        rank = rank.nan_to_num_(none, none).clamp(0, none).long()
+        blocks.append(nnf.pad(by_rank, (0, 1)).gather(-1, rank))
+    return functools.reduce(torch.maximum, blocks).clamp(min=0)

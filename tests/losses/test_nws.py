@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sparse_losses._core import fused
-from sparse_losses._core.label_lists import LabelLists
+from sparse_losses import NWSLoss
+from sparse_losses.fast.label_lists import LabelLists, largest_of_labels
 from sparse_losses.functional import info_nce_loss, nws_loss
-from sparse_losses.losses import nws as module
 from tests.cases import assert_follows_the_formula, cases_of
 from tests.strategies import nws_problems, seeds, temperatures
 
@@ -592,41 +592,26 @@ def test_prototypes_learn_and_keys_do_not():
     assert inputs["queue"].grad is None
 
 
-# Two paths
+# Two ways
 
 
-@pytest.fixture
-def follow(monkeypatch):
-    """Return what a call and its gradients are, by the plain formula or in tiles of three."""
-    monkeypatch.setattr(module, "TILE_QUERIES", 3)
-    monkeypatch.setattr(module, "TILE_REFERENCES", 2)
-
-    def run(inputs, path, **options):
-        ran = []
-
-        def fused_path(*args):
-            ran.append(True)
-            return _fused(*args)
-
-        monkeypatch.setattr(module, "_fused", fused_path)
-        monkeypatch.setattr(fused, "FEWEST_ELEMENTS", 0 if path == "fused" else 10**18)
-        inputs = {k: v if v is None else v.clone() for k, v in inputs.items()}
-        leaves = [inputs[name].requires_grad_() for name in ("query", "prototype", "temperature")]
-        value = nws_loss(**inputs, impl="torch", **options)
-        gradients = torch.autograd.grad(value, leaves, retain_graph=True)
-        again = torch.autograd.grad(value, leaves)
-        assert all(
-            torch.equal(a, b) or a.isnan().any() for a, b in zip(gradients, again, strict=True)
-        )
-        assert bool(ran) == (path == "fused")
-        return [value.detach(), *gradients]
-
-    _fused = module._fused
-    return run
+def follow(inputs, impl, **options):
+    """Return what a call and its gradients are, computed one way."""
+    inputs = {k: v if v is None else v.clone() for k, v in inputs.items()}
+    leaves = [inputs[name].requires_grad_() for name in ("query", "prototype", "temperature")]
+    value = nws_loss(**inputs, impl=impl, **options)
+    gradients = torch.autograd.grad(value, leaves, retain_graph=True)
+    again = torch.autograd.grad(value, leaves)
+    assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(gradients, again, strict=True))
+    return [value.detach(), *gradients]
 
 
-def inputs_of(seed, dtype, count=4, temperature=0.3):
-    inputs = {k: v for k, v in problem(seed, batch=7, count=count).items() if k != "reduction"}
+WAYS = ("definition", "tiles")
+
+
+def inputs_of(seed, dtype, count=4, temperature=0.3, batch=7, rows=5):
+    inputs = problem(seed, batch=batch, count=count, rows=rows)
+    del inputs["reduction"]
     for name in ("query_labels", "key_labels", "queue_labels"):
         inputs[name] = labels(seed + len(name), len(inputs[name]), count, 0.3, filled=False)
     inputs["temperature"] = torch.tensor(temperature)
@@ -644,7 +629,7 @@ REFERENCES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("references", [*REFERENCES, "masked"])
 @pytest.mark.parametrize("aggregation", ["mean", "max"])
-def test_both_paths_have_the_same_value_and_gradients(follow, dtype, references, aggregation):
+def test_both_ways_have_the_same_value_and_gradients(dtype, references, aggregation):
     close = (
         {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-5, "atol": 2e-6}
     )
@@ -666,23 +651,34 @@ def test_both_paths_have_the_same_value_and_gradients(follow, dtype, references,
             "reduction": reduction,
             "aggregation": aggregation,
         }
-        plain, actual = (follow(inputs, path, **options) for path in ("plain", "fused"))
+        plain, actual = (follow(inputs, impl, **options) for impl in WAYS)
         assert plain[0] != 0
         for expected, tensor in zip(plain, actual, strict=True):
             torch.testing.assert_close(tensor, expected, **close)
 
 
+@pytest.mark.parametrize("aggregation", ["mean", "max"])
+@pytest.mark.parametrize(("batch", "rows"), [(97, 1023), (300, 1500), (192, 2049)])
+def test_many_queries_and_a_long_queue_are_the_same_both_ways(aggregation, batch, rows):
+    for seed, (decoupled, eps) in enumerate(itertools.product((True, False), (0.0, 1e-8))):
+        inputs = inputs_of(seed, torch.float64, batch=batch, rows=rows)
+        inputs["queue_mask"] = labels(seed, rows, 1, 0.8, filled=False)[:, 0]
+        options = {"decoupled": decoupled, "eps": eps, "aggregation": aggregation}
+        plain, actual = (follow(inputs, impl, **options) for impl in WAYS)
+        assert plain[0] != 0
+        for expected, tensor in zip(plain, actual, strict=True):
+            torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("eps", [0.0, 1e-8])
-def test_the_fused_path_hides_the_nan_of_rows_that_are_not_valid_and_no_other(
-    follow, decoupled, eps
-):
+def test_both_ways_hide_the_nan_of_rows_that_are_not_valid_and_no_other(decoupled, eps):
     inputs = inputs_of(0, torch.float64)
     inputs["query_labels"][:, 0] = 1
     inputs["query_labels"][4] = 0
     inputs["query"][4] = torch.nan
     options = {"decoupled": decoupled, "eps": eps}
-    plain, actual = (follow(inputs, path, **options) for path in ("plain", "fused"))
+    plain, actual = (follow(inputs, impl, **options) for impl in WAYS)
     assert not actual[1][4].any()
     for expected, tensor in zip(plain, actual, strict=True):
         assert torch.isfinite(tensor).all()
@@ -690,25 +686,25 @@ def test_the_fused_path_hides_the_nan_of_rows_that_are_not_valid_and_no_other(
     for name, row in (("query", 1), ("key", 0), ("queue", 2), ("prototype", 3)):
         spoilt = {**inputs, name: inputs[name].clone()}
         spoilt[name][row] = torch.nan
-        for path in ("plain", "fused"):
-            assert follow(spoilt, path, **options)[0].isnan(), (name, path)
+        for impl in WAYS:
+            assert follow(spoilt, impl, **options)[0].isnan(), (name, impl)
 
 
-@pytest.mark.parametrize("path", ["plain", "fused"])
-def test_rows_without_negatives_hide_every_nan_on_both_paths(follow, path):
+@pytest.mark.parametrize("impl", WAYS)
+def test_rows_without_negatives_hide_every_nan(impl):
     inputs = inputs_of(0, torch.float64)
     for name in ("query_labels", "key_labels", "queue_labels"):
         inputs[name] = torch.ones_like(inputs[name])
     for name in ("query", "prototype", "key"):
         inputs[name] = torch.full_like(inputs[name], torch.nan)
-    for tensor in follow(inputs, path, eps=0.0):
+    for tensor in follow(inputs, impl, eps=0.0):
         assert not tensor.any()
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 0.02, 1e4])
 @pytest.mark.parametrize("eps", [0.0, 1e-30, 1e-8])
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_the_fused_path_is_as_exact_in_single_precision(follow, temperature, eps, decoupled):
+def test_tiles_are_as_exact_in_single_precision(temperature, eps, decoupled):
     inputs = inputs_of(3, torch.float32, temperature=temperature)
     inputs["query_labels"] = torch.eye(4).long()[[0, 1, 2, 3, 0, 1, 2]]
     inputs["query"] = inputs["prototype"][[0, 1, 2, 3, 0, 1, 2]] + 0.1 * inputs["query"]
@@ -718,7 +714,7 @@ def test_the_fused_path_is_as_exact_in_single_precision(follow, temperature, eps
         k: v.double() if v is not None and v.is_floating_point() else v for k, v in inputs.items()
     }
     options = {"eps": eps, "decoupled": decoupled}
-    exact, actual = follow(wide, "plain", **options), follow(inputs, "fused", **options)
+    exact, actual = follow(wide, "definition", **options), follow(inputs, "tiles", **options)
     assert actual[0] != 0 or (temperature == 1e-4 and not decoupled)
     for expected, tensor in list(zip(exact, actual, strict=True))[:3]:
         error = (tensor.double() - expected).norm()
@@ -726,34 +722,46 @@ def test_the_fused_path_is_as_exact_in_single_precision(follow, temperature, eps
         assert error <= (2e-2 if temperature == 1e-4 else 2e-4) * expected.norm() + 1e-30
 
 
-def test_the_fused_path_has_second_derivatives(monkeypatch):
-    monkeypatch.setattr(fused, "FEWEST_ELEMENTS", 0)
+@pytest.mark.parametrize("impl", WAYS)
+def test_there_are_second_derivatives(impl):
     inputs = inputs_of(0, torch.float64)
     names = ("query", "prototype", "temperature")
     leaves = [inputs.pop(name).requires_grad_() for name in names]
 
     def function(*values):
-        return nws_loss(**inputs, **dict(zip(names, values, strict=True)))
+        return nws_loss(**inputs, **dict(zip(names, values, strict=True)), impl=impl)
 
     assert torch.autograd.gradcheck(function, leaves)
     assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "max"])
-def test_the_fused_path_holds_a_tile_of_queries(monkeypatch, aggregation):
+def test_tiles_never_hold_all_queries_by_references(aggregation):
     from tests.losses.test_contract import Recorder
 
-    monkeypatch.setattr(fused, "FEWEST_ELEMENTS", 0)
-    monkeypatch.setattr(module, "TILE_QUERIES", 4)
-    inputs = problem(batch=64, width=8, count=12, keys=40, rows=60)
+    inputs = problem(batch=2000, width=8, count=12, keys=40, rows=60)
     inputs["query"].requires_grad_()
     inputs["prototype"].requires_grad_()
-    references, tile = 40 + 60 + 12, 4
-    with Recorder() as seen:
-        nws_loss(**{**inputs, "reduction": "mean"}, aggregation=aggregation).backward()
-    # four matrices of a tile in one, or the labels
-    assert 4 * tile * references <= seen.largest <= max(4 * tile * references, references * 12)
-    assert seen.largest < 64 * references / 3
+    everything = 2000 * (40 + 60 + 12)
+    largest = {}
+    for impl in WAYS:
+        with Recorder() as seen:
+            options = {"aggregation": aggregation, "impl": impl, "reduction": "mean"}
+            nws_loss(**{**inputs, **options}).backward()
+        largest[impl] = seen.largest
+    assert largest["definition"] >= everything
+    assert everything / 20 < largest["tiles"] < everything / 5
+
+
+def test_tiles_say_what_they_cannot_do():
+    inputs = problem()
+    with pytest.raises(ValueError, match=r'reduction="mean" or "sum" with impl="tiles"'):
+        nws_loss(**inputs, impl="tiles")
+    inputs["reduction"] = "mean"
+    assert nws_loss(**inputs, impl="tiles") != 0
+    meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    with pytest.raises(ValueError, match="on the CPU, got `query` on meta"):
+        nws_loss(**meta, impl="tiles")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -770,7 +778,108 @@ def test_products_with_lists_of_labels_are_products(dtype, count, density):
     torch.testing.assert_close(lists.sums(table), product)
     torch.testing.assert_close(lists.sums_by_label(product), hot.T.to(dtype) @ product)
     assert torch.equal(lists.largest(table), largest)
-    assert torch.equal(module._largest(module._rank_labels(table.T), hot.to(dtype)).T, largest)
+    assert torch.equal(largest_of_labels(table.T, hot.to(dtype)).T, largest)
+
+
+# Where and when it is made
+
+
+def test_it_is_made_without_values_for_deferred_initialisation():
+    with FakeTensorMode():
+        assert NWSLoss(torch.eye(3)).label_similarity.shape == (3, 3)
+    with torch.device("meta"):
+        loss = NWSLoss(torch.eye(3))
+    assert loss.label_similarity.is_meta
+    loss = loss.to_empty(device="cpu")
+    loss.load_state_dict(NWSLoss(torch.eye(3)).state_dict())
+    assert torch.equal(loss.label_similarity, torch.eye(3))
+
+
+@pytest.mark.parametrize("mode", ["meta", "fake"])
+def test_shapes_can_be_computed_without_values(mode):
+    with FakeTensorMode() if mode == "fake" else torch.device("meta"):
+        query, labels = torch.zeros(2, 5, requires_grad=True), torch.zeros(2, 3)
+        loss = NWSLoss(torch.zeros(3, 3))(
+            query, labels, torch.zeros(3, 5), key=torch.zeros(4, 5), key_labels=torch.zeros(4, 3)
+        )
+        (gradient,) = torch.autograd.grad(loss, query)
+    assert loss.shape == ()
+    assert gradient.shape == (2, 5)
+
+
+@pytest.mark.parametrize("impl", WAYS)
+def test_what_is_made_in_inference_mode_can_be_learned_from(impl):
+    inputs = {**problem(), "reduction": "mean"}
+    inputs["query"].requires_grad_()
+    inputs["prototype"].requires_grad_()
+    leaves = [inputs["query"], inputs["prototype"]]
+    expected = torch.autograd.grad(nws_loss(**inputs, impl=impl), leaves)
+    with torch.inference_mode():
+        loss = NWSLoss(inputs.pop("label_similarity").clone(), temperature=0.4, impl=impl)
+        for name in ("key", "key_labels", "queue", "queue_labels", "query_labels"):
+            inputs[name] = inputs[name].clone()
+    del inputs["temperature"], inputs["reduction"]
+    value = loss(**inputs)
+    actual = torch.autograd.grad(value, leaves, retain_graph=True)
+    again = torch.autograd.grad(value, leaves, create_graph=True)
+    for gradient, second, truth in zip(actual, again, expected, strict=True):
+        torch.testing.assert_close(gradient, truth)
+        torch.testing.assert_close(second, truth)
+        assert truth.any()
+
+
+@pytest.mark.parametrize("name", ["eps", "alpha", "beta", "temperature"])
+def test_an_assigned_number_compiles_at_most_one_more_graph(name):
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph, example):
+        graphs.append(graph)
+        return graph.forward
+
+    inputs = problem()
+    del inputs["temperature"], inputs["reduction"]
+    loss = NWSLoss(inputs.pop("label_similarity"))
+    compiled = torch.compile(loss, fullgraph=True, backend=count)
+    compiled(**inputs)
+    assert len(graphs) == 1
+    values = set()
+    for value in (0.9, 0.02, 0.3, 0.25):
+        setattr(loss, name, value)
+        assert compiled(**inputs).item() == pytest.approx(loss(**inputs).item(), rel=1e-9)
+        values.add(compiled(**inputs).item())
+    assert len(values) == 4
+    assert len(graphs) <= 2
+
+
+# A queue without a mask
+
+
+@pytest.mark.parametrize("impl", WAYS)
+def test_without_a_mask_the_slots_that_were_never_filled_are_none(impl):
+    inputs = {**problem(), "reduction": "mean", "impl": impl}
+    expected = nws_loss(**inputs)
+    for name in ("queue", "queue_labels"):
+        inputs[name] = torch.cat([inputs[name], torch.zeros_like(inputs[name])])
+    torch.testing.assert_close(nws_loss(**inputs), expected)
+    assert expected != 0
+
+
+@pytest.mark.parametrize("impl", WAYS)
+@pytest.mark.parametrize("filled", ["features", "labels", "nan", "mask"])
+def test_a_slot_with_features_or_labels_or_in_the_mask_is_filled(impl, filled):
+    inputs = {**problem(), "reduction": "mean", "impl": impl}
+    plain = nws_loss(**inputs)
+    for name in ("queue", "queue_labels"):
+        inputs[name] = torch.cat([inputs[name], torch.zeros_like(inputs[name][:1])])
+    if filled == "mask":
+        inputs["queue_mask"] = torch.ones(6)
+    elif filled == "labels":
+        inputs["queue_labels"][5, 1] = 1
+    else:
+        inputs["queue"][5, 1] = 1e-30 if filled == "features" else torch.nan
+    value = nws_loss(**inputs)
+    assert value.isnan() if filled == "nan" else not torch.isclose(value, plain)
 
 
 # Errors
@@ -842,8 +951,6 @@ def test_labels_are_zero_or_one(name, value):
 
 
 def test_similarities_are_validated_by_the_module_too():
-    import sparse_losses
-
     for bad in (torch.ones(3, 4), torch.full((3, 3), 2.0), torch.full((3, 3), math.nan)):
         with pytest.raises(ValueError, match="label_similarity"):
-            sparse_losses.NWSLoss(bad)
+            NWSLoss(bad)
