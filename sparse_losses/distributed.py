@@ -35,7 +35,7 @@ if dist.is_available():
     _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # Sizes that ranks compare before anything else, beside the name of the call.
-NUM_SIZES = 20
+NUM_SIZES = 16
 _skips_size_check = ContextVar("skips_size_check", default=False)
 
 

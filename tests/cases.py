@@ -180,6 +180,7 @@ LOSSES = {
                 ("eps", _NAN),
                 ("impl", "cuda"),
             ),
+            ways=("tiles",),
         ),
     )
 }
