@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from benchmarks import ranks
-from benchmarks.table import read
+from benchmarks.run.table import read
+from benchmarks.studies import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
