@@ -64,22 +64,20 @@ def plain(
 def _one_by_one(
     query: Tensor,
     document: Tensor,
-    query_ids: Tensor,
-    query_mask: Tensor,
-    document_ids: Tensor,
-    document_mask: Tensor,
     token_penalty: Tensor,
     teacher_scores: Tensor,
+    **texts: Tensor,
 ) -> Tensor:
     """The package's losses without the objective, which shares their product."""
     ours = sparse_losses
     unit = nnf.normalize(query, dim=-1), nnf.normalize(document, dim=-1)
+    own, others = ((texts[f"{x}_ids"], texts[f"{x}_mask"]) for x in ("query", "document"))
     penalised = functools.partial(ours.idf_flops_loss, token_penalty=token_penalty)
     return (
         3.0 * ours.info_nce_loss(query, document)
         + 2.0 * ours.distillation_loss(unit[0] @ unit[1].T, teacher_scores)
-        + 0.5 * ours.self_reconstruction_loss(query, query_ids, query_mask)
-        + 2.0 * ours.positive_activation_loss(query, document_ids, document_mask)
+        + 0.5 * ours.self_reconstruction_loss(query, *own)
+        + 2.0 * ours.positive_activation_loss(query, *others)
         + ours.min_activation_loss(query)
         + 0.01 * (penalised(query) + penalised(document))
     )
@@ -90,21 +88,10 @@ def _objective(made: Inputs) -> Callable[..., Tensor]:
     flops = sparse_losses.IdfFlopsLoss(made["token_penalty"], beta=0.3)
     objective = sparse_losses.SpladeObjective(WEIGHTS, flops=flops)
 
-    def total(
-        query: Tensor,
-        document: Tensor,
-        query_ids: Tensor,
-        query_mask: Tensor,
-        document_ids: Tensor,
-        document_mask: Tensor,
-        token_penalty: Tensor,
-        teacher_scores: Tensor,
-    ) -> Tensor:
-        texts = (
-            sparse_losses.Texts(query, query_ids, query_mask),
-            sparse_losses.Texts(document, document_ids, document_mask),
-        )
-        batch = sparse_losses.SpladeBatch(*texts, teacher_scores=teacher_scores)
+    def total(query: Tensor, document: Tensor, teacher_scores: Tensor, **more: Tensor) -> Tensor:
+        queries = sparse_losses.Texts(query, more["query_ids"], more["query_mask"])
+        documents = sparse_losses.Texts(document, more["document_ids"], more["document_mask"])
+        batch = sparse_losses.SpladeBatch(queries, documents, teacher_scores=teacher_scores)
         found: Tensor = objective(batch).total
         return found
 

@@ -11,51 +11,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report.aims import MIB, Verdict, judge
-from benchmarks.report.merge import Merged, Spread, markdown, merge
+from benchmarks.report.aims import Verdict, judge
+from benchmarks.report.merge import Merged, markdown, merge
 from benchmarks.run.table import RESULTS, read
 
-__all__ = ["aims_table", "main", "table", "write"]
-
-
-def table(merged: Sequence[Merged]) -> str:
-    """All rows as Markdown."""
-    heading = (
-        "loss",
-        "case",
-        "pass",
-        "allocator",
-        "variant",
-        "time, ms",
-        "x eager",
-        "memory, MiB",
-        "without gradients",
-        "of eager's memory",
-        "% of ceiling",
-    )
-    lines = []
-    for row in merged:
-        loss, case, pass_, variant, allocator = row.key
-        if row.runs == 0:
-            lines.append((loss, case, pass_, allocator, variant, row.status, *[""] * 5))
-            continue
-        scaled = Spread(*(1e3 * x for x in (row.seconds.median, row.seconds.low, row.seconds.high)))
-        lines.append(
-            (
-                loss,
-                case,
-                pass_,
-                allocator,
-                variant,
-                scaled,
-                row.speedup,
-                f"{row.peak_bytes / MIB:.1f}",
-                f"{row.peak_bytes_without_gradients / MIB:.1f}",
-                "-" if math.isnan(row.memory_ratio) else f"{row.memory_ratio:.3f}",
-                f"{100 * row.share_of_ceiling.median:.0f}",
-            )
-        )
-    return markdown(heading, lines)
+__all__ = ["aims_table", "main", "write"]
 
 
 def aims_table(verdicts: Sequence[Verdict]) -> str:
@@ -86,16 +46,13 @@ def write(path: Path, merged: Sequence[Merged]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes NAME.csv and NAME.md and prints the aims."""
+    """Writes the merged CSV and prints the aims."""
     options = argparse.ArgumentParser(
         prog="python -m benchmarks.report.summary", description=__doc__
     )
     options.add_argument("runs", nargs="+", type=Path, help="CSVs of `python -m benchmarks`")
     options.add_argument(
-        "--output",
-        type=Path,
-        default=RESULTS / "summary.csv",
-        help="the CSV; the same as Markdown goes beside it (default: %(default)s)",
+        "--output", type=Path, default=RESULTS / "aims.csv", help="the CSV (default: %(default)s)"
     )
     args = options.parse_args(arguments)
     tables = [read(path) for path in args.runs]
@@ -104,31 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise SystemExit(f"{path} " + ("holds no rows" if path.exists() else "does not exist"))
     machines = {(row["device"], row["git_commit"], row["torch"]) for rows in tables for row in rows}
     merged = merge(tables)
-    verdicts = judge(merged)
-    about = [
-        f"- {device}, commit {commit}, torch {torch}" for device, commit, torch in sorted(machines)
-    ]
-    text = "\n".join(
-        [
-            f"{len(tables)} files; of every row the median of those that hold it, the lowest and "
-            "the highest in brackets.",
-            "",
-            *about,
-            "",
-            "## Aims",
-            "",
-            aims_table(verdicts),
-            "",
-            "## All figures",
-            "",
-            table(merged),
-            "",
-        ]
-    )
     write(args.output, merged)
-    args.output.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(aims_table(verdicts))
-    print(f"{args.output}, {args.output.with_suffix('.md')}")
+    print(aims_table(judge(merged)))
+    print(args.output)
     if len(machines) > 1:
         print("these runs are of different machines, commits or versions", file=sys.stderr)
     return 0
