@@ -178,7 +178,7 @@ class Aim:
 
     text: str
     sizes: Sizes
-    figure: str  # speedup, time, memory (of eager's), MiB, MiB without gradients, against
+    figure: str  # speedup, time, memory (of eager's), MiB, against
     bound: float
     variant: str = "ours"
     other: str = "eager"  # for `against`

@@ -65,8 +65,6 @@ def _measured(
         return row.memory_ratio, ""
     if aim.figure == "MiB":
         return row.peak_bytes / MIB, ""
-    if aim.figure == "MiB without gradients":
-        return row.peak_bytes_without_gradients / MIB, ""
     if aim.figure == "against":
         other = rows.get((*about, aim.other, allocator))
         return (row.speedup.median / other.speedup.median if other else math.nan), ""

@@ -56,6 +56,7 @@ def parts(output: Path, device: str = "cuda") -> list[Part]:
         test += ("-n", str(max(1, min(8, (os.cpu_count() or 2) // 2))))
     suite = "gpu" if device == "cuda" else "tiny"
     bench = (python, "-m", "benchmarks", "--device", device, "--suite", suite)
+    bench += ("--training-only",)  # compiling for the forward pass alone takes as long again
     step = (python, "-m", "benchmarks.studies.training_step", "--device", device)
     step += () if device == "cuda" else ("--tiny",)
     losses, training = (str(output / f"{device}-{name}.csv") for name in ("gpu", "training"))

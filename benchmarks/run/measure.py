@@ -124,7 +124,7 @@ def measure(
     # On a GPU inputs are rotated, so that no repetition finds its own in the cache.
     copies = 3 if device.type == "cuda" and case.elements < 2**26 else 1
     inputs = [case.inputs(Maker(device, seed=seed)) for seed in range(copies)]
-    warm = _WarmUp(case, inputs, device)
+    warm = _WarmUp(case, inputs, device, passes)
     needed, there = case.plain_bytes(), memory.available_bytes(device)
     for variant in variants:
         if variant.needs_plain_memory and needed > 0.9 * there:
@@ -169,10 +169,12 @@ def _check_small_copies(
 class _WarmUp:
     """The first call of every variant: compiles, fills caches, is compared, and gives its size."""
 
-    def __init__(self, case: Case, inputs: list[Inputs], device: torch.device) -> None:
+    def __init__(
+        self, case: Case, inputs: list[Inputs], device: torch.device, passes: Sequence[str]
+    ) -> None:
         self.case, self.inputs, self.device = case, inputs, device
         self.ready: dict[str, Ready] = {}
-        self.first: dict[str, dict[str, float]] = {FORWARD: {}, TRAINING: {}}
+        self.first: dict[str, dict[str, float]] = {pass_: {} for pass_ in passes}
         self.wanted: Reference | None = None
         self.exact: Variant | None = None  # what gives the reference in fp64
 
@@ -188,7 +190,8 @@ class _WarmUp:
         else:  # the plain formula, or the first that fits
             self.wanted = self._reference(variant, found)
         del found
-        for pass_, run in ((FORWARD, prepared.forward), (TRAINING, prepared.train)):
+        for pass_ in self.first:
+            run = prepared.train if pass_ == TRAINING else prepared.forward
             # What takes this long is warm already, but for a compiler, which has not seen both.
             self.first[pass_][variant.name] = took
             compiles = variant.compiled and pass_ == FORWARD

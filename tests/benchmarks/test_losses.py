@@ -192,3 +192,31 @@ def test_half_precision_is_rounded_from_single():
     assert (x != 0).double().mean().item() == pytest.approx(0.005, rel=0.1)
     double = case.inputs(Maker(CPU, torch.float64))["activations"]
     assert double.dtype == torch.float64
+
+
+# Floors.
+
+
+def test_the_floor_reads_inputs_and_writes_gradients_once():
+    case = Case(benchmark("flops"), {"B": 4, "V": 50, "density": 0.4})
+    inputs = case.inputs(Maker(CPU))
+    assert case.floor(inputs, backward=False) == (4 * 4 * 50, 0)
+    assert case.floor(inputs, backward=True) == (2 * 4 * 4 * 50, 0)
+    case = Case(benchmark("splade_pool"), {"B": 3, "S": 5, "V": 20, "density": 0.3})
+    inputs = case.inputs(Maker(CPU))
+    logits, mask, pooled = 4 * 3 * 5 * 20, 8 * 3 * 5, 4 * 3 * 20
+    assert case.floor(inputs, backward=False)[0] == logits + mask + pooled
+    assert case.floor(inputs, backward=True)[0] == 2 * logits + mask + 2 * pooled
+
+
+@pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant):UserWarning")
+def test_products_are_counted_where_both_entries_are_there():
+    dense = Case(benchmark("info_nce"), {"B": 5, "D": 8})
+    assert dense.floor(dense.inputs(Maker(CPU)), backward=False)[1] == 2 * 5 * 5 * 8
+    assert dense.floor(dense.inputs(Maker(CPU)), backward=True)[1] == 3 * 2 * 5 * 5 * 8
+    sparse = Case(benchmark("info_nce"), {"B": 6, "V": 60, "density": 0.2})
+    inputs = sparse.inputs(Maker(CPU))
+    pairs = ((inputs["anchor"] != 0).double() @ (inputs["positive"] != 0).double().T).sum()
+    assert sparse.floor(inputs, backward=False)[1] == 2 * pairs
+    (csr,) = [v for v in sparse.variants() if v.name == "ours, CSR input"]
+    assert sparse.floor(csr.prepare(inputs), backward=False)[1] == 2 * pairs
