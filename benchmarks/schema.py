@@ -17,6 +17,7 @@ __all__ = [
     "ACTIVATION_SIZES",
     "BERT",
     "DTYPES",
+    "PRODUCT_WAYS",
     "XLM",
     "Aim",
     "Benchmark",
@@ -345,6 +346,14 @@ def _column_counts(x: Tensor) -> Tensor:
         return torch.bincount(x.col_indices(), minlength=x.shape[1]).double()
     return (x.detach() != 0).sum(0).double()
 
+
+def _is_worth(sizes: Sizes) -> bool:
+    """At half of the entries, sparse products take minutes and prove nothing."""
+    return sizes.get("density", 1.0) <= 0.2
+
+
+# When the ways of a product of two batches are measured; the ring needs several ranks.
+PRODUCT_WAYS: dict[str, When] = {"nonzeros": _is_worth, "ring": lambda sizes: False}
 
 # Of the losses that run over `[B, V]` once.
 ACTIVATION_SIZES: dict[str, list[Sizes]] = {

@@ -10,6 +10,7 @@ from torch import Tensor
 import sparse_losses
 from benchmarks.schema import (
     BERT,
+    PRODUCT_WAYS,
     XLM,
     Aim,
     Benchmark,
@@ -52,11 +53,6 @@ def _to_csr(made: Inputs) -> Inputs:
     names = ("anchor", "positive")
     csr = {name: made[name].detach().to_sparse_csr().requires_grad_() for name in names}
     return {**made, **csr}
-
-
-def _is_worth(sizes: Sizes) -> bool:
-    """At half of the entries, sparse products take minutes and prove nothing."""
-    return sizes.get("density", 1.0) <= 0.2
 
 
 def _is_dense_or_typical(sizes: Sizes) -> bool:
@@ -120,15 +116,12 @@ BENCHMARK = Benchmark(
     ("anchor", "positive"),
     plain,
     (
-        *ours(
-            sparse_losses.info_nce_loss,
-            {"nonzeros": _is_worth, "ring": lambda sizes: False},  # the ring needs several ranks
-        ),
+        *ours(sparse_losses.info_nce_loss, PRODUCT_WAYS),
         Variant(
             "ours, CSR input",
             sparse_losses.info_nce_loss,
             prepare=_to_csr,
-            when=_is_worth,
+            when=PRODUCT_WAYS["nonzeros"],
             at_stored_entries=True,
         ),
         peer("sentence-transformers", sentence_transformers, _is_dense_or_typical),

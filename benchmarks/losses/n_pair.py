@@ -10,6 +10,7 @@ from torch import Tensor
 import sparse_losses
 from benchmarks.schema import (
     BERT,
+    PRODUCT_WAYS,
     Benchmark,
     Inputs,
     Maker,
@@ -72,7 +73,7 @@ BENCHMARK = Benchmark(
     ("anchor", "positive"),
     plain,
     (
-        *ours(sparse_losses.n_pair_loss),
+        *ours(sparse_losses.n_pair_loss, PRODUCT_WAYS),
         peer("sentence-transformers", sentence_transformers),
         peer("liger-kernel", liger, is_dense),
     ),
