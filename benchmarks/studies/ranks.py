@@ -23,7 +23,7 @@ from benchmarks.report.merge import markdown
 from benchmarks.run.memory import peak_bytes
 from benchmarks.run.table import RESULTS, circumstances
 from benchmarks.run.timing import Samples
-from sparse_losses.distributed import gather_rows, spans_ranks, sum_over_ranks
+from sparse_losses.distributed import agree_across_ranks, gather_rows, sum_over_ranks
 from sparse_losses.functional import info_nce_loss
 
 __all__ = ["SIZES", "VARIANTS", "main", "report"]
@@ -61,7 +61,9 @@ def work(rank: int, world: int, folder: str, rounds: int, sizes: Sequence[tuple[
     )
     rows = [row for size in sizes for row in measure(*size, rounds)]
     x = torch.zeros(8, 8)
-    check = [_seconds(lambda: spans_ranks("info_nce_loss", True, x, B=8)) for _ in range(201)]
+    check = [
+        _seconds(lambda: agree_across_ranks("info_nce_loss", True, x, B=8)) for _ in range(201)
+    ]
     about = {"ranks": world, "rows": 8, "columns": 8, "variant": "size check"}
     rows.append(about | _times(Samples({"eager": check, "size check": check}), "size check"))
     if rank == 0:
