@@ -221,7 +221,8 @@ def test_rows_that_are_there_are_not_written_twice(tmp_path: Path):
 # The command and its processes.
 
 
-def test_the_command_measures_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_command_measures_resumes_and_draws(tmp_path: Path):
+    pytest.importorskip("matplotlib")
     output = tmp_path / "run.csv"
     words = [sys.executable, "-m", "benchmarks", "--suite", "tiny", "--only", "margin_mse,flops"]
     words += ["--no-compile", "--output", str(output)]
@@ -233,9 +234,12 @@ def test_the_command_measures_and_resumes(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(float(row["copy_gb_per_s"]) > 0 for row in rows)
     assert all(float(row["share_of_ceiling"]) > 0 for row in rows)
     before = output.read_text()
+    words += ["--plots", str(tmp_path / "plots")]
     again = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stdout + again.stderr
     assert output.read_text() == before
+    pictures = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert pictures == ["run-flops.svg", "run-margin_mse.svg"]
 
 
 def test_the_suite_for_a_gpu_is_refused_on_a_cpu(tmp_path: Path):
