@@ -14,9 +14,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 __all__ = ["Outcome", "Part", "main", "parts", "run", "why_left_out"]
 
@@ -67,19 +69,15 @@ def parts(output: Path, device: str = "cuda") -> list[Part]:
     ]
 
 
-def why_left_out(part: Part, environment: Mapping[str, str]) -> str:
-    """The tools that are not there, or nothing."""
-    code = "import importlib.util, sys; print(*[x for x in sys.argv[1:]"
-    code += " if importlib.util.find_spec(x) is None])"
-    words = [sys.executable, "-c", code, *part.modules]
-    found = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    missing = found.stdout.split()
+def why_left_out(part: Part) -> str:
+    """The modules that are not there, or nothing."""
+    missing = [name for name in part.modules if importlib.util.find_spec(name) is None]
     return f"left out: no {', '.join(missing)}" if missing else ""
 
 
-def run(part: Part, log: Path, seconds: float, environment: Mapping[str, str]) -> Outcome:
+def run(part: Part, log: Path, seconds: float) -> Outcome:
     """Runs a part, shows and keeps what it says, and stops it when its time is up."""
-    if reason := why_left_out(part, environment):
+    if reason := why_left_out(part):
         return Outcome(part.name, reason)
     if seconds < 1:
         return Outcome(part.name, "left out: no time")
@@ -87,7 +85,7 @@ def run(part: Part, log: Path, seconds: float, environment: Mapping[str, str]) -
     process = subprocess.Popen(
         part.command,
         cwd=ROOT,
-        env=environment,
+        env=_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -137,13 +135,6 @@ def _environment() -> dict[str, str]:
     return environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def _has_gpu(environment: Mapping[str, str]) -> bool:
-    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    return (
-        subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the parts; 1 if one failed."""
     options = argparse.ArgumentParser(prog="python -m benchmarks.run.gpu", description=__doc__)
@@ -174,8 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{part.name} ({part.seconds:.0f} s): {' '.join(part.command)}")
         return 0
     args.logs.mkdir(parents=True, exist_ok=True)
-    environment = _environment()
-    if args.device == "cuda" and not _has_gpu(environment):
+    if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device is available; --device cpu tries the plumbing")
     args.output.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * args.minutes
@@ -184,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         left = end - time.monotonic() - GRACE
         print(f"== {part.name}, at most {max(0, min(part.seconds, left)):.0f} s", flush=True)
         log = args.logs / f"{part.name}.log"
-        outcomes.append(run(part, log, min(part.seconds, left), environment))
+        outcomes.append(run(part, log, min(part.seconds, left)))
         print(f"== {part.name}: {outcomes[-1].said}", flush=True)
     print("\n| part | seconds | |\n| --- | --- | --- |")
     for outcome in outcomes:

@@ -1,5 +1,6 @@
 """What runs on a GPU, as far as a CPU can show it."""
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -22,22 +23,19 @@ def _part(code: str, seconds: float = 60, modules: tuple[str, ...] = ()) -> gpu.
     return gpu.Part("part", (sys.executable, "-c", code), seconds, modules)
 
 
-ENVIRONMENT = gpu._environment()
-
-
 def test_a_part_says_what_came_of_it(tmp_path: Path):
     log = tmp_path / "log"
-    done = gpu.run(_part("print('hello')"), log, 60, ENVIRONMENT)
+    done = gpu.run(_part("print('hello')"), log, 60)
     assert (done.said, done.is_good) == ("done", True)
     assert log.read_text() == "hello\n"
-    failed = gpu.run(_part("raise SystemExit(3)"), log, 60, ENVIRONMENT)
+    failed = gpu.run(_part("raise SystemExit(3)"), log, 60)
     assert (failed.said, failed.is_good) == ("FAILED, code 3", False)
 
 
 def test_a_part_is_stopped_and_what_it_wrote_is_kept(tmp_path: Path):
     code = "import time; open('{}', 'w').write('kept'); print('half', flush=True); time.sleep(99)"
     kept = tmp_path / "kept"
-    outcome = gpu.run(_part(code.format(kept)), tmp_path / "log", 3, ENVIRONMENT)
+    outcome = gpu.run(_part(code.format(kept)), tmp_path / "log", 3)
     assert (outcome.said, outcome.is_good) == ("out of time; what it had is kept", True)
     assert kept.read_text() == "kept"
     assert (tmp_path / "log").read_text().startswith("half\n")
@@ -45,10 +43,10 @@ def test_a_part_is_stopped_and_what_it_wrote_is_kept(tmp_path: Path):
 
 def test_a_part_without_its_tools_is_left_out(tmp_path: Path):
     part = _part("", modules=("torch", "nothing_of_that_name", "nor_of_that"))
-    outcome = gpu.run(part, tmp_path / "log", 60, ENVIRONMENT)
+    outcome = gpu.run(part, tmp_path / "log", 60)
     assert outcome.said == "left out: no nothing_of_that_name, nor_of_that"
     assert outcome.is_good
-    assert gpu.run(_part(""), tmp_path / "log", 0, ENVIRONMENT).said == "left out: no time"
+    assert gpu.run(_part(""), tmp_path / "log", 0).said == "left out: no time"
 
 
 def test_the_time_for_all_parts_is_kept(tmp_path: Path, monkeypatch, capsys):
@@ -62,7 +60,7 @@ def test_the_time_for_all_parts_is_kept(tmp_path: Path, monkeypatch, capsys):
     assert gpu.main([*words, "--minutes", "0.1"]) == 0
     assert time.monotonic() - start < 20
     out = capsys.readouterr().out
-    assert "| one | 5 | out of time; what it had is kept |" in out
+    assert re.search(r"^\| one \| \d+ \| out of time; what it had is kept \|$", out, re.MULTILINE)
     assert "| two | 0 | left out: no time |" in out
 
 
