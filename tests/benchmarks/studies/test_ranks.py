@@ -5,7 +5,7 @@ from pathlib import Path
 from benchmarks.run.table import read
 from benchmarks.studies import ranks
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_it_measures_every_variant_on_two_ranks(tmp_path, monkeypatch):
