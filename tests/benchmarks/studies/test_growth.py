@@ -30,3 +30,5 @@ def test_a_prediction_scales_with_the_devices():
     assert one[0].seconds > eight[0].seconds
     # 2 * 768 * (4096 * 512 * 0.75 * 250002 + 2 * active)
     assert one[0].flops == pytest.approx(6.04e14, rel=0.02)
+    half = predict(Device("d", 1e12, 1e11, share=0.5), 1)
+    assert half[0].seconds == pytest.approx(2 * one[0].seconds)
