@@ -32,8 +32,8 @@ bench: $(VENV)/.demo  ## every loss beside its plain formula (ARGS="--suite full
 bench-peers: $(VENV)/.demo  ## install the packages that the benchmarks compare with
 	$(PIP) install -c constraints.txt --group bench
 
-bench-gpu: $(VENV)/.dev  ## all that a GPU is asked for, 25 minutes: make CUDA=1 bench-gpu (ARGS="--parts kernels")
-	$(PY) -m benchmarks.gpu $(ARGS)
+bench-gpu: $(VENV)/.dev  ## all that a GPU is asked for, 25 minutes: make CUDA=1 bench-gpu (ARGS="--parts losses")
+	$(PY) -m benchmarks.run.gpu $(ARGS)
 
 test: $(VENV)/.dev  ## all tests (ARGS="-k info_nce")
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)

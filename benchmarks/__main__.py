@@ -1,20 +1,15 @@
-"""``python -m benchmarks``: measure, write a CSV, draw it, and print what came out."""
+"""``python -m benchmarks``: measure, write a CSV, and print what came out."""
 
 import argparse
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-AGAIN = 3  # what the worker ends with where another is to go on
+from benchmarks.run.processes import ALLOCATORS, start
+
 RESULTS = Path(__file__).parent / "results"
-# With these, glibc keeps what it once got: big tensors are not paged in anew at every call.
-WARM = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "20000000000"}
-BUDGET = {"tiny": 0.05, "aims": 0.4, "quick": 0.4, "kernels": 0.4, "full": 1.0}
-MOST_PROCESSES = 20  # that a variant may break, one after the other
-ALLOCATORS = {"both": ["default", "warm"], "default": ["default"], "warm": ["warm"]}
+BUDGET = {"tiny": 0.05, "aims": 0.4, "quick": 0.4, "gpu": 0.3, "full": 1.0}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,10 +18,10 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options.add_argument(
         "--suite",
-        choices=["tiny", "quick", "full", "aims", "kernels"],
+        choices=list(BUDGET),
         default="quick",
-        help="tiny: to see that it runs; quick: under 5 minutes on two cores; full: about 25; "
-        "aims: what the aims speak of; kernels: both implementations, on a GPU",
+        help="tiny: to see that it runs; quick: a few minutes on two cores; full: every size; "
+        "aims: what the aims speak of; gpu: the sizes for a GPU",
     )
     options.add_argument(
         "--only", default="", help="losses, separated by commas: info_nce,splade_head"
@@ -43,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
         "--training-only", action="store_true", help="leave the forward pass alone out"
     )
     options.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    options.add_argument("--no-plots", action="store_true", help="leave the SVGs out")
+    options.add_argument(
+        "--plots", type=Path, metavar="FOLDER", help="draw a picture a loss there, such as build"
+    )
     options.add_argument("--threads", type=int, help="of PyTorch (default: its own choice)")
     options.add_argument("--list", action="store_true", help="name the cases and stop")
     options.add_argument("--worker", help=argparse.SUPPRESS)  # the allocator's setting
@@ -51,55 +48,33 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Starts one process for each setting of the allocator, then draws."""
+    """Starts the processes that measure, or is one of them."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     args = parser().parse_args(arguments)
     output = args.output or RESULTS / f"{args.device}-{args.suite}.csv"
     if args.worker:
-        from benchmarks.worker import work
+        from benchmarks.run.worker import work
 
-        return work(args, output, budget=BUDGET[args.suite])
+        return work(args, output, allocator=args.worker, budget=BUDGET[args.suite])
     if args.list:
-        from benchmarks.cases import cases
+        from benchmarks.losses import cases
 
-        for case in cases(args.suite, _names(args.only)):
+        for case in cases(args.suite, [name for name in args.only.split(",") if name]):
             print(f"{case.loss:22}{case.name}")
         return 0
-    allocator = args.allocator
-    if args.device == "cuda":
-        allocator = "default"  # the GPU's allocator is always warm
-    start = time.perf_counter()
-    failed = 0
-    for number, setting in enumerate(ALLOCATORS[allocator]):
-        # Idle threads that spin starve the busy ones on small machines.
-        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-        environment |= WARM if setting == "warm" else {}
-        words = [word for word in arguments if word != "--fresh" or number == 0]
-        command = [sys.executable, "-m", "benchmarks", *words, "--worker", setting]
-        path = os.pathsep.join(
-            filter(None, [str(RESULTS.parents[1]), os.environ.get("PYTHONPATH")])
-        )
-        environment["PYTHONPATH"] = path
-        for _ in range(MOST_PROCESSES):
-            code = subprocess.run(command, env=environment, check=False).returncode
-            if code != AGAIN:
-                break
-            command = [word for word in command if word != "--fresh"]
-        if code not in (0, 1):
-            return code
-        failed |= code
-    if not args.no_plots:
-        from benchmarks.plots import draw
+    begin = time.perf_counter()
+    # The allocator of a GPU is always warm.
+    failed = start(arguments, ALLOCATORS["default" if args.device == "cuda" else args.allocator])
+    if failed not in (0, 1):
+        return failed
+    if args.plots and output.exists():
+        from benchmarks.report.plots import draw
 
-        for picture in draw(output):
+        for picture in draw(output, args.plots):
             print(picture)
     if output.exists():
-        print(f"{output}: {time.perf_counter() - start:.0f} s")
+        print(f"{output}: {time.perf_counter() - begin:.0f} s")
     return failed
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
 
 
 if __name__ == "__main__":

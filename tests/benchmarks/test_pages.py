@@ -6,81 +6,44 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
 
-from benchmarks import summary
-from benchmarks.table import read
+from benchmarks.report import pages
+from benchmarks.run.table import RESULTS, read
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
-TRAINING = "forward+backward"
-PEERS = (
-    "eager",
-    "torch.compile",
-    "sentence-transformers",
-    "pytorch-metric-learning",
-    "info-nce-pytorch",
-)
 
 
-def table(page: str, beginning: str) -> list[list[str]]:
-    """Return the cells of the table whose heading begins so, without the heading."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    (found,) = re.findall(rf"^{re.escape(beginning)}.*\n\|[-:| ]+\|\n((?:\|.*\n)+)", text, re.M)
-    return [[cell.strip() for cell in line[1:-1].split("|")] for line in found.splitlines()]
+@pytest.mark.parametrize("make", [pages.aims, pages.peers, pages.objective])
+def test_benchmarks_shows_what_was_measured(make):
+    table = make()
+    assert table.count("\n") >= 4
+    assert f"\n{table}\n\n" in pages.PAGE.read_text(encoding="utf-8"), (
+        "python -m benchmarks.report.pages writes the tables anew"
+    )
 
 
-def test_the_aims():
-    runs = sorted(RESULTS.glob("aims-run-*.csv")) + sorted(RESULTS.glob("aims-info_nce-run-*.csv"))
-    cells: dict[tuple[str, ...], dict[str, str]] = {}
-    for v in summary.judge(summary.merge([read(path) for path in runs])):
-        said = v.measured + (" **missed**" if v.verdict == "missed" else "")
-        cells.setdefault((v.aim, v.case, v.wanted), {})[v.allocator] = said
-    expected = [
-        [*key, found.get("default", "-"), found.get("warm", "-")] for key, found in cells.items()
-    ]
-    assert table("benchmarks.md", "| aim | case | wanted |") == expected
+def test_the_peers_are_put_over_ours():
+    rows = {(row["loss"], row["case"], row["variant"], row["pass"]): row for row in PEERS}
+    case = ("flops", "B=64 V=30522 5%")
+    ours, eager = (rows[*case, name, "forward+backward"] for name in ("ours", "eager"))
+    ratios = [float(eager[x]) / float(ours[x]) for x in ("seconds", "peak_bytes")]
+    said = re.search(r"\| flops \| B=64 V=30522 5% \| ([\d.]+), ([\d.]+) \|", pages.peers())
+    assert [float(number) for number in said.groups()] == pytest.approx(ratios, abs=0.005)
 
 
-def test_the_peers():
-    rows = {
-        (row["loss"], row["case"], row["variant"]): row
-        for row in read(RESULTS / "cpu-quick.csv")
-        if row["pass"] == TRAINING
-    }
-    expected = []
-    for loss, case in dict.fromkeys(key[:2] for key in rows):
-        ours = rows[loss, case, "ours"]
-        cells = []
-        for peer in PEERS:
-            row = rows.get((loss, case, peer))
-            ratios = [
-                f"{float(row[column]) / float(ours[column]):.2f}"
-                for column in ("seconds", "peak_bytes")
-                if row
-            ]
-            cells.append(", ".join(ratios))
-        expected.append([loss, case, *cells])
-    assert table("benchmarks.md", "| loss | case | eager |") == expected
+PEERS = read(RESULTS / "cpu-quick.csv")
 
 
-def test_the_objective():
-    rows = read(RESULTS / "objective.csv")
-    found = table("benchmarks.md", "| activations | eager | one by one |")
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    assert len(found) == len(cases)
-    for case, (activations, *times, memory) in zip(cases, found, strict=True):
-        own = {row["variant"]: row for row in rows if row["case"] == case}
-        sizes = dict(re.findall(r"(\w)=(\d+)", case))
-        assert activations == f"`[{sizes['B']}, {sizes['V']}]`, {case.split()[-1]}"
-        for text, variant in zip(times, ("eager", "ours, one by one", "ours"), strict=True):
-            seconds = float(own[variant]["seconds"])
-            assert text == (f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s")
-        mib = [
-            f"{float(own[variant]['peak_bytes_without_gradients']) / 2**20:.3g}"
-            for variant in ("eager", "ours")
-        ]
-        assert memory == ", ".join(mib) + " MiB"
+def test_the_tables_are_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    before = pages.PAGE.read_text(encoding="utf-8")
+    page = tmp_path / "page.md"
+    page.write_text(before.replace("| flops |", "| another |"), encoding="utf-8")
+    monkeypatch.setattr(pages, "PAGE", page)
+    assert pages.main() == 0
+    assert page.read_text(encoding="utf-8") == before
+    page.write_text("no table", encoding="utf-8")
+    with pytest.raises(SystemExit, match="has no table under"):
+        pages.main()
 
 
 def test_growth_shows_what_the_command_wrote():
@@ -91,6 +54,9 @@ def test_growth_shows_what_the_command_wrote():
 
 
 def test_large_batches_shows_what_caching_measured():
+    text = (ROOT / "docs" / "large_batches.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| pairs \| mini-batch \|.*\n\|[-:| ]+\|\n((?:\|.*\n)+)", text, re.M)
+    found = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
     expected = [
         [
             row["pairs"],
@@ -100,4 +66,8 @@ def test_large_batches_shows_what_caching_measured():
         ]
         for row in read(RESULTS / "caching.csv")
     ]
-    assert table("large_batches.md", "| pairs | mini-batch |") == expected
+    assert found == expected
+
+
+def test_no_picture_of_results_is_kept():
+    assert list(RESULTS.glob("*.svg")) == []

@@ -1,0 +1,49 @@
+"""The benchmarks, a file each: to add a loss, add its file here."""
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+
+from benchmarks.schema import Benchmark, Case, Sizes, case_name
+
+__all__ = ["NAMES", "benchmark", "cases"]
+
+NAMES = tuple(module.name for module in pkgutil.iter_modules(__path__))
+# A suite that ends early has measured these.
+FIRST_ON_A_GPU = ("splade_head", "info_nce", "nws", "distillation")
+
+
+def benchmark(loss: str) -> Benchmark:
+    """The benchmark of that name."""
+    found: Benchmark = importlib.import_module(f"benchmarks.losses.{loss}").BENCHMARK
+    return found
+
+
+def cases(suite: str, only: Sequence[str] = ()) -> list[Case]:
+    """The cases of a suite.
+
+    Args:
+        suite: ``tiny``, ``quick``, ``full`` (holds the quick ones too), ``aims`` (what an aim
+            speaks of, and the sizes between which one way overtakes another) or ``gpu``.
+        only: names of losses; all without any.
+    """
+    if unknown := set(only) - set(NAMES):
+        raise SystemExit(f"no such loss: {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    names = [name for name in NAMES if name in only or not only]
+    if suite == "gpu":
+        names.sort(key=lambda name: name not in FIRST_ON_A_GPU)
+    found = []
+    for name in names:
+        each = benchmark(name)
+        found += [Case(each, sizes, suite) for sizes in _sizes(each, suite)]
+    return found
+
+
+def _sizes(each: Benchmark, suite: str) -> Sequence[Sizes]:
+    if suite == "aims":
+        wanted = {
+            case_name(sizes) for sizes in (*(aim.sizes for aim in each.aims), *each.crossover)
+        }
+        return [sizes for sizes in _sizes(each, "full") if case_name(sizes) in wanted]
+    small = {"tiny": each.tiny, "quick": each.quick, "gpu": each.gpu}
+    return small.get(suite, [*each.quick, *each.full])

@@ -1,0 +1,57 @@
+"""FLOPS: squared mean activations."""
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+import sparse_losses
+from benchmarks.schema import (
+    ACTIVATION_SIZES,
+    BERT,
+    Aim,
+    Benchmark,
+    Inputs,
+    Maker,
+    Sizes,
+    ours,
+    peer,
+)
+
+__all__ = ["BENCHMARK", "plain"]
+
+
+def plain(activations: Tensor) -> Tensor:
+    """Sum over the vocabulary of the squared mean activation."""
+    return activations.abs().mean(0).square().sum()
+
+
+def inputs(sizes: Sizes, make: Maker) -> Inputs:
+    """Sparse activations."""
+    return {"activations": make.zipf(sizes["B"], sizes["V"], sizes["density"])}
+
+
+@functools.cache
+def _flops_loss() -> Any:
+    from sentence_transformers.sparse_encoder.losses import FlopsLoss
+
+    return FlopsLoss(None)  # type: ignore[arg-type]
+
+
+def sentence_transformers(activations: Tensor) -> Tensor:
+    """FlopsLoss."""
+    return _flops_loss().compute_loss_from_embeddings(activations)
+
+
+_AIMED = {"B": 256, "V": BERT, "density": 0.05}
+
+BENCHMARK = Benchmark(
+    "flops",
+    inputs,
+    ("activations",),
+    plain,
+    (*ours(sparse_losses.flops_loss), peer("sentence-transformers", sentence_transformers)),
+    **ACTIVATION_SIZES,
+    aims=[Aim("FLOPS, warm", _AIMED, "speedup", 3.0, allocators=("warm",))],
+    kink_at_zero=True,
+)

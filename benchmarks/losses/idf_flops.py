@@ -1,0 +1,30 @@
+"""IDF-FLOPS: mean activations times what their tokens cost."""
+
+from torch import Tensor
+
+import sparse_losses
+from benchmarks.schema import ACTIVATION_SIZES, Benchmark, Inputs, Maker, Sizes, ours
+
+__all__ = ["BENCHMARK", "plain"]
+
+
+def plain(activations: Tensor, token_penalty: Tensor, *, beta: float = 0.3) -> Tensor:
+    """Weighted L1 plus weighted squares of the mean activations."""
+    mean = activations.mean(0)
+    return (token_penalty * mean.abs()).sum() + beta * (token_penalty * mean.square()).sum()
+
+
+def inputs(sizes: Sizes, make: Maker) -> Inputs:
+    """Sparse activations and a penalty a token."""
+    activations = make.zipf(sizes["B"], sizes["V"], sizes["density"])
+    return {"activations": activations, "token_penalty": make.uniform(sizes["V"])}
+
+
+BENCHMARK = Benchmark(
+    "idf_flops",
+    inputs,
+    ("activations",),
+    plain,
+    ours(sparse_losses.idf_flops_loss),
+    **ACTIVATION_SIZES,
+)

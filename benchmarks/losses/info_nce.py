@@ -1,0 +1,164 @@
+"""InfoNCE: pairs of dense or sparse vectors against the batch."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+import sparse_losses
+from benchmarks.schema import (
+    BERT,
+    PRODUCT_WAYS,
+    XLM,
+    Aim,
+    Benchmark,
+    Inputs,
+    Maker,
+    Sizes,
+    Variant,
+    is_dense,
+    ours,
+    peer,
+    product_flops,
+)
+
+__all__ = ["BENCHMARK", "plain"]
+
+
+def plain(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor | None = None,
+    *,
+    temperature: float = 0.07,
+    similarity: str = "cosine",
+) -> Tensor:
+    """Normalise, multiply, divide by the temperature, cross-entropy with the diagonal."""
+    candidates = positive if negative is None else torch.cat([positive, negative])
+    if similarity == "cosine":
+        anchor, candidates = nnf.normalize(anchor, dim=-1), nnf.normalize(candidates, dim=-1)
+    scores = anchor @ candidates.T / temperature
+    return nnf.cross_entropy(scores, torch.arange(anchor.shape[0], device=anchor.device))
+
+
+def inputs(sizes: Sizes, make: Maker) -> Inputs:
+    """Pairs."""
+    return dict(zip(("anchor", "positive"), make.pairs(sizes), strict=True))
+
+
+def _to_csr(made: Inputs) -> Inputs:
+    """The vectors in compressed rows, as leaves of their own."""
+    names = ("anchor", "positive")
+    csr = {name: made[name].detach().to_sparse_csr().requires_grad_() for name in names}
+    return {**made, **csr}
+
+
+def _is_dense_or_typical(sizes: Sizes) -> bool:
+    """Peers do not look at zeros: one density speaks for all."""
+    return is_dense(sizes) or sizes["density"] <= 0.005 or sizes["V"] < 1000
+
+
+@functools.cache
+def _multiple_negatives() -> Any:
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    return MultipleNegativesRankingLoss(model=None, scale=1 / 0.07)  # type: ignore[arg-type]
+
+
+def sentence_transformers(anchor: Tensor, positive: Tensor) -> Tensor:
+    """MultipleNegativesRankingLoss at the scale 1 / 0.07."""
+    return _multiple_negatives().compute_loss_from_embeddings([anchor, positive], None)
+
+
+@functools.cache
+def _supervised_contrastive() -> Any:
+    from pytorch_metric_learning.losses import SupConLoss
+    from pytorch_metric_learning.reducers import MeanReducer
+
+    return SupConLoss(temperature=0.07, reducer=MeanReducer())
+
+
+def metric_learning(anchor: Tensor, positive: Tensor) -> Tensor:
+    """SupConLoss with one positive a row, which is InfoNCE; NTXentLoss holds ``[B, B^2]``."""
+    # Two tensors of labels: one and the same would mean that anchors are compared with themselves.
+    labels, others = (torch.arange(len(anchor), device=anchor.device) for _ in range(2))
+    return _supervised_contrastive()(anchor, labels, ref_emb=positive, ref_labels=others)
+
+
+def info_nce_pytorch(anchor: Tensor, positive: Tensor) -> Tensor:
+    """Its function."""
+    from info_nce import info_nce
+
+    return info_nce(anchor, positive, temperature=0.07)
+
+
+@functools.cache
+def _liger() -> Any:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    return LigerFusedLinearCrossEntropyLoss()
+
+
+def liger(anchor: Tensor, positive: Tensor) -> Tensor:
+    """The fused linear cross-entropy, with the positives in place of a projection's weight."""
+    targets = torch.arange(len(anchor), device=anchor.device)
+    return _liger()(nnf.normalize(positive), nnf.normalize(anchor) / 0.07, targets)
+
+
+_DENSE = {"B": 4096, "D": 768}
+_SPARSE = {"B": 1024, "V": BERT, "density": 0.005}
+
+BENCHMARK = Benchmark(
+    "info_nce",
+    inputs,
+    ("anchor", "positive"),
+    plain,
+    (
+        *ours(sparse_losses.info_nce_loss, PRODUCT_WAYS),
+        Variant(
+            "ours, CSR input",
+            sparse_losses.info_nce_loss,
+            prepare=_to_csr,
+            when=PRODUCT_WAYS["nonzeros"],
+            at_stored_entries=True,
+        ),
+        peer("sentence-transformers", sentence_transformers, _is_dense_or_typical),
+        peer("pytorch-metric-learning", metric_learning, _is_dense_or_typical),
+        peer("info-nce-pytorch", info_nce_pytorch, _is_dense_or_typical),
+        peer("liger-kernel", liger, is_dense),
+    ),
+    tiny=[{"B": 5, "D": 8}, {"B": 6, "V": 60, "density": 0.2}],
+    quick=[
+        *[{"B": rows, "D": 768} for rows in (64, 256, 1024)],
+        {"B": 256, "V": BERT, "density": 0.005},
+    ],
+    full=[
+        _DENSE,
+        *[{"B": 1024, "V": BERT, "density": share} for share in (0.5, 0.12, 0.05, 0.005)],
+        *[{"B": 256, "V": BERT, "density": share} for share in (0.5, 0.15, 0.12, 0.1, 0.05)],
+        *[{"B": 64, "V": BERT, "density": share} for share in (0.5, 0.05, 0.005)],
+        {"B": 64, "V": XLM, "density": 0.005},
+    ],
+    gpu=[
+        *[{"B": rows, "D": 768, "dtype": "bf16"} for rows in (65_536, 8192, 1024)],
+        {"B": 1024, "D": 768, "dtype": "fp32"},
+        {"B": 1024, "V": BERT, "density": 0.005, "dtype": "fp32"},
+    ],
+    aims=[
+        Aim("InfoNCE, time of eager's", _DENSE, "time", 0.85),
+        Aim("InfoNCE, memory of eager's", _DENSE, "memory", 1 / 3),
+        Aim("the same in blocks", _DENSE, "time", 0.95, variant="ours, blocks"),
+        Aim("the same in blocks", _DENSE, "memory", 0.2, variant="ours, blocks"),
+        Aim("InfoNCE, sparse, dense gradient", _SPARSE, "speedup", 15.0),
+        Aim("InfoNCE, sparse input", _SPARSE, "speedup", 35.0, variant="ours, CSR input"),
+    ],
+    crossover=[{"B": 256, "V": BERT, "density": share} for share in (0.15, 0.12, 0.1)],
+    num_flops=lambda sizes, made, backward: product_flops(
+        sizes, made["anchor"], made["positive"], backward
+    ),
+    plain_bytes=lambda sizes: (
+        4.0 * (6 * sizes["B"] ** 2 + 6 * sizes["B"] * sizes.get("D", sizes.get("V", 0)))
+    ),
+)

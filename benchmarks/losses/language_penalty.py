@@ -1,0 +1,29 @@
+"""Language penalty: activations of tokens of other languages."""
+
+from torch import Tensor
+
+import sparse_losses
+from benchmarks.schema import ACTIVATION_SIZES, Benchmark, Inputs, Maker, Sizes, ours
+
+__all__ = ["BENCHMARK", "plain"]
+
+
+def plain(activations: Tensor, token_penalty: Tensor) -> Tensor:
+    """Activations times what they cost."""
+    return (activations * token_penalty).sum(-1).mean()
+
+
+def inputs(sizes: Sizes, make: Maker) -> Inputs:
+    """Sparse activations and a penalty a token."""
+    activations = make.zipf(sizes["B"], sizes["V"], sizes["density"])
+    return {"activations": activations, "token_penalty": make.uniform(sizes["V"])}
+
+
+BENCHMARK = Benchmark(
+    "language_penalty",
+    inputs,
+    ("activations",),
+    plain,
+    ours(sparse_losses.language_penalty_loss),
+    **ACTIVATION_SIZES,
+)

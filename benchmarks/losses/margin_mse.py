@@ -1,0 +1,64 @@
+"""MarginMSE: four scores a row."""
+
+import functools
+from typing import Any
+
+import torch.nn.functional as nnf
+from torch import Tensor
+
+import sparse_losses
+from benchmarks.schema import Benchmark, Inputs, Maker, Sizes, ours, peer
+
+__all__ = ["BENCHMARK", "plain"]
+
+
+def plain(
+    student_positive: Tensor,
+    student_negative: Tensor,
+    teacher_positive: Tensor,
+    teacher_negative: Tensor,
+) -> Tensor:
+    """Mean squared error of the margins."""
+    return nnf.mse_loss(student_positive - student_negative, teacher_positive - teacher_negative)
+
+
+def inputs(sizes: Sizes, make: Maker) -> Inputs:
+    """Scores."""
+    names = ("student_positive", "student_negative", "teacher_positive", "teacher_negative")
+    return {name: make.normal(sizes["B"]) for name in names}
+
+
+def _given(_: Tensor, scores: Tensor) -> Tensor:
+    return scores
+
+
+@functools.cache
+def _margin_mse() -> Any:
+    from sentence_transformers.sentence_transformer.losses import MarginMSELoss
+
+    return MarginMSELoss(None, similarity_fct=_given)  # type: ignore[arg-type]
+
+
+def sentence_transformers(
+    student_positive: Tensor,
+    student_negative: Tensor,
+    teacher_positive: Tensor,
+    teacher_negative: Tensor,
+) -> Tensor:
+    """MarginMSELoss, with the scores given in place of embeddings."""
+    embeddings = [student_positive, student_positive, student_negative]
+    margin = teacher_positive - teacher_negative
+    return _margin_mse().compute_loss_from_embeddings(embeddings, margin)
+
+
+BENCHMARK = Benchmark(
+    "margin_mse",
+    inputs,
+    ("student_positive", "student_negative"),
+    plain,
+    (*ours(sparse_losses.margin_mse_loss), peer("sentence-transformers", sentence_transformers)),
+    tiny=[{"B": 7}],
+    quick=[{"B": 1024}, {"B": 1_000_000}],
+    full=[{"B": 65_536}, {"B": 10_000_000}],
+    gpu=[{"B": 10_000_000, "dtype": "fp32"}],
+)

@@ -1,0 +1,90 @@
+"""N-pair: raw dot products against the batch."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+import sparse_losses
+from benchmarks.schema import (
+    BERT,
+    PRODUCT_WAYS,
+    Benchmark,
+    Inputs,
+    Maker,
+    Sizes,
+    is_dense,
+    ours,
+    peer,
+    product_flops,
+)
+
+__all__ = ["BENCHMARK", "plain"]
+
+
+def plain(anchor: Tensor, positive: Tensor) -> Tensor:
+    """``log(1 + sum(exp(a n - a p)))`` over the other rows' positives."""
+    return nnf.cross_entropy(
+        anchor @ positive.T, torch.arange(anchor.shape[0], device=anchor.device)
+    )
+
+
+def inputs(sizes: Sizes, make: Maker) -> Inputs:
+    """Pairs whose dot product is about four.
+
+    Much larger, and the softmax is one-hot and the plain value is lost to cancellation.
+    """
+    anchor, positive = make.pairs(sizes)
+    length = sizes["D"] if is_dense(sizes) else sizes["V"] * sizes["density"]
+    scale = (4 / length) ** 0.5
+    return {"anchor": anchor * scale, "positive": positive * scale}
+
+
+@functools.cache
+def _multiple_negatives() -> Any:
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.util import dot_score
+
+    return MultipleNegativesRankingLoss(None, scale=1.0, similarity_fct=dot_score)  # type: ignore[arg-type]
+
+
+def sentence_transformers(anchor: Tensor, positive: Tensor) -> Tensor:
+    """MultipleNegativesRankingLoss on dot products."""
+    return _multiple_negatives().compute_loss_from_embeddings([anchor, positive], None)
+
+
+@functools.cache
+def _liger() -> Any:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    return LigerFusedLinearCrossEntropyLoss()
+
+
+def liger(anchor: Tensor, positive: Tensor) -> Tensor:
+    """The fused linear cross-entropy."""
+    return _liger()(positive, anchor, torch.arange(len(anchor), device=anchor.device))
+
+
+BENCHMARK = Benchmark(
+    "n_pair",
+    inputs,
+    ("anchor", "positive"),
+    plain,
+    (
+        *ours(sparse_losses.n_pair_loss, PRODUCT_WAYS),
+        peer("sentence-transformers", sentence_transformers),
+        peer("liger-kernel", liger, is_dense),
+    ),
+    tiny=[{"B": 5, "D": 8}, {"B": 6, "V": 60, "density": 0.2}],
+    quick=[{"B": rows, "D": 768} for rows in (64, 1024)],
+    full=[
+        *[{"B": rows, "D": 768} for rows in (256, 4096)],
+        *[{"B": 256, "V": BERT, "density": share} for share in (0.05, 0.005)],
+    ],
+    gpu=[{"B": 8192, "D": 768, "dtype": "bf16"}],
+    num_flops=lambda sizes, made, backward: product_flops(
+        sizes, made["anchor"], made["positive"], backward
+    ),
+)

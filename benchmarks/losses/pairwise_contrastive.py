@@ -1,0 +1,58 @@
+"""Pairwise contrastive: distances of labelled pairs."""
+
+import functools
+from typing import Any
+
+import torch.nn.functional as nnf
+from torch import Tensor
+
+import sparse_losses
+from benchmarks.schema import BERT, Benchmark, Inputs, Maker, Sizes, ours, peer
+
+__all__ = ["BENCHMARK", "plain"]
+
+
+def plain(x1: Tensor, x2: Tensor, same: Tensor, *, margin: float = 1.0) -> Tensor:
+    """Squared distance of one class, squared hinge of two."""
+    distance = (x1 - x2).norm(dim=-1)
+    return (same * distance**2 + (1 - same) * nnf.relu(margin - distance) ** 2).mean()
+
+
+def inputs(sizes: Sizes, make: Maker) -> Inputs:
+    """Unit vectors, half of the pairs of one class."""
+    x1, x2 = (nnf.normalize(x, dim=-1) for x in make.pairs(sizes))
+    return {"x1": x1, "x2": x2, "same": make.integers(2, sizes["B"])}
+
+
+@functools.cache
+def _contrastive() -> Any:
+    from sentence_transformers.sentence_transformer.losses import ContrastiveLoss
+    from sentence_transformers.sentence_transformer.losses.contrastive import (
+        SiameseDistanceMetric,
+    )
+
+    return ContrastiveLoss(None, SiameseDistanceMetric.EUCLIDEAN, margin=1.0)  # type: ignore[arg-type]
+
+
+def sentence_transformers(x1: Tensor, x2: Tensor, same: Tensor) -> Tensor:
+    """ContrastiveLoss, which halves."""
+    return 2 * _contrastive().compute_loss_from_embeddings([x1, x2], same)
+
+
+BENCHMARK = Benchmark(
+    "pairwise_contrastive",
+    inputs,
+    ("x1", "x2"),
+    plain,
+    (
+        *ours(sparse_losses.pairwise_contrastive_loss),
+        peer("sentence-transformers", sentence_transformers),
+    ),
+    tiny=[{"B": 6, "D": 8}, {"B": 6, "V": 60, "density": 0.3}],
+    quick=[{"B": rows, "D": 768} for rows in (64, 4096)],
+    full=[
+        *[{"B": rows, "D": 768} for rows in (512, 32_768)],
+        *[{"B": rows, "V": BERT, "density": 0.05} for rows in (64, 512)],
+    ],
+    gpu=[{"B": 32_768, "D": 768, "dtype": "bf16"}],
+)

@@ -1,0 +1,146 @@
+"""The head: projection to the vocabulary and pooling."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+import sparse_losses
+from benchmarks.losses import splade_pool
+from benchmarks.schema import (
+    BERT,
+    XLM,
+    Aim,
+    Benchmark,
+    Inputs,
+    Maker,
+    Sizes,
+    Variant,
+    ours,
+    peer,
+)
+
+__all__ = ["BENCHMARK", "draw_hidden", "draw_weight", "plain", "pooled", "sparton"]
+
+
+def plain(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
+    """The projection to the vocabulary, then the pooling."""
+    return splade_pool.plain(hidden @ weight.T + bias, attention_mask)
+
+
+def draw_hidden(make: Maker, rows: int, length: int, width: int) -> Tensor:
+    """Gaussian and layer-normed."""
+    return nnf.layer_norm(make.normal(rows, length, width), (width,))
+
+
+def draw_weight(make: Maker, vocabulary: int, width: int) -> Tensor:
+    """As masked language models are initialised."""
+    return make.normal(vocabulary, width).mul_(0.02)
+
+
+def pooled(hidden: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+    """Pooled scores without a bias, text by text: only their distribution is wanted."""
+    rows = [(h[m > 0] @ weight.T).amax(0) for h, m in zip(hidden, mask, strict=True)]
+    return torch.stack(rows)
+
+
+def inputs(sizes: Sizes, make: Maker) -> Inputs:
+    """The bias is shifted until the wanted share of the vectors is active."""
+    rows, vocabulary, width = sizes["B"], sizes["V"], sizes["H"]
+    hidden = draw_hidden(make, rows, sizes["S"], width)
+    mask = make.mask(rows, sizes["S"], sizes.get("mask", 0.75))
+    weight = draw_weight(make, vocabulary, width)
+    noise = 0.02 * make.normal(vocabulary)
+    scores = pooled(hidden, weight, mask) + noise
+    return {
+        "hidden": hidden,
+        "weight": weight,
+        "bias": noise - splade_pool.quantile(scores, 1 - sizes["density"]),
+        "attention_mask": mask,
+        "upstream": make.uniform(rows, vocabulary),
+    }
+
+
+def _num_flops(sizes: Sizes, made: Inputs, backward: bool) -> float:
+    """Every attended score once; two products a feature for each active entry."""
+    tokens = float(made["attention_mask"].sum())
+    active = sizes["density"] * sizes["B"] * sizes["V"]
+    return 2 * sizes["H"] * (tokens * sizes["V"] + (2 * active if backward else 0))
+
+
+def sentence_transformers(
+    hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor
+) -> Tensor:
+    """A linear layer, then SpladePooling."""
+    return splade_pool.sentence_transformers(nnf.linear(hidden, weight, bias), attention_mask)
+
+
+@functools.cache
+def _sparton(vocabulary: int, width: int) -> Any:
+    from sparton import SpartonHead
+
+    with torch.device("meta"):
+        return SpartonHead(vocabulary, width, use_bias=True)
+
+
+def sparton(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
+    """SpartonHead over the given weights."""
+    parameters = {"weight": weight, "bias": bias}
+    return torch.func.functional_call(_sparton(*weight.shape), parameters, (hidden, attention_mask))
+
+
+def _size(rows: int, length: int, vocabulary: int, density: float, width: int = 768) -> Sizes:
+    return {"B": rows, "S": length, "V": vocabulary, "H": width, "density": density}
+
+
+def _gpu(rows: int, length: int, vocabulary: int, density: float, dtype: str) -> Sizes:
+    """Two thirds of the positions are tokens, as in the batches of a trained retriever."""
+    return {**_size(rows, length, vocabulary, density), "mask": 0.67, "dtype": dtype}
+
+
+_BY_DENSITY = {share: _size(8, 128, BERT, share) for share in (0.5, 0.05, 0.005)}
+_XLM, _LONG = _size(2, 64, XLM, 0.005), _size(16, 256, BERT, 0.005)
+
+BENCHMARK = Benchmark(
+    "splade_head",
+    inputs,
+    ("hidden", "weight", "bias"),
+    plain,
+    (
+        *ours(sparse_losses.splade_head),
+        Variant(
+            "ours, sparse_grad", functools.partial(sparse_losses.splade_head, sparse_grad=True)
+        ),
+        peer("sentence-transformers", sentence_transformers),
+        peer("sparton", sparton),
+    ),
+    tiny=[_size(3, 5, 40, 0.3, width=8)],
+    quick=[_size(1, 32, BERT, 0.05), _size(4, 64, BERT, 0.05)],
+    full=[*_BY_DENSITY.values(), _XLM, _LONG],
+    gpu=[
+        *[_gpu(32, 256, vocabulary, 0.01, "bf16") for vocabulary in (BERT, XLM)],
+        _gpu(32, 256, BERT, 1.0, "bf16"),
+        _gpu(8, 128, BERT, 0.01, "fp32"),
+        _gpu(2, 32, BERT, 0.01, "bf16"),
+    ],
+    aims=[
+        Aim("head", _BY_DENSITY[0.5], "speedup", 3.5),
+        Aim("head", _BY_DENSITY[0.05], "speedup", 7.0),
+        Aim("head", _BY_DENSITY[0.005], "speedup", 8.5),
+        Aim("head, large vocabulary", _XLM, "speedup", 4.5),
+        Aim("the same, sparse_grad", _XLM, "speedup", 7.0, variant="ours, sparse_grad"),
+        *[
+            Aim("head, ahead of torch.compile", sizes, "against", 1.0, other="torch.compile")
+            for sizes in (*_BY_DENSITY.values(), _XLM, _LONG)
+        ],
+        Aim("head, peak extra memory", _LONG, "MiB", 100),
+        Aim("the same, sparse_grad", _LONG, "MiB", 61, variant="ours, sparse_grad"),
+    ],
+    num_flops=_num_flops,
+    plain_bytes=lambda sizes: 4.0 * (5 * sizes["B"] * sizes["S"] + 2 * sizes["H"]) * sizes["V"],
+    # Two positions whose scores differ by less than fp32 can tell swap the arg-max here and there;
+    # the fp64 check of a small copy has no such ties.
+    tolerance=2e-2,
+)

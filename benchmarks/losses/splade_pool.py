@@ -1,0 +1,67 @@
+"""Pooling of given logits to sparse vectors."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sparse_losses
+from benchmarks.schema import BERT, XLM, Aim, Benchmark, Inputs, Maker, Sizes, ours, peer
+
+__all__ = ["BENCHMARK", "plain", "quantile", "sentence_transformers"]
+
+
+def plain(logits: Tensor, attention_mask: Tensor) -> Tensor:
+    """The SPLADE v2 maximum of ``log(1 + relu(logits))``, masked by a product."""
+    activated = torch.log1p(torch.relu(logits)) * attention_mask[:, :, None].to(logits.dtype)
+    return activated.max(1).values
+
+
+def inputs(sizes: Sizes, make: Maker) -> Inputs:
+    """Logits, shifted until the wanted share of the pooled ones is positive."""
+    rows, length, vocabulary = sizes["B"], sizes["S"], sizes["V"]
+    mask = make.mask(rows, length)
+    logits = make.normal(rows, length, vocabulary)
+    pooled = torch.where(mask[:, :, None] > 0, logits, -torch.inf).amax(1)
+    logits -= quantile(pooled, 1 - sizes["density"])
+    return {"logits": logits, "attention_mask": mask, "upstream": make.uniform(rows, vocabulary)}
+
+
+def quantile(x: Tensor, q: float) -> Tensor:
+    """Of a sample: ``torch.quantile`` refuses large tensors, and three digits are enough."""
+    flat = x.reshape(-1)
+    return flat[:: max(1, flat.numel() // 1_000_000)].quantile(q)
+
+
+@functools.cache
+def _pooling() -> Any:
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    return SpladePooling("max").train()
+
+
+def sentence_transformers(logits: Tensor, attention_mask: Tensor) -> Tensor:
+    """SpladePooling, in training mode."""
+    features = {"token_embeddings": logits, "attention_mask": attention_mask}
+    return _pooling()(features)["sentence_embedding"]
+
+
+def _size(rows: int, length: int, vocabulary: int, density: float, **more: str) -> Sizes:
+    return {"B": rows, "S": length, "V": vocabulary, "density": density, **more}
+
+
+_AIMED = [_size(8, 128, BERT, share) for share in (0.5, 0.05, 0.005)]
+
+BENCHMARK = Benchmark(
+    "splade_pool",
+    inputs,
+    ("logits",),
+    plain,
+    (*ours(sparse_losses.splade_pool), peer("sentence-transformers", sentence_transformers)),
+    tiny=[_size(3, 5, 20, 0.3)],
+    quick=[_size(rows, 64, BERT, 0.05) for rows in (1, 4)],
+    full=[*_AIMED, _size(16, 256, BERT, 0.05), _size(2, 64, XLM, 0.005)],
+    gpu=[_size(32, 256, BERT, 0.01, dtype="bf16")],
+    aims=[Aim("pooling of given logits", sizes, "speedup", 5.0) for sizes in _AIMED],
+)

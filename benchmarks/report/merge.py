@@ -1,0 +1,101 @@
+"""Several runs as one: of every row the median, the lowest and the highest."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.run.table import Row
+
+__all__ = ["Key", "Merged", "Spread", "markdown", "merge"]
+
+Key = tuple[str, str, str, str, str]  # loss, case, pass, variant, allocator
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of the runs and their range."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread":
+        """NaN where no run has a figure."""
+        known = [value for value in values if not math.isnan(value)]
+        if not known:
+            return cls(math.nan, math.nan, math.nan)
+        return cls(statistics.median(known), min(known), max(known))
+
+    def __str__(self) -> str:
+        """Three digits are more than a machine repeats."""
+        if math.isnan(self.median):
+            return "-"
+        if self.low == self.high:
+            return f"{self.median:.3g}"
+        return f"{self.median:.3g} ({self.low:.3g}-{self.high:.3g})"
+
+
+@dataclass(frozen=True)
+class Merged:
+    """One variant of one case over all runs."""
+
+    key: Key
+    elements: int
+    kind: str
+    runs: int
+    seconds: Spread
+    speedup: Spread
+    peak_bytes: float
+    peak_bytes_without_gradients: float
+    memory_ratio: float  # of eager's peak
+    share_of_ceiling: Spread
+    status: str
+
+
+def merge(tables: Sequence[Sequence[Row]]) -> list[Merged]:
+    """Rows of the same key, one a run, in the order of the first table that has them."""
+    found: dict[Key, list[Row]] = defaultdict(list)
+    for rows in tables:
+        for row in rows:
+            found[_key(row)].append(row)
+    eager = {key: _number(rows[0], "peak_bytes") for key, rows in found.items()}
+    merged = []
+    for key, rows in found.items():
+        good = [row for row in rows if row["status"].startswith("ok")]
+        loss, case, pass_, _, allocator = key
+        base = eager.get((loss, case, pass_, "eager", allocator), math.nan)
+        peak = Spread.of(_number(row, "peak_bytes") for row in good).high
+        own = Spread.of(_number(row, "peak_bytes_without_gradients") for row in good).high
+        merged.append(
+            Merged(
+                key,
+                int(rows[0]["elements"]),
+                rows[0]["kind"],
+                len(good),
+                Spread.of(_number(row, "seconds") for row in good),
+                Spread.of(_number(row, "speedup") for row in good),
+                peak,
+                own,
+                peak / base if base else math.nan,
+                Spread.of(_number(row, "share_of_ceiling") for row in good),
+                next((r["status"] for r in rows if not r["status"].startswith("ok")), "ok"),
+            )
+        )
+    return merged
+
+
+def _key(row: Row) -> Key:
+    return row["loss"], row["case"], row["pass"], row["variant"], row["allocator"]
+
+
+def _number(row: Row, name: str) -> float:
+    return float(row[name]) if row[name] else math.nan
+
+
+def markdown(heading: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    rows = [heading, ["---"] * len(heading), *lines]
+    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)

@@ -1,0 +1,98 @@
+"""``python -m benchmarks.report.pages``: writes the tables of docs/benchmarks.md anew.
+
+They are made of the files in ``benchmarks/results``; a test holds page and files together.
+"""
+
+import re
+import sys
+
+from benchmarks.report.aims import MIB, judge
+from benchmarks.report.merge import markdown, merge
+from benchmarks.run.measure import TRAINING
+from benchmarks.run.table import RESULTS, ROOT, Row, read
+
+__all__ = ["PAGE", "aims", "main", "objective", "peers"]
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+PEERS = (
+    "eager",
+    "torch.compile",
+    "ours, compiled",
+    "sentence-transformers",
+    "pytorch-metric-learning",
+    "info-nce-pytorch",
+)
+
+
+def aims() -> str:
+    """Every aim under both settings of the allocator, of the runs in ``aims*-run-*.csv``."""
+    runs = sorted(RESULTS.glob("aims*-run-*.csv"))
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    for verdict in judge(merge([read(path) for path in runs])):
+        said = verdict.measured + (" **missed**" if verdict.verdict == "missed" else "")
+        line = verdict.aim, verdict.case, verdict.wanted
+        cells.setdefault(line, {})[verdict.allocator] = said
+    lines = [
+        (*line, found.get("default", "-"), found.get("warm", "-")) for line, found in cells.items()
+    ]
+    return markdown(("aim", "case", "wanted", "allocator as it comes", "warm"), lines)
+
+
+def peers() -> str:
+    """Time and memory of everyone else over ours, of ``cpu-quick.csv``."""
+    rows = {
+        (row["loss"], row["case"], row["variant"]): row
+        for row in read(RESULTS / "cpu-quick.csv")
+        if row["pass"] == TRAINING
+    }
+    lines = []
+    for loss, case in dict.fromkeys(key[:2] for key in rows):
+        ours = rows[loss, case, "ours"]
+        cells = [_over(rows.get((loss, case, name)), ours) for name in PEERS]
+        lines.append((loss, case, *cells))
+    return markdown(("loss", "case", *PEERS), lines)
+
+
+def _over(row: Row | None, ours: Row) -> str:
+    if row is None or not row["status"].startswith("ok"):
+        return ""
+    return ", ".join(f"{float(row[x]) / float(ours[x]):.2f}" for x in ("seconds", "peak_bytes"))
+
+
+def objective() -> str:
+    """Times of all losses of V26 together, of ``objective.csv``."""
+    rows = read(RESULTS / "objective.csv")
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        own = {row["variant"]: row for row in rows if row["case"] == case}
+        sizes = dict(re.findall(r"(\w)=(\d+)", case))
+        times = [
+            _time(float(own[name]["seconds"])) for name in ("eager", "ours, one by one", "ours")
+        ]
+        kept = [float(own[name]["peak_bytes_without_gradients"]) for name in ("eager", "ours")]
+        memory = ", ".join(f"{num_bytes / MIB:.3g}" for num_bytes in kept) + " MiB"
+        vectors = f"`[{sizes['B']}, {sizes['V']}]`, {case.split()[-1]}"
+        lines.append((vectors, *times, memory))
+    heading = ("activations", "eager", "one by one", "`SpladeObjective`")
+    return markdown((*heading, "memory without gradients, eager and ours"), lines)
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def main() -> int:
+    """Replaces every table by the one under the same heading."""
+    page = PAGE.read_text(encoding="utf-8")
+    for table in (aims(), peers(), objective()):
+        heading = table.partition("\n")[0]
+        old = re.compile(rf"^{re.escape(heading)}\n(?:\|.*\n)+", re.MULTILINE)
+        if not old.search(page):
+            raise SystemExit(f"{PAGE} has no table under {heading}")
+        page = old.sub(lambda _, table=table: f"{table}\n", page)
+    PAGE.write_text(page, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,308 @@
+"""One case: check every variant against the plain formula, then memory, then interleaved times."""
+
+import gc
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from benchmarks.run import graphs, memory, timing
+from benchmarks.run.available import variants as available_variants
+from benchmarks.run.ceilings import Ceilings
+from benchmarks.run.check import (
+    Found,
+    Mismatch,
+    Ready,
+    Reference,
+    check,
+    check_rounded,
+    compare,
+    for_variant,
+    ready,
+    rounded_reference,
+)
+from benchmarks.schema import DTYPES, Benchmark, Case, Inputs, Maker, Variant
+
+__all__ = ["FORWARD", "TRAINING", "Broken", "Limits", "Result", "guarded", "is_broken", "measure"]
+
+FORWARD, TRAINING = "forward", "forward+backward"
+SLOW = 20.0  # seconds a call from which one round has to do
+
+# The small copies that were checked, once a process; benchmarks, so that none has another's id.
+_PASSED: dict[tuple[int, str, str, str], Benchmark] = {}
+
+
+class Broken(RuntimeError):
+    """A variant left the GPU in a state in which this process cannot go on."""
+
+    def __init__(self, variant: str, status: str) -> None:
+        super().__init__(status)
+        self.variant, self.status = variant, status
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a case may take."""
+
+    budget: float  # seconds for the rounds of one pass of one case
+    min_rounds: int = 3
+    max_rounds: int = 20
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row: one variant of one case in one pass."""
+
+    loss: str
+    case: str
+    group: str
+    elements: int
+    pass_: str
+    variant: str
+    kind: str
+    status: str
+    rounds: int = 0
+    seconds: float = math.nan
+    seconds_q1: float = math.nan
+    seconds_q3: float = math.nan
+    speedup: float = math.nan  # eager's time over this one's, round by round
+    speedup_q1: float = math.nan
+    speedup_q3: float = math.nan
+    peak_bytes: float = math.nan
+    peak_bytes_without_gradients: float = math.nan
+    floor_bytes: float = math.nan
+    floor_flops: float = math.nan
+    share_of_ceiling: float = math.nan
+    dtype: str = "fp32"
+    graph_status: str = ""
+    graph_seconds: float = math.nan  # replayed from a CUDA graph: without launches
+    graph_seconds_q1: float = math.nan
+    graph_seconds_q3: float = math.nan
+
+    def row(self) -> dict[str, Any]:
+        """For the CSV: numbers with six digits, nothing where nothing was measured."""
+        return {
+            name: ("" if math.isnan(value) else f"{value:.6g}")
+            if isinstance(value, float)
+            else value
+            for name, value in asdict(self).items()
+        }
+
+
+def measure(
+    case: Case,
+    device: torch.device,
+    ceilings: Ceilings,
+    limits: Limits,
+    *,
+    compiled: bool = True,
+    passes: Sequence[str] = (FORWARD, TRAINING),
+    without: Collection[str] = (),
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Result]:
+    """All rows of a case.
+
+    A variant that differs from the plain formula gets a row that says so and is not timed; so does
+    one that fails or needs more memory than there is.
+
+    Raises:
+        Broken: if a variant broke the process; ``without`` it, a new one can go on.
+    """
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()  # the last case's blocks, which would be in the way of this one's
+    # Without a reset, the ninth size of a formula falls back to eager.
+    torch._dynamo.reset()
+    found = available_variants(case, device.type, compiled=compiled)
+    variants = [variant for variant in found if variant.name not in without]
+    status = {variant.name: "ok" for variant in variants}
+    _check_small_copies(case, variants, device, status)
+
+    # On a GPU inputs are rotated, so that no repetition finds its own in the cache.
+    copies = 3 if device.type == "cuda" and case.elements < 2**26 else 1
+    inputs = [case.inputs(Maker(device, seed=seed)) for seed in range(copies)]
+    warm = _WarmUp(case, inputs, device, passes)
+    needed, there = case.plain_bytes(), memory.available_bytes(device)
+    for variant in variants:
+        if variant.needs_plain_memory and needed > 0.9 * there:
+            status[variant.name] = f"skipped: needs about {needed / 2**30:.0f} GiB"
+    if case.dtype.itemsize == 2:
+        say("fp64")
+        in_double = needed * 8 / case.dtype.itemsize
+        fits = in_double < 0.5 * there
+        warm.exact = next(v for v in variants if fits or not v.needs_plain_memory)
+    for variant in variants:
+        if status[variant.name] == "ok":
+            say(variant.name)
+            guarded(status, variant, warm.up, variant)
+    warm.wanted = None
+    results = []
+    for pass_ in passes:
+        say(pass_)
+        results += _one_pass(case, pass_, variants, status, warm, ceilings, limits)
+    return results
+
+
+def _check_small_copies(
+    case: Case, variants: Sequence[Variant], device: torch.device, status: dict[str, str]
+) -> None:
+    """In fp64, and in the dtype of the case where that is half of fp32; once a process."""
+    for tiny in case.benchmark.tiny:
+        small = replace(case, sizes={**tiny, "dtype": case.sizes.get("dtype", "fp32")})
+        plain, *others = available_variants(small, device.type)
+        for variant in others:
+            key = id(case.benchmark), small.name, variant.name, device.type
+            if variant.name not in status or key in _PASSED:
+                continue
+            if not variant.is_triton:
+                maker = Maker(device, torch.float64)
+                guarded(status, variant, check, small, [plain, variant], maker)
+            if case.dtype.itemsize == 2 or variant.is_triton:
+                guarded(status, variant, check_rounded, small, [plain, variant], Maker(device))
+            if status[variant.name] == "ok":
+                _PASSED[key] = case.benchmark
+
+
+class _WarmUp:
+    """The first call of every variant: compiles, fills caches, is compared, and gives its size."""
+
+    def __init__(
+        self, case: Case, inputs: list[Inputs], device: torch.device, passes: Sequence[str]
+    ) -> None:
+        self.case, self.inputs, self.device = case, inputs, device
+        self.ready: dict[str, Ready] = {}
+        self.first: dict[str, dict[str, float]] = {pass_: {} for pass_ in passes}
+        self.wanted: Reference | None = None
+        self.exact: Variant | None = None  # what gives the reference in fp64
+
+    def up(self, variant: Variant) -> None:
+        """Calls it once for its result and, if that was right, once more in either pass."""
+        prepared = ready(self.case, variant, self.inputs)
+        start = time.perf_counter()
+        found = prepared.both()
+        took = time.perf_counter() - start
+        if self.wanted is not None:
+            wanted = for_variant(variant, self.wanted)
+            compare(self.case, variant, self.inputs[0], found, wanted)
+        else:  # the plain formula, or the first that fits
+            self.wanted = self._reference(variant, found)
+        del found
+        for pass_ in self.first:
+            run = prepared.train if pass_ == TRAINING else prepared.forward
+            # What takes this long is warm already, but for a compiler, which has not seen both.
+            self.first[pass_][variant.name] = took
+            compiles = variant.compiled and pass_ == FORWARD
+            for _ in range(2 if took < 0.25 else int(compiles)):
+                self.first[pass_][variant.name] = self._seconds(run)
+            if variant.compiled and took >= 0.25:  # most of it was compilation
+                self.first[pass_][variant.name] = self._seconds(run)
+        self.ready[variant.name] = prepared
+
+    def _reference(self, variant: Variant, found: Found) -> Reference:
+        tolerance = self.case.benchmark.tolerance
+        if self.exact is not None:
+            wanted = rounded_reference(self.case, self.exact, self.inputs[0], variant, found)
+            # Scores that the dtype cannot tell apart swap the arg-max here and there.
+            return replace(wanted, tolerance=max(tolerance, wanted.tolerance))
+        return Reference(found, tolerance)
+
+    def _seconds(self, run: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - start
+
+
+def _one_pass(
+    case: Case,
+    pass_: str,
+    variants: Sequence[Variant],
+    status: dict[str, str],
+    warm: _WarmUp,
+    ceilings: Ceilings,
+    limits: Limits,
+) -> list[Result]:
+    """Memory, then times, of all variants that got this far."""
+    is_training = pass_ == TRAINING
+    measured = {v.name: warm.ready[v.name] for v in variants if status[v.name] == "ok"}
+    runs = {name: each.train if is_training else each.forward for name, each in measured.items()}
+    first = {name: warm.first[pass_][name] for name in runs}
+    # The value of a forward pass is no gradient: nothing is taken out of the peak.
+    peaks = {
+        name: memory.peak_bytes(
+            lambda run=run: run(0) if is_training else _forget(run(0)), warm.device
+        )
+        for name, run in runs.items()
+    }
+    is_slow = max(first.values(), default=0.0) > SLOW
+    samples = timing.interleave(
+        runs,
+        warm.device,
+        budget=limits.budget,
+        first=first,
+        min_rounds=1 if is_slow else limits.min_rounds,
+        max_rounds=limits.max_rounds,
+    )
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == case.dtype)
+    results = []
+    for variant in variants:
+        name = variant.name
+        about = (case.loss, case.name, case.group, case.elements, pass_, name, variant.kind)
+        row = Result(*about, status[name], dtype=dtype)
+        if name in runs:
+            times = samples.times(name)
+            num_bytes, num_flops = case.floor(measured[name].inputs[0], backward=is_training)
+            floor = ceilings.seconds(num_bytes, num_flops, is_half=case.dtype.itemsize == 2)
+            row = replace(
+                row,
+                rounds=len(samples.seconds[name]),
+                **times.columns("seconds"),
+                **(samples.ratios(name, "eager").columns("speedup") if "eager" in runs else {}),
+                peak_bytes=float(peaks[name][0]),
+                peak_bytes_without_gradients=float(peaks[name][1]),
+                floor_bytes=num_bytes,
+                floor_flops=num_flops,
+                share_of_ceiling=floor / times.median,
+            )
+            if case.suite == "gpu":
+                said, replays = graphs.replayed(runs[name], warm.device, needs=row.peak_bytes)
+                more = replays.columns("graph_seconds") if replays else {}
+                row = replace(row, graph_status=said, **more)
+        results.append(row)
+    return results
+
+
+def _forget(_: object) -> tuple[()]:
+    return ()
+
+
+def guarded(
+    status: dict[str, str], variant: Variant, run: Callable[..., object], *args: Any
+) -> None:
+    """Notes what went wrong instead of ending the suite; the command fails at its end."""
+    try:
+        run(*args)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # what a kernel did wrong shows here, if not before
+    except Mismatch as error:
+        status[variant.name] = f"MISMATCH: {error}"
+    except Exception as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        status[variant.name] = f"failed: {type(error).__name__}: {line[:150]}"
+        if is_broken():
+            raise Broken(variant.name, status[variant.name]) from error
+
+
+def is_broken() -> bool:
+    """Whether the GPU answers no more, as after an access beyond its memory."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return True
+    return False

@@ -1,0 +1,185 @@
+"""``python -m benchmarks.studies.ranks``: InfoNCE over the rows of several gloo ranks.
+
+Every rank is a process of this machine. Memory is the largest of all ranks', without the buffers
+of gloo and the gradients themselves; a time is that of the rank that is ready last.
+"""
+
+import argparse
+import csv
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from benchmarks.report.merge import markdown
+from benchmarks.run.memory import peak_bytes
+from benchmarks.run.table import RESULTS, circumstances
+from benchmarks.run.timing import Samples
+from sparse_losses.distributed import agree_across_ranks, gather_rows, sum_over_ranks
+from sparse_losses.functional import info_nce_loss
+
+__all__ = ["SIZES", "VARIANTS", "main", "report"]
+
+SIZES = ((256, 256), (1024, 256), (64, 30_522))  # rows a rank, columns
+DENSITY = {30_522: 0.01}  # else dense
+CPU = torch.device("cpu")
+
+
+def eager(anchor: Tensor, positive: Tensor, temperature: float = 0.07) -> Tensor:
+    """The plain formula on gathered positives, and the mean of the ranks' means."""
+    anchor, positive = (torch.nn.functional.normalize(x, dim=1) for x in (anchor, positive))
+    scores = anchor @ gather_rows(positive).T / temperature
+    own = dist.get_rank() * len(anchor) + torch.arange(len(anchor))
+    return sum_over_ranks(torch.nn.functional.cross_entropy(scores, own)) / dist.get_world_size()
+
+
+VARIANTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "eager": eager,
+    "gather=True": lambda a, p: info_nce_loss(a, p, gather=True),
+    'impl="blocks"': lambda a, p: info_nce_loss(a, p, gather=True, impl="blocks"),
+    'impl="ring"': lambda a, p: info_nce_loss(a, p, gather=True, impl="ring"),
+}
+
+
+def work(rank: int, world: int, folder: str, rounds: int, sizes: Sequence[tuple[int, int]]) -> None:
+    """One rank: every size, every variant."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(minutes=5),
+    )
+    rows = [row for size in sizes for row in measure(*size, rounds)]
+    x = torch.zeros(8, 8)
+    check = [
+        _seconds(lambda: agree_across_ranks("info_nce_loss", True, x, B=8)) for _ in range(201)
+    ]
+    about = {"ranks": world, "rows": 8, "columns": 8, "variant": "size check"}
+    rows.append(about | _times(Samples({"eager": check, "size check": check}), "size check"))
+    if rank == 0:
+        torch.save(rows, Path(folder, "rows.pt"))
+    dist.destroy_process_group()
+
+
+def measure(batch: int, columns: int, rounds: int) -> list[dict[str, object]]:
+    """All variants of one size, on every rank at once."""
+    torch.manual_seed(dist.get_rank())
+    inputs = torch.randn(2, batch, columns)
+    if columns in DENSITY:
+        inputs = inputs.abs() * (torch.rand_like(inputs) < DENSITY[columns])
+    anchor, positive = (x.requires_grad_() for x in inputs.unbind())
+    runs = {
+        name: lambda call=call: torch.autograd.grad(call(anchor, positive), (anchor, positive))
+        for name, call in VARIANTS.items()
+    }
+    wanted = runs["eager"]()
+    peaks = {}
+    for name, run in runs.items():
+        for found, expected in zip(run(), wanted, strict=True):
+            # A zero of a sparse row has a gradient as any other entry, but for sparse products.
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+        peaks[name] = torch.tensor(peak_bytes(run, CPU), dtype=torch.float64)
+        dist.all_reduce(peaks[name], dist.ReduceOp.MAX)
+    names = list(runs)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            seconds[name].append(_seconds(runs[name]))
+    samples = Samples(seconds)
+    return [
+        {
+            "ranks": dist.get_world_size(),
+            "rows": batch,
+            "columns": columns,
+            "variant": name,
+            **_times(samples, name),
+            "peak_bytes": int(peaks[name][0]),
+            "peak_bytes_without_gradients": int(peaks[name][1]),
+        }
+        for name in names
+    ]
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Of the rank that is ready last; all begin together."""
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return took.item()
+
+
+def _times(samples: Samples, name: str) -> dict[str, object]:
+    times, ratio = samples.times(name), samples.ratios(name, "eager")
+    found = times.columns("seconds") | ratio.columns("speedup")
+    rounds = {"rounds": len(samples.seconds[name])}
+    return rounds | {key: float(f"{value:.6g}") for key, value in found.items()}
+
+
+def report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown table; of the rows as measured or as read from the CSV."""
+    lines = []
+    for row in rows:
+        peak = row.get("peak_bytes_without_gradients")
+        lines.append(
+            (
+                row["ranks"],
+                f"{row['rows']} x {row['columns']}",
+                f"`{row['variant']}`",
+                f"{1e3 * float(row['seconds']):.3g} ms",
+                f"{float(row['speedup_q1']):.2f}-{float(row['speedup_q3']):.2f}" if peak else "",
+                f"{int(peak) / 2**20:.1f} MiB" if peak else "",
+            )
+        )
+    heading = ("ranks", "rows of each", "variant", "time", "x eager, quartiles", "extra memory")
+    return markdown(heading, lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    options = argparse.ArgumentParser(
+        prog="python -m benchmarks.studies.ranks", description=__doc__
+    )
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    options.add_argument("--tiny", action="store_true", help="one small size, to try it")
+    options.add_argument("--output", type=Path, default=RESULTS / "ranks.csv")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and writes the CSV."""
+    args = parser().parse_args(arguments)
+    start = time.perf_counter()
+    torch.set_num_threads(1)
+    sizes = ((4, 8),) if args.tiny else SIZES
+    rows = []
+    for world in args.ranks:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(work, (world, folder, args.rounds, sizes), nprocs=world)
+            rows += torch.load(Path(folder, "rows.pt"))
+    common = circumstances(CPU, "ranks", "default", None)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    with args.output.open("w", newline="", encoding="utf-8") as lines:
+        writer = csv.DictWriter(lines, [*rows[0], *common], restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row | common for row in rows)
+    print(report(rows))
+    print(f"{args.output}: {time.perf_counter() - start:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

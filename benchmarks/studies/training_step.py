@@ -1,0 +1,392 @@
+"""``python -m benchmarks.studies.training_step``: a step of training, by what computes the head.
+
+A masked language model of XLM-RoBERTa's shape with random weights, bf16 autocast, AdamW; pairs of
+texts, dot-product InfoNCE and FLOPS on both sides. First the time of a step, all heads interleaved;
+then the largest batch that fits, for each. No dropout, so that gradients can be compared, and a
+learning rate of 0, so that the share of active entries stays.
+"""
+
+import argparse
+import gc
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+import sparse_losses
+from benchmarks.losses import flops, info_nce, splade_head
+from benchmarks.report.merge import markdown
+from benchmarks.run import timing
+from benchmarks.run.available import runs_triton, why_missing
+from benchmarks.run.measure import Result
+from benchmarks.run.table import RESULTS, Table, circumstances
+
+__all__ = ["Shape", "Step", "heads", "largest", "main"]
+
+FLOPS_WEIGHT = 1e-3
+Head = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of model and batch."""
+
+    vocabulary: int = 250_002
+    width: int = 768
+    layers: int = 12
+    attention_heads: int = 12
+    length: int = 256
+    active: float = 0.01  # share of the entries of the vectors
+    pairs: tuple[int, ...] = (8, 32)  # batches whose step is timed
+    most_pairs: int = 4096  # where the search for the largest ends
+
+
+TINY = Shape(200, 32, 2, 2, 16, 0.1, (2,), 4)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One head at one size of the batch."""
+
+    loss: str  # with `case` and `variant` the key of a row, as in the suite
+    case: str
+    variant: str
+    status: str
+    pairs: int = 0
+    rounds: int = 0
+    seconds: float = float("nan")
+    seconds_q1: float = float("nan")
+    seconds_q3: float = float("nan")
+    tokens_per_second: float = float("nan")
+    peak_bytes: float = float("nan")
+    value: float = float("nan")
+    gradient_difference: float = float("nan")  # of the embeddings, from eager's, over its norm
+
+    row = Result.row
+
+
+def heads(device: torch.device, *, tiny: bool) -> dict[str, Head]:
+    """What makes vectors of hidden states: the plain formula, ours by default and by its kernel."""
+    found: dict[str, Head] = {"eager": splade_head.plain, "ours": sparse_losses.splade_head}
+    if runs_triton(device.type, "tiny" if tiny else ""):
+        found["ours, triton"] = partial(sparse_losses.splade_head, impl="triton")
+    if why_missing("sparton", device.type) is None:
+        found["sparton"] = splade_head.sparton
+    return found
+
+
+class Step:
+    """A model, its optimizer, and one batch after the other."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        from transformers import XLMRobertaConfig, XLMRobertaForMaskedLM
+
+        torch.manual_seed(0)
+        config = XLMRobertaConfig(
+            vocab_size=shape.vocabulary,
+            hidden_size=shape.width,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.attention_heads,
+            intermediate_size=4 * shape.width,
+            max_position_embeddings=shape.length + 2,
+            type_vocab_size=1,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        self.shape, self.device = shape, device
+        with device:
+            self.model: Any = XLMRobertaForMaskedLM(config)
+        self.model.train()
+        head = sparse_losses.SpladeHead.from_masked_lm(self.model)
+        assert head.transform is not None
+        assert head.bias is not None
+        self.transform, self.weight, self.bias = head.transform, head.weight, head.bias
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=0.0, weight_decay=0.0, fused=device.type == "cuda"
+        )
+        self._texts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._silence()
+
+    def _silence(self) -> None:
+        """Shifts the bias until the wanted share of the entries is active."""
+        with torch.no_grad():
+            vectors = self.vectors(splade_head.plain, *self.texts(2, seed=1), signed=True)
+            sample = vectors.flatten()[:: max(1, vectors.numel() // 1_000_000)]
+            self.bias -= sample.float().quantile(1 - self.shape.active)
+
+    def texts(self, rows: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Random tokens, on two thirds of the positions on average; drawn once."""
+        if (rows, seed) in self._texts:
+            return self._texts[rows, seed]
+        generator = torch.Generator().manual_seed(seed)
+        size = (rows, self.shape.length)
+        ids = torch.randint(5, self.shape.vocabulary, size, generator=generator)
+        share = 0.34 + 0.66 * torch.rand(rows, 1, generator=generator)
+        mask = torch.arange(self.shape.length) < (self.shape.length * share).clamp(min=1)
+        self._texts[rows, seed] = ids.to(self.device), mask.long().to(self.device)
+        return self._texts[rows, seed]
+
+    def vectors(self, head: Head, ids: Tensor, mask: Tensor, *, signed: bool = False) -> Tensor:
+        """``[B, V]``, with the projection in bf16, as autocast has it for a linear layer."""
+        with torch.autocast(self.device.type, torch.bfloat16):
+            hidden = self.model.base_model(ids, attention_mask=mask).last_hidden_state
+            hidden = self.transform(hidden)
+            half = [x.bfloat16() for x in (hidden, self.weight, self.bias)]
+            if signed:
+                scores = half[0] @ half[1].T + half[2]
+                return scores.masked_fill(mask[:, :, None] == 0, -torch.inf).amax(1)
+            return head(*half, mask)
+
+    def loss(self, name: str, head: Head, pairs: int, seed: int = 0) -> Tensor:
+        """Of one batch; with another head the eager formulas, without what is ours."""
+        query = self.vectors(head, *self.texts(pairs, 2 * seed))
+        document = self.vectors(head, *self.texts(pairs, 2 * seed + 1))
+        if not name.startswith("ours"):
+            with torch.autocast(self.device.type, torch.bfloat16):
+                contrast = info_nce.plain(query, document, temperature=1.0, similarity="dot")
+                return contrast + FLOPS_WEIGHT * (flops.plain(query) + flops.plain(document))
+        objective = sparse_losses.SpladeObjective(
+            {"info_nce": 1.0, "query_flops": FLOPS_WEIGHT, "document_flops": FLOPS_WEIGHT},
+            info_nce=sparse_losses.InfoNCELoss(temperature=1.0, similarity="dot"),
+        )
+        texts = sparse_losses.Texts(query), sparse_losses.Texts(document)
+        total: Tensor = objective(sparse_losses.SpladeBatch(*texts)).total
+        return total
+
+    def run(self, name: str, head: Head, pairs: int) -> Callable[[int], Tensor]:
+        """A step, to be called with its number."""
+
+        def step(number: int) -> Tensor:
+            self.optimizer.zero_grad(set_to_none=True)
+            value = self.loss(name, head, pairs, number % 3)
+            value.backward()
+            self.optimizer.step()
+            return value.detach()
+
+        return step
+
+    def gradient(self, name: str, head: Head, pairs: int) -> tuple[float, Tensor]:
+        """The value, and the gradient of the matrix that embeds and projects."""
+        value = self.run(name, head, pairs)(0)
+        gradient = self.model.get_input_embeddings().weight.grad.detach().clone()
+        self.optimizer.zero_grad(set_to_none=True)
+        return value.item(), gradient
+
+    def peak(self, step: Callable[[int], Tensor]) -> float:
+        """Bytes that a step takes beyond weights and moments, gradients included."""
+        if self.device.type != "cuda":
+            return float("nan")
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        step(0)
+        torch.cuda.synchronize(self.device)
+        return float(torch.cuda.max_memory_allocated(self.device) - before)
+
+    def fits(self, name: str, head: Head, pairs: int) -> bool:
+        """Whether two steps do: the second finds what the first left behind."""
+        try:
+            for number in range(2):
+                self.run(name, head, pairs)(number).item()
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            self.forget()
+        return True
+
+    def forget(self) -> None:
+        """Gives everything back but weights and moments."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._texts.clear()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def largest(fits: Callable[[int], bool], first: int, most: int) -> int:
+    """The largest number that fits, to an eighth: doubled until one does not, then halved in."""
+    good, bad = 0, most + 1
+    size = min(first, most)
+    while size > good:
+        if fits(size):
+            good = size
+            size = min(2 * size, most) if bad > most else (good + bad) // 2
+        else:
+            bad = size
+            size = (good + bad) // 2
+        if good and bad <= most and bad - good <= max(1, good // 8):
+            break
+    return good
+
+
+ALLOWED_VALUE, ALLOWED_GRADIENT = 2e-2, 0.3  # bf16's scores swap arg-maxima
+
+
+def _compare(step: Step, found: Mapping[str, Head], pairs: int) -> dict[str, dict[str, Any]]:
+    """Value and gradient of every head beside eager's; a status where they are something else."""
+    about: dict[str, dict[str, Any]] = {}
+    wanted = step.gradient("eager", found["eager"], pairs)
+    for name, head in found.items():
+        about[name] = {"status": "ok"}
+        try:
+            value, gradient = step.gradient(name, head, pairs)
+        except Exception as error:
+            line = (str(error).splitlines() or [""])[0][:150]
+            about[name]["status"] = f"failed: {type(error).__name__}: {line}"
+            step.forget()
+            continue
+        difference = ((gradient - wanted[1]).norm() / wanted[1].norm()).item()
+        about[name] |= {"value": value, "gradient_difference": difference}
+        off = abs(value - wanted[0]) / abs(wanted[0])
+        if not (off <= ALLOWED_VALUE and difference <= ALLOWED_GRADIENT):
+            about[name]["status"] = f"MISMATCH: value off by {off:.1e}, gradient {difference:.1e}"
+    return about
+
+
+def _times(
+    step: Step,
+    found: Mapping[str, Head],
+    case: str,
+    pairs: int,
+    about: Mapping[str, Mapping[str, Any]],
+    *,
+    budget: float,
+) -> list[Row]:
+    """A row a head: the time of its step, interleaved with the others'."""
+    rows: dict[str, Row] = {}
+    runs: dict[str, Callable[[int], Tensor]] = {}
+    for name, head in found.items():
+        rows[name] = Row("training_step", case, name, pairs=pairs, **about[name])
+        if about[name]["status"] != "ok":
+            continue
+        run = step.run(name, head, pairs)
+        try:
+            run(0)
+            rows[name] = replace(rows[name], peak_bytes=step.peak(run))
+            runs[name] = run
+        except torch.OutOfMemoryError:
+            rows[name] = replace(rows[name], status="skipped: does not fit")
+        step.forget()
+    samples = timing.interleave(
+        runs, step.device, budget=budget, first=dict.fromkeys(runs, 1.0), max_rounds=15
+    )
+    tokens = 2 * pairs * step.shape.length
+    for name in runs:
+        times = samples.times(name)
+        rows[name] = replace(
+            rows[name],
+            rounds=len(samples.seconds[name]),
+            **times.columns("seconds"),
+            tokens_per_second=tokens / times.median,
+        )
+    step.forget()
+    return list(rows.values())
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    options = argparse.ArgumentParser(
+        prog="python -m benchmarks.studies.training_step", description=__doc__
+    )
+    options.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    options.add_argument("--output", type=Path, help="default: results/DEVICE-training.csv")
+    options.add_argument("--only", default="", help="heads, separated by semicolons")
+    options.add_argument("--budget", type=float, default=8.0, help="seconds for a batch's rounds")
+    options.add_argument("--fresh", action="store_true", help="forget the rows of an earlier run")
+    options.add_argument("--tiny", action="store_true", help="a toy, to see that it runs")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures what the CSV lacks, and prints it; 1 if a head was not what it should be."""
+    args = parser().parse_args(arguments)
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device is available; --device cpu --tiny tries the plumbing")
+    if device.type == "cpu" and not args.tiny:
+        raise SystemExit("a step of this size needs --device cuda; on a CPU there is --tiny")
+    if importlib.util.find_spec("transformers") is None:
+        raise SystemExit("transformers is not installed: pip install sparse-losses[transformers]")
+
+    shape = TINY if args.tiny else Shape()
+    console = Console(width=None if Console().is_terminal else 120)
+    common = circumstances(device, "training_step", "default", None)
+    sizes = asdict(shape)
+    about = {key: str(value) for key, value in sizes.items() if not key.endswith("pairs")}
+    try:
+        table = Table(
+            args.output or RESULTS / f"{args.device}-training.csv", common | about, fresh=args.fresh
+        )
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    found = heads(device, tiny=args.tiny)
+    if args.only:
+        wanted = {"eager", *args.only.split(";")}
+        found = {name: head for name, head in found.items() if name in wanted}
+    cases = {f"pairs={pairs}": pairs for pairs in shape.pairs}
+    todo = [case for case in [*cases, "largest"] if {*found} - table.present("training_step", case)]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    if todo:
+        with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+            bar = progress.add_task("the model", total=len(cases) + len(found))
+            step = Step(shape, device)
+            checked = _compare(step, found, shape.pairs[0])
+            for case, pairs in cases.items():
+                progress.update(bar, description=f"a step, {case}")
+                if case in todo:
+                    table.add(_times(step, found, case, pairs, checked, budget=args.budget))
+                progress.advance(bar)
+            for name, head in found.items():
+                progress.update(bar, description=f"the largest batch, {name}")
+                if name not in table.present("training_step", "largest"):
+                    table.add([_largest(step, name, head, checked[name], args.budget / 2)])
+                progress.advance(bar)
+    rows = [row for row in table.rows if row["variant"] in found]
+    lines = [
+        (
+            row["case"],
+            row["variant"],
+            row["pairs"],
+            f"{1e3 * float(row['seconds']):.4g}" if row["seconds"] else "",
+            f"{float(row['tokens_per_second']):.3g}" if row["tokens_per_second"] else "",
+            f"{float(row['peak_bytes']) / 2**30:.3g}" if row["peak_bytes"] else "",
+            row["status"],
+        )
+        for row in rows
+    ]
+    print(markdown(("case", "head", "pairs", "step, ms", "tokens/s", "GiB", "status"), lines))
+    return int(any(row["status"].startswith(("MISMATCH", "failed")) for row in rows))
+
+
+def _largest(step: Step, name: str, head: Head, checked: Mapping[str, Any], budget: float) -> Row:
+    """The most pairs that fit, and the time of that step."""
+    row = Row("training_step", "largest", name, status=checked["status"])
+    if row.status != "ok":
+        return row
+    pairs = largest(partial(step.fits, name, head), step.shape.pairs[0], step.shape.most_pairs)
+    if not pairs:
+        return replace(row, status="skipped: does not fit")
+    while True:
+        try:
+            (timed,) = _times(step, {name: head}, "largest", pairs, {name: checked}, budget=budget)
+            break
+        except torch.OutOfMemoryError:  # more rounds leave more behind
+            step.forget()
+            pairs -= max(1, pairs // 16)
+    if pairs == step.shape.most_pairs and timed.status == "ok":
+        timed = replace(timed, status="ok, where the search ends")
+    return timed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""The benchmark over ranks runs, and the docs show what it found."""
+
+from pathlib import Path
+
+from benchmarks.run.table import read
+from benchmarks.studies import ranks
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_it_measures_every_variant_on_two_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # no name look-up, which some sandboxes lack
+    output = tmp_path / "ranks.csv"
+    words = ["--tiny", "--ranks", "2", "--rounds", "2", "--output", str(output)]
+    assert ranks.main(words) == 0
+    rows = read(output)
+    assert [row["variant"] for row in rows] == [*ranks.VARIANTS, "size check"]
+    for row in rows[:-1]:
+        assert float(row["seconds"]) > 0
+        assert int(row["peak_bytes"]) >= int(row["peak_bytes_without_gradients"]) > 0
+        assert row["device"]
+
+
+def test_the_docs_show_the_committed_results():
+    table = ranks.report(read(ROOT / "benchmarks" / "results" / "ranks.csv"))
+    assert table in (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")

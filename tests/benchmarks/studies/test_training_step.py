@@ -1,0 +1,92 @@
+"""The training step is measured, resumed and checked, as far as a CPU can show it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+
+from benchmarks.run.table import read
+from benchmarks.studies import training_step
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 5, 8, 37, 64, 100, 1000])
+def test_the_largest_that_fits_is_found(limit: int):
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= limit
+
+    found = training_step.largest(fits, 4, 64)
+    assert found <= limit
+    assert found >= min(limit, 64) - max(1, min(limit, 64) // 8)
+    assert len(tried) == len(set(tried))
+    assert max(tried) <= 64
+
+
+def _step(words: list[str], output: Path) -> tuple[int, list[dict[str, str]]]:
+    given = ["--device", "cpu", "--tiny", "--budget", "0.01", "--output", str(output)]
+    return training_step.main([*given, *words]), read(output)
+
+
+def test_a_step_is_measured_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    pytest.importorskip("transformers")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    code, rows = _step([], tmp_path / "step.csv")
+    assert code == 0
+    keys = [(row["case"], row["variant"]) for row in rows]
+    assert keys == [(case, head) for case in ("pairs=2", "largest") for head in ("eager", "ours")]
+    for row in rows:
+        assert row["status"].startswith("ok")
+        assert float(row["seconds"]) > 0
+        assert float(row["tokens_per_second"]) > 0
+        assert float(row["gradient_difference"]) < training_step.ALLOWED_GRADIENT
+    assert "| largest | ours | 4 |" in capsys.readouterr().out
+    before = (tmp_path / "step.csv").read_text()
+    # What is lost of a file is measured again, and nothing else.
+    (tmp_path / "step.csv").write_text("".join(before.splitlines(keepends=True)[:-1]))
+    code, again = _step([], tmp_path / "step.csv")
+    assert again[:-1] == rows[:-1]
+    assert [(row["case"], row["variant"]) for row in again] == keys
+
+
+def test_a_head_that_gives_something_else_is_not_timed(tmp_path: Path, monkeypatch):
+    pytest.importorskip("transformers")
+    from benchmarks.losses.splade_head import plain
+
+    def wrong(*tensors: torch.Tensor) -> torch.Tensor:
+        return plain(*tensors) * 2
+
+    def broken(*tensors: torch.Tensor) -> torch.Tensor:
+        raise ValueError("expected a GPU")
+
+    found = {"eager": plain, "wrong": wrong, "broken": broken}
+    monkeypatch.setattr(training_step, "heads", lambda device, *, tiny: found)
+    code, rows = _step([], tmp_path / "step.csv")
+    assert code == 1
+    status = {(row["case"], row["variant"]): row for row in rows}
+    assert status["pairs=2", "wrong"]["status"].startswith("MISMATCH")
+    assert status["largest", "broken"]["status"] == "failed: ValueError: expected a GPU"
+    assert status["largest", "wrong"]["seconds"] == ""
+
+
+def test_a_step_by_the_kernel(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("transformers")
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter was not chosen when the kernel was defined")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    step = training_step.Step(training_step.Shape(64, 16, 1, 1, 8, 0.2, (1,), 1), CPU)
+    found = training_step.heads(CPU, tiny=True)
+    assert [*found] == ["eager", "ours", "ours, triton"]
+    checked = training_step._compare(step, found, 1)
+    assert {about["status"] for about in checked.values()} == {"ok"}
+
+
+def test_a_step_of_full_size_is_refused_on_a_cpu():
+    with pytest.raises(SystemExit, match="--tiny"):
+        training_step.main(["--device", "cpu"])

@@ -1,0 +1,328 @@
+"""What is measured is right, exact and kept; no assertion here is on a time."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+
+from benchmarks import __main__ as command
+from benchmarks.losses import benchmark, cases
+from benchmarks.run import available, graphs, memory, processes, timing, worker
+from benchmarks.run.ceilings import Ceilings
+from benchmarks.run.check import Mismatch, check, check_rounded, ready
+from benchmarks.run.measure import TRAINING, Broken, Limits, Result, guarded, measure
+from benchmarks.run.table import Table, read
+from benchmarks.schema import Case, Maker, Variant
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+RATES = Ceilings(1e10, 1e11, 8e11)
+FLOPS = Case(benchmark("flops"), benchmark("flops").tiny[0])
+PLAIN = FLOPS.variants()[0]
+
+
+def measured(case: Case, *, compiled: bool = False) -> dict[str, Result]:
+    results = measure(case, CPU, RATES, Limits(0.0, 2, 2), compiled=compiled)
+    return {result.variant: result for result in results if result.pass_ == TRAINING}
+
+
+def flops_with(*variants: Variant, **sizes: object) -> Case:
+    return Case(replace(FLOPS.benchmark, variants=variants), {**FLOPS.sizes, **sizes})
+
+
+# Checked first.
+
+
+def test_a_wrong_variant_is_found_and_not_timed():
+    wrong = Variant("wrong", lambda activations: 1.01 * activations.mean(0).square().sum())
+    with pytest.raises(Mismatch, match="value"):
+        check(FLOPS, [PLAIN, wrong], Maker(CPU, torch.float64))
+    rows = measured(flops_with(wrong))
+    assert (rows["eager"].status, rows["eager"].rounds) == ("ok", 2)
+    assert rows["wrong"].status.startswith("MISMATCH")
+    assert rows["wrong"].rounds == 0
+
+
+def test_what_is_further_off_is_found():
+    case = replace(FLOPS, sizes={**FLOPS.sizes, "dtype": "bf16"})
+    wrong = Variant("wrong", lambda activations: 1.05 * PLAIN.call(activations))
+    with pytest.raises(Mismatch, match=r"value is off by .*, of which eager's own"):
+        check_rounded(case, [PLAIN, wrong], Maker(CPU))
+    blind = Variant("blind", lambda activations: PLAIN.call(activations) + 0 * activations.sum())
+    check_rounded(case, [PLAIN, blind], Maker(CPU))
+    none = Variant("nan", lambda activations: PLAIN.call(activations) * math.nan)
+    with pytest.raises(Mismatch):
+        check_rounded(case, [PLAIN, none], Maker(CPU))
+
+
+def test_a_case_that_does_not_fit_is_skipped_and_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 10)
+    rows = measured(FLOPS)
+    assert rows["eager"].status.startswith("skipped: needs about")
+    assert rows["ours"].status == "ok"
+
+
+def test_where_the_formula_does_not_fit_the_others_are_held_against_each_other(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 10)
+    right = [Variant(name, PLAIN.call) for name in ("ours", "ours, blocks")]
+    wrong = Variant("ours, wrong", lambda activations: activations.float().abs().sum())
+    rows = measured(flops_with(*right, wrong, dtype="bf16"))
+    assert rows["eager"].status.startswith("skipped")
+    assert rows["ours"].status == rows["ours, blocks"].status == "ok"
+    assert rows["ours, wrong"].status.startswith("MISMATCH")
+
+
+def test_ours_is_compiled_in_one_graph():
+    rows = measured(FLOPS, compiled=True)
+    assert rows["torch.compile"].status == rows["ours, compiled"].status == "ok"
+
+    def breaks(activations: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return PLAIN.call(activations)
+
+    inputs = [FLOPS.inputs(Maker(CPU))]
+    broken = Variant("ours, compiled", breaks, compiled=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        ready(FLOPS, broken, inputs).both()
+
+
+def test_what_is_built_is_built_once():
+    built = []
+
+    def build(inputs: dict[str, torch.Tensor]) -> object:
+        built.append(inputs)
+        return PLAIN.call
+
+    prepared = ready(FLOPS, Variant("ours", build, builds=True), [FLOPS.inputs(Maker(CPU))])
+    assert prepared.both()[0] == prepared.forward()
+    assert len(built) == 1
+
+
+# Memory and time.
+
+
+def test_the_memory_meter_is_exact():
+    x = torch.ones(1000, requires_grad=True)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        scratch = torch.empty(5000)
+        del scratch
+        gradient = torch.empty(1000)
+        other = torch.empty(2000)
+        del other
+        return (gradient,)
+
+    peak, without = memory.peak_bytes(run, CPU)
+    assert peak == 20_000
+    assert without == 20_000
+    peak, without = memory.peak_bytes(lambda: (torch.empty(3000), torch.empty(10)), CPU)
+    assert (peak, without) == (12_040, 0)
+    peak, without = memory.peak_bytes(lambda: torch.autograd.grad(2 * x.exp().sum(), x), CPU)
+    assert peak >= 8000
+    assert without <= peak - 3000
+
+
+def test_the_memory_meter_forgets_what_was_there_before():
+    kept = [torch.empty(10_000)]
+
+    def run() -> tuple[torch.Tensor, ...]:
+        kept.clear()
+        small = torch.empty(250)
+        del small
+        return ()
+
+    assert memory.peak_bytes(run, CPU) == (1000, 1000)
+
+
+def test_rounds_are_interleaved_and_rotated():
+    order: list[str] = []
+    runs = {name: (lambda call, name=name: order.append(name)) for name in "abc"}
+    samples = timing.interleave(
+        runs, CPU, budget=10.0, first=dict.fromkeys("abc", 1.0), max_rounds=3
+    )
+    assert "".join(order) == "abcbcacab"
+    assert {len(times) for times in samples.seconds.values()} == {3}
+    fixed = timing.Samples({"eager": [4.0, 2.0, 9.0], "ours": [2.0, 2.0, 3.0]})
+    assert fixed.ratios("ours", "eager") == timing.Quartiles(1.5, 2.0, 2.5)
+    assert fixed.times("ours").columns("seconds")["seconds"] == 2.0
+
+
+def test_the_ceiling_is_that_of_the_dtype():
+    assert RATES.seconds(0, 8e11) == pytest.approx(8)
+    assert RATES.seconds(0, 8e11, is_half=True) == pytest.approx(1)
+    assert Ceilings(1e10, 1e11).seconds(0, 1e11, is_half=True) == pytest.approx(1)
+    assert RATES.seconds(1e12, 1.0) == pytest.approx(100)
+
+
+def test_what_waits_for_the_gpu_is_not_captured(monkeypatch: pytest.MonkeyPatch):
+    modes: list[object] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
+
+    def run(call: int) -> None:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    device = SimpleNamespace(type="cuda")
+    assert graphs.replayed(run, device, needs=1) == (
+        "waits for the GPU: called a synchronizing CUDA operation",
+        None,
+    )
+    assert modes == ["error", 0]
+    assert graphs.replayed(run, device, needs=900)[0].startswith("skipped: the graph would keep")
+
+    def fails(call: int) -> None:
+        raise RuntimeError("no")
+
+    assert graphs.replayed(fails, device, needs=1) == ("failed: RuntimeError: no", None)
+    assert graphs.replayed(run, CPU, needs=1) == ("", None)
+
+
+# The CSV.
+
+COMMON = {
+    **dict.fromkeys(("device", "capability", "threads", "torch", "git_commit"), "x"),
+    "suite": "full",
+    "allocator": "warm",
+}
+
+
+def row_of(variant: str) -> Result:
+    return Result("flops", "B=2", "", 2, TRAINING, variant, "ours", "ok", rounds=3, seconds=1.0)
+
+
+def test_a_file_of_another_machine_is_refused(tmp_path: Path):
+    path = tmp_path / "a.csv"
+    Table(path, COMMON).add([row_of("ours")])
+    with pytest.raises(ValueError, match=r"device is 'x' there and 'another' now; .*--fresh"):
+        Table(path, {**COMMON, "device": "another"})
+    assert Table(path, {**COMMON, "device": "another"}, fresh=True).rows == []
+
+
+def test_rows_that_are_there_are_not_written_twice(tmp_path: Path):
+    path = tmp_path / "a.csv"
+    Table(path, COMMON).add([row_of("eager"), row_of("ours")])
+    table = Table(path, COMMON)
+    assert table.present("flops", "B=2") == {"eager", "ours"}
+    assert table.add([row_of("ours")]) == []
+    assert len(read(path)) == 2
+    other = Table(path, {**COMMON, "allocator": "default"})
+    assert other.present("flops", "B=2") == set()
+
+
+# The command and its processes.
+
+
+def test_the_command_measures_resumes_and_draws(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "run.csv"
+    words = [sys.executable, "-m", "benchmarks", "--suite", "tiny", "--only", "margin_mse,flops"]
+    words += ["--no-compile", "--output", str(output)]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    rows = read(output)
+    assert {row["loss"] for row in rows} == {"margin_mse", "flops"}
+    assert {row["status"] for row in rows} == {"ok"}
+    assert all(float(row["copy_gb_per_s"]) > 0 for row in rows)
+    assert all(float(row["share_of_ceiling"]) > 0 for row in rows)
+    before = output.read_text()
+    words += ["--plots", str(tmp_path / "plots")]
+    again = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert output.read_text() == before
+    pictures = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert pictures == ["run-flops.svg", "run-margin_mse.svg"]
+
+
+def test_the_suite_for_a_gpu_is_refused_on_a_cpu(tmp_path: Path):
+    args = command.parser().parse_args(["--suite", "gpu"])
+    with pytest.raises(SystemExit, match="needs --device cuda"):
+        worker.work(args, tmp_path / "out.csv", allocator="default", budget=0.0)
+    assert not (tmp_path / "out.csv").exists()
+
+
+def test_a_worker_that_broke_is_followed_by_another(monkeypatch: pytest.MonkeyPatch):
+    codes = iter([processes.AGAIN, processes.AGAIN, 1, 0])
+    seen = []
+
+    def run(words: list[str], env: dict[str, str], check: bool) -> SimpleNamespace:
+        seen.append((words[3:], env.get("MALLOC_MMAP_MAX_")))
+        return SimpleNamespace(returncode=next(codes))
+
+    monkeypatch.setattr(processes.subprocess, "run", run)
+    monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
+    assert processes.start(["--fresh"], ["default", "warm"]) == 1
+    first, *again = (["--fresh", "--worker", "default"], None), (["--worker", "default"], None)
+    assert seen == [first, *again, *again, (["--worker", "warm"], "0")]
+
+
+def test_a_variant_that_breaks_the_process_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("benchmarks.run.measure.is_broken", lambda: True)
+
+    def run() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+
+    status = {"ours, triton": "ok"}
+    with pytest.raises(Broken) as caught:
+        guarded(status, Variant("ours, triton", run), run)
+    assert caught.value.variant == "ours, triton"
+    assert caught.value.status.endswith("illegal memory access was encountered")
+
+
+def work(output: Path, only: str) -> int:
+    args = command.parser().parse_args(["--suite", "tiny", "--only", only, "--no-compile"])
+    return worker.work(args, output, allocator="default", budget=0.0)
+
+
+def test_the_next_process_goes_on_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    output = tmp_path / "run.csv"
+
+    def break_down(*_: object, **__: object) -> list[Result]:
+        raise Broken("ours", "failed: illegal memory access")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "measure", break_down)
+        assert work(output, "margin_mse") == worker.AGAIN
+    statuses = {row["status"] for row in read(output)}
+    assert statuses == {f"{worker.BROKE}failed: illegal memory access"}
+    assert work(output, "margin_mse") == 0
+    rows = read(output)
+    assert len([row for row in rows if row["variant"] == "ours"]) == 2
+    assert {row["status"] for row in rows if row["variant"] == "eager"} == {"ok"}
+
+
+def test_a_case_that_fails_as_a_whole_does_not_end_the_suite(tmp_path: Path, monkeypatch):
+    whole = worker.measure
+
+    def fails_once(case: Case, *given: object, **more: object) -> list[Result]:
+        if case.loss == "margin_mse":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 60 GiB")
+        return whole(case, *given, **more)
+
+    monkeypatch.setattr(worker, "measure", fails_once)
+    output = tmp_path / "run.csv"
+    assert work(output, "margin_mse,flops") == 1
+    rows = read(output)
+    assert {row["status"] for row in rows if row["loss"] == "flops"} == {"ok"}
+    found = {row["status"] for row in rows if row["loss"] == "margin_mse"}
+    assert len(found) == 1
+    assert "OutOfMemoryError: CUDA out of memory" in found.pop()
+    before = output.read_text()
+    assert work(output, "margin_mse,flops") == 0  # no case is tried for ever
+    assert output.read_text() == before
+
+
+def test_a_package_that_is_missing_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(available, "why_missing", lambda package, device_type: "not installed")
+    assert {v.kind for case in cases("tiny") for v in available.variants(case, "cuda")} == {
+        "eager",
+        "ours",
+    }
