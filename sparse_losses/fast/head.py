@@ -169,7 +169,7 @@ def second_derivatives(
     aliases: list[Any] = [None if t is None else t.view_as(t) for t in inputs]
     hidden, weight, bias, gate = aliases
     scores = picked(place, hidden, weight, *sources(attended), dtype, dtype, None)
-    outputs = splade_activation(scores, bias, gate, has_entry)
+    outputs = splade_activation(scores, bias, gate, has_entry, return_logits=True)
     given = [(o, g) for o, g in zip(outputs, upstream, strict=True) if g is not None]
     wanted = [t for t, need in zip(aliases, needs, strict=False) if need]
     gradients = iter(
@@ -282,8 +282,9 @@ def _maxima(
 
 
 def _is_active(logit: Tensor, gate: Tensor | None) -> Tensor:
-    pooled = logit if gate is None else logit * gate
-    return ~(pooled <= 0)  # so that a NaN is, and shows
+    if gate is not None:  # 0 times a forbidden -inf would be NaN
+        logit = logit.clamp(min=torch.finfo(logit.dtype).min) * gate
+    return ~(logit <= 0)  # so that a NaN is, and shows
 
 
 def _maxima_of_tile(

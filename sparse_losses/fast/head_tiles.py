@@ -37,8 +37,8 @@ def tiled_head(
     return_logits: bool = False,
     sparse_grad: bool = False,
     tile: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Activations and pooled logits ``[B, V]``; the options are those of ``splade_head``.
+) -> tuple[Tensor, Tensor | None]:
+    """Activations and, if asked for, pooled logits; the options are those of ``splade_head``.
 
     ``tile`` overrides how many tokens of the vocabulary a tile has.
     """
@@ -46,7 +46,7 @@ def tiled_head(
     keeps_places = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     operands = product_dtype(hidden, weight, dtype)
     highest, _ = maxima(hidden, weight, source, is_there, operands, dtype, keeps_places, tile)
-    return splade_activation(highest, bias, gate, is_there)
+    return splade_activation(highest, bias, gate, is_there, return_logits)
 
 
 def product_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dtype:

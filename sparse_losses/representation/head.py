@@ -128,8 +128,9 @@ def _definition(
     gate: Tensor | None,
     *,
     dtype: torch.dtype,
+    return_logits: bool,
     **_: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """All logits at once, by differentiable operations."""
     if attended is None:
         attended = hidden.new_ones(hidden.shape[:2], dtype=torch.bool)
@@ -141,7 +142,8 @@ def _definition(
         highest = scores.sum(1)
     else:
         highest = torch.where(attended[..., None], scores, -torch.inf).max(1).values
-    return splade_activation(highest.to(dtype), bias, gate, attended.any(1, keepdim=True))
+    is_there = attended.any(1, keepdim=True)
+    return splade_activation(highest.to(dtype), bias, gate, is_there, return_logits)
 
 
 def _check_gate(gate: Tensor | None) -> None:

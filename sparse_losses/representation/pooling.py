@@ -72,7 +72,7 @@ def splade_pool(
         # The maximum is exact in half precision; only the [B, V] result is cast.
         masked = torch.where(attention_mask[:, :, None], logits, -torch.inf)
         highest = masked.max(1).values.to(dtype)
-    activations, pooled = splade_activation(highest, None, None, is_there)
+    activations, pooled = splade_activation(highest, None, None, is_there, return_logits)
     return (activations, pooled) if return_logits else activations
 
 
