@@ -174,7 +174,7 @@ def second_derivatives(
     wanted = [t for t, need in zip(aliases, needs, strict=False) if need]
     gradients = iter(
         torch.autograd.grad(
-            [o for o, _ in given],
+            [o for o, _ in given if o is not None],
             wanted,
             [g for _, g in given],
             create_graph=True,

@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -115,7 +115,7 @@ def splade_head(
         "sparse_grad": sparse_grad,
     }
     way = choose(WAYS, impl, tensors, options)
-    compute = _definition if way is None else way.compute
+    compute: Callable[..., Any] = _definition if way is None else way.compute
     activations, pooled = compute(*tensors, **options)
     return (activations, pooled) if return_logits else activations
 

@@ -1,6 +1,6 @@
 """SPLADE pooling: from vocabulary logits at every position to one sparse vector a text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -58,22 +58,23 @@ def splade_pool(
     References:
         SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval, eq. 6.
     """
-    dtype = compute_dtype(logits=logits)
     way = choose(WAYS, impl, (logits, attention_mask), {})
-    if way is not None:
-        activations, pooled = way.compute(
-            logits, attention_mask, dtype=dtype, return_logits=return_logits
-        )
-        return (activations, pooled) if return_logits else activations
-    is_there = attention_mask.any(1, keepdim=True)
-    if logits.shape[1] == 0:
-        highest = logits.sum(1).to(dtype)
-    else:
-        # The maximum is exact in half precision; only the [B, V] result is cast.
-        masked = torch.where(attention_mask[:, :, None], logits, -torch.inf)
-        highest = masked.max(1).values.to(dtype)
-    activations, pooled = splade_activation(highest, None, None, is_there, return_logits)
+    compute: Callable[..., Any] = _definition if way is None else way.compute
+    dtype = compute_dtype(logits=logits)
+    activations, pooled = compute(logits, attention_mask, dtype=dtype, return_logits=return_logits)
     return (activations, pooled) if return_logits else activations
+
+
+def _definition(
+    logits: Tensor, attended: Tensor, *, dtype: torch.dtype, return_logits: bool
+) -> tuple[Tensor, Tensor | None]:
+    if logits.shape[1] == 0:
+        highest = logits.sum(1)
+    else:
+        highest = torch.where(attended[:, :, None], logits, -torch.inf).max(1).values
+    is_there = attended.any(1, keepdim=True)
+    # The maximum is exact in half precision; only the [B, V] result is cast.
+    return splade_activation(highest.to(dtype), None, None, is_there, return_logits)
 
 
 def _why_not_nonzeros(tensors: Sequence[Any], options: Mapping[str, Any]) -> str | None:
