@@ -78,37 +78,6 @@ packed = pytest.mark.parametrize("head", PACKED.values(), ids=PACKED.keys())
 lean = pytest.mark.parametrize("head", (PACKED | TILES).values(), ids=(PACKED | TILES).keys())
 
 
-@st.composite
-def problems(draw) -> dict:
-    """Draw the arrays of a call; fp32 computes their logits exactly, ties and zeros included."""
-    rng = np.random.default_rng(draw(seeds))
-    batch, length, vocab = (
-        draw(st.integers(1, 4)),
-        draw(st.integers(1, 6)),
-        draw(st.integers(1, 17)),
-    )
-    width = draw(st.integers(1, 6))
-    lattice = draw(st.booleans())
-    size = {"bits": 1, "scale": 1.0} if lattice else {}
-    arrays = {
-        "hidden": oracle.grid(rng, (batch, length, width), **size),
-        "weight": oracle.grid(rng, (vocab, width), **size),
-        "bias": None,
-        "attention_mask": None,
-        "gate": None,
-    }
-    assert oracle.is_exact(arrays["hidden"], arrays["weight"], 2.0**-12)
-    if draw(st.booleans()):
-        arrays["bias"] = oracle.grid(rng, vocab, **size)
-    if draw(st.booleans()):
-        arrays["attention_mask"] = rng.random((batch, length)) < draw(
-            st.sampled_from([0.0, 0.3, 0.7, 1.0])
-        )
-    if draw(st.booleans()):
-        arrays["gate"] = rng.choice([0.0, 0.25, 0.5, 1.0], size=(batch, vocab))
-    return arrays
-
-
 def to_tensors(arrays: dict, dtype: torch.dtype) -> dict:
     tensors = {}
     for name, array in arrays.items():
@@ -182,7 +151,7 @@ def close(actual: dict, expected: dict, rtol: float = 1e-5, atol: float = 2e-5) 
 # The formula
 
 
-@given(problems(), st.sampled_from([torch.float32, torch.float64]))
+@given(oracle.problems(), st.sampled_from([torch.float32, torch.float64]))
 def test_values_are_the_formula(head, arrays, dtype):
     tensors = to_tensors(arrays, dtype)
     expected = pooled_by_oracle(tensors)
@@ -196,7 +165,7 @@ def test_values_are_the_formula(head, arrays, dtype):
     np.testing.assert_allclose(alone, oracle.activations(expected), rtol=rtol, atol=0.0)
 
 
-@given(problems(), st.sampled_from([torch.float32, torch.float64]), st.booleans(), seeds)
+@given(oracle.problems(), st.sampled_from([torch.float32, torch.float64]), st.booleans(), seeds)
 def test_gradients_are_the_formula(head, arrays, dtype, return_logits, seed):
     tensors = to_tensors(arrays, dtype)
     leaves = watch(tensors)
@@ -251,17 +220,6 @@ def test_a_tie_goes_to_the_lowest_attended_position(head):
     torch.testing.assert_close(hidden.grad[1], torch.stack([nothing, one, minus, nothing]))
 
 
-def test_a_logit_of_exactly_zero_is_silent(head):
-    hidden = torch.tensor([[[1.5, -1.5], [0.0, 0.0]]], requires_grad=True)
-    weight = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]], requires_grad=True)
-    bias = torch.tensor([0.0, 0.0, -1.5], requires_grad=True)
-    out = head(hidden, weight, bias)
-    out.sum().backward()
-    for tensor in (out, hidden.grad, weight.grad, bias.grad):
-        assert not tensor.any()
-    assert head(hidden, weight, bias + 1).all()
-
-
 def test_the_signed_maximum_repairs_what_relu_cannot(head):
     tensors = example(bias=torch.full((23,), -1000.0, dtype=torch.float64))
     leaves = watch(tensors)
@@ -272,25 +230,6 @@ def test_the_signed_maximum_repairs_what_relu_cannot(head):
     alive = gradients(weigh(pooled), leaves)
     close(alive, gradients(weigh(EXACT(**tensors)[1]), leaves), 1e-12, 1e-12)
     assert all(gradient.any() for gradient in alive.values())
-
-
-def test_a_gate_scales_and_shuts(head):
-    tensors = example(attention_mask=None)
-    leaves = watch(tensors)
-    ungated, pooled = head(**tensors, return_logits=True)
-    assert (pooled > 0).any(1).all()
-    ones = torch.ones_like(pooled)
-    assert torch.equal(head(**tensors, gate=ones), ungated)
-    assert not head(**tensors, gate=0 * ones).any()
-    half = head(**tensors, gate=0.5 * ones)
-    torch.testing.assert_close(half, torch.relu(0.5 * pooled).log1p(), rtol=1e-12, atol=0)
-    only = (torch.arange(23) % 3 == 0).double().expand_as(ones)
-    shut = head(**tensors, gate=only)
-    assert torch.equal(shut, ungated * only)
-    close(gradients(weigh(shut), leaves), gradients(weigh(ungated * only), leaves), 1e-12, 1e-12)
-    rows = head(**tensors, gate=only)
-    (gradient,) = torch.autograd.grad(rows.sum(), leaves["weight"])
-    assert not gradient[torch.arange(23) % 3 != 0].any()
 
 
 # Masks

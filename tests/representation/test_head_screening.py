@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_losses.fast.head import packed_head
 from tests.representation import head_oracle as oracle
-from tests.strategies import seeds
 
 SIZE: dict = {"tile": None}
 
@@ -206,45 +205,8 @@ def test_the_automatic_choice_changes_nothing(density):
 # Any shapes: the sign of every logit hangs on its last digit
 
 
-@st.composite
-def problems(draw) -> dict:
-    rng = np.random.default_rng(draw(seeds))
-    batch, length = draw(st.integers(1, 4)), draw(st.integers(1, 9))
-    vocab, width = draw(st.integers(1, 40)), draw(st.integers(1, 12))
-    kind = draw(st.sampled_from(["grid", "ties", "near ties"]))
-    if kind == "ties":
-        hidden = rng.integers(-1, 2, size=(batch, length, width)).astype(float)
-        weight = rng.integers(-1, 2, size=(vocab, width)).astype(float)
-    elif kind == "grid":
-        hidden = oracle.grid(rng, (batch, length, width))
-        weight = oracle.grid(rng, (vocab, width))
-    else:  # bf16 cannot tell 513 from 512
-        hidden = rng.integers(512, 516, size=(batch, length, width)) * 2.0**-6
-        weight = rng.integers(1, 512, size=(vocab, width)) * 2.0**-6
-    assert oracle.is_exact(hidden, weight, 2.0**-12)
-    mask = None
-    if draw(st.booleans()):
-        mask = rng.random((batch, length)) < draw(st.sampled_from([0.0, 0.4, 0.8]))
-    bias = None
-    edge = draw(st.sampled_from(["none", "random", "knife", "knife"]))
-    if edge == "random":
-        bias = oracle.grid(rng, vocab)
-    elif edge == "knife":  # one text of each column is at -1, 0 or 1 units
-        top, _ = oracle.maxima(hidden, weight, mask)
-        bias = -top[rng.integers(0, batch, size=vocab), np.arange(vocab)]
-        bias = bias + rng.integers(-1, 2, size=vocab) * 2.0**-12
-    gate = rng.choice([0.0, 0.5, 1.0], size=(batch, vocab)) if draw(st.booleans()) else None
-    return {
-        "hidden": hidden,
-        "weight": weight,
-        "bias": bias,
-        "attention_mask": mask,
-        "gate": gate,
-    }
-
-
 @settings(max_examples=150)
-@given(problems(), st.sampled_from([None, 1, 3, 7, 16]))
+@given(oracle.problems(), st.sampled_from([None, 1, 3, 7, 16]))
 def test_screened_is_the_oracle(arrays, size):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SIZE, "tile", size)
