@@ -161,12 +161,12 @@ FORMULAS = {
     "losses/margin_mse.py": "(student_margin - teacher_margin).square()",
     "losses/min_activation.py": "nnf.relu(threshold - mean)",
     "losses/n_pair.py": "contrastive_rows(",
-    "losses/nws.py": "log_denominator - s",
+    "losses/nws.py": "masked_logsumexp(weighted",
     "losses/pairwise_contrastive.py": "nnf.relu(margin - distance).square()",
     "losses/positive_activation.py": "(share * cost).sum(-1)",
     "losses/self_reconstruction.py": "softplus(others).sum(-1) + ratio * target_sum",
     "losses/triplet_margin.py": "nnf.relu(margin - near + far)",
-    "representation/head.py": "log1p()",
+    "representation/head.py": "splade_activation(",
 }
 LONG = {"losses/info_nce.py", "losses/nws.py", "representation/head.py"}
 

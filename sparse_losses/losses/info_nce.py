@@ -172,15 +172,12 @@ def _definition(
         _positives_and_negatives(own, num_keys, num_negatives, positive_ids, mask, in_batch)
         for _, _, mask in directions
     ]
-    valid = None  # every row
-    if positive_mask is not None or (decoupled and num_negatives == 0):
-        has_terms = [p.any(-1) & n.any(-1) if decoupled else p.any(-1) for p, n in masks]
-        valid = torch.stack(has_terms).all(0)
+    is_sure = positive_mask is None and not (decoupled and num_negatives == 0)
+    valid = None if is_sure else _valid_rows(masks, decoupled)
 
     total = anchor.new_zeros(())
     for (query, key, _), (is_positive, is_negative) in zip(directions, masks, strict=True):
-        if in_batch:
-            key = gather_rows(key, gather)
+        key = gather_rows(key, gather and in_batch)
         hides = positive_ids is not None
         scores = _scores(query, key, negative, valid, similarity, in_batch, hides) / temperature
         total = total + contrastive_rows(
@@ -216,6 +213,12 @@ def _positives_and_negatives(
         is_positive = torch.cat([is_positive, ~others], dim=1)
         is_negative = torch.cat([is_negative, others], dim=1)
     return is_positive, is_negative
+
+
+def _valid_rows(masks: list[tuple[Tensor, Tensor]], decoupled: bool) -> Tensor:
+    """Which rows have a positive, and under ``decoupled`` a negative, in every direction."""
+    has_terms = [p.any(-1) & n.any(-1) if decoupled else p.any(-1) for p, n in masks]
+    return torch.stack(has_terms).all(0)
 
 
 def _scores(
@@ -273,9 +276,7 @@ def _check(
     if not in_batch and positive_mask is not None:
         raise ValueError("expected `positive_mask` only with `in_batch=True`, got in_batch=False")
     if not in_batch and _number_of(negative) == 0:
-        raise ValueError(
-            "expected `negative` with `in_batch=False`: a positive alone has nothing to compete with"
-        )
+        raise ValueError("expected `negative` with `in_batch=False`: nothing else competes")
     ranks = num_ranks() if gather else 1
     if positive_mask is not None and positive_mask.shape[1] != ranks * batch:
         columns = "B" if ranks == 1 else f"{ranks} B"
