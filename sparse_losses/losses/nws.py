@@ -188,7 +188,6 @@ def _definition(
     if decoupled and eps == 0:
         valid = valid & (a > 0).any(-1)
     s = _scores(query, torch.cat([features, prototype]), valid) / temperature
-
     weighted = s + a.log()
     is_counted = (a > 0) | s.isnan()  # a weight of 0 is no mask: a NaN shows
     if eps > 0:
