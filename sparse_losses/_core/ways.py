@@ -13,7 +13,7 @@ from sparse_losses._core.own_gradient import (
 )
 from sparse_losses.distributed import average_grad_over_ranks
 
-__all__ = ["Arguments", "Options", "Way", "choose", "compute"]
+__all__ = ["Arguments", "Options", "Way", "always", "choose", "compute", "never"]
 
 Arguments: TypeAlias = Sequence[Any]
 Options: TypeAlias = Mapping[str, Any]
@@ -38,10 +38,21 @@ class Way(NamedTuple):
     compiles: bool = False
 
 
+def always(arguments: Arguments, options: Options) -> bool:
+    """What a way says that pays wherever it can take the call."""
+    return True
+
+
+def never(arguments: Arguments, options: Options) -> bool:
+    """What a way says that is taken by its name only."""
+    return False
+
+
 def choose(ways: Sequence[Way], impl: str, arguments: Arguments, options: Options) -> Way | None:
     """The way that ``impl`` names, or for ``"auto"`` the first that can and pays.
 
-    ``None`` is the definition: under ``torch.func``, and compiled unless the way compiles.
+    ``None`` is the definition: under ``torch.func``, and compiled unless the way compiles; then a
+    way that ``impl`` names is checked, and the definition computes the same number.
 
     Raises:
         ValueError: if the way that ``impl`` names cannot take the call.
@@ -53,7 +64,7 @@ def choose(ways: Sequence[Way], impl: str, arguments: Arguments, options: Option
             continue
         why = way.why_not(arguments, options)
         if why is not None and impl == way.name:
-            raise ValueError(f'expected {why} with impl="{impl}"; impl="auto" takes what can')
+            raise ValueError(f'expected {why} with impl="{impl}"; impl="auto" takes one that can')
         if can_run and why is None and (impl == way.name or way.pays(arguments, options)):
             return way
     return None
@@ -68,7 +79,8 @@ def compute(
 ) -> Tensor:
     """``definition(*arguments, **options)``, by the way that ``choose`` finds.
 
-    Compiled, under ``torch.func`` and for second derivatives it is always the definition.
+    Compiled and under ``torch.func`` it is the definition; with ``create_graph=True`` the gradient
+    is computed again, through the definition.
 
     Raises:
         ValueError: if the way that ``impl`` names cannot take the call.

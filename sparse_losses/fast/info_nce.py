@@ -101,12 +101,14 @@ def in_both_directions(
     decoupled: bool,
     gather: bool,
     reduction: str,
-    **_: Any,
+    in_batch: bool = True,
+    positive_mask: None = None,
 ) -> tuple[Tensor, Gradients]:
     """``contrast`` at once where one process holds both directions, else one after the other.
 
     Under ``gather`` this rank's rows ask and all ranks' rows answer. DDP divides gradients by the
-    number of ranks W that contributed to them; they come W times as large.
+    number of ranks W that contributed to them; they come W times as large. All keys are candidates:
+    ``why_no_gradient`` refuses another ``in_batch`` and a ``positive_mask``.
     """
     t = torch.as_tensor(temperature, dtype=anchor.dtype, device=anchor.device)
     contrast = functools.partial(contrast, cosine=similarity == "cosine", decoupled=decoupled)

@@ -43,15 +43,17 @@ def ring_info_nce(
     symmetric: bool,
     positive_ids: Tensor | None,
     decoupled: bool,
+    gather: bool,
     reduction: str,
-    **options: Any,
+    in_batch: bool = True,
+    positive_mask: None = None,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """InfoNCE over all ranks' rows, and its gradient by this rank's four tensors, for DDP."""
     batch, ranks = anchor.shape[0], num_ranks()
     if ranks == 1:
-        options |= {"similarity": similarity, "symmetric": symmetric, "reduction": reduction}
-        options |= {"positive_ids": positive_ids, "decoupled": decoupled}
-        return blockwise_info_nce(needs, anchor, positive, negative, temperature, **options)
+        options = {"similarity": similarity, "symmetric": symmetric, "reduction": reduction}
+        more = {"positive_ids": positive_ids, "decoupled": decoupled, "gather": gather}
+        return blockwise_info_nce(needs, anchor, positive, negative, temperature, **options, **more)
     t = torch.as_tensor(temperature, dtype=anchor.dtype, device=anchor.device)
     share = 1.0 / (batch * ranks if reduction == "mean" else 1) / (2 if symmetric else 1)
     value = t.new_zeros(())

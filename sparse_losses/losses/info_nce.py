@@ -9,7 +9,7 @@ from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.softmax import contrastive_rows
-from sparse_losses._core.ways import Way, compute
+from sparse_losses._core.ways import Way, always, compute, never
 from sparse_losses.distributed import gather_rows, num_ranks, rank
 from sparse_losses.fast.info_nce import (
     blockwise_info_nce,
@@ -65,7 +65,7 @@ def info_nce_loss(
 
     $s_{ic}$ is the similarity of anchor $i$ and candidate $c$, $t$ the temperature. The candidates
     $C_i$ are the row's own positive, the other rows' positives (``in_batch``) and the negatives.
-    $\ell_i \ge 0$, and $\ell_i \to 0$ keeps its digits: it is computed as
+    $\ell_i \ge 0$, and $\ell_i \to 0$ is computed without cancellation, as
     $\mathrm{softplus}(\log\sum_{c \ne i} e^{s_{ic}/t} - s_{ii}/t)$.
 
     With ``positive_mask`` a row has several positives $P_i$ and $\ell_i$ is the mean over them of
@@ -74,14 +74,14 @@ def info_nce_loss(
     raw dot products that loss is unbounded below.
 
     Args:
-        anchor: ``[B, D]`` floating; queries. ``D`` is the vocabulary for sparse vectors, and then
-            this, ``positive`` and shared negatives may be CSR: the gradient is by what they store.
+        anchor: ``[B, D]`` floating; queries. Anchors, positives and shared negatives may be
+            CSR; the gradient of a CSR tensor has its sparsity pattern.
         positive: ``[B, D]``; row ``i`` is the positive of anchor ``i``.
         negative: ``[N, D]`` shared by all rows, or ``[B, N, D]``, each row its own.
         temperature: ``t``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
         similarity: ``"cosine"`` (of the rows, normalised here) or ``"dot"``.
         symmetric: the mean of both directions; the negatives join both, ``positive_mask`` is
-            transposed for the second, and a row is valid if it is in both.
+            transposed for the second, and a row is valid if it is valid in both.
         in_batch: whether the other rows' positives are candidates.
         positive_ids: ``[B]`` integers; another row's positive with the same id as the row's own is
             left out of its denominator: the same text twice is no negative.
@@ -93,11 +93,13 @@ def info_nce_loss(
             (see ``sparse_losses.distributed``). ``"none"`` gives this rank's rows. Sizes are the
             same on every rank; ``positive_mask`` is then ``[B, W B]`` on ``W`` ranks.
         impl: how the value is computed; all ways give the same value and gradient. ``"auto"`` takes
-            the first that can and pays, else ``"definition"``, the formula operation by operation.
-            ``"direct"`` holds all scores once, ``"blocks"`` some rows of them at a time,
-            ``"nonzeros"`` multiplies only what is not zero (on the CPU ``"auto"`` looks at some
-            rows: it pays where fewer than about one in eight is not zero). ``"ring"``, with
-            ``gather``, holds the rows of one other rank at a time and sends them round twice.
+            the first of these that supports the call and is expected to be faster: ``"nonzeros"``,
+            which multiplies only what is not zero (chosen for CSR tensors, and on the CPU where a
+            sample of wide inputs has fewer than about 12% non-zeros), ``"blocks"``, which holds
+            some rows of the scores at a time (chosen for more than four million scores), and
+            ``"direct"``, which holds all scores once. Else, compiled and under ``torch.func`` it is
+            ``"definition"``, the formula operation by operation. ``"ring"``, with ``gather``, holds
+            the rows of one other rank at a time and sends them round twice.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -150,9 +152,10 @@ def _definition(
     gather: bool,
     reduction: Reduction,
 ) -> Tensor:
-    """The scores of every row's candidates, which of them are positives, and the row formula.
+    """Reference implementation: taken where no way is, and for the gradient of a gradient.
 
-    Under ``gather`` this rank's rows are the queries, all ranks' rows the keys.
+    Scores of all candidates, who among them is positive, and the row formula. Under ``gather`` this
+    rank's rows are the queries, all ranks' rows the keys.
     """
     anchor, positive = _dense(anchor), _dense(positive)
     if negative is not None and negative.ndim == 2:
@@ -172,16 +175,16 @@ def _definition(
         _positives_and_negatives(own, num_keys, num_negatives, positive_ids, mask, in_batch)
         for _, _, mask in directions
     ]
-    is_sure = positive_mask is None and not (decoupled and num_negatives == 0)
-    valid = None if is_sure else _valid_rows(masks, decoupled)
+    all_valid = positive_mask is None and not (decoupled and num_negatives == 0)
+    valid = None if all_valid else _valid_rows(masks, decoupled)
 
     total = anchor.new_zeros(())
     for (query, key, _), (is_positive, is_negative) in zip(directions, masks, strict=True):
         key = gather_rows(key, gather and in_batch)
-        hides = positive_ids is not None
-        scores = _scores(query, key, negative, valid, similarity, in_batch, hides) / temperature
-        total = total + contrastive_rows(
-            scores,
+        has_ids = positive_ids is not None
+        scores = _scores(query, key, negative, valid, similarity, in_batch, has_ids)
+        total = total + contrastive_rows(  # the formula of a row: _core/softmax.py
+            scores / temperature,
             is_positive,
             is_negative,
             decoupled=decoupled,
@@ -228,18 +231,18 @@ def _scores(
     valid: Tensor | None,
     similarity: str,
     in_batch: bool,
-    hides: bool,
+    has_ids: bool,
 ) -> Tensor:
     """Similarities ``[B, C]``: of a query and its keys (or its own key), then the negatives."""
-    # What no valid row looks at must not send its NaN into a gradient: 0 * NaN is NaN.
+    # Zero what no valid row uses: 0 * NaN is NaN, and would reach the gradient.
     if valid is not None:
         query = torch.where(valid[:, None], query, 0.0)
         key = torch.where(valid.any(), key, 0.0)
         if negative is not None:
-            looked_at = valid.any() if negative.ndim == 2 else valid[:, None, None]
-            negative = torch.where(looked_at, negative, 0.0)
+            is_used = valid.any() if negative.ndim == 2 else valid[:, None, None]
+            negative = torch.where(is_used, negative, 0.0)
     is_nan = None
-    if hides:  # ids hide some keys from some queries
+    if has_ids:  # which hide some keys from some queries
         is_nan = key.isnan().any(-1)
         key = torch.where(is_nan[:, None], 0.0, key)
     if similarity == "cosine":
@@ -276,7 +279,9 @@ def _check(
     if not in_batch and positive_mask is not None:
         raise ValueError("expected `positive_mask` only with `in_batch=True`, got in_batch=False")
     if not in_batch and _number_of(negative) == 0:
-        raise ValueError("expected `negative` with `in_batch=False`: nothing else competes")
+        raise ValueError(
+            "expected `negative` with `in_batch=False`: without `in_batch` they are the only negatives"
+        )
     ranks = num_ranks() if gather else 1
     if positive_mask is not None and positive_mask.shape[1] != ranks * batch:
         columns = "B" if ranks == 1 else f"{ranks} B"
@@ -289,10 +294,10 @@ def _check(
 
 # In order of preference. "ring" saves memory at the price of time: only by name.
 WAYS = (
-    Way("ring", why_not_ring, lambda *_: False, ring_info_nce),
-    Way("nonzeros", why_not_nonzeros, nonzeros_pay, nonzeros_info_nce),
-    Way("blocks", why_not_dense, too_many_scores, blockwise_info_nce),
-    Way("direct", why_not_dense, lambda *_: True, direct_info_nce),
+    Way("ring", why_not=why_not_ring, pays=never, compute=ring_info_nce),
+    Way("nonzeros", why_not=why_not_nonzeros, pays=nonzeros_pay, compute=nonzeros_info_nce),
+    Way("blocks", why_not=why_not_dense, pays=too_many_scores, compute=blockwise_info_nce),
+    Way("direct", why_not=why_not_dense, pays=always, compute=direct_info_nce),
 )
 
 
@@ -310,8 +315,8 @@ class InfoNCELoss(LossModule):
     """
 
     temperature: float | Tensor
-    # `SpladeObjective` may compute it of scores that other terms need as well. A subclass, which
-    # may compute something else, says so anew.
+    # `SpladeObjective` may compute the loss from scores that it shares between terms. Subclasses do
+    # not inherit this, as they may compute something else: set it in the subclass.
     takes_scores = True
 
     def __init__(

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import contrastive_rows
-from sparse_losses._core.ways import Arguments, Options, Way, compute
+from sparse_losses._core.ways import Arguments, Options, Way, always, compute
 from sparse_losses.distributed import gather_rows, rank
 from sparse_losses.fast.info_nce import blockwise_info_nce, direct_info_nce, too_many_scores
 
@@ -116,8 +116,8 @@ def _why_not(arguments: Arguments, options: Options) -> str | None:
 
 # InfoNCE's: the same scores without a temperature.
 WAYS = (
-    Way("blocks", _why_not, too_many_scores, blockwise_info_nce),
-    Way("direct", _why_not, lambda *_: True, direct_info_nce),
+    Way("blocks", why_not=_why_not, pays=too_many_scores, compute=blockwise_info_nce),
+    Way("direct", why_not=_why_not, pays=always, compute=direct_info_nce),
 )
 
 

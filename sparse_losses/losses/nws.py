@@ -11,7 +11,7 @@ from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.softmax import masked_logsumexp, negative_log_softmax, softplus
-from sparse_losses._core.ways import Way, compute
+from sparse_losses._core.ways import Way, always, compute
 from sparse_losses.distributed import gather_rows
 from sparse_losses.fast.label_lists import largest_of_labels
 from sparse_losses.fast.nws import tiled_nws
@@ -83,31 +83,31 @@ def nws_loss(
     $$D_{ic} = y_{ic} \Bigl(\sum_{r} \frac{\alpha \, y_{rc}}{|y_i \lor y_r|} + 1
     - \frac{\alpha}{|y_i|}\Bigr)$$
 
-    with sums over keys and queue, and $D_{ic} \le 10^{-6}$ counting as 1: its prototype is then the
-    only carrier of that label. All of it is matrix products: memory is $O(B R)$, $R$ references.
+    with sums over keys and queue; $D_{ic} \le 10^{-6}$ is replaced by 1 (at $\alpha = 1$: only the
+    prototype carries that label). All of it is matrix products: memory is $O(B R)$, $R$ references.
 
     The denominator holds negatives only, so the loss may be negative. ``decoupled=False`` adds the
-    positives to it with weight 1; then $\ell_i \ge 0$ wherever the weights are.
+    positives to it with weight 1; then $\ell_i \ge 0$ if all weights $w \ge 0$.
 
     Args:
         query: ``[B, F]`` floating; normalised here, as are all references.
         query_labels: ``[B, L]`` multi-hot, bool, int or float 0/1.
         prototype: ``[L, F]``, one learnable row a label.
         label_similarity: ``[L, L]``, ``S`` in [0, 1], such as
-            ``label_similarity``; ``None`` for prototypes alone.
+            ``sparse_losses.label_similarity(labels)``; ``None`` for prototypes alone.
         key: ``[K, F]``, detached; with ``key_labels``.
         key_labels: ``[K, L]`` multi-hot. A key without labels is a negative with ``a = 1``.
         queue: ``[Q, F]``, detached; with ``queue_labels`` (see ``LabelQueue``).
         queue_labels: ``[Q, L]`` multi-hot.
-        queue_mask: ``[Q]`` bool, int or float 0/1: the slots that are filled. Without it, all but
-            those of nothing but zeros, features and labels, as ``LabelQueue`` begins with.
+        queue_mask: ``[Q]`` bool, int or float 0/1: the slots that are filled. Without it, a slot
+            whose features and labels are all zero counts as empty, as in a new ``LabelQueue``.
         alpha: weight of keys and queue among the positives, >= 0.
         beta: weight of keys and queue among the negatives, >= 0; 0 drops them.
         temperature: ``t``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
         aggregation: ``"mean"`` or ``"max"``.
         decoupled: whether the positives stay out of the denominator.
-        eps: >= 0. With 0 the loss is exact; above it, a negative's gradient fades once the best
-            positive leads it by ``-log(eps)`` temperatures.
+        eps: >= 0. With 0 no term of the formulas above has an $\varepsilon$; above it, a
+            negative's gradient fades once the best positive leads it by ``-log(eps)`` temperatures.
         gather: whether all ranks' keys are references, and ``"mean"`` and ``"sum"`` are over all
             ranks' queries (see ``sparse_losses.distributed``). Sizes are the same on every rank,
             and so are prototypes and queue (``LabelQueue(gather=True)``).
@@ -170,7 +170,7 @@ def _definition(
     gather: bool,
     reduction: Reduction,
 ) -> Tensor:
-    """The formula; references stand in the order keys, queue, prototypes."""
+    """The formula; references in the order keys, queue, prototypes."""
     features, y_r, filled = _instances(prototype, *instances)
     y = query_labels.to(query.dtype)
     count = y.sum(-1, keepdim=True)
@@ -189,11 +189,12 @@ def _definition(
         valid = valid & (a > 0).any(-1)
     s = _scores(query, torch.cat([features, prototype]), valid) / temperature
     weighted = s + a.log()
-    is_counted = (a > 0) | s.isnan()  # a weight of 0 is no mask: a NaN shows
+    is_counted = (a > 0) | s.isnan()  # keeps the NaN of a weight of 0
     if eps > 0:
         is_member = torch.cat([filled, filled.new_ones(y.shape[1])])
         M = torch.where(is_member, s, -torch.inf).amax(-1, keepdim=True)
-        floor = M + (torch.zeros_like(M) + eps).log()  # log(eps e^M)
+        # log(eps e^M); a tensor's logarithm, as a compiled `eps` may change between calls.
+        floor = M + (torch.zeros_like(M) + eps).log()
     if decoupled:
         log_denominator = masked_logsumexp(weighted, is_counted).unsqueeze(-1)
         if eps > 0:
@@ -244,12 +245,12 @@ def _similarity(
     if label_similarity is None:  # and no instances
         return y @ y_r.T
     if aggregation == "mean":
-        # A count of 0 may be any other: the total is 0.
+        # Counts are clamped to 1; the numerator is 0 there.
         pairs = y.sum(-1, keepdim=True).clamp(min=1) * y_r.sum(-1).clamp(min=1)
         return (y @ label_similarity) @ y_r.T / (pairs + eps)
-    # First the nearest of the row's labels to each label, then of those among the reference's.
-    nearest = largest_of_labels(label_similarity.T, y).T
-    return largest_of_labels(nearest, y_r)
+    # The maximum over the query's labels, then over the reference's.
+    by_label = largest_of_labels(label_similarity.T, y).T
+    return largest_of_labels(by_label, y_r)
 
 
 def _check(
@@ -300,7 +301,7 @@ def _check_similarity(label_similarity: Tensor) -> None:
     if label_similarity.numel() == 0:
         return
     low, high = label_similarity.aminmax()
-    # A rounding error above 1 is no error; written so that a NaN is one.
+    # Tolerates rounding; a NaN fails this comparison.
     if not (low >= -1e-6 and high <= 1 + 1e-6):
         raise ValueError(
             "expected `label_similarity` finite and in [0, 1], got values from "
@@ -321,7 +322,7 @@ def _why_no_tiles(arguments: Sequence[Any], options: Mapping[str, Any]) -> str |
     return None
 
 
-WAYS = (Way("tiles", _why_no_tiles, lambda *_: True, tiled_nws),)
+WAYS = (Way("tiles", why_not=_why_no_tiles, pays=always, compute=tiled_nws),)
 
 
 class NWSLoss(LossModule):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
-from sparse_losses._core.ways import Way, compute
+from sparse_losses._core.ways import Arguments, Options, Way, always, compute
 from sparse_losses.fast.pairwise_contrastive import direct_pairwise_contrastive
 
 __all__ = ["PairwiseContrastiveLoss", "pairwise_contrastive_loss"]
@@ -77,7 +77,11 @@ def _definition(x1: Tensor, x2: Tensor, same: Tensor, *, margin: float) -> Tenso
     return torch.where(same, squared_distance, nnf.relu(margin - distance).square())
 
 
-WAYS = (Way("direct", lambda *_: None, lambda *_: True, direct_pairwise_contrastive),)
+def _why_not(arguments: Arguments, options: Options) -> str | None:
+    return None  # it takes every call
+
+
+WAYS = (Way("direct", why_not=_why_not, pays=always, compute=direct_pairwise_contrastive),)
 
 
 class PairwiseContrastiveLoss(LossModule):

@@ -15,7 +15,7 @@ from sparse_losses._core.token_ids import (
     first_occurrences,
     id_mask,
 )
-from sparse_losses._core.ways import Arguments, Options, Way, compute
+from sparse_losses._core.ways import Arguments, Options, Way, always, compute
 from sparse_losses.fast.self_reconstruction import blockwise_self_reconstruction
 
 __all__ = ["SelfReconstructionLoss", "self_reconstruction_loss"]
@@ -120,7 +120,7 @@ def _why_not_blocks(arguments: Arguments, options: Options) -> str | None:
     return "V of at least 1" if arguments[1].numel() == 0 else None
 
 
-WAYS = (Way("blocks", _why_not_blocks, lambda *_: True, blockwise_self_reconstruction),)
+WAYS = (Way("blocks", why_not=_why_not_blocks, pays=always, compute=blockwise_self_reconstruction),)
 
 
 class SelfReconstructionLoss(LossModule):
