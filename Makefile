@@ -38,11 +38,10 @@ bench-gpu: $(VENV)/.dev  ## all that a GPU is asked for, 25 minutes: make CUDA=1
 test: $(VENV)/.dev  ## all tests (ARGS="-k info_nce")
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-test-triton: $(VENV)/.dev  ## the tests of PyTorch's paths with the kernels in their place: slow without a GPU
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --impl triton tests/losses/test_distillation.py \
-	  tests/losses/test_info_nce.py tests/losses/test_nws.py tests/objective tests/representation/test_head.py $(ARGS)
+test-triton: $(VENV)/.dev  ## the head's kernel: in Triton's interpreter where there is no GPU
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) tests/representation/test_triton_head.py $(ARGS)
 
-compile-kernels: $(VENV)/.dev  ## every kernel down to machine code for a GPU that need not be there
+compile-kernels: $(VENV)/.dev  ## the head's kernel down to machine code for a GPU that need not be there
 	$(PY) -m tools.compile_kernels $(ARGS)
 
 test-lightning-ir: $(LIGHTNING_IR)/.ready  ## what needs lightning-ir, in an environment of its own

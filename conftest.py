@@ -13,7 +13,7 @@ try:
 except ImportError:  # a machine with a GPU may have little else
     Sybil = None
 
-# Without a GPU the kernels run in Triton's interpreter, which is chosen when they are defined.
+# Without a GPU the head's kernel runs in Triton's interpreter, chosen when it is defined.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -34,22 +34,20 @@ collect_ignore = (
     ]
 )
 if importlib.util.find_spec("triton") is None:  # only Linux has it
-    collect_ignore += ["tests/kernels", "sparse_losses/kernels"]
+    collect_ignore += [
+        "tests/representation/test_triton_head.py",
+        "sparse_losses/fast/triton_head.py",
+    ]
 
 
 def pytest_addoption(parser):
-    """Where the built site is, and whether kernels take the place of PyTorch's operations."""
+    """Where the built site is, and the device of the tests."""
     parser.addoption("--site", help="test the built site in this folder, in a browser")
-    parser.addoption(
-        "--impl",
-        choices=["triton"],
-        help='let impl="auto" take the kernel wherever it can run: any test is then one of it',
-    )
     parser.addoption(
         "--device",
         choices=["cpu", "cuda"],
         default="cpu",
-        help="where tensors are made that no test puts anywhere; Triton's kernels need cuda",
+        help="where tensors are made that no test puts anywhere; Triton's kernel needs cuda",
     )
 
 
@@ -57,12 +55,6 @@ def pytest_configure(config):
     """Without a GPU ``--device cuda`` is one error, not one a test."""
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("no CUDA device is available")
-
-
-@pytest.fixture(autouse=True)
-def _kernels_first(request, monkeypatch):
-    if request.config.getoption("--impl"):
-        monkeypatch.setattr("sparse_losses.kernels.is_ahead", lambda *_: True)
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,14 @@
-"""Compiles every kernel for a GPU that need not be there, and says what came out.
+"""Compiles the head's kernels for a GPU that need not be there, and says what came out.
 
-    python -m tools.compile_kernels [--capability 90] [OPERATION ...]
+    python -m tools.compile_kernels [--capability 90]
 
-The operations run on the CPU through their public functions, with the settings that a GPU would
-get; a launch compiles its kernel down to machine code instead. What a compiler can say without a
-GPU is said: registers, spilled bytes, shared memory, whether matrix products reach the tensor
-cores. Times it cannot know.
+The head runs on the CPU through its public function, with the settings that a GPU would get; a
+launch compiles its kernel down to machine code instead. What a compiler can say without a GPU is
+said: registers, spilled bytes, shared memory, whether matrix products reach the tensor cores.
+Times it cannot know.
 """
 
 import argparse
-import importlib
 import os
 import re
 import subprocess
@@ -17,14 +16,7 @@ import sys
 import tempfile
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-OPERATIONS = sorted(
-    path.stem
-    for path in (ROOT / "sparse_losses" / "kernels").glob("*.py")
-    if not path.stem.startswith("_")
-)
 # Shared memory that one block of threads may have, in bytes.
 LARGEST = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 
@@ -33,7 +25,6 @@ LARGEST = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 class Compiled:
     """One kernel, compiled."""
 
-    operation: str
     kernel: str
     signature: str
     registers: int
@@ -68,24 +59,23 @@ class _Driver:
         return True
 
 
-def compile_all(operations: list[str], capability: int) -> list[Compiled]:
+def compile_all(capability: int) -> list[Compiled]:
     """Every kernel that the samples launch, each signature once."""
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     import torch
-    import triton
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    import sparse_losses.kernels
-    from sparse_losses.kernels import _language
+    from sparse_losses.fast import triton_head
+    from sparse_losses.representation import head
+    from tests.representation.test_triton_head import sample
 
     driver.set_active(_Driver(capability))
     # What this tool is there to pretend.
-    sparse_losses.kernels._runs_on = lambda device: True
-    _language.shared_memory = lambda device: LARGEST[capability]
-    found: dict[tuple[str, str, str], Compiled] = {}
-    current = ""
+    head._runs_triton = lambda device: True
+    triton_head.shared_memory = lambda device: LARGEST[capability]
+    found: dict[tuple[str, str], Compiled] = {}
     run = JITFunction.run
 
     def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **options):
@@ -99,21 +89,18 @@ def compile_all(operations: list[str], capability: int) -> list[Compiled]:
             for name, value in named
             if isinstance(value, torch.Tensor) or name.isupper() or name == "num_warps"
         )
-        key = current, self.__name__, signature
+        key = self.__name__, signature
         if key not in found:
-            found[key] = _read(current, self.__name__, signature, kernel)
+            found[key] = _read(self.__name__, signature, kernel)
         return kernel
 
     JITFunction.run = compile_only
-    assert triton.__version__
-    for current in operations:
-        sample = importlib.import_module(f"tests.kernels.test_{current}").sample
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            sample(dtype)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        sample(dtype)
     return list(found.values())
 
 
-def _read(operation: str, name: str, signature: str, kernel) -> Compiled:
+def _read(name: str, signature: str, kernel) -> Compiled:
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -124,7 +111,6 @@ def _read(operation: str, name: str, signature: str, kernel) -> Compiled:
     usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
     ptx = kernel.asm["ptx"]
     return Compiled(
-        operation,
         name,
         signature,
         int(usage["REG"]),
@@ -142,13 +128,6 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tools.compile_kernels", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
-        "operations",
-        nargs="*",
-        default=[],
-        metavar="OPERATION",
-        help=f"some of {', '.join(OPERATIONS)}; all of them if none is named",
-    )
-    parser.add_argument(
         "--capability",
         type=int,
         choices=list(LARGEST),
@@ -159,17 +138,15 @@ def main(arguments: list[str] | None = None) -> int:
         "--signatures", action="store_true", help="also the dtypes and constants of each"
     )
     args = parser.parse_args(arguments)
-    if unknown := set(args.operations) - set(OPERATIONS):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(OPERATIONS)}")
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
-    kernels = compile_all(args.operations or OPERATIONS, args.capability)
-    print(f"{'operation':16}{'kernel':24}{'warps':>6}{'registers':>10}{'spilled':>8}{'shared':>8}")
+    kernels = compile_all(args.capability)
+    print(f"{'kernel':24}{'warps':>6}{'registers':>10}{'spilled':>8}{'shared':>8}")
     bad = 0
     for kernel in kernels:
         is_bad = kernel.stack > 0 or kernel.shared > LARGEST[args.capability]
         bad += is_bad
         print(
-            f"{kernel.operation:16}{kernel.kernel:24}{kernel.warps:6}{kernel.registers:10}"
+            f"{kernel.kernel:24}{kernel.warps:6}{kernel.registers:10}"
             f"{kernel.stack:8}{kernel.shared:8}"
             + (f"  wgmma {kernel.wgmma}" if kernel.wgmma else "")
             + (f"  mma {kernel.mma}" if kernel.mma else "")

@@ -25,7 +25,7 @@ __all__ = ["Outcome", "Part", "main", "parts", "run", "why_left_out"]
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 GRACE = 15  # seconds in which what was interrupted may put its things down
-TESTED = ("tests/losses", "tests/representation", "tests/objective", "tests/kernels")
+TESTED = ("tests/losses", "tests/representation", "tests/objective")
 
 
 @dataclass(frozen=True)

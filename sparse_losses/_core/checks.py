@@ -21,7 +21,6 @@ __all__ = [
     "check_tensors",
     "check_zero_one",
     "declared",
-    "describe",
     "values_can_be_checked",
 ]
 
@@ -169,10 +168,3 @@ def values_can_be_checked(tensor: Tensor) -> bool:
         and tensor.device.type == "cpu"
         and not transforms_are_active()
     )
-
-
-def describe(module: nn.Module, *names: str) -> str:
-    """The hyperparameters of a module as ``name=value``, for ``extra_repr``."""
-    values = {name: getattr(module, name) for name in names}
-    shown = {n: v.tolist() if isinstance(v, Tensor) else v for n, v in values.items()}
-    return ", ".join(f"{name}={value!r}" for name, value in shown.items())

@@ -10,6 +10,8 @@ arrives in it.
 
 - ``optional``: may be ``None``. ``csr``: may be sparse (``torch.sparse_csr``).
 - ``uncast``: data, but left in its dtype: the body multiplies half precision as it is.
+- ``layer``: uncast, and multiplied by a layer of the model: under autocast it arrives in autocast's
+  dtype, as ``nn.Linear`` would take it. Not on the CPU, where products stay in fp32.
 - ``detached``: without a gradient: a teacher's scores, the keys of a momentum encoder.
 - ``constant``: cast along, decides no dtype: a penalty, weights.
 - ``mask``: bool, int or float 0/1; arrives as bool.
@@ -35,6 +37,7 @@ from typing import (
     get_type_hints,
 )
 
+import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import (
@@ -147,10 +150,21 @@ def _cast(tensors: Mapping[str, Declared], given: dict[str, Any]) -> Any:
     for name, (_, remarks) in tensors.items():
         if "detached" in remarks and given.get(name) is not None:
             given[name] = given[name].detach()
-        is_cast = "constant" in remarks or (name in data and "uncast" not in remarks)
+        if "layer" in remarks:
+            given[name] = _as_layer(given[name])
+        is_cast = "constant" in remarks or (name in data and not remarks & {"uncast", "layer"})
         if is_cast and given.get(name) is not None:
             given[name] = given[name].to(dtype)
     return dtype
+
+
+def _as_layer(tensor: Tensor) -> Tensor:
+    device = tensor.device.type
+    if device in ("cpu", "meta") or tensor.dtype == torch.float64:
+        return tensor
+    if not torch.is_autocast_enabled(device):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
 
 
 def _agree(

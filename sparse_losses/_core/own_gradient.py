@@ -12,7 +12,7 @@ from sparse_losses._core.private_torch import (
     transforms_are_active,
 )
 
-__all__ = ["can_bring_its_gradient", "with_own_gradient"]
+__all__ = ["can_bring_its_gradient", "is_transformed", "with_own_gradient"]
 
 Gradients = Sequence[Tensor | None]
 
@@ -25,9 +25,15 @@ def can_bring_its_gradient(*arguments: Any) -> bool:
     return (
         not torch.compiler.is_compiling()
         and all(type(x) in (Tensor, nn.Parameter) for x in arguments if isinstance(x, Tensor))
-        and not transforms_are_active()
-        and not forward_mode_is_active()
+        and not is_transformed()
     )
+
+
+def is_transformed() -> bool:
+    """Whether ``torch.func`` or forward-mode derivatives want plain operations."""
+    if torch.compiler.is_compiling():
+        return False
+    return transforms_are_active() or forward_mode_is_active()
 
 
 def with_own_gradient(

@@ -36,20 +36,3 @@ def compute_dtype(**tensors: Tensor | None) -> torch.dtype:
 def widest_dtype(device: torch.device) -> torch.dtype:
     """What long sums are added up in: fp64, which Apple's GPUs do not have."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def full_precision(function):  # type: ignore
-    """Temporary."""
-    import functools
-
-    @functools.wraps(function)
-    def wrapper(*args, **kwargs):
-        for tensor in (*args, *kwargs.values()):
-            if isinstance(tensor, Tensor):
-                break
-        else:
-            return function(*args, **kwargs)
-        with autocast_off(tensor.device):
-            return function(*args, **kwargs)
-
-    return wrapper

@@ -6,10 +6,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from sparse_losses._core.own_gradient import can_bring_its_gradient, with_own_gradient
+from sparse_losses._core.own_gradient import (
+    can_bring_its_gradient,
+    is_transformed,
+    with_own_gradient,
+)
 from sparse_losses.distributed import average_grad_over_ranks
 
-__all__ = ["Arguments", "Options", "Way", "compute"]
+__all__ = ["Arguments", "Options", "Way", "choose", "compute"]
 
 Arguments: TypeAlias = Sequence[Any]
 Options: TypeAlias = Mapping[str, Any]
@@ -22,13 +26,37 @@ class Way(NamedTuple):
         name: what ``impl`` says to ask for it.
         why_not: ``(arguments, options)`` to the words that follow "expected", or ``None``.
         pays: ``(arguments, options)`` to whether ``impl="auto"`` takes it.
-        compute: ``(needs, *arguments, **options)`` to the value and the gradients, in order.
+        compute: ``(needs, *arguments, **options)`` to the value and the gradients, in order; where
+            the caller asks ``choose`` alone, whatever that caller does with it.
+        compiles: whether it is made of operators that ``torch.compile`` knows.
     """
 
     name: str
     why_not: Callable[[Arguments, Options], str | None]
     pays: Callable[[Arguments, Options], bool]
     compute: Callable[..., Any]
+    compiles: bool = False
+
+
+def choose(ways: Sequence[Way], impl: str, arguments: Arguments, options: Options) -> Way | None:
+    """The way that ``impl`` names, or for ``"auto"`` the first that can and pays.
+
+    ``None`` is the definition: under ``torch.func``, and compiled unless the way compiles.
+
+    Raises:
+        ValueError: if the way that ``impl`` names cannot take the call.
+    """
+    is_eager, is_plain = can_bring_its_gradient(*arguments), not is_transformed()
+    for way in ways:
+        can_run = is_eager or (way.compiles and is_plain)
+        if impl != way.name and not (impl == "auto" and can_run):
+            continue
+        why = way.why_not(arguments, options)
+        if why is not None and impl == way.name:
+            raise ValueError(f'expected {why} with impl="{impl}"; impl="auto" takes what can')
+        if can_run and why is None and (impl == way.name or way.pays(arguments, options)):
+            return way
+    return None
 
 
 def compute(
@@ -38,25 +66,19 @@ def compute(
     arguments: Arguments,
     options: Options,
 ) -> Tensor:
-    """``definition(*arguments, **options)``, by the first way that can and pays, or the one named.
+    """``definition(*arguments, **options)``, by the way that ``choose`` finds.
 
     Compiled, under ``torch.func`` and for second derivatives it is always the definition.
 
     Raises:
         ValueError: if the way that ``impl`` names cannot take the call.
     """
-    is_eager = can_bring_its_gradient(*arguments)
-    for way in ways:
-        if impl != way.name and not (impl == "auto" and is_eager):
-            continue
-        why = way.why_not(arguments, options)
-        if why is not None and impl == way.name:
-            raise ValueError(f'expected {why} with impl="{impl}"; impl="auto" takes what can')
-        if is_eager and why is None and (impl == way.name or way.pays(arguments, options)):
-            value = with_own_gradient(
-                functools.partial(definition, **options),
-                functools.partial(way.compute, **options),
-                *arguments,
-            )
-            return average_grad_over_ranks(value) if options.get("gather") else value
-    return definition(*arguments, **options)
+    way = choose(ways, impl, arguments, options)
+    if way is None:
+        return definition(*arguments, **options)
+    value = with_own_gradient(
+        functools.partial(definition, **options),
+        functools.partial(way.compute, **options),
+        *arguments,
+    )
+    return average_grad_over_ranks(value) if options.get("gather") else value

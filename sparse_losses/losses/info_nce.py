@@ -150,37 +150,38 @@ def _definition(
     gather: bool,
     reduction: Reduction,
 ) -> Tensor:
-    """Scores of every row's candidates, who of them is what, and the row formula.
+    """The scores of every row's candidates, which of them are positives, and the row formula.
 
-    Under ``gather`` this rank's rows ask and all ranks' rows answer.
+    Under ``gather`` this rank's rows are the queries, all ranks' rows the keys.
     """
     anchor, positive = _dense(anchor), _dense(positive)
     if negative is not None and negative.ndim == 2:
         negative = gather_rows(_dense(negative), gather)
     if positive_ids is not None:
         positive_ids = gather_rows(positive_ids, gather)
-    directions = [(anchor, gather_rows(positive, gather) if in_batch else positive)]
-    if symmetric:
-        directions.append((positive, gather_rows(anchor, gather) if in_batch else anchor))
-    masks: list[Tensor | None] = [None, None]
     if positive_mask is not None:
         positive_mask = gather_rows(positive_mask, gather)
-        masks = [positive_mask, positive_mask.T]
+    directions = [(anchor, positive, positive_mask)]
+    if symmetric:
+        directions.append((positive, anchor, None if positive_mask is None else positive_mask.T))
 
-    own = torch.arange(len(anchor), device=anchor.device) + (rank() * len(anchor) if gather else 0)
-    who = [
-        _who_is_what(own, len(answers), _number_of(negative), positive_ids, mask, in_batch)
-        for (_, answers), mask in zip(directions, masks, strict=False)
+    first = rank() * len(anchor) if gather else 0
+    own = torch.arange(first, first + len(anchor), device=anchor.device)  # the key of each query
+    num_keys, num_negatives = len(anchor) * (num_ranks() if gather else 1), _number_of(negative)
+    masks = [
+        _positives_and_negatives(own, num_keys, num_negatives, positive_ids, mask, in_batch)
+        for _, _, mask in directions
     ]
-    valid = None
-    if positive_mask is not None or (decoupled and _number_of(negative) == 0):
-        has_terms = [p.any(-1) & n.any(-1) if decoupled else p.any(-1) for p, n in who]
-        valid = torch.stack(has_terms).all(0)
+    is_sure = positive_mask is None and not (decoupled and num_negatives == 0)
+    valid = None if is_sure else _valid_rows(masks, decoupled)
+
     total = anchor.new_zeros(())
-    for (asks, answers), (is_positive, is_negative) in zip(directions, who, strict=True):
+    for (query, key, _), (is_positive, is_negative) in zip(directions, masks, strict=True):
+        key = gather_rows(key, gather and in_batch)
+        hides = positive_ids is not None
+        scores = _scores(query, key, negative, valid, similarity, in_batch, hides) / temperature
         total = total + contrastive_rows(
-            _scores(asks, answers, negative, valid, similarity, in_batch, positive_ids is not None)
-            / temperature,
+            scores,
             is_positive,
             is_negative,
             decoupled=decoupled,
@@ -189,9 +190,9 @@ def _definition(
     return reduce(total / len(directions), reduction, valid, gather)
 
 
-def _who_is_what(
+def _positives_and_negatives(
     own: Tensor,
-    num_answers: int,
+    num_keys: int,
     num_negatives: int,
     positive_ids: Tensor | None,
     positive_mask: Tensor | None,
@@ -199,7 +200,7 @@ def _who_is_what(
 ) -> tuple[Tensor, Tensor]:
     """Which candidates ``[B, C]`` are positives of a row, and which are its negatives."""
     if in_batch:
-        index = torch.arange(num_answers, device=own.device)
+        index = torch.arange(num_keys, device=own.device)
         is_positive = own[:, None] == index if positive_mask is None else positive_mask[own]
         is_negative = ~is_positive
         if positive_ids is not None:
@@ -214,40 +215,46 @@ def _who_is_what(
     return is_positive, is_negative
 
 
+def _valid_rows(masks: list[tuple[Tensor, Tensor]], decoupled: bool) -> Tensor:
+    """Which rows have a positive, and under ``decoupled`` a negative, in every direction."""
+    has_terms = [p.any(-1) & n.any(-1) if decoupled else p.any(-1) for p, n in masks]
+    return torch.stack(has_terms).all(0)
+
+
 def _scores(
-    asks: Tensor,
-    answers: Tensor,
+    query: Tensor,
+    key: Tensor,
     negative: Tensor | None,
     valid: Tensor | None,
     similarity: str,
     in_batch: bool,
     hides: bool,
 ) -> Tensor:
-    """Similarities ``[B, C]``: of the answers (or the own one), then of the negatives."""
-    # What nothing looks at must not send its NaN into a gradient: 0 * NaN is NaN.
+    """Similarities ``[B, C]``: of a query and its keys (or its own key), then the negatives."""
+    # What no valid row looks at must not send its NaN into a gradient: 0 * NaN is NaN.
     if valid is not None:
-        asks = torch.where(valid[:, None], asks, 0.0)
-        answers = torch.where(valid.any(), answers, 0.0)
+        query = torch.where(valid[:, None], query, 0.0)
+        key = torch.where(valid.any(), key, 0.0)
         if negative is not None:
             looked_at = valid.any() if negative.ndim == 2 else valid[:, None, None]
             negative = torch.where(looked_at, negative, 0.0)
     is_nan = None
-    if hides:  # some rows do not look at some answers
-        is_nan = answers.isnan().any(-1)
-        answers = torch.where(is_nan[:, None], 0.0, answers)
+    if hides:  # ids hide some keys from some queries
+        is_nan = key.isnan().any(-1)
+        key = torch.where(is_nan[:, None], 0.0, key)
     if similarity == "cosine":
-        asks, answers = normalize(asks), normalize(answers)
+        query, key = normalize(query), normalize(key)
         negative = None if negative is None else normalize(negative)
     if in_batch:
-        scores = asks @ answers.T
+        scores = query @ key.T
         scores = scores if is_nan is None else torch.where(is_nan, torch.nan, scores)
     else:
-        scores = (asks * answers).sum(-1, keepdim=True)
+        scores = (query * key).sum(-1, keepdim=True)
         scores = scores if is_nan is None else torch.where(is_nan[:, None], torch.nan, scores)
     if negative is None:
         return scores
     shared = negative.ndim == 2
-    of_negatives = asks @ negative.T if shared else torch.einsum("bd,bnd->bn", asks, negative)
+    of_negatives = query @ negative.T if shared else torch.einsum("bd,bnd->bn", query, negative)
     return torch.cat([scores, of_negatives], dim=1)
 
 
@@ -269,7 +276,7 @@ def _check(
     if not in_batch and positive_mask is not None:
         raise ValueError("expected `positive_mask` only with `in_batch=True`, got in_batch=False")
     if not in_batch and _number_of(negative) == 0:
-        raise ValueError("expected `negative` with `in_batch=False`: the positive has no rival")
+        raise ValueError("expected `negative` with `in_batch=False`: nothing else competes")
     ranks = num_ranks() if gather else 1
     if positive_mask is not None and positive_mask.shape[1] != ranks * batch:
         columns = "B" if ranks == 1 else f"{ranks} B"

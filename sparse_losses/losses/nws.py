@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.checks import check_shapes, check_zero_one, values_can_be_checked
@@ -204,7 +203,7 @@ def _definition(
     else:
         if eps > 0:
             weighted = torch.cat([weighted, floor], dim=1)
-            is_counted = nnf.pad(is_counted, (0, 1), value=True)
+            is_counted = torch.cat([is_counted, torch.ones_like(valid)[:, None]], dim=1)
         terms = negative_log_softmax(weighted, is_counted)[:, : s.shape[1]]
     values = (w * torch.where(is_positive, terms, 0.0)).sum(-1) / (count[:, 0] + eps)
     return reduce(values, reduction, valid, gather)

@@ -9,6 +9,9 @@ position and the sign are right or wrong.
 import math
 
 import numpy as np
+from hypothesis import strategies as st
+
+from tests.strategies import seeds
 
 
 def dot(a: np.ndarray, b: np.ndarray) -> float:
@@ -93,3 +96,41 @@ def is_exact(hidden, weight, unit: float) -> bool:
     flat = np.abs(np.asarray(hidden, np.float64)).reshape(-1, np.shape(hidden)[-1])
     largest = (flat @ np.abs(np.asarray(weight, np.float64)).T).max(initial=0.0)
     return bool(largest < 2.0**24 * unit)
+
+
+@st.composite
+def problems(draw) -> dict:
+    """Draw the arrays of a call whose signs may hang on the last digit of a logit."""
+    rng = np.random.default_rng(draw(seeds))
+    batch, length = draw(st.integers(1, 4)), draw(st.integers(1, 9))
+    vocab, width = draw(st.integers(1, 40)), draw(st.integers(1, 12))
+    kind = draw(st.sampled_from(["grid", "ties", "near ties"]))
+    if kind == "ties":
+        hidden = rng.integers(-1, 2, size=(batch, length, width)).astype(float)
+        weight = rng.integers(-1, 2, size=(vocab, width)).astype(float)
+    elif kind == "grid":
+        hidden = grid(rng, (batch, length, width))
+        weight = grid(rng, (vocab, width))
+    else:  # bf16 cannot tell 513 from 512
+        hidden = rng.integers(512, 516, size=(batch, length, width)) * 2.0**-6
+        weight = rng.integers(1, 512, size=(vocab, width)) * 2.0**-6
+    assert is_exact(hidden, weight, 2.0**-12)
+    mask = None
+    if draw(st.booleans()):
+        mask = rng.random((batch, length)) < draw(st.sampled_from([0.0, 0.4, 0.8]))
+    bias = None
+    edge = draw(st.sampled_from(["none", "random", "knife", "knife"]))
+    if edge == "random":
+        bias = grid(rng, vocab)
+    elif edge == "knife":  # one text of each column is at -1, 0 or 1 units
+        top, _ = maxima(hidden, weight, mask)
+        bias = -top[rng.integers(0, batch, size=vocab), np.arange(vocab)]
+        bias = bias + rng.integers(-1, 2, size=vocab) * 2.0**-12
+    gate = rng.choice([0.0, 0.5, 1.0], size=(batch, vocab)) if draw(st.booleans()) else None
+    return {
+        "hidden": hidden,
+        "weight": weight,
+        "bias": bias,
+        "attention_mask": mask,
+        "gate": gate,
+    }

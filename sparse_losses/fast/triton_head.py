@@ -7,6 +7,7 @@ is no atomic addition and the same bits come twice. What the lengths are, and ho
 active, only the device knows.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sparse_losses.kernels import _language
-from sparse_losses.kernels._language import dot, larger, log1p, next_power_of_2, on_device
+from sparse_losses.fast.head import second_derivatives
+from sparse_losses.fast.head_tiles import smallest_integer
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "triton_head"]
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 # Forward: vocabulary by tokens by hidden, warps and stages. The scores of a tile stay in registers;
 # the vocabulary comes first, since a maximum over the second dimension stays within a thread but
@@ -34,6 +37,98 @@ ENTRIES, WIDTH, POSITIONS = 64, 128, 128  # of the one-hot product: entries by h
 FULL_PRECISION_WIDTH, WARPS = 64, 8
 OWN_ROWS, OWN_WIDTH, TEXTS = 16, 256, 32  # of the weight's gradient, and texts looked at together
 MOST_SPLITS = 8
+
+
+def triton_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    attended: Tensor | None,
+    gate: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    return_logits: bool = False,
+    sparse_grad: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Activations and, if asked for, pooled logits; the options are those of ``splade_head``.
+
+    It multiplies hidden states and weight in the wider of their dtypes, summing in fp32.
+    """
+    if attended is None:
+        attended = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+    operands = torch.promote_types(hidden.dtype, weight.dtype)
+    inputs = hidden.to(operands), weight.to(operands), bias, gate, attended, return_logits
+    if torch.compiler.is_compiling():
+        activations, pooled, *_ = forward(*inputs)
+        return activations, pooled
+    found: tuple[Tensor, Tensor | None] = _Head.apply(*inputs)
+    return found
+
+
+class _Head(torch.autograd.Function):
+    """For eager mode, with second derivatives; a compiler takes the operators themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        *tensors, attended, return_logits = inputs
+        activations, pooled, logits, position = forward(*inputs)
+        ctx.save_for_backward(*tensors, activations, logits, position, attended)
+        ctx.every = return_logits
+        ctx.set_materialize_grads(False)
+        return activations, pooled if return_logits else None
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        *inputs, activations, _, position, attended = saved = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:4]
+        if torch.is_grad_enabled():
+            has_entry = ~(activations <= 0)  # a NaN is one
+            if ctx.every:
+                has_entry = attended.any(1, keepdim=True).expand_as(has_entry)
+            found = second_derivatives(
+                inputs, needs, upstream, position, has_entry, attended, torch.float32
+            )
+            return *found, None, None
+        if all(g is None for g in upstream):
+            return (None,) * 6
+        gradients = backward(list(needs), *upstream, *saved)
+        return *(g if need else None for need, g in zip(needs, gradients, strict=True)), None, None
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Where kernels are launched: Triton takes the current device, whatever the tensors' is."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one block of threads may have; a Hopper's where none is asked."""
+    if device.type != "cuda":
+        return 227 << 10
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+@triton.jit
+def dot(a, b, acc):
+    """``acc + a @ b``, summed in fp32: half precision as it is, fp32 without TF32's rounding."""
+    if INTERPRETED:  # its product of bf16 numbers is wrong
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def larger(a, b):
+    """The larger number, or a NaN: what ``tl.max`` would drop."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def log1p(x):
+    """``log(1 + x)`` for ``x >= 0``, with the digits that ``1 + x`` drops."""
+    u = 1.0 + x
+    is_lost = (u == 1.0) | (x == float("inf"))
+    # An ordinary division is off by two units in the last place.
+    return tl.where(is_lost, x, tl.log(u) * tl.div_rn(x, tl.where(is_lost, 1.0, u - 1.0)))
 
 
 @triton.jit
@@ -373,14 +468,7 @@ def _of_weight(
         tl.store(of_bias + column, total.to(of_bias.dtype.element_ty), mask=exists)
 
 
-def _smallest_integer(length: int) -> torch.dtype:
-    """What holds the positions of a text."""
-    if length <= 1 << 8:
-        return torch.uint8
-    return torch.int16 if length <= 1 << 15 else torch.int32
-
-
-@torch.library.custom_op("sparse_losses::head_forward", mutates_args=())
+@torch.library.custom_op("sparse_losses::triton_head", mutates_args=())
 def forward(
     hidden: Tensor,
     weight: Tensor,
@@ -403,7 +491,7 @@ def forward(
     packed = hidden.flatten(0, 1).to(weight.dtype).index_select(0, token)
     offset = torch.zeros(batch + 1, dtype=torch.int32, device=device)
     torch.cumsum(attended.sum(1), 0, dtype=torch.int32, out=offset[1:])
-    is_large = _language.shared_memory(hidden.device) >= 200 << 10
+    is_large = shared_memory(hidden.device) >= 200 << 10
     rows, tokens, inner, warps, stages = (
         FULL_PRECISION if weight.dtype == torch.float32 else LARGE if is_large else SMALL
     )
@@ -448,7 +536,7 @@ def _empty_results(
     shape = hidden.shape[0], weight.shape[0]
     kept = [shape, shape if every else (0,), (0,) if gate is None else shape]
     result = [hidden.new_empty(size, dtype=torch.float32) for size in kept]
-    return [*result, hidden.new_empty(shape, dtype=_smallest_integer(hidden.shape[1]))]
+    return [*result, hidden.new_empty(shape, dtype=smallest_integer(hidden.shape[1]))]
 
 
 @forward.register_fake
@@ -463,7 +551,7 @@ def _(
     return _empty_results(hidden, weight, gate, every)
 
 
-@torch.library.custom_op("sparse_losses::head_backward", mutates_args=())
+@torch.library.custom_op("sparse_losses::triton_head_backward", mutates_args=())
 def backward(
     needs: list[bool],
     of_activations: Tensor | None,
@@ -509,7 +597,7 @@ def backward(
             _list[(batch, chunks)](
                 *arguments, ends - counts, columns, vocab_size, **flags, COUNT=False, CHUNK=CHUNK
             )
-            positions = min(POSITIONS, max(next_power_of_2(length), 16))
+            positions = min(POSITIONS, max(triton.next_power_of_2(length), 16))
             columns_each = FULL_PRECISION_WIDTH if weight.dtype == torch.float32 else WIDTH
             grid = batch * triton.cdiv(length, positions), triton.cdiv(width, columns_each)
             splits = min(MOST_SPLITS, triton.cdiv(PROGRAMS, grid[0] * grid[1]))
@@ -627,5 +715,4 @@ def _back(ctx: Any, upstream: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     return *(g if need else None for need, g in zip(needs, found, strict=True)), None, None
 
 
-# For the compiler; in eager mode the head's own Function comes first, for second derivatives.
 forward.register_autograd(_back, setup_context=_keep)

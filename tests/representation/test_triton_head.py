@@ -1,10 +1,11 @@
-"""The head's kernels: against loops over the formula, against PyTorch, tile by tile.
+"""The head's kernel, in Triton's interpreter: against loops over the formula, against PyTorch.
 
-The existing tests of the head run with the kernels in place by `pytest --impl triton`; here tiles
-are made so small that every text straddles one.
+Tiles are made so small that every text straddles one.
 """
 
 import functools
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +13,10 @@ import torch
 
 from sparse_losses import SpladeHead
 from sparse_losses.functional import splade_head
-from sparse_losses.kernels import head as kernel
+from sparse_losses.representation import head as head_module
 from tests.representation import head_oracle
 
-# The sizes of all tiles, then how few programs the forward pass may be spread over.
-TILES = {"tiny": (16, 1), "tiny, a text each": (16, 1 << 20), "as it is": (None, None)}
+kernel = pytest.importorskip("sparse_losses.fast.triton_head", exc_type=ImportError)
 
 
 def sample(dtype):
@@ -33,21 +33,18 @@ def sample(dtype):
         sum(o.sum() for o in out).backward()
 
 
-@pytest.fixture(params=TILES.values(), ids=TILES.keys())
-def tiles(request, monkeypatch):
-    size, programs = request.param
-    if size is not None:
-        for name in ("LARGE", "SMALL", "FULL_PRECISION"):
-            monkeypatch.setattr(kernel, name, (size, size, size, 4, 1))
-        monkeypatch.setattr(kernel, "PROGRAMS", programs)
-        for name in ("CHUNK", "ENTRIES", "WIDTH", "POSITIONS", "FULL_PRECISION_WIDTH"):
-            monkeypatch.setattr(kernel, name, size)
-        monkeypatch.setattr(kernel, "OWN_WIDTH", size)
-        monkeypatch.setattr(kernel, "OWN_ROWS", 4)
-        monkeypatch.setattr(kernel, "TEXTS", 2)
+@pytest.fixture
+def tiles(monkeypatch):
+    """Make every tile tiny, and one program serve all texts."""
+    for name in ("LARGE", "SMALL", "FULL_PRECISION"):
+        monkeypatch.setattr(kernel, name, (16, 16, 16, 4, 1))
+    for name in ("CHUNK", "ENTRIES", "WIDTH", "POSITIONS", "FULL_PRECISION_WIDTH", "OWN_WIDTH"):
+        monkeypatch.setattr(kernel, name, 16)
+    for name, value in (("PROGRAMS", 1), ("OWN_ROWS", 4), ("TEXTS", 2)):
+        monkeypatch.setattr(kernel, name, value)
 
 
-def _inputs(seed=0, sizes=(5, 21, 37, 24), dtype=torch.float32, empty=2):
+def _inputs(seed=0, sizes=(4, 19, 21, 24), dtype=torch.float32, empty=2):
     batch, length, vocab, width = sizes
     rng = np.random.default_rng(seed)
     arrays = {
@@ -79,7 +76,9 @@ def _run(tensors, mask, impl, gated, return_logits, upstream):
 
 
 @pytest.mark.parametrize(("gated", "return_logits"), [(False, False), (True, True), (False, True)])
-def test_value_and_gradients_are_the_formula(tiles, gated, return_logits):
+@pytest.mark.parametrize("programs", [1, 1 << 20], ids=["one for all texts", "one a text"])
+def test_value_and_gradients_are_the_formula(tiles, programs, gated, return_logits, monkeypatch):
+    monkeypatch.setattr(kernel, "PROGRAMS", programs)
     arrays, tensors, mask = _inputs()
     rng = np.random.default_rng(1)
     shape = arrays["gate"].shape
@@ -109,9 +108,9 @@ def test_half_precision_is_as_near_as_pytorch(tiles, dtype, gated):
     _, tensors, mask = _inputs(sizes=(3, 9, 20, 16), dtype=dtype)
     upstream = [torch.randn(3, 20), torch.randn(3, 20)]
     found = _run(tensors, mask, "triton", gated, True, upstream)
-    eager = _run(tensors, mask, "torch", gated, True, upstream)
+    eager = _run(tensors, mask, "packed", gated, True, upstream)
     exact = {name: x.detach().double().requires_grad_() for name, x in tensors.items()}
-    exact = _run(exact, mask, "torch", gated, True, upstream)
+    exact = _run(exact, mask, "packed", gated, True, upstream)
     for ours, theirs, true in zip(*((*a, *b) for a, b in (found, eager, exact)), strict=True):
         assert ours.dtype == theirs.dtype
         allowed = (theirs - true).norm() + 2.0**-8 * true.norm()  # casts are cut off here
@@ -125,17 +124,13 @@ def test_log1p_keeps_the_digits_of_a_small_logit():
     torch.testing.assert_close(found, small.double().log1p().float(), rtol=3e-7, atol=0)
 
 
-@pytest.mark.parametrize("length", [1, 255, 256, 257])
-def test_the_position_is_kept_in_the_smallest_integer_that_holds_it(length):
-    size = {1: torch.uint8, 255: torch.uint8, 256: torch.uint8, 257: torch.int16}[length]
-    assert kernel._smallest_integer(length) == size
+@pytest.mark.parametrize("length", [1, 256, 257])
+def test_the_last_position_is_told_from_the_first(length):
     hidden = torch.zeros(1, length, 1)
     hidden[0, -1] = 1.0
     hidden.requires_grad_()
     splade_head(hidden, torch.ones(1, 1), impl="triton").sum().backward()
     assert hidden.grad[0, :, 0].nonzero().flatten().tolist() == [length - 1]
-    assert kernel._smallest_integer(1 << 15) == torch.int16
-    assert kernel._smallest_integer((1 << 15) + 1) == torch.int32
 
 
 def test_of_equal_scores_the_first_attended_position_wins(tiles):
@@ -163,7 +158,7 @@ def test_a_nan_shows_where_it_belongs_and_nowhere_else(tiles, where):
             tensors[where][index] = torch.nan
     upstream = [torch.randn(4, 20), torch.randn(4, 20)]
     found = _run(tensors, mask, "triton", True, True, upstream)
-    wanted = _run(tensors, mask, "torch", True, True, upstream)
+    wanted = _run(tensors, mask, "packed", True, True, upstream)
     if where == "weight":  # 0 times NaN: of a text's hidden states all get it, not one
         has, should = found[1][0].isnan(), wanted[1][0].isnan()
         assert has[should].all()
@@ -182,7 +177,7 @@ def test_a_forbidden_token_sends_no_nan_into_its_gate(tiles):
         tensors["gate"].clamp_(min=0.25)
     upstream = [torch.randn(4, 20)]
     found = _run(tensors, mask, "triton", True, False, upstream)
-    wanted = _run(tensors, mask, "torch", True, False, upstream)
+    wanted = _run(tensors, mask, "packed", True, False, upstream)
     for one, other in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
@@ -205,8 +200,8 @@ def test_a_text_without_tokens_hides_its_nan(tiles, return_logits):
 def test_every_output_is_written(tiles, monkeypatch):
     """Memory as it comes may hold anything: here it holds what would show."""
     _, tensors, mask = _inputs()
-    upstream = [torch.randn(5, 37), torch.randn(5, 37)]
-    wanted = _run(tensors, mask, "torch", True, True, upstream)
+    upstream = [torch.randn(4, 21), torch.randn(4, 21)]
+    wanted = _run(tensors, mask, "packed", True, True, upstream)
 
     def poisoned(function):
         @functools.wraps(function)
@@ -246,7 +241,7 @@ def test_strides_and_expanded_gradients(tiles):
         torch.randn(20, 3).T,
         torch.randn(20).expand(3, 20),
     ):
-        wanted = _run(tensors, mask, "torch", True, True, [upstream] * 2)
+        wanted = _run(tensors, mask, "packed", True, True, [upstream] * 2)
         found = _run(strided, mask, "triton", True, True, [upstream] * 2)
         for one, other in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -257,7 +252,7 @@ def test_rows_that_no_copy_engine_takes(width):
     """It wants 16 bytes; a weight may begin anywhere, and have any width."""
     weight = torch.randn(5 * width + 1)[1:].view(5, width)
     hidden = torch.randn(2, 3, width)
-    wanted = splade_head(hidden, weight, impl="torch")
+    wanted = splade_head(hidden, weight, impl="packed")
     torch.testing.assert_close(splade_head(hidden, weight, impl="triton"), wanted)
 
 
@@ -280,7 +275,7 @@ def test_second_derivatives_are_those_of_pytorch(gated):
     _, tensors, mask = _inputs(sizes=(3, 5, 9, 8))
     wanted = ["hidden", "weight", "bias", *(["gate"] if gated else [])]
     found = []
-    for impl in ("torch", "triton"):
+    for impl in ("packed", "triton"):
         x, logits = splade_head(
             tensors["hidden"],
             tensors["weight"],
@@ -339,25 +334,35 @@ def test_mixed_dtypes_multiply_in_the_wider():
     weight = tensors["weight"].detach().bfloat16().requires_grad_()
     for hidden, other in ((tensors["hidden"], weight), (weight[None, :6], tensors["weight"])):
         some = torch.ones(hidden.shape[:2])
-        wanted = splade_head(hidden, other, None, some, impl="torch")
+        wanted = splade_head(hidden, other, None, some, impl="packed")
         found = splade_head(hidden, other, None, some, impl="triton")
         torch.testing.assert_close(found, wanted)
         (gradient,) = torch.autograd.grad(found.sum(), other)
         assert gradient.dtype == other.dtype
 
 
-def test_what_the_kernel_cannot_do_is_said():
+def test_what_the_kernel_cannot_do_is_said(monkeypatch):
     hidden, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
-    with pytest.raises(ValueError, match=r"expected sparse_grad=False with impl=\"triton\""):
-        splade_head(hidden, weight, sparse_grad=True, impl="triton")
-    with pytest.raises(ValueError, match=r"fp32, fp16 or bf16 tensors, got torch\.float64"):
-        splade_head(hidden.double(), weight, impl="triton")
-    with pytest.raises(ValueError, match="expected at least one position"):
-        splade_head(hidden[:0], weight, impl="triton")
-    with pytest.raises(ValueError, match="'auto', 'torch' or 'triton', got 'cuda'"):
-        splade_head(hidden, weight, impl="cuda")
-    with pytest.raises(ValueError, match="'auto', 'torch' or 'triton', got 'cuda'"):
-        SpladeHead(weight, impl="cuda")
+
+    def says(words, *arguments, **options):
+        with pytest.raises(ValueError, match=words):
+            splade_head(*arguments, impl="triton", **options)
+
+    says(r"expected sparse_grad=False with impl=\"triton\"", hidden, weight, sparse_grad=True)
+    says(r"fp32, fp16 or bf16 tensors, got torch\.float64", hidden.double(), weight)
+    says("expected at least one position", hidden[:0], weight)
+    with pytest.raises(ValueError, match=r"expected no torch\.func transform"):
+        torch.vmap(lambda w: splade_head(hidden, w, impl="triton"))(weight.expand(2, 5, 4))
+    monkeypatch.setattr(head_module, "_IS_INTERPRETED", False)
+    says(r"compute capability 8\.0 or newer, got cpu", hidden.cpu(), weight.cpu())
+    monkeypatch.setattr(head_module, "_HAS_TRITON", False)
+    says(r"pip install 'sparse-losses\[kernels\]'", hidden, weight)
+
+
+def test_the_extra_that_the_error_names_exists():
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    assert extras["kernels"][0].startswith("triton")
 
 
 def test_the_module_hands_it_down():

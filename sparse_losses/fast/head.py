@@ -1,0 +1,484 @@
+r"""The head packed, for the CPU: attended tokens lie side by side, active entries alone go on.
+
+The vocabulary comes in tiles. A tile's scores ``[T, n]`` against the ``n`` attended tokens are
+reduced to one maximum a text before the next tile begins; behind the maximum only the active
+entries need their arg-max, and the backward touches nothing else. How many entries are active is
+known only once they are there: on an accelerator that is a wait.
+
+**Screening.** Where bf16 products are faster than fp32 ones, a tile is multiplied in bf16 first,
+which bounds every score; only entries that may be positive are computed in fp32. Why none is lost:
+let $\hat h, \hat w$ be $h, w$ rounded to bf16 and $u = 2^{-8}$ its unit roundoff. By Cauchy-Schwarz
+
+$$|h \cdot w - \hat h \cdot \hat w| = |(h - \hat h) \cdot w + \hat h \cdot (w - \hat w)|
+\le \lVert h - \hat h \rVert \lVert w \rVert + \lVert \hat h \rVert \, u \lVert w \rVert .$$
+
+$h - \hat h$ is exact in fp32 and its norm is computed. A sum of $H$ products in fp32, in any order,
+is off by at most $\gamma \lVert \hat h \rVert \lVert \hat w \rVert$, $\gamma = 2 H \, 2^{-24}$
+(twice the textbook's, which also covers that $\lVert \hat w \rVert \le (1 + u) \lVert w \rVert$);
+so is the fp32 score that decides in the end. Hence the fp32 score differs from the bf16 product,
+before that is rounded to its output, by at most
+
+$$M = \lVert w \rVert \bigl(\lVert h - \hat h \rVert + (u + 2 \gamma) \lVert \hat h \rVert\bigr),$$
+
+and the output $y$ is off by $u |y|$ more. With $c = 1.01 u$ (the hundredth covers the rounding of
+the bound itself) a score lies in $y \pm (c |y| + M)$. $y + c |y|$ grows with $y$, so a text's
+largest score is at most $\max y + c |\max y| + \max M$: where that plus the bias is not positive,
+the entry is inactive. In the others only tokens whose upper bound reaches the lower bound of the
+largest can be the arg-max; they are few, and computed in fp32. Squares that underflow are covered
+by $2^{-126}$ for each, and where $\lVert h \rVert \lVert w \rVert$ comes near overflow every token
+is computed.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparse_losses._core.activation import splade_activation
+from sparse_losses._core.private_torch import multiplies_bf16
+from sparse_losses.fast.head_tiles import picked, sources
+from sparse_losses.fast.pooling import activate, gradient_of_pooled
+from sparse_losses.fast.sparse import bounds_of, csr, sum_bags
+
+__all__ = ["packed_head", "second_derivatives"]
+
+SCORES = 6 << 20  # of a tile, at most
+# Rows of a half-precision matrix that are cast at once in the backward pass.
+BLOCK = 4096
+
+_BF16_ROUNDOFF = 2.0**-8
+
+
+def packed_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    attended: Tensor | None,
+    gate: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    return_logits: bool = False,
+    sparse_grad: bool = False,
+    screen: bool | None = None,
+    tile: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Activations and, if asked for, pooled logits; the options are those of ``splade_head``.
+
+    ``screen`` says whether tiles are screened, instead of what pays, and ``tile`` how many tokens
+    of the vocabulary a tile has.
+    """
+    if attended is None:
+        attended = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+    found: tuple[Tensor, Tensor | None] = _Head.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, gate, attended, dtype, return_logits, sparse_grad, screen, tile
+    )
+    return found
+
+
+class _Entries(NamedTuple):
+    """Entries of ``[B, V]``, sorted by column: the position of their maximum, and the maximum."""
+
+    column: Tensor  # [m] int32
+    token: Tensor  # [m] int32, into the B * S positions
+    logit: Tensor  # [m], before the gate
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gate: Tensor | None,
+        attended: Tensor,
+        dtype: torch.dtype,
+        return_logits: bool,
+        sparse_grad: bool,
+        screen: bool | None,
+        tile: int | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        entries = _maxima(hidden, weight, bias, attended, gate, dtype, return_logits, screen, tile)
+        length = hidden.shape[1]
+        row, column = entries.token.long() // max(length, 1), entries.column.long()
+        pooled = entries.logit
+        if gate is not None:
+            pooled = pooled * gate[row, column]
+        shape = hidden.shape[0], weight.shape[0]
+        activations, logits, slope = activate(pooled, row, column, shape, return_logits)
+        ctx.save_for_backward(
+            hidden,
+            weight,
+            bias,
+            gate,
+            attended,
+            entries.column,
+            entries.token,
+            slope,
+            None if gate is None else entries.logit,
+        )
+        ctx.sparse_grad, ctx.dtype = sparse_grad, dtype
+        ctx.set_materialize_grads(False)
+        return activations, logits
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        hidden, weight, bias, gate, attended, column, token, slope, logit = ctx.saved_tensors
+        rest = [None] * 6
+        length = max(hidden.shape[1], 1)
+        row, wide_column = token.long() // length, column.long()
+        if torch.is_grad_enabled():  # a graph of the gradient is wanted
+            place = token.new_zeros(len(hidden), len(weight))
+            place[row, wide_column] = token % length
+            has_entry = torch.zeros_like(place, dtype=torch.bool)
+            has_entry[row, wide_column] = True
+            inputs = hidden, weight, bias, gate
+            found = second_derivatives(
+                inputs, ctx.needs_input_grad, upstream, place, has_entry, attended, ctx.dtype
+            )
+            return *found, *rest
+
+        of_pooled = gradient_of_pooled(upstream, row, wide_column, slope)
+        of_gate = None
+        if gate is not None:
+            if ctx.needs_input_grad[3]:
+                of_gate = torch.zeros_like(gate).index_put_((row, wide_column), of_pooled * logit)
+            of_pooled = of_pooled * gate[row, wide_column]
+        of_hidden, of_weight, of_bias = _gradients(
+            hidden, weight, bias, column, token, of_pooled, ctx.needs_input_grad, ctx.sparse_grad
+        )
+        return of_hidden, of_weight, of_bias, of_gate, *rest
+
+
+def second_derivatives(
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    upstream: Sequence[Tensor | None],
+    place: Tensor,
+    has_entry: Tensor,
+    attended: Tensor,
+    dtype: torch.dtype,
+) -> list[Tensor | None]:
+    """Gradients by hidden states, weight, bias and gate that can be differentiated again.
+
+    The places of the maxima are given, and which entries there are.
+    """
+    # Aliases: where one input was made from another, the way through it is not ours.
+    aliases: list[Any] = [None if t is None else t.view_as(t) for t in inputs]
+    hidden, weight, bias, gate = aliases
+    scores = picked(place, hidden, weight, *sources(attended), dtype, dtype, None)
+    outputs = splade_activation(scores, bias, gate, has_entry, return_logits=True)
+    given = [(o, g) for o, g in zip(outputs, upstream, strict=True) if g is not None]
+    wanted = [t for t, need in zip(aliases, needs, strict=False) if need]
+    gradients = iter(
+        torch.autograd.grad(
+            [o for o, _ in given if o is not None],
+            wanted,
+            [g for _, g in given],
+            create_graph=True,
+            allow_unused=True,
+        )
+    )
+    return [next(gradients) if need else None for need in needs[:4]]
+
+
+# ------------------------------------------------------------------------------------------------
+# Forward: the maxima
+
+
+class _Packed(NamedTuple):
+    """The attended tokens, text after text, texts of one length together."""
+
+    token: Tensor  # [n] into the B * S positions
+    row: Tensor  # [R] the texts with any attended token, in packed order
+    groups: list[tuple[int, int, int, int]]  # first and last text, first token, tokens a text
+
+
+def _pack(attended: Tensor) -> _Packed:
+    """Lines up the attended tokens so that one reduction serves all texts of one length.
+
+    A text's last token is repeated up to a multiple of four or more, which makes fewer lengths and
+    cannot change a maximum; being last, it cannot win a tie against itself either.
+    """
+    batch, length = attended.shape
+    lengths = attended.sum(1)
+    quantum = 4 if batch <= 16 else max(4, length // 64 * 4)
+    rounded = (lengths + quantum - 1) // quantum * quantum
+    # Attended positions first, in their order.
+    order = attended.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+    by_length = rounded.argsort(stable=True)
+    tokens, rows, groups = [], [], []
+    first_row = first_token = 0
+    sizes, counts = rounded[by_length].unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
+    position = 0
+    for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
+        row = by_length[position : position + count]
+        position += count
+        if size == 0:
+            continue
+        step = torch.arange(size, device=attended.device)
+        index = order[row].gather(1, torch.minimum(step, lengths[row, None] - 1))
+        tokens.append((row[:, None] * length + index).reshape(-1))
+        rows.append(row)
+        groups.append((first_row, first_row + count, first_token, size))
+        first_row, first_token = first_row + count, first_token + count * size
+    if not groups:
+        nothing = by_length[:0]
+        return _Packed(nothing, nothing, [])
+    # Matrix products like widths of multiples of 16.
+    tokens.append(tokens[0][:1].expand(-first_token % 16))
+    return _Packed(torch.cat(tokens), torch.cat(rows), groups)
+
+
+def _maxima(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    attended: Tensor,
+    gate: Tensor | None,
+    dtype: torch.dtype,
+    every: bool,
+    screen: bool | None,
+    tile: int | None,
+) -> _Entries:
+    """The entries of ``[B, V]`` that are active, or ``every`` one of a text with any token."""
+    packed = _pack(attended)
+    states = hidden.flatten(0, 1).index_select(0, packed.token).to(dtype)
+    vocab_size = weight.shape[0]
+    if not packed.groups:
+        none = packed.token.int()
+        return _Entries(none, none, states.new_zeros(0))
+    num_tokens = states.shape[0]
+    tile = tile or min(max(SCORES // num_tokens // 16 * 16, 256), 8192, vocab_size)
+    screens = None
+    pays = _screening_pays(states, vocab_size) if screen is None else screen
+    if pays and not every and states.dtype == torch.float32:
+        screens = _Screen(states, packed, weight.dtype, force=screen is True)
+    scores: Tensor | None = None
+    columns, tokens, logits = [], [], []
+    for start in range(0, vocab_size, tile):
+        rows = weight[start : start + tile].to(dtype)
+        tile_bias = None if bias is None else bias[start : start + tile, None]
+        tile_gate = None
+        if gate is not None:
+            tile_gate = gate[:, start : start + tile].T[:, packed.row]
+        found = None
+        if screens is not None:
+            found = screens.candidates(rows, tile_bias, tile_gate)
+            if found is None:  # too many candidates to gain, and the next tile is of their kind
+                screens = None
+        if found is None:
+            if scores is None:
+                scores = states.new_empty(tile, num_tokens)
+            product = torch.mm(rows, states.T, out=scores[: rows.shape[0]])
+            found = _maxima_of_tile(product, packed, tile_bias, tile_gate, every)
+        column, token, logit = found
+        columns.append((column + start).int())
+        tokens.append(packed.token[token].int())
+        logits.append(logit)
+    return _Entries(torch.cat(columns), torch.cat(tokens), torch.cat(logits))
+
+
+def _is_active(logit: Tensor, gate: Tensor | None) -> Tensor:
+    if gate is not None:  # 0 times a forbidden -inf would be NaN
+        logit = logit.clamp(min=torch.finfo(logit.dtype).min) * gate
+    return ~(logit <= 0)  # so that a NaN is, and shows
+
+
+def _maxima_of_tile(
+    scores: Tensor, packed: _Packed, bias: Tensor | None, gate: Tensor | None, every: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Columns, packed tokens and logits of the entries of a tile ``[T, n]``, by column."""
+    height = scores.shape[0]
+    views = [
+        scores[:, first : first + (stop - start) * size].view(height, stop - start, size)
+        for start, stop, first, size in packed.groups
+    ]
+    logit = torch.cat([view.amax(-1) for view in views], dim=1)
+    if bias is not None:
+        logit = logit + bias
+    wanted = torch.ones_like(logit, dtype=torch.bool) if every else _is_active(logit, gate)
+    columns, texts, tokens = [], [], []
+    for view, (start, stop, first, size) in zip(views, packed.groups, strict=True):
+        column, text = wanted[:, start:stop].nonzero(as_tuple=True)
+        # argmax takes the first of equals.
+        tokens.append(view[column, text].argmax(-1) + (first + text * size))
+        columns.append(column)
+        texts.append(text + start)
+    column, token, text = torch.cat(columns), torch.cat(tokens), torch.cat(texts)
+    if len(views) > 1:
+        order = column.argsort(stable=True)
+        column, token, text = column[order], token[order], text[order]
+    return column, token, logit[column, text]
+
+
+def _screening_pays(states: Tensor, vocab_size: int) -> bool:
+    """On CPUs that multiply bf16 faster than fp32, for products large enough to notice."""
+    return (
+        states.dtype == torch.float32
+        and states.device.type == "cpu"
+        and states.numel() * vocab_size >= 1 << 24
+        and multiplies_bf16()
+    )
+
+
+class _Screen:
+    """Finds the active entries of a tile through its bf16 product; the bound is derived above."""
+
+    def __init__(
+        self, states: Tensor, packed: _Packed, weight_dtype: torch.dtype, force: bool
+    ) -> None:
+        width = states.shape[1]
+        self.states, self.packed, self.force = states, packed, force
+        self.low = states.bfloat16()
+        self.weight_is_exact = weight_dtype == torch.bfloat16
+        low = self.low.float()
+        gamma = 2 * width * 2.0**-24
+        weight_roundoff = 0.0 if self.weight_is_exact else _BF16_ROUNDOFF
+        norm = _norm_bound(low)
+        per_token = _norm_bound(states - low) + (weight_roundoff + 2 * gamma) * norm
+        # The largest of each text, one after the other in packed order.
+        largest = [
+            torch.stack([per_token, norm])[:, first : first + (stop - start) * size]
+            .view(2, stop - start, size)
+            .amax(-1)
+            for start, stop, first, size in packed.groups
+        ]
+        self.slack, self.norm = torch.cat(largest, dim=1) * 1.01
+
+    def candidates(
+        self, rows: Tensor, bias: Tensor | None, gate: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Columns, packed tokens and logits of a tile's entries; ``None`` if that does not pay."""
+        height, num_tokens = rows.shape[0], self.states.shape[0]
+        low = _bf16_product(rows.bfloat16(), self.low)
+        views = [
+            low[:, first : first + (stop - start) * size].view(height, stop - start, size)
+            for start, stop, first, size in self.packed.groups
+        ]
+        highest = torch.cat([view.amax(-1) for view in views], dim=1).float()
+        weight_norm = _norm_bound(rows)[:, None]
+        slack = torch.where(weight_norm * self.norm < 1e37, weight_norm * self.slack, torch.inf)
+        c = 1.01 * _BF16_ROUNDOFF
+        upper = highest + c * highest.abs() + slack
+        if bias is not None:
+            upper = upper + bias + 2.0**-22 * bias.abs()
+        wanted = ~(upper <= 0)
+        if gate is not None:
+            wanted = (wanted & (~(gate <= 0) | ~upper.isfinite())) | gate.isnan()
+        reach = highest - c * highest.abs() - 2 * slack
+        reach = torch.where(reach > 0, reach / (1 + c), reach / (1 - c))
+        # A hair lower for the rounding of these lines.
+        reach = reach - 1e-6 * reach.abs()
+
+        columns, texts, tokens = [], [], []
+        count = 0
+        for view, (start, stop, first, size) in zip(views, self.packed.groups, strict=True):
+            column, text = wanted[:, start:stop].nonzero(as_tuple=True)
+            within = ~(view[column, text] < reach[:, start:stop][column, text][:, None])
+            count += int(within.count_nonzero())
+            # One dot product costs what five numbers of a matrix product do.
+            if count * 5 > height * num_tokens and not self.force:
+                return None
+            entry, step = within.nonzero(as_tuple=True)
+            columns.append(column[entry])
+            text = text[entry]
+            texts.append(text + start)
+            tokens.append(text * size + step + first)
+        column, text, token = torch.cat(columns), torch.cat(texts), torch.cat(tokens)
+        if len(views) > 1:
+            order = column.argsort(stable=True)
+            column, text, token = column[order], text[order], token[order]
+        score = torch.sparse.sampled_addmm(
+            csr(column, token, rows.new_zeros(column.shape[0]), (height, num_tokens)),
+            rows,
+            self.states.T,
+            beta=0.0,
+        ).values()
+        # The first of the largest of each entry; rows are sorted, and tokens ascend within.
+        entry = column * self.norm.shape[0] + text
+        starts = torch.ones_like(entry, dtype=torch.bool)
+        starts[1:] = entry[1:] != entry[:-1]
+        number = starts.cumsum(0) - 1
+        best = score.new_full((int(number[-1]) + 1 if number.numel() else 0,), -torch.inf)
+        best.scatter_reduce_(0, number, score, "amax")
+        hit = ((score == best[number]) | score.isnan()).nonzero()[:, 0]
+        number = number[hit]
+        is_first = torch.ones_like(number, dtype=torch.bool)
+        is_first[1:] = number[1:] != number[:-1]
+        hit = hit[is_first]
+        column, text, token = column[hit], text[hit], token[hit]
+        logit = score[hit]
+        if bias is not None:
+            logit = logit + bias[column, 0]
+        active = _is_active(logit, None if gate is None else gate[column, text])
+        return column[active], token[active], logit[active]
+
+
+def _norm_bound(x: Tensor) -> Tensor:
+    """The norms of rows from above: rounding, and squares lost to underflow, included."""
+    squares: Tensor = torch.linalg.vector_norm(x, dim=1).square()
+    return (squares + x.shape[1] * 2.0**-126).sqrt() * (1 + x.shape[1] * 2.0**-23)
+
+
+def _bf16_product(rows: Tensor, states: Tensor) -> Tensor:
+    """``rows @ states.T`` of bf16 matrices, summed in fp32 and rounded to bf16."""
+    if rows.shape[0] * states.shape[0] * rows.shape[1] > 1 << 12:
+        return rows @ states.T
+    return (rows.float() @ states.float().T).bfloat16()  # smaller ones are summed in bf16
+
+
+# ------------------------------------------------------------------------------------------------
+# Backward: sums over the entries
+
+
+def _gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    column: Tensor,
+    token: Tensor,
+    coefficient: Tensor,
+    needs: tuple[bool, ...],
+    sparse_grad: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden states, weight and bias from those of the entries' logits."""
+    batch, length, width = hidden.shape
+    vocab_size, dtype = weight.shape[0], coefficient.dtype
+    of_hidden = of_weight = of_bias = None
+    bounds = bounds_of(column, vocab_size)
+    states = hidden.reshape(batch * length, width).to(dtype)
+    # By blocks of the vocabulary where a half-precision matrix must not be cast whole.
+    step = vocab_size if weight.dtype == dtype else BLOCK
+    firsts = range(0, vocab_size, step)
+    ends = [*bounds[list(firsts)].tolist(), column.shape[0]]
+    blocks = [(f, slice(*pair)) for f, pair in zip(firsts, itertools.pairwise(ends), strict=True)]
+    if needs[0]:
+        of_states = torch.zeros_like(states)
+        for f, part in blocks:
+            order = token[part].argsort(stable=True)
+            index, factor = column[part][order] - f, coefficient[part][order]
+            rows = weight[f : f + step].to(dtype)
+            of_states += sum_bags(index, rows, bounds_of(token[part], batch * length), factor)
+        of_hidden = of_states.view(batch, length, width).to(hidden.dtype)
+    if needs[1] and sparse_grad:
+        present = (bounds[1:] > bounds[:-1]).nonzero()[:, 0]
+        starts = torch.cat([bounds[:-1][present], bounds[-1:]])
+        values = sum_bags(token, states, starts, coefficient).to(weight.dtype)
+        of_weight = torch.sparse_coo_tensor(
+            present[None], values, weight.shape, is_coalesced=True, check_invariants=False
+        )
+    elif needs[1] and weight.dtype == dtype:
+        of_weight = sum_bags(token, states, bounds, coefficient)
+    elif needs[1]:
+        of_weight = torch.empty_like(weight)
+        for f, part in blocks:
+            bags = bounds[f : f + step + 1] - bounds[f]
+            of_weight[f : f + step] = sum_bags(token[part], states, bags, coefficient[part])
+    if needs[2] and bias is not None:
+        of_bias = sum_bags(
+            torch.zeros_like(token), coefficient.new_ones(1, 1), bounds, coefficient
+        )[:, 0].to(bias.dtype)
+    return of_hidden, of_weight, of_bias

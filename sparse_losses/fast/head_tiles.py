@@ -1,0 +1,308 @@
+"""The head in tiles of the vocabulary: a few launches a tile, no wait for the device.
+
+Forward: the scores of a tile, and of every text the largest and its place. Backward: the incoming
+gradient is scattered to these places in a tile of zeros, and two products give the gradients by
+hidden states and weight. The three functions below are each other's derivatives, so that they can
+be differentiated any number of times: with places ``p``, states ``x`` and rows ``w``,
+``picked(x, w)[i, j]`` is ``x[i, p[i, j]] . w[j]``, and ``spread`` is its gradient by both.
+
+They are operators of PyTorch, so that compilers take them as they are. ``source`` says whose state
+stands at a position: at a masked one a copy of the text's first attended state, which cannot change
+a maximum, and whose place is that of its original. A text without any is all zeros.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_losses._core.activation import splade_activation
+from sparse_losses._core.precision import autocast_off
+
+__all__ = ["maxima", "picked", "product_dtype", "smallest_integer", "sources", "tiled_head"]
+
+BYTES = 1 << 28  # of a tile's scores, at most
+WIDEST = 8192  # tokens of the vocabulary in a tile, at most
+
+
+def tiled_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    attended: Tensor | None,
+    gate: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    return_logits: bool = False,
+    sparse_grad: bool = False,
+    tile: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Activations and, if asked for, pooled logits; the options are those of ``splade_head``.
+
+    ``tile`` overrides how many tokens of the vocabulary a tile has.
+    """
+    source, is_there = sources(attended)
+    keeps_places = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    operands = product_dtype(hidden, weight, dtype)
+    highest, _ = maxima(hidden, weight, source, is_there, operands, dtype, keeps_places, tile)
+    return splade_activation(highest, bias, gate, is_there, return_logits)
+
+
+def product_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """What is multiplied: on an accelerator the inputs as they are, on the CPU ``dtype``."""
+    if hidden.device.type == "cpu" or dtype == torch.float64:
+        return dtype
+    return torch.promote_types(hidden.dtype, weight.dtype)
+
+
+def sources(attended: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Whose state stands at each position ``[B, S]``, and which texts have any ``[B, 1]``."""
+    if attended is None:
+        return None, None
+    position = torch.arange(attended.shape[1], device=attended.device)
+    first = attended.to(torch.uint8).argmax(1, keepdim=True)
+    return torch.where(attended, position, first), attended.any(1, keepdim=True)
+
+
+def smallest_integer(length: int) -> torch.dtype:
+    """What holds the positions of a text."""
+    if length <= 1 << 8:
+        return torch.uint8
+    return torch.int16 if length <= 1 << 15 else torch.int32
+
+
+def _maxima(
+    hidden: Tensor,
+    weight: Tensor,
+    source: Tensor | None,
+    is_there: Tensor | None,
+    operands: torch.dtype,
+    dtype: torch.dtype,
+    keeps_places: bool,
+    tile: int | None,
+) -> tuple[Tensor, Tensor]:
+    """The largest scores ``[B, V]`` and, if asked for, their places."""
+    highest, place = _empty_maxima(hidden, weight, dtype, keeps_places)
+    with autocast_off(hidden.device):
+        states = _states(hidden, source, is_there, operands)
+        for part, rows in _tiles(weight, states, operands, tile):
+            scores = _scores(rows, states, len(hidden))
+            if not keeps_places:
+                highest[:, part] = scores.amax(2).T
+                continue
+            largest, where = scores.max(2)
+            highest[:, part] = largest.T
+            place[:, part] = where.T if source is None else source.gather(1, where.T)
+    return highest, place
+
+
+def _picked(
+    place: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    source: Tensor | None,
+    is_there: Tensor | None,
+    operands: torch.dtype,
+    dtype: torch.dtype,
+    tile: int | None,
+) -> Tensor:
+    """The scores ``[B, V]`` at the places."""
+    found = hidden.new_empty(place.shape, dtype=dtype)
+    with autocast_off(hidden.device):
+        states = _states(hidden, source, is_there, operands)
+        for part, rows in _tiles(weight, states, operands, tile):
+            scores = _scores(rows, states, len(hidden))
+            found[:, part] = scores.gather(2, place[:, part].T.long()[..., None])[..., 0].T
+    return found
+
+
+def _spread(
+    upstream: Tensor,
+    place: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    source: Tensor | None,
+    is_there: Tensor | None,
+    operands: torch.dtype,
+    needs: Sequence[bool],
+    tile: int | None,
+) -> tuple[Tensor, Tensor]:
+    """The gradients by hidden states and weight of the scores at these places; or empty."""
+    of_hidden, of_weight = _empty_gradients(hidden, weight, needs)
+    with autocast_off(hidden.device):
+        states = _states(hidden, source, is_there, operands)
+        factors = upstream.to(operands)
+        total = hidden.new_zeros(states.shape if needs[0] else 0, dtype=upstream.dtype)
+        for part, rows in _tiles(weight, states, operands, tile):
+            one_hot = states.new_zeros(len(rows), *hidden.shape[:2])
+            one_hot.scatter_(2, place[:, part].T.long()[..., None], factors[:, part].T[..., None])
+            one_hot = one_hot.flatten(1)
+            if needs[0]:
+                total += one_hot.T @ rows
+            if needs[1]:
+                of_weight[part] = one_hot @ states
+        if needs[0]:
+            of_hidden = total.view(hidden.shape).to(hidden.dtype)
+    return of_hidden, of_weight
+
+
+def _states(
+    hidden: Tensor, source: Tensor | None, is_there: Tensor | None, operands: torch.dtype
+) -> Tensor:
+    """The states ``[B * S, H]`` to multiply."""
+    if source is not None and is_there is not None:
+        hidden = hidden.gather(1, source[..., None].expand(hidden.shape))
+        hidden = torch.where(is_there[..., None], hidden, 0.0)
+    return hidden.flatten(0, 1).to(operands)
+
+
+def _scores(rows: Tensor, states: Tensor, batch: int) -> Tensor:
+    return (rows @ states.T).view(len(rows), batch, -1)
+
+
+def _tiles(
+    weight: Tensor, states: Tensor, operands: torch.dtype, tile: int | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Some rows of the weight at a time, whose scores stay within the budget."""
+    if tile is None:
+        tile = min(max(BYTES // (len(states) * operands.itemsize), 1), WIDEST)
+    for start in range(0, len(weight), tile):
+        part = slice(start, start + tile)
+        yield part, weight[part].to(operands)
+
+
+# ------------------------------------------------------------------------------------------------
+# As operators: the shapes of what they give, and their derivatives
+
+
+def _empty_maxima(
+    hidden: Tensor, weight: Tensor, dtype: torch.dtype, keeps_places: bool
+) -> tuple[Tensor, Tensor]:
+    shape = hidden.shape[0], weight.shape[0]
+    return (
+        hidden.new_empty(shape, dtype=dtype),
+        hidden.new_empty(shape if keeps_places else 0, dtype=smallest_integer(hidden.shape[1])),
+    )
+
+
+def _empty_gradients(
+    hidden: Tensor, weight: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor]:
+    return (
+        hidden.new_empty(hidden.shape if needs[0] else 0),
+        weight.new_empty(weight.shape if needs[1] else 0),
+    )
+
+
+maxima = torch.library.custom_op("sparse_losses::head_maxima", _maxima, mutates_args=())
+picked = torch.library.custom_op("sparse_losses::head_picked", _picked, mutates_args=())
+spread = torch.library.custom_op("sparse_losses::head_spread", _spread, mutates_args=())
+
+
+@maxima.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    source: Tensor | None,
+    is_there: Tensor | None,
+    operands: torch.dtype,
+    dtype: torch.dtype,
+    keeps_places: bool,
+    tile: int | None,
+) -> tuple[Tensor, Tensor]:
+    return _empty_maxima(hidden, weight, dtype, keeps_places)
+
+
+@picked.register_fake
+def _(
+    place: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    source: Tensor | None,
+    is_there: Tensor | None,
+    operands: torch.dtype,
+    dtype: torch.dtype,
+    tile: int | None,
+) -> Tensor:
+    return hidden.new_empty(place.shape, dtype=dtype)
+
+
+@spread.register_fake
+def _(
+    upstream: Tensor,
+    place: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    source: Tensor | None,
+    is_there: Tensor | None,
+    operands: torch.dtype,
+    needs: Sequence[bool],
+    tile: int | None,
+) -> tuple[Tensor, Tensor]:
+    return _empty_gradients(hidden, weight, needs)
+
+
+def _keep_maxima(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    hidden, weight, source, is_there, operands, _, _, tile = inputs
+    ctx.save_for_backward(output[1], hidden, weight, source, is_there)
+    ctx.operands, ctx.tile = operands, tile
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward_of_maxima(ctx: Any, upstream: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    needs = list(ctx.needs_input_grad[:2])
+    found = spread(upstream, *ctx.saved_tensors, ctx.operands, needs, ctx.tile)
+    return *_needed(found, needs), *[None] * 6
+
+
+def _keep_picked(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, operands, _, tile = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.operands, ctx.tile = operands, tile
+
+
+def _backward_of_picked(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+    needs = list(ctx.needs_input_grad[1:3])
+    found = spread(upstream, *ctx.saved_tensors, ctx.operands, needs, ctx.tile)
+    return None, *_needed(found, needs), *[None] * 5
+
+
+def _keep_spread(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, operands, needs, tile = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.operands, ctx.needs, ctx.tile = operands, needs, tile
+
+
+def _backward_of_spread(ctx: Any, of_hidden: Tensor, of_weight: Tensor) -> tuple[Any, ...]:
+    """``spread`` is linear in ``upstream`` and in each of hidden states and weight."""
+    upstream, place, hidden, weight, source, is_there = ctx.saved_tensors
+    common = source, is_there, ctx.operands
+    by_upstream = torch.zeros_like(upstream)
+    by_hidden = by_weight = None
+    if ctx.needs[0]:
+        by_upstream = by_upstream + picked(
+            place, of_hidden, weight, *common, upstream.dtype, ctx.tile
+        )
+        if ctx.needs_input_grad[3]:
+            _, by_weight = spread(
+                upstream, place, of_hidden, weight, *common, [False, True], ctx.tile
+            )
+    if ctx.needs[1]:
+        by_upstream = by_upstream + picked(
+            place, hidden, of_weight, *common, upstream.dtype, ctx.tile
+        )
+        if ctx.needs_input_grad[2]:
+            by_hidden, _ = spread(
+                upstream, place, hidden, of_weight, *common, [True, False], ctx.tile
+            )
+    return by_upstream, None, by_hidden, by_weight, *[None] * 5
+
+
+def _needed(found: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+    return [gradient if need else None for gradient, need in zip(found, needs, strict=True)]
+
+
+maxima.register_autograd(_backward_of_maxima, setup_context=_keep_maxima)
+picked.register_autograd(_backward_of_picked, setup_context=_keep_picked)
+spread.register_autograd(_backward_of_spread, setup_context=_keep_spread)

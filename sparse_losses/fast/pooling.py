@@ -1,0 +1,113 @@
+"""Pooling by its active entries, for the CPU: one read of the attended logits, one write back.
+
+The definition copies the logits to mask them, and notes a place for every entry. Here only entries
+that are active are looked at a second time.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from sparse_losses._core.private_torch import is_batched
+
+__all__ = ["activate", "gradient_of_pooled", "nonzeros_pool"]
+
+
+def nonzeros_pool(
+    logits: Tensor, attended: Tensor, *, dtype: torch.dtype, return_logits: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Activations and, if asked for, the signed maxima."""
+    found: tuple[Tensor, Tensor | None] = _Pool.apply(  # type: ignore[no-untyped-call]
+        logits, attended, dtype, return_logits
+    )
+    return found
+
+
+class _Pool(torch.autograd.Function):
+    """One read; then only active entries need the place of their maximum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, attended: Tensor, dtype: torch.dtype, return_logits: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        batch, _, vocab_size = logits.shape
+        rows, tokens, columns, maxima = [], [], [], []
+        for row in range(batch):
+            position = attended[row].nonzero()[:, 0]
+            if position.numel() == 0:
+                continue
+            first, last = int(position[0]), int(position[-1]) + 1
+            block = logits[row, first:last]
+            if last - first > position.numel():  # a mask with holes
+                block = block.index_select(0, position - first)
+            highest = block.amax(0)
+            wanted = torch.ones_like(highest, dtype=torch.bool)
+            if not return_logits:
+                wanted = ~(highest <= 0)  # so that a NaN is, and shows
+            column = wanted.nonzero()[:, 0]
+            if column.numel() * 3 > vocab_size:
+                place = block.max(0).indices[column]
+            else:
+                place = block.index_select(1, column).argmax(0)
+            tokens.append(position[place])  # both take the first of equals
+            rows.append(torch.full_like(column, row))
+            columns.append(column)
+            maxima.append(highest[column])
+        nothing = attended.nonzero()[:0, 0]
+        row_index = torch.cat([nothing, *rows])
+        column_index = torch.cat([nothing, *columns])
+        token_index = torch.cat([nothing, *tokens])
+        pooled = torch.cat([logits.new_zeros(0), *maxima]).to(dtype)
+        activations, signed, slope = activate(
+            pooled, row_index, column_index, (batch, vocab_size), return_logits
+        )
+        index = row_index.int(), token_index.int(), column_index.int()
+        ctx.save_for_backward(logits, slope, *index)
+        ctx.dtype = dtype
+        ctx.set_materialize_grads(False)
+        return activations, signed
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        logits, slope, *index = ctx.saved_tensors
+        row, token, column = (i.long() for i in index)
+        if torch.is_grad_enabled():  # a graph of the gradient is wanted: by plain operations
+            pooled = logits[row, token, column].to(ctx.dtype)
+            slope = torch.where(pooled <= 0, 0.0, 1 / (1 + nnf.relu(pooled)))
+        of_pooled = gradient_of_pooled(upstream, row, column, slope)
+        where, of_pooled = (row, token, column), of_pooled.to(logits.dtype)
+        if is_batched(of_pooled):
+            return torch.zeros_like(logits).index_put(where, of_pooled), None, None, None
+        return torch.zeros_like(logits).index_put_(where, of_pooled), None, None, None
+
+
+def activate(
+    pooled: Tensor, row: Tensor, column: Tensor, shape: tuple[int, int], return_logits: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Activations and, if asked for, pooled logits ``[B, V]`` from those of the entries ``[m]``.
+
+    Also the slope of ``log(1 + relu)`` at each entry: 0 where it is not active, and a NaN kept.
+    """
+    active = nnf.relu(pooled)
+    slope = torch.where(pooled <= 0, 0.0, 1 / (1 + active))
+    activations = _place(active.log1p(), row, column, shape)
+    return activations, _place(pooled, row, column, shape) if return_logits else None, slope
+
+
+def _place(values: Tensor, row: Tensor, column: Tensor, shape: tuple[int, int]) -> Tensor:
+    return values.new_zeros(shape).index_put_((row, column), values)
+
+
+def gradient_of_pooled(
+    upstream: tuple[Tensor | None, ...], row: Tensor, column: Tensor, slope: Tensor
+) -> Tensor:
+    """The gradient by the entries' pooled logits from those by activations and logits."""
+    of_activations, of_logits = upstream
+    total = torch.zeros_like(slope)
+    if of_activations is not None:
+        total = of_activations[row, column] * slope
+    if of_logits is not None:
+        total = total + of_logits[row, column]
+    return total
