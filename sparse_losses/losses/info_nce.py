@@ -280,7 +280,7 @@ def _check(
         raise ValueError("expected `positive_mask` only with `in_batch=True`, got in_batch=False")
     if not in_batch and _number_of(negative) == 0:
         raise ValueError(
-            "expected `negative` with `in_batch=False`: without `in_batch` they are the only negatives"
+            "expected `negative` with in_batch=False: they are then the only negatives"
         )
     ranks = num_ranks() if gather else 1
     if positive_mask is not None and positive_mask.shape[1] != ranks * batch:

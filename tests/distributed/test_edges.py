@@ -373,7 +373,7 @@ def test_the_ring_says_what_it_cannot():
         {"in_batch": False, "negative": x},
     ):
         said = caught(F.info_nce_loss, x, x, gather=True, impl="ring", **options)
-        assert 'with impl="ring"; impl="auto" takes what can' in said
+        assert 'with impl="ring"; impl="auto" takes one that can' in said
 
 
 def test_a_dtensor_is_refused_with_what_to_do():
