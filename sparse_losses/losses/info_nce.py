@@ -177,7 +177,6 @@ def _definition(
     ]
     all_valid = positive_mask is None and not (decoupled and num_negatives == 0)
     valid = None if all_valid else _valid_rows(masks, decoupled)
-
     total = anchor.new_zeros(())
     for (query, key, _), (is_positive, is_negative) in zip(directions, masks, strict=True):
         key = gather_rows(key, gather and in_batch)
@@ -280,7 +279,7 @@ def _check(
         raise ValueError("expected `positive_mask` only with `in_batch=True`, got in_batch=False")
     if not in_batch and _number_of(negative) == 0:
         raise ValueError(
-            "expected `negative` with in_batch=False: they are then the only negatives"
+            "expected `negative` with in_batch=False: no others are left"
         )
     ranks = num_ranks() if gather else 1
     if positive_mask is not None and positive_mask.shape[1] != ranks * batch:

@@ -193,8 +193,7 @@ def _definition(
     if eps > 0:
         is_member = torch.cat([filled, filled.new_ones(y.shape[1])])
         M = torch.where(is_member, s, -torch.inf).amax(-1, keepdim=True)
-        # log(eps e^M); a tensor's logarithm, as a compiled `eps` may change between calls.
-        floor = M + (torch.zeros_like(M) + eps).log()
+        floor = M + (torch.zeros_like(M) + eps).log()  # log(eps e^M); compiled, eps is symbolic
     if decoupled:
         log_denominator = masked_logsumexp(weighted, is_counted).unsqueeze(-1)
         if eps > 0:
