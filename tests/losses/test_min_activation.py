@@ -9,15 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_losses.functional import min_activation_loss, splade_pool
-from tests.cases import assert_follows_the_formula, cases_of
+from tests.cases import assert_follows_the_formula
 from tests.strategies import activations, seeds
 
 thresholds = st.floats(-1.0, 4.0)
-
-
-@pytest.mark.parametrize("case", cases_of("min_activation"), ids=lambda c: c.name)
-def test_value_is_the_formula(case):
-    assert_follows_the_formula("min_activation", case.arrays(), **case.kwargs)
 
 
 @given(st.data(), activations(), thresholds, st.booleans(), seeds)

@@ -13,13 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sparse_losses import NWSLoss
 from sparse_losses.fast.label_lists import LabelLists, largest_of_labels
 from sparse_losses.functional import info_nce_loss, nws_loss
-from tests.cases import assert_follows_the_formula, cases_of
+from tests.cases import assert_follows_the_formula
 from tests.strategies import nws_problems, seeds, temperatures
-
-
-@pytest.mark.parametrize("case", cases_of("nws"), ids=lambda c: c.name)
-def test_value_is_the_formula(case):
-    assert_follows_the_formula("nws", case.arrays(), **case.kwargs)
 
 
 @given(nws_problems())
@@ -58,31 +53,6 @@ def problem(seed=0, batch=4, width=5, count=4, keys=3, rows=5):
         "temperature": 0.4,
         "reduction": "none",
     }
-
-
-def test_one_key_by_hand():
-    """A query of label 0, a key of labels {0, 1}, a key of label 2, three prototypes."""
-    e = torch.eye(4, dtype=torch.float64)
-    s = torch.eye(3, dtype=torch.float64)
-    s[0, 2] = s[2, 0] = 0.25
-    loss = nws_loss(
-        e[:1],
-        torch.tensor([[1, 0, 0]]),
-        torch.stack([e[0], e[1], e[0] + e[2]]),
-        s,
-        key=torch.stack([e[0] + e[3], 2 * e[0]]),
-        key_labels=torch.tensor([[1, 1, 0], [0, 0, 1]]),
-        alpha=1.0,
-        beta=2.0,
-        temperature=0.5,
-        eps=0.0,
-    )
-    # D = 1/|{0} or {0,1}| + (1 - 1/1) = 1/2: key 0 has weight 1, prototype 0 has weight 2
-    denominator = 2.0 * (1 - 0.25) * math.exp(2.0)  # key 1: beta * (1 - S_02), cos 1
-    denominator += math.exp(0.0) + math.exp(math.sqrt(0.5) / 0.5)  # prototypes 1 and 2
-    log_d = math.log(denominator)
-    expected = -(1.0 * (math.sqrt(0.5) / 0.5 - log_d) + 2.0 * (1.0 / 0.5 - log_d))
-    assert loss.item() == pytest.approx(expected, rel=1e-12)
 
 
 @given(seeds, temperatures, st.sampled_from([1.0, 2.0]))
@@ -722,19 +692,6 @@ def test_tiles_are_as_exact_in_single_precision(temperature, eps, decoupled):
         assert error <= (2e-2 if temperature == 1e-4 else 2e-4) * expected.norm() + 1e-30
 
 
-@pytest.mark.parametrize("impl", WAYS)
-def test_there_are_second_derivatives(impl):
-    inputs = inputs_of(0, torch.float64)
-    names = ("query", "prototype", "temperature")
-    leaves = [inputs.pop(name).requires_grad_() for name in names]
-
-    def function(*values):
-        return nws_loss(**inputs, **dict(zip(names, values, strict=True)), impl=impl)
-
-    assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
-
-
 @pytest.mark.parametrize("aggregation", ["mean", "max"])
 def test_tiles_never_hold_all_queries_by_references(aggregation):
     from tests.losses.test_contract import Recorder
@@ -828,30 +785,6 @@ def test_what_is_made_in_inference_mode_can_be_learned_from(impl):
         assert truth.any()
 
 
-@pytest.mark.parametrize("name", ["eps", "alpha", "beta", "temperature"])
-def test_an_assigned_number_compiles_at_most_one_more_graph(name):
-    torch._dynamo.reset()
-    graphs = []
-
-    def count(graph, example):
-        graphs.append(graph)
-        return graph.forward
-
-    inputs = problem()
-    del inputs["temperature"], inputs["reduction"]
-    loss = NWSLoss(inputs.pop("label_similarity"))
-    compiled = torch.compile(loss, fullgraph=True, backend=count)
-    compiled(**inputs)
-    assert len(graphs) == 1
-    values = set()
-    for value in (0.9, 0.02, 0.3, 0.25):
-        setattr(loss, name, value)
-        assert compiled(**inputs).item() == pytest.approx(loss(**inputs).item(), rel=1e-9)
-        values.add(compiled(**inputs).item())
-    assert len(values) == 4
-    assert len(graphs) <= 2
-
-
 # A queue without a mask
 
 
@@ -938,16 +871,6 @@ def test_similarities_may_be_off_by_rounding(value, aggregation):
     torch.testing.assert_close(off, on, rtol=1e-12, atol=1e-12)
     if aggregation == "max":
         assert_follows_the_formula("nws", arrays, temperature=0.1, aggregation="max", eps=1e-30)
-
-
-@pytest.mark.parametrize("name", ["query_labels", "key_labels", "queue_labels"])
-@pytest.mark.parametrize("value", [0.5, 2.0, -1.0, math.nan])
-def test_labels_are_zero_or_one(name, value):
-    inputs = problem()
-    inputs[name] = inputs[name].double()
-    inputs[name][0, 0] = value
-    with pytest.raises(ValueError, match=name):
-        nws_loss(**inputs)
 
 
 def test_similarities_are_validated_by_the_module_too():

@@ -7,15 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_losses.functional import pairwise_contrastive_loss
-from tests.cases import assert_follows_the_formula, cases_of
+from tests.cases import assert_follows_the_formula
 from tests.strategies import seeds, sizes, vectors
 
 margins = st.floats(0.0, 5.0)
-
-
-@pytest.mark.parametrize("case", cases_of("pairwise_contrastive"), ids=lambda c: c.name)
-def test_value_is_the_formula(case):
-    assert_follows_the_formula("pairwise_contrastive", case.arrays(), **case.kwargs)
 
 
 @given(st.data(), sizes, margins)

@@ -7,16 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_losses.functional import positive_activation_loss
-from tests.cases import assert_follows_the_formula, cases_of
+from tests.cases import assert_follows_the_formula
 from tests.strategies import token_problems
 
 problems = token_problems(prefix="positive_")
 weighted = token_problems(weight=True, prefix="positive_")
-
-
-@pytest.mark.parametrize("case", cases_of("positive_activation"), ids=lambda c: c.name)
-def test_value_is_the_formula(case):
-    assert_follows_the_formula("positive_activation", case.arrays(), **case.kwargs)
 
 
 @given(weighted, st.booleans())
