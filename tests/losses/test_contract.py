@@ -360,6 +360,12 @@ def test_no_valid_row_gives_zero_with_a_graph(case, reduction):
         assert not gradient.any()
 
 
+@over([case for case in BASE_CASES if case.fewest_rows])
+def test_too_few_rows_are_refused(case):
+    for batch in range(case.fewest_rows):
+        _refuses(case, case.tensors(batch), "estimator", exception=ValueError)
+
+
 @over([case for case in CASES if case.fewest_rows == 0])
 def test_an_empty_batch_gives_zero_with_a_graph(case):
     alive(case.function()(**case.tensors(batch=3)))

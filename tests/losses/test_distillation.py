@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +11,7 @@ from torch.nn import functional as F
 from sparse_losses import DistillationLoss
 from sparse_losses.functional import distillation_loss
 from tests.cases import assert_follows_the_formula
-from tests.strategies import score_problems, seeds
+from tests.strategies import draw, score_problems, seeds
 
 modes = pytest.mark.parametrize("standardize", ["batch", "row"])
 
@@ -21,10 +20,6 @@ modes = pytest.mark.parametrize("standardize", ["batch", "row"])
 def test_value_is_the_formula_for_any_scores(problem):
     arrays, options = problem
     assert_follows_the_formula("distillation", arrays, **options)
-
-
-def draw(seed, *shape):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
 
 
 @given(seeds, st.floats(0.3, 6.0))

@@ -18,11 +18,6 @@ def test_value_is_the_formula_for_any_scores(rows):
     assert_follows_the_formula("margin_mse", dict(zip(names, columns, strict=True)))
 
 
-def test_one_row_by_hand():
-    scores = [torch.tensor([v], dtype=torch.float64) for v in (3.0, 1.0, 10.0, 5.0)]
-    assert margin_mse_loss(*scores).item() == (2 - 5) ** 2
-
-
 def draw(seed):
     return [torch.from_numpy(v) for v in np.random.default_rng(seed).normal(size=(4, 5))]
 

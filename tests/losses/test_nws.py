@@ -14,17 +14,13 @@ from sparse_losses import NWSLoss
 from sparse_losses.fast.label_lists import LabelLists, largest_of_labels
 from sparse_losses.functional import info_nce_loss, nws_loss
 from tests.cases import assert_follows_the_formula
-from tests.strategies import nws_problems, seeds, temperatures
+from tests.strategies import draw, nws_problems, seeds, temperatures
 
 
 @given(nws_problems())
 def test_value_is_the_formula_for_any_references(problem):
     arrays, options = problem
     assert_follows_the_formula("nws", arrays, **options)
-
-
-def draw(seed, *shape):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
 
 
 def labels(seed, rows, width, density=0.5, filled=True):
