@@ -651,24 +651,15 @@ CASES = _by_every_way(BASE_CASES)
 FIRST = {case.stem: case for case in reversed(BASE_CASES)}  # one case a loss, its plainest
 
 
-def value_of(stem: str, arrays: Arrays, **options: Any) -> torch.Tensor:
-    """Call the functional loss on arrays, in float64."""
-    import sparse_losses.functional as F
-
-    return getattr(F, LOSSES[stem].function)(**to_tensors(arrays), **options)
-
-
 def assert_follows_the_formula(stem: str, arrays: Arrays, **options: Any) -> None:
-    """Compare every reduction with the oracle, to 1e-9."""
-    loss = LOSSES[stem]
+    """Compare every way and reduction with the oracle, to 1e-9."""
+    loss, tensors = LOSSES[stem], to_tensors(arrays)
+    function = Case(stem, "", dict, options).function()
     answer = loss.oracle(**arrays, **options)
-    if not loss.reduces:
-        value = value_of(stem, arrays, **options)
-        np.testing.assert_allclose(value.numpy(), answer, rtol=1e-9, atol=1e-9)
-        return
-    ways = ("definition", "auto") if loss.ways else (None,)
-    for reduction, impl in itertools.product(("none", "mean", "sum"), ways):
-        by = {} if impl is None else {"impl": impl}
-        value = value_of(stem, arrays, **options, **by, reduction=reduction)
-        expected = oracles.reduce_rows(*answer, reduction)
-        np.testing.assert_allclose(value.numpy(), expected, rtol=1e-9, atol=1e-9)
+    ways = ({"impl": "definition"}, {"impl": "auto"}) if loss.ways else ({},)
+    reductions = ("none", "mean", "sum") if loss.reduces else (None,)
+    for reduction, by in itertools.product(reductions, ways):
+        reduced = answer if reduction is None else oracles.reduce_rows(*answer, reduction)
+        by = by if reduction is None else {**by, "reduction": reduction}
+        value = function(**tensors, **by)
+        np.testing.assert_allclose(value.numpy(), reduced, rtol=1e-9, atol=1e-9)
