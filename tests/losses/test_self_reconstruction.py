@@ -215,3 +215,17 @@ def test_ignored_ids_come_in_any_container(kind):
     torch.testing.assert_close(loss, expected)
     empty = self_reconstruction_loss(x, ids, mask, ignore_token_ids=kind([]))
     torch.testing.assert_close(empty, self_reconstruction_loss(x, ids, mask))
+
+
+@pytest.mark.parametrize("vocab", [600_000, (1 << 20) + 1])
+def test_blocks_of_one_row_are_the_definition(vocab):
+    x = torch.randn(2, vocab, requires_grad=True)
+    ids = torch.tensor([[0, 5, 5], [vocab - 1, 7, 3]])
+    found = []
+    for impl in ("definition", "blocks"):
+        loss = self_reconstruction_loss(
+            x, ids, torch.ones_like(ids), ignore_token_ids=[7], balanced=True, impl=impl
+        )
+        found.append((loss.detach(), *torch.autograd.grad(loss, x)))
+    torch.testing.assert_close(*found)
+    assert found[0][1].any()
