@@ -324,7 +324,7 @@ def _nothing_valid() -> dict:
     for name in ("query_labels", "key_labels", "queue_labels"):
         tensors[name] = torch.ones_like(tensors[name])
     void["nws_without_negatives"] = case, tensors
-    case = next(c for c in BASE_CASES if c.id == "positive_activation-weighted")
+    case = next(c for c in BASE_CASES if c.id == "positive_activation-all")
     tensors = case.tensors()
     tensors["token_weight"] = torch.zeros_like(tensors["token_weight"])
     void["weights_of_zero"] = case, tensors
