@@ -43,10 +43,12 @@ class Loss:
         return getattr(oracles, self.stem)
 
 
-_BAD_TEMPERATURES = tuple(
-    ("temperature", t) for t in (0.0, -1.0, float("inf"), float("nan"), "0.07", None)
-)
 _NAN = float("nan")
+_BAD_TEMPERATURES = tuple(
+    ("temperature", t)
+    for t in (0.0, -1.0, float("inf"), _NAN, 10**400, "0.07", None, torch.ones(1), torch.ones(2))
+)
+_BAD_IDS = tuple(("ignore_token_ids", ids) for ids in ([V], [-1], 1, [[1]], "1"))
 
 LOSSES = {
     loss.stem: loss
@@ -63,6 +65,8 @@ LOSSES = {
                 ("similarity", "euclidean"),
                 ("impl", "cuda"),
                 ("impl", None),
+                ("symmetric", "False"),
+                ("decoupled", None),
             ),
             ways=("direct", "blocks", "nonzeros"),
         ),
@@ -98,7 +102,7 @@ LOSSES = {
             "SelfReconstructionLoss",
             "(activations, input_ids, attention_mask, *, ignore_token_ids=None, balanced=False, "
             "gather=False, impl='auto', reduction='mean')",
-            bad=(("ignore_token_ids", [V]), ("ignore_token_ids", [-1]), ("impl", "direct")),
+            bad=(*_BAD_IDS, ("impl", "direct"), ("balanced", 1)),
             ways=("blocks",),
         ),
         Loss(
@@ -107,7 +111,7 @@ LOSSES = {
             "(activations, positive_input_ids, positive_attention_mask, token_weight=None, *, "
             "saturating=False, ignore_token_ids=None, gather=False, reduction='mean')",
             constructor=("token_weight",),
-            bad=(("ignore_token_ids", [V]), ("ignore_token_ids", [-1])),
+            bad=(*_BAD_IDS, ("saturating", 1)),
         ),
         Loss(
             "flops",
@@ -211,6 +215,10 @@ class Case:
     @property
     def loss(self) -> Loss:
         return LOSSES[self.stem]
+
+    @property
+    def fewest_rows(self) -> int:
+        return 2 if self.kwargs.get("estimator") == "unbiased" else 0
 
     def arrays(self, batch: int = B, seed: int = 0) -> Arrays:
         return self.make(np.random.default_rng(seed), batch)
@@ -437,7 +445,8 @@ def _info_nce(name: str, negative=None, ids=False, mask=False, **kwargs) -> Case
         masks=("positive_mask",) if mask else (),
         free=(("negative", 0 if negative == "shared" else 1),),
         invalidate=("positive_mask", 0) if mask else None,
-        private=() if symmetric else ("anchor",),
+        private=(() if symmetric else ("anchor",))
+        + (("negative",) if negative == "per_row" else ()),
         takes_way=kwargs.get("in_batch", True)
         and not mask
         and not (ids and kwargs.get("decoupled", False) and not negative),
@@ -642,29 +651,15 @@ CASES = _by_every_way(BASE_CASES)
 FIRST = {case.stem: case for case in reversed(BASE_CASES)}  # one case a loss, its plainest
 
 
-def cases_of(stem: str) -> tuple[Case, ...]:
-    """Return the cases of one loss."""
-    return tuple(case for case in CASES if case.stem == stem)
-
-
-def value_of(stem: str, arrays: Arrays, **options: Any) -> torch.Tensor:
-    """Call the functional loss on arrays, in float64."""
-    import sparse_losses.functional as F
-
-    return getattr(F, LOSSES[stem].function)(**to_tensors(arrays), **options)
-
-
 def assert_follows_the_formula(stem: str, arrays: Arrays, **options: Any) -> None:
-    """Compare every reduction with the oracle, to 1e-9."""
-    loss = LOSSES[stem]
+    """Compare every way and reduction with the oracle, to 1e-9."""
+    loss, tensors = LOSSES[stem], to_tensors(arrays)
+    function = Case(stem, "", dict, options).function()
     answer = loss.oracle(**arrays, **options)
-    if not loss.reduces:
-        value = value_of(stem, arrays, **options)
-        np.testing.assert_allclose(value.numpy(), answer, rtol=1e-9, atol=1e-9)
-        return
-    ways = ("definition", "auto") if loss.ways else (None,)
-    for reduction, impl in itertools.product(("none", "mean", "sum"), ways):
-        by = {} if impl is None else {"impl": impl}
-        value = value_of(stem, arrays, **options, **by, reduction=reduction)
-        expected = oracles.reduce_rows(*answer, reduction)
-        np.testing.assert_allclose(value.numpy(), expected, rtol=1e-9, atol=1e-9)
+    ways = ({"impl": "definition"}, {"impl": "auto"}) if loss.ways else ({},)
+    reductions = ("none", "mean", "sum") if loss.reduces else (None,)
+    for reduction, by in itertools.product(reductions, ways):
+        reduced = answer if reduction is None else oracles.reduce_rows(*answer, reduction)
+        by = by if reduction is None else {**by, "reduction": reduction}
+        value = function(**tensors, **by)
+        np.testing.assert_allclose(value.numpy(), reduced, rtol=1e-9, atol=1e-9)

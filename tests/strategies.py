@@ -1,12 +1,26 @@
 """Hypothesis strategies: small problems with generic numbers, ties, zeros and every option."""
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.integers(1, 5)
 temperatures = st.floats(0.02, 5.0)
 similarities = st.sampled_from(["cosine", "dot"])
+
+
+def draw(seed: int, *shape: int) -> torch.Tensor:
+    """Standard normal numbers, in float64."""
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+
+
+def multi_hot(inputs: dict, prefix: str = "") -> torch.Tensor:
+    """The attended ids as a 0/1 matrix, built as the source's sample code does."""
+    x, mask = inputs["activations"], inputs[f"{prefix}attention_mask"]
+    target = torch.zeros_like(x)
+    target.scatter_add_(1, inputs[f"{prefix}input_ids"].clamp(min=0), mask.to(x.dtype))
+    return target.clamp(max=1.0)
 
 
 @st.composite
@@ -76,7 +90,7 @@ def nws_problems(draw) -> tuple[dict, dict]:
     }
     for name in ("key", "queue"):
         if draw(st.booleans()):
-            rows = draw(st.integers(1, 5))
+            rows = draw(st.integers(0, 5))
             tensors[name] = draw(vectors(rows, width))
             tensors[f"{name}_labels"] = _labels(rng, rows, labels, density)
             if name == "queue" and draw(st.booleans()):
@@ -118,7 +132,8 @@ def token_problems(draw, weight: bool = False, prefix: str = "") -> tuple[dict, 
 def score_problems(draw) -> tuple[dict, dict]:
     """Draw teacher and student scores: ties, constant rows, masked and ``-inf`` candidates."""
     rng = np.random.default_rng(draw(seeds))
-    batch, width = draw(sizes), draw(st.integers(3, 6))
+    standardize = draw(st.sampled_from(["batch", "row"]))
+    batch, width = draw(sizes), draw(st.integers(2 if standardize == "batch" else 3, 6))
     tensors = {
         "student_scores": draw(vectors(batch, width)),
         "teacher_scores": draw(vectors(batch, width)),
@@ -127,7 +142,7 @@ def score_problems(draw) -> tuple[dict, dict]:
         "temperature": draw(st.floats(0.2, 5.0)),
         "alpha_kl": draw(st.sampled_from([0.0, 0.7, 2.0])),
         "alpha_mse": draw(st.sampled_from([0.0, 0.3, 2.0])),
-        "standardize": draw(st.sampled_from(["batch", "row"])),
+        "standardize": standardize,
     }
     if draw(st.booleans()):
         tensors["candidate_mask"] = rng.random((batch, width)) < draw(

@@ -9,13 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import sparse_losses
 from sparse_losses.functional import info_nce_loss, mutual_information_lower_bound
 from tests import oracles
 from tests.strategies import seeds
 
 
-@given(st.floats(0.0, 50.0), st.integers(1, 10**6))
+@given(st.floats(-100.0, 50.0), st.integers(1, 10**6))
 def test_it_is_the_logarithm_of_the_candidates_minus_the_loss(loss, candidates):
     bound = mutual_information_lower_bound(torch.tensor(loss, dtype=torch.float64), candidates)
     expected = oracles.mutual_information_lower_bound(loss, candidates)
@@ -114,16 +113,6 @@ def test_perfect_pairs_reach_the_cap_and_random_ones_tell_nothing():
     )
 
 
-def test_a_loss_below_zero_is_capped():
-    assert float(mutual_information_lower_bound(torch.tensor(-95.0), 64)) == pytest.approx(
-        math.log(64)
-    )
-
-
-def test_one_candidate_tells_nothing():
-    assert float(mutual_information_lower_bound(torch.tensor(0.0), 1)) == 0.0
-
-
 @pytest.mark.parametrize("count", [0, -3])
 def test_without_candidates_it_is_refused(count):
     with pytest.raises(ValueError, match="num_candidates"):
@@ -132,7 +121,3 @@ def test_without_candidates_it_is_refused(count):
 
 def test_a_nan_is_not_hidden():
     assert math.isnan(float(mutual_information_lower_bound(torch.tensor(math.nan), 8)))
-
-
-def test_it_lives_in_functional_beside_the_losses():
-    assert "mutual_information_lower_bound" in sparse_losses.functional.__all__

@@ -2,20 +2,13 @@
 
 import math
 
-import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_losses.functional import info_nce_loss, n_pair_loss
-from tests.cases import assert_follows_the_formula, cases_of
-from tests.strategies import seeds, sizes, vectors
-
-
-@pytest.mark.parametrize("case", cases_of("n_pair"), ids=lambda c: c.name)
-def test_value_is_the_formula(case):
-    assert_follows_the_formula("n_pair", case.arrays(), **case.kwargs)
+from tests.cases import assert_follows_the_formula
+from tests.strategies import draw, seeds, sizes, vectors
 
 
 @given(st.data(), sizes, st.sampled_from([None, "shared", "per_row"]), st.integers(0, 3))
@@ -26,17 +19,6 @@ def test_value_is_the_formula_for_any_negatives(data, batch, kind, count):
     if kind == "per_row":
         arrays["negative"] = data.draw(vectors(batch * count, 3)).reshape(batch, count, 3)
     assert_follows_the_formula("n_pair", arrays)
-
-
-def test_one_row_by_hand():
-    a = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
-    p = torch.tensor([[1.0, 1.0]], dtype=torch.float64)  # a.p = 3
-    n = torch.tensor([[0.0, 1.0], [2.0, 0.0]], dtype=torch.float64)  # a.n = 2, 2
-    assert n_pair_loss(a, p, n).item() == pytest.approx(math.log(1 + 2 * math.exp(-1)))
-
-
-def draw(seed, *shape):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
 
 
 @given(seeds, sizes)

@@ -41,7 +41,7 @@ def compare(loss, leaves, closed_form, tolerance) -> torch.Tensor:
     """Compare value and gradients with the closed form on the same rounded inputs."""
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     reference = closed_form(*exact)
-    assert reference.item() > 0
+    assert reference.item() != 0
     assert loss.item() == pytest.approx(reference.item(), rel=1e-5, abs=0)
     expected = torch.autograd.grad(reference, exact)
     for gradient, truth in zip(torch.autograd.grad(loss, leaves), expected, strict=True):
@@ -77,6 +77,35 @@ def test_an_easy_row_of_info_nce_keeps_its_digits(dtype, options, cosine, temper
     reference = compare(loss, (a, p), closed_form, CLOSE[dtype])
     if (cosine, temperature) == (0.7, 0.02):
         assert reference < 1e-9  # far below what `softmax - onehot` can hold
+
+
+@over_precisions
+def test_a_decoupled_easy_row_keeps_its_digits(dtype):
+    a, p = pairs(0.7, dtype)
+
+    def closed_form(a, p):
+        scores = unit(a) @ unit(p).T / 0.02
+        others = scores.exp() * ~torch.eye(64, dtype=torch.bool)
+        return -(scores.diagonal() - others.sum(1).log()).mean()
+
+    loss = F.info_nce_loss(a, p, temperature=0.02, decoupled=True)
+    compare(loss, (a, p), closed_form, CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_a_hard_row_at_a_low_temperature_keeps_its_loss_and_gradient(dtype, options):
+    a, p = pairs(0.9, dtype)
+    p = p.detach().roll(1, 0).requires_grad_()  # the hardest negative leads by 90 temperatures
+
+    def closed_form(a, p):
+        scores = unit(a) @ unit(p).T / 0.01
+        sides = (scores, scores.T) if options.get("symmetric") else (scores,)
+        cross_entropy = torch.nn.functional.cross_entropy
+        return sum(cross_entropy(side, torch.arange(64)) for side in sides) / len(sides)
+
+    loss = F.info_nce_loss(a, p, temperature=0.01, **options)
+    assert 80 < compare(loss, (a, p), closed_form, 5e-3).item() < 100
 
 
 @pytest.mark.parametrize("kind", ["shared", "per_row"])
@@ -136,44 +165,6 @@ def test_an_easy_row_of_nws_in_softmax_form_keeps_its_digits(dtype, eps):
         return odds(unit(a) @ unit(p).T, 0.02).mean()
 
     compare(loss, (a, p), closed_form, CLOSE[dtype])
-
-
-@over_precisions
-def test_a_decoupled_easy_row_keeps_its_digits(dtype):
-    a, p = pairs(0.7, dtype)
-
-    def closed_form(a, p):
-        scores = unit(a) @ unit(p).T / 0.02
-        others = scores.exp() * ~torch.eye(64, dtype=torch.bool)
-        return -(scores.diagonal() - others.sum(1).log()).mean()
-
-    exact = [leaf.detach().double().requires_grad_() for leaf in (a, p)]
-    reference = closed_form(*exact)
-    loss = F.info_nce_loss(a, p, temperature=0.02, decoupled=True)
-    assert loss.item() == pytest.approx(reference.item(), rel=1e-5, abs=0)
-    expected = torch.autograd.grad(reference, exact)
-    for gradient, truth in zip(torch.autograd.grad(loss, (a, p)), expected, strict=True):
-        assert (gradient.double() - truth).norm() <= CLOSE[dtype] * truth.norm()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
-def test_a_hard_row_at_a_low_temperature_keeps_its_loss_and_gradient(dtype, options):
-    a, p = pairs(0.9, dtype)
-    p = p.detach().roll(1, 0).requires_grad_()  # the hardest negative leads by 90 temperatures
-    loss = F.info_nce_loss(a, p, temperature=0.01, **options)
-    exact = [leaf.detach().double().requires_grad_() for leaf in (a, p)]
-    scores = unit(exact[0]) @ unit(exact[1]).T / 0.01
-    target = torch.arange(64)
-    reference = torch.nn.functional.cross_entropy(scores, target)
-    if options.get("symmetric"):
-        reference = (reference + torch.nn.functional.cross_entropy(scores.T, target)) / 2
-    assert 80 < reference.item() < 100
-    assert loss.item() == pytest.approx(reference.item(), rel=1e-4)
-    expected = torch.autograd.grad(reference, exact)
-    for gradient, truth in zip(torch.autograd.grad(loss, (a, p)), expected, strict=True):
-        assert truth.norm() > 1
-        assert (gradient.double() - truth).norm() <= 5e-3 * truth.norm()
 
 
 def _softmax_losses(a, p, temperature):
@@ -312,6 +303,7 @@ def test_a_zero_row_has_similarity_zero_and_gradient_zero(call, dtype):
         (torch.bfloat16, 1e-30),
         (torch.bfloat16, 1e38),
         (torch.float16, 6e4),
+        (torch.float16, 6e-8),  # the smallest
     ],
     ids=str,
 )
@@ -344,33 +336,6 @@ def test_tiny_and_huge_rows_have_the_right_similarity(call, dtype, scale):
         if expected_gradient.abs().max() > tiny_normal:
             assert error.abs().max() <= tolerance
     assert not gradient.isnan().any()
-
-
-@over_cosines
-def test_the_smallest_fp16_row_has_the_right_similarity(call):
-    a = torch.tensor([[1.0, 0, 1, 0], [0, 1, 0, 0], [1, 1, 0, 1]], dtype=torch.float16)
-    p = torch.tensor([[1.0, 1, 1, 0], [0, 1, 0, 1], [0, 1, 0, 1]], dtype=torch.float16)
-    tiny = a * 6e-8
-    assert tiny.any()
-    torch.testing.assert_close(call(tiny, p), call(a, p), rtol=1e-5, atol=1e-5)
-    leaf = tiny.clone().requires_grad_()
-    call(leaf, p).sum().backward()
-    assert not leaf.grad.isnan().any()
-    assert leaf.grad.any()
-
-
-@pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("same", [True, False])
-def test_a_pair_at_distance_zero_has_a_finite_gradient(dtype, same):
-    x1 = torch.ones(2, 3, dtype=dtype).requires_grad_()
-    x2 = torch.tensor([[1.0, 1, 1], [1, 1, 0.5]], dtype=dtype).requires_grad_()
-    flags = torch.tensor([same, same])
-    rows = F.pairwise_contrastive_loss(x1, x2, flags, reduction="none")
-    rows.sum().backward()
-    assert rows.tolist() == pytest.approx([0.0, 0.25] if same else [1.0, 0.25])
-    for leaf in (x1, x2):
-        assert torch.isfinite(leaf.grad).all()
-        assert leaf.grad[1].any()
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
@@ -425,16 +390,3 @@ def test_saturating_activation_keeps_the_digits_of_an_easy_token():
     loss.backward()
     assert loss.item() == pytest.approx(math.exp(-30.0), rel=1e-5, abs=0)
     assert x.grad[0, 0].item() == pytest.approx(-math.exp(-30.0), rel=1e-4, abs=0)
-
-
-def test_distillation_keeps_the_digits_of_small_differences():
-    teacher = torch.randn(4, 6)
-    student = (teacher + 1e-3 * torch.randn(4, 6)).requires_grad_()
-    loss = F.distillation_loss(student, teacher, temperature=1.0, alpha_kl=1.0, alpha_mse=0.0)
-    exact = student.detach().double().requires_grad_()
-    p = teacher.double().softmax(-1)
-    reference = (p * (teacher.double().log_softmax(-1) - exact.log_softmax(-1))).sum(-1).mean()
-    assert loss.item() == pytest.approx(reference.item(), abs=3e-7)
-    (gradient,) = torch.autograd.grad(loss, student)
-    (expected,) = torch.autograd.grad(reference, exact)
-    assert (gradient - expected).norm() <= 2e-3 * expected.norm()

@@ -13,23 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sparse_losses import NWSLoss
 from sparse_losses.fast.label_lists import LabelLists, largest_of_labels
 from sparse_losses.functional import info_nce_loss, nws_loss
-from tests.cases import assert_follows_the_formula, cases_of
-from tests.strategies import nws_problems, seeds, temperatures
-
-
-@pytest.mark.parametrize("case", cases_of("nws"), ids=lambda c: c.name)
-def test_value_is_the_formula(case):
-    assert_follows_the_formula("nws", case.arrays(), **case.kwargs)
+from tests.cases import assert_follows_the_formula
+from tests.strategies import draw, nws_problems, seeds, temperatures
 
 
 @given(nws_problems())
 def test_value_is_the_formula_for_any_references(problem):
     arrays, options = problem
     assert_follows_the_formula("nws", arrays, **options)
-
-
-def draw(seed, *shape):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
 
 
 def labels(seed, rows, width, density=0.5, filled=True):
@@ -58,31 +49,6 @@ def problem(seed=0, batch=4, width=5, count=4, keys=3, rows=5):
         "temperature": 0.4,
         "reduction": "none",
     }
-
-
-def test_one_key_by_hand():
-    """A query of label 0, a key of labels {0, 1}, a key of label 2, three prototypes."""
-    e = torch.eye(4, dtype=torch.float64)
-    s = torch.eye(3, dtype=torch.float64)
-    s[0, 2] = s[2, 0] = 0.25
-    loss = nws_loss(
-        e[:1],
-        torch.tensor([[1, 0, 0]]),
-        torch.stack([e[0], e[1], e[0] + e[2]]),
-        s,
-        key=torch.stack([e[0] + e[3], 2 * e[0]]),
-        key_labels=torch.tensor([[1, 1, 0], [0, 0, 1]]),
-        alpha=1.0,
-        beta=2.0,
-        temperature=0.5,
-        eps=0.0,
-    )
-    # D = 1/|{0} or {0,1}| + (1 - 1/1) = 1/2: key 0 has weight 1, prototype 0 has weight 2
-    denominator = 2.0 * (1 - 0.25) * math.exp(2.0)  # key 1: beta * (1 - S_02), cos 1
-    denominator += math.exp(0.0) + math.exp(math.sqrt(0.5) / 0.5)  # prototypes 1 and 2
-    log_d = math.log(denominator)
-    expected = -(1.0 * (math.sqrt(0.5) / 0.5 - log_d) + 2.0 * (1.0 / 0.5 - log_d))
-    assert loss.item() == pytest.approx(expected, rel=1e-12)
 
 
 @given(seeds, temperatures, st.sampled_from([1.0, 2.0]))
@@ -173,28 +139,6 @@ def test_a_masked_queue_row_is_as_if_it_were_not_there(seed, decoupled, aggregat
     assert inputs["query"].grad.any()
 
 
-def test_the_floor_of_eps_looks_at_unmasked_references_only():
-    e = torch.eye(3, dtype=torch.float64)
-    query = e[:1] + 0.1 * e[1:2]
-    common = {
-        "query": query,
-        "query_labels": torch.tensor([[1, 0]]),
-        "prototype": torch.stack([-e[0], e[2] - e[0]]),  # cosines below 0
-        "label_similarity": torch.eye(2).double(),
-        "temperature": 0.5,
-        "eps": 0.5,
-    }
-    alone = nws_loss(**common)
-    masked = nws_loss(
-        **common,
-        queue=torch.stack([e[0], e[1]]),
-        queue_labels=torch.tensor([[0, 1], [1, 0]]),
-        queue_mask=torch.zeros(2),
-    )
-    torch.testing.assert_close(masked, alone)
-    assert alone != 0
-
-
 @pytest.mark.parametrize("alpha", [0.5, 0.75, 0.999])
 def test_a_small_normaliser_is_still_a_normaliser(alpha):
     """One label and no instance that shares it: D = 1 - alpha, and only about 0 counts as 1."""
@@ -203,25 +147,6 @@ def test_a_small_normaliser_is_still_a_normaliser(alpha):
     labels = torch.tensor([[0, 1]])
     loss = nws_loss(e[:1], torch.tensor([[1, 0]]), e, key_labels=labels, temperature=1.0, **common)
     assert loss.item() == pytest.approx((math.log(2) - 1) / (1 - alpha), rel=1e-9)
-
-
-def test_a_fully_masked_queue_is_no_queue():
-    inputs = problem()
-    masked = nws_loss(**inputs, queue_mask=torch.zeros(5))
-    del inputs["queue"], inputs["queue_labels"]
-    torch.testing.assert_close(masked, nws_loss(**inputs))
-    assert (masked != 0).all()
-
-
-def test_an_empty_queue_and_an_empty_key_are_none():
-    inputs = problem()
-    for name in ("key", "queue"):
-        inputs[name], inputs[f"{name}_labels"] = inputs[name][:0], inputs[f"{name}_labels"][:0]
-    empty = nws_loss(**inputs)
-    for name in ("key", "queue"):
-        del inputs[name], inputs[f"{name}_labels"]
-    torch.testing.assert_close(empty, nws_loss(**inputs))
-    assert empty.any()
 
 
 @given(seeds, st.floats(0.1, 3.0))
@@ -535,25 +460,6 @@ def test_the_only_carrier_of_a_label_has_weight_one():
     assert_follows_the_formula("nws", arrays, temperature=0.4)
 
 
-def test_without_negatives_exact_rows_are_not_valid():
-    inputs = problem()
-    for name in ("query_labels", "key_labels", "queue_labels"):
-        inputs[name] = torch.ones_like(inputs[name])
-    inputs["query_labels"][3] = torch.tensor([1, 1, 1, 0])  # prototype 3 is its negative
-    inputs["query"].requires_grad_()
-    rows = nws_loss(**inputs, eps=0.0)
-    assert not rows[:3].any()
-    assert rows[3] != 0
-    mean = nws_loss(**{**inputs, "reduction": "mean"}, eps=0.0)
-    torch.testing.assert_close(mean, rows[3])
-    mean.backward()
-    assert not inputs["query"].grad[:3].any()
-    assert torch.isfinite(inputs["query"].grad).all()
-    assert inputs["query"].grad[3].any()
-    assert (nws_loss(**inputs, eps=1e-8) != 0).all()
-    assert (nws_loss(**inputs, eps=0.0, decoupled=False) > 0).all()
-
-
 @pytest.mark.parametrize("eps", [0.0, 1e-8])
 def test_negatives_of_weight_zero_are_no_negatives(eps):
     """One prototype, and keys that `beta` weighs with zero: nothing is left to compete."""
@@ -567,20 +473,6 @@ def test_negatives_of_weight_zero_are_no_negatives(eps):
     assert (loss.item() == 0.0) == (eps == 0.0)
 
 
-def test_zero_features_are_like_nothing():
-    inputs = problem()
-    for name in ("query", "prototype", "key", "queue"):
-        inputs[name][1] = 0.0
-        inputs[name].requires_grad_()
-    rows = nws_loss(**inputs)
-    rows.sum().backward()
-    assert torch.isfinite(rows).all()
-    for name in ("query", "prototype"):
-        assert torch.isfinite(inputs[name].grad).all()
-        assert not inputs[name].grad[1].any()
-        assert inputs[name].grad[0].any()
-
-
 def test_prototypes_learn_and_keys_do_not():
     inputs = problem()
     for name in ("query", "prototype", "key", "queue"):
@@ -590,6 +482,29 @@ def test_prototypes_learn_and_keys_do_not():
     assert inputs["prototype"].grad.any()
     assert inputs["key"].grad is None
     assert inputs["queue"].grad is None
+
+
+def test_a_weight_of_zero_is_no_mask_so_a_nan_key_shows():
+    inputs = {**problem(), "key_labels": torch.zeros(3, 4)}
+    inputs["key"][0] = torch.nan
+    for impl in ("definition", "tiles"):
+        assert nws_loss(**{**inputs, "reduction": "mean"}, beta=0.0, eps=0.0, impl=impl).isnan()
+
+
+@pytest.mark.parametrize("void", ["no label", "no negative"])
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("impl", ["definition", "tiles"])
+def test_where_no_row_is_valid_every_nan_is_hidden(impl, decoupled, void):
+    inputs = inputs_of(0, torch.float64)
+    for name in ("query_labels", "key_labels", "queue_labels"):
+        inputs[name] = torch.full_like(inputs[name], void == "no negative")
+    for name in ("query", "prototype", "key"):
+        inputs[name] = torch.full_like(inputs[name], torch.nan)
+    if decoupled or void == "no label":
+        for tensor in follow(inputs, impl, eps=0.0, decoupled=decoupled):
+            assert not tensor.any()
+    else:
+        assert follow(inputs, impl, eps=0.0, decoupled=False)[0].isnan()
 
 
 # Two ways
@@ -618,56 +533,51 @@ def inputs_of(seed, dtype, count=4, temperature=0.3, batch=7, rows=5):
     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
 
 
-REFERENCES = {
+WITHOUT = {
     "prototypes": ("key", "key_labels", "queue", "queue_labels"),
     "key": ("queue", "queue_labels"),
     "queue": ("key", "key_labels"),
     "all": (),
+    "masked": (),
 }
 
+OPTIONS = [
+    {"decoupled": d, "eps": eps, "alpha": alpha, "beta": beta, "reduction": reduction}
+    for d, eps, (alpha, beta, reduction) in itertools.product(
+        (True, False),
+        (0.0, 1e-8, 0.3, 2.0),
+        ((1.0, 1.0, "mean"), (0.5, 2.0, "sum"), (3.0, 0.0, "mean")),
+    )
+]
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("references", [*REFERENCES, "masked"])
+
+def same_both_ways(inputs, **options):
+    plain, actual = (follow(inputs, impl, **options) for impl in WAYS)
+    assert plain[0] != 0
+    for expected, tensor in zip(plain, actual, strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("references", WITHOUT)
 @pytest.mark.parametrize("aggregation", ["mean", "max"])
-def test_both_ways_have_the_same_value_and_gradients(dtype, references, aggregation):
-    close = (
-        {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-5, "atol": 2e-6}
-    )
-    choices = itertools.product(
-        (True, False), (0.0, 1e-8, 0.3, 2.0), ((1.0, 1.0), (0.5, 2.0), (3.0, 0.0)), ("mean", "sum")
-    )
-    for seed, (decoupled, eps, (alpha, beta), reduction) in enumerate(choices):
-        inputs = inputs_of(seed, dtype, count=4 if seed % 3 else 70)
-        for name in REFERENCES.get(references, ()):
+def test_both_ways_have_the_same_value_and_gradients(references, aggregation):
+    for seed, options in enumerate(OPTIONS):
+        inputs = inputs_of(seed, torch.float64, count=4 if seed % 3 else 70)
+        for name in WITHOUT[references]:
             inputs[name] = None
         if references == "masked":
             inputs["queue_mask"] = torch.tensor([1, 0, 1, 0, 1])
             inputs["queue"][1] = torch.nan
-        options = {
-            "decoupled": decoupled,
-            "eps": eps,
-            "alpha": alpha,
-            "beta": beta,
-            "reduction": reduction,
-            "aggregation": aggregation,
-        }
-        plain, actual = (follow(inputs, impl, **options) for impl in WAYS)
-        assert plain[0] != 0
-        for expected, tensor in zip(plain, actual, strict=True):
-            torch.testing.assert_close(tensor, expected, **close)
+        same_both_ways(inputs, **options, aggregation=aggregation)
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "max"])
-@pytest.mark.parametrize(("batch", "rows"), [(97, 1023), (300, 1500), (192, 2049)])
+@pytest.mark.parametrize(("batch", "rows"), [(97, 1023), (300, 1500)])
 def test_many_queries_and_a_long_queue_are_the_same_both_ways(aggregation, batch, rows):
-    for seed, (decoupled, eps) in enumerate(itertools.product((True, False), (0.0, 1e-8))):
+    for seed, (decoupled, eps) in enumerate([(True, 0.0), (False, 1e-8)]):
         inputs = inputs_of(seed, torch.float64, batch=batch, rows=rows)
         inputs["queue_mask"] = labels(seed, rows, 1, 0.8, filled=False)[:, 0]
-        options = {"decoupled": decoupled, "eps": eps, "aggregation": aggregation}
-        plain, actual = (follow(inputs, impl, **options) for impl in WAYS)
-        assert plain[0] != 0
-        for expected, tensor in zip(plain, actual, strict=True):
-            torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-11)
+        same_both_ways(inputs, decoupled=decoupled, eps=eps, aggregation=aggregation)
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -690,17 +600,6 @@ def test_both_ways_hide_the_nan_of_rows_that_are_not_valid_and_no_other(decouple
             assert follow(spoilt, impl, **options)[0].isnan(), (name, impl)
 
 
-@pytest.mark.parametrize("impl", WAYS)
-def test_rows_without_negatives_hide_every_nan(impl):
-    inputs = inputs_of(0, torch.float64)
-    for name in ("query_labels", "key_labels", "queue_labels"):
-        inputs[name] = torch.ones_like(inputs[name])
-    for name in ("query", "prototype", "key"):
-        inputs[name] = torch.full_like(inputs[name], torch.nan)
-    for tensor in follow(inputs, impl, eps=0.0):
-        assert not tensor.any()
-
-
 @pytest.mark.parametrize("temperature", [1e-4, 0.02, 1e4])
 @pytest.mark.parametrize("eps", [0.0, 1e-30, 1e-8])
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -708,7 +607,7 @@ def test_tiles_are_as_exact_in_single_precision(temperature, eps, decoupled):
     inputs = inputs_of(3, torch.float32, temperature=temperature)
     inputs["query_labels"] = torch.eye(4).long()[[0, 1, 2, 3, 0, 1, 2]]
     inputs["query"] = inputs["prototype"][[0, 1, 2, 3, 0, 1, 2]] + 0.1 * inputs["query"]
-    for name in REFERENCES["prototypes"]:
+    for name in WITHOUT["prototypes"]:
         inputs[name] = None  # every row is easy
     wide = {
         k: v.double() if v is not None and v.is_floating_point() else v for k, v in inputs.items()
@@ -720,19 +619,6 @@ def test_tiles_are_as_exact_in_single_precision(temperature, eps, decoupled):
         error = (tensor.double() - expected).norm()
         # 1e-4 turns a rounding of 1e-7 in a cosine into 1e-3 of a score
         assert error <= (2e-2 if temperature == 1e-4 else 2e-4) * expected.norm() + 1e-30
-
-
-@pytest.mark.parametrize("impl", WAYS)
-def test_there_are_second_derivatives(impl):
-    inputs = inputs_of(0, torch.float64)
-    names = ("query", "prototype", "temperature")
-    leaves = [inputs.pop(name).requires_grad_() for name in names]
-
-    def function(*values):
-        return nws_loss(**inputs, **dict(zip(names, values, strict=True)), impl=impl)
-
-    assert torch.autograd.gradcheck(function, leaves)
-    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "max"])
@@ -828,30 +714,6 @@ def test_what_is_made_in_inference_mode_can_be_learned_from(impl):
         assert truth.any()
 
 
-@pytest.mark.parametrize("name", ["eps", "alpha", "beta", "temperature"])
-def test_an_assigned_number_compiles_at_most_one_more_graph(name):
-    torch._dynamo.reset()
-    graphs = []
-
-    def count(graph, example):
-        graphs.append(graph)
-        return graph.forward
-
-    inputs = problem()
-    del inputs["temperature"], inputs["reduction"]
-    loss = NWSLoss(inputs.pop("label_similarity"))
-    compiled = torch.compile(loss, fullgraph=True, backend=count)
-    compiled(**inputs)
-    assert len(graphs) == 1
-    values = set()
-    for value in (0.9, 0.02, 0.3, 0.25):
-        setattr(loss, name, value)
-        assert compiled(**inputs).item() == pytest.approx(loss(**inputs).item(), rel=1e-9)
-        values.add(compiled(**inputs).item())
-    assert len(values) == 4
-    assert len(graphs) <= 2
-
-
 # A queue without a mask
 
 
@@ -885,13 +747,13 @@ def test_a_slot_with_features_or_labels_or_in_the_mask_is_filled(impl, filled):
 # Errors
 
 
-@pytest.mark.parametrize("name", ["key", "queue"])
-def test_references_and_labels_come_together(name):
-    for missing in (name, f"{name}_labels"):
-        inputs = problem()
-        del inputs[missing]
-        with pytest.raises(ValueError, match=name):
-            nws_loss(**inputs)
+@pytest.mark.parametrize(
+    "missing", ["key", "key_labels", "queue", "queue_labels", "label_similarity"]
+)
+def test_references_labels_and_similarities_come_together(missing):
+    inputs = {**problem(), missing: None}
+    with pytest.raises((ValueError, TypeError), match=missing.removesuffix("_labels")):
+        nws_loss(**inputs)
 
 
 def test_a_mask_needs_a_queue():
@@ -901,28 +763,24 @@ def test_a_mask_needs_a_queue():
         nws_loss(**inputs, queue_mask=torch.ones(5))
 
 
-def test_similarities_are_needed_as_soon_as_instances_are():
-    inputs = {**problem(), "label_similarity": None}
-    with pytest.raises((ValueError, TypeError), match="label_similarity"):
-        nws_loss(**inputs)
-    for name in ("key", "queue"):
-        del inputs[name], inputs[f"{name}_labels"]
-    assert nws_loss(**inputs).any()
-
-
 @pytest.mark.parametrize("value", [1.5, -0.5, math.nan, math.inf])
 def test_similarities_outside_zero_one_are_refused(value):
     inputs = problem()
     inputs["label_similarity"][0, 1] = value
     with pytest.raises(ValueError, match="label_similarity"):
         nws_loss(**inputs)
+    with pytest.raises(ValueError, match="label_similarity"):
+        NWSLoss(inputs["label_similarity"])
+    with pytest.raises(ValueError, match="label_similarity"):
+        NWSLoss(torch.ones(3, 4))
 
 
 @pytest.mark.parametrize("value", [1 + 5e-7, -5e-7])
 @pytest.mark.parametrize("aggregation", ["mean", "max"])
-def test_similarities_may_be_off_by_rounding(value, aggregation):
+@pytest.mark.parametrize("impl", WAYS)
+def test_similarities_may_be_off_by_rounding(value, aggregation, impl):
     """And then `a` is clamped to [0, 1]: neither more than a full negative nor less than none."""
-    inputs = problem()
+    inputs = {**problem(), "temperature": 0.1, "reduction": "mean"}
     inputs["query_labels"] = torch.eye(4, dtype=torch.long)
     inputs["key_labels"] = torch.eye(4, dtype=torch.long)[[1, 0, 1]]
     inputs["queue_labels"] = torch.eye(4, dtype=torch.long)[[0, 1, 0, 1, 0]]
@@ -930,27 +788,11 @@ def test_similarities_may_be_off_by_rounding(value, aggregation):
     inputs["label_similarity"] = torch.eye(4).double()
     inputs["label_similarity"][0, 1] = inputs["label_similarity"][1, 0] = value
     arrays = {k: v.numpy() for k, v in inputs.items() if isinstance(v, torch.Tensor)}
-    off = nws_loss(**{**inputs, "temperature": 0.1}, aggregation=aggregation, eps=1e-30)
+    off = nws_loss(**inputs, aggregation=aggregation, eps=1e-30, impl=impl)
     assert torch.isfinite(off).all()
-    assert (off != 0).all()
+    assert off != 0
     inputs["label_similarity"] = inputs["label_similarity"].clamp(0, 1)
-    on = nws_loss(**{**inputs, "temperature": 0.1}, aggregation=aggregation, eps=1e-30)
+    on = nws_loss(**inputs, aggregation=aggregation, eps=1e-30, impl=impl)
     torch.testing.assert_close(off, on, rtol=1e-12, atol=1e-12)
     if aggregation == "max":
         assert_follows_the_formula("nws", arrays, temperature=0.1, aggregation="max", eps=1e-30)
-
-
-@pytest.mark.parametrize("name", ["query_labels", "key_labels", "queue_labels"])
-@pytest.mark.parametrize("value", [0.5, 2.0, -1.0, math.nan])
-def test_labels_are_zero_or_one(name, value):
-    inputs = problem()
-    inputs[name] = inputs[name].double()
-    inputs[name][0, 0] = value
-    with pytest.raises(ValueError, match=name):
-        nws_loss(**inputs)
-
-
-def test_similarities_are_validated_by_the_module_too():
-    for bad in (torch.ones(3, 4), torch.full((3, 3), 2.0), torch.full((3, 3), math.nan)):
-        with pytest.raises(ValueError, match="label_similarity"):
-            NWSLoss(bad)

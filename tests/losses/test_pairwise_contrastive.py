@@ -7,15 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_losses.functional import pairwise_contrastive_loss
-from tests.cases import assert_follows_the_formula, cases_of
-from tests.strategies import seeds, sizes, vectors
+from tests.cases import assert_follows_the_formula
+from tests.strategies import draw, seeds, sizes, vectors
 
 margins = st.floats(0.0, 5.0)
-
-
-@pytest.mark.parametrize("case", cases_of("pairwise_contrastive"), ids=lambda c: c.name)
-def test_value_is_the_formula(case):
-    assert_follows_the_formula("pairwise_contrastive", case.arrays(), **case.kwargs)
 
 
 @given(st.data(), sizes, margins)
@@ -23,14 +18,6 @@ def test_value_is_the_formula_for_any_pairs(data, batch, margin):
     arrays = {name: data.draw(vectors(batch, 3)) for name in ("x1", "x2")}
     arrays["same"] = np.array(data.draw(st.lists(st.booleans(), min_size=batch, max_size=batch)))
     assert_follows_the_formula("pairwise_contrastive", arrays, margin=margin)
-
-
-def test_three_four_five():
-    x1 = torch.tensor([[0.0, 0.0]] * 3, dtype=torch.float64)
-    x2 = torch.tensor([[3.0, 4.0]] * 3, dtype=torch.float64)
-    same = torch.tensor([True, False, False])
-    rows = pairwise_contrastive_loss(x1, x2, same, margin=7.0, reduction="none")
-    assert rows.tolist() == pytest.approx([25.0, 4.0, 4.0])
 
 
 @given(st.data(), sizes, margins)
@@ -46,23 +33,6 @@ def test_it_is_never_negative_and_zero_where_satisfied(data, batch, margin):
     assert not rows[~same & (distance >= margin * (1 + 1e-9))].any()
     assert (rows[same & (distance > 1e-6)] > 0).all()
     assert (rows[~same & (distance < margin - 1e-6)] > 0).all()
-
-
-@pytest.mark.parametrize("same", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-def test_at_distance_zero_the_gradient_is_exactly_zero(same, dtype):
-    x1, x2 = (torch.tensor([[1.0, 2.0], [0.0, 0.0]], dtype=dtype) for _ in range(2))
-    x1.requires_grad_()
-    x2.requires_grad_()
-    loss = pairwise_contrastive_loss(x1, x2, torch.tensor([same, same]), margin=2.0)
-    loss.backward()
-    assert loss.item() == (0.0 if same else 4.0)
-    assert not x1.grad.any()
-    assert not x2.grad.any()
-
-
-def draw(seed, *shape):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
 
 
 ALTERNATE = torch.tensor([True, False, True, False])
@@ -103,20 +73,16 @@ def test_beyond_the_margin_an_unlike_pair_has_no_gradient(seed, factor):
 
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-def test_identical_vectors_have_a_finite_gradient(same, dtype):
-    x1 = torch.tensor([[1.0, 2.0], [0.5, 0.0]], dtype=dtype).requires_grad_()
-    x2 = torch.tensor([[1.0, 2.0], [0.0, 0.0]], dtype=dtype).requires_grad_()
-    rows = pairwise_contrastive_loss(
-        x1, x2, torch.tensor([same, same]), margin=2.0, reduction="none"
-    )
+def test_at_distance_zero_the_gradient_is_exactly_zero(same, dtype):
+    x1 = torch.tensor([[1.0, 2.0], [0.0, 0.0], [0.5, 0.0]], dtype=dtype).requires_grad_()
+    x2 = torch.tensor([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]], dtype=dtype).requires_grad_()
+    rows = pairwise_contrastive_loss(x1, x2, torch.tensor([same] * 3), margin=2.0, reduction="none")
     rows.sum().backward()
-    assert rows[0].item() == (0.0 if same else 4.0)
+    assert rows.tolist() == pytest.approx([0.0, 0.0, 0.25] if same else [4.0, 4.0, 2.25])
     for leaf in (x1, x2):
-        assert torch.isfinite(leaf.grad).all()
-        assert leaf.grad[0].abs().max() <= 4.0
-        assert leaf.grad[1].any()
-    if same:
-        assert not x1.grad[0].any()
+        assert not leaf.grad[:2].any()
+        assert leaf.grad[2].isfinite().all()
+        assert leaf.grad[2].any()
 
 
 def test_pairs_without_length_have_a_finite_second_derivative():
@@ -183,11 +149,3 @@ def test_half_the_margin_is_where_both_answers_cost_the_same(seed, margin):
     torch.testing.assert_close(same[0], different[0])
     assert same[1] < different[1]
     assert same[2] > different[2]
-
-
-def test_from_a_collapse_it_does_not_lead_out():
-    x = torch.ones(3, 3, requires_grad=True)
-    loss = pairwise_contrastive_loss(x, torch.ones(3, 3), torch.zeros(3), margin=2.0)
-    loss.backward()
-    assert loss.item() == 4.0
-    assert not x.grad.any()

@@ -10,13 +10,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from sparse_losses.functional import self_reconstruction_loss
-from tests.cases import assert_follows_the_formula, cases_of
-from tests.strategies import token_problems
-
-
-@pytest.mark.parametrize("case", cases_of("self_reconstruction"), ids=lambda c: c.name)
-def test_value_is_the_formula(case):
-    assert_follows_the_formula("self_reconstruction", case.arrays(), **case.kwargs)
+from tests.cases import assert_follows_the_formula, to_tensors
+from tests.strategies import multi_hot, token_problems
 
 
 @given(token_problems(), st.booleans())
@@ -25,21 +20,9 @@ def test_value_is_the_formula_for_any_tokens(problem, balanced):
     assert_follows_the_formula("self_reconstruction", arrays, balanced=balanced, **options)
 
 
-def tensors(arrays):
-    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
-
-
-def multi_hot(inputs):
-    """Build the target as the source's sample code does."""
-    x, mask = inputs["activations"], inputs["attention_mask"]
-    target = torch.zeros_like(x)
-    target.scatter_add_(1, inputs["input_ids"].clamp(min=0), mask.to(x.dtype))
-    return target.clamp(max=1.0)
-
-
 @given(token_problems())
 def test_it_is_bce_against_the_dense_multi_hot_target(problem):
-    inputs = tensors(problem[0])
+    inputs = to_tensors(problem[0])
     x, target = inputs["activations"].requires_grad_(), multi_hot(inputs)
     loss = self_reconstruction_loss(**inputs)
     torch.testing.assert_close(loss, binary_cross_entropy_with_logits(x, target))
@@ -49,7 +32,7 @@ def test_it_is_bce_against_the_dense_multi_hot_target(problem):
 
 @given(token_problems())
 def test_balanced_is_half_the_mean_of_each_side(problem):
-    inputs = tensors(problem[0])
+    inputs = to_tensors(problem[0])
     x, target = inputs["activations"], multi_hot(inputs).bool()
     each = binary_cross_entropy_with_logits(x, target.double(), reduction="none")
     expected = [
@@ -62,7 +45,7 @@ def test_balanced_is_half_the_mean_of_each_side(problem):
 
 @given(token_problems())
 def test_on_activations_it_cannot_fall_below_its_floor(problem):
-    inputs = tensors(problem[0])
+    inputs = to_tensors(problem[0])
     inputs["activations"] = inputs["activations"].abs()
     vocab = inputs["activations"].shape[1]
     distinct = multi_hot(inputs).sum(-1)
@@ -76,7 +59,7 @@ def test_on_activations_it_cannot_fall_below_its_floor(problem):
 
 @given(token_problems())
 def test_balanced_on_activations_stops_at_half_of_log_2(problem):
-    inputs = tensors(problem[0])
+    inputs = to_tensors(problem[0])
     inputs["activations"] = inputs["activations"].abs()
     floor = math.log(2) / 2 * (multi_hot(inputs) == 0).any(-1).double()  # 0 if all are its own
     rows = self_reconstruction_loss(**inputs, balanced=True, reduction="none")
@@ -107,7 +90,7 @@ def test_silence_costs_half_of_that_where_balanced_has_one_side(balanced):
 
 @given(token_problems())
 def test_balanced_pulls_each_side_by_its_own_size(problem):
-    inputs = tensors(problem[0])
+    inputs = to_tensors(problem[0])
     x = inputs["activations"].requires_grad_()
     own = multi_hot(inputs).bool()
     plain, balanced = (
@@ -137,7 +120,7 @@ def test_behind_a_relu_a_silent_token_has_no_gradient_and_as_a_logit_it_has(bala
 
 @given(token_problems())
 def test_signed_logits_can_reach_zero(problem):
-    inputs = tensors(problem[0])
+    inputs = to_tensors(problem[0])
     inputs["activations"] = (multi_hot(inputs) - 0.5) * 1600
     assert self_reconstruction_loss(**inputs).item() < 1e-12
     inputs["activations"] = -inputs["activations"]
@@ -147,7 +130,7 @@ def test_signed_logits_can_reach_zero(problem):
 @given(token_problems(), st.booleans())
 def test_padding_and_repetition_change_nothing(problem, balanced):
     arrays, options = problem
-    inputs = tensors(arrays)
+    inputs = to_tensors(arrays)
     plain = self_reconstruction_loss(**inputs, **options, balanced=balanced)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     inputs["input_ids"] = torch.cat([ids, ids, torch.full_like(ids, 0)], dim=1)
@@ -161,7 +144,7 @@ def test_padding_and_repetition_change_nothing(problem, balanced):
 @given(token_problems(), st.booleans())
 def test_an_ignored_token_is_as_if_its_column_were_not_there(problem, balanced):
     arrays, _ = problem
-    inputs = tensors(arrays)
+    inputs = to_tensors(arrays)
     last = inputs["activations"].shape[1] - 1
     ignored = self_reconstruction_loss(**inputs, ignore_token_ids=[last], balanced=balanced)
     assert ignored > 0
@@ -232,3 +215,17 @@ def test_ignored_ids_come_in_any_container(kind):
     torch.testing.assert_close(loss, expected)
     empty = self_reconstruction_loss(x, ids, mask, ignore_token_ids=kind([]))
     torch.testing.assert_close(empty, self_reconstruction_loss(x, ids, mask))
+
+
+@pytest.mark.parametrize("vocab", [600_000, (1 << 20) + 1])
+def test_blocks_of_one_row_are_the_definition(vocab):
+    x = torch.randn(2, vocab, requires_grad=True)
+    ids = torch.tensor([[0, 5, 5], [vocab - 1, 7, 3]])
+    found = []
+    for impl in ("definition", "blocks"):
+        loss = self_reconstruction_loss(
+            x, ids, torch.ones_like(ids), ignore_token_ids=[7], balanced=True, impl=impl
+        )
+        found.append((loss.detach(), *torch.autograd.grad(loss, x)))
+    torch.testing.assert_close(*found)
+    assert found[0][1].any()
