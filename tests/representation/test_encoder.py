@@ -23,11 +23,6 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _both_paths():
-    """Once is enough here: the head's own tests take both paths."""
-
-
 def make(architecture="bert", **options):
     torch.manual_seed(0)
     model, words = pair(architecture)
