@@ -309,7 +309,7 @@ def test_non_contiguous_inputs_are_the_same_inputs(head, layout):
 @pytest.mark.parametrize("wanted", ["hidden", "weight", "bias", "gate", "hidden bias"])
 def test_only_what_is_wanted_gets_a_gradient(head, wanted, return_logits):
     everything = with_gate(example(torch.float32))
-    some = dict(everything)
+    some, nothing = dict(everything), dict(everything)
     all_leaves, leaves = watch(everything), watch(some, *wanted.split())
     expected, found = (
         gradients(weigh_all(head(**tensors, return_logits=return_logits)), wants)
@@ -319,18 +319,11 @@ def test_only_what_is_wanted_gets_a_gradient(head, wanted, return_logits):
     for name, gradient in found.items():
         assert gradient.any()
         torch.testing.assert_close(gradient, expected[name], rtol=1e-6, atol=1e-6)
-
-
-def test_nothing_wanted_and_no_graph(head):
-    tensors = with_gate(example(torch.float32))
-    quiet = head(**tensors)
-    watch(tensors)
+    quiet = head(**nothing)
     with torch.inference_mode():
-        inside, pooled = head(**tensors, return_logits=True)
+        inside, pooled = head(**some, return_logits=True)
     assert not any(x.requires_grad for x in (quiet, inside, pooled))
-    assert quiet.any()
     assert torch.equal(inside, quiet)
-    assert torch.equal(head(**tensors), quiet)
 
 
 def test_two_runs_give_the_same_bits(head):
@@ -363,9 +356,10 @@ def test_two_runs_give_the_same_bits(head):
 @packed
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("return_logits", [False, True])
-def test_a_sparse_gradient_has_the_rows_of_the_active_entries(head, dtype, return_logits):
+@pytest.mark.parametrize("silent", ["half", "all"])
+def test_a_sparse_gradient_has_the_rows_of_the_active_entries(head, dtype, return_logits, silent):
     tensors = example(dtype)
-    tensors["bias"] -= 80 * (torch.arange(23) % 2 == 0)
+    tensors["bias"] -= 80 * (torch.arange(23) % 2 == 0) if silent == "half" else 1e4
     leaves = watch(tensors)
     out = head(**tensors, return_logits=return_logits, sparse_grad=True)
     dense = gradients(weigh_all(head(**tensors, return_logits=return_logits)), leaves)
@@ -374,22 +368,11 @@ def test_a_sparse_gradient_has_the_rows_of_the_active_entries(head, dtype, retur
     assert gradient.layout == torch.sparse_coo
     assert gradient.is_coalesced()
     assert gradient.dtype == dtype
+    assert gradient.shape == (23, 8)
     active = (out[0] if return_logits else out).any(0) | torch.tensor(return_logits)
-    assert return_logits or 0 < active.sum() < 23
+    assert return_logits or 0 < active.sum() < 23 or (silent == "all" and not active.any())
     assert torch.equal(gradient.indices()[0], active.nonzero()[:, 0])
     close({name: g.to_dense() for name, g in found.items()}, dense, 1e-2, 1e-6)
-
-
-@packed
-def test_a_sparse_gradient_of_nothing_is_empty(head):
-    tensors = example(bias=torch.full((23,), -1e4, dtype=torch.float64))
-    weight = watch(tensors, "weight")["weight"]
-    head(**tensors, sparse_grad=True).sum().backward()
-    assert weight.grad.is_sparse
-    assert weight.grad.shape == (23, 8)
-    assert weight.grad._nnz() == 0
-    head(**{**tensors, "bias": None}, sparse_grad=True).sum().backward()
-    assert weight.grad.to_dense().any()
 
 
 @packed

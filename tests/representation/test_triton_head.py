@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from sparse_losses import SpladeHead
 from sparse_losses.functional import splade_head
 from sparse_losses.representation import head as head_module
 from tests.representation import head_oracle
@@ -338,12 +337,3 @@ def test_the_extra_that_the_error_names_exists():
     text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
     assert extras["kernels"][0].startswith("triton")
-
-
-def test_the_module_hands_it_down():
-    hidden, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
-    head = SpladeHead(weight, impl="triton")
-    assert "impl='triton'" in repr(head)
-    assert torch.equal(head(hidden), splade_head(hidden, weight, impl="triton"))
-    with pytest.raises(ValueError, match="float64"):
-        head(hidden.double())

@@ -300,6 +300,8 @@ def interrupted(at, arguments):
     return lines
 
 
+# Between opening a file and the `with` that closes it, which only the end of the process does then.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupted_at_any_line_the_count_ends_with_the_same_file(tokenizer, tmp_path):
     texts, data, output = tmp_path / "a.jsonl.gz", tmp_path / "data", tmp_path / "df.npz"
     zipped(rows_file(tmp_path / "a.jsonl", ["", *TEXTS[:5]]))

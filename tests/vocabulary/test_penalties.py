@@ -184,7 +184,7 @@ def test_ids_may_be_any_iterable_or_tensor_and_repeat(ids):
     assert torch.equal(weight, idf_penalty(IDF, stopword_ids=[1, 3]))
     assert language_penalty(5, ids).tolist() == [100, 0, 100, 0, 100]
     assert language_penalty(5, [], special_token_ids=ids).tolist() == [100, 0, 100, 0, 100]
-    assert language_penalty(5, iter(ids)).tolist() == [100, 0, 100, 0, 100]
+    assert language_penalty(5, (int(i) for i in ids)).tolist() == [100, 0, 100, 0, 100]
     assert language_penalty(2, ids[:0] if hasattr(ids, "shape") else type(ids)()).all()
 
 
