@@ -229,7 +229,7 @@ def test_the_command_measures_resumes_and_draws(tmp_path: Path, monkeypatch: pyt
         assert words[:3] == [sys.executable, "-m", "benchmarks"]
         return SimpleNamespace(returncode=command.main(words[3:]))
 
-    monkeypatch.setattr(processes.subprocess, "run", run)
+    monkeypatch.setattr(processes, "subprocess", SimpleNamespace(run=run))
     monkeypatch.setitem(command.BUDGET, "tiny", 0.0)
     output = tmp_path / "run.csv"
     words = ["--suite", "tiny", "--only", "margin_mse,flops", "--no-compile"]
