@@ -79,8 +79,3 @@ def test_no_module_imports_itself_in_a_circle():
         for name in ready:
             del graph[name]
     assert not graph
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(BENCHMARKS)))
-def test_no_file_is_long(path: Path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) < 450

@@ -10,7 +10,6 @@ import pytest
 from sparse_losses import Finding
 from sparse_losses.demo import command, docstrings
 from sparse_losses.demo.__main__ import main
-from sparse_losses.demo.objective import Weights
 from tests.demo.artificial import write_pairs
 
 
@@ -40,30 +39,39 @@ def tiny(monkeypatch):
     monkeypatch.setattr(command, "settings_of", settings_of)
 
 
-def test_from_pairs_to_answers_picture_and_figures(tiny, pairs, tmp_path, capsys):
+def test_from_pairs_to_answers_picture_and_figures(tiny, pairs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "news", lambda known, findings: ["documents: so dense"])
     folder = tmp_path / "new" / "folder"
-    arguments = ["--pairs", str(pairs), "--output", str(folder), "--steps", "10"]
-    code = main([*arguments, "--query", "shortest path", "--query", "zzzz [b]", "--seed", "3"])
-    printed = capsys.readouterr().out
+    arguments = ["--pairs", str(pairs), "--output", str(folder), "--steps", "10", "--seed", "3"]
+    arguments += ["--target-active-query", "30", "--max-length", "9"]
+    code = main([*arguments, "--query", "shortest path", "--query", "zzzz [b]"])
+    printed = " ".join(capsys.readouterr().out.split())
     assert code == 0
-    for expected in ("BM25, words", "untrained model", "MRR@10", "? shortest path", "? zzzz [b]"):
+    for expected in (
+        "BM25, words",
+        "untrained model",
+        "MRR@10",
+        "? shortest path",
+        "? zzzz [b]",
+        "documents: so dense",
+        "Queries: ",
+        "active of 30 wanted",
+        "cut at 7 subwords",
+    ):
         assert expected in printed
+    assert "Documents: " not in printed
     figures = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
-    assert figures["settings"]["seed"] == 3
-    assert figures["settings"]["steps"] == len(figures["history"]) == 10
+    settings = figures["settings"]
+    assert settings["seed"] == 3
+    assert settings["steps"] == len(figures["history"]) == 10
+    assert (settings["target_active"], settings["target_active_query"]) == (None, 30)
+    assert settings["size"]["max_length"] == 9
     assert list(figures["sources"]) == ["pairs.tsv"]
     assert list(figures["answers"]) == ["shortest path", "zzzz [b]"]
-    assert set(figures["test"][0]["rankings"]) == {
-        "untrained model",
-        "BM25, words",
-        "BM25, same subwords",
-        "this model",
-    }
+    systems = {"untrained model", "BM25, words", "BM25, same subwords", "this model"}
+    assert set(figures["test"][0]["rankings"]) == systems
     assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "figures.json",
-        "training.png",
-    ]
+    assert sorted(path.name for path in folder.iterdir()) == ["figures.json", "training.png"]
 
 
 def _error(capsys, *arguments) -> str:
@@ -74,29 +82,22 @@ def _error(capsys, *arguments) -> str:
     return captured.err
 
 
-def test_an_output_folder_that_cannot_be_written_is_found_first(tmp_path, capsys, monkeypatch):
+def test_mistakes_are_told_in_one_sentence(tmp_path, capsys, pairs, monkeypatch):
     monkeypatch.setattr(docstrings, "load", lambda: pytest.fail("work began"))
-    (tmp_path / "file").write_text("")
-    assert "cannot write to the output folder" in _error(
-        capsys, "--output", str(tmp_path / "file" / "below")
-    )
-    assert "cannot write to the output folder" in _error(capsys, "--output", str(tmp_path / "file"))
-
-
-def test_mistakes_are_told_in_one_sentence(tmp_path, capsys, pairs):
     output = ("--output", str(tmp_path / "out"))
+    for folder in (pairs, pairs / "below"):
+        said = _error(capsys, "--output", str(folder))
+        assert "cannot write to the output folder" in said
     assert "cannot read" in _error(capsys, "--pairs", str(tmp_path / "absent"), *output)
+    assert "--query" in _error(capsys, "--pairs", str(pairs), *output, "--query", " ")
     with pairs.open("a", encoding="utf-8") as file:
         file.write("no tab\n")
     assert "line 301" in _error(capsys, "--pairs", str(pairs), *output)
-
-
-def test_a_missing_extra_is_named(tmp_path, capsys, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "bm25s" else found(name)
     )
-    said = _error(capsys, "--output", str(tmp_path))
+    said = _error(capsys, *output)
     assert "needs bm25s; install with: pip install 'sparse-losses[demo]'" in said
 
 
@@ -126,56 +127,13 @@ def test_wrong_options_are_refused_by_the_parser(wrong, capsys):
     assert wrong[0] in capsys.readouterr().err
 
 
-def test_help_explains_every_option(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["--help"])
-    assert stop.value.code == 0
-    for block in capsys.readouterr().out.split("\n  --")[1:]:
-        assert len(block.split()) > 3, block
-
-
-def test_the_help_needs_no_optional_package():
+def test_the_package_does_not_import_the_demo_and_its_help_needs_no_optional_package():
     code = (
-        "import sys; from sparse_losses.demo.__main__ import make_parser; make_parser(); "
-        "print('rich' in sys.modules)"
+        "import sys, sparse_losses; assert not [m for m in sys.modules if 'demo' in m]; "
+        "from sparse_losses.demo.__main__ import make_parser; make_parser(); "
+        "assert not {'rich', 'tokenizers', 'bm25s'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
-def test_the_package_does_not_import_the_demo():
-    code = (
-        "import sys, sparse_losses; "
-        "print([m for m in sys.modules if 'demo' in m or m in ('rich', 'tokenizers', 'bm25s')])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_a_target_on_the_command_line(tiny, pairs, tmp_path, capsys):
-    arguments = ["--pairs", str(pairs), "--output", str(tmp_path / "out"), "--steps", "12"]
-    assert main([*arguments, "--query", "tree", "--target-active", "40"]) == 0
-    assert "active of 40 wanted" in capsys.readouterr().out
-    assert main([*arguments, "--target-active", "40", "--without", "flops"]) == 1
-    assert "--target-active steers the weight of flops" in capsys.readouterr().err
-
-
-def test_the_queries_have_a_target_of_their_own(tiny, pairs, tmp_path, capsys):
-    arguments = ["--pairs", str(pairs), "--output", str(tmp_path / "out"), "--steps", "12"]
-    assert main([*arguments, "--query", "tree", "--target-active-query", "30"]) == 0
-    printed = capsys.readouterr().out
-    assert "Queries: " in printed
-    assert "Documents: " not in printed
-    settings = json.loads((tmp_path / "out" / "figures.json").read_text())["settings"]
-    assert (settings["target_active"], settings["target_active_query"]) == (None, 30)
-
-
-def test_the_text_length_on_the_command_line(tiny, pairs, tmp_path, capsys):
-    arguments = ["--pairs", str(pairs), "--output", str(tmp_path / "out"), "--steps", "1"]
-    assert main([*arguments, "--query", "tree", "--max-length", "9"]) == 0
-    assert "cut at 7 subwords" in " ".join(capsys.readouterr().out.split())
-    settings = json.loads((tmp_path / "out" / "figures.json").read_text())["settings"]
-    assert settings["size"]["max_length"] == 9
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_finding_is_told_when_it_is_new_and_when_it_is_gone():
@@ -188,24 +146,3 @@ def test_a_finding_is_told_when_it_is_new_and_when_it_is_gone():
     assert list(command.news(known, {"document": [again], "query": [again]})) == []
     told = list(command.news(known, {"document": [silent], "query": [again]}))
     assert told == ["documents: no longer: not sparse", "documents: silent (9 of 9): "]
-
-
-def test_findings_are_shown_once_in_the_course_of_training(
-    tiny, pairs, tmp_path, capsys, monkeypatch
-):
-    tiny_settings = command.settings_of
-    weak = Weights(flops=6e-5)
-    monkeypatch.setattr(
-        command, "settings_of", lambda o: dataclasses.replace(tiny_settings(o), weights=weak)
-    )
-    arguments = ["--pairs", str(pairs), "--output", str(tmp_path / "out"), "--steps", "50"]
-    assert main([*arguments, "--query", "tree"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert printed.count("documents: texts are not sparse") == 1
-    assert "step 10, documents: texts are not sparse" in printed
-
-
-def test_an_empty_question_is_refused(tiny, pairs, tmp_path, capsys):
-    arguments = ["--pairs", str(pairs), "--output", str(tmp_path / "out"), "--steps", "1"]
-    assert main([*arguments, "--query", " "]) == 1
-    assert "--query" in capsys.readouterr().err

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from sparse_losses.demo.corpus import Pair, Row, pair_texts, read_pairs, split
@@ -57,46 +59,33 @@ def test_lines_that_share_a_query_or_a_document_stay_together(tmp_path):
     assert not held_out & trained
 
 
+GOOD = [f"{row.pairs[0].query}\t{row.text}" for row in make_rows(150)]
+
+
 @pytest.mark.parametrize(
-    "line", ["no tab in here", "one\ttwo\tthree", "  \ta document", "a query\t ?! "]
+    ("lines", "message"),
+    [
+        *(
+            ([*GOOD[:41], line, *GOOD[42:]], f"line 42: .* one tab .*got {re.escape(repr(line))}")
+            for line in ("no tab in here", "one\ttwo\tthree", "  \ta document", "a query\t ?! ")
+        ),
+        (["good\tline", "bad \udcff\tline"], "line 2: expected UTF-8"),
+        (GOOD[:99], "99 different pairs are too few"),
+        ([f"query {i}\tthe same" for i in range(200)], "share a query or a document"),
+        (None, "cannot read"),
+    ],
 )
-def test_a_bad_line_is_named(tmp_path, line):
+def test_a_file_that_does_not_serve_is_named_with_its_line(tmp_path, lines, message):
     path = tmp_path / "pairs.tsv"
-    write_pairs(path, 150)
-    lines = path.read_text(encoding="utf-8").splitlines()
-    lines[41] = line
-    path.write_text("\n".join(lines), encoding="utf-8")
-    with pytest.raises(
-        UserError, match="line 42: expected a query, one tab and a document"
-    ) as info:
+    if lines is None:
+        path.mkdir()
+    else:
+        path.write_text("\n".join(lines), encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(UserError, match=message) as info:
         read_pairs(path)
-    assert repr(line) in str(info.value)
-    assert str(path) in str(info.value)
+    assert len(str(info.value).splitlines()) == 1
 
 
-def test_bytes_that_are_not_utf_8_are_named(tmp_path):
-    path = tmp_path / "pairs.tsv"
-    path.write_bytes(b"good\tline\nbad \xff\tline\n")
-    with pytest.raises(UserError, match="line 2: expected UTF-8"):
-        read_pairs(path)
-
-
-def test_a_missing_file_and_a_folder(tmp_path):
-    with pytest.raises(UserError, match="cannot read"):
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"cannot read.*absent.tsv"):
         read_pairs(tmp_path / "absent.tsv")
-    with pytest.raises(UserError, match="cannot read"):
-        read_pairs(tmp_path)
-
-
-def test_too_few_pairs(tmp_path):
-    path = tmp_path / "pairs.tsv"
-    write_pairs(path, 99)
-    with pytest.raises(UserError, match="99 different pairs are too few"):
-        read_pairs(path)
-
-
-def test_pairs_that_are_all_about_one_thing(tmp_path):
-    path = tmp_path / "pairs.tsv"
-    path.write_text("\n".join(f"query {i}\tthe same" for i in range(200)), encoding="utf-8")
-    with pytest.raises(UserError, match="share a query or a document"):
-        read_pairs(path)

@@ -8,23 +8,14 @@ from sparse_losses.demo.tokens import Tokens
 
 
 def test_ranking_against_a_hand_count():
-    scores = torch.zeros(12, 12)
-    scores[:, :] = torch.arange(12.0) / 100  # later columns score higher
-    scores[0, 0] = 1.0  # rank 1
+    scores = (torch.arange(12.0) / 100).repeat(12, 1)  # later columns score higher
     scores[1, 1] = 0.095  # columns 10 and 11 are above: rank 3
-    # row 2: columns 3..11 above: rank 10; row 11: rank 1; row i: rank 12 - i
-    expected = [1, 3, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1]
+    # row 0 has rank 12, which counts nothing; row i: rank 12 - i
+    expected = [12, 3, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1]
     found = ranking(scores)
-    assert found.recall_1 == pytest.approx(2 / 12)
-    assert found.recall_10 == pytest.approx(1.0)
-    assert found.mrr_10 == pytest.approx(sum(1 / rank for rank in expected) / 12)
-
-
-def test_an_answer_past_the_tenth_place_counts_nothing():
-    scores = torch.arange(11.0).expand(11, 11).clone()
-    found = ranking(scores)  # row 0 has rank 11
-    assert found.recall_10 == pytest.approx(10 / 11)
-    assert found.mrr_10 == pytest.approx(sum(1 / rank for rank in range(1, 11)) / 11)
+    assert found.recall_1 == pytest.approx(1 / 12)
+    assert found.recall_10 == pytest.approx(11 / 12)
+    assert found.mrr_10 == pytest.approx(sum(1 / rank for rank in expected[1:]) / 12)
 
 
 def test_scoring_everything_alike_earns_nothing():
@@ -66,18 +57,12 @@ def test_anatomy_against_a_hand_count():
     assert found.own == pytest.approx(2 / 3)  # the, pie; not the second text's pie
 
 
-def test_a_token_of_the_text_is_not_junk_however_rare():
+def test_anatomy_of_silence_and_of_a_rare_token_which_is_no_junk_where_the_text_has_it():
     tokens = Tokens.learn(["apple pie"] * 3, vocab_size=60)
+    df, vectors = torch.zeros(tokens.vocab_size), torch.zeros(1, tokens.vocab_size)
+    found = anatomy(vectors, [[2, 3]], tokens, df)
+    assert (found.active, found.stopwords, found.special, found.own) == (0, 0, 0, 0)
     (row,) = tokens.ids(["pie"])
-    vectors = torch.zeros(1, tokens.vocab_size)
     vectors[0, row[1]] = 1.0
-    df = torch.zeros(tokens.vocab_size)
     assert anatomy(vectors, [row], tokens, df).rare == 0.0
     assert anatomy(vectors, [[2, 3]], tokens, df).rare == 1.0
-
-
-def test_anatomy_of_silence():
-    tokens = Tokens.learn(["apple pie"] * 3, vocab_size=60)
-    df = torch.ones(tokens.vocab_size)
-    found = anatomy(torch.zeros(2, tokens.vocab_size), [[2, 3], [2, 3]], tokens, df)
-    assert (found.active, found.stopwords, found.special, found.own) == (0, 0, 0, 0)

@@ -1,6 +1,7 @@
 """The docs site without a browser: what stands where, and that links, names and figures hold."""
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -171,6 +172,7 @@ def test_only_links_leave_the_site(page):
         assert HOST.search(target) is None, target
 
 
+@functools.cache
 def public_names() -> list[str]:
     """Return every public name, those of the integrations without importing them."""
     names = [
@@ -233,7 +235,7 @@ def test_every_linked_folder_of_tests_has_its_page() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_linked_tests_exist(page):
+def test_linked_tests_and_names_exist(page):
     prose = without_code(page)
     for dotted in re.findall(r"\]\[(tests\.[\w.]+)\]", prose):
         module, _, function = dotted.rpartition(".")
@@ -243,11 +245,6 @@ def test_linked_tests_exist(page):
         assert path.is_file(), dotted
         if function:
             assert f"def {function}(" in read(path), dotted
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_linked_names_exist(page):
-    prose = without_code(page)
     public = set(public_names())
     for dotted in re.findall(r"\]\[(sparse_losses\.[\w.]+)\]", prose):
         owner = dotted if dotted in public else dotted.rpartition(".")[0]
@@ -265,12 +262,6 @@ def table_rows(text: str) -> list[str]:
     """Return the rows of all tables without their heads."""
     tables = re.findall(r"(?:^[ \t]*\|.*\n)+", text, re.MULTILINE)
     return [row.strip().strip("|") for table in tables for row in table.splitlines()[2:]]
-
-
-@pytest.mark.parametrize("stem", STEMS)
-def test_a_loss_page_has_the_order_of_all(stem):
-    prose = loss_page(stem)
-    assert re.findall(r"^## (.*?)[ \t]*$", prose, re.MULTILINE) == HEADINGS
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -295,20 +286,15 @@ def test_its_parameters_are_those_of_the_function(stem):
 
 
 @pytest.mark.parametrize("stem", STEMS)
-def test_it_has_the_formulas_of_the_docstring(stem):
+def test_a_loss_page_has_the_order_of_all_the_docstrings_formulas_and_tested_properties(stem):
     prose = loss_page(stem)
+    assert re.findall(r"^## (.*?)[ \t]*$", prose, re.MULTILINE) == HEADINGS
     written = ["".join(f.split()) for f in re.findall(r"\$\$(.+?)\$\$", prose, re.DOTALL)]
     doc = inspect.getdoc(getattr(F, f"{stem}_loss"))
     formulas = ["".join(f.split()) for f in re.findall(r"\$\$(.+?)\$\$", doc, re.DOTALL)]
     assert formulas
     assert [formula for formula in formulas if formula not in written] == []
-
-
-@pytest.mark.parametrize("stem", STEMS)
-def test_its_properties_name_their_tests(stem):
-    prose = loss_page(stem)
-    section = prose.partition("\n## Properties")[2].partition("\n## ")[0]
-    properties = table_rows(section)
+    properties = table_rows(prose.partition("\n## Properties")[2].partition("\n## ")[0])
     assert len(properties) >= 3
     assert [row for row in properties if not TEST_LINK.search(row)] == []
 
@@ -339,25 +325,19 @@ def figures() -> ModuleType:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_pictures_are_told_in_words(page):
-    prose = without_code(page)
+def test_figures_are_there_for_light_and_dark_and_told_in_words(page):
+    prose, text = without_code(page), read(page)
     assert [words for words in re.findall(r"!\[([^\]]*)\]", prose) if not words.strip()] == []
     for tag in re.findall(r"<img\b[^>]*>", prose):
         assert re.search(r'\balt="\s*[^"\s]', tag), tag
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_figures_are_there_for_light_and_dark(page):
-    text = read(page)
     for plot in re.findall(r'data-plot="([^"]+)"', text):
         assert (DOCS / "assets/javascripts/plots" / f"{plot}.js").is_file(), plot
         for palette in ("light", "dark"):
             assert f"figures/{plot}-{palette}.svg#only-{palette})" in text
     linked = re.findall(r"figures/([\w-]+)-(light|dark)\.svg#only-(light|dark)\)", text)
     assert all(one == other for _, one, other in linked)
-    assert sorted(n for n, p, _ in linked if p == "light") == sorted(
-        n for n, p, _ in linked if p == "dark"
-    )
+    light, dark = (sorted(n for n, p, _ in linked if p == each) for each in ("light", "dark"))
+    assert light == dark
 
 
 def test_every_figure_has_a_page() -> None:

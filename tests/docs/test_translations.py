@@ -121,51 +121,41 @@ def test_it_is_of_the_english_page_as_it_stands(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_it_has_the_structure_of_the_english_page(page):
+def test_it_has_the_structure_and_the_code_of_the_english_page(page):
     own, english = both(page)
     assert own.levels == english.levels
     assert own.table_rows == english.table_rows
     assert own.figures == english.figures
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_its_code_is_that_of_the_english_page(page):
-    own, english = both(page)
+    wanted = [slug(heading) for heading in headings(translations.original(page))]
+    assert own.ids[1:] == wanted[1:], "write them: ## 수식 { #formula }"
     assert [language for language, _ in own.code] == [language for language, _ in english.code]
     for (language, one), (_, other) in zip(own.code, english.code, strict=True):
         if language == "python":  # comments are translated
             assert ast.unparse(ast.parse(one)) == ast.unparse(ast.parse(other))
+    for heading, text, original in of_both(page):
+        assert blocks(text) == blocks(original), heading
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_its_formulas_are_those_of_the_english_page(page):
+def test_its_formulas_are_those_of_the_english_page_and_not_copied(page):
     own, english = both(page)
     assert own.display == english.display
     assert set(own.inline) <= set(english.inline)
+    prose, _ = split_code(body(page.read_text(encoding="utf-8")))
+    for mark in ("$$", r"\[", r"\(", r"\begin{"):
+        assert mark not in prose, 'include the English page\'s: --8<-- "losses/x.md:formula"'
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_its_references_are_those_of_the_english_page(page):
+def test_its_references_and_links_lead_where_those_of_the_english_page_do(page):
     """In a sentence they stand in the order of its language, in a table in that of the row."""
-    for heading, own, english in of_both(page):
-        assert sorted(references(own)) == sorted(references(english)), heading
-        for one, other in zip(rows(own), rows(english), strict=True):
-            assert references(one) == references(other), f"{heading}: {one}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_its_links_lead_where_those_of_the_english_page_do(page):
     original = translations.original(page)
     for heading, own, english in of_both(page):
+        assert sorted(references(own)) == sorted(references(english)), heading
         assert links(own, page) == links(english, original), heading
         for one, other in zip(rows(own), rows(english), strict=True):
+            assert references(one) == references(other), f"{heading}: {one}"
             assert links(one, page) == links(other, original), f"{heading}: {one}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_its_sections_have_the_blocks_of_the_english_ones(page):
-    for heading, own, english in of_both(page):
-        assert blocks(own) == blocks(english), heading
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "losses"], ids=name)
@@ -177,20 +167,6 @@ def test_its_defaults_are_those_of_the_english_page(page):
     )
     assert own
     assert own == english
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_it_copies_no_formula(page):
-    prose, _ = split_code(body(page.read_text(encoding="utf-8")))
-    for mark in ("$$", r"\[", r"\(", r"\begin{"):
-        assert mark not in prose, 'include the English page\'s: --8<-- "losses/x.md:formula"'
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_its_headings_have_the_english_ids(page):
-    own, _ = both(page)
-    wanted = [slug(heading) for heading in headings(translations.original(page))]
-    assert own.ids[1:] == wanted[1:], "write them: ## 수식 { #formula }"
 
 
 # The tool.
@@ -248,16 +224,20 @@ def docs(tmp_path, monkeypatch):
     return docs
 
 
-def test_a_page_is_behind_until_it_is_accepted(docs):
+def test_a_page_is_behind_until_it_is_accepted(docs, capsys):
     (page,) = pages()
-    assert translations.behind(page)
-    translations.accept(page)
+    assert translations.main([]) == 1
+    assert capsys.readouterr().out == "docs/ko/page.md: docs/page.md has changed since\n"
+    assert translations.main(["--accept", str(page)]) == 0
     assert not translations.behind(page)
     text = page.read_text(encoding="utf-8")
     assert body(text) == body(KOREAN)
     assert text.startswith("---\ntranslation_of: page.md\nsource_sha256: ")
     (docs / "page.md").write_text(ENGLISH + "\nMore.\n", encoding="utf-8")
     assert translations.behind(page)
+    page.write_text(KOREAN.replace("page.md", "none.md"), encoding="utf-8")
+    with pytest.raises(ValueError, match="expected a page of docs/ in translation_of"):
+        translations.behind(page)
 
 
 def test_snippets_are_read_as_the_site_reads_them(docs):
@@ -284,20 +264,6 @@ def test_snippets_are_read_as_the_site_reads_them(docs):
 def test_what_is_not_there_is_an_error(docs, line, message):
     with pytest.raises(ValueError, match=message):
         expand(line)
-
-
-def test_a_page_without_an_original_is_an_error(docs):
-    page = docs / "ko" / "page.md"
-    page.write_text(KOREAN.replace("page.md", "none.md"), encoding="utf-8")
-    with pytest.raises(ValueError, match="expected a page of docs/ in translation_of"):
-        translations.behind(page)
-
-
-def test_the_command_names_the_pages_that_are_behind(docs, capsys):
-    assert translations.main([]) == 1
-    assert capsys.readouterr().out == "docs/ko/page.md: docs/page.md has changed since\n"
-    assert translations.main(["--accept", str(docs / "ko" / "page.md")]) == 0
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

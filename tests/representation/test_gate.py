@@ -121,11 +121,10 @@ def test_no_text_and_no_token(shape):
     assert found.isfinite().all()
 
 
-def test_another_width_is_an_error():
-    with pytest.raises(ValueError, match=f"H = {H}, got"):
-        _gate()(torch.zeros(2, 3, H + 1, dtype=torch.float64))
-
-
-def test_wrong_shapes_are_an_error():
-    with pytest.raises(ValueError, match="attention_mask"):
-        _gate()(torch.zeros(2, 3, H, dtype=torch.float64), torch.ones(2, 4))
+@pytest.mark.parametrize(
+    ("hidden", "mask", "message"),
+    [((2, 3, H + 1), (2, 3), f"H = {H}, got"), ((2, 3, H), (2, 4), "attention_mask")],
+)
+def test_wrong_shapes_are_an_error(hidden, mask, message):
+    with pytest.raises(ValueError, match=message):
+        _gate()(torch.zeros(hidden, dtype=torch.float64), torch.ones(mask))

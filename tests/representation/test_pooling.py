@@ -74,17 +74,6 @@ over = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.key
 
 
 @over
-def test_padding_changes_nothing(function):
-    logits, mask = example()
-    longer = torch.cat([logits, torch.full((2, 3, 7), 50.0).double()], 1)
-    padded = function(longer, torch.cat([mask, torch.zeros(2, 3, dtype=torch.long)], 1))
-    plain = function(logits, mask)
-    assert torch.equal(padded[:, :4] if function is token_weights else padded, plain)
-    if function is token_weights:
-        assert not padded[:, 4:].any()
-
-
-@over
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
 def test_a_masked_position_hides_everything(function, bad):
     logits, mask = example()
@@ -108,20 +97,6 @@ def test_a_nan_that_is_not_masked_is_not_hidden(function):
 
 
 @over
-def test_a_fully_masked_text_is_zero_without_gradient(function):
-    logits, mask = example()
-    mask[1] = 0
-    logits.requires_grad_()
-    out = function(logits, mask)
-    out.sum().backward()
-    assert not out[1].any()
-    assert not logits.grad[1].any()
-    assert torch.isfinite(logits.grad).all()
-    assert out[0].any()
-    assert logits.grad[0].any()
-
-
-@over
 @pytest.mark.parametrize("shape", [(0, 4, 7), (2, 0, 7)])
 def test_empty_batches_and_empty_texts(function, shape):
     logits = torch.zeros(shape, requires_grad=True)
@@ -136,27 +111,18 @@ def test_empty_batches_and_empty_texts(function, shape):
 
 @over
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_half_logits_give_fp32_with_fp32_rounding(function, dtype):
+def test_half_logits_give_fp32_with_fp32_rounding_also_in_autocast(function, dtype):
     logits, mask = example(dtype)
     logits.requires_grad_()
     out = function(logits, mask)
     assert out.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(function(logits, mask), out)
     exact = function(logits.detach().double(), mask)
     torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-7)
     out.sum().backward()
     assert logits.grad.dtype == dtype
     assert logits.grad.any()
-
-
-@over
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_autocast_changes_nothing(function, dtype):
-    logits, mask = example(dtype)
-    plain = function(logits, mask)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = function(logits, mask)
-    assert cast.dtype == torch.float32
-    assert torch.equal(cast, plain)
 
 
 @over
@@ -167,15 +133,6 @@ def test_gradcheck_and_gradgradcheck(function):
     assert torch.autograd.gradgradcheck(lambda x: function(x, mask), logits, fast_mode=True)
     (gradient,) = torch.autograd.grad(function(logits, mask).sum(), logits)
     assert gradient.any()
-
-
-def test_the_signed_maximum_repairs_what_relu_cannot():
-    logits = torch.full((1, 2, 3), -4.0, requires_grad=True)
-    activations, pooled = splade_pool(logits, torch.ones(1, 2), return_logits=True)
-    (dead,) = torch.autograd.grad(activations.sum(), logits, retain_graph=True)
-    assert not dead.any()
-    (alive,) = torch.autograd.grad(pooled.sum(), logits)
-    torch.testing.assert_close(alive.sum(1), torch.ones(1, 3))
 
 
 @over

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from sparse_losses import SpladeHead
 from sparse_losses.functional import splade_head
 from sparse_losses.representation import head as head_module
 from tests.representation import head_oracle
@@ -75,7 +74,13 @@ def _run(tensors, mask, impl, gated, return_logits, upstream):
     return [f.detach() for f in found], torch.autograd.grad(value, wanted)
 
 
-@pytest.mark.parametrize(("gated", "return_logits"), [(False, False), (True, True), (False, True)])
+def _close(found, wanted, rtol=1e-5, atol=1e-5):
+    """Compare outputs and gradients of two calls of `_run`."""
+    for one, other in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(("gated", "return_logits"), [(False, False), (True, True)])
 @pytest.mark.parametrize("programs", [1, 1 << 20], ids=["one for all texts", "one a text"])
 def test_value_and_gradients_are_the_formula(tiles, programs, gated, return_logits, monkeypatch):
     monkeypatch.setattr(kernel, "PROGRAMS", programs)
@@ -124,24 +129,25 @@ def test_log1p_keeps_the_digits_of_a_small_logit():
     torch.testing.assert_close(found, small.double().log1p().float(), rtol=3e-7, atol=0)
 
 
-@pytest.mark.parametrize("length", [1, 256, 257])
-def test_the_last_position_is_told_from_the_first(length):
+@pytest.mark.parametrize("length", [1, 257])
+def test_the_last_position_is_told_from_the_first_and_of_equals_the_first_attended_wins(
+    tiles, length
+):
     hidden = torch.zeros(1, length, 1)
     hidden[0, -1] = 1.0
-    hidden.requires_grad_()
-    splade_head(hidden, torch.ones(1, 1), impl="triton").sum().backward()
-    assert hidden.grad[0, :, 0].nonzero().flatten().tolist() == [length - 1]
+    same = torch.ones(2, length, 1)
+    mask = torch.ones(2, length)
+    mask[0, : length // 2] = 0
+    for states, attended, places in (
+        (hidden, None, [length - 1]),
+        (same, mask, [length // 2, 0]),
+    ):
+        states.requires_grad_()
+        splade_head(states, torch.ones(1, 1), None, attended, impl="triton").sum().backward()
+        assert states.grad[..., 0].nonzero()[:, 1].tolist() == places
 
 
-def test_of_equal_scores_the_first_attended_position_wins(tiles):
-    hidden = torch.ones(2, 40, 4, requires_grad=True)
-    mask = torch.ones(2, 40)
-    mask[0, :20] = 0
-    splade_head(hidden, torch.ones(3, 4), None, mask, impl="triton").sum().backward()
-    assert hidden.grad[..., 0].nonzero().tolist() == [[0, 20], [1, 0]]
-
-
-@pytest.mark.parametrize("where", ["state", "weight", "bias", "gate", "masked", "infinite"])
+@pytest.mark.parametrize("where", ["state", "weight", "bias", "gate", "masked", "infinite", "-inf"])
 def test_a_nan_shows_where_it_belongs_and_nowhere_else(tiles, where):
     _, tensors, mask = _inputs(sizes=(4, 18, 20, 16), empty=None)
     mask[1, 3], mask[1, 4] = True, False
@@ -153,33 +159,23 @@ def test_a_nan_shows_where_it_belongs_and_nowhere_else(tiles, where):
         elif where == "infinite":  # inf - inf
             tensors["hidden"][1, 3, :2] = torch.tensor([torch.inf, -torch.inf])
             tensors["weight"].abs_()
+        elif where == "-inf":  # a forbidden token: 0 times its logit would be NaN in the gate
+            tensors["bias"][3] = -torch.inf
+            tensors["gate"].clamp_(min=0.25)
         else:
             index = (1, 5) if where == "gate" else (5, 2) if where == "weight" else 5
             tensors[where][index] = torch.nan
     upstream = [torch.randn(4, 20), torch.randn(4, 20)]
-    found = _run(tensors, mask, "triton", True, True, upstream)
-    wanted = _run(tensors, mask, "packed", True, True, upstream)
+    logits = where != "-inf"
+    found = _run(tensors, mask, "triton", True, logits, upstream)
+    wanted = _run(tensors, mask, "packed", True, logits, upstream)
     if where == "weight":  # 0 times NaN: of a text's hidden states all get it, not one
         has, should = found[1][0].isnan(), wanted[1][0].isnan()
         assert has[should].all()
         assert not (has & ~should)[..., [0, 1, *range(3, 16)]].any()
         found[1][0].copy_(wanted[1][0])
-    for one, other in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
-        torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-5, atol=1e-5)
-    assert any(x.isnan().any() for x in found[0]) == (where != "masked")
-
-
-def test_a_forbidden_token_sends_no_nan_into_its_gate(tiles):
-    """0 times a logit of -inf is NaN."""
-    _, tensors, mask = _inputs(sizes=(4, 18, 20, 16))
-    with torch.no_grad():
-        tensors["bias"][3] = -torch.inf
-        tensors["gate"].clamp_(min=0.25)
-    upstream = [torch.randn(4, 20)]
-    found = _run(tensors, mask, "triton", True, False, upstream)
-    wanted = _run(tensors, mask, "packed", True, False, upstream)
-    for one, other in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    _close(found, wanted)
+    assert any(x.isnan().any() for x in found[0]) == (where not in ("masked", "-inf"))
 
 
 @pytest.mark.parametrize("return_logits", [False, True])
@@ -193,8 +189,7 @@ def test_a_text_without_tokens_hides_its_nan(tiles, return_logits):
     for x in upstream:
         x[2] = torch.nan
     found = _run(tensors, mask, "triton", True, return_logits, upstream)
-    for one, other in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
-        assert torch.equal(one, other)
+    _close(found, wanted, 0, 0)
 
 
 def test_every_output_is_written(tiles, monkeypatch):
@@ -215,16 +210,13 @@ def test_every_output_is_written(tiles, monkeypatch):
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     found = _run(tensors, mask, "triton", True, True, upstream)
-    for one, other in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    _close(found, wanted)
 
 
 def test_two_runs_give_the_same_bits(tiles):
     _, tensors, mask = _inputs(sizes=(3, 9, 20, 16), dtype=torch.bfloat16)
     upstream = [torch.randn(3, 20)]
-    first, second = (_run(tensors, mask, "triton", False, False, upstream) for _ in range(2))
-    for one, other in zip((*first[0], *first[1]), (*second[0], *second[1]), strict=True):
-        assert torch.equal(one, other)
+    _close(*(_run(tensors, mask, "triton", False, False, upstream) for _ in range(2)), 0, 0)
 
 
 def test_strides_and_expanded_gradients(tiles):
@@ -243,8 +235,7 @@ def test_strides_and_expanded_gradients(tiles):
     ):
         wanted = _run(tensors, mask, "packed", True, True, [upstream] * 2)
         found = _run(strided, mask, "triton", True, True, [upstream] * 2)
-        for one, other in zip((*found[0], *found[1]), (*wanted[0], *wanted[1]), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        _close(found, wanted)
 
 
 @pytest.mark.parametrize("width", [1, 7, 8])
@@ -276,16 +267,10 @@ def test_second_derivatives_are_those_of_pytorch(gated):
     wanted = ["hidden", "weight", "bias", *(["gate"] if gated else [])]
     found = []
     for impl in ("packed", "triton"):
-        x, logits = splade_head(
-            tensors["hidden"],
-            tensors["weight"],
-            tensors["bias"],
-            mask,
-            gate=tensors["gate"] if gated else None,
-            return_logits=True,
-            impl=impl,
-        )
         leaves = [tensors[name] for name in wanted]
+        gate = tensors["gate"] if gated else None
+        options = {"gate": gate, "return_logits": True, "impl": impl}
+        x, logits = splade_head(*leaves[:3], mask, **options)
         value = x.square().sum() + logits.square().sum()
         gradients = torch.autograd.grad(value, leaves, create_graph=True)
         found.append(torch.autograd.grad(sum(g.square().sum() for g in gradients), leaves))
@@ -293,15 +278,12 @@ def test_second_derivatives_are_those_of_pytorch(gated):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("return_logits", [False, True])
-def test_it_compiles_into_one_graph(return_logits):
+def test_it_compiles_into_one_graph():
     _, tensors, mask = _inputs(sizes=(3, 5, 20, 8))
 
     def value(hidden, weight, bias, gate):
-        found = splade_head(
-            hidden, weight, bias, mask, gate=gate, return_logits=return_logits, impl="triton"
-        )
-        return sum(x.square().sum() for x in (found if return_logits else (found,)))
+        options = {"gate": gate, "return_logits": True, "impl": "triton"}
+        return sum(x.square().sum() for x in splade_head(hidden, weight, bias, mask, **options))
 
     compiled = torch.compile(value, fullgraph=True, backend="aot_eager")
     leaves = list(tensors.values())[:4]
@@ -319,14 +301,6 @@ def test_the_operators_keep_their_word():
     upstream = torch.randn(2, 5)
     arguments = [True] * 4, upstream, None, *inputs, activations, logits, position, mask
     torch.library.opcheck(kernel.backward, arguments, test_utils=checks)
-
-
-def test_autocast_changes_nothing():
-    _, tensors, mask = _inputs(sizes=(3, 5, 20, 8))
-    plain = splade_head(tensors["hidden"], tensors["weight"], None, mask, impl="triton")
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = splade_head(tensors["hidden"], tensors["weight"], None, mask, impl="triton")
-    assert torch.equal(plain, cast)
 
 
 def test_mixed_dtypes_multiply_in_the_wider():
@@ -363,12 +337,3 @@ def test_the_extra_that_the_error_names_exists():
     text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
     assert extras["kernels"][0].startswith("triton")
-
-
-def test_the_module_hands_it_down():
-    hidden, weight = torch.randn(2, 3, 4), torch.randn(5, 4)
-    head = SpladeHead(weight, impl="triton")
-    assert "impl='triton'" in repr(head)
-    assert torch.equal(head(hidden), splade_head(hidden, weight, impl="triton"))
-    with pytest.raises(ValueError, match="float64"):
-        head(hidden.double())

@@ -101,6 +101,16 @@ def count(*inputs, tokenizer, output, options=()):
     return main(["count", *map(str, inputs), *required, *options])
 
 
+def refused(capsys, says, *inputs, **arguments):
+    """Insist that the command says so, in a line, and does nothing."""
+    assert count(*inputs, **arguments) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    return said
+
+
 def counted(path, texts, tokenizer, **options):
     """Whether the file holds the loop's counts, and nothing lies beside it."""
     counter = DocumentFrequency.load(path)
@@ -143,16 +153,6 @@ def folder(tokenizer, tmp_path, monkeypatch):
     return tmp_path / "model"
 
 
-def test_several_inputs_in_any_order_count_as_one(tokenizer, folder, tmp_path, capsys):
-    inputs = [make(tmp_path) for kind, make in MADE.items() if kind not in ("dataset", "text.gz")]
-    one, two = tmp_path / "one.npz", tmp_path / "two.npz"
-    assert count(*inputs, tokenizer=tokenizer, output=one) == 0
-    assert count(*reversed(inputs), tokenizer=folder, output=two) == 0
-    assert counted(one, TEXTS * len(inputs), tokenizer)
-    assert counted(two, TEXTS * len(inputs), tokenizer)
-    assert "200 documents" in capsys.readouterr().err
-
-
 def test_lines_end_as_they_may_and_blank_ones_and_a_mark_at_the_start_are_no_text(
     tokenizer, tmp_path, capsys
 ):
@@ -183,12 +183,6 @@ def test_fields_are_joined_and_empty_texts_are_documents(tokenizer, tmp_path, ca
     assert "Documents without a token, which count as documents: 1." in said
 
 
-def test_one_split_is_chosen_by_its_folder(tokenizer, tmp_path):
-    folder, output = splits(tmp_path / "data"), tmp_path / "df.npz"
-    assert count(folder / "test", tokenizer=tokenizer, output=output) == 0
-    assert counted(output, TEXTS[15:], tokenizer)
-
-
 def test_columns_of_a_dataset_are_joined_in_the_order_asked_for(tokenizer, tmp_path):
     columns = {"b": ["the", "cat"], "a": ["sat", "on"], "n": [1, 2]}
     datasets.Dataset.from_dict(columns).with_format("numpy").save_to_disk(tmp_path / "data")
@@ -207,17 +201,23 @@ def test_documents_are_cut_only_if_asked_and_the_vocabulary_may_be_the_models(to
     assert DocumentFrequency.load(output, vocab_size=100).df[60:].sum() == 0
 
 
-def test_a_folder_of_transformers_counts_as_its_tokenizer_json(tokenizer, folder, tmp_path):
-    path, output = text_file(tmp_path / "a.txt"), tmp_path / "df.npz"
-    assert count(path, tokenizer=folder, output=output) == 0
-    assert counted(output, TEXTS, tokenizer)
-    cut = ["--max-length", "2", "--overwrite"]
-    assert count(path, tokenizer=folder, output=output, options=cut) == 0
-    assert counted(output, TEXTS, tokenizer, max_length=2)
+def test_several_inputs_in_any_order_and_a_folder_of_transformers_count_as_one(
+    tokenizer, folder, tmp_path, capsys
+):
+    inputs = [make(tmp_path) for kind, make in MADE.items() if kind not in ("dataset", "text.gz")]
+    one, two = tmp_path / "one.npz", tmp_path / "two.npz"
+    assert count(*inputs, tokenizer=tokenizer, output=one) == 0
+    assert "200 documents" in capsys.readouterr().err
+    cut = ["--max-length", "2"]
+    assert count(*reversed(inputs), tokenizer=folder, output=two, options=cut) == 0
+    assert counted(one, TEXTS * len(inputs), tokenizer)
+    assert counted(two, TEXTS * len(inputs), tokenizer, max_length=2)
     fast = transformers.AutoTokenizer.from_pretrained(folder)
-    plain = tokenizers.Tokenizer.from_file(str(tokenizer))
-    for same in (fast, plain):
-        assert DocumentFrequency.load(output, tokenizer=same).num_documents == len(TEXTS)
+    for same in (fast, tokenizers.Tokenizer.from_file(str(tokenizer))):
+        assert DocumentFrequency.load(two, tokenizer=same).num_documents == 200
+    options = ["--overwrite"]  # one split, by its folder
+    assert count(tmp_path / "data" / "test", tokenizer=folder, output=one, options=options) == 0
+    assert counted(one, TEXTS[15:], tokenizer)
 
 
 def test_a_slow_tokenizer_counts_too(tmp_path, monkeypatch):
@@ -300,6 +300,8 @@ def interrupted(at, arguments):
     return lines
 
 
+# Between opening a file and the `with` that closes it, which only the end of the process does then.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupted_at_any_line_the_count_ends_with_the_same_file(tokenizer, tmp_path):
     texts, data, output = tmp_path / "a.jsonl.gz", tmp_path / "data", tmp_path / "df.npz"
     zipped(rows_file(tmp_path / "a.jsonl", ["", *TEXTS[:5]]))
@@ -309,7 +311,7 @@ def test_interrupted_at_any_line_the_count_ends_with_the_same_file(tokenizer, tm
     arguments += ["--overwrite"]
     lines = interrupted(10**9, arguments)
     uninterrupted = output.read_bytes()
-    stopped = range(1, lines, max(lines // 40, 1))
+    stopped = range(1, lines, max(lines // 12, 1))
     for at in stopped:
         output.unlink(missing_ok=True)
         interrupted(at, arguments)
@@ -317,7 +319,7 @@ def test_interrupted_at_any_line_the_count_ends_with_the_same_file(tokenizer, tm
         assert main(arguments) == 0
         assert counted(output, ["", *TEXTS[:14]], tokenizer)
         assert output.read_bytes() == uninterrupted
-    assert len(stopped) >= 40
+    assert len(stopped) >= 12
 
 
 @pytest.fixture
@@ -341,6 +343,12 @@ def test_ctrl_c_says_what_is_kept_and_the_command_continues(
     tokenizer, tmp_path, interrupt, monkeypatch, capsys
 ):
     path, output = text_file(tmp_path / "a.txt", ["", "the cat", *TEXTS]), tmp_path / "df.npz"
+    with monkeypatch.context() as patch:
+        patch.setattr(counting, "SAVE_SECONDS", 1e9)
+        patch.setattr(Count, "_ids", lambda self, texts: os.kill(os.getpid(), signal.SIGINT))
+        assert count(path, tokenizer=tokenizer, output=output) == 130
+    assert "Stopped; it was too early to keep anything." in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["a.txt"]
     interrupt(3)
     assert count(path, tokenizer=tokenizer, output=output) == 130
     said = capsys.readouterr().err
@@ -352,15 +360,6 @@ def test_ctrl_c_says_what_is_kept_and_the_command_continues(
     assert "% of the input." in said
     assert "Blank lines skipped: 1." in said  # before the interruption
     assert counted(output, ["the cat", *TEXTS], tokenizer)
-
-
-def test_ctrl_c_before_the_first_save_says_so(tokenizer, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(counting, "SAVE_SECONDS", 1e9)
-    monkeypatch.setattr(Count, "_ids", lambda self, texts: os.kill(os.getpid(), signal.SIGINT))
-    path, output = text_file(tmp_path / "a.txt"), tmp_path / "df.npz"
-    assert count(path, tokenizer=tokenizer, output=output) == 130
-    assert "Stopped; it was too early to keep anything." in capsys.readouterr().err
-    assert sorted(os.listdir(tmp_path)) == ["a.txt"]
 
 
 def test_if_the_result_cannot_be_saved_the_counts_are_kept(tokenizer, tmp_path, monkeypatch):
@@ -395,13 +394,12 @@ def test_an_unfinished_count_with_other_settings_is_refused_until_restarted(
         ([more], tokenizer, ["--field", "body"], "--field was text, is body"),
         ([more], tmp_path / "lower.json", [], "the tokenizer's SHA-256 was "),
     ]:
-        assert count(*inputs, tokenizer=made_with, output=output, options=options) == 2
-        said = capsys.readouterr().err
-        assert says in said
-        assert "--restart" in said
+        capsys.readouterr()
+        arguments = {"tokenizer": made_with, "output": output, "options": options}
+        assert "--restart" in refused(capsys, says, *inputs, **arguments)
     rows_file(path, TEXTS[:30])
-    assert count(path, tokenizer=tokenizer, output=output) == 2
-    assert "a.jsonl was 1669 bytes written at " in capsys.readouterr().err
+    says = "a.jsonl was 1669 bytes written at "
+    refused(capsys, says, path, tokenizer=tokenizer, output=output)
     assert count(path, tokenizer=tokenizer, output=output, options=["--restart"]) == 0
     assert counted(output, TEXTS[:30], tokenizer)
 
@@ -451,11 +449,8 @@ def test_a_wrong_document_is_named_by_file_and_line(
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     output = tmp_path / "df.npz"
-    assert count(path, tokenizer=tokenizer, output=output) == 2
-    said = capsys.readouterr().err
-    assert (f"{name}{says}" if says[0] == ":" else says) in said
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
+    says = f"{name}{says}" if says[0] == ":" else says
+    refused(capsys, says, path, tokenizer=tokenizer, output=output)
     assert not output.exists()
 
 
@@ -489,10 +484,7 @@ def test_wrong_datasets_are_named(tokenizer, tmp_path, capsys):
         ("none", [], "none (empty or damaged?): "),
     ]:
         arguments = {"tokenizer": tokenizer, "output": tmp_path / "df.npz", "options": options}
-        assert count(tmp_path / path, **arguments) == 2
-        said = capsys.readouterr().err
-        assert says in said
-        assert said.count("\n") == 1
+        refused(capsys, says, tmp_path / path, **arguments)
 
 
 def test_wrong_commands_are_named(tokenizer, tmp_path, monkeypatch, capsys):
@@ -513,11 +505,9 @@ def test_wrong_commands_are_named(tokenizer, tmp_path, monkeypatch, capsys):
         ([path], tokenizer, tmp_path, [], "to be a regular file, got the folder"),
         ([path], tokenizer, path, ["--overwrite"], "expected --output to be no input"),
         ([path], tokenizer, path / "df.npz", [], "cannot write to the folder"),
+        ([path], tokenizer, "/dev/null", ["--overwrite"], "a regular file, got the device"),
     ]:
-        assert count(*inputs, tokenizer=made_with, output=out, options=options) == 2
-        said = capsys.readouterr().err
-        assert says in said
-        assert said.count("\n") == 1
+        refused(capsys, says, *inputs, tokenizer=made_with, output=out, options=options)
     assert not output.exists()
     for arguments in [[], ["count"], ["count", "a.txt", "--max-length", "0"], ["--top", "x"]]:
         with pytest.raises(SystemExit) as end:
@@ -536,12 +526,11 @@ def test_a_result_is_overwritten_only_if_asked(tokenizer, tmp_path, capsys):
     assert counted(output, TEXTS[:5], tokenizer)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.jsonl.gz", "a.jsonl.GZ"])
+@pytest.mark.parametrize("name", ["a.JSONL", "a.jsonl.GZ"])
 def test_a_link_is_what_its_name_says(name, tokenizer, tmp_path):
     """Downloaded files are often links to a name without a suffix."""
     made = rows_file(tmp_path / "b.jsonl")
-    made = zipped(made) if name.lower().endswith(".gz") else made
-    made.rename(tmp_path / "2f4a91")
+    (zipped(made) if name.endswith(".GZ") else made).rename(tmp_path / "2f4a91")
     (tmp_path / name).symlink_to(tmp_path / "2f4a91")
     assert count(tmp_path / name, tokenizer=tokenizer, output=tmp_path / "df.npz") == 0
     assert counted(tmp_path / "df.npz", TEXTS, tokenizer)
@@ -577,36 +566,21 @@ def test_what_changes_meanwhile_is_noticed(what, tokenizer, tmp_path, capsys, mo
         assert not output.exists()
 
 
-def test_a_device_is_no_output(tokenizer, tmp_path, capsys):
-    made = text_file(tmp_path / "a.txt")
-    assert count(made, tokenizer=tokenizer, output="/dev/null", options=["--overwrite"]) == 2
-    assert "expected --output to be a regular file, got the device" in capsys.readouterr().err
-
-
-def test_where_there_is_no_terminal_a_line_says_how_far_it_is(
-    tokenizer, tmp_path, monkeypatch, capsys
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_line_or_on_a_terminal_a_bar_says_how_far_it_is(
+    terminal, tokenizer, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(command, "LINE_SECONDS", 0.0)
-    path = text_file(tmp_path / "a.txt")
-    assert count(path, tokenizer=tokenizer, output=tmp_path / "df.npz") == 0
-    captured = capsys.readouterr()
-    assert "100% · 40 documents · " in captured.err
-    assert "Wrote" in captured.err
-    assert captured.out == ""
-
-
-def test_on_a_terminal_a_bar_says_how_far_it_is(tokenizer, tmp_path, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    path = text_file(tmp_path / "a.txt")
+    path, stream = text_file(tmp_path / "a.txt"), io.StringIO()
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", stream)
     assert count(path, tokenizer=tokenizer, output=tmp_path / "df.npz") == 0
-    assert "100% · 40 documents · " in sys.stderr.getvalue()
-    assert "━" in sys.stderr.getvalue()
+    assert "100% · 40 documents · " in stream.getvalue()
+    assert ("━" in stream.getvalue()) == terminal
+    assert "Wrote" in stream.getvalue()
+    assert capsys.readouterr().out == ""
 
 
 def test_merged_counts_are_those_of_one_run(tokenizer, tmp_path, capsys):
@@ -694,26 +668,22 @@ def test_show_lists_the_most_frequent_tokens_by_name(tokenizer, tmp_path, capsys
     assert str(int(counter.df.argmax())) in capsys.readouterr().out
 
 
-def test_show_takes_a_file_of_an_older_version(tmp_path, capsys):
-    counter = DocumentFrequency(5)
-    counter.update(torch.tensor([[1, 2]]), torch.ones(1, 2))
-    counter.num_tokens = None
-    counter.save(tmp_path / "old.npz")
-    assert main(["show", str(tmp_path / "old.npz")]) == 0
-    said = capsys.readouterr().out
-    assert "1 documents, 2 of 5 tokens seen" in said
-    assert "tokens a document" not in said
-
-
-def test_show_refuses_another_tokenizer(tokenizer, tmp_path, capsys):
+def test_show_refuses_another_tokenizer_and_takes_a_file_of_an_older_version(
+    tokenizer, tmp_path, capsys
+):
     DocumentFrequency(60, tokenizer_sha256="abc").save(tmp_path / "other.npz")
-    DocumentFrequency(60).save(tmp_path / "unknown.npz")
-    for name, says in [("other", "got 'abc'"), ("unknown", "got no fingerprint")]:
+    old = DocumentFrequency(60)
+    old.update(torch.tensor([[1, 2]]), torch.ones(1, 2))
+    old.num_tokens = None
+    old.save(tmp_path / "old.npz")
+    for name, says in [("other", "got 'abc'"), ("old", "got no fingerprint")]:
         arguments = ["show", str(tmp_path / f"{name}.npz"), "--tokenizer", str(tokenizer)]
         assert main(arguments) == 2
         assert says in capsys.readouterr().err
-    assert main(["show", str(tmp_path / "unknown.npz")]) == 0
-    assert "0 documents, 0 of 60 tokens seen, tokenizer not known" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "old.npz")]) == 0
+    said = capsys.readouterr().out
+    assert "1 documents, 2 of 60 tokens seen, tokenizer not known" in said
+    assert "tokens a document" not in said
 
 
 def test_missing_packages_are_named(tokenizer, tmp_path, monkeypatch, capsys):

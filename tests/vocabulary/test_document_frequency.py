@@ -127,29 +127,17 @@ def test_merge_refuses_another_vocabulary(other, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16])
-def test_the_mask_may_be_bool_integer_or_float(dtype):
-    ids = torch.tensor([[1, 2, -100], [2, 2, 5]])
+@pytest.mark.parametrize("ids", [torch.uint8, torch.int16, torch.int64, np.int32, np.uint16])
+def test_ids_may_be_any_integers_and_the_mask_a_bool_or_a_number(dtype, ids):
+    counter, documents = DocumentFrequency(V), [[1, 2, 7], [2, 2, 5]]
     mask = torch.tensor([[1, 1, 0], [1, 0, 1]], dtype=dtype)
-    counter = DocumentFrequency(V)
-    counter.update(ids, mask)
+    if isinstance(ids, torch.dtype):
+        counter.update(torch.tensor(documents, dtype=ids), mask)
+    else:  # reversed, and read-only
+        array, mask = np.array(documents, dtype=ids), mask.numpy()[:, ::-1].copy()
+        mask.setflags(write=False)
+        counter.update(array[:, ::-1], mask)
     assert counter.df.tolist() == loop([[1, 2], [2, 5]])
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
-def test_ids_may_be_any_integer_tensor(dtype):
-    counter = DocumentFrequency(V)
-    counter.update(torch.tensor([[1, 2]], dtype=dtype), torch.ones(1, 2))
-    assert counter.df.tolist() == loop([[1, 2]])
-
-
-@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16, np.uint32])
-def test_arrays_may_be_read_only_or_reversed(dtype):
-    ids = np.array([[5, 2, 1]], dtype=dtype)[:, ::-1]
-    mask = np.array([[True, True, False]])
-    mask.setflags(write=False)
-    counter = DocumentFrequency(V)
-    counter.update(ids, mask)
-    assert counter.df.tolist() == loop([[1, 2]])
 
 
 def test_ids_under_a_zero_mask_are_not_looked_at():
@@ -175,6 +163,8 @@ def test_an_attended_id_outside_the_vocabulary_changes_nothing(bad):
     counter = counted([[1, 2]])
     with pytest.raises(ValueError, match=rf"V = {V}, got {bad}\b"):
         counter.update(torch.tensor([[0, 1], [2, bad]]), torch.ones(2, 2))
+    with pytest.raises(ValueError, match=rf"V = {V}, got {bad}\b"):
+        counter._update_ragged([[0], [2, bad]])
     assert same(counter, counted([[1, 2]]))
 
 
@@ -244,6 +234,7 @@ def test_idf_of_nothing_and_of_an_unknown_smoothing():
 @pytest.mark.parametrize("sha", [None, "e3b0c442"])
 def test_load_gives_back_what_save_wrote_under_exactly_that_name(tmp_path, name, sha):
     counter = counted([[1, 2], [2], []], tokenizer_sha256=sha)
+    assert repr(sha) in repr(counter) or sha is None
     counter.save(tmp_path / name)
     assert os.listdir(tmp_path) == [name]
     loaded = DocumentFrequency.load(str(tmp_path / name))
@@ -289,12 +280,6 @@ def test_a_failing_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
         counted([[2], [3]]).save(path)
     assert os.listdir(tmp_path) == ["counts.npz"]
     assert same(DocumentFrequency.load(path), counted([[1]]))
-
-
-def test_a_save_over_an_old_file_replaces_it(tmp_path):
-    counted([[1]]).save(tmp_path / "counts.npz")
-    counted([[2], [3]]).save(tmp_path / "counts.npz")
-    assert same(DocumentFrequency.load(tmp_path / "counts.npz"), counted([[2], [3]]))
 
 
 def test_a_save_through_a_link_replaces_what_the_link_leads_to(tmp_path):
@@ -382,19 +367,14 @@ def test_what_a_file_merely_claims_is_not_allocated(tmp_path, claimed):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("content", [b"", b"counts", b"PK\x03\x04", b"\x93NUMPY"])
-def test_a_file_that_is_no_archive_is_refused(tmp_path, content):
-    (tmp_path / "counts.npz").write_bytes(content)
-    with pytest.raises(ValueError, match="is not a DocumentFrequency file: it is no"):
-        DocumentFrequency.load(tmp_path / "counts.npz")
-
-
-def test_a_single_array_is_refused_and_a_missing_file_is_missing(tmp_path):
-    np.save(tmp_path / "df.npy", np.zeros(2, np.int64))
-    with pytest.raises(ValueError, match="is not a DocumentFrequency file"):
-        DocumentFrequency.load(tmp_path / "df.npy")
+@pytest.mark.parametrize("content", [b"", b"counts", b"PK\x03\x04", b"\x93NUMPY", None])
+def test_a_file_that_is_no_archive_is_refused_and_a_missing_file_is_missing(tmp_path, content):
+    path = tmp_path / "counts.npy"
     with pytest.raises(FileNotFoundError):
-        DocumentFrequency.load(tmp_path / "nothing.npz")
+        DocumentFrequency.load(path)
+    np.save(path, np.zeros(2, np.int64)) if content is None else path.write_bytes(content)
+    with pytest.raises(ValueError, match="is not a DocumentFrequency file: it is no"):
+        DocumentFrequency.load(path)
 
 
 def test_a_damaged_file_is_refused_or_unharmed_wherever_the_damage_is(tmp_path):
@@ -402,7 +382,7 @@ def test_a_damaged_file_is_refused_or_unharmed_wherever_the_damage_is(tmp_path):
     counter.save(path)
     content = path.read_bytes()
     refused = 0
-    for position in range(0, len(content), 3):
+    for position in range(0, len(content), 7):
         for damaged in (
             content[:position],
             content[:position] + bytes([content[position] ^ 0x55]) + content[position + 1 :],
@@ -412,7 +392,7 @@ def test_a_damaged_file_is_refused_or_unharmed_wherever_the_damage_is(tmp_path):
                 assert same(DocumentFrequency.load(path), counter)
             except ValueError:
                 refused += 1
-    assert refused > len(content) / 3  # all truncations and most of the changes
+    assert refused > len(content) / 7  # all truncations and most of the changes
 
 
 def test_all_reduce_without_a_process_group_changes_nothing():
@@ -444,24 +424,6 @@ def test_all_reduce_gives_every_rank_the_count_of_all_documents(tmp_path):
         assert loaded.num_documents == 5
         assert loaded.num_tokens == 6
         assert loaded.tokenizer_sha256 == "abc"
-
-
-def test_a_vocabulary_of_250_thousand():
-    size = 250_002
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, size, (64, 256))
-    ids[:, 0] = size - 1
-    counter = DocumentFrequency(size)
-    counter.update(ids, np.ones_like(ids))
-    assert counter.df.shape == (size,)
-    assert counter.df[-1] == 64
-    assert counter.df.sum() == sum(len(set(row)) for row in ids.tolist())
-    assert counter.idf().argmin() == size - 1
-
-
-def test_repr_states_sizes_and_fingerprint():
-    assert repr(counted([[1]])) == "DocumentFrequency(vocab_size=6, num_documents=1)"
-    assert "tokenizer_sha256='abc'" in repr(counted(tokenizer_sha256="abc"))
 
 
 class Tokenizer:
@@ -496,12 +458,9 @@ def test_load_checks_the_tokenizer_and_the_size_where_asked(tmp_path):
         DocumentFrequency.load(path, tokenizer="bert-base-uncased")
     with pytest.raises(TypeError, match="`vocab_size`"):
         DocumentFrequency.load(path, vocab_size=6.0)
-
-
-def test_a_file_without_a_fingerprint_is_of_no_tokenizer(tmp_path):
-    counted([[1]]).save(tmp_path / "counts.npz")
+    counted([[1]]).save(path)
     with pytest.raises(ValueError, match="got no fingerprint"):
-        DocumentFrequency.load(tmp_path / "counts.npz", tokenizer=Tokenizer({"a": 0}))
+        DocumentFrequency.load(path, tokenizer=ours)
 
 
 @given(documents)
@@ -509,11 +468,3 @@ def test_ragged_documents_count_as_padded_ones(docs):
     counter = DocumentFrequency(V)
     counter._update_ragged(docs)
     assert same(counter, counted(docs))
-
-
-@pytest.mark.parametrize("bad", [V, -1])
-def test_a_ragged_id_outside_the_vocabulary_changes_nothing(bad):
-    counter = counted([[1, 2]])
-    with pytest.raises(ValueError, match=rf"V = {V}, got {bad}\b"):
-        counter._update_ragged([[0], [2, bad]])
-    assert same(counter, counted([[1, 2]]))

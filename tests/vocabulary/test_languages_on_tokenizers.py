@@ -110,14 +110,11 @@ def of_transformers(name, **options):
 
 BUILDERS = {
     "unigram": unigram_with_byte_fallback,
-    "xlm-roberta": lambda: of_transformers("XLMRobertaTokenizer"),
     "t5": lambda: of_transformers("T5Tokenizer", extra_ids=3),
     "wordpiece": wordpiece,
     "bert": lambda: of_transformers("BertTokenizer"),  # lower case, accents and syllables apart
     "byte-level": byte_level_bpe,
-    "roberta": lambda: of_transformers("RobertaTokenizer"),
 }
-BYTE_LEVEL = ("byte-level", "roberta")
 
 
 @functools.cache
@@ -171,14 +168,14 @@ def texts_of(kind):
         assert decoded.startswith(before)
         text, parts = decoded.removeprefix(before), False
         if "\N{REPLACEMENT CHARACTER}" in text:
-            if kind in BYTE_LEVEL:
+            if kind == "byte-level":
                 data = bytes(byte_of_spelling().get(letter, 0xFF) for letter in token)
             else:
                 data = bytes.fromhex(token[3:5])
             whole = b"".join(CHARACTER.findall(data))
             assert len(whole) < len(data)
             text, parts = whole.decode(), True
-        elif kind in BYTE_LEVEL:
+        elif kind == "byte-level":
             assert text == tokenizer.decode([index])
         text = text.removeprefix(" ") or ("" if parts else " ")
         found[index] = text, parts
@@ -207,11 +204,6 @@ def test_a_token_is_kept_iff_all_it_decodes_to_is_in_the_scripts(kind, scripts, 
     assert bool(ids) == bool(scripts or allow_common)
 
 
-def test_every_language_has_tokens_of_its_own(kind):
-    for scripts in SCRIPTS.values():
-        assert language_token_ids(built(kind), scripts, allow_common=False).numel() > 100
-
-
 @pytest.mark.parametrize("code", SCRIPTS)
 def test_no_text_in_the_wanted_scripts_holds_a_token_that_is_left_out(kind, code):
     tokenizer = built(kind)
@@ -223,8 +215,8 @@ def test_no_text_in_the_wanted_scripts_holds_a_token_that_is_left_out(kind, code
     assert used <= set(language_token_ids(tokenizer, SCRIPTS[code]).tolist())
 
 
-@pytest.mark.parametrize("kind", BYTE_LEVEL)
-def test_byte_level_korean_needs_parts_of_characters(kind):
+def test_byte_level_korean_needs_parts_of_characters():
+    kind = "byte-level"
     tokens = [index for name in names("ko") for index in encode(built(kind), name)]
     begun = sum(texts_of(kind).get(index, (" ", False))[1] for index in tokens)
     assert begun > len(tokens) / 10
@@ -245,16 +237,14 @@ def test_special_tokens_are_left_out(kind):
     tokenizer = built(kind)
     special = special_ids(tokenizer)
     assert special
-    assert not special & set(language_token_ids(tokenizer, ["Latin"]).tolist())
-    assert not special & set(language_token_ids(tokenizer, ["Common"]).tolist())
+    assert not special & set(language_token_ids(tokenizer, ["Latin", "Common"]).tolist())
 
 
-@pytest.mark.parametrize("code", ["ko", "en", "ja"])
-def test_the_foreign_share_is_a_count_of_the_active_tokens(kind, code):
+def test_the_foreign_share_is_a_count_of_the_active_tokens(kind):
     tokenizer = built(kind)
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     special = special_ids(tokenizer)
-    rows = [encode(tokenizer, f"{a} {b}") for a, b in zip(names(code), names("ru"), strict=False)]
+    rows = [encode(tokenizer, f"{a} {b}") for a, b in zip(names("ko"), names("ru"), strict=False)]
     activations = torch.zeros(len(rows), vocab_size)
     for row, ids in enumerate(rows):
         activations[row, ids] = torch.rand(len(ids)) + 0.1

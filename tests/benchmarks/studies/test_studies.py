@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.studies import ablation, languages, rescue, targets
+from benchmarks.studies import ablation, rescue, targets
 from sparse_losses.demo import docstrings
 from sparse_losses.demo.corpus import split
 from sparse_losses.demo.model import ModelSize
@@ -42,15 +42,6 @@ def _rows(path):
     return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
 
 
-def test_help_explains_every_option(capsys):
-    for study in (ablation, targets, rescue, languages):
-        with pytest.raises(SystemExit) as stop:
-            study.main(["--help"])
-        assert stop.value.code == 0
-        for block in capsys.readouterr().out.split("\n  --")[1:]:
-            assert len(block.split()) > 4, block
-
-
 @pytest.mark.parametrize("wrong", [["--only", "nothing"], ["--steps", "0"], ["--seeds", "-1"]])
 def test_wrong_options_are_refused_by_the_parser(wrong, capsys):
     with pytest.raises(SystemExit):
@@ -84,19 +75,14 @@ def test_ablation_writes_tables_and_skips_what_is_finished(small, tmp_path, monk
     assert ablation.main(arguments) == 0
 
 
-def test_runs_of_other_settings_are_refused(small, tmp_path, capsys):
-    arguments = ["--seeds", "0", "--output", str(tmp_path), "--only", "full", "--steps"]
-    assert ablation.main([*arguments, "2"]) == 0
-    assert ablation.main([*arguments, "3"]) == 1
+def test_runs_of_other_settings_or_texts_are_refused(small, tmp_path, capsys):
+    arguments = ["--output", str(tmp_path), "--only", "full", "--steps"]
+    assert ablation.main([*arguments, "1", "--seeds", "0"]) == 0
+    assert ablation.main([*arguments, "2", "--seeds", "0"]) == 1
     assert "other settings" in capsys.readouterr().err
-
-
-def test_runs_of_other_texts_are_refused(small, tmp_path, capsys):
-    arguments = ["--steps", "1", "--output", str(tmp_path), "--only", "full", "--seeds"]
-    assert ablation.main([*arguments, "0"]) == 0
     (path,) = (tmp_path / "runs").glob("*.json")
     path.write_text(path.read_text(encoding="utf-8").replace('"artificial": "1"', '"other": "2"'))
-    assert ablation.main([*arguments, "1"]) == 1
+    assert ablation.main([*arguments, "1", "--seeds", "1"]) == 1
     assert "different installed versions" in capsys.readouterr().err
 
 

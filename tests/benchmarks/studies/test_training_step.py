@@ -1,11 +1,15 @@
 """The training step is measured, resumed and checked, as far as a CPU can show it."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("rich")
+pytest.importorskip("transformers")
+with contextlib.suppress(ImportError):  # a test below takes the choice of the interpreter away
+    import sparse_losses.fast.triton_head  # noqa: F401
 
 from benchmarks.run.table import read
 from benchmarks.studies import training_step
@@ -13,7 +17,7 @@ from benchmarks.studies import training_step
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("limit", [0, 1, 2, 3, 5, 8, 37, 64, 100, 1000])
+@pytest.mark.parametrize("limit", [0, 1, 3, 8, 37, 64, 1000])
 def test_the_largest_that_fits_is_found(limit: int):
     tried: list[int] = []
 
@@ -26,6 +30,8 @@ def test_the_largest_that_fits_is_found(limit: int):
     assert found >= min(limit, 64) - max(1, min(limit, 64) // 8)
     assert len(tried) == len(set(tried))
     assert max(tried) <= 64
+    with pytest.raises(SystemExit, match="--tiny"):
+        training_step.main(["--device", "cpu"])
 
 
 def _step(words: list[str], output: Path) -> tuple[int, list[dict[str, str]]]:
@@ -34,7 +40,6 @@ def _step(words: list[str], output: Path) -> tuple[int, list[dict[str, str]]]:
 
 
 def test_a_step_is_measured_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    pytest.importorskip("transformers")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     code, rows = _step([], tmp_path / "step.csv")
     assert code == 0
@@ -55,7 +60,6 @@ def test_a_step_is_measured_and_resumed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_head_that_gives_something_else_is_not_timed(tmp_path: Path, monkeypatch):
-    pytest.importorskip("transformers")
     from benchmarks.losses.splade_head import plain
 
     def wrong(*tensors: torch.Tensor) -> torch.Tensor:
@@ -75,8 +79,6 @@ def test_a_head_that_gives_something_else_is_not_timed(tmp_path: Path, monkeypat
 
 
 def test_a_step_by_the_kernel(monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("transformers")
-    pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the interpreter was not chosen when the kernel was defined")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -85,8 +87,3 @@ def test_a_step_by_the_kernel(monkeypatch: pytest.MonkeyPatch):
     assert [*found] == ["eager", "ours", "ours, triton"]
     checked = training_step._compare(step, found, 1)
     assert {about["status"] for about in checked.values()} == {"ok"}
-
-
-def test_a_step_of_full_size_is_refused_on_a_cpu():
-    with pytest.raises(SystemExit, match="--tiny"):
-        training_step.main(["--device", "cpu"])
