@@ -75,12 +75,15 @@ def run(arguments: list[str], output: str, **different) -> None:
     if different.get("decomposes"):
         script.SpladeObjective = of_one_text_at_a_time
     path = Path(f"{output}-{os.environ['RANK']}")
-    with (
-        path.open("w", encoding="utf-8") as file,
-        contextlib.redirect_stdout(file),
-        contextlib.suppress(Stopped),
-    ):
-        script.main(arguments)
+    with path.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+        try:
+            script.main(arguments)
+        except Stopped:
+            pass
+        except SystemExit as mistake:
+            if not different.get("is_mistake"):
+                raise
+            print(mistake)
 
 
 def main() -> None:

@@ -47,11 +47,7 @@ def compare(model, last, reference, schedules=(), *, batch_size=4, tolerance=1e-
     totals = setting.plain_loop(encoder, reference, batches, schedules=schedules, **options)
     if last is not None:
         assert last["total"] == pytest.approx(totals[-1], rel=10 * tolerance)
-    theirs = setting.weights(encoder, reference)
-    torch.testing.assert_close(setting.weights(model), theirs, rtol=tolerance, atol=tolerance)
-    start = setting.weights(setting.encoder())
-    moved = zip(setting.weights(model.encoder), start, strict=True)
-    assert max((now - was).abs().max().item() for now, was in moved) > 20 * tolerance
+    setting.assert_trained_alike(model.encoder, model.objective, encoder, reference, tolerance)
 
 
 @works_with("accelerate", "fp32")
@@ -144,20 +140,19 @@ def test_a_step_that_the_scaler_skips_is_none():
 
 @works_with("accelerate", "resume")
 def test_a_resumed_run_goes_on_as_the_first_one_did(tmp_path):
-    def adamw(model):
-        return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def two_runs(resume=None, epochs=2):
+    def one(**options):
         objective = setting.objective()
         schedules = setting.steered(objective)
-        found = run(objective, schedules, optimizer=adamw, resume=resume, epochs=epochs)
-        return found, schedules
+        adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
+        return run(
+            objective, schedules, optimizer=lambda m: adamw(m.parameters()), **options
+        ), schedules
 
-    (accelerator, *_), _ = two_runs()
+    (accelerator, *_), _ = one()
     accelerator.save_state(str(tmp_path), safe_serialization=False)
     # That was after eight steps: two since the controller's last look.
-    (_, straight, _, last), theirs = two_runs(epochs=4)
-    (_, resumed, _, also_last), mine = two_runs(resume=str(tmp_path))
+    (_, straight, _, last), theirs = one(epochs=4)
+    (_, resumed, _, also_last), mine = one(resume=str(tmp_path))
     assert also_last == last
     torch.testing.assert_close(setting.weights(resumed), setting.weights(straight), rtol=0, atol=0)
     for schedule, other in zip(mine, theirs, strict=True):

@@ -59,11 +59,7 @@ def compare(module, logged, reference, schedules=(), *, batch_size=4, tolerance=
     totals = setting.plain_loop(encoder, reference, batches, schedules=schedules, **options)
     if logged is not None:
         assert [entry["loss"] for entry in logged] == pytest.approx(totals, rel=10 * tolerance)
-    theirs = setting.weights(encoder, reference)
-    torch.testing.assert_close(setting.weights(module), theirs, rtol=tolerance, atol=tolerance)
-    start = setting.weights(setting.encoder())
-    moved = zip(setting.weights(module.encoder), start, strict=True)
-    assert max((now - was).abs().max().item() for now, was in moved) > 20 * tolerance
+    setting.assert_trained_alike(module.encoder, module.objective, encoder, reference, tolerance)
 
 
 @works_with("Lightning", "fp32")

@@ -7,7 +7,6 @@ from sentence_transformers.sparse_encoder import losses as theirs
 from sparse_losses import (
     FlopsLoss,
     InfoNCELoss,
-    MinActivationLoss,
     NWSLoss,
     SparsityController,
     SpladeObjective,
@@ -36,27 +35,17 @@ def info_nce(gather=True):
     return InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.5)), gather=gather)
 
 
-def in_splade(model, **options):
+def in_splade(model):
     base = SentenceTransformersLoss(model, info_nce())
-    return splade(model, base, FlopsLoss(gather=True), **options)
+    cached = {"kind": theirs.CachedSpladeLoss, "mini_batch_size": 1}
+    return splade(model, base, FlopsLoss(gather=True), **cached)
 
 
 # Columns, labels, the loss.
 GLOBAL = {
-    "info_nce": (4, None, lambda m: SentenceTransformersLoss(m, info_nce())),
     "cached": (4, None, lambda m: SentenceTransformersLoss(m, info_nce(), mini_batch_size=1)),
     "objective": (4, SCORES, lambda m: SentenceTransformersLoss(m, objective(gather=True))),
-    "mean of rows": (
-        2,
-        None,
-        lambda m: SentenceTransformersLoss(m, MinActivationLoss(threshold=5.0)),
-    ),
-    "SpladeLoss": (3, None, in_splade),
-    "CachedSpladeLoss": (
-        3,
-        None,
-        lambda m: in_splade(m, kind=theirs.CachedSpladeLoss, mini_batch_size=1),
-    ),
+    "CachedSpladeLoss": (3, None, in_splade),
 }
 LOCAL = {"a device's own": (2, None, lambda m: SentenceTransformersLoss(m, info_nce(False)))}
 
