@@ -30,10 +30,11 @@ def _controller(objective=None, **options):
     return objective, SparsityController(objective, **options)
 
 
-def _look(controller, activations):
-    """One step; the status after it."""
-    controller.observe(activations)
-    controller.step()
+def _look(controller, activations, times=1):
+    """So many steps with the same texts; the status after them."""
+    for _ in range(times):
+        controller.observe(activations)
+        controller.step()
     return controller.report()["status"]
 
 
@@ -146,18 +147,15 @@ def test_a_fall_by_the_weights_own_pace_or_by_chance_is_no_crash():
 
 def test_nothing_winds_up_at_a_bound():
     objective, controller = _controller(maximum=0.02, window=1.0, horizon=0.0)
-    for _ in range(500):
-        _look(controller, _rows(900))
+    _look(controller, _rows(900), times=500)
     assert objective.weights["document_flops"] == pytest.approx(0.02)
-    for _ in range(10):
-        _look(controller, _rows(10))
+    _look(controller, _rows(10), times=10)
     assert objective.weights["document_flops"] < 0.02 * math.exp(-0.05 * 5)
 
 
 def test_a_target_that_is_too_dense_is_reported_as_unreachable():
     objective, controller = _controller(target_active=500)
-    for _ in range(600):
-        _look(controller, _rows(40))
+    _look(controller, _rows(40), times=600)
     assert objective.weights["document_flops"] == 0.0
     assert controller.report()["status"] == "unreachable: fewer are active with hardly any weight"
 
@@ -187,8 +185,7 @@ def test_a_gate_that_closes_is_reported():
 def test_small_activations_are_no_matter_where_dimensions_go_out_with_them():
     objective, controller = _controller(target_active=50)
     for active, scale in ((900, 1.0), (400, 0.3), (60, 0.09)):
-        for _ in range(100):
-            _look(controller, scale * _rows(active))
+        _look(controller, scale * _rows(active), times=100)
     assert controller.report()["mean_activation"] == pytest.approx(0.09)
     assert controller.report()["status"] == "sparsifying"
     assert objective.weights["document_flops"] > 0.01
@@ -219,8 +216,7 @@ def test_dead_rows_halve_the_weight_and_it_does_not_rise_until_they_are_gone():
 def test_dead_rows_that_stay_keep_the_weight_from_rising():
     """Halved once as they come, and not again; then held, though far too many are active."""
     objective, controller = _controller(start=1.0, dead_share=0.05)
-    for _ in range(3):
-        _look(controller, _rows(900, rows=50))
+    _look(controller, _rows(900, rows=50), times=3)
     assert objective.weights["document_flops"] > 1.0
     weights = []
     for _ in range(200):  # until they are what is usual, and longer
@@ -228,16 +224,15 @@ def test_dead_rows_that_stay_keep_the_weight_from_rising():
         weights.append(objective.weights["document_flops"])
     assert weights[0] > 0.5
     assert weights == [weights[0]] * 200
-    for _ in range(2):  # no more than at first: it goes on
-        _look(controller, _rows(900, dead=1, rows=50))
+    # no more than at first: it goes on
+    _look(controller, _rows(900, dead=1, rows=50), times=2)
     assert objective.weights["document_flops"] > weights[0]
 
 
 def test_dead_rows_by_chance_are_no_alarm():
     """Of 200 rows 20 are dead: 5% and two standard deviations (4.2%) more are 38.5 rows."""
     _, controller = _controller(dead_share=0.05, window=1000.0)
-    for _ in range(3):
-        _look(controller, _rows(900, dead=20, rows=200))
+    _look(controller, _rows(900, dead=20, rows=200), times=3)
     for dead, is_alarm in ((38, False), (39, True)):
         status = _look(controller, _rows(900, dead=dead, rows=200))
         assert status.startswith("backing off: rows") == is_alarm
@@ -360,8 +355,7 @@ def test_nan_and_no_rows_say_nothing():
 
 def test_a_new_controller_goes_on_from_the_old_ones_start():
     objective, controller = _controller()
-    for _ in range(30):
-        _look(controller, _rows(900))
+    _look(controller, _rows(900), times=30)
     reached = objective.weights["document_flops"]
     _, resumed = _controller(objective)  # whose default start is the weight of now
     resumed.load_state_dict(controller.state_dict())

@@ -54,14 +54,13 @@ def run_with_state(model, path, resume=None, checkpoint=None, keep=True, **setti
 
 
 @pytest.mark.works_with(NAME, "fp32", "resume")
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_resumed_run_is_the_run(elsewhere, sparse, tmp_path):
+def test_a_resumed_run_is_the_run(sparse, tmp_path):
+    """In another folder, which is told the checkpoint; the next test resumes in its own."""
     model, same = sparse(), sparse()
     whole, *_ = run_with_state(model, tmp_path / "one")
     middle = str(tmp_path / "one" / "checkpoint-2")
-    options = {"path": tmp_path / "two", "checkpoint": middle} if elsewhere else {}
     resumed, ours, schedule = run_with_state(
-        same, **{"path": tmp_path / "one"} | options, resume=middle
+        same, tmp_path / "two", checkpoint=middle, resume=middle
     )
     for name in ("loss", "info_nce", "query_flops", "document_flops"):
         assert logged(resumed, name) == logged(whole, name), name
