@@ -1,7 +1,6 @@
 """accelerate and Lightning: the recipes of docs/trainers.md make the updates of a plain loop."""
 
 import functools
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +46,7 @@ def by_accelerate(
     accumulation=1,
     resume=None,
     kind=Accelerator,
+    rank=None,  # which it knows
     **options,
 ):
     """Trains as the page says, on sixteen rows."""
@@ -86,11 +86,14 @@ def by_lightning(
     accumulation=1,
     resume=None,
     kind=None,
+    rank=None,
     **options,
 ):
     """Likewise; the epochs before those it resumes from are two."""
-    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    sampler = DistributedSampler(range(16), ranks, rank, shuffle=False)  # its own would shuffle
+    ranks = 1 if rank is None else 2
+    sampler = DistributedSampler(
+        range(16), ranks, rank or 0, shuffle=False
+    )  # its own would shuffle
     rows = setting.loader(setting.rows(16), batch_size, sampler=sampler)
     encoder = setting.encoder()
     if options.pop("compiled", False):
@@ -298,7 +301,8 @@ def on_one_of_several(rank, folder):
         for name, (make, accumulation) in setting.SHARED.items():
             objective = make()
             schedules = setting.steered(objective)
-            run = train(folder, objective, schedules, batch_size=2, accumulation=accumulation)
+            sizes = {"batch_size": 2, "accumulation": accumulation}
+            run = train(folder, objective, schedules, rank=rank, **sizes)
             assert torch.distributed.get_world_size() == 2
             parts = run.encoder.state_dict(), objective.state_dict(), run.totals
             found = *parts, [str(schedule) for schedule in schedules]

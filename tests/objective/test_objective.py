@@ -65,9 +65,17 @@ def _change(batch, function):
     return batch._replace(**changed)
 
 
+def _unit(x):
+    return x / x.norm(dim=-1, keepdim=True).clamp(min=1e-300)
+
+
 def _cosines(a, b):
-    a, b = (x / x.norm(dim=-1, keepdim=True).clamp(min=1e-300) for x in (a, b))
-    return a @ b.T
+    return _unit(a) @ _unit(b).T
+
+
+def _own_cosines(a, b):
+    """``[B, N]``: of each row with its own."""
+    return (_unit(a)[:, None] * _unit(b)).sum(-1)
 
 
 def _documents(batch):
@@ -89,11 +97,8 @@ def _expected(batch):
     if negative is not None and negative.activations.ndim == 2:
         scores = torch.cat([scores, _cosines(anchor.activations, negative.activations)], 1)
     elif negative is not None:
-        own = [
-            _cosines(a[None], n)[0]
-            for a, n in zip(anchor.activations, negative.activations, strict=False)
-        ]
-        scores = torch.cat([scores, torch.stack(own)], 1)
+        own = _own_cosines(anchor.activations, negative.activations)
+        scores = torch.cat([scores, own], 1)
     expected = {
         "info_nce": info_nce_loss(
             anchor.activations,
@@ -198,15 +203,9 @@ def test_a_teacher_may_score_each_anchors_own_candidates(negative):
     count = 1 + (N if negative == "own" else 1)
     teacher = torch.randn(B, count, dtype=torch.float64)
     batch = batch._replace(teacher_scores=teacher)
-    negatives = batch.negative.activations.reshape(B, -1, V)
-    student = torch.stack(
-        [
-            _cosines(a[None], torch.cat([p[None], n]))[0]
-            for a, p, n in zip(
-                batch.anchor.activations, batch.positive.activations, negatives, strict=True
-            )
-        ]
-    )
+    anchor, positive, negative = (side.activations for side in batch[:3])
+    candidates = torch.cat([positive[:, None], negative.reshape(B, -1, V)], 1)
+    student = _own_cosines(anchor, candidates)
     terms = SpladeObjective({"distillation": 1.0, "margin_mse": 1.0})(batch).terms
     torch.testing.assert_close(terms["distillation"], distillation_loss(student, teacher))
     gaps = (student[:, :1] - student[:, 1:]) - (teacher[:, :1] - teacher[:, 1:])
@@ -361,15 +360,11 @@ def test_no_candidate_is_none_for_the_margins_either():
     total = SpladeObjective({"margin_mse": 1.0})(batch._replace(teacher_scores=teacher)).total
     total.backward()
     assert batch.anchor.activations.grad.isfinite().all()
-    own = [_cosines(a[None], n)[0] for a, n in zip(batch[0][0], batch[2][0], strict=True)]
-    positive = _cosines(batch.anchor.activations, batch.positive.activations).diagonal()
-    errors = [
-        (positive[i] - own[i][n] - teacher[i, i] + teacher[i, B + n]) ** 2
-        for i in range(B)
-        for n in range(N)
-        if teacher[i, B + n] > -torch.inf
-    ]
-    torch.testing.assert_close(total, torch.stack(errors).mean())
+    anchor, positive, negative = (side.activations for side in batch[:3])
+    own = _own_cosines(anchor, negative)
+    right = _cosines(anchor, positive).diagonal()[:, None]
+    errors = (right - own - teacher[:, :B].diagonal()[:, None] + teacher[:, B:]).square()
+    torch.testing.assert_close(total, errors[teacher[:, B:] > -torch.inf].mean())
 
 
 def test_a_half_precision_teacher_does_not_overflow():
