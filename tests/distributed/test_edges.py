@@ -156,50 +156,35 @@ def impls_of(stem: str) -> list[dict[str, str]]:
     return [{"impl": impl} for impl in ("definition", "auto", *ring)]
 
 
-def second_derivatives(rank: int, world: int) -> None:
-    for stem in ("info_nce", "n_pair", "nws", "flops", "distillation"):
-        case = FIRST[stem]
-        arrays = whole(case, world, seed=7)
-        mine = part(case, arrays, rank, world)
+CURVED = ("info_nce", "n_pair", "nws", "flops", "distillation")
 
-        def curvature(tensors, gather, case=case, **impl):
-            tensors = to_tensors(tensors)
-            leaf = tensors[case.differentiable[0]].requires_grad_()
-            loss = case.function()(**tensors, gather=gather, **impl)
-            (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
-            return torch.autograd.grad(gradient.square().sum(), leaf)[0]
 
-        # Every rank's gradient is W times that of one process, and the square of that W^2 times.
-        expected = curvature(arrays, False)
-        rows = slice(rank * len(expected) // world, (rank + 1) * len(expected) // world)
+def derivatives(stem: str, arrays: dict, gather: bool, weight: float = 1.0, **impl):
+    """The gradient of a loss by its first tensor, and one of the gradient's square."""
+    case, tensors = FIRST[stem], to_tensors(arrays)
+    leaf = tensors[case.differentiable[0]].requires_grad_()
+    loss = weight * case.function()(**tensors, gather=gather, **impl)
+    (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.square().sum(), leaf)
+    return gradient.detach(), second
+
+
+def compare_derivatives(rank: int, world: int) -> None:
+    for stem in CURVED:
+        arrays = whole(FIRST[stem], world, seed=7)
+        mine = part(FIRST[stem], arrays, rank, world)
+        first, second = (x.chunk(world)[rank] for x in derivatives(stem, arrays, False))
         for impl in impls_of(stem):
-            close(curvature(mine, True, **impl) / world**2, expected[rows])
+            # Every rank's gradient is W times that of one process, its square W^2 times.
+            close(derivatives(stem, mine, True, **impl)[1] / world**2, second)
+            # Whichever way it is computed, a weight of each rank's own counts as their mean.
+            found, _ = derivatives(stem, mine, True, 1.0 + rank, **impl)
+            close(found / world, first * (1 + (world - 1) / 2))
 
 
 def test_second_derivatives():
-    run_ranks(2, second_derivatives, 2)
-
-
-def weighted_by_rank(rank: int, world: int) -> None:
-    """Whichever way a loss is computed, a weight of each rank's own counts as their mean."""
-    for stem in ("info_nce", "n_pair", "nws", "flops", "distillation"):
-        case = FIRST[stem]
-        arrays = whole(case, world, seed=9)
-        mine = part(case, arrays, rank, world)
-        leaf = to_tensors(arrays)
-        leaf[case.differentiable[0]].requires_grad_()
-        (expected,) = torch.autograd.grad(case.function()(**leaf), leaf[case.differentiable[0]])
-        rows = slice(rank * len(expected) // world, (rank + 1) * len(expected) // world)
-        for impl in impls_of(stem):
-            tensors = to_tensors(mine)
-            query = tensors[case.differentiable[0]].requires_grad_()
-            loss = (1.0 + rank) * case.function()(**tensors, gather=True, **impl)
-            (gradient,) = torch.autograd.grad(loss, query)
-            close(gradient / world, expected[rows] * (1 + (world - 1) / 2))
-
-
-def test_a_weight_of_each_rank_counts_as_their_mean_by_every_way():
-    run_ranks(2, weighted_by_rank, 2)
+    """And a weight of each rank's own."""
+    run_ranks(2, compare_derivatives, 2)
 
 
 def sent(rank: int) -> dict[str, list[int]]:

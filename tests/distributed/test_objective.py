@@ -145,12 +145,12 @@ def leaves(batch: SpladeBatch) -> tuple[SpladeBatch, list[torch.Tensor]]:
     return SpladeBatch(*sides, *batch[3:]), found
 
 
-def gradients(loss: SpladeObjective, batch: SpladeBatch, *, create_graph: bool = False):
+def gradients(loss: SpladeObjective, batch: SpladeBatch):
     batch, inputs = leaves(batch)
     total, terms = loss(batch)
     held = [loss.info_nce.temperature, loss.weights["distillation"]]
-    found = torch.autograd.grad(total, inputs + held, create_graph=create_graph)
-    return total, terms, inputs, list(found[:-2]), list(found[-2:])
+    found = torch.autograd.grad(total, inputs + held)
+    return total, terms, list(found[:-2]), list(found[-2:])
 
 
 def compare(rank: int, world: int) -> dict[tuple[str, ...], str]:
@@ -161,11 +161,11 @@ def compare(rank: int, world: int) -> dict[tuple[str, ...], str]:
         negative, teacher, options, impl = case
         torch.manual_seed(5)
         batch = whole(world, negative, teacher)
-        total, terms, _, by_texts, by_held = gradients(
+        total, terms, by_texts, by_held = gradients(
             objective(options, negative, gather=False, impl=impl), batch
         )
         mine = part(batch, rank, world, negative, teacher)
-        own_total, own_terms, _, own_by_texts, own_by_held = gradients(
+        own_total, own_terms, own_by_texts, own_by_held = gradients(
             objective(options, negative, gather=True, impl=impl), mine
         )
         own_by_held = [x.clone() for x in own_by_held]
@@ -195,28 +195,3 @@ def results(world: int):
 )
 def test_values_and_averaged_gradients_are_those_of_one_process(world, case):
     assert [found[case] for found in results(world)] == [""] * world
-
-
-def second_order(rank: int, world: int) -> list[float]:
-    """By how much a derivative of the gradients differs from one process's, relative."""
-    torch.manual_seed(5)
-    batch = whole(world, "own", "all")
-    along = None
-    found = []
-    for gather in (False, True):
-        given = part(batch, rank, world, "own", "all") if gather else batch
-        loss = objective("options", "own", gather=gather, impl="auto")
-        _, _, inputs, by_texts, _ = gradients(loss, given, create_graph=True)
-        if along is None:
-            along = [torch.randn_like(x) for x in inputs]
-        else:
-            along = [share_of(v, rank, world) for v in along]
-        dots = sum((g * v).sum() for g, v in zip(by_texts, along, strict=True))
-        found.append(torch.autograd.grad(dots, inputs))
-    pairs = [(share_of(x, rank, world), y / world) for x, y in zip(*found, strict=True)]
-    return [((x - y).norm() / x.norm()).item() for x, y in pairs]
-
-
-def test_second_derivatives_are_those_of_one_process():
-    for found in run_ranks(2, second_order, 2):
-        assert max(found) < 1e-9

@@ -81,13 +81,6 @@ def test_what_a_loss_learns_is_trained(mini_batch_size, sparse, tmp_path):
     assert_same_weights(model, reference)
 
 
-def test_prototypes_are_learned(sparse, tmp_path):
-    model, prototype = sparse(), torch.nn.Parameter(PROTOTYPE.clone())
-    ours = SentenceTransformersLoss(model, NWSLoss(SIMILARITY), prototype=prototype)
-    train(model, ours, dataset(1, MULTI_HOT), tmp_path, learning_rate=0.5)
-    assert (prototype - PROTOTYPE).abs().max() > 1e-3
-
-
 @pytest.mark.works_with(NAME, "cached")
 # sentence-transformers 6.2 with transformers 5.23, about each other.
 @pytest.mark.filterwarnings("ignore:`SparseEncoder` only defines `gradient_che:FutureWarning")
