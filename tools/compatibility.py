@@ -103,7 +103,7 @@ def _link(name: str) -> str:
     path, _, function = name.partition("::")
     function = re.sub(r"^.*::", "", function)
     title = function.removeprefix("test_").replace("_", " ")
-    page = DOCS / Path(path).with_name(Path(path).stem.removeprefix("test_")).with_suffix(".md")
+    page = DOCS / "tests" / f"{Path(path).parts[1]}.md"  # one a folder
     if page.exists():
         return f"[{title}][{path.removesuffix('.py').replace('/', '.')}.{function}]"
     return f"{title} (`{path}`)"

@@ -1,55 +1,98 @@
-"""Runs a function on several gloo ranks, each a process, and brings back what they return."""
+"""Runs functions on several gloo ranks, each a process, and brings back what they return.
 
+Starting a process costs seconds, so the ranks stay and wait for the next function; a failure ends
+them, and the next call starts others.
+"""
+
+import atexit
 import os
 import pickle
 import socket
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
+from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+TIMEOUT = timedelta(seconds=60)  # of a rank that waits for another
 
-def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0
-) -> list[Any]:
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Return ``function(rank, *args)`` of every rank; it must be importable."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (world_size, folder, timeout_s, function, args), nprocs=world_size)
-        return [
-            pickle.loads(Path(folder, f"{rank}.pkl").read_bytes()) for rank in range(world_size)
-        ]
+    if world_size not in _GROUPS:
+        _GROUPS[world_size] = _Group(world_size)
+    try:
+        return _GROUPS[world_size].call(function, args)
+    except BaseException:
+        _GROUPS.pop(world_size).close()
+        raise
 
 
-def _rank(
-    rank: int,
-    world_size: int,
-    folder: str,
-    timeout_s: float,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+class _Group:
+    """Processes of one process group, and a pipe to each."""
+
+    def __init__(self, world_size: int) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.processes, self.pipes = [], []
+        for rank in range(world_size):
+            pipe, theirs = mp.get_context("spawn").Pipe()
+            args = rank, world_size, f"file://{self.folder.name}/meeting", theirs
+            self.processes.append(mp.get_context("spawn").Process(target=_serve, args=args))
+            self.processes[-1].start()
+            theirs.close()
+            self.pipes.append(pipe)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send_bytes(pickle.dumps((function, args)))
+        found = {}
+        while len(found) < len(self.pipes):
+            for pipe in wait([pipe for pipe in self.pipes if pipe not in found]):
+                result, error = pickle.loads(pipe.recv_bytes())
+                assert not error, f"on rank {self.pipes.index(pipe)}:\n{error}"
+                found[pipe] = result
+        return [found[pipe] for pipe in self.pipes]
+
+    def close(self) -> None:
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            pipe.close()
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+
+_GROUPS: dict[int, _Group] = {}
+
+
+@atexit.register
+def _close() -> None:
+    for group in _GROUPS.values():
+        group.close()
+
+
+def _serve(rank: int, world_size: int, meeting: str, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # no name look-up, which some sandboxes lack
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        "gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=TIMEOUT
     )
-    try:
-        result = function(rank, *args)
-        dist.barrier()  # a rank that still reads may be aborted by one that has left
-    finally:
-        dist.destroy_process_group()
-    Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(result))
-    _leave()
+    while True:
+        try:
+            function, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:  # the tests have ended
+            _leave()
+        try:
+            answer = function(rank, *args), ""
+            dist.barrier()  # a rank that still reads may be aborted by one that has left
+        except BaseException:
+            answer = None, traceback.format_exc()
+        pipe.send_bytes(pickle.dumps(answer))
 
 
 def as_torchrun_would(function: Callable[..., None], *args: Any, processes: int = 2) -> None:

@@ -1,6 +1,6 @@
 """SpladeObjective(gather=True), every term active: one process with all ranks' texts, to 1e-9.
 
-For 2 and 3 ranks, every form of negatives and of teacher's scores, both paths, in fp64.
+For 2 ranks, every form of negatives and of teacher's scores, in fp64; for 3, one of each.
 """
 
 import functools
@@ -43,27 +43,21 @@ OBJECTIVES = {
     },
     "ring": lambda: {"info_nce": InfoNCELoss(impl="ring")},
 }
-# Negatives, and the teacher's scores that may stand beside them.
-FORMS = [
-    ("none", "all"),
-    ("none", "ranks"),
-    ("shared", "all"),
-    ("shared", "ranks"),
-    ("one", "all"),
-    ("one", "ranks"),
-    ("one", "own"),
-    ("own", "all"),
-    ("own", "ranks"),
-    ("own", "own"),
-]
-OPTIONS = {2: tuple(OBJECTIVES), 3: ("stopwords", "options")}  # by the number of ranks
+# Negatives, and whose scores of the teacher's may stand beside them.
+FORMS = {
+    "none": ("all", "ranks"),
+    "shared": ("all", "ranks"),
+    "one": ("all", "ranks", "own"),
+    "own": ("all", "ranks", "own"),
+}
 
 
 def cases(world: int):
-    for negative, teacher in FORMS:
-        for options in OPTIONS[world]:
-            for impl in ("auto",) if options == "ring" else ("definition", "auto"):
-                yield negative, teacher, options, impl
+    for negative, teachers in FORMS.items():
+        for teacher in teachers if world == 2 else teachers[-1:]:
+            for options in OBJECTIVES if world == 2 else ["options"]:
+                yield negative, teacher, options, "auto"
+        yield negative, teachers[-1], "options", "definition"
 
 
 def objective(options: str, negative: str, *, gather: bool, impl: str) -> SpladeObjective:
@@ -119,10 +113,12 @@ def whole(world: int, negative: str, teacher: str) -> SpladeBatch:
     return SpladeBatch(anchor, positive, negatives, ids, scores, own)
 
 
-def part(batch: SpladeBatch, rank: int, world: int, negative: str, teacher: str) -> SpladeBatch:
-    def mine(x):
-        return x[rank * len(x) // world : (rank + 1) * len(x) // world]
+def share_of(x: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    return x[rank * len(x) // world : (rank + 1) * len(x) // world]
 
+
+def part(batch: SpladeBatch, rank: int, world: int, negative: str, teacher: str) -> SpladeBatch:
+    mine = functools.partial(share_of, rank=rank, world=world)
     anchor, positive, negatives = (
         None if t is None else Texts(*(mine(x) for x in t)) for t in batch[:3]
     )
@@ -140,30 +136,21 @@ def part(batch: SpladeBatch, rank: int, world: int, negative: str, teacher: str)
 
 def leaves(batch: SpladeBatch) -> tuple[SpladeBatch, list[torch.Tensor]]:
     """The batch with leaves of its own as activations and logits."""
-    found = []
-    sides = []
+    found, sides = [], []
     for side in batch[:3]:
         if side is not None:
-            x = side.activations.detach().clone().requires_grad_()
-            logits = side.logits.detach().clone().requires_grad_()
-            side = side._replace(activations=x, logits=logits)
-            found += [x, logits]
+            found += [x.detach().clone().requires_grad_() for x in (side.activations, side.logits)]
+            side = side._replace(activations=found[-2], logits=found[-1])
         sides.append(side)
-    return batch._replace(
-        **dict(zip(("anchor", "positive", "negative"), sides, strict=True))
-    ), found
+    return SpladeBatch(*sides, *batch[3:]), found
 
 
-def gradients(loss: SpladeObjective, batch: SpladeBatch, *, create_graph: bool = False):
+def gradients(loss: SpladeObjective, batch: SpladeBatch):
     batch, inputs = leaves(batch)
     total, terms = loss(batch)
     held = [loss.info_nce.temperature, loss.weights["distillation"]]
-    found = torch.autograd.grad(total, inputs + held, create_graph=create_graph)
-    return total, terms, inputs, list(found[:-2]), list(found[-2:])
-
-
-def share_of(x: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    return x[rank * len(x) // world : (rank + 1) * len(x) // world]
+    found = torch.autograd.grad(total, inputs + held)
+    return total, terms, list(found[:-2]), list(found[-2:])
 
 
 def compare(rank: int, world: int) -> dict[tuple[str, ...], str]:
@@ -174,30 +161,26 @@ def compare(rank: int, world: int) -> dict[tuple[str, ...], str]:
         negative, teacher, options, impl = case
         torch.manual_seed(5)
         batch = whole(world, negative, teacher)
-        total, terms, _, by_texts, by_held = gradients(
+        total, terms, by_texts, by_held = gradients(
             objective(options, negative, gather=False, impl=impl), batch
         )
         mine = part(batch, rank, world, negative, teacher)
-        own_total, own_terms, _, own_by_texts, own_by_held = gradients(
+        own_total, own_terms, own_by_texts, own_by_held = gradients(
             objective(options, negative, gather=True, impl=impl), mine
         )
+        own_by_held = [x.clone() for x in own_by_held]
+        for gradient in own_by_held:
+            dist.all_reduce(gradient)
         wrong[case] = ""
         try:
-            assert own_terms.keys() == terms.keys()
-            for name in terms:
-                close(own_terms[name], terms[name], msg=lambda m, name=name: f"{name}: {m}")
+            close(own_terms, terms)
             close(own_total, total)
-            for number, (found, expected) in enumerate(zip(own_by_texts, by_texts, strict=True)):
-                expected = share_of(expected, rank, world)
-                close(found / world, expected, msg=lambda m, i=number: f"gradient {i}: {m}")
-                assert expected.any()
+            by_texts = [share_of(x, rank, world) for x in by_texts]
+            close([x / world for x in own_by_texts], by_texts)
+            close([x / world for x in own_by_held], by_held)
+            assert all(x.any() for x in by_texts)
         except AssertionError as error:
             wrong[case] = str(error)
-        for found, expected in zip(own_by_held, by_held, strict=True):
-            average = found.clone()
-            dist.all_reduce(average)
-            if not torch.allclose(average / world, expected, rtol=1e-9, atol=1e-9):
-                wrong[case] += f" learned: {average / world} instead of {expected}"
     return wrong
 
 
@@ -208,37 +191,7 @@ def results(world: int):
 
 @pytest.mark.parametrize(
     ("world", "case"),
-    [pytest.param(w, case, id="-".join([str(w), *case])) for w in OPTIONS for case in cases(w)],
+    [pytest.param(w, case, id="-".join([str(w), *case])) for w in (2, 3) for case in cases(w)],
 )
 def test_values_and_averaged_gradients_are_those_of_one_process(world, case):
     assert [found[case] for found in results(world)] == [""] * world
-
-
-def second_order(rank: int, world: int) -> list[float]:
-    """By how much a derivative of the gradients differs from one process's, relative."""
-    worst = []
-    for impl in ("definition", "auto"):
-        torch.manual_seed(5)
-        batch = whole(world, "own", "all")
-        mine = part(batch, rank, world, "own", "all")
-        _, _, inputs, by_texts, _ = gradients(
-            objective("options", "own", gather=False, impl=impl), batch, create_graph=True
-        )
-        along = [torch.randn_like(x) for x in inputs]
-        dots = sum((g * v).sum() for g, v in zip(by_texts, along, strict=True))
-        expected = torch.autograd.grad(dots, inputs)
-        _, _, own_inputs, own_by_texts, _ = gradients(
-            objective("options", "own", gather=True, impl=impl), mine, create_graph=True
-        )
-        own_along = [share_of(v, rank, world) for v in along]
-        own_dots = sum((g * v).sum() for g, v in zip(own_by_texts, own_along, strict=True))
-        found = torch.autograd.grad(own_dots, own_inputs)
-        for x, y in zip(found, expected, strict=True):
-            y = share_of(y, rank, world)
-            worst.append(((x / world - y).norm() / y.norm()).item())
-    return worst
-
-
-def test_second_derivatives_are_those_of_one_process():
-    for found in run_ranks(2, second_order, 2):
-        assert max(found) < 1e-9

@@ -58,6 +58,8 @@ def models() -> Path:
     ]
     text = "\n".join(json.dumps(line) for line in lines)
     (folder / "pairs.jsonl").write_text(text, encoding="utf-8")
+    text = '{"query": "a\u2028b", "document": "c"}\n\n{"anchor": "d"}\n'
+    (folder / "wrong.jsonl").write_text(text, encoding="utf-8")
     return folder
 
 
@@ -68,38 +70,41 @@ def arguments(run: str, model: str, batch_size: int, *more: object) -> list[str]
     return [str(word) for word in [*words, "--save-every", 2, *more]]
 
 
+# What a run is told, and what it says.
+MISTAKES = {
+    "other ranks, batch or data": (["--resume", "--batch-size", 2], "--batch-size': 4"),
+    "no checkpoint": (["--resume", "--folder", "nowhere"], "expected a checkpoint to --resume"),
+    "too few pairs": (["--batch-size", 64], "expected 64 pairs a rank for one step, got 24"),
+    "no pairs": (["--data", "wrong.jsonl"], "in line 3 of"),
+}
+
+
 def runs_of(ranks: int) -> list[dict]:
-    """What is run, by folder; a rank has its share of the 8 pairs of a step."""
-    share = 8 // ranks
-    table = {
-        "plain": ("exact", share, (), {}),
-        "accumulated": ("exact", share // 2, ("--accumulate", 2), {}),
-        "decomposes": ("exact", share, (), {"decomposes": True}),
-        "decomposes-accumulated": (
-            "exact",
-            share // 2,
-            ("--accumulate", 2),
-            {"decomposes": True},
-        ),
-    }
-    if ranks == 2:
-        table |= {
-            "compiled": ("exact", share, ("--compile",), {}),
-            "fp32": ("dropout", share, (), {}),
-            "bf16": ("dropout", share, ("--precision", "bf16"), {}),
-            "fp16": ("dropout", share, ("--precision", "fp16"), {}),
-            "long": ("dropout", share, ("--epochs", 2), {}),
-            "long-stopped": ("dropout", share, ("--epochs", 2), {"stop_at": STEPS + 6}),
-            "long-resumed": ("dropout", share, ("--epochs", 2, "--resume"), {}),
-        }
+    """What is run, in this order; a rank has its share of the 8 pairs of a step."""
+    share, folder = 8 // ranks, models()
+    halves = "exact", share // 2, "--accumulate", 2
     runs = []
-    for name, (model, size, more, different) in table.items():
-        folder = f"{ranks}-{name.removesuffix('-stopped').removesuffix('-resumed')}"
-        if name.startswith("long-"):
-            folder += "-again"
-        words = arguments(folder, model, size, *more)
-        output = str(models() / f"{ranks}-{name}.out")
-        runs.append({"arguments": words, "output": output, **different})
+
+    def add(name, words, into=None, **different):
+        words = arguments(f"{ranks}-{into or name}", *words)
+        runs.append({"arguments": words, "output": f"{folder}/{ranks}-{name}.out", **different})
+
+    add("plain", ("exact", share))
+    add("accumulated", halves)
+    if ranks == 1:
+        return runs
+    add("decomposes", ("exact", share), decomposes=True)
+    add("decomposes-accumulated", halves, decomposes=True)
+    add("compiled", ("exact", share, "--compile"))
+    for precision in ("bf16", "fp16"):
+        add(precision, ("dropout", share, "--precision", precision))
+    longer = "dropout", share, "--epochs", 2
+    add("long", longer)
+    add("stopped", longer, into="again", stop_at=STEPS + 3)
+    add("resumed", (*longer, "--resume"), into="again")
+    for name, (more, _) in MISTAKES.items():
+        more = [folder / x if str(x).endswith((".jsonl", "nowhere")) else x for x in more]
+        add(name, ("exact", share, *more), into="plain", is_mistake=True)
     return runs
 
 
@@ -156,9 +161,8 @@ def test_accumulated_batches_of_two_ranks_are_those_of_one_process():
 
 
 @pytest.mark.works_with("PyTorch", "fp32", "accumulation")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loss_of_one_text_at_a_time_is_the_same_accumulated(ranks):
-    assert_alike((ranks, "decomposes-accumulated"), (ranks, "decomposes"), 1e-6)
+def test_a_loss_of_one_text_at_a_time_is_the_same_accumulated():
+    assert_alike((2, "decomposes-accumulated"), (2, "decomposes"), 1e-6)
 
 
 @pytest.mark.works_with("PyTorch", "compile", "devices")
@@ -175,36 +179,29 @@ def test_compiled_two_ranks_train_as_one_process_in_eager_mode():
     ],
 )
 def test_in_half_precision_it_trains_much_as_in_single(precision):
-    reference, found = lines(2, "fp32"), [x for x in lines(2, precision) if not x["skipped"]]
+    reference, found = lines(2, "long"), [x for x in lines(2, precision) if not x["skipped"]]
     assert found, "not every step was skipped"
     assert [line["step"] for line in found] == list(range(1, len(found) + 1))
     for line, expected in zip(found, reference, strict=False):
         assert line["total"] == pytest.approx(expected["total"], rel=0.05), line["step"]
-    differs = [weights(2, precision)[k] != w for k, w in weights(2, "fp32").items()]
-    assert any(x.any() for x in differs), "it was another precision"
-
-
-def assert_same_run(resumed: list[dict], whole: list[dict]) -> None:
-    assert resumed
-    assert resumed == whole[-len(resumed) :]
+        assert line["total"] != expected["total"], "it was another precision"
 
 
 @pytest.mark.works_with("PyTorch", "resume", "devices")
 def test_a_resumed_run_has_the_same_figures_to_the_bit():
-    whole = lines(2, "long")
+    whole, resumed = lines(2, "long"), lines(2, "resumed")
     assert len(whole) == 2 * STEPS
-    resumed = lines(2, "long-resumed")
-    assert resumed[0]["step"] == 11, "from the checkpoint of step 10, in the second epoch"
-    assert_same_run(resumed, whole)
+    assert resumed[0]["step"] == 9, "from the checkpoint of step 8, in the second epoch"
+    assert resumed == whole[8:]
     expected = weights(2, "long")
-    for key, weight in weights(2, "long-again").items():
+    for key, weight in weights(2, "again").items():
         assert torch.equal(weight, expected[key]), key
 
 
 @pytest.mark.works_with("PyTorch", "resume", "devices")
 def test_killed_in_a_step_the_run_ends_and_goes_on_from_the_checkpoint():
     folder = models()
-    words = arguments("killed", "dropout", 4, "--epochs", 2, "--timeout", 20)
+    words = arguments("killed", "dropout", 4, "--timeout", 20)
     each = {"arguments": words, "output": str(folder / "killed.out"), "kill_at": 6}
     (folder / "killed.json").write_text(json.dumps([each]), encoding="utf-8")
     found = torchrun(2, Path(recipe.__file__), folder / "killed.json")
@@ -213,31 +210,14 @@ def test_killed_in_a_step_the_run_ends_and_goes_on_from_the_checkpoint():
     resumed = torchrun(2, recipe.SCRIPT, *words, "--resume")
     assert resumed.returncode == 0, resumed.stderr
     found_lines = [json.loads(line) for line in resumed.stdout.splitlines() if line[:1] == "{"]
-    assert found_lines[0]["step"] == 5
-    assert_same_run(found_lines, lines(2, "long"))
-
-
-MISTAKES = {
-    "other ranks, batch or data": (["--resume", "--batch-size", 2], "--batch-size': 4"),
-    "no checkpoint": (["--resume", "--folder", "nowhere"], "expected a checkpoint to --resume"),
-    "too few pairs": (["--batch-size", 64], "expected 64 pairs a rank for one step, got 24"),
-    "no pairs": (["--data", "wrong.jsonl"], "in line 3 of"),
-}
+    assert found_lines == lines(2, "long")[4:STEPS]
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_and_overwrites_nothing(name):
-    more, told = MISTAKES[name]
-    folder = done(2)
-    (folder / "wrong.jsonl").write_text(
-        '{"query": "a\u2028b", "document": "c"}\n\n{"anchor": "d"}\n', encoding="utf-8"
-    )
-    before = (folder / "2-plain" / "checkpoint.pt").read_bytes()
-    more = [folder / word if str(word).endswith((".jsonl", "nowhere")) else word for word in more]
-    found = torchrun(2, recipe.SCRIPT, *arguments("2-plain", "exact", 4), *more)
-    assert found.returncode != 0
-    assert told in found.stderr
-    assert (folder / "2-plain" / "checkpoint.pt").read_bytes() == before
+    """Nothing: the checkpoint that two of the tests above compare is the one they were told."""
+    for rank in (0, 1):
+        assert MISTAKES[name][1] in (done(2) / f"2-{name}.out-{rank}").read_text(encoding="utf-8")
 
 
 def test_plain_python_is_told_to_use_torchrun():

@@ -91,7 +91,7 @@ def loader(rows, batch_size, **options):
 
 
 # What two processes do as one with the whole batch, and in how many batches a step.
-SHARED = {"row by row": (row_by_row, 1), "accumulated": (row_by_row, 2), "gathered": (gathered, 1)}
+SHARED = {"accumulated": (row_by_row, 2), "gathered": (gathered, 1)}
 
 
 def steered(objective):
@@ -158,3 +158,11 @@ def recipe(beginning):
 
 def weights(*modules):
     return [p.detach().clone() for module in modules for p in module.parameters()]
+
+
+def assert_trained_alike(trained, objective, other, reference, tolerance):
+    """Encoders and objectives have the same weights, and those of the encoder have moved."""
+    mine, theirs = weights(trained, objective), weights(other, reference)
+    torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+    moved = zip(weights(trained), weights(encoder()), strict=True)
+    assert max((now - was).abs().max().item() for now, was in moved) > 20 * tolerance

@@ -162,12 +162,9 @@ def test_a_learned_temperature_is_refused(temperature):
     Contrastive(InfoNCELoss(temperature=torch.tensor(0.1)))  # a constant
 
 
-def test_a_loss_that_does_not_reduce_is_refused():
+def test_losses_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="reduce to one number, got reduction='none'"):
         Contrastive(InfoNCELoss(reduction="none"))
-
-
-def test_distillation_takes_the_losses_of_scores():
     with pytest.raises(TypeError, match="a DistillationLoss or a MarginMSELoss, got FlopsLoss"):
         Distillation(FlopsLoss())
 

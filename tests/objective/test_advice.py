@@ -27,6 +27,10 @@ def _gradients(cosine=0.0, **norms):
     return GradientReport(norms, {(a, b): cosine for i, b in enumerate(names) for a in names[:i]})
 
 
+def symptoms(*args, **options):
+    return [finding.symptom for finding in advise(*args, **options)]
+
+
 def test_a_healthy_run_gets_no_advice():
     losses = [1 / (n + 1) for n in range(20)]
     gradients = _gradients(info_nce=1.0, document_flops=0.5)
@@ -107,25 +111,22 @@ def test_a_collapse_without_a_dead_row_is_named():
     ],
 )
 def test_texts_that_are_alike_have_not_always_collapsed(change):
-    found = advise({**HEALTHY, **COLLAPSED, **change})
-    assert "texts have collapsed onto the same tokens" not in [one.symptom for one in found]
+    found = symptoms({**HEALTHY, **COLLAPSED, **change})
+    assert "texts have collapsed onto the same tokens" not in found
 
 
 def test_dead_rows_do_not_make_texts_less_alike():
     """Four live texts of one code: as many silent ones beside them change nothing."""
-    live = (torch.arange(40) < 4).float().expand(4, -1)
-    said = {}
-    for dead in (0, 4, 60):
+
+    def alike(live, dead):
         diagnostics = Diagnostics(40)
         diagnostics.update(torch.cat([live, torch.zeros(dead, 40)]))
-        said[dead] = _alike(diagnostics.report())
-    assert said == {dead: pytest.approx(1.0) for dead in said}
-    apart = Diagnostics(40)
-    apart.update(torch.cat([torch.eye(4, 40), torch.zeros(4, 40)]))
-    assert _alike(apart.report()) == pytest.approx(0.0, abs=1e-12)
-    one = Diagnostics(40)
-    one.update(torch.cat([live[:1], torch.zeros(4, 40)]))
-    assert _alike(one.report()) == 0.0  # there is no other
+        return _alike(diagnostics.report())
+
+    live = (torch.arange(40) < 4).float().expand(4, -1)
+    assert [alike(live, dead) for dead in (0, 4, 60)] == [pytest.approx(1.0)] * 3
+    assert alike(torch.eye(4, 40), 4) == pytest.approx(0.0, abs=1e-12)
+    assert alike(live[:1], 4) == 0.0  # there is no other
 
 
 def _alike_report(share):
@@ -180,17 +181,14 @@ GRADIENT_THRESHOLDS = [
 
 @pytest.mark.parametrize(("symptom", "healthy", "ill"), THRESHOLDS)
 def test_a_symptom_begins_at_its_threshold(symptom, healthy, ill):
-    said = [[one.symptom for one in advise({**HEALTHY, **report})] for report in (healthy, ill)]
-    assert symptom not in said[0]
-    assert symptom in said[1]
+    said = [symptoms({**HEALTHY, **report}) for report in (healthy, ill)]
+    assert [symptom in each for each in said] == [False, True]
 
 
 @pytest.mark.parametrize(("symptom", "report", "healthy", "ill"), GRADIENT_THRESHOLDS)
 def test_a_symptom_of_gradients_begins_at_its_threshold(symptom, report, healthy, ill):
-    report = {**HEALTHY, **report}
-    said = [[one.symptom for one in advise(report, each)] for each in (healthy, ill)]
-    assert symptom not in said[0]
-    assert symptom in said[1]
+    said = [symptoms({**HEALTHY, **report}, each) for each in (healthy, ill)]
+    assert [symptom in each for each in said] == [False, True]
 
 
 @pytest.mark.parametrize("count", [7, 8])
@@ -221,22 +219,20 @@ def test_overfitting_begins_at_eight_losses_and_two_standard_errors(count, error
     half = [10 + error * doubt * n + r for n, r in enumerate(noise)]
     validation = ([10.0] * 4 + half)[8 - count :]
     losses = [1 / (n + 1) for n in range(count)]
-    found = advise({}, losses=losses, validation_losses=validation)
-    assert ("overfitting" in [one.symptom for one in found]) == (count == 8 and error > 2)
+    found = symptoms({}, losses=losses, validation_losses=validation)
+    assert ("overfitting" in found) == (count == 8 and error > 2)
 
 
 def test_two_that_fight():
     (finding,) = advise(HEALTHY, _gradients(cosine=-0.8, info_nce=1.0, document_flops=0.5))
     assert finding.changes == (("info_nce", "down"),)
     assert "-0.80" in finding.evidence
-    assert advise(HEALTHY, _gradients(cosine=-0.8, info_nce=1.0, document_flops=0.01)) == []
 
 
 def test_an_unstable_loss():
     losses = [1.0 + (-1) ** n * 0.5 for n in range(12)]
     (finding,) = advise(HEALTHY, losses=losses)
     assert finding.changes == (("distillation", "up"), ("distillation.temperature", "up"))
-    assert advise(HEALTHY, losses=losses[:4]) == []
 
 
 def test_noise_is_neither_oscillation_nor_overfitting():
@@ -245,10 +241,9 @@ def test_noise_is_neither_oscillation_nor_overfitting():
     for _ in range(200):
         losses = [max(rng.gauss(1.0, 0.4), 0.05) for _ in range(20)]
         validation = [rng.gauss(1.0, 0.1) for _ in range(20)]
-        said += advise(HEALTHY, losses=losses, validation_losses=validation)
-    symptoms = [finding.symptom for finding in said]
-    assert symptoms.count("the loss oscillates") < 10
-    assert symptoms.count("overfitting") < 10
+        said += symptoms(HEALTHY, losses=losses, validation_losses=validation)
+    assert said.count("the loss oscillates") < 10
+    assert said.count("overfitting") < 10
 
 
 def test_overfitting():

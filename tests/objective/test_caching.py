@@ -1,6 +1,5 @@
 """Gradient caching gives the plain gradient: of every encoder, loss and way to train."""
 
-import copy
 import functools
 import weakref
 from collections import UserDict
@@ -69,7 +68,7 @@ def test_value_gradient_and_generator_are_those_of_a_plain_pass(rows, size, drop
 
 
 @pytest.mark.works_with("PyTorch", "cached", "fp32")
-@pytest.mark.parametrize("size", [1, 3, 8, 100])
+@pytest.mark.parametrize("size", [1, 3, 100])
 def test_an_objective_of_all_regularisers_with_triplets(size):
     (ours,), (theirs,) = twins(Encoder(texts=True).double())
     columns = [tokens(8), tokens(8), tokens(8)]
@@ -87,52 +86,24 @@ def test_an_objective_of_all_regularisers_with_triplets(size):
     close(gradients(ours), gradients(theirs))
 
 
-def test_dropout_replayed_differs_from_dropout_drawn_anew():
-    """The comparison above could tell: without the replay the gradient is another."""
-    (ours,), (theirs,) = twins(Encoder(0.5).double())
-    columns = [tokens(8)["input_ids"] for _ in range(2)]
-
-    class Unreplayed(nn.Module):
-        def forward(self, ids):
-            if torch.is_grad_enabled():
-                torch.manual_seed(1234)
-            return ours(ids)
-
-    torch.manual_seed(0)
-    cached_backward(Unreplayed(), columns, InfoNCELoss(), mini_batch_size=3)
-    torch.manual_seed(0)
-    plain(theirs, columns, InfoNCELoss(), 3)
-    with pytest.raises(AssertionError):
-        close(gradients(ours), gradients(theirs))
+NWS = NWSLoss(torch.eye(4))
+LABELS = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 0], [0, 0, 0, 1]] * 3)[:7]
 
 
-def test_parameters_of_the_loss_get_their_gradients():
-    (ours, our_t), (theirs, their_t) = twins(
-        Encoder().double(), nn.ParameterList([nn.Parameter(torch.tensor(-2.0).double())])
-    )
-    columns = [tokens(7)["input_ids"] for _ in range(2)]
-
-    def loss(t):
-        return lambda a, b: info_nce_loss(a, b, temperature=t[0].exp())
-
-    cached_backward(ours, columns, loss(our_t), mini_batch_size=2)
-    plain(theirs, columns, loss(their_t))
-    close(gradients(ours, our_t), gradients(theirs, their_t))
-
-
-def test_prototypes_of_nws_get_their_gradients():
-    labels = (torch.rand(7, 4) > 0.5).long()
-    similarity = torch.eye(4)
-    prototypes = nn.ParameterList([nn.Parameter(torch.randn(4, V).double())])
-    (ours, our_p), (theirs, their_p) = twins(Encoder().double(), prototypes)
-    nws = NWSLoss(similarity)
-
-    def loss(p):
-        return lambda x: nws(x, labels, p[0])
-
-    columns = [tokens(7)["input_ids"]]
-    cached_backward(ours, columns, loss(our_p), mini_batch_size=3)
-    plain(theirs, columns, loss(their_p))
+@pytest.mark.parametrize(
+    ("columns", "start", "loss"),
+    [
+        (2, torch.tensor(-2.0), lambda a, b, p: info_nce_loss(a, b, temperature=p.exp())),
+        (1, torch.linspace(-1, 1, 4 * V).view(4, V), lambda x, p: NWS(x, LABELS, p)),
+    ],
+    ids=["temperature", "prototypes"],
+)
+def test_parameters_of_the_loss_get_their_gradients(columns, start, loss):
+    held = nn.ParameterList([nn.Parameter(start.double())])
+    (ours, our_p), (theirs, their_p) = twins(Encoder().double(), held)
+    columns = [tokens(7)["input_ids"] for _ in range(columns)]
+    cached_backward(ours, columns, lambda *x: loss(*x, our_p[0]), mini_batch_size=2)
+    plain(theirs, columns, lambda *x: loss(*x, their_p[0]))
     close(gradients(ours, our_p), gradients(theirs, their_p))
 
 
@@ -212,14 +183,6 @@ def test_representations_are_encoded_without_a_graph_and_the_inputs_left_alone()
 
     cached_backward(encode, [x], FlopsLoss(), mini_batch_size=3)
     assert states == [False, False, True, True]
-    seen = []
-    cached_backward(
-        [nn.Identity(), layer],
-        [x.clone().requires_grad_(), x],
-        lambda a, b: seen.append(a.requires_grad) or (a.sum() * b.sum()),
-        mini_batch_size=9,
-    )
-    assert seen == [True]
     assert not x.requires_grad
 
 
@@ -333,7 +296,7 @@ def test_a_scaler_scales_the_gradient_and_leaves_the_value():
 def test_a_compiled_encoder_with_dropout():
     (ours,), (theirs,) = twins(Encoder(0.5))
     columns = [tokens(7)["input_ids"] for _ in range(2)]
-    compiled = [torch.compile(module) for module in (ours, theirs)]
+    compiled = [torch.compile(module, backend="aot_eager") for module in (ours, theirs)]
     torch.manual_seed(3)
     value = cached_backward(compiled[0], columns, InfoNCELoss(), mini_batch_size=4)
     torch.manual_seed(3)
@@ -383,97 +346,6 @@ def test_generators_of_an_accelerator_are_replayed(monkeypatch):
     assert drawn[-2:] == [24, 25]
 
 
-@pytest.mark.works_with("accelerate", "cached", "accumulation", "fp32")
-def test_accelerate_goes_backward():
-    from accelerate import Accelerator
-
-    (ours,), (theirs,) = twins(Encoder().double())
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
-    wrapped, optimizer = accelerator.prepare(ours, optimizer)
-    batches = [[tokens(5)["input_ids"] for _ in range(2)] for _ in range(2)]
-    for columns in batches:
-        with accelerator.accumulate(wrapped):
-            cached_backward(
-                wrapped, columns, InfoNCELoss(), mini_batch_size=2, backward=accelerator.backward
-            )
-            optimizer.step()
-        plain(theirs, columns, lambda a, b: InfoNCELoss()(a, b) / 2)
-    close(gradients(ours), gradients(theirs))
-    torch.optim.SGD(theirs.parameters(), lr=0.1).step()
-    torch.testing.assert_close(ours.layer.weight, theirs.layer.weight)
-
-
-@pytest.mark.works_with("Lightning", "cached", "fp32")
-@pytest.mark.filterwarnings("ignore")  # Lightning's, about workers and loggers
-def test_lightning_goes_backward(tmp_path):
-    import lightning
-
-    (ours,), (theirs,) = twins(Encoder().double())
-    batches = [[tokens(5)["input_ids"] for _ in range(2)] for _ in range(3)]
-
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.encoder, self.automatic_optimization = ours, False
-
-        def training_step(self, columns, index):
-            optimizer = self.optimizers()
-            value = cached_backward(
-                self.encoder,
-                columns,
-                InfoNCELoss(),
-                mini_batch_size=2,
-                backward=self.manual_backward,
-            )
-            optimizer.step()
-            optimizer.zero_grad()
-            self.log("loss", value)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
-    trainer.fit(Module(), torch.utils.data.DataLoader(batches, batch_size=None))
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
-    for columns in batches:
-        optimizer.zero_grad()
-        value = plain(theirs, columns, InfoNCELoss())
-        optimizer.step()
-    torch.testing.assert_close(trainer.callback_metrics["loss"].double(), value.detach())
-    close([p.detach() for p in ours.parameters()], [p.detach() for p in theirs.parameters()])
-
-
-def test_training_falls_as_a_plain_run_does():
-    (ours,), (theirs,) = twins(Encoder(0.1).double())
-    columns = [tokens(16), tokens(16)]
-    losses = []
-    for module, step in ((ours, "cached"), (theirs, "plain")):
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
-        torch.manual_seed(1)
-        history = []
-        for _ in range(20):
-            if step == "cached":
-                value = cached_backward(module, columns, InfoNCELoss(), mini_batch_size=6)
-            else:
-                value = plain(module, columns, InfoNCELoss(), 6)
-            history.append(value.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(history)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
-    assert losses[0][-1] < 0.7 * losses[0][0]
-    close([p.detach() for p in ours.parameters()], [p.detach() for p in theirs.parameters()])
-
-
 def test_hooks_of_the_objective_see_the_whole_batch_once():
     encoder = Encoder(texts=True)
     objective = SpladeObjective({"info_nce": 1.0, "document_flops": 0.01})
@@ -495,42 +367,37 @@ def test_hooks_of_the_objective_see_the_whole_batch_once():
 
 
 @pytest.mark.works_with("PyTorch", "cached", "fp32")
-@pytest.mark.parametrize("expansion", [True, False])
-def test_the_real_encoder_with_signed_logits(expansion):
-    from tests.representation import tiny_models  # not in the processes below
+def test_the_real_encoder_with_signed_logits():
+    from tests.representation import tiny_models  # not in the processes of tests/distributed
 
     model, words = tiny_models.pair("bert", hidden_dropout_prob=0.2)
-    ours = SpladeEncoder(model, words, expansion=expansion).train()
-    theirs = copy.deepcopy(ours)
-    queries, documents = (ours.tokenize(tiny_models.TEXTS[:2] * n) for n in (2, 2))
+    (ours,), (theirs,) = twins(SpladeEncoder(model, words).train())
+    columns = [ours.tokenize(tiny_models.TEXTS[:2] * 2) for _ in range(2)]
     objective = SpladeObjective(
         {"info_nce": 1.0, "document_flops": 0.1, "query_self_reconstruction": 0.5},
         special_token_ids=words.all_special_ids,
     )
 
-    def loss(anchor, positive):
-        return objective(
-            SpladeBatch(
-                Texts(anchor[0], **queries, logits=anchor[1]),
-                Texts(positive[0], **documents, logits=positive[1]),
-            )
-        )
+    def loss(*pairs):
+        texts = [
+            Texts(activations, **column, logits=logits)
+            for (activations, logits), column in zip(pairs, columns, strict=True)
+        ]
+        return objective(SpladeBatch(*texts))
 
     torch.manual_seed(1)
-    columns = [{**column, "return_logits": True} for column in (queries, documents)]
-    total, terms = cached_backward(ours, columns, loss, mini_batch_size=3)
+    given = [{**column, "return_logits": True} for column in columns]
+    total, terms = cached_backward(ours, given, loss, mini_batch_size=3)
     torch.manual_seed(1)
     pooled = []
-    for column in (queries, documents):
-        parts = [
-            theirs(*xs, return_logits=True)
-            for xs in zip(*(x.split(3) for x in column.values()), strict=True)
-        ]
-        pooled.append(tuple(torch.cat(xs) for xs in zip(*parts, strict=True)))
+    for column in columns:
+        mini_batches = zip(*(x.split(3) for x in column.values()), strict=True)
+        parts = [theirs(*xs, return_logits=True) for xs in mini_batches]
+        pooled.append([torch.cat(xs) for xs in zip(*parts, strict=True)])
     expected = loss(*pooled)
     expected.total.backward()
-    assert set(terms) == {"info_nce", "document_flops", "query_self_reconstruction"}
     torch.testing.assert_close(total, expected.total.detach())
+    torch.testing.assert_close(terms, expected.terms)
     close(gradients(ours), gradients(theirs), 1e-4)
 
 

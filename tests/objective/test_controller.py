@@ -30,6 +30,14 @@ def _controller(objective=None, **options):
     return objective, SparsityController(objective, **options)
 
 
+def _look(controller, activations, times=1):
+    """So many steps with the same texts; the status after them."""
+    for _ in range(times):
+        controller.observe(activations)
+        controller.step()
+    return controller.report()["status"]
+
+
 class _Plant:
     """Active dimensions that follow the weight with a lag, as a network's do."""
 
@@ -44,29 +52,27 @@ class _Plant:
         return _rows(max(round(self.active), 1))
 
 
-@pytest.mark.parametrize("target", [20, 100, 400])
-@pytest.mark.parametrize("lag", [5, 30, 80])
-@pytest.mark.parametrize("start", [1e-4, 0.01, 10.0])
+@pytest.mark.parametrize("target", [20, 400])
+@pytest.mark.parametrize("lag", [5, 80])
+@pytest.mark.parametrize("start", [1e-4, 10.0])
 def test_it_reaches_the_target_and_stays(target, lag, start):
     objective, controller = _controller(target_active=target, start=start)
     plant = _Plant(objective, lag=lag)
     seen = []
     for _ in range(1500):
-        controller.observe(plant.step())
-        controller.step()
+        status = _look(controller, plant.step())
         seen.append(plant.active)
     assert all(abs(active / target - 1) < 0.1 for active in seen[-200:])
     if start < 1:  # from a weight that is far too large nothing steers away in a few steps
         assert min(seen) > target / 3, "it does not fall through the target"
-    assert controller.report()["status"] == "on target"
+    assert status == "on target"
 
 
 def test_the_weight_moves_by_a_bounded_factor_and_within_bounds():
     objective, controller = _controller(gain=0.05, maximum=0.5, start=0.01)
     weights = [objective.weights["document_flops"]]
     for _ in range(200):
-        controller.observe(_rows(900))
-        controller.step()
+        _look(controller, _rows(900))
         weights.append(objective.weights["document_flops"])
     ratios = [b / a for a, b in itertools.pairwise(weights)]
     assert max(ratios) <= math.exp(0.05) * (1 + 1e-9)
@@ -78,11 +84,8 @@ def test_in_a_crash_the_weight_falls_faster_than_it_may_rise():
     """From a weight far too large the text falls within a few looks, as a network's does."""
     objective, controller = _controller(start=10.0, every=5)
     for active, is_crash in ((900, False), (890, False), (150, True), (12, True)):
-        before, said = objective.weights["document_flops"], set()
-        for _ in range(10):
-            controller.observe(_rows(active))
-            controller.step()
-            said.add(controller.report()["status"])
+        before = objective.weights["document_flops"]
+        said = {_look(controller, _rows(active)) for _ in range(10)}
         change = math.log(objective.weights["document_flops"] / before)
         assert (change < -2 * 10 * 0.05) == is_crash, active
         assert any(status.startswith("backing off") for status in said) == is_crash
@@ -93,9 +96,8 @@ def test_in_a_crash_the_weight_falls_faster_than_it_may_rise():
 def test_a_few_odd_batches_are_no_crash(steps):
     _, controller = _controller(start=10.0, every=1)
     for step in range(30):
-        controller.observe(_rows(150 if 20 <= step < 20 + steps else 900))
-        controller.step()
-        assert controller.report()["status"].startswith("backing off") == (step == 24 == 19 + steps)
+        status = _look(controller, _rows(150 if 20 <= step < 20 + steps else 900))
+        assert status.startswith("backing off") == (step == 24 == 19 + steps)
 
 
 @pytest.mark.parametrize("every", [1, 5])
@@ -114,8 +116,7 @@ def test_batches_that_differ_are_no_crash(every, noise, within):
     seen = []
     for _ in range(1500):
         active = int((plant.step()[0] > 0).sum())
-        controller.observe(_rows(max(round(active * noise(rng)), 1)))
-        controller.step()
+        _look(controller, _rows(max(round(active * noise(rng)), 1)))
         seen.append(active)
     assert sum(seen[-300:]) / 300 == pytest.approx(100, rel=within)
 
@@ -126,8 +127,7 @@ def test_texts_without_tokens_do_not_stop_it(dead):
     plant, rng = _Plant(objective), random.Random(1)
     for _ in range(1500):
         active = int((plant.step()[0] > 0).sum())
-        controller.observe(_rows(active, dead(rng), 50))
-        controller.step()
+        _look(controller, _rows(active, dead(rng), 50))
     assert active == pytest.approx(100, rel=0.1)
 
 
@@ -138,31 +138,24 @@ def test_a_fall_by_the_weights_own_pace_or_by_chance_is_no_crash():
     active = 900.0
     for _ in range(200):
         active = max(active * math.exp(-controller.gain), 100.0)
-        controller.observe(_rows(round(active * math.exp(rng.gauss(0, 0.1)))))
-        controller.step()
+        status = _look(controller, _rows(round(active * math.exp(rng.gauss(0, 0.1)))))
         weights.append(objective.weights["document_flops"])
-        assert not controller.report()["status"].startswith("backing off")
+        assert not status.startswith("backing off")
     ratios = [b / a for a, b in itertools.pairwise(weights)]
     assert min(ratios) >= math.exp(-controller.gain) * (1 - 1e-9)
 
 
 def test_nothing_winds_up_at_a_bound():
     objective, controller = _controller(maximum=0.02, window=1.0, horizon=0.0)
-    for _ in range(500):
-        controller.observe(_rows(900))
-        controller.step()
+    _look(controller, _rows(900), times=500)
     assert objective.weights["document_flops"] == pytest.approx(0.02)
-    for _ in range(10):
-        controller.observe(_rows(10))
-        controller.step()
+    _look(controller, _rows(10), times=10)
     assert objective.weights["document_flops"] < 0.02 * math.exp(-0.05 * 5)
 
 
 def test_a_target_that_is_too_dense_is_reported_as_unreachable():
     objective, controller = _controller(target_active=500)
-    for _ in range(600):
-        controller.observe(_rows(40))
-        controller.step()
+    _look(controller, _rows(40), times=600)
     assert objective.weights["document_flops"] == 0.0
     assert controller.report()["status"] == "unreachable: fewer are active with hardly any weight"
 
@@ -192,9 +185,7 @@ def test_a_gate_that_closes_is_reported():
 def test_small_activations_are_no_matter_where_dimensions_go_out_with_them():
     objective, controller = _controller(target_active=50)
     for active, scale in ((900, 1.0), (400, 0.3), (60, 0.09)):
-        for _ in range(100):
-            controller.observe(scale * _rows(active))
-            controller.step()
+        _look(controller, scale * _rows(active), times=100)
     assert controller.report()["mean_activation"] == pytest.approx(0.09)
     assert controller.report()["status"] == "sparsifying"
     assert objective.weights["document_flops"] > 0.01
@@ -203,72 +194,58 @@ def test_small_activations_are_no_matter_where_dimensions_go_out_with_them():
 def test_the_first_steps_are_ignored():
     objective, controller = _controller(ignore_steps=10)
     for _ in range(10):
-        controller.observe(_rows(900))
-        controller.step()
+        _look(controller, _rows(900))
         assert objective.weights["document_flops"] == 0.01
-    controller.observe(_rows(900))
-    controller.step()
+    _look(controller, _rows(900))
     assert objective.weights["document_flops"] > 0.01
 
 
 def test_dead_rows_halve_the_weight_and_it_does_not_rise_until_they_are_gone():
     objective, controller = _controller(start=1.0, dead_share=0.05)
-    controller.observe(_rows(900))
-    controller.step()
+    _look(controller, _rows(900))
     before = objective.weights["document_flops"]
     assert before > 1.0
-    controller.observe(_rows(900, dead=1))
-    controller.step()
+    _look(controller, _rows(900, dead=1))
     assert objective.weights["document_flops"] == pytest.approx(before / 2)
     assert controller.report()["status"].startswith("backing off")
     assert controller.report()["dead_rows"] == pytest.approx(0.1)
-    controller.observe(_rows(900))
-    controller.step()
+    _look(controller, _rows(900))
     assert objective.weights["document_flops"] > before / 2
 
 
 def test_dead_rows_that_stay_keep_the_weight_from_rising():
     """Halved once as they come, and not again; then held, though far too many are active."""
     objective, controller = _controller(start=1.0, dead_share=0.05)
-    for _ in range(3):
-        controller.observe(_rows(900, rows=50))
-        controller.step()
+    _look(controller, _rows(900, rows=50), times=3)
     assert objective.weights["document_flops"] > 1.0
     weights = []
     for _ in range(200):  # until they are what is usual, and longer
-        controller.observe(_rows(900, dead=10, rows=50))
-        controller.step()
+        _look(controller, _rows(900, dead=10, rows=50))
         weights.append(objective.weights["document_flops"])
     assert weights[0] > 0.5
     assert weights == [weights[0]] * 200
-    for _ in range(2):  # no more than at first: it goes on
-        controller.observe(_rows(900, dead=1, rows=50))
-        controller.step()
+    # no more than at first: it goes on
+    _look(controller, _rows(900, dead=1, rows=50), times=2)
     assert objective.weights["document_flops"] > weights[0]
 
 
 def test_dead_rows_by_chance_are_no_alarm():
     """Of 200 rows 20 are dead: 5% and two standard deviations (4.2%) more are 38.5 rows."""
     _, controller = _controller(dead_share=0.05, window=1000.0)
-    for _ in range(3):
-        controller.observe(_rows(900, dead=20, rows=200))
-        controller.step()
+    _look(controller, _rows(900, dead=20, rows=200), times=3)
     for dead, is_alarm in ((38, False), (39, True)):
-        controller.observe(_rows(900, dead=dead, rows=200))
-        controller.step()
-        assert controller.report()["status"].startswith("backing off: rows") == is_alarm
+        status = _look(controller, _rows(900, dead=dead, rows=200))
+        assert status.startswith("backing off: rows") == is_alarm
 
 
 @pytest.mark.parametrize(("ratio", "believed"), [(1.4, False), (1.6, True)])
 def test_a_fall_is_believed_from_one_and_a_half_times_on(ratio, believed):
     """One look below an average that has not followed: from then on it is `1.5` times the look."""
     objective, controller = _controller(target_active=100, window=1000.0, horizon=0.0, start=1.0)
-    controller.observe(_rows(150))
-    controller.step()
+    _look(controller, _rows(150))
     before = objective.weights["document_flops"]
     look = round(150 / ratio)
-    controller.observe(_rows(look))
-    controller.step()
+    _look(controller, _rows(look))
     pull = math.log(objective.weights["document_flops"] / before) / controller.gain
     expected = math.log(1.5 * look / 100) if believed else math.log(150 / 100)
     assert pull == pytest.approx(expected, abs=1e-3)
@@ -277,23 +254,14 @@ def test_a_fall_is_believed_from_one_and_a_half_times_on(ratio, believed):
 
 def test_when_all_rows_are_dead_it_names_the_checkpoint():
     objective, controller = _controller(window=3)
-    controller.observe(_rows(900))
-    controller.step()
     controller.checkpoint = "runs/7/step-1.pt"
-    for _ in range(2):  # a batch of nothing but empty texts is no collapse
+    for active in (900, 0, 0, 5, 0, 0):  # a row that is alive again ends the wait for the third
         before = objective.weights["document_flops"]
-        controller.observe(_rows(0, dead=10))
-        controller.step()
-        assert objective.weights["document_flops"] == pytest.approx(before / 2)
+        _look(controller, _rows(active, dead=0 if active else 10))
+        if not active:  # a batch of nothing but empty texts is no collapse
+            assert objective.weights["document_flops"] == pytest.approx(before / 2)
     controller.observe(_rows(0, dead=10))
-    with pytest.raises(CollapseError, match=r"step 4.*dead row: 1\).*runs/7/step-1\.pt"):
-        controller.step()
-
-
-def test_a_row_that_is_alive_again_ends_the_wait():
-    _, controller = _controller(window=3)
-    for active in (900, 0, 0, 5, 0, 0, 5):
-        controller.observe(_rows(active, dead=0 if active else 10))
+    with pytest.raises(CollapseError, match=r"step 7.*dead row: 4\).*runs/7/step-1\.pt"):
         controller.step()
 
 
@@ -303,9 +271,7 @@ def test_no_target_is_unreachable_on_the_way_back():
     said = []
     for step in range(400):
         active = 900 if step < 3 else 2 if step < 80 else min(2 + (step - 80) / 3, 95)
-        controller.observe(_rows(round(active)))
-        controller.step()
-        said.append(controller.report()["status"])
+        said.append(_look(controller, _rows(round(active))))
     assert {status for status in said[100:250] if status} <= {"relaxing"}
 
 
@@ -316,16 +282,14 @@ def test_a_resumed_run_steers_as_the_first_one_would():
         if step == 40:
             state = controller.state_dict()
             active = plant.active
-        controller.observe(plant.step())
-        controller.step()
+        _look(controller, plant.step())
     other, resumed = _controller(every=3, ignore_steps=4)
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
     plant_again = _Plant(other)
     plant_again.active = active
     for _ in range(60):
-        resumed.observe(plant_again.step())
-        resumed.step()
+        _look(resumed, plant_again.step())
     assert other.weights == objective.weights
     assert resumed.report() == controller.report()
 
@@ -377,27 +341,21 @@ def test_a_second_master_of_the_weight_is_an_error():
 
 def test_nan_and_no_rows_say_nothing():
     objective, controller = _controller()
-    controller.observe(_rows(900))
-    controller.step()
+    _look(controller, _rows(900))
     before = objective.weights["document_flops"]
-    controller.observe(torch.full((4, V), torch.nan))
-    controller.step()
-    controller.observe(torch.zeros(0, V))
-    controller.step()
+    _look(controller, torch.full((4, V), torch.nan))
+    _look(controller, torch.zeros(0, V))
     assert objective.weights["document_flops"] == before
     mixed = _rows(900)
     mixed[3, 5] = torch.nan
-    controller.observe(mixed)
-    controller.step()
+    _look(controller, mixed)
     assert controller.report()["dead_rows"] == 0.0
     assert objective.weights["document_flops"] > before
 
 
 def test_a_new_controller_goes_on_from_the_old_ones_start():
     objective, controller = _controller()
-    for _ in range(30):
-        controller.observe(_rows(900))
-        controller.step()
+    _look(controller, _rows(900), times=30)
     reached = objective.weights["document_flops"]
     _, resumed = _controller(objective)  # whose default start is the weight of now
     resumed.load_state_dict(controller.state_dict())
@@ -434,16 +392,12 @@ def test_a_step_without_a_batch_is_an_error():
         ({"every": 0}, "`every`"),
         ({"dead_share": 5.0}, "`dead_share`"),
         ({"term": "info_nce"}, "`term`"),
+        ({"objective": SpladeObjective({"info_nce": 1.0})}, "`start`, got 0"),
     ],
 )
 def test_wrong_input_is_an_error(options, message):
     with pytest.raises(ValueError, match=message):
         _controller(**options)
-
-
-def test_it_needs_a_weight_to_begin_with():
-    with pytest.raises(ValueError, match=r"`start`, got 0"):
-        SparsityController(SpladeObjective({"info_nce": 1.0}), target_active=5)
 
 
 def test_the_brakes_hold_in_the_ignored_steps_too():
@@ -455,8 +409,7 @@ def test_the_brakes_hold_in_the_ignored_steps_too():
     ]:
         objective, controller = _controller(ignore_steps=10, window=5)
         for rows in looks:
-            controller.observe(rows)
-            controller.step()
+            _look(controller, rows)
         left = objective.weights["document_flops"] / 0.01
         if held is None:
             assert left < 0.9
@@ -488,7 +441,6 @@ def test_dense_rows_in_half_precision_are_counted(dtype):
     _, controller = _controller(target_active=50)
     x = torch.full((3, 100_000), 2.0, dtype=dtype)  # a sum of 200,000, which fp16 does not hold
     x[2, 0] = math.nan
-    controller.observe(x)
-    controller.step()
+    _look(controller, x)
     report = controller.report()
     assert (report["active"], report["mean_activation"]) == (100_000, 2.0)

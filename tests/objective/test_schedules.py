@@ -94,7 +94,7 @@ def test_phases_follow_the_epochs_and_replace_weights():
     assert seen[27][1:] == seen[16][1:], "the last phase stays on"
 
 
-@pytest.mark.parametrize("stop", range(0, 27, 5))
+@pytest.mark.parametrize("stop", [0, 5, 10, 25])
 def test_a_resumed_run_sees_the_same_numbers_to_the_bit(stop):
     objective = _objective()
     schedule = _schedule(objective)

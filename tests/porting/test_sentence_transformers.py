@@ -156,30 +156,22 @@ def test_margin_mse_of_the_objective(columns):
     assert_equal(theirs, objective(batch).total, *columns)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0, 5.0])
-def test_distill_kl_div(columns, temperature):
+@pytest.mark.parametrize(
+    ("options", "temperature", "teacher_scale"),
+    [
+        ({}, 2.0, 1.0),  # their default
+        ({"temperature": 5.0}, 5.0, 1.0),
+        # The student's multiplies the loss; the teacher's divides its scores.
+        ({"student_temperature": 3.0, "teacher_temperature": 0.5}, 3.0, 3.0 / 0.5),
+    ],
+    ids=["default", "one temperature", "two"],
+)
+def test_distill_kl_div(columns, options, temperature, teacher_scale):
     """Both multiply by T^2, both are means over the queries."""
     teacher = 5 * activations(Q, 1 + N, seed=9).detach()
-    theirs = SparseDistillKLDivLoss(None, temperature=temperature)
+    theirs = SparseDistillKLDivLoss(None, **options).compute_loss_from_embeddings(columns, teacher)
     ours = DistillationLoss(temperature=temperature, alpha_kl=1.0, alpha_mse=0.0)
-    value = theirs.compute_loss_from_embeddings(columns, teacher)
-    assert_equal(value, ours(scores_of(columns), teacher), *columns)
-
-
-def test_distill_kl_div_defaults_to_temperature_2(columns):
-    teacher = 5 * activations(Q, 1 + N, seed=9).detach()
-    theirs = SparseDistillKLDivLoss(None).compute_loss_from_embeddings(columns, teacher)
-    ours = DistillationLoss(temperature=2.0, alpha_kl=1.0, alpha_mse=0.0)
-    assert_equal(theirs, ours(scores_of(columns), teacher), *columns)
-
-
-def test_distill_kl_div_with_two_temperatures(columns):
-    """The student's multiplies the loss; the teacher's divides its scores."""
-    teacher = 5 * activations(Q, 1 + N, seed=9).detach()
-    theirs = SparseDistillKLDivLoss(None, student_temperature=3.0, teacher_temperature=0.5)
-    ours = DistillationLoss(temperature=3.0, alpha_kl=1.0, alpha_mse=0.0)
-    value = theirs.compute_loss_from_embeddings(columns, teacher)
-    assert_equal(value, ours(scores_of(columns), teacher * 3.0 / 0.5), *columns)
+    assert_equal(theirs, ours(scores_of(columns), teacher_scale * teacher), *columns)
 
 
 def test_triplet_on_cosines(columns):

@@ -69,10 +69,8 @@ def in_order(dataset, batch_size, drop_last, **_):
 
 
 def sparse_encoder(folder):
-    return SparseEncoder(
-        modules=[Transformer(folder, transformer_task="fill-mask"), SpladePooling("max")],
-        device="cpu",
-    )
+    modules = [Transformer(folder, transformer_task="fill-mask"), SpladePooling("max")]
+    return SparseEncoder(modules=modules, device="cpu")
 
 
 def arguments(path, kind=SparseEncoderTrainingArguments, **settings):
@@ -193,7 +191,7 @@ def dots(texts):
 
 
 def mse_of_margins(texts, labels):
-    student, labels = dots(texts), labels
+    student = dots(texts)
     margins = (student[:, :1] - student[:, 1:]) - (labels[:, :1] - labels[:, 1:])
     return (margins**2).mean()
 
@@ -231,91 +229,79 @@ def of_batch(texts, labels):
     return objective()(SpladeBatch(anchor, positive, negative, teacher_scores=labels)).total
 
 
+def of_vectors(loss):
+    """The loss of the columns' vectors, and of the labels where there are some."""
+
+    def function(texts, labels):
+        return loss(*[x.activations for x in texts], *([] if labels is None else [labels]))
+
+    return function
+
+
+def of_rows(loss):
+    """The loss of all columns' rows together."""
+    return lambda texts, _: loss(all_rows(texts))
+
+
+def own_negatives(texts, _):
+    """InfoNCE at temperature 0.5 of a row's own candidates."""
+    anchor, *others = [torch.nn.functional.normalize(x.activations, dim=1) for x in texts]
+    scores = torch.stack([(anchor * x).sum(1) for x in others], 1)
+    return -(scores / 0.5).log_softmax(1)[:, 0].mean()
+
+
+def info_nce(texts, _):
+    return WARM(texts[0].activations, texts[1].activations, all_rows(texts[2:]))
+
+
+def nws(texts, labels):
+    query, key = (x.activations for x in texts)
+    return NWSLoss(SIMILARITY)(query, labels, PROTOTYPE, key=key, key_labels=labels)
+
+
+def smallest(rows):
+    return torch.relu(3.0 - rows.topk(5).values.mean(1)).mean()
+
+
+WARM, TRIPLET, PAIRS = InfoNCELoss(temperature=0.5), TripletMarginLoss(margin=1.0), NPairLoss()
+CONTRASTIVE, KL, IDF = (
+    PairwiseContrastiveLoss(margin=2.0),
+    DistillationLoss(),
+    IdfFlopsLoss(PENALTY),
+)
+OWN_TOKENS, ITS_TOKENS = SelfReconstructionLoss(balanced=True), PositiveActivationLoss()
+
 # The loss, columns, labels, and the same from a plain loop's tensors.
 ALONE = {
-    "info_nce": (
-        InfoNCELoss(temperature=0.5),
-        4,
-        None,
-        lambda t, _: InfoNCELoss(temperature=0.5)(
-            t[0].activations, t[1].activations, all_rows(t[2:])
-        ),
-    ),
+    "info_nce": (WARM, 4, None, info_nce),
     "info_nce, own negatives": (
         InfoNCELoss(temperature=0.5, in_batch=False),
         4,
         None,
-        lambda t, _: (
-            -torch.nn.functional.normalize(t[0].activations, dim=1)
-            .mul(2.0)
-            .unsqueeze(1)
-            .mul(
-                torch.nn.functional.normalize(torch.stack([x.activations for x in t[1:]], 1), dim=2)
-            )
-            .sum(2)
-            .log_softmax(1)[:, 0]
-            .mean()
-        ),
+        own_negatives,
     ),
-    "n_pair": (NPairLoss(), 2, None, lambda t, _: NPairLoss()(*[x.activations for x in t])),
-    "triplet_margin": (
-        TripletMarginLoss(margin=1.0),
-        3,
-        None,
-        lambda t, _: TripletMarginLoss(margin=1.0)(*[x.activations for x in t]),
-    ),
-    "pairwise_contrastive": (
-        PairwiseContrastiveLoss(margin=2.0),
-        2,
-        SAME,
-        lambda t, y: PairwiseContrastiveLoss(margin=2.0)(t[0].activations, t[1].activations, y),
-    ),
-    "distillation": (
-        DistillationLoss(),
-        4,
-        SCORES,
-        lambda t, y: DistillationLoss()(dots(t), y),
-    ),
+    "n_pair": (PAIRS, 2, None, of_vectors(PAIRS)),
+    "triplet_margin": (TRIPLET, 3, None, of_vectors(TRIPLET)),
+    "pairwise_contrastive": (CONTRASTIVE, 2, SAME, of_vectors(CONTRASTIVE)),
+    "distillation": (KL, 4, SCORES, lambda t, y: KL(dots(t), y)),
     "margin_mse": (MarginMSELoss(), 4, SCORES, mse_of_margins),
-    "flops": (FlopsLoss(), 2, None, lambda t, _: (all_rows(t).mean(0) ** 2).sum()),
-    "idf_flops": (
-        IdfFlopsLoss(PENALTY),
-        2,
-        None,
-        lambda t, _: IdfFlopsLoss(PENALTY)(all_rows(t)),
-    ),
-    "min_activation": (
-        MinActivationLoss(threshold=3.0),
-        1,
-        None,
-        lambda t, _: torch.relu(3.0 - all_rows(t).topk(5).values.mean(1)).mean(),
-    ),
+    "flops": (FlopsLoss(), 2, None, of_rows(lambda x: (x.mean(0) ** 2).sum())),
+    "idf_flops": (IDF, 2, None, of_rows(IDF)),
+    "min_activation": (MinActivationLoss(threshold=3.0), 1, None, of_rows(smallest)),
     "language_penalty": (
         LanguagePenaltyLoss(PENALTY),
         3,
         None,
-        lambda t, _: (all_rows(t) @ PENALTY.double()).mean(),
+        of_rows(lambda x: (x @ PENALTY.double()).mean()),
     ),
-    "self_reconstruction": (
-        SelfReconstructionLoss(balanced=True),
-        2,
-        None,
-        lambda t, _: SelfReconstructionLoss(balanced=True)(*joined(t)[:3]),
-    ),
+    "self_reconstruction": (OWN_TOKENS, 2, None, lambda t, _: OWN_TOKENS(*joined(t)[:3])),
     "positive_activation": (
-        PositiveActivationLoss(),
+        ITS_TOKENS,
         2,
         None,
-        lambda t, _: PositiveActivationLoss()(*[t[0].activations, *t[1][1:3]]),
+        lambda t, _: ITS_TOKENS(t[0].activations, *t[1][1:3]),
     ),
-    "nws": (
-        NWSLoss(SIMILARITY),
-        2,
-        MULTI_HOT,
-        lambda t, y: NWSLoss(SIMILARITY)(
-            t[0].activations, y, PROTOTYPE, key=t[1].activations, key_labels=y
-        ),
-    ),
+    "nws": (NWSLoss(SIMILARITY), 2, MULTI_HOT, nws),
     "objective": (objective(), 4, SCORES, of_batch),
 }
 

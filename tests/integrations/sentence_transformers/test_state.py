@@ -1,11 +1,9 @@
 """What is not in the model: learned, scheduled, steered, saved and resumed."""
 
 import pytest
-import torch
 from datasets import DatasetDict
 
 from sparse_losses import (
-    Diagnostics,
     FlopsLoss,
     InfoNCELoss,
     SparsityController,
@@ -16,8 +14,6 @@ from sparse_losses import (
 from sparse_losses.integrations.sentence_transformers import LossState, SentenceTransformersLoss
 from tests.integrations.sentence_transformers.runs import (
     NAME,
-    POSITIVES,
-    VOCABULARY,
     assert_same_weights,
     dataset,
     learning,
@@ -54,14 +50,13 @@ def run_with_state(model, path, resume=None, checkpoint=None, keep=True, **setti
 
 
 @pytest.mark.works_with(NAME, "fp32", "resume")
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_resumed_run_is_the_run(elsewhere, sparse, tmp_path):
+def test_a_resumed_run_is_the_run(sparse, tmp_path):
+    """In another folder, which is told the checkpoint; the next test resumes in its own."""
     model, same = sparse(), sparse()
     whole, *_ = run_with_state(model, tmp_path / "one")
     middle = str(tmp_path / "one" / "checkpoint-2")
-    options = {"path": tmp_path / "two", "checkpoint": middle} if elsewhere else {}
     resumed, ours, schedule = run_with_state(
-        same, **{"path": tmp_path / "one"} | options, resume=middle
+        same, tmp_path / "two", checkpoint=middle, resume=middle
     )
     for name in ("loss", "info_nce", "query_flops", "document_flops"):
         assert logged(resumed, name) == logged(whole, name), name
@@ -148,19 +143,3 @@ def test_a_controller_sees_cached_batches_once_a_step(sparse, tmp_path):
     assert found[0] == pytest.approx(found[1], rel=1e-3)
     assert found[0]["step"] == 6
     assert found[0]["weight"] != 0.02
-
-
-def test_diagnostics_look_on(sparse, tmp_path):
-    model, ours = sparse(), SpladeObjective({"info_nce": 1.0})
-    diagnostics = Diagnostics(VOCABULARY)
-    ours.register_forward_hook(
-        lambda _, batch, __: diagnostics.update(batch[0].positive, other_side=batch[0].anchor)
-    )
-    loss = SentenceTransformersLoss(model, ours)
-    train(model, loss, dataset(2), tmp_path, learning_rate=0.0, num_train_epochs=1)
-    with torch.no_grad():
-        vectors = model.train()(model.preprocess(POSITIVES))["sentence_embedding"]
-    report = diagnostics.report()
-    assert report["active_dimensions"] == pytest.approx((vectors > 0).sum(1).float().mean().item())
-    assert 0.0 < report["input_recall"] <= 1.0
-    assert 0.0 < report["other_side_recall"] <= 1.0

@@ -46,15 +46,15 @@ from tests.integrations.sentence_transformers.runs import (
 
 
 @pytest.mark.works_with(NAME, "cached", "accumulation")
-@pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("name", ["self_reconstruction", "objective"])
-def test_our_gradient_caching_and_accumulation_change_nothing(name, every, sparse, tmp_path):
+def test_our_gradient_caching_and_accumulation_change_nothing(name, sparse, tmp_path):
     loss, columns, labels, function = ALONE[name]
     model, cached, reference = (sparse() for _ in range(3))
-    data, settings = dataset(columns, labels), {"gradient_accumulation_steps": every}
+    data = dataset(columns, labels)
+    settings = {"gradient_accumulation_steps": 2, "num_train_epochs": 1}
     train(model, adapter(model, loss), data, tmp_path, **settings)
     trainer = train(cached, adapter(cached, loss, mini_batch_size=3), data, tmp_path, **settings)
-    plain_loop(reference, function, columns, labels, every=every)
+    plain_loop(reference, function, columns, labels, every=2, epochs=1)
     assert_same_weights(model, reference, rtol=1e-6, atol=1e-8)
     assert_same_weights(cached, reference, rtol=1e-6, atol=1e-8)
     assert_moved(model, sparse())
@@ -64,29 +64,21 @@ def test_our_gradient_caching_and_accumulation_change_nothing(name, every, spars
 
 @pytest.mark.works_with(NAME, "cached", "accumulation")
 @pytest.mark.parametrize("mini_batch_size", [None, 3])
-@pytest.mark.parametrize("every", [1, 2])
-def test_what_a_loss_learns_is_trained(mini_batch_size, every, sparse, tmp_path):
+def test_what_a_loss_learns_is_trained(mini_batch_size, sparse, tmp_path):
     model, reference, temperature = sparse(), sparse(), torch.nn.Parameter(torch.tensor(0.5))
     ours = SentenceTransformersLoss(model, learning(), mini_batch_size=mini_batch_size)
-    train(model, ours, dataset(2), tmp_path, gradient_accumulation_steps=every)
+    train(model, ours, dataset(2), tmp_path, gradient_accumulation_steps=2)
     plain = InfoNCELoss(temperature=temperature)
     plain_loop(
         reference,
         lambda t, _: plain(t[0].activations, t[1].activations),
         2,
         learned=[temperature],
-        every=every,
+        every=2,
     )
     assert abs(temperature.item() - 0.5) > 1e-4
     assert ours.loss.temperature.item() == pytest.approx(temperature.item(), rel=1e-4)
     assert_same_weights(model, reference)
-
-
-def test_prototypes_are_learned(sparse, tmp_path):
-    model, prototype = sparse(), torch.nn.Parameter(PROTOTYPE.clone())
-    ours = SentenceTransformersLoss(model, NWSLoss(SIMILARITY), prototype=prototype)
-    train(model, ours, dataset(1, MULTI_HOT), tmp_path, learning_rate=0.5)
-    assert (prototype - PROTOTYPE).abs().max() > 1e-3
 
 
 @pytest.mark.works_with(NAME, "cached")
@@ -95,24 +87,27 @@ def test_prototypes_are_learned(sparse, tmp_path):
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is depr:FutureWarning")
 # The first of the two passes, which has no gradients.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing_and_caching_go_together(use_reentrant, sparse, tmp_path):
+@pytest.mark.parametrize(("use_reentrant", "cache"), [(False, "ours"), (True, "theirs")])
+def test_activation_checkpointing_and_caching_go_together(use_reentrant, cache, sparse, tmp_path):
     loss, columns, labels, _ = ALONE["info_nce"]
-    data, once = dataset(columns, labels), {"num_train_epochs": 1}
+
+    def make(model):
+        if cache == "ours":
+            return adapter(model, loss, mini_batch_size=3)
+        cached = {"kind": theirs.CachedSpladeLoss, "mini_batch_size": 3}
+        return splade(model, adapter(model, loss), **cached)
+
     checkpointing = {
         "activation_checkpointing": True,
         "activation_checkpointing_kwargs": {"use_reentrant": use_reentrant},
     }
-    for make in (
-        lambda m: adapter(m, loss, mini_batch_size=3),
-        lambda m: splade(m, adapter(m, loss), kind=theirs.CachedSpladeLoss, mini_batch_size=3),
-    ):
-        model, reference = sparse(), sparse()
-        train(model, make(model), data, tmp_path, **once, **checkpointing)
-        assert model[0].auto_model.is_activation_checkpointing
-        train(reference, make(reference), data, tmp_path, **once)
-        assert_same_weights(model, reference)
-        assert_moved(model, sparse())
+    model, reference = sparse(), sparse()
+    for each, settings in ((model, checkpointing), (reference, {})):
+        data = dataset(columns, labels)
+        train(each, make(each), data, tmp_path, num_train_epochs=1, **settings)
+    assert model[0].auto_model.is_activation_checkpointing
+    assert_same_weights(model, reference)
+    assert_moved(model, sparse())
 
 
 @pytest.mark.xfail(
@@ -138,8 +133,7 @@ def test_keys_alone_have_no_gradient_to_cache(sparse, tmp_path):
         train(model, loss, dataset(2, MULTI_HOT), tmp_path)
 
 
-@pytest.mark.parametrize("mini_batch_size", [None, 3])
-@pytest.mark.parametrize("name", ["info_nce", "objective"])
+@pytest.mark.parametrize(("name", "mini_batch_size"), [("info_nce", None), ("objective", 3)])
 def test_the_evaluation_loss_is_the_loss(name, mini_batch_size, sparse, tmp_path):
     loss, columns, labels, function = ALONE[name]
     model, data = sparse(), dataset(columns, labels)
@@ -155,8 +149,7 @@ def test_the_evaluation_loss_is_the_loss(name, mini_batch_size, sparse, tmp_path
         assert "eval_info_nce" in trainer.state.log_history[-1]
 
 
-@pytest.mark.parametrize("save", ["save_pretrained", "create_model_card"])
-def test_the_model_card_tells_of_the_loss(save, sparse, tmp_path):
+def test_the_model_card_tells_of_the_loss(sparse, tmp_path):
     model = sparse()
     base = SentenceTransformersLoss(model, InfoNCELoss(temperature=0.123))
     regulariser = SentenceTransformersLoss(model, FlopsLoss())
@@ -173,11 +166,10 @@ def test_the_model_card_tells_of_the_loss(save, sparse, tmp_path):
         "ids": dataset(2, SAME),
     }
     trainer = train(model, loss, DatasetDict(data), tmp_path, max_steps=1)
-    if save == "save_pretrained":
-        model.save_pretrained(str(tmp_path))
-    else:
-        trainer.create_model_card()
-    card = (tmp_path / "README.md").read_text("utf-8")
+    model.save_pretrained(str(tmp_path / "saved"))
+    trainer.create_model_card()
+    cards = [folder / "README.md" for folder in (tmp_path, tmp_path / "saved")]
+    card, other = (path.read_text("utf-8") for path in cards)
     assert "sparse_losses.integrations.sentence_transformers.SentenceTransformersLoss" in card
     for said in (
         '"document_self_reconstruction": 0.3',
@@ -195,6 +187,7 @@ def test_the_model_card_tells_of_the_loss(save, sparse, tmp_path):
         "@software{sparse_losses,",
     ):
         assert said in card, said
+        assert said in other, said
 
 
 def test_the_citation_is_the_repositorys(sparse):
