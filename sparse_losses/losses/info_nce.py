@@ -24,12 +24,7 @@ from sparse_losses.fast.info_nce_nonzeros import (
 )
 from sparse_losses.fast.info_nce_ring import ring_info_nce, why_not_ring
 
-__all__ = [
-    "InfoNCEFromScoresLoss",
-    "InfoNCELoss",
-    "info_nce_from_scores",
-    "info_nce_loss",
-]
+__all__ = ["InfoNCEFromScoresLoss", "InfoNCELoss", "info_nce_from_scores", "info_nce_loss"]
 
 Similarity = Literal["cosine", "dot"]
 Impl = Literal["auto", "definition", "direct", "blocks", "nonzeros", "ring"]
