@@ -23,12 +23,14 @@ BATCH = 256  # documents that are tokenized and padded together
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("inputs", nargs="+", help="files or patterns: .txt, .jsonl, with .gz")
     parser.add_argument("--tokenizer", required=True, help="a tokenizer.json")
     parser.add_argument("--output", required=True, help="where the counts go, an .npz file")
     parser.add_argument("--field", help="of a JSONL line; without it, the line is the text")
-    parser.add_argument("--scheduler", help="the address of a Dask scheduler")
+    parser.add_argument("--scheduler", help="its address; without it, processes here")
     parser.add_argument("--blocksize", help="uncompressed files are cut into parts of, say, 64MiB")
     return parser.parse_args()
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-__all__ = ["splade_activation"]
+__all__ = ["gated_logits", "splade_activation"]
 
 
 def splade_activation(
@@ -26,7 +26,15 @@ def splade_activation(
     if is_there is not None:
         # A gate that nothing passes must not send its NaN into the gradient: 0 * NaN is NaN.
         gate = torch.where(is_there, gate, 0.0)
-    # So is 0 times the -inf of a forbidden token.
-    finite = logits.clamp(min=torch.finfo(logits.dtype).min)
-    activations = nnf.relu(gate * finite).log1p()
-    return activations, gate * logits if return_logits else None
+    gated = gated_logits(logits, gate)
+    return nnf.relu(gated).log1p(), gated if return_logits else None
+
+
+def gated_logits(logits: Tensor, gate: Tensor) -> Tensor:
+    """``gate * logits``; a forbidden token, whose logit is -inf, stays so at any gate.
+
+    0 times -inf is NaN, in the value and in the gradient of the gate.
+    """
+    is_forbidden = logits == -torch.inf
+    gated = gate * torch.where(is_forbidden, torch.finfo(logits.dtype).min, logits)
+    return torch.where(is_forbidden & ~gate.isnan(), -torch.inf, gated)

@@ -113,14 +113,15 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             given: dict[str, Any] = dict(zip(names, args, strict=False))
             given.update(kwargs)
-            if len(args) > len(names) or first not in given:
+            is_given_twice = not kwargs.keys().isdisjoint(names[: len(args)])
+            if len(args) > len(names) or first not in given or is_given_twice:
                 return function(*args, **kwargs)  # Python says what is wrong
             sizes = check_tensors(tensors, given)
             declaration.check(kwargs)
             dtype = _cast(tensors, given)
             for name in learnable:
                 if isinstance(given.get(name), Tensor):
-                    given[name] = given[name].to(dtype)
+                    given[name] = _beside(name, given[name], first, given[first]).to(dtype)
             if given.get("gather", False) is not False:
                 _agree(function.__name__, declaration, given, sizes)
             with autocast_off(given[first].device):
@@ -130,6 +131,16 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return checked
 
     return decorate
+
+
+def _beside(name: str, number: Tensor, first: str, data: Tensor) -> Tensor:
+    """A 0-d tensor on the CPU, or where the data is: other devices cannot be mixed."""
+    if number.device not in (data.device, torch.device("cpu")):
+        raise ValueError(
+            f"expected `{name}` on {data.device}, where `{first}` is, or on the CPU, "
+            f"got {number.device}"
+        )
+    return number
 
 
 def _cast(tensors: Mapping[str, Declared], given: dict[str, Any]) -> Any:
@@ -142,7 +153,7 @@ def _cast(tensors: Mapping[str, Declared], given: dict[str, Any]) -> Any:
         if "mask" in remarks:
             given[name] = as_mask(name, tensor)
         elif "integer" in remarks:
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() or tensor.dtype == torch.bool:
                 raise TypeError(f"expected `{name}` to be integers, got {tensor.dtype}")
         else:
             data[name] = tensor
@@ -193,13 +204,17 @@ class LossModule(nn.Module):
     def __init__(self, function: Callable[..., Any], **hyperparameters: Any) -> None:
         """Checks the hyperparameters by the function's declaration, and stores them."""
         super().__init__()
-        declaration: _Declaration = function.declaration  # type: ignore[attr-defined]
-        declaration.check(hyperparameters)
-        if "gather" in hyperparameters:
-            check_flag(gather=hyperparameters["gather"])
+        self._declaration: _Declaration = function.declaration  # type: ignore[attr-defined]
         self._names = tuple(hyperparameters)
         for name, value in hyperparameters.items():
             setattr(self, name, value)
+        self.check_hyperparameters()
+
+    def check_hyperparameters(self) -> None:
+        """Raises for a hyperparameter that the function would refuse."""
+        found = self.hyperparameters()
+        self._declaration.check(found)
+        check_flag(gather=found.get("gather", False))
 
     def hyperparameters(self, **overrides: Any) -> dict[str, Any]:
         """The hyperparameters by name; an override other than ``None`` replaces the module's."""
@@ -210,5 +225,9 @@ class LossModule(nn.Module):
     def extra_repr(self) -> str:
         """The hyperparameters as ``name=value``."""
         values = {name: getattr(self, name) for name in self._names}
-        shown = {n: v.tolist() if isinstance(v, Tensor) else v for n, v in values.items()}
-        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        return ", ".join(f"{name}={_shown(value)}" for name, value in values.items())
+
+
+def _shown(value: Any) -> str:
+    has_values = isinstance(value, Tensor) and value.device.type != "meta"
+    return repr(value.tolist()) if has_values else repr(value)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparse_losses._core.precision import autocast_off
 from sparse_losses._core.private_torch import (
     forward_mode_is_active,
     is_batched,
@@ -75,7 +76,7 @@ class _OwnGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (upstream_gradient,) = upstream
-        with torch.autocast(upstream_gradient.device.type, enabled=False):
+        with autocast_off(upstream_gradient.device):
             if torch.is_grad_enabled():  # a graph of the gradient is wanted
                 # Aliases: where one input was made from another, the way through it is not ours.
                 aliases = [_alias(x) if isinstance(x, Tensor) else x for x in _arguments(ctx)]

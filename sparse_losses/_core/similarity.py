@@ -39,6 +39,8 @@ def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     A zero row stays zero and has infinite length: what is divided by it is 0.
     """
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    if x.shape[-1] == 0:
+        return x.clone(), torch.full_like(norm, torch.inf)
     # Two passes where squares neither overflow nor vanish; looking costs a CPU nothing.
     if x.device.type == "cpu" and bool(((norm > 1e-15) & (norm < 1e15)).all()):
         return x / norm, norm

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparse_losses._core.activation import splade_activation
+from sparse_losses._core.activation import gated_logits, splade_activation
 from sparse_losses._core.private_torch import multiplies_bf16
 from sparse_losses.fast.head_tiles import picked, sources
 from sparse_losses.fast.pooling import activate, gradient_of_pooled
@@ -105,7 +105,7 @@ class _Head(torch.autograd.Function):
         row, column = entries.token.long() // max(length, 1), entries.column.long()
         pooled = entries.logit
         if gate is not None:
-            pooled = pooled * gate[row, column]
+            pooled = gated_logits(pooled, gate[row, column])
         shape = hidden.shape[0], weight.shape[0]
         activations, logits, slope = activate(pooled, row, column, shape, return_logits)
         ctx.save_for_backward(
@@ -144,6 +144,7 @@ class _Head(torch.autograd.Function):
         of_gate = None
         if gate is not None:
             if ctx.needs_input_grad[3]:
+                logit = torch.where(logit == -torch.inf, 0.0, logit)  # 0 * -inf is NaN
                 of_gate = torch.zeros_like(gate).index_put_((row, wide_column), of_pooled * logit)
             of_pooled = of_pooled * gate[row, wide_column]
         of_hidden, of_weight, of_bias = _gradients(

@@ -52,6 +52,9 @@ def why_no_gradient(arguments: Arguments, options: Options) -> str | None:
         batch = len(anchor) * (num_ranks() if options["gather"] else 1)
         if options["positive_ids"] is not None or batch < 2:
             return "a negative in every row"
+    kind = torch.finfo(torch.float64 if anchor.dtype == torch.float64 else torch.float32)
+    if not isinstance(temperature, Tensor) and not kind.tiny <= temperature <= kind.max:
+        return f"`temperature` from {kind.tiny:.2g} to {kind.max:.2g}, got {temperature},"
     if isinstance(temperature, Tensor) and temperature.device != anchor.device:
         return f"`temperature` on {anchor.device}, where `anchor` is, got {temperature.device}"
     return None

@@ -25,6 +25,8 @@ def why_not_nonzeros(arguments: Arguments, options: Options) -> str | None:
     negative = arguments[2]
     if negative is not None and negative.ndim == 3:
         return "no negatives per row"
+    if arguments[0].device.type == "meta":
+        return "tensors with values"
     return why_no_gradient(arguments, options)
 
 

@@ -273,7 +273,7 @@ def _check(
     if not in_batch and positive_mask is not None:
         raise ValueError("expected `positive_mask` only with `in_batch=True`, got in_batch=False")
     if not in_batch and _number_of(negative) == 0:
-        raise ValueError("expected `negative` with in_batch=False: no others are left")
+        raise ValueError("expected `negative` with in_batch=False: no other candidates are left")
     ranks = num_ranks() if gather else 1
     if positive_mask is not None and positive_mask.shape[1] != ranks * batch:
         columns = "B" if ranks == 1 else f"{ranks} B"

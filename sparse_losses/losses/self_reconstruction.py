@@ -117,7 +117,10 @@ def _definition(
 
 
 def _why_not_blocks(arguments: Arguments, options: Options) -> str | None:
-    return "V of at least 1" if arguments[1].numel() == 0 else None
+    x, ids = arguments[:2]
+    if x.shape[1] == 0 or ids.shape[1] == 0:
+        return f"V and S of at least 1, got {x.shape[1]} and {ids.shape[1]},"
+    return None
 
 
 WAYS = (Way("blocks", why_not=_why_not_blocks, pays=always, compute=blockwise_self_reconstruction),)

@@ -369,7 +369,7 @@ class SpladeObjective(nn.Module):
         loss, negative = self.info_nce, batch.negative
         # The second direction of negatives is not among the scores.
         is_enough = loss.in_batch and not (loss.symmetric and negative is not None)
-        if scores is None or not is_enough or "takes_scores" not in vars(type(loss)):
+        if scores is None or not is_enough or not _takes_scores(loss):
             return self._call(
                 loss,
                 batch.anchor.activations,
@@ -377,6 +377,7 @@ class SpladeObjective(nn.Module):
                 None if negative is None else negative.activations,
                 positive_ids=batch.positive_ids,
             )
+        loss.check_hyperparameters()
         scores, size = scores / loss.temperature, len(scores)
         is_positive = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
         candidates = torch.ones_like(is_positive)
@@ -401,6 +402,7 @@ class SpladeObjective(nn.Module):
 
     def _scores(self, anchor: Texts, positive: Texts, negative: Texts | None, ranks: int) -> Tensor:
         """What InfoNCE compares, ``[B, B + N]``: positives, then negatives; of one or all ranks."""
+        check_choice("info_nce.similarity", self.info_nce.similarity, ("cosine", "dot"))
         texts = [anchor, positive, *([] if negative is None else [negative])]
         vectors = [x.activations for x in texts]
         dtype = compute_dtype(
@@ -466,7 +468,11 @@ class SpladeObjective(nn.Module):
         shapes: dict[str, tuple[Tensor | None, str]] = {
             "anchor.activations": (batch.anchor.activations, "B V"),
             "positive.activations": (batch.positive.activations, "B V"),
+            "positive_ids": (batch.positive_ids, "B, optional"),
         }
+        ids = batch.positive_ids
+        if isinstance(ids, Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
+            raise TypeError(f"expected `positive_ids` to be integers, got {ids.dtype}")
         if batch.negative is not None:
             shapes["negative.activations"] = (batch.negative.activations, "N V or B N V")
         check_shapes(**shapes)
@@ -531,6 +537,12 @@ class SpladeObjective(nn.Module):
         if self.impl != "auto":
             parts.append(f"impl={self.impl!r}")
         return ", ".join(parts)
+
+
+def _takes_scores(loss: nn.Module) -> bool:
+    """Whether its own class says so, and nothing of its own would be left out."""
+    has_hooks = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
+    return "takes_scores" in vars(type(loss)) and not has_hooks
 
 
 def _counts(weight: float | Tensor) -> bool:

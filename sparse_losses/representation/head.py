@@ -106,6 +106,8 @@ def splade_head(
     if weight.shape[0] == 0:
         raise ValueError("expected `weight` of at least one token, got V = 0")
     _check_gate(gate)
+    if impl == "definition" and sparse_grad:
+        raise ValueError('expected sparse_grad=False with impl="definition"')
     if impl == "packed" and torch.compiler.is_compiling():
         impl = "tiles"  # how many entries are active is not known beforehand
     tensors = hidden, weight, bias, attention_mask, gate

@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         "a tokenizer.json, or a folder or hub name (transformers); its special tokens are not added"
     )
     add("--tokenizer", required=True, metavar="T", help=known)
-    texts = "JSON field or column that holds the text (default: text); several are joined by spaces"
+    texts = "JSON field or column that holds the text (default: text); repeat it for several"
     add("--field", action="append", default=[], metavar="NAME", help=texts)
     cut = "cut each document after L tokens, as your model does (default: not cut)"
     add("--max-length", type=_positive, metavar="L", help=cut)

@@ -145,3 +145,21 @@ def test_every_public_loss_is_declared():
     for name in F.__all__:
         if name.endswith("_loss") or name in ("splade_pool", "splade_head", "token_weights"):
             assert hasattr(getattr(F, name), "declaration"), name
+
+
+def test_an_argument_given_twice_is_pythons_error():
+    with pytest.raises(TypeError, match="multiple values for argument 'other'"):
+        example_loss(x(), x(), other=x())
+
+
+def test_a_learned_number_on_a_third_device_is_refused():
+    with pytest.raises(ValueError, match="expected `scale` on cpu, where `x` is, or on the CPU"):
+        example_loss(x(), scale=torch.ones((), device="meta"))
+
+
+def test_a_module_on_the_meta_device_has_a_repr():
+    module = ExampleLoss(scale=torch.nn.Parameter(torch.tensor(2.0))).to("meta")
+    assert "scale=Parameter" in repr(module)
+    module.kind = "c"
+    with pytest.raises(ValueError, match="`kind`"):
+        module.check_hyperparameters()

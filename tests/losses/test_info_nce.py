@@ -197,3 +197,26 @@ def test_outside_the_batch_there_are_negatives_and_no_positive_mask(options):
     name = "positive_mask" if "positive_mask" in options else "in_batch"
     with pytest.raises(ValueError, match=name):
         info_nce_loss(a, p, n if name == "positive_mask" else None, in_batch=False, **options)
+
+
+def test_vectors_without_a_dimension_are_all_alike():
+    nothing = torch.zeros(4, 0)
+    assert info_nce_loss(nothing, nothing).item() == pytest.approx(math.log(4))
+
+
+@pytest.mark.parametrize("temperature", [1e39, 1e-40])
+def test_a_temperature_beyond_single_precision_is_left_to_the_definition(temperature):
+    a, p = draw(0, 3, 4).float().requires_grad_(), draw(1, 3, 4).float()
+    with pytest.raises(ValueError, match=r"expected `temperature` from .+ to .+, got"):
+        info_nce_loss(a, p, temperature=temperature, impl="direct")
+    torch.testing.assert_close(
+        info_nce_loss(a, p, temperature=temperature),
+        info_nce_loss(a, p, temperature=temperature, impl="definition"),
+        equal_nan=True,
+    )
+
+
+def test_meta_tensors_go_back():
+    a = torch.randn(4, 8, device="meta", requires_grad=True)
+    info_nce_loss(a, torch.randn(4, 8, device="meta")).backward()
+    assert a.grad.shape == (4, 8)

@@ -496,3 +496,48 @@ def test_texts_of_different_lengths_join():
     padded = batch._replace(negative=batch.negative._replace(input_ids=longer, attention_mask=mask))
     objective = SpladeObjective({"document_self_reconstruction": 1.0})
     torch.testing.assert_close(objective(padded).total, objective(batch).total)
+
+
+def _sharing(info_nce=None, **batch):
+    """An objective whose InfoNCE is computed of the scores that distillation needs as well."""
+    x = torch.rand(2, 4, 6, generator=torch.Generator().manual_seed(0))
+    made = SpladeBatch(Texts(x[0]), Texts(x[1]), teacher_scores=torch.eye(4), **batch)
+    weights = {"info_nce": 1.0, "distillation": 1.0}
+    return SpladeObjective(weights, info_nce=info_nce or InfoNCELoss()), made
+
+
+@pytest.mark.parametrize(
+    ("ids", "error"),
+    [
+        (torch.zeros(1).long(), ValueError),
+        (torch.zeros(5).long(), ValueError),
+        (torch.zeros(4), TypeError),
+        ([0, 1, 2, 3], TypeError),
+    ],
+    ids=["one", "five", "float", "list"],
+)
+def test_ids_beside_shared_scores_are_checked(ids, error):
+    objective, batch = _sharing(positive_ids=ids)
+    with pytest.raises(error, match="positive_ids"):
+        objective(batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", -1.0), ("temperature", torch.ones(2)), ("similarity", "cos"), ("impl", "no")],
+)
+def test_hyperparameters_beside_shared_scores_are_checked(name, value):
+    objective, batch = _sharing()
+    setattr(objective.info_nce, name, value)
+    with pytest.raises(ValueError, match=name):
+        objective(batch)
+
+
+def test_hooks_of_the_module_run_and_see_the_same_value():
+    seen = []
+    loss = InfoNCELoss()
+    objective, batch = _sharing(loss)
+    expected = objective(batch).terms["info_nce"]
+    loss.register_forward_hook(lambda _, __, value: seen.append(value.detach()))
+    torch.testing.assert_close(objective(batch).terms["info_nce"], expected)
+    torch.testing.assert_close(seen[0], expected)

@@ -997,3 +997,35 @@ def test_a_vocabulary_of_nothing_is_refused_and_a_width_of_nothing_is_the_bias()
     activations.sum().backward()
     torch.testing.assert_close(activations[1].detach(), torch.log1p(torch.tensor([0.0, 0.0, 1.0])))
     torch.testing.assert_close(bias.grad, torch.tensor([0.0, 0.0, 1.0]))
+
+
+@pytest.mark.parametrize("impl", ["definition", "packed", "tiles"])
+def test_a_forbidden_token_sends_no_nan_into_the_gate(impl):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1, 3, 2).double(), torch.randn(4, 2).double()
+    bias = torch.tensor([-torch.inf, 0, 0, 0]).double()
+    gate = torch.rand(1, 4).double().requires_grad_()
+    activations, logits = splade_head(
+        hidden, weight, bias, gate=gate, return_logits=True, impl=impl
+    )
+    assert logits[0, 0] == -torch.inf
+    for value in (activations.sum(), activations.sum() + logits[:, 1:].sum()):
+        (gradient,) = torch.autograd.grad(value, gate, retain_graph=True)
+        assert gradient.isfinite().all()
+        assert gradient[0, 0] == 0
+
+
+@pytest.mark.parametrize("impl", ["definition", "packed", "tiles"])
+def test_a_nan_bias_shows_in_its_gradient_under_a_gate(impl):
+    hidden, weight = torch.ones(1, 3, 2).double(), torch.ones(4, 2).double()
+    bias = torch.tensor([0, torch.nan, 0, 0]).double().requires_grad_()
+    gate = torch.full((1, 4), 0.5).double()
+    (gradient,) = torch.autograd.grad(
+        splade_head(hidden, weight, bias, gate=gate, impl=impl).sum(), bias
+    )
+    assert gradient.isnan().tolist() == [False, True, False, False]
+
+
+def test_the_definition_has_no_sparse_gradient():
+    with pytest.raises(ValueError, match='sparse_grad=False with impl="definition"'):
+        splade_head(torch.ones(1, 1, 2), torch.ones(3, 2), sparse_grad=True, impl="definition")
