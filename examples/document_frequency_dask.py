@@ -32,7 +32,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--field", help="of a JSONL line; without it, the line is the text")
     parser.add_argument("--scheduler", help="its address; without it, processes here")
     parser.add_argument("--blocksize", help="uncompressed files are cut into parts of, say, 64MiB")
-    return parser.parse_args()
+    chosen = parser.parse_args()
+    if chosen.field is None and any(".json" in name or ".ndjson" in name for name in chosen.inputs):
+        parser.error("expected --field, the field of a JSON line that holds the text")
+    return chosen
 
 
 def count(lines, tokenizer: str, field: str | None) -> DocumentFrequency:
