@@ -64,7 +64,7 @@ def test_with_the_controller_they_neither_collapse_nor_stay_dense(
         held_out = [getattr(pair, side) for row in corpus.validation for pair in row.pairs]
         active = (run.encode(held_out) > 0).sum(1)
         assert (active == 0).double().mean() < 0.05
-        # Of 400, and nearly all of them at the start. Where the half of it ends is seed and rounding:
+        # Of 400, and nearly all of them at the start. Where it ends below is seed and rounding:
         # how near the target the controller comes is the business of its own tests.
         assert 10 < active.double().mean() < 200
 
