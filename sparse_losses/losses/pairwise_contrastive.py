@@ -91,8 +91,8 @@ class PairwiseContrastiveLoss(LossModule):
         >>> import torch
         >>> from sparse_losses import PairwiseContrastiveLoss
         >>> loss = PairwiseContrastiveLoss(margin=2.0)
-        >>> loss(torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([True]))
-        tensor(2.)
+        >>> loss(torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]), torch.tensor([True]))
+        tensor(25.)
     """
 
     def __init__(
