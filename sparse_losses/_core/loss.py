@@ -113,7 +113,7 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             given: dict[str, Any] = dict(zip(names, args, strict=False))
             given.update(kwargs)
-            is_given_twice = not kwargs.keys().isdisjoint(names[: len(args)])
+            is_given_twice = any(name in kwargs for name in names[: len(args)])
             if len(args) > len(names) or first not in given or is_given_twice:
                 return function(*args, **kwargs)  # Python says what is wrong
             sizes = check_tensors(tensors, given)
