@@ -20,6 +20,7 @@ from sparse_losses.distributed import gather_rows, num_ranks, rank, scatter_sum,
 
 __all__ = [
     "DenseScores",
+    "as_tensor",
     "blockwise_info_nce",
     "direct_info_nce",
     "exponentials",
@@ -113,7 +114,7 @@ def in_both_directions(
     number of ranks W that contributed to them; they come W times as large. All keys are candidates:
     ``why_no_gradient`` refuses another ``in_batch`` and a ``positive_mask``.
     """
-    t = torch.as_tensor(temperature, dtype=anchor.dtype, device=anchor.device)
+    t = as_tensor(temperature, anchor)
     contrast = functools.partial(contrast, cosine=similarity == "cosine", decoupled=decoupled)
     batch, ranks = len(anchor), num_ranks() if gather else 1
     share = 1.0 / (batch if reduction == "mean" else 1 / ranks) / (2 if symmetric else 1)
@@ -154,6 +155,13 @@ def in_both_directions(
             before = found[place]
             found[place] = gradient if before is None else before + gradient
     return (sum_over_ranks(value) if gather else value) / ranks, found
+
+
+def as_tensor(temperature: float | Tensor, anchor: Tensor) -> Tensor:
+    """The temperature as a 0-d tensor; a number is filled in on the device: no copy to wait for."""
+    if isinstance(temperature, Tensor):
+        return temperature.to(anchor.dtype)
+    return torch.full((), temperature, dtype=anchor.dtype, device=anchor.device)
 
 
 def contrast(

@@ -16,6 +16,7 @@ from sparse_losses._core.similarity import through_unit_rows_, unit_rows
 from sparse_losses._core.ways import Arguments, Options
 from sparse_losses.distributed import num_ranks, rank, sum_over_ranks
 from sparse_losses.fast.info_nce import (
+    as_tensor,
     blockwise_info_nce,
     exponentials,
     losses,
@@ -54,7 +55,7 @@ def ring_info_nce(
         options = {"similarity": similarity, "symmetric": symmetric, "reduction": reduction}
         more = {"positive_ids": positive_ids, "decoupled": decoupled, "gather": gather}
         return blockwise_info_nce(needs, anchor, positive, negative, temperature, **options, **more)
-    t = torch.as_tensor(temperature, dtype=anchor.dtype, device=anchor.device)
+    t = as_tensor(temperature, anchor)
     share = 1.0 / (batch * ranks if reduction == "mean" else 1) / (2 if symmetric else 1)
     value = t.new_zeros(())
     grad_temperature = torch.zeros_like(value)

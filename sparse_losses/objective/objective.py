@@ -341,19 +341,18 @@ class SpladeObjective(nn.Module):
         for side, texts in sides.items():
             activations, input_ids, attention_mask, logits = texts
             signed = activations if logits is None else logits
-            found: dict[str, tuple[nn.Module | None, tuple[Tensor | None, ...]]] = {
-                "min_activation": (self.min_activation, (signed, self._token_counts(texts))),
-                "language_penalty": (self.language_penalty, (activations,)),
-                "self_reconstruction": (
-                    self.self_reconstruction,
-                    (signed, input_ids, attention_mask),
-                ),
-            }
             if f"{side}_flops" in active:
                 terms[f"{side}_flops"] = self._call(self.flops, of_flops[side].activations)
-            for name, (loss, tensors) in found.items():
-                if f"{side}_{name}" in active and loss is not None:
-                    terms[f"{side}_{name}"] = self._call(loss, *tensors)
+            if f"{side}_min_activation" in active:
+                counts = token_counts(input_ids, attention_mask, self.special_token_ids)
+                terms[f"{side}_min_activation"] = self._call(self.min_activation, signed, counts)
+            if f"{side}_language_penalty" in active and self.language_penalty is not None:
+                penalty = self._call(self.language_penalty, activations)
+                terms[f"{side}_language_penalty"] = penalty
+            if f"{side}_self_reconstruction" in active:
+                terms[f"{side}_self_reconstruction"] = self._call(
+                    self.self_reconstruction, signed, input_ids, attention_mask
+                )
         for side, one, other in (("query", anchor, positive), ("document", positive, anchor)):
             if f"{side}_positive_activation" in active:
                 terms[f"{side}_positive_activation"] = self._call(
@@ -445,9 +444,6 @@ class SpladeObjective(nn.Module):
             pairs_in_all, counted = sum_over_ranks(seen) if gathers else seen
             loss = loss * (pairs_in_all / counted.clamp(min=1))
         return loss
-
-    def _token_counts(self, texts: Texts) -> Tensor | None:
-        return token_counts(texts.input_ids, texts.attention_mask, self.special_token_ids)
 
     def _hide(self, texts: Texts) -> Texts:
         """Without the stopwords."""
