@@ -9,7 +9,9 @@ remarks. Without a remark it is data: floating point, it decides the dtype of th
 arrives in it.
 
 - ``optional``: may be ``None``. ``csr``: may be sparse (``torch.sparse_csr``).
-- ``uncast``: data, but left in its dtype: the body multiplies half precision as it is.
+- ``uncast``: data, but left in its dtype.
+- ``halves``: data; where all tensors with this remark have one half-precision dtype and the device
+  returns their products in fp32, they arrive in it (in eager mode).
 - ``layer``: uncast, and multiplied by a layer of the model: under autocast it arrives in autocast's
   dtype, as ``nn.Linear`` would take it. Not on the CPU, where products stay in fp32.
 - ``detached``: without a gradient: a teacher's scores, the keys of a momentum encoder.
@@ -50,7 +52,9 @@ from sparse_losses._core.checks import (
     check_tensors,
     declared,
 )
+from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import autocast_off, compute_dtype
+from sparse_losses._core.products import HALVES, returns_fp32
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.distributed import agree_across_ranks
 
@@ -158,15 +162,30 @@ def _cast(tensors: Mapping[str, Declared], given: dict[str, Any]) -> Any:
         else:
             data[name] = tensor
     dtype = compute_dtype(**data)
+    uncast = {name for name in data if tensors[name].remarks & {"uncast", "layer"}}
+    uncast |= _multiplied_as_halves(tensors, data)
     for name, (_, remarks) in tensors.items():
         if "detached" in remarks and given.get(name) is not None:
             given[name] = given[name].detach()
         if "layer" in remarks:
             given[name] = _as_layer(given[name])
-        is_cast = "constant" in remarks or (name in data and not remarks & {"uncast", "layer"})
+        is_cast = "constant" in remarks or (name in data and name not in uncast)
         if is_cast and given.get(name) is not None:
             given[name] = given[name].to(dtype)
     return dtype
+
+
+def _multiplied_as_halves(tensors: Mapping[str, Declared], data: Mapping[str, Tensor]) -> set[str]:
+    """The tensors whose products the device returns in fp32."""
+    halves = {name: x for name, x in data.items() if "halves" in tensors[name].remarks}
+    if not halves:
+        return set()
+    first = next(iter(halves.values()))
+    is_one_dtype = all(
+        x.dtype == first.dtype and x.layout == torch.strided for x in halves.values()
+    )
+    can = first.dtype in HALVES and is_one_dtype and can_bring_its_gradient(*halves.values())
+    return set(halves) if can and returns_fp32(first.device, first.dtype) else set()
 
 
 def _as_layer(tensor: Tensor) -> Tensor:

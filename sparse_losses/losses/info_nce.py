@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.products import as_single
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.softmax import contrastive_rows
@@ -31,9 +32,9 @@ Impl = Literal["auto", "definition", "direct", "blocks", "nonzeros", "ring"]
 
 
 @loss(
-    anchor="B D, csr",
-    positive="B D, csr",
-    negative="N D or B N D, optional, csr",
+    anchor="B D, csr, halves",
+    positive="B D, csr, halves",
+    negative="N D or B N D, optional, csr, halves",
     positive_ids="B, integer, optional",
     positive_mask="B C, mask, optional",
     temperature="> 0, learnable",
@@ -152,9 +153,10 @@ def _definition(
     Scores of all candidates, who among them is positive, and the row formula. Under ``gather`` this
     rank's rows are the queries, all ranks' rows the keys.
     """
-    anchor, positive = _dense(anchor), _dense(positive)
+    anchor, positive = as_single(_dense(anchor)), as_single(_dense(positive))
+    negative = None if negative is None else as_single(_dense(negative))
     if negative is not None and negative.ndim == 2:
-        negative = gather_rows(_dense(negative), gather)
+        negative = gather_rows(negative, gather)
     if positive_ids is not None:
         positive_ids = gather_rows(positive_ids, gather)
     if positive_mask is not None:
