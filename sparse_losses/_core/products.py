@@ -7,7 +7,7 @@ matrices first; tensor cores take them many times as fast.
 import torch
 from torch import Tensor
 
-__all__ = ["HALVES", "as_single", "half_product", "product", "returns_fp32"]
+__all__ = ["HALVES", "as_single", "product", "returns_fp32"]
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -46,14 +46,3 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         return as_single(a) @ as_single(b)
     multiply = torch.mm if a.ndim == 2 else torch.bmm
     return multiply(a, b, out_dtype=torch.float32)
-
-
-def half_product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of an fp32 gradient and halves; ``a`` may come rounded to bf16 already.
-
-    A gradient in bf16 is rounded to that in the end. Below the range of fp16 are the probabilities
-    of easy rows, so these products stay in fp32.
-    """
-    if b.dtype == torch.bfloat16:
-        return product(a.to(b.dtype), b)
-    return a @ as_single(b)

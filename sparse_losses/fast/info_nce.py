@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparse_losses._core.products import HALVES, half_product, product
+from sparse_losses._core.products import HALVES, product
 from sparse_losses._core.similarity import half_rows, through_unit_rows_, unit_rows
 from sparse_losses._core.softmax import softplus
 from sparse_losses._core.ways import Arguments, Options
@@ -287,6 +287,13 @@ class Side(NamedTuple):
             unit = unit / self.norm[rows]
         return through_unit_rows_(by_values, unit, self.inverse[rows])
 
+    def of_the_gradient(self) -> "Side":
+        """As the gradient's products take it: an easy row's slopes are below the range of fp16."""
+        if self.values.dtype != torch.float16:
+            return self
+        values = self.values.float() if self.norm is None else self.values / self.norm
+        return Side(values, None, self.inverse)
+
 
 def sides(cosine: bool, *inputs: Tensor) -> list[Side]:
     """Unit rows under cosine; of halves the rows themselves, and their norms."""
@@ -322,6 +329,12 @@ class DenseScores:
         elif negative is not None:
             positive = torch.cat([positive, negative])
         self.query, self.key = sides(cosine, anchor, positive)
+        if any(needs):
+            self.back_query, self.back_key = (
+                self.query.of_the_gradient(),
+                self.key.of_the_gradient(),
+            )
+            self.back_each = None if self.each is None else self.each.of_the_gradient()
         self.grad_query: list[Tensor] = []  # a part for each block
         self.grad_each: list[Tensor] = []
         self.grad_key: Tensor | None = None
@@ -351,56 +364,55 @@ class DenseScores:
 
     def back(self, rows: slice, gradient: Tensor) -> None:
         """Takes in the gradient by those scores times the temperature, and uses it up."""
-        query, keys = self.query.values[rows], self.key.values
-        if self.query.norm is not None:
-            gradient.div_(self.query.norm[rows])
-        by_keys = _as_operand(gradient[:, : len(keys)], self.key.norm, keys)
+        query, keys = self.back_query.values[rows], self.back_key.values
+        if self.back_query.norm is not None:
+            gradient.div_(self.back_query.norm[rows])
+        by_keys = _as_operand(gradient[:, : len(keys)], self.back_key.norm, keys)
         if self.needs[1] or (self.needs[2] and self.is_shared):
             self.grad_key = _add_product(self.grad_key, by_keys.T, query)
-        if self.each is not None:
-            each, by_each = self.each.values[rows], gradient[:, len(keys) :]
-            if self.each.norm is not None:
-                by_each = by_each / self.each.norm[rows].squeeze(2)
+        if self.back_each is not None:
+            each, by_each = self.back_each.values[rows], gradient[:, len(keys) :]
+            if self.back_each.norm is not None:
+                by_each = by_each / self.back_each.norm[rows].squeeze(2)
             if self.needs[2]:
                 self.grad_each.append(by_each[:, :, None] * query[:, None])
         if not (self.needs[0] or self.needs[3]):
             return
-        by_query = half_product(by_keys, keys)
-        if self.each is not None:
-            by_query += half_product(by_each.unsqueeze(1), each).squeeze(1)
+        by_query = product(by_keys, keys)
+        if self.back_each is not None:
+            by_query += product(by_each.to(each.dtype).unsqueeze(1), each).squeeze(1)
         if self.needs[3]:  # the sum of gradient times score, without another look at the scores
             along = (by_query * query).sum() / self.temperature
             before = self.grad_temperature
             self.grad_temperature = -along if before is None else before - along
         if self.needs[0]:
-            self.grad_query.append(self.query.gradient(by_query, rows))
+            self.grad_query.append(self.back_query.gradient(by_query, rows))
 
     def gradients(self) -> list[Tensor | None]:
         """By anchor, positive, negative and temperature."""
         grad_negative = None
-        grad_key = None if self.grad_key is None else self.key.gradient(self.grad_key)
+        grad_key = None if self.grad_key is None else self.back_key.gradient(self.grad_key)
         if grad_key is not None and len(grad_key) > self.num_positives:
             grad_key, grad_negative = grad_key.tensor_split([self.num_positives])
-        elif self.each is not None:
+        elif self.back_each is not None:
             grad_negative = _joined(self.grad_each)
             if grad_negative is not None:
-                grad_negative = self.each.gradient(grad_negative)
+                grad_negative = self.back_each.gradient(grad_negative)
         return [_joined(self.grad_query), grad_key, grad_negative, self.grad_temperature]
 
 
 def _as_operand(gradient: Tensor, norm: Tensor | None, keys: Tensor) -> Tensor:
     """The gradient ``[c, B]`` over the keys' norms, in the dtype in which it is multiplied."""
     if norm is None:
-        return gradient.to(keys.dtype) if keys.dtype == torch.bfloat16 else gradient
-    dtype = keys.dtype if keys.dtype == torch.bfloat16 else gradient.dtype
-    return torch.div(gradient, norm.T, out=torch.empty_like(gradient, dtype=dtype))
+        return gradient.to(keys.dtype)
+    return torch.div(gradient, norm.T, out=torch.empty_like(gradient, dtype=keys.dtype))
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """``total + a @ b``, in place."""
     if total is None:
-        return half_product(a, b)
-    return total.addmm_(a, b) if b.dtype == total.dtype else total.add_(half_product(a, b))
+        return product(a, b)
+    return total.addmm_(a, b) if b.dtype == total.dtype else total.add_(product(a, b))
 
 
 def _joined(parts: list[Tensor]) -> Tensor | None:
