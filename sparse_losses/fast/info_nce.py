@@ -287,10 +287,8 @@ class Side(NamedTuple):
             unit = unit / self.norm[rows]
         return through_unit_rows_(by_values, unit, self.inverse[rows])
 
-    def of_the_gradient(self) -> "Side":
-        """As the gradient's products take it: an easy row's slopes are below the range of fp16."""
-        if self.values.dtype != torch.float16:
-            return self
+    def single(self) -> "Side":
+        """In fp32, for the gradient: an easy row's slopes are below the range of fp16."""
         values = self.values.float() if self.norm is None else self.values / self.norm
         return Side(values, None, self.inverse)
 
@@ -329,12 +327,10 @@ class DenseScores:
         elif negative is not None:
             positive = torch.cat([positive, negative])
         self.query, self.key = sides(cosine, anchor, positive)
-        if any(needs):
-            self.back_query, self.back_key = (
-                self.query.of_the_gradient(),
-                self.key.of_the_gradient(),
-            )
-            self.back_each = None if self.each is None else self.each.of_the_gradient()
+        self.back_query, self.back_key, self.back_each = self.query, self.key, self.each
+        if any(needs) and anchor.dtype == torch.float16:
+            self.back_query, self.back_key = self.query.single(), self.key.single()
+            self.back_each = None if self.each is None else self.each.single()
         self.grad_query: list[Tensor] = []  # a part for each block
         self.grad_each: list[Tensor] = []
         self.grad_key: Tensor | None = None

@@ -153,10 +153,9 @@ def _definition(
     Scores of all candidates, who among them is positive, and the row formula. Under ``gather`` this
     rank's rows are the queries, all ranks' rows the keys.
     """
-    anchor, positive = as_single(_dense(anchor)), as_single(_dense(positive))
-    negative = None if negative is None else as_single(_dense(negative))
-    if negative is not None and negative.ndim == 2:
-        negative = gather_rows(negative, gather)
+    anchor, positive = _dense(anchor), _dense(positive)
+    if negative is not None:
+        negative = gather_rows(_dense(negative), gather and negative.ndim == 2)
     if positive_ids is not None:
         positive_ids = gather_rows(positive_ids, gather)
     if positive_mask is not None:
@@ -262,7 +261,7 @@ def _number_of(negative: Tensor | None) -> int:
 
 
 def _dense(x: Tensor) -> Tensor:
-    return x if x.layout == torch.strided else x.to_dense()
+    return as_single(x if x.layout == torch.strided else x.to_dense())
 
 
 def _check(
