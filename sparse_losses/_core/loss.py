@@ -27,7 +27,7 @@ no declaration: their annotations ``bool`` and ``Literal`` say what is allowed.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import (
     Any,
     Literal,
@@ -60,6 +60,7 @@ from sparse_losses.distributed import agree_across_ranks
 
 __all__ = ["LossModule", "loss"]
 
+AS_THEY_CAME = frozenset({"labels", "token ids"})
 LEARNABLE = "> 0, learnable"
 PADDED = "S"  # every rank pads its texts to a length of its own
 
@@ -115,13 +116,13 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            given: dict[str, Any] = dict(zip(names, args, strict=False))
-            given.update(kwargs)
-            is_given_twice = any(name in kwargs for name in names[: len(args)])
-            if len(args) > len(names) or first not in given or is_given_twice:
+            given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+            is_wrong = len(given) < len(args) + len(kwargs)  # too many, or one of them twice
+            if is_wrong or first not in given:
                 return function(*args, **kwargs)  # Python says what is wrong
             sizes = check_tensors(tensors, given)
-            declaration.check(kwargs)
+            if kwargs:
+                declaration.check(kwargs)
             dtype = _cast(tensors, given)
             for name in learnable:
                 if isinstance(given.get(name), Tensor):
@@ -147,45 +148,49 @@ def _beside(name: str, number: Tensor, first: str, data: Tensor) -> Tensor:
     return number
 
 
-def _cast(tensors: Mapping[str, Declared], given: dict[str, Any]) -> Any:
+def _cast(tensors: Mapping[str, Declared], given: dict[str, Any]) -> torch.dtype:
     """Brings the tensors to what their remarks say, in place; returns the dtype to compute in."""
-    data = {}
+    data: dict[str, Tensor] = {}
+    cast, halves = [], []
     for name, (_, remarks) in tensors.items():
         tensor = given.get(name)
-        if tensor is None or remarks & {"constant", "labels", "token ids"}:
+        if tensor is None or remarks & AS_THEY_CAME:
             continue
         if "mask" in remarks:
             given[name] = as_mask(name, tensor)
-        elif "integer" in remarks:
+            continue
+        if "integer" in remarks:
             if tensor.is_floating_point() or tensor.dtype == torch.bool:
                 raise TypeError(f"expected `{name}` to be integers, got {tensor.dtype}")
-        else:
+            continue
+        if "constant" not in remarks:
             data[name] = tensor
-    dtype = compute_dtype(**data)
-    uncast = {name for name in data if tensors[name].remarks & {"uncast", "layer"}}
-    uncast |= _multiplied_as_halves(tensors, data)
-    for name, (_, remarks) in tensors.items():
-        if "detached" in remarks and given.get(name) is not None:
-            given[name] = given[name].detach()
+        if "detached" in remarks:
+            given[name] = tensor.detach()
         if "layer" in remarks:
-            given[name] = _as_layer(given[name])
-        is_cast = "constant" in remarks or (name in data and name not in uncast)
-        if is_cast and given.get(name) is not None:
+            given[name] = _as_layer(tensor)
+        elif "halves" in remarks:
+            halves.append(name)
+        elif "uncast" not in remarks:
+            cast.append(name)
+    dtype = compute_dtype(**data)
+    if halves and not _multiplied_as_halves([given[name] for name in halves]):
+        cast += halves
+    for name in cast:
+        if given[name].dtype != dtype:  # a call of `to` takes longer than this question
             given[name] = given[name].to(dtype)
     return dtype
 
 
-def _multiplied_as_halves(tensors: Mapping[str, Declared], data: Mapping[str, Tensor]) -> set[str]:
-    """The tensors whose products the device returns in fp32."""
-    halves = {name: x for name, x in data.items() if "halves" in tensors[name].remarks}
-    if not halves:
-        return set()
-    first = next(iter(halves.values()))
-    is_one_dtype = all(
-        x.dtype == first.dtype and x.layout == torch.strided for x in halves.values()
+def _multiplied_as_halves(inputs: Sequence[Tensor]) -> bool:
+    """Whether the device takes their products in the dtype they have, and returns fp32."""
+    dtype = inputs[0].dtype
+    return (
+        dtype in HALVES
+        and all(x.dtype == dtype and x.layout == torch.strided for x in inputs)
+        and can_bring_its_gradient(*inputs)
+        and returns_fp32(inputs[0].device, dtype)
     )
-    can = first.dtype in HALVES and is_one_dtype and can_bring_its_gradient(*halves.values())
-    return set(halves) if can and returns_fp32(first.device, first.dtype) else set()
 
 
 def _as_layer(tensor: Tensor) -> Tensor:
