@@ -19,10 +19,10 @@ from sparse_losses.fast.info_nce import (
     blockwise_info_nce,
     losses,
     rows_of_a_block,
-    sides,
     softmax,
     why_not_dense,
 )
+from sparse_losses.fast.scores import sides
 
 __all__ = ["ring_info_nce", "why_not_ring"]
 
