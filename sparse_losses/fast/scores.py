@@ -215,7 +215,7 @@ class _Scores(torch.autograd.Function):
         with autocast_off(upstream.device):
             if torch.is_grad_enabled() or is_batched(upstream):
                 with torch.enable_grad():
-                    aliases = [None if x is None else x.view_as(x) for x in inputs]
+                    aliases: list[Any] = [None if x is None else x.view_as(x) for x in inputs]
                     query, key, negative = aliases
                     value = _definition(query, key, negative, ctx.cosine)
                 wanted = [x for x in aliases if x is not None and x.requires_grad]
