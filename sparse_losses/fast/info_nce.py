@@ -25,6 +25,7 @@ __all__ = [
     "contrast",
     "direct_info_nce",
     "in_both_directions",
+    "info_nce_of_scores",
     "losses",
     "rows_of_a_block",
     "softmax",
@@ -265,3 +266,61 @@ def losses(total: Tensor, own: Tensor, decoupled: bool) -> tuple[Tensor, Tensor]
     """Losses by log-sum-exp and positive's score; minus their slope by the latter."""
     gap = total - own
     return (gap, torch.ones_like(gap)) if decoupled else (softplus(gap), gap.sigmoid())
+
+
+def info_nce_of_scores(
+    needs: Sequence[bool],
+    scores: Tensor,
+    temperature: float | Tensor,
+    *,
+    symmetric: bool,
+    positive_ids: Tensor | None,
+    decoupled: bool,
+    reduction: str,
+) -> tuple[Tensor, Gradients]:
+    """Value of InfoNCE, and its gradients by scores that are there and by the temperature."""
+    share = (1.0 / len(scores) if reduction == "mean" else 1.0) / (2 if symmetric else 1)
+    value, (by_scores, *_, by_temperature) = contrast(
+        [needs[0], False, False, needs[1]],
+        scores,
+        scores,
+        None,
+        temperature,
+        cosine=False,
+        decoupled=decoupled,
+        share=share,
+        symmetric=symmetric,
+        positive_ids=positive_ids,
+        kind=_GivenScores,
+    )
+    return value, [by_scores, by_temperature]
+
+
+class _GivenScores:
+    """Scores ``[B, C]`` that somebody else has made, in place of anchors."""
+
+    def __init__(
+        self,
+        needs: Sequence[bool],
+        scores: Tensor,
+        _: Tensor,
+        __: None,
+        t: float | Tensor,
+        *___: bool,
+    ) -> None:
+        self.needs, self.scores, self.temperature = needs, scores, t
+        self.found: Gradients = [None] * 4
+
+    def block(self, rows: slice) -> Tensor:
+        """Scores over the temperature."""
+        return self.scores[rows] / self.temperature
+
+    def back(self, rows: slice, gradient: Tensor) -> None:
+        """Takes in the gradient by the scores."""
+        if self.needs[3]:
+            self.found[3] = -(gradient * self.scores).sum() / self.temperature
+        self.found[0] = gradient
+
+    def gradients(self) -> Gradients:
+        """By scores and temperature, in the places of anchors and temperature."""
+        return self.found
