@@ -34,8 +34,9 @@ class Side(NamedTuple):
 
     def single(self) -> "Side":
         """In fp32, for the gradient: an easy row's slopes are below the range of fp16."""
-        values = self.values.float() if self.norm is None else self.values / self.norm
-        return Side(values, None, self.inverse)
+        if self.norm is None or self.inverse is None:
+            return Side(self.values.float(), None, None)
+        return Side(self.values / self.norm, None, self.inverse / self.norm)
 
 
 def sides(cosine: bool, *inputs: Tensor) -> list[Side]:
