@@ -115,9 +115,8 @@ class _Direction:
 
     def _scores(self, rows: slice, keys: Tensor, ids: Tensor | None, is_own: bool) -> Tensor:
         """Scores against the keys of one rank; what is no negative has -inf, the positives too."""
-        scores = self.queries[rows] @ _without_nan(keys, ids).T
+        scores = self.queries[rows] @ keys.T  # a NaN of a key stays in the key's own column
         if ids is not None and self.ids is not None:
-            scores.masked_fill_(keys.isnan().any(1), torch.nan)
             in_batch = scores[:, : self.batch]
             in_batch.masked_fill_(self.ids[rows, None] == ids, -torch.inf)
         if is_own:
