@@ -377,15 +377,6 @@ def test_unequal_calls_are_errors_on_every_rank_that_name_the_sizes():
         assert found["after"] == ""
 
 
-@pytest.mark.parametrize("case", FIRST.values(), ids=list(FIRST))
-def test_gather_is_a_flag_and_changes_nothing_without_other_ranks(case):
-    tensors = to_tensors(case.arrays())
-    assert torch.equal(case.function()(**tensors, gather=True), case.function()(**tensors))
-    for wrong in ("yes", 1, None, "rings"):
-        assert "expected `gather` to be" in caught(case.function(), **tensors, gather=wrong)
-        assert "expected `gather` to be" in caught(case.module, tensors, gather=wrong)
-
-
 def test_the_ring_says_what_it_cannot():
     x = torch.rand(3, 5)
     for options in (

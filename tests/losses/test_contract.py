@@ -155,6 +155,7 @@ def test_a_call_overrides_gather_and_impl_for_that_call(loss):
     expected = alive(module(**rest))
     assert torch.equal(module(**rest, gather=True), expected), "without other ranks"
     assert module.gather is False
+    assert torch.equal(case.function()(**tensors, gather=True), expected)
     with pytest.raises(TypeError, match="expected `gather` to be True or False"):
         module(**rest, gather="yes")
     if loss.ways:
@@ -626,6 +627,7 @@ BAD = [
     for loss in LOSSES.values()
     for name, value in (
         *loss.bad,
+        *[("gather", flag) for flag in ("yes", 1, None)],
         *([("reduction", "avg"), ("reduction", None)] if loss.reduces else []),
     )
 ]
