@@ -660,12 +660,13 @@ def _head_case(name: str, bias=False, mask=False, gate=False, **kwargs: Any) -> 
     )
 
 
-def _by_every_way(cases: tuple[Case, ...]) -> tuple[Case, ...]:
-    """A case that a way takes comes twice: by the definition, and by what ``auto`` takes."""
+def _by_every_way(cases: tuple[Case, ...], *ways: str) -> tuple[Case, ...]:
+    """A case that a way takes comes by the definition and by these, or by all ways by name."""
     found = []
     for case in cases:
+        names = ("definition", *(ways or case.loss.ways))
         twice = case.takes_way and case.loss.ways
-        found += [replace(case, impl=i) for i in ("definition", "auto")] if twice else [case]
+        found += [replace(case, impl=i) for i in names] if twice else [case]
     return tuple(found)
 
 
@@ -772,7 +773,7 @@ LAYER_CASES = (
     _head_case("all_logits", bias=True, mask=True, gate=True, return_logits=True),
 )
 
-CASES = _by_every_way(BASE_CASES)
+CASES = _by_every_way(BASE_CASES, "auto")
 CASES_AND_LAYERS = CASES + _by_every_way(LAYER_CASES)
 FIRST = {case.stem: case for case in reversed(BASE_CASES)}  # one case a loss, its plainest
 
