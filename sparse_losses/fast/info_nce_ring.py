@@ -109,10 +109,9 @@ class _Direction:
 
     def _scores(self, rows: slice, keys: Tensor, ids: Tensor | None, is_own: bool) -> Tensor:
         """Scores against the keys of one rank; what is no negative has the lowest."""
-        scores = self.queries[rows] @ _without_nan(keys, ids).T
+        scores = self.queries[rows] @ keys.T  # a NaN of a key stays in the key's own column
         lowest = torch.finfo(scores.dtype).min
         if ids is not None and self.ids is not None:
-            scores.masked_fill_(keys.isnan().any(1), torch.nan)
             in_batch = scores[:, : self.batch]
             in_batch.masked_fill_(self.ids[rows, None] == ids, lowest)
         if is_own:
