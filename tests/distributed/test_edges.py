@@ -242,7 +242,7 @@ ROUND = ("info_nce-shared-auto", "info_nce-symmetric_per_row-auto", "info_nce-id
 def around_the_ring(rank: int, world: int) -> list[int]:
     """Three ranks, one row of scores at a time; how often a rank passes something on."""
     patched = pytest.MonkeyPatch()
-    patched.setattr(info_nce, "MOST_SCORES", 1)
+    patched.setattr(info_nce, "most_scores", lambda device: 1)
     passed = []
     plain = dist.batch_isend_irecv
     patched.setattr(dist, "batch_isend_irecv", lambda x: passed.append(len(x)) or plain(x))
