@@ -105,8 +105,9 @@ LOSSES = {
             "triplet_margin",
             "TripletMarginLoss",
             "(anchor, positive, negative, *, margin=0.3, similarity='cosine', "
-            "gather=False, reduction='mean')",
-            bad=(("margin", _NAN), ("similarity", "manhattan")),
+            "gather=False, impl='auto', reduction='mean')",
+            bad=(("margin", _NAN), ("similarity", "manhattan"), ("impl", "blocks")),
+            ways=("direct",),
         ),
         Loss(
             "self_reconstruction",
@@ -542,7 +543,9 @@ def _pair_case(stem: str, name: str, negative=None, **kwargs) -> Case:
         differentiable=("anchor", "positive") + (("negative",) if negative else ()),
         rows=("anchor", "positive") + (("negative",) if negative in ("row", "per_row") else ()),
         free={"shared": (("negative", 0),), "per_row": (("negative", 1),)}.get(negative, ()),
-        takes_way=stem == "n_pair" and negative is None,
+        takes_way=(
+            negative is None if stem == "n_pair" else kwargs.get("similarity") != "euclidean"
+        ),
     )
 
 
