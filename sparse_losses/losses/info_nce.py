@@ -92,10 +92,10 @@ def info_nce_loss(
             the first of these that supports the call and is expected to be faster: ``"nonzeros"``,
             which multiplies only what is not zero (chosen for CSR tensors, and on the CPU where a
             sample of wide inputs has fewer than about 12% non-zeros), ``"blocks"``, which holds
-            some rows of the scores at a time (chosen for more than 2^21 scores on a CPU, 2^26 elsewhere), and
-            ``"direct"``, which holds all scores once. Else, compiled and under ``torch.func`` it is
-            ``"definition"``, the formula operation by operation. ``"ring"``, with ``gather``, holds
-            the rows of one other rank at a time and sends them round twice.
+            some rows of the scores at a time (chosen for more than 2^21 scores on a CPU, 2^26
+            elsewhere), and ``"direct"``, which holds all scores at once. Else, compiled and under
+            ``torch.func``, it is ``"definition"``, the formula operation by operation. ``"ring"``,
+            with ``gather``, holds the rows of one other rank at a time and sends them round twice.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
