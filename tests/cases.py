@@ -109,9 +109,11 @@ LOSSES = {
             "positive_activation",
             "PositiveActivationLoss",
             "(activations, positive_input_ids, positive_attention_mask, token_weight=None, *, "
-            "saturating=False, ignore_token_ids=None, gather=False, reduction='mean')",
+            "saturating=False, ignore_token_ids=None, gather=False, impl='auto', "
+            "reduction='mean')",
             constructor=("token_weight",),
-            bad=(*_BAD_IDS, ("saturating", 1)),
+            bad=(*_BAD_IDS, ("impl", "blocks"), ("saturating", 1)),
+            ways=("direct",),
         ),
         Loss(
             "flops",
@@ -498,7 +500,7 @@ def _token_case(stem: str, name: str, weight: bool = False, **kwargs) -> Case:
         free=() if weight else (("activations", 1),),
         invalidate=(mask, 0) if prefix else None,
         private=("activations",),
-        takes_way=stem == "self_reconstruction",
+        takes_way=True,
     )
 
 
