@@ -151,8 +151,10 @@ LOSSES = {
             "distillation",
             "DistillationLoss",
             "(student_scores, teacher_scores, *, temperature=3.0, alpha_kl=0.7, alpha_mse=0.3, "
-            "standardize='batch', candidate_mask=None, gather=False)",
+            "standardize='batch', candidate_mask=None, gather=False, impl='auto')",
+            ways=("direct",),
             bad=(
+                ("impl", "blocks"),
                 *_BAD_TEMPERATURES,
                 ("standardize", "column"),
                 ("alpha_kl", -1.0),
@@ -515,6 +517,7 @@ def _score_case(name: str, mask: bool = False, infinite: bool = False, **kwargs)
         masks=("candidate_mask",) if mask else (),
         invalidate=("candidate_mask", 0) if mask else None,
         private=("student_scores", "teacher_scores"),
+        takes_way=True,
     )
 
 
