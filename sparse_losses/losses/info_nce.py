@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.products import as_single
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.softmax import contrastive_rows
@@ -31,9 +32,9 @@ Impl = Literal["auto", "definition", "direct", "blocks", "nonzeros", "ring"]
 
 
 @loss(
-    anchor="B D, csr",
-    positive="B D, csr",
-    negative="N D or B N D, optional, csr",
+    anchor="B D, csr, halves",
+    positive="B D, csr, halves",
+    negative="N D or B N D, optional, csr, halves",
     positive_ids="B, integer, optional",
     positive_mask="B C, mask, optional",
     temperature="> 0, learnable",
@@ -153,8 +154,8 @@ def _definition(
     rank's rows are the queries, all ranks' rows the keys.
     """
     anchor, positive = _dense(anchor), _dense(positive)
-    if negative is not None and negative.ndim == 2:
-        negative = gather_rows(_dense(negative), gather)
+    if negative is not None:
+        negative = gather_rows(_dense(negative), gather and negative.ndim == 2)
     if positive_ids is not None:
         positive_ids = gather_rows(positive_ids, gather)
     if positive_mask is not None:
@@ -260,7 +261,7 @@ def _number_of(negative: Tensor | None) -> int:
 
 
 def _dense(x: Tensor) -> Tensor:
-    return x if x.layout == torch.strided else x.to_dense()
+    return as_single(x if x.layout == torch.strided else x.to_dense())
 
 
 def _check(

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_flag, check_number, check_shapes
 from sparse_losses._core.precision import autocast_off, compute_dtype
-from sparse_losses._core.similarity import normalize
 from sparse_losses._core.token_ids import TokenIds, check_ids
 from sparse_losses.distributed import (
     agree_across_ranks,
@@ -19,6 +18,7 @@ from sparse_losses.distributed import (
     skip_size_check,
     sum_over_ranks,
 )
+from sparse_losses.fast.scores import candidate_scores
 from sparse_losses.losses import (
     DistillationLoss,
     FlopsLoss,
@@ -402,24 +402,14 @@ class SpladeObjective(nn.Module):
     def _scores(self, anchor: Texts, positive: Texts, negative: Texts | None, ranks: int) -> Tensor:
         """What InfoNCE compares, ``[B, B + N]``: positives, then negatives; of one or all ranks."""
         check_choice("info_nce.similarity", self.info_nce.similarity, ("cosine", "dot"))
-        texts = [anchor, positive, *([] if negative is None else [negative])]
-        vectors = [x.activations for x in texts]
-        dtype = compute_dtype(
-            **dict(zip(("anchor", "positive", "negative"), vectors, strict=False))
-        )
-        vectors = [x.to(dtype) for x in vectors]
-        if self.info_nce.similarity == "cosine":
-            unit = normalize(vectors[0])
-            vectors = [unit, *(unit if x is vectors[0] else normalize(x) for x in vectors[1:])]
-        query, key, *others = vectors
-        if ranks > 1:  # but for negatives of each anchor's own
+        query, key = anchor.activations, positive.activations
+        others = None if negative is None else negative.activations
+        if ranks > 1:
             key = gather_rows(key)
-            others = [gather_rows(other) if other.ndim == 2 else other for other in others]
-        scores = [query @ key.T]
-        for other in others:
-            rows = other.ndim == 2
-            scores.append(query @ other.T if rows else torch.einsum("bv,bnv->bn", query, other))
-        return torch.cat(scores, dim=1) if others else scores[0]
+            if others is not None and others.ndim == 2:  # each anchor's own stay here
+                others = gather_rows(others)
+        is_cosine = self.info_nce.similarity == "cosine"
+        return candidate_scores(query, key, others, cosine=is_cosine)
 
     def _margin_mse(
         self, scores: Tensor, negative: Texts | None, teacher: Tensor, ranks: int
