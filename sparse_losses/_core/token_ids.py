@@ -32,12 +32,10 @@ def attended_ids(
         raise TypeError(f"expected `{name}` to be integers, got {input_ids.dtype}")
     ids = (input_ids * attended).long()  # one launch; `where` with a number is two
     if values_can_be_checked(ids):
-        lowest, highest = ids.aminmax() if ids.numel() > 0 else (0, -1)
+        lowest, highest = map(int, ids.aminmax()) if ids.numel() > 0 else (0, -1)
         if lowest < 0 or highest >= vocab_size:
             outside = lowest if lowest < 0 else highest
-            raise ValueError(
-                f"expected `{name}` in [0, V) with V = {vocab_size}, got {int(outside)}"
-            )
+            raise ValueError(f"expected `{name}` in [0, V) with V = {vocab_size}, got {outside}")
     elif torch.compiler.is_compiling() or not (gathered or transforms_are_active()):
         # An assertion on the device: no sync in eager mode, no graph break when compiled.
         is_inside = ((ids >= 0) & (ids < vocab_size)).all()

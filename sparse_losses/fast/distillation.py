@@ -25,23 +25,18 @@ def direct_distillation(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The loss, and the gradient of the student's scores."""
     scores = torch.stack([student, teacher])
-    total, gradient = None, None
     if alpha_kl > 0:
         kl, gradient, inverse_rows = _divergence(scores / temperature, absent)
         weight = inverse_rows * (alpha_kl * temperature)
         gradient.mul_(weight)
-    if alpha_mse > 0:
-        mse, change, inverse = _squared_difference(scores, absent, by_row)
-        total = mse.mul_(alpha_mse)
-        if gradient is None:
-            gradient = change.mul_(2 * alpha_mse * inverse)
-        else:
-            gradient.addcmul_(change, inverse, value=2 * alpha_mse)
-    if alpha_kl > 0:
-        if total is None:
-            total = (kl * weight).mul_(temperature)
-        else:
-            total.addcmul_(kl, weight, value=temperature)
+        if alpha_mse == 0:
+            return (kl * weight).mul_(temperature), [gradient, None, None, None]
+    mse, change, inverse = _squared_difference(scores, absent, by_row)
+    total = mse.mul_(alpha_mse)
+    if alpha_kl == 0:
+        return total, [change.mul_(2 * alpha_mse * inverse), None, None, None]
+    total.addcmul_(kl, weight, value=temperature)
+    gradient.addcmul_(change, inverse, value=2 * alpha_mse)
     return total, [gradient, None, None, None]
 
 

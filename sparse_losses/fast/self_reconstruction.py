@@ -18,7 +18,7 @@ def blockwise_self_reconstruction(
     ids: Tensor,
     attended: Tensor,
     ignored: Tensor | None,
-    ratio: Tensor | None,
+    ratio: float | Tensor,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The sums of every row ``[B]``, and the gradient of ``x``.
 
@@ -32,7 +32,7 @@ def blockwise_self_reconstruction(
     sign = (1 - 2.0 * some).to(x.dtype)
     signed = sign * x.gather(1, ids)
     cost, slope = softplus(signed), sign * signed.sigmoid()
-    if ratio is not None:
+    if isinstance(ratio, Tensor):
         weight = torch.where(some == 1, ratio[:, None], 1.0)
         cost, slope = weight * cost, weight * slope
     sums = x.new_empty(x.shape[0])

@@ -65,8 +65,8 @@ def distillation_loss(
         gather: whether means and deviation are over the rows of all ranks, whose number is the same
             on each (see ``sparse_losses.distributed``); no scores are sent.
         impl: how the value is computed: ``"definition"``, the formula operation by operation,
-            ``"direct"``, with a gradient of its own (not with ``gather``, nor with a temperature
-            that is a tensor), or ``"auto"``, the latter where it holds.
+            ``"direct"``, with a gradient of its own (a number as ``temperature``, no ``gather``),
+            or ``"auto"``, the latter where it holds.
 
     Returns:
         0-d, fp32 (fp64 for fp64 inputs), >= 0: KL and MSE divide by different counts (rows with
@@ -91,7 +91,8 @@ def distillation_loss(
         Distillation (the z-scores). The mixture comes from the notes of a Korean neural sparse
         retriever (its version V26).
     """
-    fewest = 3 if standardize == "row" else 2
+    by_row = standardize == "row"
+    fewest = 3 if by_row else 2
     if student_scores.shape[1] < fewest:
         raise ValueError(
             f"expected at least {fewest} candidates a row for standardize={standardize!r}, "
@@ -99,24 +100,14 @@ def distillation_loss(
         )
     if len(student_scores) == 0 or not (alpha_kl > 0 or alpha_mse > 0):
         return student_scores[:0].sum()  # 0, and part of the graph
-    absent = _absent(teacher_scores, candidate_mask)
-    options = {
-        "alpha_kl": alpha_kl,
-        "alpha_mse": alpha_mse,
-        "by_row": standardize == "row",
-        "gather": gather,
-    }
-    tensors = (student_scores, teacher_scores, absent, temperature)
-    return compute(_definition, WAYS, impl, tensors, options)
-
-
-def _absent(teacher: Tensor, candidate_mask: Tensor | None) -> Tensor | None:
-    """Which scores are not candidates; ``None`` for none, where looking costs nothing."""
+    absent = None
     if candidate_mask is not None:
-        return (teacher == -torch.inf) | ~candidate_mask
-    if values_can_be_checked(teacher) and teacher.amin() != -torch.inf:
-        return None
-    return teacher == -torch.inf
+        absent = ~candidate_mask | (teacher_scores == -torch.inf)
+    elif not values_can_be_checked(teacher_scores) or teacher_scores.amin() == -torch.inf:
+        absent = teacher_scores == -torch.inf
+    tensors = (student_scores, teacher_scores, absent, temperature)
+    options = {"alpha_kl": alpha_kl, "alpha_mse": alpha_mse, "by_row": by_row, "gather": gather}
+    return compute(_definition, WAYS, impl, tensors, options)
 
 
 def _definition(
@@ -133,8 +124,8 @@ def _definition(
     candidate = torch.ones_like(student, dtype=torch.bool) if absent is None else ~absent
     student = torch.where(candidate, student, 0.0)
     teacher = torch.where(candidate, teacher, 0.0)
-    # Arithmetic by 0 and 1 takes a CPU a fraction of the time of `where`. Added to scores, `far_below`
-    # takes all but candidates out; not by -inf, which makes a row without candidates NaN.
+    # Arithmetic by 0 and 1 takes a CPU a fraction of the time of `where`. Added to scores,
+    # `far_below` takes all but candidates out; -inf would make a row without candidates NaN.
     member = candidate.to(student.dtype)
     far_below = (1 - member) * torch.finfo(student.dtype).min
     over_ranks = sum_over_ranks if gather else _unchanged
@@ -185,7 +176,6 @@ def _z_scores(
     over_ranks = sum_over_ranks if of_matrix else _unchanged
     largest_of_ranks = maximum_over_ranks if of_matrix else _unchanged
     count = over_ranks(member.sum(dims, keepdim=True))
-
     # z sees neither shift nor scale, so both are constants to the gradient. With the largest score
     # exactly 0 and the range 1, squares neither overflow nor underflow.
     highest = largest_of_ranks((scores.detach() + far_below).amax(dims, keepdim=True))
@@ -195,7 +185,6 @@ def _z_scores(
     says_nothing = (spread <= 0) | (count < (3 if by_row else 2))
     spread = torch.where(says_nothing, 1.0, spread)
     scaled = below / spread
-
     mean = over_ranks(scaled.sum(dims, keepdim=True)) / count.clamp(min=1)
     centred = (scaled - mean) * member
     variance = over_ranks(centred.square().sum(dims, keepdim=True)) / (count - 1).clamp(min=1)
@@ -224,13 +213,6 @@ class DistillationLoss(LossModule):
         >>> student.grad.shape
         torch.Size([2, 4])
     """
-
-    temperature: float | Tensor
-    alpha_kl: float
-    alpha_mse: float
-    standardize: Standardize
-    gather: bool
-    impl: Impl
 
     def __init__(
         self,

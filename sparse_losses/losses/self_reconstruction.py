@@ -86,12 +86,13 @@ def self_reconstruction_loss(
     x, attended, vocab_size = activations, attention_mask, activations.shape[1]
     ids = attended_ids("input_ids", input_ids, attended, vocab_size, gathered=True)
     ignored = id_mask("ignore_token_ids", ignore_token_ids, vocab_size, x.device)
-    num_kept: int | Tensor = max(vocab_size, 1)
+    num_kept: float | Tensor = max(vocab_size, 1)
     if ignored is not None:
         attended = attended & ~ignored[ids]
         num_kept = (~ignored).sum().clamp(min=1)
     # Row value: (sum over the others + ratio * sum over the targets) / divisor.
-    divisor, ratio = num_kept, None
+    divisor: float | Tensor = num_kept
+    ratio: float | Tensor = 1.0
     if balanced:
         num_targets = first_occurrences(ids, attended)[1].sum(-1).to(x.dtype)
         num_others = (num_kept - num_targets).clamp(min=1)
@@ -101,7 +102,7 @@ def self_reconstruction_loss(
 
 
 def _definition(
-    x: Tensor, ids: Tensor, attended: Tensor, ignored: Tensor | None, ratio: Tensor | None
+    x: Tensor, ids: Tensor, attended: Tensor, ignored: Tensor | None, ratio: float | Tensor
 ) -> Tensor:
     """The sum over the others plus ``ratio`` times that over the targets ``[B]``."""
     ids, is_target = first_occurrences(ids, attended)
@@ -113,7 +114,7 @@ def _definition(
     # Slots without a target point at column 0, whose NaN must not send a gradient: 0 * NaN is NaN.
     targets = torch.where(is_target, x.gather(1, ids), 0.0)
     target_sum = torch.where(is_target, softplus(-targets), 0.0).sum(-1)
-    return softplus(others).sum(-1) + (target_sum if ratio is None else ratio * target_sum)
+    return softplus(others).sum(-1) + ratio * target_sum
 
 
 def _why_not_blocks(arguments: Arguments, options: Options) -> str | None:
