@@ -16,8 +16,12 @@ TokenIds = Iterable[int] | Tensor
 
 def as_mask(name: str, mask: Tensor) -> Tensor:
     """A bool, integer or float 0/1 mask as bool."""
-    check_zero_one(name, mask)
-    return mask if mask.dtype == torch.bool else mask != 0
+    if mask.dtype == torch.bool:
+        return mask
+    is_set = mask != 0
+    if values_can_be_checked(mask) and (mask != is_set).any():  # True is 1
+        check_zero_one(name, mask)
+    return is_set
 
 
 def attended_ids(
