@@ -121,9 +121,11 @@ LOSSES = {
             "positive_activation",
             "PositiveActivationLoss",
             "(activations, positive_input_ids, positive_attention_mask, token_weight=None, *, "
-            "saturating=False, ignore_token_ids=None, gather=False, reduction='mean')",
+            "saturating=False, ignore_token_ids=None, gather=False, impl='auto', "
+            "reduction='mean')",
             constructor=("token_weight",),
-            bad=(*_BAD_IDS, ("saturating", 1)),
+            bad=(*_BAD_IDS, ("impl", "blocks"), ("saturating", 1)),
+            ways=("direct",),
         ),
         Loss(
             "flops",
@@ -161,8 +163,10 @@ LOSSES = {
             "distillation",
             "DistillationLoss",
             "(student_scores, teacher_scores, *, temperature=3.0, alpha_kl=0.7, alpha_mse=0.3, "
-            "standardize='batch', candidate_mask=None, gather=False)",
+            "standardize='batch', candidate_mask=None, gather=False, impl='auto')",
+            ways=("direct",),
             bad=(
+                ("impl", "blocks"),
                 *_BAD_TEMPERATURES,
                 ("standardize", "column"),
                 ("alpha_kl", -1.0),
@@ -581,7 +585,7 @@ def _token_case(stem: str, name: str, weight: bool = False, **kwargs) -> Case:
         free=() if weight else (("activations", 1),),
         invalidate=(mask, 0) if prefix else None,
         private=("activations",),
-        takes_way=stem == "self_reconstruction",
+        takes_way=True,
     )
 
 
@@ -596,6 +600,7 @@ def _score_case(name: str, mask: bool = False, infinite: bool = False, **kwargs)
         masks=("candidate_mask",) if mask else (),
         invalidate=("candidate_mask", 0) if mask else None,
         private=("student_scores", "teacher_scores"),
+        takes_way=True,
     )
 
 

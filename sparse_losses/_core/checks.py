@@ -158,7 +158,7 @@ def check_flag(**flags: object) -> None:
 def check_zero_one(name: str, tensor: Tensor) -> None:
     """Raises if a value is neither 0 nor 1, where looking costs nothing; an additive mask is."""
     if tensor.dtype != torch.bool and values_can_be_checked(tensor):
-        wrong = (tensor != 0) & (tensor != 1)
+        wrong = tensor != (tensor != 0)  # True is 1
         if wrong.any():
             raise ValueError(f"expected `{name}` to be 0 or 1, got {tensor[wrong][0].item():g}")
 

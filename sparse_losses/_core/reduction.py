@@ -19,14 +19,20 @@ def check_reduction(reduction: str) -> None:
 
 
 def reduce(
-    values: Tensor, reduction: str, valid: Tensor | None = None, gather: bool = False
+    values: Tensor,
+    reduction: str,
+    valid: Tensor | None = None,
+    gather: bool = False,
+    *,
+    zeroed: bool = False,
 ) -> Tensor:
     """Reduces row values ``[B]``; rows that are not ``valid`` are 0 and leave the mean.
 
     The mean of no valid row is 0, still part of the graph; a NaN in a valid row stays NaN. With
-    ``gather`` sum and mean are over the rows of all ranks.
+    ``gather`` sum and mean are over the rows of all ranks. ``zeroed`` is a promise that rows that
+    are not valid are 0 already, in value and gradient.
     """
-    if valid is not None:
+    if valid is not None and not zeroed:
         values = torch.where(valid, values, 0.0)
     if reduction == "none":
         return values

@@ -16,24 +16,34 @@ TokenIds = Iterable[int] | Tensor
 
 def as_mask(name: str, mask: Tensor) -> Tensor:
     """A bool, integer or float 0/1 mask as bool."""
-    check_zero_one(name, mask)
-    return mask if mask.dtype == torch.bool else mask != 0
+    if mask.dtype == torch.bool:
+        return mask
+    is_set = mask != 0
+    if values_can_be_checked(mask) and (mask != is_set).any():  # True is 1
+        check_zero_one(name, mask)
+    return is_set
 
 
-def attended_ids(name: str, input_ids: Tensor, attended: Tensor, vocab_size: int) -> Tensor:
-    """``input_ids`` as int64, 0 where not attended; attended ids outside ``[0, V)`` are errors."""
+def attended_ids(
+    name: str, input_ids: Tensor, attended: Tensor, vocab_size: int, *, gathered: bool = False
+) -> Tensor:
+    """``input_ids`` as int64, 0 where not attended; attended ids outside ``[0, V)`` are errors.
+
+    ``gathered`` is a promise that the caller gathers ``V`` columns by these ids: an accelerator
+    then checks them by itself.
+    """
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
         raise TypeError(f"expected `{name}` to be integers, got {input_ids.dtype}")
-    ids = torch.where(attended, input_ids, 0).long()
-    outside = (ids < 0) | (ids >= vocab_size)
+    ids = (input_ids * attended).long()  # one launch; `where` with a number is two
     if values_can_be_checked(ids):
-        if outside.any():
-            raise ValueError(
-                f"expected `{name}` in [0, V) with V = {vocab_size}, got {int(ids[outside][0])}"
-            )
-    elif torch.compiler.is_compiling() or not transforms_are_active():
+        lowest, highest = map(int, ids.aminmax()) if ids.numel() > 0 else (0, -1)
+        if lowest < 0 or highest >= vocab_size:
+            outside = lowest if lowest < 0 else highest
+            raise ValueError(f"expected `{name}` in [0, V) with V = {vocab_size}, got {outside}")
+    elif torch.compiler.is_compiling() or not (gathered or transforms_are_active()):
         # An assertion on the device: no sync in eager mode, no graph break when compiled.
-        assert_on_device(~outside.any(), f"expected `{name}` in [0, V)")
+        is_inside = ((ids >= 0) & (ids < vocab_size)).all()
+        assert_on_device(is_inside, f"expected `{name}` in [0, V)")
     return ids
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 __all__ = ["direct_pairwise_contrastive"]
@@ -14,12 +13,13 @@ def direct_pairwise_contrastive(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The loss of every pair ``[B]``, and the gradients of both sides."""
     difference = x1 - x2
-    distance = torch.linalg.vector_norm(difference, dim=-1)
-    hinge = nnf.relu(margin - distance)
-    values = torch.where(same, distance.square(), hinge.square())
+    # An overflowing distance is an infinite value, and its slope still 1.
+    distance = torch.linalg.vector_norm(difference, dim=-1).clamp_(max=torch.finfo(x1.dtype).max)
+    slope = torch.where(same, distance, (distance - margin).clamp_(max=0.0))  # half the value's
+    values = slope.square()
     if not any(needs):
         return values, [None, None, None]
-    slope = torch.where(distance == 0, 0.0, -hinge / distance)
-    difference *= torch.where(same, 2.0, 2.0 * slope)[:, None]
+    direction = slope.div_(distance + (distance == 0)).mul_(2)  # at 0 there is none
+    difference *= direction[:, None]
     opposite = -difference if needs[1] else None
     return values, [difference if needs[0] else None, opposite, None]

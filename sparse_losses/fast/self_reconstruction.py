@@ -16,33 +16,37 @@ def blockwise_self_reconstruction(
     needs: Sequence[bool],
     x: Tensor,
     ids: Tensor,
-    is_target: Tensor,
+    attended: Tensor,
     ignored: Tensor | None,
-    ratio: Tensor,
+    ratio: float | Tensor,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The sums of every row ``[B]``, and the gradient of ``x``."""
-    # Ids sort first where they are targets: slots that are not say again what the first one says,
-    # and in a row without targets what stands in column 0.
-    ids = torch.where(is_target, ids, ids[:, :1])
-    some = is_target[:, :1]
-    target = x.gather(1, ids)
-    of_target = torch.where(some, -ratio[:, None] * (-target).sigmoid(), target.sigmoid())
-    other = torch.where(some, 0.0, softplus(target))
-    target_sum = torch.where(is_target, softplus(-target), 0.0).sum(-1)
-    sums = ratio * target_sum
+    """The sums of every row ``[B]``, and the gradient of ``x``.
+
+    Blocks are for the caches of a CPU; an accelerator takes all rows at once.
+    """
+    # What stands at an id is written over. Slots without a target write what an attended one
+    # writes, and in a row without targets what stands in column 0 already: no id is looked for
+    # twice, none is sorted.
+    some, slot = attended.view(torch.uint8).max(-1, keepdim=True)
+    ids = torch.where(attended, ids, ids.gather(1, slot))
+    sign = (1 - 2.0 * some).to(x.dtype)
+    signed = sign * x.gather(1, ids)
+    cost, slope = softplus(signed), sign * signed.sigmoid()
+    if isinstance(ratio, Tensor):
+        weight = torch.where(some == 1, ratio[:, None], 1.0)
+        cost, slope = weight * cost, weight * slope
+    sums = x.new_empty(x.shape[0])
     gradient = torch.empty_like(x) if needs[0] else None
-    step = max(HELD // x.shape[1], 1)
+    step = max(HELD // x.shape[1] if x.device.type == "cpu" else x.shape[0], 1)
     buffer = torch.empty_like(x[:step])
     for first in range(0, x.shape[0], step):
         rows = slice(first, first + step)
-        others = softplus(x[rows], out=buffer[: x[rows].shape[0]]).scatter_(
-            1, ids[rows], other[rows]
-        )
+        costs = softplus(x[rows], out=buffer[: x[rows].shape[0]]).scatter_(1, ids[rows], cost[rows])
         if gradient is not None:
-            torch.sigmoid(x[rows], out=gradient[rows]).scatter_(1, ids[rows], of_target[rows])
+            torch.sigmoid(x[rows], out=gradient[rows]).scatter_(1, ids[rows], slope[rows])
         if ignored is not None:
-            others.masked_fill_(ignored, 0.0)
+            costs.masked_fill_(ignored, 0.0)
             if gradient is not None:
                 gradient[rows].masked_fill_(ignored, 0.0)
-        sums[rows] += others.sum(-1)
+        torch.sum(costs, -1, out=sums[rows])
     return sums, [gradient, None, None, None, None]

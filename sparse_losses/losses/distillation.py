@@ -6,12 +6,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sparse_losses._core.checks import values_can_be_checked
 from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.ways import Arguments, Options, Way, always, compute
 from sparse_losses.distributed import maximum_over_ranks, sum_over_ranks
+from sparse_losses.fast.distillation import direct_distillation
 
 __all__ = ["DistillationLoss", "distillation_loss"]
 
 Standardize = Literal["batch", "row"]
+Impl = Literal["auto", "definition", "direct"]
 
 
 @loss(
@@ -32,6 +36,7 @@ def distillation_loss(
     standardize: Standardize = "batch",
     candidate_mask: Tensor | None = None,
     gather: bool = False,
+    impl: Impl = "auto",
 ) -> Tensor:
     r"""Brings the student's scores of a candidate list to the teacher's.
 
@@ -59,6 +64,9 @@ def distillation_loss(
         candidate_mask: ``[B, C]`` bool, int or float 0/1; the KL, $z$ and the MSE run over these.
         gather: whether means and deviation are over the rows of all ranks, whose number is the same
             on each (see ``sparse_losses.distributed``); no scores are sent.
+        impl: how the value is computed: ``"definition"``, the formula operation by operation,
+            ``"direct"``, with a gradient of its own (a number as ``temperature``, no ``gather``),
+            or ``"auto"``, the latter where it holds.
 
     Returns:
         0-d, fp32 (fp64 for fp64 inputs), >= 0: KL and MSE divide by different counts (rows with
@@ -83,7 +91,8 @@ def distillation_loss(
         Distillation (the z-scores). The mixture comes from the notes of a Korean neural sparse
         retriever (its version V26).
     """
-    fewest = 3 if standardize == "row" else 2
+    by_row = standardize == "row"
+    fewest = 3 if by_row else 2
     if student_scores.shape[1] < fewest:
         raise ValueError(
             f"expected at least {fewest} candidates a row for standardize={standardize!r}, "
@@ -91,27 +100,46 @@ def distillation_loss(
         )
     if len(student_scores) == 0 or not (alpha_kl > 0 or alpha_mse > 0):
         return student_scores[:0].sum()  # 0, and part of the graph
-    candidate = teacher_scores != -torch.inf
+    absent = None
     if candidate_mask is not None:
-        candidate = candidate & candidate_mask
-    student = torch.where(candidate, student_scores, 0.0)
-    teacher = torch.where(candidate, teacher_scores, 0.0)
-    # Arithmetic by 0 and 1 takes a CPU a fraction of the time of `where`. Added to scores, `absent`
-    # takes all but candidates out; not by -inf, which makes a row without candidates NaN.
+        absent = ~candidate_mask | (teacher_scores == -torch.inf)
+    elif not values_can_be_checked(teacher_scores) or teacher_scores.amin() == -torch.inf:
+        absent = teacher_scores == -torch.inf
+    tensors = (student_scores, teacher_scores, absent, temperature)
+    options = {"alpha_kl": alpha_kl, "alpha_mse": alpha_mse, "by_row": by_row, "gather": gather}
+    return compute(_definition, WAYS, impl, tensors, options)
+
+
+def _definition(
+    student: Tensor,
+    teacher: Tensor,
+    absent: Tensor | None,
+    temperature: float | Tensor,
+    *,
+    alpha_kl: float,
+    alpha_mse: float,
+    by_row: bool,
+    gather: bool,
+) -> Tensor:
+    candidate = torch.ones_like(student, dtype=torch.bool) if absent is None else ~absent
+    student = torch.where(candidate, student, 0.0)
+    teacher = torch.where(candidate, teacher, 0.0)
+    # Arithmetic by 0 and 1 takes a CPU a fraction of the time of `where`. Added to scores,
+    # `far_below` takes all but candidates out; -inf would make a row without candidates NaN.
     member = candidate.to(student.dtype)
-    absent = (1 - member) * torch.finfo(student.dtype).min
+    far_below = (1 - member) * torch.finfo(student.dtype).min
     over_ranks = sum_over_ranks if gather else _unchanged
 
     value = student.new_zeros(())
     if alpha_kl > 0:
-        log_q = (student / temperature + absent).log_softmax(-1)
-        log_p = (teacher / temperature + absent).log_softmax(-1)
+        log_q = (student / temperature + far_below).log_softmax(-1)
+        log_p = (teacher / temperature + far_below).log_softmax(-1)
         rows = over_ranks(candidate.any(-1).sum()).clamp(min=1)
         kl = over_ranks(_divergence(log_p, log_q, candidate).sum()) / rows
         value = value + alpha_kl * temperature**2 * kl
     if alpha_mse > 0:
         z_student, z_teacher = (
-            _z_scores(x, member, absent, standardize == "row", gather) for x in (student, teacher)
+            _z_scores(x, member, far_below, by_row, gather) for x in (student, teacher)
         )
         mse = over_ranks((z_student - z_teacher).square().sum())
         mse = mse / over_ranks(candidate.sum()).clamp(min=1)
@@ -136,7 +164,9 @@ def _divergence(log_p: Tensor, log_q: Tensor, candidate: Tensor) -> Tensor:
     return log_p.exp() * (torch.expm1(x) - x)
 
 
-def _z_scores(scores: Tensor, member: Tensor, absent: Tensor, by_row: bool, gather: bool) -> Tensor:
+def _z_scores(
+    scores: Tensor, member: Tensor, far_below: Tensor, by_row: bool, gather: bool
+) -> Tensor:
     """Candidates' scores minus their mean over their unbiased standard deviation; 0 elsewhere.
 
     Scores are 0 where there is no candidate. ``member`` is 1 for candidates, else 0.
@@ -146,22 +176,29 @@ def _z_scores(scores: Tensor, member: Tensor, absent: Tensor, by_row: bool, gath
     over_ranks = sum_over_ranks if of_matrix else _unchanged
     largest_of_ranks = maximum_over_ranks if of_matrix else _unchanged
     count = over_ranks(member.sum(dims, keepdim=True))
-
     # z sees neither shift nor scale, so both are constants to the gradient. With the largest score
     # exactly 0 and the range 1, squares neither overflow nor underflow.
-    highest = largest_of_ranks((scores.detach() + absent).amax(dims, keepdim=True))
+    highest = largest_of_ranks((scores.detach() + far_below).amax(dims, keepdim=True))
     below = (scores - highest) * member
     spread = largest_of_ranks(-below.detach().amin(dims, keepdim=True))
     # Equal scores say nothing, nor does a row of two, which always stands at +-0.7071.
     says_nothing = (spread <= 0) | (count < (3 if by_row else 2))
     spread = torch.where(says_nothing, 1.0, spread)
     scaled = below / spread
-
     mean = over_ranks(scaled.sum(dims, keepdim=True)) / count.clamp(min=1)
     centred = (scaled - mean) * member
     variance = over_ranks(centred.square().sum(dims, keepdim=True)) / (count - 1).clamp(min=1)
     deviation = torch.where(says_nothing, torch.inf, variance).sqrt()  # by infinity, z is 0
     return centred / (deviation + 1e-8 / spread)
+
+
+def _why_not_direct(arguments: Arguments, options: Options) -> str | None:
+    if options["gather"]:
+        return "gather=False"
+    return "a number as `temperature`" if isinstance(arguments[3], Tensor) else None
+
+
+WAYS = (Way("direct", why_not=_why_not_direct, pays=always, compute=direct_distillation),)
 
 
 class DistillationLoss(LossModule):
@@ -177,12 +214,6 @@ class DistillationLoss(LossModule):
         torch.Size([2, 4])
     """
 
-    temperature: float | Tensor
-    alpha_kl: float
-    alpha_mse: float
-    standardize: Standardize
-    gather: bool
-
     def __init__(
         self,
         *,
@@ -191,6 +222,7 @@ class DistillationLoss(LossModule):
         alpha_mse: float = 0.3,
         standardize: Standardize = "batch",
         gather: bool = False,
+        impl: Impl = "auto",
     ) -> None:
         super().__init__(
             distillation_loss,
@@ -199,6 +231,7 @@ class DistillationLoss(LossModule):
             alpha_mse=alpha_mse,
             standardize=standardize,
             gather=gather,
+            impl=impl,
         )
 
     def forward(
@@ -208,9 +241,10 @@ class DistillationLoss(LossModule):
         *,
         candidate_mask: Tensor | None = None,
         gather: bool | None = None,
+        impl: Impl | None = None,
     ) -> Tensor:
         """The loss; tensors as in the function."""
-        options = self.hyperparameters(gather=gather)
+        options = self.hyperparameters(gather=gather, impl=impl)
         return distillation_loss(
             student_scores, teacher_scores, candidate_mask=candidate_mask, **options
         )

@@ -1,5 +1,6 @@
 """MarginMSE: the teacher's margin between positive and negative (Hofstaetter et al., 2020)."""
 
+import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.loss import LossModule, loss
@@ -59,7 +60,8 @@ def margin_mse_loss(
     """
     student_margin = student_positive - student_negative
     teacher_margin = teacher_positive - teacher_negative
-    return reduce((student_margin - teacher_margin).square(), reduction, gather=gather)
+    squares = nnf.mse_loss(student_margin, teacher_margin, reduction="none")
+    return reduce(squares, reduction, gather=gather)
 
 
 class MarginMSELoss(LossModule):

@@ -67,11 +67,14 @@ def min_activation_loss(
         raise ValueError(f"expected `top_k` of at most V = {activations.shape[1]}, got {top_k}")
     largest = activations.gather(1, _top_positions(activations.detach(), top_k))
     if token_counts is None:
-        return reduce(nnf.relu(threshold - largest.mean(-1)), reduction, gather=gather)
-    counts = token_counts.clamp(min=0, max=top_k)
-    is_counted = torch.arange(top_k, device=largest.device) < counts[:, None]
-    mean = torch.where(is_counted, largest, 0.0).sum(-1) / counts.clamp(min=1)
-    return reduce(nnf.relu(threshold - mean), reduction, counts > 0, gather=gather)
+        mean, valid = largest.mean(-1), None
+    else:
+        counts = token_counts.clamp(min=0, max=top_k)
+        is_counted = torch.arange(top_k, device=largest.device) < counts[:, None]
+        mean = torch.where(is_counted, largest, 0.0).sum(-1) / counts.clamp(min=1)
+        valid = counts > 0
+    # Compiled, `threshold - mean` would be a new graph for every threshold.
+    return reduce(nnf.relu(-mean + threshold), reduction, valid, gather=gather)
 
 
 def _top_positions(x: Tensor, top_k: int) -> Tensor:

@@ -74,7 +74,8 @@ def _definition(x1: Tensor, x2: Tensor, same: Tensor, *, margin: float) -> Tenso
     # The square root has no finite slope at 0.
     is_zero = squared_distance == 0
     distance = torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, squared_distance).sqrt())
-    return torch.where(same, squared_distance, nnf.relu(margin - distance).square())
+    # Compiled, `margin - distance` would be a new graph for every margin.
+    return torch.where(same, squared_distance, nnf.relu(-distance + margin).square())
 
 
 def _why_not(arguments: Arguments, options: Options) -> str | None:

@@ -1,5 +1,7 @@
 """Positive activation: an anchor activates the tokens of its positive."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -7,15 +9,14 @@ from sparse_losses._core.checks import check_shapes, values_can_be_checked
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import softplus
-from sparse_losses._core.token_ids import (
-    TokenIds,
-    attended_ids,
-    check_ids,
-    first_occurrences,
-    id_mask,
-)
+from sparse_losses._core.token_ids import TokenIds, attended_ids, check_ids, id_mask
+from sparse_losses._core.ways import Arguments, Options, Way, always, compute
+from sparse_losses.fast.positive_activation import direct_positive_activation
 
 __all__ = ["PositiveActivationLoss", "positive_activation_loss"]
+
+
+Impl = Literal["auto", "definition", "direct"]
 
 
 @loss(
@@ -33,6 +34,7 @@ def positive_activation_loss(
     saturating: bool = False,
     ignore_token_ids: TokenIds | None = None,
     gather: bool = False,
+    impl: Impl = "auto",
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Raises an anchor's activations at the tokens of its positive.
@@ -53,6 +55,8 @@ def positive_activation_loss(
         ignore_token_ids: ids that leave $T_i$, such as the special tokens.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
             same on each (see ``sparse_losses.distributed``).
+        impl: how the value is computed: ``"definition"``, the formula operation by operation,
+            ``"direct"``, with a gradient of its own, or ``"auto"``, the latter where it holds.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -77,20 +81,41 @@ def positive_activation_loss(
     """
     _check_weight(token_weight)
     attended, vocab_size = positive_attention_mask, activations.shape[1]
-    ids = attended_ids("positive_input_ids", positive_input_ids, attended, vocab_size)
+    ids = attended_ids(
+        "positive_input_ids", positive_input_ids, attended, vocab_size, gathered=True
+    )
     ignored = id_mask("ignore_token_ids", ignore_token_ids, vocab_size, ids.device)
     if ignored is not None:
         attended = attended & ~ignored[ids]
-    ids, is_target = first_occurrences(ids, attended)
-    weight = is_target.to(activations.dtype)
+    weight = attended if token_weight is None else torch.where(attended, token_weight[ids], 0.0)
+    valid = weight.any(-1)  # a NaN weight is valid: it shows
     if token_weight is not None:
-        weight = torch.where(is_target, token_weight[ids], 0.0)
-    total_weight = weight.sum(-1)
-    valid = total_weight != 0  # a NaN weight is valid: it shows
-    share = weight / torch.where(valid, total_weight, 1.0)[:, None]
-    target = torch.where(is_target & valid[:, None], activations.gather(1, ids), 0.0)
+        attended = attended & valid[:, None]
+    rows = compute(
+        _definition, WAYS, impl, (activations, ids, attended, weight), {"saturating": saturating}
+    )
+    return reduce(rows, reduction, valid, gather, zeroed=True)
+
+
+def _definition(
+    x: Tensor, ids: Tensor, attended: Tensor, weight: Tensor, *, saturating: bool
+) -> Tensor:
+    """The loss of every row ``[B]``, 0 where nothing is attended; ``weight [B, S]``."""
+    # An id that stands k times in a row has one k-th of its weight at each place.
+    count = torch.zeros_like(x).scatter_add(1, ids, attended.to(x.dtype)).gather(1, ids)
+    weight = weight / count.clamp(min=1)
+    total = weight.sum(-1, keepdim=True)
+    share = weight / torch.where(total != 0, total, 1.0)
+    target = torch.where(attended, x.gather(1, ids), 0.0)
     cost = softplus(-target) if saturating else -target
-    return reduce((share * cost).sum(-1), reduction, valid, gather)
+    return (share * cost).sum(-1)
+
+
+def _why_not_direct(arguments: Arguments, options: Options) -> str | None:
+    return "`token_weight` without a gradient" if arguments[3].requires_grad else None
+
+
+WAYS = (Way("direct", why_not=_why_not_direct, pays=always, compute=direct_positive_activation),)
 
 
 def _check_weight(token_weight: Tensor | None) -> None:
@@ -125,6 +150,7 @@ class PositiveActivationLoss(LossModule):
         saturating: bool = False,
         ignore_token_ids: TokenIds | None = None,
         gather: bool = False,
+        impl: Impl = "auto",
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__(
@@ -132,6 +158,7 @@ class PositiveActivationLoss(LossModule):
             saturating=saturating,
             ignore_token_ids=check_ids("ignore_token_ids", ignore_token_ids),
             gather=gather,
+            impl=impl,
             reduction=reduction,
         )
         check_shapes(token_weight=(token_weight, "V, optional"))
@@ -146,6 +173,7 @@ class PositiveActivationLoss(LossModule):
         positive_attention_mask: Tensor,
         *,
         gather: bool | None = None,
+        impl: Impl | None = None,
     ) -> Tensor:
         """The loss; tensors as in the function."""
         return positive_activation_loss(
@@ -153,5 +181,5 @@ class PositiveActivationLoss(LossModule):
             positive_input_ids,
             positive_attention_mask,
             self.token_weight,
-            **self.hyperparameters(gather=gather),
+            **self.hyperparameters(gather=gather, impl=impl),
         )

@@ -84,27 +84,28 @@ def self_reconstruction_loss(
         From the notes of a Korean neural sparse retriever (its versions V22 to V26).
     """
     x, attended, vocab_size = activations, attention_mask, activations.shape[1]
-    ids = attended_ids("input_ids", input_ids, attended, vocab_size)
+    ids = attended_ids("input_ids", input_ids, attended, vocab_size, gathered=True)
     ignored = id_mask("ignore_token_ids", ignore_token_ids, vocab_size, x.device)
-    num_kept = x.new_full((), vocab_size)
+    num_kept: float | Tensor = max(vocab_size, 1)
     if ignored is not None:
         attended = attended & ~ignored[ids]
-        num_kept = num_kept - ignored.sum()
-    ids, is_target = first_occurrences(ids, attended)
-    # Row value: share * (sum over the others + ratio * sum over the targets).
-    share, ratio = 1 / num_kept.clamp(min=1), x.new_ones(len(x))
+        num_kept = (~ignored).sum().clamp(min=1)
+    # Row value: (sum over the others + ratio * sum over the targets) / divisor.
+    divisor: float | Tensor = num_kept
+    ratio: float | Tensor = 1.0
     if balanced:
-        num_targets = is_target.sum(-1).to(x.dtype)
+        num_targets = first_occurrences(ids, attended)[1].sum(-1).to(x.dtype)
         num_others = (num_kept - num_targets).clamp(min=1)
-        share, ratio = 0.5 / num_others, num_others / num_targets.clamp(min=1)
-    sums = compute(_definition, WAYS, impl, (x, ids, is_target, ignored, ratio), {})
-    return reduce(share * sums, reduction, gather=gather)
+        divisor, ratio = 2 * num_others, num_others / num_targets.clamp(min=1)
+    sums = compute(_definition, WAYS, impl, (x, ids, attended, ignored, ratio), {})
+    return reduce(sums / divisor, reduction, gather=gather)
 
 
 def _definition(
-    x: Tensor, ids: Tensor, is_target: Tensor, ignored: Tensor | None, ratio: Tensor
+    x: Tensor, ids: Tensor, attended: Tensor, ignored: Tensor | None, ratio: float | Tensor
 ) -> Tensor:
     """The sum over the others plus ``ratio`` times that over the targets ``[B]``."""
+    ids, is_target = first_occurrences(ids, attended)
     # Targets are taken out before the sum, not subtracted after it, which would cancel: -inf
     # has softplus 0. No multi-hot target is built.
     others = x.scatter_add(1, ids, torch.where(is_target, -torch.inf, 0.0).to(x.dtype))

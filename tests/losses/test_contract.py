@@ -967,6 +967,7 @@ class Recorder(TorchDispatchMode):
         self.largest = 0
         self.target_size = target_size
         self.targets: list[str] = []
+        self.large: set[int] = set()  # addresses of what is as large as a target
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -977,6 +978,7 @@ class Recorder(TorchDispatchMode):
                 continue
             self.largest = max(self.largest, tensor.numel())
             if self.target_size is not None and tensor.numel() >= self.target_size:
+                self.large.add(tensor.data_ptr())
                 values = tensor.detach().double()
                 if bool(((values == 0) | (values == 1)).all()):
                     self.targets.append(str(func))
@@ -1029,19 +1031,20 @@ def test_self_reconstruction_never_builds_its_target(options):
 
 
 @pytest.mark.parametrize("saturating", [True, False])
-def test_positive_activation_gathers_and_never_builds_a_mask(saturating):
+def test_positive_activation_holds_its_gradient_and_no_mask(saturating):
     batch, length, vocab = 8, 10, 4000
     x = torch.rand(batch, vocab, requires_grad=True)
     ids = torch.randint(0, vocab, (batch, length))
-    with Recorder() as forward:
+    with Recorder(target_size=batch * vocab) as seen:
         value = F.positive_activation_loss(
             x, ids, torch.ones_like(ids), torch.rand(vocab), saturating=saturating
         )
-    assert 0 < forward.largest <= max(vocab, batch * length * length)
-    with Recorder() as backward:
+        built = list(seen.targets)
         value.backward()
     assert x.grad.any()
-    assert backward.largest <= batch * vocab
+    assert built == ["aten.zero_.default"]
+    assert seen.large == {x.grad.data_ptr()}
+    assert seen.largest == batch * vocab
 
 
 def test_the_recorder_notices_a_target():

@@ -15,6 +15,7 @@ from tests.losses.test_contract import counting
 from tests.strategies import draw, score_problems, seeds
 
 modes = pytest.mark.parametrize("standardize", ["batch", "row"])
+ways = pytest.mark.parametrize("impl", ["definition", "direct"])
 
 
 @given(score_problems())
@@ -169,31 +170,33 @@ def test_a_minus_infinite_teacher_score_is_a_masked_candidate(seed, standardize)
     assert not left[~mask].any()
 
 
+@ways
 @modes
-def test_a_masked_candidate_hides_everything(standardize):
+def test_a_masked_candidate_hides_everything(standardize, impl):
     s, z = draw(0, 3, 5), draw(1, 3, 5)
     mask = torch.ones(3, 5)
     mask[0, 1] = mask[2, 4] = 0
-    plain = distillation_loss(s, z, candidate_mask=mask, standardize=standardize)
+    plain = distillation_loss(s, z, candidate_mask=mask, standardize=standardize, impl=impl)
     for bad in (torch.nan, torch.inf, -torch.inf, 1e300):
         a, b = (v.masked_fill(mask == 0, bad).requires_grad_() for v in (s, z))
-        loss = distillation_loss(a, b, candidate_mask=mask, standardize=standardize)
+        loss = distillation_loss(a, b, candidate_mask=mask, standardize=standardize, impl=impl)
         torch.testing.assert_close(loss, plain)
         loss.backward()
         assert torch.isfinite(a.grad).all()
         assert not a.grad[mask == 0].any()
         assert a.grad[mask == 1].any()
-    assert not torch.allclose(distillation_loss(s, z, standardize=standardize), plain)
+    assert not torch.allclose(distillation_loss(s, z, standardize=standardize, impl=impl), plain)
 
 
+@ways
 @modes
-def test_a_student_score_under_a_minus_infinite_teacher_is_hidden(standardize):
+def test_a_student_score_under_a_minus_infinite_teacher_is_hidden(standardize, impl):
     s, z = draw(0, 3, 5), draw(1, 3, 5)
     z[0, 1] = -torch.inf
-    plain = distillation_loss(s, z, standardize=standardize)
+    plain = distillation_loss(s, z, standardize=standardize, impl=impl)
     s[0, 1] = torch.nan
     s.requires_grad_()
-    loss = distillation_loss(s, z, standardize=standardize)
+    loss = distillation_loss(s, z, standardize=standardize, impl=impl)
     loss.backward()
     torch.testing.assert_close(loss, plain)
     assert torch.isfinite(s.grad).all()
@@ -217,13 +220,16 @@ def test_a_masked_row_or_column_is_as_if_it_were_not_there(standardize, along):
 # Constant scores
 
 
+@ways
 @modes
 @pytest.mark.parametrize("constant", [0.0, 0.3, -1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_constant_scores_have_a_zero_z_and_no_gradient_from_the_mse(standardize, constant, dtype):
+def test_constant_scores_have_a_zero_z_and_no_gradient_from_the_mse(
+    standardize, constant, dtype, impl
+):
     s = torch.full((3, 4), constant, dtype=dtype, requires_grad=True)
     z = draw(0, 3, 4).to(dtype).requires_grad_()
-    options = {"standardize": standardize, "alpha_mse": 1.0}
+    options = {"standardize": standardize, "alpha_mse": 1.0, "impl": impl}
     loss = distillation_loss(s, z, alpha_kl=0.0, **options)
     # the other side's z has unit unbiased variance: 3 of 4 degrees of freedom in a row, 11 of 12
     expected = pytest.approx(3 / 4 if standardize == "row" else 11 / 12, rel=1e-5)
@@ -271,12 +277,13 @@ def test_nearly_constant_scores_keep_a_bounded_gradient_direction():
 # Digits
 
 
+@ways
 @modes
 @pytest.mark.parametrize("scale", [1e-25, 1e-12, 1e12, 1e20, 1e37])
-def test_the_mse_part_neither_overflows_nor_underflows(standardize, scale):
+def test_the_mse_part_neither_overflows_nor_underflows(standardize, scale, impl):
     s, z = (scale * draw(0, 3, 4)).float().requires_grad_(), (scale * draw(1, 3, 4)).float()
     options = {"alpha_kl": 0.0, "alpha_mse": 1.0, "standardize": standardize}
-    loss = distillation_loss(s, z, **options)
+    loss = distillation_loss(s, z, impl=impl, **options)
     exact = s.detach().double().requires_grad_()
     reference = textbook(exact, z.double(), 1.0, **options)
     assert loss.item() == pytest.approx(reference.item(), rel=1e-5, abs=0)
@@ -286,21 +293,23 @@ def test_the_mse_part_neither_overflows_nor_underflows(standardize, scale):
     assert expected.any()
 
 
+@ways
 @pytest.mark.parametrize("scale", [1.0, 50.0, 1e4])
-def test_extreme_scores_stay_finite(scale):
+def test_extreme_scores_stay_finite(scale, impl):
     s, z = (scale * draw(0, 3, 4)).float().requires_grad_(), (scale * draw(1, 3, 4)).float()
-    loss = distillation_loss(s, z, temperature=1.0, alpha_mse=0.0, alpha_kl=1.0)
+    loss = distillation_loss(s, z, temperature=1.0, alpha_mse=0.0, alpha_kl=1.0, impl=impl)
     expected = textbook(s.detach().double(), z.double(), 1.0, 1.0, 0.0, "batch")
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
     assert torch.autograd.grad(loss, s)[0].isfinite().all()
 
 
+@ways
 @modes
 @pytest.mark.parametrize("temperature", [1.0, 1e4])
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
 @pytest.mark.parametrize("alphas", [(1.0, 0.0), (0.0, 1.0)], ids=["kl", "mse"])
 def test_single_precision_keeps_the_digits_of_small_differences(
-    standardize, temperature, offset, alphas
+    standardize, temperature, offset, alphas, impl
 ):
     s = (draw(0, 7, 50) + offset).float()
     z = (s + 0.1 * draw(1, 7, 50)).float()
@@ -314,6 +323,7 @@ def test_single_precision_keeps_the_digits_of_small_differences(
         alpha_kl=alphas[0],
         alpha_mse=alphas[1],
         standardize=standardize,
+        impl=impl,
     )
     # Scores are rounded to 1e-7 of the offset, log-probabilities to 1e-7: that is what differences
     # of 0.1, and of 0.1 / T, lose. `p log(p / q)` alone would lose the value, (0.1 / T)^2 / 2.
@@ -338,22 +348,26 @@ def test_agreement_is_zero_to_the_last_bit(standardize):
 # A part whose weight is 0 is not computed
 
 
-def test_a_student_that_rules_out_a_candidate_is_infinitely_wrong():
-    options = {"temperature": 1.0, "alpha_kl": 1.0, "alpha_mse": 0.0}
+@ways
+def test_a_student_that_rules_out_a_candidate_is_infinitely_wrong(impl):
+    options = {"temperature": 1.0, "alpha_kl": 1.0, "alpha_mse": 0.0, "impl": impl}
     student = torch.tensor([[0.0, -torch.inf]])
     assert distillation_loss(student, torch.zeros(1, 2), **options) == torch.inf
 
 
-def test_scores_whose_range_overflows_have_a_kl():
+@ways
+def test_scores_whose_range_overflows_have_a_kl(impl):
     student = torch.tensor([[1.0, 0.0, 0.0]])
     teacher = torch.tensor([[3e38, -3e38, 0.0]])
-    loss = distillation_loss(student, teacher, temperature=1.0, alpha_kl=1.0, alpha_mse=0.0)
+    options = {"alpha_kl": 1.0, "alpha_mse": 0.0, "impl": impl}
+    loss = distillation_loss(student, teacher, temperature=1.0, **options)
     assert loss.item() == pytest.approx(math.log(1 + 2 / math.e), rel=1e-6)
 
 
-def test_scores_whose_exponentials_overflow_have_z_scores():
+@ways
+def test_scores_whose_exponentials_overflow_have_z_scores(impl):
     student = torch.tensor([[3e38, 1.0, 0.0]])
-    options = {"temperature": 1e-3, "alpha_mse": 1.0}
+    options = {"temperature": 1e-3, "alpha_mse": 1.0, "impl": impl}
     teacher = torch.tensor([[1.0, 0.0, 0.0]])
     loss = distillation_loss(student, teacher, alpha_kl=0.0, **options)
     assert loss.item() == pytest.approx(0.0, abs=1e-6)

@@ -191,3 +191,14 @@ def test_no_positions_at_all():
     assert not x.grad.any()
     one = torch.ones(2, 1, dtype=torch.long)
     assert positive_activation_loss(x, one, one).item() != 0.0
+
+
+def test_weights_with_a_gradient_are_learned():
+    x, ids = torch.tensor([[1.0, 3.0, 5.0]]), torch.tensor([[1, 2, 2]])
+    weight = torch.ones(3, requires_grad=True)
+    loss = positive_activation_loss(x, ids, torch.ones_like(ids), weight)
+    loss.backward()
+    assert loss.item() == pytest.approx(-4.0)
+    torch.testing.assert_close(weight.grad, torch.tensor([0.0, 0.5, -0.5]))
+    with pytest.raises(ValueError, match="expected `token_weight` without a gradient"):
+        positive_activation_loss(x, ids, torch.ones_like(ids), weight, impl="direct")

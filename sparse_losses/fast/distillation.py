@@ -1,0 +1,116 @@
+"""Distillation with its gradient in closed form, both sides in one tensor."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparse_losses._core.precision import widest_dtype
+
+__all__ = ["direct_distillation"]
+
+
+def direct_distillation(
+    needs: Sequence[bool],
+    student: Tensor,
+    teacher: Tensor,
+    absent: Tensor | None,
+    temperature: float,
+    *,
+    alpha_kl: float,
+    alpha_mse: float,
+    by_row: bool,
+    gather: bool,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The loss, and the gradient of the student's scores."""
+    scores = torch.stack([student, teacher])
+    if alpha_kl > 0:
+        kl, gradient, inverse_rows = _divergence(scores / temperature, absent)
+        weight = inverse_rows * (alpha_kl * temperature)
+        gradient.mul_(weight)
+        if alpha_mse == 0:
+            return (kl * weight).mul_(temperature), [gradient, None, None, None]
+    mse, change, inverse = _squared_difference(scores, absent, by_row)
+    total = mse.mul_(alpha_mse)
+    if alpha_kl == 0:
+        return total, [change.mul_(2 * alpha_mse * inverse), None, None, None]
+    total.addcmul_(kl, weight, value=temperature)
+    gradient.addcmul_(change, inverse, value=2 * alpha_mse)
+    return total, [gradient, None, None, None]
+
+
+def _divergence(logits: Tensor, absent: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of the KL over the rows, its gradient ``q - p``, and one over the number of rows.
+
+    With ``x = log(q / p)`` both come of ``p expm1(x)``, which keeps their digits where the
+    distributions are nearly equal. A row without candidates is uniform on both sides.
+    """
+    limits = torch.finfo(logits.dtype)
+    if absent is not None:
+        logits.masked_fill_(absent, limits.min)
+    log_q, log_p = logits.log_softmax(-1)
+    # The least p is the smallest normal number: q / p does not overflow.
+    log_p.clamp_(min=math.log(limits.tiny))
+    x = log_q - log_p
+    if absent is not None:
+        x.masked_fill_(absent, 0.0)
+    p = log_p.exp_()
+    change = p * x.expm1()
+    kl = torch.addcmul(change, p, x, value=-1).sum()
+    if absent is None:
+        return kl, change, x.new_full((), 1 / x.shape[0])
+    num_rows = x.shape[0] - absent.all(-1).sum(dtype=x.dtype)
+    return kl, change, num_rows.clamp_(min=1).reciprocal_()
+
+
+def _squared_difference(
+    scores: Tensor, absent: Tensor | None, by_row: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean squared difference of z-scores, and two factors of half its gradient."""
+    dims = (-1,) if by_row else (-2, -1)
+    dtype, wide, scale = scores.dtype, widest_dtype(scores.device), None
+    if dtype == wide or scores.device.type == "cpu":
+        # With the largest score 0 and the range 1 equal scores are 0 and squares stay in range.
+        # Sums in fp64 do the same in one launch, but on a CPU they copy the scores.
+        wide = dtype
+        if absent is not None:
+            scores.masked_fill_(absent, torch.finfo(dtype).min)
+        scores.sub_(scores.amax(dims, keepdim=True))
+    if absent is not None:
+        scores.masked_fill_(absent, 0.0)
+    if dtype == wide:
+        scale = scores.amin(dims, keepdim=True).neg_()
+        scores.div_(scale.add_(scale == 0).clamp_(min=1e-30))
+    size = scores.shape[-1] if by_row else scores[0].numel()
+    if absent is None:
+        num_absent = scores.new_zeros(1, 1)
+    else:
+        num_absent = absent.sum(dims, keepdim=True, dtype=dtype)
+    # Of a single score the deviation is 0 over a little, not 0 over 0.
+    count = (size - num_absent).clamp_(min=1 + 2 * torch.finfo(dtype).eps)
+    freedom = count - 1
+
+    mean = scores.sum(dims, keepdim=True, dtype=wide) / count
+    centred = scores.sub_(mean.to(dtype))
+    if absent is not None:
+        centred.masked_fill_(absent, 0.0)
+    norm = torch.linalg.vector_norm(centred, dim=dims, keepdim=True, dtype=wide)
+    # Equal scores say nothing, nor does a row of two, which always stands at +-0.7071.
+    says_something = norm > 0
+    if by_row:
+        says_something &= count > 2.5
+    deviation = (norm * freedom.rsqrt()).to(dtype).add_(1e-36)
+    divisor = deviation + (1e-8 if scale is None else 1e-8 / scale)
+    inverse = says_something / divisor
+    z = centred.mul_(inverse)
+
+    difference = z[0] - z[1]
+    if by_row:
+        count = (size - num_absent).expand(scores.shape[1], 1).sum().clamp_(min=1)
+    share = difference / count.reshape(())
+    mse = (difference * share).sum()
+    # The student's deviation changes along its own z-scores.
+    along = (share * z[0]).sum(dims, keepdim=True) * (divisor[0] / deviation[0] / freedom)
+    inverse = inverse[0] if scale is None else inverse[0] / scale[0]
+    return mse, share.addcmul_(z[0], along, value=-1), inverse
