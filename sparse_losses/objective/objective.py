@@ -239,12 +239,19 @@ class SpladeObjective(nn.Module):
 
     def forward(self, batch: SpladeBatch) -> ObjectiveOutput:
         """The weighted sum, and what went into it."""
-        # Of no term at all the sum is 0, and part of the graph.
-        x = batch.anchor.activations
-        total = x.flatten()[:0].to(compute_dtype(activations=x)).sum()
         terms = self.terms(batch)
+        total: Tensor | None = None
         for name, term in terms.items():
-            total = total + self.weights[name] * term
+            weight = self.weights[name]
+            if total is None:
+                total = weight * term
+            elif isinstance(weight, Tensor) or torch.compiler.is_compiling():
+                total = total + weight * term
+            else:  # in one operation, whose number a compiler would take for a constant
+                total = torch.add(total, term, alpha=weight)
+        if total is None:  # of no term at all the sum is 0, and part of the graph
+            x = batch.anchor.activations
+            total = x.flatten()[:0].to(compute_dtype(activations=x)).sum()
         return ObjectiveOutput(total, {name: term.detach() for name, term in terms.items()})
 
     def terms(self, batch: SpladeBatch) -> dict[str, Tensor]:
@@ -328,16 +335,18 @@ class SpladeObjective(nn.Module):
         if "distillation" in active and scores is not None and teacher_scores is not None:
             terms["distillation"] = self._call(
                 self.distillation,
-                self.score_scale * candidates(scores, negative, teacher_scores.shape, ranks),
-                teacher_scale * teacher_scores.to(scores.dtype),
+                _scaled(
+                    candidates(scores, negative, teacher_scores.shape, ranks), self.score_scale
+                ),
+                _scaled(teacher_scores.to(scores.dtype), teacher_scale),
             )
         if "context_distillation" in active and teacher_anchor_scores is not None:
             own_ranks = self._ranks_of_teacher(anchor, None, teacher_anchor_scores)
             own = self._scores(anchor, anchor, None, own_ranks)
             terms["context_distillation"] = self._call(
                 self.context_distillation,
-                self.score_scale * own,
-                teacher_scale * teacher_anchor_scores.to(own.dtype),
+                _scaled(own, self.score_scale),
+                _scaled(teacher_anchor_scores.to(own.dtype), teacher_scale),
             )
         if "margin_mse" in active and scores is not None and teacher_scores is not None:
             terms["margin_mse"] = self._margin_mse(scores, negative, teacher_scores, ranks)
@@ -522,6 +531,10 @@ class SpladeObjective(nn.Module):
         if self.impl != "auto":
             parts.append(f"impl={self.impl!r}")
         return ", ".join(parts)
+
+
+def _scaled(scores: Tensor, scale: float) -> Tensor:
+    return scores if scale == 1.0 else scale * scores
 
 
 def _counts(weight: float | Tensor) -> bool:
