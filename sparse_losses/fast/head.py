@@ -170,7 +170,7 @@ def second_derivatives(
     aliases: list[Any] = [None if t is None else t.view_as(t) for t in inputs]
     hidden, weight, bias, gate = aliases
     scores = picked(place, hidden, weight, *sources(attended), dtype, dtype, None)
-    outputs = splade_activation(scores, bias, gate, has_entry, return_logits=True)
+    outputs = splade_activation(scores, bias, gate, has_entry.logical_not(), return_logits=True)
     given = [(o, g) for o, g in zip(outputs, upstream, strict=True) if g is not None]
     wanted = [t for t, need in zip(aliases, needs, strict=False) if need]
     gradients = iter(

@@ -144,8 +144,8 @@ def _definition(
         highest = scores.sum(1)
     else:
         highest = torch.where(attended[..., None], scores, -torch.inf).max(1).values
-    is_there = attended.any(1, keepdim=True)
-    return splade_activation(highest.to(dtype), bias, gate, is_there, return_logits)
+    absent = attended.logical_not().all(1, keepdim=True)
+    return splade_activation(highest.to(dtype), bias, gate, absent, return_logits)
 
 
 def _check_gate(gate: Tensor | None) -> None:
