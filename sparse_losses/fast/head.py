@@ -42,7 +42,7 @@ from sparse_losses.fast.head_tiles import picked, sources
 from sparse_losses.fast.pooling import activate, gradient_of_pooled
 from sparse_losses.fast.sparse import bounds_of, csr, sum_bags
 
-__all__ = ["packed_head", "second_derivatives"]
+__all__ = ["gradients", "maxima", "packed_head", "second_derivatives"]
 
 SCORES = 6 << 20  # of a tile, at most
 # Rows of a half-precision matrix that are cast at once in the backward pass.
@@ -77,7 +77,7 @@ def packed_head(
     return found
 
 
-class _Entries(NamedTuple):
+class Entries(NamedTuple):
     """Entries of ``[B, V]``, sorted by column: the position of their maximum, and the maximum."""
 
     column: Tensor  # [m] int32
@@ -100,7 +100,7 @@ class _Head(torch.autograd.Function):
         screen: bool | None,
         tile: int | None,
     ) -> tuple[Tensor, Tensor | None]:
-        entries = _maxima(hidden, weight, bias, attended, gate, dtype, return_logits, screen, tile)
+        entries = maxima(hidden, weight, bias, attended, gate, dtype, return_logits, screen, tile)
         length = hidden.shape[1]
         row, column = entries.token.long() // max(length, 1), entries.column.long()
         pooled = entries.logit
@@ -147,7 +147,7 @@ class _Head(torch.autograd.Function):
                 logit = torch.where(logit == -torch.inf, 0.0, logit)  # 0 * -inf is NaN
                 of_gate = torch.zeros_like(gate).index_put_((row, wide_column), of_pooled * logit)
             of_pooled = of_pooled * gate[row, wide_column]
-        of_hidden, of_weight, of_bias = _gradients(
+        of_hidden, of_weight, of_bias = gradients(
             hidden, weight, bias, column, token, of_pooled, ctx.needs_input_grad, ctx.sparse_grad
         )
         return of_hidden, of_weight, of_bias, of_gate, *rest
@@ -173,7 +173,7 @@ def second_derivatives(
     outputs = splade_activation(scores, bias, gate, has_entry.logical_not(), return_logits=True)
     given = [(o, g) for o, g in zip(outputs, upstream, strict=True) if g is not None]
     wanted = [t for t, need in zip(aliases, needs, strict=False) if need]
-    gradients = iter(
+    found = iter(
         torch.autograd.grad(
             [o for o, _ in given if o is not None],
             wanted,
@@ -182,7 +182,7 @@ def second_derivatives(
             allow_unused=True,
         )
     )
-    return [next(gradients) if need else None for need in needs[:4]]
+    return [next(found) if need else None for need in needs[:4]]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def _pack(attended: Tensor) -> _Packed:
     return _Packed(torch.cat(tokens), torch.cat(rows), groups)
 
 
-def _maxima(
+def maxima(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -241,16 +241,16 @@ def _maxima(
     gate: Tensor | None,
     dtype: torch.dtype,
     every: bool,
-    screen: bool | None,
-    tile: int | None,
-) -> _Entries:
+    screen: bool | None = None,
+    tile: int | None = None,
+) -> Entries:
     """The entries of ``[B, V]`` that are active, or ``every`` one of a text with any token."""
     packed = _pack(attended)
     states = hidden.flatten(0, 1).index_select(0, packed.token).to(dtype)
     vocab_size = weight.shape[0]
     if not packed.groups:
         none = packed.token.int()
-        return _Entries(none, none, states.new_zeros(0))
+        return Entries(none, none, states.new_zeros(0))
     num_tokens = states.shape[0]
     tile = tile or min(max(SCORES // num_tokens // 16 * 16, 256), 8192, vocab_size)
     screens = None
@@ -279,7 +279,7 @@ def _maxima(
         columns.append((column + start).int())
         tokens.append(packed.token[token].int())
         logits.append(logit)
-    return _Entries(torch.cat(columns), torch.cat(tokens), torch.cat(logits))
+    return Entries(torch.cat(columns), torch.cat(tokens), torch.cat(logits))
 
 
 def _is_active(logit: Tensor, gate: Tensor | None) -> Tensor:
@@ -435,14 +435,14 @@ def _bf16_product(rows: Tensor, states: Tensor) -> Tensor:
 # Backward: sums over the entries
 
 
-def _gradients(
+def gradients(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     column: Tensor,
     token: Tensor,
     coefficient: Tensor,
-    needs: tuple[bool, ...],
+    needs: Sequence[bool],
     sparse_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden states, weight and bias from those of the entries' logits."""

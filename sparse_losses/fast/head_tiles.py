@@ -267,7 +267,9 @@ def _keep_maxima(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
     ctx.set_materialize_grads(False)  # zeros for the places are a pass for nothing
 
 
-def _backward_of_maxima(ctx: Any, upstream: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+def _backward_of_maxima(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    if upstream is None:
+        return (None,) * 8
     needs = list(ctx.needs_input_grad[:2])
     found = spread(upstream, *ctx.saved_tensors, ctx.operands, needs, ctx.tile)
     return *_needed(found, needs), *[None] * 6

@@ -16,10 +16,11 @@ from sparse_losses._core.checks import (
     values_can_be_checked,
 )
 from sparse_losses._core.loss import loss
-from sparse_losses._core.own_gradient import is_transformed
+from sparse_losses._core.own_gradient import can_bring_its_gradient, is_transformed
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.ways import Way, choose
 from sparse_losses.fast.head import packed_head
+from sparse_losses.fast.head_operator import packed_operator
 from sparse_losses.fast.head_tiles import product_dtype, tiled_head
 from sparse_losses.representation._masked_lm import head_of
 
@@ -108,8 +109,6 @@ def splade_head(
     _check_gate(gate)
     if impl == "definition" and sparse_grad:
         raise ValueError('expected sparse_grad=False with impl="definition"')
-    if impl == "packed" and torch.compiler.is_compiling():
-        impl = "tiles"  # how many entries are active is not known beforehand
     tensors = hidden, weight, bias, attention_mask, gate
     options: dict[str, Any] = {
         "dtype": compute_dtype(hidden=hidden, weight=weight, bias=bias, gate=gate),
@@ -172,7 +171,13 @@ def _why_not_tiles(tensors: Tensors, options: Options) -> str | None:
 
 
 def _packing_pays(tensors: Tensors, options: Options) -> bool:
-    return bool(tensors[0].device.type == "cpu" or options["sparse_grad"])
+    is_sparse = options["sparse_grad"] and not torch.compiler.is_compiling()
+    return bool(tensors[0].device.type == "cpu" or is_sparse)
+
+
+def _packed_head(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+    is_eager = can_bring_its_gradient(*tensors)
+    return packed_head(*tensors, **options) if is_eager else packed_operator(*tensors, **options)
 
 
 def _why_not_triton(tensors: Tensors, options: Options) -> str | None:
@@ -208,7 +213,7 @@ def _triton_head(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
 # In order of preference. No measurement shows "triton" ahead of "tiles": only by name.
 WAYS = (
     Way("triton", _why_not_triton, lambda *_: False, _triton_head, compiles=True),
-    Way("packed", lambda *_: None, _packing_pays, packed_head),
+    Way("packed", lambda *_: None, _packing_pays, _packed_head, compiles=True),
     Way("tiles", _why_not_tiles, lambda *_: True, tiled_head, compiles=True),
 )
 

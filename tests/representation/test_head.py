@@ -20,6 +20,7 @@ from sparse_losses._core.loss import _as_layer
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses.fast import head_tiles
 from sparse_losses.fast.head import packed_head
+from sparse_losses.fast.head_operator import packed_operator
 from sparse_losses.fast.head_tiles import tiled_head
 from sparse_losses.functional import splade_head
 from tests.representation import head_oracle as oracle
@@ -47,12 +48,13 @@ PACKED = {
     "packed": functools.partial(splade_head, impl="packed"),
     "screened, tiles of 7": forced(packed_head, screen=True, tile=7),
 }
+OPERATOR = {"packed, as an operator": forced(packed_operator)}
 TILES = {
     "tiles": functools.partial(splade_head, impl="tiles"),
     "tiles of 7": forced(tiled_head, tile=7),
 }
 PLAIN = {"definition": functools.partial(splade_head, impl="definition")}
-WAYS = PLAIN | PACKED | TILES
+WAYS = PLAIN | PACKED | OPERATOR | TILES
 EXACT = functools.partial(splade_head, impl="definition", return_logits=True)
 
 
@@ -62,7 +64,9 @@ def head(request):
 
 
 packed = pytest.mark.parametrize("head", PACKED.values(), ids=PACKED.keys())
-lean = pytest.mark.parametrize("head", (PACKED | TILES).values(), ids=(PACKED | TILES).keys())
+NO_TILES = PLAIN | PACKED | OPERATOR
+LEAN = PACKED | OPERATOR | TILES
+lean = pytest.mark.parametrize("head", LEAN.values(), ids=LEAN.keys())
 
 
 def to_tensors(arrays: dict, dtype: torch.dtype) -> dict:
@@ -248,7 +252,7 @@ def test_a_fully_masked_text_between_others_is_zero_without_gradient(head, retur
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (0, 0)], ids=str)
-@pytest.mark.parametrize("head", (PACKED | PLAIN).values(), ids=(PACKED | PLAIN).keys())
+@pytest.mark.parametrize("head", NO_TILES.values(), ids=NO_TILES.keys())
 def test_empty_batches_and_empty_texts(head, shape, gated):
     tensors = {
         "hidden": torch.zeros(*shape, 3, requires_grad=True),
@@ -728,6 +732,22 @@ def test_the_operators_keep_their_word(operator, masked):
         "head_spread": (upstream, place, hidden, weight, *around, f64, [True, True], 4),
     }
     torch.library.opcheck(getattr(torch.ops.sparse_losses, operator).default, arguments[operator])
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_packed_operators_keep_their_word(biased):
+    tensors = generic(6)
+    leaves = watch(tensors, "hidden", "weight", "bias")
+    if not biased:
+        leaves["bias"] = None
+    attended, f64 = tensors["attention_mask"].bool(), torch.float64
+    operators = torch.ops.sparse_losses
+    forward = (*leaves.values(), tensors["gate"], attended, f64, False)
+    torch.library.opcheck(operators.head_packed.default, forward)
+    place = torch.randint(0, 4, (2, 9), dtype=torch.uint8)
+    backward = (torch.randn(2, 9, dtype=f64), place, *leaves.values(), [True, True, biased])
+    detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in backward]
+    torch.library.opcheck(operators.head_packed_backward.default, detached)
 
 
 # Launches and memory
