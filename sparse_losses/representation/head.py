@@ -16,11 +16,10 @@ from sparse_losses._core.checks import (
     values_can_be_checked,
 )
 from sparse_losses._core.loss import loss
-from sparse_losses._core.own_gradient import can_bring_its_gradient, is_transformed
+from sparse_losses._core.own_gradient import is_transformed
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.ways import Way, choose
 from sparse_losses.fast.head import packed_head
-from sparse_losses.fast.head_operator import packed_operator
 from sparse_losses.fast.head_tiles import product_dtype, tiled_head
 from sparse_losses.representation._masked_lm import head_of
 
@@ -175,11 +174,6 @@ def _packing_pays(tensors: Tensors, options: Options) -> bool:
     return bool(tensors[0].device.type == "cpu" or is_sparse)
 
 
-def _packed_head(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    is_eager = can_bring_its_gradient(*tensors)
-    return packed_head(*tensors, **options) if is_eager else packed_operator(*tensors, **options)
-
-
 def _why_not_triton(tensors: Tensors, options: Options) -> str | None:
     if not _HAS_TRITON:
         return "the package `triton` (pip install 'sparse-losses[kernels]')"
@@ -213,7 +207,7 @@ def _triton_head(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
 # In order of preference. No measurement shows "triton" ahead of "tiles": only by name.
 WAYS = (
     Way("triton", _why_not_triton, lambda *_: False, _triton_head, compiles=True),
-    Way("packed", lambda *_: None, _packing_pays, _packed_head, compiles=True),
+    Way("packed", lambda *_: None, _packing_pays, packed_head, compiles=True),
     Way("tiles", _why_not_tiles, lambda *_: True, tiled_head, compiles=True),
 )
 

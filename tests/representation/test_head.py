@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparse_losses import SpladeHead
 from sparse_losses._core.loss import _as_layer
 from sparse_losses._core.precision import compute_dtype
+from sparse_losses.fast import head as fast_head
 from sparse_losses.fast import head_tiles
 from sparse_losses.fast.head import packed_head
-from sparse_losses.fast.head_operator import packed_operator
 from sparse_losses.fast.head_tiles import tiled_head
 from sparse_losses.functional import splade_head
 from tests.representation import head_oracle as oracle
@@ -49,7 +49,6 @@ PACKED = {
     "packed": functools.partial(splade_head, impl="packed"),
     "screened, tiles of 7": forced(packed_head, screen=True, tile=7),
 }
-OPERATOR = {"packed, as an operator": forced(packed_operator)}
 TILES = {
     "tiles": functools.partial(splade_head, impl="tiles"),
     "tiles of 7": forced(tiled_head, tile=7),
@@ -69,7 +68,7 @@ def on_the_simulated_device(hidden, weight, bias=None, attention_mask=None, *, g
 
 
 PLAIN = {"definition": functools.partial(splade_head, impl="definition")}
-WAYS = PLAIN | PACKED | OPERATOR | TILES
+WAYS = PLAIN | PACKED | TILES
 EXACT = functools.partial(splade_head, impl="definition", return_logits=True)
 
 
@@ -83,8 +82,8 @@ def head(request):
 
 
 packed = pytest.mark.parametrize("head", PACKED.values(), ids=PACKED.keys())
-NO_TILES = PLAIN | PACKED | OPERATOR
-LEAN = PACKED | OPERATOR | TILES
+NO_TILES = PLAIN | PACKED
+LEAN = PACKED | TILES
 lean = pytest.mark.parametrize("head", LEAN.values(), ids=LEAN.keys())
 
 
@@ -618,13 +617,15 @@ def test_transforms_take_the_definition(impl):
 class Operations(TorchDispatchMode):
     """Count what is computed, by name, and remember the largest tensor; views are not computed.
 
-    ``within`` looks into the operators of the tiles.
+    ``within`` looks into our operators.
     """
 
     PLAIN: ClassVar[dict] = {
         torch.ops.sparse_losses.head_maxima.default: head_tiles._maxima,
         torch.ops.sparse_losses.head_spread.default: head_tiles._spread,
         torch.ops.sparse_losses.head_picked.default: head_tiles._picked,
+        torch.ops.sparse_losses.head_packed.default: fast_head._packed_logits,
+        torch.ops.sparse_losses.head_packed_backward.default: fast_head._packed_gradients,
     }
 
     def __init__(self, within=True) -> None:
@@ -657,7 +658,7 @@ def test_the_name_decides_which_way_runs(impl, is_tiles, is_packed):
     with Operations(within=False) as seen:
         splade_head(**example(torch.float32), impl=impl)
     assert seen.count["sparse_losses::head_maxima"] == is_tiles
-    assert (seen.count["aten::nonzero"] > 0) == is_packed
+    assert seen.count["sparse_losses::head_packed"] == is_packed
 
 
 def test_a_way_that_cannot_take_the_call_says_why():
@@ -762,7 +763,7 @@ def test_the_packed_operators_keep_their_word(biased):
         leaves["bias"] = None
     attended, f64 = tensors["attention_mask"].bool(), torch.float64
     operators = torch.ops.sparse_losses
-    forward = (*leaves.values(), tensors["gate"], attended, f64, False)
+    forward = (*leaves.values(), tensors["gate"], attended, f64, False, False, None, 4)
     torch.library.opcheck(operators.head_packed.default, forward)
     place = torch.randint(0, 4, (2, 9), dtype=torch.uint8)
     backward = (torch.randn(2, 9, dtype=f64), place, *leaves.values(), [True, True, biased])
