@@ -7,6 +7,7 @@ is no atomic addition and the same bits come twice. What the lengths are, and ho
 active, only the device knows.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sparse_losses.fast.head import second_derivatives
-from sparse_losses.fast.head_tiles import smallest_integer
+from sparse_losses._core.activation import splade_activation
+from sparse_losses.fast.head_tiles import picked, smallest_integer, sources
 
 __all__ = ["backward", "forward", "triton_head"]
 
@@ -85,7 +86,7 @@ class _Head(torch.autograd.Function):
             has_entry = ~(activations <= 0)  # a NaN is one
             if ctx.every:
                 has_entry = attended.any(1, keepdim=True).expand_as(has_entry)
-            found = second_derivatives(
+            found = _second_derivatives(
                 inputs, needs, upstream, position, has_entry, attended, torch.float32
             )
             return *found, None, None

@@ -25,7 +25,6 @@ from sparse_losses.fast.head_tiles import tiled_head
 from sparse_losses.functional import splade_head
 from tests.representation import head_oracle as oracle
 from tests.strategies import seeds
-from tools import simulated_device
 
 RAGGED = torch.tensor([[1, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 1, 0]])
 
@@ -55,28 +54,12 @@ TILES = {
 }
 
 
-def on_the_simulated_device(hidden, weight, bias=None, attention_mask=None, *, gate=None, **own):
-    """Take the default of an accelerator there, hold it to its rules, and bring the result back."""
-    simulated_device.start()
-    tensors = (hidden, weight, bias, attention_mask, gate)
-    *there, gate = (None if x is None else x.to("sim") for x in tensors)
-    with simulated_device.counting() as counts:
-        found = splade_head(*there, gate=gate, **own)
-    assert counts.launches > 0
-    assert counts.waits == 0
-    return tuple(x.cpu() for x in found) if isinstance(found, tuple) else found.cpu()
-
-
 PLAIN = {"definition": functools.partial(splade_head, impl="definition")}
 WAYS = PLAIN | PACKED | TILES
 EXACT = functools.partial(splade_head, impl="definition", return_logits=True)
 
 
-no_device = pytest.mark.skipif(simulated_device.why_not() is not None, reason="no compiler")
-DEVICE = pytest.param(on_the_simulated_device, id="on the simulated device", marks=no_device)
-
-
-@pytest.fixture(params=[*(pytest.param(way, id=name) for name, way in WAYS.items()), DEVICE])
+@pytest.fixture(params=WAYS.values(), ids=WAYS.keys())
 def head(request):
     return request.param
 
@@ -417,7 +400,6 @@ def test_tied_embeddings_get_both_gradients(head, sparse):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("head", WAYS.values(), ids=WAYS.keys())
 def test_half_precision_is_computed_in_fp32(head, dtype, gated):
     tensors = with_gate(example(dtype)) if gated else example(dtype)
     leaves = watch(tensors)

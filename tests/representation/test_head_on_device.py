@@ -13,14 +13,9 @@ from tests.representation.test_head import EXACT, close, example, gradients, wat
 from tools import simulated_device
 from tools.simulated_device import counting, shape_only
 
-pytestmark = pytest.mark.skipif(
-    simulated_device.why_not() is not None, reason=str(simulated_device.why_not())
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _device():
-    simulated_device.start()
+if reason := simulated_device.why_not():
+    pytest.skip(reason, allow_module_level=True)
+simulated_device.start()
 
 
 def there(tensors: dict) -> dict:
