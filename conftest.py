@@ -101,7 +101,9 @@ def pytest_collection(session):
     device = session.config.getoption("--device")
     if device == "cpu":
         return (yield)
-    with torch.device(device):
+    from tools.on_device import on_device
+
+    with on_device(device):
         return (yield)
 
 
