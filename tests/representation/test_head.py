@@ -398,6 +398,7 @@ def test_tied_embeddings_get_both_gradients(head, sparse):
 # Precision
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 def test_half_precision_is_computed_in_fp32(head, dtype, gated):
@@ -421,6 +422,7 @@ def test_half_precision_is_computed_in_fp32(head, dtype, gated):
         torch.testing.assert_close(gradient.double(), expected[name], rtol=once, atol=1e-4)
 
 
+@pytest.mark.cpu_only
 def test_a_dot_product_beyond_fp16_is_a_number(head):
     hidden = torch.full((1, 2, 4), 6e4, dtype=torch.float16)
     weight = torch.full((3, 4), 100.0, dtype=torch.float16)
@@ -471,6 +473,7 @@ def test_autocast_changes_nothing_on_the_cpu(head, dtype):
         assert gradient.any()
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("odd", ["hidden", "weight", "bias", "gate"])
 @pytest.mark.parametrize(
     ("dtype", "other", "result"),
@@ -632,6 +635,7 @@ def is_dense(x) -> bool:
     return isinstance(x, torch.Tensor) and x.layout == torch.strided
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("impl", "is_tiles", "is_packed"),
     [("definition", 0, 0), ("packed", 0, 1), ("auto", 0, 1), ("tiles", 1, 0)],
@@ -912,6 +916,7 @@ def test_a_closed_gate_hides_no_nan_and_a_forbidden_token_makes_none(head):
 # Errors
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [

@@ -179,6 +179,7 @@ def test_errors_name_the_argument(function, logits, mask, name):
         function(logits, mask)
 
 
+@pytest.mark.cpu_only
 def test_the_name_decides_and_an_unknown_one_is_an_error():
     logits, mask = example()
     logits.requires_grad_()
