@@ -96,6 +96,38 @@ class _Head(torch.autograd.Function):
         return *(g if need else None for need, g in zip(needs, gradients, strict=True)), None, None
 
 
+def _second_derivatives(
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    upstream: Sequence[Tensor | None],
+    place: Tensor,
+    has_entry: Tensor,
+    attended: Tensor,
+    dtype: torch.dtype,
+) -> list[Tensor | None]:
+    """Gradients by hidden states, weight, bias and gate that can be differentiated again.
+
+    The places of the maxima are given, and which entries there are.
+    """
+    # Aliases: where one input was made from another, the way through it is not ours.
+    aliases: list[Any] = [None if t is None else t.view_as(t) for t in inputs]
+    hidden, weight, bias, gate = aliases
+    scores = picked(place, hidden, weight, *sources(attended), dtype, dtype, None)
+    outputs = splade_activation(scores, bias, gate, has_entry.logical_not(), return_logits=True)
+    given = [(o, g) for o, g in zip(outputs, upstream, strict=True) if g is not None]
+    wanted = [t for t, need in zip(aliases, needs, strict=False) if need]
+    gradients = iter(
+        torch.autograd.grad(
+            [o for o, _ in given if o is not None],
+            wanted,
+            [g for _, g in given],
+            create_graph=True,
+            allow_unused=True,
+        )
+    )
+    return [next(gradients) if need else None for need in needs[:4]]
+
+
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     """Where kernels are launched: Triton takes the current device, whatever the tensors' is."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
