@@ -66,8 +66,8 @@ def sources(attended: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     if attended is None:
         return None, None
     position = torch.arange(attended.shape[1], device=attended.device)
-    is_there, some = attended.max(1, keepdim=True)
-    return torch.where(attended, position, some), is_there.logical_not()
+    has_any, some = attended.view(torch.uint8).max(1, keepdim=True)
+    return torch.where(attended, position, some), has_any.logical_not()
 
 
 def smallest_integer(length: int) -> torch.dtype:

@@ -112,7 +112,7 @@ def test_halves_are_multiplied_as_halves_and_their_scores_are_fp32(dtype, autoca
 
 def test_a_device_that_returns_halves_alone_still_multiplies_halves(monkeypatch):
     tensors = there(example(torch.bfloat16))
-    monkeypatch.setattr(products, "_FOUND", {(tensors["hidden"].device, torch.bfloat16): False})
+    monkeypatch.setattr(head_tiles, "returns_fp32", lambda device, dtype: False)
     counts, leaves = step(splade_head, dict(tensors))
     assert set(counts.flops) == {torch.bfloat16}
     rounded = splade_head(**tensors).cpu()
@@ -193,6 +193,12 @@ def test_twice_as_fast_as_the_plain_formula_in_a_third_of_its_memory(vocab):
     assert ours.flops[torch.bfloat16] <= theirs.flops[torch.bfloat16] * 1.001
     assert ours.peak_bytes <= theirs.peak_bytes / 3
     assert reckoned(ours) <= reckoned(theirs) / 2
+
+
+def test_one_tile_is_held_at_a_time():
+    with shape_only():
+        ours, _ = step(splade_head, large(64, 256, 30522))
+    assert head_tiles.BYTES <= ours.peak_bytes < 2 * head_tiles.BYTES
 
 
 # The encoder
