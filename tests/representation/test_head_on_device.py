@@ -59,6 +59,15 @@ def test_at_most_16_launches_a_tile_and_24_besides_and_no_wait(options, dtype, t
     assert counts.waits == 0
 
 
+def test_a_tile_makes_11_launches(monkeypatch):
+    monkeypatch.setattr(head_tiles, "BYTES", 15 * 4 * 8)
+    launches = [
+        step(splade_head, there(example(torch.float32, vocab=vocab)))[0].launches
+        for vocab in (8, 40)
+    ]
+    assert launches[1] - launches[0] == 4 * 11
+
+
 def test_a_gate_adds_19_launches():
     tensors = there(with_gate(example(torch.float32)))
     gated, _ = step(splade_head, dict(tensors))
