@@ -165,7 +165,7 @@ FORMULAS = {
     "losses/pairwise_contrastive.py": "nnf.relu(margin - distance).square()",
     "losses/positive_activation.py": "(share * cost).sum(-1)",
     "losses/self_reconstruction.py": "softplus(others).sum(-1) + ratio * target_sum",
-    "losses/triplet_margin.py": "nnf.relu(margin - near + far)",
+    "losses/triplet_margin.py": "nnf.relu(far - near + margin)",
     "representation/head.py": "splade_activation(",
 }
 LONG = {"losses/info_nce.py", "losses/nws.py", "representation/head.py"}
