@@ -78,12 +78,32 @@ def _on_device(request):
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Skips what says itself that it is not for this device."""
+    device = item.config.getoption("--device")
+    if device == "cpu":
+        return (yield)
+    if item.get_closest_marker("cpu_only"):
+        pytest.skip("the CPU's own")
+    from tools.on_device import why_not_there
+
+    try:
+        return (yield)
+    except Exception as error:
+        if reason := why_not_there(error, device):
+            pytest.skip(reason)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
     """Modules and parameters of tests make tensors as well, before any fixture."""
     device = session.config.getoption("--device")
     if device == "cpu":
         return (yield)
-    with torch.device(device):
+    from tools.on_device import on_device
+
+    with on_device(device):
         return (yield)
 
 

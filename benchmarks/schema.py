@@ -72,7 +72,7 @@ class Maker:
         A few columns are active in nearly every row, as in a retriever's vectors. Chances are
         capped at 0.95, the scale is found by bisection.
         """
-        rank = torch.arange(1, columns + 1, device=self.device, dtype=torch.float64)
+        rank = torch.arange(1, columns + 1, device="cpu", dtype=torch.float64)
         low, high = 0.0, float(columns)
         for _ in range(60):
             scale = (low + high) / 2
@@ -80,7 +80,7 @@ class Maker:
             low, high = (scale, high) if mean < density else (low, scale)
         chance = (high / rank).clamp(max=0.95)
         order = torch.randperm(columns, generator=self.generator, device=self.device)
-        chance = chance[order].to(self.dtype)
+        chance = chance.to(self.device)[order].to(self.dtype)
         values = self.uniform(rows, columns)
         active = values < chance
         # Given that it is below the chance, the draw over the chance is uniform again.
@@ -215,6 +215,7 @@ class Benchmark:
     quick: Sequence[Sizes]
     full: Sequence[Sizes]  # beside the quick ones
     gpu: Sequence[Sizes]
+    reckoned: Sequence[Sizes] = ()  # counted on the simulated device, beside the quick ones and gpu
     aims: Sequence[Aim] = ()
     crossover: Sequence[Sizes] = ()  # measured with the aims: where one way overtakes another
     options: Callable[[Sizes], dict[str, Any]] = lambda sizes: {}

@@ -24,7 +24,8 @@ def cases(suite: str, only: Sequence[str] = ()) -> list[Case]:
 
     Args:
         suite: ``tiny``, ``quick``, ``full`` (holds the quick ones too), ``aims`` (what an aim
-            speaks of, and the sizes between which one way overtakes another) or ``gpu``.
+            speaks of, and the sizes between which one way overtakes another), ``gpu`` or
+            ``reckoned`` (quick, gpu, and some that are only counted).
         only: names of losses; all without any.
     """
     if unknown := set(only) - set(NAMES):
@@ -46,4 +47,6 @@ def _sizes(each: Benchmark, suite: str) -> Sequence[Sizes]:
         }
         return [sizes for sizes in _sizes(each, "full") if case_name(sizes) in wanted]
     small = {"tiny": each.tiny, "quick": each.quick, "gpu": each.gpu}
+    if suite == "reckoned":
+        return [*each.quick, *each.gpu, *each.reckoned]
     return small.get(suite, [*each.quick, *each.full])

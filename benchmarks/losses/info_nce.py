@@ -146,6 +146,11 @@ BENCHMARK = Benchmark(
         {"B": 1024, "D": 768, "dtype": "fp32"},
         {"B": 1024, "V": BERT, "density": 0.005, "dtype": "fp32"},
     ],
+    reckoned=[
+        {**sizes, "dtype": dtype}
+        for sizes in ({"B": 2048, "D": 768}, {"B": 64, "V": BERT, "density": 0.005})
+        for dtype in ("bf16", "fp32")
+    ],
     aims=[
         Aim("InfoNCE, time of eager's", _DENSE, "time", 0.85),
         Aim("InfoNCE, memory of eager's", _DENSE, "memory", 1 / 3),

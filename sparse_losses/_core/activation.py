@@ -11,21 +11,22 @@ def splade_activation(
     highest: Tensor,
     bias: Tensor | None,
     gate: Tensor | None,
-    is_there: Tensor | None,
+    absent: Tensor | None,
     return_logits: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """``log(1 + relu(gate * (highest + bias)))`` of ``highest [B, V]``, and if asked its argument.
 
-    Both are 0, without a gradient, where ``is_there`` (a mask that broadcasts) is false.
+    Both are 0, without a gradient, where ``absent`` (a mask that broadcasts) is true. ``highest``
+    may be overwritten.
     """
     logits = highest if bias is None else highest + bias
-    if is_there is not None:
-        logits = torch.where(is_there, logits, 0.0)
+    if absent is not None:
+        logits = logits.masked_fill_(absent, 0.0)
     if gate is None:
         return nnf.relu(logits).log1p(), logits
-    if is_there is not None:
+    if absent is not None:
         # A gate that nothing passes must not send its NaN into the gradient: 0 * NaN is NaN.
-        gate = torch.where(is_there, gate, 0.0)
+        gate = torch.where(absent, 0.0, gate)
     gated = gated_logits(logits, gate)
     return nnf.relu(gated).log1p(), gated if return_logits else None
 

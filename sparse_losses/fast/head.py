@@ -3,7 +3,8 @@ r"""The head packed, for the CPU: attended tokens lie side by side, active entri
 The vocabulary comes in tiles. A tile's scores ``[T, n]`` against the ``n`` attended tokens are
 reduced to one maximum a text before the next tile begins; behind the maximum only the active
 entries need their arg-max, and the backward touches nothing else. How many entries are active is
-known only once they are there: on an accelerator that is a wait.
+known only once they are there: on an accelerator that is a wait. The backward takes the entries
+whose incoming gradient is not 0.
 
 **Screening.** Where bf16 products are faster than fp32 ones, a tile is multiplied in bf16 first,
 which bounds every score; only entries that may be positive are computed in fp32. Why none is lost:
@@ -36,13 +37,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparse_losses._core.activation import gated_logits, splade_activation
+from sparse_losses._core.activation import splade_activation
+from sparse_losses._core.own_gradient import can_bring_its_gradient
+from sparse_losses._core.precision import autocast_off
 from sparse_losses._core.private_torch import multiplies_bf16
-from sparse_losses.fast.head_tiles import picked, sources
-from sparse_losses.fast.pooling import activate, gradient_of_pooled
+from sparse_losses.fast.head_tiles import smallest_integer, sources, spread
 from sparse_losses.fast.sparse import bounds_of, csr, sum_bags
 
-__all__ = ["packed_head", "second_derivatives"]
+__all__ = ["packed_gradients", "packed_head", "packed_logits"]
 
 SCORES = 6 << 20  # of a tile, at most
 # Rows of a half-precision matrix that are cast at once in the backward pass.
@@ -71,10 +73,129 @@ def packed_head(
     """
     if attended is None:
         attended = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
-    found: tuple[Tensor, Tensor | None] = _Head.apply(  # type: ignore[no-untyped-call]
+    logits, _ = packed_logits(
         hidden, weight, bias, gate, attended, dtype, return_logits, sparse_grad, screen, tile
     )
-    return found
+    absent = attended.logical_not().all(1, keepdim=True)
+    return splade_activation(logits, None, gate, absent, return_logits)
+
+
+# ------------------------------------------------------------------------------------------------
+# As operators: compilers, which cannot know how many entries are active, take them as they are
+
+
+def _packed_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    attended: Tensor,
+    dtype: torch.dtype,
+    every: bool,
+    sparse_grad: bool,
+    screen: bool | None,
+    tile: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Logits before the gate ``[B, V]``, -inf those of silent entries, and where they stand."""
+    logits, place = _empty_logits(hidden, weight, dtype)
+    with autocast_off(hidden.device):
+        entries = _maxima(hidden, weight, bias, attended, gate, dtype, every, screen, tile)
+    length = max(hidden.shape[1], 1)
+    index = entries.token.long() // length, entries.column.long()
+    logits.fill_(-torch.inf)[index] = entries.logit
+    place.zero_()[index] = (entries.token % length).to(place.dtype)
+    return logits, place
+
+
+def _empty_logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape, integer = (hidden.shape[0], weight.shape[0]), smallest_integer(hidden.shape[1])
+    return hidden.new_empty(shape, dtype=dtype), hidden.new_empty(shape, dtype=integer)
+
+
+packed_logits = torch.library.custom_op(
+    "sparse_losses::head_packed", _packed_logits, mutates_args=()
+)
+
+
+@packed_logits.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    attended: Tensor,
+    dtype: torch.dtype,
+    *_: bool | int | None,
+) -> tuple[Tensor, Tensor]:
+    return _empty_logits(hidden, weight, dtype)
+
+
+def _packed_gradients(
+    upstream: Tensor,
+    place: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of hidden states, weight and bias from that of the logits; or empty."""
+    found = _gradients(upstream, place, hidden, weight, bias, needs, sparse_grad=False)
+    a, b, c = (upstream.new_empty(0) if gradient is None else gradient for gradient in found)
+    return a, b, c
+
+
+packed_gradients = torch.library.custom_op(
+    "sparse_losses::head_packed_backward", _packed_gradients, mutates_args=()
+)
+
+
+@packed_gradients.register_fake
+def _(
+    upstream: Tensor,
+    place: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    tensors = zip((hidden, weight, bias), needs, strict=True)
+    a, b, c = (
+        upstream.new_empty(0) if x is None or not n else x.new_empty(x.shape) for x, n in tensors
+    )
+    return a, b, c
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    hidden, weight, bias, _, attended, dtype, _, sparse_grad, _, _ = inputs
+    ctx.save_for_backward(output[1], hidden, weight, bias, attended)
+    ctx.dtype, ctx.sparse_grad = dtype, sparse_grad
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    if upstream is None:
+        return (None,) * 10
+    place, hidden, weight, bias, attended = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:3])
+    found: Sequence[Tensor | None]
+    if torch.is_grad_enabled():  # a graph of the gradient is wanted
+        around = sources(attended)
+        of_both = spread(upstream, place, hidden, weight, *around, ctx.dtype, needs[:2], None)
+        found = *of_both, None if bias is None else upstream.sum(0).to(bias.dtype)
+    elif ctx.sparse_grad and can_bring_its_gradient(upstream):
+        found = _gradients(upstream, place, hidden, weight, bias, needs, sparse_grad=True)
+    else:
+        found = packed_gradients(upstream, place, hidden, weight, bias, needs)
+    given = [gradient if need else None for gradient, need in zip(found, needs, strict=True)]
+    return *given, *[None] * 7
+
+
+packed_logits.register_autograd(_backward, setup_context=_keep)
+
+
+# ------------------------------------------------------------------------------------------------
+# Forward: the maxima
 
 
 class _Entries(NamedTuple):
@@ -83,110 +204,6 @@ class _Entries(NamedTuple):
     column: Tensor  # [m] int32
     token: Tensor  # [m] int32, into the B * S positions
     logit: Tensor  # [m], before the gate
-
-
-class _Head(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        gate: Tensor | None,
-        attended: Tensor,
-        dtype: torch.dtype,
-        return_logits: bool,
-        sparse_grad: bool,
-        screen: bool | None,
-        tile: int | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        entries = _maxima(hidden, weight, bias, attended, gate, dtype, return_logits, screen, tile)
-        length = hidden.shape[1]
-        row, column = entries.token.long() // max(length, 1), entries.column.long()
-        pooled = entries.logit
-        if gate is not None:
-            pooled = gated_logits(pooled, gate[row, column])
-        shape = hidden.shape[0], weight.shape[0]
-        activations, logits, slope = activate(pooled, row, column, shape, return_logits)
-        ctx.save_for_backward(
-            hidden,
-            weight,
-            bias,
-            gate,
-            attended,
-            entries.column,
-            entries.token,
-            slope,
-            None if gate is None else entries.logit,
-        )
-        ctx.sparse_grad, ctx.dtype = sparse_grad, dtype
-        ctx.set_materialize_grads(False)
-        return activations, logits
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, bias, gate, attended, column, token, slope, logit = ctx.saved_tensors
-        rest = [None] * 6
-        length = max(hidden.shape[1], 1)
-        row, wide_column = token.long() // length, column.long()
-        if torch.is_grad_enabled():  # a graph of the gradient is wanted
-            place = token.new_zeros(len(hidden), len(weight))
-            place[row, wide_column] = token % length
-            has_entry = torch.zeros_like(place, dtype=torch.bool)
-            has_entry[row, wide_column] = True
-            inputs = hidden, weight, bias, gate
-            found = second_derivatives(
-                inputs, ctx.needs_input_grad, upstream, place, has_entry, attended, ctx.dtype
-            )
-            return *found, *rest
-
-        of_pooled = gradient_of_pooled(upstream, row, wide_column, slope)
-        of_gate = None
-        if gate is not None:
-            if ctx.needs_input_grad[3]:
-                logit = torch.where(logit == -torch.inf, 0.0, logit)  # 0 * -inf is NaN
-                of_gate = torch.zeros_like(gate).index_put_((row, wide_column), of_pooled * logit)
-            of_pooled = of_pooled * gate[row, wide_column]
-        of_hidden, of_weight, of_bias = _gradients(
-            hidden, weight, bias, column, token, of_pooled, ctx.needs_input_grad, ctx.sparse_grad
-        )
-        return of_hidden, of_weight, of_bias, of_gate, *rest
-
-
-def second_derivatives(
-    inputs: Sequence[Tensor | None],
-    needs: Sequence[bool],
-    upstream: Sequence[Tensor | None],
-    place: Tensor,
-    has_entry: Tensor,
-    attended: Tensor,
-    dtype: torch.dtype,
-) -> list[Tensor | None]:
-    """Gradients by hidden states, weight, bias and gate that can be differentiated again.
-
-    The places of the maxima are given, and which entries there are.
-    """
-    # Aliases: where one input was made from another, the way through it is not ours.
-    aliases: list[Any] = [None if t is None else t.view_as(t) for t in inputs]
-    hidden, weight, bias, gate = aliases
-    scores = picked(place, hidden, weight, *sources(attended), dtype, dtype, None)
-    outputs = splade_activation(scores, bias, gate, has_entry, return_logits=True)
-    given = [(o, g) for o, g in zip(outputs, upstream, strict=True) if g is not None]
-    wanted = [t for t, need in zip(aliases, needs, strict=False) if need]
-    gradients = iter(
-        torch.autograd.grad(
-            [o for o, _ in given if o is not None],
-            wanted,
-            [g for _, g in given],
-            create_graph=True,
-            allow_unused=True,
-        )
-    )
-    return [next(gradients) if need else None for need in needs[:4]]
-
-
-# ------------------------------------------------------------------------------------------------
-# Forward: the maxima
 
 
 class _Packed(NamedTuple):
@@ -436,16 +453,18 @@ def _bf16_product(rows: Tensor, states: Tensor) -> Tensor:
 
 
 def _gradients(
+    upstream: Tensor,
+    place: Tensor,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    column: Tensor,
-    token: Tensor,
-    coefficient: Tensor,
-    needs: tuple[bool, ...],
+    needs: Sequence[bool],
     sparse_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden states, weight and bias from those of the entries' logits."""
+    """Gradients of hidden states, weight and bias from that of the logits ``[B, V]``."""
+    wide_column, row = (upstream.T != 0).nonzero(as_tuple=True)  # by column; a NaN is not 0
+    column, token = wide_column.int(), (row * hidden.shape[1] + place[row, wide_column]).int()
+    coefficient = upstream[row, wide_column]
     batch, length, width = hidden.shape
     vocab_size, dtype = weight.shape[0], coefficient.dtype
     of_hidden = of_weight = of_bias = None

@@ -7,8 +7,13 @@ be differentiated any number of times: with places ``p``, states ``x`` and rows 
 ``picked(x, w)[i, j]`` is ``x[i, p[i, j]] . w[j]``, and ``spread`` is its gradient by both.
 
 They are operators of PyTorch, so that compilers take them as they are. ``source`` says whose state
-stands at a position: at a masked one a copy of the text's first attended state, which cannot change
-a maximum, and whose place is that of its original. A text without any is all zeros.
+stands at a position: at a masked one a copy of an attended state of the same text, which cannot
+change a maximum, and whose place is that of its original. A text without any attended position is
+``absent``: its states are zeros.
+
+Halves are multiplied as halves. Where the device can return such a product in fp32, the maximum is
+taken of fp32 scores and the gradient of the hidden states is summed in fp32; elsewhere the scores
+are rounded to halves, as a linear layer's are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,11 +24,11 @@ from torch import Tensor
 
 from sparse_losses._core.activation import splade_activation
 from sparse_losses._core.precision import autocast_off
+from sparse_losses._core.products import product, returns_fp32
 
 __all__ = ["maxima", "picked", "product_dtype", "smallest_integer", "sources", "tiled_head"]
 
-BYTES = 1 << 28  # of a tile's scores, at most
-WIDEST = 8192  # tokens of the vocabulary in a tile, at most
+BYTES = 1 << 28  # of a tile's scores, and of a tile's rows of the weight, at most
 
 
 def tiled_head(
@@ -42,11 +47,11 @@ def tiled_head(
 
     ``tile`` overrides how many tokens of the vocabulary a tile has.
     """
-    source, is_there = sources(attended)
+    source, absent = sources(attended)
     keeps_places = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     operands = product_dtype(hidden, weight, dtype)
-    highest, _ = maxima(hidden, weight, source, is_there, operands, dtype, keeps_places, tile)
-    return splade_activation(highest, bias, gate, is_there, return_logits)
+    highest, _ = maxima(hidden, weight, source, absent, operands, dtype, keeps_places, tile)
+    return splade_activation(highest, bias, gate, absent, return_logits)
 
 
 def product_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -57,12 +62,12 @@ def product_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.d
 
 
 def sources(attended: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Whose state stands at each position ``[B, S]``, and which texts have any ``[B, 1]``."""
+    """Whose state stands at each position ``[B, S]``, and which texts have none ``[B, 1]``."""
     if attended is None:
         return None, None
     position = torch.arange(attended.shape[1], device=attended.device)
-    first = attended.to(torch.uint8).argmax(1, keepdim=True)
-    return torch.where(attended, position, first), attended.any(1, keepdim=True)
+    has_any, some = attended.view(torch.uint8).max(1, keepdim=True)
+    return torch.where(attended, position, some), has_any.logical_not()
 
 
 def smallest_integer(length: int) -> torch.dtype:
@@ -76,7 +81,7 @@ def _maxima(
     hidden: Tensor,
     weight: Tensor,
     source: Tensor | None,
-    is_there: Tensor | None,
+    absent: Tensor | None,
     operands: torch.dtype,
     dtype: torch.dtype,
     keeps_places: bool,
@@ -85,13 +90,12 @@ def _maxima(
     """The largest scores ``[B, V]`` and, if asked for, their places."""
     highest, place = _empty_maxima(hidden, weight, dtype, keeps_places)
     with autocast_off(hidden.device):
-        states = _states(hidden, source, is_there, operands)
-        for part, rows in _tiles(weight, states, operands, tile):
-            scores = _scores(rows, states, len(hidden))
+        states = _states(hidden, source, absent, operands)
+        for part, rows in _tiles(weight, states, _bytes_of_a_score(states), tile):
             if not keeps_places:
-                highest[:, part] = scores.amax(2).T
+                highest[:, part] = _scores(rows, states, len(hidden)).amax(2).T
                 continue
-            largest, where = scores.max(2)
+            largest, where = _scores(rows, states, len(hidden)).max(2)
             highest[:, part] = largest.T
             place[:, part] = where.T if source is None else source.gather(1, where.T)
     return highest, place
@@ -102,7 +106,7 @@ def _picked(
     hidden: Tensor,
     weight: Tensor,
     source: Tensor | None,
-    is_there: Tensor | None,
+    absent: Tensor | None,
     operands: torch.dtype,
     dtype: torch.dtype,
     tile: int | None,
@@ -110,10 +114,10 @@ def _picked(
     """The scores ``[B, V]`` at the places."""
     found = hidden.new_empty(place.shape, dtype=dtype)
     with autocast_off(hidden.device):
-        states = _states(hidden, source, is_there, operands)
-        for part, rows in _tiles(weight, states, operands, tile):
-            scores = _scores(rows, states, len(hidden))
-            found[:, part] = scores.gather(2, place[:, part].T.long()[..., None])[..., 0].T
+        states = _states(hidden, source, absent, operands)
+        for part, rows in _tiles(weight, states, _bytes_of_a_score(states), tile):
+            index = place[:, part].T.long()[..., None]
+            found[:, part] = _scores(rows, states, len(hidden)).gather(2, index)[..., 0].T
     return found
 
 
@@ -123,7 +127,7 @@ def _spread(
     hidden: Tensor,
     weight: Tensor,
     source: Tensor | None,
-    is_there: Tensor | None,
+    absent: Tensor | None,
     operands: torch.dtype,
     needs: Sequence[bool],
     tile: int | None,
@@ -131,45 +135,57 @@ def _spread(
     """The gradients by hidden states and weight of the scores at these places; or empty."""
     of_hidden, of_weight = _empty_gradients(hidden, weight, needs)
     with autocast_off(hidden.device):
-        states = _states(hidden, source, is_there, operands)
+        states = _states(hidden, source, absent, operands)
         factors = upstream.to(operands)
         total = hidden.new_zeros(states.shape if needs[0] else 0, dtype=upstream.dtype)
-        for part, rows in _tiles(weight, states, operands, tile):
-            one_hot = states.new_zeros(len(rows), *hidden.shape[:2])
-            one_hot.scatter_(2, place[:, part].T.long()[..., None], factors[:, part].T[..., None])
-            one_hot = one_hot.flatten(1)
+        for part, rows in _tiles(weight, states, states.element_size(), tile):
+            index = place[:, part].T.long()[..., None]
+            at_places = states.new_zeros(len(rows), *hidden.shape[:2])
+            at_places = at_places.scatter_(2, index, factors[:, part].T[..., None]).flatten(1)
             if needs[0]:
-                total += one_hot.T @ rows
-            if needs[1]:
-                of_weight[part] = one_hot @ states
+                total += _product(at_places.T, rows)
+            if needs[1] and weight.dtype == operands:
+                torch.mm(at_places, states, out=of_weight[part])
+            elif needs[1]:
+                of_weight[part] = at_places @ states
+            del at_places  # before the next tile has memory of its own
         if needs[0]:
             of_hidden = total.view(hidden.shape).to(hidden.dtype)
     return of_hidden, of_weight
 
 
 def _states(
-    hidden: Tensor, source: Tensor | None, is_there: Tensor | None, operands: torch.dtype
+    hidden: Tensor, source: Tensor | None, absent: Tensor | None, operands: torch.dtype
 ) -> Tensor:
     """The states ``[B * S, H]`` to multiply."""
-    if source is not None and is_there is not None:
+    if source is not None and absent is not None:
         hidden = hidden.gather(1, source[..., None].expand(hidden.shape))
-        hidden = torch.where(is_there[..., None], hidden, 0.0)
+        hidden.masked_fill_(absent[..., None], 0.0)
     return hidden.flatten(0, 1).to(operands)
 
 
 def _scores(rows: Tensor, states: Tensor, batch: int) -> Tensor:
-    return (rows @ states.T).view(len(rows), batch, -1)
+    return _product(rows, states.T).view(len(rows), batch, -1)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """In fp32 where that costs no cast: halves must not leave the tensor cores."""
+    return product(a, b) if returns_fp32(a.device, a.dtype) else a @ b
+
+
+def _bytes_of_a_score(states: Tensor) -> int:
+    return 4 if returns_fp32(states.device, states.dtype) else states.element_size()
 
 
 def _tiles(
-    weight: Tensor, states: Tensor, operands: torch.dtype, tile: int | None
+    weight: Tensor, states: Tensor, bytes_of_a_score: int, tile: int | None
 ) -> Iterator[tuple[slice, Tensor]]:
     """Some rows of the weight at a time, whose scores stay within the budget."""
     if tile is None:
-        tile = min(max(BYTES // (len(states) * operands.itemsize), 1), WIDEST)
+        tile = max(BYTES // (max(states.shape) * bytes_of_a_score), 1)
     for start in range(0, len(weight), tile):
         part = slice(start, start + tile)
-        yield part, weight[part].to(operands)
+        yield part, weight[part].to(states.dtype)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -205,7 +221,7 @@ def _(
     hidden: Tensor,
     weight: Tensor,
     source: Tensor | None,
-    is_there: Tensor | None,
+    absent: Tensor | None,
     operands: torch.dtype,
     dtype: torch.dtype,
     keeps_places: bool,
@@ -220,7 +236,7 @@ def _(
     hidden: Tensor,
     weight: Tensor,
     source: Tensor | None,
-    is_there: Tensor | None,
+    absent: Tensor | None,
     operands: torch.dtype,
     dtype: torch.dtype,
     tile: int | None,
@@ -235,7 +251,7 @@ def _(
     hidden: Tensor,
     weight: Tensor,
     source: Tensor | None,
-    is_there: Tensor | None,
+    absent: Tensor | None,
     operands: torch.dtype,
     needs: Sequence[bool],
     tile: int | None,
@@ -244,13 +260,16 @@ def _(
 
 
 def _keep_maxima(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    hidden, weight, source, is_there, operands, _, _, tile = inputs
-    ctx.save_for_backward(output[1], hidden, weight, source, is_there)
+    hidden, weight, source, absent, operands, _, _, tile = inputs
+    ctx.save_for_backward(output[1], hidden, weight, source, absent)
     ctx.operands, ctx.tile = operands, tile
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # zeros for the places are a pass for nothing
 
 
-def _backward_of_maxima(ctx: Any, upstream: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+def _backward_of_maxima(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    if upstream is None:
+        return (None,) * 8
     needs = list(ctx.needs_input_grad[:2])
     found = spread(upstream, *ctx.saved_tensors, ctx.operands, needs, ctx.tile)
     return *_needed(found, needs), *[None] * 6
@@ -276,8 +295,8 @@ def _keep_spread(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 def _backward_of_spread(ctx: Any, of_hidden: Tensor, of_weight: Tensor) -> tuple[Any, ...]:
     """``spread`` is linear in ``upstream`` and in each of hidden states and weight."""
-    upstream, place, hidden, weight, source, is_there = ctx.saved_tensors
-    common = source, is_there, ctx.operands
+    upstream, place, hidden, weight, source, absent = ctx.saved_tensors
+    common = source, absent, ctx.operands
     by_upstream = torch.zeros_like(upstream)
     by_hidden = by_weight = None
     if ctx.needs[0]:

@@ -7,6 +7,7 @@ is no atomic addition and the same bits come twice. What the lengths are, and ho
 active, only the device knows.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sparse_losses.fast.head import second_derivatives
-from sparse_losses.fast.head_tiles import smallest_integer
+from sparse_losses._core.activation import splade_activation
+from sparse_losses.fast.head_tiles import picked, smallest_integer, sources
 
 __all__ = ["backward", "forward", "triton_head"]
 
@@ -85,7 +86,7 @@ class _Head(torch.autograd.Function):
             has_entry = ~(activations <= 0)  # a NaN is one
             if ctx.every:
                 has_entry = attended.any(1, keepdim=True).expand_as(has_entry)
-            found = second_derivatives(
+            found = _second_derivatives(
                 inputs, needs, upstream, position, has_entry, attended, torch.float32
             )
             return *found, None, None
@@ -93,6 +94,38 @@ class _Head(torch.autograd.Function):
             return (None,) * 6
         gradients = backward(list(needs), *upstream, *saved)
         return *(g if need else None for need, g in zip(needs, gradients, strict=True)), None, None
+
+
+def _second_derivatives(
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    upstream: Sequence[Tensor | None],
+    place: Tensor,
+    has_entry: Tensor,
+    attended: Tensor,
+    dtype: torch.dtype,
+) -> list[Tensor | None]:
+    """Gradients by hidden states, weight, bias and gate that can be differentiated again.
+
+    The places of the maxima are given, and which entries there are.
+    """
+    # Aliases: where one input was made from another, the way through it is not ours.
+    aliases: list[Any] = [None if t is None else t.view_as(t) for t in inputs]
+    hidden, weight, bias, gate = aliases
+    scores = picked(place, hidden, weight, *sources(attended), dtype, dtype, None)
+    outputs = splade_activation(scores, bias, gate, has_entry.logical_not(), return_logits=True)
+    given = [(o, g) for o, g in zip(outputs, upstream, strict=True) if g is not None]
+    wanted = [t for t, need in zip(aliases, needs, strict=False) if need]
+    gradients = iter(
+        torch.autograd.grad(
+            [o for o, _ in given if o is not None],
+            wanted,
+            [g for _, g in given],
+            create_graph=True,
+            allow_unused=True,
+        )
+    )
+    return [next(gradients) if need else None for need in needs[:4]]
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:

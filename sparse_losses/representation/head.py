@@ -108,8 +108,6 @@ def splade_head(
     _check_gate(gate)
     if impl == "definition" and sparse_grad:
         raise ValueError('expected sparse_grad=False with impl="definition"')
-    if impl == "packed" and torch.compiler.is_compiling():
-        impl = "tiles"  # how many entries are active is not known beforehand
     tensors = hidden, weight, bias, attention_mask, gate
     options: dict[str, Any] = {
         "dtype": compute_dtype(hidden=hidden, weight=weight, bias=bias, gate=gate),
@@ -144,8 +142,8 @@ def _definition(
         highest = scores.sum(1)
     else:
         highest = torch.where(attended[..., None], scores, -torch.inf).max(1).values
-    is_there = attended.any(1, keepdim=True)
-    return splade_activation(highest.to(dtype), bias, gate, is_there, return_logits)
+    absent = attended.logical_not().all(1, keepdim=True)
+    return splade_activation(highest.to(dtype), bias, gate, absent, return_logits)
 
 
 def _check_gate(gate: Tensor | None) -> None:
@@ -172,7 +170,8 @@ def _why_not_tiles(tensors: Tensors, options: Options) -> str | None:
 
 
 def _packing_pays(tensors: Tensors, options: Options) -> bool:
-    return bool(tensors[0].device.type == "cpu" or options["sparse_grad"])
+    is_sparse = options["sparse_grad"] and not torch.compiler.is_compiling()
+    return bool(tensors[0].device.type == "cpu" or is_sparse)
 
 
 def _why_not_triton(tensors: Tensors, options: Options) -> str | None:
@@ -208,7 +207,7 @@ def _triton_head(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
 # In order of preference. No measurement shows "triton" ahead of "tiles": only by name.
 WAYS = (
     Way("triton", _why_not_triton, lambda *_: False, _triton_head, compiles=True),
-    Way("packed", lambda *_: None, _packing_pays, packed_head),
+    Way("packed", lambda *_: None, _packing_pays, packed_head, compiles=True),
     Way("tiles", _why_not_tiles, lambda *_: True, tiled_head, compiles=True),
 )
 

@@ -72,9 +72,9 @@ def _definition(
         highest = logits.sum(1)
     else:
         highest = torch.where(attended[:, :, None], logits, -torch.inf).max(1).values
-    is_there = attended.any(1, keepdim=True)
+    absent = attended.logical_not().all(1, keepdim=True)
     # The maximum is exact in half precision; only the [B, V] result is cast.
-    return splade_activation(highest.to(dtype), None, None, is_there, return_logits)
+    return splade_activation(highest.to(dtype), None, None, absent, return_logits)
 
 
 def _why_not_nonzeros(tensors: Sequence[Any], options: Mapping[str, Any]) -> str | None:

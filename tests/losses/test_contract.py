@@ -885,6 +885,7 @@ def test_non_contiguous_inputs_are_the_same_inputs(case):
 # Masks, order, and learned temperatures
 
 
+@pytest.mark.cpu_only
 @over(MASKED)
 def test_masks_are_bool_int_or_float_of_zero_and_one(case):
     tensors = case.tensors()

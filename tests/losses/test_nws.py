@@ -639,6 +639,7 @@ def test_tiles_never_hold_all_queries_by_references(aggregation):
     assert everything / 20 < largest["tiles"] < everything / 5
 
 
+@pytest.mark.cpu_only
 def test_tiles_say_what_they_cannot_do():
     inputs = problem()
     with pytest.raises(ValueError, match=r'reduction="mean" or "sum" with impl="tiles"'):
@@ -670,6 +671,7 @@ def test_products_with_lists_of_labels_are_products(dtype, count, density):
 # Where and when it is made
 
 
+@pytest.mark.cpu_only
 def test_it_is_made_without_values_for_deferred_initialisation():
     with FakeTensorMode():
         assert NWSLoss(torch.eye(3)).label_similarity.shape == (3, 3)
@@ -763,6 +765,7 @@ def test_a_mask_needs_a_queue():
         nws_loss(**inputs, queue_mask=torch.ones(5))
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("value", [1.5, -0.5, math.nan, math.inf])
 def test_similarities_outside_zero_one_are_refused(value):
     inputs = problem()

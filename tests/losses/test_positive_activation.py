@@ -173,6 +173,7 @@ def test_rows_whose_weights_sum_to_zero_are_not_valid(saturating):
     assert x.grad[1].any()
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("weight", [-1.0, -1e-3])
 def test_a_negative_weight_is_refused(weight):
     x, ids = torch.rand(2, 4), torch.tensor([[0, 1], [2, 3]])

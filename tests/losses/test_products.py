@@ -247,6 +247,7 @@ def test_sparse_products_are_the_dense_ones(rows, width, density, seed):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("rows", "width", "density", "pays"),
     [

@@ -241,6 +241,7 @@ def test_autocast_around_the_call():
     close(gradients(ours), gradients(theirs), 2e-2)
 
 
+@pytest.mark.cpu_only
 def test_the_backward_pass_is_outside_of_autocast():
     layer = nn.Linear(4, V)
     seen = []

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparse_losses import SpladeHead
 from sparse_losses._core.loss import _as_layer
 from sparse_losses._core.precision import compute_dtype
+from sparse_losses.fast import head as fast_head
 from sparse_losses.fast import head_tiles
 from sparse_losses.fast.head import packed_head
 from sparse_losses.fast.head_tiles import tiled_head
@@ -51,6 +52,8 @@ TILES = {
     "tiles": functools.partial(splade_head, impl="tiles"),
     "tiles of 7": forced(tiled_head, tile=7),
 }
+
+
 PLAIN = {"definition": functools.partial(splade_head, impl="definition")}
 WAYS = PLAIN | PACKED | TILES
 EXACT = functools.partial(splade_head, impl="definition", return_logits=True)
@@ -62,7 +65,9 @@ def head(request):
 
 
 packed = pytest.mark.parametrize("head", PACKED.values(), ids=PACKED.keys())
-lean = pytest.mark.parametrize("head", (PACKED | TILES).values(), ids=(PACKED | TILES).keys())
+NO_TILES = PLAIN | PACKED
+LEAN = PACKED | TILES
+lean = pytest.mark.parametrize("head", LEAN.values(), ids=LEAN.keys())
 
 
 def to_tensors(arrays: dict, dtype: torch.dtype) -> dict:
@@ -248,7 +253,7 @@ def test_a_fully_masked_text_between_others_is_zero_without_gradient(head, retur
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (0, 0)], ids=str)
-@pytest.mark.parametrize("head", (PACKED | PLAIN).values(), ids=(PACKED | PLAIN).keys())
+@pytest.mark.parametrize("head", NO_TILES.values(), ids=NO_TILES.keys())
 def test_empty_batches_and_empty_texts(head, shape, gated):
     tensors = {
         "hidden": torch.zeros(*shape, 3, requires_grad=True),
@@ -393,6 +398,7 @@ def test_tied_embeddings_get_both_gradients(head, sparse):
 # Precision
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 def test_half_precision_is_computed_in_fp32(head, dtype, gated):
@@ -416,6 +422,7 @@ def test_half_precision_is_computed_in_fp32(head, dtype, gated):
         torch.testing.assert_close(gradient.double(), expected[name], rtol=once, atol=1e-4)
 
 
+@pytest.mark.cpu_only
 def test_a_dot_product_beyond_fp16_is_a_number(head):
     hidden = torch.full((1, 2, 4), 6e4, dtype=torch.float16)
     weight = torch.full((3, 4), 100.0, dtype=torch.float16)
@@ -466,6 +473,7 @@ def test_autocast_changes_nothing_on_the_cpu(head, dtype):
         assert gradient.any()
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("odd", ["hidden", "weight", "bias", "gate"])
 @pytest.mark.parametrize(
     ("dtype", "other", "result"),
@@ -594,13 +602,15 @@ def test_transforms_take_the_definition(impl):
 class Operations(TorchDispatchMode):
     """Count what is computed, by name, and remember the largest tensor; views are not computed.
 
-    ``within`` looks into the operators of the tiles.
+    ``within`` looks into our operators.
     """
 
     PLAIN: ClassVar[dict] = {
         torch.ops.sparse_losses.head_maxima.default: head_tiles._maxima,
         torch.ops.sparse_losses.head_spread.default: head_tiles._spread,
         torch.ops.sparse_losses.head_picked.default: head_tiles._picked,
+        torch.ops.sparse_losses.head_packed.default: fast_head._packed_logits,
+        torch.ops.sparse_losses.head_packed_backward.default: fast_head._packed_gradients,
     }
 
     def __init__(self, within=True) -> None:
@@ -625,6 +635,7 @@ def is_dense(x) -> bool:
     return isinstance(x, torch.Tensor) and x.layout == torch.strided
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("impl", "is_tiles", "is_packed"),
     [("definition", 0, 0), ("packed", 0, 1), ("auto", 0, 1), ("tiles", 1, 0)],
@@ -633,7 +644,7 @@ def test_the_name_decides_which_way_runs(impl, is_tiles, is_packed):
     with Operations(within=False) as seen:
         splade_head(**example(torch.float32), impl=impl)
     assert seen.count["sparse_losses::head_maxima"] == is_tiles
-    assert (seen.count["aten::nonzero"] > 0) == is_packed
+    assert seen.count["sparse_losses::head_packed"] == is_packed
 
 
 def test_a_way_that_cannot_take_the_call_says_why():
@@ -730,6 +741,22 @@ def test_the_operators_keep_their_word(operator, masked):
     torch.library.opcheck(getattr(torch.ops.sparse_losses, operator).default, arguments[operator])
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_packed_operators_keep_their_word(biased):
+    tensors = generic(6)
+    leaves = watch(tensors, "hidden", "weight", "bias")
+    if not biased:
+        leaves["bias"] = None
+    attended, f64 = tensors["attention_mask"].bool(), torch.float64
+    operators = torch.ops.sparse_losses
+    forward = (*leaves.values(), tensors["gate"], attended, f64, False, False, None, 4)
+    torch.library.opcheck(operators.head_packed.default, forward)
+    place = torch.randint(0, 4, (2, 9), dtype=torch.uint8)
+    backward = (torch.randn(2, 9, dtype=f64), place, *leaves.values(), [True, True, biased])
+    detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in backward]
+    torch.library.opcheck(operators.head_packed_backward.default, detached)
+
+
 # Launches and memory
 
 
@@ -764,7 +791,8 @@ def test_a_tile_makes_few_launches_and_none_waits():
     ],
     ids=str,
 )
-def test_only_the_definition_holds_the_logits_of_every_position(impl, options, order):
+def test_only_the_definition_holds_the_logits_of_every_position(impl, options, order, monkeypatch):
+    monkeypatch.setattr(head_tiles, "BYTES", 1 << 24)
     batch, length, width, vocab = 16, 64, 8, 20000
     flags = {**options, "impl": impl}
     tensors = {
@@ -816,15 +844,18 @@ def test_a_place_is_kept_in_the_smallest_integer_that_holds_it(length, dtype):
     assert hidden.grad[0, :, 0].nonzero().flatten().tolist() == [length - 1]
 
 
-@pytest.mark.parametrize("size", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", [1, 16384, 1 << 21])
-def test_the_scores_of_a_tile_stay_within_the_budget(tokens, size):
-    states, weight = torch.empty(tokens, 1, device="meta"), torch.empty(20000, 1, device="meta")
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("tokens", "width"), [(1, 1), (16384, 768), (1 << 21, 1), (1, 1 << 21)], ids=str
+)
+def test_the_scores_and_the_rows_of_a_tile_stay_within_the_budget(tokens, width, size):
+    states = torch.empty(tokens, width, device="meta")
+    weight = torch.empty(20000, width, device="meta")
     part, rows = next(head_tiles._tiles(weight, states, size, None))
     assert part.start == 0
-    assert len(rows) <= 8192
-    assert len(rows) * tokens * size.itemsize <= head_tiles.BYTES
-    assert len(rows) == 8192 or (len(rows) + 1) * tokens * size.itemsize > head_tiles.BYTES
+    is_all = len(rows) == len(weight)
+    assert len(rows) * max(tokens, width) * size <= head_tiles.BYTES
+    assert is_all or (len(rows) + 1) * max(tokens, width) * size > head_tiles.BYTES
 
 
 # NaN in, NaN out
@@ -885,6 +916,7 @@ def test_a_closed_gate_hides_no_nan_and_a_forbidden_token_makes_none(head):
 # Errors
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [

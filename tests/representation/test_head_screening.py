@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparse_losses.fast.head import packed_head
+from sparse_losses.fast.head import _packed_logits, packed_head
 from tests.representation import head_oracle as oracle
 
 
@@ -103,6 +103,9 @@ class Dtypes(TorchDispatchMode):
         self.seen = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.sparse_losses.head_packed.default:
+            with self:  # look inside
+                return _packed_logits(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor) and out.ndim == 2:
             self.seen.add((out.dtype, tuple(out.shape)))

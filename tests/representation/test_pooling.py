@@ -124,6 +124,7 @@ def test_nonzeros_by_name_compile_into_one_graph_and_transform(return_logits):
     torch.testing.assert_close(torch.vmap(loss)(stacked), torch.stack([*map(loss, stacked)]))
 
 
+@pytest.mark.cpu_only
 def test_the_name_decides_and_an_unknown_one_is_an_error():
     logits, mask = example()
     logits.requires_grad_()

@@ -6,6 +6,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/resize_native.h>
@@ -506,6 +507,15 @@ Tensor empty(
       format);
 }
 
+Tensor zeros_without_memory(
+    IntArrayRef size, std::optional<ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<at::Device>, std::optional<bool>) {
+  static at::native::ZeroTensorAllocator nothing(kDevice);
+  const DispatchKeySet keys({DispatchKey::PrivateUse1, DispatchKey::ZeroTensor});
+  return at::detail::empty_generic(
+      size, &nothing, keys, c10::dtype_or_default(dtype), std::nullopt);
+}
+
 Tensor empty_strided(
     IntArrayRef size, IntArrayRef stride, std::optional<ScalarType> dtype,
     std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
@@ -655,6 +665,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
+  m.impl("_efficientzerotensor", &zeros_without_memory);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &local_scalar_dense);
@@ -676,7 +687,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 // others for a device that it does not know; and so is an operation over a list of tensors.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   static const std::set<std::string> views_and_copies = {
-      "empty", "empty_strided", "_local_scalar_dense", "view", "_reshape_alias", "as_strided",
+      "empty", "empty_strided", "_efficientzerotensor", "_local_scalar_dense", "view", "_reshape_alias", "as_strided",
       "unfold", "resize_", "set_"};
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {

@@ -1,0 +1,160 @@
+"""What a case asks of a GPU, counted on the simulated device, and the time that this makes.
+
+Nothing is measured. Launches, waits, bytes and floating-point operations are exact for eager mode;
+the time is reckoned from them: every operation takes the longest of its launch, its bytes and its
+products at the rates below, one after the other, and every wait of the host is added.
+"""
+
+import csv
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.run.available import variants
+from benchmarks.run.check import ready
+from benchmarks.schema import Case, Maker
+from tools import simulated_device
+
+__all__ = ["GPUS", "LAUNCH", "SHARE", "WAIT", "Gpu", "Row", "count", "read", "reckon", "row", "write"]
+
+LAUNCH, WAIT = 5e-6, 20e-6  # seconds
+SHARE = 0.8  # of the rates on paper, which no kernel reaches
+VARIANTS = ("eager", "ours", "sentence-transformers")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Rates on paper: bytes and floating-point operations a second."""
+
+    name: str
+    bandwidth: float
+    half: float
+    single: float  # without TF32
+    double: float
+
+    def rate(self, dtype: torch.dtype) -> float:
+        """Of matrix products with factors of that dtype."""
+        if dtype.itemsize == 2:
+            return self.half
+        return self.double if dtype == torch.float64 else self.single
+
+
+GPUS = {
+    "h100": Gpu("H100", 3.35e12, 989e12, 67e12, 67e12),
+    "a10g": Gpu("A10G", 0.6e12, 70e12, 31e12, 0.49e12),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant of one case, forward and backward."""
+
+    loss: str
+    case: str
+    variant: str
+    status: str = "ok"
+    launches: int = 0
+    waits: int = 0
+    bytes: int = 0
+    flops_half: int = 0
+    flops_single: int = 0
+    flops_double: int = 0
+    peak_bytes: int = 0
+    h100_seconds: float = 0.0
+    a10g_seconds: float = 0.0
+
+
+def reckon(operations: Sequence[simulated_device.Operation], gpu: Gpu) -> float:
+    """Seconds of operations that follow each other."""
+    total = 0.0
+    for each in operations:
+        if each.launches:
+            by_bytes = each.bytes / (SHARE * gpu.bandwidth)
+            by_flops = each.flops / (SHARE * gpu.rate(each.dtype))
+            total += max(LAUNCH, by_bytes, by_flops)
+        total += WAIT * each.waits
+    return total
+
+
+def row(about: tuple[str, str, str], counts: simulated_device.Counts) -> Row:
+    """The figures of what was counted."""
+    flops = counts.flops
+    half = sum(n for dtype, n in flops.items() if dtype.itemsize == 2)
+    return Row(
+        *about,
+        launches=counts.launches,
+        waits=counts.waits,
+        bytes=counts.bytes,
+        flops_half=half,
+        flops_single=flops.get(torch.float32, 0),
+        flops_double=flops.get(torch.float64, 0),
+        peak_bytes=counts.peak_bytes,
+        h100_seconds=reckon(counts.operations, GPUS["h100"]),
+        a10g_seconds=reckon(counts.operations, GPUS["a10g"]),
+    )
+
+
+def count(
+    case: Case, names: Sequence[str] = VARIANTS, *, is_computed: bool = False
+) -> dict[str, Row]:
+    """Counts a case's variants, forward and backward: by shapes alone, or computed.
+
+    A variant that reads a value cannot be counted without values; its row says so.
+    """
+    simulated_device.start()
+    device = torch.device("sim")
+    found = {}
+    for variant in variants(case, "cpu"):
+        if variant.name not in names:
+            continue
+        about = case.loss, case.name, variant.name
+        try:
+            found[variant.name] = row(about, _counted(case, variant, device, is_computed))
+        except RuntimeError as error:
+            if "shape-only mode" not in str(error):
+                raise
+            found[variant.name] = Row(*about, status=str(error).splitlines()[0])
+    return found
+
+
+def _counted(
+    case: Case, variant: Any, device: torch.device, is_computed: bool
+) -> simulated_device.Counts:
+    def once() -> simulated_device.Counts:
+        prepared = ready(case, variant, [case.inputs(Maker(device))])
+        prepared.train()  # what is made at the first call alone, or kept, is not counted
+        with simulated_device.counting() as counts:
+            prepared.train()
+        return counts
+
+    if is_computed:
+        return once()
+    with simulated_device.shape_only():
+        return once()
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """The CSV."""
+    with path.open("w", newline="", encoding="utf-8") as target:
+        writer = csv.DictWriter(target, list(asdict(Row("", "", ""))), lineterminator="\n")
+        writer.writeheader()
+        for each in rows:
+            seconds = {k: f"{v:.4g}" for k, v in asdict(each).items() if k.endswith("_seconds")}
+            writer.writerow({**asdict(each), **seconds})
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a CSV."""
+    kinds: dict[str, Callable[[str], Any]] = {"loss": str, "case": str, "variant": str}
+    kinds |= {"status": str, "h100_seconds": float, "a10g_seconds": float}
+    with path.open(encoding="utf-8") as lines:
+        return [
+            replace(
+                Row("", "", ""),
+                **{name: kinds.get(name, int)(value) for name, value in each.items()},
+            )
+            for each in csv.DictReader(lines)
+        ]
