@@ -67,11 +67,16 @@ def min_activation_loss(
         raise ValueError(f"expected `top_k` of at most V = {activations.shape[1]}, got {top_k}")
     largest = activations.gather(1, _top_positions(activations.detach(), top_k))
     if token_counts is None:
-        return reduce(nnf.relu(threshold - largest.mean(-1)), reduction, gather=gather)
+        return reduce(_below(threshold, largest.mean(-1)), reduction, gather=gather)
     counts = token_counts.clamp(min=0, max=top_k)
     is_counted = torch.arange(top_k, device=largest.device) < counts[:, None]
     mean = torch.where(is_counted, largest, 0.0).sum(-1) / counts.clamp(min=1)
-    return reduce(nnf.relu(threshold - mean), reduction, counts > 0, gather=gather)
+    return reduce(_below(threshold, mean), reduction, counts > 0, gather=gather)
+
+
+def _below(threshold: float, mean: Tensor) -> Tensor:
+    """max(0, threshold - mean); compiled, ``threshold - mean`` is one graph for every threshold."""
+    return nnf.relu(-(mean - threshold))
 
 
 def _top_positions(x: Tensor, top_k: int) -> Tensor:

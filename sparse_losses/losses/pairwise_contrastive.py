@@ -3,7 +3,6 @@
 from typing import Literal
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.loss import LossModule, loss
@@ -74,7 +73,9 @@ def _definition(x1: Tensor, x2: Tensor, same: Tensor, *, margin: float) -> Tenso
     # The square root has no finite slope at 0.
     is_zero = squared_distance == 0
     distance = torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, squared_distance).sqrt())
-    return torch.where(same, squared_distance, nnf.relu(margin - distance).square())
+    # The number last: compiled, `margin - distance` is one graph for every margin.
+    too_near = (distance - margin).clamp(max=0.0)
+    return torch.where(same, squared_distance, too_near.square())
 
 
 def _why_not(arguments: Arguments, options: Options) -> str | None:

@@ -70,7 +70,8 @@ def triplet_margin_loss(
             anchor, positive, negative = normalize(anchor), normalize(positive), normalize(negative)
         near = (anchor * positive).sum(-1, keepdim=True)
         far = torch.einsum("bd,bnd->bn", anchor, negative)
-    return reduce(nnf.relu(margin - near + far).mean(-1), reduction, gather=gather)
+    # The number last: compiled, `margin - near` is one graph for every margin.
+    return reduce(nnf.relu(far - near + margin).mean(-1), reduction, gather=gather)
 
 
 class TripletMarginLoss(LossModule):
