@@ -154,8 +154,12 @@ class _Towers(nn.Module):
         anchor: dict[str, Tensor],
         positive: dict[str, Tensor],
         negative: dict[str, Tensor] | None = None,
-        **known: Tensor,
+        **known: Any,
     ) -> dict[str, Any]:
+        if negative is not None and "teacher_scores" in known:
+            own = negative["input_ids"].shape[1:-1].numel()  # what SpladeCollator has scores of
+            if known["teacher_scores"].shape[1] == 1 + own:
+                known.setdefault("teacher_candidates", "own")
         batch = SpladeBatch(
             self.texts(anchor),
             self.texts(positive),

@@ -324,7 +324,7 @@ class SpladeObjective(nn.Module):
         if "distillation" in active and scores is not None and teacher_scores is not None:
             terms["distillation"] = self._call(
                 self.distillation,
-                self.score_scale * _candidates(scores, negative, teacher_scores.shape, ranks),
+                self.score_scale * _of_teacher(scores, batch, teacher_scores.shape, ranks),
                 teacher_scale * teacher_scores.to(scores.dtype),
             )
         if "context_distillation" in active and teacher_anchor_scores is not None:
@@ -336,7 +336,7 @@ class SpladeObjective(nn.Module):
                 teacher_scale * teacher_anchor_scores.to(own.dtype),
             )
         if "margin_mse" in active and scores is not None and teacher_scores is not None:
-            terms["margin_mse"] = self._margin_mse(scores, negative, teacher_scores, ranks)
+            terms["margin_mse"] = self._margin_mse(scores, batch, teacher_scores, ranks)
 
         for side, texts in sides.items():
             activations, input_ids, attention_mask, logits = texts
@@ -422,13 +422,18 @@ class SpladeObjective(nn.Module):
         return torch.cat(scores, dim=1) if others else scores[0]
 
     def _margin_mse(
-        self, scores: Tensor, negative: Texts | None, teacher: Tensor, ranks: int
+        self, scores: Tensor, batch: SpladeBatch, teacher: Tensor, ranks: int
     ) -> Tensor:
         """Over all pairs of a positive and one of its anchor's own negatives."""
-        own = _own_candidates(scores, negative, ranks)
-        if teacher.shape != own.shape:
-            _candidates(scores, negative, teacher.shape, ranks)  # or say which shapes there are
-            teacher = _own_candidates(teacher, negative, ranks)
+        own = _own_candidates(scores, batch.negative, ranks)
+        scored = _scored(scores, batch, teacher.shape, ranks)
+        if scored == "positives":
+            raise ValueError(
+                "the term 'margin_mse' needs `batch.teacher_scores` of the negatives too, got "
+                f"{list(teacher.shape)}, of the positives alone"
+            )
+        if scored == "all":
+            teacher = _own_candidates(teacher, batch.negative, ranks)
         # -inf: not a candidate. Both sides of such a pair are 0, and it is not counted.
         teacher = teacher.to(own.dtype)
         hidden = (teacher[:, :1] == -torch.inf) | (teacher[:, 1:] == -torch.inf)
@@ -467,6 +472,7 @@ class SpladeObjective(nn.Module):
             "positive_ids": (batch.positive_ids, "B, optional"),
         }
         ids = batch.positive_ids
+        check_choice("batch.teacher_candidates", batch.teacher_candidates, ("own", "batch", None))
         if isinstance(ids, Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
             raise TypeError(f"expected `positive_ids` to be integers, got {ids.dtype}")
         if batch.negative is not None:
@@ -562,21 +568,38 @@ def _own_candidates(scores: Tensor, negative: Texts | None, ranks: int) -> Tenso
     return torch.cat([scores[:, first:].diagonal()[:, None], others], dim=1)
 
 
-def _candidates(scores: Tensor, negative: Texts | None, wanted: torch.Size, ranks: int) -> Tensor:
+def _of_teacher(scores: Tensor, batch: SpladeBatch, came: torch.Size, ranks: int) -> Tensor:
     """The student's scores of those candidates that the teacher scored."""
-    if wanted == scores.shape:
-        return scores
-    shapes = [list(scores.shape)]
-    if negative is not None and len(negative.activations) == len(scores):
-        own = _own_candidates(scores, negative, ranks)
-        if wanted == own.shape:
-            return own
-        shapes.append(list(own.shape))
-    raise ValueError(
-        "expected `batch.teacher_scores` of shape "
-        f"{' or '.join(map(str, shapes))} (all candidates, or each anchor's own), "
-        f"got {list(wanted)}"
-    )
+    scored = _scored(scores, batch, came, ranks)
+    if scored == "own":
+        return _own_candidates(scores, batch.negative, ranks)
+    return scores if scored == "all" else scores[:, : len(scores)]
+
+
+def _scored(scores: Tensor, batch: SpladeBatch, came: torch.Size, ranks: int) -> str:
+    """What the teacher scored: all candidates, the batch's positives, or each anchor's own."""
+    size, wanted = len(scores), batch.teacher_candidates
+    negative = None if batch.negative is None else batch.negative.activations
+    shapes: dict[str, tuple[int, ...]] = {}
+    if wanted != "own":
+        shapes["all"] = tuple(scores.shape)
+        if negative is not None and ranks == 1:
+            shapes["positives"] = (size, size)
+    if wanted != "batch" and negative is not None and len(negative) == size:
+        shapes["own"] = (size, 1 + (negative.shape[1] if negative.ndim == 3 else 1))
+    fitting = [name for name, shape in shapes.items() if shape == came]
+    if fitting == ["positives", "own"]:
+        raise ValueError(
+            'expected `batch.teacher_candidates` to be "batch" or "own", got None: '
+            f"`teacher_scores` {list(came)} fit the batch's positives and each anchor's own"
+        )
+    if not fitting:
+        found = " or ".join(f"{list(shape)} ({name})" for name, shape in shapes.items())
+        raise ValueError(
+            f"expected `batch.teacher_scores` of shape {found or '[B, 1 + N] beside own negatives'}"
+            f", got {list(came)}"
+        )
+    return fitting[0]
 
 
 def _sorted_ids(name: str, token_ids: TokenIds) -> Tensor:
