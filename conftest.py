@@ -45,16 +45,24 @@ def pytest_addoption(parser):
     parser.addoption("--site", help="test the built site in this folder, in a browser")
     parser.addoption(
         "--device",
-        choices=["cpu", "cuda"],
+        choices=["cpu", "cuda", "sim"],
         default="cpu",
-        help="where tensors are made that no test puts anywhere; Triton's kernel needs cuda",
+        help="where tensors are made that no test puts anywhere; Triton's kernel needs cuda; "
+        "sim is the CPU with the rules of a GPU (tools/simulated_device)",
     )
 
 
 def pytest_configure(config):
-    """Without a GPU ``--device cuda`` is one error, not one a test."""
+    """Without a GPU ``--device cuda`` is one error, not one a test; without a compiler, no run."""
+    config.addinivalue_line("markers", "cpu_only: what is tested is the CPU's; skipped elsewhere")
     if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("no CUDA device is available")
+    if config.getoption("--device") == "sim":
+        from tools import simulated_device
+
+        if reason := simulated_device.why_not():
+            pytest.exit(f"skipped: {reason}", returncode=0)
+        simulated_device.start()
 
 
 @pytest.fixture(autouse=True)
