@@ -127,7 +127,7 @@ class Distillation(PairwiseLossFunction):  # type: ignore[misc]  # as above
         if isinstance(self.loss, DistillationLoss):
             divergence: Tensor = self.loss(scores, targets)
             return divergence
-        # All pairs, of which the others are 0 on both sides: to pick some would wait for the device.
+        # All pairs; those that are none are 0 on both sides: picking the others would wait.
         is_pair = targets[:, :, None] > targets[:, None]  # [Q, better, worse]
         pairs = [
             torch.where(is_pair, side.unsqueeze(which).expand_as(is_pair), 0.0).flatten()

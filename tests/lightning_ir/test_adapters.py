@@ -11,13 +11,11 @@ from sparse_losses import (
     IdfFlopsLoss,
     InfoNCELoss,
     MarginMSELoss,
-    MinActivationLoss,
     NPairLoss,
     TripletMarginLoss,
 )
 from sparse_losses.functional import flops_loss, info_nce_loss, triplet_margin_loss
 from sparse_losses.integrations.lightning_ir import Contrastive, Distillation, Regularization
-from tools import simulated_device
 
 Q, D, V = 3, 4, 7
 DOT = {"temperature": 1.0, "similarity": "dot"}
@@ -177,30 +175,3 @@ def test_targets_that_are_not_the_scores_own_are_an_error():
     found = output(vectors(Q, V), vectors(Q, D, V))
     with pytest.raises(ValueError, match=r"\[Q, D\] = \[3, 4\], got \[12\]"):
         Contrastive(InfoNCELoss()).compute_loss(found, targets)
-
-
-@pytest.mark.parametrize(
-    "adapter",
-    [
-        Contrastive(InfoNCELoss()),
-        Contrastive(NPairLoss(), shared_negatives=True),
-        Contrastive(TripletMarginLoss()),
-        Distillation(DistillationLoss()),
-        Distillation(MarginMSELoss()),
-        Regularization(FlopsLoss()),
-        Regularization(MinActivationLoss()),
-    ],
-    ids=lambda adapter: type(adapter.loss).__name__,
-)
-def test_nothing_waits_for_the_device(adapter):
-    if reason := simulated_device.why_not():
-        pytest.skip(reason)
-    simulated_device.start()
-    out = output(vectors(Q, V, device="sim"), vectors(Q, D, V, device="sim"))
-    targets = torch.rand(Q, D, device="sim")
-    with simulated_device.counting() as counts:
-        adapter.compute_loss(
-            *((out,) if isinstance(adapter, Regularization) else (out, batch(targets)))
-        ).backward()
-    assert counts.launches > 20
-    assert counts.waits == 0
