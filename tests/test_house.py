@@ -159,13 +159,13 @@ FORMULAS = {
     "losses/info_nce.py": "contrastive_rows(",
     "losses/language_penalty.py": "activations @ token_penalty",
     "losses/margin_mse.py": "(student_margin - teacher_margin).square()",
-    "losses/min_activation.py": "nnf.relu(threshold - mean)",
+    "losses/min_activation.py": "nnf.relu(-(mean - threshold))",
     "losses/n_pair.py": "contrastive_rows(",
     "losses/nws.py": "masked_logsumexp(weighted",
-    "losses/pairwise_contrastive.py": "nnf.relu(margin - distance).square()",
+    "losses/pairwise_contrastive.py": "(distance - margin).clamp(max=0.0)",
     "losses/positive_activation.py": "(share * cost).sum(-1)",
     "losses/self_reconstruction.py": "softplus(others).sum(-1) + ratio * target_sum",
-    "losses/triplet_margin.py": "nnf.relu(margin - near + far)",
+    "losses/triplet_margin.py": "nnf.relu(far - near + margin)",
     "representation/head.py": "splade_activation(",
 }
 LONG = {"losses/info_nce.py", "losses/nws.py", "representation/head.py"}

@@ -256,7 +256,7 @@ class Diagnostics:
 
     def _report(self, values: Tensor) -> Report:
         """Of all that was added up, in one piece."""
-        summed, texts, top = values[: 3 * self.vocab_size].unflatten(0, (3, -1))
+        summed, texts, top = values[: 3 * self.vocab_size].view(3, -1)
         rows, active, dead, dense, own, own_rows, other, other_rows, smallest, largest = values[
             3 * self.vocab_size :
         ].tolist()
