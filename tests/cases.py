@@ -1,8 +1,8 @@
-"""One table of named calls, at least one for every option of every loss.
+"""One table of named calls, at least one for every option of every loss, pooling and the head.
 
-The contract tests loop over :data:`CASES`; what a loss calls its tensors, what is differentiable,
-which rows belong to the batch and which oracle knows the answer is said here and nowhere else. To
-add a loss: add its oracle, its :class:`Loss` row and its cases.
+The contract tests loop over :data:`CASES_AND_LAYERS`; what a loss calls its tensors, what is
+differentiable, which rows belong to the batch and which oracle knows the answer is said here and
+nowhere else. To add a loss: add its oracle, its :class:`Loss` row and its cases.
 """
 
 import itertools
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tests import oracles
+from tests.representation import head_oracle
 
 B, D, V, S, N, C, L = 4, 5, 11, 6, 3, 5, 4
 Arrays = dict[str, np.ndarray]
@@ -30,6 +31,7 @@ class Loss:
     ways: tuple[str, ...] = ()  # beside the definition; the first takes every case marked so
     function: str = ""  # where it is not `<stem>_loss`
     bad: tuple[tuple[str, Any], ...] = ()  # hyperparameters that must be refused
+    answer: Callable[..., float] | None = None  # of a layer: what `weigh` makes of its output
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "function", self.function or f"{self.stem}_loss")
@@ -40,7 +42,16 @@ class Loss:
 
     @property
     def oracle(self) -> Callable[..., Any]:
-        return getattr(oracles, self.stem)
+        return self.answer or getattr(oracles, self.stem)
+
+
+def weigh(*outputs: Any) -> Any:
+    """A layer's outputs as one number, to which no two of the last dimension give alike."""
+    tensors = [torch.as_tensor(x) for x in outputs]
+    weights = torch.linspace(0.5, 1.5, tensors[0].shape[-1], dtype=torch.float64)
+    return sum(
+        (n * x * weights.to(x.device, x.dtype)).sum() for n, x in enumerate(tensors, start=1)
+    )
 
 
 _NAN = float("nan")
@@ -94,8 +105,9 @@ LOSSES = {
             "triplet_margin",
             "TripletMarginLoss",
             "(anchor, positive, negative, *, margin=0.3, similarity='cosine', "
-            "gather=False, reduction='mean')",
-            bad=(("margin", _NAN), ("similarity", "manhattan")),
+            "gather=False, impl='auto', reduction='mean')",
+            bad=(("margin", _NAN), ("similarity", "manhattan"), ("impl", "blocks")),
+            ways=("direct",),
         ),
         Loss(
             "self_reconstruction",
@@ -190,6 +202,51 @@ LOSSES = {
 }
 
 
+def _pooled(logits: Any, attention_mask: Any, return_logits: bool = False) -> float:
+    found = [oracles.splade_pool(logits, attention_mask)]
+    if return_logits:
+        found.append(oracles.pooled_logits(logits, attention_mask))
+    return weigh(*found).item()
+
+
+def _headed(return_logits: bool = False, attention_mask: Any = None, **arrays: Any) -> float:
+    logits = head_oracle.logits(mask=attention_mask, **arrays)
+    found = [head_oracle.activations(logits)]
+    return weigh(*found, *([logits] if return_logits else [])).item()
+
+
+# They give a vector a text, or a number a token, and have no module that is called alike.
+LAYERS = {
+    layer.stem: layer
+    for layer in (
+        Loss(
+            "splade_pool",
+            "",
+            "(logits, attention_mask, *, return_logits=False, impl='auto')",
+            ways=("nonzeros",),
+            function="splade_pool",
+            answer=_pooled,
+        ),
+        Loss(
+            "token_weights",
+            "",
+            "(logits, attention_mask)",
+            function="token_weights",
+            answer=lambda *args, **arrays: weigh(oracles.token_weights(*args, **arrays)).item(),
+        ),
+        Loss(
+            "splade_head",
+            "",
+            "(hidden, weight, bias=None, attention_mask=None, *, gate=None, return_logits=False, "
+            "sparse_grad=False, impl='auto')",
+            ways=("packed", "tiles"),
+            function="splade_head",
+            answer=_headed,
+        ),
+    )
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """One call: the arrays of its tensors for any batch size, its hyperparameters, its facts."""
@@ -214,7 +271,7 @@ class Case:
 
     @property
     def loss(self) -> Loss:
-        return LOSSES[self.stem]
+        return LOSSES.get(self.stem) or LAYERS[self.stem]
 
     @property
     def fewest_rows(self) -> int:
@@ -242,7 +299,10 @@ class Case:
         impl = {} if self.impl is None else {"impl": self.impl}
 
         def call(**arguments: Any) -> torch.Tensor:
-            return function(**{**self.kwargs, **impl, **arguments})
+            found = function(**{**self.kwargs, **impl, **arguments})
+            if self.loss.answer is None:
+                return found
+            return weigh(*found) if isinstance(found, tuple) else weigh(found)
 
         return call
 
@@ -425,6 +485,27 @@ def _margins(rng: np.random.Generator, batch: int) -> Arrays:
     return {name: rng.normal(size=batch) for name in names}
 
 
+def _logits(rng: np.random.Generator, batch: int) -> Arrays:
+    mask = rng.random((batch, S)) < 0.7
+    mask[:, 1] = True
+    return {"logits": rng.normal(size=(batch, S, V)) * 2, "attention_mask": mask}
+
+
+def _hidden(bias: bool = False, mask: bool = False, gate: bool = False):
+    def make(rng: np.random.Generator, batch: int) -> Arrays:
+        arrays = {"hidden": rng.normal(size=(batch, S, D)), "weight": rng.normal(size=(V, D))}
+        if bias:
+            arrays["bias"] = rng.normal(size=V)
+        if mask:
+            arrays["attention_mask"] = rng.random((batch, S)) < 0.7
+            arrays["attention_mask"][:, 1] = True
+        if gate:
+            arrays["gate"] = rng.random((batch, V))
+        return arrays
+
+    return make
+
+
 # ------------------------------------------------------------------------------------------------
 # The table
 
@@ -462,7 +543,9 @@ def _pair_case(stem: str, name: str, negative=None, **kwargs) -> Case:
         differentiable=("anchor", "positive") + (("negative",) if negative else ()),
         rows=("anchor", "positive") + (("negative",) if negative in ("row", "per_row") else ()),
         free={"shared": (("negative", 0),), "per_row": (("negative", 1),)}.get(negative, ()),
-        takes_way=stem == "n_pair" and negative is None,
+        takes_way=(
+            negative is None if stem == "n_pair" else kwargs.get("similarity") != "euclidean"
+        ),
     )
 
 
@@ -545,12 +628,48 @@ def _from_scores_case(name: str, candidates=False, several=False, **kwargs) -> C
     )
 
 
-def _by_every_way(cases: tuple[Case, ...]) -> tuple[Case, ...]:
-    """A case that a way takes comes twice: by the definition, and by what ``auto`` takes."""
+def _layer_case(stem: str, name: str, **kwargs: Any) -> Case:
+    return Case(
+        stem,
+        name,
+        _logits,
+        kwargs,
+        differentiable=("logits",),
+        rows=("logits", "attention_mask"),
+        masks=("attention_mask",),
+        free=(("logits", 2),),
+        invalidate=("attention_mask", 0),
+        private=("logits",),
+        takes_way=stem == "splade_pool",
+    )
+
+
+def _head_case(name: str, bias=False, mask=False, gate=False, **kwargs: Any) -> Case:
+    free = (("hidden", 0), ("hidden", 1)) + (() if bias else (("weight", 0),))
+    return Case(
+        "splade_head",
+        name,
+        _hidden(bias, mask, gate),
+        kwargs,
+        differentiable=("hidden", "weight")
+        + (("bias",) if bias else ())
+        + (("gate",) if gate else ()),
+        rows=("hidden",) + (("attention_mask",) if mask else ()) + (("gate",) if gate else ()),
+        masks=("attention_mask",) if mask else (),
+        free=() if mask else free,
+        invalidate=("attention_mask", 0) if mask else None,
+        private=("hidden",) if mask else (),
+        takes_way=True,
+    )
+
+
+def _by_every_way(cases: tuple[Case, ...], *ways: str) -> tuple[Case, ...]:
+    """A case that a way takes comes by the definition and by these, or by all ways by name."""
     found = []
     for case in cases:
+        names = ("definition", *(ways or case.loss.ways))
         twice = case.takes_way and case.loss.ways
-        found += [replace(case, impl=i) for i in ("definition", "auto")] if twice else [case]
+        found += [replace(case, impl=i) for i in names] if twice else [case]
     return tuple(found)
 
 
@@ -647,14 +766,25 @@ BASE_CASES = (
     ),
 )
 
-CASES = _by_every_way(BASE_CASES)
+LAYER_CASES = (
+    _layer_case("splade_pool", "plain"),
+    _layer_case("splade_pool", "logits", return_logits=True),
+    _layer_case("token_weights", "plain"),
+    _head_case("plain"),
+    _head_case("biased", bias=True, return_logits=True),
+    _head_case("all", bias=True, mask=True, gate=True),
+    _head_case("all_logits", bias=True, mask=True, gate=True, return_logits=True),
+)
+
+CASES = _by_every_way(BASE_CASES, "auto")
+CASES_AND_LAYERS = CASES + _by_every_way(LAYER_CASES)
 FIRST = {case.stem: case for case in reversed(BASE_CASES)}  # one case a loss, its plainest
 
 
 def assert_follows_the_formula(stem: str, arrays: Arrays, **options: Any) -> None:
     """Compare every way and reduction with the oracle, to 1e-9."""
-    loss, tensors = LOSSES[stem], to_tensors(arrays)
-    function = Case(stem, "", dict, options).function()
+    case, tensors = Case(stem, "", dict, options), to_tensors(arrays)
+    loss, function = case.loss, case.function()
     answer = loss.oracle(**arrays, **options)
     ways = ({"impl": "definition"}, {"impl": "auto"}) if loss.ways else ({},)
     reductions = ("none", "mean", "sum") if loss.reduces else (None,)

@@ -25,6 +25,9 @@ __all__ = [
 ]
 
 
+PLAIN = (Tensor, nn.Parameter)
+
+
 class Declared(NamedTuple):
     """What a declaration says of one tensor."""
 
@@ -56,36 +59,30 @@ def check_tensors(declaration: Mapping[str, Declared], given: Mapping[str, Any])
     first: dict[str, str] = {}
     device = None
     for name, (shapes, remarks) in declaration.items():
-        tensor = given.get(name)
+        tensor: Any = given.get(name)
         if tensor is None and "optional" in remarks:
             continue
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"expected `{name}` to be a torch.Tensor, got {type(tensor).__name__}")
-        if type(tensor).__name__ == "DTensor":
-            raise TypeError(
-                f"expected `{name}` to be a plain tensor, got a DTensor: hand over "
-                "`full_tensor()`, or the rows of this rank, `to_local()`, with gather=True"
-            )
-        if tensor.is_complex():
-            raise TypeError(f"expected `{name}` to be real, got {tensor.dtype}")
-        if tensor.layout != torch.strided and (
-            tensor.layout != torch.sparse_csr or "csr" not in remarks
-        ):
-            either = "dense or torch.sparse_csr" if "csr" in remarks else "dense"
-            raise TypeError(f"expected `{name}` to be {either}, got {tensor.layout}")
+        if type(tensor) not in PLAIN:
+            tensor = _checked_type(name, tensor)
+        if tensor.layout != torch.strided or tensor.is_complex():
+            _check_layout(name, tensor, remarks)
         came = tensor.shape
-        shape = next((s for s in shapes if len(s) == len(came)), None)
-        if shape is None:
+        shape = shapes[0]
+        if len(shape) != len(came):
+            shape = next((s for s in shapes if len(s) == len(came)), ())
+        if len(shape) != len(came):
             wanted = " or ".join("[" + ", ".join(s) + "]" for s in shapes)
             raise ValueError(f"expected `{name}` of shape {wanted}, got {list(came)}")
         for letter, size in zip(shape, came, strict=True):
-            if sizes.setdefault(letter, size) != size:
+            if letter not in sizes:
+                sizes[letter] = size
+                first[letter] = name
+            elif sizes[letter] != size:
                 known = [str(sizes[o]) if first.get(o, name) != name else o for o in shape]
                 raise ValueError(
                     f"expected `{name}` of shape [{', '.join(shape)}] = [{', '.join(known)}] "
                     f"({letter} = {sizes[letter]} from `{first[letter]}`), got {list(came)}"
                 )
-            first.setdefault(letter, name)
         if device is None:
             device, owner = tensor.device, name
         elif tensor.device != device:
@@ -93,6 +90,25 @@ def check_tensors(declaration: Mapping[str, Declared], given: Mapping[str, Any])
                 f"expected `{name}` on {device}, where `{owner}` is, got {tensor.device}"
             )
     return sizes
+
+
+def _checked_type(name: str, tensor: object) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"expected `{name}` to be a torch.Tensor, got {type(tensor).__name__}")
+    if type(tensor).__name__ == "DTensor":
+        raise TypeError(
+            f"expected `{name}` to be a plain tensor, got a DTensor: hand over "
+            "`full_tensor()`, or the rows of this rank, `to_local()`, with gather=True"
+        )
+    return tensor
+
+
+def _check_layout(name: str, tensor: Tensor, remarks: frozenset[str]) -> None:
+    if tensor.is_complex():
+        raise TypeError(f"expected `{name}` to be real, got {tensor.dtype}")
+    if tensor.layout != torch.sparse_csr or "csr" not in remarks:
+        either = "dense or torch.sparse_csr" if "csr" in remarks else "dense"
+        raise TypeError(f"expected `{name}` to be {either}, got {tensor.layout}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:

@@ -9,7 +9,9 @@ remarks. Without a remark it is data: floating point, it decides the dtype of th
 arrives in it.
 
 - ``optional``: may be ``None``. ``csr``: may be sparse (``torch.sparse_csr``).
-- ``uncast``: data, but left in its dtype: the body multiplies half precision as it is.
+- ``uncast``: data, but left in its dtype.
+- ``halves``: data; where all tensors with this remark have one half-precision dtype and the device
+  returns their products in fp32, they arrive in it (in eager mode).
 - ``layer``: uncast, and multiplied by a layer of the model: under autocast it arrives in autocast's
   dtype, as ``nn.Linear`` would take it. Not on the CPU, where products stay in fp32.
 - ``detached``: without a gradient: a teacher's scores, the keys of a momentum encoder.
@@ -25,7 +27,7 @@ no declaration: their annotations ``bool`` and ``Literal`` say what is allowed.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import (
     Any,
     Literal,
@@ -50,12 +52,15 @@ from sparse_losses._core.checks import (
     check_tensors,
     declared,
 )
+from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import autocast_off, compute_dtype
+from sparse_losses._core.products import HALVES, returns_fp32
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.distributed import agree_across_ranks
 
 __all__ = ["LossModule", "loss"]
 
+AS_THEY_CAME = frozenset({"labels", "token ids"})
 LEARNABLE = "> 0, learnable"
 PADDED = "S"  # every rank pads its texts to a length of its own
 
@@ -111,13 +116,13 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            given: dict[str, Any] = dict(zip(names, args, strict=False))
-            given.update(kwargs)
-            is_given_twice = any(name in kwargs for name in names[: len(args)])
-            if len(args) > len(names) or first not in given or is_given_twice:
+            given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+            is_wrong = len(given) < len(args) + len(kwargs)  # too many, or one of them twice
+            if is_wrong or first not in given:
                 return function(*args, **kwargs)  # Python says what is wrong
             sizes = check_tensors(tensors, given)
-            declaration.check(kwargs)
+            if kwargs:
+                declaration.check(kwargs)
             dtype = _cast(tensors, given)
             for name in learnable:
                 if isinstance(given.get(name), Tensor):
@@ -143,30 +148,49 @@ def _beside(name: str, number: Tensor, first: str, data: Tensor) -> Tensor:
     return number
 
 
-def _cast(tensors: Mapping[str, Declared], given: dict[str, Any]) -> Any:
+def _cast(tensors: Mapping[str, Declared], given: dict[str, Any]) -> torch.dtype:
     """Brings the tensors to what their remarks say, in place; returns the dtype to compute in."""
-    data = {}
+    data: dict[str, Tensor] = {}
+    cast, halves = [], []
     for name, (_, remarks) in tensors.items():
         tensor = given.get(name)
-        if tensor is None or remarks & {"constant", "labels", "token ids"}:
+        if tensor is None or remarks & AS_THEY_CAME:
             continue
         if "mask" in remarks:
             given[name] = as_mask(name, tensor)
-        elif "integer" in remarks:
+            continue
+        if "integer" in remarks:
             if tensor.is_floating_point() or tensor.dtype == torch.bool:
                 raise TypeError(f"expected `{name}` to be integers, got {tensor.dtype}")
-        else:
+            continue
+        if "constant" not in remarks:
             data[name] = tensor
-    dtype = compute_dtype(**data)
-    for name, (_, remarks) in tensors.items():
-        if "detached" in remarks and given.get(name) is not None:
-            given[name] = given[name].detach()
+        if "detached" in remarks:
+            given[name] = tensor.detach()
         if "layer" in remarks:
-            given[name] = _as_layer(given[name])
-        is_cast = "constant" in remarks or (name in data and not remarks & {"uncast", "layer"})
-        if is_cast and given.get(name) is not None:
+            given[name] = _as_layer(tensor)
+        elif "halves" in remarks:
+            halves.append(name)
+        elif "uncast" not in remarks:
+            cast.append(name)
+    dtype = compute_dtype(**data)
+    if halves and not _multiplied_as_halves([given[name] for name in halves]):
+        cast += halves
+    for name in cast:
+        if given[name].dtype != dtype:  # a call of `to` takes longer than this question
             given[name] = given[name].to(dtype)
     return dtype
+
+
+def _multiplied_as_halves(inputs: Sequence[Tensor]) -> bool:
+    """Whether the device takes their products in the dtype they have, and returns fp32."""
+    dtype = inputs[0].dtype
+    return (
+        dtype in HALVES
+        and all(x.dtype == dtype and x.layout == torch.strided for x in inputs)
+        and can_bring_its_gradient(*inputs)
+        and returns_fp32(inputs[0].device, dtype)
+    )
 
 
 def _as_layer(tensor: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ def with_own_gradient(
 
     ``compute(needs, *arguments)`` gives the value, 0-d or one a row, and the gradient for every
     tensor that ``needs`` one (those of row values belong to the tensor's own rows). It runs without
-    a graph, and its gradients are scaled in place: they must be its own.
+    a graph, and its gradients are scaled in place: they must be its own. Those of half-precision
+    tensors may come in fp32 and are rounded once, after that.
     """
     needs = [isinstance(x, Tensor) and x.requires_grad for x in arguments]
     if not any(needs) or not torch.is_grad_enabled():
@@ -70,6 +71,7 @@ class _OwnGradient(torch.autograd.Function):
             *(x if save else None for x, save in zip(arguments, saved, strict=True))
         )
         ctx.numbers = [None if save else x for x, save in zip(arguments, saved, strict=True)]
+        ctx.dtypes = [x.dtype if isinstance(x, Tensor) else None for x in arguments]
         value, ctx.gradients = compute(ctx.needs, *arguments)
         return value
 
@@ -93,7 +95,10 @@ class _OwnGradient(torch.autograd.Function):
             gradients, ctx.gradients = ctx.gradients, None
             if gradients is None:
                 _, gradients = ctx.compute(ctx.needs, *_arguments(ctx))
-            scaled = [None if g is None else _scaled_(g, upstream_gradient) for g in gradients]
+            scaled = [
+                None if g is None else _scaled_(g, upstream_gradient, dtype)
+                for g, dtype in zip(gradients, ctx.dtypes, strict=False)
+            ]
             return None, None, *scaled, *[None] * (len(ctx.needs) - len(scaled))
 
 
@@ -106,12 +111,14 @@ def _alias(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.layout == torch.strided else tensor.clone()
 
 
-def _scaled_(gradient: Tensor, factor: Tensor) -> Tensor:
+def _scaled_(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Scales every row in place; not at all by the one that ``loss.backward()`` starts from."""
     if factor.ndim:
         factor = factor.reshape(factor.shape + (1,) * (gradient.ndim - factor.ndim))
     if is_batched(factor):  # many gradients at once, as for a vectorised Jacobian
-        return gradient * factor
+        return (gradient * factor).to(dtype)
+    if gradient.dtype != dtype:
+        return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
     if factor.ndim == 0 and factor.device.type == "cpu" and factor == 1:
         return gradient
     return gradient.mul_(factor)

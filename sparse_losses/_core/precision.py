@@ -9,15 +9,16 @@ __all__ = ["autocast_off", "compute_dtype", "widest_dtype"]
 
 
 def autocast_off(device: torch.device) -> AbstractContextManager[None]:
-    """A region without autocast, where the device has such a thing.
+    """A region without autocast, where it is on.
 
     Casting alone does not help: under autocast ``x.float() @ y.float()`` is still a bf16 product.
     """
+    kind = device.type
     if torch.compiler.is_compiling():  # which cannot trace the question before PyTorch 2.12
-        has_autocast = device.type != "meta"
-    else:
-        has_autocast = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if has_autocast else nullcontext()
+        is_on = kind != "meta"
+    else:  # entering a region costs as much as a small loss
+        is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if is_on else nullcontext()
 
 
 def compute_dtype(**tensors: Tensor | None) -> torch.dtype:

@@ -1,14 +1,16 @@
 """Row normalisation that survives zero, tiny and huge rows."""
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparse_losses._core.own_gradient import can_bring_its_gradient
+from sparse_losses._core.precision import widest_dtype
 from sparse_losses._core.private_torch import is_batched
 
-__all__ = ["normalize", "through_unit_rows_", "unit_rows"]
+__all__ = ["HalfRows", "half_rows", "normalize", "through_unit_rows_", "unit_rows"]
 
 
 def normalize(x: Tensor) -> Tensor:
@@ -34,57 +36,90 @@ def _normalize(x: Tensor) -> Tensor:
 
 
 def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A copy of ``x [..., D]`` with unit rows, and their lengths ``[..., 1]``, without a graph.
+    """A copy of ``x [..., D]`` with unit rows, and 1 over their lengths ``[..., 1]``; no graph.
 
-    A zero row stays zero and has infinite length: what is divided by it is 0.
+    A zero row stays zero, and its 1 over the length is 0.
     """
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    if x.shape[-1] == 0:
-        return x.clone(), torch.full_like(norm, torch.inf)
-    # Two passes where squares neither overflow nor vanish; looking costs a CPU nothing.
-    if x.device.type == "cpu" and bool(((norm > 1e-15) & (norm < 1e15)).all()):
-        return x / norm, norm
-    # The largest number of each row, by two reads and no copy; `abs` would make one.
+    if x.numel() == 0:
+        return x.clone(), x.new_zeros(*x.shape[:-1], 1)
+    if x.device.type == "cpu":  # looking costs a CPU nothing
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        low, high = torch.aminmax(norm)
+        if low > 1e-15 and high < 1e15:  # squares neither overflowed nor vanished
+            inverse = norm.reciprocal_()
+            return x * inverse, inverse
+    wide = widest_dtype(x.device)
+    if x.dtype != wide:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+        inverse = norm.reciprocal_().nan_to_num_(nan=torch.nan, posinf=0.0)
+        return torch.mul(x, inverse, out=torch.empty_like(x)), inverse
+    # No wider dtype to sum in. The largest number of each row, by two reads; `abs` makes a copy.
     scale = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
     is_zero = scale == 0
     unit = x / torch.where(is_zero, 1.0, scale)
     norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True)
     unit /= torch.where(is_zero, 1.0, norm)
-    return unit, torch.where(is_zero, torch.inf, scale * norm)
+    inverse = (1 / scale / norm).clamp(max=torch.finfo(x.dtype).max)
+    return unit, torch.where(is_zero, 0.0, inverse)
 
 
-def through_unit_rows_(
-    gradient: Tensor, unit: Tensor, length: Tensor, scale: Tensor | None = None
-) -> Tensor:
-    """Turns, in place, the gradient of unit rows into that of the rows they came from.
+class HalfRows(NamedTuple):
+    """Rows ``[..., D]`` of half precision, brought to a norm of 0.5 to 1 by a power of two."""
 
-    ``unit`` may come divided by ``scale``.
-    """
-    step = max((1 << 18) // max(gradient[:1].numel(), 1), 1)  # what it copies stays small
-    for start in range(0, gradient.shape[0], step):
+    values: Tensor  # exact, but for what vanishes beside the row's largest numbers
+    norm: Tensor  # of those [..., 1], fp32
+    scale: Tensor  # the power of two [..., 1], fp64
+
+
+def half_rows(*inputs: Tensor) -> list[HalfRows]:
+    """Rows to be multiplied in half precision as they are, and divided by their norms after."""
+    shapes = [(*x.shape[:-1], 1) for x in inputs]
+    sizes = [math.prod(shape) for shape in shapes]
+    length = torch.empty(sum(sizes), dtype=torch.float64, device=inputs[0].device)
+    for x, shape, out in zip(inputs, shapes, torch.split(length, sizes), strict=True):
+        torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=length.dtype, out=out.view(shape))
+    torch.threshold_(length, 0.0, 1e300)  # a zero row: its gradient is divided by that
+    norm, _ = torch.frexp(length)
+    scale = norm / length
+    found = []
+    parts = zip(
+        inputs, shapes, torch.split(norm.float(), sizes), torch.split(scale, sizes), strict=True
+    )
+    for x, shape, its_norm, its_scale in parts:
+        power = its_scale.view(shape)
+        values = torch.mul(x, power, out=torch.empty_like(x))
+        found.append(HalfRows(values, its_norm.view(shape), power))
+    return found
+
+
+def through_unit_rows_(gradient: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
+    """Turns, in place, the gradient of unit rows into that of the rows they came from."""
+    num_rows = len(gradient)
+    step = max(num_rows, 1)
+    if gradient.device.type == "cpu":  # what it copies stays in the cache
+        step = max((1 << 18) // max(gradient[:1].numel(), 1), 1)
+    for start in range(0, num_rows, step):
         part = slice(start, start + step)
-        if scale is None:
-            along = (unit[part] * gradient[part]).sum(-1, keepdim=True)
-        else:  # one factor on either side: their square may be no number
-            along = (unit[part] * scale).mul_(gradient[part]).sum(-1, keepdim=True) * scale
-        gradient[part].addcmul_(unit[part], along, value=-1.0).div_(length[part])
+        along = (unit[part] * gradient[part]).sum(-1, keepdim=True)
+        gradient[part].addcmul_(unit[part], along, value=-1.0).mul_(inverse[part])
     return gradient
 
 
 class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        unit, length = unit_rows(x)
-        ctx.save_for_backward(x, unit, length)
+        unit, inverse = unit_rows(x)
+        ctx.save_for_backward(x, unit, inverse)
         return unit
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> Any:
-        x, unit, length = ctx.saved_tensors
+        x, unit, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():
             alias = x.view_as(x)
             unit = _normalize(alias)
             return torch.autograd.grad(unit, alias, upstream, create_graph=True)[0]
         if is_batched(upstream):
-            return (upstream - unit * (unit * upstream).sum(-1, keepdim=True)) / length
-        return through_unit_rows_(upstream.clone(), unit, length)
+            along = (unit * upstream).sum(-1, keepdim=True)
+            return ((upstream - unit * along) * inverse).to(x.dtype)
+        return through_unit_rows_(upstream.clone(), unit, inverse)

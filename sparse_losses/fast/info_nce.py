@@ -2,8 +2,10 @@
 
 The gradient of a row's loss by its scores is ``sigmoid(gap) * softmax`` over the negatives and
 ``-sigmoid(gap)`` at the positive, ``gap = logsumexp(negatives) - positive``; no ``softmax - 1``
-cancels. So a block of scores is made, turned in place into its own gradient, multiplied back, and
+cancels. So a block of scores is made, turned into its own gradient, multiplied back, and
 forgotten: three matrix products in all, and never the whole score matrix.
+
+What is no negative has the lowest finite score: a row of nothing else has a softmax all the same.
 """
 
 import functools
@@ -13,27 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_losses._core.similarity import through_unit_rows_, unit_rows
 from sparse_losses._core.softmax import softplus
 from sparse_losses._core.ways import Arguments, Options
 from sparse_losses.distributed import gather_rows, num_ranks, rank, scatter_sum, sum_over_ranks
+from sparse_losses.fast.scores import DenseScores
 
 __all__ = [
-    "DenseScores",
-    "as_tensor",
     "blockwise_info_nce",
+    "contrast",
     "direct_info_nce",
-    "exponentials",
     "in_both_directions",
+    "info_nce_of_scores",
     "losses",
-    "merged",
     "rows_of_a_block",
+    "softmax",
     "too_many_scores",
     "why_no_gradient",
     "why_not_dense",
 ]
-
-MOST_SCORES = 1 << 22  # held at once: 16 MB in fp32
 
 Gradients = list[Tensor | None]
 
@@ -72,7 +71,13 @@ def too_many_scores(arguments: Arguments, options: Options) -> bool:
     """Whether all scores at once are more than a block."""
     anchor, _, negative, _ = arguments
     batch = len(anchor) * (num_ranks() if options["gather"] else 1)
-    return len(anchor) * (batch + (0 if negative is None else negative.shape[-2])) > MOST_SCORES
+    scores = len(anchor) * (batch + (0 if negative is None else negative.shape[-2]))
+    return scores > most_scores(anchor.device)
+
+
+def most_scores(device: torch.device) -> int:
+    """How many are held at once: 8 MB in fp32 on a CPU; elsewhere 256 MB, as launches cost time."""
+    return 1 << 21 if device.type == "cpu" else 1 << 26
 
 
 def direct_info_nce(
@@ -114,7 +119,6 @@ def in_both_directions(
     number of ranks W that contributed to them; they come W times as large. All keys are candidates:
     ``why_no_gradient`` refuses another ``in_batch`` and a ``positive_mask``.
     """
-    t = as_tensor(temperature, anchor)
     contrast = functools.partial(contrast, cosine=similarity == "cosine", decoupled=decoupled)
     batch, ranks = len(anchor), num_ranks() if gather else 1
     share = 1.0 / (batch if reduction == "mean" else 1 / ranks) / (2 if symmetric else 1)
@@ -124,7 +128,7 @@ def in_both_directions(
             anchor,
             positive,
             negative,
-            t,
+            temperature,
             symmetric=symmetric,
             positive_ids=positive_ids,
             share=share,
@@ -133,7 +137,7 @@ def in_both_directions(
     if negative is not None and is_shared:
         negative = gather_rows(negative, gather)
     ids = None if positive_ids is None else gather_rows(positive_ids, gather)
-    value, found = t.new_zeros(()), Gradients([None] * 4)
+    values, found = [], Gradients([None] * 4)
     inputs = anchor, positive
     for asks, answers in ((0, 1), (1, 0)) if symmetric else ((0, 1),):
         part, gradients = contrast(
@@ -141,12 +145,12 @@ def in_both_directions(
             inputs[asks],
             gather_rows(inputs[answers], gather),
             negative,
-            t,
+            temperature,
             positive_ids=ids,
             share=share,
             first=rank() * batch if gather else 0,
         )
-        value += part
+        values.append(part)
         for place, gradient in zip((asks, answers, 2, 3), gradients, strict=True):
             if gradient is None:
                 continue
@@ -154,14 +158,8 @@ def in_both_directions(
                 gradient = scatter_sum(gradient)
             before = found[place]
             found[place] = gradient if before is None else before + gradient
+    value = torch.stack(values).sum()
     return (sum_over_ranks(value) if gather else value) / ranks, found
-
-
-def as_tensor(temperature: float | Tensor, anchor: Tensor) -> Tensor:
-    """The temperature as a 0-d tensor; a number is filled in on the device: no copy to wait for."""
-    if isinstance(temperature, Tensor):
-        return temperature.to(anchor.dtype)
-    return torch.full((), temperature, dtype=anchor.dtype, device=anchor.device)
 
 
 def contrast(
@@ -169,7 +167,7 @@ def contrast(
     anchor: Tensor,
     positive: Tensor,
     negative: Tensor | None,
-    temperature: Tensor,
+    temperature: float | Tensor,
     *,
     cosine: bool,
     decoupled: bool,
@@ -190,209 +188,139 @@ def contrast(
     scores = (kind or DenseScores)(
         needs, anchor, positive, negative, temperature, cosine, positive_ids is not None
     )
+    share_of_scores = share / temperature
     step = rows_at_once(anchor, positive) if rows_at_once else batch
     chunks = [slice(i, min(i + step, batch)) for i in range(0, batch, step)]
-    value = temperature.new_zeros(())
+    values = []
 
     if symmetric:  # the other direction: positives ask, anchors answer
-        highest, total, own = value.new_zeros(3, batch)
+        totals, owns = [], []
         for rows in chunks:
             block = scores.block(rows)
-            own[rows] = _hide(block, rows, positive_ids, first)
-            by_columns, block_highest, block_total = exponentials(block, 0, len(chunks) > 1)
-            highest, total = merged(highest, total, block_highest, block_total)
-        row_losses, column_slope, column_factor = losses(highest, total, own, decoupled, share)
-        value += row_losses.sum() * share
-        column_highest = highest
+            owns.append(_hide(block, rows, positive_ids, first))
+            by_columns, total = softmax(block, 0)
+            totals.append(total)
+        column_total = functools.reduce(torch.logaddexp, totals)
+        values_of_columns, column_slope = losses(column_total, torch.cat(owns), decoupled)
+        values.append(values_of_columns.sum())
+        column_slope *= share_of_scores
 
     for rows in chunks:
         if not symmetric or len(chunks) > 1:
             block = scores.block(rows)
             own = _hide(block, rows, positive_ids, first)
-        negatives = scores.negatives(rows)
-        if symmetric and any(needs):
-            if len(chunks) > 1:
-                by_columns = (block - column_highest).exp_()
-            by_columns *= column_factor
-        # From here on the scores are their exponentials, and then the gradient.
-        block, highest, total = exponentials(block, 1, True)
-        if negatives is not None:
-            negatives, other_highest, other_total = exponentials(negatives, 1, True)
-            both, total = merged(highest, total, other_highest, other_total)
-            block *= _ratio(highest, both)
-            negatives *= _ratio(other_highest, both)
-            highest = both
-        row_losses, slope, factor = losses(highest, total, own, decoupled, share)
-        value += row_losses.sum() * share
+        else:
+            own = owns[0]
+        gradient, total = softmax(block, 1)
+        values_of_rows, slope = losses(total, own, decoupled)
+        values.append(values_of_rows.sum())
         if not any(needs):
             continue
-        at_own = -total  # times the factor, that is minus the slope
+        slope = slope.mul_(share_of_scores)
+        gradient.mul_(slope[:, None])
         if symmetric:
-            block = block.mul_(factor[:, None]).add_(by_columns)
-            at_own, factor = -(slope + column_slope[rows]), torch.ones_like(factor)
-        _own(block, rows, first).copy_(at_own)
-        scores.back(rows, block, negatives, factor[:, None])
-    return value, scores.gradients()
+            if len(chunks) > 1:
+                by_columns = (block - column_total).exp_()
+            gradient.add_(by_columns.mul_(column_slope))
+            slope += column_slope[rows]
+        _own(gradient, rows, first).sub_(slope)
+        scores.back(rows, gradient)
+    value = values[0] if len(values) == 1 else torch.stack(values).sum()
+    return value * share, scores.gradients()
 
 
 def rows_of_a_block(anchor: Tensor, positive: Tensor) -> int:
     """As many rows as make a block; a row is one of scores and some of the inputs' width."""
-    return min(max(MOST_SCORES // (len(positive) + anchor.shape[1]), 1), len(anchor))
+    most = most_scores(anchor.device)
+    return min(max(most // (len(positive) + anchor.shape[1]), 1), len(anchor))
 
 
 def _own(block: Tensor, rows: slice, first: int) -> Tensor:
-    """Of the scores ``[c, B]`` of some rows, a view of those of their own positives ``[c]``."""
+    """Of the scores ``[c, B + N]`` of some rows, a view of those of their own positives ``[c]``."""
     return block[:, rows.start + first : rows.stop + first].diagonal()
 
 
 def _hide(block: Tensor, rows: slice, positive_ids: Tensor | None, first: int) -> Tensor:
-    """Takes what is no negative out of the scores ``[c, B]``; returns the positives' ``[c]``."""
+    """Takes what is no negative out of the scores; returns the positives' ``[c]``."""
+    lowest = torch.finfo(block.dtype).min
     diagonal = _own(block, rows, first)
     own = diagonal.clone()
-    diagonal.fill_(-torch.inf)
+    diagonal.fill_(lowest)
     if positive_ids is not None:
         own_ids = positive_ids[rows.start + first : rows.stop + first]
-        block.masked_fill_(own_ids[:, None] == positive_ids, -torch.inf)
+        in_batch = block[:, : len(positive_ids)]
+        in_batch.masked_fill_(own_ids[:, None] == positive_ids, lowest)
     return own
 
 
-def exponentials(scores: Tensor, dim: int, in_place: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """``exp(scores - m)``, the largest score ``m`` (0 if it is infinite), and their sum."""
-    if scores.shape[dim] == 0:
-        nothing = scores.sum(dim)
-        return scores, nothing, nothing
-    highest = scores.amax(dim)
-    highest = torch.where(highest.isinf(), 0.0, highest)  # inf - inf is NaN
-    shift = highest.unsqueeze(dim)
-    exponentials = (scores.sub_(shift) if in_place else scores - shift).exp_()
-    return exponentials, highest, exponentials.sum(dim)
+def softmax(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Softmax and log-sum-exp in six launches; ``logsumexp`` alone takes nine."""
+    probabilities = scores.softmax(dim)
+    # The largest probability is exp(0) over the sum of the exponentials; NaN for an infinite score,
+    # whose log-sum-exp is infinite.
+    log_largest = probabilities.amax(dim).log_().nan_to_num_(nan=0.0)
+    return probabilities, scores.amax(dim) - log_largest
 
 
-def merged(
-    highest: Tensor, total: Tensor, other_highest: Tensor, other_total: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Two sums of exponentials as one; a sum of nothing has no say in the largest."""
-    both = torch.maximum(
-        torch.where(total == 0, other_highest, highest),
-        torch.where(other_total == 0, highest, other_highest),
+def losses(total: Tensor, own: Tensor, decoupled: bool) -> tuple[Tensor, Tensor]:
+    """Losses by log-sum-exp and positive's score; minus their slope by the latter."""
+    gap = total - own
+    return (gap, torch.ones_like(gap)) if decoupled else (softplus(gap), gap.sigmoid())
+
+
+def info_nce_of_scores(
+    needs: Sequence[bool],
+    scores: Tensor,
+    temperature: float | Tensor,
+    *,
+    symmetric: bool,
+    positive_ids: Tensor | None,
+    decoupled: bool,
+    reduction: str,
+) -> tuple[Tensor, Gradients]:
+    """Value of InfoNCE, and its gradients by scores that are there and by the temperature."""
+    share = (1.0 / len(scores) if reduction == "mean" else 1.0) / (2 if symmetric else 1)
+    value, (by_scores, *_, by_temperature) = contrast(
+        [needs[0], False, False, needs[1]],
+        scores,
+        scores,
+        None,
+        temperature,
+        cosine=False,
+        decoupled=decoupled,
+        share=share,
+        symmetric=symmetric,
+        positive_ids=positive_ids,
+        kind=_GivenScores,
     )
-    here = torch.where(total == 0, 0.0, total * (highest - both).exp())
-    there = torch.where(other_total == 0, 0.0, other_total * (other_highest - both).exp())
-    return both, here + there
+    return value, [by_scores, by_temperature]
 
 
-def _ratio(highest: Tensor, both: Tensor) -> Tensor:
-    # Of nothing but hidden scores the largest is called 0, perhaps above the true one.
-    return (highest - both).clamp(max=0).exp()[:, None]
-
-
-def losses(
-    highest: Tensor, total: Tensor, own: Tensor, decoupled: bool, share: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses; minus their slope by the positive's score; what makes exponentials slopes."""
-    gap = highest + total.log() - own
-    values = gap if decoupled else softplus(gap)
-    slope = (torch.ones_like(gap) if decoupled else gap.sigmoid()) * share
-    return values, slope, torch.where(total == 0, 0.0, slope / total)
-
-
-class DenseScores:
-    """Scores by matrix products, and the way back."""
+class _GivenScores:
+    """Scores ``[B, C]`` that somebody else has made, in place of anchors."""
 
     def __init__(
         self,
         needs: Sequence[bool],
-        anchor: Tensor,
-        positive: Tensor,
-        negative: Tensor | None,
-        temperature: Tensor,
-        cosine: bool,
-        hides: bool,
+        scores: Tensor,
+        _: Tensor,
+        __: None,
+        t: float | Tensor,
+        *___: bool,
     ) -> None:
-        self.anchor, self.temperature, self.cosine = anchor, temperature, cosine
-        self.keys, self.key_length = self._represent(positive)
-        self.is_nan = None
-        if hides:  # 0 * NaN is NaN: what is hidden must not reach a product
-            self.is_nan = self.keys.isnan().any(1)
-            self.keys = torch.where(self.is_nan[:, None], 0.0, self.keys)
-        self.grad_anchor = torch.empty_like(anchor) if needs[0] else None
-        self.grad_positive = torch.zeros_like(positive) if needs[1] else None
-        self.others = self.grad_negative = None
-        if negative is not None:
-            self.others, self.other_length = self._represent(negative)
-            self.grad_negative = torch.zeros_like(negative) if needs[2] else None
-        self.grad_temperature = torch.zeros_like(temperature) if needs[3] else None
-        self.buffer: Tensor | None = None
-
-    def _represent(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return unit_rows(x) if self.cosine else (x, None)
+        self.needs, self.scores, self.temperature = needs, scores, t
+        self.found: Gradients = [None] * 4
 
     def block(self, rows: slice) -> Tensor:
-        """Scores of some anchors over the temperature ``[c, B]``."""
-        self.queries, self.query_length = self._represent(self.anchor[rows])
-        if self.buffer is None:  # the first chunk is the largest
-            self.buffer = self.keys.new_empty(self.queries.shape[0], self.keys.shape[0])
-        if self.cosine:  # unit rows are copies, and divided need no other; scores are divided else
-            self.queries.div_(self.temperature)
-        block = torch.mm(self.queries, self.keys.T, out=self.buffer[: self.queries.shape[0]])
-        if not self.cosine:
-            block.div_(self.temperature)
-        if self.is_nan is not None:
-            block.masked_fill_(self.is_nan, torch.nan)
-        return block
+        """Scores over the temperature."""
+        return self.scores[rows] / self.temperature
 
-    def negatives(self, rows: slice) -> Tensor | None:
-        """Scores of the same anchors against the negatives ``[c, N]``."""
-        if self.others is None:
-            return None
-        if self.others.ndim == 2:
-            scores = self.queries @ self.others.T
-        else:
-            scores = torch.einsum("bd,bnd->bn", self.queries, self.others[rows])
-        return scores if self.cosine else scores.div_(self.temperature)
+    def back(self, rows: slice, gradient: Tensor) -> None:
+        """Takes in the gradient by the scores."""
+        if self.needs[3]:
+            self.found[3] = -(gradient * self.scores).sum() / self.temperature
+        self.found[0] = gradient
 
-    def back(
-        self, rows: slice, gradient: Tensor, grad_negative_scores: Tensor | None, factor: Tensor
-    ) -> None:
-        """Takes in the gradient by those scores, up to a factor a row."""
-        if not self.cosine:
-            for scores in (gradient, grad_negative_scores):
-                if scores is not None:
-                    scores.mul_(factor / self.temperature)
-        if self.grad_anchor is not None or self.grad_temperature is not None:
-            if self.grad_anchor is None:
-                d = gradient @ self.keys
-            else:
-                d = torch.mm(gradient, self.keys, out=self.grad_anchor[rows])
-            if grad_negative_scores is not None and self.others is not None:
-                if self.others.ndim == 2:
-                    d.addmm_(grad_negative_scores, self.others)
-                else:
-                    d += torch.einsum("bn,bnd->bd", grad_negative_scores, self.others[rows])
-            if self.cosine:
-                d *= factor / self.temperature
-            if self.grad_temperature is not None:
-                # The sum of gradient times score, without another look at the scores.
-                along = (d * self.queries).sum()
-                self.grad_temperature -= along if self.cosine else along / self.temperature
-            if self.grad_anchor is not None and self.query_length is not None:
-                through_unit_rows_(d, self.queries, self.query_length, self.temperature)
-        queries = self.queries.mul_(factor) if self.cosine else self.queries
-        if self.grad_positive is not None:
-            self.grad_positive.addmm_(gradient.T, queries)
-        if self.grad_negative is not None and grad_negative_scores is not None:
-            if self.grad_negative.ndim == 2:
-                self.grad_negative.addmm_(grad_negative_scores.T, queries)
-            else:
-                torch.mul(
-                    grad_negative_scores[:, :, None], queries[:, None], out=self.grad_negative[rows]
-                )
-
-    def gradients(self) -> list[Tensor | None]:
-        """By anchor, positive, negative and temperature."""
-        if self.grad_positive is not None and self.key_length is not None:
-            through_unit_rows_(self.grad_positive, self.keys, self.key_length)
-        if self.grad_negative is not None and self.others is not None and self.cosine:
-            assert self.other_length is not None
-            through_unit_rows_(self.grad_negative, self.others, self.other_length)
-        return [self.grad_anchor, self.grad_positive, self.grad_negative, self.grad_temperature]
+    def gradients(self) -> Gradients:
+        """By scores and temperature, in the places of anchors and temperature."""
+        return self.found

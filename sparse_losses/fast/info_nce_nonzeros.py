@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_losses._core.products import as_single
 from sparse_losses._core.ways import Arguments, Options
 from sparse_losses.fast.info_nce import contrast, in_both_directions, why_no_gradient
 from sparse_losses.fast.sparse import NonZeros, non_zeros, product, product_by_columns
@@ -47,7 +48,8 @@ def nonzeros_pay(arguments: Arguments, options: Options) -> bool:
 def nonzeros_info_nce(needs: Sequence[bool], *arguments: Any, **options: Any) -> Any:
     """Value and gradients of InfoNCE by sparse products; the scores are held whole."""
     by_nonzeros = functools.partial(contrast, kind=_SparseScores)
-    return in_both_directions(by_nonzeros, needs, *arguments, **options)
+    single = [as_single(x) if isinstance(x, Tensor) else x for x in arguments]
+    return in_both_directions(by_nonzeros, needs, *single, **options)
 
 
 class _SparseScores:
@@ -62,12 +64,12 @@ class _SparseScores:
         anchor: Tensor,
         positive: Tensor,
         negative: Tensor | None,
-        temperature: Tensor,
+        temperature: float | Tensor,
         cosine: bool,
         hides: bool,
     ) -> None:
         self.needs, self.temperature = needs, temperature
-        self.tensors = anchor, positive, negative
+        self.tensors, self.num_positives = (anchor, positive, negative), len(positive)
         self.represented = [self._represent(x, cosine) for x in self.tensors if x is not None]
         # No entry of the others may meet a NaN: which rows have one is noted instead.
         self.is_nan = [self._rows_with_nan(entries) for entries, _ in self.represented]
@@ -103,19 +105,14 @@ class _SparseScores:
         return scores.div_(self.temperature).masked_fill_(is_nan, torch.nan)
 
     def block(self, rows: slice) -> Tensor:
-        """All scores over the temperature ``[B, B]``."""
-        return self._scores(1)
+        """All scores over the temperature ``[B, B + N]``."""
+        if len(self.represented) < 3:
+            return self._scores(1)
+        return torch.cat([self._scores(1), self._scores(2)], dim=1)
 
-    def negatives(self, rows: slice) -> Tensor | None:
-        """All scores against the shared negatives ``[B, N]``."""
-        return None if len(self.represented) < 3 else self._scores(2)
-
-    def back(
-        self, rows: slice, gradient: Tensor, grad_negative_scores: Tensor | None, factor: Tensor
-    ) -> None:
-        """Takes in the gradient by those scores, up to a factor a row."""
-        factor = factor / self.temperature
-        gradients = [g * factor for g in (gradient, grad_negative_scores) if g is not None]
+    def back(self, rows: slice, gradient: Tensor) -> None:
+        """Takes in the gradient by those scores times the temperature."""
+        gradients = gradient.tensor_split([self.num_positives], dim=1)[: len(self.represented) - 1]
         if self.needs[0] or self.needs[3]:
             along = self._gradient(0, list(zip(gradients, (1, 2), strict=False)))
             if self.needs[3]:

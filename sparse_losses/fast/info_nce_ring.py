@@ -12,18 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparse_losses._core.similarity import through_unit_rows_, unit_rows
+from sparse_losses._core.products import as_single
 from sparse_losses._core.ways import Arguments, Options
 from sparse_losses.distributed import num_ranks, rank, sum_over_ranks
 from sparse_losses.fast.info_nce import (
-    as_tensor,
     blockwise_info_nce,
-    exponentials,
     losses,
-    merged,
     rows_of_a_block,
+    softmax,
     why_not_dense,
 )
+from sparse_losses.fast.scores import sides
 
 __all__ = ["ring_info_nce", "why_not_ring"]
 
@@ -55,15 +54,15 @@ def ring_info_nce(
         options = {"similarity": similarity, "symmetric": symmetric, "reduction": reduction}
         more = {"positive_ids": positive_ids, "decoupled": decoupled, "gather": gather}
         return blockwise_info_nce(needs, anchor, positive, negative, temperature, **options, **more)
-    t = as_tensor(temperature, anchor)
+    anchor, positive = as_single(anchor), as_single(positive)
+    negative = None if negative is None else as_single(negative)
     share = 1.0 / (batch * ranks if reduction == "mean" else 1) / (2 if symmetric else 1)
-    value = t.new_zeros(())
-    grad_temperature = torch.zeros_like(value)
+    value, grad_temperature = anchor.new_zeros(2)
     found: list[Tensor | None] = [None, None, None, None]
     for asks, answers in ((0, 1), (1, 0)) if symmetric else ((0, 1),):
         sides = anchor, positive
         direction = _Direction(
-            sides[asks], sides[answers], negative, t, similarity == "cosine", positive_ids
+            sides[asks], sides[answers], negative, temperature, similarity == "cosine", positive_ids
         )
         value += direction.value(decoupled, share)
         if not any(needs):
@@ -89,39 +88,34 @@ class _Direction:
         asks: Tensor,
         answers: Tensor,
         negative: Tensor | None,
-        temperature: Tensor,
+        temperature: float | Tensor,
         cosine: bool,
         positive_ids: Tensor | None,
     ) -> None:
         self.temperature, self.ids = temperature, positive_ids
-        self.query_length: Tensor | None = None
-        self.key_length: Tensor | None = None
-        self.each_length: Tensor | None = None
-        if cosine:
-            asks, self.query_length = unit_rows(asks)
-        self.queries = asks / temperature
         shared = [answers]
         if negative is not None and negative.ndim == 2:
             shared.append(negative)
-        self.keys = torch.cat(shared) if len(shared) > 1 else answers
-        self.each = negative if negative is not None and negative.ndim == 3 else None
-        if cosine:
-            self.keys, self.key_length = unit_rows(self.keys)
-            if self.each is not None:
-                self.each, self.each_length = unit_rows(self.each)
+        keys = torch.cat(shared) if len(shared) > 1 else answers
+        self.query_side, self.key_side = sides(cosine, asks, keys)
+        self.queries, self.keys = self.query_side.values / temperature, self.key_side.values
+        self.each: Tensor | None = None
+        if negative is not None and negative.ndim == 3 and negative.shape[1]:
+            (self.each_side,) = sides(cosine, negative)
+            self.each = self.each_side.values
         self.batch, self.num_shared = len(answers), len(self.keys) - len(answers)
         step = rows_of_a_block(asks, self.keys)
         self.chunks = [slice(i, i + step) for i in range(0, self.batch, step)]
 
     def _scores(self, rows: slice, keys: Tensor, ids: Tensor | None, is_own: bool) -> Tensor:
-        """Scores against the keys of one rank; what is no negative has -inf, the positives too."""
-        scores = self.queries[rows] @ _without_nan(keys, ids).T
+        """Scores against the keys of one rank; what is no negative has the lowest."""
+        scores = self.queries[rows] @ keys.T  # a NaN of a key stays in the key's own column
+        lowest = torch.finfo(scores.dtype).min
         if ids is not None and self.ids is not None:
-            scores.masked_fill_(keys.isnan().any(1), torch.nan)
             in_batch = scores[:, : self.batch]
-            in_batch.masked_fill_(self.ids[rows, None] == ids, -torch.inf)
+            in_batch.masked_fill_(self.ids[rows, None] == ids, lowest)
         if is_own:
-            scores[:, rows].diagonal().fill_(-torch.inf)
+            scores[:, rows].diagonal().fill_(lowest)
         return scores
 
     def _scores_of_each(self, rows: slice) -> Tensor:
@@ -132,13 +126,10 @@ class _Direction:
     def value(self, decoupled: bool, share: float) -> Tensor:
         """The loss of this rank's rows; keeps what the gradients need."""
         positive = (self.queries * self.keys[: self.batch]).sum(-1)
-        highest, total = torch.zeros_like(positive), torch.zeros_like(positive)
+        self.total = torch.full_like(positive, torch.finfo(positive.dtype).min)  # log-sum-exp
 
         def add(rows: slice, scores: Tensor) -> None:
-            _, block_highest, block_total = exponentials(scores, 1, True)
-            highest[rows], total[rows] = merged(
-                highest[rows], total[rows], block_highest, block_total
-            )
+            self.total[rows] = torch.logaddexp(self.total[rows], softmax(scores, 1)[1])
 
         keys, ids = self.keys, self.ids
         for turn in range(num_ranks()):
@@ -149,8 +140,8 @@ class _Direction:
                 keys, ids = coming.wait()
         for rows in self.chunks if self.each is not None else ():
             add(rows, self._scores_of_each(rows))
-        self.highest = highest
-        row_losses, self.slope, self.factor = losses(highest, total, positive, decoupled, share)
+        row_losses, slope = losses(self.total, positive, decoupled)
+        self.slope = slope.mul_(share)
         return row_losses.sum() * share
 
     def gradients(self, needs_each: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -180,20 +171,16 @@ class _Direction:
         # Every score is a query over the temperature times a key.
         self.grad_temperature = -(grad_queries * self.queries).sum() / self.temperature
         grad_queries = grad_queries.div_(self.temperature)
-        if self.query_length is not None:
-            unit = self.queries * self.temperature
-            grad_queries = through_unit_rows_(grad_queries, unit, self.query_length)
-        if self.key_length is not None:
-            grad_keys = through_unit_rows_(grad_keys, self.keys, self.key_length)
-        if grad_each is not None and self.each_length is not None and self.each is not None:
-            grad_each = through_unit_rows_(grad_each, self.each, self.each_length)
+        grad_queries = self.query_side.gradient(grad_queries)
+        grad_keys = self.key_side.gradient(grad_keys)
+        if grad_each is not None:
+            grad_each = self.each_side.gradient(grad_each)
         grad_negative = grad_keys[self.batch :] if self.num_shared else grad_each
         return grad_queries, grad_keys[: self.batch], grad_negative
 
     def _slopes(self, rows: slice, scores: Tensor) -> Tensor:
         """The derivative of the loss by the scores of negatives, in place."""
-        exponents = scores.sub_(self.highest[rows, None]).clamp_(max=0.0)
-        return exponents.exp_().mul_(self.factor[rows, None])
+        return scores.sub_(self.total[rows, None]).exp_().mul_(self.slope[rows, None])
 
 
 def _without_nan(keys: Tensor, ids: Tensor | None) -> Tensor:

@@ -47,8 +47,8 @@ def tiled_nws(
     labels = query_labels.to(query.dtype)
     count = labels.sum(-1)
     valid = count > 0
-    unit_query, query_length = unit_rows(torch.where(valid[:, None], query, 0.0))
-    unit_prototype, prototype_length = unit_rows(prototype)
+    unit_query, query_inverse = unit_rows(torch.where(valid[:, None], query, 0.0))
+    unit_prototype, prototype_inverse = unit_rows(prototype)
     candidates = (key, key_labels, None), (queue, queue_labels, queue_mask)
     parts = [(x, y, mask) for x, y, mask in candidates if x is not None and y is not None]
     weights = _Weights(
@@ -96,10 +96,10 @@ def tiled_nws(
     if gather:  # DDP divides by the number of ranks what they all contributed to
         divisor = divisor / num_ranks()
     if d_query is not None:
-        through_unit_rows_(d_query, unit_query, query_length).div_(temperature * divisor)
+        through_unit_rows_(d_query, unit_query, query_inverse).div_(temperature * divisor)
         d_query = torch.where(valid[:, None], d_query, 0.0)
     if d_prototype is not None:
-        through_unit_rows_(d_prototype, unit_prototype, prototype_length).div_(divisor)
+        through_unit_rows_(d_prototype, unit_prototype, prototype_inverse).div_(divisor)
         d_prototype = torch.where(valid.any(), d_prototype, 0.0)
     if d_temperature is not None:
         d_temperature = d_temperature / divisor

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.products import as_single
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.softmax import contrastive_rows
@@ -31,9 +32,9 @@ Impl = Literal["auto", "definition", "direct", "blocks", "nonzeros", "ring"]
 
 
 @loss(
-    anchor="B D, csr",
-    positive="B D, csr",
-    negative="N D or B N D, optional, csr",
+    anchor="B D, csr, halves",
+    positive="B D, csr, halves",
+    negative="N D or B N D, optional, csr, halves",
     positive_ids="B, integer, optional",
     positive_mask="B C, mask, optional",
     temperature="> 0, learnable",
@@ -91,10 +92,10 @@ def info_nce_loss(
             the first of these that supports the call and is expected to be faster: ``"nonzeros"``,
             which multiplies only what is not zero (chosen for CSR tensors, and on the CPU where a
             sample of wide inputs has fewer than about 12% non-zeros), ``"blocks"``, which holds
-            some rows of the scores at a time (chosen for more than four million scores), and
-            ``"direct"``, which holds all scores once. Else, compiled and under ``torch.func`` it is
-            ``"definition"``, the formula operation by operation. ``"ring"``, with ``gather``, holds
-            the rows of one other rank at a time and sends them round twice.
+            some rows of the scores at a time (chosen for more than 2^21 scores on a CPU, 2^26
+            elsewhere), and ``"direct"``, which holds all scores at once. Else, compiled and under
+            ``torch.func``, it is ``"definition"``, the formula operation by operation. ``"ring"``,
+            with ``gather``, holds the rows of one other rank at a time and sends them round twice.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -153,8 +154,8 @@ def _definition(
     rank's rows are the queries, all ranks' rows the keys.
     """
     anchor, positive = _dense(anchor), _dense(positive)
-    if negative is not None and negative.ndim == 2:
-        negative = gather_rows(_dense(negative), gather)
+    if negative is not None:
+        negative = gather_rows(_dense(negative), gather and negative.ndim == 2)
     if positive_ids is not None:
         positive_ids = gather_rows(positive_ids, gather)
     if positive_mask is not None:
@@ -260,7 +261,7 @@ def _number_of(negative: Tensor | None) -> int:
 
 
 def _dense(x: Tensor) -> Tensor:
-    return x if x.layout == torch.strided else x.to_dense()
+    return as_single(x if x.layout == torch.strided else x.to_dense())
 
 
 def _check(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.products import as_single
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import contrastive_rows
 from sparse_losses._core.ways import Arguments, Options, Way, always, compute
@@ -18,7 +19,7 @@ __all__ = ["NPairLoss", "n_pair_loss"]
 Impl = Literal["auto", "definition", "direct", "blocks"]
 
 
-@loss(anchor="B D", positive="B D", negative="N D or B N D, optional")
+@loss(anchor="B D, halves", positive="B D, halves", negative="N D or B N D, optional, halves")
 def n_pair_loss(
     anchor: Tensor,
     positive: Tensor,
@@ -85,6 +86,8 @@ def _definition(
     **_: Any,
 ) -> Tensor:
     """InfoNCE's row formula on raw dots, the positive first; its temperature is always 1."""
+    anchor, positive = as_single(anchor), as_single(positive)
+    negative = None if negative is None else as_single(negative)
     own_score = (anchor * positive).sum(-1, keepdim=True)
     if negative is None:
         key = gather_rows(positive, gather)

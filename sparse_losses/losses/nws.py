@@ -173,10 +173,10 @@ def _definition(
     """The formula; references in the order keys, queue, prototypes."""
     features, y_r, filled = _instances(prototype, *instances)
     y = query_labels.to(query.dtype)
-    count = y.sum(-1, keepdim=True)
+    count = y.sum(-1, keepdim=True).clamp(min=1)  # a row without labels is not valid
     shared = y @ y_r.T
     overlap = alpha / (count + y_r.sum(-1) - shared).clamp(min=1)  # alpha / |y_i or y_r|
-    D = y * (overlap @ y_r + 1 - alpha / count.clamp(min=1))
+    D = y * (overlap @ y_r + 1 - alpha / count)
     per_label = y / (torch.where(D <= 1e-6, 1.0, D) + eps)
     w = torch.cat([overlap * (per_label @ y_r.T), per_label], dim=1)
     unlike = (1 - _similarity(y, y_r, label_similarity, aggregation, eps)).clamp(0, 1)
@@ -184,7 +184,7 @@ def _definition(
     is_positive = torch.cat([shared, y], dim=1) > 0
     a = torch.where(is_positive, 0.0 if decoupled else 1.0, a)  # in the denominator: u in N_i
 
-    valid = count[:, 0] > 0
+    valid = y.any(-1)
     if decoupled and eps == 0:
         valid = valid & (a > 0).any(-1)
     s = _scores(query, torch.cat([features, prototype]), valid) / temperature

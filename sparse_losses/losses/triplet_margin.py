@@ -9,8 +9,12 @@ from torch import Tensor
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
+from sparse_losses._core.ways import Arguments, Options, Way, always, compute
+from sparse_losses.fast.triplet_margin import direct_triplet_margin
 
 __all__ = ["TripletMarginLoss", "triplet_margin_loss"]
+
+Impl = Literal["auto", "definition", "direct"]
 
 
 @loss(anchor="B D", positive="B D", negative="B D or B N D", margin="finite")
@@ -22,6 +26,7 @@ def triplet_margin_loss(
     margin: float = 0.3,
     similarity: Literal["cosine", "dot", "euclidean"] = "cosine",
     gather: bool = False,
+    impl: Impl = "auto",
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Asks the positive to be more similar than the negative by a margin.
@@ -39,6 +44,8 @@ def triplet_margin_loss(
         similarity: ``"cosine"`` (of the rows, normalised here), ``"dot"`` or ``"euclidean"``.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
             same on each (see ``sparse_losses.distributed``).
+        impl: how the value is computed: ``"definition"``, ``"direct"`` (with its gradient;
+            not for ``"euclidean"``), or ``"auto"``, which is direct wherever it can be.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -58,10 +65,19 @@ def triplet_margin_loss(
     References:
         FaceNet: A Unified Embedding for Face Recognition and Clustering, eq. 2.
     """
+    options = {"margin": margin, "similarity": similarity}
+    values = compute(_definition, WAYS, impl, (anchor, positive, negative), options)
+    valid = None if negative.shape[-2] or negative.ndim == 2 else torch.zeros_like(values).bool()
+    return reduce(values, reduction, valid, gather)
+
+
+def _definition(
+    anchor: Tensor, positive: Tensor, negative: Tensor, *, margin: float, similarity: str
+) -> Tensor:
+    """The loss of every row ``[B]``."""
     negative = negative.unsqueeze(1) if negative.ndim == 2 else negative
     if negative.shape[1] == 0:  # no row is valid, but all of them stay in the graph
-        nothing = (anchor + positive).sum(-1) + negative.sum((1, 2))
-        return reduce(nothing, reduction, torch.zeros_like(nothing, dtype=torch.bool), gather)
+        return (anchor + positive).sum(-1) + negative.sum((1, 2))
     if similarity == "euclidean":
         near = -(anchor - positive).square().sum(-1, keepdim=True)
         far = -(anchor.unsqueeze(1) - negative).square().sum(-1)
@@ -71,7 +87,16 @@ def triplet_margin_loss(
         near = (anchor * positive).sum(-1, keepdim=True)
         far = torch.einsum("bd,bnd->bn", anchor, negative)
     # The number last: compiled, `margin - near` is one graph for every margin.
-    return reduce(nnf.relu(far - near + margin).mean(-1), reduction, gather=gather)
+    return nnf.relu(far - near + margin).mean(-1)
+
+
+def _why_not(arguments: Arguments, options: Options) -> str | None:
+    if options["similarity"] == "euclidean":
+        return 'similarity="cosine" or "dot"'
+    return None if arguments[2].shape[-2] or arguments[2].ndim == 2 else "a negative in every row"
+
+
+WAYS = (Way("direct", why_not=_why_not, pays=always, compute=direct_triplet_margin),)
 
 
 class TripletMarginLoss(LossModule):
@@ -91,6 +116,7 @@ class TripletMarginLoss(LossModule):
         margin: float = 0.3,
         similarity: Literal["cosine", "dot", "euclidean"] = "cosine",
         gather: bool = False,
+        impl: Impl = "auto",
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__(
@@ -98,13 +124,19 @@ class TripletMarginLoss(LossModule):
             margin=margin,
             similarity=similarity,
             gather=gather,
+            impl=impl,
             reduction=reduction,
         )
 
     def forward(
-        self, anchor: Tensor, positive: Tensor, negative: Tensor, *, gather: bool | None = None
+        self,
+        anchor: Tensor,
+        positive: Tensor,
+        negative: Tensor,
+        *,
+        gather: bool | None = None,
+        impl: Impl | None = None,
     ) -> Tensor:
         """The loss; tensors as in the function."""
-        return triplet_margin_loss(
-            anchor, positive, negative, **self.hyperparameters(gather=gather)
-        )
+        options = self.hyperparameters(gather=gather, impl=impl)
+        return triplet_margin_loss(anchor, positive, negative, **options)

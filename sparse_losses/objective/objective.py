@@ -9,16 +9,15 @@ from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_flag, check_number, check_shapes
 from sparse_losses._core.precision import autocast_off, compute_dtype
-from sparse_losses._core.similarity import normalize
 from sparse_losses._core.token_ids import TokenIds, check_ids
 from sparse_losses.distributed import (
     agree_across_ranks,
     gather_rows,
     num_ranks,
-    rank,
     skip_size_check,
     sum_over_ranks,
 )
+from sparse_losses.fast.scores import candidate_scores
 from sparse_losses.losses import (
     DistillationLoss,
     FlopsLoss,
@@ -30,9 +29,15 @@ from sparse_losses.losses import (
     PositiveActivationLoss,
     SelfReconstructionLoss,
     TripletMarginLoss,
-    info_nce_from_scores,
 )
 from sparse_losses.objective.batch import SpladeBatch, Texts, token_counts
+from sparse_losses.objective.shared_scores import (
+    candidates,
+    info_nce_of_shared_scores,
+    own_candidates,
+    scored_candidates,
+    takes_scores,
+)
 
 __all__ = ["NEEDS", "ObjectiveOutput", "SpladeObjective"]
 
@@ -324,7 +329,7 @@ class SpladeObjective(nn.Module):
         if "distillation" in active and scores is not None and teacher_scores is not None:
             terms["distillation"] = self._call(
                 self.distillation,
-                self.score_scale * _of_teacher(scores, batch, teacher_scores.shape, ranks),
+                self.score_scale * candidates(scores, batch, teacher_scores.shape, ranks),
                 teacher_scale * teacher_scores.to(scores.dtype),
             )
         if "context_distillation" in active and teacher_anchor_scores is not None:
@@ -368,7 +373,7 @@ class SpladeObjective(nn.Module):
         loss, negative = self.info_nce, batch.negative
         # The second direction of negatives is not among the scores.
         is_enough = loss.in_batch and not (loss.symmetric and negative is not None)
-        if scores is None or not is_enough or not _takes_scores(loss):
+        if scores is None or not is_enough or not takes_scores(loss):
             return self._call(
                 loss,
                 batch.anchor.activations,
@@ -377,18 +382,13 @@ class SpladeObjective(nn.Module):
                 positive_ids=batch.positive_ids,
             )
         loss.check_hyperparameters()
-        scores, size = scores / loss.temperature, len(scores)
-        is_positive = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
-        candidates = torch.ones_like(is_positive)
-        if batch.positive_ids is not None:
-            same = batch.positive_ids[:, None] == batch.positive_ids
-            candidates[:, :size] = ~same | is_positive[:, :size]
-        options: dict[str, Any] = {"decoupled": loss.decoupled, "reduction": loss.reduction}
-        value = info_nce_from_scores(scores, is_positive, candidates, **options)
-        if not loss.symmetric:
-            return value
-        back = info_nce_from_scores(scores.T, is_positive.T, candidates.T, **options)
-        return (value + back) / 2
+        options = {
+            "symmetric": loss.symmetric,
+            "positive_ids": batch.positive_ids,
+            "decoupled": loss.decoupled,
+            "reduction": loss.reduction,
+        }
+        return info_nce_of_shared_scores(scores, loss.temperature, self.impl, **options)
 
     def _ranks_of_teacher(self, anchor: Texts, negative: Texts | None, teacher: Tensor) -> int:
         """Of how many ranks' candidates these are the teacher's scores: this one's, or all."""
@@ -402,38 +402,28 @@ class SpladeObjective(nn.Module):
     def _scores(self, anchor: Texts, positive: Texts, negative: Texts | None, ranks: int) -> Tensor:
         """What InfoNCE compares, ``[B, B + N]``: positives, then negatives; of one or all ranks."""
         check_choice("info_nce.similarity", self.info_nce.similarity, ("cosine", "dot"))
-        texts = [anchor, positive, *([] if negative is None else [negative])]
-        vectors = [x.activations for x in texts]
-        dtype = compute_dtype(
-            **dict(zip(("anchor", "positive", "negative"), vectors, strict=False))
-        )
-        vectors = [x.to(dtype) for x in vectors]
-        if self.info_nce.similarity == "cosine":
-            unit = normalize(vectors[0])
-            vectors = [unit, *(unit if x is vectors[0] else normalize(x) for x in vectors[1:])]
-        query, key, *others = vectors
-        if ranks > 1:  # but for negatives of each anchor's own
+        query, key = anchor.activations, positive.activations
+        others = None if negative is None else negative.activations
+        if ranks > 1:
             key = gather_rows(key)
-            others = [gather_rows(other) if other.ndim == 2 else other for other in others]
-        scores = [query @ key.T]
-        for other in others:
-            rows = other.ndim == 2
-            scores.append(query @ other.T if rows else torch.einsum("bv,bnv->bn", query, other))
-        return torch.cat(scores, dim=1) if others else scores[0]
+            if others is not None and others.ndim == 2:  # each anchor's own stay here
+                others = gather_rows(others)
+        is_cosine = self.info_nce.similarity == "cosine"
+        return candidate_scores(query, key, others, cosine=is_cosine)
 
     def _margin_mse(
         self, scores: Tensor, batch: SpladeBatch, teacher: Tensor, ranks: int
     ) -> Tensor:
         """Over all pairs of a positive and one of its anchor's own negatives."""
-        own = _own_candidates(scores, batch.negative, ranks)
-        scored = _scored(scores, batch, teacher.shape, ranks)
+        own = own_candidates(scores, batch.negative, ranks)
+        scored = scored_candidates(scores, batch, teacher.shape, ranks)
         if scored == "positives":
             raise ValueError(
                 "the term 'margin_mse' needs `batch.teacher_scores` of the negatives too, got "
                 f"{list(teacher.shape)}, of the positives alone"
             )
         if scored == "all":
-            teacher = _own_candidates(teacher, batch.negative, ranks)
+            teacher = own_candidates(teacher, batch.negative, ranks)
         # -inf: not a candidate. Both sides of such a pair are 0, and it is not counted.
         teacher = teacher.to(own.dtype)
         hidden = (teacher[:, :1] == -torch.inf) | (teacher[:, 1:] == -torch.inf)
@@ -541,12 +531,6 @@ class SpladeObjective(nn.Module):
         return ", ".join(parts)
 
 
-def _takes_scores(loss: nn.Module) -> bool:
-    """Whether its own class says so, and nothing of its own would be left out."""
-    has_hooks = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
-    return "takes_scores" in vars(type(loss)) and not has_hooks
-
-
 def _counts(weight: float | Tensor) -> bool:
     # A tensor is not looked at: that would wait for the device.
     return isinstance(weight, Tensor) or weight != 0
@@ -556,50 +540,6 @@ def _together(positive: Texts, negative: Texts | None) -> Texts:
     if negative is None:
         return positive
     return positive.join(negative.flatten() if negative.activations.ndim == 3 else negative)
-
-
-def _own_candidates(scores: Tensor, negative: Texts | None, ranks: int) -> Tensor:
-    """The positive and the anchor's own negatives ``[B, 1 + N]``, of all candidates."""
-    size = scores.shape[0]
-    first = rank() * size if ranks > 1 else 0
-    others = scores[:, ranks * size :]
-    if negative is not None and negative.activations.ndim == 2:
-        others = others[:, first:].diagonal()[:, None]
-    return torch.cat([scores[:, first:].diagonal()[:, None], others], dim=1)
-
-
-def _of_teacher(scores: Tensor, batch: SpladeBatch, came: torch.Size, ranks: int) -> Tensor:
-    """The student's scores of those candidates that the teacher scored."""
-    scored = _scored(scores, batch, came, ranks)
-    if scored == "own":
-        return _own_candidates(scores, batch.negative, ranks)
-    return scores if scored == "all" else scores[:, : len(scores)]
-
-
-def _scored(scores: Tensor, batch: SpladeBatch, came: torch.Size, ranks: int) -> str:
-    """What the teacher scored: all candidates, the batch's positives, or each anchor's own."""
-    size, wanted = len(scores), batch.teacher_candidates
-    negative = None if batch.negative is None else batch.negative.activations
-    shapes: dict[str, tuple[int, ...]] = {}
-    if wanted != "own":
-        shapes["all"] = tuple(scores.shape)
-        if negative is not None and ranks == 1:
-            shapes["positives"] = (size, size)
-    if wanted != "batch" and negative is not None and len(negative) == size:
-        shapes["own"] = (size, 1 + (negative.shape[1] if negative.ndim == 3 else 1))
-    fitting = [name for name, shape in shapes.items() if shape == came]
-    if fitting == ["positives", "own"]:
-        raise ValueError(
-            'expected `batch.teacher_candidates` to be "batch" or "own", got None: '
-            f"`teacher_scores` {list(came)} fit the batch's positives and each anchor's own"
-        )
-    if not fitting:
-        found = " or ".join(f"{list(shape)} ({name})" for name, shape in shapes.items())
-        raise ValueError(
-            f"expected `batch.teacher_scores` of shape {found or '[B, 1 + N] beside own negatives'}"
-            f", got {list(came)}"
-        )
-    return fitting[0]
 
 
 def _sorted_ids(name: str, token_ids: TokenIds) -> Tensor:

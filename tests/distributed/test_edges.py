@@ -10,6 +10,7 @@ import torch.distributed as dist
 import sparse_losses
 import sparse_losses.functional as F
 from sparse_losses import SpladeBatch, SpladeObjective, Texts, distributed
+from sparse_losses.fast import info_nce
 from tests.cases import CASES, FIRST, LOSSES, to_tensors
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_gather import check, part, whole
@@ -121,7 +122,8 @@ def test_rows_may_be_stored_by_columns():
     run_ranks(2, stored_by_columns, 2)
 
 
-def hidden_nan(rank: int, world: int) -> list[float]:
+def hidden_nan(rank: int, world: int) -> list[bool]:
+    """Whether the gradient by this rank's first anchor is finite, computed in several ways."""
     torch.manual_seed(0)
     anchor, positive = torch.randn(2, 2 * world, 5, dtype=torch.float64)
     ids = torch.arange(2 * world)
@@ -129,23 +131,21 @@ def hidden_nan(rank: int, world: int) -> list[float]:
     positive[-1, 0] = torch.nan
     mine = slice(2 * rank, 2 * rank + 2)
     found = []
-    for impl in ("auto", "ring"):
+    for impl in ("definition", "auto", "ring"):
         query = anchor[mine].clone().requires_grad_()
-        loss = F.info_nce_loss(
-            query, positive[mine], positive_ids=ids[mine], gather=True, impl=impl
-        )
+        options = {"positive_ids": ids[mine], "gather": True, "impl": impl}
+        loss = F.info_nce_loss(query, positive[mine], **options)
         assert loss.isnan(), "other anchors see the NaN"
-        rows = F.info_nce_loss(
-            query, positive[mine], positive_ids=ids[mine], gather=True, reduction="none"
-        )
-        found.append(rows[0].item())
+        first, second = torch.autograd.grad(loss, query)[0]
+        assert second.isnan().any()
+        found.append(bool(first.isfinite().all()))
     return found
 
 
 def test_a_document_that_ids_hide_hides_its_nan():
     first, second = run_ranks(2, hidden_nan, 2)
-    assert all(value == value for value in first)
-    assert all(value != value for value in second)
+    assert all(first)
+    assert not any(second)
 
 
 def impls_of(stem: str) -> list[dict[str, str]]:
@@ -234,6 +234,33 @@ def test_regularisers_and_distillation_send_no_rows():
         assert found["positive_activation"][0] < 20
         assert found["info_nce"][0] == 6000, "the positives, and nothing beside them"
         assert found["info_nce"][1] < 20
+
+
+ROUND = ("info_nce-shared-auto", "info_nce-symmetric_per_row-auto", "info_nce-ids-auto")
+
+
+def around_the_ring(rank: int, world: int) -> list[int]:
+    """Three ranks, one row of scores at a time; how often a rank passes something on."""
+    patched = pytest.MonkeyPatch()
+    patched.setattr(info_nce, "most_scores", lambda device: 1)
+    passed = []
+    plain = dist.batch_isend_irecv
+    patched.setattr(dist, "batch_isend_irecv", lambda x: passed.append(len(x)) or plain(x))
+    found = []
+    for name in ROUND:
+        (case,) = (case for case in CASES if case.id == name)
+        arrays = whole(case, world, seed=11)
+        mine = part(case, arrays, rank, world)
+        passed.clear()
+        check(case, arrays, mine, rank, world, "mean", "ring", learned=True)
+        found.append(len(passed))
+    patched.undo()
+    return found
+
+
+def test_the_ring_passes_keys_on_twice_and_their_gradients_once():
+    once = 2 + 2 + 3  # the keys to all others, again with the gradients, which come home
+    assert run_ranks(3, around_the_ring, 3) == [[once, 2 * once, once]] * 3
 
 
 # DistributedDataParallel -------------------------------------------------------------------------
@@ -348,15 +375,6 @@ def test_unequal_calls_are_errors_on_every_rank_that_name_the_sizes():
         assert f"got ranks [{1 - rank}] in another" in found["terms"]
         assert "[B, 2 B] = [3, 6]" in found["mask"]
         assert found["after"] == ""
-
-
-@pytest.mark.parametrize("case", FIRST.values(), ids=list(FIRST))
-def test_gather_is_a_flag_and_changes_nothing_without_other_ranks(case):
-    tensors = to_tensors(case.arrays())
-    assert torch.equal(case.function()(**tensors, gather=True), case.function()(**tensors))
-    for wrong in ("yes", 1, None, "rings"):
-        assert "expected `gather` to be" in caught(case.function(), **tensors, gather=wrong)
-        assert "expected `gather` to be" in caught(case.module, tensors, gather=wrong)
 
 
 def test_the_ring_says_what_it_cannot():

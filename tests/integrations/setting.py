@@ -86,8 +86,8 @@ def collate(rows):
     return SpladeCollator(tokenizer(), 16)(columns)
 
 
-def loader(rows, batch_size, **options):
-    return torch.utils.data.DataLoader(rows, batch_size, collate_fn=collate, **options)
+def loader(rows, batch_size, collate_fn=collate, **options):
+    return torch.utils.data.DataLoader(rows, batch_size, collate_fn=collate_fn, **options)
 
 
 # What two processes do as one with the whole batch, and in how many batches a step.

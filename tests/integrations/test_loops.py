@@ -1,132 +1,44 @@
-"""accelerate and Lightning: the recipes of docs/trainers.md make the updates of a plain loop."""
+"""accelerate, Lightning and the Trainer of transformers make the updates of a plain loop."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+import itertools
 
-import lightning
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch.utils.data import DistributedSampler
 
 from sparse_losses.functional import cached_backward
 from tests.distributed.ranks import as_torchrun_would
 from tests.integrations import setting
+from tests.integrations.trainers import (
+    Run,
+    adamw,
+    by_accelerate,
+    by_hugging_face,
+    by_lightning,
+    compare,
+    forget_accelerator,
+    sgd,
+)
 
 works_with = pytest.mark.works_with
-sgd = functools.partial(torch.optim.SGD, lr=setting.RATE)
-adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
 HALF = "half"  # of a run: the folder or file that the other half resumes from
+TRAINERS = {
+    "accelerate": by_accelerate,
+    "Lightning": by_lightning,
+    "Hugging Face Trainer": by_hugging_face,
+}
 
 
-@dataclass
-class Run:
-    """A training that is done."""
-
-    encoder: torch.nn.Module
-    objective: torch.nn.Module
-    totals: list[float]  # of all batches, or of the last one
-    terms: dict[str, float]  # of the last one
-    optimizer: torch.optim.Optimizer
-    save: Callable[[Path], None]
+each_trainer = pytest.mark.parametrize("train", TRAINERS.values(), ids=list(TRAINERS))
 
 
-def by_accelerate(
-    folder,
-    objective,
-    schedules=(),
-    *,
-    batch_size=4,
-    epochs=2,
-    optimizer=sgd,
-    accumulation=1,
-    resume=None,
-    kind=Accelerator,
-    rank=None,  # which it knows
-    **options,
-):
-    """Trains as the page says, on sixteen rows."""
-    recipe = setting.recipe("def train(accelerator")
-    model = recipe["Towers"](setting.encoder(), objective)
-    optimizer = optimizer(model.parameters())
-    if options.pop("compiled", False):
-        options["dynamo_backend"] = "aot_eager"
-    accelerator = kind(cpu=True, gradient_accumulation_steps=accumulation, **options)
-    resume = None if resume is None else str(resume)
-    rows = setting.loader(setting.rows(16), batch_size)
-    last = recipe["train"](
-        accelerator, model, optimizer, rows, schedules, epochs=epochs, resume=resume
-    )
-    save = functools.partial(accelerator.save_state, safe_serialization=False)
-    return Run(model.encoder, objective, [last["total"]], last, optimizer, save)
-
-
-class Losses(lightning.Callback):
-    """What was logged, batch by batch."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_train_batch_end(self, trainer, *_):
-        self.seen.append({name: x.item() for name, x in trainer.callback_metrics.items()})
-
-
-def by_lightning(
-    folder,
-    objective,
-    schedules=(),
-    *,
-    batch_size=4,
-    epochs=2,
-    optimizer=sgd,
-    accumulation=1,
-    resume=None,
-    kind=None,
-    rank=None,
-    **options,
-):
-    """Likewise; the epochs before those it resumes from are two."""
-    ranks = 1 if rank is None else 2
-    sampler = DistributedSampler(
-        range(16), ranks, rank or 0, shuffle=False
-    )  # its own would shuffle
-    rows = setting.loader(setting.rows(16), batch_size, sampler=sampler)
-    encoder = setting.encoder()
-    if options.pop("compiled", False):
-        encoder.compile(backend="aot_eager")
-        objective.compile(backend="aot_eager")
-    if options.pop("mixed_precision", "no") == "bf16":
-        options["precision"] = "bf16-mixed"
-    module = (kind or setting.recipe("class Retriever")["Retriever"])(
-        encoder, objective, schedules, optimizer
-    )
-    losses = Losses()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        strategy="ddp" if ranks > 1 else "auto",
-        max_epochs=epochs if resume is None else epochs + 2,
-        accumulate_grad_batches=accumulation,
-        callbacks=[losses],
-        default_root_dir=folder,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
-        **options,
-    )
-    trainer.fit(module, rows, ckpt_path=resume)
-    totals = [entry["loss"] for entry in losses.seen]
-    (optimizer,) = trainer.optimizers
-    return Run(encoder, objective, totals, losses.seen[-1], optimizer, trainer.save_checkpoint)
-
-
-TRAINERS = [by_accelerate, by_lightning]
-by_both = pytest.mark.parametrize("train", TRAINERS, ids=["accelerate", "Lightning"])
+def each_works_with(*features):
+    """Once a trainer; it backs the trainer's own cells of docs/compatibility.md."""
+    named = TRAINERS.items()
+    marked = [pytest.param(train, id=n, marks=works_with(n, *features)) for n, train in named]
+    return pytest.mark.parametrize("train", marked)
 
 
 @pytest.fixture(autouse=True)
@@ -136,24 +48,7 @@ def _own_state():
     forget_accelerator()
 
 
-def forget_accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-def compare(run, reference, schedules=(), *, batch_size=4, tolerance=1e-5, **options):
-    encoder = setting.encoder()
-    batches = list(setting.loader(setting.rows(16), batch_size)) * 2
-    totals = setting.plain_loop(encoder, reference, batches, schedules=schedules, **options)
-    if run.totals:
-        expected = totals[-len(run.totals) :]
-        assert run.totals == pytest.approx(expected, rel=10 * tolerance)
-    setting.assert_trained_alike(run.encoder, run.objective, encoder, reference, tolerance)
-
-
-@works_with("accelerate", "fp32")
-@works_with("Lightning", "fp32")
-@by_both
+@each_works_with("fp32")
 def test_updates_are_those_of_a_plain_loop(train, tmp_path):
     objective, reference = setting.objective(), setting.objective()
     schedules, theirs = setting.steered(objective), setting.steered(reference)
@@ -161,12 +56,11 @@ def test_updates_are_those_of_a_plain_loop(train, tmp_path):
     compare(run, reference, theirs)
     assert [str(schedule) for schedule in schedules] == [str(schedule) for schedule in theirs]
     assert schedules[0].steps_taken == 8
+    assert objective.info_nce.temperature.item() != pytest.approx(1.0)
     assert run.terms["info_nce"] + 0.01 * run.terms["query_flops"] < run.totals[-1]
 
 
-@works_with("accelerate", "bf16")
-@works_with("Lightning", "bf16")
-@by_both
+@each_works_with("bf16")
 def test_under_bf16_autocast_likewise(train, tmp_path):
     run = train(tmp_path, setting.objective(), mixed_precision="bf16")
     compare(run, setting.objective(), bf16=True, tolerance=1e-3)
@@ -174,9 +68,7 @@ def test_under_bf16_autocast_likewise(train, tmp_path):
 
 # The compiler looks at the gradients of its inputs, also of those that have none.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
-@works_with("accelerate", "compile")
-@works_with("Lightning", "compile")
-@by_both
+@each_works_with("compile")
 def test_compiled_likewise(train, tmp_path):
     torch._dynamo.reset()
     objective, reference = setting.objective(), setting.objective()
@@ -184,20 +76,17 @@ def test_compiled_likewise(train, tmp_path):
     compare(run, reference, setting.steered(reference), tolerance=1e-4)
 
 
-@works_with("accelerate", "accumulation")
-@works_with("Lightning", "accumulation")
-@by_both
+@each_works_with("accumulation")
 def test_accumulated_updates_are_those_of_the_whole_batch(train, tmp_path):
     schedule, _ = setting.steered(setting.objective())
     run = train(tmp_path, setting.row_by_row(), [schedule], batch_size=2, accumulation=4)
-    run.totals.clear()  # of other batches
+    if train is not by_hugging_face:
+        run.totals.clear()  # of other batches
     compare(run, setting.row_by_row(), batch_size=8)
     assert schedule.steps_taken == 4
 
 
-@works_with("accelerate", "resume")
-@works_with("Lightning", "resume")
-@by_both
+@each_works_with("resume")
 def test_a_resumed_run_goes_on_as_the_first_one_did(train, tmp_path):
     def one(**options):
         objective = setting.objective()
@@ -228,12 +117,14 @@ def overflowing(train):
     """What makes the first steps overflow."""
     if train is by_accelerate:
         return {"kind": Scaled}
+    if train is by_hugging_face:
+        return {"scaler": torch.amp.GradScaler("cpu", init_scale=3e38, backoff_factor=2.0**-60)}
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, backoff_factor=2.0**-12)
     return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
 
 
 @works_with("Lightning", "fp16")
-@by_both
+@each_trainer
 def test_a_step_that_the_scaler_skips_is_none(train, tmp_path):
     objective = setting.objective()
     schedule, controller = schedules = setting.steered(objective)
@@ -298,18 +189,34 @@ def test_cached_gradients_are_those_of_the_whole_batch_by_lightning(tmp_path):
     assert schedules[0].steps_taken == 4
 
 
+BY_TWO = pytest.mark.parametrize("name", list(setting.SHARED))
+
+
+def key_of(train, name):
+    return f"{train.__name__} {name}"
+
+
+def run_on_this_rank(rank, folder, train, name, **options):
+    forget_accelerator()
+    make, accumulation = setting.SHARED[name]
+    objective = make()
+    schedules = setting.steered(objective)
+    sizes = {"batch_size": 2, "accumulation": accumulation, "rank": rank}
+    run = train(folder, objective, schedules, **sizes, **options)
+    assert torch.distributed.get_world_size() == 2
+    weights = run.encoder.state_dict(), objective.state_dict()
+    states = [(schedule.state_dict(), str(schedule)) for schedule in schedules]
+    return run, (weights, run.totals, run.terms, states)
+
+
 def on_one_of_several(rank, folder):
-    for train in TRAINERS:
-        for name, (make, accumulation) in setting.SHARED.items():
-            objective = make()
-            schedules = setting.steered(objective)
-            sizes = {"batch_size": 2, "accumulation": accumulation}
-            run = train(folder, objective, schedules, rank=rank, **sizes)
-            assert torch.distributed.get_world_size() == 2
-            parts = run.encoder.state_dict(), objective.state_dict(), run.totals
-            found = *parts, [str(schedule) for schedule in schedules]
-            torch.save(found, folder / f"{train.__name__} {name} {rank}.pt")
-            forget_accelerator()
+    for train, name in itertools.product(TRAINERS.values(), setting.SHARED):
+        this, half = folder / key_of(train, name), folder / f"{key_of(train, name)} {HALF}"
+        here = functools.partial(run_on_this_rank, rank, this, train, name)
+        run, found = here()
+        run.save(half)
+        straight, resumed = here(epochs=4)[1], here(resume=half)[1]
+        torch.save((found, straight, resumed), folder / f"{key_of(train, name)} {rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -319,19 +226,44 @@ def by_two(tmp_path_factory):
     return folder
 
 
-@works_with("accelerate", "devices")
-@works_with("Lightning", "devices")
-@by_both
-@pytest.mark.parametrize("name", list(setting.SHARED))
+@each_works_with("devices")
+@BY_TWO
 def test_two_processes_update_as_one_with_the_whole_batch(train, by_two, name):
     make, accumulation = setting.SHARED[name]
     for rank in (0, 1):
-        saved, learned, totals, theirs = torch.load(by_two / f"{train.__name__} {name} {rank}.pt")
+        found, _, _ = torch.load(by_two / f"{key_of(train, name)} {rank}.pt")
+        (saved, learned), totals, _, states = found
         encoder, objective, reference = setting.encoder(), make(), make()
         encoder.load_state_dict(saved)
         objective.load_state_dict(learned)
         schedules = setting.steered(reference)
-        totals = totals if name == "gathered" else []  # the loss of a process is of its rows
+        if name != "gathered" and train is not by_hugging_face:  # which means them over processes
+            totals = []  # the loss of a process is of its rows
         run = Run(encoder, objective, totals, {}, None, None)
         compare(run, reference, schedules, batch_size=4 * accumulation)
-        assert [str(schedule) for schedule in schedules] == theirs
+        assert [str(schedule) for schedule in schedules] == [text for _, text in states]
+
+
+@each_works_with("devices", "resume")
+@BY_TWO
+def test_two_processes_resume_with_the_same_figures(train, by_two, name):
+    for rank in (0, 1):
+        _, straight, resumed = torch.load(by_two / f"{key_of(train, name)} {rank}.pt")
+        torch.testing.assert_close(resumed[0], straight[0], rtol=0, atol=0)
+        assert resumed[1] == straight[1][-len(resumed[1]) :]
+        assert resumed[2:] == straight[2:]
+
+
+@works_with("Hugging Face Trainer", "devices")
+@BY_TWO
+def test_two_processes_of_the_hugging_face_trainer_log_what_one_does(by_two, name, tmp_path):
+    make, accumulation = setting.SHARED[name]
+    objective = make()
+    schedules = setting.steered(objective)
+    run = by_hugging_face(tmp_path, objective, schedules, batch_size=4 * accumulation)
+    for rank in (0, 1):
+        found, _, _ = torch.load(by_two / f"{key_of(by_hugging_face, name)} {rank}.pt")
+        logged = found[2]
+        assert "document/active_dimensions" in logged
+        assert logged.keys() == run.terms.keys()
+        assert logged == pytest.approx(run.terms, rel=1e-3)

@@ -1,11 +1,10 @@
-"""The Trainer of transformers: its updates are those of a plain loop, and a resumed run goes on."""
+"""The Trainer of transformers: what it does beyond the table of test_loops.py."""
 
-from itertools import count, islice
+from itertools import count
 
 import numpy as np
 import pytest
 import torch
-from transformers import TrainingArguments
 
 from sparse_losses import (
     Diagnostics,
@@ -13,186 +12,22 @@ from sparse_losses import (
     SpladeEncoder,
 )
 from sparse_losses.integrations.transformers import SpladeCollator, SpladeTrainer
-from tests.distributed.ranks import as_torchrun_would
 from tests.integrations import setting
+from tests.integrations.trainers import arguments, by_hugging_face, compare
 
 VOCAB_SIZE = setting.VOCAB_SIZE
+EXACT = {"rtol": 0.0, "atol": 0.0}
 works_with = pytest.mark.works_with
 TRAINER = "Hugging Face Trainer"
 
 
-class Recording(SpladeCollator):
-    """Keeps the rows it saw, in their order."""
-
-    def __init__(self, encoder):
-        super().__init__(encoder.tokenizer, encoder.max_length)
-        self.seen = []
-
-    def __call__(self, rows):
-        self.seen.append(list(rows))
-        return super().__call__(rows)
-
-
-def arguments(folder, **settings):
-    plain = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
-    sizes = {"learning_rate": setting.RATE, "per_device_train_batch_size": 4, "max_steps": 4}
-    return TrainingArguments(
-        str(folder), **(plain | quiet | sizes | {"logging_steps": 1} | settings)
-    )
-
-
-def trained(folder, objective, schedules=(), rows=None, resume=None, **settings):
-    encoder = setting.encoder()
-    collator = Recording(encoder)
-    trainer = SpladeTrainer(
-        encoder,
-        arguments(folder, **settings),
-        objective=objective,
-        schedules=schedules,
-        diagnostics={"document": Diagnostics(VOCAB_SIZE)},
-        data_collator=collator,
-        train_dataset=setting.rows() if rows is None else rows,
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer, encoder, collator
-
-
-def losses(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def compare(run, reference, schedules=(), *, accumulation=1, bf16=False, tolerance=1e-5):
-    """Compares a run with PyTorch's own loop over the same rows."""
-    trainer, encoder, collator = run
-    taken, batches = iter(list(collator.seen)), []
-    for _ in range(trainer.state.global_step):
-        micro = list(islice(taken, accumulation))
-        batches.append(collator([row for rows in micro for row in rows]))
-    other = setting.encoder()
-    expected = setting.plain_loop(other, reference, batches, schedules=schedules, bf16=bf16)
-    assert losses(trainer) == pytest.approx(expected, rel=10 * tolerance)
-    setting.assert_trained_alike(encoder, trainer.model.objective, other, reference, tolerance)
-
-
-@works_with(TRAINER, "fp32")
-def test_updates_are_those_of_a_plain_loop(tmp_path):
-    run = trained(tmp_path, setting.objective(), max_steps=8)
-    compare(run, setting.objective())
-    assert losses(run[0])[-1] < losses(run[0])[0]
-    assert run[0].model.objective.info_nce.temperature.item() != pytest.approx(1.0)
-
-
-@works_with(TRAINER, "bf16")
-def test_under_bf16_autocast_likewise(tmp_path):
-    run = trained(tmp_path, setting.objective(), bf16=True)
-    compare(run, setting.objective(), bf16=True, tolerance=1e-3)
-
-
-@works_with(TRAINER, "compile")
-def test_compiled_likewise(tmp_path):
-    torch._dynamo.reset()
-    objective, reference = setting.objective(), setting.objective()
-    settings = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    run = trained(tmp_path, objective, setting.steered(objective), **settings)
-    compare(run, reference, setting.steered(reference), tolerance=1e-4)
-
-
-@works_with(TRAINER, "accumulation")
-def test_accumulated_updates_are_those_of_the_whole_batch(tmp_path):
-    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    run = trained(tmp_path, setting.row_by_row(), **sizes)
-    compare(run, setting.row_by_row(), accumulation=4)
-
-
 @works_with(TRAINER, "accumulation")
 def test_a_last_step_of_fewer_batches_is_the_mean_of_those(tmp_path):
-    sizes = {"gradient_accumulation_steps": 3, "max_steps": 2}
-    run = trained(tmp_path, setting.row_by_row(), rows=setting.rows(16), **sizes)
-    assert len(run[2].seen) == 4
-    compare(run, setting.row_by_row(), accumulation=3)
-
-
-def test_a_step_that_the_scaler_skips_is_none(tmp_path):
-    objective = setting.objective()
-    schedule, controller = setting.steered(objective)
-    trainer = SpladeTrainer(
-        setting.encoder(),
-        arguments(tmp_path, optim="adamw_torch_fused", max_steps=8),
-        objective=objective,
-        schedules=[schedule, controller],
-        train_dataset=setting.rows(),
-    )
-    # As in fp16, which accelerate leaves to GPUs; here the scaled loss overflows at first.
-    scaler = torch.amp.GradScaler("cpu", init_scale=3e38, backoff_factor=2.0**-60)
-    trainer.accelerator.scaler = scaler
-    trainer.train()
-    taken = {int(state["step"]) for state in trainer.optimizer.state.values()}
-    assert taken < {1, 2, 3, 4, 5, 6, 7}
-    assert taken == {schedule.steps_taken} == {controller.report()["step"]}
-    assert trainer.state.global_step == 8
-
-
-def on_one_of_several(rank, folder):
-    for name, (make, accumulation) in setting.SHARED.items():
-        settings = {
-            "gradient_accumulation_steps": accumulation,
-            "save_strategy": "steps",
-            "save_steps": 2,  # between two looks of the controller
-        }
-        found = {}
-        for run in ("straight", "resumed"):
-            objective = make()
-            schedules = setting.steered(objective)
-            trainer, encoder, _ = trained(
-                folder / name,
-                objective,
-                schedules,
-                resume=str(folder / name / "checkpoint-2") if run == "resumed" else None,
-                **settings,
-            )
-            assert trainer.args.world_size == 2
-            weights = setting.weights(encoder, objective)
-            states = [schedule.state_dict() for schedule in schedules]
-            found[run] = weights, checked(trainer.state.log_history), states
-        torch.save(found, folder / f"{name} {rank}.pt")
-
-
-@pytest.fixture(scope="module")
-def by_two(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    as_torchrun_would(on_one_of_several, folder)
-    return folder
-
-
-@works_with(TRAINER, "devices")
-@pytest.mark.parametrize("name", list(setting.SHARED))
-def test_two_processes_update_as_one_with_the_whole_batch(tmp_path, by_two, name):
-    make, accumulation = setting.SHARED[name]
-    objective = make()
-    schedules = setting.steered(objective)
-    sizes = {"per_device_train_batch_size": 8 * accumulation}
-    trainer, encoder, _ = trained(tmp_path, objective, schedules, **sizes)
-    mine, logged = setting.weights(encoder, objective), checked(trainer.state.log_history)
-    assert len(logged) == 4
-    for rank in (0, 1):
-        weights, theirs, _ = torch.load(by_two / f"{name} {rank}.pt")["straight"]
-        torch.testing.assert_close(weights, mine, rtol=1e-5, atol=1e-5)
-        for step, entry in logged.items():
-            assert theirs[step].keys() == entry.keys()
-            assert theirs[step] == pytest.approx(entry, rel=1e-3)
-
-
-@works_with(TRAINER, "devices", "resume")
-@pytest.mark.parametrize("name", list(setting.SHARED))
-def test_two_processes_resume_with_the_same_figures(by_two, name):
-    for rank in (0, 1):
-        found = torch.load(by_two / f"{name} {rank}.pt")
-        torch.testing.assert_close(found["resumed"][0], found["straight"][0], **EXACT)
-        assert found["resumed"][1:] == found["straight"][1:]
-
-
-EXACT = {"rtol": 0.0, "atol": 0.0}
+    collate = SpladeCollator(setting.tokenizer(), 16)
+    options = {"accumulation": 3, "epochs": 1, "collate": collate}
+    run = by_hugging_face(tmp_path, setting.row_by_row(), **options)
+    assert len(run.totals) == 2
+    compare(run, setting.row_by_row(), batch_size=12, epochs=1, collate=collate)
 
 
 def resumable(folder, encoder, objective, **settings):
@@ -221,8 +56,7 @@ def checked(history):
         {"accelerator_config": {"use_seedable_sampler": False}},  # PyTorch's own
     ],
 )
-def test_a_resumed_run_goes_on_as_the_first_one_did(tmp_path, settings):
-    # The random numbers of the dropout too must be found where they were left.
+def test_shuffled_rows_dropout_and_a_gate_are_resumed_too(tmp_path, settings):
     options = {"dropout": 0.1, "gate": True, "idf_weights": torch.linspace(0.5, 1.5, VOCAB_SIZE)}
     first = resumable(tmp_path, setting.encoder(**options), setting.objective(), **settings)
     first.train()
@@ -385,9 +219,12 @@ def test_evaluation_needs_no_labels(tmp_path, metrics):
 
 
 def test_activation_checkpointing_changes_nothing(tmp_path):
-    run = trained(tmp_path, setting.objective(), activation_checkpointing=True)
-    assert run[1].model.is_activation_checkpointing
-    compare(run, setting.objective())
+    run = by_hugging_face(tmp_path / "1", setting.objective(), activation_checkpointing=True)
+    plain = by_hugging_face(tmp_path / "2", setting.objective())
+    assert run.encoder.model.is_activation_checkpointing
+    assert run.totals == pytest.approx(plain.totals, rel=1e-6)
+    weights = (setting.weights(x.encoder, x.objective) for x in (run, plain))
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-5)
 
 
 def test_a_plain_callable_is_an_objective_too_and_may_ask_for_logits(tmp_path):
@@ -406,7 +243,8 @@ def test_a_plain_callable_is_an_objective_too_and_may_ask_for_logits(tmp_path):
         train_dataset=setting.rows(),
     )
     trainer.train()
-    assert losses(trainer)[-1] < losses(trainer)[0]
+    losses = [entry["loss"] for entry in checked(trainer.state.log_history).values()]
+    assert losses[-1] < losses[0]
     assert seen[0].anchor.logits.min() < 0
     assert seen[0].negative.logits.shape == (16, 1, VOCAB_SIZE)
     assert seen[0].teacher_scores.shape == (16, 2)
@@ -415,11 +253,11 @@ def test_a_plain_callable_is_an_objective_too_and_may_ask_for_logits(tmp_path):
 
 
 def test_a_learned_temperature_is_not_decayed(tmp_path):
-    trainer, encoder, _ = trained(tmp_path, setting.objective(), weight_decay=0.1)
-    decayed, kept = trainer.optimizer.param_groups
-    temperature = trainer.model.objective.info_nce.temperature
+    run = by_hugging_face(tmp_path, setting.objective(), weight_decay=0.1)
+    decayed, kept = run.optimizer.param_groups
+    temperature = run.objective.info_nce.temperature
     assert any(parameter is temperature for parameter in kept["params"])
-    assert any(p is encoder.head.weight for p in decayed["params"])
+    assert any(p is run.encoder.head.weight for p in decayed["params"])
 
 
 def test_the_collator_tokenizes_as_the_encoder_does():
@@ -508,7 +346,9 @@ def test_what_would_publish_says_how_to(tmp_path, refused):
 def test_what_the_controller_has_not_seen_yet_is_not_logged(tmp_path):
     objective = setting.objective()
     schedules = [SparsityController(objective, target_active=30, every=3)]
-    trainer, _, _ = trained(tmp_path, objective, schedules)
+    options = {"schedules": schedules, "train_dataset": setting.rows()}
+    trainer = SpladeTrainer(setting.encoder(), arguments(tmp_path), objective=objective, **options)
+    trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     seen = [f"document_flops/{name}" for name in ("active", "dead_rows", "mean_activation")]
     for entry in logged[:2]:

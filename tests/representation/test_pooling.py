@@ -1,4 +1,4 @@
-"""Pooling: from logits to sparse vectors and to token weights."""
+"""Pooling, beyond the contract that it keeps (tests/losses/test_contract.py)."""
 
 import functools
 
@@ -97,86 +97,31 @@ def test_a_nan_that_is_not_masked_is_not_hidden(function):
 
 
 @over
-@pytest.mark.parametrize("shape", [(0, 4, 7), (2, 0, 7)])
-def test_empty_batches_and_empty_texts(function, shape):
-    logits = torch.zeros(shape, requires_grad=True)
-    out = function(logits, torch.ones(shape[:2]))
-    expected = shape[:2] if function is token_weights else (shape[0], shape[2])
-    assert out.shape == expected
+def test_texts_without_a_position_are_zero(function):
+    logits = torch.zeros(2, 0, 7, requires_grad=True)
+    out = function(logits, torch.ones(2, 0))
+    assert out.shape == ((2, 0) if function is token_weights else (2, 7))
     assert not out.any()
     out.sum().backward()
-    filled = function(torch.ones(1, 1, 1), torch.ones(1, 1))
-    assert filled.any()
 
 
-@over
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_half_logits_give_fp32_with_fp32_rounding_also_in_autocast(function, dtype):
-    logits, mask = example(dtype)
-    logits.requires_grad_()
-    out = function(logits, mask)
-    assert out.dtype == torch.float32
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(function(logits, mask), out)
-    exact = function(logits.detach().double(), mask)
-    torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-7)
-    out.sum().backward()
-    assert logits.grad.dtype == dtype
-    assert logits.grad.any()
-
-
-@over
-def test_gradcheck_and_gradgradcheck(function):
-    logits, mask = example()
-    logits.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: function(x, mask), logits)
-    assert torch.autograd.gradgradcheck(lambda x: function(x, mask), logits, fast_mode=True)
-    (gradient,) = torch.autograd.grad(function(logits, mask).sum(), logits)
-    assert gradient.any()
-
-
-@over
-def test_func_grad_and_vmap(function):
-    logits, mask = example()
-    leaf = logits.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(function(leaf, mask).square().sum(), leaf)
-    actual = torch.func.grad(lambda x: function(x, mask).square().sum())(logits)
-    torch.testing.assert_close(actual, expected)
-    stacked = torch.stack([logits, logits.flip(0), 2 * logits])
-    loop = torch.stack([function(x, mask) for x in stacked])
-    torch.testing.assert_close(torch.vmap(lambda x: function(x, mask))(stacked), loop)
-
-
-@over
-def test_it_compiles_into_one_graph(function):
+@pytest.mark.parametrize("return_logits", [False, True])
+def test_nonzeros_by_name_compile_into_one_graph_and_transform(return_logits):
+    """As the default does: tests/losses/test_contract.py."""
     torch._dynamo.reset()
-    logits, mask = example(torch.float32)
+    logits, mask = example()
+
+    def loss(x):
+        found = nonzeros(x, mask, return_logits=return_logits)
+        return sum(one.square().sum() for one in (found if return_logits else [found]))
+
     leaf = logits.clone().requires_grad_()
-    out = torch.compile(function, fullgraph=True, backend="aot_eager")(leaf, mask)
-    torch.testing.assert_close(out, function(logits, mask))
-    (gradient,) = torch.autograd.grad(out.square().sum(), leaf)
-    (expected,) = torch.autograd.grad(function(leaf, mask).square().sum(), leaf)
-    torch.testing.assert_close(gradient, expected)
-
-
-@pytest.mark.parametrize("function", [splade_pool, token_weights])
-@pytest.mark.parametrize(
-    ("logits", "mask", "name"),
-    [
-        (torch.ones(2, 3), torch.ones(2, 3), "logits"),
-        (torch.ones(2, 3, 4).long(), torch.ones(2, 3), "logits"),
-        (torch.ones(2, 3, 4), torch.ones(2, 4), "attention_mask"),
-        (torch.ones(2, 3, 4), torch.ones(1, 3), "attention_mask"),
-        (torch.ones(2, 3, 4), torch.ones(2, 3, 1), "attention_mask"),
-        (torch.ones(2, 3, 4), torch.ones(2, 3, device="meta"), "attention_mask"),
-        (torch.ones(2, 3, 4), torch.ones(2, 3, dtype=torch.complex64), "attention_mask"),
-        ([[[1.0]]], torch.ones(1, 1), "logits"),
-        (torch.ones(1, 1, 1), [[1]], "attention_mask"),
-    ],
-)
-def test_errors_name_the_argument(function, logits, mask, name):
-    with pytest.raises((ValueError, TypeError), match=name):
-        function(logits, mask)
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(leaf), leaf)[0], expected)
+    torch.testing.assert_close(torch.func.grad(loss)(logits), expected)
+    stacked = torch.stack([logits, logits.flip(0), 2 * logits])
+    torch.testing.assert_close(torch.vmap(loss)(stacked), torch.stack([*map(loss, stacked)]))
 
 
 def test_the_name_decides_and_an_unknown_one_is_an_error():

@@ -240,6 +240,52 @@ def test_special_tokens_are_left_out(kind):
     assert not special & set(language_token_ids(tokenizer, ["Latin", "Common"]).tolist())
 
 
+class TransformersLike:
+    """The part of a ``transformers`` tokenizer that matters here, fast or slow."""
+
+    def __init__(self, vocabulary, special_ids, added=None):
+        self._vocabulary = vocabulary
+        self.all_special_ids = special_ids
+        if added is not None:
+            self.added_tokens_decoder = added
+
+    def get_vocab(self):
+        return dict(self._vocabulary)
+
+    def convert_ids_to_tokens(self, ids):
+        raise AssertionError("one call a token takes minutes")
+
+    decode = convert_ids_to_tokens
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram", "byte-level"])
+def test_all_interfaces_agree_up_to_special_tokens(kind):
+    tokenizer = built(kind)
+    vocabulary, special = tokenizer.get_vocab(), sorted(special_ids(tokenizer))
+    wanted = language_token_ids(tokenizer)
+    like = TransformersLike(vocabulary, special)
+    assert torch.equal(language_token_ids(like), wanted)
+    # A plain vocabulary does not say that <unk> is special: it is Latin.
+    with_special = sorted([*special, *wanted.tolist()])
+    assert language_token_ids(vocabulary).tolist() == with_special
+    as_list = sorted(vocabulary, key=vocabulary.get)
+    assert language_token_ids(as_list).tolist() == with_special
+    assert language_token_ids(tuple(as_list)).tolist() == with_special
+
+
+def test_added_tokens_are_kept_by_their_text_and_special_ones_are_not():
+    tokenizer = byte_level_bpe()
+    size = tokenizer.get_vocab_size()
+    tokenizer.add_tokens(["여의도", "Невский", "한강 공원"])
+    tokenizer.add_special_tokens(["<한국>"])
+    ids = language_token_ids(tokenizer)
+    assert ids[ids >= size].tolist() == [size, size + 2]
+
+    added = {2: tk.AddedToken("<한국>", special=True), 1: tk.AddedToken("나", special=False)}
+    fake = TransformersLike({"▁가": 0, "나": 1, "<한국>": 2, "<s>": 3}, [3], added)
+    assert language_token_ids(fake).tolist() == [0, 1]
+
+
 def test_the_foreign_share_is_a_count_of_the_active_tokens(kind):
     tokenizer = built(kind)
     vocab_size = max(tokenizer.get_vocab().values()) + 1

@@ -1,0 +1,229 @@
+"""Scores by matrix products, with the way back: halves are multiplied as halves."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparse_losses._core.own_gradient import can_bring_its_gradient
+from sparse_losses._core.precision import autocast_off, compute_dtype
+from sparse_losses._core.private_torch import is_batched
+from sparse_losses._core.products import HALVES, product, returns_fp32
+from sparse_losses._core.similarity import half_rows, normalize, through_unit_rows_, unit_rows
+
+__all__ = ["DenseScores", "Side", "candidate_scores", "sides"]
+
+
+class Side(NamedTuple):
+    """Rows of an input ``[..., D]`` as they are multiplied."""
+
+    values: Tensor
+    norm: Tensor | None  # what products are still divided by: halves, under cosine
+    inverse: Tensor | None  # 1 over the lengths of the rows that came, or that power of two
+
+    def gradient(self, by_values: Tensor, rows: slice | None = None) -> Tensor:
+        """The gradient by the rows that came, of that by the values, in its place."""
+        if self.inverse is None:
+            return by_values
+        rows = rows or slice(None)
+        unit = self.values[rows]
+        if self.norm is not None:
+            unit = unit / self.norm[rows]
+        return through_unit_rows_(by_values, unit, self.inverse[rows])
+
+    def single(self) -> "Side":
+        """In fp32, for the gradient: an easy row's slopes are below the range of fp16."""
+        if self.norm is None or self.inverse is None:
+            return Side(self.values.float(), None, None)
+        return Side(self.values / self.norm, None, self.inverse / self.norm)
+
+
+def sides(cosine: bool, *inputs: Tensor) -> list[Side]:
+    """Unit rows under cosine; of halves the rows themselves, and their norms."""
+    if not cosine:
+        return [Side(x, None, None) for x in inputs]
+    if inputs[0].dtype in HALVES:
+        return [Side(*rows) for rows in half_rows(*inputs)]
+    return [Side(unit, None, inverse) for unit, inverse in map(unit_rows, inputs)]
+
+
+class DenseScores:
+    """Scores by matrix products, and the way back."""
+
+    def __init__(
+        self,
+        needs: Sequence[bool],
+        anchor: Tensor,
+        positive: Tensor,
+        negative: Tensor | None,
+        temperature: float | Tensor,
+        cosine: bool,
+        hides: bool,
+    ) -> None:
+        self.needs, self.temperature = needs, temperature
+        self.num_positives, self.is_shared = len(positive), negative is None or negative.ndim == 2
+        self.is_nan = None
+        if hides:  # 0 * NaN is NaN: what is hidden must not reach a product
+            self.is_nan = positive.isnan().any(1)
+            positive = torch.where(self.is_nan[:, None], 0.0, positive)
+        self.each: Side | None = None  # the negatives of each anchor
+        if negative is not None and not self.is_shared:
+            (self.each,) = sides(cosine, negative)
+        elif negative is not None:
+            positive = torch.cat([positive, negative])
+        self.query, self.key = sides(cosine, anchor, positive)
+        self.back_query, self.back_key, self.back_each = self.query, self.key, self.each
+        if any(needs) and anchor.dtype == torch.float16:
+            self.back_query, self.back_key = self.query.single(), self.key.single()
+            self.back_each = None if self.each is None else self.each.single()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets the gradients so far."""
+        self.grad_query: list[Tensor] = []  # a part for each block
+        self.grad_each: list[Tensor] = []
+        self.grad_key: Tensor | None = None
+        self.grad_temperature: Tensor | None = None
+
+    def block(self, rows: slice) -> Tensor:
+        """Scores of some anchors over the temperature ``[c, B + N]``."""
+        query, keys, t = self.query.values[rows], self.key.values, self.temperature
+        if isinstance(t, float) and query.dtype not in HALVES and self.each is None:
+            scores = query.new_empty(len(query), len(keys))
+            scores.addmm_(query, keys.T, beta=0, alpha=1 / t)  # over the temperature in one pass
+            t = 1.0
+        else:
+            scores = product(query, keys.T)
+        if self.key.norm is not None:
+            scores.div_(self.key.norm.T)
+        if self.is_nan is not None:
+            scores[:, : self.num_positives].masked_fill_(self.is_nan, torch.nan)
+        if self.each is not None:
+            more = product(self.each.values[rows], query.unsqueeze(2)).squeeze(2)
+            if self.each.norm is not None:
+                more.div_(self.each.norm[rows].squeeze(2))
+            scores = torch.cat([scores, more], dim=1)
+        elif isinstance(t, float) and t == 1.0 and self.query.norm is None:
+            return scores
+        return scores.div_(t if self.query.norm is None else self.query.norm[rows] * t)
+
+    def back(self, rows: slice, gradient: Tensor) -> None:
+        """Takes in the gradient by those scores times the temperature, and uses it up."""
+        query, keys = self.back_query.values[rows], self.back_key.values
+        if self.back_query.norm is not None:
+            gradient.div_(self.back_query.norm[rows])
+        by_keys = _as_operand(gradient[:, : len(keys)], self.back_key.norm, keys)
+        if self.needs[1] or (self.needs[2] and self.is_shared):
+            self.grad_key = _add_product(self.grad_key, by_keys.T, query)
+        if self.back_each is not None:
+            each, by_each = self.back_each.values[rows], gradient[:, len(keys) :]
+            if self.back_each.norm is not None:
+                by_each = by_each / self.back_each.norm[rows].squeeze(2)
+            if self.needs[2]:
+                self.grad_each.append(by_each[:, :, None] * query[:, None])
+        if not (self.needs[0] or self.needs[3]):
+            return
+        by_query = product(by_keys, keys)
+        if self.back_each is not None:
+            by_query += product(by_each.to(each.dtype).unsqueeze(1), each).squeeze(1)
+        if self.needs[3]:  # the sum of gradient times score, without another look at the scores
+            along = (by_query * query).sum() / self.temperature
+            before = self.grad_temperature
+            self.grad_temperature = -along if before is None else before - along
+        if self.needs[0]:
+            self.grad_query.append(self.back_query.gradient(by_query, rows))
+
+    def gradients(self) -> list[Tensor | None]:
+        """By anchor, positive, negative and temperature."""
+        grad_negative = None
+        grad_key = None if self.grad_key is None else self.back_key.gradient(self.grad_key)
+        if grad_key is not None and len(grad_key) > self.num_positives:
+            grad_key, grad_negative = grad_key.tensor_split([self.num_positives])
+        elif self.back_each is not None:
+            grad_negative = _joined(self.grad_each)
+            if grad_negative is not None:
+                grad_negative = self.back_each.gradient(grad_negative)
+        return [_joined(self.grad_query), grad_key, grad_negative, self.grad_temperature]
+
+
+def _as_operand(gradient: Tensor, norm: Tensor | None, keys: Tensor) -> Tensor:
+    """The gradient ``[c, B]`` over the keys' norms, in the dtype in which it is multiplied."""
+    if norm is None:
+        return gradient.to(keys.dtype)
+    return torch.div(gradient, norm.T, out=torch.empty_like(gradient, dtype=keys.dtype))
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """``total + a @ b``, in place."""
+    if total is None:
+        return product(a, b)
+    return total.addmm_(a, b) if b.dtype == total.dtype else total.add_(product(a, b))
+
+
+def _joined(parts: list[Tensor]) -> Tensor | None:
+    return torch.cat(parts) if len(parts) > 1 else next(iter(parts), None)
+
+
+def candidate_scores(
+    query: Tensor, key: Tensor, negative: Tensor | None, *, cosine: bool
+) -> Tensor:
+    """Scores ``[B, C]`` of each query with all keys, then with the negatives; differentiable.
+
+    Negatives are ``[N, D]``, or ``[B, N, D]`` each query's own.
+    """
+    inputs = [x for x in (query, key, negative) if x is not None]
+    dtype = query.dtype
+    if (
+        all(x.dtype == dtype for x in inputs)
+        and can_bring_its_gradient(*inputs)
+        and returns_fp32(query.device, dtype)
+    ):
+        scores: Tensor = _Scores.apply(query, key, negative, cosine)  # type: ignore[no-untyped-call]
+        return scores
+    return _definition(query, key, negative, cosine)
+
+
+def _definition(query: Tensor, key: Tensor, negative: Tensor | None, cosine: bool) -> Tensor:
+    given = {"query": query, "key": key, "negative": negative}
+    dtype = compute_dtype(**given)
+    single = [x.to(dtype) for x in given.values() if x is not None]
+    if cosine:
+        unit = normalize(single[0])
+        single = [unit, *(unit if x is single[0] else normalize(x) for x in single[1:])]
+    query, key, *others = single
+    scores = [query @ key.T]
+    for other in others:
+        is_shared = other.ndim == 2
+        scores.append(query @ other.T if is_shared else torch.einsum("bd,bnd->bn", query, other))
+    return torch.cat(scores, dim=1) if others else scores[0]
+
+
+class _Scores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, negative: Tensor | None, cosine: bool
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, negative)
+        ctx.cosine, needs = cosine, (*ctx.needs_input_grad[:3], False)
+        ctx.way = DenseScores(needs, query, key, negative, 1.0, cosine, False)
+        scores: Tensor = ctx.way.block(slice(0, len(query)))
+        return scores
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        inputs: tuple[Any, ...] = ctx.saved_tensors
+        with autocast_off(upstream.device):
+            if torch.is_grad_enabled() or is_batched(upstream):
+                with torch.enable_grad():
+                    aliases: list[Any] = [None if x is None else x.view_as(x) for x in inputs]
+                    query, key, negative = aliases
+                    value = _definition(query, key, negative, ctx.cosine)
+                wanted = [x for x in aliases if x is not None and x.requires_grad]
+                found = iter(torch.autograd.grad(value, wanted, upstream, create_graph=True))
+                needs = ctx.needs_input_grad[:3]
+                return *(next(found) if need else None for need in needs), None
+            ctx.way.begin()
+            ctx.way.back(slice(0, len(inputs[0])), upstream.clone())
+            gradients = ctx.way.gradients()[:3]
+            return *(None if g is None else g.to(inputs[0].dtype) for g in gradients), None

@@ -1,0 +1,109 @@
+"""What the objective's terms make of one product of all anchors and candidates."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparse_losses._core.reduction import Reduction
+from sparse_losses._core.ways import Arguments, Options, Way, always, compute
+from sparse_losses.distributed import rank
+from sparse_losses.fast.info_nce import info_nce_of_scores, why_no_gradient
+from sparse_losses.losses import info_nce_from_scores
+from sparse_losses.objective.batch import SpladeBatch, Texts
+
+__all__ = [
+    "candidates",
+    "info_nce_of_shared_scores",
+    "own_candidates",
+    "scored_candidates",
+    "takes_scores",
+]
+
+
+def info_nce_of_shared_scores(
+    scores: Tensor, temperature: float | Tensor, impl: str, **options: Any
+) -> Tensor:
+    """InfoNCE of scores ``[B, C]`` whose first columns are the positives of the rows."""
+    return compute(_definition, WAYS, impl, (scores, temperature), options)
+
+
+def _definition(
+    scores: Tensor,
+    temperature: float | Tensor,
+    *,
+    symmetric: bool,
+    positive_ids: Tensor | None,
+    decoupled: bool,
+    reduction: Reduction,
+) -> Tensor:
+    """A mask of the diagonal, and the row formula."""
+    scores, size = scores / temperature, len(scores)
+    is_positive = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
+    candidates = torch.ones_like(is_positive)
+    if positive_ids is not None:
+        same = positive_ids[:, None] == positive_ids
+        candidates[:, :size] = ~same | is_positive[:, :size]
+    of = functools.partial(info_nce_from_scores, decoupled=decoupled, reduction=reduction)
+    value = of(scores, is_positive, candidates)
+    return (value + of(scores.T, is_positive.T, candidates.T)) / 2 if symmetric else value
+
+
+def _why_not_direct(arguments: Arguments, options: Options) -> str | None:
+    scores, temperature = arguments
+    dense = {**options, "in_batch": True, "positive_mask": None, "gather": False}
+    return why_no_gradient((scores, None, None, temperature), dense)
+
+
+WAYS = (Way("direct", why_not=_why_not_direct, pays=always, compute=info_nce_of_scores),)
+
+
+def takes_scores(loss: nn.Module) -> bool:
+    """Whether its own class says so, and nothing of its own would be left out."""
+    has_hooks = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
+    return "takes_scores" in vars(type(loss)) and not has_hooks
+
+
+def own_candidates(scores: Tensor, negative: Texts | None, ranks: int) -> Tensor:
+    """The positive and the anchor's own negatives ``[B, 1 + N]``, of all candidates."""
+    size = scores.shape[0]
+    first = rank() * size if ranks > 1 else 0
+    others = scores[:, ranks * size :]
+    if negative is not None and negative.activations.ndim == 2:
+        others = others[:, first:].diagonal()[:, None]
+    return torch.cat([scores[:, first:].diagonal()[:, None], others], dim=1)
+
+
+def candidates(scores: Tensor, batch: SpladeBatch, came: torch.Size, ranks: int) -> Tensor:
+    """The student's scores of those candidates that the teacher scored."""
+    scored = scored_candidates(scores, batch, came, ranks)
+    if scored == "own":
+        return own_candidates(scores, batch.negative, ranks)
+    return scores if scored == "all" else scores[:, : len(scores)]
+
+
+def scored_candidates(scores: Tensor, batch: SpladeBatch, came: torch.Size, ranks: int) -> str:
+    """What the teacher scored: all candidates, the batch's positives, or each anchor's own."""
+    size, wanted = len(scores), batch.teacher_candidates
+    negative = None if batch.negative is None else batch.negative.activations
+    shapes: dict[str, tuple[int, ...]] = {}
+    if wanted != "own":
+        shapes["all"] = tuple(scores.shape)
+        if negative is not None and ranks == 1:
+            shapes["positives"] = (size, size)
+    if wanted != "batch" and negative is not None and len(negative) == size:
+        shapes["own"] = (size, 1 + (negative.shape[1] if negative.ndim == 3 else 1))
+    fitting = [name for name, shape in shapes.items() if shape == came]
+    if fitting == ["positives", "own"]:
+        raise ValueError(
+            'expected `batch.teacher_candidates` to be "batch" or "own", got None: '
+            f"`teacher_scores` {list(came)} fit the batch's positives and each anchor's own"
+        )
+    if not fitting:
+        found = " or ".join(f"{list(shape)} ({name})" for name, shape in shapes.items())
+        raise ValueError(
+            f"expected `batch.teacher_scores` of shape {found or '[B, 1 + N] beside own negatives'}"
+            f", got {list(came)}"
+        )
+    return fitting[0]

@@ -1,0 +1,217 @@
+"""The recipes of docs/trainers.md and the Trainer of transformers, each as one function."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch.utils.data import DistributedSampler, SequentialSampler
+from transformers import TrainingArguments
+
+from sparse_losses import Diagnostics
+from sparse_losses.integrations.transformers import SpladeTrainer
+from tests.integrations import setting
+
+sgd = functools.partial(torch.optim.SGD, lr=setting.RATE)
+adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+
+@dataclass
+class Run:
+    """A training that is done."""
+
+    encoder: torch.nn.Module
+    objective: torch.nn.Module
+    totals: list[float]  # of all batches, or of the last one
+    terms: dict[str, float]  # of the last one, and what else was logged of it
+    optimizer: torch.optim.Optimizer
+    save: Callable[[Path], None]
+
+
+def by_accelerate(
+    folder,
+    objective,
+    schedules=(),
+    *,
+    batch_size=4,
+    epochs=2,
+    optimizer=sgd,
+    accumulation=1,
+    resume=None,
+    kind=Accelerator,
+    rank=None,  # which it knows
+    **options,
+):
+    """Trains as the page says, on sixteen rows."""
+    recipe = setting.recipe("def train(accelerator")
+    model = recipe["Towers"](setting.encoder(), objective)
+    optimizer = optimizer(model.parameters())
+    if options.pop("compiled", False):
+        options["dynamo_backend"] = "aot_eager"
+    accelerator = kind(cpu=True, gradient_accumulation_steps=accumulation, **options)
+    resume = None if resume is None else str(resume)
+    rows = setting.loader(setting.rows(16), batch_size)
+    last = recipe["train"](
+        accelerator, model, optimizer, rows, schedules, epochs=epochs, resume=resume
+    )
+    save = functools.partial(accelerator.save_state, safe_serialization=False)
+    return Run(model.encoder, objective, [last["total"]], last, optimizer, save)
+
+
+class Losses(lightning.Callback):
+    """What was logged, batch by batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, *_):
+        self.seen.append({name: x.item() for name, x in trainer.callback_metrics.items()})
+
+
+def by_lightning(
+    folder,
+    objective,
+    schedules=(),
+    *,
+    batch_size=4,
+    epochs=2,
+    optimizer=sgd,
+    accumulation=1,
+    resume=None,
+    kind=None,
+    rank=None,
+    **options,
+):
+    """Likewise; the epochs before those it resumes from are two."""
+    ranks = 1 if rank is None else 2
+    sampler = DistributedSampler(
+        range(16), ranks, rank or 0, shuffle=False
+    )  # its own would shuffle
+    rows = setting.loader(setting.rows(16), batch_size, sampler=sampler)
+    encoder = setting.encoder()
+    if options.pop("compiled", False):
+        encoder.compile(backend="aot_eager")
+        objective.compile(backend="aot_eager")
+    if options.pop("mixed_precision", "no") == "bf16":
+        options["precision"] = "bf16-mixed"
+    module = (kind or setting.recipe("class Retriever")["Retriever"])(
+        encoder, objective, schedules, optimizer
+    )
+    losses = Losses()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy="ddp" if ranks > 1 else "auto",
+        max_epochs=epochs if resume is None else epochs + 2,
+        accumulate_grad_batches=accumulation,
+        callbacks=[losses],
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        **options,
+    )
+    trainer.fit(module, rows, ckpt_path=resume)
+    totals = [entry["loss"] for entry in losses.seen]
+    (optimizer,) = trainer.optimizers
+    return Run(encoder, objective, totals, losses.seen[-1], optimizer, trainer.save_checkpoint)
+
+
+class InOrder(SpladeTrainer):
+    def _get_train_sampler(self, dataset=None):
+        return SequentialSampler(self.train_dataset)
+
+
+def arguments(folder, **settings):
+    plain = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    sizes = {"learning_rate": setting.RATE, "per_device_train_batch_size": 4, "max_steps": 4}
+    return TrainingArguments(
+        str(folder), **(plain | quiet | sizes | {"logging_steps": 1} | settings)
+    )
+
+
+def by_hugging_face(
+    folder,
+    objective,
+    schedules=(),
+    *,
+    batch_size=4,
+    epochs=2,
+    optimizer=sgd,
+    accumulation=1,
+    resume=None,
+    collate=setting.collate,
+    scaler=None,
+    rank=None,  # which it knows
+    **options,
+):
+    """Likewise."""
+    if options.pop("compiled", False):
+        options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    if options.pop("mixed_precision", "no") == "bf16":
+        options["bf16"] = True
+    settings = {
+        "per_device_train_batch_size": batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "max_steps": -1,
+        "num_train_epochs": epochs if resume is None else epochs + 2,
+        "save_strategy": "steps",  # and at the end
+        "save_steps": 1000,
+    }
+    if optimizer is adamw:
+        settings |= {"optim": "adamw_torch_fused", "learning_rate": 1e-2}
+    encoder = setting.encoder()
+    trainer = InOrder(
+        encoder,
+        arguments(folder, **settings, **options),
+        objective=objective,
+        schedules=schedules,
+        diagnostics={"document": Diagnostics(setting.VOCAB_SIZE)},
+        data_collator=collate,
+        train_dataset=setting.rows(16),
+    )
+    if scaler is not None:
+        trainer.accelerator.scaler = scaler
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    totals = [entry["loss"] for entry in logged]
+
+    def save(path):
+        if trainer.is_world_process_zero():
+            (folder / f"checkpoint-{trainer.state.global_step}").rename(path)
+        trainer.accelerator.wait_for_everyone()
+
+    return Run(encoder, objective, totals, logged[-1], trainer.optimizer, save)
+
+
+def forget_accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def compare(
+    run,
+    reference,
+    schedules=(),
+    *,
+    batch_size=4,
+    epochs=2,
+    collate=setting.collate,
+    tolerance=1e-5,
+    **options,
+):
+    """Compares a run with PyTorch's own loop."""
+    encoder = setting.encoder()
+    batches = list(setting.loader(setting.rows(16), batch_size, collate_fn=collate)) * epochs
+    totals = setting.plain_loop(encoder, reference, batches, schedules=schedules, **options)
+    if run.totals:
+        expected = totals[-len(run.totals) :]
+        assert run.totals == pytest.approx(expected, rel=10 * tolerance)
+    setting.assert_trained_alike(run.encoder, run.objective, encoder, reference, tolerance)
