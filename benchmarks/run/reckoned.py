@@ -18,7 +18,19 @@ from benchmarks.run.check import ready
 from benchmarks.schema import Case, Maker
 from tools import simulated_device
 
-__all__ = ["GPUS", "LAUNCH", "SHARE", "WAIT", "Gpu", "Row", "count", "read", "reckon", "row", "write"]
+__all__ = [
+    "GPUS",
+    "LAUNCH",
+    "SHARE",
+    "WAIT",
+    "Gpu",
+    "Row",
+    "count",
+    "read",
+    "reckon",
+    "row",
+    "write",
+]
 
 LAUNCH, WAIT = 5e-6, 20e-6  # seconds
 SHARE = 0.8  # of the rates on paper, which no kernel reaches

@@ -86,5 +86,7 @@ def id_mask(
     if not isinstance(ids, Tensor):
         ids = torch.tensor(ids)
     ids = attended_ids(name, ids, torch.ones_like(ids, dtype=torch.bool), vocab_size)
+    if device.type not in ("cpu", "meta") and values_can_be_checked(ids):
+        ids = ids.pin_memory()  # from where a copy to the device waits for nothing
     mask = torch.zeros(vocab_size, dtype=torch.bool, device=device)
     return mask.index_fill(0, ids.to(device, non_blocking=True), True)

@@ -15,6 +15,7 @@ from lightning_ir.loss.base import (
 from torch import Tensor, nn
 
 from sparse_losses import DistillationLoss, MarginMSELoss
+from sparse_losses.distributed import sum_over_ranks
 
 __all__ = ["Contrastive", "Distillation", "Regularization"]
 
@@ -126,13 +127,18 @@ class Distillation(PairwiseLossFunction):  # type: ignore[misc]  # as above
         if isinstance(self.loss, DistillationLoss):
             divergence: Tensor = self.loss(scores, targets)
             return divergence
-        query, better, worse = self.get_pairwise_idcs(targets)
-        value: Tensor = self.loss(
-            scores[query, better],
-            scores[query, worse],
-            targets[query, better],
-            targets[query, worse],
-        )
+        # All pairs; those that are none are 0 on both sides: picking the others would wait.
+        is_pair = targets[:, :, None] > targets[:, None]  # [Q, better, worse]
+        pairs = [
+            torch.where(is_pair, side.unsqueeze(which).expand_as(is_pair), 0.0).flatten()
+            for side in (scores, targets)
+            for which in (2, 1)
+        ]
+        value: Tensor = self.loss(*pairs)
+        if self.loss.reduction == "mean":
+            counted = torch.stack([torch.ones_like(is_pair).sum(), is_pair.sum()]).to(value.dtype)
+            of_all, of_pairs = sum_over_ranks(counted) if self.loss.gather else counted
+            value = value * (of_all / of_pairs.clamp(min=1))
         return value
 
 

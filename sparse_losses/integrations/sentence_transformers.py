@@ -304,7 +304,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
             candidates = anchor.activations.new_empty(len(anchor.activations), 1 + len(others))
             margins = "distillation" not in taught
             teacher = _teacher_scores("SpladeObjective", labels, candidates, margins=margins)
-            return batch._replace(teacher_scores=teacher)
+            return batch._replace(teacher_scores=teacher, teacher_candidates="own")
         return batch
 
     def _named(self, value: Tensor | ObjectiveOutput) -> Tensor | dict[str, Tensor]:

@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from sparse_losses._core.checks import check_choice, check_flag
+from sparse_losses._core.later import Later
 from sparse_losses.objective import (
     Diagnostics,
     SparsityController,
@@ -153,8 +154,12 @@ class _Towers(nn.Module):
         anchor: dict[str, Tensor],
         positive: dict[str, Tensor],
         negative: dict[str, Tensor] | None = None,
-        **known: Tensor,
+        **known: Any,
     ) -> dict[str, Any]:
+        if negative is not None and "teacher_scores" in known:
+            own = negative["input_ids"].shape[1:-1].numel()  # what SpladeCollator has scores of
+            if known["teacher_scores"].shape[1] == 1 + own:
+                known.setdefault("teacher_candidates", "own")
         batch = SpladeBatch(
             self.texts(anchor),
             self.texts(positive),
@@ -192,7 +197,7 @@ class _Towers(nn.Module):
 
 
 class _Means:
-    """The means of values by name since they were last taken; waits for the device only then."""
+    """The means of values by name since they were last taken; never waits for the device."""
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[Tensor, int]] = {}
@@ -204,14 +209,16 @@ class _Means:
             total, count = self.sums.get(name, (torch.zeros_like(value), 0))
             self.sums[name] = total + share * value, count + share
 
-    def take(self, accelerator: Any) -> dict[str, float]:
+    def take(self, accelerator: Any) -> Later[dict[str, float]]:
         """Over all processes, which must have seen the same names."""
-        if not self.sums:
-            return {}
-        means = torch.stack([total / count for total, count in self.sums.values()])
-        named = dict(zip(self.sums, accelerator.reduce(means, "mean").tolist(), strict=True))
-        self.sums = {}
-        return named
+        sums, self.sums = self.sums, {}
+        if not sums:
+            return Later(torch.empty(0), lambda _: {})
+        means = torch.stack([total / count for total, count in sums.values()])
+        return Later(
+            accelerator.reduce(means, "mean"),
+            lambda values: dict(zip(sums, values.tolist(), strict=True)),
+        )
 
 
 # Their classes are not looked into by the type checker, and a subclass of Any is an error to it.
@@ -330,6 +337,7 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         args.remove_unused_columns = False  # it would look for columns of the encoder's names
         self.schedules, self.diagnostics = list(schedules), dict(diagnostics or {})
         self._means = {True: _Means(), False: _Means()}  # of training, of evaluation
+        self._sent: dict[str, Later[Any]] = {}  # what is to be logged, by the prefix of its names
         super().__init__(_Towers(model, objective, return_logits), args, data_collator, **options)
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError(
@@ -371,15 +379,21 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
                 diagnostics.update(sides[own], other_side=sides[other])
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
+    def send(self) -> None:
+        """Puts what was seen of training since the last time on its way to the log."""
+        self._sent = {"": self._means[True].take(self.accelerator)}
+        for side, diagnostics in self.diagnostics.items():
+            self._sent[f"{side}/"] = diagnostics.all_reduce().report_later()
+            diagnostics.reset()
+
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         """Adds terms, diagnostics and reports to what is logged of training."""
         if "loss" in logs:
-            logs.update(self._means[True].take(self.accelerator))
-            for side, diagnostics in self.diagnostics.items():
-                logs.update(
-                    {f"{side}/{k}": v for k, v in diagnostics.all_reduce().report().items()}
-                )
-                diagnostics.reset()
+            if not self._sent:
+                self.send()
+            for prefix, later in self._sent.items():
+                logs.update({f"{prefix}{k}": v for k, v in later.read().items()})
+            self._sent = {}
             for schedule in self.schedules:
                 if isinstance(schedule, SparsityController):
                     report = schedule.report().items()
@@ -392,7 +406,7 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         self._means[False] = _Means()
         output = super().evaluation_loop(*args, **options)
         prefix = args[4] if len(args) > 4 else options.get("metric_key_prefix", "eval")
-        terms = self._means[False].take(self.accelerator)
+        terms = self._means[False].take(self.accelerator).read()
         output.metrics.update({f"{prefix}_{name}": value for name, value in terms.items()})
         return output
 
@@ -451,6 +465,10 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # as above
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.detach()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if control.should_log:  # then the Trainer waits for the loss, and finds ours arrived
+            self.trainer.send()
 
     def detach(self) -> None:
         for handle in self.attached:

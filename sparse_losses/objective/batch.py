@@ -1,6 +1,6 @@
 """What an objective is given: the vectors of a batch, and what is known of their texts."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,9 +70,12 @@ class SpladeBatch(NamedTuple):
         negative: ``N`` texts that no anchor wants, or ``[B, N]``: each anchor its own.
         positive_ids: ``[B]`` integers; equal ids are the same document, which is no negative.
         teacher_scores: a teacher's scores of the anchors' candidates, ``[B, B]``; with negatives
-            ``[B, B + N]``, or ``[B, 1 + N]`` for the positive and the anchor's own negatives.
-            ``-inf``: not a candidate.
+            ``[B, B + N]``, or ``[B, B]`` for the positives alone, or ``[B, 1 + N]`` for the
+            positive and the anchor's own negatives. ``-inf``: not a candidate.
         teacher_anchor_scores: ``[B, B]``, of every anchor with every anchor.
+        teacher_candidates: whose scores ``teacher_scores`` are: ``"own"``, the last of those
+            shapes, or ``"batch"``, one of the others. ``None``: the shape says it; where ``B`` is
+            ``1 + N`` and it does not, an error asks.
 
     Examples:
         >>> import torch
@@ -87,6 +90,7 @@ class SpladeBatch(NamedTuple):
     positive_ids: Tensor | None = None
     teacher_scores: Tensor | None = None
     teacher_anchor_scores: Tensor | None = None
+    teacher_candidates: Literal["own", "batch"] | None = None
 
 
 def token_counts(ids: Tensor | None, mask: Tensor | None, special_ids: Tensor) -> Tensor | None:

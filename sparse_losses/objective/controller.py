@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_integer, check_number
+from sparse_losses._core.later import Later
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import num_ranks, sum_over_ranks
 from sparse_losses.objective.batch import SpladeBatch
@@ -84,7 +85,8 @@ class SparsityController:
         gain: $g$, > 0.
         horizon: $h$, in optimiser steps.
         window: optimiser steps of the moving average.
-        every: steps between two looks at the numbers, each of which waits for the device.
+        every: steps between two looks at the numbers. What an accelerator counted is read a step
+            later, so that training never waits for it.
         dead_share: of rows, in [0, 1).
 
     Examples:
@@ -146,6 +148,7 @@ class SparsityController:
         # the last step, and on all ranks since the last look.
         self._new: Tensor | None = None
         self._seen: Tensor | None = None
+        self._sent: Later[list[float]] | None = None  # a look that is on its way to the host
         self._steps = 0
         self._log_ratio = 0.0  # of the weight to its start
         self._active: float | None = None
@@ -194,17 +197,26 @@ class SparsityController:
             CollapseError: if every row seen in the last ``window`` steps is dead.
             RuntimeError: if nothing was observed (on any rank), or someone else changed the weight.
         """
+        if self._sent is not None:
+            self._decide()  # as if the step were not over yet
         self._steps += 1
         self._share()
-        if self._steps % self.every:
-            return
+        if self._steps % self.every == 0:
+            seen = torch.zeros(5) if self._seen is None else self._seen
+            self._sent, self._seen = Later(seen, Tensor.tolist), None
+            if self._sent.is_here:
+                self._decide()
+
+    def _decide(self) -> None:
+        """Reads what a look found, and sets the weight."""
+        assert self._sent is not None
+        active, live, dead, mass, batches = self._sent.read()
+        self._sent = None
         if self.objective.weights.get(self.term) != self._written:
             raise RuntimeError(
                 f"expected objective.weights[{self.term!r}] to be {self._written} as it was set "
                 f"here, got {self.objective.weights.get(self.term)}: let one alone steer it"
             )
-        seen, self._seen = self._seen, None
-        active, live, dead, mass, batches = [0.0] * 5 if seen is None else seen.tolist()
         if not batches:
             raise RuntimeError("expected `observe(activations)` before `step()`, got none")
         if live + dead == 0:  # no text, or nothing but NaN
@@ -417,6 +429,7 @@ class SparsityController:
             "first": self._first,
             "mean_activation": self._mean_activation,
             "seen": None if seen is None else seen.tolist(),
+            "sent": None if self._sent is None else self._sent.read(),
             "start": self.start,
             "maximum": self.maximum,
         }
@@ -443,6 +456,9 @@ class SparsityController:
         self._first, self._mean_activation = state["first"], state["mean_activation"]
         seen = state["seen"]
         self._seen = None if seen is None else torch.tensor(seen, dtype=torch.float64)
+        sent = state["sent"]
+        values = torch.tensor(sent or [], dtype=torch.float64)
+        self._sent = None if sent is None else Later(values, Tensor.tolist)
         self._new = None
         self._write()
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_integer, check_shapes
+from sparse_losses._core.later import Later
 from sparse_losses._core.precision import compute_dtype, widest_dtype
 from sparse_losses._core.token_ids import (
     TokenIds,
@@ -109,6 +110,7 @@ class Diagnostics:
         self._special = id_mask("special_token_ids", special_token_ids, vocab_size, cpu)
         self._stopword = id_mask("stopword_ids", stopword_ids, vocab_size, cpu)
         allowed = id_mask("allowed_token_ids", allowed_token_ids, vocab_size, cpu)
+        self._special_there: Tensor | None = None  # where the activations are
         self._foreign = None if allowed is None else ~allowed
         if self._foreign is not None and self._special is not None:
             self._foreign = self._foreign & ~self._special
@@ -116,7 +118,6 @@ class Diagnostics:
 
     def reset(self) -> None:
         """Forgets everything that was added."""
-        self._rows = 0
         self._columns: Tensor | None = None  # [3, V]: sum, active texts, texts with it on top
         self._numbers: Tensor | None = None  # see `update`
         self._range: Tensor | None = None
@@ -184,6 +185,7 @@ class Diagnostics:
         ]
         numbers = torch.stack(
             [
+                torch.full_like(count[0], size["B"]),
                 count.sum(),
                 (count == 0).sum(),
                 (count > self.vocab_size / 4).sum(),
@@ -192,7 +194,6 @@ class Diagnostics:
         ).to(wide)
         live = torch.where(count > 0, count, self.vocab_size)
         extremes = torch.stack([-live.amin(), count.amax()])
-        self._rows += size["B"]
         if self._columns is None or self._numbers is None or self._range is None:
             self._columns, self._numbers, self._range = columns, numbers, extremes
         else:
@@ -211,7 +212,9 @@ class Diagnostics:
         attended = as_mask("attention_mask", mask)
         ids = attended_ids("input_ids", ids, attended, self.vocab_size)
         if self._special is not None:
-            attended = attended & ~self._special.to(ids.device)[ids]
+            if self._special_there is None or self._special_there.device != ids.device:
+                self._special_there = self._special.to(ids.device)  # once: such a copy waits
+            attended = attended & ~self._special_there[ids]
         ids, counts = first_occurrences(ids, attended)
         hits = (is_active.gather(1, ids) & counts).sum(1)
         total = counts.sum(1)
@@ -230,29 +233,40 @@ class Diagnostics:
             nccl = torch.distributed.get_backend() == "nccl"  # which has no CPU tensors
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu"
             self._columns = torch.zeros(3, self.vocab_size, device=device, dtype=torch.float64)
-            self._numbers = self._columns.new_zeros(7)
+            self._numbers = self._columns.new_zeros(8)
             self._range = torch.tensor([-self.vocab_size, 0], device=device)
-        rows = torch.tensor([self._rows], device=self._columns.device)
-        self._rows = int(sum_over_ranks(rows))
         self._columns = sum_over_ranks(self._columns)
         self._numbers = sum_over_ranks(self._numbers)
         self._range = maximum_over_ranks(self._range)
-        if self._rows == 0:
-            self.reset()
         return self
 
     def report(self) -> Report:
         """What was seen so far; waits for the device."""
+        return self.report_later().read()
+
+    def report_later(self) -> Later[Report]:
+        """What was seen so far, on its way to the host: ``.read()`` it a step or more later.
+
+        Nothing waits then, and what is added or forgotten meanwhile is not in it.
+        """
         if self._columns is None or self._numbers is None or self._range is None:
+            return Later(torch.empty(0), lambda _: Report())
+        numbers, extremes = self._numbers, self._range.to(self._columns.dtype)
+        return Later(torch.cat([self._columns.flatten(), numbers, extremes]), self._report)
+
+    def _report(self, values: Tensor) -> Report:
+        """Of all that was added up, in one piece."""
+        summed, texts, top = values[: 3 * self.vocab_size].view(3, -1)
+        rows, active, dead, dense, own, own_rows, other, other_rows, smallest, largest = values[
+            3 * self.vocab_size :
+        ].tolist()
+        if rows == 0:
             return Report()
-        summed, texts, top = self._columns.cpu()
-        active, dead, dense, own, own_rows, other, other_rows = self._numbers.tolist()
-        smallest, largest = self._range.tolist()
-        rows, live = self._rows, self._rows - dead
+        live = rows - dead
         share = texts / rows
         mass = summed[summed > 0] / summed.sum()
         report = Report(
-            texts=float(rows),
+            texts=rows,
             active_dimensions=active / live if live else 0.0,
             smallest=-smallest if live else 0.0,
             largest=largest,
@@ -292,9 +306,9 @@ class Diagnostics:
             k: how many.
         """
         check_integer("k", k, minimum=1)
-        if self._columns is None:
+        if self._columns is None or self._numbers is None:
             return {}
-        share, ids = (self._columns[2].cpu() / self._rows).sort(descending=True, stable=True)
+        share, ids = (self._columns[2] / self._numbers[0]).cpu().sort(descending=True, stable=True)
         found = zip(ids[:k].tolist(), share[:k].tolist(), strict=True)
         return {token: part for token, part in found if part > 0}
 

@@ -35,6 +35,7 @@ from sparse_losses.objective.shared_scores import (
     candidates,
     info_nce_of_shared_scores,
     own_candidates,
+    scored_candidates,
     takes_scores,
 )
 
@@ -335,9 +336,7 @@ class SpladeObjective(nn.Module):
         if "distillation" in active and scores is not None and teacher_scores is not None:
             terms["distillation"] = self._call(
                 self.distillation,
-                _scaled(
-                    candidates(scores, negative, teacher_scores.shape, ranks), self.score_scale
-                ),
+                _scaled(candidates(scores, batch, teacher_scores.shape, ranks), self.score_scale),
                 _scaled(teacher_scores.to(scores.dtype), teacher_scale),
             )
         if "context_distillation" in active and teacher_anchor_scores is not None:
@@ -349,7 +348,7 @@ class SpladeObjective(nn.Module):
                 _scaled(teacher_anchor_scores.to(own.dtype), teacher_scale),
             )
         if "margin_mse" in active and scores is not None and teacher_scores is not None:
-            terms["margin_mse"] = self._margin_mse(scores, negative, teacher_scores, ranks)
+            terms["margin_mse"] = self._margin_mse(scores, batch, teacher_scores, ranks)
 
         for side, texts in sides.items():
             activations, input_ids, attention_mask, logits = texts
@@ -420,13 +419,18 @@ class SpladeObjective(nn.Module):
         return candidate_scores(query, key, others, cosine=is_cosine)
 
     def _margin_mse(
-        self, scores: Tensor, negative: Texts | None, teacher: Tensor, ranks: int
+        self, scores: Tensor, batch: SpladeBatch, teacher: Tensor, ranks: int
     ) -> Tensor:
         """Over all pairs of a positive and one of its anchor's own negatives."""
-        own = own_candidates(scores, negative, ranks)
-        if teacher.shape != own.shape:
-            candidates(scores, negative, teacher.shape, ranks)  # or say which shapes there are
-            teacher = own_candidates(teacher, negative, ranks)
+        own = own_candidates(scores, batch.negative, ranks)
+        scored = scored_candidates(scores, batch, teacher.shape, ranks)
+        if scored == "positives":
+            raise ValueError(
+                "the term 'margin_mse' needs `batch.teacher_scores` of the negatives too, got "
+                f"{list(teacher.shape)}, of the positives alone"
+            )
+        if scored == "all":
+            teacher = own_candidates(teacher, batch.negative, ranks)
         # -inf: not a candidate. Both sides of such a pair are 0, and it is not counted.
         teacher = teacher.to(own.dtype)
         hidden = (teacher[:, :1] == -torch.inf) | (teacher[:, 1:] == -torch.inf)
@@ -465,6 +469,7 @@ class SpladeObjective(nn.Module):
             "positive_ids": (batch.positive_ids, "B, optional"),
         }
         ids = batch.positive_ids
+        check_choice("batch.teacher_candidates", batch.teacher_candidates, ("own", "batch", None))
         if isinstance(ids, Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
             raise TypeError(f"expected `positive_ids` to be integers, got {ids.dtype}")
         if batch.negative is not None:

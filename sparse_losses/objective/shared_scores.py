@@ -11,9 +11,15 @@ from sparse_losses._core.ways import Arguments, Options, Way, always, compute
 from sparse_losses.distributed import rank
 from sparse_losses.fast.info_nce import info_nce_of_scores, why_no_gradient
 from sparse_losses.losses import info_nce_from_scores
-from sparse_losses.objective.batch import Texts
+from sparse_losses.objective.batch import SpladeBatch, Texts
 
-__all__ = ["candidates", "info_nce_of_shared_scores", "own_candidates", "takes_scores"]
+__all__ = [
+    "candidates",
+    "info_nce_of_shared_scores",
+    "own_candidates",
+    "scored_candidates",
+    "takes_scores",
+]
 
 
 def info_nce_of_shared_scores(
@@ -69,18 +75,35 @@ def own_candidates(scores: Tensor, negative: Texts | None, ranks: int) -> Tensor
     return torch.cat([scores[:, first:].diagonal()[:, None], others], dim=1)
 
 
-def candidates(scores: Tensor, negative: Texts | None, wanted: torch.Size, ranks: int) -> Tensor:
+def candidates(scores: Tensor, batch: SpladeBatch, came: torch.Size, ranks: int) -> Tensor:
     """The student's scores of those candidates that the teacher scored."""
-    if wanted == scores.shape:
-        return scores
-    shapes = [list(scores.shape)]
-    if negative is not None and len(negative.activations) == len(scores):
-        own = own_candidates(scores, negative, ranks)
-        if wanted == own.shape:
-            return own
-        shapes.append(list(own.shape))
-    raise ValueError(
-        "expected `batch.teacher_scores` of shape "
-        f"{' or '.join(map(str, shapes))} (all candidates, or each anchor's own), "
-        f"got {list(wanted)}"
-    )
+    scored = scored_candidates(scores, batch, came, ranks)
+    if scored == "own":
+        return own_candidates(scores, batch.negative, ranks)
+    return scores if scored == "all" else scores[:, : len(scores)]
+
+
+def scored_candidates(scores: Tensor, batch: SpladeBatch, came: torch.Size, ranks: int) -> str:
+    """What the teacher scored: all candidates, the batch's positives, or each anchor's own."""
+    size, wanted = len(scores), batch.teacher_candidates
+    negative = None if batch.negative is None else batch.negative.activations
+    shapes: dict[str, tuple[int, ...]] = {}
+    if wanted != "own":
+        shapes["all"] = tuple(scores.shape)
+        if negative is not None and ranks == 1:
+            shapes["positives"] = (size, size)
+    if wanted != "batch" and negative is not None and len(negative) == size:
+        shapes["own"] = (size, 1 + (negative.shape[1] if negative.ndim == 3 else 1))
+    fitting = [name for name, shape in shapes.items() if shape == came]
+    if fitting == ["positives", "own"]:
+        raise ValueError(
+            'expected `batch.teacher_candidates` to be "batch" or "own", got None: '
+            f"`teacher_scores` {list(came)} fit the batch's positives and each anchor's own"
+        )
+    if not fitting:
+        found = " or ".join(f"{list(shape)} ({name})" for name, shape in shapes.items())
+        raise ValueError(
+            f"expected `batch.teacher_scores` of shape {found or '[B, 1 + N] beside own negatives'}"
+            f", got {list(came)}"
+        )
+    return fitting[0]

@@ -248,6 +248,7 @@ def test_a_plain_callable_is_an_objective_too_and_may_ask_for_logits(tmp_path):
     assert seen[0].anchor.logits.min() < 0
     assert seen[0].negative.logits.shape == (16, 1, VOCAB_SIZE)
     assert seen[0].teacher_scores.shape == (16, 2)
+    assert seen[0].teacher_candidates == "own", "also where 16 fitted other candidates"
     assert seen[0].positive_ids.dtype == torch.int64
 
 

@@ -339,7 +339,8 @@ SHORT_MASK = Texts(torch.rand(B, V), torch.zeros(B, 4, dtype=torch.int64), torch
             "distillation",
             "own",
             {"teacher_scores": torch.randn(B, 2)},
-            rf"\[{B}, {B + N}\] or \[{B}, {1 + N}\].*\[{B}, 2\]",
+            rf"\[{B}, {B + N}\] \(all\) or \[{B}, {B}\] \(positives\) or \[{B}, {1 + N}\] \(own\), "
+            rf"got \[{B}, 2\]",
         ),
     ],
 )
@@ -365,6 +366,56 @@ def test_no_candidate_is_none_for_the_margins_either():
     right = _cosines(anchor, positive).diagonal()[:, None]
     errors = (right - own - teacher[:, :B].diagonal()[:, None] + teacher[:, B:]).square()
     torch.testing.assert_close(total, errors[teacher[:, B:] > -torch.inf].mean())
+
+
+def _square_batch(**options):
+    """As many candidates of each anchor's own as positives in the batch."""
+    negative = Texts(torch.rand(B, B - 1, V, dtype=torch.float64))
+    teacher = torch.randn(B, B, dtype=torch.float64)
+    return _batch()._replace(negative=negative, teacher_scores=teacher, **options)
+
+
+def test_scores_that_fit_two_kinds_of_candidates_are_asked_about():
+    with pytest.raises(ValueError, match=r'`batch.teacher_candidates` to be "batch" or "own"'):
+        SpladeObjective({"distillation": 1.0})(_square_batch())
+
+
+def test_the_batch_says_whose_scores_the_teachers_are():
+    batch = _square_batch(teacher_candidates="batch")
+    anchor, positive, negative = (side.activations for side in batch[:3])
+    scores, own = _cosines(anchor, positive), _own_cosines(anchor, negative)
+    own = torch.cat([scores.diagonal()[:, None], own], 1)
+    objective = SpladeObjective({"distillation": 1.0})
+    expected = distillation_loss(scores, batch.teacher_scores)
+    torch.testing.assert_close(objective(batch).total, expected)
+    expected = distillation_loss(own, batch.teacher_scores)
+    batch = batch._replace(teacher_candidates="own")
+    torch.testing.assert_close(objective(batch).total, expected)
+
+
+def test_the_positives_alone_are_distilled_beside_negatives():
+    batch = _batch("own")
+    teacher = torch.randn(B, B, dtype=torch.float64)
+    expected = distillation_loss(_cosines(batch.anchor[0], batch.positive[0]), teacher)
+    batch = batch._replace(teacher_scores=teacher)
+    torch.testing.assert_close(SpladeObjective({"distillation": 1.0})(batch).total, expected)
+    with pytest.raises(ValueError, match=r"'margin_mse' needs .* of the negatives too"):
+        SpladeObjective({"margin_mse": 1.0})(batch)
+
+
+@pytest.mark.parametrize(
+    ("negative", "candidates", "message"),
+    [
+        ("shared", "own", r"\[B, 1 \+ N\] beside own negatives"),
+        ("own", "batch", rf"\[{B}, {B + N}\] \(all\) or \[{B}, {B}\] \(positives\), got"),
+        ("own", "all", "`batch.teacher_candidates` to be one of 'own', 'batch', None, got 'all'"),
+    ],
+)
+def test_scores_of_other_candidates_than_said_are_an_error(negative, candidates, message):
+    teacher = torch.randn(B, 1 + N)
+    batch = _batch(negative)._replace(teacher_scores=teacher, teacher_candidates=candidates)
+    with pytest.raises(ValueError, match=message):
+        SpladeObjective({"distillation": 1.0})(batch)
 
 
 def test_a_half_precision_teacher_does_not_overflow():

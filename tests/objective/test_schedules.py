@@ -19,6 +19,7 @@ from sparse_losses import (
     TrainingSchedule,
     Warmup,
 )
+from tests.losses.test_contract import counting
 
 PHASES = Curriculum(
     [
@@ -243,3 +244,32 @@ def test_the_state_of_something_else_is_not_loaded():
     schedule = TrainingSchedule(SpladeObjective({"query_flops": 1.0}))
     with pytest.raises(ValueError, match="'steps_taken', got one with 'steps', 'term'"):
         schedule.load_state_dict({"steps": 3, "term": "query_flops"})
+
+
+def test_a_compiled_objective_follows_a_schedule_by_the_graphs_it_has():
+    torch._dynamo.reset()
+    graphs, count = counting("aot_eager")
+    phases = [
+        Phase(i, i, temperature=0.1 - 0.005 * i, weights={"info_nce": 1.0 + i}) for i in range(7)
+    ]
+    objective = SpladeObjective(
+        {"info_nce": 1.0, "query_flops": 1.0, "query_min_activation": 1.0, "distillation": 1.0}
+    )
+    warmups = {"query_flops": Warmup(10), "query_min_activation": Warmup(10, "quadratic")}
+    schedule = TrainingSchedule(objective, Curriculum(phases, unit="step"), warmups=warmups)
+    compiled = torch.compile(objective, fullgraph=True, backend=count)
+    compiled_by_then, totals = [], set()
+    x, y = torch.rand(4, 9, requires_grad=True), torch.rand(4, 9)
+    batch = SpladeBatch(Texts(x), Texts(y), teacher_scores=torch.rand(4, 4))
+    for step in range(7):
+        objective.min_activation.threshold = 1.0 + step / 10
+        objective.score_scale = 20.0 + step
+        total, expected = compiled(batch).total, objective(batch).total
+        torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-5)
+        total.backward()
+        totals.add(total.item())
+        compiled_by_then.append(len(graphs))
+        schedule.step()
+    assert len(totals) == 7
+    # Without the terms that warm up, then with them, then with numbers that change.
+    assert compiled_by_then == [1, 2, 3, 3, 3, 3, 3]
