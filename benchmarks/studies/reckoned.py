@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -32,16 +33,16 @@ ENCODERS_QUESTION = "transformers.masking_utils._ignore_bidirectional_mask_sdpa"
 def training_steps(shape: Shape) -> list[Row]:
     """A step of every batch size that is timed, with each head, without the encoder's own waits."""
     simulated_device.start()
+    device = torch.device("sim")
+    step = Step(shape, device)  # looks at the model's values
     rows = []
-    is_masked = mock.patch(ENCODERS_QUESTION, lambda *args, **kwargs: False)
-    with is_masked, simulated_device.shape_only():
-        device = torch.device("sim")
-        step = Step(shape, device)
+    is_unmasked = mock.patch(ENCODERS_QUESTION, return_value=False)
+    with is_unmasked, simulated_device.shape_only():
         for pairs in shape.pairs:
             case = f"pairs={pairs} S={shape.length} V={shape.vocabulary} bf16"
             for name, head in heads(device, tiny=False).items():
                 run = step.run(name, head, pairs)
-                rows.append(row(("training_step", case, name), counted(lambda run=run: run(0))))
+                rows.append(row(("training_step", case, name), counted(partial(run, 0))))
                 step.forget()
     return rows
 
