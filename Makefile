@@ -15,7 +15,8 @@ PIP = $(PY) -m pip --disable-pip-version-check -q
 # Idle threads that spin starve the busy ones on small machines.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: help demo ablation bench bench-reckoned bench-peers bench-gpu test test-sim test-lightning-ir compatibility figures
+.PHONY: help demo ablation bench bench-reckoned bench-peers bench-gpu compatibility figures
+.PHONY: test test-sim test-lightning-ir
 .PHONY: site serve site-zensical test-site test-triton compile-kernels lint wheel clean
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -41,8 +42,8 @@ bench-gpu: $(VENV)/.dev  ## all that a GPU is asked for, 25 minutes: make CUDA=1
 test: $(VENV)/.dev  ## all tests (ARGS="-k info_nce")
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-# What a GPU has no say in is left to the CPU: compiling, refused arguments, derivatives in fp64.
-ON_SIM = not (compile or grad or vmap or refused or pickling or transform or fp64 or formula_by)
+# Left to the CPU: what takes long and is the same on every device.
+ON_SIM = not (compile or graph or check or second or vmap or refused or pickling)
 test-sim: $(VENV)/.dev  ## the contract on a simulated accelerator; needs a C++ compiler
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/simulated_device $(ARGS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest --device sim -k "$(ON_SIM)" tests/losses/test_contract.py \
