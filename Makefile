@@ -15,7 +15,8 @@ PIP = $(PY) -m pip --disable-pip-version-check -q
 # Idle threads that spin starve the busy ones on small machines.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: help demo ablation bench bench-peers bench-gpu test test-lightning-ir compatibility figures
+.PHONY: help demo ablation bench bench-reckoned bench-peers bench-gpu compatibility figures
+.PHONY: test test-sim test-lightning-ir
 .PHONY: site serve site-zensical test-site test-triton compile-kernels lint wheel clean
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -29,6 +30,9 @@ ablation: $(VENV)/.demo  ## every loss of the demo switched off in turn, three s
 bench: $(VENV)/.demo  ## every loss beside its plain formula (ARGS="--suite full --only nws")
 	$(PY) -m benchmarks $(ARGS)
 
+bench-reckoned: $(VENV)/.dev  ## launches, waits, bytes and products on a simulated accelerator
+	$(PY) -m benchmarks.studies.reckoned $(ARGS)
+
 bench-peers: $(VENV)/.demo  ## install the packages that the benchmarks compare with
 	$(PIP) install -c constraints.txt --group bench
 
@@ -37,6 +41,14 @@ bench-gpu: $(VENV)/.dev  ## all that a GPU is asked for, 25 minutes: make CUDA=1
 
 test: $(VENV)/.dev  ## all tests (ARGS="-k info_nce")
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+# Left to the CPU: what takes long and is the same on every device.
+ON_SIM = not (compile or graph or check or second or vmap or refused or pickling)
+test-sim: $(VENV)/.dev  ## the contract on a simulated accelerator; needs a C++ compiler
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/simulated_device $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest --device sim -k "$(ON_SIM)" tests/losses/test_contract.py \
+	  tests/representation/test_head.py tests/representation/test_pooling.py \
+	  tests/objective/test_objective.py $(ARGS)
 
 test-triton: $(VENV)/.dev  ## the head's kernel: in Triton's interpreter where there is no GPU
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) tests/representation/test_triton_head.py $(ARGS)

@@ -5,7 +5,9 @@ the time is reckoned from them: every operation takes the longest of its launch,
 products at the rates below, one after the other, and every wait of the host is added.
 """
 
+import contextlib
 import csv
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 
 from benchmarks.run.available import variants
 from benchmarks.run.check import ready
-from benchmarks.schema import Case, Maker
+from benchmarks.schema import Case, Maker, Variant
 from tools import simulated_device
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "Gpu",
     "Row",
     "count",
+    "counted",
     "read",
     "reckon",
     "row",
@@ -34,6 +37,7 @@ __all__ = [
 
 LAUNCH, WAIT = 5e-6, 20e-6  # seconds
 SHARE = 0.8  # of the rates on paper, which no kernel reaches
+SMALL = 2**28  # bytes of the plain formula
 VARIANTS = ("eager", "ours", "sentence-transformers")
 
 
@@ -112,40 +116,47 @@ def row(about: tuple[str, str, str], counts: simulated_device.Counts) -> Row:
 def count(
     case: Case, names: Sequence[str] = VARIANTS, *, is_computed: bool = False
 ) -> dict[str, Row]:
-    """Counts a case's variants, forward and backward: by shapes alone, or computed.
+    """Counts a case's variants, forward and backward.
 
-    A variant that reads a value cannot be counted without values; its row says so.
+    By shapes alone, so that no size is too large, unless ``is_computed``. What reads a value is
+    computed if it is small, else its row says why it has no figures.
     """
     simulated_device.start()
-    device = torch.device("sim")
     found = {}
     for variant in variants(case, "cpu"):
-        if variant.name not in names:
-            continue
-        about = case.loss, case.name, variant.name
-        try:
-            found[variant.name] = row(about, _counted(case, variant, device, is_computed))
-        except RuntimeError as error:
-            if "shape-only mode" not in str(error):
-                raise
-            found[variant.name] = Row(*about, status=str(error).splitlines()[0])
+        if variant.name in names:
+            about = case.loss, case.name, variant.name
+            try:
+                found[variant.name] = row(about, _of_variant(case, variant, is_computed))
+            except RuntimeError as error:
+                if "shape-only mode" not in str(error):
+                    raise
+                found[variant.name] = Row(*about, status=str(error).splitlines()[0])
     return found
 
 
-def _counted(
-    case: Case, variant: Any, device: torch.device, is_computed: bool
-) -> simulated_device.Counts:
-    def once() -> simulated_device.Counts:
-        prepared = ready(case, variant, [case.inputs(Maker(device))])
-        prepared.train()  # what is made at the first call alone, or kept, is not counted
-        with simulated_device.counting() as counts:
-            prepared.train()
-        return counts
+def _of_variant(case: Case, variant: Variant, is_computed: bool) -> simulated_device.Counts:
+    mode = contextlib.nullcontext if is_computed else simulated_device.shape_only
+    try:
+        with mode():
+            return counted(ready(case, variant, [case.inputs(Maker(torch.device("sim")))]).train)
+    except RuntimeError as error:
+        if is_computed or "shape-only mode" not in str(error) or case.plain_bytes() > SMALL:
+            raise
+    return _of_variant(case, variant, is_computed=True)
 
-    if is_computed:
-        return once()
-    with simulated_device.shape_only():
-        return once()
+
+def counted(run: Callable[[], object]) -> simulated_device.Counts:
+    """Counts the second call: what is made once, and kept, is not counted.
+
+    In one thread, so that memory is given back in the same order every time.
+    """
+    with torch.autograd.set_multithreading_enabled(False):
+        run()
+        gc.collect()
+        with simulated_device.counting() as counts:
+            run()
+    return counts
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:

@@ -110,7 +110,7 @@ class Step:
         assert head.bias is not None
         self.transform, self.weight, self.bias = head.transform, head.weight, head.bias
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=0.0, weight_decay=0.0, fused=device.type == "cuda"
+            self.model.parameters(), lr=0.0, weight_decay=0.0, fused=device.type != "cpu"
         )
         self._texts: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._silence()

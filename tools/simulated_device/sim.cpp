@@ -269,8 +269,14 @@ c10::Storage held(const c10::Storage& storage) {  // memory of the CPU, owned by
 Tensor from_kernel(const Tensor& found, const std::vector<Tensor>& given) {
   TORCH_CHECK(
       found.layout() == at::kStrided, "the simulated device has no layout ", found.layout());
-  if (found.device().is_meta())
-    return at::empty_strided(found.sizes(), found.strides(), found.options().device(kDevice));
+  if (found.device().is_meta()) {
+    const auto size = found.storage().nbytes();  // a reduced result may keep the memory it began with
+    return with_storage(
+        c10::Storage(c10::make_intrusive<c10::StorageImpl>(
+            c10::StorageImpl::use_byte_size_t(), size, allocator.allocate(size), &allocator,
+            /*resizable=*/true)),
+        DispatchKey::PrivateUse1, found);
+  }
   for (const auto& x : given)
     if (found.numel() && x.storage().data() == found.storage().data())
       return with_storage(x.storage(), DispatchKey::PrivateUse1, found);  // a view

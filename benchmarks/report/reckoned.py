@@ -1,0 +1,52 @@
+"""Tables of what was counted on the simulated device: reckoned, not measured."""
+
+from collections.abc import Sequence
+
+from benchmarks.report.merge import markdown
+from benchmarks.run.reckoned import Row
+
+__all__ = ["table"]
+
+PEER = "sentence-transformers"
+MIB = 2.0**20
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line a case that has figures of the plain formula and of ours."""
+    cases: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        if row.status == "ok":
+            cases.setdefault((row.loss, row.case), {})[row.variant] = row
+    lines = []
+    for about, found in cases.items():
+        if {"eager", "ours"} <= set(found):
+            each = [found["eager"], found["ours"], found.get(PEER)]
+            lines.append((*about, *_cells(each)))
+    heading = (
+        "loss",
+        "case",
+        "launches: plain, ours, peer",
+        "waits of ours",
+        "moved, MB",
+        "peak, MiB",
+        "ours in half precision",
+        "plain over ours, H100",
+        "A10G",
+    )
+    return markdown(heading, lines)
+
+
+def _cells(each: Sequence[Row | None]) -> list[str]:
+    plain, ours = each[0], each[1]
+    assert plain is not None
+    assert ours is not None
+    flops = ours.flops_half + ours.flops_single + ours.flops_double
+    return [
+        ", ".join("-" if row is None else f"{row.launches}" for row in each),
+        f"{ours.waits}",
+        ", ".join("-" if row is None else f"{row.bytes / 1e6:.3g}" for row in each),
+        ", ".join("-" if row is None else f"{row.peak_bytes / MIB:.3g}" for row in each),
+        f"{100 * ours.flops_half / flops:.0f}%" if flops else "-",
+        f"{plain.h100_seconds / ours.h100_seconds:.2f}",
+        f"{plain.a10g_seconds / ours.a10g_seconds:.2f}",
+    ]
