@@ -240,6 +240,10 @@ class SpladeObjective(nn.Module):
 
     def forward(self, batch: SpladeBatch) -> ObjectiveOutput:
         """The weighted sum, and what went into it."""
+        check_choice("impl", self.impl, ("auto", "definition"))
+        check_number("score_scale", self.score_scale, minimum=0.0, exclusive=True)
+        if self.teacher_scale is not None:
+            check_number("teacher_scale", self.teacher_scale, minimum=0.0, exclusive=True)
         terms = self.terms(batch)
         total: Tensor | None = None
         for name, term in terms.items():
@@ -441,7 +445,7 @@ class SpladeObjective(nn.Module):
         ]
         loss = self._call(self.margin_mse, *pairs)
         if self.margin_mse.reduction == "mean":
-            seen = torch.stack([torch.ones_like(hidden).sum(), (~hidden).sum()])
+            seen = torch.stack([torch.ones_like(hidden).sum(), (~hidden).sum()]).to(loss.dtype)
             gathers = self.gather or self.margin_mse.gather
             pairs_in_all, counted = sum_over_ranks(seen) if gathers else seen
             loss = loss * (pairs_in_all / counted.clamp(min=1))

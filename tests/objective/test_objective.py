@@ -592,3 +592,14 @@ def test_hooks_of_the_module_run_and_see_the_same_value():
     loss.register_forward_hook(lambda _, __, value: seen.append(value.detach()))
     torch.testing.assert_close(objective(batch).terms["info_nce"], expected)
     torch.testing.assert_close(seen[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("impl", "fast"), ("score_scale", 0.0), ("teacher_scale", -1.0)]
+)
+def test_what_is_assigned_is_checked_at_the_next_call(name, value):
+    objective = SpladeObjective({"info_nce": 1.0})
+    setattr(objective, name, value)
+    x = torch.rand(2, 5)
+    with pytest.raises(ValueError, match=f"expected `{name}`"):
+        objective(SpladeBatch(Texts(x), Texts(x)))
