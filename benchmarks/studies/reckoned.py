@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.losses import cases
 from benchmarks.report.reckoned import table
-from benchmarks.run.reckoned import Row, count, counted, row, write
+from benchmarks.run.reckoned import Row, count, counted, read, row, write
 from benchmarks.run.table import RESULTS
 from benchmarks.studies.training_step import Shape, Step, heads
 from tools import simulated_device
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not args.only and importlib.util.find_spec("transformers"):
         rows += training_steps(Shape())
     write(args.output, rows)
-    print(table(rows))
+    print(table(read(args.output)))
     for each in rows:
         if each.status != "ok":
             print(f"{each.loss}, {each.case}, {each.variant}: {each.status}", file=sys.stderr)
