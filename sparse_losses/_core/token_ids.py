@@ -89,4 +89,5 @@ def id_mask(
     if device.type not in ("cpu", "meta") and values_can_be_checked(ids):
         ids = ids.pin_memory()  # from where a copy to the device waits for nothing
     mask = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-    return mask.index_fill(0, ids.to(device, non_blocking=True), True)
+    # A copy to the CPU is read at once, so it must have arrived.
+    return mask.index_fill(0, ids.to(device, non_blocking=device.type != "cpu"), True)

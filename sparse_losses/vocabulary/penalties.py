@@ -141,7 +141,7 @@ def language_penalty(
     cpu = torch.device("cpu")
     spared = _mask("allowed_ids", allowed_ids, vocab_size, cpu)
     spared |= _mask("special_token_ids", special_token_ids, vocab_size, cpu)
-    return torch.where(spared, 0.0, torch.full((vocab_size,), float(penalty)))
+    return torch.where(spared, 0.0, float(penalty))
 
 
 def _mask(name: str, ids: TokenIds, vocab_size: int, device: torch.device) -> Tensor:
