@@ -34,7 +34,7 @@ def attended_ids(
     """
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
         raise TypeError(f"expected `{name}` to be integers, got {input_ids.dtype}")
-    ids = (input_ids * attended).long()  # one launch; `where` with a number is two
+    ids = input_ids.long() * attended  # one launch; `where` with a number is two
     if values_can_be_checked(ids):
         lowest, highest = map(int, ids.aminmax()) if ids.numel() > 0 else (0, -1)
         if lowest < 0 or highest >= vocab_size:
