@@ -95,8 +95,9 @@ class _OwnGradient(torch.autograd.Function):
             gradients, ctx.gradients = ctx.gradients, None
             if gradients is None:
                 _, gradients = ctx.compute(ctx.needs, *_arguments(ctx))
+            factor = None if _is_one(upstream_gradient) else upstream_gradient
             scaled = [
-                None if g is None else _scaled_(g, upstream_gradient, dtype)
+                None if g is None else _scaled_(g, factor, dtype)
                 for g, dtype in zip(gradients, ctx.dtypes, strict=False)
             ]
             return None, None, *scaled, *[None] * (len(ctx.needs) - len(scaled))
@@ -111,14 +112,24 @@ def _alias(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.layout == torch.strided else tensor.clone()
 
 
-def _scaled_(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales every row in place; not at all by the one that ``loss.backward()`` starts from."""
+def _is_one(factor: Tensor) -> bool:
+    """Whether it is what ``loss.backward()`` starts from; looking costs a CPU nothing."""
+    return (
+        factor.ndim == 0
+        and factor.device.type == "cpu"
+        and not is_batched(factor)
+        and factor.item() == 1
+    )
+
+
+def _scaled_(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Scales every row in place."""
+    if factor is None:
+        return gradient.to(dtype)
     if factor.ndim:
         factor = factor.reshape(factor.shape + (1,) * (gradient.ndim - factor.ndim))
     if is_batched(factor):  # many gradients at once, as for a vectorised Jacobian
         return (gradient * factor).to(dtype)
     if gradient.dtype != dtype:
         return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
-    if factor.ndim == 0 and factor.device.type == "cpu" and factor == 1:
-        return gradient
     return gradient.mul_(factor)
