@@ -200,7 +200,7 @@ LOSSES = {
                 ("eps", _NAN),
                 ("impl", "cuda"),
             ),
-            ways=("tiles",),
+            ways=("direct",),
         ),
     )
 }

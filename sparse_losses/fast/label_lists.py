@@ -1,6 +1,7 @@
 """Sums and maxima over the labels of multi-hot rows, without a tensor of rows by rows by labels."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as nnf
@@ -8,54 +9,65 @@ from torch import Tensor
 
 from sparse_losses.fast.sparse import bounds_of, sum_bags
 
-__all__ = ["LabelLists", "largest_of_labels"]
+__all__ = ["DenseLabels", "LabelLists", "largest_of_labels"]
 
 # Powers of four from this one down to its inverse are normal numbers, and so are their sums.
 TOP_POWER = {torch.float32: 63, torch.float64: 511}
 
 
+class DenseLabels:
+    """Products with the labels ``[I, L]`` of keys and queue."""
+
+    def __init__(self, labels: Tensor) -> None:
+        self.dense = labels
+        self.count = labels.sum(-1, keepdim=True)
+
+    def times(self, values: Tensor) -> Tensor:
+        """``labels @ values.T`` of ``values [c, L]``."""
+        return (values @ self.dense.T).T
+
+    def by_label(self, values: Tensor) -> Tensor:
+        """``values.T @ labels`` of ``values [I, c]``."""
+        return values.T @ self.dense
+
+
 class LabelLists:
-    """The labels of ``[N, L]`` 0/1 rows. For the CPU: how many there are decides shapes."""
+    """The same for few labels a row. For the CPU: how many there are decides shapes."""
 
-    def __init__(self, *labels: Tensor) -> None:
-        """Reads the rows of each tensor ``[N_k, L]`` in turn."""
-        self.size, self.num_labels = sum(map(len, labels)), labels[0].shape[1]
+    def __init__(self, row: Tensor, label: Tensor, size: int, like: Tensor) -> None:
+        """Of the labels that the rows have, in the order of the rows; ``like`` is ``[c, L]``."""
+        self._row, self._label, self._like = row, label, like
+        self._row_bounds = bounds_of(row, size)
+        self.count = self._row_bounds.diff().to(like.dtype)[:, None]
+        self._row_by_label = row[label.argsort(stable=True)]
+        self._label_bounds = bounds_of(label, like.shape[1])
+
+    @classmethod
+    def where_they_pay(cls, labels: Sequence[Tensor], like: Tensor) -> "LabelLists | None":
+        """The lists of labels ``[N_k, L]``, or ``None`` if more than one in eight is there."""
+        size = sum(map(len, labels))
         found, start = [], 0
-        for rows in labels:
-            entries = (rows if rows.dtype == torch.bool else rows != 0).nonzero().int()
-            found.append((entries[:, 0] + start, entries[:, 1]))
-            start += len(rows)
-        self._row, self._label = (torch.cat(part) for part in zip(*found, strict=True))
-        self.count = torch.bincount(self._row, minlength=self.size)
-        self._row_bounds = bounds_of(self._row, self.size)
-        self._row_by_label = self._row[self._label.argsort(stable=True)]
-        self._label_bounds = bounds_of(self._label, self.num_labels)
+        for part in labels:
+            row, label = part.nonzero().int().unbind(1)
+            found.append((row + start, label))
+            start += len(part)
+        row, label = (torch.cat(part) for part in zip(*found, strict=True))
+        return cls(row, label, size, like) if 8 * len(row) <= size * like.shape[1] else None
 
-    def sums(self, table: Tensor) -> Tensor:
-        """``labels [N, L] @ table [L, M]``."""
-        return sum_bags(self._label, table, self._row_bounds)
+    @property
+    def dense(self) -> Tensor:
+        """The labels ``[I, L]``."""
+        labels = self._like.new_zeros(len(self.count), self._like.shape[1])
+        labels[self._row, self._label] = 1.0
+        return labels
 
-    def sums_by_label(self, table: Tensor) -> Tensor:
-        """``labels.T [L, N] @ table [N, M]``."""
-        return sum_bags(self._row_by_label, table, self._label_bounds)
+    def times(self, values: Tensor) -> Tensor:
+        """``labels @ values.T`` of ``values [c, L]``."""
+        return sum_bags(self._label, values.T, self._row_bounds)
 
-    def largest(self, table: Tensor) -> Tensor:
-        """Largest value of ``table [L, M]``, at least 0, among the labels of each row."""
-        # `embedding_bag` with mode="max" takes a hundred times as long as a sum.
-        largest = table.new_zeros(self.size, table.shape[1])
-        for row, label in self._in_turn:
-            best = table.index_select(0, label)
-            torch.maximum(best, largest.index_select(0, row), out=best)
-            largest.index_copy_(0, row, best)
-        return largest
-
-    @functools.cached_property
-    def _in_turn(self) -> list[tuple[Tensor, Tensor]]:
-        """Rows and their first labels, rows and their second ones: no row comes twice in a turn."""
-        turn = torch.arange(len(self._row)) - self._row_bounds[self._row]
-        order, sizes = turn.argsort(stable=True), torch.bincount(turn).tolist()
-        parts = (torch.split(x[order].long(), sizes) for x in (self._row, self._label))
-        return list(zip(*parts, strict=True))
+    def by_label(self, values: Tensor) -> Tensor:
+        """``values.T @ labels`` of ``values [I, c]``."""
+        return sum_bags(self._row_by_label, values, self._label_bounds).T
 
 
 def largest_of_labels(values: Tensor, labels: Tensor) -> Tensor:

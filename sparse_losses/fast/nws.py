@@ -1,6 +1,11 @@
-"""NWS on the CPU, value and gradient together, some queries at a time.
+"""NWS, value and gradient together, some queries at a time.
 
-Matrices of a tile are ``[R, rows of the tile]``: sums over lists of labels add up rows of them.
+The weights come from the labels, which have no gradient. By the scores over the temperature, the
+gradient of a row is ``W q - w``: ``w`` are the weights of its positives, ``W`` is their sum, and
+``q`` the shares of the denominator. References stand in the order prototypes, keys, queue.
+
+What takes no part in a sum gets ``-far`` added to its score. That is finite, so a row of nothing
+else has a softmax all the same; and a CPU adds many times as fast as it fills by a mask.
 """
 
 import math
@@ -9,20 +14,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparse_losses._core.reduction import reduce
-from sparse_losses._core.similarity import through_unit_rows_, unit_rows
+from sparse_losses._core.products import HALVES
+from sparse_losses._core.softmax import softplus
 from sparse_losses.distributed import num_ranks, sum_over_ranks
-from sparse_losses.fast.label_lists import LabelLists
+from sparse_losses.fast.info_nce import most_scores, softmax
+from sparse_losses.fast.label_lists import DenseLabels, LabelLists, largest_of_labels
+from sparse_losses.fast.scores import DenseScores
 
-__all__ = ["tiled_nws"]
+__all__ = ["direct_nws"]
 
-TILE_QUERIES = 96  # worked on at once
-TILE_REFERENCES = 1024  # normalised at once
+MATRICES = 4  # of the size of the scores, at once
 
-Part = tuple[Tensor, Tensor, Tensor | None]  # features, labels, mask
+Part = tuple[Tensor | None, Tensor | None, Tensor | None]  # features, labels, mask
 
 
-def tiled_nws(
+def direct_nws(
     needs: Sequence[bool],
     query: Tensor,
     prototype: Tensor,
@@ -44,82 +50,76 @@ def tiled_nws(
     reduction: str,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Value and gradients of NWS by query, prototype and temperature."""
-    labels = query_labels.to(query.dtype)
-    count = labels.sum(-1)
-    valid = count > 0
-    unit_query, query_inverse = unit_rows(torch.where(valid[:, None], query, 0.0))
-    unit_prototype, prototype_inverse = unit_rows(prototype)
-    candidates = (key, key_labels, None), (queue, queue_labels, queue_mask)
-    parts = [(x, y, mask) for x, y, mask in candidates if x is not None and y is not None]
-    weights = _Weights(
-        [part for part in parts if len(part[0])],
-        labels,
-        label_similarity,
-        alpha=alpha,
-        beta=beta,
-        aggregation=aggregation,
-        decoupled=decoupled,
-        eps=eps,
+    dtype = torch.float32 if query.dtype in HALVES else query.dtype
+    y = query_labels.to(dtype)
+    parts = (key, key_labels, None), (queue, queue_labels, queue_mask)
+    instances, labels, is_absent = _instances(parts, y)
+    weights = _Weights(y, labels, label_similarity, alpha, beta, aggregation, decoupled, eps)
+    num_references = len(prototype) + (0 if instances is None else len(instances))
+    num_blocks = max(-(-len(y) * num_references * MATRICES // most_scores(y.device)), 1)
+    step = max(-(-len(y) // num_blocks), 1)
+    blocks = [slice(i, min(i + step, len(y))) for i in range(0, max(len(y), 1), step)]
+
+    is_void = weights.is_void
+    has_void = decoupled and eps == 0
+    if has_void:  # without negatives
+        is_void |= torch.cat([weights.without_negatives(rows, is_absent) for rows in blocks])
+    scores = DenseScores(
+        [needs[0], needs[1], False, needs[2]],
+        query.masked_fill(is_void, 0.0),
+        prototype,
+        instances,
+        temperature,
+        cosine=True,
+        hides=False,
     )
-    references = _unit_references(parts, unit_prototype)
-    prototypes = slice(weights.num_instances, None)
+    del instances
+    values = []
+    for rows in blocks:
+        value, gradient = _rows(scores.block(rows), weights, rows, is_absent)
+        values.append(value)
+        if any(needs):
+            if has_void:
+                gradient.masked_fill_(is_void[rows], 0.0)
+            scores.back(rows, gradient)
+    gradients = [x for i, x in enumerate(scores.gradients()) if i != 2]
 
-    values = torch.empty_like(count)
-    d_query = torch.empty_like(query) if needs[0] else None
-    d_prototype = torch.zeros_like(prototype) if needs[1] else None
-    d_temperature = labels.new_zeros(()) if needs[2] else None
-    buffer = references.new_empty(4 * len(references) * min(TILE_QUERIES, len(query)))
-    for start in range(0, len(query), TILE_QUERIES):
-        rows = slice(start, min(start + TILE_QUERIES, len(query)))
-        shape = (4, len(references), rows.stop - start)
-        scores, weight, by_score, spare = buffer[: math.prod(shape)].view(shape)
-        is_valid = weights.fill_(rows, weight, by_score, spare)
-        valid[rows] = is_valid
-
-        anchor = torch.where(is_valid[:, None], unit_query[rows] / temperature, 0.0)
-        torch.mm(references, anchor.T, out=scores)
-        absent = weights.absent if eps > 0 else None
-        values[rows] = _losses_(scores, weight, by_score, spare, is_valid, absent, eps)
-        if d_query is not None:
-            torch.mm(by_score.T, references, out=d_query[rows])
-        if d_prototype is not None:
-            d_prototype.addmm_(by_score[prototypes], anchor)
-        if d_temperature is not None:
-            # A shift of all scores changes nothing, so shifted ones do.
-            by_row = torch.linalg.vecdot(by_score, scores, dim=0)
-            d_temperature -= torch.where(is_valid, by_row, 0.0).sum() / temperature
-
-    divisor = values.new_ones(())
+    # What no valid row looks at must not send its NaN into a gradient.
+    none_valid = is_void.all()
+    hidden = is_void, none_valid, none_valid
+    value = (torch.cat(values) if len(values) > 1 else values[0]).masked_fill_(is_void[:, 0], 0.0)
+    value = sum_over_ranks(value.sum()) if gather else value.sum()
+    divisor: float | Tensor = temperature
     if reduction == "mean":
-        num_valid = sum_over_ranks(valid.sum()) if gather else valid.sum()
-        divisor = num_valid.clamp(min=1).to(values.dtype)
+        num_valid = is_void.logical_not().sum(dtype=dtype)
+        num_valid = (sum_over_ranks(num_valid) if gather else num_valid).clamp_(min=1)
+        value = value / num_valid
+        divisor = num_valid * temperature
     if gather:  # DDP divides by the number of ranks what they all contributed to
         divisor = divisor / num_ranks()
-    if d_query is not None:
-        through_unit_rows_(d_query, unit_query, query_inverse).div_(temperature * divisor)
-        d_query = torch.where(valid[:, None], d_query, 0.0)
-    if d_prototype is not None:
-        through_unit_rows_(d_prototype, unit_prototype, prototype_inverse).div_(divisor)
-        d_prototype = torch.where(valid.any(), d_prototype, 0.0)
-    if d_temperature is not None:
-        d_temperature = d_temperature / divisor
-    return reduce(values, reduction, valid, gather), [d_query, d_prototype, d_temperature]
+    for found, is_hidden in zip(gradients, hidden, strict=True):
+        if found is not None:
+            found.div_(divisor).masked_fill_(is_hidden, 0.0)
+    return value, gradients
 
 
-def _unit_references(parts: Sequence[Part], unit_prototype: Tensor) -> Tensor:
-    """Unit rows of keys, queue and prototypes; an empty slot is 0."""
-    size = sum(len(x) for x, _, _ in parts) + len(unit_prototype)
-    references = unit_prototype.new_empty(size, unit_prototype.shape[1])
-    start = 0
-    for x, _, mask in parts:
-        for piece in range(0, len(x), TILE_REFERENCES):
-            some = x[piece : piece + TILE_REFERENCES]
-            if mask is not None:
-                some = torch.where(mask[piece : piece + TILE_REFERENCES, None], some, 0.0)
-            references[start : start + len(some)] = unit_rows(some)[0]
-            start += len(some)
-    references[start:] = unit_prototype
-    return references
+def _instances(
+    parts: Sequence[Part], y: Tensor
+) -> tuple[Tensor | None, DenseLabels | LabelLists | None, Tensor | None]:
+    """Features and labels of keys and queue; of the last ones, which are absent, as 0 and 1."""
+    features = [x for x, _, _ in parts if x is not None and len(x)]
+    labels = [x for _, x, _ in parts if x is not None and len(x)]
+    mask = parts[-1][2]
+    if not features:
+        return None, None, None
+    all_features, is_absent = torch.cat(features), None
+    if mask is not None and len(mask) and not (mask.device.type == "cpu" and mask.all()):
+        is_empty = mask.logical_not()[:, None]
+        all_features[-len(mask) :].masked_fill_(is_empty, 0.0)
+        is_absent = is_empty[:, 0].to(y.dtype)
+        labels[-1] = labels[-1].masked_fill(is_empty, 0)
+    found = LabelLists.where_they_pay(labels, y) if y.device.type == "cpu" else None
+    return all_features, found or DenseLabels(torch.cat(labels).to(y.dtype)), is_absent
 
 
 class _Weights:
@@ -127,143 +127,124 @@ class _Weights:
 
     def __init__(
         self,
-        parts: Sequence[Part],
-        labels: Tensor,
+        y: Tensor,
+        labels: DenseLabels | LabelLists | None,
         label_similarity: Tensor | None,
-        *,
         alpha: float,
         beta: float,
         aggregation: str,
         decoupled: bool,
         eps: float,
     ) -> None:
-        self.labels, self.count = labels, labels.sum(-1)
-        self.alpha, self.aggregation, self.decoupled, self.eps = alpha, aggregation, decoupled, eps
-        self.num_instances = sum(len(x) for x, _, _ in parts)
-        filled = [
-            torch.ones(len(x), dtype=torch.bool) if mask is None else mask for x, _, mask in parts
-        ]
-        everyone = torch.cat([*filled, torch.ones(labels.shape[1], dtype=torch.bool)])[:, None]
-        # Added to the scores, it takes empty slots out of their maximum.
-        self.absent = torch.where(everyone, 0.0, -torch.inf).to(labels.dtype)
-        if not parts:
+        self.y, self.labels, self.num_labels = y, labels, y.shape[1]
+        self.alpha, self.beta, self.decoupled, self.eps = alpha, beta, decoupled, eps
+        self.far = torch.finfo(y.dtype).max / (4 * self.num_labels + 4)
+        self.count = y.sum(-1, keepdim=True)
+        self.is_void = self.count == 0
+        self.count.clamp_(min=1)
+        self.takes_mean = aggregation == "mean"
+        if labels is None:
             return
         assert label_similarity is not None  # checked by the caller
-        self.lists = LabelLists(
-            *((y != 0) & mask[:, None] for (_, y, _), mask in zip(parts, filled, strict=True))
-        )
-        self.instance_count = self.lists.count.clamp(min=1).to(labels.dtype)[:, None]
-        self.beta = everyone[: self.num_instances].to(labels.dtype) * beta
-        if aggregation == "mean":
-            self.alike = labels @ label_similarity
+        self.one_or_more = labels.count.clamp(min=1)
+        if self.takes_mean:
+            self.alike = y @ label_similarity
         else:
-            self.alike = LabelLists(labels).largest(label_similarity)
+            self.alike = largest_of_labels(label_similarity.T, y).T
 
-    def fill_(self, rows: slice, weight: Tensor, negative_weight: Tensor, spare: Tensor) -> Tensor:
-        """Fills in both weights of some queries; returns which of these are valid."""
-        instances, prototypes = slice(self.num_instances), slice(self.num_instances, None)
-        y, count = self.labels[rows].T, self.count[rows]
-        one_or_more = count.clamp(min=1)
-        share = 1 - self.alpha / one_or_more
-        negative_weight[prototypes] = 1 - y if self.decoupled else 1.0
-        if self.num_instances:
-            shared = self.lists.sums(y)
-            self._fill_instances_(
-                negative_weight[instances], rows, one_or_more, shared, spare[instances]
-            )
-            union = shared.neg_().add_(self.instance_count).add_(one_or_more)
-            overlap = torch.div(self.alpha, union, out=union)
-            share = share + self.lists.sums_by_label(overlap)
-        is_valid = count > 0
-        if self.decoupled and self.eps == 0:
-            is_valid = is_valid & (negative_weight.amax(0) > 0)
-        share = y * share
-        per_label = y / (torch.where(share <= 1e-6, 1.0, share) + self.eps)
-        per_label = torch.where(is_valid, per_label / (one_or_more + self.eps), 0.0)
-        weight[prototypes] = per_label
-        if self.num_instances:
-            torch.mul(overlap, self.lists.sums(per_label), out=weight[instances])
-        return is_valid
+    def shared(self, rows: slice) -> Tensor | None:
+        """How many labels keys and queue share with some queries ``[I, c]``."""
+        return None if self.labels is None else self.labels.times(self.y[rows])
 
-    def _fill_instances_(
-        self, unlike: Tensor, rows: slice, count: Tensor, shared: Tensor, spare: Tensor
-    ) -> None:
-        """Writes the weights of keys and queue as negatives to ``unlike``."""
-        if self.aggregation == "mean":
-            pairs = torch.mul(self.instance_count, count, out=spare).add_(self.eps)
-            torch.div(self.lists.sums(self.alike[rows].T), pairs, out=unlike)
+    def positives(self, rows: slice, shared: Tensor | None) -> Tensor:
+        """``w / (|y| + eps)`` of prototypes, keys and queue ``[c, L + I]``."""
+        y, count, labels = self.y[rows], self.count[rows], self.labels
+        share = torch.rsub(count.reciprocal(), 1, alpha=self.alpha)  # 1 - alpha / |y|
+        if labels is None or shared is None:
+            return y / self._normaliser_(share, count)
+        overlap = torch.sub(count.T, shared).add_(labels.count).reciprocal_()
+        if self.alpha != 1:
+            overlap.mul_(self.alpha)
+        share = labels.by_label(overlap).add_(share)
+        w = y.new_empty(len(y), self.num_labels + len(labels.count))
+        per_label = w[:, : self.num_labels]
+        torch.div(y, self._normaliser_(share, count), out=per_label)
+        torch.mul(labels.times(per_label), overlap, out=w[:, self.num_labels :].T)
+        return w
+
+    def _normaliser_(self, share: Tensor, count: Tensor) -> Tensor:
+        return torch.threshold_(share, 1e-6, 1.0).add_(self.eps).mul_(count + self.eps)
+
+    def negatives(self, rows: slice, shared: Tensor) -> Tensor:
+        """The logarithm of ``beta a`` of keys and queue ``[I, c]``."""
+        count, labels = self.count[rows], self.labels
+        assert labels is not None
+        if self.takes_mean:
+            similar = labels.times(self.alike[rows])
+            pairs = torch.mul(count.T, self.one_or_more, out=torch.empty_like(similar))
+            similar.div_(pairs.add_(self.eps))
         else:
-            unlike.copy_(self.lists.largest(self.alike[rows].T))
-        unlike.neg_().add_(1.0).clamp_(0.0, 1.0).mul_(self.beta)
-        # 1 where no label is shared, else 0: arithmetic is many times as fast as `where`.
-        is_negative = torch.sub(1.0, shared, out=spare).clamp_(min=0.0)
-        unlike.mul_(is_negative)
-        if not self.decoupled:
-            unlike.sub_(is_negative.sub_(1.0))
+            similar = largest_of_labels(self.alike[rows], labels.dense).T
+        unlike = similar.sub_(1.0).clamp_(-1.0, 0.0).mul_(-self.beta)
+        if self.decoupled:
+            return unlike.log_().add_(shared, alpha=-self.far)
+        return unlike.masked_fill_(shared > 0, 1.0).log_().clamp_(min=-self.far)
+
+    def without_negatives(self, rows: slice, is_absent: Tensor | None) -> Tensor:
+        """Which rows have none in their denominator ``[c, 1]``."""
+        found, shared = self.y[rows].amin(1, keepdim=True) > 0, self.shared(rows)
+        if shared is None:
+            return found
+        negatives = self.negatives(rows, shared)
+        if is_absent is not None:
+            negatives[-len(is_absent) :].add_(is_absent[:, None], alpha=-self.far)
+        return found & (negatives.amax(0)[:, None] < -self.far / 2)
 
 
-def _losses_(
-    scores: Tensor,
-    weight: Tensor,
-    terms: Tensor,
-    spare: Tensor,
-    is_valid: Tensor,
-    absent: Tensor | None,
-    eps: float,
-) -> Tensor:
-    """Losses of the queries of a tile; ``terms`` come as the weights of negatives.
+def _rows(
+    s: Tensor, weights: _Weights, rows: slice, is_absent: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Values ``[c]`` of some queries, and their gradients by the scores; uses these up."""
+    far, eps, num_labels = weights.far, weights.eps, weights.num_labels
+    shared = weights.shared(rows)
+    w = weights.positives(rows, shared)
+    if is_absent is not None:
+        s[:, -len(is_absent) :].add_(is_absent, alpha=-far)
+    if eps > 0:
+        highest, at_highest = s.max(1, keepdim=True)
+        floor = highest.add_(math.log(eps))
+    if weights.decoupled:
+        along = torch.mul(w, s).sum(1, keepdim=True)
+        s[:, :num_labels].add_(weights.y[rows], alpha=-far)
+    if shared is not None:
+        s[:, num_labels:].add_(weights.negatives(rows, shared).T)
+    if not weights.decoupled:
+        # Only the likeliest reference can have nearly all of the probability. It is taken out, so
+        # that an easy row keeps its digits: as in `negative_log_softmax`.
+        top, at_top = s.max(1, keepdim=True)
+        top_weight = w.gather(1, at_top)
+        s.scatter_(1, at_top, -far)
+        w.scatter_(1, at_top, 0.0)
+        along = torch.mul(w, s).sum(1, keepdim=True)
+    total_weight = w.sum(1, keepdim=True)
 
-    They become the gradient by the scores: the share of the denominator times the weight of all
-    positives, minus the weight. ``scores`` are shifted, ``weight`` and ``spare`` are used up.
-    With ``eps``, ``absent`` takes empty slots out of the maximum.
-    """
-    at_floor = scores.new_zeros(scores.shape[1])
-    if absent is not None:
-        highest, at_highest = _max(torch.add(scores, absent, out=spare))
-    # The largest score among those that count; an infinity would make 0 * inf.
-    torch.sign(terms, out=spare).sub_(1.0).mul_(torch.finfo(scores.dtype).max / 4).add_(scores)
-    shift = spare.amax(0)
-    if absent is not None:
-        floor = highest + math.log(eps)
-        shift = torch.maximum(shift, floor)
-        at_floor = (floor - shift).exp()
-    scores.sub_(torch.where(is_valid, shift, 0.0))
-    terms.mul_(torch.clamp(scores, max=0.0, out=spare).exp_())
-
-    # As in `negative_log_softmax`: of the denominator, the largest term is taken out, with its
-    # weight as a positive. It may be the floor.
-    top, at_top = _max(terms)
-    is_top = top >= at_floor
-    top_weight = torch.where(is_top, weight.gather(0, at_top[None])[0], 0.0)
-    weight.scatter_add_(0, at_top[None], -top_weight[None])
-    terms.scatter_add_(0, at_top[None], -torch.where(is_top, top, 0.0)[None])
-    peak = torch.where(is_valid, torch.maximum(top, at_floor), 1.0)
-    rest = (terms.sum(0) + torch.where(is_top, at_floor, 0.0)) / peak
-    # Of a positive, the score itself: its own term is then `rest` alone.
-    level = torch.where(top_weight > 0, scores.gather(0, at_top[None])[0], peak.log())
-    others = weight.sum(0)
-    total = others + top_weight
-    near = others * level - torch.linalg.vecdot(weight, scores, dim=0)
-    losses: Tensor = near + total * rest.log1p()
-
-    probability = total / (1 + rest)
-    terms.mul_(probability / peak).sub_(weight)
-    by_top = torch.where(is_top, (others - top_weight * rest) / (1 + rest), 0.0)
-    terms.scatter_add_(0, at_top[None], by_top[None])
-    if absent is not None:
-        terms.scatter_add_(0, at_highest[None], (probability * at_floor / peak)[None])
-    return losses
-
-
-def _max(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``x.max(0)``; looking for indices in one block of rows only is ten times as fast."""
-    size = 64
-    if len(x) < 2 * size:
-        return x.max(0)
-    whole = len(x) // size
-    blocks = x[: whole * size].view(whole, size, -1).amax(1)
-    # The last block may overlap the one before it.
-    blocks = torch.cat([blocks, x[-size:].amax(0, keepdim=True)])
-    start = (blocks.max(0).indices * size).clamp(max=len(x) - size)
-    value, index = x.gather(0, start + torch.arange(size)[:, None]).max(0)
-    return value, start + index
+    gradient, log_denominator = softmax(s, 1)
+    log_denominator = log_denominator.unsqueeze(1)
+    if eps > 0:
+        gap = log_denominator - floor
+        log_denominator = floor.add_(softplus(gap))
+    if weights.decoupled:
+        values = (total_weight * log_denominator).sub_(along)
+        pull = total_weight
+    else:
+        gap_to_top = log_denominator - top
+        excess = softplus(gap_to_top)
+        values = total_weight * (top + excess) - along + top_weight * excess
+        pull = (total_weight + top_weight) * gap_to_top.sigmoid()
+    slope = pull * gap.sigmoid_() if eps > 0 else pull
+    gradient.mul_(slope).sub_(w)
+    if eps > 0:
+        gradient.scatter_add_(1, at_highest, pull - slope)
+    if not weights.decoupled:
+        gradient.scatter_add_(1, at_top, total_weight - pull)
+    return values.squeeze(1), gradient

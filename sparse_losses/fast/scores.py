@@ -115,7 +115,8 @@ class DenseScores:
             gradient.div_(self.back_query.norm[rows])
         by_keys = _as_operand(gradient[:, : len(keys)], self.back_key.norm, keys)
         if self.needs[1] or (self.needs[2] and self.is_shared):
-            self.grad_key = _add_product(self.grad_key, by_keys.T, query)
+            asked = by_keys if self.needs[2] else by_keys[:, : self.num_positives]
+            self.grad_key = _add_product(self.grad_key, asked.T, query)
         if self.back_each is not None:
             each, by_each = self.back_each.values[rows], gradient[:, len(keys) :]
             if self.back_each.norm is not None:
@@ -137,7 +138,9 @@ class DenseScores:
     def gradients(self) -> list[Tensor | None]:
         """By anchor, positive, negative and temperature."""
         grad_negative = None
-        grad_key = None if self.grad_key is None else self.back_key.gradient(self.grad_key)
+        grad_key = self.grad_key
+        if grad_key is not None:
+            grad_key = self.back_key.gradient(grad_key, slice(len(grad_key)))
         if grad_key is not None and len(grad_key) > self.num_positives:
             grad_key, grad_negative = grad_key.tensor_split([self.num_positives])
         elif self.back_each is not None:

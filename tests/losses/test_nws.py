@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparse_losses import NWSLoss
-from sparse_losses.fast.label_lists import LabelLists, largest_of_labels
+from sparse_losses.fast.label_lists import DenseLabels, LabelLists, largest_of_labels
 from sparse_losses.functional import info_nce_loss, nws_loss
 from tests.cases import assert_follows_the_formula
 from tests.strategies import draw, nws_problems, seeds, temperatures
@@ -487,13 +487,13 @@ def test_prototypes_learn_and_keys_do_not():
 def test_a_weight_of_zero_is_no_mask_so_a_nan_key_shows():
     inputs = {**problem(), "key_labels": torch.zeros(3, 4)}
     inputs["key"][0] = torch.nan
-    for impl in ("definition", "tiles"):
+    for impl in ("definition", "direct"):
         assert nws_loss(**{**inputs, "reduction": "mean"}, beta=0.0, eps=0.0, impl=impl).isnan()
 
 
 @pytest.mark.parametrize("void", ["no label", "no negative"])
 @pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize("impl", ["definition", "tiles"])
+@pytest.mark.parametrize("impl", ["definition", "direct"])
 def test_where_no_row_is_valid_every_nan_is_hidden(impl, decoupled, void):
     inputs = inputs_of(0, torch.float64)
     for name in ("query_labels", "key_labels", "queue_labels"):
@@ -521,7 +521,7 @@ def follow(inputs, impl, **options):
     return [value.detach(), *gradients]
 
 
-WAYS = ("definition", "tiles")
+WAYS = ("definition", "direct")
 
 
 def inputs_of(seed, dtype, count=4, temperature=0.3, batch=7, rows=5):
@@ -572,12 +572,31 @@ def test_both_ways_have_the_same_value_and_gradients(references, aggregation):
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "max"])
-@pytest.mark.parametrize(("batch", "rows"), [(97, 1023), (300, 1500)])
-def test_many_queries_and_a_long_queue_are_the_same_both_ways(aggregation, batch, rows):
-    for seed, (decoupled, eps) in enumerate([(True, 0.0), (False, 1e-8)]):
-        inputs = inputs_of(seed, torch.float64, batch=batch, rows=rows)
-        inputs["queue_mask"] = labels(seed, rows, 1, 0.8, filled=False)[:, 0]
+@pytest.mark.parametrize(("count", "density"), [(4, 0.3), (70, 0.03)])
+def test_several_blocks_are_the_same_both_ways(aggregation, count, density, monkeypatch):
+    """With many labels a row and with few, where the products go by lists."""
+    monkeypatch.setattr("sparse_losses.fast.nws.most_scores", lambda device: 100_000)
+    for seed, (decoupled, eps) in enumerate(itertools.product([True, False], [0.0, 1e-8, 2.0])):
+        inputs = inputs_of(seed, torch.float64, batch=97, rows=300, count=count)
+        for name in ("query_labels", "key_labels", "queue_labels"):
+            inputs[name] = labels(seed, len(inputs[name]), count, density, filled=False)
+        inputs["queue_mask"] = labels(seed, 300, 1, 0.8, filled=False)[:, 0]
         same_both_ways(inputs, decoupled=decoupled, eps=eps, aggregation=aggregation)
+
+
+@pytest.mark.parametrize("impl", WAYS)
+def test_the_nan_of_a_row_without_negatives_is_hidden(impl):
+    """Decoupled and exact; the other rows have prototypes to compete with."""
+    inputs = inputs_of(0, torch.float64)
+    inputs["query_labels"] = torch.eye(4).long()[[0, 1, 2, 3, 0, 1, 2]]
+    inputs["query_labels"][2] = 1
+    inputs["key_labels"][:, 0] = inputs["queue_labels"][:, 0] = 1
+    expected = follow(inputs, impl, eps=0.0)
+    inputs["query"][2] = torch.nan
+    for spoilt, plain in zip(follow(inputs, impl, eps=0.0), expected, strict=True):
+        assert torch.equal(spoilt, plain)
+    assert expected[1][[0, 1, 3, 4, 5, 6]].any(dim=1).all()
+    assert not expected[1][2].any()
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -603,7 +622,7 @@ def test_both_ways_hide_the_nan_of_rows_that_are_not_valid_and_no_other(decouple
 @pytest.mark.parametrize("temperature", [1e-4, 0.02, 1e4])
 @pytest.mark.parametrize("eps", [0.0, 1e-30, 1e-8])
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_tiles_are_as_exact_in_single_precision(temperature, eps, decoupled):
+def test_direct_is_as_exact_in_single_precision(temperature, eps, decoupled):
     inputs = inputs_of(3, torch.float32, temperature=temperature)
     inputs["query_labels"] = torch.eye(4).long()[[0, 1, 2, 3, 0, 1, 2]]
     inputs["query"] = inputs["prototype"][[0, 1, 2, 3, 0, 1, 2]] + 0.1 * inputs["query"]
@@ -613,7 +632,7 @@ def test_tiles_are_as_exact_in_single_precision(temperature, eps, decoupled):
         k: v.double() if v is not None and v.is_floating_point() else v for k, v in inputs.items()
     }
     options = {"eps": eps, "decoupled": decoupled}
-    exact, actual = follow(wide, "definition", **options), follow(inputs, "tiles", **options)
+    exact, actual = follow(wide, "definition", **options), follow(inputs, "direct", **options)
     assert actual[0] != 0 or (temperature == 1e-4 and not decoupled)
     for expected, tensor in list(zip(exact, actual, strict=True))[:3]:
         error = (tensor.double() - expected).norm()
@@ -622,9 +641,10 @@ def test_tiles_are_as_exact_in_single_precision(temperature, eps, decoupled):
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "max"])
-def test_tiles_never_hold_all_queries_by_references(aggregation):
+def test_blocks_never_hold_all_queries_by_references(aggregation, monkeypatch):
     from tests.losses.test_contract import Recorder
 
+    monkeypatch.setattr("sparse_losses.fast.nws.most_scores", lambda device: 100_000)
     inputs = problem(batch=2000, width=8, count=12, keys=40, rows=60)
     inputs["query"].requires_grad_()
     inputs["prototype"].requires_grad_()
@@ -636,36 +656,36 @@ def test_tiles_never_hold_all_queries_by_references(aggregation):
             nws_loss(**{**inputs, **options}).backward()
         largest[impl] = seen.largest
     assert largest["definition"] >= everything
-    assert everything / 20 < largest["tiles"] < everything / 5
+    assert everything / 20 < largest["direct"] < everything / 5
 
 
-@pytest.mark.cpu_only
-def test_tiles_say_what_they_cannot_do():
+def test_direct_says_what_it_cannot_do():
     inputs = problem()
-    with pytest.raises(ValueError, match=r'reduction="mean" or "sum" with impl="tiles"'):
-        nws_loss(**inputs, impl="tiles")
+    with pytest.raises(ValueError, match=r'reduction="mean" or "sum" with impl="direct"'):
+        nws_loss(**inputs, impl="direct")
     inputs["reduction"] = "mean"
-    assert nws_loss(**inputs, impl="tiles") != 0
-    meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-    with pytest.raises(ValueError, match="on the CPU, got `query` on meta"):
-        nws_loss(**meta, impl="tiles")
+    assert nws_loss(**inputs, impl="direct") != 0
+    inputs["temperature"] = 1e-31
+    with pytest.raises(ValueError, match="`temperature` from 1e-30 to 1e30, got 1e-31,"):
+        nws_loss(**inputs, impl="direct")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("count", [1, 5, 300])
 @pytest.mark.parametrize("density", [0.0, 0.05, 0.5, 1.0])
-def test_products_with_lists_of_labels_are_products(dtype, count, density):
+def test_products_with_labels_are_products(dtype, count, density):
     some = [labels(seed, rows, count, density, filled=False) for seed, rows in ((1, 6), (2, 9))]
-    lists = LabelLists(*(part.bool() for part in some))
-    hot = torch.cat(some)
-    table = draw(0, count, 5).abs().round(decimals=1).to(dtype)  # with ties
-    product = hot.to(dtype) @ table
-    largest = (hot[:, :, None] * table).amax(1)
-    assert lists.count.tolist() == hot.sum(1).tolist()
-    torch.testing.assert_close(lists.sums(table), product)
-    torch.testing.assert_close(lists.sums_by_label(product), hot.T.to(dtype) @ product)
-    assert torch.equal(lists.largest(table), largest)
-    assert torch.equal(largest_of_labels(table.T, hot.to(dtype)).T, largest)
+    hot = torch.cat(some).to(dtype)
+    values = draw(0, 5, count).abs().round(decimals=1).to(dtype)  # with ties
+    lists = LabelLists.where_they_pay(some, values)
+    assert (lists is not None) == (8 * hot.sum() <= hot.numel())
+    product = hot @ values.T
+    for way in (DenseLabels(hot), lists or DenseLabels(hot)):
+        assert torch.equal(way.count, hot.sum(1, keepdim=True))
+        assert torch.equal(way.dense, hot)
+        torch.testing.assert_close(way.times(values), product)
+        torch.testing.assert_close(way.by_label(product), product.T @ hot)
+    assert torch.equal(largest_of_labels(values, hot), (hot[:, None] * values).amax(-1).T)
 
 
 # Where and when it is made
