@@ -8,10 +8,12 @@ import sys
 
 from benchmarks.report.aims import MIB, judge
 from benchmarks.report.merge import markdown, merge
+from benchmarks.report.reckoned import table as reckoned_table
+from benchmarks.run import reckoned as counting
 from benchmarks.run.measure import TRAINING
 from benchmarks.run.table import RESULTS, ROOT, Row, read
 
-__all__ = ["PAGE", "aims", "main", "objective", "peers"]
+__all__ = ["PAGE", "aims", "main", "objective", "peers", "reckoned"]
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 PEERS = (
@@ -77,6 +79,11 @@ def objective() -> str:
     return markdown((*heading, "memory without gradients, eager and ours"), lines)
 
 
+def reckoned() -> str:
+    """What was counted without a GPU, of ``reckoned.csv``."""
+    return reckoned_table(counting.read(RESULTS / "reckoned.csv"))
+
+
 def _time(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
@@ -84,7 +91,7 @@ def _time(seconds: float) -> str:
 def main() -> int:
     """Replaces every table by the one under the same heading."""
     page = PAGE.read_text(encoding="utf-8")
-    for table in (aims(), peers(), objective()):
+    for table in (aims(), peers(), objective(), reckoned()):
         heading = table.partition("\n")[0]
         old = re.compile(rf"^{re.escape(heading)}\n(?:\|.*\n)+", re.MULTILINE)
         if not old.search(page):

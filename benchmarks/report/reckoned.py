@@ -42,11 +42,16 @@ def _cells(each: Sequence[Row | None]) -> list[str]:
     assert ours is not None
     flops = ours.flops_half + ours.flops_single + ours.flops_double
     return [
-        ", ".join("-" if row is None else f"{row.launches}" for row in each),
+        "; ".join("-" if row is None else f"{row.launches}" for row in each),
         f"{ours.waits}",
-        ", ".join("-" if row is None else f"{row.bytes / 1e6:.3g}" for row in each),
-        ", ".join("-" if row is None else f"{row.peak_bytes / MIB:.3g}" for row in each),
+        "; ".join("-" if row is None else _figure(row.bytes / 1e6) for row in each),
+        "; ".join("-" if row is None else _figure(row.peak_bytes / MIB) for row in each),
         f"{100 * ours.flops_half / flops:.0f}%" if flops else "-",
         f"{plain.h100_seconds / ours.h100_seconds:.2f}",
         f"{plain.a10g_seconds / ours.a10g_seconds:.2f}",
     ]
+
+
+def _figure(number: float) -> str:
+    """Three digits, or all of a whole number."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

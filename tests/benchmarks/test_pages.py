@@ -13,7 +13,7 @@ from benchmarks.run.table import RESULTS, read
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("make", [pages.aims, pages.peers, pages.objective])
+@pytest.mark.parametrize("make", [pages.aims, pages.peers, pages.objective, pages.reckoned])
 def test_benchmarks_shows_what_was_measured(make):
     table = make()
     assert table.count("\n") >= 4
