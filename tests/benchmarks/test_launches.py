@@ -81,7 +81,7 @@ def test_rows_are_read_as_they_were_written_and_the_table_has_them(tmp_path):
     assert [r.h100_seconds for r in back] == pytest.approx([r.h100_seconds for r in rows], 1e-3)
     lines = table(back).splitlines()
     ours, plain = (next(r for r in rows if r.variant == name) for name in ("ours", "eager"))
-    assert lines[2].startswith(f"| n_pair | B=5 D=8 | {plain.launches}, {ours.launches}, ")
+    assert lines[2].startswith(f"| n_pair | B=5 D=8 | {plain.launches}; {ours.launches}; ")
     assert f"{plain.h100_seconds / ours.h100_seconds:.2f}" in lines[2]
     assert len(lines) == 3, "a row without figures is none of the table's"
 
