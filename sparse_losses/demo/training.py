@@ -103,7 +103,7 @@ class Run:
             if "flops" in settings.without:
                 raise UserError("--target-active steers the weight of flops: drop --without flops")
             self.controllers[side] = SparsityController(
-                self.objective, f"{side}_flops", target_active=target, window=20
+                self.objective, f"{side}_flops", target_active=target
             )
             self.held_out[side] = self.tokens.ids(
                 [getattr(pair, side) for row in corpus.validation for pair in row.pairs]
