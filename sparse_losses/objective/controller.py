@@ -20,11 +20,12 @@ __all__ = ["CollapseError", "SparsityController"]
 _log = logging.getLogger("sparse_losses")
 
 SMALLEST_SHARE = 1e-6  # of the weight it starts with; what is reached there is called 0
-NEGLIGIBLE_SHARE = 0.01  # from where on down it is not the term that keeps the text sparse
+NEGLIGIBLE_SHARE = 0.1  # from where on down it is not the term that keeps the text sparse
 # A crash: so many times fewer, so many steps from now, and so many times below the target then.
 CRASH, AHEAD = 1.5, 8
 FAR = 2.0  # a logarithm of active to target: no steeper fall is asked for from further away
-HASTE = 2.0  # below the target: dimensions that have gone out hardly come back
+STILL, PATIENCE = 0.02, 0.25  # a relative change; a share of the pace
+HASTE = 2.0  # times the pace up is that down: dimensions that have gone out hardly come back
 CRASH_STEPS = 5  # in which the weight makes up for all of what will be too few
 ROOM = 0.1  # around the target, relative
 SHRUNK = 0.1  # times the first mean activation
@@ -113,8 +114,8 @@ class SparsityController:
         start: float | None = None,
         maximum: float | None = None,
         ignore_steps: int = 20,
-        gain: float = 0.06,
-        horizon: float = 25.0,
+        gain: float = 0.08,
+        horizon: float = 20.0,
         window: float = 8.0,
         every: int = 5,
         dead_share: float = 0.01,
@@ -280,12 +281,23 @@ class SparsityController:
             return 0.0
         return self.every * too_few / CRASH_STEPS
 
+    def _most(self) -> float:
+        """How fast the weight may rise: slowly while texts are as they were at first.
+
+        All dimensions are on then, say, and what the weight does to them cannot be seen yet.
+        """
+        assert self._first is not None
+        assert self._active is not None
+        has_moved = abs(math.log(self._active / self._first[0])) > STILL
+        return 1.0 if has_moved else PATIENCE
+
     def _steer(self) -> None:
         assert self._error is not None
         pace, crash = self.gain * self.every, self._crash()
-        haste = HASTE if self._error < 0 else 1.0
-        ahead = haste * min(max(self._error, -FAR), FAR) + self.horizon * self._trend
-        change = pace * min(max(ahead, -haste), 1.0)
+        ahead = min(max(self._error, -FAR), FAR) + self.horizon * self._trend
+        change = pace * min(max(ahead, -HASTE), self._most())
+        if self._error < 0 and self.horizon * self._trend > ROOM:  # it is on its way back
+            change = max(change, 0.0)
         if crash:
             change = min(change, -crash)
         if self._is_dying:
