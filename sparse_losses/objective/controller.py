@@ -23,9 +23,9 @@ SMALLEST_SHARE = 1e-6  # of the weight it starts with; what is reached there is 
 NEGLIGIBLE_SHARE = 0.1  # from where on down it is not the term that keeps the text sparse
 # A crash: so many times fewer, so many steps from now, and so many times below the target then.
 CRASH, AHEAD = 1.5, 8
-FAR = 2.0  # a logarithm of active to target: no steeper fall is asked for from further away
 STILL, PATIENCE = 0.02, 0.25  # a relative change; a share of the pace
-HASTE = 2.0  # times the pace up is that down: dimensions that have gone out hardly come back
+FAR = 0.6  # of log(active / target): from there a fall is no reason to lower the weight
+HASTE = 2.0  # times the pace, well below the target: what has gone out hardly comes back
 CRASH_STEPS = 5  # in which the weight makes up for all of what will be too few
 ROOM = 0.1  # around the target, relative
 SHRUNK = 0.1  # times the first mean activation
@@ -114,8 +114,8 @@ class SparsityController:
         start: float | None = None,
         maximum: float | None = None,
         ignore_steps: int = 20,
-        gain: float = 0.08,
-        horizon: float = 20.0,
+        gain: float = 0.06,
+        horizon: float = 25.0,
         window: float = 8.0,
         every: int = 5,
         dead_share: float = 0.01,
@@ -294,9 +294,11 @@ class SparsityController:
     def _steer(self) -> None:
         assert self._error is not None
         pace, crash = self.gain * self.every, self._crash()
-        ahead = min(max(self._error, -FAR), FAR) + self.horizon * self._trend
-        change = pace * min(max(ahead, -HASTE), self._most())
-        if self._error < 0 and self.horizon * self._trend > ROOM:  # it is on its way back
+        ahead = self._error + self.horizon * self._trend
+        haste = HASTE if self._error < math.log1p(-ROOM) else 1.0
+        change = pace * haste * min(max(ahead, -1.0), self._most())
+        is_coming_back = self._error < 0 and self.horizon * self._trend > ROOM
+        if self._error > FAR or is_coming_back:
             change = max(change, 0.0)
         if crash:
             change = min(change, -crash)

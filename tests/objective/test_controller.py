@@ -141,7 +141,7 @@ def test_in_a_crash_the_weight_falls_faster_than_it_may_rise():
         said = {_look(controller, _rows(active)) for _ in range(10)}
         change = math.log(objective.weights["document_flops"] / before)
         if is_crash is None:  # on its way through the target, and not there yet
-            assert change < 0
+            assert change <= 0
             continue
         assert (change < -2 * 10 * controller.gain) == is_crash, active
         assert any(status.startswith("backing off") for status in said) == is_crash
@@ -178,7 +178,7 @@ def test_a_few_odd_batches_are_no_crash(usual, odd, steps, is_crash):
         (lambda rng: math.exp(rng.gauss(0, 0.2)), 0.1),
         (lambda rng: math.exp(rng.gauss(0, 0.5)), 0.4),
         (lambda rng: 0.1 if rng.random() < 0.02 else 1.0, 0.3),  # one look in fifty
-        (lambda rng: rng.choice([1.0, 0.4]), 0.7),  # of which 0.63 is the geometric mean
+        (lambda rng: rng.choice([1.0, 0.4]), 0.8),  # of which 0.63 is the geometric mean
     ],
 )
 def test_batches_that_differ_are_no_crash(every, noise, within):
@@ -324,18 +324,25 @@ SLOPE = (1 - math.exp(-0.5)) ** 2 / 2  # a step's, of the surprise
     ("looks", "horizon", "pull"),
     [
         ([110], 20.0, math.log(1.1)),
-        ([90], 20.0, math.log(0.9)),
+        ([91], 20.0, math.log(0.91)),
         ([900], 20.0, 0.25),  # nothing has moved yet
         ([900, 870], 20.0, 1.0),
         ([900, 900, 890], 20.0, 0.25),
-        ([60], 20.0, math.log(0.6)),
-        ([60, 61], 0.0, math.log(0.6) + (1 - math.exp(-1.0)) * math.log(61 / 60)),
+        ([89], 20.0, 2 * math.log(0.89)),
+        ([60], 20.0, 2 * math.log(0.6)),
+        ([60, 61], 0.0, 2 * math.log(0.6) + 2 * (1 - math.exp(-1.0)) * math.log(61 / 60)),
         ([60, 80], 10.0, 0.0),  # on its way back
         ([10], 20.0, -2.0),
-        ([999, 700], 60.0, 2.0 + 60 * SLOPE * math.log(700 / 999)),
+        (
+            [999, 700],
+            60.0,
+            math.log(9.99) + (1 - math.exp(-1.0) + 60 * SLOPE) * math.log(700 / 999),
+        ),
+        ([150, 110], 60.0, -1.0),
+        ([300, 200], 60.0, 0.0),  # far away still
         ([110, 110], 20.0, math.log(1.1)),
         ([110, 100], 20.0, math.log(1.1) * (math.exp(-1.0) - 20 * SLOPE)),
-        ([200, 180], 50.0, math.log(2) + (1 - math.exp(-1.0) + 50 * SLOPE) * math.log(0.9)),
+        ([170, 160], 50.0, math.log(1.7) + (1 - math.exp(-1.0) + 50 * SLOPE) * math.log(160 / 170)),
     ],
 )
 def test_the_last_step_is_what_the_formula_says(looks, horizon, pull):
