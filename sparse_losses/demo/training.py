@@ -27,6 +27,9 @@ from sparse_losses.demo.options import STEPS, UserError
 from sparse_losses.demo.tokens import VOCAB_SIZE, Tokens, pad
 
 
+LOOKED_AT = 128  # held-out texts a look: half as many differ too much from look to look
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """Everything that decides the figures of a run on given data and one thread."""
@@ -159,7 +162,8 @@ class Run:
             # The target is for texts never trained on: documents are longer there.
             if self.step % controller.every == 0:
                 texts = self.held_out[side]
-                looked_at = [texts[(self.step * 64 + n) % len(texts)] for n in range(64)]
+                first = self.step * LOOKED_AT
+                looked_at = [texts[(first + n) % len(texts)] for n in range(LOOKED_AT)]
                 with torch.no_grad():
                     controller.observe(self.model(pad(looked_at)))
             controller.step()
