@@ -26,7 +26,6 @@ from sparse_losses.demo.objective import Weights, loss_of, make_objective, make_
 from sparse_losses.demo.options import STEPS, UserError
 from sparse_losses.demo.tokens import VOCAB_SIZE, Tokens, pad
 
-
 LOOKED_AT = 128  # held-out texts a look: half as many differ too much from look to look
 
 

@@ -26,7 +26,6 @@ CRASH, AHEAD = 1.5, 8
 STILL, PATIENCE = 0.02, 0.25  # a relative change; a share of the pace
 FAR = 0.6  # of log(active / target): from there a fall is no reason to lower the weight
 HASTE = 2.0  # times the pace, well below the target: what has gone out hardly comes back
-CRASH_STEPS = 5  # in which the weight makes up for all of what will be too few
 ROOM = 0.1  # around the target, relative
 SHRUNK = 0.1  # times the first mean activation
 
@@ -56,18 +55,22 @@ class SparsityController:
     rows that have any, and $\dot e$ its trend (both smoothed over ``window`` optimiser steps,
     without lagging behind a steady fall), for every step
 
-    $$\log \lambda \leftarrow \log \lambda
-    + g \, \mathrm{clip}(\mathrm{clip}(e, -2, 2) + h\, \dot e, -1, 1)$$
+    $$\log \lambda \leftarrow \log \lambda + g \, \mathrm{clip}(e + h\, \dot e, -1, 1)$$
 
     so that $\lambda$ moves by a factor of at most $e^g$ a step (tenfold in 38 steps for
     $g = 0.06$), rises while the text is too dense, and stops to rise as soon as the trend $\dot e$
-    will bring it home within $h$ steps. A fall that will go through the target, to two thirds of it
-    within eight steps, is a crash, and the lower bound of the clip gives way; one that will stay
-    above is none, however fast, since a contrastive loss prunes a dense text that way by itself.
+    will bring it home within $h$ steps. At 10% and more below the target it moves twice as fast.
+    It rises at a quarter of the pace while texts are as they were at first, does not fall at 1.8
+    times the target and more, and not while they come back from below.
+
+    A fall that will go through the target, to two thirds of it within eight steps, is a crash, and
+    the weight falls by what will be missing. One that will stay above is none, however fast: a
+    contrastive loss prunes a dense text that way by itself.
+
     $\lambda$ stays between a millionth of its start (which counts as 0: the term is left out) and
-    ``maximum``; at a bound it waits there, and nothing winds up. Where a hundredth of the start is
-    left and fewer are active still, without a trend to more, the target is reported as unreachable:
-    the other losses alone leave fewer.
+    ``maximum``; at a bound it waits there, and nothing winds up. Where a tenth of the start is left
+    and fewer are active still, without a trend to more, the target is reported as unreachable: the
+    other losses alone leave fewer.
 
     What it counts are dimensions above 0. A model that can make all activations small at once (a
     gate, a scale) satisfies FLOPS that way, and no dimension goes out. It is reported as
@@ -157,6 +160,7 @@ class SparsityController:
         self._error: float | None = None
         self._trend = 0.0
         self._active: float | None = None  # what the level stands for
+        self._cut = 0.0  # what the weight's logarithm lost to the crash that goes on
         # Shares of dead rows: at the last look, on average, at the first one.
         self._dead = self._usually_dead = 0.0
         self._first_dead: float | None = None
@@ -273,13 +277,11 @@ class SparsityController:
         self._active = self.target_active * math.exp(self._error)
 
     def _crash(self) -> float:
-        """What to take from the weight's logarithm; 0 unless that is more than it may move."""
+        """By how much, in logarithms, a crash will end too low; 0 if there is none."""
         assert self._error is not None
         fall = -AHEAD * self._trend
         too_few = fall - self._error - math.log(CRASH)
-        if fall < math.log(CRASH) or too_few < self.gain * CRASH_STEPS:
-            return 0.0
-        return self.every * too_few / CRASH_STEPS
+        return max(too_few, 0.0) if fall > math.log(CRASH) else 0.0
 
     def _most(self) -> float:
         """How fast the weight may rise: slowly while texts are as they were at first.
@@ -300,8 +302,10 @@ class SparsityController:
         is_coming_back = self._error < 0 and self.horizon * self._trend > ROOM
         if self._error > FAR or is_coming_back:
             change = max(change, 0.0)
+        # What was made up for already is still on its way: texts follow the weight with a lag.
+        cut, self._cut = crash - self._cut, max(crash, self._cut) if crash else 0.0
         if crash:
-            change = min(change, -crash)
+            change = min(change, -cut) if cut > 0 else min(change, 0.0)
         if self._is_dying:
             change = min(change, -math.log(2.0))
         elif self._dead > (self._first_dead or 0.0) + self.dead_share:
@@ -425,6 +429,7 @@ class SparsityController:
             "active": self._active,
             "error": self._error,
             "trend": self._trend,
+            "cut": self._cut,
             "dead": [self._dead, self._usually_dead, self._first_dead],
             "is_dying": self._is_dying,
             "silent_steps": self._silent_steps,
@@ -451,6 +456,7 @@ class SparsityController:
             raise ValueError(f"expected the state for {self.term!r}, got {state['term']!r}'s")
         self._steps, self._log_ratio = state["steps"], state["log_ratio"]
         self._active, self._error, self._trend = state["active"], state["error"], state["trend"]
+        self._cut = state["cut"]
         self._dead, self._usually_dead, self._first_dead = state["dead"]
         self._is_dying, self._silent_steps = state["is_dying"], state["silent_steps"]
         self._last_healthy_step = state["last_healthy_step"]
