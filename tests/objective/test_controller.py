@@ -148,6 +148,18 @@ def test_in_a_crash_the_weight_falls_faster_than_it_may_rise():
     assert controller.report()["active"] == pytest.approx(12, rel=0.1), "hardly any average"
 
 
+def test_a_crash_is_made_up_for_once():
+    """A weight a hundred times too large: it falls by what is missing, and finds back."""
+    objective, controller = _controller(start=3.0, target_active=64, every=5, ignore_steps=20)
+    training = _Training(objective, 500, 900.0, 10, 0.7)
+    weights = []
+    for _ in range(500):
+        _look(controller, training.step())
+        weights.append(objective.weights["document_flops"])
+    assert 0.03 < min(weights) < 0.5
+    assert training.active == pytest.approx(64, rel=0.1)
+
+
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("target", [50, 100])
 def test_a_fall_that_ends_above_the_target_is_no_crash(every, target):
