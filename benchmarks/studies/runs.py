@@ -25,9 +25,17 @@ Result = dict[str, Any]
 
 
 def study_parser(
-    name: str, description: str, variants: Sequence[str], *, steps: int, only: Sequence[str] = ()
+    name: str,
+    description: str,
+    variants: Sequence[str],
+    *,
+    steps: int | Sequence[int],
+    only: Sequence[str] = (),
 ) -> argparse.ArgumentParser:
-    """The options of a study; ``only`` are the variants that it trains by default."""
+    """The options of a study; ``only`` are the variants that it trains by default.
+
+    Where ``steps`` are several numbers, every one is a training of its own.
+    """
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.studies.{name}",
         description=f"{description} Finished runs are kept: repeat the command to go on where it "
@@ -43,7 +51,13 @@ def study_parser(
         help="one training of every variant for each (default: 0 1 2)",
     )
     add("--jobs", type=whole(1), default=1, help="trainings at once (default: %(default)s)")
-    add("--steps", type=whole(1), default=steps, help="of every training (default: %(default)s)")
+    add(
+        "--steps",
+        type=whole(1),
+        nargs=None if isinstance(steps, int) else "+",
+        default=steps,
+        help="of every training (default: %(default)s)",
+    )
     add(
         "--output",
         type=Path,

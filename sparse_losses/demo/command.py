@@ -17,18 +17,26 @@ from rich.text import Text
 
 import sparse_losses
 from sparse_losses import CollapseError, Finding
-from sparse_losses.demo import docstrings, report
+from sparse_losses.demo import debian, docstrings, report
 from sparse_losses.demo.corpus import read_pairs
 from sparse_losses.demo.evaluation import Index, measure, top_tokens
 from sparse_losses.demo.model import ModelSize
 from sparse_losses.demo.options import UserError, writable_folder
 from sparse_losses.demo.training import Run, Settings, Step
 
-EXAMPLES = (
-    "shortest path between two nodes",
-    "inverse of a matrix",
-    "remove spaces from both ends",
-)
+EXAMPLES = {
+    "docstrings": (
+        "shortest path between two nodes",
+        "inverse of a matrix",
+        "remove spaces from both ends",
+    ),
+    "debian": (
+        "play chess against the computer",
+        "find duplicate files",
+        "draw a graph of nodes and edges",
+    ),
+}
+LOADERS = {"docstrings": docstrings, "debian": debian}
 FIRST_LOOK = 10  # a weight that is far off shows before its damage does; then every 50 steps
 SIDES = {"document": "Documents", "query": "Queries"}
 
@@ -50,8 +58,8 @@ def execute(options: argparse.Namespace) -> None:
     if options.pairs:
         corpus = read_pairs(options.pairs)
     else:
-        with console.status("Reading the docstrings of your Python"):
-            corpus = docstrings.load()
+        with console.status(f"Reading the corpus: {options.corpus}"):
+            corpus = LOADERS[options.corpus].load()
     sizes = {part: len(getattr(corpus, part)) for part in ("train", "validation", "test")}
     sizes["train pairs"] = sum(len(row.pairs) for row in corpus.train)
     console.print(
@@ -85,12 +93,14 @@ def execute(options: argparse.Namespace) -> None:
 
     with console.status("Indexing all documents"):
         index = Index(run, corpus)
-    questions = options.query or ([] if options.pairs else list(EXAMPLES))
+    questions = options.query or ([] if options.pairs else EXAMPLES[options.corpus])
     answers = {question: index.search(question) for question in questions}
     for question, found in answers.items():
         report.show_answers(console, question, found)
 
-    report.show_limits(console, settings, docstrings=options.pairs is None)
+    report.show_limits(
+        console, settings, docstrings=not options.pairs and options.corpus == "docstrings"
+    )
     report.draw(folder / "training.png", run, figures)
     seconds = {"training": run.seconds, "this call": time.perf_counter() - started}
     content = {

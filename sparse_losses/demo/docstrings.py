@@ -18,11 +18,11 @@ import re
 import sysconfig
 import types
 import warnings
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from sparse_losses.demo.corpus import Corpus, Pair, Row, split
+from sparse_losses.demo.texts import cut, is_prose, unique, without_name
 
 PACKAGES = ("torch", "numpy", "sympy", "networkx")
 TASKS = ("name → document", "summary → rest")
@@ -46,9 +46,6 @@ _SKIPPED_FOLDERS = _words(
 MINIMUM_BODY_WORDS = 20
 MINIMUM_DOCUMENT_WORDS = 12
 SUMMARY_WORDS = range(4, 26)
-LONGEST_TEXT = 160
-NEAR_DUPLICATE = 0.35
-_COMMON_SHINGLE = 60
 
 Docstring = tuple[str, str]  # qualified name, raw text
 
@@ -275,16 +272,6 @@ def spoken(name: str) -> str:
     return " ".join(_CAMEL.sub(" ", name.replace("_", " ")).split())
 
 
-def without_name(text: str, name: str) -> str:
-    """Take an object's own name out of a text, in any case.
-
-    >>> without_name("Sum of array elements, see Sum.", "sum")
-    'of array elements, see .'
-    """
-    own = rf"(?<!\w){re.escape(name)}(?!\w)"
-    return " ".join(re.sub(own, " ", text, flags=re.IGNORECASE).split())
-
-
 def to_rows(docstrings: Iterable[Docstring]) -> list[Row]:
     """Clean docstrings, drop duplicates, and make the pairs of both tasks.
 
@@ -299,67 +286,22 @@ def to_rows(docstrings: Iterable[Docstring]) -> list[Row]:
             continue
         seen.add(docstring)
         summary, body = clean(docstring)
-        text = _cut(f"{summary} {body}")
-        if len(text.split()) >= MINIMUM_DOCUMENT_WORDS and _is_prose(text):
+        text = cut(f"{summary} {body}")
+        if len(text.split()) >= MINIMUM_DOCUMENT_WORDS and is_prose(text):
             candidates.append((name, summary, body))
     rows = []
-    for name, summary, body in _unique(candidates):
+    for name, summary, body in unique(candidates):
         leaf = name.rpartition(".")[2]
         text = f"{summary.rstrip('.')}. {body}" if body else summary
-        document = _cut(without_name(text, leaf))
-        rest = _cut(without_name(body, leaf))
+        document = cut(without_name(text, leaf))
+        rest = cut(without_name(body, leaf))
         pairs = []
         if len(document.split()) >= MINIMUM_DOCUMENT_WORDS and len(leaf) > 1:
             pairs.append(Pair(0, spoken(leaf), document))
         if len(summary.split()) in SUMMARY_WORDS and len(rest.split()) >= MINIMUM_BODY_WORDS:
             pairs.append(Pair(1, without_name(summary, leaf), rest))
         if pairs:
-            indexed = _cut(f"{spoken(leaf)}. {text}")
+            indexed = cut(f"{spoken(leaf)}. {text}")
             group = spoken(leaf).lower()
             rows.append(Row(name, group, tuple(pairs), indexed))
     return rows
-
-
-def _cut(text: str) -> str:
-    return " ".join(text.split()[:LONGEST_TEXT])
-
-
-def _is_prose(text: str) -> bool:
-    visible = text.replace(" ", "")
-    return sum(map(str.isalpha, visible)) >= 0.75 * len(visible)
-
-
-def _unique(entries: list[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
-    """Keep the first of entries with the same opening, or with much the same three-word runs."""
-    openings = set()
-    shingled: list[tuple[tuple[str, str, str], frozenset[int]]] = []
-    spread: Counter[int] = Counter()
-    numbers: dict[tuple[str, ...], int] = {}
-    for entry in entries:
-        words = re.findall(r"\w+", f"{entry[1]} {entry[2]}".lower())[:LONGEST_TEXT]
-        opening = tuple(words[:12])
-        if opening in openings:
-            continue
-        openings.add(opening)
-        runs = zip(words, words[1:], words[2:], strict=False)
-        shingles = frozenset(numbers.setdefault(run, len(numbers)) for run in runs)
-        spread.update(shingles)
-        shingled.append((entry, shingles))
-    holders: dict[int, list[int]] = defaultdict(list)
-    sizes: list[int] = []
-    for entry, shingles in shingled:
-        shared = Counter(
-            holder
-            for shingle in shingles
-            if spread[shingle] <= _COMMON_SHINGLE
-            for holder in holders[shingle]
-        )
-        if any(
-            common >= NEAR_DUPLICATE * (len(shingles) + sizes[holder] - common)
-            for holder, common in shared.items()
-        ):
-            continue
-        for shingle in shingles:
-            holders[shingle].append(len(sizes))
-        sizes.append(len(shingles))
-        yield entry

@@ -17,13 +17,19 @@ from sparse_losses.demo.tokens import Batch
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-    """How large the transformer is, and how much of a token's first embedding is its spelling."""
+    """How large the transformer is, and what it starts from.
+
+    Attributes:
+        spelling: how much of a token's first embedding is its spelling.
+        bias: of every dimension at the start; at 0 all of them are faintly active.
+    """
 
     hidden: int = 128
     layers: int = 2
     heads: int = 4
     max_length: int = MAX_LENGTH
     spelling: float = 0.5
+    bias: float = 0.0
 
 
 class SparseEncoder(nn.Module):
@@ -49,7 +55,7 @@ class SparseEncoder(nn.Module):
         self.embedding = nn.Parameter(F.normalize(direction, dim=1) * length)
         self.position = nn.Parameter(torch.randn(size.max_length, hidden) * 0.1)
         self.layers = nn.ModuleList(Layer(hidden, size.heads) for _ in range(size.layers))
-        self.bias = nn.Parameter(torch.zeros(vocab_size))
+        self.bias = nn.Parameter(torch.full((vocab_size,), size.bias))
 
     def forward(self, batch: Batch) -> Tensor:
         """Activations ``[B, V]``: ``max_s log1p(relu(hidden_s . embedding_v + bias_v))``."""

@@ -13,6 +13,7 @@ from pathlib import Path
 TERMS = ("info_nce", "flops", "min_activation", "self_reconstruction", "positive_activation")
 INGREDIENTS = ("special_penalty", "stopword_penalty", "idf", "warmup", "spelling")
 SWITCHES = (*TERMS, *INGREDIENTS)
+CORPORA = ("docstrings", "debian")
 STEPS = 500
 MAX_LENGTH = 64
 EXTRA = ("bm25s", "matplotlib", "rich", "tokenizers")
@@ -56,7 +57,15 @@ def make_parser() -> argparse.ArgumentParser:
         help="steer the documents' FLOPS weight so that a document keeps N active dimensions",
     )
     add("--target-active-query", type=whole(1), metavar="N", help="the same for the queries")
-    add(
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--corpus",
+        choices=CORPORA,
+        default=CORPORA[0],
+        help="the docstrings, or the titles and descriptions of Debian's packages as apt lists "
+        "them on a Debian or Ubuntu machine (default: %(default)s)",
+    )
+    source.add_argument(
         "--pairs",
         type=Path,
         metavar="FILE.tsv",

@@ -26,6 +26,8 @@ from sparse_losses.demo.objective import Weights, loss_of, make_objective, make_
 from sparse_losses.demo.options import STEPS, UserError
 from sparse_losses.demo.tokens import VOCAB_SIZE, Tokens, pad
 
+LOOKED_AT = 128  # held-out texts a look: half as many differ too much from look to look
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -103,7 +105,7 @@ class Run:
             if "flops" in settings.without:
                 raise UserError("--target-active steers the weight of flops: drop --without flops")
             self.controllers[side] = SparsityController(
-                self.objective, f"{side}_flops", target_active=target, window=20
+                self.objective, f"{side}_flops", target_active=target
             )
             self.held_out[side] = self.tokens.ids(
                 [getattr(pair, side) for row in corpus.validation for pair in row.pairs]
@@ -159,7 +161,8 @@ class Run:
             # The target is for texts never trained on: documents are longer there.
             if self.step % controller.every == 0:
                 texts = self.held_out[side]
-                looked_at = [texts[(self.step * 64 + n) % len(texts)] for n in range(64)]
+                first = self.step * LOOKED_AT
+                looked_at = [texts[(first + n) % len(texts)] for n in range(LOOKED_AT)]
                 with torch.no_grad():
                     controller.observe(self.model(pad(looked_at)))
             controller.step()

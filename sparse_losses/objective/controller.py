@@ -21,10 +21,12 @@ __all__ = ["CollapseError", "SparsityController"]
 _log = logging.getLogger("sparse_losses")
 
 SMALLEST_SHARE = 1e-6  # of the weight it starts with; what is reached there is called 0
-NEGLIGIBLE_SHARE = 0.01  # from where on down it is not the term that keeps the text sparse
-BELIEVED_FALL = 1.5  # times what a look found, below the average
-# So many times fewer than the average, over so many steps: more than batches differ by.
-CRASH, CRASH_STEPS = 4.0, 5
+NEGLIGIBLE_SHARE = 0.1  # from where on down it is not the term that keeps the text sparse
+# A crash: so many times fewer, so many steps from now, and so many times below the target then.
+CRASH, AHEAD = 1.5, 8
+STILL, PATIENCE = 0.02, 0.25  # a relative change; a share of the pace
+FAR = 0.6  # of log(active / target): from there a fall is no reason to lower the weight
+HASTE = 2.0  # times the pace, well below the target: what has gone out hardly comes back
 ROOM = 0.1  # around the target, relative
 SHRUNK = 0.1  # times the first mean activation
 
@@ -50,20 +52,26 @@ class CollapseError(RuntimeError):
 class SparsityController:
     r"""Steers the weight of a FLOPS term so that a text keeps ``target_active`` dimensions.
 
-    With $a$ the mean number of active dimensions of the rows that have any (a moving average over
-    ``window`` optimiser steps) and $e = \log(a / \mathrm{target})$, for every step
+    With $e = \log(a / \mathrm{target})$, where $a$ is the mean number of active dimensions of the
+    rows that have any, and $\dot e$ its trend (both smoothed over ``window`` optimiser steps,
+    without lagging behind a steady fall), for every step
 
     $$\log \lambda \leftarrow \log \lambda + g \, \mathrm{clip}(e + h\, \dot e, -1, 1)$$
 
-    so that $\lambda$ moves by a factor of at most $e^g$ a step (tenfold in 46 steps for
-    $g = 0.05$), rises while the text is too dense, and stops to rise as soon as the trend $\dot e$
-    will bring it home within $h$ steps. Looks far below the average for five steps, fourfold and
-    more than $\lambda$ at that pace can have caused, are a crash: the average is given up for them,
-    and once the lower bound of the clip.
+    so that $\lambda$ moves by a factor of at most $e^g$ a step (tenfold in 38 steps for
+    $g = 0.06$), rises while the text is too dense, and stops to rise as soon as the trend $\dot e$
+    will bring it home within $h$ steps. At 10% and more below the target it moves twice as fast.
+    It rises at a quarter of the pace while texts are as they were at first, does not fall at 1.8
+    times the target and more, and not while they come back from below.
+
+    A fall that will go through the target, to two thirds of it within eight steps, is a crash, and
+    the weight falls by what will be missing. One that will stay above is none, however fast: a
+    contrastive loss prunes a dense text that way by itself.
+
     $\lambda$ stays between a millionth of its start (which counts as 0: the term is left out) and
-    ``maximum``; at a bound it waits there, and nothing winds up. Where a hundredth of the start is
-    left and fewer are active still, without a trend to more, the target is reported as unreachable:
-    the other losses alone leave fewer.
+    ``maximum``; at a bound it waits there, and nothing winds up. Where a tenth of the start is left
+    and fewer are active still, without a trend to more, the target is reported as unreachable: the
+    other losses alone leave fewer.
 
     What it counts are dimensions above 0. A model that can make all activations small at once (a
     gate, a scale) satisfies FLOPS that way, and no dimension goes out. It is reported as
@@ -84,7 +92,7 @@ class SparsityController:
         ignore_steps: optimiser steps before the first change.
         gain: $g$, > 0.
         horizon: $h$, in optimiser steps.
-        window: optimiser steps of the moving average.
+        window: optimiser steps over which looks are smoothed.
         every: steps between two looks at the numbers. What an accelerator counted is read a step
             later, so that training never waits for it.
         dead_share: of rows, in [0, 1).
@@ -111,9 +119,9 @@ class SparsityController:
         start: float | None = None,
         maximum: float | None = None,
         ignore_steps: int = 20,
-        gain: float = 0.05,
-        horizon: float = 50.0,
-        window: float = 10.0,
+        gain: float = 0.06,
+        horizon: float = 25.0,
+        window: float = 8.0,
         every: int = 5,
         dead_share: float = 0.01,
     ) -> None:
@@ -151,16 +159,15 @@ class SparsityController:
         self._sent: Later[list[float]] | None = None  # a look that is on its way to the host
         self._steps = 0
         self._log_ratio = 0.0  # of the weight to its start
-        self._active: float | None = None
+        # Of log(active / target): its level and what a step changes, smoothed.
         self._error: float | None = None
         self._trend = 0.0
+        self._active: float | None = None  # what the level stands for
+        self._cut = 0.0  # what the weight's logarithm lost to the crash that goes on
         # Shares of dead rows: at the last look, on average, at the first one.
         self._dead = self._usually_dead = 0.0
         self._first_dead: float | None = None
         self._is_dying, self._silent_steps = False, 0
-        # Steps through which the looks were far below the average before them, and that average.
-        self._low_steps, self._before = 0, 0.0
-        self._is_crashing = False
         self._first: tuple[float, float] | None = None  # active dimensions, mean activation
         self._mean_activation = 0.0
         self._last_healthy_step: int | None = None
@@ -236,7 +243,7 @@ class SparsityController:
         if self._first is None:
             self._first = active / live, self._mean_activation
         self._look(active / live)
-        if self._steps > self.ignore_steps or self._is_crashing or self._is_dying:
+        if self._steps > self.ignore_steps or self._crash() > 0 or self._is_dying:
             self._steer()
 
     def _share(self) -> None:
@@ -266,37 +273,51 @@ class SparsityController:
 
     @property
     def _share_of_a_look(self) -> float:
-        """In the moving averages."""
+        """In the average share of dead rows."""
         return 1 - math.exp(-self.every / self.window)
 
     def _look(self, active: float) -> None:
-        """Takes a new mean into the moving averages."""
-        average = active if self._active is None else self._active
-        if not self._low_steps:
-            self._before = average
-        # The average is `window` steps behind; by so much can a weight that moves lower it.
-        by_itself = BELIEVED_FALL * math.exp(self.gain * self.window)
-        is_low = max(CRASH, by_itself) * active < self._before
-        self._low_steps = self._low_steps + self.every if is_low else 0
-        self._is_crashing = self._low_steps >= CRASH_STEPS
-        if self._is_crashing:
-            self._low_steps = 0
-        share = 1.0 if self._is_crashing else self._share_of_a_look
-        self._active = average + share * (active - average)
-        # A fall is believed before the average has followed: it may go on to zero.
-        error = math.log(min(self._active, BELIEVED_FALL * active) / self.target_active)
-        if self._error is not None:
-            self._trend += share * ((error - self._error) / self.every - self._trend)
-        self._error = error
+        """Takes a new mean into level and trend, as Holt's smoothing does."""
+        error = math.log(active / self.target_active)
+        if self._error is None:
+            self._error, self._active = error, active
+            return
+        kept = math.exp(-self.every / self.window)
+        expected = self._error + self.every * self._trend
+        self._error = expected + (1 - kept**2) * (error - expected)
+        self._trend += (1 - kept) ** 2 * (error - expected) / self.every
+        self._active = self.target_active * math.exp(self._error)
+
+    def _crash(self) -> float:
+        """By how much, in logarithms, a crash will end too low; 0 if there is none."""
+        assert self._error is not None
+        fall = -AHEAD * self._trend
+        too_few = fall - self._error - math.log(CRASH)
+        return max(too_few, 0.0) if fall > math.log(CRASH) else 0.0
+
+    def _most(self) -> float:
+        """How fast the weight may rise: slowly while texts are as they were at first.
+
+        All dimensions are on then, say, and what the weight does to them cannot be seen yet.
+        """
+        assert self._first is not None
+        assert self._active is not None
+        has_moved = abs(math.log(self._active / self._first[0])) > STILL
+        return 1.0 if has_moved else PATIENCE
 
     def _steer(self) -> None:
         assert self._error is not None
-        assert self._active is not None
-        pace = self.gain * self.every
-        change = pace * min(self._error + self.horizon * self._trend, 1.0)
-        if not self._is_crashing:
-            change = max(change, -pace)
-        is_braked = change < -pace
+        pace, crash = self.gain * self.every, self._crash()
+        ahead = self._error + self.horizon * self._trend
+        haste = HASTE if self._error < math.log1p(-ROOM) else 1.0
+        change = pace * haste * min(max(ahead, -1.0), self._most())
+        is_coming_back = self._error < 0 and self.horizon * self._trend > ROOM
+        if self._error > FAR or is_coming_back:
+            change = max(change, 0.0)
+        # What was made up for already is still on its way: texts follow the weight with a lag.
+        cut, self._cut = crash - self._cut, max(crash, self._cut) if crash else 0.0
+        if crash:
+            change = min(change, -cut) if cut > 0 else min(change, 0.0)
         if self._is_dying:
             change = min(change, -math.log(2.0))
         elif self._dead > (self._first_dead or 0.0) + self.dead_share:
@@ -306,15 +327,16 @@ class SparsityController:
         low, high = math.log(SMALLEST_SHARE), math.log(self.maximum / self.start)
         self._log_ratio = min(max(self._log_ratio + change, low), high)
         self._write()
+        waver = 2.0 if self._status.startswith("unreachable") else 1.0  # what is said is kept to
         is_above, is_below = self._error > math.log1p(ROOM), self._error < math.log1p(-ROOM)
         if self._is_dying:
             status = "backing off: rows fall silent"
-        elif is_braked:
+        elif crash:
             status = "backing off: dimensions go out too fast"
         elif (
             is_below
             and self._log_ratio < math.log(NEGLIGIBLE_SHARE)
-            and abs(self.horizon * self._trend) < ROOM  # nor is it on its way
+            and self.horizon * self._trend < waver * ROOM  # nor is it on its way back
         ):
             status = "unreachable: fewer are active with hardly any weight"
         elif self._log_ratio == high and is_above:
@@ -419,11 +441,10 @@ class SparsityController:
             "active": self._active,
             "error": self._error,
             "trend": self._trend,
+            "cut": self._cut,
             "dead": [self._dead, self._usually_dead, self._first_dead],
             "is_dying": self._is_dying,
             "silent_steps": self._silent_steps,
-            "low_steps": self._low_steps,
-            "before": self._before,
             "last_healthy_step": self._last_healthy_step,
             "status": self._status,
             "first": self._first,
@@ -448,9 +469,9 @@ class SparsityController:
             raise ValueError(f"expected the state for {self.term!r}, got {state['term']!r}'s")
         self._steps, self._log_ratio = state["steps"], state["log_ratio"]
         self._active, self._error, self._trend = state["active"], state["error"], state["trend"]
+        self._cut = state["cut"]
         self._dead, self._usually_dead, self._first_dead = state["dead"]
         self._is_dying, self._silent_steps = state["is_dying"], state["silent_steps"]
-        self._low_steps, self._before = state["low_steps"], state["before"]
         self._last_healthy_step = state["last_healthy_step"]
         self._status, self.start, self.maximum = state["status"], state["start"], state["maximum"]
         self._first, self._mean_activation = state["first"], state["mean_activation"]

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from sparse_losses import Finding
-from sparse_losses.demo import command, docstrings
+from sparse_losses.demo import command, debian, docstrings
 from sparse_losses.demo.__main__ import main
+from sparse_losses.demo.options import UserError
 from tests.demo.artificial import write_pairs
 
 
@@ -101,6 +102,18 @@ def test_mistakes_are_told_in_one_sentence(tmp_path, capsys, pairs, monkeypatch)
     assert "needs bm25s; install with: pip install 'sparse-losses[demo]'" in said
 
 
+def test_the_corpus_is_chosen_and_pairs_are_another(capsys, tmp_path, monkeypatch):
+    def chosen():
+        raise UserError("debian was chosen")
+
+    monkeypatch.setattr(debian, "load", chosen)
+    said = _error(capsys, "--corpus", "debian", "--output", str(tmp_path))
+    assert said == "error: debian was chosen\n"
+    with pytest.raises(SystemExit):
+        main(["--corpus", "debian", "--pairs", "mine.tsv"])
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
 def test_ctrl_c_ends_the_command(tmp_path, capsys, monkeypatch):
     def interrupted():
         raise KeyboardInterrupt
@@ -119,6 +132,7 @@ def test_ctrl_c_ends_the_command(tmp_path, capsys, monkeypatch):
         ["--seed", "-1"],
         ["--seed", str(2**63)],
         ["--max-length", "2"],
+        ["--corpus", "wikipedia"],
     ],
 )
 def test_wrong_options_are_refused_by_the_parser(wrong, capsys):

@@ -52,6 +52,59 @@ class _Plant:
         return _rows(max(round(self.active), 1))
 
 
+class _Training:
+    """A run whose learning rate decays to 0, of texts that InfoNCE prunes by itself.
+
+    From ``dense`` dimensions nothing moves at first; then all but about 150 go out, whatever the
+    weight. From there on they follow it with a lag, the longer the slower the optimiser is.
+    """
+
+    def __init__(self, objective, steps, dense, lag, response, alone=150.0):
+        self.objective, self.steps, self.active = objective, steps, dense
+        self.dense, self.lag, self.response, self.alone = dense, lag, response, alone
+        self.step_, self.rng = 0, random.Random(7)
+
+    def settled(self, weight):
+        return self.alone / (1 + weight / 0.02) ** self.response
+
+    def step(self):
+        self.step_ += 1
+        if self.active > 2 * self.alone and self.step_ < 40:
+            return self.look()
+        rate = 2 * (1 - self.step_ / self.steps)
+        fall = math.log(self.settled(self.objective.weights["document_flops"]) / self.active)
+        self.active *= math.exp(max(rate * fall / self.lag, -0.15))  # a step goes so far at most
+        return self.look()
+
+    def look(self):
+        return _rows(max(round(self.active * math.exp(self.rng.gauss(0, 0.05))), 1))
+
+
+@pytest.mark.parametrize("response", [0.5, 1.0])
+@pytest.mark.parametrize("lag", [10, 25])
+@pytest.mark.parametrize("dense", [900.0, 120.0])
+@pytest.mark.parametrize("steps", [250, 500])
+@pytest.mark.parametrize("target", [32, 64, 128])
+def test_a_short_training_ends_at_its_target(target, steps, dense, lag, response):
+    objective, controller = _controller(
+        SpladeObjective({"document_flops": 0.03}), target_active=target, ignore_steps=20, every=5
+    )
+    training = _Training(objective, steps, dense, lag, response)
+    said = [_look(controller, training.step()) for _ in range(steps)]
+    assert training.active == pytest.approx(target, rel=0.1)
+    assert said[-1] == "on target"
+
+
+@pytest.mark.parametrize("dense", [900.0, 140.0])
+def test_a_target_above_where_no_weight_ends_is_said_to_be_so_by_step_100(dense):
+    objective, controller = _controller(
+        SpladeObjective({"document_flops": 0.03}), target_active=128, ignore_steps=20, every=5
+    )
+    training = _Training(objective, 250, dense, 10, 0.7, alone=80.0)
+    said = [_look(controller, training.step()) for _ in range(250)]
+    assert said[99] == said[-1] == "unreachable: fewer are active with hardly any weight"
+
+
 @pytest.mark.parametrize("target", [20, 400])
 @pytest.mark.parametrize("lag", [5, 80])
 @pytest.mark.parametrize("start", [1e-4, 10.0])
@@ -71,8 +124,8 @@ def test_it_reaches_the_target_and_stays(target, lag, start):
 def test_the_weight_moves_by_a_bounded_factor_and_within_bounds():
     objective, controller = _controller(gain=0.05, maximum=0.5, start=0.01)
     weights = [objective.weights["document_flops"]]
-    for _ in range(200):
-        _look(controller, _rows(900))
+    for step in range(200):
+        _look(controller, _rows(900 - step))
         weights.append(objective.weights["document_flops"])
     ratios = [b / a for a, b in itertools.pairwise(weights)]
     assert max(ratios) <= math.exp(0.05) * (1 + 1e-9)
@@ -83,21 +136,51 @@ def test_the_weight_moves_by_a_bounded_factor_and_within_bounds():
 def test_in_a_crash_the_weight_falls_faster_than_it_may_rise():
     """From a weight far too large the text falls within a few looks, as a network's does."""
     objective, controller = _controller(start=10.0, every=5)
-    for active, is_crash in ((900, False), (890, False), (150, True), (12, True)):
+    for active, is_crash in ((900, False), (890, False), (150, None), (12, True)):
         before = objective.weights["document_flops"]
         said = {_look(controller, _rows(active)) for _ in range(10)}
         change = math.log(objective.weights["document_flops"] / before)
-        assert (change < -2 * 10 * 0.05) == is_crash, active
+        if is_crash is None:  # on its way through the target, and not there yet
+            assert change <= 0
+            continue
+        assert (change < -2 * 10 * controller.gain) == is_crash, active
         assert any(status.startswith("backing off") for status in said) == is_crash
-    assert controller.report()["active"] == pytest.approx(12), "no average to be waited for"
+    assert controller.report()["active"] == pytest.approx(12, rel=0.1), "hardly any average"
 
 
-@pytest.mark.parametrize("steps", [4, 5])
-def test_a_few_odd_batches_are_no_crash(steps):
+def test_a_crash_is_made_up_for_once():
+    """A weight a hundred times too large: it falls by what is missing, and finds back."""
+    objective, controller = _controller(start=3.0, target_active=64, every=5, ignore_steps=20)
+    training = _Training(objective, 500, 900.0, 10, 0.7)
+    weights = []
+    for _ in range(500):
+        _look(controller, training.step())
+        weights.append(objective.weights["document_flops"])
+    assert 0.03 < min(weights) < 0.5
+    assert training.active == pytest.approx(64, rel=0.1)
+
+
+@pytest.mark.parametrize("every", [1, 5])
+@pytest.mark.parametrize("target", [50, 100])
+def test_a_fall_that_ends_above_the_target_is_no_crash(every, target):
+    """A contrastive loss prunes a dense text by itself: 8% a step, and then no further."""
+    objective, controller = _controller(start=1.0, target_active=target, every=every)
+    for step in range(100):
+        active = 900 * math.exp(-0.08 * min(max(step - 30, 0), 17.5))  # down to 222
+        assert not _look(controller, _rows(round(active))).startswith("backing off")
+    assert objective.weights["document_flops"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd", "steps", "is_crash"),
+    [(900, 150, 5, False), (900, 150, 30, False), (60, 10, 1, False), (60, 10, 10, True)],
+)
+def test_a_few_odd_batches_are_no_crash(usual, odd, steps, is_crash):
     _, controller = _controller(start=10.0, every=1)
-    for step in range(30):
-        status = _look(controller, _rows(150 if 20 <= step < 20 + steps else 900))
-        assert status.startswith("backing off") == (step == 24 == 19 + steps)
+    said = [
+        _look(controller, _rows(odd if 20 <= step < 20 + steps else usual)) for step in range(60)
+    ]
+    assert any(status.startswith("backing off") for status in said) == is_crash
 
 
 @pytest.mark.parametrize("every", [1, 5])
@@ -107,7 +190,7 @@ def test_a_few_odd_batches_are_no_crash(steps):
         (lambda rng: math.exp(rng.gauss(0, 0.2)), 0.1),
         (lambda rng: math.exp(rng.gauss(0, 0.5)), 0.4),
         (lambda rng: 0.1 if rng.random() < 0.02 else 1.0, 0.3),  # one look in fifty
-        (lambda rng: rng.choice([1.0, 0.4]), 0.5),  # of which 0.7 is the mean
+        (lambda rng: rng.choice([1.0, 0.4]), 0.8),  # of which 0.63 is the geometric mean
     ],
 )
 def test_batches_that_differ_are_no_crash(every, noise, within):
@@ -137,12 +220,12 @@ def test_a_fall_by_the_weights_own_pace_or_by_chance_is_no_crash():
     weights = [objective.weights["document_flops"]]
     active = 900.0
     for _ in range(200):
-        active = max(active * math.exp(-controller.gain), 100.0)
+        active = max(active * math.exp(-0.05), 100.0)
         status = _look(controller, _rows(round(active * math.exp(rng.gauss(0, 0.1)))))
         weights.append(objective.weights["document_flops"])
         assert not status.startswith("backing off")
     ratios = [b / a for a, b in itertools.pairwise(weights)]
-    assert min(ratios) >= math.exp(-controller.gain) * (1 - 1e-9)
+    assert min(ratios) >= math.exp(-2 * controller.gain) * (1 - 1e-9)
 
 
 def test_nothing_winds_up_at_a_bound():
@@ -169,7 +252,7 @@ def test_a_gate_that_closes_is_reported():
     optimizer = torch.optim.Adam([log_gate], lr=0.05)
     controller.attach(optimizer)
     said = []
-    for _ in range(100):
+    for _ in range(150):
         texts = Texts(log_gate.exp() * table)
         total, _ = objective(SpladeBatch(texts, texts))
         optimizer.zero_grad()
@@ -238,18 +321,51 @@ def test_dead_rows_by_chance_are_no_alarm():
         assert status.startswith("backing off: rows") == is_alarm
 
 
-@pytest.mark.parametrize(("ratio", "believed"), [(1.4, False), (1.6, True)])
-def test_a_fall_is_believed_from_one_and_a_half_times_on(ratio, believed):
-    """One look below an average that has not followed: from then on it is `1.5` times the look."""
-    objective, controller = _controller(target_active=100, window=1000.0, horizon=0.0, start=1.0)
-    _look(controller, _rows(150))
-    before = objective.weights["document_flops"]
-    look = round(150 / ratio)
-    _look(controller, _rows(look))
-    pull = math.log(objective.weights["document_flops"] / before) / controller.gain
-    expected = math.log(1.5 * look / 100) if believed else math.log(150 / 100)
-    assert pull == pytest.approx(expected, abs=1e-3)
-    assert controller.report()["active"] == pytest.approx(150, rel=1e-3)
+def test_a_steady_fall_is_followed_without_a_lag():
+    _, controller = _controller(target_active=1, window=20.0)
+    for step in range(100):
+        active = round(900 * math.exp(-0.03 * step))
+        _look(controller, _rows(active))
+    assert controller.report()["active"] == pytest.approx(active, rel=0.03)
+
+
+SLOPE = (1 - math.exp(-0.5)) ** 2 / 2  # a step's, of the surprise
+
+
+@pytest.mark.parametrize(
+    ("looks", "horizon", "pull"),
+    [
+        ([110], 20.0, math.log(1.1)),
+        ([91], 20.0, math.log(0.91)),
+        ([900], 20.0, 0.25),  # nothing has moved yet
+        ([900, 870], 20.0, 1.0),
+        ([900, 900, 890], 20.0, 0.25),
+        ([89], 20.0, 2 * math.log(0.89)),
+        ([60], 20.0, 2 * math.log(0.6)),
+        ([60, 61], 0.0, 2 * math.log(0.6) + 2 * (1 - math.exp(-1.0)) * math.log(61 / 60)),
+        ([60, 80], 10.0, 0.0),  # on its way back
+        ([10], 20.0, -2.0),
+        (
+            [999, 700],
+            60.0,
+            math.log(9.99) + (1 - math.exp(-1.0) + 60 * SLOPE) * math.log(700 / 999),
+        ),
+        ([150, 110], 60.0, -1.0),
+        ([300, 200], 60.0, 0.0),  # far away still
+        ([110, 110], 20.0, math.log(1.1)),
+        ([110, 100], 20.0, math.log(1.1) * (math.exp(-1.0) - 20 * SLOPE)),
+        ([170, 160], 50.0, math.log(1.7) + (1 - math.exp(-1.0) + 50 * SLOPE) * math.log(160 / 170)),
+    ],
+)
+def test_the_last_step_is_what_the_formula_says(looks, horizon, pull):
+    """Two steps a look, a window of four."""
+    options = {"target_active": 100, "every": 2, "window": 4.0, "horizon": horizon, "start": 1.0}
+    objective, controller = _controller(**options)
+    for active in looks:
+        before = objective.weights["document_flops"]
+        _look(controller, _rows(active), times=2)
+    change = math.log(objective.weights["document_flops"] / before)
+    assert change == pytest.approx(2 * controller.gain * pull)
 
 
 def test_when_all_rows_are_dead_it_names_the_checkpoint():

@@ -7,17 +7,20 @@ import pytest
 from benchmarks.studies import ablation, rescue, targets
 from sparse_losses.demo import docstrings
 from sparse_losses.demo.corpus import split
-from sparse_losses.demo.model import ModelSize
 from sparse_losses.demo.options import SWITCHES
 from tests.demo.artificial import make_rows
 
 TINY = {
     "batch_size": 8,
     "vocab_size": 400,
-    "size": ModelSize(hidden=32, layers=1, heads=2),
     "probe_every": 5,
     "probe_rows": 20,
 }
+
+
+def _tiny(settings):
+    size = dataclasses.replace(settings.size, hidden=32, layers=1, heads=2)
+    return dataclasses.replace(settings, size=size, **TINY)
 
 
 @pytest.fixture
@@ -29,12 +32,12 @@ def small(inline, monkeypatch):
         monkeypatch.setattr(
             study,
             "settings_of",
-            lambda *run, real=study.settings_of: dataclasses.replace(real(*run), **TINY),
+            lambda *run, real=study.settings_of: _tiny(real(*run)),
         )
         monkeypatch.setattr(
             study,
             "run_all",
-            lambda *rest, real=study.run_all: real(*rest, load=lambda: corpus),
+            lambda *rest, real=study.run_all, **_: real(*rest, load=lambda: corpus),
         )
 
 
@@ -87,22 +90,37 @@ def test_runs_of_other_settings_or_texts_are_refused(small, tmp_path, capsys):
 
 
 def test_targets_have_a_table_and_a_picture(small, tmp_path, capsys):
-    arguments = ["--seeds", "0", "1", "--steps", "12", "--output", str(tmp_path)]
-    assert targets.main([*arguments, "--only", "full", "target 64"]) == 0
+    arguments = ["--seeds", "0", "1", "--steps", "12", "13", "--corpora", "docstrings"]
+    arguments += ["--output", str(tmp_path), "--only"]
+    variants = ["dense, a fixed weight", "sparse, target 64"]
+    assert targets.main([*arguments, *variants]) == 0
     table = (tmp_path / "targets.md").read_text(encoding="utf-8")
     assert table in capsys.readouterr().out
+    runs = tmp_path / "docstrings-12" / "runs"
     results = [
-        json.loads((tmp_path / "runs" / f"target-64-{seed}.json").read_text(encoding="utf-8"))
+        json.loads((runs / f"sparse,-target-64-{seed}.json").read_text(encoding="utf-8"))
         for seed in (0, 1)
     ]
     active = [sum(task["document_after"]["active"] for task in one["test"]) / 2 for one in results]
-    assert f"| target 64 | {sum(active) / 2:.1f} ± " in table
-    assert f"{sum(active) / 2 / 64 - 1:+.1%}" in table
+    miss = max((one / 64 - 1 for one in active), key=abs)
+    got = f"| {active[0]:.1f} {active[1]:.1f} | {miss:+.1%} |"
+    assert f"| docstrings | sparse | 12 | 64 {got}" in table
     assert results[0]["controllers"]["document"]["status"] in table
     rows = _rows(tmp_path / "targets.csv")
-    assert [row["variant"] for row in rows] == ["full"] * 2 + ["target 64"] * 2
-    assert [float(row["active"]) for row in rows[2:]] == active
+    assert [(row["steps"], row["target"]) for row in rows[::2]] == [
+        (steps, target) for steps in ("12", "13") for target in ("", "64")
+    ]
+    assert [float(row["active"]) for row in rows[2:4]] == active
+    assert rows[0]["sources"] == "artificial 1"
     assert "<svg" in (tmp_path / "front.svg").read_text(encoding="utf-8")
+
+
+def test_a_target_keeps_what_was_said_on_the_way(small, monkeypatch):
+    corpus = split(make_rows(), ("name → document", "summary → rest"), {"artificial": "1"}, 40)
+    monkeypatch.setattr(targets, "SAID_AT", 3)
+    found = targets.run_one(targets.settings_of("dense, target 32", 0, 6), corpus)
+    assert found["early"]["document"]["step"] == 3
+    assert found["controllers"]["document"]["step"] == 6
 
 
 def test_rescue_writes_what_was_said(small, tmp_path, capsys):

@@ -1,0 +1,157 @@
+"""The packages of Debian as pairs: what one is called in a line, and its description.
+
+The title finds the description. Texts come from the lists that apt keeps on a Debian or Ubuntu
+machine; nothing is downloaded here. Packages built of one source describe one thing, so a source
+gives one row, and the releases of a source (``gcc-11``, ``gcc-12``) count as the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+from collections.abc import Iterable, Iterator
+
+from sparse_losses.demo.corpus import Corpus, Pair, Row, split
+from sparse_losses.demo.options import UserError
+from sparse_losses.demo.texts import cut, is_prose, unique, without_name
+
+TASKS = ("title → description",)
+SOURCES = 10_000  # as many texts as the docstrings give
+TITLE_WORDS = range(3, 26)
+MINIMUM_WORDS = 20
+BOILERPLATE = 3  # sources that share a paragraph: it is about their kind, not about them
+UPDATE = "apt-get update -o Acquire::Languages=en"
+
+_LANGUAGE = ("-o", "Acquire::Languages=en")  # images for containers are set to "none"
+_SIDE_PACKAGE = re.compile(r"-(dev|devel|doc|docs|dbg|dbgsym|data|common|examples|tests?|l10n-.*)$")
+_EMPTY_PACKAGE = re.compile(r"\btransitional\b|\bdummy package\b|\bmeta-?package\b", re.IGNORECASE)
+_VERSION = re.compile(r"[-.]?\d[\d.]*(-.*)?$")
+_ADDRESS = re.compile(r"(?:https?|ftp)://\S+|www\.\S+")
+
+Package = tuple[str, str, str]  # name, source, and its description as apt prints it
+
+
+def load() -> Corpus:
+    """Read apt's lists, clean, drop duplicates and split; the same lists give the same corpus.
+
+    Raises:
+        UserError: there is no apt here, or it has no descriptions.
+    """
+    return to_corpus(read_packages())
+
+
+def to_corpus(packages: Iterable[Package]) -> Corpus:
+    """The rows of some packages, split, with the number of rows and a digest of all their texts."""
+    rows = to_rows(packages)
+    texts = "\n".join(text for row in rows for text in (row.pairs[0].query, row.pairs[0].document))
+    digest = hashlib.sha256(texts.encode()).hexdigest()[:12]
+    return split(rows, TASKS, {"debian": f"{len(rows):,} packages, sha256 {digest}"})
+
+
+def read_packages() -> Iterator[Package]:
+    """All packages that apt knows, in the order of its lists."""
+    sources = {
+        record["Package"]: record.get("Source", record["Package"]).split()[0]
+        for record in _records(_run("apt-cache", "dumpavail"))
+    }
+    named = ("indextargets", *_LANGUAGE, "--format", "$(FILENAME)", "Created-By: Translations")
+    lists = _run("apt-get", *named).split()
+    if not lists:
+        raise UserError(
+            f"apt has no descriptions on this machine; run this as its administrator: {UPDATE}"
+        )
+    for path in lists:
+        for record in _records(_run("/usr/lib/apt/apt-helper", "cat-file", path)):
+            name, description = record["Package"], record.get("Description-en")
+            if description and name in sources:
+                yield name, sources[name], description
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, check=True)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"--corpus debian reads the lists of apt, and there is no {command[0]} on this "
+            "machine: take a Debian or Ubuntu, or its image for containers"
+        ) from error
+    except subprocess.CalledProcessError as error:
+        raise UserError(f"{command[0]} failed: {error.stderr.decode().strip()}") from error
+    return done.stdout.decode(errors="replace")
+
+
+def _records(text: str) -> Iterator[dict[str, str]]:
+    """The paragraphs of a control file; a field's further lines keep their first blank."""
+    for paragraph in text.split("\n\n"):
+        record: dict[str, str] = {}
+        name = ""
+        for line in paragraph.splitlines():
+            if line[:1].isspace():
+                record[name] = f"{record.get(name, '')}\n{line}"
+            else:
+                name, _, value = line.partition(":")
+                record[name] = value.strip()
+        if "Package" in record:
+            yield record
+
+
+def clean(description: str) -> tuple[str, list[str]]:
+    r"""A description's title and its paragraphs, each on one line; lists set apart by blanks go.
+
+    >>> clean("sorts lines\n Reads and\n sorts them.\n .\n   -r backwards\n See sort(1).")
+    ('sorts lines', ['Reads and sorts them.', 'See sort(1).'])
+    """
+    title, *lines = description.split("\n")
+    paragraphs: list[list[str]] = [[]]
+    for line in lines:
+        if line.strip() == ".":
+            paragraphs.append([])
+        elif not line.startswith("  "):
+            paragraphs[-1].append(line.strip())
+    texts = (" ".join(_ADDRESS.sub(" ", " ".join(each)).split()) for each in paragraphs)
+    return " ".join(title.split()), [text for text in texts if text]
+
+
+def family(source: str) -> str:
+    """A source's name without its release, which names the group that a split keeps together.
+
+    >>> [family(name) for name in ("gcc-12-cross", "llvm-toolchain-14", "libpng1.6", "sed")]
+    ['gcc', 'llvm-toolchain', 'libpng', 'sed']
+    """
+    return _VERSION.sub("", source) or source
+
+
+def to_rows(packages: Iterable[Package]) -> list[Row]:
+    """One row for each family of packages: that of its plainest package, if it is fit to be a pair.
+
+    Empty packages that only name others are left out, and so are paragraphs that several sources
+    share, titles already seen, and descriptions much like another's.
+    """
+    cleaned = []
+    holders: dict[str, set[str]] = {}
+    for name, source, description in packages:
+        group = family(source)
+        if _EMPTY_PACKAGE.search(description):
+            continue
+        title, paragraphs = clean(description)
+        for paragraph in paragraphs:
+            holders.setdefault(paragraph, set()).add(group)
+        plainness = bool(_SIDE_PACKAGE.search(name)), len(name), name
+        cleaned.append((group, plainness, title, paragraphs))
+    candidates: dict[str, tuple[str, str, str]] = {}
+    titles = set()
+    for group, (*_, name), title, paragraphs in sorted(cleaned):
+        own = [text for text in paragraphs if len(holders[text]) < BOILERPLATE]
+        body = cut(without_name(" ".join(own), title))
+        fits = len(title.split()) in TITLE_WORDS and len(body.split()) >= MINIMUM_WORDS
+        if group in candidates or title.lower() in titles or not fits or not is_prose(body):
+            continue
+        titles.add(title.lower())
+        candidates[group] = name, title, body
+    chosen = sorted(candidates, key=lambda group: hashlib.md5(group.encode()).hexdigest())[:SOURCES]
+    groups = {candidates[group][0]: group for group in chosen}
+    return [
+        Row(name, groups[name], (Pair(0, title, body),), cut(f"{title}. {body}"))
+        for name, title, body in unique([candidates[group] for group in chosen])
+    ]

@@ -1,0 +1,66 @@
+import pytest
+import torch
+
+from sparse_losses.representation.calibration import calibrate_threshold
+
+
+def _texts(rows, vocab, generator):
+    logits = torch.randn(rows, vocab, generator=generator) * torch.rand(vocab, generator=generator)
+    return logits.relu().log1p()
+
+
+@pytest.mark.parametrize("target", [1, 7.5, 32, 64, 100.25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_as_many_stay_as_were_asked_for(target, dtype):
+    x = _texts(40, 500, torch.Generator().manual_seed(0)).to(dtype)
+    t = calibrate_threshold(x, target)
+    assert (x.expm1() > t).sum().item() == round(target * 40)
+
+
+def test_other_texts_of_the_kind_keep_as_many_within_a_tenth():
+    generator = torch.Generator().manual_seed(1)
+    spread = torch.rand(2000, generator=generator)
+    seen, others = (
+        (torch.randn(200, 2000, generator=generator) * spread).relu().log1p() for _ in range(2)
+    )
+    t = calibrate_threshold(seen, 32)
+    assert (others.expm1() > t).sum(1).double().mean().item() == pytest.approx(32, rel=0.1)
+
+
+def test_the_threshold_is_a_logit_in_the_middle_of_the_gap():
+    logits = torch.tensor([[8.0, 5.0, 3.0, -1.0]], dtype=torch.float64)
+    assert calibrate_threshold(logits.relu().log1p(), 1) == pytest.approx(6.5)
+    assert calibrate_threshold(logits.relu().log1p(), 2) == pytest.approx(4.0)
+    assert calibrate_threshold(logits.relu().log1p(), 3) == 0.0
+
+
+@pytest.mark.parametrize(("target", "kept"), [(1, 1), (2, 1), (3, 4), (4, 4), (5, 5)])
+def test_equal_entries_stay_or_go_together(target, kept):
+    logits = torch.tensor([[8.0, 3.0, 3.0, 3.0, 1.0]], dtype=torch.float64)
+    t = calibrate_threshold(logits.log1p(), target)
+    assert (logits > t + 1e-12).sum().item() == kept
+
+
+def test_where_all_are_equal_all_stay():
+    x = torch.full((2, 4), 2.0).log1p()
+    assert calibrate_threshold(x, 1) == 0.0
+
+
+def test_leading_dimensions_are_rows():
+    x = _texts(12, 50, torch.Generator().manual_seed(2))
+    assert calibrate_threshold(x.reshape(3, 4, 50), 5) == calibrate_threshold(x, 5)
+
+
+@pytest.mark.parametrize(
+    ("x", "target", "message"),
+    [
+        (torch.ones(2, 4), 4.5, r"`target_active` of at most 4, as many as are active, got 4.5"),
+        (torch.ones(2, 4), 0, "`target_active`"),
+        (torch.ones(4), 1, r"shape \[..., V\], got \[4\]"),
+        (torch.full((2, 4), torch.nan), 1, "finite `activations`"),
+        (torch.ones(0, 4), 1, "expected rows to keep something of, got 0"),
+    ],
+)
+def test_wrong_input_is_an_error(x, target, message):
+    with pytest.raises(ValueError, match=message):
+        calibrate_threshold(x, target)
