@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.precision import widest_dtype
+from sparse_losses._core.private_torch import log_softmax_backward
 
 __all__ = ["direct_distillation"]
 
@@ -58,6 +59,9 @@ def _divergence(logits: Tensor, absent: Tensor | None) -> tuple[Tensor, Tensor, 
     p = log_p.exp_()
     change = p * x.expm1()
     kl = torch.addcmul(change, p, x, value=-1).sum()
+    # The sum of the changes is 0. One that has nearly all of the probability is minus the others:
+    # by itself it is a rounding error.
+    change = log_softmax_backward(change, log_q)
     if absent is None:
         return kl, change, x.new_full((), 1 / x.shape[0])
     num_rows = x.shape[0] - absent.all(-1).sum(dtype=x.dtype)
@@ -91,8 +95,8 @@ def _squared_difference(
     count = (size - num_absent).clamp_(min=1 + 2 * torch.finfo(dtype).eps)
     freedom = count - 1
 
-    mean = scores.sum(dims, keepdim=True, dtype=wide) / count
-    centred = scores.sub_(mean.to(dtype))
+    mean = scores.sum(dims, keepdim=True, dtype=wide)
+    centred = scores.sub_(torch.div(mean, count, out=mean.new_empty(mean.shape, dtype=dtype)))
     if absent is not None:
         centred.masked_fill_(absent, 0.0)
     norm = torch.linalg.vector_norm(centred, dim=dims, keepdim=True, dtype=wide)
@@ -100,7 +104,8 @@ def _squared_difference(
     says_something = norm > 0
     if by_row:
         says_something &= count > 2.5
-    deviation = (norm * freedom.rsqrt()).to(dtype).add_(1e-36)
+    deviation = norm.new_empty(norm.shape, dtype=dtype)
+    torch.mul(norm, freedom.rsqrt(), out=deviation).add_(1e-36)
     divisor = deviation + (1e-8 if scale is None else 1e-8 / scale)
     inverse = says_something / divisor
     z = centred.mul_(inverse)

@@ -334,6 +334,21 @@ def test_single_precision_keeps_the_digits_of_small_differences(
     assert (gradient.double() - expected).norm() <= close * expected.norm()
 
 
+@ways
+@pytest.mark.parametrize("lead", [8.0, 12.0, 30.0, 60.0])
+def test_an_easy_row_keeps_the_digits_of_its_gradient(lead, impl):
+    # By itself, minus the others' sum would be the difference of two numbers next to 1.
+    s = torch.tensor([[lead, 0.0, 0.5, -1.0]], requires_grad=True)
+    z = torch.tensor([[lead + 1, 0.0, 0.3, -1.0]])
+    found = []
+    for x in (s, s.detach().double().requires_grad_()):
+        loss = distillation_loss(
+            x, z.to(x.dtype), temperature=1.0, alpha_kl=1.0, alpha_mse=0.0, impl=impl
+        )
+        found.append(torch.autograd.grad(loss, x)[0].double())
+    torch.testing.assert_close(*found, rtol=2e-5, atol=0)
+
+
 @modes
 def test_agreement_is_zero_to_the_last_bit(standardize):
     z, t = draw(0, 7, 5), torch.tensor(3.0).double().requires_grad_()
