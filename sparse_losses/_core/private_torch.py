@@ -7,7 +7,6 @@ __all__ = [
     "assert_on_device",
     "forward_mode_is_active",
     "is_batched",
-    "log_softmax_backward",
     "multiplies_bf16",
     "transforms_are_active",
 ]
@@ -32,11 +31,6 @@ def is_batched(tensor: Tensor) -> bool:
     """Whether a tensor stands for many, as in a vectorised Jacobian: nothing in place then."""
     functorch = torch._C._functorch
     return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
-
-
-def log_softmax_backward(gradient: Tensor, log_softmax: Tensor) -> Tensor:
-    """``gradient - softmax * gradient.sum(-1)``, in one launch: no public name."""
-    return torch._log_softmax_backward_data(gradient, log_softmax, -1, gradient.dtype)
 
 
 def multiplies_bf16() -> bool:

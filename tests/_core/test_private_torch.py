@@ -81,17 +81,6 @@ def test_assert_on_device_fails_with_its_message():
         private_torch.assert_on_device(torch.tensor(False), "not fine")
 
 
-def test_log_softmax_backward_is_the_gradient_of_log_softmax():
-    """May go when the derivative of an operator has a public name."""
-    x, upstream = torch.randn(2, 3, 4, dtype=torch.float64).unbind()
-    x.requires_grad_()
-    log_softmax = x.log_softmax(-1)
-    (expected,) = torch.autograd.grad(log_softmax, x, upstream)
-    found = private_torch.log_softmax_backward(upstream, log_softmax.detach())
-    torch.testing.assert_close(found, expected)
-    assert not hasattr(torch.nn.functional, "log_softmax_backward")
-
-
 def test_multiplies_bf16_is_known_without_a_product(monkeypatch):
     """May go when PyTorch tells what the CPU multiplies fast."""
     assert isinstance(private_torch.multiplies_bf16(), bool)
