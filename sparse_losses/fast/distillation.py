@@ -26,22 +26,22 @@ def direct_distillation(
     """The loss, and the gradient of the student's scores."""
     scores = torch.stack([student, teacher])
     if alpha_kl > 0:
-        kl, gradient, inverse_rows = _divergence(scores / temperature, absent)
-        weight = inverse_rows * (alpha_kl * temperature)
-        gradient.mul_(weight)
+        kl, gradient, divisor = _divergence(scores / temperature, absent)
+        divisor.div_(alpha_kl * temperature)
+        gradient.div_(divisor)
         if alpha_mse == 0:
-            return (kl * weight).mul_(temperature), [gradient, None, None, None]
+            return (kl / divisor).mul_(temperature), [gradient, None, None, None]
     mse, change, inverse = _squared_difference(scores, absent, by_row)
     total = mse.mul_(alpha_mse)
     if alpha_kl == 0:
         return total, [change.mul_(2 * alpha_mse * inverse), None, None, None]
-    total.addcmul_(kl, weight, value=temperature)
+    total.addcdiv_(kl, divisor, value=temperature)
     gradient.addcmul_(change, inverse, value=2 * alpha_mse)
     return total, [gradient, None, None, None]
 
 
 def _divergence(logits: Tensor, absent: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the KL over the rows, its gradient ``q - p``, and one over the number of rows.
+    """The sum of the KL over the rows, its gradient ``q - p``, and the number of rows.
 
     With ``x = log(q / p)`` both come of ``p expm1(x)``, which keeps their digits where the
     distributions are nearly equal. A row without candidates is uniform on both sides.
@@ -58,10 +58,13 @@ def _divergence(logits: Tensor, absent: Tensor | None) -> tuple[Tensor, Tensor, 
     p = log_p.exp_()
     change = p * x.expm1()
     kl = torch.addcmul(change, p, x, value=-1).sum()
+    # The sum of the changes is 0. One that has nearly all of the probability is minus the others:
+    # by itself it is a rounding error.
+    change.addcmul_(log_q.exp_(), change.sum(-1, keepdim=True), value=-1)
     if absent is None:
-        return kl, change, x.new_full((), 1 / x.shape[0])
+        return kl, change, x.new_full((), x.shape[0])
     num_rows = x.shape[0] - absent.all(-1).sum(dtype=x.dtype)
-    return kl, change, num_rows.clamp_(min=1).reciprocal_()
+    return kl, change, num_rows.clamp_(min=1)
 
 
 def _squared_difference(
@@ -91,8 +94,8 @@ def _squared_difference(
     count = (size - num_absent).clamp_(min=1 + 2 * torch.finfo(dtype).eps)
     freedom = count - 1
 
-    mean = scores.sum(dims, keepdim=True, dtype=wide) / count
-    centred = scores.sub_(mean.to(dtype))
+    mean = scores.sum(dims, keepdim=True, dtype=wide)
+    centred = scores.sub_(torch.div(mean, count, out=mean.new_empty(mean.shape, dtype=dtype)))
     if absent is not None:
         centred.masked_fill_(absent, 0.0)
     norm = torch.linalg.vector_norm(centred, dim=dims, keepdim=True, dtype=wide)
@@ -100,7 +103,8 @@ def _squared_difference(
     says_something = norm > 0
     if by_row:
         says_something &= count > 2.5
-    deviation = (norm * freedom.rsqrt()).to(dtype).add_(1e-36)
+    deviation = norm.new_empty(norm.shape, dtype=dtype)
+    torch.mul(norm, freedom.rsqrt(), out=deviation).add_(1e-36)
     divisor = deviation + (1e-8 if scale is None else 1e-8 / scale)
     inverse = says_something / divisor
     z = centred.mul_(inverse)

@@ -33,7 +33,8 @@ def direct_triplet_margin(
     values = hinge[:, 0] if is_one else hinge.mean(-1)
     if not any(needs):
         return values, [None, None, None]
-    slope = hinge.sign()  # keeps a NaN
+    # 1 where the hinge is open, and where it is NaN, as the slope of `relu`; `sign` of that is 0.
+    slope = torch.ne(hinge, 0.0, out=torch.empty_like(hinge))
     if not is_one:
         slope /= n.shape[1]
     total = slope if is_one else slope.sum(-1, keepdim=True)

@@ -138,3 +138,20 @@ def test_a_collapse_costs_the_margin_and_has_no_gradient(kind):
     assert loss.item() == pytest.approx(0.3)
     for leaf in leaves:
         assert leaf.grad.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("kind", ["cosine", "dot"])
+def test_a_row_with_a_nan_has_the_gradient_of_the_definition(kind, count):
+    found = []
+    for impl in ("direct", "definition"):
+        shapes = (3, 4), (3, 4), (3, count, 4) if count else (3, 4)
+        tensors = [draw(seed, *shape) for seed, shape in enumerate(shapes)]
+        tensors[0][1, 2] = torch.nan
+        tensors = [x.requires_grad_() for x in tensors]
+        rows = triplet_margin_loss(
+            *tensors, margin=9.0, similarity=kind, reduction="none", impl=impl
+        )
+        found.append([rows, *torch.autograd.grad(rows.sum(), tensors)])
+    assert found[0][0].isnan().tolist() == [False, True, False]
+    torch.testing.assert_close(*found, equal_nan=True)
