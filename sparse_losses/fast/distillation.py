@@ -26,8 +26,8 @@ def direct_distillation(
     """The loss, and the gradient of the student's scores."""
     scores = torch.stack([student, teacher])
     if alpha_kl > 0:
-        kl, gradient, divisor = _divergence(scores / temperature, absent)
-        divisor.div_(alpha_kl * temperature)
+        weight = alpha_kl * temperature
+        kl, gradient, divisor = _divergence(scores / temperature, absent, weight)
         gradient.div_(divisor)
         if alpha_mse == 0:
             return (kl / divisor).mul_(temperature), [gradient, None, None, None]
@@ -40,8 +40,10 @@ def direct_distillation(
     return total, [gradient, None, None, None]
 
 
-def _divergence(logits: Tensor, absent: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the KL over the rows, its gradient ``q - p``, and the number of rows.
+def _divergence(
+    logits: Tensor, absent: Tensor | None, weight: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of the KL over the rows, its gradient ``q - p``, and the number of rows / weight.
 
     With ``x = log(q / p)`` both come of ``p expm1(x)``, which keeps their digits where the
     distributions are nearly equal. A row without candidates is uniform on both sides.
@@ -49,22 +51,24 @@ def _divergence(logits: Tensor, absent: Tensor | None) -> tuple[Tensor, Tensor, 
     limits = torch.finfo(logits.dtype)
     if absent is not None:
         logits.masked_fill_(absent, limits.min)
-    log_q, log_p = logits.log_softmax(-1)
+    both = logits.log_softmax(-1)
+    log_q, log_p = both
     # The least p is the smallest normal number: q / p does not overflow.
     log_p.clamp_(min=math.log(limits.tiny))
     x = log_q - log_p
     if absent is not None:
         x.masked_fill_(absent, 0.0)
-    p = log_p.exp_()
+    q, p = both.exp_()
     change = p * x.expm1()
     kl = torch.addcmul(change, p, x, value=-1).sum()
     # The sum of the changes is 0. One that has nearly all of the probability is minus the others:
     # by itself it is a rounding error.
-    change.addcmul_(log_q.exp_(), change.sum(-1, keepdim=True), value=-1)
+    change.addcmul_(q, change.sum(-1, keepdim=True), value=-1)
     if absent is None:
-        return kl, change, x.new_full((), x.shape[0])
-    num_rows = x.shape[0] - absent.all(-1).sum(dtype=x.dtype)
-    return kl, change, num_rows.clamp_(min=1)
+        return kl, change, x.new_full((), x.shape[0] / weight)
+    num_absent = absent.all(-1).sum(dtype=x.dtype)
+    divisor = torch.rsub(num_absent, x.shape[0] / weight, alpha=1 / weight)
+    return kl, change, divisor.clamp_(min=1 / weight)
 
 
 def _squared_difference(
