@@ -74,15 +74,16 @@ def check_tensors(declaration: Mapping[str, Declared], given: Mapping[str, Any])
             wanted = " or ".join("[" + ", ".join(s) + "]" for s in shapes)
             raise ValueError(f"expected `{name}` of shape {wanted}, got {list(came)}")
         for letter, size in zip(shape, came, strict=True):
-            if letter not in sizes:
-                sizes[letter] = size
-                first[letter] = name
-            elif sizes[letter] != size:
+            before = sizes.get(letter)
+            if before == size:
+                continue
+            if before is not None:
                 known = [str(sizes[o]) if first.get(o, name) != name else o for o in shape]
                 raise ValueError(
                     f"expected `{name}` of shape [{', '.join(shape)}] = [{', '.join(known)}] "
-                    f"({letter} = {sizes[letter]} from `{first[letter]}`), got {list(came)}"
+                    f"({letter} = {before} from `{first[letter]}`), got {list(came)}"
                 )
+            sizes[letter], first[letter] = size, name
         if device is None:
             device, owner = tensor.device, name
         elif tensor.device != device:

@@ -17,7 +17,8 @@ def autocast_off(device: torch.device) -> AbstractContextManager[None]:
     if torch.compiler.is_compiling():  # which cannot trace the question before PyTorch 2.12
         is_on = kind != "meta"
     else:  # entering a region costs as much as a small loss
-        is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        is_known = kind == "cpu" or torch.amp.is_autocast_available(kind)
+        is_on = is_known and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if is_on else nullcontext()
 
 

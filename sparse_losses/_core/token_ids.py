@@ -19,7 +19,7 @@ def as_mask(name: str, mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     is_set = mask != 0
-    if values_can_be_checked(mask) and (mask != is_set).any():  # True is 1
+    if values_can_be_checked(mask) and not torch.equal(mask, is_set):
         check_zero_one(name, mask)
     return is_set
 
