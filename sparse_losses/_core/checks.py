@@ -182,6 +182,6 @@ def values_can_be_checked(tensor: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and type(tensor) in (Tensor, nn.Parameter)  # a fake or another subclass may have no values
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and not transforms_are_active()
     )

@@ -53,7 +53,7 @@ from sparse_losses._core.checks import (
     declared,
 )
 from sparse_losses._core.own_gradient import can_bring_its_gradient
-from sparse_losses._core.precision import autocast_off, compute_dtype
+from sparse_losses._core.precision import autocast_off, compute_dtype, is_without_autocast
 from sparse_losses._core.products import HALVES, returns_fp32
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.distributed import agree_across_ranks
@@ -130,6 +130,8 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     given[name] = _beside(name, given[name], first, given[first]).to(dtype)
             if given.get("gather", False) is not False:
                 _agree(function.__name__, declaration, given, sizes)
+            if is_without_autocast(given[first]):
+                return function(**given)  # type: ignore[call-arg]  # by name, as Python binds them
             with autocast_off(given[first].device):
                 return function(**given)  # type: ignore[call-arg]  # by name, as Python binds them
 

@@ -114,12 +114,7 @@ def _alias(tensor: Tensor) -> Tensor:
 
 def _is_one(factor: Tensor) -> bool:
     """Whether it is what ``loss.backward()`` starts from; looking costs a CPU nothing."""
-    return (
-        factor.ndim == 0
-        and factor.device.type == "cpu"
-        and not is_batched(factor)
-        and factor.item() == 1
-    )
+    return factor.ndim == 0 and factor.is_cpu and not is_batched(factor) and factor.item() == 1
 
 
 def _scaled_(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -40,7 +40,7 @@ def blockwise_self_reconstruction(
         cost, slope = weight * cost, weight * slope
     gradient = torch.empty_like(x) if needs[0] else None
     batch = x.shape[0]
-    step = max(HELD // x.shape[1] if x.device.type == "cpu" else batch, 1)
+    step = max(HELD // x.shape[1] if x.is_cpu else batch, 1)
     everything = x, ids, cost, slope, gradient
     buffer = torch.empty_like(x if step >= batch else x[:step])
     sums = []
