@@ -53,14 +53,15 @@ from sparse_losses._core.checks import (
     declared,
 )
 from sparse_losses._core.own_gradient import can_bring_its_gradient
-from sparse_losses._core.precision import autocast_off, compute_dtype
+from sparse_losses._core.precision import autocast_off, compute_dtype, is_without_autocast
 from sparse_losses._core.products import HALVES, returns_fp32
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.distributed import agree_across_ranks
 
 __all__ = ["LossModule", "loss"]
 
-AS_THEY_CAME = frozenset({"labels", "token ids"})
+AS_THEY_CAME = ("labels", "token ids")
+NO_DATA = ("mask", "integer")
 LEARNABLE = "> 0, learnable"
 PADDED = "S"  # every rank pads its texts to a length of its own
 
@@ -112,7 +113,7 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         flags = tuple(n for n, h in hints.items() if h is bool and n not in ("gather", "return"))
         declaration = _Declaration(tensors, numbers, flags, choices)
         learnable = [name for name, bound in numbers.items() if bound == LEARNABLE]
-        first = names[0]
+        steps, first = _steps(tensors), names[0]
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -123,12 +124,14 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             sizes = check_tensors(tensors, given)
             if kwargs:
                 declaration.check(kwargs)
-            dtype = _cast(tensors, given)
+            dtype = _cast(steps, given)
             for name in learnable:
                 if isinstance(given.get(name), Tensor):
                     given[name] = _beside(name, given[name], first, given[first]).to(dtype)
             if given.get("gather", False) is not False:
                 _agree(function.__name__, declaration, given, sizes)
+            if is_without_autocast(given[first]):
+                return function(**given)  # type: ignore[call-arg]  # by name, as Python binds them
             with autocast_off(given[first].device):
                 return function(**given)  # type: ignore[call-arg]  # by name, as Python binds them
 
@@ -148,32 +151,50 @@ def _beside(name: str, number: Tensor, first: str, data: Tensor) -> Tensor:
     return number
 
 
-def _cast(tensors: Mapping[str, Declared], given: dict[str, Any]) -> torch.dtype:
+class _Step(NamedTuple):
+    """What the remarks of one tensor ask for, read once."""
+
+    name: str
+    kind: str
+    is_data: bool
+    is_detached: bool
+
+
+def _steps(tensors: Mapping[str, Declared]) -> list[_Step]:
+    steps = []
+    for name, (_, remarks) in tensors.items():
+        if remarks.isdisjoint(AS_THEY_CAME):
+            kinds = (*NO_DATA, "layer", "halves", "uncast")
+            kind = next((kind for kind in kinds if kind in remarks), "cast")
+            is_data = kind not in NO_DATA and "constant" not in remarks
+            steps.append(_Step(name, kind, is_data, "detached" in remarks))
+    return steps
+
+
+def _cast(steps: Sequence[_Step], given: dict[str, Any]) -> torch.dtype:
     """Brings the tensors to what their remarks say, in place; returns the dtype to compute in."""
     data: dict[str, Tensor] = {}
     cast, halves = [], []
-    for name, (_, remarks) in tensors.items():
+    for name, kind, is_data, is_detached in steps:
         tensor = given.get(name)
-        if tensor is None or remarks & AS_THEY_CAME:
+        if tensor is None:
             continue
-        if "mask" in remarks:
+        if is_data and tensor.dtype != torch.float32:
+            data[name] = tensor
+        if is_detached:
+            given[name] = tensor.detach()
+        if kind == "cast":
+            cast.append(name)
+        elif kind == "mask":
             given[name] = as_mask(name, tensor)
-            continue
-        if "integer" in remarks:
+        elif kind == "integer":
             if tensor.is_floating_point() or tensor.dtype == torch.bool:
                 raise TypeError(f"expected `{name}` to be integers, got {tensor.dtype}")
-            continue
-        if "constant" not in remarks:
-            data[name] = tensor
-        if "detached" in remarks:
-            given[name] = tensor.detach()
-        if "layer" in remarks:
+        elif kind == "layer":
             given[name] = _as_layer(tensor)
-        elif "halves" in remarks:
+        elif kind == "halves":
             halves.append(name)
-        elif "uncast" not in remarks:
-            cast.append(name)
-    dtype = compute_dtype(**data)
+    dtype = compute_dtype(**data) if data else torch.float32
     if halves and not _multiplied_as_halves([given[name] for name in halves]):
         cast += halves
     for name in cast:

@@ -66,46 +66,46 @@ class _OwnGradient(torch.autograd.Function):
     ) -> Tensor:
         ctx.definition, ctx.compute, ctx.needs = definition, compute, ctx.needs_input_grad[2:]
         # PyTorch saves no inference tensor, such as keys that were made in inference mode.
-        saved = [isinstance(x, Tensor) and not x.is_inference() for x in arguments]
-        ctx.save_for_backward(
-            *(x if save else None for x, save in zip(arguments, saved, strict=True))
-        )
-        ctx.numbers = [None if save else x for x, save in zip(arguments, saved, strict=True)]
+        saved = [x if isinstance(x, Tensor) and not x.is_inference() else None for x in arguments]
+        ctx.save_for_backward(*saved)
+        ctx.others = [x if s is None else None for x, s in zip(arguments, saved, strict=True)]
         ctx.dtypes = [x.dtype if isinstance(x, Tensor) else None for x in arguments]
         value, ctx.gradients = compute(ctx.needs, *arguments)
         return value
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        (upstream_gradient,) = upstream
-        with autocast_off(upstream_gradient.device):
-            if torch.is_grad_enabled():  # a graph of the gradient is wanted
-                # Aliases: where one input was made from another, the way through it is not ours.
-                aliases = [_alias(x) if isinstance(x, Tensor) else x for x in _arguments(ctx)]
-                wanted = [x for x, need in zip(aliases, ctx.needs, strict=True) if need]
-                value = ctx.definition(*aliases)
-                found = iter(
-                    torch.autograd.grad(
-                        value, wanted, upstream_gradient, create_graph=True, allow_unused=True
-                    )
-                )
-                return None, None, *(next(found) if need else None for need in ctx.needs)
-            # Given away below, so that a leaf keeps the buffer itself; a second backward computes
-            # them again, to the same bits. Only then must the arguments be what they were.
-            gradients, ctx.gradients = ctx.gradients, None
-            if gradients is None:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # a graph of the gradient is wanted
+            return None, None, *_through_definition(ctx, upstream)
+        # Given away below, so that a leaf keeps the buffer itself; a second backward computes
+        # them again, to the same bits. Only then must the arguments be what they were.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            with autocast_off(upstream.device):
                 _, gradients = ctx.compute(ctx.needs, *_arguments(ctx))
-            factor = None if _is_one(upstream_gradient) else upstream_gradient
-            scaled = [
-                None if g is None else _scaled_(g, factor, dtype)
-                for g, dtype in zip(gradients, ctx.dtypes, strict=False)
-            ]
-            return None, None, *scaled, *[None] * (len(ctx.needs) - len(scaled))
+        factor = None if _is_one(upstream) else upstream
+        scaled = [
+            None if g is None else _scaled_(g, factor, dtype)
+            for g, dtype in zip(gradients, ctx.dtypes, strict=False)
+        ]
+        return None, None, *scaled, *[None] * (len(ctx.needs) - len(scaled))
+
+
+def _through_definition(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
+    # Aliases: where one input was made from another, the way through it is not ours.
+    with autocast_off(upstream.device):
+        aliases = [_alias(x) if isinstance(x, Tensor) else x for x in _arguments(ctx)]
+        wanted = [x for x, need in zip(aliases, ctx.needs, strict=True) if need]
+        value = ctx.definition(*aliases)
+        found = iter(
+            torch.autograd.grad(value, wanted, upstream, create_graph=True, allow_unused=True)
+        )
+    return [next(found) if need else None for need in ctx.needs]
 
 
 def _arguments(ctx: Any) -> list[Any]:
-    saved = zip(ctx.saved_tensors, ctx.numbers, strict=True)
-    return [number if tensor is None else tensor for tensor, number in saved]
+    both = zip(ctx.saved_tensors, ctx.others, strict=True)
+    return [other if saved is None else saved for saved, other in both]
 
 
 def _alias(tensor: Tensor) -> Tensor:
@@ -114,12 +114,7 @@ def _alias(tensor: Tensor) -> Tensor:
 
 def _is_one(factor: Tensor) -> bool:
     """Whether it is what ``loss.backward()`` starts from; looking costs a CPU nothing."""
-    return (
-        factor.ndim == 0
-        and factor.device.type == "cpu"
-        and not is_batched(factor)
-        and factor.item() == 1
-    )
+    return factor.ndim == 0 and factor.is_cpu and not is_batched(factor) and factor.item() == 1
 
 
 def _scaled_(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from sparse_losses._core.checks import check_choice
 from sparse_losses.distributed import num_ranks, sum_over_ranks
 
-__all__ = ["Reduction", "check_reduction", "reduce"]
+__all__ = ["Reduction", "check_reduction", "reduce", "row_divisor"]
 
 Reduction = Literal["none", "mean", "sum"]
 
@@ -16,6 +16,23 @@ Reduction = Literal["none", "mean", "sum"]
 def check_reduction(reduction: str) -> None:
     """Raises a ``ValueError`` for anything but none, mean and sum."""
     check_choice("reduction", reduction, ("none", "mean", "sum"))
+
+
+def row_divisor(
+    values: Tensor, reduction: str, valid: Tensor | None = None, gather: bool = False
+) -> Tensor | int | None:
+    """What the sum of the rows of ``values`` is divided by; ``None`` where ``reduce`` is needed.
+
+    A way with a gradient of its own divides the gradient of a row by it where that is small; that
+    of row values is scaled in a pass over the whole of it.
+    """
+    if reduction == "none" or (gather and num_ranks() > 1):
+        return None
+    if reduction == "sum":
+        return 1
+    if valid is None:
+        return max(values.shape[0], 1)
+    return valid.sum(dtype=values.dtype).clamp(min=1)
 
 
 def reduce(

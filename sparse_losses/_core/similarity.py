@@ -42,7 +42,7 @@ def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     if x.numel() == 0:
         return x.clone(), x.new_zeros(*x.shape[:-1], 1)
-    if x.device.type == "cpu":  # looking costs a CPU nothing
+    if x.is_cpu:  # looking costs a CPU nothing
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         low, high = torch.aminmax(norm)
         if low > 1e-15 and high < 1e15:  # squares neither overflowed nor vanished
@@ -96,7 +96,7 @@ def through_unit_rows_(gradient: Tensor, unit: Tensor, inverse: Tensor) -> Tenso
     """Turns, in place, the gradient of unit rows into that of the rows they came from."""
     num_rows = len(gradient)
     step = max(num_rows, 1)
-    if gradient.device.type == "cpu":  # what it copies stays in the cache
+    if gradient.is_cpu:  # what it copies stays in the cache
         step = max((1 << 18) // max(gradient[:1].numel(), 1), 1)
     for start in range(0, num_rows, step):
         part = slice(start, start + step)

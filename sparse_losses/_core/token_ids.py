@@ -18,8 +18,8 @@ def as_mask(name: str, mask: Tensor) -> Tensor:
     """A bool, integer or float 0/1 mask as bool."""
     if mask.dtype == torch.bool:
         return mask
-    is_set = mask != 0
-    if values_can_be_checked(mask) and (mask != is_set).any():  # True is 1
+    is_set = mask.bool()
+    if values_can_be_checked(mask) and not torch.equal(mask, is_set):
         check_zero_one(name, mask)
     return is_set
 
@@ -36,7 +36,7 @@ def attended_ids(
         raise TypeError(f"expected `{name}` to be integers, got {input_ids.dtype}")
     ids = input_ids.long() * attended  # one launch; `where` with a number is two
     if values_can_be_checked(ids):
-        lowest, highest = map(int, ids.aminmax()) if ids.numel() > 0 else (0, -1)
+        lowest, highest = (x.item() for x in ids.aminmax()) if ids.numel() > 0 else (0, -1)
         if lowest < 0 or highest >= vocab_size:
             outside = lowest if lowest < 0 else highest
             raise ValueError(f"expected `{name}` in [0, V) with V = {vocab_size}, got {outside}")

@@ -57,7 +57,8 @@ def choose(ways: Sequence[Way], impl: str, arguments: Arguments, options: Option
     Raises:
         ValueError: if the way that ``impl`` names cannot take the call.
     """
-    is_eager, is_plain = can_bring_its_gradient(*arguments), not is_transformed()
+    is_eager = can_bring_its_gradient(*arguments)
+    is_plain = is_eager or not is_transformed()
     for way in ways:
         can_run = is_eager or (way.compiles and is_plain)
         if impl != way.name and not (impl == "auto" and can_run):

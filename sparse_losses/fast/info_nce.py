@@ -49,7 +49,7 @@ def why_no_gradient(arguments: Arguments, options: Options) -> str | None:
     if min(anchor.shape) == 0:
         return f"B and D of at least 1, got {list(anchor.shape)},"
     if options["decoupled"] and (negative is None or negative.shape[-2] == 0):
-        batch = len(anchor) * (num_ranks() if options["gather"] else 1)
+        batch = anchor.shape[0] * (num_ranks() if options["gather"] else 1)
         if options["positive_ids"] is not None or batch < 2:
             return "a negative in every row"
     kind = torch.finfo(torch.float64 if anchor.dtype == torch.float64 else torch.float32)
@@ -70,8 +70,9 @@ def why_not_dense(arguments: Arguments, options: Options) -> str | None:
 def too_many_scores(arguments: Arguments, options: Options) -> bool:
     """Whether all scores at once are more than a block."""
     anchor, _, negative, _ = arguments
-    batch = len(anchor) * (num_ranks() if options["gather"] else 1)
-    scores = len(anchor) * (batch + (0 if negative is None else negative.shape[-2]))
+    num_rows: int = anchor.shape[0]
+    batch = num_rows * (num_ranks() if options["gather"] else 1)
+    scores = num_rows * (batch + (0 if negative is None else negative.shape[-2]))
     return scores > most_scores(anchor.device)
 
 
@@ -120,7 +121,7 @@ def in_both_directions(
     ``why_no_gradient`` refuses another ``in_batch`` and a ``positive_mask``.
     """
     contrast = functools.partial(contrast, cosine=similarity == "cosine", decoupled=decoupled)
-    batch, ranks = len(anchor), num_ranks() if gather else 1
+    batch, ranks = anchor.shape[0], num_ranks() if gather else 1
     share = 1.0 / (batch if reduction == "mean" else 1 / ranks) / (2 if symmetric else 1)
     if ranks == 1 and not (symmetric and negative is not None):
         return contrast(
@@ -237,7 +238,7 @@ def rows_of_a_block(anchor: Tensor, positive: Tensor) -> int:
 
 def _own(block: Tensor, rows: slice, first: int) -> Tensor:
     """Of the scores ``[c, B + N]`` of some rows, a view of those of their own positives ``[c]``."""
-    return block[:, rows.start + first : rows.stop + first].diagonal()
+    return block.diagonal(rows.start + first)
 
 
 def _hide(block: Tensor, rows: slice, positive_ids: Tensor | None, first: int) -> Tensor:

@@ -62,7 +62,8 @@ class DenseScores:
         hides: bool,
     ) -> None:
         self.needs, self.temperature = needs, temperature
-        self.num_positives, self.is_shared = len(positive), negative is None or negative.ndim == 2
+        self.num_positives = positive.shape[0]
+        self.is_shared = negative is None or negative.ndim == 2
         self.is_nan = None
         if hides:  # 0 * NaN is NaN: what is hidden must not reach a product
             self.is_nan = positive.isnan().any(1)
@@ -88,9 +89,9 @@ class DenseScores:
 
     def block(self, rows: slice) -> Tensor:
         """Scores of some anchors over the temperature ``[c, B + N]``."""
-        query, keys, t = self.query.values[rows], self.key.values, self.temperature
-        if isinstance(t, float) and query.dtype not in HALVES and self.each is None:
-            scores = query.new_empty(len(query), len(keys))
+        query, keys, t = _part(self.query.values, rows), self.key.values, self.temperature
+        if self.each is None and isinstance(t, float) and t != 1.0 and query.dtype not in HALVES:
+            scores = query.new_empty(query.shape[0], keys.shape[0])
             scores.addmm_(query, keys.T, beta=0, alpha=1 / t)  # over the temperature in one pass
             t = 1.0
         else:
@@ -110,15 +111,18 @@ class DenseScores:
 
     def back(self, rows: slice, gradient: Tensor) -> None:
         """Takes in the gradient by those scores times the temperature, and uses it up."""
-        query, keys = self.back_query.values[rows], self.back_key.values
+        query, keys = _part(self.back_query.values, rows), self.back_key.values
         if self.back_query.norm is not None:
             gradient.div_(self.back_query.norm[rows])
-        by_keys = _as_operand(gradient[:, : len(keys)], self.back_key.norm, keys)
+        num_keys = keys.shape[0]
+        by_keys = gradient if self.back_each is None else gradient[:, :num_keys]
+        by_keys = _as_operand(by_keys, self.back_key.norm, keys)
         if self.needs[1] or (self.needs[2] and self.is_shared):
-            asked = by_keys if self.needs[2] else by_keys[:, : self.num_positives]
+            is_whole = self.needs[2] or num_keys == self.num_positives
+            asked = by_keys if is_whole else by_keys[:, : self.num_positives]
             self.grad_key = _add_product(self.grad_key, asked.T, query)
         if self.back_each is not None:
-            each, by_each = self.back_each.values[rows], gradient[:, len(keys) :]
+            each, by_each = self.back_each.values[rows], gradient[:, num_keys:]
             if self.back_each.norm is not None:
                 by_each = by_each / self.back_each.norm[rows].squeeze(2)
             if self.needs[2]:
@@ -140,14 +144,19 @@ class DenseScores:
         grad_negative = None
         grad_key = self.grad_key
         if grad_key is not None:
-            grad_key = self.back_key.gradient(grad_key, slice(len(grad_key)))
-        if grad_key is not None and len(grad_key) > self.num_positives:
+            grad_key = self.back_key.gradient(grad_key, slice(grad_key.shape[0]))
+        if grad_key is not None and grad_key.shape[0] > self.num_positives:
             grad_key, grad_negative = grad_key.tensor_split([self.num_positives])
         elif self.back_each is not None:
             grad_negative = _joined(self.grad_each)
             if grad_negative is not None:
                 grad_negative = self.back_each.gradient(grad_negative)
         return [_joined(self.grad_query), grad_key, grad_negative, self.grad_temperature]
+
+
+def _part(values: Tensor, rows: slice) -> Tensor:
+    """Some rows; all of them as they are, as a view takes longer than this question."""
+    return values if rows.stop - rows.start == values.shape[0] else values[rows]
 
 
 def _as_operand(gradient: Tensor, norm: Tensor | None, keys: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Self-reconstruction with its gradient, some rows at a time: the rest is never held whole."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ def blockwise_self_reconstruction(
     attended: Tensor,
     ignored: Tensor | None,
     ratio: float | Tensor,
+    *,
+    by_rows: bool,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The sums of every row ``[B]``, and the gradient of ``x``.
+    """The sums of every row ``[B]``, or of all rows, and the gradient of ``x``.
 
     Blocks are for the caches of a CPU; an accelerator takes all rows at once.
     """
@@ -29,24 +32,34 @@ def blockwise_self_reconstruction(
     # twice, none is sorted.
     some, slot = attended.view(torch.uint8).max(-1, keepdim=True)
     ids = torch.where(attended, ids, ids.gather(1, slot))
-    sign = (1 - 2.0 * some).to(x.dtype)
+    sign = torch.rsub(some, 1.0, alpha=2).to(x.dtype)
     signed = sign * x.gather(1, ids)
     cost, slope = softplus(signed), sign * signed.sigmoid()
     if isinstance(ratio, Tensor):
         weight = torch.where(some == 1, ratio[:, None], 1.0)
         cost, slope = weight * cost, weight * slope
-    sums = x.new_empty(x.shape[0])
     gradient = torch.empty_like(x) if needs[0] else None
-    step = max(HELD // x.shape[1] if x.device.type == "cpu" else x.shape[0], 1)
-    buffer = torch.empty_like(x[:step])
-    for first in range(0, x.shape[0], step):
-        rows = slice(first, first + step)
-        costs = softplus(x[rows], out=buffer[: x[rows].shape[0]]).scatter_(1, ids[rows], cost[rows])
-        if gradient is not None:
-            torch.sigmoid(x[rows], out=gradient[rows]).scatter_(1, ids[rows], slope[rows])
+    batch = x.shape[0]
+    step = max(HELD // x.shape[1] if x.is_cpu else batch, 1)
+    everything = x, ids, cost, slope, gradient
+    buffer = torch.empty_like(x if step >= batch else x[:step])
+    sums = []
+    for first in range(0, max(batch, 1), step):
+        block: Sequence[Any] = everything
+        if step < batch:
+            rows = slice(first, first + step)
+            block = [None if part is None else part[rows] for part in everything]
+        some_x, places, some_cost, some_slope, some_gradient = block
+        values = buffer if step >= batch else buffer[: some_x.shape[0]]
+        softplus(some_x, out=values).scatter_(1, places, some_cost)
+        if some_gradient is not None:
+            torch.sigmoid(some_x, out=some_gradient).scatter_(1, places, some_slope)
         if ignored is not None:
-            costs.masked_fill_(ignored, 0.0)
-            if gradient is not None:
-                gradient[rows].masked_fill_(ignored, 0.0)
-        torch.sum(costs, -1, out=sums[rows])
-    return sums, [gradient, None, None, None, None]
+            values.masked_fill_(ignored, 0.0)
+            if some_gradient is not None:
+                some_gradient.masked_fill_(ignored, 0.0)
+        sums.append(values.sum(-1) if by_rows else values.sum())
+    value = sums[0]
+    if len(sums) > 1:
+        value = torch.cat(sums) if by_rows else torch.stack(sums).sum()
+    return value, [gradient, None, None, None, None]

@@ -57,7 +57,7 @@ def idf_flops_loss(
         Minimizing FLOPs to Learn Efficient Sparse Representations. The weighting comes from the
         notes of a Korean neural sparse retriever (its versions V25 and V26).
     """
-    check_rows(estimator, len(activations), gather)
+    check_rows(estimator, activations.shape[0], gather)
     mean, squared_mean = mean_and_square(activations, estimator, gather)
     return (token_penalty * (mean.abs() + beta * squared_mean)).sum()
 

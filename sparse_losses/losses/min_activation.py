@@ -90,7 +90,7 @@ def _top_positions(x: Tensor, top_k: int) -> Tensor:
     maxima = x[:, : num_blocks * size].reshape(-1, num_blocks, size).amax(-1)
     block = maxima.topk(top_k, dim=1).indices
     offset = torch.arange(size, device=x.device)
-    position = (block[:, :, None] * size + offset).flatten(1)
+    position = torch.add(offset, block[:, :, None], alpha=size).flatten(1)
     rest = torch.arange(num_blocks * size, width, device=x.device).expand(x.shape[0], -1)
     position = torch.cat([position, rest], dim=1)
     return position.gather(1, x.gather(1, position).topk(top_k, dim=1).indices)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparse_losses._core.checks import check_shapes, values_can_be_checked
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.reduction import Reduction, reduce
+from sparse_losses._core.reduction import Reduction, reduce, row_divisor
 from sparse_losses._core.softmax import softplus
 from sparse_losses._core.token_ids import TokenIds, attended_ids, check_ids, id_mask
 from sparse_losses._core.ways import Arguments, Options, Way, always, compute
@@ -91,16 +91,25 @@ def positive_activation_loss(
     valid = weight.any(-1)  # a NaN weight is valid: it shows
     if token_weight is not None:
         attended = attended & valid[:, None]
-    rows = compute(
-        _definition, WAYS, impl, (activations, ids, attended, weight), {"saturating": saturating}
-    )
-    return reduce(rows, reduction, valid, gather, zeroed=True)
+    divisor = row_divisor(activations, reduction, valid, gather)
+    arguments = activations, ids, attended, weight, divisor
+    value = compute(_definition, WAYS, impl, arguments, {"saturating": saturating})
+    return value if divisor is not None else reduce(value, reduction, valid, gather, zeroed=True)
 
 
 def _definition(
-    x: Tensor, ids: Tensor, attended: Tensor, weight: Tensor, *, saturating: bool
+    x: Tensor,
+    ids: Tensor,
+    attended: Tensor,
+    weight: Tensor,
+    divisor: Tensor | int | None,
+    *,
+    saturating: bool,
 ) -> Tensor:
-    """The loss of every row ``[B]``, 0 where nothing is attended; ``weight [B, S]``."""
+    """The loss of every row ``[B]``, 0 where nothing is attended, or their sum over ``divisor``.
+
+    ``weight`` is ``[B, S]``.
+    """
     # An id that stands k times in a row has one k-th of its weight at each place.
     count = torch.zeros_like(x).scatter_add(1, ids, attended.to(x.dtype)).gather(1, ids)
     weight = weight / count.clamp(min=1)
@@ -108,7 +117,8 @@ def _definition(
     share = weight / torch.where(total != 0, total, 1.0)
     target = torch.where(attended, x.gather(1, ids), 0.0)
     cost = softplus(-target) if saturating else -target
-    return (share * cost).sum(-1)
+    rows = (share * cost).sum(-1)
+    return rows if divisor is None else rows.sum() / divisor
 
 
 def _why_not_direct(arguments: Arguments, options: Options) -> str | None:

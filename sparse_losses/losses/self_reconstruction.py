@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.reduction import Reduction, reduce
+from sparse_losses._core.reduction import Reduction, reduce, row_divisor
 from sparse_losses._core.softmax import softplus
 from sparse_losses._core.token_ids import (
     TokenIds,
@@ -97,14 +97,25 @@ def self_reconstruction_loss(
         num_targets = first_occurrences(ids, attended)[1].sum(-1).to(x.dtype)
         num_others = (num_kept - num_targets).clamp(min=1)
         divisor, ratio = 2 * num_others, num_others / num_targets.clamp(min=1)
-    sums = compute(_definition, WAYS, impl, (x, ids, attended, ignored, ratio), {})
-    return reduce(sums / divisor, reduction, gather=gather)
+    num_rows = row_divisor(x, reduction, gather=gather)
+    by_rows = balanced or num_rows is None  # each row has a divisor, or is asked for
+    options = {"by_rows": by_rows}
+    sums = compute(_definition, WAYS, impl, (x, ids, attended, ignored, ratio), options)
+    if num_rows is None or by_rows:
+        return reduce(sums / divisor, reduction, gather=gather)
+    return sums / (num_kept * num_rows)
 
 
 def _definition(
-    x: Tensor, ids: Tensor, attended: Tensor, ignored: Tensor | None, ratio: float | Tensor
+    x: Tensor,
+    ids: Tensor,
+    attended: Tensor,
+    ignored: Tensor | None,
+    ratio: float | Tensor,
+    *,
+    by_rows: bool,
 ) -> Tensor:
-    """The sum over the others plus ``ratio`` times that over the targets ``[B]``."""
+    """The sum over the others plus ``ratio`` times that over the targets, ``[B]`` or of all."""
     ids, is_target = first_occurrences(ids, attended)
     # Targets are taken out before the sum, not subtracted after it, which would cancel: -inf
     # has softplus 0. No multi-hot target is built.
@@ -114,7 +125,8 @@ def _definition(
     # Slots without a target point at column 0, whose NaN must not send a gradient: 0 * NaN is NaN.
     targets = torch.where(is_target, x.gather(1, ids), 0.0)
     target_sum = torch.where(is_target, softplus(-targets), 0.0).sum(-1)
-    return softplus(others).sum(-1) + ratio * target_sum
+    sums = softplus(others).sum(-1) + ratio * target_sum
+    return sums if by_rows else sums.sum()
 
 
 def _why_not_blocks(arguments: Arguments, options: Options) -> str | None:
