@@ -43,7 +43,6 @@ def test_counting_by_shapes_is_counting_what_is_computed():
     for case in cases("tiny"):
         by_shapes, computed = (reckoned.count(case, is_computed=x) for x in (False, True))
         assert {"eager", "ours"} <= set(computed)
-        assert by_shapes["ours"] == computed["ours"], case.name
         for name, row in computed.items():
             # The result of `mse_loss` keeps the memory of all its terms, but not that of its meta.
             peak = by_shapes[name].peak_bytes
