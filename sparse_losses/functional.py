@@ -25,7 +25,12 @@ from sparse_losses.objective import (
     recall_at_k,
 )
 from sparse_losses.queue import LabelQueue
-from sparse_losses.representation import splade_head, splade_pool, token_weights
+from sparse_losses.representation import (
+    calibrate_threshold,
+    splade_head,
+    splade_pool,
+    token_weights,
+)
 from sparse_losses.vocabulary import (
     DocumentFrequency,
     idf_penalty,
@@ -39,6 +44,7 @@ __all__ = [
     "LabelQueue",
     "advise",
     "cached_backward",
+    "calibrate_threshold",
     "context_overlap",
     "distillation_loss",
     "flops_loss",

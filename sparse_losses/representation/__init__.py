@@ -1,5 +1,6 @@
 """From hidden states to sparse vectors."""
 
+from sparse_losses.representation.calibration import calibrate_threshold
 from sparse_losses.representation.encoder import SpladeEncoder
 from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead, splade_head
@@ -9,6 +10,7 @@ __all__ = [
     "ContextGate",
     "SpladeEncoder",
     "SpladeHead",
+    "calibrate_threshold",
     "splade_head",
     "splade_pool",
     "token_weights",

@@ -27,7 +27,7 @@ def calibrate_threshold(activations: Tensor, target_active: float) -> float:
 
     Examples:
         >>> import torch
-        >>> from sparse_losses.representation.calibration import calibrate_threshold
+        >>> from sparse_losses.functional import calibrate_threshold
         >>> logits = torch.tensor([[1.0, 2.0, 0.0], [4.0, 6.0, 8.0]])
         >>> t = calibrate_threshold(logits.log1p(), target_active=1.5)
         >>> round(t, 4), (logits > t).sum().item()
