@@ -41,11 +41,14 @@ bench-gpu: $(VENV)/.dev  ## all that a GPU is asked for, 25 minutes: make CUDA=1
 
 test: $(VENV)/.dev  ## all tests (ARGS="-k info_nce")
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(if $(ARGS),,$(ON_DEVICE))
+
+# In processes of their own: what sees an accelerator moves its tensors there.
+ON_DEVICE = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests/simulated_device
 
 # Left to the CPU: what takes long and is the same on every device.
 ON_SIM = not (compile or graph or check or second or vmap or refused or pickling)
 test-sim: $(VENV)/.dev  ## the contract on a simulated accelerator; needs a C++ compiler
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests/simulated_device $(ARGS)
 	OMP_NUM_THREADS=1 $(PY) -m pytest --device sim -k "$(ON_SIM)" tests/losses/test_contract.py \
 	  tests/representation/test_head.py tests/representation/test_pooling.py \
 	  tests/objective/test_objective.py $(ARGS)

@@ -108,6 +108,10 @@ def pytest_collection(session):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """What needs a browser runs by `make test-site` alone."""
-    site = Path(__file__).parent / "tests" / "browser"
-    return True if collection_path == site and not config.getoption("--site") else None
+    """What needs a browser, or a process with another device in it, runs where it is asked for."""
+    tests = Path(__file__).parent / "tests"
+    if collection_path == tests / "browser":
+        return None if config.getoption("--site") else True
+    if collection_path == tests / "simulated_device":
+        return None if any("simulated_device" in path for path in config.args) else True
+    return None
