@@ -110,7 +110,8 @@ def whole(world: int, negative: str, teacher: str) -> SpladeBatch:
             columns.append(from_rank[:, None] == torch.arange(size) // (size // world))
         scores = scores.masked_fill(~torch.cat(columns, 1), -torch.inf)
     ids = torch.arange(rows) % (rows - 2)  # two documents stand there twice
-    return SpladeBatch(anchor, positive, negatives, ids, scores, own)
+    theirs = "own" if teacher == "own" else None  # four by four is also the positives of a rank
+    return SpladeBatch(anchor, positive, negatives, ids, scores, own, theirs)
 
 
 def share_of(x: torch.Tensor, rank: int, world: int) -> torch.Tensor:
@@ -131,7 +132,8 @@ def part(batch: SpladeBatch, rank: int, world: int, negative: str, teacher: str)
             others = others[:, rank * others.shape[1] // world :]
             others = others[:, : len(negatives.activations)]
         scores = torch.cat([scores[:, first : first + B], others], 1)
-    return SpladeBatch(anchor, positive, negatives, mine(batch.positive_ids), scores, own)
+    ids, theirs = mine(batch.positive_ids), batch.teacher_candidates
+    return SpladeBatch(anchor, positive, negatives, ids, scores, own, theirs)
 
 
 def leaves(batch: SpladeBatch) -> tuple[SpladeBatch, list[torch.Tensor]]:
