@@ -131,9 +131,10 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if given.get("gather", False) is not False:
                 _agree(function.__name__, declaration, given, sizes)
             if is_without_autocast(given[first]):
-                return function(**given)  # type: ignore[call-arg]  # by name, as Python binds them
+                # Types do not follow a call by names alone.
+                return function(**given)  # type: ignore[call-arg]
             with autocast_off(given[first].device):
-                return function(**given)  # type: ignore[call-arg]  # by name, as Python binds them
+                return function(**given)  # type: ignore[call-arg]  # as above
 
         checked.declaration = declaration  # type: ignore[attr-defined]  # for the module
         return checked
@@ -249,6 +250,7 @@ class LossModule(nn.Module):
     def __init__(self, function: Callable[..., Any], **hyperparameters: Any) -> None:
         """Checks the hyperparameters by the function's declaration, and stores them."""
         super().__init__()
+        # `loss` sets it on the function; types of functions have no attributes.
         self._declaration: _Declaration = function.declaration  # type: ignore[attr-defined]
         self._names = tuple(hyperparameters)
         for name, value in hyperparameters.items():

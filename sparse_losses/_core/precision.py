@@ -22,7 +22,7 @@ def autocast_off(device: torch.device) -> AbstractContextManager[None]:
 
 
 def is_without_autocast(tensor: Tensor) -> bool:
-    """Whether nothing is there to be turned off, where a CPU can say so at less than a region."""
+    """Whether autocast is off for a CPU tensor; asking costs less than entering a region."""
     return (
         tensor.is_cpu and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
     )

@@ -191,6 +191,7 @@ def candidate_scores(
         and can_bring_its_gradient(*inputs)
         and returns_fp32(query.device, dtype)
     ):
+        # PyTorch gives `Function.apply` no types.
         scores: Tensor = _Scores.apply(query, key, negative, cosine)  # type: ignore[no-untyped-call]
         return scores
     return _definition(query, key, negative, cosine)
