@@ -15,7 +15,7 @@ from lightning_ir.loss.base import (
 from torch import Tensor, nn
 
 from sparse_losses import DistillationLoss, MarginMSELoss
-from sparse_losses.distributed import sum_over_ranks
+from sparse_losses.objective.shared_scores import over_pairs
 
 __all__ = ["Contrastive", "Distillation", "Regularization"]
 
@@ -127,19 +127,13 @@ class Distillation(PairwiseLossFunction):  # type: ignore[misc]  # as above
         if isinstance(self.loss, DistillationLoss):
             divergence: Tensor = self.loss(scores, targets)
             return divergence
-        # All pairs; those that are none are 0 on both sides: picking the others would wait.
-        is_pair = targets[:, :, None] > targets[:, None]  # [Q, better, worse]
-        pairs = [
-            torch.where(is_pair, side.unsqueeze(which).expand_as(is_pair), 0.0).flatten()
-            for side in (scores, targets)
-            for which in (2, 1)
-        ]
-        value: Tensor = self.loss(*pairs)
-        if self.loss.reduction == "mean":
-            counted = torch.stack([torch.ones_like(is_pair).sum(), is_pair.sum()]).to(value.dtype)
-            of_all, of_pairs = sum_over_ranks(counted) if self.loss.gather else counted
-            value = value * (of_all / of_pairs.clamp(min=1))
-        return value
+        return over_pairs(
+            self.loss,
+            targets[:, :, None] > targets[:, None],  # [Q, better, worse]
+            [side.unsqueeze(which) for side in (scores, targets) for which in (2, 1)],
+            is_mean=self.loss.reduction == "mean",
+            gathers=self.loss.gather is True,
+        )
 
 
 class Regularization(RegularizationLossFunction):  # type: ignore[misc]  # as above

@@ -1,6 +1,7 @@
 """Many losses over one batch, weighted and added up."""
 
 import difflib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +16,6 @@ from sparse_losses.distributed import (
     gather_rows,
     num_ranks,
     skip_size_check,
-    sum_over_ranks,
 )
 from sparse_losses.fast.scores import candidate_scores
 from sparse_losses.losses import (
@@ -34,6 +34,7 @@ from sparse_losses.objective.batch import SpladeBatch, Texts, token_counts
 from sparse_losses.objective.shared_scores import (
     candidates,
     info_nce_of_shared_scores,
+    over_pairs,
     own_candidates,
     scored_candidates,
     takes_scores,
@@ -435,21 +436,15 @@ class SpladeObjective(nn.Module):
             )
         if scored == "all":
             teacher = own_candidates(teacher, batch.negative, ranks)
-        # -inf: not a candidate. Both sides of such a pair are 0, and it is not counted.
         teacher = teacher.to(own.dtype)
-        hidden = (teacher[:, :1] == -torch.inf) | (teacher[:, 1:] == -torch.inf)
-        pairs = [
-            torch.where(hidden, 0.0, column.expand_as(hidden)).flatten()
-            for side in (own, teacher)
-            for column in (side[:, :1], side[:, 1:])
-        ]
-        loss = self._call(self.margin_mse, *pairs)
-        if self.margin_mse.reduction == "mean":
-            seen = torch.stack([torch.ones_like(hidden).sum(), (~hidden).sum()]).to(loss.dtype)
-            gathers = self.gather or self.margin_mse.gather
-            pairs_in_all, counted = sum_over_ranks(seen) if gathers else seen
-            loss = loss * (pairs_in_all / counted.clamp(min=1))
-        return loss
+        is_pair = (teacher[:, :1] != -torch.inf) & (teacher[:, 1:] != -torch.inf)  # candidates
+        return over_pairs(
+            functools.partial(self._call, self.margin_mse),
+            is_pair,
+            [column for side in (own, teacher) for column in (side[:, :1], side[:, 1:])],
+            is_mean=self.margin_mse.reduction == "mean",
+            gathers=self.gather or self.margin_mse.gather is True,
+        )
 
     def _hide(self, texts: Texts) -> Texts:
         """Without the stopwords."""

@@ -1,6 +1,7 @@
 """What the objective's terms make of one product of all anchors and candidates."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from sparse_losses._core.reduction import Reduction
 from sparse_losses._core.ways import Arguments, Options, Way, always, compute
-from sparse_losses.distributed import rank
+from sparse_losses.distributed import rank, sum_over_ranks
 from sparse_losses.fast.info_nce import info_nce_of_scores, why_no_gradient
 from sparse_losses.losses import info_nce_from_scores
 from sparse_losses.objective.batch import SpladeBatch, Texts
@@ -16,6 +17,7 @@ from sparse_losses.objective.batch import SpladeBatch, Texts
 __all__ = [
     "candidates",
     "info_nce_of_shared_scores",
+    "over_pairs",
     "own_candidates",
     "scored_candidates",
     "takes_scores",
@@ -57,6 +59,28 @@ def _why_not_direct(arguments: Arguments, options: Options) -> str | None:
 
 
 WAYS = (Way("direct", why_not=_why_not_direct, pays=always, compute=info_nce_of_scores),)
+
+
+def over_pairs(
+    loss: Callable[..., Tensor],
+    is_pair: Tensor,
+    columns: Sequence[Tensor],
+    *,
+    is_mean: bool,
+    gathers: bool,
+) -> Tensor:
+    """A loss of MarginMSE's four columns, over the pairs of a mask alone.
+
+    What is no pair is 0 on both sides and is not counted: picking the pairs would wait.
+    """
+    flat = [torch.where(is_pair, column.expand_as(is_pair), 0.0).flatten() for column in columns]
+    value = loss(*flat)
+    if not is_mean:
+        return value
+    counted = torch.stack([torch.ones_like(is_pair).sum(), is_pair.sum()]).to(value.dtype)
+    of_all, of_pairs = sum_over_ranks(counted) if gathers else counted
+    mean: Tensor = value * (of_all / of_pairs.clamp(min=1))
+    return mean
 
 
 def takes_scores(loss: nn.Module) -> bool:
