@@ -132,7 +132,7 @@ class Distillation(PairwiseLossFunction):  # type: ignore[misc]  # as above
             targets[:, :, None] > targets[:, None],  # [Q, better, worse]
             [side.unsqueeze(which) for side in (scores, targets) for which in (2, 1)],
             is_mean=self.loss.reduction == "mean",
-            gathers=self.loss.gather is True,
+            gathers=bool(self.loss.gather),
         )
 
 

@@ -443,7 +443,7 @@ class SpladeObjective(nn.Module):
             is_pair,
             [column for side in (own, teacher) for column in (side[:, :1], side[:, 1:])],
             is_mean=self.margin_mse.reduction == "mean",
-            gathers=self.gather or self.margin_mse.gather is True,
+            gathers=self.gather or bool(self.margin_mse.gather),
         )
 
     def _hide(self, texts: Texts) -> Texts:
