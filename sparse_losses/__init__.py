@@ -65,6 +65,7 @@ from sparse_losses.representation import (
 )
 from sparse_losses.vocabulary import (
     DocumentFrequency,
+    bm25_scores,
     idf_penalty,
     label_similarity,
     language_penalty,
@@ -116,6 +117,7 @@ __all__ = [
     "Warmup",
     "__version__",
     "advise",
+    "bm25_scores",
     "cached_backward",
     "calibrate_threshold",
     "context_overlap",
