@@ -121,7 +121,7 @@ def score_candidates(
                 name: value.flatten(0, 1) if isinstance(value, Tensor) else value
                 for name, value in negative.items()
             }
-            of_all = _scores(teacher, anchor, flat).unflatten(1, ids.shape[:2])
+            of_all = _scores(teacher, anchor, flat).reshape(size, *ids.shape[:2])
             row = torch.arange(size, device=of_all.device)
             scores.append(of_all[row, row])  # each anchor's own
     return torch.cat(scores, 1)
