@@ -227,21 +227,6 @@ class SpladeEncoder(nn.Module):
             activations = activations * self.idf_weights
         return activations if not return_logits or logits is None else (activations, logits)
 
-    def _states(
-        self, input_ids: Tensor, attention_mask: Tensor, **inputs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """The hidden states ``[B, S, H]``, and the gate ``[B, V]`` if there is one."""
-        if self.expansion:
-            matrix = self.model.get_output_embeddings().weight
-            if self.head.weight is not matrix or matrix.shape[0] != self.vocab_size:
-                raise RuntimeError(
-                    "expected the output embeddings that the encoder was made with, got others: "
-                    "make it after resize_token_embeddings"
-                )
-        encoder = self.model.base_model if self.expansion else self.model
-        hidden = encoder(input_ids=input_ids, attention_mask=attention_mask, **inputs)[0]
-        return hidden, None if self.gate is None else self.gate(hidden, attention_mask)
-
     def _token_logits(self, hidden: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The logit of every token of the texts, 0 at the others."""
         logit: Tensor = self.importance(hidden)[:, :, 0].to(compute_dtype(hidden=hidden))
@@ -421,6 +406,21 @@ class SpladeEncoder(nn.Module):
                     spelled = self._spelled(ids[kept].tolist())
                     found[i] = list(zip(spelled, row[kept].tolist(), strict=True))
         return found
+
+    def _states(
+        self, input_ids: Tensor, attention_mask: Tensor, **inputs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The hidden states ``[B, S, H]``, and the gate ``[B, V]`` if there is one."""
+        if self.expansion:
+            matrix = self.model.get_output_embeddings().weight
+            if self.head.weight is not matrix or matrix.shape[0] != self.vocab_size:
+                raise RuntimeError(
+                    "expected the output embeddings that the encoder was made with, got others: "
+                    "make it after resize_token_embeddings"
+                )
+        encoder = self.model.base_model if self.expansion else self.model
+        hidden = encoder(input_ids=input_ids, attention_mask=attention_mask, **inputs)[0]
+        return hidden, None if self.gate is None else self.gate(hidden, attention_mask)
 
     def _position_weights(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The largest activation of every position ``[B, S]``."""
