@@ -75,19 +75,20 @@ def _definition(
     anchor: Tensor, positive: Tensor, negative: Tensor, *, margin: float, similarity: str
 ) -> Tensor:
     """The loss of every row ``[B]``."""
-    negative = negative.unsqueeze(1) if negative.ndim == 2 else negative
-    if negative.shape[1] == 0:  # no row is valid, but all of them stay in the graph
+    is_one = negative.ndim == 2
+    if not is_one and negative.shape[1] == 0:  # no row is valid, but all of them stay in the graph
         return (anchor + positive).sum(-1) + negative.sum((1, 2))
     if similarity == "euclidean":
-        near = -(anchor - positive).square().sum(-1, keepdim=True)
-        far = -(anchor.unsqueeze(1) - negative).square().sum(-1)
+        near = -(anchor - positive).square().sum(-1)
+        far = -((anchor if is_one else anchor[:, None]) - negative).square().sum(-1)
     else:
         if similarity == "cosine":
             anchor, positive, negative = normalize(anchor), normalize(positive), normalize(negative)
-        near = (anchor * positive).sum(-1, keepdim=True)
-        far = torch.einsum("bd,bnd->bn", anchor, negative)
+        near = (anchor * positive).sum(-1)
+        far = (anchor * negative).sum(-1) if is_one else torch.einsum("bd,bnd->bn", anchor, negative)
     # The number last: compiled, `margin - near` is one graph for every margin.
-    return nnf.relu(far - near + margin).mean(-1)
+    hinge = nnf.relu(far - (near if is_one else near[:, None]) + margin)
+    return hinge if is_one else hinge.mean(-1)
 
 
 def _why_not(arguments: Arguments, options: Options) -> str | None:
