@@ -43,7 +43,7 @@ def softplus(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 def masked_logsumexp(scores: Tensor, mask: Tensor) -> Tensor:
     """``log(sum(exp(scores)))`` over the last dimension where ``mask``; ``-inf`` over nothing."""
-    # The gradient of a log-sum-exp over nothing but -inf is NaN; that over the lowest number is not.
+    # The gradient of a log-sum-exp of nothing but -inf is NaN, that of the lowest numbers is not.
     lowest = torch.finfo(scores.dtype).min
     total = torch.where(mask, scores, lowest).logsumexp(-1)
     return torch.where(total == lowest, -torch.inf, total)

@@ -85,7 +85,10 @@ def _definition(
         if similarity == "cosine":
             anchor, positive, negative = normalize(anchor), normalize(positive), normalize(negative)
         near = (anchor * positive).sum(-1)
-        far = (anchor * negative).sum(-1) if is_one else torch.einsum("bd,bnd->bn", anchor, negative)
+        if is_one:
+            far = (anchor * negative).sum(-1)
+        else:
+            far = torch.einsum("bd,bnd->bn", anchor, negative)
     # The number last: compiled, `margin - near` is one graph for every margin.
     hinge = nnf.relu(far - (near if is_one else near[:, None]) + margin)
     return hinge if is_one else hinge.mean(-1)
