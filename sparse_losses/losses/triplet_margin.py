@@ -79,19 +79,18 @@ def _definition(
     if not is_one and negative.shape[1] == 0:  # no row is valid, but all of them stay in the graph
         return (anchor + positive).sum(-1) + negative.sum((1, 2))
     if similarity == "euclidean":
-        near = -(anchor - positive).square().sum(-1)
-        far = -((anchor if is_one else anchor[:, None]) - negative).square().sum(-1)
+        near = -(anchor - positive).square().sum(-1, keepdim=True)
+        far = -(anchor.unsqueeze(1) - (negative[:, None] if is_one else negative)).square().sum(-1)
     else:
         if similarity == "cosine":
             anchor, positive, negative = normalize(anchor), normalize(positive), normalize(negative)
-        near = (anchor * positive).sum(-1)
-        if is_one:
-            far = (anchor * negative).sum(-1)
+        near = (anchor * positive).sum(-1, keepdim=True)
+        if is_one:  # compiled, a stack of one would be a matrix product
+            far = (anchor * negative).sum(-1, keepdim=True)
         else:
             far = torch.einsum("bd,bnd->bn", anchor, negative)
     # The number last: compiled, `margin - near` is one graph for every margin.
-    hinge = nnf.relu(far - (near if is_one else near[:, None]) + margin)
-    return hinge if is_one else hinge.mean(-1)
+    return nnf.relu(far - near + margin).mean(-1)
 
 
 def _why_not(arguments: Arguments, options: Options) -> str | None:
