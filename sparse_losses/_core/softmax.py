@@ -21,7 +21,11 @@ def contrastive_rows(
     row has more of them, which takes fewer operations.
     """
     if decoupled or one_positive:
-        gap = masked_logsumexp(scores, negative_mask) - _mean_where(positive_mask, scores)
+        if one_positive:
+            own = torch.where(positive_mask, scores, 0.0).sum(-1)
+        else:
+            own = _mean_where(positive_mask, scores)
+        gap = masked_logsumexp(scores, negative_mask) - own
         return gap if decoupled else softplus(gap)
     return _mean_where(positive_mask, negative_log_softmax(scores, positive_mask | negative_mask))
 
@@ -39,11 +43,10 @@ def softplus(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 def masked_logsumexp(scores: Tensor, mask: Tensor) -> Tensor:
     """``log(sum(exp(scores)))`` over the last dimension where ``mask``; ``-inf`` over nothing."""
-    some = mask.any(-1)
-    # The gradient of a log-sum-exp over nothing but -inf is NaN: sum zeros there instead.
-    fill = torch.where(some, -torch.inf, 0.0).to(scores.dtype).unsqueeze(-1)
-    total = torch.where(mask, scores, fill).logsumexp(-1)
-    return torch.where(some, total, -torch.inf)
+    # The gradient of a log-sum-exp of nothing but -inf is NaN, that of the lowest numbers is not.
+    lowest = torch.finfo(scores.dtype).min
+    total = torch.where(mask, scores, lowest).logsumexp(-1)
+    return torch.where(total == lowest, -torch.inf, total)
 
 
 def negative_log_softmax(scores: Tensor, mask: Tensor) -> Tensor:

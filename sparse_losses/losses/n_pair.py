@@ -85,26 +85,22 @@ def _definition(
     reduction: Reduction,
     **_: Any,
 ) -> Tensor:
-    """InfoNCE's row formula on raw dots, the positive first; its temperature is always 1."""
+    """InfoNCE's row formula on raw dots; its temperature is always 1."""
     anchor, positive = as_single(anchor), as_single(positive)
     negative = None if negative is None else as_single(negative)
-    own_score = (anchor * positive).sum(-1, keepdim=True)
+    own = torch.arange(len(anchor), device=anchor.device)  # where a row's positive stands
     if negative is None:
         key = gather_rows(positive, gather)
-        others = anchor @ key.T
-        index = torch.arange(len(key), device=key.device)
-        first = rank() * len(anchor) if gather else 0
-        is_other = index[first : first + len(anchor), None] != index
+        scores = anchor @ key.T
+        own = own + rank() * len(anchor) if gather else own
     else:
         shared = negative.ndim == 2
         negative = gather_rows(negative, gather) if shared else negative
         others = anchor @ negative.T if shared else torch.einsum("bd,bnd->bn", anchor, negative)
-        is_other = torch.ones_like(others, dtype=torch.bool)
-    scores = torch.cat([own_score, others], dim=1)
-    is_own = torch.ones_like(own_score, dtype=torch.bool)
-    is_negative = torch.cat([~is_own, is_other], dim=1)
-    is_positive = torch.cat([is_own, torch.zeros_like(is_other)], dim=1)
-    values = contrastive_rows(scores, is_positive, is_negative, one_positive=True)
+        scores = torch.cat([(anchor * positive).sum(-1, keepdim=True), others], dim=1)
+        own = torch.zeros_like(own)
+    is_positive = own[:, None] == torch.arange(scores.shape[1], device=anchor.device)
+    values = contrastive_rows(scores, is_positive, ~is_positive, one_positive=True)
     return reduce(values, reduction, gather=gather)
 
 

@@ -187,7 +187,7 @@ def _definition(
     valid = y.any(-1)
     if decoupled and eps == 0:
         valid = valid & (a > 0).any(-1)
-    s = _scores(query, torch.cat([features, prototype]), valid) / temperature
+    s = _scores(query, features, prototype, valid) / temperature
     weighted = s + a.log()
     is_counted = (a > 0) | s.isnan()  # keeps the NaN of a weight of 0
     if eps > 0:
@@ -230,11 +230,13 @@ def _instances(
     return torch.cat(features), torch.cat(labels), torch.cat(filled)
 
 
-def _scores(query: Tensor, references: Tensor, valid: Tensor) -> Tensor:
+def _scores(query: Tensor, features: Tensor, prototype: Tensor, valid: Tensor) -> Tensor:
     """Cosines; what no valid row looks at must not send its NaN into a gradient."""
-    query = torch.where(valid[:, None], query.to(references.dtype), 0.0)
-    references = torch.where(valid.any(), references, 0.0)
-    return normalize(query) @ normalize(references).T
+    some, dtype = valid.any(), features.dtype
+    query = normalize(torch.where(valid[:, None], query.to(dtype), 0.0))
+    # Features and prototypes by themselves: only the latter have a gradient.
+    parts = [torch.where(some, x.to(dtype), 0.0) for x in (features, prototype) if len(x)]
+    return torch.cat([query @ normalize(x).T for x in parts], dim=1)
 
 
 def _similarity(

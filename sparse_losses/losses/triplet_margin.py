@@ -75,17 +75,20 @@ def _definition(
     anchor: Tensor, positive: Tensor, negative: Tensor, *, margin: float, similarity: str
 ) -> Tensor:
     """The loss of every row ``[B]``."""
-    negative = negative.unsqueeze(1) if negative.ndim == 2 else negative
-    if negative.shape[1] == 0:  # no row is valid, but all of them stay in the graph
+    is_one = negative.ndim == 2
+    if not is_one and negative.shape[1] == 0:  # no row is valid, but all of them stay in the graph
         return (anchor + positive).sum(-1) + negative.sum((1, 2))
     if similarity == "euclidean":
         near = -(anchor - positive).square().sum(-1, keepdim=True)
-        far = -(anchor.unsqueeze(1) - negative).square().sum(-1)
+        far = -(anchor.unsqueeze(1) - (negative[:, None] if is_one else negative)).square().sum(-1)
     else:
         if similarity == "cosine":
             anchor, positive, negative = normalize(anchor), normalize(positive), normalize(negative)
         near = (anchor * positive).sum(-1, keepdim=True)
-        far = torch.einsum("bd,bnd->bn", anchor, negative)
+        if is_one:  # compiled, a stack of one would be a matrix product
+            far = (anchor * negative).sum(-1, keepdim=True)
+        else:
+            far = torch.einsum("bd,bnd->bn", anchor, negative)
     # The number last: compiled, `margin - near` is one graph for every margin.
     return nnf.relu(far - near + margin).mean(-1)
 
