@@ -50,9 +50,8 @@ def distillation_loss(
     the unbiased standard deviation. Scores that are all equal have $z = 0$ and no gradient from the
     MSE.
 
-    Cosines at $T = 3$ give a weak signal: with 32 candidates uniform in [0, 1] the KL with its $T^2$
-    is 0.08 for a random student. Bring both sides to the scale of the contrastive loss first
-    (cosines over its temperature).
+    Cosines at $T = 3$ give a weak signal: with 32 candidates uniform in [0, 1] the KL, with $T^2$,
+    is 0.08 for a random student. Divide cosines by the temperature of the contrastive loss first.
 
     Args:
         student_scores: ``[B, C]`` floating.
