@@ -42,8 +42,9 @@ def distillation_loss(
 
     $$\ell = \alpha_{kl} \, T^2 \, \frac{1}{B} \sum_{i=1}^{B}
     \mathrm{KL}\bigl(\mathrm{softmax}(t_i / T) \,\Vert\, \mathrm{softmax}(s_i / T)\bigr)
-    + \alpha_{mse} \, \mathrm{MSE}\bigl(z(s), z(t)\bigr)
-    \qquad z(s) = \frac{s - \bar s}{\mathrm{std}(s) + 10^{-8}}$$
+    + \alpha_{mse} \, \mathrm{MSE}\bigl(z(s), z(t)\bigr)$$
+
+    $$z(s) = \frac{s - \bar s}{\mathrm{std}(s) + 10^{-8}}$$
 
     $s_i$, $t_i$ are the student's and the teacher's scores of the candidates of row $i$, $T$ the
     temperature; $T^2$ keeps the gradient's size. $z$ runs over the whole matrix or each row, with
