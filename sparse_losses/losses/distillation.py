@@ -48,8 +48,7 @@ def distillation_loss(
 
     $s_i$, $t_i$ are the student's and the teacher's scores of the candidates of row $i$, $T$ the
     temperature; $T^2$ keeps the gradient's size. $z$ runs over the whole matrix or each row, with
-    the unbiased standard deviation. Scores that are all equal have $z = 0$ and no gradient from the
-    MSE.
+    the unbiased standard deviation. Equal scores have $z = 0$ and no gradient from the MSE.
 
     Cosines at $T = 3$ give a weak signal: with 32 candidates uniform in [0, 1] the KL, with $T^2$,
     is 0.08 for a random student. Divide cosines by the temperature of the contrastive loss first.
