@@ -136,7 +136,7 @@ class Structure:
 def structure(text: str) -> Structure:
     """Read the structure of a page that has been expanded."""
     prose, code = split_code(body(text))
-    headings = re.findall(r"^(#{1,6}) .*?(?:\{\s*#([\w-]+)[^}]*\})?[ \t]*$", prose, re.MULTILINE)
+    headings = re.findall(r"^[ \t]*(#{1,6}) .*?(?:\{\s*#([\w-]+)[^}]*\})?[ \t]*$", prose, re.M)
     tables = re.findall(r"(?:^[ \t]*\|.*\n)+", prose, re.MULTILINE)
     display = re.findall(r"\$\$(.+?)\$\$", prose, re.DOTALL)
     rest = re.sub(r"`[^`\n]*`", "", re.sub(r"\$\$.+?\$\$", "", prose, flags=re.DOTALL))

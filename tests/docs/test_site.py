@@ -7,7 +7,8 @@ import inspect
 import re
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, UnionType
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -21,20 +22,14 @@ STEMS = sorted(
     p.stem for p in (ROOT / "sparse_losses/losses").glob("*.py") if not p.stem.startswith("_")
 )
 HEADINGS = [
-    "Call",
     "Formula",
-    "Symbols and shapes",
     "Parameters",
-    "What the mean divides by",
-    "Properties",
-    "Picture",
-    "Example",
     "When to use it",
-    "When not",
-    "Neighbours",
-    "Numerical notes",
-    "References",
+    "When not to use it",
+    "Picture",
+    "Details",
 ]
+WORDS_ABOVE_DETAILS = 900
 # Papers, packages that are named and what this site is built with.
 HOSTS = {
     "aclanthology.org",
@@ -258,31 +253,62 @@ def test_linked_tests_and_names_exist(page):
 TEST_LINK = re.compile(r"\[[^\]]+\]\[tests\.[\w.]+\.test_\w+\]")
 
 
+def section(prose: str, heading: str) -> str:
+    """Return what is between a heading and the next one of its level or above."""
+    found = re.search(rf"^[ \t]*(#+) {re.escape(heading)}[ \t]*$", prose, re.MULTILINE)
+    assert found, f"no heading {heading}"
+    rest = prose[found.end() :]
+    return re.split(rf"^[ \t]*#{{1,{len(found[1])}}} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
+
+
 def table_rows(text: str) -> list[str]:
     """Return the rows of all tables without their heads."""
     tables = re.findall(r"(?:^[ \t]*\|.*\n)+", text, re.MULTILINE)
     return [row.strip().strip("|") for table in tables for row in table.splitlines()[2:]]
 
 
+def words(prose: str) -> list[str]:
+    """Return the words of a page's text that a reader sees, without formulas and addresses."""
+    seen = re.sub(r"\$\$.+?\$\$|\$[^$\n]+\$|<[^>]*>|\{[^}\n]*\}", " ", body(prose), flags=re.DOTALL)
+    seen = re.sub(r"(!\[[^\]]*\]|\])(\([^)\s]*\)|\[[\w.]+\])", " ", seen)
+    return re.findall(r"[^\s|]*\w[^\s|]*", seen)
+
+
+def types_of(annotation: object) -> set[str]:
+    """Return the names of the types that a parameter may have, without None."""
+    if get_origin(annotation) is Literal:
+        return {type(value).__name__ for value in get_args(annotation)}
+    if isinstance(annotation, type) and not get_args(annotation):
+        return {annotation.__name__} - {"NoneType"}
+    if isinstance(get_origin(annotation), type) and get_origin(annotation) is not UnionType:
+        return {get_origin(annotation).__name__}
+    return set().union(*map(types_of, get_args(annotation)))
+
+
 @pytest.mark.parametrize("stem", STEMS)
-def test_its_parameters_are_those_of_the_function(stem):
+def test_every_parameter_has_its_meaning_type_default_and_range(stem):
+    """Optional ones in the table of parameters, the others in that of symbols."""
+    function = getattr(F, f"{stem}_loss")
+    hints = get_type_hints(function)
     prose = loss_page(stem)
-    section = prose.partition("\n## Parameters")[2].partition("\n## ")[0]
-    rows = {}
-    for line in table_rows(section):
-        first, second = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[:2])
-        names = re.findall(r"`(\w+)`", first)
-        assert names, f"of no parameter: {line}"
-        for each in names:
-            assert each not in rows, f"{each} twice"
-            rows[each] = second
-    parameters = inspect.signature(getattr(F, f"{stem}_loss")).parameters.values()
-    optional = {p.name: p.default for p in parameters if p.default is not p.empty}
-    keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    assert keywords <= rows.keys() <= optional.keys()
-    for each, cell in rows.items():
-        assert re.fullmatch(r"`[^`]+`", cell), f"{each}: {cell}"
-        assert ast.literal_eval(cell.strip("`")) == optional[each], each
+    rows = [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)]
+        for line in table_rows(section(prose, "Parameters"))
+    ]
+    assert [row for row in rows if len(row) != 5 or len(words(row[1])) < 3] == []
+    table = {re.fullmatch(r"`(\w+)`", row[0])[1]: row for row in rows}
+    assert len(table) == len(rows)
+    parameters = inspect.signature(function).parameters.values()
+    optional = {p.name for p in parameters if p.default is not p.empty}
+    required = {p.name for p in parameters} - optional
+    assert table.keys() == optional
+    symbols = section(prose, "Formula")
+    assert [each for each in required if f"| `{each}` |" not in symbols] == []
+    for parameter in parameters:
+        if parameter.name in optional:
+            _, _, type_, default, _ = table[parameter.name]
+            assert set(re.findall(r"`(\w+)`", type_)) == types_of(hints[parameter.name])
+            assert ast.literal_eval(default.strip("`")) == parameter.default, parameter.name
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -294,9 +320,35 @@ def test_a_loss_page_has_the_order_of_all_the_docstrings_formulas_and_tested_pro
     formulas = ["".join(f.split()) for f in re.findall(r"\$\$(.+?)\$\$", doc, re.DOTALL)]
     assert formulas
     assert [formula for formula in formulas if formula not in written] == []
-    properties = table_rows(prose.partition("\n## Properties")[2].partition("\n## ")[0])
+    properties = table_rows(section(section(prose, "Details"), "Properties"))
     assert len(properties) >= 3
     assert [row for row in properties if not TEST_LINK.search(row)] == []
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_loss_page_is_short_down_to_its_details(stem):
+    """And what is below them is in collapsed blocks, or it is a line of links."""
+    above, _, details = loss_page(stem).partition("\n## Details\n")
+    assert len(words(above)) <= WORDS_ABOVE_DETAILS
+    assert re.search(r"^description: \S.{40,}$", read(DOCS / "losses" / f"{stem}.md"), re.MULTILINE)
+    paragraphs = re.split(r"\n\s*\n", details.strip())
+    outside = [each for each in paragraphs if not each.startswith((" ", "???", "Source: "))]
+    assert outside == []
+
+
+EXAMPLES = [
+    pytest.param(code, id=f"{stem}-{number}")
+    for stem in STEMS
+    for number, (language, code) in enumerate(
+        split_code(expand(read(DOCS / "losses" / f"{stem}.md")))[1]
+    )
+    if language == "python"
+]
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_a_block_of_a_loss_page_runs_alone_when_copied(code):
+    exec(compile(code, "<copied>", "exec"), {"__name__": "__main__"})
 
 
 def test_every_theorem_names_its_test():

@@ -38,19 +38,21 @@ def prose_of(page: Path) -> str:
 
 
 def headings(page: Path) -> list[str]:
-    return re.findall(r"^#{1,6} (.*?)[ \t]*$", prose_of(page), re.MULTILINE)
+    return re.findall(r"^[ \t]*#{1,6} (.*?)[ \t]*$", prose_of(page), re.MULTILINE)
 
 
 def sections(page: Path) -> list[str]:
-    """Part a page at its headings; what stands before the first one is a section too."""
-    return re.split(r"^(?=#{1,6} )", prose_of(page), flags=re.MULTILINE)
+    """Split a page at its headings; the text before the first one is a section too."""
+    return re.split(r"^(?=[ \t]*#{1,6} )", prose_of(page), flags=re.MULTILINE)
 
 
 def of_both(page: Path) -> list[tuple[str, str, str]]:
     """Return of each section its English heading, the translation and the English text."""
     english = sections(translations.original(page))
     own = sections(page)
-    return [(text.partition("\n")[0], one, text) for one, text in zip(own, english, strict=True)]
+    return [
+        (text.partition("\n")[0].strip(), one, text) for one, text in zip(own, english, strict=True)
+    ]
 
 
 def rows(text: str) -> list[str]:
@@ -88,7 +90,7 @@ def blocks(section: str) -> list[str]:
         lines = [
             line
             for line in block.splitlines()
-            if line.strip() and not re.match(r"#|[ \t]*(?:!!!|\?\?\?\+?|===) ", line)
+            if line.strip() and not re.match(r"[ \t]*(?:#+|!!!|\?\?\?\+?|===) ", line)
         ]
         if not lines:
             continue
@@ -159,14 +161,16 @@ def test_its_references_and_links_lead_where_those_of_the_english_page_do(page):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "losses"], ids=name)
-def test_its_defaults_are_those_of_the_english_page(page):
+def test_its_types_and_defaults_are_those_of_the_english_page(page):
+    """The columns are parameter, meaning, type, default, typical range."""
     (pair,) = (texts for heading, *texts in of_both(page) if heading == "## Parameters")
     own, english = (
-        [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[:2]] for row in rows(text)[2:]]
+        [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)] for row in rows(text)[2:]]
         for text in pair
     )
     assert own
-    assert own == english
+    assert [len(row) for row in own] == [5] * len(english)
+    assert [(row[0], row[2:4]) for row in own] == [(row[0], row[2:4]) for row in english]
 
 
 # The tool.
