@@ -53,8 +53,8 @@ def flops_loss(
         tensor(4.)
 
     References:
-        Minimizing FLOPs to Learn Efficient Sparse Representations, eq. 4. SPLADE: Sparse Lexical
-        and Expansion Model for First Stage Ranking, eq. 4.
+        Minimizing FLOPs to Learn Efficient Sparse Representations. SPLADE: Sparse Lexical and
+        Expansion Model for First Stage Ranking.
     """
     check_rows(estimator, len(activations), gather)
     _, squared_mean = mean_and_square(activations, estimator, gather)

@@ -117,7 +117,7 @@ def info_nce_loss(
 
     References:
         Representation Learning with Contrastive Predictive Coding, eq. 4. Supervised Contrastive
-        Learning, eq. 2 (``positive_mask``). Decoupled Contrastive Learning, eq. 5 (``decoupled``).
+        Learning, eq. 2 (``positive_mask``). Decoupled Contrastive Learning (``decoupled``).
     """
     _check(len(anchor), negative, positive_mask, in_batch, gather)
     options = {

@@ -62,7 +62,7 @@ def n_pair_loss(
         tensor(0.5514)
 
     References:
-        Improved Deep Metric Learning with Multi-class N-pair Loss Objective, eq. 4.
+        Improved Deep Metric Learning with Multi-class N-pair Loss Objective.
     """
     options = {
         "similarity": "dot",

@@ -63,7 +63,7 @@ def triplet_margin_loss(
         tensor(0.0071)
 
     References:
-        FaceNet: A Unified Embedding for Face Recognition and Clustering, eq. 2.
+        FaceNet: A Unified Embedding for Face Recognition and Clustering, section 3.1.
     """
     options = {"margin": margin, "similarity": similarity}
     values = compute(_definition, WAYS, impl, (anchor, positive, negative), options)
