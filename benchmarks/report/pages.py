@@ -1,6 +1,6 @@
-"""``python -m benchmarks.report.pages``: writes the tables of docs/benchmarks.md anew.
+"""``python -m benchmarks.report.pages``: rewrites the tables of the pages on benchmarks.
 
-They are made of the files in ``benchmarks/results``; a test holds page and files together.
+The tables come from the files in ``benchmarks/results``. A test compares pages and files.
 """
 
 import re
@@ -13,9 +13,10 @@ from benchmarks.run import reckoned as counting
 from benchmarks.run.measure import TRAINING
 from benchmarks.run.table import RESULTS, ROOT, Row, read
 
-__all__ = ["PAGE", "aims", "main", "objective", "peers", "reckoned"]
+__all__ = ["FOR_CONTRIBUTORS", "PAGE", "aims", "main", "memory", "objective", "peers", "reckoned"]
 
 PAGE = ROOT / "docs" / "benchmarks.md"
+FOR_CONTRIBUTORS = ROOT / "docs" / "growth.md"
 PEERS = (
     "eager",
     "torch.compile",
@@ -61,6 +62,24 @@ def _over(row: Row | None, ours: Row) -> str:
     return ", ".join(f"{float(row[x]) / float(ours[x]):.2f}" for x in ("seconds", "peak_bytes"))
 
 
+def memory() -> str:
+    """Peak memory of the plain formula, of sentence-transformers and of ours, with the times."""
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in read(RESULTS / "aims-rebuilt.csv"):
+        if row["pass"] == TRAINING and row["allocator"] == "default":
+            found.setdefault((row["loss"], row["case"]), {})[row["variant"]] = row
+    names = ("eager", "sentence-transformers", "ours")
+    lines = []
+    for about, variants in found.items():
+        rows = [variants.get(name) for name in names]
+        peaks = ["-" if row is None else f"{float(row['peak_bytes']) / MIB:,.3g}" for row in rows]
+        times = ["-" if row is None else _time(float(row["seconds"])) for row in rows]
+        lines.append((*about, *peaks, *times))
+    kinds = ("plain", "sentence-transformers", "ours")
+    heading = [f"{kind}, {unit}" for unit in ("MiB", "time") for kind in kinds]
+    return markdown(("loss", "case", *heading), lines)
+
+
 def objective() -> str:
     """Times of all losses of V26 together, of ``objective.csv``."""
     rows = read(RESULTS / "objective.csv")
@@ -90,14 +109,18 @@ def _time(seconds: float) -> str:
 
 def main() -> int:
     """Replaces every table by the one under the same heading."""
-    page = PAGE.read_text(encoding="utf-8")
-    for table in (aims(), peers(), objective(), reckoned()):
-        heading = table.partition("\n")[0]
-        old = re.compile(rf"^{re.escape(heading)}\n(?:\|.*\n)+", re.MULTILINE)
-        if not old.search(page):
-            raise SystemExit(f"{PAGE} has no table under {heading}")
-        page = old.sub(lambda _, table=table: f"{table}\n", page)
-    PAGE.write_text(page, encoding="utf-8")
+    for path, tables in (
+        (PAGE, (peers(), memory(), objective(), reckoned())),
+        (FOR_CONTRIBUTORS, (aims(),)),
+    ):
+        page = path.read_text(encoding="utf-8")
+        for table in tables:
+            heading = table.partition("\n")[0]
+            old = re.compile(rf"^{re.escape(heading)}\n(?:\|.*\n)+", re.MULTILINE)
+            if not old.search(page):
+                raise SystemExit(f"{path} has no table under {heading}")
+            page = old.sub(lambda _, table=table: f"{table}\n", page)
+        path.write_text(page, encoding="utf-8")
     return 0
 
 
