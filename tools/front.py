@@ -60,10 +60,10 @@ def draw() -> str:
     ]
     memory, seconds = ([row[n] for row in figures] for n in (0, 1))
     lines = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 126" role="img" '
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="-12 -8 744 140" role="img" '
         'aria-label="Peak memory and time of the SPLADE head">',
         STYLE,
-        '<rect class="ground" width="720" height="126" rx="4"/>',
+        '<rect class="ground" x="-12" y="-8" width="744" height="140" rx="4"/>',
         *labels,
         *panel(160, "Peak memory", memory, [f"{value:,.0f} MiB" for value in memory]),
         *panel(460, "Time", seconds, [f"{value:.2f} s" for value in seconds]),

@@ -1,8 +1,8 @@
 """What only the build knows of the package's description: the addresses of repository and site.
 
-Hatch runs this for every build. Links in README.md are relative, so that they work in a clone and on
-any host. A package index shows the text elsewhere; where REPO_URL names the repository, links and
-pictures get its address.
+Hatch runs this for every build. Links in README.md are relative, so that they work in a clone and
+on any host. A package index shows the text elsewhere; where REPO_URL names the repository, links
+and pictures get its address.
 """
 
 import os

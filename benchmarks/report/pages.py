@@ -48,12 +48,13 @@ def peers() -> str:
         for row in read(RESULTS / "cpu-quick.csv")
         if row["pass"] == TRAINING
     }
+    names = [name for name in PEERS if any(variant == name for *_, variant in rows)]
     lines = []
     for loss, case in dict.fromkeys(key[:2] for key in rows):
         ours = rows[loss, case, "ours"]
-        cells = [_over(rows.get((loss, case, name)), ours) for name in PEERS]
+        cells = [_over(rows.get((loss, case, name)), ours) for name in names]
         lines.append((loss, case, *cells))
-    return markdown(("loss", "case", *PEERS), lines)
+    return markdown(("loss", "case", *names), lines)
 
 
 def _over(row: Row | None, ours: Row) -> str:

@@ -4,6 +4,7 @@ import pytest
 
 SIZES = {
     "desktop": {"width": 1280, "height": 900},
+    "tablet": {"width": 768, "height": 1024},
     "phone": {"width": 390, "height": 844},
 }
 CLICK = "e => e.click()"
@@ -22,6 +23,15 @@ WIDER = """() => [...document.querySelectorAll("body *")].filter((e) => {
   const box = e.getBoundingClientRect()
   return box.width && box.right > innerWidth + 1
 }).map((e) => e.outerHTML.slice(0, 120)).slice(0, 5)"""
+# A table fits; on a phone it may scroll, with a shadow over the side where more of it is.
+CUT_TABLES = """() => [...document.querySelectorAll("article table:not([class])")].filter((e) => {
+  const around = e.closest(".md-typeset__scrollwrap")
+  if (!e.offsetParent) return false
+  if (!around) return true
+  if (around.scrollWidth <= around.clientWidth + 1) return false
+  const { overflowX, backgroundImage } = getComputedStyle(around)
+  return innerWidth > 700 || overflowX !== "auto" || !backgroundImage.includes("gradient")
+}).map((e) => e.textContent.trim().slice(0, 60))"""
 READY = """() => document.fonts.status === "loaded" &&
   [...document.querySelectorAll(".plot[data-plot]")].every((e) => e.plots)"""
 SLIDERS = "name => import(`/assets/javascripts/plots/${name}.js`).then((m) => m.sliders)"
@@ -52,6 +62,7 @@ def test_a_page_is_whole_at_every_width_by_day_and_by_night(page, address, where
         for size in SIZES.values():
             page.set_viewport_size(size)
             assert page.evaluate(WIDER) == [], (size, palette)
+            assert page.evaluate(CUT_TABLES) == [], (size, palette)
             assert page.evaluate(UNSEEN_PICTURES) == [], (size, palette)
     assert page.said == []
     assert [url for url in page.asked if not url.startswith((address, "data:", "blob:"))] == []
