@@ -124,7 +124,7 @@ def test_without_scripts_the_picture_stays(chromium, address, with_plot):
     [
         ("temperature", "losses/"),
         ("temperature", "faq/"),
-        ("info_nce_loss", "api/losses/"),
+        ("info_nce_loss", "api/losses/info_nce/"),
         ("info_nce_loss", "losses/info_nce/"),
         ("NWSLoss", "losses/nws/"),
         ("collapse", "guides/troubleshooting/"),
@@ -138,6 +138,28 @@ def test_search_answers(page, address, asked, found):
     page.locator("input[name=query]").press_sequentially(asked, delay=10)
     page.wait_for_selector(f".md-search-result__link[href*='{found}']", state="attached")
     assert page.said == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "first"),
+    [
+        ("duplicates", "/faq/"),
+        ("lambda", "/faq/"),
+        ("NaN", "/faq/"),
+        ("250k vocabulary", "/faq/"),
+        ("hard negatives", "/faq/"),
+        ("SpladeLoss", "/porting/"),
+    ],
+)
+def test_search_has_the_right_page_first(page, address, asked, first):
+    visit(page, address, "choose")
+    page.keyboard.press("/")
+    page.locator("input[name=query]").press_sequentially(asked, delay=10)
+    page.wait_for_function(
+        "first => document.querySelector('.md-search-result__link')"
+        "?.getAttribute('href').includes(first)",
+        arg=first,
+    )
 
 
 def test_the_palette_can_be_chosen_and_a_page_says_its_language(page, address):
