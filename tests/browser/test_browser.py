@@ -108,6 +108,31 @@ def test_sliders_begin_and_end_where_they_say(page, address, with_plot):
                 assert slider.evaluate(SHOWN) == pytest.approx(expected[end], rel=5e-3)
 
 
+SHOWN_CURVES = """e => Object.values(e.plots).map((p) => [
+  p.series.length - 1,
+  [...p.root.querySelectorAll(".u-value")].map((v) => v.textContent),
+  p.axes[0]._splits.map(Number), [p.scales.x.min, p.scales.x.max],
+])"""
+KEPT = """name => import(`/assets/javascripts/plots/${name}.js`).then((m) => {
+  const count = (s) => Object.keys(m.curves(s)[Object.keys(m.panels)[0]]).length
+  const of_sliders = Object.fromEntries(Object.entries(m.sliders).map(([k, s]) => [k, s.value]))
+  return [...Object.values(m.lines), of_sliders].map(count).reduce((a, b) => a + b)
+})"""
+
+
+def test_a_plot_shows_every_line_with_its_value_and_ticks_at_the_ends(page, address, with_plot):
+    visit(page, address, with_plot)
+    for plot in plots_of(page):
+        expected = page.evaluate(KEPT, plot.get_attribute("data-plot"))
+        for curves, values, ticks, ends in plot.evaluate(SHOWN_CURVES):
+            assert curves == expected
+            assert len(values) == curves + 1
+            assert all(value not in ("", "--") for value in values)
+            assert ends[0] < ends[1]
+            assert len(ticks) >= 3
+    assert page.said == []
+
+
 def test_without_scripts_the_picture_stays(chromium, address, with_plot):
     context = chromium.new_context(java_script_enabled=False)
     page = context.new_page()
