@@ -82,6 +82,7 @@ $(FIGURES): $(shell find sparse_losses -name '*.py')
 
 site: $(FIGURES)  ## build the docs site into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+	$(PY) -m tools.llms build/site
 
 serve: $(FIGURES)  ## the docs site on this machine, built anew at every change
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve
@@ -90,6 +91,7 @@ site-zensical: $(FIGURES)  ## the same site by Zensical, into build/zensical
 	sed 's#^site_dir:.*#site_dir: build/zensical#' mkdocs.yml > .zensical.yml
 	$(VENV)/bin/zensical build --clean --strict --config-file .zensical.yml
 	rm .zensical.yml
+	$(PY) -m tools.llms build/zensical
 
 test-site: site  ## every page of the site in a browser: needs Chromium (CHROMIUM=/path/to/it)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) tests/browser --site build/site $(ARGS)

@@ -38,12 +38,15 @@ TRAINERS = {  # and the packages that a column stands for
     "lightning-ir": ["lightning-ir", "transformers"],
 }
 
-HEAD = """# What works with what
+HEAD = """---
+description: Which trainers work with fp16, bf16, torch.compile, several devices, gradient caching and resuming.
+---
 
-A mark stands for tests that train with the real package and compare the weights, or the losses,
-with those of a plain loop; under the table they are named. An empty cell is not known to fail:
-nothing tests it. All of it ran on CPUs; two devices are two gloo processes. This page is written by
-`make compatibility` from the run of the tests.
+# Compatibility
+
+Each mark means that tests train with the real package and compare weights or losses with a plain loop; the tests are
+linked below the table. An empty cell is untested. Everything ran on CPUs; two devices are two gloo processes.
+`make compatibility` writes this page from a test run.
 
 """
 

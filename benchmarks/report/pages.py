@@ -1,6 +1,6 @@
-"""``python -m benchmarks.report.pages``: writes the tables of docs/benchmarks.md anew.
+"""``python -m benchmarks.report.pages``: rewrites the tables of the pages on benchmarks.
 
-They are made of the files in ``benchmarks/results``; a test holds page and files together.
+The tables come from the files in ``benchmarks/results``. A test compares pages and files.
 """
 
 import re
@@ -13,9 +13,10 @@ from benchmarks.run import reckoned as counting
 from benchmarks.run.measure import TRAINING
 from benchmarks.run.table import RESULTS, ROOT, Row, read
 
-__all__ = ["PAGE", "aims", "main", "objective", "peers", "reckoned"]
+__all__ = ["FOR_CONTRIBUTORS", "PAGE", "aims", "main", "memory", "objective", "peers", "reckoned"]
 
 PAGE = ROOT / "docs" / "benchmarks.md"
+FOR_CONTRIBUTORS = ROOT / "docs" / "growth.md"
 PEERS = (
     "eager",
     "torch.compile",
@@ -47,18 +48,37 @@ def peers() -> str:
         for row in read(RESULTS / "cpu-quick.csv")
         if row["pass"] == TRAINING
     }
+    names = [name for name in PEERS if any(variant == name for *_, variant in rows)]
     lines = []
     for loss, case in dict.fromkeys(key[:2] for key in rows):
         ours = rows[loss, case, "ours"]
-        cells = [_over(rows.get((loss, case, name)), ours) for name in PEERS]
+        cells = [_over(rows.get((loss, case, name)), ours) for name in names]
         lines.append((loss, case, *cells))
-    return markdown(("loss", "case", *PEERS), lines)
+    return markdown(("loss", "case", *names), lines)
 
 
 def _over(row: Row | None, ours: Row) -> str:
     if row is None or not row["status"].startswith("ok"):
         return ""
     return ", ".join(f"{float(row[x]) / float(ours[x]):.2f}" for x in ("seconds", "peak_bytes"))
+
+
+def memory() -> str:
+    """Peak memory of the plain formula, of sentence-transformers and of ours, with the times."""
+    found: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in read(RESULTS / "aims-rebuilt.csv"):
+        if row["pass"] == TRAINING and row["allocator"] == "default":
+            found.setdefault((row["loss"], row["case"]), {})[row["variant"]] = row
+    names = ("eager", "sentence-transformers", "ours")
+    lines = []
+    for about, variants in found.items():
+        rows = [variants.get(name) for name in names]
+        peaks = ["-" if row is None else f"{float(row['peak_bytes']) / MIB:,.3g}" for row in rows]
+        times = ["-" if row is None else _time(float(row["seconds"])) for row in rows]
+        lines.append((*about, *peaks, *times))
+    kinds = ("plain", "sentence-transformers", "ours")
+    heading = [f"{kind}, {unit}" for unit in ("MiB", "time") for kind in kinds]
+    return markdown(("loss", "case", *heading), lines)
 
 
 def objective() -> str:
@@ -90,14 +110,18 @@ def _time(seconds: float) -> str:
 
 def main() -> int:
     """Replaces every table by the one under the same heading."""
-    page = PAGE.read_text(encoding="utf-8")
-    for table in (aims(), peers(), objective(), reckoned()):
-        heading = table.partition("\n")[0]
-        old = re.compile(rf"^{re.escape(heading)}\n(?:\|.*\n)+", re.MULTILINE)
-        if not old.search(page):
-            raise SystemExit(f"{PAGE} has no table under {heading}")
-        page = old.sub(lambda _, table=table: f"{table}\n", page)
-    PAGE.write_text(page, encoding="utf-8")
+    for path, tables in (
+        (PAGE, (peers(), memory(), objective(), reckoned())),
+        (FOR_CONTRIBUTORS, (aims(),)),
+    ):
+        page = path.read_text(encoding="utf-8")
+        for table in tables:
+            heading = table.partition("\n")[0]
+            old = re.compile(rf"^{re.escape(heading)}\n(?:\|.*\n)+", re.MULTILINE)
+            if not old.search(page):
+                raise SystemExit(f"{path} has no table under {heading}")
+            page = old.sub(lambda _, table=table: f"{table}\n", page)
+        path.write_text(page, encoding="utf-8")
     return 0
 
 

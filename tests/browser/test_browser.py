@@ -4,6 +4,7 @@ import pytest
 
 SIZES = {
     "desktop": {"width": 1280, "height": 900},
+    "tablet": {"width": 768, "height": 1024},
     "phone": {"width": 390, "height": 844},
 }
 CLICK = "e => e.click()"
@@ -22,6 +23,15 @@ WIDER = """() => [...document.querySelectorAll("body *")].filter((e) => {
   const box = e.getBoundingClientRect()
   return box.width && box.right > innerWidth + 1
 }).map((e) => e.outerHTML.slice(0, 120)).slice(0, 5)"""
+# A table fits; on a phone it may scroll, with a shadow over the side where more of it is.
+CUT_TABLES = """() => [...document.querySelectorAll("article table:not([class])")].filter((e) => {
+  const around = e.closest(".md-typeset__scrollwrap")
+  if (!e.offsetParent) return false
+  if (!around) return true
+  if (around.scrollWidth <= around.clientWidth + 1) return false
+  const { overflowX, backgroundImage } = getComputedStyle(around)
+  return innerWidth > 700 || overflowX !== "auto" || !backgroundImage.includes("gradient")
+}).map((e) => e.textContent.trim().slice(0, 60))"""
 READY = """() => document.fonts.status === "loaded" &&
   [...document.querySelectorAll(".plot[data-plot]")].every((e) => e.plots)"""
 SLIDERS = "name => import(`/assets/javascripts/plots/${name}.js`).then((m) => m.sliders)"
@@ -52,6 +62,7 @@ def test_a_page_is_whole_at_every_width_by_day_and_by_night(page, address, where
         for size in SIZES.values():
             page.set_viewport_size(size)
             assert page.evaluate(WIDER) == [], (size, palette)
+            assert page.evaluate(CUT_TABLES) == [], (size, palette)
             assert page.evaluate(UNSEEN_PICTURES) == [], (size, palette)
     assert page.said == []
     assert [url for url in page.asked if not url.startswith((address, "data:", "blob:"))] == []
@@ -97,6 +108,31 @@ def test_sliders_begin_and_end_where_they_say(page, address, with_plot):
                 assert slider.evaluate(SHOWN) == pytest.approx(expected[end], rel=5e-3)
 
 
+SHOWN_CURVES = """e => Object.values(e.plots).map((p) => [
+  p.series.length - 1,
+  [...p.root.querySelectorAll(".u-value")].map((v) => v.textContent),
+  p.axes[0]._splits.map(Number), [p.scales.x.min, p.scales.x.max],
+])"""
+KEPT = """name => import(`/assets/javascripts/plots/${name}.js`).then((m) => {
+  const count = (s) => Object.keys(m.curves(s)[Object.keys(m.panels)[0]]).length
+  const of_sliders = Object.fromEntries(Object.entries(m.sliders).map(([k, s]) => [k, s.value]))
+  return [...Object.values(m.lines), of_sliders].map(count).reduce((a, b) => a + b)
+})"""
+
+
+def test_a_plot_shows_every_line_with_its_value_and_ticks_at_the_ends(page, address, with_plot):
+    visit(page, address, with_plot)
+    for plot in plots_of(page):
+        expected = page.evaluate(KEPT, plot.get_attribute("data-plot"))
+        for curves, values, ticks, ends in plot.evaluate(SHOWN_CURVES):
+            assert curves == expected
+            assert len(values) == curves + 1
+            assert all(value not in ("", "--") for value in values)
+            assert ends[0] < ends[1]
+            assert len(ticks) >= 3
+    assert page.said == []
+
+
 def test_without_scripts_the_picture_stays(chromium, address, with_plot):
     context = chromium.new_context(java_script_enabled=False)
     page = context.new_page()
@@ -113,7 +149,7 @@ def test_without_scripts_the_picture_stays(chromium, address, with_plot):
     [
         ("temperature", "losses/"),
         ("temperature", "faq/"),
-        ("info_nce_loss", "api/losses/"),
+        ("info_nce_loss", "api/losses/info_nce/"),
         ("info_nce_loss", "losses/info_nce/"),
         ("NWSLoss", "losses/nws/"),
         ("collapse", "guides/troubleshooting/"),
@@ -127,6 +163,28 @@ def test_search_answers(page, address, asked, found):
     page.locator("input[name=query]").press_sequentially(asked, delay=10)
     page.wait_for_selector(f".md-search-result__link[href*='{found}']", state="attached")
     assert page.said == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "first"),
+    [
+        ("duplicates", "/faq/"),
+        ("lambda", "/faq/"),
+        ("NaN", "/faq/"),
+        ("250k vocabulary", "/faq/"),
+        ("hard negatives", "/faq/"),
+        ("SpladeLoss", "/porting/"),
+    ],
+)
+def test_search_has_the_right_page_first(page, address, asked, first):
+    visit(page, address, "choose")
+    page.keyboard.press("/")
+    page.locator("input[name=query]").press_sequentially(asked, delay=10)
+    page.wait_for_function(
+        "first => document.querySelector('.md-search-result__link')"
+        "?.getAttribute('href').includes(first)",
+        arg=first,
+    )
 
 
 def test_the_palette_can_be_chosen_and_a_page_says_its_language(page, address):

@@ -14,6 +14,7 @@ MODULES = {name: importlib.import_module(f"tools.figures.{name}") for name in WI
 SOURCE = "import(`/assets/javascripts/plots/${name}.js`)"
 SLIDERS = f"name => {SOURCE}.then((m) => m.sliders)"
 CURVES = f"([name, s]) => {SOURCE}.then((m) => m.curves(s))"
+LINES = f"name => {SOURCE}.then((m) => m.lines)"
 LABELS = f"name => {SOURCE}.then((m) => [m.panels, m.x])"
 
 
@@ -45,3 +46,14 @@ def test_panels_and_axes_are_named_alike(page, address, name):
     assert panels == module.PANELS
     assert x["label"] == module.X
     assert bool(x.get("log")) == getattr(module, "LOG_X", False)
+
+
+@pytest.mark.parametrize("name", WITH_SLIDERS)
+def test_the_lines_are_those_of_the_static_picture(page, address, name):
+    page.goto(f"{address}/404.html")
+    module = MODULES[name]
+    lines = page.evaluate(LINES, name)
+    assert lines == module.LINES
+    assert list(lines) == list(module.LINES)
+    grids = [list(module.curves(**settings)["x"]) for settings in lines.values()]
+    assert all(grid == grids[0] for grid in grids), "they share an axis"

@@ -11,7 +11,3 @@ for (const element of document.querySelectorAll(".arithmatex")) {
     console.error(`KaTeX: ${error.message}\n${source}`)
   }
 }
-
-// The theme knows one language a site; screen readers and hyphenation want the page's own.
-const language = /\/(ko|ja)\//.exec(location.pathname)
-if (language) document.documentElement.lang = language[1]

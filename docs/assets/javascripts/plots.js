@@ -2,9 +2,10 @@
 //   x        {label, log}                      the horizontal axis, shared by all panels
 //   panels   {KEY: "label"}                    one plot each, side by side
 //   sliders  {KEY: {label, min, max, step, value, log, integer}}   log: the slider moves the exponent of 10
+//   lines    {LABEL: {slider: value}}          the curves of the static picture
 //   curves   ({slider: value}) => {x: [...], KEY: {"series": [...]}}
-// A panel also shows, faintly, the curves at the values it started with. Where this script does not run
-// the picture in the element stays.
+// A panel shows the lines of the static picture and, thicker, those of the sliders. Where this script does
+// not run the picture in the element stays.
 import uPlot from "../uplot/uPlot.esm.js"
 
 const DASHES = [[], [8, 4], [2, 3], [8, 3, 2, 3]]
@@ -12,6 +13,14 @@ const DASHES = [[], [8, 4], [2, 3], [8, 3, 2, 3]]
 const color = (name) => getComputedStyle(document.body).getPropertyValue(name).trim()
 const lines = () => ["--plot-1", "--plot-2", "--plot-3", "--plot-4"].map(color)
 const format = (value) => String(Number(value.toPrecision(3)))
+
+// The axis begins and ends at a round number, so that a tick is there.
+function round(low, high) {
+  const unit = 10 ** Math.floor(Math.log10(high - low)) / 10
+  const slack = (high - low) / 100
+  const ends = [Math.floor((low + slack) / unit), Math.ceil((high - slack) / unit)]
+  return ends.map((end) => Number((end * unit).toPrecision(12)))
+}
 
 // The input counts positions, so that both ends and the first value are exactly those declared.
 function slider(name, { label, min, max, step, value, log, integer }, changed) {
@@ -40,9 +49,20 @@ function slider(name, { label, min, max, step, value, log, integer }, changed) {
   return { row, read: () => number }
 }
 
-function table(result, key, start) {
-  const series = Object.values(result[key])
-  return [result.x, ...Object.values(start[key]), ...series]
+// The kept curves of a panel: name, values and the number that gives colour and dashes.
+function kept(drawn, key) {
+  const found = Object.entries(drawn.lines).flatMap(([label, settings]) =>
+    Object.entries(drawn.curves(settings)[key]).map(([series, values]) => ({
+      name: [series, label].filter(Boolean).join(", "),
+      values,
+    })),
+  )
+  return found.map((curve, number) => ({ ...curve, number: number % 4 }))
+}
+
+// Where no pointer is over a plot, its legend has the values three quarters along.
+function showValues(plot) {
+  plot.setLegend({ idx: plot.legend.idx ?? Math.floor((3 * plot.data[0].length) / 4) }, false)
 }
 
 async function upgrade(element) {
@@ -54,14 +74,17 @@ async function upgrade(element) {
   let plots = []
   const redraw = () => {
     const result = drawn.curves(settings())
-    for (const { key, plot } of plots) plot.setData(table(result, key, start))
+    for (const { key, plot, beside } of plots) {
+      plot.setData([result.x, ...beside, ...Object.values(result[key])])
+      showValues(plot)
+    }
   }
   for (const [name, options] of Object.entries(drawn.sliders)) {
     const { row, read } = slider(name, options, redraw)
     reads[name] = read
     controls.append(row)
   }
-  const start = drawn.curves(settings())
+  const alone = Object.keys(drawn.lines).length === 1 // its curves differ by series, not by setting
   element.append(controls, stage)
 
   const build = () => {
@@ -73,7 +96,9 @@ async function upgrade(element) {
     stage.append(...panels) // all of them before one is measured: they share the width
     plots = Object.entries(drawn.panels).map(([key, label], i) => {
       const panel = panels[i]
-      const names = Object.keys(start[key])
+      const result = drawn.curves(settings())
+      const names = Object.keys(result[key])
+      const others = kept(drawn, key)
       const strokes = lines()
       const text = color("--md-typeset-color")
       const grid = color("--plot-grid")
@@ -89,39 +114,46 @@ async function upgrade(element) {
         title: label,
         width: panel.clientWidth,
         height: 260,
+        pxAlign: 0, // a line that follows whole pixels is a staircase
+        padding: [8, 14, 0, 0],
         cursor: { drag: { x: false, y: false } },
+        hooks: { setLegend: [showValues] },
         scales: {
           x: {
             time: false,
             distr: drawn.x.log ? 3 : 1,
-            // As far as the curves go: a logarithmic axis would go on to the next power of 10.
-            range: (_, low, high) => [low, high],
+            // A logarithmic axis would go on to the next power of 10.
+            range: (_, low, high) => (drawn.x.log ? [low, high] : round(low, high)),
           },
         },
         axes: [axis({ label: drawn.x.label }), axis({ size: 56 })],
         series: [
           { label: drawn.x.label, value: (_, v) => (v == null ? "" : format(v)) },
-          ...names.map((name, i) => ({
-            label: `${name || label}, at first`,
-            stroke: `${strokes[i]}55`,
-            width: 1.2,
-            dash: DASHES[i],
+          ...others.map(({ name, number }) => ({
+            label: alone ? `${name || label}, at first` : name,
+            stroke: alone ? `${strokes[number]}77` : strokes[number],
+            width: 1.5,
+            dash: DASHES[number],
+            pxAlign: 0,
             points: { show: false },
             value: (_, v) => (v == null ? "" : format(v)),
           })),
           ...names.map((name, i) => ({
-            label: name || label,
-            stroke: strokes[i],
-            width: 2.2,
-            dash: DASHES[i],
+            label: alone ? name || label : [name, "sliders"].filter(Boolean).join(", "),
+            stroke: alone ? strokes[i] : text,
+            width: 2.6,
+            dash: DASHES[alone ? i : i % 2],
+            pxAlign: 0,
             points: { show: false },
             value: (_, v) => (v == null ? "" : format(v)),
           })),
         ],
       }
-      const result = drawn.curves(settings())
-      return { key, plot: new uPlot(options, table(result, key, start), panel) }
+      const beside = others.map(({ values }) => values)
+      const data = [result.x, ...beside, ...Object.values(result[key])]
+      return { key, beside, plot: new uPlot(options, data, panel) }
     })
+    for (const { plot } of plots) showValues(plot)
     element.plots = Object.fromEntries(plots.map(({ key, plot }) => [key, plot]))
   }
   element.classList.add("plot-live")

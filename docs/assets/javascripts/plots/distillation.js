@@ -7,6 +7,10 @@ export const sliders = {
   temperature: { label: "temperature T", min: 0.1, max: 10, step: 0.1, value: 3 },
   candidates: { label: "candidates", min: 3, max: 64, value: 8, log: true, integer: true },
 }
+export const lines = {
+  "cosines, lead 0.5": { lead: 0.5, temperature: 3, candidates: 8 },
+  "over 0.05, lead 10": { lead: 10, temperature: 3, candidates: 8 },
+}
 
 const sum = (values) => values.reduce((a, b) => a + b, 0)
 

@@ -6,6 +6,10 @@ export const sliders = {
   share: { label: "share of texts", min: 0.001, max: 0.5, value: 0.02, log: true },
   vocabulary: { label: "vocabulary", min: 1000, max: 250002, value: 30522, log: true, integer: true },
 }
+export const lines = {
+  "in 2% of texts": { share: 0.02, vocabulary: 30522 },
+  "in 0.5%": { share: 0.005, vocabulary: 30522 },
+}
 
 export function curves({ share: p, vocabulary }) {
   const xs = Array.from({ length: 17 }, (_, i) => Math.round(2 ** (2 + i / 2)))

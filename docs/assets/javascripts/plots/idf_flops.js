@@ -6,6 +6,9 @@ export const sliders = {
   alpha: { label: "alpha of idf_penalty", min: 0, max: 8, step: 0.1, value: 4 },
   beta: { label: "beta", min: 0, max: 3, step: 0.05, value: 0.3 },
 }
+export const lines = {
+  "": { alpha: 4, beta: 0.3 },
+}
 
 const tokens = { "most frequent token": 0, "in the middle": 0.5, rarest: 1 }
 

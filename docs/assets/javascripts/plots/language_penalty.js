@@ -7,6 +7,9 @@ export const sliders = {
   flops: { label: "weight of FLOPS", min: 0.001, max: 50, value: 0.5, log: true },
   texts: { label: "of 100 texts, active in", min: 1, max: 100, step: 1, value: 20, integer: true },
 }
+export const lines = {
+  "": { cost: 0.5, flops: 0.5, texts: 20 },
+}
 
 export function curves({ cost, flops, texts }) {
   const xs = Array.from({ length: 201 }, (_, i) => 0.025 + i / 40)

@@ -4,6 +4,9 @@ export const panels = { value: "loss", gradient: "gradient by that margin" }
 export const sliders = {
   margin: { label: "the teacher's margin", min: -5, max: 10, step: 0.1, value: 3 },
 }
+export const lines = {
+  "": { margin: 3 },
+}
 
 const softplus = (z) => Math.max(z, 0) + Math.log1p(Math.exp(-Math.abs(z)))
 

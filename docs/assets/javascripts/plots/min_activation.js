@@ -7,6 +7,9 @@ export const sliders = {
   tokens: { label: "tokens of the text", min: 1, max: 20, step: 1, value: 3, integer: true },
   threshold: { label: "threshold", min: 0.1, max: 1.5, step: 0.05, value: 0.5 },
 }
+export const lines = {
+  "": { tokens: 3, top_k: 5, threshold: 0.5 },
+}
 
 export function curves({ tokens, top_k, threshold }) {
   const xs = Array.from({ length: 200 }, (_, i) => 0.00317 + i * 0.01)

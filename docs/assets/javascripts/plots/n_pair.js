@@ -5,6 +5,12 @@ export const sliders = {
   length: { label: "length of the vectors", min: 0.5, max: 10, value: 2, log: true },
   negatives: { label: "negatives at dot product 0", min: 1, max: 4095, value: 31, log: true, integer: true },
 }
+export const lines = {
+  "length 1": { length: 1, negatives: 31 },
+  "length 2": { length: 2, negatives: 31 },
+  "length 4": { length: 4, negatives: 31 },
+  "length 8": { length: 8, negatives: 31 },
+}
 
 const softplus = (z) => Math.max(z, 0) + Math.log1p(Math.exp(-Math.abs(z)))
 

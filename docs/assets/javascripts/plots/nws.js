@@ -8,6 +8,12 @@ export const sliders = {
   temperature: { label: "temperature", min: 0.02, max: 1, value: 0.07, log: true },
   prototypes: { label: "other prototypes, at cosine 0", min: 1, max: 1023, value: 31, log: true, integer: true },
 }
+export const lines = {
+  "S = 0.0": { similarity: 0, beta: 1, temperature: 0.07, prototypes: 31 },
+  "S = 0.5": { similarity: 0.5, beta: 1, temperature: 0.07, prototypes: 31 },
+  "S = 0.9": { similarity: 0.9, beta: 1, temperature: 0.07, prototypes: 31 },
+  "S = 1.0": { similarity: 1, beta: 1, temperature: 0.07, prototypes: 31 },
+}
 
 const POSITIVE = 0.5
 

@@ -4,6 +4,9 @@ export const panels = { value: "loss", gradient: "gradient by the distance" }
 export const sliders = {
   margin: { label: "margin", min: 0, max: 3, step: 0.05, value: 1 },
 }
+export const lines = {
+  "m = 1": { margin: 1 },
+}
 
 export function curves({ margin }) {
   const xs = Array.from({ length: 150 }, (_, i) => (i + 0.5) / 50)

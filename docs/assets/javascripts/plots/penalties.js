@@ -6,6 +6,12 @@ export const sliders = {
   alpha: { label: "alpha", min: 0, max: 10, step: 0.1, value: 4 },
   minimum: { label: "minimum", min: 0, max: 0.5, step: 0.01, value: 0.05 },
 }
+export const lines = {
+  "α = 1": { alpha: 1, minimum: 0 },
+  "α = 2.5": { alpha: 2.5, minimum: 0 },
+  "α = 4": { alpha: 4, minimum: 0 },
+  "α = 4, minimum 0.1": { alpha: 4, minimum: 0.1 },
+}
 
 const COMMONEST = 600000
 

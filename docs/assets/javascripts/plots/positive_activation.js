@@ -6,6 +6,10 @@ export const sliders = {
   tokens: { label: "tokens of the positive", min: 1, max: 256, value: 10, log: true, integer: true },
   others: { label: "activation of the others", min: 0, max: 4, step: 0.1, value: 1 },
 }
+export const lines = {
+  "weight 1.0": { weight: 1, tokens: 10, others: 1 },
+  "weight 0.1": { weight: 0.1, tokens: 10, others: 1 },
+}
 
 const softplus = (z) => Math.max(z, 0) + Math.log1p(Math.exp(-Math.abs(z)))
 

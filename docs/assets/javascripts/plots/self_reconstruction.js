@@ -6,6 +6,10 @@ export const sliders = {
   tokens: { label: "own tokens", min: 1, max: 500, value: 30, log: true, integer: true },
   others: { label: "score of all other tokens", min: -6, max: 6, step: 0.1, value: 0 },
 }
+export const lines = {
+  "V = 8,000": { vocabulary: 8000, tokens: 30, others: 0 },
+  "V = 250,000": { vocabulary: 250000, tokens: 30, others: 0 },
+}
 
 const softplus = (z) => Math.max(z, 0) + Math.log1p(Math.exp(-Math.abs(z)))
 

@@ -6,6 +6,11 @@ export const sliders = {
   hardest: { label: "cosine of the hardest negative", min: -0.5, max: 0.9, step: 0.05, value: 0.2 },
   spread: { label: "from hardest to easiest of six", min: 0, max: 1, step: 0.05, value: 0 },
 }
+export const lines = {
+  "m = 0.3": { margin: 0.3, hardest: 0.2, spread: 0 },
+  "m = 0.6": { margin: 0.6, hardest: 0.2, spread: 0 },
+  "m = 0.3, six negatives": { margin: 0.3, hardest: 0.2, spread: 1 },
+}
 
 export function curves({ margin, hardest, spread }) {
   const xs = Array.from({ length: 200 }, (_, i) => (i + 0.5 - 100) / 100)

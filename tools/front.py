@@ -1,0 +1,76 @@
+"""Draws docs/assets/front.svg, the picture of the README: ``python -m tools.front``.
+
+It is small and comes from committed results, so it is kept in the repository, where GitHub shows
+it. It has a ground of its own, for pages of any colour.
+"""
+
+import csv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ASSETS = ROOT / "docs" / "assets"
+RESULTS = ROOT / "benchmarks" / "results" / "aims-rebuilt.csv"
+CASE = "B=16 S=256 V=30522 H=768 0.5%"
+NAMES = {
+    "eager": "plain PyTorch",
+    "sentence-transformers": "sentence-transformers",
+    "ours": "sparse-losses",
+}
+STYLE = """<style>
+text { font: 13px system-ui, sans-serif; fill: #1f2933 }
+.title { font-weight: 600 } .ground { fill: #fff } .bar { fill: #8795a1 } .ours { fill: #b3541e }
+</style>"""
+
+
+def measured() -> dict[str, tuple[float, float]]:
+    """Return peak MiB and seconds of the head by variant, forward and backward."""
+    with RESULTS.open(encoding="utf-8") as file:
+        rows = [
+            row
+            for row in csv.DictReader(file)
+            if (row["loss"], row["case"], row["pass"], row["allocator"])
+            == ("splade_head", CASE, "forward+backward", "default")
+        ]
+    found = {row["variant"]: row for row in rows}
+    return {
+        name: (float(found[name]["peak_bytes"]) / 2**20, float(found[name]["seconds"]))
+        for name in NAMES
+    }
+
+
+def panel(left: int, title: str, values: list[float], texts: list[str]) -> list[str]:
+    """Return the bars of one quantity."""
+    lines = [f'<text class="title" x="{left}" y="16">{title}</text>']
+    for number, (value, text) in enumerate(zip(values, texts, strict=True)):
+        y, width = 28 + 30 * number, 190 * value / max(values)
+        kind = "ours" if number == len(values) - 1 else "bar"
+        lines.append(
+            f'<rect class="{kind}" x="{left}" y="{y}" width="{width:.1f}" height="20" rx="2"/>'
+        )
+        lines.append(f'<text x="{left + width + 6:.1f}" y="{y + 15}">{text}</text>')
+    return lines
+
+
+def draw() -> str:
+    """Return the picture: memory on the left, time on the right."""
+    figures = list(measured().values())
+    labels = [
+        f'<text x="150" y="{43 + 30 * n}" text-anchor="end">{name}</text>'
+        for n, name in enumerate(NAMES.values())
+    ]
+    memory, seconds = ([row[n] for row in figures] for n in (0, 1))
+    lines = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="-12 -8 744 140" role="img" '
+        'aria-label="Peak memory and time of the SPLADE head">',
+        STYLE,
+        '<rect class="ground" x="-12" y="-8" width="744" height="140" rx="4"/>',
+        *labels,
+        *panel(160, "Peak memory", memory, [f"{value:,.0f} MiB" for value in memory]),
+        *panel(460, "Time", seconds, [f"{value:.2f} s" for value in seconds]),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    (ASSETS / "front.svg").write_text(draw(), encoding="utf-8")

@@ -1,0 +1,112 @@
+"""Writes llms.txt and llms-full.txt into a built site: ``python -m tools.llms build/site``.
+
+llms.txt lists the English pages by section, with a sentence about each. llms-full.txt holds their
+Markdown, without the API and the pages of tests. Addresses begin with SITE_URL where it is set and
+are relative otherwise.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tools.translations import DOCS, ROOT, body, expand, front_matter, split_code
+
+NOT_ENGLISH = ("ko/", "ja/")
+NOT_WHOLE = ("api/", "changelog.md")  # long, and named in llms.txt
+REFERENCE = re.compile(r"\[([^\]]+)\]\[(?:tests|sparse_losses)[\w.]*\]")
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads mkdocs.yml, whose tags only MkDocs knows."""
+
+
+_Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
+
+
+def settings() -> dict[str, Any]:
+    """Return what mkdocs.yml says."""
+    found = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
+    assert isinstance(found, dict)
+    return found
+
+
+def pages(nav: list[Any], title: str = "") -> Iterator[tuple[str, str]]:
+    """Yield title and path of every page below an entry of the navigation."""
+    for entry in nav:
+        if isinstance(entry, str):
+            yield title, entry
+        else:
+            for name, below in entry.items():
+                if isinstance(below, str):
+                    yield name, below
+                else:
+                    yield from pages(below, name)
+
+
+def text_of(path: str) -> str:
+    """Return a page's Markdown, snippets in place, references to tests and API as plain text."""
+    text = (DOCS / path).read_text(encoding="utf-8")
+    return REFERENCE.sub(r"\1", expand(body(text))).strip()
+
+
+def description(path: str) -> str:
+    """Return what the page says it is, or its first sentence."""
+    text = (DOCS / path).read_text(encoding="utf-8")
+    if own := front_matter(text).get("description"):
+        return own
+    prose, _ = split_code(text_of(path))
+    paragraphs = [" ".join(each.split()) for each in prose.split("\n\n")]
+    plain = [each for each in paragraphs if re.match(r"[A-Z`*]", each) and "{ ." not in each]
+    first = re.split(r"(?<=[.:]) ", plain[0], maxsplit=1)[0] if plain else ""
+    return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", first)
+
+
+def address(path: str) -> str:
+    """Return where a page is in the built site."""
+    place = re.sub(r"(^|/)index\.md$", r"\1", path)
+    place = place.removesuffix(".md") + "/" if place.endswith(".md") else place
+    return os.environ.get("SITE_URL", "") + place or "."
+
+
+def short(said: dict[str, Any]) -> str:
+    """Return llms.txt."""
+    lines = [f"# {said['site_name']}", "", f"> {said['site_description']}"]
+    first: list[str] = []
+    for entry in said["nav"]:
+        ((section, below),) = entry.items()
+        found = [("", below)] if isinstance(below, str) else list(pages(below, section))
+        found = [(title or section, path) for title, path in found]
+        if found[0][1].startswith(NOT_ENGLISH):
+            continue
+        listed = [f"- [{title}]({address(path)}): {description(path)}" for title, path in found]
+        if isinstance(below, str):
+            first += listed
+        else:
+            lines += ["", f"## {section}", "", *listed]
+    lines[3:3] = ["", *first]
+    return "\n".join(lines) + "\n"
+
+
+def full(said: dict[str, Any]) -> str:
+    """Return llms-full.txt."""
+    paths = [path for _, path in pages(said["nav"])]
+    kept = [path for path in paths if not path.startswith(NOT_ENGLISH + NOT_WHOLE)]
+    return "\n\n".join(f"<!-- {address(path)} -->\n\n{text_of(path)}" for path in kept) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    """Write both files."""
+    (site,) = map(Path, arguments)
+    said = settings()
+    (site / "llms.txt").write_text(short(said), encoding="utf-8")
+    (site / "llms-full.txt").write_text(full(said), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
