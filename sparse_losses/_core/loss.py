@@ -117,7 +117,8 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+            # PyTorch 2.6 compiles strict=False as strict=True.
+            given: dict[str, Any] = {**dict(zip(names, args)), **kwargs}  # noqa: B905
             is_wrong = len(given) < len(args) + len(kwargs)  # too many, or one of them twice
             if is_wrong or first not in given:
                 return function(*args, **kwargs)  # Python says what is wrong
