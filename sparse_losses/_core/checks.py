@@ -68,8 +68,9 @@ def check_tensors(declaration: Mapping[str, Declared], given: Mapping[str, Any])
             _check_layout(name, tensor, remarks)
         came = tensor.shape
         shape = shapes[0]
-        if len(shape) != len(came):
-            shape = next((s for s in shapes if len(s) == len(came)), ())
+        for other in shapes[1:]:  # not by `next` with a default: PyTorch 2.6 cannot compile it
+            if len(shape) != len(came):
+                shape = other
         if len(shape) != len(came):
             wanted = " or ".join("[" + ", ".join(s) + "]" for s in shapes)
             raise ValueError(f"expected `{name}` of shape {wanted}, got {list(came)}")

@@ -27,7 +27,7 @@ def normalize(x: Tensor) -> Tensor:
 def _normalize(x: Tensor) -> Tensor:
     # The direction does not depend on this scale, so it is a constant to the gradient;
     # with it, squares neither underflow nor overflow.
-    scale = x.detach().abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(1)
+    scale = x.detach().abs().amax(-1, keepdim=True) if x.shape[-1] > 0 else x.new_zeros(1)
     is_zero = scale == 0
     scaled = x / torch.where(is_zero, 1.0, scale)
     squared_norm = scaled.square().sum(-1, keepdim=True)
