@@ -35,6 +35,7 @@ from sparse_losses import (
     __version__,
 )
 from sparse_losses._core.checks import check_choice, check_flag, check_integer
+from sparse_losses._core.files import replaced_file
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.similarity import normalize
 
@@ -509,7 +510,8 @@ class LossState(TrainerCallback):  # type: ignore[misc]  # as above
             "learned": {name: parameter.detach().cpu() for name, parameter in self._learned()},
             "steered": [one.state_dict() for one in self.steered],
         }
-        torch.save(saved, folder / self.FILE)
+        with replaced_file(folder / self.FILE) as file:
+            torch.save(saved, file)
 
 
 class IdfWeights(Module):  # type: ignore[misc]  # as above

@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from sparse_losses._core.checks import check_choice, check_flag
+from sparse_losses._core.files import replaced_file
 from sparse_losses._core.later import Later
 from sparse_losses.objective import (
     Diagnostics,
@@ -480,13 +481,12 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # as above
         folder.mkdir(parents=True, exist_ok=True)
         schedules, objective = self.trainer.schedules, self.trainer.model.objective
         if args.should_save:  # after a step all processes know the same
-            torch.save(
-                {
-                    "objective": objective.state_dict() if isinstance(objective, nn.Module) else {},
-                    "schedules": [schedule.state_dict() for schedule in schedules],
-                },
-                folder / REST,
-            )
+            saved = {
+                "objective": objective.state_dict() if isinstance(objective, nn.Module) else {},
+                "schedules": [schedule.state_dict() for schedule in schedules],
+            }
+            with replaced_file(folder / REST) as file:
+                torch.save(saved, file)
         for schedule in schedules:
             if isinstance(schedule, SparsityController):
                 schedule.checkpoint = str(folder)

@@ -277,13 +277,13 @@ class DocumentFrequency:
             names = {name.removesuffix(".npy") for name in archive.namelist()}
             if names - {"num_tokens"} != {"df", "num_documents", "vocab_size", "tokenizer_sha256"}:
                 raise ValueError(f"it holds {', '.join(sorted(names)) or 'nothing'}")
-            vocab_size = int(_read_array(archive, "vocab_size", "iu", ()))
-            num_documents = int(_read_array(archive, "num_documents", "iu", ()))
-            fingerprint = str(_read_array(archive, "tokenizer_sha256", "U", ()))
+            vocab_size = int(read_array(archive, "vocab_size", "iu", ()))
+            num_documents = int(read_array(archive, "num_documents", "iu", ()))
+            fingerprint = str(read_array(archive, "tokenizer_sha256", "U", ()))
             num_tokens = None
             if "num_tokens" in names:  # older versions did not write it
-                num_tokens = int(_read_array(archive, "num_tokens", "iu", ()))
-            df = _read_array(archive, "df", "i", (vocab_size,)).astype(np.int64)
+                num_tokens = int(read_array(archive, "num_tokens", "iu", ()))
+            df = read_array(archive, "df", "i", (vocab_size,)).astype(np.int64)
         if df.min(initial=0) < 0 or df.max(initial=0) > num_documents:
             raise ValueError(f"`df` is not in [0, num_documents] with {num_documents = }")
         if num_tokens is not None and num_tokens < df.sum():
@@ -334,7 +334,7 @@ def write_archive(path: str | os.PathLike[str], **arrays: Any) -> None:
         np.savez_compressed(file, **arrays)
 
 
-def _read_array(
+def read_array(
     archive: zipfile.ZipFile, name: str, kinds: str, shape: tuple[int, ...]
 ) -> np.ndarray[Any, Any]:
     """An array whose header is checked first: no memory is taken for what a file only claims."""
