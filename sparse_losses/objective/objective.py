@@ -305,7 +305,7 @@ class SpladeObjective(nn.Module):
 
     def _terms(self, active: Sequence[str], batch: SpladeBatch) -> dict[str, Tensor]:
         terms: dict[str, Tensor] = {}
-        anchor, positive, negative = batch[:3]
+        anchor, positive, negative = batch.anchor, batch.positive, batch.negative
         teacher_scores, teacher_anchor_scores = batch.teacher_scores, batch.teacher_anchor_scores
         # Joining positives and negatives is a copy.
         sides = {"query": anchor}
