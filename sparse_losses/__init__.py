@@ -32,6 +32,7 @@ from sparse_losses.losses import (
     triplet_margin_loss,
 )
 from sparse_losses.objective import (
+    BM25Teacher,
     CollapseError,
     Curriculum,
     Diagnostics,
@@ -52,7 +53,7 @@ from sparse_losses.objective import (
     gradient_report,
     recall_at_k,
 )
-from sparse_losses.presets import V22, V23, V25, V26, V28, Preset
+from sparse_losses.presets import RECOMMENDED, V22, V23, V25, V26, V28, Preset
 from sparse_losses.queue import LabelQueue
 from sparse_losses.representation import (
     ContextGate,
@@ -65,6 +66,7 @@ from sparse_losses.representation import (
 )
 from sparse_losses.vocabulary import (
     DocumentFrequency,
+    bm25_scores,
     idf_penalty,
     label_similarity,
     language_penalty,
@@ -74,11 +76,13 @@ from sparse_losses.vocabulary import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "RECOMMENDED",
     "V22",
     "V23",
     "V25",
     "V26",
     "V28",
+    "BM25Teacher",
     "CollapseError",
     "ContextGate",
     "Curriculum",
@@ -115,6 +119,7 @@ __all__ = [
     "Warmup",
     "__version__",
     "advise",
+    "bm25_scores",
     "cached_backward",
     "calibrate_threshold",
     "context_overlap",

@@ -33,6 +33,7 @@ from sparse_losses.representation import (
 )
 from sparse_losses.vocabulary import (
     DocumentFrequency,
+    bm25_scores,
     idf_penalty,
     label_similarity,
     language_penalty,
@@ -43,6 +44,7 @@ __all__ = [
     "DocumentFrequency",
     "LabelQueue",
     "advise",
+    "bm25_scores",
     "cached_backward",
     "calibrate_threshold",
     "context_overlap",

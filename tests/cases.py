@@ -1,4 +1,4 @@
-"""One table of named calls, at least one for every option of every loss, pooling and the head.
+"""One table of named calls, one for every option of every loss, pooling, head and objective.
 
 The contract tests loop over :data:`CASES_AND_LAYERS`; what a loss calls its tensors, what is
 differentiable, which rows belong to the batch and which oracle knows the answer is said here and
@@ -32,6 +32,7 @@ class Loss:
     function: str = ""  # where it is not `<stem>_loss`
     bad: tuple[tuple[str, Any], ...] = ()  # hyperparameters that must be refused
     answer: Callable[..., float] | None = None  # of a layer: what `weigh` makes of its output
+    call: Callable[..., torch.Tensor] | None = None  # where it is no function of the package
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "function", self.function or f"{self.stem}_loss")
@@ -219,6 +220,95 @@ def _headed(return_logits: bool = False, attention_mask: Any = None, **arrays: A
     return weigh(*found, *([logits] if return_logits else [])).item()
 
 
+OBJECTIVE = {
+    "info_nce": 1.0,
+    "distillation": 0.5,
+    "context_distillation": 0.4,
+    "query_flops": 0.3,
+    "document_flops": 0.7,
+    "query_min_activation": 0.2,
+    "document_self_reconstruction": 0.6,
+    "query_positive_activation": 0.8,
+    "document_language_penalty": 0.1,
+}
+OWN_NEGATIVES = {"triplet_margin": 0.9, "margin_mse": 0.35}
+
+
+def _objective_of(
+    query: Any,
+    document: Any,
+    document_ids: Any,
+    document_mask: Any,
+    teacher: Any,
+    context: Any,
+    penalty: Any,
+    negative: Any = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Every term at once, as a function of tensors."""
+    import sparse_losses as s
+
+    weights = OBJECTIVE | (OWN_NEGATIVES if negative is not None else {})
+    language_penalty = s.LanguagePenaltyLoss(penalty)
+    objective = s.SpladeObjective(weights, language_penalty=language_penalty, impl=impl)
+    batch = s.SpladeBatch(
+        s.Texts(query),
+        s.Texts(document),
+        None if negative is None else s.Texts(negative),
+        teacher_scores=teacher,
+        teacher_anchor_scores=context,
+        teacher_candidates="batch",
+    )
+    words = batch.positive._replace(input_ids=document_ids, attention_mask=document_mask)
+    if negative is None:
+        return objective(batch._replace(positive=words)).total
+    # The negatives' tokens are the positives' here: [B, 1, S].
+    ids, mask = (x[:, None].expand(-1, negative.shape[1], -1) for x in words[1:3])
+    own = batch.negative._replace(input_ids=ids, attention_mask=mask)
+    return objective(batch._replace(positive=words, negative=own)).total
+
+
+def _objective_answer(
+    query, document, document_ids, document_mask, teacher, context, penalty, negative=None
+) -> float:
+    def cosines(a, b):
+        return np.array([[oracles.sim(x, y, "cosine") for y in b] for x in a])
+
+    def mean(rows):
+        return oracles.reduce_rows(*rows, "mean")
+
+    documents, ids, mask = document, document_ids, document_mask
+    scores = cosines(query, document)
+    if negative is not None:
+        own = [cosines([x], each)[0] for x, each in zip(query, negative, strict=True)]
+        scores = np.concatenate([scores, np.reshape(own, (len(query), -1))], axis=1)
+        documents = np.concatenate([document, *negative])
+        ids, mask = (
+            np.concatenate([x, np.repeat(x, negative.shape[1], axis=0)]) for x in (ids, mask)
+        )
+    terms = {
+        "info_nce": mean(oracles.info_nce(query, document, negative)),
+        "distillation": oracles.distillation(scores, teacher),
+        "context_distillation": oracles.distillation(cosines(query, query), context),
+        "query_flops": oracles.flops(query),
+        "document_flops": oracles.flops(documents),
+        "query_min_activation": mean(oracles.min_activation(query)),
+        "document_self_reconstruction": mean(oracles.self_reconstruction(documents, ids, mask)),
+        "query_positive_activation": mean(
+            oracles.positive_activation(query, document_ids, document_mask)
+        ),
+        "document_language_penalty": mean(oracles.language_penalty(documents, penalty)),
+    }
+    if negative is not None:
+        terms["triplet_margin"] = mean(oracles.triplet_margin(query, document, negative))
+        first, rest = ((x.diagonal()[:, None], x[:, len(query) :]) for x in (scores, teacher))
+        both = [np.broadcast_arrays(*pair) for pair in (first, rest)]
+        student, taught = ([x.ravel() for x in pair] for pair in both)
+        terms["margin_mse"] = mean(oracles.margin_mse(*student, *taught))
+    weights = OBJECTIVE | OWN_NEGATIVES
+    return sum(weights[name] * value for name, value in terms.items())
+
+
 # They give a vector a text, or a number a token, and have no module that is called alike.
 LAYERS = {
     layer.stem: layer
@@ -247,6 +337,7 @@ LAYERS = {
             function="splade_head",
             answer=_headed,
         ),
+        Loss("objective", "", "", ways=("auto",), answer=_objective_answer, call=_objective_of),
     )
 }
 
@@ -299,12 +390,12 @@ class Case:
         """Return the functional loss with this case's hyperparameters."""
         import sparse_losses.functional as F
 
-        function = getattr(F, self.loss.function)
+        function = self.loss.call or getattr(F, self.loss.function)
         impl = {} if self.impl is None else {"impl": self.impl}
 
         def call(**arguments: Any) -> torch.Tensor:
             found = function(**{**self.kwargs, **impl, **arguments})
-            if self.loss.answer is None:
+            if self.loss.answer is None or self.loss.call:
                 return found
             return weigh(*found) if isinstance(found, tuple) else weigh(found)
 
@@ -510,6 +601,27 @@ def _hidden(bias: bool = False, mask: bool = False, gate: bool = False):
     return make
 
 
+def _objective(negative: bool = False):
+    def make(rng: np.random.Generator, batch: int) -> Arrays:
+        arrays = _tokens("document_")(rng, batch)
+        del arrays["activations"]
+        arrays = {
+            "query": rng.random((batch, V)),
+            "document": rng.random((batch, V)),
+            "document_ids": arrays["document_input_ids"],
+            "document_mask": arrays["document_attention_mask"],
+            "teacher": rng.normal(size=(batch, batch)),
+            "context": rng.normal(size=(batch, batch)),
+            "penalty": rng.random(V),
+        }
+        if negative:
+            arrays["negative"] = rng.random((batch, 2, V))
+            arrays["teacher"] = rng.normal(size=(batch, batch + 2))
+        return arrays
+
+    return make
+
+
 # ------------------------------------------------------------------------------------------------
 # The table
 
@@ -668,6 +780,20 @@ def _head_case(name: str, bias=False, mask=False, gate=False, **kwargs: Any) -> 
     )
 
 
+def _objective_case(name: str, negative: bool = False) -> Case:
+    sides = ("query", "document") + (("negative",) if negative else ())
+    return Case(
+        "objective",
+        name,
+        _objective(negative),
+        differentiable=sides,
+        rows=(*sides, "document_ids", "document_mask"),
+        square=("context",) if negative else ("teacher", "context"),
+        masks=("document_mask",),
+        takes_way=True,
+    )
+
+
 def _by_every_way(cases: tuple[Case, ...], *ways: str) -> tuple[Case, ...]:
     """A case that a way takes comes by the definition and by these, or by all ways by name."""
     found = []
@@ -781,8 +907,11 @@ LAYER_CASES = (
     _head_case("all_logits", bias=True, mask=True, gate=True, return_logits=True),
 )
 
+# Its errors name its own arguments: tests/objective/test_objective.py.
+OBJECTIVE_CASES = (_objective_case("pairs"), _objective_case("negatives", negative=True))
+
 CASES = _by_every_way(BASE_CASES, "auto")
-CASES_AND_LAYERS = CASES + _by_every_way(LAYER_CASES)
+CASES_AND_LAYERS = CASES + _by_every_way(LAYER_CASES) + _by_every_way(OBJECTIVE_CASES)
 FIRST = {case.stem: case for case in reversed(BASE_CASES)}  # one case a loss, its plainest
 
 

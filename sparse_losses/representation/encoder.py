@@ -23,6 +23,7 @@ __all__ = ["SpladeEncoder"]
 
 Output = Literal["csr", "dense", "tokens", "elasticsearch", "qdrant", "vespa"]
 OUTPUTS = ("csr", "dense", "tokens", "elasticsearch", "qdrant", "vespa")
+CELLS = 1 << 24  # activations of positions held at once: 64 MB in fp32
 
 # Beside the files of the masked language model.
 SETTINGS, TENSORS, FORMAT = "sparse_losses.json", "sparse_losses.safetensors", 1
@@ -159,6 +160,7 @@ class SpladeEncoder(nn.Module):
         attention_mask: Tensor | None = ...,
         *,
         return_logits: Literal[False] = ...,
+        apply_idf: bool | None = ...,
         **inputs: Any,
     ) -> Tensor: ...
     @overload
@@ -168,6 +170,7 @@ class SpladeEncoder(nn.Module):
         attention_mask: Tensor | None = ...,
         *,
         return_logits: Literal[True],
+        apply_idf: bool | None = ...,
         **inputs: Any,
     ) -> tuple[Tensor, Tensor]: ...
     def forward(
@@ -176,6 +179,7 @@ class SpladeEncoder(nn.Module):
         attention_mask: Tensor | None = None,
         *,
         return_logits: bool = False,
+        apply_idf: bool | None = None,
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Activations ``[B, V]``, fp32 (fp64 of a model in fp64).
@@ -186,25 +190,28 @@ class SpladeEncoder(nn.Module):
             return_logits: Also return the pooled logits ``[B, V]`` after the gate and before the
                 idf weights, signed, for losses that must reach silent tokens. (Without expansion,
                 0 and without a gradient at tokens that are not in the text.)
+            apply_idf: Whether to multiply with the idf weights in this call; ``None``: where the
+                encoder has some.
             **inputs: What else the model takes, such as ``token_type_ids``.
+
+        Raises:
+            TypeError: for texts in place of ids.
+            ValueError: for ``apply_idf=True`` without idf weights.
+            RuntimeError: if the model's output embeddings were replaced.
         """
         if not isinstance(input_ids, Tensor):
             raise TypeError(
                 f"expected `input_ids` to be a torch.Tensor, got {type(input_ids).__name__}: "
                 "encoder(**encoder.tokenize(texts)), or encoder.encode(texts)"
             )
+        if apply_idf is None:
+            apply_idf = self.idf_weights is not None
+        check_flag(apply_idf=apply_idf)
+        if apply_idf and self.idf_weights is None:
+            raise ValueError("expected idf weights beside `apply_idf=True`, got None")
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
-        if self.expansion:
-            matrix = self.model.get_output_embeddings().weight
-            if self.head.weight is not matrix or matrix.shape[0] != self.vocab_size:
-                raise RuntimeError(
-                    "expected the output embeddings that the encoder was made with, got others: "
-                    "make it after resize_token_embeddings"
-                )
-        encoder = self.model.base_model if self.expansion else self.model
-        hidden = encoder(input_ids=input_ids, attention_mask=attention_mask, **inputs)[0]
-        gate = None if self.gate is None else self.gate(hidden, attention_mask)
+        hidden, gate = self._states(input_ids, attention_mask, **inputs)
         logits: Tensor | None = None
         activations: Tensor
         if not self.expansion:
@@ -216,7 +223,7 @@ class SpladeEncoder(nn.Module):
             activations, logits = self.head(hidden, attention_mask, gate=gate, return_logits=True)
         else:
             activations = self.head(hidden, attention_mask, gate=gate)
-        if self.idf_weights is not None:
+        if apply_idf and self.idf_weights is not None:
             activations = activations * self.idf_weights
         return activations if not return_logits or logits is None else (activations, logits)
 
@@ -349,24 +356,126 @@ class SpladeEncoder(nn.Module):
 
     def _named(self, ids: Tensor, weights: Tensor) -> dict[str, float]:
         """Weights by token, the largest first."""
-        if len(self._names) != len(self.tokenizer):
-            self._names = {i: token for token, i in self.tokenizer.get_vocab().items()}
         order = weights.argsort(descending=True, stable=True)
-        pairs = zip(ids[order].tolist(), weights[order].tolist(), strict=True)
-        # A model may have more rows than its tokenizer has tokens.
-        return {self._names.get(i, f"[{i}]"): weight for i, weight in pairs}
+        return dict(zip(self._spelled(ids[order].tolist()), weights[order].tolist(), strict=True))
 
-    def top_tokens(
-        self, texts: Sequence[str], k: int = 20, **options: Any
-    ) -> list[dict[str, float]]:
-        """The ``k`` tokens of largest weight of each text, the largest first.
+    def _spelled(self, ids: Sequence[int]) -> list[str]:
+        """Tokens as in the vocabulary."""
+        if len(self._names) != len(self.tokenizer):
+            self._names = {i: name for name, i in self.tokenizer.get_vocab().items()}
+        # A model may have more rows than its tokenizer has tokens.
+        return [self._names.get(i, f"[{i}]") for i in ids]
+
+    def token_weights(
+        self, texts: Sequence[str], *, batch_size: int = 32
+    ) -> list[list[tuple[str, float]]]:
+        r"""How strongly each position of a text activates its strongest token.
+
+        $$w_s = \max_j u_j \log\bigl(1 + \mathrm{ReLU}(g_j \, \ell_{sj})\bigr)$$
+
+        The largest $w_s$ of a text is the largest weight of its vector. It shows which words of a
+        text the vector comes from. With ``expansion=False`` a position activates its own token
+        alone, and special tokens have a weight of 0. ``[B, S, V]`` is never held.
 
         Args:
-            texts: Strings.
-            k: How many.
-            **options: As in ``encode``.
+            texts: Strings. Longer ones are cut at ``max_length`` tokens.
+            batch_size: Texts at once; similar lengths go together.
+
+        Returns:
+            For each text its tokens in order, special tokens included and padding left out, each
+            with its weight, a ``float`` >= 0. Computed in evaluation mode.
+
+        Raises:
+            TypeError: for anything but a sequence of strings.
+            ValueError: if a weight is not finite.
         """
-        return self.encode(texts, output="tokens", max_active_dims=k, **options)
+        _check_texts(texts)
+        check_integer("batch_size", batch_size, minimum=1)
+        found: list[list[tuple[str, float]]] = [[]] * len(texts)
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+        with torch.inference_mode(), evaluating(self):
+            for first in range(0, len(texts), batch_size):
+                numbers = order[first : first + batch_size]
+                batch = self.tokenize([texts[i] for i in numbers])
+                attended = batch["attention_mask"].bool()
+                weights = self._position_weights(**batch)
+                rows = zip(numbers, batch["input_ids"], weights, attended, strict=True)
+                for i, ids, row, kept in rows:
+                    if not row[kept].isfinite().all():
+                        raise ValueError(f"expected finite activations, got others in text {i}")
+                    spelled = self._spelled(ids[kept].tolist())
+                    found[i] = list(zip(spelled, row[kept].tolist(), strict=True))
+        return found
+
+    def _states(
+        self, input_ids: Tensor, attention_mask: Tensor, **inputs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The hidden states ``[B, S, H]``, and the gate ``[B, V]`` if there is one."""
+        if self.expansion:
+            matrix = self.model.get_output_embeddings().weight
+            if self.head.weight is not matrix or matrix.shape[0] != self.vocab_size:
+                raise RuntimeError(
+                    "expected the output embeddings that the encoder was made with, got others: "
+                    "make it after resize_token_embeddings"
+                )
+        encoder = self.model.base_model if self.expansion else self.model
+        hidden = encoder(input_ids=input_ids, attention_mask=attention_mask, **inputs)[0]
+        return hidden, None if self.gate is None else self.gate(hidden, attention_mask)
+
+    def _position_weights(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The largest activation of every position ``[B, S]``."""
+        hidden, gate = self._states(input_ids, attention_mask)
+        text = torch.arange(len(hidden), device=hidden.device)[:, None].expand_as(input_ids)
+        if not self.expansion:
+            logits = self.importance(hidden)[:, :, 0].to(compute_dtype(hidden=hidden))
+            if gate is not None:
+                logits = logits * gate[text, input_ids]
+            weights: Tensor = logits.relu().log1p()
+            if self.idf_weights is not None:
+                weights = weights * self.idf_weights[input_ids]
+            return weights.masked_fill(torch.isin(input_ids, self._special_ids), 0.0)
+        # Each position is a text of one token to the head.
+        some = max(1, CELLS // self.vocab_size)
+        found = []
+        for states, rows in zip(
+            torch.split(hidden.flatten(0, 1), some), torch.split(text.flatten(), some), strict=True
+        ):
+            activations = self.head(states[:, None], gate=None if gate is None else gate[rows])
+            if self.idf_weights is not None:
+                activations = activations * self.idf_weights
+            found.append(activations.amax(1))
+        return torch.cat(found).view(input_ids.shape)
+
+    def top_tokens(
+        self, texts_or_vectors: Sequence[str] | Tensor, k: int = 20, **options: Any
+    ) -> list[dict[str, float]]:
+        """The ``k`` tokens of largest weight of each text or vector, the largest first.
+
+        Args:
+            texts_or_vectors: Strings; or vectors ``[N, V]``, dense or sparse, in any floating
+                dtype, on any device: what the encoder or ``encode`` made. Of vectors only the
+                positive entries count.
+            k: How many, at least 1.
+            **options: As in ``encode``, beside texts.
+
+        Raises:
+            TypeError: for anything but strings or floating vectors, or options beside vectors.
+            ValueError: for vectors of another shape, or that are not finite.
+        """
+        if not isinstance(texts_or_vectors, Tensor):
+            return self.encode(texts_or_vectors, output="tokens", max_active_dims=k, **options)
+        check_integer("k", k, minimum=1)
+        if options:
+            raise TypeError(f"expected no options beside vectors, got {', '.join(options)}")
+        vectors = texts_or_vectors
+        if not vectors.is_floating_point():
+            raise TypeError(f"expected vectors to be floating point, got {vectors.dtype}")
+        if vectors.ndim != 2 or vectors.shape[1] != self.vocab_size:
+            raise ValueError(
+                f"expected vectors of shape [N, V] with V = {self.vocab_size}, got "
+                f"{list(vectors.shape)}"
+            )
+        return [self._named(*_strongest(row, k)) for row in _rows(vectors.detach())]
 
     @classmethod
     def from_pretrained(
@@ -580,6 +689,30 @@ def _largest(row: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
     if count is not None and len(ids) > count:
         ids = row.topk(count).indices.sort().values
     return ids, row[ids].float()
+
+
+def _rows(vectors: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The positive entries of each vector: ids and weights, on the CPU."""
+    if vectors.layout == torch.strided:
+        row, ids = vectors.nonzero(as_tuple=True)
+        weights = vectors[row, ids]
+    else:
+        entries = vectors.to_sparse(layout=torch.sparse_coo).coalesce()
+        (row, ids), weights = entries.indices(), entries.values()
+    if not weights.isfinite().all():
+        first = int(row[~weights.isfinite()][0])
+        raise ValueError(f"expected finite vectors, got others in row {first}")
+    kept = weights > 0
+    row, ids, weights = row[kept].cpu(), ids[kept].cpu(), weights[kept].float().cpu()
+    counts = torch.bincount(row, minlength=len(vectors)).tolist()
+    return list(zip(torch.split(ids, counts), torch.split(weights, counts), strict=True))
+
+
+def _strongest(entries: tuple[Tensor, Tensor], count: int) -> tuple[Tensor, Tensor]:
+    """The largest so many of them; of equal ones the smaller ids."""
+    ids, weights = entries
+    order = weights.argsort(descending=True, stable=True)[:count]
+    return ids[order], weights[order]
 
 
 def _without_dots(weights: dict[str, float]) -> dict[str, float]:

@@ -474,37 +474,6 @@ def test_the_modules_given_are_the_modules_used():
     assert "flops.token_penalty" in objective.state_dict()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_computed_in_single(dtype):
-    batch = _batch("own")
-    half = _change(batch, lambda x: x.to(dtype))._replace(
-        teacher_scores=batch.teacher_scores.float(),
-        teacher_anchor_scores=batch.teacher_anchor_scores.float(),
-    )
-    objective = _objective(dict.fromkeys(NEEDS, 1.0)).float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        total, terms = objective(half)
-    expected = _expected(_change(half, torch.Tensor.double))
-    assert total.dtype == torch.float32
-    for name, value in terms.items():
-        torch.testing.assert_close(value.double(), expected[name], rtol=1e-4, atol=1e-5)
-
-
-def test_it_compiles_in_one_graph():
-    batch = _batch("own", grad=True)
-    objective = _objective(dict.fromkeys(_expected(batch), 0.5), stopword_ids=[1, 2])
-    compiled = torch.compile(objective, fullgraph=True, backend="aot_eager")
-    total, terms = objective(batch)
-    compiled_total, compiled_terms = compiled(batch)
-    torch.testing.assert_close(compiled_total, total)
-    assert set(compiled_terms) == set(terms)
-    leaves = [batch.anchor.activations, batch.positive.activations]
-    for one, other in zip(
-        torch.autograd.grad(total, leaves), torch.autograd.grad(compiled_total, leaves), strict=True
-    ):
-        torch.testing.assert_close(one, other)
-
-
 def test_special_tokens_are_no_tokens_of_a_text():
     batch = _batch()
     ids = batch.anchor.input_ids.clone()

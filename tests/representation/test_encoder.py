@@ -12,6 +12,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 from transformers.utils import logging
 
 from sparse_losses import ContextGate, SpladeEncoder
+from sparse_losses.fast.sparse import csr
 from tests.representation.tiny_models import ISSUE, TEXTS, masked_lm, pair, tokenizer
 
 VARIANTS = {
@@ -185,6 +186,127 @@ def test_no_more_than_so_many_active_dimensions():
     assert top == encoder.encode(TEXTS, output="tokens", max_active_dims=3)
     assert [len(weights) for weights in top] == [3] * len(TEXTS)
     assert torch.equal(encoder.encode(TEXTS, max_active_dims=10_000).to_dense(), full)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_csr, torch.sparse_coo])
+def test_the_top_tokens_of_vectors_are_those_of_their_texts(layout, dtype):
+    encoder = make()
+    vectors = encoder.encode(TEXTS, output="dense").to(dtype).requires_grad_()
+    given = vectors
+    if layout == torch.sparse_csr:
+        given = csr(*vectors.detach().nonzero().T, vectors[vectors > 0].detach(), vectors.shape)
+    elif layout == torch.sparse_coo:
+        given = vectors.to_sparse()
+    names = encoder.tokenizer.convert_ids_to_tokens(list(range(encoder.vocab_size)))
+    for row, found in zip(vectors.tolist(), encoder.top_tokens(given, 3), strict=True):
+        largest = sorted(range(len(row)), key=lambda j: (-row[j], j))[:3]
+        assert list(found.items()) == [(names[j], row[j]) for j in largest]
+    if dtype == torch.float32:
+        assert encoder.top_tokens(given, 3) == encoder.top_tokens(TEXTS, 3)
+        assert [len(found) for found in encoder.top_tokens(given, 10_000)] == [
+            int((row > 0).sum()) for row in vectors
+        ]
+
+
+def test_the_top_tokens_of_odd_vectors():
+    encoder = make()
+    size = encoder.vocab_size
+    signed = torch.zeros(2, size)
+    signed[0, 3], signed[0, 5] = -2.0, 0.5
+    name = encoder.tokenizer.convert_ids_to_tokens(5)
+    assert encoder.top_tokens(signed) == [{name: 0.5}, {}]
+    assert encoder.top_tokens(torch.zeros(0, size)) == []
+    assert encoder.top_tokens([]) == []
+    for wrong, options, error, match in [
+        (torch.zeros(2, size + 1), {}, ValueError, rf"V = {size}, got \[2, {size + 1}\]"),
+        (torch.zeros(size), {}, ValueError, rf"\[N, V\] with V = {size}, got \[{size}\]"),
+        (torch.zeros(1, size, dtype=torch.int64), {}, TypeError, "floating point, got torch.int64"),
+        (torch.full((2, size), math.nan), {}, ValueError, "expected finite vectors, .* row 0"),
+        (torch.zeros(1, size), {"k": 0}, ValueError, "`k` to be an integer >= 1, got 0"),
+        (torch.zeros(1, size), {"batch_size": 2}, TypeError, "no options .*, got batch_size"),
+    ]:
+        with pytest.raises(error, match=match):
+            encoder.top_tokens(wrong, **options)
+
+
+@pytest.mark.parametrize("cells", [1, 1000, 1 << 24])
+def test_token_weights_are_the_strongest_activation_of_each_position(variant, cells, monkeypatch):
+    monkeypatch.setattr("sparse_losses.representation.encoder.CELLS", cells)
+    encoder = make("xlm-roberta", **variant)
+    texts = [*TEXTS, "dog dog"]
+    batch = encoder.tokenize(texts)
+    factor = torch.ones(encoder.vocab_size) if encoder.idf_weights is None else encoder.idf_weights
+    ids, special = batch["input_ids"].tolist(), encoder.tokenizer.all_special_ids
+    with torch.no_grad():
+        backbone = encoder.model.base_model if encoder.expansion else encoder.model
+        hidden = backbone(**batch)[0]
+        gate = None
+        if encoder.gate is not None:
+            gate = encoder.gate(hidden, batch["attention_mask"])
+        scores = encoder.importance(hidden) if not encoder.expansion else encoder.model(**batch)[0]
+    found = encoder.token_weights(texts, batch_size=2)
+    for i, weights in enumerate(found):
+        count = int(batch["attention_mask"][i].sum())
+        names = encoder.tokenizer.convert_ids_to_tokens(ids[i][:count])
+        assert [name for name, _ in weights] == names
+        for s, (_, weight) in enumerate(weights):
+            tokens = range(encoder.vocab_size) if encoder.expansion else [ids[i][s]]
+            best = 0.0
+            for j in tokens:
+                if not encoder.expansion and j in special:
+                    continue
+                logit = float(scores[i, s, j if encoder.expansion else 0])
+                logit *= 1.0 if gate is None else float(gate[i, j])
+                best = max(best, float(factor[j]) * math.log1p(max(0.0, logit)))
+            assert weight == pytest.approx(best, rel=1e-4, abs=1e-5)
+    largest = encoder.encode(texts, output="dense").amax(1).tolist()
+    assert [max(w for _, w in weights) for weights in found] == pytest.approx(largest, rel=1e-5)
+
+
+def test_token_weights_of_odd_texts():
+    encoder = make().train()
+    assert encoder.token_weights([]) == []
+    (empty,) = encoder.token_weights([""])
+    assert [name for name, _ in empty] == encoder.tokenizer.convert_ids_to_tokens(
+        encoder.tokenize([""])["input_ids"][0].tolist()
+    )
+    assert encoder.token_weights(TEXTS) == encoder.token_weights(TEXTS)  # no dropout
+    assert encoder.training
+    few = encoder.token_weights(["vectors over the vocabulary " * 30])[0]
+    assert len(few) == encoder.max_length
+    with pytest.raises(TypeError, match="list of strings, got str"):
+        encoder.token_weights("서울")
+    with pytest.raises(ValueError, match="`batch_size` to be an integer >= 1, got 0"):
+        encoder.token_weights(TEXTS, batch_size=0)
+    half = make(gate=True).to(torch.bfloat16)
+    largest = half.encode(TEXTS, output="dense").amax(1).tolist()
+    found = [max(weight for _, weight in text) for text in half.token_weights(TEXTS)]
+    assert found == pytest.approx(largest, rel=0.02)
+    with torch.no_grad():
+        encoder.head.bias.fill_(math.nan)
+    with pytest.raises(ValueError, match="expected finite activations, got others in text"):
+        encoder.token_weights(TEXTS)
+
+
+@pytest.mark.parametrize("expansion", [True, False])
+def test_idf_weights_on_or_off_for_one_call(expansion):
+    plain, weighted = make(expansion=expansion), make(expansion=expansion, idf_weights=True)
+    weighted.load_state_dict(plain.state_dict(), strict=False)
+    batch = plain.tokenize(TEXTS)
+    without = plain(**batch)
+    torch.testing.assert_close(weighted(**batch, apply_idf=False), without, rtol=0, atol=0)
+    for options in ({}, {"apply_idf": None}, {"apply_idf": True}):
+        expected = without * weighted.idf_weights
+        torch.testing.assert_close(weighted(**batch, **options), expected, rtol=0, atol=0)
+    activations, logits = weighted(**batch, apply_idf=False, return_logits=True)
+    torch.testing.assert_close(activations, without)
+    torch.testing.assert_close(logits, plain(**batch, return_logits=True)[1], rtol=0, atol=0)
+    torch.testing.assert_close(plain(**batch, apply_idf=False), without, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="expected idf weights beside `apply_idf=True`, got None"):
+        plain(**batch, apply_idf=True)
+    with pytest.raises(TypeError, match="`apply_idf` to be True or False"):
+        weighted(**batch, apply_idf=0.5)
 
 
 @pytest.mark.parametrize("output", ["csr", "dense", "tokens", "elasticsearch", "qdrant", "vespa"])

@@ -1,0 +1,129 @@
+"""BM25 of the queries and documents of a batch, from token ids: a teacher that costs little."""
+
+import torch
+from torch import Tensor
+
+from sparse_losses._core.checks import check_number, check_shapes
+from sparse_losses._core.token_ids import TokenIds, as_mask, attended_ids, id_mask
+
+__all__ = ["bm25_scores"]
+
+LOOKUPS = 1 << 22  # at once: a few tensors of 32 MB
+ABSENT = torch.iinfo(torch.int64).max
+
+
+@torch.no_grad()
+def bm25_scores(
+    query_input_ids: Tensor,
+    query_attention_mask: Tensor,
+    document_input_ids: Tensor,
+    document_attention_mask: Tensor,
+    idf: Tensor,
+    *,
+    mean_length: float,
+    k1: float = 1.2,
+    b: float = 0.75,
+    ignore_token_ids: TokenIds = (),
+) -> Tensor:
+    r"""BM25 scores of every query of a batch with every document.
+
+    $$
+    \mathrm{BM25}(q, d) = \sum_t q_t \, \mathrm{idf}_t \,
+    \frac{f_t \, (k_1 + 1)}{f_t + k_1 \, (1 - b + b \, |d| / \overline{|d|})}
+    $$
+
+    where $q_t$ and $f_t$ count token $t$ in the query and in the document, $|d|$ is the number of
+    tokens of the document, repeats included, and $\overline{|d|}$ the mean of that number over the
+    corpus. These are scores of a teacher for the distillation loss: they need no model and no file
+    of scores. Memory grows with the tokens of the batch, not with the vocabulary.
+
+    Args:
+        query_input_ids: Token ids of the queries, integers ``[B, S]``.
+        query_attention_mask: Bool, integer or float 0/1 ``[B, S]``; ids under a zero are not
+            looked at.
+        document_input_ids: Token ids ``[C, T]`` of documents that all queries are compared with,
+            or ``[B, N, T]`` of each query's own.
+        document_attention_mask: Likewise, of the shape of ``document_input_ids``.
+        idf: Inverse document frequency ``[V]``, such as ``DocumentFrequency.idf()``.
+        mean_length: Mean length of the corpus' documents in tokens, > 0, such as
+            ``DocumentFrequency.mean_length``.
+        k1: How much repeats of a token in a document add, at least 0; at 0 they add nothing.
+        b: How much the length of a document matters, in [0, 1].
+        ignore_token_ids: Ids in ``[0, V)`` that neither score nor count in a document's length:
+            the special tokens.
+
+    Returns:
+        Scores without gradient, float32 ``[B, C]``, or ``[B, N]`` with each query's own documents.
+        A query or a document without tokens scores 0.
+
+    Raises:
+        ValueError: If shapes or devices do not agree, an id is outside ``[0, V)``, or a number is
+            outside its range.
+        TypeError: If the ids are not integers, or ``idf`` is not floating point.
+
+    Examples:
+        >>> import torch
+        >>> from sparse_losses import bm25_scores
+        >>> queries, documents = torch.tensor([[1, 2]]), torch.tensor([[1, 1, 3], [2, 3, 0]])
+        >>> idf = torch.tensor([0.0, 1.0, 2.0, 0.5])
+        >>> bm25_scores(
+        ...     queries, torch.ones(1, 2), documents, documents > 0, idf, mean_length=2.5
+        ... )
+        tensor([[1.3018, 2.1782]])
+
+    References:
+        Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009,
+        equation 3.15, and its remark on queries that repeat a token.
+    """
+    vocab_size = check_shapes(
+        query_input_ids=(query_input_ids, "B S"),
+        query_attention_mask=(query_attention_mask, "B S"),
+        document_input_ids=(document_input_ids, "C T or B N T"),
+        document_attention_mask=(document_attention_mask, "C T or B N T"),
+        idf=(idf, "V"),
+    )["V"]
+    check_number("mean_length", mean_length, minimum=0.0, exclusive=True)
+    check_number("k1", k1, minimum=0.0)
+    check_number("b", b, minimum=0.0)
+    if b > 1:
+        raise ValueError(f"expected `b` in [0, 1], got {b!r}")
+    if not idf.is_floating_point():
+        raise TypeError(f"expected `idf` to be floating point, got {idf.dtype}")
+    ignored = id_mask("ignore_token_ids", ignore_token_ids, vocab_size, idf.device)
+
+    def kept(side: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The ids that count, ``ABSENT`` elsewhere."""
+        counts = as_mask(f"{side}_attention_mask", attention_mask)
+        ids = attended_ids(f"{side}_input_ids", input_ids, counts, vocab_size)
+        if ignored is not None:
+            counts = counts & ~ignored[ids]
+        return torch.where(counts, ids, ABSENT)
+
+    query = kept("query", query_input_ids, query_attention_mask)
+    document = kept("document", document_input_ids, document_attention_mask).sort(-1).values
+    counts = document != ABSENT
+    length = counts.sum(-1, keepdim=True)
+    first, behind = (torch.searchsorted(document, document, right=last) for last in (False, True))
+    frequency = behind - first
+    saturated = frequency * (k1 + 1) / (frequency + k1 * (1 - b + b * length / mean_length))
+    weight = torch.where(counts, idf.float()[torch.where(counts, document, 0)] * saturated, 0.0)
+    if document.ndim == 3:
+        own = query[:, None].expand(-1, document.shape[1], -1)
+        return _look_up(own, document, weight).sum(-1)
+    blocks = 1 + len(document) * query.numel() // LOOKUPS
+    found = [
+        _look_up(query.flatten().expand(len(ids), -1), ids, weights)
+        .view(len(ids), *query.shape)
+        .sum(-1)
+        for ids, weights in zip(document.chunk(blocks), weight.chunk(blocks), strict=True)
+    ]
+    return torch.cat(found).T
+
+
+def _look_up(tokens: Tensor, document: Tensor, weight: Tensor) -> Tensor:
+    """The weights of ``tokens [..., S]`` in sorted documents ``[..., T]``, 0 where absent."""
+    if document.shape[-1] == 0:
+        return weight.new_zeros(tokens.shape)
+    tokens = tokens.contiguous()
+    place = torch.searchsorted(document, tokens).clamp(max=document.shape[-1] - 1)
+    return torch.where(document.gather(-1, place) == tokens, weight.gather(-1, place), 0.0)

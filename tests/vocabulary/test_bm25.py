@@ -1,0 +1,217 @@
+"""BM25 of a batch: the formula for every pair, what counts, and what never happens on a device."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_losses import DocumentFrequency, bm25_scores
+
+V = 7
+IDF = torch.linspace(0.25, 4.0, V, dtype=torch.float64)
+texts = st.lists(
+    st.lists(st.tuples(st.integers(0, V - 1), st.booleans()), max_size=9), min_size=1, max_size=4
+)
+
+
+def loop(queries, documents, *, mean_length, k1=1.2, b=0.75, ignored=()):
+    """BM25 of lists of attended ids, term by term."""
+    scores = np.zeros((len(queries), len(documents)))
+    for row, query in enumerate(queries):
+        for column, document in enumerate(documents):
+            kept = Counter(token for token in document if token not in ignored)
+            length = sum(kept.values())
+            total = 0.0
+            for token in query:  # a repeat counts again
+                if f := kept[token]:
+                    room = f + k1 * (1 - b + b * length / mean_length)
+                    total += float(IDF[token]) * f * (k1 + 1) / room
+            scores[row, column] = total
+    return scores
+
+
+def padded(rows):
+    """Ids and mask of lists of (id, attended); what is not attended holds any id, -100 too."""
+    longest = max(map(len, rows))
+    ids = [[id if on else -100 for id, on in row] + [-1] * (longest - len(row)) for row in rows]
+    mask = [[on for _, on in row] + [False] * (longest - len(row)) for row in rows]
+    shape = (len(rows), longest)
+    return torch.tensor(ids).long().reshape(shape), torch.tensor(mask).bool().reshape(shape)
+
+
+def attended(rows):
+    return [[id for id, on in row if on] for row in rows]
+
+
+@given(
+    texts,
+    texts,
+    st.floats(0.5, 20),
+    st.floats(0, 4),
+    st.floats(0, 1),
+    st.sets(st.integers(0, V - 1)),
+)
+def test_every_pair_is_the_formula(queries, documents, mean_length, k1, b, ignored):
+    options = {"mean_length": mean_length, "k1": k1, "b": b}
+    expected = loop(attended(queries), attended(documents), ignored=ignored, **options)
+    got = bm25_scores(
+        *padded(queries), *padded(documents), IDF, ignore_token_ids=ignored, **options
+    )
+    assert got.dtype == torch.float32
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 3))
+def test_each_query_with_its_own_documents(data, batch, count):
+    def draw(size):
+        return data.draw(
+            st.lists(texts.flatmap(lambda t: st.just(t[0])), min_size=size, max_size=size)
+        )
+
+    queries, documents = draw(batch), draw(batch * count)
+    ids, mask = (x.unflatten(0, (batch, count)) for x in padded(documents))
+    got = bm25_scores(*padded(queries), ids, mask, IDF, mean_length=3)
+    every = loop(attended(queries), attended(documents), mean_length=3)
+    own = [every[row, row * count : (row + 1) * count] for row in range(batch)]
+    assert got.shape == (batch, count)
+    np.testing.assert_allclose(got, own, rtol=1e-5, atol=1e-6)
+
+
+def test_documents_are_independent_of_how_many_there_are():
+    """Thousands are taken in blocks, which end within these."""
+    torch.manual_seed(0)
+    query, documents = torch.randint(V, (64, 64)), torch.randint(V, (1500, 4))
+
+    def score(part):
+        return bm25_scores(query, query > 1, part, part > 0, IDF, mean_length=3)
+
+    one_by_one = torch.cat([score(part) for part in documents.split(300)], dim=1)
+    assert torch.equal(score(documents), one_by_one)
+
+
+def test_a_repeat_in_the_query_counts_twice_and_in_the_document_less():
+    one, two = torch.tensor([[3, 0]]), torch.tensor([[3, 3]])
+    score = {
+        (q, d): bm25_scores(
+            query, query > 0, document, document > 0, IDF, mean_length=1, b=0.0
+        ).item()
+        for q, query in enumerate((one, two))
+        for d, document in enumerate((one, two))
+    }
+    assert score[1, 0] == pytest.approx(2 * score[0, 0])
+    assert 1 < score[0, 1] / score[0, 0] < 2
+
+
+def test_ignored_tokens_leave_the_length_too():
+    query, short, long = torch.tensor([[5]]), torch.tensor([[5, 1]]), torch.tensor([[5, 1, 6, 6]])
+    everywhere = torch.ones_like
+
+    def score(document, **options):
+        return bm25_scores(
+            query, everywhere(query), document, everywhere(document), IDF, mean_length=2, **options
+        )
+
+    assert torch.equal(score(long, ignore_token_ids=[6]), score(short))
+    assert score(long) < score(short)
+    assert score(short, ignore_token_ids=torch.tensor([5])) == 0
+
+
+@pytest.mark.parametrize(
+    ("query", "document"), [((0, 3), (2, 3)), ((2, 0), (2, 3)), ((2, 3), (0, 3)), ((2, 3), (2, 0))]
+)
+def test_nothing_scores_nothing(query, document):
+    ids = [torch.zeros(shape, dtype=torch.long) for shape in (query, document)]
+    got = bm25_scores(ids[0], torch.ones(query), ids[1], torch.ones(document), IDF, mean_length=2)
+    assert got.shape == (query[0], document[0])
+    assert 0 in (*query[:1], *document[:1]) or not got.any()
+
+
+def test_no_attended_token_scores_zero():
+    ids = torch.full((2, 3), 2)
+    on, off = torch.ones(2, 3), torch.tensor([[0, 0, 0], [1, 1, 1]])
+    got = bm25_scores(ids, off, ids, off.flip(0), IDF, mean_length=3, b=1.0)
+    assert torch.equal(got == 0, torch.tensor([[True, True], [False, True]]))
+    assert (bm25_scores(ids, on, ids, on, IDF, mean_length=3) > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_float32_without_gradient_of_any_idf(dtype):
+    ids = torch.tensor([[1, 2, 3]])
+    idf = IDF.to(dtype).requires_grad_()
+    got = bm25_scores(ids, ids > 0, ids, ids > 0, idf, mean_length=3)
+    assert got.dtype == torch.float32
+    assert not got.requires_grad
+    assert got.item() == pytest.approx(idf.detach().double()[1:4].sum().item(), rel=1e-6)
+
+
+def test_it_agrees_with_the_counter_that_it_takes_its_numbers_from():
+    documents = torch.tensor([[1, 2, 2], [3, 1, 0]])
+    counter = DocumentFrequency(V)
+    counter.update(documents, documents > 0)
+    got = bm25_scores(
+        torch.tensor([[2]]),
+        torch.ones(1, 1),
+        documents,
+        documents > 0,
+        counter.idf(),
+        mean_length=counter.mean_length,
+    )
+    expected = math.log(1 + 1.5 / 1.5) * 2 * 2.2 / (2 + 1.2 * (0.25 + 0.75 * 3 / 2.5))
+    assert got.tolist() == [[pytest.approx(expected), 0.0]]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_it_compiles_into_one_graph(own):
+    ids = torch.tensor([[1, 2, 3], [4, 4, 0]])
+    documents = ids[:, None].expand(2, 2, 3) if own else ids
+
+    def score(query, document):
+        return bm25_scores(
+            query, query > 0, document, document > 0, IDF, mean_length=2.5, ignore_token_ids=(1,)
+        )
+
+    compiled = torch.compile(score, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(ids, documents), score(ids, documents))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"query_attention_mask": torch.ones(2, 4)}, ValueError, "query_attention_mask"),
+        ({"document_input_ids": torch.ones(3, dtype=int)}, ValueError, r"\[C, T\] or \[B, N, T\]"),
+        ({"document_input_ids": torch.ones(3, 2, 3, dtype=int)}, ValueError, "document_input_ids"),
+        ({"idf": IDF[None]}, ValueError, r"`idf` of shape \[V\]"),
+        ({"idf": torch.arange(V)}, TypeError, "`idf` to be floating point"),
+        ({"query_input_ids": torch.ones(2, 3)}, TypeError, "`query_input_ids` to be integers"),
+        ({"query_input_ids": torch.full((2, 3), V)}, ValueError, "query_input_ids.*V = 7, got 7"),
+        ({"document_input_ids": torch.full((3, 3), -1)}, ValueError, "document_input_ids.*got -1"),
+        ({"document_attention_mask": torch.full((3, 3), 2)}, ValueError, "0 or 1, got 2"),
+        ({"ignore_token_ids": [V]}, ValueError, "ignore_token_ids"),
+        ({"mean_length": 0}, ValueError, "mean_length"),
+        ({"k1": -0.1}, ValueError, "k1"),
+        ({"b": 1.1}, ValueError, r"`b` in \[0, 1\], got 1.1"),
+        ({"b": -0.1}, ValueError, "`b`"),
+    ],
+)
+def test_wrong_inputs_are_named(changes, error, message):
+    given = {
+        "query_input_ids": torch.ones(2, 3, dtype=int),
+        "query_attention_mask": torch.ones(2, 3),
+        "document_input_ids": torch.ones(3, 3, dtype=int),
+        "document_attention_mask": torch.ones(3, 3),
+        "idf": IDF,
+        "mean_length": 2.0,
+    }
+    with pytest.raises(error, match=message):
+        bm25_scores(**given | changes)
+
+
+def test_of_another_batch_size_are_refused():
+    ids = torch.ones(2, 3, dtype=int)
+    other = torch.ones(3, 2, 3, dtype=int)
+    with pytest.raises(ValueError, match="B = 2 from `query_input_ids`"):
+        bm25_scores(ids, ids, other, other, IDF, mean_length=2)
