@@ -88,8 +88,8 @@ def cached_backward(
     mini_batches = _split(encoder, columns, mini_batch_size)
     with torch.no_grad():
         encoded = [_encode(column) for column in mini_batches]
-    # Autocast keeps the weights that it casts; PyTorch 2.6 would take those of this pass, which have
-    # no graph, for the next one, and leave the weights without a gradient.
+    # Autocast keeps the weights that it casts. PyTorch 2.6 would take those of this pass, without a
+    # graph, for the next pass, and leave the weights without a gradient.
     torch.clear_autocast_cache()
 
     output = loss(*(tree_unflatten(leaves, structure) for leaves, structure in encoded))

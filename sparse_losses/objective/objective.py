@@ -313,15 +313,14 @@ class SpladeObjective(nn.Module):
         if {f"document_{name}" for name in ON_TEXTS} & {*active}:
             sides["document"] = _together(positive, negative)
         flops = {f"{side}_flops" for side in sides} & {*active}
-        shown = batch
-        if len(self.stopword_ids) and ("info_nce" in active or flops):
+        shown, of_flops = batch, sides
+        hides = len(self.stopword_ids) > 0 and ("info_nce" in active or bool(flops))
+        if hides:
             shown = batch._replace(
                 anchor=self._hide(anchor),
                 positive=self._hide(positive),
                 negative=None if negative is None else self._hide(negative),
             )
-        of_flops = sides
-        if shown is not batch:
             of_flops = {"query": shown.anchor}
             if "document_flops" in flops:
                 of_flops["document"] = _together(shown.positive, shown.negative)
@@ -332,7 +331,7 @@ class SpladeObjective(nn.Module):
             ranks = self._ranks_of_teacher(anchor, negative, teacher_scores)
             scores = self._scores(anchor, positive, negative, ranks)
         if "info_nce" in active:
-            is_whole = shown is batch and not (self.gather or self.info_nce.gather)
+            is_whole = not hides and not (self.gather or self.info_nce.gather)
             terms["info_nce"] = self._info_nce(shown, scores if is_whole else None)
         # What an active term needs is there: the checks above said so, the types do not know.
         if "triplet_margin" in active and negative is not None:
