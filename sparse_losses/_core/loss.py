@@ -33,6 +33,7 @@ from typing import (
     Literal,
     NamedTuple,
     ParamSpec,
+    Self,
     TypeVar,
     get_args,
     get_origin,
@@ -247,6 +248,15 @@ def _agree(
 
 class LossModule(nn.Module):
     """What all modules of losses share: hyperparameters as plain attributes, and their repr."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Python's own error for a wrong option, but for the one that other packages have."""
+        known = inspect.signature(cls).parameters if "scale" in options else {}
+        if "temperature" in known and "scale" not in known:
+            raise TypeError(
+                f"expected `temperature`, which is 1 / scale, got scale={options['scale']!r}"
+            )
+        return super().__new__(cls)
 
     def __init__(self, function: Callable[..., Any], **hyperparameters: Any) -> None:
         """Checks the hyperparameters by the function's declaration, and stores them."""

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from sparse_losses._core.checks import check_choice, check_flag
+from sparse_losses._core.extras import from_extra
 from sparse_losses._core.files import replaced_file
 from sparse_losses._core.later import Later
 from sparse_losses.objective import (
@@ -23,6 +21,11 @@ from sparse_losses.objective import (
 )
 from sparse_losses.objective.teacher import Teacher, score_candidates
 from sparse_losses.representation import SpladeEncoder
+
+with from_extra("transformers"):
+    from safetensors.torch import load_model, save_model
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 __all__ = ["SpladeCollator", "SpladeTrainer"]
 

@@ -42,6 +42,9 @@ from sparse_losses.objective.shared_scores import (
 
 __all__ = ["NEEDS", "ObjectiveOutput", "SpladeObjective"]
 
+# Losses that ask for more than texts.
+NO_TERMS = ("n_pair", "nws", "pairwise_contrastive")
+
 # Every term, and what of the batch it cannot do without.
 NEEDS: dict[str, tuple[str, ...]] = {
     "info_nce": (),
@@ -228,6 +231,8 @@ class SpladeObjective(nn.Module):
             if name not in NEEDS:
                 near = difflib.get_close_matches(name, NEEDS, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
+                if name in NO_TERMS:
+                    hint = f": add {name}_loss to the objective's total yourself"
                 raise ValueError(
                     f"expected weights of {', '.join(NEEDS)}, got one of {name!r}{hint}"
                 )
