@@ -1,6 +1,7 @@
 # Two commands: `make demo` trains and evaluates, `make test` tests; each sets itself up first.
 VENV ?= .venv
 LIGHTNING_IR = .venv-lightning-ir
+OLDEST = .venv-oldest
 PYTHON ?= python3
 ARGS ?=
 JOBS ?= 2
@@ -16,7 +17,7 @@ PIP = $(PY) -m pip --disable-pip-version-check -q
 export OMP_WAIT_POLICY = PASSIVE
 
 .PHONY: help demo ablation bench bench-reckoned bench-peers bench-gpu compatibility figures
-.PHONY: test test-sim test-lightning-ir
+.PHONY: test test-sim test-lightning-ir test-oldest
 .PHONY: site serve site-zensical test-site test-triton compile-kernels lint wheel clean
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -63,6 +64,13 @@ test-lightning-ir: $(LIGHTNING_IR)/.ready  ## what needs lightning-ir, in an env
 	OMP_NUM_THREADS=1 $(LIGHTNING_IR)/bin/python -m pytest \
 	  tests/lightning_ir sparse_losses/integrations/lightning_ir.py docs/lightning_ir.md $(ARGS)
 
+# Without other people's trainers, and without the kernel, whose Triton wants a newer PyTorch.
+OF_THE_PACKAGE = tests/_core tests/distributed tests/losses tests/objective tests/representation \
+  tests/vocabulary tests/test_presets.py tests/test_queue.py
+test-oldest: $(OLDEST)/.ready  ## the package on the oldest PyTorch that it takes, in an environment of its own
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile \
+	  $(OF_THE_PACKAGE) $(ARGS)
+
 compatibility: $(VENV)/.dev  ## what works with what: run those tests, write docs/compatibility.md
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests -m works_with \
 	  --compatibility build/compatibility/main.json
@@ -103,11 +111,12 @@ lint: $(VENV)/.dev  ## formatting, lint and types
 
 wheel: $(VENV)/.dev  ## build the wheel and use it away from the sources
 	rm -rf build/wheel && $(PY) -m build -q --outdir build/wheel .
+	$(PY) -m twine check --strict build/wheel/*
 	$(PIP) install --no-deps --target build/wheel/site build/wheel/*.whl
 	cd build/wheel && PYTHONPATH=site $(abspath $(PY)) $(abspath tools/check_wheel.py)
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(LIGHTNING_IR) build dist docs/figures .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LIGHTNING_IR) $(OLDEST) build dist docs/figures .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -135,4 +144,12 @@ $(LIGHTNING_IR)/.ready: constraints-lightning-ir.txt pyproject.toml
 	$(PIP) install -c constraints-lightning-ir.txt pip
 	$(PIP) install $(TORCH_SOURCE) --no-deps -c constraints-lightning-ir.txt torch
 	$(PIP) install -c constraints-lightning-ir.txt -e '.[lightning-ir]' --group test-lightning-ir
+	touch $@
+
+$(OLDEST)/.ready: VENV = $(OLDEST)
+$(OLDEST)/.ready: constraints-oldest.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c constraints-oldest.txt pip
+	$(PIP) install $(TORCH_SOURCE) --no-deps -c constraints-oldest.txt torch
+	$(PIP) install -c constraints-oldest.txt -e . --group test-oldest
 	touch $@

@@ -133,7 +133,7 @@ def load(path: Path, parts: dict, expected: dict[str, int]) -> tuple[int, int]:
     """The epoch, and the batches of it that were done."""
     if not path.exists():
         raise SystemExit(f"expected a checkpoint to --resume from, {path} is not there")
-    state = torch.load(path, map_location="cpu")
+    state = torch.load(path, map_location="cpu", weights_only=True)
     if state["settings"] != expected:
         raise SystemExit(f"expected {state['settings']} as in {path}, got {expected}")
     for name, part in parts.items():

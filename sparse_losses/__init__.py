@@ -73,7 +73,7 @@ from sparse_losses.vocabulary import (
     language_token_ids,
 )
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "RECOMMENDED",

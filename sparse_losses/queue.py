@@ -1,5 +1,8 @@
 """Features and labels of earlier batches, as additional references for a contrastive loss."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -74,6 +77,8 @@ class LabelQueue(nn.Module):
         self.register_buffer("labels", torch.zeros(size, num_labels))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
         self.register_buffer("fill", torch.zeros((), dtype=torch.int64))
+        # PyTorch gives it no types.
+        self.register_load_state_dict_pre_hook(_check_state)  # type: ignore[no-untyped-call]
 
     @property
     def mask(self) -> Tensor:
@@ -120,3 +125,16 @@ class LabelQueue(nn.Module):
         return (
             f"size={self.size}, dim={self.dim}, num_labels={self.num_labels}, gather={self.gather}"
         )
+
+
+def _check_state(queue: LabelQueue, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+    """Raises for counts that no queue of this size has; PyTorch itself checks the shapes."""
+    for name, most in (("pointer", queue.size - 1), ("fill", queue.size)):
+        found = state.get(prefix + name)
+        if not isinstance(found, Tensor) or found.numel() != 1 or found.device.type == "meta":
+            continue  # which PyTorch refuses, or which has no value
+        if found.is_floating_point() or not 0 <= found.item() <= most:
+            raise ValueError(
+                f"expected `{name}` of a LabelQueue of {queue.size} rows to be an integer in "
+                f"[0, {most}], got {found.item()}"
+            )

@@ -279,3 +279,15 @@ def test_the_runtime_needs_torch_and_numpy_only():
             for inner in ast.walk(node)
         }
         assert _imports(n for n in nodes if id(n) not in later) <= {"torch", "numpy"}, path
+
+
+def test_nothing_is_unpickled():
+    """PyTorch's default, but a checkpoint may be read by a version that has another."""
+    calls = []
+    for folder in (PACKAGE, ROOT / "benchmarks", ROOT / "examples", ROOT / "tools"):
+        for path in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                    calls.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)}")
+    assert len(calls) >= 3
+    assert [call for call in calls if "weights_only=True" not in call] == []

@@ -1,5 +1,6 @@
 """LabelQueue: the last ``size`` rows, whatever the batches, also after a restart and compiled."""
 
+import copy
 import io
 import math
 
@@ -142,6 +143,21 @@ def test_wrong_sizes_are_named(name, bad, error):
     sizes = {"size": 4, "dim": D, "num_labels": L} | {name: bad}
     with pytest.raises(error, match=f"`{name}`"):
         LabelQueue(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"), [("pointer", -5), ("pointer", 4), ("fill", -1), ("fill", 5), ("fill", 2.5)]
+)
+def test_counts_that_no_queue_has_are_not_loaded(name, bad):
+    queue = torch.nn.ModuleList([fill(LabelQueue(4, D, L), [3])])
+    state = {key: value.clone() for key, value in queue.state_dict().items()}
+    state[f"0.{name}"] = torch.tensor(bad)
+    with pytest.raises(ValueError, match=rf"expected `{name}` .* 4 rows .* in \[0, .*, got {bad}"):
+        queue.load_state_dict(state)
+    assert queue[0].pointer == queue[0].fill == 3
+    again = copy.deepcopy(queue)
+    again.load_state_dict(queue.state_dict())
+    assert again[0].fill == 3
 
 
 def test_nothing_looks_at_a_value_on_the_device():

@@ -1,8 +1,15 @@
-"""Uses the built wheel away from the sources: what a user of `pip install` gets."""
+"""Uses the built wheel away from the sources: what a user of `pip install` gets.
+
+    cd FOLDER && PYTHONPATH=site python tools/check_wheel.py
+
+FOLDER holds the wheel, the sdist, and in `site` what the wheel installs.
+"""
 
 import importlib.resources
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import torch
@@ -10,22 +17,59 @@ import torch
 import sparse_losses
 from sparse_losses.functional import info_nce_loss, language_token_ids
 
-where = Path(sparse_losses.__file__).resolve().parent
-if "site" not in where.parts:
-    sys.exit(f"the wheel was not used: sparse_losses came from {where}")
-if not importlib.resources.files("sparse_losses").joinpath("py.typed").is_file():
-    sys.exit("py.typed is missing from the wheel")
-value = info_nce_loss(torch.eye(3), torch.eye(3), temperature=0.5)
-torch.testing.assert_close(
-    value, torch.tensor(2.0).mul(-2.0).add(4.0).sub(2.0).exp().mul(2).log1p()
-)
-language_token_ids(["a", "가", "я"])  # reads the Unicode table that travels with the package
-help_text = subprocess.run(
-    [sys.executable, "-m", "sparse_losses.demo", "--help"],
-    check=True,
-    capture_output=True,
-    text=True,
-).stdout
-if "--query" not in help_text:
-    sys.exit(f"the demo's help text looks wrong:\n{help_text}")
-print(f"sparse-losses {sparse_losses.__version__} works from its wheel")
+ROOT = Path(__file__).resolve().parents[1]
+DATA = {"py.typed", "unicode_scripts.json", "unicode_scripts.license.txt"}
+NOT_SHIPPED = {".ci", ".gitignore"}
+
+
+def wrong_in_wheel(names: list[str]) -> list[str]:
+    """Files of a wheel that a user of the package has no use for, and those that are missing."""
+    found = [name for name in names if ".dist-info/" not in name]
+    wrong = [
+        name
+        for name in found
+        if not name.startswith("sparse_losses/")
+        or not (name.endswith(".py") or name.rpartition("/")[2] in DATA)
+    ]
+    missing = DATA - {name.rpartition("/")[2] for name in found}
+    return [*(f"{name} is in the wheel" for name in wrong), *(f"{n} is missing" for n in missing)]
+
+
+def missing_in_sdist(names: list[str], tracked: list[str]) -> list[str]:
+    """Tracked files that the sdist lacks; all are needed to run the tests."""
+    there = {name.partition("/")[2] for name in names}
+    return [n for n in tracked if n not in there and n.partition("/")[0] not in NOT_SHIPPED]
+
+
+def main() -> None:
+    """Checks the files, then uses the package."""
+    where = Path(sparse_losses.__file__).resolve().parent
+    if "site" not in where.parts:
+        sys.exit(f"the wheel was not used: sparse_losses came from {where}")
+    (wheel,), (sdist,) = Path().glob("*.whl"), Path().glob("*.tar.gz")
+    if wrong := wrong_in_wheel(zipfile.ZipFile(wheel).namelist()):
+        sys.exit("\n".join(wrong))
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    with tarfile.open(sdist) as archive:
+        if lacks := missing_in_sdist(archive.getnames(), listed.stdout.splitlines()):
+            sys.exit(f"the sdist lacks {', '.join(lacks)}")
+    if not importlib.resources.files("sparse_losses").joinpath("py.typed").is_file():
+        sys.exit("py.typed is missing from the wheel")
+    value = info_nce_loss(torch.eye(3), torch.eye(3), temperature=0.5)
+    torch.testing.assert_close(
+        value, torch.tensor(2.0).mul(-2.0).add(4.0).sub(2.0).exp().mul(2).log1p()
+    )
+    language_token_ids(["a", "가", "я"])  # reads the Unicode table that travels with the package
+    help_text = subprocess.run(
+        [sys.executable, "-m", "sparse_losses.demo", "--help"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    if "--query" not in help_text:
+        sys.exit(f"the demo's help text looks wrong:\n{help_text}")
+    print(f"sparse-losses {sparse_losses.__version__} works from its wheel")
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,7 @@ from benchmarks.report.reckoned import table as reckoned_table
 from benchmarks.run import reckoned as counting
 from benchmarks.run.measure import TRAINING
 from benchmarks.run.table import RESULTS, ROOT, Row, read
+from sparse_losses._core.files import replaced_file
 
 __all__ = ["FOR_CONTRIBUTORS", "PAGE", "aims", "main", "memory", "objective", "peers", "reckoned"]
 
@@ -121,7 +122,8 @@ def main() -> int:
             if not old.search(page):
                 raise SystemExit(f"{path} has no table under {heading}")
             page = old.sub(lambda _, table=table: f"{table}\n", page)
-        path.write_text(page, encoding="utf-8")
+        with replaced_file(path, text=True) as file:
+            file.write(page)
     return 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks.report.aims import Verdict, judge
 from benchmarks.report.merge import Merged, markdown, merge
 from benchmarks.run.table import RESULTS, read
+from sparse_losses._core.files import replaced_file
 
 __all__ = ["aims_table", "main", "write"]
 
@@ -33,7 +34,7 @@ def write(path: Path, merged: Sequence[Merged]) -> None:
     plain = ("peak_bytes", "peak_bytes_without_gradients", "memory_ratio")
     columns = [f"{name}_{part}" for name in spreads for part in ("median", "low", "high")]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as lines:
+    with replaced_file(path, text=True) as lines:
         writer = csv.writer(lines, lineterminator="\n")
         writer.writerow([*names, "elements", "kind", "runs", *columns, *plain, "status"])
         for row in merged:

@@ -18,6 +18,7 @@ import torch
 from benchmarks.run.available import variants
 from benchmarks.run.check import ready
 from benchmarks.schema import Case, Maker, Variant
+from sparse_losses._core.files import replaced_file
 from tools import simulated_device
 
 __all__ = [
@@ -161,7 +162,7 @@ def counted(run: Callable[[], object]) -> simulated_device.Counts:
 
 def write(path: Path, rows: Sequence[Row]) -> None:
     """The CSV."""
-    with path.open("w", newline="", encoding="utf-8") as target:
+    with replaced_file(path, text=True) as target:
         writer = csv.DictWriter(target, list(asdict(Row("", "", ""))), lineterminator="\n")
         writer.writeheader()
         for each in rows:

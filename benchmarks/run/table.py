@@ -16,6 +16,7 @@ import sparse_losses
 from benchmarks.run import available
 from benchmarks.run.ceilings import Ceilings
 from benchmarks.run.measure import Result
+from sparse_losses._core.files import replaced_file
 
 __all__ = ["RESULTS", "ROOT", "Row", "Table", "circumstances", "read"]
 
@@ -184,12 +185,11 @@ class Table:
                 row["variant"] == new["variant"] for new in rows
             ):
                 rows.append({**row, **self.common})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not self.path.exists()
-        with self.path.open("a", newline="", encoding="utf-8") as lines:
-            writer = csv.DictWriter(lines, list(rows[0]) if rows else [], lineterminator="\n")
-            if is_new and rows:
+        if rows:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.rows = read(self.path) + rows  # another run may have added some
+            with replaced_file(self.path, text=True) as lines:
+                writer = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
                 writer.writeheader()
-            writer.writerows(rows)
-        self.rows += rows
+                writer.writerows(self.rows)
         return rows

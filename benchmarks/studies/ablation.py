@@ -21,6 +21,7 @@ from benchmarks.studies.runs import (
     write_csv,
     write_json,
 )
+from sparse_losses._core.files import replaced_file
 from sparse_losses.demo.corpus import Corpus
 from sparse_losses.demo.evaluation import BM25_SUBWORDS, BM25_WORDS, MODEL, UNTRAINED, measure
 from sparse_losses.demo.options import STEPS, SWITCHES, guarded
@@ -101,7 +102,8 @@ def _run(options: argparse.Namespace) -> None:
         columns = zip(HEADINGS, FORMS, strict=True)
         cells.append([variant, *(spread([row[name] for row in own], f) for name, f in columns)])
     table = markdown(["run", *HEADINGS.values()], cells)
-    (options.output / "ablation.md").write_text(table, encoding="utf-8")
+    with replaced_file(options.output / "ablation.md", text=True) as page:
+        page.write(table)
     Console().print(table, markup=False, highlight=False, soft_wrap=True)
 
 

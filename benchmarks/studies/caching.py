@@ -20,6 +20,7 @@ from benchmarks.report.merge import markdown
 from benchmarks.run.memory import peak_bytes
 from benchmarks.run.table import RESULTS, circumstances
 from sparse_losses import SpladeBatch, SpladeHead, SpladeObjective, Texts
+from sparse_losses._core.files import replaced_file
 from sparse_losses.functional import cached_backward
 
 __all__ = ["Case", "main", "measure"]
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = {"V": args.vocabulary, "S": S, "H": H, "layers": LAYERS, "rounds": args.rounds}
     about |= circumstances(torch.device("cpu"), "caching", "default", None)
     results = measure(CASES, rounds=args.rounds, vocab_size=args.vocabulary)
-    with args.output.open("w", newline="", encoding="utf-8") as lines:
+    with replaced_file(args.output, text=True) as lines:
         rows = [{**asdict(result), **about} for result in results]
         writer = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
         writer.writeheader()

@@ -25,6 +25,7 @@ from benchmarks.run.ceilings import Ceilings
 from benchmarks.run.measure import TRAINING, Limits, measure
 from benchmarks.run.table import RESULTS, circumstances
 from benchmarks.schema import Case
+from sparse_losses._core.files import replaced_file
 
 __all__ = ["AXES", "Axis", "Device", "Point", "exponent", "main", "predict"]
 
@@ -333,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             progress.advance(bar)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     common = circumstances(device, "growth", "default", rates)
-    with args.output.open("w", newline="", encoding="utf-8") as lines:
+    with replaced_file(args.output, text=True) as lines:
         rows = [{**asdict(point), **common} for point in points]
         writer = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -371,7 +372,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "",
         ]
     )
-    args.output.with_suffix(".md").write_text(text, encoding="utf-8")
+    with replaced_file(args.output.with_suffix(".md"), text=True) as page:
+        page.write(text)
     print(text)
     print(f"{args.output}: {time.perf_counter() - start:.0f} s")
     return 0

@@ -45,6 +45,7 @@ from sparse_losses import (
     language_penalty,
     language_token_ids,
 )
+from sparse_losses._core.files import replaced_file
 from sparse_losses.demo.evaluation import cosine, ranking
 from sparse_losses.demo.model import ModelSize, SparseEncoder
 from sparse_losses.demo.options import guarded
@@ -119,7 +120,8 @@ def _run(options: argparse.Namespace) -> None:
         for result in results
     ]
     write_csv(options.output / "languages.csv", rows)
-    (options.output / "languages.md").write_text(table(rows), encoding="utf-8")
+    with replaced_file(options.output / "languages.md", text=True) as page:
+        page.write(table(rows))
     draw(options.output / "languages.svg", rows)
     Console().print(table(rows), markup=False, highlight=False, soft_wrap=True)
 

@@ -23,6 +23,7 @@ from benchmarks.report.merge import markdown
 from benchmarks.run.memory import peak_bytes
 from benchmarks.run.table import RESULTS, circumstances
 from benchmarks.run.timing import Samples
+from sparse_losses._core.files import replaced_file
 from sparse_losses.distributed import agree_across_ranks, gather_rows, sum_over_ranks
 from sparse_losses.functional import info_nce_loss
 
@@ -169,10 +170,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for world in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(work, (world, folder, args.rounds, sizes), nprocs=world)
-            rows += torch.load(Path(folder, "rows.pt"))
+            rows += torch.load(Path(folder, "rows.pt"), weights_only=True)
     common = circumstances(CPU, "ranks", "default", None)
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    with args.output.open("w", newline="", encoding="utf-8") as lines:
+    with replaced_file(args.output, text=True) as lines:
         writer = csv.DictWriter(lines, [*rows[0], *common], restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(row | common for row in rows)

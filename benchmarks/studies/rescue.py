@@ -22,6 +22,7 @@ from benchmarks.studies.runs import (
     write_csv,
 )
 from sparse_losses import CollapseError
+from sparse_losses._core.files import replaced_file
 from sparse_losses.demo.corpus import Corpus
 from sparse_losses.demo.evaluation import MODEL, measure
 from sparse_losses.demo.objective import Weights
@@ -122,7 +123,8 @@ def _run(options: argparse.Namespace) -> None:
         for look in result["looks"]
     ]
     write_csv(options.output / "rescue-steps.csv", looks)
-    (options.output / "rescue.md").write_text(table(rows), encoding="utf-8")
+    with replaced_file(options.output / "rescue.md", text=True) as page:
+        page.write(table(rows))
     draw(options.output / "rescue.svg", results)
     Console().print(table(rows), markup=False, highlight=False, soft_wrap=True)
 

@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import json
 import multiprocessing
-import os
 import signal
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
+from sparse_losses._core.files import replaced_file
 from sparse_losses.demo import docstrings
 from sparse_losses.demo.options import UserError, whole, writable_folder
 
@@ -138,14 +138,13 @@ def _work(job: tuple[Callable[[Any, Any], Result], Path, str, int, Any, Any]) ->
 
 def write_json(path: Path, content: Any) -> None:
     """Write figures; a file cut short never takes the old one's place."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with replaced_file(path, text=True) as file:
+        file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows that have the same columns."""
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with replaced_file(path, text=True) as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

@@ -22,6 +22,7 @@ from matplotlib.ticker import NullLocator
 from rich.console import Console
 
 from benchmarks.studies.runs import Result, markdown, run_all, study_parser, write_csv
+from sparse_losses._core.files import replaced_file
 from sparse_losses.demo import debian, docstrings
 from sparse_losses.demo.corpus import Corpus
 from sparse_losses.demo.evaluation import MODEL, measure
@@ -98,7 +99,8 @@ def _run(options: argparse.Namespace) -> None:
             rows += [_row(corpus, result) for result in results]
     write_csv(options.output / "targets.csv", rows)
     table = asked_and_got(rows)
-    (options.output / "targets.md").write_text(table, encoding="utf-8")
+    with replaced_file(options.output / "targets.md", text=True) as page:
+        page.write(table)
     draw(options.output / "front.svg", rows)
     Console().print(table, markup=False, highlight=False, soft_wrap=True)
 

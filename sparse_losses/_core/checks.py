@@ -64,12 +64,13 @@ def check_tensors(declaration: Mapping[str, Declared], given: Mapping[str, Any])
             continue
         if type(tensor) not in PLAIN:
             tensor = _checked_type(name, tensor)
-        if tensor.layout != torch.strided or tensor.is_complex():
+        if tensor.layout != torch.strided or tensor.is_complex() or tensor.is_nested:
             _check_layout(name, tensor, remarks)
         came = tensor.shape
         shape = shapes[0]
-        if len(shape) != len(came):
-            shape = next((s for s in shapes if len(s) == len(came)), ())
+        for other in shapes[1:]:  # not by `next` with a default: PyTorch 2.6 cannot compile it
+            if len(shape) != len(came):
+                shape = other
         if len(shape) != len(came):
             wanted = " or ".join("[" + ", ".join(s) + "]" for s in shapes)
             raise ValueError(f"expected `{name}` of shape {wanted}, got {list(came)}")
@@ -95,7 +96,14 @@ def check_tensors(declaration: Mapping[str, Declared], given: Mapping[str, Any])
 
 def _checked_type(name: str, tensor: object) -> Tensor:
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"expected `{name}` to be a torch.Tensor, got {type(tensor).__name__}")
+        hint = ""
+        if isinstance(tensor, list) and tensor and isinstance(tensor[0], dict):
+            hint = (
+                "; in a trainer of sentence-transformers, wrap the loss: SentenceTransformersLoss "
+                "of sparse_losses.integrations.sentence_transformers"
+            )
+        came = type(tensor).__name__
+        raise TypeError(f"expected `{name}` to be a torch.Tensor, got {came}{hint}")
     if type(tensor).__name__ == "DTensor":
         raise TypeError(
             f"expected `{name}` to be a plain tensor, got a DTensor: hand over "
@@ -107,6 +115,11 @@ def _checked_type(name: str, tensor: object) -> Tensor:
 def _check_layout(name: str, tensor: Tensor, remarks: frozenset[str]) -> None:
     if tensor.is_complex():
         raise TypeError(f"expected `{name}` to be real, got {tensor.dtype}")
+    if tensor.is_nested:
+        raise TypeError(
+            f"expected `{name}` to be dense, got a nested tensor: pad it, with "
+            "`torch.nested.to_padded_tensor`, and give a mask"
+        )
     if tensor.layout != torch.sparse_csr or "csr" not in remarks:
         either = "dense or torch.sparse_csr" if "csr" in remarks else "dense"
         raise TypeError(f"expected `{name}` to be {either}, got {tensor.layout}")

@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import num_ranks, sum_over_ranks
 
 __all__ = ["Estimator", "check_rows", "mean_and_square"]
@@ -28,10 +29,15 @@ def mean_and_square(x: Tensor, estimator: str, gather: bool) -> tuple[Tensor, Te
     With ``gather`` they are of all ranks' rows: the columns' sums are added up, no row is sent.
     """
     count = x.shape[0] * (num_ranks() if gather else 1)
+    dtype = x.dtype
+    if estimator == "unbiased":
+        # Where one row has nearly all of a column, the difference below is a rounding error.
+        x = x.to(widest_dtype(x.device))
     sums = [x.sum(0)] if estimator == "biased" else [x.sum(0), x.square().sum(0)]
     if gather:
         sums = list(sum_over_ranks(torch.stack(sums)))
     mean = sums[0] / max(count, 1)
     if estimator == "biased":
         return mean, mean.square()
-    return mean, (sums[0].square() - sums[1]) / (count * (count - 1))
+    squared_mean = (sums[0].square() - sums[1]) / (count * (count - 1))
+    return mean.to(dtype), squared_mean.to(dtype)

@@ -33,6 +33,7 @@ from typing import (
     Literal,
     NamedTuple,
     ParamSpec,
+    Self,
     TypeVar,
     get_args,
     get_origin,
@@ -117,7 +118,8 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+            # PyTorch 2.6 compiles strict=False as strict=True.
+            given: dict[str, Any] = {**dict(zip(names, args)), **kwargs}  # noqa: B905
             is_wrong = len(given) < len(args) + len(kwargs)  # too many, or one of them twice
             if is_wrong or first not in given:
                 return function(*args, **kwargs)  # Python says what is wrong
@@ -246,6 +248,15 @@ def _agree(
 
 class LossModule(nn.Module):
     """What all modules of losses share: hyperparameters as plain attributes, and their repr."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Python's own error for a wrong option, but for the one that other packages have."""
+        known = inspect.signature(cls).parameters if "scale" in options else {}
+        if "temperature" in known and "scale" not in known:
+            raise TypeError(
+                f"expected `temperature`, which is 1 / scale, got scale={options['scale']!r}"
+            )
+        return super().__new__(cls)
 
     def __init__(self, function: Callable[..., Any], **hyperparameters: Any) -> None:
         """Checks the hyperparameters by the function's declaration, and stores them."""

@@ -60,5 +60,5 @@ def reduce(
         sums = sum_over_ranks(torch.stack([values.sum(), count.sum()]))
         return sums[0] / sums[1].clamp(min=1)
     if valid is None:
-        return values.mean() if values.shape[0] else values.sum()  # a mean of nothing is 0
+        return values.mean() if values.shape[0] > 0 else values.sum()  # a mean of nothing is 0
     return values.sum() / valid.sum().clamp(min=1)

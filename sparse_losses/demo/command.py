@@ -17,6 +17,7 @@ from rich.text import Text
 
 import sparse_losses
 from sparse_losses import CollapseError, Finding
+from sparse_losses._core.files import replaced_file
 from sparse_losses.demo import debian, docstrings, report
 from sparse_losses.demo.corpus import read_pairs
 from sparse_losses.demo.evaluation import Index, measure, top_tokens
@@ -119,7 +120,8 @@ def execute(options: argparse.Namespace) -> None:
         "history": [dataclasses.asdict(step) for step in run.history],
     }
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    (folder / "figures.json").write_text(text, encoding="utf-8")
+    with replaced_file(folder / "figures.json", text=True) as file:
+        file.write(text)
     console.print(
         f"\nTrained in {run.seconds:.0f} s, {seconds['this call']:.0f} s in all. "
         f"Wrote {folder / 'training.png'} and {folder / 'figures.json'}.",

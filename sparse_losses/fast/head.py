@@ -31,8 +31,7 @@ is computed.
 """
 
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Sequence  # noqa: UP035  # PyTorch 2.6 takes no other
 
 import torch
 from torch import Tensor

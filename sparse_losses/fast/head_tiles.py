@@ -16,8 +16,8 @@ taken of fp32 scores and the gradient of the hidden states is summed in fp32; el
 are rounded to halves, as a linear layer's are.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Sequence  # noqa: UP035  # PyTorch 2.6 takes no other for operators
 
 import torch
 from torch import Tensor

@@ -6,11 +6,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from sentence_transformers.base.losses.gradcache import CachedLossMixin
-from sentence_transformers.base.losses.merged_forward import embed_columns
-from sentence_transformers.base.modules import Module
 from torch import Tensor, nn
-from transformers import TrainerCallback
 
 from sparse_losses import (
     DistillationLoss,
@@ -35,9 +31,17 @@ from sparse_losses import (
     __version__,
 )
 from sparse_losses._core.checks import check_choice, check_flag, check_integer
+from sparse_losses._core.extras import from_extra
+from sparse_losses._core.files import replaced_file
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.similarity import normalize
 from sparse_losses.objective.teacher import Teacher, score_candidates
+
+with from_extra("sentence-transformers"):
+    from sentence_transformers.base.losses.gradcache import CachedLossMixin
+    from sentence_transformers.base.losses.merged_forward import embed_columns
+    from sentence_transformers.base.modules import Module
+    from transformers import TrainerCallback
 
 __all__ = ["IdfWeights", "LossState", "SentenceTransformersLoss", "WithoutExpansion"]
 
@@ -538,7 +542,8 @@ class LossState(TrainerCallback):  # type: ignore[misc]  # as above
             "learned": {name: parameter.detach().cpu() for name, parameter in self._learned()},
             "steered": [one.state_dict() for one in self.steered],
         }
-        torch.save(saved, folder / self.FILE)
+        with replaced_file(folder / self.FILE) as file:
+            torch.save(saved, file)
 
 
 class IdfWeights(Module):  # type: ignore[misc]  # as above

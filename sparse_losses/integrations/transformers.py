@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from sparse_losses._core.checks import check_choice, check_flag
+from sparse_losses._core.extras import from_extra
+from sparse_losses._core.files import replaced_file
 from sparse_losses._core.later import Later
 from sparse_losses.objective import (
     Diagnostics,
@@ -22,6 +21,11 @@ from sparse_losses.objective import (
 )
 from sparse_losses.objective.teacher import Teacher, score_candidates
 from sparse_losses.representation import SpladeEncoder
+
+with from_extra("transformers"):
+    from safetensors.torch import load_model, save_model
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 __all__ = ["SpladeCollator", "SpladeTrainer"]
 
@@ -539,13 +543,12 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # as above
         folder.mkdir(parents=True, exist_ok=True)
         schedules, objective = self.trainer.schedules, self.trainer.model.objective
         if args.should_save:  # after a step all processes know the same
-            torch.save(
-                {
-                    "objective": objective.state_dict() if isinstance(objective, nn.Module) else {},
-                    "schedules": [schedule.state_dict() for schedule in schedules],
-                },
-                folder / REST,
-            )
+            saved = {
+                "objective": objective.state_dict() if isinstance(objective, nn.Module) else {},
+                "schedules": [schedule.state_dict() for schedule in schedules],
+            }
+            with replaced_file(folder / REST) as file:
+                torch.save(saved, file)
         for schedule in schedules:
             if isinstance(schedule, SparsityController):
                 schedule.checkpoint = str(folder)

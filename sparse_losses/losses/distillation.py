@@ -136,7 +136,8 @@ def _definition(
         log_p = (teacher / temperature + far_below).log_softmax(-1)
         rows = over_ranks(candidate.any(-1).sum()).clamp(min=1)
         kl = over_ranks(_divergence(log_p, log_q, candidate).sum()) / rows
-        value = value + alpha_kl * temperature**2 * kl
+        # In this order, PyTorch 2.6 compiles one graph for all weights.
+        value = value + alpha_kl * (temperature**2 * kl)
     if alpha_mse > 0:
         z_student, z_teacher = (
             _z_scores(x, member, far_below, by_row, gather) for x in (student, teacher)

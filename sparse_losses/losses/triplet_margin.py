@@ -67,7 +67,8 @@ def triplet_margin_loss(
     """
     options = {"margin": margin, "similarity": similarity}
     values = compute(_definition, WAYS, impl, (anchor, positive, negative), options)
-    valid = None if negative.shape[-2] or negative.ndim == 2 else torch.zeros_like(values).bool()
+    has_negatives = negative.ndim == 2 or negative.shape[1] > 0
+    valid = None if has_negatives else torch.zeros_like(values).bool()
     return reduce(values, reduction, valid, gather)
 
 
@@ -96,7 +97,9 @@ def _definition(
 def _why_not(arguments: Arguments, options: Options) -> str | None:
     if options["similarity"] == "euclidean":
         return 'similarity="cosine" or "dot"'
-    return None if arguments[2].shape[-2] or arguments[2].ndim == 2 else "a negative in every row"
+    negative = arguments[2]
+    has_negatives = negative.ndim == 2 or negative.shape[1] > 0
+    return None if has_negatives else "a negative in every row"
 
 
 WAYS = (Way("direct", why_not=_why_not, pays=always, compute=direct_triplet_margin),)

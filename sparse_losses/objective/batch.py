@@ -39,8 +39,8 @@ class Texts(NamedTuple):
 
     def flatten(self) -> "Texts":
         """One row a text."""
-        known = {name: x.flatten(0, -2) for name, x in self._asdict().items() if x is not None}
-        return self._replace(**known)
+        known = zip(self._fields, self, strict=True)
+        return self._replace(**{name: x.flatten(0, -2) for name, x in known if x is not None})
 
     def join(self, other: "Texts") -> "Texts":
         """These texts, then the others; what only one of them has is left out.

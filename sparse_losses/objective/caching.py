@@ -88,6 +88,9 @@ def cached_backward(
     mini_batches = _split(encoder, columns, mini_batch_size)
     with torch.no_grad():
         encoded = [_encode(column) for column in mini_batches]
+    # Autocast keeps the weights that it casts. PyTorch 2.6 would take those of this pass, without a
+    # graph, for the next pass, and leave the weights without a gradient.
+    torch.clear_autocast_cache()
 
     output = loss(*(tree_unflatten(leaves, structure) for leaves, structure in encoded))
     total = _total(output)
@@ -184,9 +187,10 @@ class _RandomNumbers:
 
 def _generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], None]]]:
     yield torch.get_rng_state, torch.set_rng_state
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
+    if not torch.accelerator.is_available():
         return
+    device = torch.accelerator.current_accelerator()
+    assert device is not None  # there is one
     module = torch.get_device_module(device)
     # Asking would start a device that nobody uses.
     if getattr(module, "is_initialized", lambda: True)():

@@ -473,6 +473,14 @@ class SparsityController:
             )
         if state["term"] != self.term:
             raise ValueError(f"expected the state for {self.term!r}, got {state['term']!r}'s")
+        for name, value in state.items():
+            numbers = value if isinstance(value, list | tuple) else [value]
+            if any(isinstance(x, float) and not math.isfinite(x) for x in numbers):
+                raise ValueError(f"expected finite numbers as {name!r} of the state, got {value}")
+        for name in ("steps", "silent_steps"):
+            check_integer(name, state[name], minimum=0)
+        check_number("start", state["start"], minimum=0.0, exclusive=True)
+        check_number("maximum", state["maximum"], minimum=state["start"])
         self._steps, self._log_ratio = state["steps"], state["log_ratio"]
         self._active, self._error, self._trend = state["active"], state["error"], state["trend"]
         self._cut = state["cut"]

@@ -42,6 +42,9 @@ from sparse_losses.objective.shared_scores import (
 
 __all__ = ["NEEDS", "ObjectiveOutput", "SpladeObjective"]
 
+# Losses that ask for more than texts.
+NO_TERMS = ("n_pair", "nws", "pairwise_contrastive")
+
 # Every term, and what of the batch it cannot do without.
 NEEDS: dict[str, tuple[str, ...]] = {
     "info_nce": (),
@@ -228,6 +231,8 @@ class SpladeObjective(nn.Module):
             if name not in NEEDS:
                 near = difflib.get_close_matches(name, NEEDS, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
+                if name in NO_TERMS:
+                    hint = f": add {name}_loss to the objective's total yourself"
                 raise ValueError(
                     f"expected weights of {', '.join(NEEDS)}, got one of {name!r}{hint}"
                 )
@@ -306,22 +311,21 @@ class SpladeObjective(nn.Module):
 
     def _terms(self, active: Sequence[str], batch: SpladeBatch) -> dict[str, Tensor]:
         terms: dict[str, Tensor] = {}
-        anchor, positive, negative = batch[:3]
+        anchor, positive, negative = batch.anchor, batch.positive, batch.negative
         teacher_scores, teacher_anchor_scores = batch.teacher_scores, batch.teacher_anchor_scores
         # Joining positives and negatives is a copy.
         sides = {"query": anchor}
         if {f"document_{name}" for name in ON_TEXTS} & {*active}:
             sides["document"] = _together(positive, negative)
         flops = {f"{side}_flops" for side in sides} & {*active}
-        shown = batch
-        if len(self.stopword_ids) and ("info_nce" in active or flops):
+        shown, of_flops = batch, sides
+        hides = len(self.stopword_ids) > 0 and ("info_nce" in active or bool(flops))
+        if hides:
             shown = batch._replace(
                 anchor=self._hide(anchor),
                 positive=self._hide(positive),
                 negative=None if negative is None else self._hide(negative),
             )
-        of_flops = sides
-        if shown is not batch:
             of_flops = {"query": shown.anchor}
             if "document_flops" in flops:
                 of_flops["document"] = _together(shown.positive, shown.negative)
@@ -332,7 +336,7 @@ class SpladeObjective(nn.Module):
             ranks = self._ranks_of_teacher(anchor, negative, teacher_scores)
             scores = self._scores(anchor, positive, negative, ranks)
         if "info_nce" in active:
-            is_whole = shown is batch and not (self.gather or self.info_nce.gather)
+            is_whole = not hides and not (self.gather or self.info_nce.gather)
             terms["info_nce"] = self._info_nce(shown, scores if is_whole else None)
         # What an active term needs is there: the checks above said so, the types do not know.
         if "triplet_margin" in active and negative is not None:

@@ -289,6 +289,8 @@ class TrainingSchedule:
                 f"{', '.join(map(repr, state))}"
             )
         check_integer("steps_taken", state["steps_taken"], minimum=0)
+        if "temperature" in state:
+            check_number("temperature", state["temperature"])
         self.steps_taken = int(state["steps_taken"])
         self._apply()
         held = self.objective.info_nce.temperature

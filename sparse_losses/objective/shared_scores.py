@@ -85,8 +85,8 @@ def over_pairs(
 
 def takes_scores(loss: nn.Module) -> bool:
     """Whether its own class says so, and nothing of its own would be left out."""
-    has_hooks = loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss)
-    return "takes_scores" in vars(type(loss)) and not has_hooks
+    has_hooks = loss._forward_hooks or loss._forward_pre_hooks or "forward" in loss.__dict__
+    return "takes_scores" in type(loss).__dict__ and not has_hooks
 
 
 def own_candidates(scores: Tensor, negative: Texts | None, ranks: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_flag, check_integer, check_shapes
+from sparse_losses._core.extras import from_extra
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.fast.sparse import csr
@@ -509,8 +510,9 @@ class SpladeEncoder(nn.Module):
             UserWarning: if the checkpoint lacks weights, as those of the layers before the logits:
                 they are random then.
         """
-        from transformers import AutoModelForMaskedLM, AutoTokenizer
-        from transformers.utils import cached_file, logging
+        with from_extra("transformers"):
+            from transformers import AutoModelForMaskedLM, AutoTokenizer
+            from transformers.utils import cached_file, logging
 
         name = os.fspath(name_or_path)
         hub = {key: value for key, value in options.items() if key in HUB}
@@ -583,7 +585,8 @@ class SpladeEncoder(nn.Module):
         Args:
             folder: Made if it does not exist.
         """
-        from safetensors.torch import save_file
+        with from_extra("transformers"):
+            from safetensors.torch import save_file
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

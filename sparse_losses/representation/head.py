@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,7 +26,16 @@ from sparse_losses.representation._masked_lm import head_of
 
 __all__ = ["SpladeHead", "splade_head"]
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+def _has_triton() -> bool:
+    """Whether Triton is there, and new enough; PyTorch 2.6 brings one that is not."""
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        return False
+    return Path(spec.origin).with_name("tools").joinpath("tensor_descriptor.py").is_file()
+
+
+_HAS_TRITON = _has_triton()
 # Triton's interpreter runs kernels on a CPU, slowly, which is how the tests check this one.
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -176,7 +186,7 @@ def _packing_pays(tensors: Tensors, options: Options) -> bool:
 
 def _why_not_triton(tensors: Tensors, options: Options) -> str | None:
     if not _HAS_TRITON:
-        return "the package `triton` (pip install 'sparse-losses[kernels]')"
+        return "the package `triton`, 3.6 or newer (pip install 'sparse-losses[kernels]')"
     device = tensors[0].device
     if not _runs_triton(device):
         return f"an NVIDIA GPU of compute capability 8.0 or newer, got {device},"

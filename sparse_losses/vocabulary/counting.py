@@ -12,6 +12,7 @@ import json
 import os
 import reprlib
 import time
+import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 
 from sparse_losses.vocabulary.document_frequency import (
     DocumentFrequency,
+    read_array,
     tokenizer_sha256,
     write_archive,
 )
@@ -225,15 +227,17 @@ class Count:
             return False
         again = "start over with --restart, or choose another --output"
         try:
-            with np.load(self.partial, allow_pickle=False) as archive:
-                former, now = json.loads(str(archive["settings"])), self.settings
-                self.counter.df = torch.from_numpy(archive["df"])
-                self.kept, self.counter.num_tokens, *numbers = archive["numbers"].tolist()
-            self.counter.num_documents = self.kept
-            self.source, self.row, self.read, self.empty, self.blank = numbers
+            with zipfile.ZipFile(self.partial) as archive:
+                former = dict(json.loads(str(read_array(archive, "settings", "U", ()))))
+                if former == self.settings:
+                    numbers = read_array(archive, "numbers", "i", (7,)).tolist()
+                    df = read_array(archive, "df", "i", (self.counter.vocab_size,))
+                    is_whole = df.min() >= 0 and df.max() <= numbers[0] and min(numbers) >= 0
+                    if not is_whole or numbers[2] > len(self.sources):
+                        raise ValueError("its numbers do not belong together")
         except Exception as error:  # a damaged archive fails in a dozen ways
             raise UserError(f"{self.partial} is damaged: {again}") from error
-        if former != now:
+        if former != (now := self.settings):
             changed = "; ".join(
                 f"{key} was {former.get(key, 'no input')}, is {now.get(key, 'no input')}"
                 for key in {**former, **now}
@@ -241,6 +245,10 @@ class Count:
             )
             other = f"{self.partial} holds an unfinished count with other settings: {changed}"
             raise UserError(f"{other}. Continue with the former, {again}")
+        self.counter.df = torch.from_numpy(df.astype(np.int64))
+        self.kept, self.counter.num_tokens, *place = numbers
+        self.counter.num_documents = self.kept
+        self.source, self.row, self.read, self.empty, self.blank = place
         return True
 
     def save(self) -> None:

@@ -4,12 +4,9 @@ import hashlib
 import json
 import math
 import os
-import stat
-import uuid
 import zipfile
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
 import numpy as np
@@ -18,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_integer, check_shapes
+from sparse_losses._core.files import replaced_file
 from sparse_losses._core.token_ids import as_mask, attended_ids, first_occurrences
 
 __all__ = ["DocumentFrequency", "tokenizer_sha256"]
@@ -279,13 +277,13 @@ class DocumentFrequency:
             names = {name.removesuffix(".npy") for name in archive.namelist()}
             if names - {"num_tokens"} != {"df", "num_documents", "vocab_size", "tokenizer_sha256"}:
                 raise ValueError(f"it holds {', '.join(sorted(names)) or 'nothing'}")
-            vocab_size = int(_read_array(archive, "vocab_size", "iu", ()))
-            num_documents = int(_read_array(archive, "num_documents", "iu", ()))
-            fingerprint = str(_read_array(archive, "tokenizer_sha256", "U", ()))
+            vocab_size = int(read_array(archive, "vocab_size", "iu", ()))
+            num_documents = int(read_array(archive, "num_documents", "iu", ()))
+            fingerprint = str(read_array(archive, "tokenizer_sha256", "U", ()))
             num_tokens = None
             if "num_tokens" in names:  # older versions did not write it
-                num_tokens = int(_read_array(archive, "num_tokens", "iu", ()))
-            df = _read_array(archive, "df", "i", (vocab_size,)).astype(np.int64)
+                num_tokens = int(read_array(archive, "num_tokens", "iu", ()))
+            df = read_array(archive, "df", "i", (vocab_size,)).astype(np.int64)
         if df.min(initial=0) < 0 or df.max(initial=0) > num_documents:
             raise ValueError(f"`df` is not in [0, num_documents] with {num_documents = }")
         if num_tokens is not None and num_tokens < df.sum():
@@ -332,23 +330,11 @@ def tokenizer_sha256(tokenizer: _HasVocabulary) -> str:
 
 def write_archive(path: str | os.PathLike[str], **arrays: Any) -> None:
     """Writes an ``.npz`` archive under exactly this name, all of it or nothing."""
-    target = Path(os.path.realpath(path))  # of a symbolic link, what it leads to
-    if os.path.lexists(target) and not stat.S_ISREG(os.lstat(target).st_mode):
-        kind = "a folder" if target.is_dir() else "a device, a pipe or the like"
-        raise ValueError(f"expected {path} to be a regular file or a new one, got {kind}")
-    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        # NumPy appends .npz to a name, but not to an open file.
-        with open(unfinished, "xb") as file:
-            np.savez_compressed(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())  # else a power cut may leave the new name without the content
-        os.replace(unfinished, target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with replaced_file(path) as file:  # NumPy appends .npz to a name, but not to an open file
+        np.savez_compressed(file, **arrays)
 
 
-def _read_array(
+def read_array(
     archive: zipfile.ZipFile, name: str, kinds: str, shape: tuple[int, ...]
 ) -> np.ndarray[Any, Any]:
     """An array whose header is checked first: no memory is taken for what a file only claims."""

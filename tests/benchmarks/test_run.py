@@ -218,6 +218,17 @@ def test_rows_are_not_written_twice_nor_beside_those_of_another_machine(tmp_path
     assert Table(path, {**COMMON, "device": "another"}, fresh=True).rows == []
 
 
+def test_two_runs_that_write_one_table_keep_each_others_rows(tmp_path: Path):
+    path = tmp_path / "a.csv"
+    warm, default = (Table(path, {**COMMON, "allocator": name}) for name in ("warm", "default"))
+    warm.add([row_of("eager")])
+    default.add([row_of("eager")])
+    warm.add([row_of("ours")])
+    found = [(row["variant"], row["allocator"]) for row in read(path)]
+    assert found == [("eager", "warm"), ("eager", "default"), ("ours", "warm")]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.csv"]
+
+
 # The command and its processes.
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_losses.functional import flops_loss
+from sparse_losses.functional import flops_loss, idf_flops_loss
 from tests import oracles
 from tests.cases import assert_follows_the_formula
 from tests.strategies import activations, seeds
@@ -120,3 +120,24 @@ def test_the_mean_over_parts_is_the_whole_and_the_spread_of_their_means(x, parts
 def test_fp16_does_not_overflow_on_a_large_vocabulary():
     x = torch.full((2, 100_000), 2.0, dtype=torch.float16)
     assert flops_loss(x).item() == pytest.approx(400_000)
+
+
+@pytest.mark.parametrize("batch", [2, 5])
+def test_unbiased_keeps_the_digits_of_a_column_that_is_nearly_one_rows(batch):
+    x = torch.full((batch, 3), 1e-5)
+    x[0, 1] = x[1, 2] = 8.0
+    x.requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    options = {"estimator": "unbiased"}
+    penalty = torch.tensor([1.0, 0.5, 2.0])
+    for function, arguments in ((flops_loss, ()), (idf_flops_loss, (penalty,))):
+        loss = function(x, *arguments, **options)
+        reference = function(exact, *(a.double() for a in arguments), **options)
+        assert loss.dtype == torch.float32
+        assert loss.item() == pytest.approx(reference.item(), rel=1e-6)
+        (gradient,), (expected,) = (
+            torch.autograd.grad(value, leaf) for value, leaf in ((loss, x), (reference, exact))
+        )
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-6, atol=0)
+    pair = flops_loss(torch.tensor([[8.0], [1e-5]]), **options)
+    assert pair.item() == pytest.approx(8e-5, rel=1e-6)

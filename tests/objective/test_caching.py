@@ -328,9 +328,8 @@ def test_generators_of_an_accelerator_are_replayed(monkeypatch):
         get_rng_state_all=lambda: list(states),
         set_rng_state_all=lambda new: states.__setitem__(slice(None), new),
     )
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
-    )
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     layer, drawn = nn.Linear(4, V), []
 

@@ -546,6 +546,33 @@ def test_the_state_of_something_else_is_an_error():
     assert objective.weights == {"query_flops": 0.01}
 
 
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        *((name, math.nan) for name in ("log_ratio", "active", "error", "trend", "cut", "start")),
+        ("mean_activation", math.inf),
+        ("dead", [0.0, math.nan, 0.0]),
+        ("first", (math.nan, 1.0)),
+        ("seen", [1.0, math.inf, 0.0, 1.0, 1.0]),
+        ("sent", [math.nan] * 5),
+        ("steps", -1),
+        ("silent_steps", 2.5),
+        ("start", 0.0),
+        ("maximum", 1e-9),
+    ],
+)
+def test_a_damaged_state_is_an_error_and_changes_nothing(name, bad):
+    objective, controller = _controller()
+    _look(controller, _rows(900))
+    before, weights = controller.state_dict(), dict(objective.weights)
+    with pytest.raises((ValueError, TypeError), match=f"expected .*{name}"):
+        controller.load_state_dict({**before, name: bad})
+    assert controller.state_dict() == before
+    assert objective.weights == weights
+    controller.load_state_dict(before)
+    assert controller.state_dict() == before
+
+
 def test_a_target_beyond_the_vocabulary_is_an_error():
     _, controller = _controller(target_active=V)
     with pytest.raises(ValueError, match=f"expected `target_active` below V = {V}, got {V}"):

@@ -438,6 +438,12 @@ def test_a_subclass_of_info_nce_is_called():
     assert SpladeObjective(weights, info_nce=More())(_batch()).terms["info_nce"] > 100
 
 
+@pytest.mark.parametrize("name", ["n_pair", "nws", "pairwise_contrastive"])
+def test_a_loss_that_is_no_term_is_named_as_one(name):
+    with pytest.raises(ValueError, match=rf"got one of '{name}': add {name}_loss to the obj"):
+        SpladeObjective({name: 1.0})
+
+
 def test_an_unknown_term_is_an_error_with_a_hint():
     with pytest.raises(ValueError, match=r"'doc_flops'; did you mean 'document_flops'\?"):
         SpladeObjective({"doc_flops": 1.0})

@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import math
 import pickle
 
 import pytest
@@ -273,6 +274,11 @@ def test_the_state_of_something_else_is_not_loaded():
     schedule = TrainingSchedule(SpladeObjective({"query_flops": 1.0}))
     with pytest.raises(ValueError, match="'steps_taken', got one with 'steps', 'term'"):
         schedule.load_state_dict({"steps": 3, "term": "query_flops"})
+    for damaged in ({"steps_taken": -1}, {"steps_taken": 3, "temperature": math.nan}):
+        name = [*damaged][-1]
+        with pytest.raises(ValueError, match=f"expected `{name}` to be .*, got"):
+            schedule.load_state_dict(damaged)
+    assert schedule.steps_taken == 0
 
 
 def test_a_compiled_objective_follows_a_schedule_by_the_graphs_it_has():

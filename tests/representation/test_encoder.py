@@ -553,7 +553,7 @@ def test_half_precision_is_kept(expansion, tmp_path):
 @pytest.mark.parametrize("architecture", ISSUE)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_sentence_transformers_gives_the_same_vectors(architecture, weighted, tmp_path):
-    from sentence_transformers import SparseEncoder
+    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
 
     encoder = make(architecture, idf_weights=weighted or None)
     encoder.save_pretrained(tmp_path)
@@ -576,7 +576,7 @@ def test_sentence_transformers_gives_the_same_vectors(architecture, weighted, tm
 
 
 def test_without_a_vocabulary_projection_sentence_transformers_refuses(tmp_path):
-    from sentence_transformers import SparseEncoder
+    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
 
     make().save_pretrained(tmp_path)
     make(expansion=False).save_pretrained(tmp_path)
@@ -590,7 +590,7 @@ def test_without_a_vocabulary_projection_sentence_transformers_refuses(tmp_path)
     ("setting", "value"), [("pooling_strategy", "sum"), ("activation_function", "log1p_relu")]
 )
 def test_another_splade_of_theirs_is_not_taken_for_ours(setting, value, tmp_path):
-    from sentence_transformers import SparseEncoder
+    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
     make().save_pretrained(tmp_path)
@@ -602,7 +602,7 @@ def test_another_splade_of_theirs_is_not_taken_for_ours(setting, value, tmp_path
 
 
 def test_their_prompts_stay_and_are_spoken_of(tmp_path):
-    from sentence_transformers import SparseEncoder
+    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
 
     encoder = make()
     encoder.save_pretrained(tmp_path)
@@ -618,6 +618,10 @@ def test_their_prompts_stay_and_are_spoken_of(tmp_path):
     torch.testing.assert_close(expected, encoder.encode(["ask: dog"], output="dense"))
 
 
+IS_OLD = torch.__version__.startswith("2.6.")
+
+
+@pytest.mark.skipif(IS_OLD, reason="PyTorch 2.6 does not compile transformers 5")
 @pytest.mark.parametrize("architecture", ["bert", "modernbert"])
 def test_compiles_as_one_graph(architecture):
     encoder = make(architecture, gate=True, idf_weights=True)

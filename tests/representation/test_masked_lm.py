@@ -35,7 +35,7 @@ def test_equals_pooling_of_the_models_logits(architecture):
     hidden = model.base_model(**batch)[0]
     ours = head(hidden, batch["attention_mask"])
     (ours * upstream).sum().backward()
-    assert 0.05 < (expected > 0).double().mean() < 0.95
+    assert 0.05 < (expected > 0).double().mean() < 0.99
     torch.testing.assert_close(ours, expected)
     assert gradients
     for name, parameter in model.named_parameters():

@@ -4,6 +4,7 @@ Tiles are made so small that every text straddles one.
 """
 
 import functools
+import importlib.util
 import tomllib
 from pathlib import Path
 
@@ -331,6 +332,15 @@ def test_what_the_kernel_cannot_do_is_said(monkeypatch):
     says(r"compute capability 8\.0 or newer, got cpu", hidden.cpu(), weight.cpu())
     monkeypatch.setattr(head_module, "_HAS_TRITON", False)
     says(r"pip install 'sparse-losses\[kernels\]'", hidden, weight)
+
+
+def test_an_older_triton_is_as_good_as_none(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("triton", tmp_path / "__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert not head_module._has_triton()  # of PyTorch 2.6, say
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "tensor_descriptor.py").touch()
+    assert head_module._has_triton()
 
 
 def test_the_extra_that_the_error_names_exists():

@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -11,13 +12,15 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from sparse_losses.vocabulary import DocumentFrequency, counting
 from sparse_losses.vocabulary import __main__ as command
 from sparse_losses.vocabulary.__main__ import main
-from sparse_losses.vocabulary.counting import Count
+from sparse_losses.vocabulary.counting import Count, UserError, find_sources, load_tokenizer
+from sparse_losses.vocabulary.document_frequency import write_archive
 
 datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
@@ -418,6 +421,47 @@ def test_a_changed_dataset_and_a_damaged_partial_file_are_refused(
     assert "df.npz.partial is damaged" in capsys.readouterr().err
     assert count(tmp_path / "d", tokenizer=tokenizer, output=output, options=["--restart"]) == 0
     assert counted(output, TEXTS, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"df": [-1, *[0] * 9]},
+        {"df": [1.0] * 10},
+        {"df": [0] * 3},
+        {"numbers": [5, 9, 0, 5, 5, 0]},
+        {"numbers": [5, 9, 0, -5, 5, 0, 0]},
+        {"numbers": [5, 9, 7, 0, 5, 0, 0]},
+        {"numbers": [math.nan, 9, 0, 5, 5, 0, 0]},
+        {"numbers": [0] * 7},
+        {"settings": "[1]"},
+        {"settings": "{"},
+    ],
+)
+def test_a_partial_file_whose_numbers_cannot_be_is_refused(tokenizer, tmp_path, changes):
+    rows_file(tmp_path / "a.jsonl", TEXTS)
+    sources = find_sources([str(tmp_path / "a.jsonl")], [])
+    begun, again = (
+        Count(sources, load_tokenizer(str(tokenizer)), tmp_path / "df.npz") for _ in range(2)
+    )
+    begun.save()
+    size = begun.counter.vocab_size
+    df = np.array([3] + [0] * (size - 1))
+    right = {
+        "df": df,
+        "numbers": np.array([5, 9, 0, 5, 5, 0, 0]),
+        "settings": np.str_(json.dumps(begun.settings)),
+    }
+    write_archive(begun.partial, **right)
+    assert again.resume()
+    assert (again.kept, again.row, again.counter.num_tokens) == (5, 5, 9)
+    (name, bad), before = *changes.items(), again.counter.df.clone()
+    if name == "df" and len(bad) == 10:
+        bad = bad + [0] * (size - 10)
+    write_archive(begun.partial, **{**right, name: np.array(bad)})
+    with pytest.raises(UserError, match=r"df.npz.partial is damaged: start over with --restart"):
+        again.resume()
+    assert torch.equal(again.counter.df, before)
 
 
 GOOD = '{"text": "the cat"}\n'

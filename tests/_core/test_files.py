@@ -1,0 +1,160 @@
+"""A file is replaced whole or not at all: full disks, killed processes, two writers, links."""
+
+import errno
+import io
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from sparse_losses._core.files import replaced_file
+
+OLD, NEW = "old\n" * 1000, "new\r\nline\n" * 1000
+
+
+def write(path, content=NEW):
+    with replaced_file(path, text=True) as file:
+        file.write(content)
+
+
+def half(path, error):
+    with replaced_file(path, text=True) as file:
+        file.write("half")
+        if error:
+            raise error
+
+
+def read(path):
+    return path.read_bytes().decode()
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "file.txt"
+    path.write_bytes(OLD.encode())
+    return path
+
+
+def test_a_file_is_written_and_replaced_under_exactly_its_name(tmp_path):
+    path = tmp_path / "file"
+    for content in (OLD, NEW, ""):
+        write(path, content)
+        assert read(path) == content
+    with replaced_file(path) as file:
+        file.write(b"\0\r\n")
+    assert path.read_bytes() == b"\0\r\n"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_readers_see_the_old_file_until_all_of_the_new_one_is_there(path):
+    with replaced_file(path, text=True) as file:
+        file.write(NEW)
+        file.flush()
+        assert read(path) == OLD
+    assert read(path) == NEW
+
+
+@pytest.mark.parametrize("fails", ["write", "fsync", "replace"])
+def test_a_full_disk_leaves_the_old_file_and_no_other(path, monkeypatch, fails):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fail(*_):
+        raise full
+
+    if fails != "write":
+        monkeypatch.setattr(os, fails, fail)
+    with pytest.raises(OSError, match="No space left"):
+        half(path, full if fails == "write" else None)
+    assert read(path) == OLD
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux alone has a full device")
+def test_a_full_device_is_an_error_by_flushing_and_not_a_short_file(path, monkeypatch):
+    opened = io.open
+    monkeypatch.setattr(
+        "sparse_losses._core.files.open",
+        lambda _, mode, **how: opened("/dev/full", "w", **how),
+        raising=False,
+    )
+    with pytest.raises(OSError, match="No space left"):
+        write(path)
+    assert read(path) == OLD
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows ends processes in another way")
+def test_a_killed_process_leaves_the_old_file(path):
+    script = (
+        "import sys, time\n"
+        "from sparse_losses._core.files import replaced_file\n"
+        "with replaced_file(sys.argv[1], text=True) as file:\n"
+        "    file.write('half'), file.flush(), print('.', flush=True), time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == ".\n"
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert read(path) == OLD
+    (left,) = {entry.name for entry in path.parent.iterdir()} - {path.name}
+    assert left.startswith(f".{path.name}.")
+    write(path)  # and nobody is in the way of the next
+    assert read(path) == NEW
+
+
+def test_of_two_writers_the_last_one_wins_and_both_are_whole(path):
+    contents = [letter * 200_000 for letter in "abcd"]
+    stop = threading.Event()
+    seen = set()
+
+    def look():
+        while not stop.is_set():
+            seen.add(read(path))
+            time.sleep(0.001)
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    writers = [
+        threading.Thread(target=lambda c=c: [write(path, c) for _ in range(10)]) for c in contents
+    ]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    stop.set()
+    reader.join()
+    assert seen <= {OLD, *contents}
+    assert read(path) in contents
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_a_link_is_followed_and_the_mode_of_a_file_stays(path):
+    link = path.with_name("link")
+    link.symlink_to(path.name)
+    path.chmod(0o640)
+    write(link)
+    assert link.is_symlink()
+    assert read(path) == NEW
+    if os.name == "posix":
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("kind", ["folder", "device"])
+def test_only_a_regular_file_is_replaced(tmp_path, kind):
+    path = tmp_path / "there"
+    if kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(os.devnull)
+    with pytest.raises(ValueError, match=f"expected .*there to be a regular file .*, got a {kind}"):
+        write(path)
+    assert os.path.lexists(path)
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+    assert os.listdir(tmp_path) == ["there"]

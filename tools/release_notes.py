@@ -1,0 +1,27 @@
+"""Prints what the changelog says of one version: the text of its release.
+
+python -m tools.release_notes 0.1.0
+"""
+
+import re
+import sys
+from pathlib import Path
+
+CHANGELOG = Path(__file__).resolve().parents[1] / "CHANGELOG.md"
+
+
+def notes(changelog: str, version: str) -> str:
+    """The section of a version, without its heading.
+
+    Raises:
+        SystemExit: If there is none, or it is empty.
+    """
+    heading = rf"^## \[?{re.escape(version)}\]?(?: [^\n]*)?$"
+    found = re.search(heading + r"\n(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
+    if found is None or not found[1].strip():
+        raise SystemExit(f"expected a section `## {version}` in CHANGELOG.md, got none with text")
+    return found[1].strip() + "\n"
+
+
+if __name__ == "__main__":
+    print(notes(CHANGELOG.read_text(encoding="utf-8"), sys.argv[1]), end="")
