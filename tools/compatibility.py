@@ -39,14 +39,14 @@ TRAINERS = {  # and the packages that a column stands for
 }
 
 HEAD = """---
-description: Which trainers work with fp16, bf16, torch.compile, several devices, gradient caching and resuming.
+description: Which trainers work with half precision, compilation, several devices and caching.
 ---
 
 # Compatibility
 
-Each mark means that tests train with the real package and compare weights or losses with a plain loop; the tests are
-linked below the table. An empty cell is untested. Everything ran on CPUs; two devices are two gloo processes.
-`make compatibility` writes this page from a test run.
+Each mark means that tests train with the real package and compare weights or losses with a plain
+loop; the tests are linked below the table. An empty cell is untested. Everything ran on CPUs; two
+devices are two gloo processes. `make compatibility` writes this page from a test run.
 
 """
 
