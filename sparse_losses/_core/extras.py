@@ -16,7 +16,8 @@ def from_extra(extra: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
+        package = (error.name or "of this import").partition(".")[0]
         raise ModuleNotFoundError(
-            f"expected the package {error.name}: pip install 'sparse-losses[{extra}]'",
+            f"expected the package {package}: pip install 'sparse-losses[{extra}]'",
             name=error.name,
         ) from error
