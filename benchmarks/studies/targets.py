@@ -37,7 +37,8 @@ from sparse_losses.demo.training import Run, Settings, Step
 STARTS = {"dense": 0.0, "sparse": -2.0}  # the bias; at -2 a text keeps about a hundred
 TARGETS = (32, 64, 128, 256)
 CALIBRATED = (32, 64, 128)
-GIVEN = 1000  # training documents, on which the threshold is found
+GIVEN = 1000  # documents at most, on which the threshold is found
+SPLITS = ("train", "validation")  # held-out documents are longer than those of training
 LIFT = 4.0  # of all logits while texts are encoded, so that a threshold may be negative
 VARIANTS: dict[str, tuple[str, int | None]] = {
     f"{start}, {f'target {target}' if target else 'a fixed weight'}": (start, target)
@@ -45,6 +46,7 @@ VARIANTS: dict[str, tuple[str, int | None]] = {
 }
 DEFAULT = [name for name, (_, target) in VARIANTS.items() if target in (32, 64, 128)]
 SAID_AT = 100  # steps, by which a target out of reach should be called so
+WORDS = ("corpus", "sources", "start", "given", "said_early", "status")
 RUN = ("corpus", "start", "steps", "target", "seed")  # the columns that name a training
 LOADERS = {"docstrings": docstrings, "debian": debian}
 
@@ -95,23 +97,27 @@ def run_one(settings: Settings, corpus: Corpus) -> Result:
             early.update({side: one.report() for side, one in run.controllers.items()})
 
     run.train(listen)
-    documents = [pair.document for row in corpus.train for pair in row.pairs]
-    given = lifted_logits(run, documents[:: max(len(documents) // GIVEN, 1)][:GIVEN])
     tests = [
         [lifted_logits(run, texts) for texts in pair_texts(corpus.test, number)]
         for number in range(len(corpus.tasks))
     ]
     calibrated = []
-    for target in CALIBRATED:
-        if settings.target_active is not None and target <= settings.target_active:
-            threshold = calibrate_threshold(given.log1p(), target) - LIFT
-            calibrated.append({"to": target, **figures(threshold, given, tests)})
+    for name in SPLITS:
+        documents = [pair.document for row in getattr(corpus, name) for pair in row.pairs]
+        given = lifted_logits(run, documents[:: max(len(documents) // GIVEN, 1)][:GIVEN])
+        for target in CALIBRATED:
+            if settings.target_active is not None and target <= settings.target_active:
+                threshold = calibrate_threshold(given.log1p(), target) - LIFT
+                found = {"threshold": threshold, "active_given": active(given, threshold)}
+                calibrated.append(
+                    {"to": target, "given": name, **found, **figures(threshold, tests)}
+                )
     return {
         "sources": corpus.sources,
         "seconds": round(run.seconds, 1),
         "controllers": {side: one.report() for side, one in run.controllers.items()},
         "early": early,
-        "trained": figures(0.0, given, tests),
+        "trained": figures(0.0, tests),
         "calibrated": calibrated,
     }
 
@@ -125,24 +131,23 @@ def lifted_logits(run: Run, texts: Sequence[str]) -> Tensor:
     return logits
 
 
-def figures(threshold: float, given: Tensor, tests: Sequence[Sequence[Tensor]]) -> dict[str, float]:
+def active(lifted: Tensor, threshold: float) -> float:
+    """The mean number of dimensions above the threshold."""
+    return (lifted > threshold + LIFT).sum(1).double().mean().item()
+
+
+def figures(threshold: float, tests: Sequence[Sequence[Tensor]]) -> dict[str, float]:
     """Active dimensions and ranking once ``threshold`` is subtracted; means over the test tasks.
 
     One bias serves queries and documents, so both lose what lies below.
     """
-    shift = threshold + LIFT
-
-    def active(logits: Tensor) -> float:
-        return (logits > shift).sum(1).double().mean().item()
-
     ranked = [
-        ranking(cosine(*((logits - shift).relu().log1p() for logits in sides))) for sides in tests
+        ranking(cosine(*((lifted - threshold - LIFT).relu().log1p() for lifted in sides)))
+        for sides in tests
     ]
     return {
-        "threshold": threshold,
-        "given": active(given),
-        "active": statistics.mean(active(documents) for _, documents in tests),
-        "active_query": statistics.mean(active(queries) for queries, _ in tests),
+        "active": statistics.mean(active(documents, threshold) for _, documents in tests),
+        "active_query": statistics.mean(active(queries, threshold) for queries, _ in tests),
         "recall_10": statistics.mean(one.recall_10 for one in ranked),
         "mrr_10": statistics.mean(one.mrr_10 for one in ranked),
     }
@@ -186,7 +191,7 @@ def _row(corpus: str, result: Result) -> dict[str, Any]:
         "steps": result["settings"]["steps"],
         "target": target,
         "seed": result["seed"],
-        **{key: one for key, one in result["trained"].items() if key not in ("threshold", "given")},
+        **result["trained"],
         "said_early": said("early"),
         "status": said("controllers"),
         "seconds": result["seconds"],
@@ -199,9 +204,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     def parse(key: str, cell: str) -> Any:
         if key in ("steps", "target", "seed", "to"):
             return int(cell) if cell else None
-        return (
-            cell if key in ("corpus", "sources", "start", "said_early", "status") else float(cell)
-        )
+        return cell if key in WORDS else float(cell)
 
     with path.open(encoding="utf-8", newline="") as file:
         return [
@@ -233,34 +236,36 @@ def asked_and_got(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def calibration(calibrated: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each target of training and of calibration: means over seeds and starts.
+    """A line for each target of training and of calibration, over seeds and starts.
 
-    The last columns are of the models that were trained to the calibrated target.
+    The largest misses, and what the models find that were calibrated on validation documents; at
+    last what those find that were trained to this target.
     """
     keys = ("corpus", "steps", "target", "to")
     cells = []
     ordered = sorted(calibrated, key=lambda one: [str(one[key]).zfill(4) for key in keys])
     for key, group in itertools.groupby(ordered, lambda one: tuple(one[name] for name in keys)):
-        own = list(group)
         corpus, steps, trained, to = key
+        by_split: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+        for one in group:
+            by_split[one["given"]].append(one)
+        train, own = by_split["train"], by_split["validation"]
         same = [
             row
             for row in rows
             if (row["corpus"], row["steps"], row["target"]) == (corpus, steps, to)
         ]
-        misses = [max((one[name] / to - 1 for one in own), key=abs) for name in ("given", "active")]
-        cells.append(
-            [
-                *map(str, key),
-                str(len(own)),
-                *(f"{miss:+.1%}" for miss in misses),
-                *(_mean(own, name) for name in ("recall_10", "mrr_10")),
-                *(_mean(same, name) if trained != to else "" for name in ("recall_10", "mrr_10")),
-            ]
-        )
-    got = ("runs", "miss, texts given", "miss, held out", "R@10", "MRR@10")
-    got += ("R@10 trained to it", "MRR@10 trained to it")
+        misses = [_miss(own, "active_given"), _miss(own, "active"), _miss(train, "active")]
+        found = [_mean(own, name) for name in ("recall_10", "mrr_10")]
+        found += [_mean(same, name) if trained != to else "" for name in ("recall_10", "mrr_10")]
+        cells.append([*map(str, key), str(len(own)), *misses, *found])
+    got = ("runs", "miss, texts given", "miss, held out", "miss, given training texts")
+    got += ("R@10", "MRR@10", "R@10, trained to it", "MRR@10, trained to it")
     return markdown(("corpus", "steps", "trained to", "calibrated to", *got), cells, left=1)
+
+
+def _miss(calibrated: Sequence[dict[str, Any]], name: str) -> str:
+    return f"{max((one[name] / one['to'] - 1 for one in calibrated), key=abs):+.1%}"
 
 
 def _mean(rows: Sequence[dict[str, Any]], name: str) -> str:

@@ -457,8 +457,9 @@ class SpladeEncoder(nn.Module):
     def _bias(self) -> Tensor:
         """The bias that all logits have, made and written to the model's config if need be."""
         if not self.expansion:
-            bias: Tensor = self.importance[-1].bias
-            return bias
+            last = self.importance[-1]
+            assert isinstance(last, nn.Linear)
+            return last.bias
         if self.head.bias is None:
             if not hasattr(self.model.config, "decoder_bias"):
                 raise ValueError(

@@ -120,15 +120,18 @@ def test_targets_have_a_table_and_a_picture(small, tmp_path, capsys):
     read = [targets.read_rows(tmp_path / name) for name in ("targets.csv", "calibrated.csv")]
     tables = targets.asked_and_got(read[0]), targets.calibration(read[1], read[0])
     assert table == "\n".join(tables)
-    calibrated = _rows(tmp_path / "calibrated.csv")
-    assert [(row["steps"], row["seed"], row["to"]) for row in calibrated] == [
-        (steps, seed, to) for steps in ("12", "13") for seed in "01" for to in ("32", "64")
+    assert [(row["steps"], row["seed"], row["given"], row["to"]) for row in read[1]] == [
+        (steps, seed, split, to)
+        for steps in (12, 13)
+        for seed in (0, 1)
+        for split in ("train", "validation")
+        for to in (32, 64)
     ]
-    for row in calibrated:
-        assert float(row["given"]) == pytest.approx(int(row["to"]), rel=0.02)
-    worst = max((float(row["active"]) / 32 - 1 for row in calibrated[::2][:2]), key=abs)
+    for row in read[1]:
+        assert row["active_given"] == pytest.approx(row["to"], rel=0.02)
+    worst = [max((row["active"] / 32 - 1 for row in read[1][n:8:4]), key=abs) for n in (2, 0)]
     line = next(one for one in table.splitlines() if one.startswith("| docstrings | 12 | 64 | 32 "))
-    assert f" {worst:+.1%} |" in line
+    assert " | ".join(f"{one:+.1%}" for one in worst) in line
 
 
 def test_a_calibrated_model_is_one_with_another_bias():
@@ -137,7 +140,7 @@ def test_a_calibrated_model_is_one_with_another_bias():
     texts = pair_texts(corpus.test, 0)
     given = [targets.lifted_logits(run, side) for side in texts]
     for threshold in (0.7, -0.3):
-        found = targets.figures(threshold, given[1], [given])
+        found = targets.figures(threshold, [given])
         with torch.no_grad():
             run.model.bias.sub_(threshold)
         queries, documents = (run.encode(side) for side in texts)
