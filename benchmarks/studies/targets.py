@@ -182,7 +182,7 @@ def _row(corpus: str, result: Result) -> dict[str, Any]:
     start, target = VARIANTS[result["variant"]]
 
     def said(when: str) -> str:
-        return result[when].get("document", {"status": ""})["status"]
+        return str(result[when].get("document", {"status": ""})["status"])
 
     return {
         "corpus": corpus,
@@ -259,9 +259,10 @@ def calibration(calibrated: Sequence[dict[str, Any]], rows: Sequence[dict[str, A
         found = [_mean(own, name) for name in ("recall_10", "mrr_10")]
         found += [_mean(same, name) if trained != to else "" for name in ("recall_10", "mrr_10")]
         cells.append([*map(str, key), str(len(own)), *misses, *found])
-    got = ("runs", "miss, texts given", "miss, held out", "miss, given training texts")
-    got += ("R@10", "MRR@10", "R@10, trained to it", "MRR@10, trained to it")
-    return markdown(("corpus", "steps", "trained to", "calibrated to", *got), cells, left=1)
+    missed = ("miss, texts given", "miss, held out", "miss, given training texts")
+    recall = ("R@10", "MRR@10", "R@10, trained to it", "MRR@10, trained to it")
+    asked = ("corpus", "steps", "trained to", "calibrated to", "runs")
+    return markdown((*asked, *missed, *recall), cells, left=1)
 
 
 def _miss(calibrated: Sequence[dict[str, Any]], name: str) -> str:
