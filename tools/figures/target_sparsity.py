@@ -17,7 +17,7 @@ def draw(figure: Figure) -> None:
     trained = read_rows(RESULTS / "targets-250.csv")
     calibrated = read_rows(RESULTS / "targets-250-calibrated.csv")
     left, right = figure.subplots(1, 2)
-    left.fill_between([25, 160], [22.5, 144], [27.5, 176], color="grey", alpha=0.2, linewidth=0)
+    left.fill_between([25, 160], [22.5, 144], [27.5, 176], color="C2", alpha=0.2, linewidth=0)
     for corpus, (marker, colour) in CORPORA.items():
         mark = {"marker": marker, "color": colour, "linestyle": "", "markersize": 6}
         own = [row for row in trained if row["corpus"] == corpus and row["target"] in TICKS]
