@@ -1,13 +1,15 @@
 """Where the sparsity controller ends, and what fewer dimensions cost in recall.
 
-Two corpora, a dense and a sparse start, several targets, lengths of training and seeds.
+Two corpora, a dense and a sparse start, several targets, lengths of training and seeds. Every model
+is then calibrated to its own target and to the smaller ones, so that a threshold after training can
+be held against training to the same sparsity.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
+import csv
 import functools
 import itertools
 import statistics
@@ -16,28 +18,37 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from rich.console import Console
+from torch import Tensor
 
 from benchmarks.studies.runs import Result, markdown, run_all, study_parser, write_csv
+from sparse_losses import calibrate_threshold
 from sparse_losses._core.files import replaced_file
 from sparse_losses.demo import debian, docstrings
-from sparse_losses.demo.corpus import Corpus
-from sparse_losses.demo.evaluation import MODEL, measure
+from sparse_losses.demo.corpus import Corpus, pair_texts
+from sparse_losses.demo.evaluation import cosine, ranking
 from sparse_losses.demo.model import ModelSize
 from sparse_losses.demo.options import CORPORA, STEPS, guarded
 from sparse_losses.demo.training import Run, Settings, Step
 
 STARTS = {"dense": 0.0, "sparse": -2.0}  # the bias; at -2 a text keeps about a hundred
 TARGETS = (32, 64, 128, 256)
+CALIBRATED = (32, 64, 128)
+GIVEN = 1000  # documents at most, on which the threshold is found
+SPLITS = ("train", "validation")  # held-out documents are longer than those of training
+LIFT = 4.0  # of all logits while texts are encoded, so that a threshold may be negative
 VARIANTS: dict[str, tuple[str, int | None]] = {
     f"{start}, {f'target {target}' if target else 'a fixed weight'}": (start, target)
     for start, target in itertools.product(STARTS, (None, *TARGETS))
 }
 DEFAULT = [name for name, (_, target) in VARIANTS.items() if target in (32, 64, 128)]
 SAID_AT = 100  # steps, by which a target out of reach should be called so
+WORDS = ("corpus", "sources", "start", "given", "said_early", "status")
+RUN = ("corpus", "start", "steps", "target", "seed")  # the columns that name a training
 LOADERS = {"docstrings": docstrings, "debian": debian}
 
 
@@ -64,12 +75,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def settings_of(variant: str, seed: int, steps: int) -> Settings:
     """The demo's settings with a start and a target."""
     start, target = VARIANTS[variant]
-    size = ModelSize(bias=STARTS[start])
-    return Settings(steps=steps, seed=seed, target_active=target, size=size)
+    return Settings(
+        steps=steps,
+        seed=seed,
+        target_active=target,
+        size=ModelSize(bias=STARTS[start]),
+        probe_every=steps,  # nothing reads what the probes find
+        probe_rows=1,
+    )
 
 
 def run_one(settings: Settings, corpus: Corpus) -> Result:
-    """One training, its test figures, and what its controller said early and at the end."""
+    """One training, what its controller said early and at the end, and its test figures.
+
+    The figures are of the model as it was trained, and calibrated to its target and smaller ones.
+    """
     run = Run(corpus, settings)
     early: dict[str, Any] = {}
 
@@ -78,17 +98,64 @@ def run_one(settings: Settings, corpus: Corpus) -> Result:
             early.update({side: one.report() for side, one in run.controllers.items()})
 
     run.train(listen)
+    tests = [
+        [lifted_logits(run, texts) for texts in pair_texts(corpus.test, number)]
+        for number in range(len(corpus.tasks))
+    ]
+    calibrated = []
+    for name in SPLITS:
+        documents = [pair.document for row in getattr(corpus, name) for pair in row.pairs]
+        given = lifted_logits(run, documents[:: max(len(documents) // GIVEN, 1)][:GIVEN])
+        for target in CALIBRATED:
+            if settings.target_active is not None and target <= settings.target_active:
+                threshold = calibrate_threshold(given.log1p(), target) - LIFT
+                found = {"threshold": threshold, "active_given": active(given, threshold)}
+                calibrated.append(
+                    {"to": target, "given": name, **found, **figures(threshold, tests)}
+                )
     return {
         "sources": corpus.sources,
         "seconds": round(run.seconds, 1),
         "controllers": {side: one.report() for side, one in run.controllers.items()},
         "early": early,
-        "test": [dataclasses.asdict(figures) for figures in measure(run, corpus)],
+        "trained": figures(0.0, tests),
+        "calibrated": calibrated,
+    }
+
+
+def lifted_logits(run: Run, texts: Sequence[str]) -> Tensor:
+    """The pooled logits ``[texts, V]`` of texts with the bias raised, 0 where below."""
+    with torch.no_grad():
+        run.model.bias.add_(LIFT)
+        logits = run.encode(texts).expm1()
+        run.model.bias.sub_(LIFT)
+    return logits
+
+
+def active(lifted: Tensor, threshold: float) -> float:
+    """The mean number of dimensions above the threshold."""
+    return (lifted > threshold + LIFT).sum(1).double().mean().item()
+
+
+def figures(threshold: float, tests: Sequence[Sequence[Tensor]]) -> dict[str, float]:
+    """Active dimensions and ranking once ``threshold`` is subtracted; means over the test tasks.
+
+    One bias serves queries and documents, so both lose what lies below.
+    """
+    ranked = [
+        ranking(cosine(*((lifted - threshold - LIFT).relu().log1p() for lifted in sides)))
+        for sides in tests
+    ]
+    return {
+        "active": statistics.mean(active(documents, threshold) for _, documents in tests),
+        "active_query": statistics.mean(active(queries, threshold) for queries, _ in tests),
+        "recall_10": statistics.mean(one.recall_10 for one in ranked),
+        "mrr_10": statistics.mean(one.mrr_10 for one in ranked),
     }
 
 
 def _run(options: argparse.Namespace) -> None:
-    rows = []
+    rows, calibrated = [], []
     for corpus in options.corpora:
         load = functools.cache(LOADERS[corpus].load)
         for steps in options.steps:
@@ -96,9 +163,16 @@ def _run(options: argparse.Namespace) -> None:
             own = copy.copy(options)
             own.steps, own.output = steps, options.output / f"{corpus}-{steps}"
             results = run_all(own, list(VARIANTS), settings_of, run_one, load=load)
-            rows += [_row(corpus, result) for result in results]
+            for result in results:
+                row = _row(corpus, result)
+                rows.append(row)
+                calibrated += [
+                    {**{key: row[key] for key in RUN}, **one} for one in result["calibrated"]
+                ]
     write_csv(options.output / "targets.csv", rows)
-    table = asked_and_got(rows)
+    if calibrated:
+        write_csv(options.output / "calibrated.csv", calibrated)
+    table = asked_and_got(rows) + "\n" + calibration(calibrated, rows)
     with replaced_file(options.output / "targets.md", text=True) as page:
         page.write(table)
     draw(options.output / "front.svg", rows)
@@ -106,12 +180,11 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _row(corpus: str, result: Result) -> dict[str, Any]:
-    """What was asked for, what came (means over the tasks' documents), and what it finds."""
+    """What was asked for, what came, and what it finds."""
     start, target = VARIANTS[result["variant"]]
-    tasks = result["test"]
 
     def said(when: str) -> str:
-        return result[when].get("document", {"status": ""})["status"]
+        return str(result[when].get("document", {"status": ""})["status"])
 
     return {
         "corpus": corpus,
@@ -120,12 +193,25 @@ def _row(corpus: str, result: Result) -> dict[str, Any]:
         "steps": result["settings"]["steps"],
         "target": target,
         "seed": result["seed"],
-        "active": statistics.mean(task["document_after"]["active"] for task in tasks),
-        "recall_10": statistics.mean(task["rankings"][MODEL]["recall_10"] for task in tasks),
+        **result["trained"],
         "said_early": said("early"),
         "status": said("controllers"),
         "seconds": result["seconds"],
     }
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a table that this study wrote, with numbers for numbers."""
+
+    def parse(key: str, cell: str) -> Any:
+        if key in ("steps", "target", "seed", "to"):
+            return int(cell) if cell else None
+        return cell if key in WORDS else float(cell)
+
+    with path.open(encoding="utf-8", newline="") as file:
+        return [
+            {key: parse(key, cell) for key, cell in row.items()} for row in csv.DictReader(file)
+        ]
 
 
 def asked_and_got(rows: Sequence[dict[str, Any]]) -> str:
@@ -149,6 +235,44 @@ def asked_and_got(rows: Sequence[dict[str, Any]]) -> str:
         )
     got = ("got, by seed", "largest miss", "R@10", f"said at step {SAID_AT}", "said at the end")
     return markdown(("corpus", "start", "steps", "asked", *got), cells, left=2)
+
+
+def calibration(calibrated: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each target of training and of calibration, over seeds and starts.
+
+    The largest misses, and what the models find that were calibrated on validation documents; at
+    last what those find that were trained to this target.
+    """
+    keys = ("corpus", "steps", "target", "to")
+    cells = []
+    ordered = sorted(calibrated, key=lambda one: [str(one[key]).zfill(4) for key in keys])
+    for key, group in itertools.groupby(ordered, lambda one: tuple(one[name] for name in keys)):
+        corpus, steps, trained, to = key
+        by_split: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+        for one in group:
+            by_split[one["given"]].append(one)
+        train, own = by_split["train"], by_split["validation"]
+        same = [
+            row
+            for row in rows
+            if (row["corpus"], row["steps"], row["target"]) == (corpus, steps, to)
+        ]
+        misses = [_miss(own, "active_given"), _miss(own, "active"), _miss(train, "active")]
+        found = [_mean(own, name) for name in ("recall_10", "mrr_10")]
+        found += [_mean(same, name) if trained != to else "" for name in ("recall_10", "mrr_10")]
+        cells.append([*map(str, key), str(len(own)), *misses, *found])
+    missed = ("miss, texts given", "miss, held out", "miss, given training texts")
+    recall = ("R@10", "MRR@10", "R@10, trained to it", "MRR@10, trained to it")
+    asked = ("corpus", "steps", "trained to", "calibrated to", "runs")
+    return markdown((*asked, *missed, *recall), cells, left=1)
+
+
+def _miss(calibrated: Sequence[dict[str, Any]], name: str) -> str:
+    return f"{max((one[name] / one['to'] - 1 for one in calibrated), key=abs):+.1%}"
+
+
+def _mean(rows: Sequence[dict[str, Any]], name: str) -> str:
+    return f"{statistics.mean(row[name] for row in rows):.3f}" if rows else ""
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -1,10 +1,12 @@
 """The threshold at which texts keep as many dimensions as an index may hold."""
 
+import math
+
 from torch import Tensor
 
 from sparse_losses._core.checks import check_number
 
-__all__ = ["calibrate_threshold"]
+__all__ = ["calibrate_threshold", "threshold"]
 
 
 def calibrate_threshold(activations: Tensor, target_active: float) -> float:
@@ -49,9 +51,18 @@ def calibrate_threshold(activations: Tensor, target_active: float) -> float:
         )
     if kept == 0:
         raise ValueError(f"expected rows to keep something of, got {len(rows)} of them")
+    return max(threshold(values, kept), 0.0)
+
+
+def threshold(values: Tensor, kept: int) -> float:
+    """The middle of the gap below ``kept`` of ``values``, which come in descending order.
+
+    Entries that are equal stay or go together, whichever comes nearer to ``kept``; one at least
+    stays. Where all stay it is minus infinity.
+    """
     edge = values[kept - 1]
     more, fewer = int((values >= edge).sum()), int((values > edge).sum())
     kept = more if more - kept <= kept - fewer or fewer == 0 else fewer
     if kept == len(values):
-        return 0.0
+        return -math.inf
     return (values[kept - 1].item() + values[kept].item()) / 2

@@ -10,13 +10,20 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_choice, check_flag, check_integer, check_shapes
+from sparse_losses._core.checks import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    check_shapes,
+)
 from sparse_losses._core.extras import from_extra
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.fast.sparse import csr
 from sparse_losses.representation._masked_lm import evaluating
 from sparse_losses.representation._sentence_transformers import read_modules, write_modules
+from sparse_losses.representation.calibration import threshold
 from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead
 
@@ -228,14 +235,16 @@ class SpladeEncoder(nn.Module):
             activations = activations * self.idf_weights
         return activations if not return_logits or logits is None else (activations, logits)
 
-    def _token_logits(self, hidden: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The logit of every token of the texts, 0 at the others."""
+    def _token_logits(
+        self, hidden: Tensor, input_ids: Tensor, attention_mask: Tensor, absent: float = 0.0
+    ) -> Tensor:
+        """The logit of every token of the texts, ``absent`` at the others."""
         logit: Tensor = self.importance(hidden)[:, :, 0].to(compute_dtype(hidden=hidden))
         kept = as_mask("attention_mask", attention_mask)
         kept = kept & ~torch.isin(input_ids, self._special_ids)
         # One column more takes what is not kept.
         columns = torch.where(kept, input_ids, self.vocab_size)
-        pooled = logit.new_zeros(len(logit), self.vocab_size + 1)
+        pooled = logit.new_full((len(logit), self.vocab_size + 1), absent)
         return pooled.scatter_reduce(1, columns, logit, "amax", include_self=False)[:, :-1]
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
@@ -477,6 +486,102 @@ class SpladeEncoder(nn.Module):
                 f"{list(vectors.shape)}"
             )
         return [self._named(*_strongest(row, k)) for row in _rows(vectors.detach())]
+
+    def calibrate(
+        self, texts: Sequence[str], target_active: float, *, batch_size: int = 32
+    ) -> float:
+        r"""Shifts the bias so that texts keep ``target_active`` dimensions each, on average.
+
+        After training one number closes the gap to the sparsity that an index is planned for. It
+        is a threshold for the logits, as ``calibrate_threshold`` finds it, and is subtracted from
+        the bias of the vocabulary projection, or of the importance layer where
+        ``expansion=False``. As part of the bias it is saved and exported with the model.
+
+        The pooled logits are taken in evaluation mode, signed and before the gate, which scales
+        them but does not change their sign. Dimensions with an idf weight of 0 are not counted.
+
+        Args:
+            texts: Strings like the ones that will be encoded, such as a sample of the documents.
+            target_active: Active dimensions a text, on average, > 0.
+            batch_size: Texts at once; similar lengths go together.
+
+        Returns:
+            The number that was subtracted. It is negative where more dimensions were wanted than
+            were active.
+
+        Raises:
+            TypeError: for anything but a sequence of strings.
+            ValueError: if there are no texts, if more dimensions are wanted than can be active, if
+                a logit is not a number, or if the model has no bias and its config has no
+                ``decoder_bias`` to say that it gets one. The bias then stays as it was.
+
+        Examples:
+            ``encoder.calibrate(documents[:1000], target_active=64)``
+        """
+        _check_texts(texts)
+        check_number("target_active", target_active, minimum=0.0, exclusive=True)
+        check_integer("batch_size", batch_size, minimum=1)
+        kept = round(target_active * len(texts))
+        if kept == 0:
+            raise ValueError(
+                f"expected texts to keep at least one dimension of, got {len(texts)} texts and a "
+                f"`target_active` of {target_active}"
+            )
+        # Enough to see the gap at the edge, where entries of equal texts are equal too.
+        largest, possible, held = torch.empty(0, dtype=torch.float64), 0, 2 * kept + len(texts)
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+        with torch.inference_mode(), evaluating(self):
+            for first in range(0, len(texts), batch_size):
+                logits = self._ungated_logits(
+                    **self.tokenize([texts[i] for i in order[first : first + batch_size]])
+                )
+                possible += len(logits)
+                logits = logits.topk(min(held, len(logits))).values.double().cpu()
+                largest = torch.cat([largest, logits]).sort(descending=True).values[:held]
+        if kept > possible:
+            raise ValueError(
+                f"expected `target_active` of at most {possible / len(texts):.4g}, as many as can "
+                f"be active, got {target_active}"
+            )
+        t = max(threshold(largest, kept), largest[-1].item() - 1.0)
+        with torch.no_grad():
+            self._bias().sub_(t)
+        return t
+
+    def _ungated_logits(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The pooled logits that can become active, of all texts in one row, without the gate."""
+        logits: Tensor
+        if self.expansion:
+            hidden = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask)[0]
+            _, logits = self.head(hidden, attention_mask, return_logits=True)
+            logits = logits[as_mask("attention_mask", attention_mask).any(1)]
+        else:
+            hidden = self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
+            logits = self._token_logits(hidden, input_ids, attention_mask, absent=-torch.inf)
+        if self.idf_weights is not None:
+            logits = logits[:, self.idf_weights > 0]
+        if logits.isnan().any() or logits.isposinf().any():
+            raise ValueError("expected finite logits, got others")
+        return logits[logits > -torch.inf]
+
+    def _bias(self) -> Tensor:
+        """The bias that all logits have, made and written to the model's config if need be."""
+        if not self.expansion:
+            last = self.importance[-1]
+            assert isinstance(last, nn.Linear)
+            return last.bias
+        if self.head.bias is None:
+            if not hasattr(self.model.config, "decoder_bias"):
+                raise ValueError(
+                    "expected a model whose output embeddings have a bias, or whose config has "
+                    f"`decoder_bias` to say that they get one, got {type(self.model).__name__}"
+                )
+            projection = self.model.get_output_embeddings()
+            projection.bias = nn.Parameter(projection.weight.new_zeros(self.vocab_size))
+            self.head.bias = projection.bias
+            self.model.config.decoder_bias = True
+        assert self.head.bias is not None
+        return self.head.bias
 
     @classmethod
     def from_pretrained(

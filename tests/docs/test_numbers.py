@@ -8,6 +8,8 @@ from statistics import mean, stdev
 
 import pytest
 
+from benchmarks.studies.targets import asked_and_got, calibration, read_rows
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RESULTS = DOCS / "results"
 
@@ -33,9 +35,8 @@ def column(file: str, variant: str, name: str) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("page", ["target_sparsity.md", "demo.md"])
-def test_the_table_of_targets(page):
-    table = rows(page, "| run | active | off by |")
+def test_the_table_of_targets():
+    table = rows("demo.md", "| run | active | off by |")
     assert [row[0] for row in table][1:] == [f"target {a}" for a in (32, 64, 128, 256)]
     for run, active, off, name, summary, status in table:
         variant = "full" if run == "a fixed weight" else run
@@ -50,6 +51,14 @@ def test_the_table_of_targets(page):
             assert off == f"{mean(found) / target - 1:+.1%}"
             if status == "on target":
                 assert all(abs(one / target - 1) < 0.08 for one in found)
+
+
+def test_the_tables_of_the_study_of_targets():
+    trained = read_rows(RESULTS / "targets-250.csv")
+    calibrated = read_rows(RESULTS / "targets-250-calibrated.csv")
+    text = (DOCS / "target_sparsity.md").read_text(encoding="utf-8")
+    assert asked_and_got(trained) in text
+    assert calibration(calibrated, trained) in text
 
 
 def test_the_table_of_targets_of_the_guide():

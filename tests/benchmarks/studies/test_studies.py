@@ -3,11 +3,14 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
 from benchmarks.studies import ablation, rescue, targets
 from sparse_losses.demo import docstrings
-from sparse_losses.demo.corpus import split
+from sparse_losses.demo.corpus import pair_texts, split
+from sparse_losses.demo.evaluation import cosine, ranking
 from sparse_losses.demo.options import SWITCHES
+from sparse_losses.demo.training import Run
 from tests.demo.artificial import make_rows
 
 TINY = {
@@ -101,7 +104,7 @@ def test_targets_have_a_table_and_a_picture(small, tmp_path, capsys):
         json.loads((runs / f"sparse,-target-64-{seed}.json").read_text(encoding="utf-8"))
         for seed in (0, 1)
     ]
-    active = [sum(task["document_after"]["active"] for task in one["test"]) / 2 for one in results]
+    active = [one["trained"]["active"] for one in results]
     miss = max((one / 64 - 1 for one in active), key=abs)
     got = f"| {active[0]:.1f} {active[1]:.1f} | {miss:+.1%} |"
     assert f"| docstrings | sparse | 12 | 64 {got}" in table
@@ -113,6 +116,39 @@ def test_targets_have_a_table_and_a_picture(small, tmp_path, capsys):
     assert [float(row["active"]) for row in rows[2:4]] == active
     assert rows[0]["sources"] == "artificial 1"
     assert "<svg" in (tmp_path / "front.svg").read_text(encoding="utf-8")
+
+    read = [targets.read_rows(tmp_path / name) for name in ("targets.csv", "calibrated.csv")]
+    tables = targets.asked_and_got(read[0]), targets.calibration(read[1], read[0])
+    assert table == "\n".join(tables)
+    assert [(row["steps"], row["seed"], row["given"], row["to"]) for row in read[1]] == [
+        (steps, seed, split, to)
+        for steps in (12, 13)
+        for seed in (0, 1)
+        for split in ("train", "validation")
+        for to in (32, 64)
+    ]
+    for row in read[1]:
+        assert row["active_given"] == pytest.approx(row["to"], rel=0.02)
+    worst = [max((row["active"] / 32 - 1 for row in read[1][n:8:4]), key=abs) for n in (2, 0)]
+    line = next(one for one in table.splitlines() if one.startswith("| docstrings | 12 | 64 | 32 "))
+    assert " | ".join(f"{one:+.1%}" for one in worst) in line
+
+
+def test_a_calibrated_model_is_one_with_another_bias():
+    corpus = split(make_rows(), ("name → document", "summary → rest"), {"artificial": "1"}, 40)
+    run = Run(corpus, _tiny(targets.settings_of("dense, target 32", 0, 3)))
+    texts = pair_texts(corpus.test, 0)
+    given = [targets.lifted_logits(run, side) for side in texts]
+    for threshold in (0.7, -0.3):
+        found = targets.figures(threshold, [given])
+        with torch.no_grad():
+            run.model.bias.sub_(threshold)
+        queries, documents = (run.encode(side) for side in texts)
+        with torch.no_grad():
+            run.model.bias.add_(threshold)
+        assert found["active"] == (documents > 0).sum(1).double().mean().item()
+        assert found["active_query"] == (queries > 0).sum(1).double().mean().item()
+        assert found["mrr_10"] == pytest.approx(ranking(cosine(queries, documents)).mrr_10)
 
 
 def test_a_target_keeps_what_was_said_on_the_way(small, monkeypatch):

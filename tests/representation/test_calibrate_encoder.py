@@ -1,0 +1,181 @@
+"""An encoder keeps as many dimensions as it is calibrated to, saved and exported too."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM
+
+from sparse_losses import SpladeEncoder, calibrate_threshold
+from tests.representation.test_encoder import VARIANTS, make
+from tests.representation.tiny_models import CORPUS, ISSUE, TEXTS, pair
+
+DOCUMENTS = [*CORPUS[:7], "dogs over the fox", "추천 메뉴", "U.S.A. weight"]
+
+
+def active(encoder, texts=DOCUMENTS):
+    return len(encoder.encode(texts).values()) / len(texts)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "variant", "target"),
+    [
+        *(("bert", name, target) for name in ("plain", "gate", "idf") for target in (20, 110)),
+        *(("bert", name, target) for name in ("input tokens", "all") for target in (2, 4.5)),
+        *(("bert", "plain", target) for target in (0.3, 7.4)),
+        *((architecture, "gate", 33.3) for architecture in ISSUE[1:]),
+    ],
+)
+def test_texts_keep_as_many_dimensions_as_were_asked_for(architecture, variant, target):
+    encoder = make(architecture, **VARIANTS[variant])
+    with torch.no_grad():
+        if not encoder.expansion:  # logits of both signs
+            encoder.importance[-1].bias.fill_(-0.1)
+    before, bias = active(encoder), encoder._bias().clone()
+    t = encoder.calibrate(DOCUMENTS, target)
+    assert active(encoder) == pytest.approx(target, rel=0.02)
+    assert (t > 0) == (target < before)
+    torch.testing.assert_close(encoder._bias(), bias - t)
+
+
+def test_the_threshold_is_that_of_the_activations_without_gate_and_idf_weights():
+    plain = make()
+    idf_weights = torch.full((plain.vocab_size,), 0.5)
+    model = copy.deepcopy(plain.model)
+    other = SpladeEncoder(model, plain.tokenizer, gate=True, idf_weights=idf_weights)
+    expected = calibrate_threshold(plain.encode(DOCUMENTS, output="dense"), 12)
+    assert plain.calibrate(DOCUMENTS, 12) == pytest.approx(expected, rel=1e-4)
+    assert other.calibrate(DOCUMENTS, 12) == pytest.approx(expected, rel=1e-4)
+
+
+def test_other_texts_keep_about_as_many():
+    encoder = make("xlm-roberta")
+    generator = torch.Generator().manual_seed(0)
+    words = list(encoder.tokenizer.get_vocab())
+    texts = [
+        " ".join(words[i] for i in torch.randint(5, len(words), (9,), generator=generator))
+        for _ in range(200)
+    ]
+    encoder.calibrate(texts[:100], 10)
+    assert active(encoder, texts[100:]) == pytest.approx(10, rel=0.1)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
+def test_the_batch_size_does_not_matter_nor_does_training_mode(batch_size):
+    encoder = make("modernbert")
+    other = copy.deepcopy(encoder).train()
+    other.model.base_model.eval()
+    modes = [module.training for module in other.modules()]
+    expected = encoder.calibrate(DOCUMENTS, 16)
+    assert other.calibrate(DOCUMENTS, 16, batch_size=batch_size) == pytest.approx(expected, 1e-4)
+    assert [module.training for module in other.modules()] == modes
+
+
+def test_the_logits_of_all_positions_are_never_there():
+    encoder = make()
+
+    def refuse(*_):
+        raise AssertionError("the vocabulary projection ran on all positions")
+
+    encoder.model.get_output_embeddings().register_forward_pre_hook(refuse)
+    encoder.calibrate(DOCUMENTS, 16)
+    assert active(encoder) == pytest.approx(16, rel=0.02)
+
+
+def test_equal_texts_stay_or_go_together():
+    encoder = make()
+    encoder.calibrate([TEXTS[0]] * 7, 10.2)  # 71 entries: ten tokens of seven texts are nearest
+    assert active(encoder, [TEXTS[0]]) == 10
+    encoder.calibrate([TEXTS[0]] * 7, 1 / 7)  # of equal entries at the top all stay
+    assert active(encoder, [TEXTS[0]]) == 1
+
+
+def test_all_dimensions_can_be_wanted():
+    encoder, tokens = make(), make(expansion=False)
+    encoder.calibrate(DOCUMENTS, encoder.vocab_size)
+    assert active(encoder) == encoder.vocab_size
+    tokens.calibrate(["the dog"], 2)
+    assert active(tokens, ["the dog"]) == 2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [("bert", {}), ("modernbert", {}), ("modernbert", {"decoder_bias": False})],
+)
+@pytest.mark.parametrize("gated", [True, False])
+def test_it_survives_saving_and_every_export(architecture, settings, tied, gated, tmp_path):
+    from sentence_transformers import SparseEncoder
+
+    model, words = pair(architecture, tie_word_embeddings=tied, **settings)
+    encoder = SpladeEncoder(model, words, gate=gated).eval()
+    encoder.calibrate(DOCUMENTS, 9)
+    encoder.save_pretrained(tmp_path)
+    vectors = encoder.encode(DOCUMENTS, output="dense")
+    loaded = SpladeEncoder.from_pretrained(tmp_path)
+    assert torch.equal(loaded.encode(DOCUMENTS, output="dense"), vectors)
+    assert active(loaded) == pytest.approx(9, rel=0.02)
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert torch.equal(again.get_output_embeddings().bias, encoder.head.bias)
+    embeddings = again.get_input_embeddings().weight, again.get_output_embeddings().weight
+    assert torch.equal(*embeddings) == tied
+    if not gated:
+        batch = encoder.tokenize(DOCUMENTS)
+        with torch.no_grad():
+            logits = again(**batch).logits
+        pooled = logits.masked_fill(batch["attention_mask"][..., None] == 0, -torch.inf).amax(1)
+        torch.testing.assert_close(pooled.relu().log1p(), vectors)
+        theirs = SparseEncoder(str(tmp_path), device="cpu")
+        torch.testing.assert_close(
+            theirs.encode(DOCUMENTS, convert_to_sparse_tensor=False).cpu(), vectors
+        )
+
+
+def test_without_expansion_it_survives_saving(tmp_path):
+    encoder = make(expansion=False, gate=True)
+    encoder.calibrate(DOCUMENTS, 2)
+    encoder.save_pretrained(tmp_path)
+    assert active(SpladeEncoder.from_pretrained(tmp_path)) == pytest.approx(2, rel=0.02)
+
+
+def test_a_model_that_has_no_bias_and_cannot_say_so_is_an_error():
+    model, words = pair("bert")
+    model.get_output_embeddings().bias = None
+    encoder = SpladeEncoder(model, words)
+    with pytest.raises(ValueError, match="`decoder_bias` to say that they get one, got BertFor"):
+        encoder.calibrate(DOCUMENTS, 9)
+
+
+@pytest.mark.parametrize(
+    ("options", "texts", "target", "message"),
+    [
+        ({}, DOCUMENTS, 1e4, r"`target_active` of at most \d+, as many as can be active, got 1000"),
+        ({"expansion": False}, ["the dog", "the the"], 2, "of at most 1.5, as many as can be"),
+        ({}, [], 3, "got 0 texts"),
+        ({}, ["the dog"], 0.1, "at least one dimension of, got 1 texts and a `target_active` of"),
+        ({}, DOCUMENTS, 0, "`target_active`"),
+        ({}, DOCUMENTS, float("nan"), "`target_active`"),
+        ({"batch_size": 0}, DOCUMENTS, 3, "`batch_size`"),
+    ],
+)
+def test_wrong_input_is_an_error_and_the_bias_stays(options, texts, target, message):
+    options = dict(options)
+    call = {"batch_size": options.pop("batch_size")} if "batch_size" in options else {}
+    encoder = make(**options)
+    bias = encoder._bias().clone()
+    with pytest.raises(ValueError, match=message):
+        encoder.calibrate(texts, target, **call)
+    assert torch.equal(encoder._bias(), bias)
+
+
+def test_logits_that_are_no_numbers_are_an_error():
+    encoder = make()
+    with torch.no_grad():
+        encoder.head.bias[3] = torch.nan
+    with pytest.raises(ValueError, match="expected finite logits"):
+        encoder.calibrate(DOCUMENTS, 9)
+
+
+def test_one_text_is_no_list_of_texts():
+    with pytest.raises(TypeError, match="list of strings"):
+        make().calibrate("서울 맛집", 9)
