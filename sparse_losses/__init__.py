@@ -52,7 +52,7 @@ from sparse_losses.objective import (
     gradient_report,
     recall_at_k,
 )
-from sparse_losses.presets import V22, V23, V25, V26, V28, Preset
+from sparse_losses.presets import RECOMMENDED, V22, V23, V25, V26, V28, Preset
 from sparse_losses.queue import LabelQueue
 from sparse_losses.representation import (
     ContextGate,
@@ -75,6 +75,7 @@ from sparse_losses.vocabulary import (
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "RECOMMENDED",
     "V22",
     "V23",
     "V25",

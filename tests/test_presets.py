@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sparse_losses import (
+    RECOMMENDED,
     V22,
     V23,
     V25,
@@ -18,6 +19,7 @@ from sparse_losses import (
     SpladeBatch,
     Texts,
     TrainingSchedule,
+    Warmup,
 )
 from sparse_losses.functional import idf_penalty
 
@@ -119,10 +121,90 @@ def test_v28_is_v26_with_a_language_penalty_and_context_distillation():
     assert training.items() <= V28.training.items()
 
 
+def test_v28_has_the_info_nce_of_v26_in_its_phases_and_says_that_it_is_ours():
+    assert [phase.weights["info_nce"] for phase in V28.curriculum.phases] == [2.5, 3.0, 3.0]
+    assert "2.5, 3.0 and 3.0" in V28.ours["phases"]
+
+
+def _recommended(**changes):
+    preset = RECOMMENDED.replace(**changes)
+    options = {"idf": torch.rand(30) * 5, "special_token_ids": [0, 1], "stopword_ids": [2]}
+    return preset, preset.objective(**options)
+
+
+def test_the_recommended_objective_has_the_presets_numbers():
+    preset, objective = _recommended()
+    assert preset.missing() == []
+    assert objective.weights == RECOMMENDED.weights
+    assert objective.info_nce.temperature == RECOMMENDED.temperature
+    assert objective.info_nce.symmetric
+    assert objective.info_nce.similarity == "cosine"
+    assert objective.self_reconstruction.balanced
+    assert list(objective.self_reconstruction.ignore_token_ids) == [0, 1]
+    scales = objective.score_scale, objective.teacher_scale
+    assert scales == (RECOMMENDED.score_scale, RECOMMENDED.teacher_scale)
+    assert objective.distillation.temperature == RECOMMENDED.distillation_temperature
+    assert objective.distillation.alpha_mse == RECOMMENDED.alpha_mse
+    total, terms = objective(_batch())
+    total.backward()
+    assert set(terms) == set(RECOMMENDED.weights)
+    plain = RECOMMENDED.replace(score_scale=None, symmetric=False, balanced=False)
+    objective = plain.objective(idf=torch.rand(30), score_scale=3.0)
+    assert objective.score_scale == 3.0
+    assert not objective.info_nce.symmetric
+    assert not objective.self_reconstruction.balanced
+
+
+def test_warm_ups_and_targets_become_schedules():
+    preset, objective = _recommended(warmup={"query_flops": 0.25}, target_active={})
+    (schedule,) = preset.schedules(objective, steps=40)
+    assert schedule.warmups == {"query_flops": Warmup(10, "quadratic")}
+    assert objective.weights["query_flops"] == 0.0
+    assert objective.weights["document_flops"] == RECOMMENDED.weights["document_flops"]
+
+    targets = {"document_flops": 12, "query_flops": 6}
+    preset, objective = _recommended(target_active=targets)
+    schedule, *controllers = preset.schedules(objective)
+    assert schedule.warmups == {}, "a term with a target does not warm up"
+    assert {c.term: c.target_active for c in controllers} == targets
+    assert [c.start for c in controllers] == [RECOMMENDED.weights[term] for term in targets]
+
+    objective = V26.objective(idf=torch.rand(30))
+    (schedule,) = V26.schedules(objective, steps_per_epoch=3)
+    assert (schedule.curriculum, schedule.steps_per_epoch) == (V26.curriculum, 3)
+
+
+def test_schedules_ask_for_the_steps_that_they_need():
+    preset, objective = _recommended()
+    with pytest.raises(ValueError, match=r"`steps` of the whole training beside .* query_flops"):
+        preset.schedules(objective)
+    with pytest.raises(ValueError, match="`steps_per_epoch`"):
+        V26.schedules(V26.objective(idf=torch.rand(30)))
+    alone = RECOMMENDED.without("query_flops", "document_flops")
+    assert (dict(alone.warmup), dict(alone.target_active)) == ({}, {})
+    (schedule,) = alone.schedules(alone.objective(idf=torch.rand(30)))
+    assert schedule.warmups == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"warmup": {"flops": 0.5}}, "`warmup` .*'flops'"),
+        ({"warmup": {"query_flops": 2}}, r"shares in \(0, 1\], got {'query_flops': 2}"),
+        ({"warmup": {"query_flops": 0}}, r"warmup\['query_flops'\]"),
+        ({"target_active": {"document_flops": -3}}, r"target_active\['document_flops'\]"),
+        ({"target_active": {"info_nce": 3}}, "`target_active` .*'document_flops'.*'info_nce'"),
+    ],
+)
+def test_warm_ups_and_targets_that_make_no_sense_are_errors(changes, message):
+    with pytest.raises(ValueError, match=message):
+        RECOMMENDED.replace(**changes)
+
+
 def test_what_nobody_gave_must_be_set():
     assert V22.missing() == ["temperature", "margin", "top_k", "threshold"]
     assert V26.missing() == V28.missing() == []
-    with pytest.raises(ValueError, match=r"V22 no temperature, margin.*V22.replace\(temperature="):
+    with pytest.raises(ValueError, match=r"V22, got no temperature, m.*V22.replace\(temperature="):
         V22.objective()
     with pytest.raises(ValueError, match="V26 weighs FLOPS by token and needs `idf`"):
         V26.objective()
@@ -140,7 +222,7 @@ def test_what_nobody_gave_must_be_set():
 def _batch(size=4, vocab=30):
     def side():
         ids, mask = torch.randint(0, vocab, (size, 6)), torch.ones(size, 6, dtype=torch.int64)
-        return Texts(torch.rand(size, vocab), ids, mask)
+        return Texts(torch.rand(size, vocab, requires_grad=True), ids, mask)
 
     scores = torch.randn(size, size)
     return SpladeBatch(side(), side(), teacher_scores=scores, teacher_anchor_scores=scores)
@@ -187,6 +269,10 @@ def test_a_preset_prints_every_number_and_marks_what_is_ours():
         assert number in text
     assert "ours: context_distillation" in text
     assert "temperature                             ?" in str(V22)
+    text = str(RECOMMENDED)
+    for line in ("warmup of query_flops ", "target active of document_flops ", "bm25", "balanced"):
+        assert line in text
+    assert "symmetric" not in str(V26)
 
 
 OFF = {

@@ -127,6 +127,12 @@ class SparsityController:
     ) -> None:
         check_choice("term", term, ("document_flops", "query_flops"))
         check_number("target_active", target_active, minimum=0.0, exclusive=True)
+        if term in objective.scheduled:
+            raise ValueError(
+                f"expected {term!r} to be steered by one alone, got an objective whose "
+                f"TrainingSchedule sets its weight: make both anew, and leave {term!r} out of the "
+                "schedule's warm-ups and phases"
+            )
         if start is None:
             held = objective.weights.get(term, 0.0)
             if isinstance(held, Tensor) or held == 0:

@@ -187,6 +187,7 @@ class SpladeObjective(nn.Module):
         special = _sorted_ids("special_token_ids", special_token_ids)
         stopwords = _sorted_ids("stopword_ids", stopword_ids)
         self.weights: dict[str, float | Tensor] = dict(weights)
+        self.scheduled: set[str] = set()  # the weights that a TrainingSchedule sets
         self.info_nce = info_nce or InfoNCELoss()
         self.triplet_margin = triplet_margin or TripletMarginLoss()
         self.distillation = distillation or DistillationLoss()

@@ -141,14 +141,14 @@ class TrainingSchedule:
     """Sets an objective's weights and temperature as the optimiser steps go by.
 
     A weight is the phase's, or the objective's own where the phase names none, times its warm-up.
-    A term that the objective does not have stays off in every phase; one that it has with a weight
-    of 0 is off until a phase names it. All of it is a function of the number of steps (and of a
-    temperature that is learned): a run that is resumed sees the same numbers, bit for bit. The
-    weights are changed themselves, so gradients and reports follow. A temperature that is a tensor
-    or ``nn.Parameter`` is copied into as a phase begins.
+    A term that the objective does not have, or has with a weight of 0, stays off in every phase:
+    for a term that begins later, let an early phase set it to 0. All of it is a function of the
+    number of steps (and of a temperature that is learned): a run that is resumed sees the same
+    numbers, bit for bit. The weights are changed themselves, so gradients and reports follow. A
+    temperature that is a tensor or ``nn.Parameter`` is copied into as a phase begins.
 
     Args:
-        objective: whose weights are set, from now on.
+        objective: whose weights are set, from now on; ``objective.scheduled`` names them.
         curriculum: phases by epoch (then ``steps_per_epoch`` is needed) or step.
         warmups: by the name of the term.
         steps_per_epoch: optimiser steps, not batches: fewer where gradients are accumulated.
@@ -188,21 +188,27 @@ class TrainingSchedule:
             check_choice("warmups", name, list(NEEDS))
         self.base = dict(objective.weights)
         self.base_temperature = objective.info_nce.temperature
-        self._names = {*self.warmups, *(n for n in _scheduled(curriculum) if n in self.base)}
+        self._phased = {name for name in _scheduled(curriculum) if self._is_on(name)}
+        self._names = {*self.warmups, *self._phased}
         if tensors := [n for n in self._names if isinstance(self.base.get(n), Tensor)]:
             raise ValueError(
                 f"expected numbers as weights to be scheduled, got {tensors} as tensors"
             )
         for name in self.warmups:
-            phases = curriculum.phases if curriculum is not None and name in self.base else ()
-            if not any([self.base.get(name, 0.0), *(p.weights.get(name, 0.0) for p in phases)]):
+            if not self._is_on(name):
                 raise ValueError(
-                    f"expected a weight to warm up for {name!r}, got 0 in the objective and in "
-                    "every phase (does another schedule warm it up?)"
+                    f"expected a weight to warm up for {name!r}, got 0 in the objective (does "
+                    "another schedule warm it up?)"
                 )
+        objective.scheduled |= self._names
         self._set: dict[str, float | Tensor] = {}
         self._phase: Phase | None = None
         self._apply()
+
+    def _is_on(self, name: str) -> bool:
+        """Whether the objective has the term with a weight."""
+        weight = self.base.get(name, 0.0)
+        return isinstance(weight, Tensor) or weight != 0
 
     @property
     def epoch(self) -> int | None:
@@ -224,9 +230,9 @@ class TrainingSchedule:
         """The weights that hold for the next step."""
         weights = dict(self.base)
         if self.phase is not None:
-            weights |= {n: w for n, w in self.phase.weights.items() if n in self.base}
+            weights |= {n: w for n, w in self.phase.weights.items() if n in self._phased}
         for name, warmup in self.warmups.items():
-            weights[name] = warmup(self.steps_taken) * weights.get(name, 0.0)
+            weights[name] = warmup(self.steps_taken) * weights[name]
         return weights
 
     def step(self) -> None:
@@ -292,7 +298,7 @@ class TrainingSchedule:
 
     def _apply(self) -> None:
         now = self.weights_now()
-        self._set = {name: now.get(name, 0.0) for name in self._names}
+        self._set = {name: now[name] for name in self._names}
         self.objective.weights.update(self._set)
         phase = self.phase
         if phase is None or phase == self._phase:

@@ -13,6 +13,7 @@ from sparse_losses import (
     FlopsLoss,
     InfoNCELoss,
     Phase,
+    SparsityController,
     SpladeBatch,
     SpladeObjective,
     Texts,
@@ -128,13 +129,27 @@ def test_a_learned_temperature_is_copied_into_as_a_phase_begins():
     assert parameter.item() == pytest.approx(0.2)
 
 
-def test_a_term_of_some_phases_alone_is_off_in_the_others():
+def test_a_term_that_was_set_to_0_stays_off_in_every_phase():
     objective = SpladeObjective({"info_nce": 1.0, "query_flops": 0.0})
-    phases = Curriculum([Phase(0, 0, weights={"query_flops": 0.1}), Phase(1, 9)], unit="step")
+    phases = Curriculum(
+        [Phase(i, i, weights={"query_flops": 0.1, "info_nce": 2.0 + i}) for i in range(3)],
+        unit="step",
+    )
     schedule = TrainingSchedule(objective, phases)
-    assert objective.weights["query_flops"] == 0.1
+    for step in range(4):
+        assert objective.weights == {"info_nce": 2.0 + min(step, 2), "query_flops": 0.0}
+        schedule.step()
+    with pytest.raises(ValueError, match="'query_flops', got 0 in the objective"):
+        TrainingSchedule(objective, phases, warmups={"query_flops": Warmup(2)})
+
+
+def test_a_phase_may_put_a_term_off():
+    objective = SpladeObjective({"info_nce": 1.0, "query_flops": 0.1})
+    phases = Curriculum([Phase(0, 0, weights={"query_flops": 0.0}), Phase(1, 9)], unit="step")
+    schedule = TrainingSchedule(objective, phases)
+    assert objective.active() == ["info_nce"]
     schedule.step()
-    assert objective.weights["query_flops"] == 0.0
+    assert objective.weights["query_flops"] == 0.1
 
 
 def test_a_term_that_the_objective_does_not_have_stays_off_in_every_phase():
@@ -198,6 +213,20 @@ def test_two_masters_of_a_weight_are_an_error():
     objective.weights["query_flops"] = 7.0
     with pytest.raises(RuntimeError, match=r"query_flops.*got 7\.0"):
         schedule.step()
+
+
+@pytest.mark.parametrize("start", [None, 0.5])
+def test_a_controller_on_a_scheduled_term_names_the_schedule(start):
+    options = {"target_active": 10, "start": start}
+    for schedule in (
+        {"warmups": {"query_flops": Warmup(4)}},
+        {"curriculum": Curriculum([Phase(0, 9, weights={"query_flops": 2.0})], unit="step")},
+    ):
+        objective = SpladeObjective({"query_flops": 1.0, "document_flops": 1.0})
+        TrainingSchedule(objective, **schedule)
+        with pytest.raises(ValueError, match=r"'query_flops' to be .* TrainingSchedule sets its w"):
+            SparsityController(objective, "query_flops", **options)
+        SparsityController(objective, "document_flops", **options)
 
 
 def test_weights_that_are_not_scheduled_may_be_changed():
