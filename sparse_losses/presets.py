@@ -419,7 +419,9 @@ RECOMMENDED = Preset(
     top_k=5,  # a text keeps five tokens at least
     threshold=0.5,
     balanced=True,  # so that a long text's many silent tokens do not outweigh its own
-    warmup={"query_flops": 0.5},  # a retriever learns to rank before it learns to be sparse
+    # A retriever learns to rank before it learns to be sparse. The documents' weight warms up only
+    # where no controller steers it.
+    warmup={"query_flops": 0.5, "document_flops": 0.5},
     target_active={"document_flops": 64},  # 32: half the size, for -.007 and -.010
 )
 
