@@ -32,6 +32,7 @@ from sparse_losses.losses import (
     triplet_margin_loss,
 )
 from sparse_losses.objective import (
+    BM25Teacher,
     CollapseError,
     Curriculum,
     Diagnostics,
@@ -81,6 +82,7 @@ __all__ = [
     "V25",
     "V26",
     "V28",
+    "BM25Teacher",
     "CollapseError",
     "ContextGate",
     "Curriculum",

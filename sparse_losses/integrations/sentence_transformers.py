@@ -37,6 +37,7 @@ from sparse_losses import (
 from sparse_losses._core.checks import check_choice, check_flag, check_integer
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.similarity import normalize
+from sparse_losses.objective.teacher import Teacher, score_candidates
 
 __all__ = ["IdfWeights", "LossState", "SentenceTransformersLoss", "WithoutExpansion"]
 
@@ -90,6 +91,9 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         labels_are_positive_ids: whether ``labels`` are InfoNCE's ``positive_ids``, ``[B]``
             integers: equal ones are the same document, which is no negative. For InfoNCE, alone
             or within a ``SpladeObjective``.
+        teacher: for a ``SpladeObjective``: a ``BM25Teacher``, or another function that is given
+            ``input_ids`` and ``attention_mask`` of queries and documents, as dicts, and returns
+            their scores ``[Q, D]``. It scores all candidates of a batch, in place of ``labels``.
         prototype: ``[L, F]``, for NWS; an ``nn.Parameter`` is learned.
         mini_batch_size: embed so many texts at a time, twice, and hold the graph of no more
             (gradient caching); loss and gradient are those of the whole batch. Default: all at
@@ -122,6 +126,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         *,
         similarity: str | None = None,
         labels_are_positive_ids: bool = False,
+        teacher: Teacher | None = None,
         prototype: Tensor | None = None,
         mini_batch_size: int | None = None,
     ) -> None:
@@ -146,6 +151,8 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
                 "expected `labels_are_positive_ids` for InfoNCELoss or a SpladeObjective, got "
                 f"{name}"
             )
+        if teacher is not None and not isinstance(loss, SpladeObjective):
+            raise ValueError(f"expected `teacher` for a SpladeObjective, got one for {name}")
         if isinstance(loss, NWSLoss) != (prototype is not None):
             raise ValueError(
                 "expected `prototype` for NWSLoss and for no other, got "
@@ -157,6 +164,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         self.loss = loss
         self.similarity = similarity or "dot"
         self.labels_are_positive_ids = labels_are_positive_ids
+        self.teacher = teacher
         self.prototype: Tensor | None
         if isinstance(prototype, nn.Parameter):
             self.prototype = prototype
@@ -299,7 +307,11 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
             negative = joined._replace(**{n: _own(x.chunk(len(others))) for n, x in known.items()})
         batch = SpladeBatch(anchor, positive, negative)
         if self.labels_are_positive_ids:
-            return batch._replace(positive_ids=labels)
+            batch = batch._replace(positive_ids=labels)
+        if self.teacher is not None:
+            return batch._replace(**_taught(self.teacher, objective, batch))
+        if self.labels_are_positive_ids:
+            return batch
         if taught := {"distillation", "margin_mse"} & {*objective.active()}:
             candidates = anchor.activations.new_empty(len(anchor.activations), 1 + len(others))
             margins = "distillation" not in taught
@@ -334,6 +346,8 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
             }
         if isinstance(self.loss, (DistillationLoss, MarginMSELoss)):
             config["similarity"] = self.similarity
+        if self.teacher is not None:
+            config["teacher"] = repr(self.teacher)
         if self.labels_are_positive_ids:
             config["labels_are_positive_ids"] = True
         if self.mini_batch_size is not None:
@@ -360,6 +374,21 @@ def _texts(activations: Tensor, column: dict[str, Any]) -> Texts:
         if x is None or x.ndim != 2 or len(x) != len(activations):
             return Texts(activations)
     return Texts(activations, ids, mask)
+
+
+def _taught(teacher: Teacher, objective: SpladeObjective, batch: SpladeBatch) -> dict[str, Any]:
+    """The teacher's scores for the terms that want them."""
+    anchor, positive = batch.anchor._asdict(), batch.positive._asdict()
+    negative = None if batch.negative is None else batch.negative._asdict()
+    if any(column and column["input_ids"] is None for column in (anchor, positive, negative)):
+        raise ValueError(_no_ids("`teacher`"))
+    scores: dict[str, Any] = {}
+    if {"distillation", "margin_mse"} & {*objective.active()}:
+        scores["teacher_scores"] = score_candidates(teacher, anchor, positive, negative)
+        scores["teacher_candidates"] = "batch"
+    if "context_distillation" in objective.active():
+        scores["teacher_anchor_scores"] = score_candidates(teacher, anchor, anchor)
+    return scores
 
 
 def _own(columns: Sequence[Tensor]) -> Tensor:

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_model, save_model
@@ -20,12 +20,17 @@ from sparse_losses.objective import (
     Texts,
     TrainingSchedule,
 )
+from sparse_losses.objective.teacher import Teacher, score_candidates
 from sparse_losses.representation import SpladeEncoder
 
 __all__ = ["SpladeCollator", "SpladeTrainer"]
 
 TEXTS = ("anchor", "positive", "negative")
-SCORES = {"positive_ids": torch.int64, "teacher_scores": torch.float32}
+NUMBERS = {
+    "positive_ids": torch.int64,
+    "teacher_scores": torch.float32,
+    "teacher_anchor_scores": torch.float32,
+}
 SIDES = {"query": "anchor", "document": "positive"}  # as terms and as batches call them
 REST = "objective.pt"  # of a checkpoint: what objective and schedules know
 TO_PUBLISH = "to publish: `encoder.save_pretrained(folder)`, then upload the folder"
@@ -41,16 +46,31 @@ class SpladeCollator:
     - ``anchor``, ``positive``: a text each.
     - ``negative``: a text; or a list of texts, as many in every row.
     - ``positive_ids``: an integer; equal ones are the same document.
-    - ``teacher_scores``: a list of numbers, for the positive and the row's own negatives.
+    - ``teacher_scores``: a list of numbers. Beside negatives: of the positive and the row's own
+      negatives, ``1 + N`` (see ``teacher_candidates``). Without negatives: of every positive of the
+      batch, ``B``.
+    - ``teacher_anchor_scores``: a list of ``B`` numbers, of every anchor of the batch.
+
+    Scores of a batch's other rows can be stored in a row only if the batches are always the same.
+    Otherwise give a ``teacher``, which scores each batch as it is made.
 
     Args:
         tokenizer: Of the encoder.
         max_length: Tokens of a text that are read; ``None``: what the tokenizer says.
+        teacher: A ``BM25Teacher``, or any function of queries and documents that returns their
+            scores ``[Q, D]``. It is given two dicts with ``texts``, a list of strings, and their
+            ``input_ids`` and ``attention_mask``. It makes ``teacher_scores`` of all candidates:
+            ``[B, B]``, or ``[B, B + N]`` beside negatives.
+        score_anchors: Whether ``teacher`` also makes ``teacher_anchor_scores``, for the term
+            ``context_distillation``.
+        teacher_candidates: What the lists in ``teacher_scores`` are beside negatives: ``"own"``,
+            as above; or ``"batch"``, scores of the batch's positives, ``B``, or of all candidates,
+            ``B + N``.
 
     Raises:
         ValueError: for rows without an anchor or a positive, or that differ in their columns or
             their numbers of negatives; for texts and ids that are none (such as the ``None`` that
-            datasets puts where a row lacks a column).
+            datasets puts where a row lacks a column); for lists of scores of another length.
 
     Examples:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -67,26 +87,81 @@ class SpladeCollator:
 'negative': torch.Size([2, 3, 1])}
     """
 
-    def __init__(self, tokenizer: Any, max_length: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_length: int | None = None,
+        *,
+        teacher: Teacher | None = None,
+        score_anchors: bool = False,
+        teacher_candidates: Literal["own", "batch"] = "own",
+    ) -> None:
+        check_flag(score_anchors=score_anchors)
+        check_choice("teacher_candidates", teacher_candidates, ("own", "batch"))
+        if score_anchors and teacher is None:
+            raise ValueError("expected a `teacher` beside `score_anchors=True`, got None")
         self.tokenizer, self.max_length = tokenizer, max_length
+        self.teacher, self.score_anchors = teacher, score_anchors
+        self.teacher_candidates = teacher_candidates
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """``input_ids`` and ``attention_mask`` of each column of texts; tensors of the others."""
-        names = [name for name in (*TEXTS, *SCORES) if name in rows[0]]
+        """The fields of ``SpladeBatch``, its texts as ``input_ids`` and ``attention_mask``."""
+        names = [name for name in (*TEXTS, *NUMBERS) if name in rows[0]]
         for row in rows:
             if "anchor" not in row or "positive" not in row or not _same(names, row):
+                optional = ", ".join(map(repr, ("negative", *NUMBERS)))
                 raise ValueError(
                     "expected rows with 'anchor', 'positive', and all of them or none with "
-                    f"'negative', 'positive_ids', 'teacher_scores', got {sorted(row)} beside "
-                    f"{sorted(rows[0])}"
+                    f"{optional}, got {sorted(row)} beside {sorted(rows[0])}"
                 )
-        inputs: dict[str, Any] = {}
-        for name in names:
-            column = [row[name] for row in rows]
-            inputs[name] = (
-                self._tokenized(name, column) if name in TEXTS else _numbers(name, column)
-            )
+        columns = {name: [row[name] for row in rows] for name in names}
+        inputs: dict[str, Any] = {
+            name: self._tokenized(name, column) if name in TEXTS else _numbers(name, column)
+            for name, column in columns.items()
+        }
+        if self.teacher is not None:
+            inputs |= self._taught(self.teacher, inputs, columns)
+        elif "teacher_scores" in inputs and "negative" in inputs:
+            inputs["teacher_candidates"] = self._whose_scores(inputs)
         return inputs
+
+    def _taught(
+        self, teacher: Teacher, inputs: Mapping[str, Any], columns: Mapping[str, list[Any]]
+    ) -> dict[str, Any]:
+        """The teacher's scores of this batch."""
+        if found := [
+            name for name in ("teacher_scores", "teacher_anchor_scores") if name in inputs
+        ]:
+            raise ValueError(f"expected rows without scores beside a `teacher`, got {found}")
+        texts = {name: inputs[name] | {"texts": columns[name]} for name in TEXTS if name in inputs}
+        if "negative" in texts and inputs["negative"]["input_ids"].ndim == 3:
+            texts["negative"]["texts"] = [text for own in columns["negative"] for text in own]
+        scores: dict[str, Any] = {"teacher_scores": score_candidates(teacher, **texts)}
+        if "negative" in texts:
+            scores["teacher_candidates"] = "batch"
+        if self.score_anchors:
+            anchors = score_candidates(teacher, texts["anchor"], texts["anchor"])
+            scores["teacher_anchor_scores"] = anchors
+        return scores
+
+    def _whose_scores(self, inputs: Mapping[str, Any]) -> str:
+        """What the rows' scores are, if their number is right."""
+        scores, negatives = inputs["teacher_scores"], inputs["negative"]["input_ids"]
+        size, is_list = len(negatives), negatives.ndim == 3
+        count = negatives.shape[1] if is_list else 1
+        lengths = {
+            "own": {"1 + N": 1 + count},
+            "batch": {"B": size, "B + N": size + (count if is_list else size)},
+        }[self.teacher_candidates]
+        if scores.ndim != 2 or scores.shape[1] not in lengths.values():
+            wanted = " or ".join(f"{name} = {length}" for name, length in lengths.items())
+            raise ValueError(
+                f"expected 'teacher_scores' of {wanted} numbers a row, beside negatives and with "
+                f"teacher_candidates={self.teacher_candidates!r}, got {list(scores.shape[1:])}: "
+                'say "own" for the positive and the row\'s own negatives, "batch" for the '
+                "candidates of the whole batch"
+            )
+        return self.teacher_candidates
 
     def _tokenized(self, name: str, column: list[Any]) -> dict[str, Tensor]:
         for found in column:
@@ -126,17 +201,17 @@ def _is_text(found: object) -> bool:
 
 
 def _numbers(name: str, column: list[Any]) -> Tensor:
-    if SCORES[name] == torch.int64:
+    if NUMBERS[name] == torch.int64:
         for number in column:
             try:
                 operator.index(number)
             except TypeError:  # a tensor would make 0.25 and 0.75 the same document
                 raise ValueError(f"expected {name!r} to be integers, got {number!r}") from None
-    return torch.tensor(column, dtype=SCORES[name])
+    return torch.tensor(column, dtype=NUMBERS[name])
 
 
 def _same(names: Sequence[str], row: Mapping[str, Any]) -> bool:
-    return all((name in row) == (name in names) for name in (*TEXTS, *SCORES))
+    return all((name in row) == (name in names) for name in (*TEXTS, *NUMBERS))
 
 
 class _Towers(nn.Module):
@@ -149,23 +224,9 @@ class _Towers(nn.Module):
         super().__init__()
         self.encoder, self.objective, self.logits = encoder, objective, logits
 
-    def forward(
-        self,
-        anchor: dict[str, Tensor],
-        positive: dict[str, Tensor],
-        negative: dict[str, Tensor] | None = None,
-        **known: Any,
-    ) -> dict[str, Any]:
-        if negative is not None and "teacher_scores" in known:
-            own = negative["input_ids"].shape[1:-1].numel()  # what SpladeCollator has scores of
-            if known["teacher_scores"].shape[1] == 1 + own:
-                known.setdefault("teacher_candidates", "own")
-        batch = SpladeBatch(
-            self.texts(anchor),
-            self.texts(positive),
-            None if negative is None else self.texts(negative),
-            **known,
-        )
+    def forward(self, **columns: Any) -> dict[str, Any]:
+        options = {"return_logits": True} if self.logits else {}
+        batch = SpladeBatch.from_columns(self.encoder, columns, **options)
         output = self.objective(batch)
         total, terms = output if isinstance(output, tuple) else (output, {})
         return {
@@ -181,19 +242,6 @@ class _Towers(nn.Module):
         if isinstance(model, SpladeEncoder):
             model = model.model
         model.activation_checkpointing_enable(**options)
-
-    def texts(self, column: dict[str, Tensor]) -> Texts:
-        rows = column["input_ids"].shape[:-1]
-        flat = {name: tensor.flatten(0, -2) for name, tensor in column.items()}
-        options = {"return_logits": True} if self.logits else {}
-        vectors = self.encoder(**flat, **options)
-        activations, logits = vectors if self.logits else (vectors, None)
-        return Texts(
-            activations.unflatten(0, rows),
-            column["input_ids"],
-            column["attention_mask"],
-            None if logits is None else logits.unflatten(0, rows),
-        )
 
 
 class _Means:
@@ -247,7 +295,8 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         diagnostics: By side, ``"query"`` or ``"document"``; read and reset where the loss is
             logged. They see the training batches of all processes.
         return_logits: Whether the objective is to have the pooled logits too.
-        data_collator: Default: a ``SpladeCollator`` of the encoder's tokenizer.
+        teacher: Scores every batch, as ``SpladeCollator`` says: a ``BM25Teacher``, say.
+        data_collator: Default: a ``SpladeCollator`` of the encoder's tokenizer and the teacher.
         **options: As of ``Trainer``, such as ``train_dataset`` and ``callbacks``.
 
     Examples:
@@ -295,6 +344,7 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         schedules: Sequence[TrainingSchedule | SparsityController] = (),
         diagnostics: Mapping[str, Diagnostics] | None = None,
         return_logits: bool = False,
+        teacher: Teacher | None = None,
         data_collator: Callable[..., Any] | None = None,
         **options: Any,
     ) -> None:
@@ -333,7 +383,16 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
                 raise ValueError(
                     "expected `data_collator` beside a model that is no SpladeEncoder, got None"
                 )
-            data_collator = SpladeCollator(model.tokenizer, model.max_length)
+            data_collator = SpladeCollator(
+                model.tokenizer,
+                model.max_length,
+                teacher=teacher,
+                score_anchors=teacher is not None and "context_distillation" in terms,
+            )
+        elif teacher is not None:
+            raise ValueError(
+                "expected `teacher` or `data_collator`, got both: SpladeCollator(teacher=...)"
+            )
         args.remove_unused_columns = False  # it would look for columns of the encoder's names
         self.schedules, self.diagnostics = list(schedules), dict(diagnostics or {})
         self._means = {True: _Means(), False: _Means()}  # of training, of evaluation

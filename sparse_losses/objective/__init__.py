@@ -14,8 +14,10 @@ from sparse_losses.objective.diagnostics import (
 )
 from sparse_losses.objective.objective import ObjectiveOutput, SpladeObjective
 from sparse_losses.objective.schedules import Curriculum, Phase, TrainingSchedule, Warmup
+from sparse_losses.objective.teacher import BM25Teacher
 
 __all__ = [
+    "BM25Teacher",
     "CollapseError",
     "Curriculum",
     "Diagnostics",

@@ -1,6 +1,7 @@
 """What an objective is given: the vectors of a batch, and what is known of their texts."""
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +9,8 @@ from torch import Tensor
 from sparse_losses._core.token_ids import as_mask
 
 __all__ = ["SpladeBatch", "Texts", "cat_padded", "token_counts"]
+
+SIDES = ("anchor", "positive", "negative")
 
 
 class Texts(NamedTuple):
@@ -91,6 +94,53 @@ class SpladeBatch(NamedTuple):
     teacher_scores: Tensor | None = None
     teacher_anchor_scores: Tensor | None = None
     teacher_candidates: Literal["own", "batch"] | None = None
+
+    @classmethod
+    def from_columns(
+        cls, encoder: Callable[..., Any], columns: Mapping[str, Any], **options: Any
+    ) -> "SpladeBatch":
+        """Encodes the columns of texts that a collator made.
+
+        Args:
+            encoder: maps ``input_ids`` and ``attention_mask`` ``[N, S]`` to activations ``[N, V]``,
+                or to activations and logits.
+            columns: by the fields of a batch: ``anchor``, ``positive`` and ``negative`` as dicts of
+                ``input_ids`` and ``attention_mask`` ``[B, S]`` (negatives also ``[B, N, S]``);
+                other fields as they are.
+            **options: for the encoder, such as ``return_logits=True``.
+
+        Examples:
+            >>> import torch
+            >>> from sparse_losses import SpladeBatch
+            >>> def encoder(input_ids, attention_mask):
+            ...     return torch.nn.functional.one_hot(input_ids, 9).amax(-2).float()
+            >>> ids = torch.tensor([[3, 4], [5, 6]])
+            >>> column = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            >>> scores = torch.eye(2)
+            >>> columns = {"anchor": column, "positive": column, "teacher_scores": scores}
+            >>> SpladeBatch.from_columns(encoder, columns).positive.activations.shape
+            torch.Size([2, 9])
+        """
+        fields = dict(columns)
+        for side in SIDES:
+            if fields.get(side) is not None:
+                fields[side] = _encoded(encoder, fields[side], options)
+        return cls(**fields)
+
+
+def _encoded(
+    encoder: Callable[..., Any], column: Mapping[str, Tensor], options: Mapping[str, Any]
+) -> Texts:
+    rows = column["input_ids"].shape[:-1]
+    flat = {name: tensor.flatten(0, -2) for name, tensor in column.items()}
+    output = encoder(**flat, **options)
+    activations, logits = output if isinstance(output, tuple) else (output, None)
+    return Texts(
+        activations.unflatten(0, rows),
+        column["input_ids"],
+        column["attention_mask"],
+        None if logits is None else logits.unflatten(0, rows),
+    )
 
 
 def token_counts(ids: Tensor | None, mask: Tensor | None, special_ids: Tensor) -> Tensor | None:

@@ -114,7 +114,7 @@ def batch_of(encoder, inputs):
         flat = encoder(ids.flatten(0, 1), mask.flatten(0, 1))
         return Texts(flat.view(*ids.shape[:2], -1), ids, mask)
 
-    known = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)}
+    known = {k: v for k, v in inputs.items() if not isinstance(v, dict)}
     negative = texts(inputs["negative"]) if "negative" in inputs else None
     return SpladeBatch(texts(inputs["anchor"]), texts(inputs["positive"]), negative, **known)
 

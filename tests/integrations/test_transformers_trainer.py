@@ -7,13 +7,18 @@ import pytest
 import torch
 
 from sparse_losses import (
+    RECOMMENDED,
+    V26,
+    V28,
+    BM25Teacher,
     Diagnostics,
+    DocumentFrequency,
     SparsityController,
     SpladeEncoder,
 )
 from sparse_losses.integrations.transformers import SpladeCollator, SpladeTrainer
 from tests.integrations import setting
-from tests.integrations.trainers import arguments, by_hugging_face, compare
+from tests.integrations.trainers import InOrder, arguments, by_hugging_face, compare
 
 VOCAB_SIZE = setting.VOCAB_SIZE
 EXACT = {"rtol": 0.0, "atol": 0.0}
@@ -295,6 +300,148 @@ def test_rows_that_differ_are_errors(other, message):
     collator = SpladeCollator(setting.encoder().tokenizer, 16)
     with pytest.raises(ValueError, match=message):
         collator([{"anchor": "a", "positive": "b", "negative": ["c"]}, other])
+
+
+PAIRS = [{"anchor": a, "positive": f"{a} {b}"} for a, b in zip("abcd", "efgh", strict=True)]
+
+
+def overlap(query, document):
+    """A teacher of texts: the letters that they share."""
+    rows = [[len({*q} & {*d} - {" "}) for d in document["texts"]] for q in query["texts"]]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def test_rows_may_bring_the_scores_of_a_whole_batch():
+    collator = SpladeCollator(setting.tokenizer(), 16)
+    scores, anchors = torch.rand(4, 4), torch.rand(4, 4)
+    rows = [
+        row | {"teacher_scores": s.tolist(), "teacher_anchor_scores": a.tolist()}
+        for row, s, a in zip(PAIRS, scores, anchors, strict=True)
+    ]
+    batch = collator(rows)
+    torch.testing.assert_close(batch["teacher_scores"], scores, **EXACT)
+    torch.testing.assert_close(batch["teacher_anchor_scores"], anchors, **EXACT)
+    assert "teacher_candidates" not in batch, "without negatives there is one kind"
+    with pytest.raises(ValueError, match=r"all of them or none with .*'teacher_anchor_scores'"):
+        collator([*rows[:3], PAIRS[3]])
+
+
+@pytest.mark.parametrize("negative", ["ab", ["ab", "cd", "x"]])
+@pytest.mark.parametrize("candidates", ["own", "batch"])
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
+def test_scores_beside_negatives_are_what_the_collator_was_told(negative, candidates, count):
+    collator = SpladeCollator(setting.tokenizer(), 16, teacher_candidates=candidates)
+    rows = [row | {"negative": negative, "teacher_scores": [0.5] * count} for row in PAIRS]
+    is_list = isinstance(negative, list)
+    right = {"own": [4 if is_list else 2], "batch": [4, 7 if is_list else 8]}[candidates]
+    if count in right:
+        assert collator(rows)["teacher_candidates"] == candidates
+        return
+    wanted = " or ".join(f".* = {n}" for n in right)
+    with pytest.raises(ValueError, match=rf'{wanted} .*{candidates!r}, got \[{count}\]: say "own"'):
+        collator(rows)
+
+
+@pytest.mark.parametrize("negative", [None, "a f", ["a f", "h"]])
+def test_a_teacher_scores_the_batch_that_was_made(negative):
+    rows = PAIRS if negative is None else [row | {"negative": negative} for row in PAIRS]
+    collator = SpladeCollator(setting.tokenizer(), 16, teacher=overlap, score_anchors=True)
+    batch = collator(rows)
+    expected = torch.eye(4)
+    if negative == "a f":
+        first = torch.tensor([1.0, 0.0, 0.0, 0.0])
+        expected = torch.cat([expected, first[:, None].expand(4, 4)], 1)
+    if isinstance(negative, list):
+        expected = torch.cat([expected, torch.tensor([[1.0, 0], [0, 0], [0, 0], [0, 0]])], 1)
+    torch.testing.assert_close(batch["teacher_scores"], expected.double())
+    torch.testing.assert_close(batch["teacher_anchor_scores"], torch.eye(4).double())
+    assert batch.get("teacher_candidates") == (None if negative is None else "batch")
+    assert "texts" not in batch["anchor"]
+    plain = SpladeCollator(setting.tokenizer(), 16, teacher=overlap)(rows)
+    assert "teacher_anchor_scores" not in plain
+
+
+def test_a_collators_teacher_is_the_only_one():
+    with pytest.raises(ValueError, match="`teacher` beside `score_anchors=True`, got None"):
+        SpladeCollator(setting.tokenizer(), score_anchors=True)
+    with pytest.raises(ValueError, match="`teacher_candidates` to be one of 'own', 'batch', got"):
+        SpladeCollator(setting.tokenizer(), teacher_candidates="all")
+    taught = SpladeCollator(setting.tokenizer(), teacher=overlap)
+    rows = [row | {"teacher_scores": [1.0] * 4} for row in PAIRS]
+    with pytest.raises(ValueError, match=r"beside a `teacher`, got \['teacher_scores'\]"):
+        taught(rows)
+
+
+def pairs():
+    return [{name: row[name] for name in ("anchor", "positive")} for row in setting.rows(16)]
+
+
+def bm25():
+    counts = DocumentFrequency(VOCAB_SIZE)
+    counts.update(**setting.encoder().tokenize([row["positive"] for row in pairs()]))
+    return counts, BM25Teacher(counts, special_token_ids=setting.tokenizer().all_special_ids)
+
+
+def of_preset(preset, counts, steps):
+    """Objective and schedules of the shortest code from a preset to a run."""
+    special = setting.tokenizer().all_special_ids
+    objective = preset.objective(idf=counts.idf(), special_token_ids=special)
+    return objective, preset.schedules(objective, steps=steps, steps_per_epoch=4)
+
+
+@pytest.mark.parametrize(
+    ("preset", "teacher"),
+    [
+        (V26, overlap),
+        (V28.without("query_language_penalty"), overlap),
+        (V26, "bm25"),
+        (RECOMMENDED.replace(target_active={"document_flops": 10}), "bm25"),
+    ],
+    ids=["V26", "V28", "V26 with BM25", "RECOMMENDED"],
+)
+def test_a_preset_trains_on_plain_pairs_with_a_teacher(preset, teacher, tmp_path):
+    counts, of_ids = bm25()
+    teacher = of_ids if teacher == "bm25" else teacher
+    objective, schedules = of_preset(preset, counts, 8)
+    encoder = setting.encoder()
+    trainer = InOrder(
+        encoder,
+        arguments(tmp_path, max_steps=8),
+        objective=objective,
+        schedules=schedules,
+        teacher=teacher,
+        train_dataset=pairs(),
+    )
+    trainer.train()
+    logged = checked(trainer.state.log_history)
+    assert {name for name, weight in preset.weights.items() if weight} <= logged[8].keys()
+    assert all(entry["distillation"] > 0 for entry in logged.values())
+
+    anchors = "context_distillation" in preset.weights
+    collate = SpladeCollator(setting.tokenizer(), 40, teacher=teacher, score_anchors=anchors)
+    reference, theirs = of_preset(preset, counts, 8)
+    other = setting.encoder()
+    batches = list(setting.loader(pairs(), 4, collate_fn=collate)) * 2
+    totals = setting.plain_loop(other, reference, batches, schedules=theirs)
+    assert [entry["loss"] for entry in logged.values()] == pytest.approx(totals, rel=1e-4)
+    setting.assert_trained_alike(encoder, objective, other, reference, 1e-4)
+    silent, scores = of_preset(preset, counts, 8)[0], batches[0]["teacher_scores"]
+    assert scores.shape == (4, 4)
+    batches[0]["teacher_scores"] = -scores
+    changed = silent(setting.batch_of(setting.encoder(), batches[0])).terms["distillation"]
+    assert changed != pytest.approx(logged[1]["distillation"], rel=1e-3), "the scores are read"
+
+
+def test_a_teacher_is_the_trainers_or_the_collators(tmp_path):
+    collator = SpladeCollator(setting.tokenizer(), 16)
+    with pytest.raises(ValueError, match="expected `teacher` or `data_collator`, got both"):
+        SpladeTrainer(
+            setting.encoder(),
+            arguments(tmp_path),
+            objective=setting.objective(),
+            teacher=overlap,
+            data_collator=collator,
+        )
 
 
 @pytest.mark.parametrize("number", [0.75, "x", None])

@@ -10,7 +10,9 @@ from sentence_transformers import SparseEncoderTrainer
 from sentence_transformers.sparse_encoder import losses as theirs
 
 from sparse_losses import (
+    BM25Teacher,
     DistillationLoss,
+    DocumentFrequency,
     FlopsLoss,
     InfoNCELoss,
     MarginMSELoss,
@@ -18,7 +20,9 @@ from sparse_losses import (
     PairwiseContrastiveLoss,
     PositiveActivationLoss,
     SelfReconstructionLoss,
+    SpladeBatch,
     SpladeObjective,
+    Texts,
     TripletMarginLoss,
 )
 from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
@@ -26,17 +30,20 @@ from tests.integrations.sentence_transformers.runs import (
     ALONE,
     MULTI_HOT,
     NAME,
+    POSITIVES,
     PROTOTYPE,
     ROWS,
     SAME,
     SCORES,
     SIMILARITY,
+    VOCABULARY,
     adapter,
     arguments,
     assert_moved,
     assert_same_weights,
     dataset,
     learning,
+    logged,
     objective,
     plain_loop,
     random_columns,
@@ -60,6 +67,59 @@ def test_our_gradient_caching_and_accumulation_change_nothing(name, sparse, tmp_
     assert_moved(model, sparse())
     if name == "objective":
         assert {*objective().weights} <= {*trainer.state.log_history[0]}
+
+
+@pytest.mark.works_with(NAME, "cached")
+@pytest.mark.parametrize("mini_batch_size", [None, 3])
+@pytest.mark.parametrize("columns", [2, 3, 4])
+def test_bm25_teaches_an_objective(columns, mini_batch_size, sparse, tmp_path):
+    model, reference = sparse(), sparse()
+    counts = DocumentFrequency(VOCABULARY)
+    features = model.preprocess(POSITIVES)
+    counts.update(features["input_ids"], features["attention_mask"])
+    teacher = BM25Teacher(counts, special_token_ids=model.tokenizer.all_special_ids)
+    weights = {"info_nce": 1.0, "distillation": 2.0, "context_distillation": 0.5}
+    loss = SpladeObjective(weights, score_scale=10.0)
+
+    def by_hand(texts, _):
+        anchor, positive, *others = texts
+        own = teacher(anchor._asdict(), anchor._asdict())
+        scores = [teacher(anchor._asdict(), x._asdict()) for x in (positive, *others)]
+        negative = others[0] if others else None
+        if len(others) == 2:  # each anchor's own
+            scores[1:] = [x.diagonal()[:, None] for x in scores[1:]]
+            negative = Texts(torch.stack([x.activations for x in others], 1))
+        batch = SpladeBatch(anchor, positive, negative)
+        known = {"teacher_scores": torch.cat(scores, 1), "teacher_anchor_scores": own}
+        return loss(batch._replace(**known, teacher_candidates="batch")).total
+
+    ours = adapter(model, loss, teacher=teacher, mini_batch_size=mini_batch_size)
+    # Of a single row there is nothing to distil.
+    trainer = train(model, ours, dataset(columns), tmp_path, dataloader_drop_last=True)
+    values = plain_loop(reference, by_hand, columns, count=8)
+    assert logged(trainer) == pytest.approx(values, rel=1e-3, abs=1e-3)
+    assert_same_weights(model, reference)
+    assert_moved(model, sparse())
+    assert "BM25Teacher" in ours.get_config_dict()["teacher"]
+
+
+def test_a_teacher_goes_with_ids_of_the_positives_and_needs_token_ids(sparse):
+    def teacher(query, document):
+        return torch.zeros(len(query["input_ids"]), len(document["input_ids"]))
+
+    ours = adapter(
+        sparse(),
+        SpladeObjective({"info_nce": 1.0, "distillation": 1.0}),
+        teacher=teacher,
+        labels_are_positive_ids=True,
+    )
+    features = [ours.model.preprocess(texts[:3]) for texts in (POSITIVES, POSITIVES)]
+    (same, *_), (other, *_) = (
+        list(ours(features, torch.tensor(ids)).values()) for ids in ([0, 0, 1], [0, 1, 2])
+    )
+    assert same < other
+    with pytest.raises(ValueError, match="`teacher` expected token ids and attention masks"):
+        ours.compute_loss_from_embeddings(random_columns(2), torch.arange(6))
 
 
 @pytest.mark.works_with(NAME, "cached", "accumulation")
@@ -216,6 +276,12 @@ WRONG = {
         "got FlopsLoss",
     ),
     "no prototypes": (lambda m: NWSLoss(None), {}, ValueError, "got None for NWSLoss"),
+    "a teacher": (
+        lambda m: InfoNCELoss(),
+        {"teacher": print},
+        ValueError,
+        "`teacher` for a SpladeObjective, got one for InfoNCELoss",
+    ),
     "prototypes": (
         lambda m: FlopsLoss(),
         {"prototype": PROTOTYPE},

@@ -1,0 +1,138 @@
+"""Teachers of distillation that score the texts of a batch as it comes."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparse_losses._core.token_ids import TokenIds, check_ids
+from sparse_losses.vocabulary import DocumentFrequency, bm25_scores
+
+__all__ = ["BM25Teacher", "Teacher", "score_candidates"]
+
+# Of queries and documents, as columns of a collator, to scores [Q, D].
+Teacher = Callable[[Mapping[str, Any], Mapping[str, Any]], Tensor]
+
+
+class BM25Teacher(nn.Module):
+    r"""BM25 on the encoder's own tokens, as a teacher: no model, no file of scores.
+
+    $$s_{qd} = \mathrm{BM25}(q, d)$$
+
+    as ``bm25_scores`` computes it from the token ids of a batch. It is the ``teacher`` of
+    ``SpladeCollator``, ``SpladeTrainer`` and ``SentenceTransformersLoss``; in a loop of your own,
+    call it and put the result into ``SpladeBatch(teacher_scores=...)``.
+
+    The mean length of a document leaves the special tokens out, each counted once a document.
+
+    Args:
+        document_frequency: Counts of the corpus' documents, on the encoder's own tokens.
+        special_token_ids: Tokens that neither score nor count in a length, such as
+            ``tokenizer.all_special_ids``.
+        k1: As in ``bm25_scores``.
+        b: As in ``bm25_scores``.
+
+    Raises:
+        ValueError: for counts without documents, or without their number of tokens.
+
+    Shape:
+        - Input: two mappings with ``input_ids`` and ``attention_mask``, ``[Q, S]`` of the queries,
+          ``[D, T]`` of the documents (``[Q, N, T]``: each query's own).
+        - Output: ``[Q, D]`` (``[Q, N]``), fp32, without gradient.
+
+    Examples:
+        >>> import torch
+        >>> from sparse_losses import BM25Teacher, DocumentFrequency
+        >>> ids = torch.tensor([[0, 1, 2], [0, 2, 2]])  # 0 is special
+        >>> texts = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        >>> counts = DocumentFrequency(4)
+        >>> counts.update(**texts)
+        >>> BM25Teacher(counts, special_token_ids=[0])(texts, texts)
+        tensor([[0.8755, 0.2507],
+                [0.3646, 0.5014]])
+
+    References:
+        Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009.
+    """
+
+    idf: Tensor
+
+    def __init__(
+        self,
+        document_frequency: DocumentFrequency,
+        *,
+        special_token_ids: TokenIds = (),
+        k1: float = 1.2,
+        b: float = 0.75,
+    ) -> None:
+        super().__init__()
+        counts = document_frequency
+        ids = check_ids("special_token_ids", special_token_ids)
+        self.special_token_ids = sorted({int(token) for token in (() if ids is None else ids)})
+        if outside := [t for t in self.special_token_ids if not 0 <= t < counts.vocab_size]:
+            raise ValueError(
+                f"expected `special_token_ids` in [0, V) with V = {counts.vocab_size}, got "
+                f"{outside[0]}"
+            )
+        special = int(counts.df[self.special_token_ids].sum())
+        self.mean_length = counts.mean_length - special / counts.num_documents
+        self.k1, self.b = k1, b
+        self.register_buffer("idf", counts.idf().float(), persistent=False)
+
+    def forward(self, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
+        """The scores of every query with every document."""
+        return bm25_scores(
+            query["input_ids"],
+            query["attention_mask"],
+            document["input_ids"],
+            document["attention_mask"],
+            self.idf.to(query["input_ids"].device),
+            mean_length=self.mean_length,
+            k1=self.k1,
+            b=self.b,
+            ignore_token_ids=self.special_token_ids,
+        )
+
+    def extra_repr(self) -> str:
+        """What it scores with."""
+        return f"V={len(self.idf)}, mean_length={self.mean_length:.4g}, k1={self.k1}, b={self.b}"
+
+
+def score_candidates(
+    teacher: Teacher,
+    anchor: Mapping[str, Any],
+    positive: Mapping[str, Any],
+    negative: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """A teacher's scores of all candidates: ``[B, B]``, or ``[B, B + N]`` beside negatives.
+
+    Raises:
+        ValueError: for scores of another shape.
+    """
+    size = len(anchor["input_ids"])
+    scores = [_scores(teacher, anchor, positive)]
+    if negative is not None:
+        ids = negative["input_ids"]
+        if ids.ndim == 2:
+            scores.append(_scores(teacher, anchor, negative))
+        else:
+            flat = {
+                name: value.flatten(0, 1) if isinstance(value, Tensor) else value
+                for name, value in negative.items()
+            }
+            of_all = _scores(teacher, anchor, flat).unflatten(1, ids.shape[:2])
+            row = torch.arange(size, device=of_all.device)
+            scores.append(of_all[row, row])  # each anchor's own
+    return torch.cat(scores, 1)
+
+
+def _scores(teacher: Teacher, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
+    wanted = [len(query["input_ids"]), len(document["input_ids"])]
+    scores = torch.as_tensor(teacher(query, document)).detach()
+    if list(scores.shape) != wanted:
+        raise ValueError(
+            f"expected the teacher's scores of queries and documents, {wanted}, got "
+            f"{list(scores.shape)}"
+        )
+    return scores

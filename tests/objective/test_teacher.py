@@ -1,0 +1,114 @@
+"""Teachers that score a batch as it comes."""
+
+import copy
+
+import pytest
+import torch
+
+from sparse_losses import BM25Teacher, DocumentFrequency, SpladeBatch, SpladeObjective, Texts
+from sparse_losses.functional import bm25_scores
+from sparse_losses.objective.teacher import score_candidates
+
+V, CLS, SEP, PAD = 40, 0, 1, 2
+SPECIAL = [CLS, SEP, PAD]
+
+
+def column(*rows, length=7):
+    """Texts of different lengths between two marks."""
+    ids = torch.randint(3, V, (*rows, length))
+    ends = torch.randint(2, length, (*rows, 1))
+    places = torch.arange(length).expand_as(ids)
+    ids = torch.where(places < ends, ids, PAD)
+    ids = torch.where(places == ends, SEP, ids)
+    ids[..., 0] = CLS
+    return {"input_ids": ids, "attention_mask": (places <= ends).long()}
+
+
+def counted(*columns):
+    counts = DocumentFrequency(V)
+    for one in columns:
+        counts.update(**{name: x.flatten(0, -2) for name, x in one.items()})
+    return counts
+
+
+@pytest.mark.parametrize("special", [SPECIAL, torch.tensor(SPECIAL), (2, 0, 1, 0)])
+@pytest.mark.parametrize("options", [{}, {"k1": 2.0, "b": 0.3}])
+def test_bm25_teacher_is_bm25_of_the_token_ids_without_special_tokens(special, options):
+    query, document = column(4), column(6)
+    counts = counted(document)
+    teacher = BM25Teacher(counts, special_token_ids=special, **options)
+    mask, ids = document["attention_mask"], document["input_ids"]
+    words = mask.bool() & (ids > PAD)
+    assert teacher.mean_length == pytest.approx(words.sum().item() / 6)
+    expected = bm25_scores(
+        *query.values(),
+        ids,
+        words,  # as if the marks were padding
+        counts.idf(),
+        mean_length=words.sum().item() / 6,
+        ignore_token_ids=SPECIAL,
+        **options,
+    )
+    torch.testing.assert_close(teacher(query, document), expected)
+    assert (expected > 0).any()
+    bare = BM25Teacher(counts, **options)
+    assert bare.mean_length == pytest.approx(mask.sum().item() / 6)
+    assert not torch.allclose(bare(query, document), expected)
+
+
+def test_bm25_teacher_is_no_part_of_what_is_saved_or_learned():
+    teacher = BM25Teacher(counted(column(5)), special_token_ids=SPECIAL)
+    assert list(teacher.state_dict()) == list(teacher.parameters()) == []
+    assert "mean_length=" in repr(teacher)
+    query, document = column(2), column(3)
+    assert torch.equal(copy.deepcopy(teacher)(query, document), teacher(query, document))
+
+
+@pytest.mark.parametrize(
+    ("counts", "special", "error", "message"),
+    [
+        (counted(column(3)), [V], ValueError, rf"in \[0, V\) with V = {V}, got {V}"),
+        (counted(column(3)), [-1], ValueError, "got -1"),
+        (counted(column(3)), [0.5], TypeError, "`special_token_ids` to be integers"),
+        (DocumentFrequency(V), [], ValueError, "at least one document before `mean_length`"),
+    ],
+)
+def test_wrong_settings_are_errors(counts, special, error, message):
+    with pytest.raises(error, match=message):
+        BM25Teacher(counts, special_token_ids=special)
+
+
+@pytest.mark.parametrize("negatives", [None, (4,), (3, 2)])
+def test_all_candidates_of_a_batch_are_scored(negatives):
+    anchor, positive = column(3), column(3)
+    negative = None if negatives is None else column(*negatives, length=5)
+    teacher = BM25Teacher(counted(positive), special_token_ids=SPECIAL)
+    scores = score_candidates(teacher, anchor, positive, negative)
+    expected = [teacher(anchor, positive)]
+    if negatives == (4,):
+        expected.append(teacher(anchor, negative))
+    if negatives == (3, 2):
+        rows = [{name: x[i] for name, x in negative.items()} for i in range(3)]
+        one = [{name: x[i : i + 1] for name, x in anchor.items()} for i in range(3)]
+        expected.append(torch.cat([teacher(*each) for each in zip(one, rows, strict=True)]))
+    torch.testing.assert_close(scores, torch.cat(expected, 1))
+    size = {None: 3, (4,): 7, (3, 2): 5}[negatives]
+    assert scores.shape == (3, size)
+
+    def vectors(of):
+        return None if of is None else Texts(torch.rand(*of["input_ids"].shape[:-1], V))
+
+    batch = SpladeBatch(*map(vectors, (anchor, positive, negative)), teacher_scores=scores)
+    batch = batch._replace(teacher_candidates="batch")
+    assert SpladeObjective({"distillation": 1.0})(batch).total.isfinite()
+
+
+def test_scores_of_another_shape_are_an_error():
+    with pytest.raises(ValueError, match=r"queries and documents, \[3, 3\], got \[3\]"):
+        score_candidates(lambda query, document: torch.ones(3), column(3), column(3))
+
+
+def test_a_teacher_gets_no_gradient():
+    learned = torch.ones(3, 3, requires_grad=True)
+    scores = score_candidates(lambda query, document: learned * 2, column(3), column(3))
+    assert not scores.requires_grad
