@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparse_losses import (
     RECOMMENDED,
+    BM25Teacher,
     Diagnostics,
     DocumentFrequency,
     Finding,
@@ -20,7 +21,6 @@ from sparse_losses import (
     Texts,
     TrainingSchedule,
     advise,
-    bm25_scores,
     gradient_report,
 )
 from sparse_losses.demo.corpus import Corpus, pair_texts
@@ -94,6 +94,7 @@ class Run:
             texts = pad(self.documents[start : start + 1000])
             self.df.update(texts.input_ids, texts.attention_mask)
         self.idf = self.df.idf()
+        self.teacher = BM25Teacher(self.df, special_token_ids=self.tokens.special_ids)
         self.probe_texts = pair_texts(corpus.validation[: settings.probe_rows], task=0)
 
         drawn = settings.steps * settings.batch_size
@@ -196,19 +197,7 @@ class Run:
             query,
             document,
             positive_ids=self.group_ids[chosen],
-            teacher_scores=self.teacher_scores(*texts) if self.distils else None,
-        )
-
-    def teacher_scores(self, queries: Batch, documents: Batch) -> Tensor:
-        """BM25 on the model's own subwords."""
-        return bm25_scores(
-            queries.input_ids,
-            queries.attention_mask,
-            documents.input_ids,
-            documents.attention_mask,
-            self.idf,
-            mean_length=self.df.mean_length - 2,  # without the begin and end marks
-            ignore_token_ids=self.tokens.special_ids,
+            teacher_scores=self.teacher(*map(vars, texts)) if self.distils else None,
         )
 
     def findings(self) -> dict[str, list[Finding]]:
