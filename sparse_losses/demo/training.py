@@ -28,7 +28,7 @@ from sparse_losses.demo.evaluation import Ranking, cosine, ranking
 from sparse_losses.demo.model import ModelSize, SparseEncoder
 from sparse_losses.demo.objective import loss_of, make_objective, switched_off
 from sparse_losses.demo.options import STEPS, UserError
-from sparse_losses.demo.tokens import VOCAB_SIZE, Batch, Tokens, pad
+from sparse_losses.demo.tokens import VOCAB_SIZE, Tokens, pad
 
 LOOKED_AT = 128  # held-out texts a look: half as many differ too much from look to look
 
