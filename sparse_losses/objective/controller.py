@@ -21,12 +21,11 @@ __all__ = ["CollapseError", "SparsityController"]
 _log = logging.getLogger("sparse_losses")
 
 SMALLEST_SHARE = 1e-6  # of the weight it starts with; what is reached there is called 0
-NEGLIGIBLE_SHARE = 0.1  # from where on down it is not the term that keeps the text sparse
+NEGLIGIBLE_SHARE = 0.15  # from where on down it is not the term that keeps the text sparse
 # A crash: so many times fewer, so many steps from now, and so many times below the target then.
 CRASH, AHEAD = 1.5, 8
 STILL, PATIENCE = 0.02, 0.25  # a relative change; a share of the pace
 FAR = 0.6  # of log(active / target): from there a fall is no reason to lower the weight
-HASTE = 2.0  # times the pace, well below the target: what has gone out hardly comes back
 ROOM = 0.1  # around the target, relative
 SHRUNK = 0.1  # times the first mean activation
 
@@ -53,25 +52,27 @@ class SparsityController:
     r"""Steers the weight of a FLOPS term so that a text keeps ``target_active`` dimensions.
 
     With $e = \log(a / \mathrm{target})$, where $a$ is the mean number of active dimensions of the
-    rows that have any, and $\dot e$ its trend (both smoothed over ``window`` optimiser steps,
-    without lagging behind a steady fall), for every step
+    rows that have any, smoothed over ``window`` optimiser steps, and $\Delta e$ what changed since
+    the last look, $k$ steps ago (``every``):
 
-    $$\log \lambda \leftarrow \log \lambda + g \, \mathrm{clip}(e + h\, \dot e, -1, 1)$$
+    $$\log \lambda \leftarrow \log \lambda
+    + \mathrm{clip}(g\, (k\, e + h\, \Delta e),\; -g\, k,\; g\, k)$$
 
-    so that $\lambda$ moves by a factor of at most $e^g$ a step (tenfold in 38 steps for
-    $g = 0.06$), rises while the text is too dense, and stops to rise as soon as the trend $\dot e$
-    will bring it home within $h$ steps. At 10% and more below the target it moves twice as fast.
-    It rises at a quarter of the pace while texts are as they were at first, does not fall at 1.8
-    times the target and more, and not while they come back from below.
+    The first part raises $\lambda$ as long as texts are too dense. The second part answers a change
+    at once, against its direction, before it has carried the texts past the target: it is what
+    keeps the weight from swinging. $\lambda$ moves by a factor of at most $e^g$ a step (tenfold in
+    38 steps for $g = 0.06$), and rises at a quarter of that pace while texts are as they were at
+    first. At 1.8 times the target and more it does not fall, as a contrastive loss prunes dense
+    texts by itself and then stops.
 
     A fall that will go through the target, to two thirds of it within eight steps, is a crash, and
-    the weight falls by what will be missing. One that will stay above is none, however fast: a
-    contrastive loss prunes a dense text that way by itself.
+    the weight falls by the factor that will be missing. A fall that will stay above is no crash,
+    however fast it is.
 
     $\lambda$ stays between a millionth of its start (which counts as 0: the term is left out) and
-    ``maximum``; at a bound it waits there, and nothing winds up. Where a tenth of the start is left
-    and fewer are active still, without a trend to more, the target is reported as unreachable: the
-    other losses alone leave fewer.
+    ``maximum``; at a bound it waits there, and nothing winds up. Where less than 15% of the start
+    is left and fewer are active still, without a trend to more, the target is reported as
+    unreachable: the other losses alone leave fewer.
 
     What it counts are dimensions above 0. A model that can make all activations small at once (a
     gate, a scale) satisfies FLOPS that way, and no dimension goes out. It is reported as
@@ -91,7 +92,7 @@ class SparsityController:
         maximum: upper bound of $\lambda$; default: a million times ``start``.
         ignore_steps: optimiser steps before the first change.
         gain: $g$, > 0.
-        horizon: $h$, in optimiser steps.
+        horizon: $h$, in optimiser steps: how strongly a change is answered.
         window: optimiser steps over which looks are smoothed.
         every: steps between two looks at the numbers. What an accelerator counted is read a step
             later, so that training never waits for it.
@@ -165,8 +166,9 @@ class SparsityController:
         self._sent: Later[list[float]] | None = None  # a look that is on its way to the host
         self._steps = 0
         self._log_ratio = 0.0  # of the weight to its start
-        # Of log(active / target): its level and what a step changes, smoothed.
+        # Of log(active / target), smoothed: its level, what the last look changed, and the trend.
         self._error: float | None = None
+        self._change = 0.0
         self._trend = 0.0
         self._active: float | None = None  # what the level stands for
         self._cut = 0.0  # what the weight's logarithm lost to the crash that goes on
@@ -289,15 +291,17 @@ class SparsityController:
             self._error, self._active = error, active
             return
         kept = math.exp(-self.every / self.window)
-        expected = self._error + self.every * self._trend
+        before, expected = self._error, self._error + self.every * self._trend
         self._error = expected + (1 - kept**2) * (error - expected)
+        self._change = self._error - before
         self._trend += (1 - kept) ** 2 * (error - expected) / self.every
         self._active = self.target_active * math.exp(self._error)
 
     def _crash(self) -> float:
         """By how much, in logarithms, a crash will end too low; 0 if there is none."""
         assert self._error is not None
-        fall = -AHEAD * self._trend
+        # The trend goes on for a while after a fall has ended: the last look has to agree.
+        fall = -AHEAD * max(self._trend, self._change / self.every)
         too_few = fall - self._error - math.log(CRASH)
         return max(too_few, 0.0) if fall > math.log(CRASH) else 0.0
 
@@ -314,11 +318,9 @@ class SparsityController:
     def _steer(self) -> None:
         assert self._error is not None
         pace, crash = self.gain * self.every, self._crash()
-        ahead = self._error + self.horizon * self._trend
-        haste = HASTE if self._error < math.log1p(-ROOM) else 1.0
-        change = pace * haste * min(max(ahead, -1.0), self._most())
-        is_coming_back = self._error < 0 and self.horizon * self._trend > ROOM
-        if self._error > FAR or is_coming_back:
+        change = self.gain * (self.every * self._error + self.horizon * self._change)
+        change = min(max(change, -pace), pace * self._most())
+        if self._error > FAR:
             change = max(change, 0.0)
         # What was made up for already is still on its way: texts follow the weight with a lag.
         cut, self._cut = crash - self._cut, max(crash, self._cut) if crash else 0.0
@@ -446,6 +448,7 @@ class SparsityController:
             "log_ratio": self._log_ratio,
             "active": self._active,
             "error": self._error,
+            "change": self._change,
             "trend": self._trend,
             "cut": self._cut,
             "dead": [self._dead, self._usually_dead, self._first_dead],
@@ -474,8 +477,8 @@ class SparsityController:
         if state["term"] != self.term:
             raise ValueError(f"expected the state for {self.term!r}, got {state['term']!r}'s")
         self._steps, self._log_ratio = state["steps"], state["log_ratio"]
-        self._active, self._error, self._trend = state["active"], state["error"], state["trend"]
-        self._cut = state["cut"]
+        self._active, self._error = state["active"], state["error"]
+        self._change, self._trend, self._cut = state["change"], state["trend"], state["cut"]
         self._dead, self._usually_dead, self._first_dead = state["dead"]
         self._is_dying, self._silent_steps = state["is_dying"], state["silent_steps"]
         self._last_healthy_step = state["last_healthy_step"]

@@ -329,7 +329,8 @@ def test_a_steady_fall_is_followed_without_a_lag():
     assert controller.report()["active"] == pytest.approx(active, rel=0.03)
 
 
-SLOPE = (1 - math.exp(-0.5)) ** 2 / 2  # a step's, of the surprise
+LEVEL, SLOPE = 1 - math.exp(-1.0), (1 - math.exp(-0.5)) ** 2  # the shares of a surprise
+THIRD = LEVEL + SLOPE + LEVEL * (1 - LEVEL - SLOPE)  # of a step, the level two looks later
 
 
 @pytest.mark.parametrize(
@@ -337,24 +338,19 @@ SLOPE = (1 - math.exp(-0.5)) ** 2 / 2  # a step's, of the surprise
     [
         ([110], 20.0, math.log(1.1)),
         ([91], 20.0, math.log(0.91)),
+        ([60], 20.0, math.log(0.6)),
+        ([10], 20.0, -1.0),
         ([900], 20.0, 0.25),  # nothing has moved yet
-        ([900, 870], 20.0, 1.0),
         ([900, 900, 890], 20.0, 0.25),
-        ([89], 20.0, 2 * math.log(0.89)),
-        ([60], 20.0, 2 * math.log(0.6)),
-        ([60, 61], 0.0, 2 * math.log(0.6) + 2 * (1 - math.exp(-1.0)) * math.log(61 / 60)),
-        ([60, 80], 10.0, 0.0),  # on its way back
-        ([10], 20.0, -2.0),
-        (
-            [999, 700],
-            60.0,
-            math.log(9.99) + (1 - math.exp(-1.0) + 60 * SLOPE) * math.log(700 / 999),
-        ),
+        ([900, 870], 20.0, 1.0),
+        ([60, 61], 0.0, math.log(0.6) + LEVEL * math.log(61 / 60)),
+        ([60, 80], 10.0, math.log(0.6) + (1 + 10 / 2) * LEVEL * math.log(80 / 60)),  # on its way
+        ([110, 110], 20.0, math.log(1.1)),
+        ([110, 100], 20.0, math.log(1.1) * (1 - (1 + 20 / 2) * LEVEL)),
         ([150, 110], 60.0, -1.0),
         ([300, 200], 60.0, 0.0),  # far away still
-        ([110, 110], 20.0, math.log(1.1)),
-        ([110, 100], 20.0, math.log(1.1) * (math.exp(-1.0) - 20 * SLOPE)),
-        ([170, 160], 50.0, math.log(1.7) + (1 - math.exp(-1.0) + 50 * SLOPE) * math.log(160 / 170)),
+        ([999, 700], 10.0, math.log(9.99) + (1 + 10 / 2) * LEVEL * math.log(700 / 999)),
+        ([100, 110, 110], 4.0, math.log(1.1) * (THIRD + 4 / 2 * (THIRD - LEVEL))),
     ],
 )
 def test_the_last_step_is_what_the_formula_says(looks, horizon, pull):
