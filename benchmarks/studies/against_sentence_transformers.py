@@ -40,8 +40,8 @@ from sparse_losses.demo.training import Run, Settings
 OURS, THEIRS = "sparse-losses", "sentence-transformers"
 TARGETS = (32, 64, 128)
 # Chosen so that a document keeps about twenty to two hundred dimensions.
-WEIGHTS = {"cosine": (0.003, 0.01, 0.03, 0.1, 0.3), "dot": (0.003, 0.01, 0.03, 0.1, 0.3)}
-QUICK = {"cosine": (0.01, 0.03, 0.1), "dot": (0.01, 0.03, 0.1)}
+WEIGHTS = {"cosine": (0.003, 0.01, 0.03, 0.1, 0.3), "dot": (0.03, 0.1, 0.3, 1.0, 3.0)}
+QUICK = {"cosine": (0.01, 0.03, 0.1), "dot": (0.1, 0.3, 1.0)}
 SCALES = {"cosine": 20.0, "dot": 1.0}  # as their documentation has them
 TEACHER = ", BM25 as teacher"
 TEACHER_SCALE = 0.5  # BM25 scores are too steep for a softmax
