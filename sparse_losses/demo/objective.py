@@ -20,12 +20,15 @@ def switched_off(preset: Preset, without: Collection[str]) -> Preset:
 def make_objective(
     tokens: Tokens, idf: Tensor, preset: Preset, without: Collection[str] = ()
 ) -> SpladeObjective:
-    """The preset's terms for a batch of queries and their documents, with our token penalties."""
-    assert preset.beta is not None
-    return preset.objective(
-        special_token_ids=tokens.special_ids,
-        flops=IdfFlopsLoss(token_penalty(tokens, idf, preset, without), beta=preset.beta),
-    )
+    """The preset's terms for a batch of queries and their documents.
+
+    Where it weighs FLOPS by token, these weights are ours.
+    """
+    flops = {}
+    if preset.idf_alpha is not None:
+        penalty = token_penalty(tokens, idf, preset, without)
+        flops = {"flops": IdfFlopsLoss(penalty, beta=preset.beta or 0.0)}
+    return preset.objective(special_token_ids=tokens.special_ids, **flops)
 
 
 def loss_of(term: str) -> str:
