@@ -80,7 +80,8 @@ def _variants(weights: dict[str, tuple[float, ...]]) -> dict[str, tuple[str, str
     for teacher in (False, True):
         ending = TEACHER if teacher else ""
         for target in TARGETS:
-            named[f"ours, target {target}{ending}"] = (OURS, RECOMMENDED.similarity, target, teacher)
+            ours = (OURS, RECOMMENDED.similarity, target, teacher)
+            named[f"ours, target {target}{ending}"] = ours
         for similarity, values in weights.items():
             for weight in values:
                 name = f"theirs, {similarity}, weight {weight:g}{ending}"
