@@ -153,7 +153,7 @@ def test_quick_is_one_seed_and_three_weights(small, tmp_path, monkeypatch):
         study.main(["--quick", "--output", str(tmp_path)])
     (options,) = asked
     assert options.seeds == [0]
-    assert len(options.only) == 18
+    assert len(options.only) == 24
     assert set(options.only) < set(study.VARIANTS)
 
 
