@@ -21,11 +21,10 @@ from benchmarks.studies.runs import (
     study_parser,
     write_csv,
 )
-from sparse_losses import CollapseError
+from sparse_losses import RECOMMENDED, CollapseError
 from sparse_losses._core.files import replaced_file
 from sparse_losses.demo.corpus import Corpus
 from sparse_losses.demo.evaluation import MODEL, measure
-from sparse_losses.demo.objective import Weights
 from sparse_losses.demo.options import guarded
 from sparse_losses.demo.training import Run, Settings, Step
 
@@ -52,11 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def settings_of(variant: str, seed: int, steps: int) -> Settings:
     """The demo's settings with bad FLOPS weights from the first step on."""
     name, _, steered = variant.partition(", ")
+    terms = ("query_flops", "document_flops")
+    weights = {term: FACTORS[name] * RECOMMENDED.weights[term] for term in terms}
     return Settings(
         steps=steps,
         seed=seed,
         without=("warmup",),
-        weights=Weights(flops=FACTORS[name] * Weights.flops),
+        preset=RECOMMENDED.replace(weights=weights),
         **(TARGETS if steered else {}),
     )
 

@@ -137,8 +137,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
         steps=options.steps,
         seed=options.seed,
         without=tuple(sorted(set(options.without))),
-        target_active=options.target_active,
-        target_active_query=options.target_active_query,
+        target_active=options.target_active or None,
+        target_active_query=options.target_active_query or None,
         size=ModelSize(max_length=options.max_length),
     )
 

@@ -32,15 +32,20 @@ class Ranking:
     mrr_10: float
 
 
-def ranking(scores: Tensor) -> Ranking:
-    """Figures of a square score matrix whose diagonal holds the right answers.
+def ranks(scores: Tensor) -> Tensor:
+    """The rank of document i for query i, from scores ``[queries, documents]``.
 
     A tie counts half against the right answer, so that scoring everything alike earns nothing.
     """
     right = scores.diagonal().unsqueeze(1)
     above = (scores > right).sum(1).double()
     tied = (scores == right).sum(1).double() - 1
-    rank = 1 + above + tied / 2
+    return 1 + above + tied / 2
+
+
+def ranking(scores: Tensor) -> Ranking:
+    """Figures of a square score matrix whose diagonal holds the right answers."""
+    rank = ranks(scores)
     found = rank <= 10
     return Ranking(
         recall_1=(rank <= 1).double().mean().item(),

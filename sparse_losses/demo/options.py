@@ -10,7 +10,16 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-TERMS = ("info_nce", "flops", "min_activation", "self_reconstruction", "positive_activation")
+from sparse_losses import RECOMMENDED
+
+TERMS = (
+    "info_nce",
+    "distillation",
+    "flops",
+    "min_activation",
+    "self_reconstruction",
+    "positive_activation",
+)
 INGREDIENTS = ("special_penalty", "stopword_penalty", "idf", "warmup", "spelling")
 SWITCHES = (*TERMS, *INGREDIENTS)
 CORPORA = ("docstrings", "debian")
@@ -52,11 +61,19 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--target-active",
-        type=whole(1),
+        type=whole(0),
+        default=int(RECOMMENDED.target_active["document_flops"]),
         metavar="N",
-        help="steer the documents' FLOPS weight so that a document keeps N active dimensions",
+        help="steer the documents' FLOPS weight so that a document keeps N active dimensions; 0 "
+        "leaves the weight as it is (default: %(default)s)",
     )
-    add("--target-active-query", type=whole(1), metavar="N", help="the same for the queries")
+    add(
+        "--target-active-query",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="the same for the queries (default: %(default)s)",
+    )
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--corpus",

@@ -10,19 +10,23 @@ import torch
 from torch import Tensor
 
 from sparse_losses import (
+    RECOMMENDED,
+    BM25Teacher,
     Diagnostics,
     DocumentFrequency,
     Finding,
+    Preset,
     SparsityController,
     SpladeBatch,
     Texts,
+    TrainingSchedule,
     advise,
     gradient_report,
 )
 from sparse_losses.demo.corpus import Corpus, pair_texts
 from sparse_losses.demo.evaluation import Ranking, cosine, ranking
 from sparse_losses.demo.model import ModelSize, SparseEncoder
-from sparse_losses.demo.objective import Weights, loss_of, make_objective, make_schedule
+from sparse_losses.demo.objective import loss_of, make_objective, switched_off
 from sparse_losses.demo.options import STEPS, UserError
 from sparse_losses.demo.tokens import VOCAB_SIZE, Tokens, pad
 
@@ -31,7 +35,13 @@ LOOKED_AT = 128  # held-out texts a look: half as many differ too much from look
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Everything that decides the figures of a run on given data and one thread."""
+    """Everything that decides the figures of a run on given data and one thread.
+
+    Attributes:
+        preset: weights and numbers of the losses; its own targets are left to ``target_active``.
+        target_active: what the documents are steered to; ``None``: the preset's weight stays.
+        target_active_query: the same for the queries.
+    """
 
     steps: int = STEPS
     seed: int = 0
@@ -42,7 +52,7 @@ class Settings:
     learning_rate: float = 1e-3
     vocab_size: int = VOCAB_SIZE
     size: ModelSize = dataclasses.field(default_factory=ModelSize)
-    weights: Weights = dataclasses.field(default_factory=Weights)
+    preset: Preset = RECOMMENDED
     probe_every: int = 50
     probe_rows: int = 200
 
@@ -84,6 +94,7 @@ class Run:
             texts = pad(self.documents[start : start + 1000])
             self.df.update(texts.input_ids, texts.attention_mask)
         self.idf = self.df.idf()
+        self.teacher = BM25Teacher(self.df, special_token_ids=self.tokens.special_ids)
         self.probe_texts = pair_texts(corpus.validation[: settings.probe_rows], task=0)
 
         drawn = settings.steps * settings.batch_size
@@ -95,28 +106,27 @@ class Run:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.learning_rate, weight_decay=0.0
         )
-        self.objective = make_objective(self.tokens, self.idf, settings.weights, settings.without)
+        targets = {
+            "document_flops": settings.target_active,
+            "query_flops": settings.target_active_query,
+        }
+        wanted = {term: target for term, target in targets.items() if target is not None}
+        if wanted and "flops" in settings.without:
+            raise UserError("--target-active steers the weight of flops: drop --without flops")
+        preset = switched_off(settings.preset, settings.without).replace(target_active=wanted)
+        self.objective = make_objective(self.tokens, self.idf, preset, settings.without)
+        self.distils = "distillation" in self.objective.weights
         self.controllers: dict[str, SparsityController] = {}
         self.held_out: dict[str, list[list[int]]] = {}
-        targets = {"document": settings.target_active, "query": settings.target_active_query}
-        for side, target in targets.items():
-            if target is None:
+        for part in preset.schedules(self.objective, steps=settings.steps):
+            if isinstance(part, TrainingSchedule):
+                self.schedule = part
                 continue
-            if "flops" in settings.without:
-                raise UserError("--target-active steers the weight of flops: drop --without flops")
-            self.controllers[side] = SparsityController(
-                self.objective, f"{side}_flops", target_active=target
-            )
+            side = part.term.removesuffix("_flops")
+            self.controllers[side] = part
             self.held_out[side] = self.tokens.ids(
                 [getattr(pair, side) for row in corpus.validation for pair in row.pairs]
             )
-        self.schedule = make_schedule(
-            self.objective,
-            settings.weights,
-            settings.without,
-            settings.steps,
-            [controller.term for controller in self.controllers.values()],
-        )
         self.schedule.attach(self.optimizer)
         self.step = 0
         self.seconds = 0.0
@@ -147,13 +157,9 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate * min(1.0, (self.step + 1) / 20) * (1 - progress)
         batch = self.batch(self.step)
-        total, found = self.objective(batch)
-        terms: dict[str, float] = {}
-        for name, value in found.items():
-            weighted = self.objective.weights[name] * value.item()
-            terms[loss_of(name)] = terms.get(loss_of(name), 0.0) + weighted
+        total, terms = self.loss(batch)
         self.optimizer.zero_grad()
-        total.backward()
+        total.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 5.0)
         self.optimizer.step()
         self.step += 1
@@ -172,13 +178,27 @@ class Run:
         )
         self.history.append(Step(self.step, terms, query, document))
 
+    def loss(self, batch: SpladeBatch) -> tuple[Tensor, dict[str, float]]:
+        """What is minimised, and its weighted terms."""
+        total, found = self.objective(batch)
+        terms: dict[str, float] = {}
+        for name, value in found.items():
+            weighted = self.objective.weights[name] * value.item()
+            terms[loss_of(name)] = terms.get(loss_of(name), 0.0) + weighted
+        return total, terms
+
     def batch(self, step: int) -> SpladeBatch:
         """The texts of a step as the model sees them now."""
         size = self.settings.batch_size
         chosen = self.order[step * size :][:size].tolist()
-        texts = (pad([side[index] for index in chosen]) for side in (self.queries, self.documents))
+        texts = [pad([side[index] for index in chosen]) for side in (self.queries, self.documents)]
         query, document = (Texts(self.model(x), x.input_ids, x.attention_mask) for x in texts)
-        return SpladeBatch(query, document, positive_ids=self.group_ids[chosen])
+        return SpladeBatch(
+            query,
+            document,
+            positive_ids=self.group_ids[chosen],
+            teacher_scores=self.teacher(*map(vars, texts)) if self.distils else None,
+        )
 
     def findings(self) -> dict[str, list[Finding]]:
         """What ``advise`` says of the last step's texts, by side; it changes nothing.

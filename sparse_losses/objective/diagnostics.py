@@ -364,7 +364,8 @@ def recall_at_k(scores: Tensor, positive: Tensor, k: int) -> Tensor:
         columns = torch.arange(size["C"], device=scores.device)
         positive = positive[:, None] == columns
     positive = as_mask("positive", positive)
-    ordered, scores = scores.sort(1).values, scores.contiguous()
+    scores = scores.contiguous()  # or searchsorted warns, of a sorted transpose too
+    ordered = scores.sort(1).values
     not_above = torch.searchsorted(ordered, scores, right=True)
     below = torch.searchsorted(ordered, scores)
     rank = 1 + (size["C"] - not_above) + (not_above - below - 1) / 2

@@ -65,7 +65,7 @@ def test_from_pairs_to_answers_picture_and_figures(tiny, pairs, tmp_path, capsys
     settings = figures["settings"]
     assert settings["seed"] == 3
     assert settings["steps"] == len(figures["history"]) == 10
-    assert (settings["target_active"], settings["target_active_query"]) == (None, 30)
+    assert (settings["target_active"], settings["target_active_query"]) == (64, 30)
     assert settings["size"]["max_length"] == 9
     assert list(figures["sources"]) == ["pairs.tsv"]
     assert list(figures["answers"]) == ["shortest path", "zzzz [b]"]

@@ -1,12 +1,11 @@
 import pytest
 import torch
 
-from sparse_losses import SpladeBatch, Texts
+from sparse_losses import RECOMMENDED, SpladeBatch, Texts
 from sparse_losses.demo.objective import (
-    Weights,
     loss_of,
     make_objective,
-    make_schedule,
+    switched_off,
     token_penalty,
 )
 from sparse_losses.demo.options import TERMS
@@ -22,18 +21,24 @@ def _vectors():
     return [0.2 * torch.rand(2, TOKENS.vocab_size) for _ in range(2)]
 
 
-def _terms(without=(), progress=1.0, weights=None):
+def _terms(without=(), progress=1.0, preset=RECOMMENDED):
     """The weighted terms, both sides of a loss together, as the training's record has them."""
     texts = [pad(TOKENS.ids(["apple pie", "the cherry"])), pad(TOKENS.ids(["a pie", "cherry"]))]
     sides = [
         Texts(vector, text.input_ids, text.attention_mask)
         for vector, text in zip(_vectors(), texts, strict=True)
     ]
-    weights = weights or Weights()
-    objective = make_objective(TOKENS, IDF, weights, without)
-    schedule = make_schedule(objective, weights, without, STEPS)
+    preset = switched_off(preset.replace(target_active={}), without)
+    objective = make_objective(TOKENS, IDF, preset, without)
+    (schedule,) = preset.schedules(objective, steps=STEPS)
     schedule.load_state_dict({"steps_taken": round(progress * STEPS)})
-    total, terms = objective(SpladeBatch(*sides, positive_ids=torch.tensor([0, 1])))
+    total, terms = objective(
+        SpladeBatch(
+            *sides,
+            positive_ids=torch.tensor([0, 1]),
+            teacher_scores=torch.tensor([[3.0, 0.0], [1.0, 2.0]]),
+        )
+    )
     weighted = {}
     for name, value in terms.items():
         before = weighted.get(loss_of(name), 0.0)
@@ -64,26 +69,26 @@ def test_without_an_ingredient_changes_flops_alone(name):
 
 
 def test_warmup_is_quadratic_and_can_be_switched_off():
-    weights = Weights(warmup=0.5)
-    values = [_terms(progress=p, weights=weights)["flops"].item() for p in (0.25, 0.5, 1.0)]
+    preset = RECOMMENDED.replace(warmup={"query_flops": 0.5, "document_flops": 0.5})
+    values = [_terms(progress=p, preset=preset)["flops"].item() for p in (0.25, 0.5, 1.0)]
     assert values == pytest.approx([values[1] / 4, values[1], values[1]])
     assert values[1] > 0
-    assert "flops" not in _terms(progress=0.0, weights=weights)
-    off = _terms(["warmup"], progress=0.0, weights=weights)["flops"].item()
+    assert "flops" not in _terms(progress=0.0, preset=preset)
+    off = _terms(["warmup"], progress=0.0, preset=preset)["flops"].item()
     assert off == pytest.approx(values[1])
 
 
 def test_token_penalty_and_its_switches():
-    weights = Weights()
+    preset = RECOMMENDED
     stop, special = list(TOKENS.stopword_ids), list(TOKENS.special_ids)
     ordinary = torch.ones(TOKENS.vocab_size, dtype=torch.bool)
     ordinary[special] = False
-    full = token_penalty(TOKENS, IDF, weights, frozenset())
-    assert full[special].eq(weights.special_penalty).all()
-    calm = token_penalty(TOKENS, IDF, weights, frozenset(["stopword_penalty"]))
-    torch.testing.assert_close(full[stop], calm[stop] * weights.stopword_penalty)
-    flat = token_penalty(TOKENS, IDF, weights, frozenset(["stopword_penalty", "idf"]))
+    full = token_penalty(TOKENS, IDF, preset, frozenset())
+    assert full[special].eq(preset.special_penalty).all()
+    calm = token_penalty(TOKENS, IDF, preset, frozenset(["stopword_penalty"]))
+    torch.testing.assert_close(full[stop], calm[stop] * preset.stopword_penalty)
+    flat = token_penalty(TOKENS, IDF, preset, frozenset(["stopword_penalty", "idf"]))
     assert flat[ordinary].unique().numel() == 1
     torch.testing.assert_close(flat[ordinary].mean(), calm[ordinary].mean())
-    free = token_penalty(TOKENS, IDF, weights, frozenset(["special_penalty"]))
+    free = token_penalty(TOKENS, IDF, preset, frozenset(["special_penalty"]))
     assert free[special].max() <= 1

@@ -5,14 +5,21 @@ import dataclasses
 import pytest
 import torch
 
-from sparse_losses import CollapseError
+from sparse_losses import RECOMMENDED, CollapseError
 from sparse_losses.demo.model import ModelSize
-from sparse_losses.demo.objective import Weights
 from sparse_losses.demo.options import UserError
 from sparse_losses.demo.training import Run, Settings
 
-TOO_STRONG = {"weights": Weights(flops=6.0), "without": ("warmup",)}  # a hundred times the demo's
-TOO_WEAK = {"weights": Weights(flops=6e-5, temperature=1.0)}
+
+def _flops(weight, **changes):
+    """The recommended preset with other weights of FLOPS, which warm up on both sides."""
+    sides = ("query_flops", "document_flops")
+    warmup = dict.fromkeys(sides, 0.5)
+    return RECOMMENDED.replace(weights=dict.fromkeys(sides, weight), warmup=warmup, **changes)
+
+
+TOO_STRONG = {"preset": _flops(3.0), "without": ("warmup",)}  # a hundred times the demo's
+TOO_WEAK = {"preset": _flops(3e-5, temperature=1.0)}
 
 
 def _run(corpus, **options):
@@ -70,7 +77,7 @@ def test_with_the_controller_they_neither_collapse_nor_stay_dense(
 
 
 def test_looking_changes_nothing(corpus):
-    runs = [_run(corpus, steps=6, weights=Weights(warmup=1.0)) for _ in range(2)]
+    runs = [_run(corpus, steps=6, preset=_flops(0.03)) for _ in range(2)]
     for run, look in zip(runs, (False, True), strict=True):
         run.train(lambda step, run=run, look=look: look and run.findings())
     assert runs[0].history == runs[1].history
@@ -80,8 +87,8 @@ def test_looking_changes_nothing(corpus):
 
 
 def test_a_weight_that_warms_up_is_judged_by_what_it_will_be(corpus):
-    for flops, direction in ((600.0, "down"), (6e-6, "up")):
-        run = _run(corpus, weights=Weights(flops=flops))
+    for flops, direction in ((300.0, "down"), (3e-6, "up")):
+        run = _run(corpus, preset=_flops(flops))
         assert run.objective.weights["document_flops"] == 0.0
         assert run.findings()["document"][0].changes[0] == ("document_flops", direction)
         assert run.objective.weights["document_flops"] == 0.0

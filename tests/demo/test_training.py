@@ -4,8 +4,8 @@ import statistics
 import pytest
 import torch
 
+from sparse_losses import RECOMMENDED
 from sparse_losses.demo.evaluation import MODEL, Index, measure, top_tokens
-from sparse_losses.demo.objective import Weights
 from sparse_losses.demo.options import TERMS
 from sparse_losses.demo.training import Run
 
@@ -29,8 +29,9 @@ def test_a_run_depends_on_its_seed_alone(corpus, settings):
 
 
 def test_loss_and_active_dimensions_fall(corpus, settings):
+    preset = RECOMMENDED.replace(weights={"query_flops": 1.5, "document_flops": 1.5})
     settings = dataclasses.replace(
-        settings, steps=60, batch_size=16, learning_rate=5e-3, weights=Weights(flops=3.0)
+        settings, steps=60, batch_size=16, learning_rate=5e-3, preset=preset
     )
     run = Run(corpus, settings)
     run.train()
@@ -85,3 +86,25 @@ def test_without_spelling_reaches_the_model(corpus, settings):
     plain = Run(corpus, dataclasses.replace(settings, without=("spelling",)))
     assert not torch.equal(spelt.model.embedding, plain.model.embedding)
     assert torch.equal(plain.model.embedding, plain.untrained().embedding)
+
+
+def test_the_teacher_is_bm25_of_the_texts_without_their_marks(corpus, settings):
+    run = Run(corpus, settings)
+    batch = run.batch(0)
+    queries, documents = (
+        [[token for token in row if token not in run.tokens.special_ids] for row in texts]
+        for texts in (batch.anchor.input_ids.tolist(), batch.positive.input_ids.tolist())
+    )
+    lengths = [len(row) - 2 for row in run.documents]
+    mean = sum(lengths) / len(lengths)
+    for query, scores in zip(queries, batch.teacher_scores.tolist(), strict=True):
+        for document, score in zip(documents, scores, strict=True):
+            expected = sum(
+                run.idf[token].item() * 2.2 * f / (f + 1.2 * (0.25 + 0.75 * len(document) / mean))
+                for token in query
+                if (f := document.count(token))
+            )
+            assert score == pytest.approx(expected, rel=1e-4)
+    assert batch.teacher_scores.count_nonzero() > len(queries)
+    off = Run(corpus, dataclasses.replace(settings, without=("distillation",)))
+    assert off.batch(0).teacher_scores is None

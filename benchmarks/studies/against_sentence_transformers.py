@@ -1,0 +1,360 @@
+"""Our objective beside the losses of sentence-transformers: same model, batches, steps, optimiser.
+
+Theirs are their own classes, `SpladeLoss` around `SparseMultipleNegativesRankingLoss`, and their
+own callback, with the weight of the regulariser swept over five values, for both similarities. Ours
+is the recommended preset with its target swept over three, and a form of it for dot products. All
+of them also with BM25 as a teacher, theirs by `SparseDistillKLDivLoss`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import functools
+import itertools
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from benchmarks.studies.runs import (
+    Result,
+    markdown,
+    run_all,
+    spread,
+    study_parser,
+    write_csv,
+)
+from benchmarks.studies.targets import LOADERS
+from sparse_losses import RECOMMENDED, Preset, SpladeBatch, Texts
+from sparse_losses.demo.corpus import Corpus, Row, pair_texts
+from sparse_losses.demo.evaluation import bm25_scores, cosine, ranks
+from sparse_losses.demo.objective import loss_of
+from sparse_losses.demo.options import CORPORA, UserError, guarded
+from sparse_losses.demo.training import Run, Settings
+
+OURS, THEIRS = "sparse-losses", "sentence-transformers"
+TARGETS = (32, 64, 128)
+# Chosen so that a document keeps about twenty to two hundred dimensions.
+WEIGHTS = {"cosine": (0.003, 0.01, 0.03, 0.1, 0.3), "dot": (0.03, 0.1, 0.3, 1.0, 3.0)}
+QUICK = {"cosine": (0.01, 0.03, 0.1), "dot": (0.1, 0.3, 1.0)}
+SCALES = {"cosine": 20.0, "dot": 1.0}  # as their documentation has them
+TOKEN_LOSSES = ("self_reconstruction", "positive_activation", "min_activation")
+TOKEN_TERMS = [term for term in RECOMMENDED.weights if loss_of(term) in TOKEN_LOSSES]
+PRESETS = {
+    "cosine": RECOMMENDED,
+    # With dot products the token terms, the token penalties and InfoNCE in both directions cost
+    # quality: `recipe.py` has the figures.
+    "dot": RECOMMENDED.without(*TOKEN_TERMS).replace(
+        weights={"query_flops": 0.1, "document_flops": 0.1},
+        similarity="dot",
+        temperature=1.0,
+        score_scale=1.0,
+        symmetric=False,
+        idf_alpha=None,
+    ),
+}
+TEACHER = ", BM25 as teacher"
+TEACHER_SCALE = 0.5  # BM25 scores are too steep for a softmax
+BASELINES = ("BM25, words", "BM25, same subwords")
+FIGURES = ("ndcg_10", "mrr_10", "recall_100", "active_query", "active_document", "products")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One training; what is not here is the demo's, and the same for all.
+
+    Attributes:
+        system: whose losses.
+        similarity: that is trained, and that ranks.
+        number: the target of ours, the weight of both regularisers of theirs.
+        teacher: whether BM25 is distilled.
+        preset: of ours.
+    """
+
+    system: str
+    similarity: str
+    number: float
+    teacher: bool
+    steps: int
+    seed: int
+    preset: Preset | None = None
+
+    def training(self) -> Settings:
+        """The demo's settings."""
+        ours = {"preset": self.preset, "target_active": int(self.number)} if self.preset else {}
+        return Settings(steps=self.steps, seed=self.seed, probe_every=self.steps, **ours)
+
+
+def _variants(weights: dict[str, tuple[float, ...]]) -> dict[str, tuple[str, str, float, bool]]:
+    named = {}
+    for teacher in (False, True):
+        ending = TEACHER if teacher else ""
+        for target in TARGETS:
+            named[f"ours, target {target}{ending}"] = (OURS, "cosine", target, teacher)
+            named[f"ours, dot, target {target}{ending}"] = (OURS, "dot", target, teacher)
+        for similarity, values in weights.items():
+            for weight in values:
+                name = f"theirs, {similarity}, weight {weight:g}{ending}"
+                named[name] = (THEIRS, similarity, weight, teacher)
+    return named
+
+
+VARIANTS = _variants(WEIGHTS)
+
+
+class TheirRun(Run):
+    """The same training with the losses and the callback of sentence-transformers."""
+
+    def __init__(self, corpus: Corpus, arm: Arm) -> None:
+        super().__init__(corpus, arm.training())
+        from sentence_transformers.sparse_encoder import losses
+        from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import (
+            SpladeRegularizerWeightSchedulerCallback,
+        )
+        from transformers import TrainerState
+
+        vectors = nn.Identity()  # the batch holds its vectors already
+        main = losses.SparseMultipleNegativesRankingLoss(
+            vectors, scale=SCALES[arm.similarity], similarity_fct=_similarity(arm.similarity)
+        )
+        self.splade = losses.SpladeLoss(
+            vectors,
+            WithTeacher(main, arm.similarity) if arm.teacher else main,
+            document_regularizer_weight=arm.number,
+            query_regularizer_weight=arm.number,
+        )
+        self.callback = SpladeRegularizerWeightSchedulerCallback(self.splade)
+        self.state = TrainerState(max_steps=arm.steps)
+        self.callback.on_train_begin(None, self.state, None)
+        self.distils = arm.teacher
+
+    def loss(self, batch: SpladeBatch) -> tuple[Tensor, dict[str, float]]:
+        """The sum of what their loss returns, as their trainer takes it."""
+        self.state.global_step = self.step
+        self.callback.on_step_begin(None, self.state, None)
+        features = [_features(texts) for texts in (batch.anchor, batch.positive)]
+        terms = self.splade(features, batch.teacher_scores)
+        return torch.stack(list(terms.values())).sum(), {n: x.item() for n, x in terms.items()}
+
+
+class WithTeacher(nn.Module):
+    """Their contrastive loss plus their distillation, of all documents of the batch.
+
+    Their class takes a column of documents for every candidate, the query's own first: column k
+    holds the documents k places on. It multiplies by the squared temperature, which is undone, so
+    that the value is that of our `distillation_loss` at temperature 1 and alpha_kl 1.
+    """
+
+    def __init__(self, main: nn.Module, similarity: str) -> None:
+        super().__init__()
+        from sentence_transformers.sparse_encoder import losses
+        from sentence_transformers.util import pairwise_cos_sim, pairwise_dot_score
+
+        self.main = main
+        self.distillation = losses.SparseDistillKLDivLoss(
+            main.model,
+            similarity_fct=pairwise_cos_sim if similarity == "cosine" else pairwise_dot_score,
+            student_temperature=1 / SCALES[similarity],
+            teacher_temperature=1 / TEACHER_SCALE,
+        )
+
+    def compute_loss_from_embeddings(
+        self, embeddings: list[Tensor], labels: Tensor
+    ) -> dict[str, Tensor]:
+        """Both values; `labels [B, B]` are the teacher's scores."""
+        query, document = embeddings
+        size = len(query)
+        columns = [document.roll(-shift, 0) for shift in range(size)]
+        own_first = (torch.arange(size)[:, None] + torch.arange(size)) % size
+        distilled = self.distillation.compute_loss_from_embeddings(
+            [query, *columns], labels.gather(1, own_first)
+        )
+        return {
+            "base_loss": self.main.compute_loss_from_embeddings(embeddings, None),
+            "distillation_loss": distilled / self.distillation.student_temperature**2,
+        }
+
+
+def _similarity(name: str) -> Any:
+    from sentence_transformers.util import cos_sim, dot_score
+
+    return {"cosine": cos_sim, "dot": dot_score}[name]
+
+
+def _features(texts: Texts) -> dict[str, Tensor | None]:
+    return {
+        "input_ids": texts.input_ids,
+        "attention_mask": texts.attention_mask,
+        "sentence_embedding": texts.activations,
+    }
+
+
+def settings_of(variant: str, seed: int, steps: int) -> Arm:
+    """A training of one of `VARIANTS`."""
+    system, similarity, number, teacher = VARIANTS[variant]
+    preset = None
+    if system == OURS:
+        preset = PRESETS[similarity]
+        preset = preset if teacher else preset.without("distillation")
+    return Arm(system, similarity, number, teacher, steps, seed, preset)
+
+
+def start(arm: Arm, corpus: Corpus) -> Run:
+    """The run of an arm, before its first step."""
+    return Run(corpus, arm.training()) if arm.system == OURS else TheirRun(corpus, arm)
+
+
+def run_one(arm: Arm, corpus: Corpus) -> Result:
+    """One training, and how it ranks the test queries among all held-out documents."""
+    run = start(arm, corpus)
+    run.train()
+    baselines = [baseline(run, corpus, name) for name in BASELINES]
+    return {
+        "sources": corpus.sources,
+        "seconds": round(run.seconds, 1),
+        "controllers": {side: one.report() for side, one in run.controllers.items()},
+        "validation": evaluate(run, corpus, corpus.validation, arm.similarity),
+        "test": evaluate(run, corpus, corpus.test, arm.similarity),
+        "baselines": dict(zip(BASELINES, baselines, strict=True)),
+    }
+
+
+def evaluate(run: Run, corpus: Corpus, rows: Sequence[Row], similarity: str) -> dict[str, float]:
+    """Figures of the queries of `rows` among all documents never trained on; means over tasks."""
+    figures = []
+    for task in range(len(corpus.tasks)):
+        queries, documents = _texts(corpus, rows, task)
+        query, document = run.encode(queries), run.encode(documents)
+        scores = (cosine if similarity == "cosine" else torch.mm)(
+            query, document if similarity == "cosine" else document.T
+        )
+        on_query, on_document = ((x > 0).double() for x in (query, document))
+        figures.append(
+            _ranked(scores)
+            | {
+                "active_query": on_query.sum(1).mean().item(),
+                "active_document": on_document.sum(1).mean().item(),
+                "products": (on_query.mean(0) @ on_document.mean(0)).item(),
+            }
+        )
+    return _means(figures)
+
+
+def baseline(run: Run, corpus: Corpus, name: str) -> dict[str, float]:
+    """The same of BM25, on the words or subwords that the model sees."""
+    split = run.tokens.words if name == BASELINES[0] else run.tokens.pieces
+    figures = []
+    for task in range(len(corpus.tasks)):
+        queries, documents = _texts(corpus, corpus.test, task)
+        figures.append(_ranked(bm25_scores(split(queries), split(documents))))
+    return _means(figures)
+
+
+def _texts(corpus: Corpus, rows: Sequence[Row], task: int) -> tuple[list[str], list[str]]:
+    """The queries of `rows`, and their documents before those of the other held-out rows."""
+    queries, documents = pair_texts(rows, task)
+    others = corpus.validation if rows is corpus.test else corpus.test
+    return queries, documents + pair_texts(others, task)[1]
+
+
+def _ranked(scores: Tensor) -> dict[str, float]:
+    """Figures of scores `[Q, D]`; query i is answered by document i, and by no other."""
+    rank = ranks(scores)
+    near = rank <= 10
+    nothing = torch.zeros_like(rank)
+    return {
+        "ndcg_10": torch.where(near, 1 / torch.log2(1 + rank), nothing).mean().item(),
+        "mrr_10": torch.where(near, 1 / rank, nothing).mean().item(),
+        "recall_100": (rank <= 100).double().mean().item(),
+    }
+
+
+def _means(figures: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.mean(one[key] for one in figures) for key in figures[0]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is still missing, then write the tables; exit codes as in the demo."""
+    parser = study_parser(
+        "against_sentence_transformers",
+        "Train the demo's model with the recommended preset and with the losses of "
+        "sentence-transformers, and write how each ranks and what it costs. All of it are 192 "
+        "trainings, four to five hours of one core; --quick are 48, about an hour of one core.",
+        list(VARIANTS),
+        steps=250,
+    )
+    parser.add_argument(
+        "--corpora",
+        nargs="+",
+        choices=CORPORA,
+        default=list(CORPORA),
+        help="the texts to train on, each in a folder of its own (default: all)",
+    )
+    parser.add_argument("--quick", action="store_true", help="one seed, three weights")
+    return guarded(_run, parser, arguments)
+
+
+def _run(options: argparse.Namespace) -> None:
+    try:
+        import sentence_transformers  # noqa: F401
+    except ImportError as error:
+        raise UserError("this study needs sentence-transformers: make bench-peers") from error
+    if options.quick:
+        options.seeds = options.seeds[:1]
+        options.only = [name for name in options.only if name in _variants(QUICK)]
+    rows = []
+    for corpus in options.corpora:
+        Console().print(corpus, highlight=False)
+        own = copy.copy(options)
+        own.output = options.output / corpus
+        load = functools.cache(LOADERS[corpus].load)
+        results = run_all(own, list(VARIANTS), settings_of, run_one, load=load)
+        rows += [_row(corpus, name, None, one) for name, one in results[0]["baselines"].items()]
+        rows += [_row(corpus, one["variant"], one, one["test"]) for one in results]
+    write_csv(options.output / "against_sentence_transformers.csv", rows)
+    table = summary(rows)
+    (options.output / "against_sentence_transformers.md").write_text(table, encoding="utf-8")
+    Console().print(table, markup=False, highlight=False, soft_wrap=True)
+
+
+def _row(
+    corpus: str, variant: str, result: Result | None, figures: dict[str, float]
+) -> dict[str, Any]:
+    settings = result["settings"] if result else {}
+    return {
+        "corpus": corpus,
+        "sources": " ".join(f"{k} {v}" for k, v in result["sources"].items()) if result else "",
+        "variant": variant,
+        "system": settings.get("system", "BM25"),
+        "similarity": settings.get("similarity", ""),
+        "teacher": settings.get("teacher", ""),
+        "number": settings.get("number", ""),
+        "seed": result["seed"] if result else "",
+        **{name: round(figures[name], 4) if name in figures else "" for name in FIGURES},
+        "seconds": result["seconds"] if result else "",
+    }
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """A line a corpus and variant: means and deviations over its seeds."""
+    forms = dict(zip(FIGURES, ("{:.3f}",) * 3 + ("{:.1f}", "{:.1f}", "{:.2f}"), strict=True))
+    cells = []
+    for key, group in itertools.groupby(rows, lambda row: (row["corpus"], row["variant"])):
+        own = list(group)
+        measured = [
+            spread([row[name] for row in own], form) if own[0][name] != "" else ""
+            for name, form in forms.items()
+        ]
+        cells.append([*key, *measured])
+    headings = ("nDCG@10", "MRR@10", "Recall@100", "active q", "active d", "products a pair")
+    return markdown(("corpus", "variant", *headings), cells, left=2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Ranking and sparsity of ours and of sentence-transformers, from the study's committed results."""
+
+import csv
+import statistics
+from itertools import groupby
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+NAME = "against_sentence_transformers.csv"
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / NAME
+TICKS = [16, 32, 64, 128, 256]
+LINES = {  # system, similarity, teacher: label, colour, marker, line
+    ("sparse-losses", "cosine", "True"): ("ours, BM25 as teacher", "C0", "o", "-"),
+    ("sparse-losses", "cosine", "False"): ("ours", "C0", "s", "--"),
+    ("sentence-transformers", "cosine", "True"): ("theirs, cosine, teacher", "C1", "o", "-"),
+    ("sentence-transformers", "cosine", "False"): ("theirs, cosine", "C1", "s", "--"),
+    ("sentence-transformers", "dot", "True"): ("theirs, dot, teacher", "C2", "o", "-"),
+    ("sentence-transformers", "dot", "False"): ("theirs, dot", "C2", "s", "--"),
+}
+BASELINES = {"BM25, words": "-.", "BM25, same subwords": ":"}
+
+
+def draw(figure: Figure) -> None:
+    """A panel a corpus; a mark is the mean of a setting's seeds."""
+    with RESULTS.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    corpora = list(dict.fromkeys(row["corpus"] for row in rows))
+    panels = figure.subplots(1, len(corpora), squeeze=False)[0]
+    for axes, corpus in zip(panels, corpora, strict=True):
+        own = [row for row in rows if row["corpus"] == corpus]
+        for key, (label, colour, marker, line) in LINES.items():
+            points = front([r for r in own if (r["system"], r["similarity"], r["teacher"]) == key])
+            if points:
+                axes.plot(
+                    *zip(*points, strict=True),
+                    label=label,
+                    color=colour,
+                    marker=marker,
+                    linestyle=line,
+                    fillstyle="full" if marker == "o" else "none",
+                )
+        for row in own:
+            if row["variant"] in BASELINES:
+                axes.axhline(
+                    float(row["ndcg_10"]),
+                    label=row["variant"],
+                    color="C3",
+                    linestyle=BASELINES[row["variant"]],
+                    linewidth=1,
+                )
+        axes.set(title=corpus, xlabel="active dimensions of a document", ylabel="nDCG@10")
+        axes.set_xscale("log")
+        axes.xaxis.set_ticks(TICKS)
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    handles = {
+        label: handle
+        for axes in panels
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles, loc="outside right upper", fontsize=8)
+
+
+def front(rows: list[dict[str, str]]) -> list[tuple[float, float]]:
+    """Active dimensions and nDCG@10 of every setting, means over its seeds."""
+    ordered = sorted(rows, key=lambda row: row["variant"])
+    points = []
+    for _, group in groupby(ordered, lambda row: row["variant"]):
+        own = list(group)
+        points.append(
+            (
+                statistics.mean(float(row["active_document"]) for row in own),
+                statistics.mean(float(row["ndcg_10"]) for row in own),
+            )
+        )
+    return sorted(points)
