@@ -394,8 +394,8 @@ RECOMMENDED = Preset(
     name="RECOMMENDED",
     weights={
         "info_nce": 1.0,  # the scale of all others
-        # By BM25: +.010 and +.006; 3 is better on one of them only. On the demo's two corpora, at 64
-        # dimensions, it changes nothing with cosines.
+        # By BM25: +.010 and +.006; 3 is better on one of them only. On the demo's two corpora, at
+        # 64 dimensions, it changes nothing with cosines.
         "distillation": 1.0,
         "document_flops": 0.03,  # where the controller starts
         "query_flops": 0.03,  # .3: 40% fewer products a pair, for -.008 and -.002

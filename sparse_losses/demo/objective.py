@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ def make_objective(
 
     Where it weighs FLOPS by token, these weights are ours.
     """
-    flops = {}
+    flops: dict[str, Any] = {}
     if preset.idf_alpha is not None:
         penalty = token_penalty(tokens, idf, preset, without)
         flops = {"flops": IdfFlopsLoss(penalty, beta=preset.beta or 0.0)}
