@@ -42,8 +42,8 @@ def figures() -> list[str]:
     nws = "nws", "B=64 K=64 Q=8192 F=128 L=512"
     active = [
         float(row["active"])
-        for row in rows(ROOT / "docs/results/targets.csv")
-        if row["variant"] == "target 64"
+        for row in rows(ROOT / "docs/results/targets-250.csv")
+        if row["target"] == "64"
     ]
     seconds = {case: measured(*case, "ours")[0] for case in (head, info_nce, nws)}
     peaks = {case: measured(*case, "ours")[1] for case in (head, flops, info_nce)}

@@ -61,16 +61,6 @@ def test_the_tables_of_the_study_of_targets():
     assert calibration(calibrated, trained) in text
 
 
-def test_the_table_of_targets_of_the_guide():
-    for target, active, name, summary in rows("guides/sparsity.md", "| target, documents |"):
-        variant = f"target {target}"
-        assert active.removesuffix(", unreachable") == spread(
-            column("targets.csv", variant, "active"), 1
-        )
-        assert name == spread(column("targets.csv", variant, "name_recall_10"), 3)
-        assert summary == spread(column("targets.csv", variant, "summary_recall_10"), 3)
-
-
 def found_on_test_queries() -> list[list[dict]]:
     """Return what each seed's run found on the test queries, by task."""
     files = [RESULTS / f"demo-seed-{seed}.json" for seed in range(3)]
