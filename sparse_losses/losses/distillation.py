@@ -38,7 +38,7 @@ def distillation_loss(
     gather: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
-    r"""Brings the student's scores of a candidate list to the teacher's.
+    r"""Matches the student's scores of a candidate list to the teacher's.
 
     $$\ell = \alpha_{kl} \, T^2 \, \frac{1}{B} \sum_{i=1}^{B}
     \mathrm{KL}\bigl(\mathrm{softmax}(t_i / T) \,\Vert\, \mathrm{softmax}(s_i / T)\bigr)
@@ -62,8 +62,7 @@ def distillation_loss(
         standardize: ``"batch"``, one mean and deviation for the matrix, or ``"row"``, which needs
             three candidates, as two always stand at +-0.7071: rows with fewer have $z = 0$.
         candidate_mask: ``[B, C]`` bool, int or float 0/1; the KL, $z$ and the MSE run over these.
-        gather: whether means and deviation are over the rows of all ranks, whose number is the same
-            on each (see ``sparse_losses.distributed``); no scores are sent.
+        gather: means and deviation over the rows of all ranks (see ``sparse_losses.distributed``).
         impl: how the value is computed: ``"definition"``, the formula operation by operation,
             ``"direct"``, with a gradient of its own (a number as ``temperature``, no ``gather``),
             or ``"auto"``, the latter where it holds.
@@ -73,8 +72,8 @@ def distillation_loss(
         candidates; candidates), hence no ``reduction``. 0 if there is no candidate.
 
     Raises:
-        ValueError: for wrong shapes, devices or hyperparameters, a single candidate a row, or fewer
-            than three with ``standardize="row"``.
+        ValueError: for wrong shapes, devices or hyperparameters, or fewer than two candidates a
+            row (three with ``standardize="row"``).
         TypeError: for wrong dtypes.
 
     Examples:

@@ -56,11 +56,12 @@ def test_from_pairs_to_answers_picture_and_figures(tiny, pairs, tmp_path, capsys
         "? zzzz [b]",
         "documents: so dense",
         "Queries: ",
+        "Documents: ",
+        "active of 64 wanted",
         "active of 30 wanted",
         "cut at 7 subwords",
     ):
         assert expected in printed
-    assert "Documents: " not in printed
     figures = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
     settings = figures["settings"]
     assert settings["seed"] == 3

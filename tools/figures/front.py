@@ -5,6 +5,7 @@ import statistics
 from itertools import groupby
 from pathlib import Path
 
+from matplotlib import rcParams
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
@@ -48,7 +49,7 @@ def draw(figure: Figure) -> None:
                 axes.axhline(
                     float(row["ndcg_10"]),
                     label=row["variant"],
-                    color="grey",
+                    color=rcParams["text.color"],
                     linestyle=BASELINES[row["variant"]],
                     linewidth=1,
                 )

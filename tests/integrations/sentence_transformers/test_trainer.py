@@ -69,7 +69,6 @@ def test_our_gradient_caching_and_accumulation_change_nothing(name, sparse, tmp_
         assert {*objective().weights} <= {*trainer.state.log_history[0]}
 
 
-@pytest.mark.works_with(NAME, "cached")
 @pytest.mark.parametrize("mini_batch_size", [None, 3])
 @pytest.mark.parametrize("columns", [2, 3, 4])
 def test_bm25_teaches_an_objective(columns, mini_batch_size, sparse, tmp_path):
