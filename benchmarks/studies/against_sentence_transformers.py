@@ -35,7 +35,7 @@ from sparse_losses import RECOMMENDED, Preset, SpladeBatch, Texts
 from sparse_losses.demo.corpus import Corpus, Row, pair_texts
 from sparse_losses.demo.evaluation import bm25_scores, cosine, ranks
 from sparse_losses.demo.objective import loss_of
-from sparse_losses.demo.options import CORPORA, UserError, guarded
+from sparse_losses.demo.options import UserError, guarded
 from sparse_losses.demo.training import Run, Settings
 
 OURS, THEIRS = "sparse-losses", "sentence-transformers"
@@ -288,13 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "trainings, four to five hours of one core; --quick are 48, about an hour of one core.",
         list(VARIANTS),
         steps=250,
-    )
-    parser.add_argument(
-        "--corpora",
-        nargs="+",
-        choices=CORPORA,
-        default=list(CORPORA),
-        help="the texts to train on, each in a folder of its own (default: all)",
+        corpora=True,
     )
     parser.add_argument("--quick", action="store_true", help="one seed, three weights")
     return guarded(_run, parser, arguments)
@@ -302,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     try:
-        import sentence_transformers  # noqa: F401
+        import sentence_transformers  # noqa: F401  # only whether it is there
     except ImportError as error:
         raise UserError("this study needs sentence-transformers: make bench-peers") from error
     if options.quick:

@@ -27,7 +27,7 @@ from benchmarks.studies.runs import Result, markdown, run_all, study_parser, wri
 from benchmarks.studies.targets import LOADERS
 from sparse_losses import RECOMMENDED, Preset
 from sparse_losses.demo.corpus import Corpus
-from sparse_losses.demo.options import CORPORA, guarded
+from sparse_losses.demo.options import guarded
 from sparse_losses.demo.training import Run
 
 TARGETS = (32, 64)
@@ -88,13 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "each ranks the validation queries. All of it are 132 trainings, three hours of one core.",
         list(VARIANTS),
         steps=250,
-    )
-    parser.add_argument(
-        "--corpora",
-        nargs="+",
-        choices=CORPORA,
-        default=list(CORPORA),
-        help="the texts to train on (default: all)",
+        corpora=True,
     )
     return guarded(_run, parser, arguments)
 

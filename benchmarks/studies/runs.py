@@ -19,7 +19,7 @@ from rich.progress import track
 
 from sparse_losses._core.files import replaced_file
 from sparse_losses.demo import docstrings
-from sparse_losses.demo.options import UserError, whole, writable_folder
+from sparse_losses.demo.options import CORPORA, UserError, whole, writable_folder
 
 Result = dict[str, Any]
 
@@ -31,10 +31,12 @@ def study_parser(
     *,
     steps: int | Sequence[int],
     only: Sequence[str] = (),
+    corpora: bool = False,
 ) -> argparse.ArgumentParser:
     """The options of a study; ``only`` are the variants that it trains by default.
 
-    Where ``steps`` are several numbers, every one is a training of its own.
+    Where ``steps`` are several numbers, every one is a training of its own. With ``corpora`` there
+    is an option for the texts.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.studies.{name}",
@@ -75,6 +77,14 @@ def study_parser(
         + (", ".join(map(repr, only)) or "all")
         + ")",
     )
+    if corpora:
+        add(
+            "--corpora",
+            nargs="+",
+            choices=CORPORA,
+            default=list(CORPORA),
+            help="the texts to train on, each in a folder of its own (default: all)",
+        )
     return parser
 
 

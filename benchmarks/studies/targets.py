@@ -32,7 +32,7 @@ from sparse_losses.demo import debian, docstrings
 from sparse_losses.demo.corpus import Corpus, pair_texts
 from sparse_losses.demo.evaluation import cosine, ranking
 from sparse_losses.demo.model import ModelSize
-from sparse_losses.demo.options import CORPORA, STEPS, guarded
+from sparse_losses.demo.options import STEPS, guarded
 from sparse_losses.demo.training import Run, Settings, Step
 
 STARTS = {"dense": 0.0, "sparse": -2.0}  # the bias; at -2 a text keeps about a hundred
@@ -61,13 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         list(VARIANTS),
         steps=(STEPS // 2, STEPS),
         only=DEFAULT,
-    )
-    parser.add_argument(
-        "--corpora",
-        nargs="+",
-        choices=CORPORA,
-        default=list(CORPORA),
-        help="the texts to train on, each in a folder of its own (default: all)",
+        corpora=True,
     )
     return guarded(_run, parser, arguments)
 

@@ -159,7 +159,7 @@ class Run:
         batch = self.batch(self.step)
         total, terms = self.loss(batch)
         self.optimizer.zero_grad()
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()  # type: ignore[no-untyped-call]  # PyTorch gives it no types
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 5.0)
         self.optimizer.step()
         self.step += 1

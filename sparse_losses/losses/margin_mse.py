@@ -60,6 +60,7 @@ def margin_mse_loss(
     """
     student_margin = student_positive - student_negative
     teacher_margin = teacher_positive - teacher_negative
+    # PyTorch reduces in the same launch; its mean of no row is NaN, and it knows no ranks.
     if student_margin.shape[0] > 0 and not gather:
         return nnf.mse_loss(student_margin, teacher_margin, reduction=reduction)
     squares = nnf.mse_loss(student_margin, teacher_margin, reduction="none")
