@@ -346,7 +346,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
             for name, form in forms.items()
         ]
         cells.append([*key, *measured])
-    headings = ("nDCG@10", "MRR@10", "Recall@100", "active q", "active d", "products a pair")
+    headings = ("nDCG@10", "MRR@10", "Recall@100", "active q", "active d", "products per pair")
     return markdown(("corpus", "variant", *headings), cells, left=2)
 
 

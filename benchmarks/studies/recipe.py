@@ -115,7 +115,7 @@ def _run(options: argparse.Namespace) -> None:
         by_seed = " ".join(f"{row['ndcg_10']:.3f}" for row in own_rows)
         means = [statistics.mean(row[name] for row in own_rows) for name in FIGURES[3:]]
         cells.append([*key, by_seed, *(f"{mean:.1f}" for mean in means)])
-    headings = ("nDCG@10 by seed", "active q", "active d", "products a pair")
+    headings = ("nDCG@10 by seed", "active q", "active d", "products per pair")
     table = markdown(("corpus", "change", "target", *headings), cells, left=2)
     (options.output / "recipe.md").write_text(table, encoding="utf-8")
     Console().print(table, markup=False, highlight=False, soft_wrap=True)

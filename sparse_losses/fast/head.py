@@ -210,7 +210,7 @@ class _Packed(NamedTuple):
 
     token: Tensor  # [n] into the B * S positions
     row: Tensor  # [R] the texts with any attended token, in packed order
-    groups: list[tuple[int, int, int, int]]  # first and last text, first token, tokens a text
+    groups: list[tuple[int, int, int, int]]  # first and last text, first token, tokens per text
 
 
 def _pack(attended: Tensor) -> _Packed:

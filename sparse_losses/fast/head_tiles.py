@@ -1,4 +1,4 @@
-"""The head in tiles of the vocabulary: a few launches a tile, no wait for the device.
+"""The head in tiles of the vocabulary: a few launches per tile, no wait for the device.
 
 Forward: the scores of a tile, and of every text the largest and its place. Backward: the incoming
 gradient is scattered to these places in a tile of zeros, and two products give the gradients by

@@ -547,7 +547,7 @@ class LossState(TrainerCallback):  # type: ignore[misc]  # as above
 
 
 class IdfWeights(Module):  # type: ignore[misc]  # as above
-    """Multiplies the vectors of a ``SparseEncoder`` with one weight a token.
+    """Multiplies the vectors of a ``SparseEncoder`` with one weight per token.
 
     The last module of the folders that ``SpladeEncoder.save_pretrained`` writes if there are idf
     weights; load them with ``SparseEncoder(folder, trust_remote_code=True)``, which sentence-

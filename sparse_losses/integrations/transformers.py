@@ -160,7 +160,7 @@ class SpladeCollator:
         if scores.ndim != 2 or scores.shape[1] not in lengths.values():
             wanted = " or ".join(f"{name} = {length}" for name, length in lengths.items())
             raise ValueError(
-                f"expected 'teacher_scores' of {wanted} numbers a row, beside negatives and with "
+                f"expected 'teacher_scores' of {wanted} numbers per row, beside negatives and with "
                 f"teacher_candidates={self.teacher_candidates!r}, got {list(scores.shape[1:])}: "
                 'say "own" for the positive and the row\'s own negatives, "batch" for the '
                 "candidates of the whole batch"

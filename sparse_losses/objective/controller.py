@@ -87,7 +87,7 @@ class SparsityController:
     Args:
         objective: whose weight is steered; no schedule may set the same one.
         term: ``"document_flops"`` or ``"query_flops"``.
-        target_active: active dimensions a text, > 0, below the vocabulary's size.
+        target_active: active dimensions per text, > 0, below the vocabulary's size.
         start: $\lambda$ to begin with; default: the objective's weight.
         maximum: upper bound of $\lambda$; default: a million times ``start``.
         ignore_steps: optimiser steps before the first change.

@@ -55,7 +55,7 @@ class Report(dict[str, float]):
 class Diagnostics:
     r"""Adds up what the activations of one side look like, over as many batches as you like.
 
-    The state is two numbers a token and a dozen besides; nothing in it grows, and ``update``
+    The state is two numbers per token and a dozen besides; nothing in it grows, and ``update``
     waits for nothing. ``report`` reads it:
 
     - ``active_dimensions``: mean number a text, of the texts that have any; ``smallest``,

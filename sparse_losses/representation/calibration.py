@@ -10,7 +10,7 @@ __all__ = ["calibrate_threshold", "threshold"]
 
 
 def calibrate_threshold(activations: Tensor, target_active: float) -> float:
-    r"""Finds the threshold that leaves ``target_active`` dimensions a text, on average.
+    r"""Finds the threshold that leaves ``target_active`` dimensions per text, on average.
 
     Activations are $x = \log(1 + \max(0, z))$ of pooled logits $z$. The threshold $t$ is in units
     of $z$, where it can be subtracted from a bias: $e^x - 1 > t$ holds for as many entries a row.

@@ -502,7 +502,7 @@ class SpladeEncoder(nn.Module):
 
         Args:
             texts: Strings like the ones that will be encoded, such as a sample of the documents.
-            target_active: Active dimensions a text, on average, > 0.
+            target_active: Active dimensions per text, on average, > 0.
             batch_size: Texts at once; similar lengths go together.
 
         Returns:
