@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from benchmarks.report.merge import markdown
 from benchmarks.run.reckoned import Row
 
-__all__ = ["table"]
+__all__ = ["figure", "table"]
 
 PEER = "sentence-transformers"
 MIB = 2.0**20
@@ -25,11 +25,8 @@ def table(rows: Sequence[Row]) -> str:
     heading = (
         "loss",
         "case",
-        "launches: plain, ours, peer",
-        "waits of ours",
-        "moved, MB",
-        "peak, MiB",
-        "ours in half precision",
+        "launches: plain; ours; peer",
+        "peak, MiB: plain; ours; peer",
         "plain over ours, H100",
         "A10G",
     )
@@ -40,18 +37,14 @@ def _cells(each: Sequence[Row | None]) -> list[str]:
     plain, ours = each[0], each[1]
     assert plain is not None
     assert ours is not None
-    flops = ours.flops_half + ours.flops_single + ours.flops_double
     return [
         "; ".join("-" if row is None else f"{row.launches}" for row in each),
-        f"{ours.waits}",
-        "; ".join("-" if row is None else _figure(row.bytes / 1e6) for row in each),
-        "; ".join("-" if row is None else _figure(row.peak_bytes / MIB) for row in each),
-        f"{100 * ours.flops_half / flops:.0f}%" if flops else "-",
+        "; ".join("-" if row is None else figure(row.peak_bytes / MIB) for row in each),
         f"{plain.h100_seconds / ours.h100_seconds:.2f}",
         f"{plain.a10g_seconds / ours.a10g_seconds:.2f}",
     ]
 
 
-def _figure(number: float) -> str:
+def figure(number: float) -> str:
     """Three digits, or all of a whole number."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

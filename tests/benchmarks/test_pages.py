@@ -1,4 +1,4 @@
-"""The pages say what the committed results hold."""
+"""The pages and tables say what the committed results hold."""
 
 import re
 from pathlib import Path
@@ -9,6 +9,7 @@ pytest.importorskip("rich")
 
 from benchmarks.report import pages
 from benchmarks.run.table import RESULTS, read
+from benchmarks.studies import growth
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
         (pages.memory, pages.PAGE),
         (pages.objective, pages.PAGE),
         (pages.reckoned, pages.PAGE),
-        (pages.aims, pages.FOR_CONTRIBUTORS),
+        (pages.aims, pages.AIMS),
     ],
 )
 def test_benchmarks_shows_what_was_measured(make, page):
@@ -55,11 +56,23 @@ def test_the_tables_are_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
         pages.main()
 
 
-def test_growth_shows_what_the_command_wrote():
-    page = (ROOT / "docs" / "growth.md").read_text(encoding="utf-8")
+def test_the_exponents_of_growth_are_those_of_its_points():
+    rows = read(RESULTS / "growth.csv")
+    points = [
+        growth.Point(
+            row["loss"],
+            row["axis"],
+            float(row["value"]),
+            row["variant"],
+            float(row["seconds"]),
+            float(row["peak_bytes"]),
+            float(row["share"]),
+        )
+        for row in rows
+    ]
     written = (RESULTS / "growth.md").read_text(encoding="utf-8")
-    assert [block for block in written.strip().split("\n\n") if block not in page] == []
-    assert f"commit {read(RESULTS / 'growth.csv')[0]['git_commit']}," in written
+    assert f"\n{growth.exponents_table(points)}\n\n" in written
+    assert f"commit {rows[0]['git_commit']}," in written
 
 
 def test_large_batches_shows_what_caching_measured():
