@@ -8,7 +8,6 @@ docs/results/compatibility.json; without any, that file is rendered again.
 
 import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ DOCS = ROOT / "docs"
 RECORD = DOCS / "results" / "compatibility.json"
 PAGE = DOCS / "compatibility.md"
 
-# In the order of the table, with what a cell says.
+# In the order of the table, with what a row says.
 FEATURES = {
     "fp32": "fp32",
     "bf16": "bf16",
@@ -44,10 +43,13 @@ description: Which trainers work with half precision, compilation, several devic
 
 # Compatibility
 
-Each mark means that tests train with the real package and compare weights or losses with a plain
-loop; the tests are linked below the table. An empty cell is untested. Everything ran on CPUs; two
-devices are two gloo processes. `make compatibility` writes this page from a test run.
+A mark links to a test that trains with the real package and compares weights or losses with a plain
+loop. An empty cell is untested. Everything ran on CPUs; two devices are two gloo processes.
 
+"""
+FOOT = """
+`make compatibility` writes this page from a test run. `docs/results/compatibility.json` has all
+tests of each cell.
 """
 
 
@@ -81,35 +83,36 @@ def render(tests: dict[str, Any]) -> str:
             versions[trainer] = found["versions"]
             for feature in features:
                 backing.setdefault((trainer, feature), []).append(name)
+
+    def features_of(name: str) -> tuple[int, list[int]]:
+        said = {feature for _, *features in tests[name]["works_with"] for feature in features}
+        return len(said), sorted(map(list(FEATURES).index, said))
+
+    def mark(trainer: str, feature: str) -> str:
+        """A link to the test of the fewest features, and of the first ones: it shows most."""
+        names = backing.get((trainer, feature), [])
+        return _link(min(names, key=features_of)) if names else ""
+
     lines = ['<div class="dense-table" markdown>', ""]
     lines += ["| | " + " | ".join(TRAINERS) + " |", "|---|" + ":---:|" * len(TRAINERS)]
     for feature, title in FEATURES.items():
-        cells = ["✓" if (trainer, feature) in backing else "" for trainer in TRAINERS]
+        cells = [mark(trainer, feature) for trainer in TRAINERS]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
-    lines += ["", "</div>"]
-    for trainer, packages in TRAINERS.items():
-        lines += ["", f"## {trainer}", ""]
-        if trainer in versions:
-            listed = ", ".join(f"{package} {versions[trainer][package]}" for package in packages)
-            lines += [f"With {listed}.", ""]
-        for feature, title in FEATURES.items():
-            names = backing.get((trainer, feature), [])
-            if names:
-                lines.append(f"- {title}: " + ", ".join(map(_link, names)))
-    torch_versions = sorted({v["torch"] for v in versions.values()})
-    lines += ["", f"PyTorch {', '.join(torch_versions)}."]
-    return HEAD + "\n".join(lines) + "\n"
+    with_versions = [
+        ", ".join(f"{package} {versions[trainer][package]}" for package in packages)
+        if trainer in versions
+        else ""
+        for trainer, packages in TRAINERS.items()
+    ]
+    lines += ["| tested with | " + " | ".join(with_versions) + " |", "", "</div>"]
+    return HEAD + "\n".join(lines) + "\n" + FOOT
 
 
 def _link(name: str) -> str:
-    """The test's name: a cross-reference where the test stands on a page, else with its file."""
+    """A mark that links to the test's source."""
     path, _, function = name.partition("::")
-    function = re.sub(r"^.*::", "", function)
-    title = function.removeprefix("test_").replace("_", " ")
-    page = DOCS / "tests" / f"{Path(path).parts[1]}.md"  # one a folder
-    if page.exists():
-        return f"[{title}][{path.removesuffix('.py').replace('/', '.')}.{function}]"
-    return f"{title} (`{path}`)"
+    module = path.removesuffix(".py").replace("/", ".")
+    return f"[✓][{module}.{function.rpartition('::')[2]}]"
 
 
 def main() -> None:
