@@ -89,7 +89,7 @@ def render(tests: dict[str, Any]) -> str:
         return len(said), sorted(map(list(FEATURES).index, said))
 
     def mark(trainer: str, feature: str) -> str:
-        """A link to the test of the fewest features, and of the first ones: it shows most."""
+        """A link to the test of the fewest features; of several, the first in the order above."""
         names = backing.get((trainer, feature), [])
         return _link(min(names, key=features_of)) if names else ""
 
