@@ -106,9 +106,16 @@ def objective() -> str:
 
 
 def reckoned() -> str:
-    """What was counted without a GPU, of ``reckoned.csv``: the cases of a GPU's size."""
+    """What was counted without a GPU, of ``reckoned.csv``: each loss's largest case by dtype."""
     rows = counting.read(RESULTS / "reckoned.csv")
-    return reckoned_table([row for row in rows if row.case.endswith(("fp32", "bf16"))])
+    largest: dict[tuple[str, str], tuple[int, str]] = {}
+    for row in rows:
+        dtype = row.case.split()[-1]
+        if row.variant == "eager" and dtype in ("fp32", "bf16"):  # a GPU's sizes name theirs
+            kind, size = (row.loss, dtype), (row.bytes, row.case)
+            largest[kind] = max(largest.get(kind, size), size)
+    cases = {(loss, case) for (loss, _), (_, case) in largest.items()}
+    return reckoned_table([row for row in rows if (row.loss, row.case) in cases])
 
 
 def _time(seconds: float) -> str:
