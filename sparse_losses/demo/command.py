@@ -7,7 +7,8 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from rich.console import Console, Group
@@ -19,8 +20,8 @@ import sparse_losses
 from sparse_losses import CollapseError, Finding
 from sparse_losses._core.files import replaced_file
 from sparse_losses.demo import debian, docstrings, report
-from sparse_losses.demo.corpus import read_pairs
-from sparse_losses.demo.evaluation import Index, measure, top_tokens
+from sparse_losses.demo.corpus import Corpus, read_pairs
+from sparse_losses.demo.evaluation import Index, TaskFigures, measure, top_tokens
 from sparse_losses.demo.model import ModelSize
 from sparse_losses.demo.options import UserError, writable_folder
 from sparse_losses.demo.training import Run, Settings, Step
@@ -61,8 +62,7 @@ def execute(options: argparse.Namespace) -> None:
     else:
         with console.status(f"Reading the corpus: {options.corpus}"):
             corpus = LOADERS[options.corpus].load()
-    sizes = {part: len(getattr(corpus, part)) for part in ("train", "validation", "test")}
-    sizes["train pairs"] = sum(len(row.pairs) for row in corpus.train)
+    sizes = _sizes(corpus)
     console.print(
         f"{sizes['train pairs']:,} training pairs, {sizes['validation']} validation and "
         f"{sizes['test']} test rows from "
@@ -104,11 +104,36 @@ def execute(options: argparse.Namespace) -> None:
     )
     report.draw(folder / "training.png", run, figures)
     seconds = {"training": run.seconds, "this call": time.perf_counter() - started}
+    _write(folder / "figures.json", run, corpus, seconds, figures, tops, answers)
+    console.print(
+        f"\nTrained in {run.seconds:.0f} s, {seconds['this call']:.0f} s in all. "
+        f"Wrote {folder / 'training.png'} and {folder / 'figures.json'}.",
+        soft_wrap=True,
+    )
+    if sys.stdin.isatty() and not options.query:
+        _prompt(console, index)
+
+
+def _sizes(corpus: Corpus) -> dict[str, int]:
+    sizes = {part: len(getattr(corpus, part)) for part in ("train", "validation", "test")}
+    return {**sizes, "train pairs": sum(len(row.pairs) for row in corpus.train)}
+
+
+def _write(
+    path: Path,
+    run: Run,
+    corpus: Corpus,
+    seconds: dict[str, float],
+    figures: Sequence[TaskFigures],
+    tops: dict[str, list[tuple[str, float]]],
+    answers: dict[str, list[tuple[float, str, str]]],
+) -> None:
+    """All that the run has found, as JSON."""
     content = {
         "versions": {"sparse-losses": sparse_losses.__version__, "torch": torch.__version__},
         "sources": corpus.sources,
-        "rows": sizes,
-        "settings": dataclasses.asdict(settings),
+        "rows": _sizes(corpus),
+        "settings": dataclasses.asdict(run.settings),
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
         "test": [dataclasses.asdict(figure) for figure in figures],
         "top_tokens": tops,
@@ -120,15 +145,8 @@ def execute(options: argparse.Namespace) -> None:
         "history": [dataclasses.asdict(step) for step in run.history],
     }
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    with replaced_file(folder / "figures.json", text=True) as file:
+    with replaced_file(path, text=True) as file:
         file.write(text)
-    console.print(
-        f"\nTrained in {run.seconds:.0f} s, {seconds['this call']:.0f} s in all. "
-        f"Wrote {folder / 'training.png'} and {folder / 'figures.json'}.",
-        soft_wrap=True,
-    )
-    if sys.stdin.isatty() and not options.query:
-        _prompt(console, index)
 
 
 def settings_of(options: argparse.Namespace) -> Settings:

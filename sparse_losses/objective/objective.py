@@ -310,34 +310,54 @@ class SpladeObjective(nn.Module):
         return agree_across_ranks(call, self.gather, *vectors, **sizes)
 
     def _terms(self, active: Sequence[str], batch: SpladeBatch) -> dict[str, Tensor]:
-        terms: dict[str, Tensor] = {}
-        anchor, positive, negative = batch.anchor, batch.positive, batch.negative
-        teacher_scores, teacher_anchor_scores = batch.teacher_scores, batch.teacher_anchor_scores
-        # Joining positives and negatives is a copy.
-        sides = {"query": anchor}
+        # Joining positives and negatives is a copy: only where a term reads it.
+        sides = {"query": batch.anchor}
         if {f"document_{name}" for name in ON_TEXTS} & {*active}:
-            sides["document"] = _together(positive, negative)
+            sides["document"] = _together(batch.positive, batch.negative)
         flops = {f"{side}_flops" for side in sides} & {*active}
-        shown, of_flops = batch, sides
-        hides = len(self.stopword_ids) > 0 and ("info_nce" in active or bool(flops))
-        if hides:
+        shown, of_flops = None, sides
+        if len(self.stopword_ids) > 0 and ("info_nce" in active or flops):
             shown = batch._replace(
-                anchor=self._hide(anchor),
-                positive=self._hide(positive),
-                negative=None if negative is None else self._hide(negative),
+                anchor=self._hide(batch.anchor),
+                positive=self._hide(batch.positive),
+                negative=None if batch.negative is None else self._hide(batch.negative),
             )
             of_flops = {"query": shown.anchor}
             if "document_flops" in flops:
                 of_flops["document"] = _together(shown.positive, shown.negative)
+        terms = self._of_scores(active, batch, shown)
+        for side, texts in sides.items():
+            if f"{side}_flops" in flops:
+                terms[f"{side}_flops"] = self._call(self.flops, of_flops[side].activations)
+            terms |= self._of_texts(active, side, texts)
+        for side, one, other in (
+            ("query", batch.anchor, batch.positive),
+            ("document", batch.positive, batch.anchor),
+        ):
+            if f"{side}_positive_activation" in active:
+                terms[f"{side}_positive_activation"] = self._call(
+                    self.positive_activation,
+                    one.activations,
+                    other.input_ids,
+                    other.attention_mask,
+                )
+        return terms
 
+    def _of_scores(
+        self, active: Sequence[str], batch: SpladeBatch, shown: SpladeBatch | None
+    ) -> dict[str, Tensor]:
+        """The terms on similarities; InfoNCE sees ``shown`` where stopwords are hidden."""
+        terms: dict[str, Tensor] = {}
+        anchor, positive, negative = batch.anchor, batch.positive, batch.negative
+        teacher_scores, teacher_anchor_scores = batch.teacher_scores, batch.teacher_anchor_scores
         teacher_scale = self.score_scale if self.teacher_scale is None else self.teacher_scale
         scores, ranks = None, 1
         if {"distillation", "margin_mse"} & {*active} and teacher_scores is not None:
             ranks = self._ranks_of_teacher(anchor, negative, teacher_scores)
             scores = self._scores(anchor, positive, negative, ranks)
         if "info_nce" in active:
-            is_whole = not hides and not (self.gather or self.info_nce.gather)
-            terms["info_nce"] = self._info_nce(shown, scores if is_whole else None)
+            is_whole = shown is None and not (self.gather or self.info_nce.gather)
+            terms["info_nce"] = self._info_nce(shown or batch, scores if is_whole else None)
         # What an active term needs is there: the checks above said so, the types do not know.
         if "triplet_margin" in active and negative is not None:
             terms["triplet_margin"] = self._call(
@@ -359,30 +379,23 @@ class SpladeObjective(nn.Module):
             )
         if "margin_mse" in active and scores is not None and teacher_scores is not None:
             terms["margin_mse"] = self._margin_mse(scores, batch, teacher_scores, ranks)
+        return terms
 
-        for side, texts in sides.items():
-            activations, input_ids, attention_mask, logits = texts
-            signed = activations if logits is None else logits
-            if f"{side}_flops" in active:
-                terms[f"{side}_flops"] = self._call(self.flops, of_flops[side].activations)
-            if f"{side}_min_activation" in active:
-                counts = token_counts(input_ids, attention_mask, self.special_token_ids)
-                terms[f"{side}_min_activation"] = self._call(self.min_activation, signed, counts)
-            if f"{side}_language_penalty" in active and self.language_penalty is not None:
-                penalty = self._call(self.language_penalty, activations)
-                terms[f"{side}_language_penalty"] = penalty
-            if f"{side}_self_reconstruction" in active:
-                terms[f"{side}_self_reconstruction"] = self._call(
-                    self.self_reconstruction, signed, input_ids, attention_mask
-                )
-        for side, one, other in (("query", anchor, positive), ("document", positive, anchor)):
-            if f"{side}_positive_activation" in active:
-                terms[f"{side}_positive_activation"] = self._call(
-                    self.positive_activation,
-                    one.activations,
-                    other.input_ids,
-                    other.attention_mask,
-                )
+    def _of_texts(self, active: Sequence[str], side: str, texts: Texts) -> dict[str, Tensor]:
+        """The terms on the vectors of one side and their own tokens."""
+        terms: dict[str, Tensor] = {}
+        activations, input_ids, attention_mask, logits = texts
+        signed = activations if logits is None else logits
+        if f"{side}_min_activation" in active:
+            counts = token_counts(input_ids, attention_mask, self.special_token_ids)
+            terms[f"{side}_min_activation"] = self._call(self.min_activation, signed, counts)
+        if f"{side}_language_penalty" in active and self.language_penalty is not None:
+            penalty = self._call(self.language_penalty, activations)
+            terms[f"{side}_language_penalty"] = penalty
+        if f"{side}_self_reconstruction" in active:
+            terms[f"{side}_self_reconstruction"] = self._call(
+                self.self_reconstruction, signed, input_ids, attention_mask
+            )
         return terms
 
     def _info_nce(self, batch: SpladeBatch, scores: Tensor | None) -> Tensor:
