@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT / "docs" / "assets"
-RESULTS = ROOT / "benchmarks" / "results" / "aims-rebuilt.csv"
+RESULTS = ROOT / "benchmarks" / "results" / "aims-run-1.csv"
 CASE = "B=16 S=256 V=30522 H=768 0.5%"
 NAMES = {
     "eager": "plain PyTorch",

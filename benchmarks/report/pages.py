@@ -32,17 +32,16 @@ PEERS = (
 
 
 def aims() -> str:
-    """Every aim under both settings of the allocator, of the runs in ``aims*-run-*.csv``."""
-    runs = sorted(RESULTS.glob("aims*-run-*.csv"))
+    """Every aim by setting of the allocator, of the runs in ``aims-run-*.csv``."""
+    verdicts = judge(merge([read(path) for path in sorted(RESULTS.glob("aims-run-*.csv"))]))
     cells: dict[tuple[str, ...], dict[str, str]] = {}
-    for verdict in judge(merge([read(path) for path in runs])):
+    for verdict in verdicts:
         said = verdict.measured + (" **missed**" if verdict.verdict == "missed" else "")
         line = verdict.aim, verdict.case, verdict.wanted
         cells.setdefault(line, {})[verdict.allocator] = said
-    lines = [
-        (*line, found.get("default", "-"), found.get("warm", "-")) for line, found in cells.items()
-    ]
-    return markdown(("aim", "case", "wanted", "allocator as it comes", "warm"), lines)
+    kinds = sorted({verdict.allocator for verdict in verdicts})
+    lines = [(*line, *(found.get(kind, "-") for kind in kinds)) for line, found in cells.items()]
+    return markdown(("aim", "case", "wanted", *(f"{kind} allocator" for kind in kinds)), lines)
 
 
 def peers() -> str:
@@ -70,7 +69,7 @@ def _over(row: Row | None, ours: Row) -> str:
 def memory() -> str:
     """Peak memory of the plain formula, of sentence-transformers and of ours, with the times."""
     found: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in read(RESULTS / "aims-rebuilt.csv"):
+    for row in read(RESULTS / "aims-run-1.csv"):
         if row["pass"] == TRAINING and row["allocator"] == "default":
             found.setdefault((row["loss"], row["case"]), {})[row["variant"]] = row
     names = ("eager", "sentence-transformers", "ours")

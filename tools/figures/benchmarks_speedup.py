@@ -1,4 +1,4 @@
-"""How many times as fast as the plain formula: benchmarks/results/aims.csv, median of the runs."""
+"""How many times as fast as the plain formula: benchmarks/results/aims.csv."""
 
 import csv
 from pathlib import Path
@@ -7,11 +7,10 @@ from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 VARIANTS = ("ours", "ours, CSR input", "ours, sparse_grad")
-SERIES = {"default": ("allocator as it comes", "o"), "warm": ("warm", "D")}
 
 
 def draw(figure: Figure) -> None:
-    """A row a case; a mark is the median, its line goes from the lowest run to the highest."""
+    """One row per case."""
     figure.set_size_inches(8.4, 7)
     with (RESULTS / "aims.csv").open(encoding="utf-8") as lines:
         rows = [
@@ -21,24 +20,11 @@ def draw(figure: Figure) -> None:
         ]
     labels = list(dict.fromkeys(_label(row) for row in rows))[::-1]
     axes = figure.subplots()
-    for shift, (allocator, (name, marker)) in zip((0.17, -0.17), SERIES.items(), strict=True):
-        own = [row for row in rows if row["allocator"] == allocator]
-        middle, low, high = (
-            [float(row[f"speedup_{part}"]) for row in own] for part in ("median", "low", "high")
-        )
-        axes.errorbar(
-            middle,
-            [labels.index(_label(row)) + shift for row in own],
-            xerr=(
-                [m - x for m, x in zip(middle, low, strict=True)],
-                [x - m for m, x in zip(middle, high, strict=True)],
-            ),
-            fmt=marker,
-            markersize=4.5,
-            markerfacecolor="none" if marker == "D" else None,
-            elinewidth=1.2,
-            label=name,
-        )
+    axes.plot(
+        [float(row["speedup_median"]) for row in rows],
+        [labels.index(_label(row)) for row in rows],
+        "o",
+    )
     axes.axvline(1, color=axes.spines["left"].get_edgecolor(), linewidth=1, linestyle="-")
     axes.set_xscale("log")
     ticks = [0.7, 1, 2, 3, 5, 10, 20, 50, 100]
@@ -47,7 +33,6 @@ def draw(figure: Figure) -> None:
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.set_ylim(-0.6, len(labels) - 0.4)
     axes.set_xlabel("times as fast as the plain formula, forward and backward")
-    figure.legend(loc="outside upper center", ncols=2)
 
 
 def _label(row: dict[str, str]) -> str:
