@@ -1,6 +1,7 @@
 """The pages say what the committed results of the demo hold."""
 
 import csv
+import functools
 import json
 import re
 from pathlib import Path
@@ -63,11 +64,9 @@ def test_the_table_of_rankings():
 def test_the_table_of_dimensions():
     name = found_on_test_queries()[0]
     table = rows("demo.md", "| name → document | active |")
-    for (text, active, *shares), side in zip(
-        table, ("query_before", "query_after", "document_before", "document_after"), strict=True
-    ):
-        assert text == side.replace("query_", "queries, ").replace("document_", "documents, ")
-        found = name[side]
+    sides = {"queries": name["query_after"], "documents": name["document_after"]}
+    assert [row[0] for row in table] == list(sides)
+    for (_, active, *shares), found in zip(table, sides.values(), strict=True):
         assert active == f"{found['active']:,.0f}"
         assert shares == [f"{found[key]:.1%}" for key in ("stopwords", "rare", "own")]
 
@@ -78,14 +77,9 @@ def test_the_table_of_the_ablation():
     variants = [one for one in variants if one == "full" or one.startswith("without ")]
     table = rows("demo.md", "| losses, 300 steps |")
     for (_, *cells), variant in zip(table, variants, strict=True):
-        found = {
-            key: column("ablation.csv", variant, key)
-            for key in ("name_mrr_10", "summary_mrr_10", "active_query", "active_document")
-        }
-        expected = [spread(values, 3) for values in list(found.values())[:2]]
-        expected += [
-            f"{mean(values):,.0f} ± {stdev(values):.0f}" for values in list(found.values())[2:]
-        ]
-        shares = ("stopwords", "query_rare", "own")
-        expected += [f"{mean(column('ablation.csv', variant, key)):.1%}" for key in shares]
+        found = functools.partial(column, "ablation.csv", variant)
+        expected = [spread(found(key), 3) for key in ("name_mrr_10", "summary_mrr_10")]
+        counts, shares = ("active_query", "active_document"), ("stopwords", "query_rare", "own")
+        expected += [f"{mean(found(key)):,.0f}" for key in counts]
+        expected += [f"{mean(found(key)):.1%}" for key in shares]
         assert cells == expected, variant
