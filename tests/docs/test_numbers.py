@@ -1,12 +1,11 @@
 """The pages say what the committed results of the demo hold."""
 
 import csv
+import functools
 import json
 import re
 from pathlib import Path
 from statistics import mean, stdev
-
-import pytest
 
 from benchmarks.studies.targets import asked_and_got, calibration, read_rows
 
@@ -35,24 +34,6 @@ def column(file: str, variant: str, name: str) -> list[float]:
     return values
 
 
-def test_the_table_of_targets():
-    table = rows("demo.md", "| run | active | off by |")
-    assert [row[0] for row in table][1:] == [f"target {a}" for a in (32, 64, 128, 256)]
-    for run, active, off, name, summary, status in table:
-        variant = "full" if run == "a fixed weight" else run
-        found = column("targets.csv", variant, "active")
-        assert active == spread(found, 1)
-        assert name == spread(column("targets.csv", variant, "name_recall_10"), 3)
-        assert summary == spread(column("targets.csv", variant, "summary_recall_10"), 3)
-        said = [one["status"] for one in runs("targets.csv") if one["variant"] == variant]
-        assert said == 3 * [status]
-        if variant != "full":
-            target = float(variant.removeprefix("target "))
-            assert off == f"{mean(found) / target - 1:+.1%}"
-            if status == "on target":
-                assert all(abs(one / target - 1) < 0.08 for one in found)
-
-
 def test_the_tables_of_the_study_of_targets():
     trained = read_rows(RESULTS / "targets-250.csv")
     calibrated = read_rows(RESULTS / "targets-250-calibrated.csv")
@@ -61,43 +42,44 @@ def test_the_tables_of_the_study_of_targets():
     assert calibration(calibrated, trained) in text
 
 
-def found_on_test_queries() -> list[list[dict]]:
-    """Return what each seed's run found on the test queries, by task."""
-    files = [RESULTS / f"demo-seed-{seed}.json" for seed in range(3)]
-    return [json.loads(file.read_text(encoding="utf-8"))["test"] for file in files]
+def found_on_test_queries() -> list[dict]:
+    """Return what the run with the recommended preset found on the test queries, by task."""
+    file = RESULTS / "demo-recommended-seed-0.json"
+    return json.loads(file.read_text(encoding="utf-8"))["test"]
 
 
-@pytest.mark.parametrize("task", ["name → document", "summary → rest"])
-def test_the_tables_of_rankings(task):
-    """BM25 does not depend on the seed, and has no deviation."""
-    found = [
-        part["rankings"] for run in found_on_test_queries() for part in run if part["task"] == task
-    ]
-    assert len(found) == 3
-    table = rows("demo.md", f"| {task} | Recall@1 |")
-    assert len(table) == len(found[0])
+def test_the_table_of_rankings():
+    tasks = [part["rankings"] for part in found_on_test_queries()]
+    table = rows("demo.md", "| | name R@1 |")
+    assert len(table) == len(tasks[0])
     for system, *cells in table:
-        for cell, key in zip(cells, ("recall_1", "recall_10", "mrr_10"), strict=True):
-            values = [rankings[system.strip("*")][key] for rankings in found]
-            expected = f"{values[0]:.3f}" if len(set(values)) == 1 else spread(values, 3)
-            assert cell.strip("*") == expected.replace("0.", ".")
+        found = [
+            rankings[system.strip("*")][key]
+            for rankings in tasks
+            for key in ("recall_1", "recall_10", "mrr_10")
+        ]
+        assert [cell.strip("*") for cell in cells] == [f"{one:.3f}"[1:] for one in found]
 
 
-def test_whose_active_dimensions():
-    tests = found_on_test_queries()
-    name, summary = (
-        spread([test[task]["document_after"]["active"] for test in tests], 0) for task in (0, 1)
-    )
-    both = spread(column("targets.csv", "full", "active"), 1)
-    shorter = spread(column("ablation.csv", "full", "active_document"), 0)
-    found = [row[0] for row in rows("demo.md", "| active | of | steps |")]
-    assert found[:4] == [name, summary, both, shorter]
-    assert found[4] == "108"  # one run, not committed: the row "the default" of what was tried
-    bm25 = [test["rankings"]["BM25, same subwords"] for test in tests[0]]
-    recall, mrr = (
-        " and ".join(f"{one[key]:.3f}".removeprefix("0") for one in bm25)
-        for key in ("recall_10", "mrr_10")
-    )
-    text = " ".join((DOCS / "demo.md").read_text(encoding="utf-8").split())
-    assert f"{recall} are Recall@10 of the test queries" in text
-    assert f"MRR@10 of the validation queries (of the test queries: {mrr})" in text
+def test_the_table_of_dimensions():
+    name = found_on_test_queries()[0]
+    table = rows("demo.md", "| name → document | active |")
+    sides = {"queries": name["query_after"], "documents": name["document_after"]}
+    assert [row[0] for row in table] == list(sides)
+    for (_, active, *shares), found in zip(table, sides.values(), strict=True):
+        assert active == f"{found['active']:,.0f}"
+        assert shares == [f"{found[key]:.1%}" for key in ("stopwords", "rare", "own")]
+
+
+def test_the_table_of_the_ablation():
+    """The rows are in the order of the runs, and say the mean of three seeds."""
+    variants = list(dict.fromkeys(run["variant"] for run in runs("ablation.csv")))
+    variants = [one for one in variants if one == "full" or one.startswith("without ")]
+    table = rows("demo.md", "| losses, 300 steps |")
+    for (_, *cells), variant in zip(table, variants, strict=True):
+        found = functools.partial(column, "ablation.csv", variant)
+        expected = [spread(found(key), 3) for key in ("name_mrr_10", "summary_mrr_10")]
+        counts, shares = ("active_query", "active_document"), ("stopwords", "query_rare", "own")
+        expected += [f"{mean(found(key)):,.0f}" for key in counts]
+        expected += [f"{mean(found(key)):.1%}" for key in shares]
+        assert cells == expected, variant
