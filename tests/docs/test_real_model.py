@@ -102,7 +102,7 @@ def test_the_page_trains_saves_and_evaluates(architecture, tmp_path, monkeypatch
     page = {"__name__": "__main__"}
     exec(compile(first, PAGE.name, "exec"), page)
     assert (page["MODEL"], page["DATA"]) == (CASES["distilbert"][0], CASES["distilbert"][2])
-    page |= {"MODEL": model, "DATA": data, "STEPS": 2, "BATCH": 4, "TOKENS": 32}
+    page |= {"MODEL": model, "DATA": data, "STEPS": 2, "BATCH": 2, "TOKENS": 32}
     for code in rest:
         exec(compile(code, PAGE.name, "exec"), page)
 
