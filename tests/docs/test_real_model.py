@@ -1,6 +1,5 @@
 """The tutorial's own code, with tiny models of the real architectures and a few rows of data."""
 
-import re
 from pathlib import Path
 
 import datasets
