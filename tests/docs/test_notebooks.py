@@ -1,0 +1,192 @@
+"""The guides as notebooks and scripts: valid, plain Markdown, the code that the pages show."""
+
+import ast
+import re
+import sys
+
+import pytest
+
+from tools.translations import split_code
+
+jupytext = pytest.importorskip("jupytext")
+nbformat = pytest.importorskip("nbformat")
+
+from tools import notebooks  # noqa: E402
+
+GUIDES = pytest.mark.parametrize("page", notebooks.GUIDES, ids=lambda page: page.stem)
+# What an extra brings besides the package's own dependencies.
+BROUGHT = {
+    "transformers": {"tokenizers", "transformers"},
+    "sentence-transformers": {"datasets", "sentence_transformers", "tokenizers", "transformers"},
+    "demo": {"bm25s", "matplotlib", "tokenizers"},
+}
+
+
+def of_kind(notebook, kind):
+    return [cell.source for cell in notebook.cells if cell.cell_type == kind]
+
+
+@GUIDES
+def test_a_notebook_is_valid_and_has_the_blocks_of_its_page(page):
+    """The page's blocks run in order as tests, hence so does the notebook."""
+    made = notebooks.notebook(page)
+    nbformat.validate(made)
+    assert of_kind(made, "markdown")[0].startswith("# ")
+    install, *code = of_kind(made, "code")
+    assert install.startswith('%pip install "sparse-losses')
+    _, blocks = split_code(page.read_text(encoding="utf-8"))
+    python = [block for language, block in blocks if language == "python"]
+    assert [cell.strip() for cell in code] == [block.strip() for block in python]
+    assert len(python) > 0
+
+
+@GUIDES
+@pytest.mark.parametrize("site", ["", "https://example.org/docs/"])
+def test_the_prose_of_a_notebook_is_plain_markdown(page, site, monkeypatch):
+    monkeypatch.setenv("SITE_URL", site)
+    text = "\n".join(of_kind(notebooks.notebook(page), "markdown"))
+    prose = re.sub(r"`[^`\n]*`", "", split_code(text)[0])
+    assert "\n\n\n" not in text
+    assert re.findall(r"^ *(?:!!!|\?\?\?|===|--8<--|<div|</div).*", prose, re.M) == []
+    assert re.findall(r"<!--|\]\[|\{:? ?[.#]|#only-", prose) == []
+    targets = re.findall(r"\]\(([^)]*)\)", prose)
+    assert [to for to in targets if not to.startswith("https://")] == []
+    ours = [to for to in targets if to.startswith("https://example.org/docs/")]
+    assert bool(ours) == bool(site)
+    assert [to for to in ours if ".." in to or ".md" in to] == []
+
+
+@GUIDES
+def test_the_script_has_the_code_of_the_notebook(page, tmp_path):
+    made = notebooks.notebook(page)
+    script = jupytext.writes(made, fmt="py:percent")
+    ast.parse(script)
+    assert script.startswith("# %%\n# %pip install")
+    assert of_kind(jupytext.reads(script, fmt="py:percent"), "code") == of_kind(made, "code")
+
+
+@GUIDES
+def test_the_first_cell_installs_what_the_others_import(page):
+    install, *code = of_kind(notebooks.notebook(page), "code")
+    named = re.search(r'install "sparse-losses(?:\[([\w,-]+)\])?"$', install)
+    extras = named[1].split(",") if named[1] else []
+    brought = {"numpy", "sparse_losses", "torch"}.union(*(BROUGHT[extra] for extra in extras))
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(ast.parse("\n".join(code)))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert imported - brought - set(sys.stdlib_module_names) == set()
+
+
+PAGE = """---
+description: A page
+---
+
+# A page
+
+!!! warning "Mind *this*"
+    See [the losses](../losses/flops.md#formula) and
+    [the FAQ](https://example.com/faq).
+
+=== "Function"
+
+    ```python
+    x = "{:.2f}"
+    ```
+
+- An item:
+
+    ```python
+    y = 1
+
+
+    z = {"#": 2}
+    ```
+
+    and its end, see [above](#a-page).
+- [`Loss`][sparse_losses.FlopsLoss], [tested][tests.losses.test_flops.test_it]
+
+<div class="plot" markdown>
+![A picture](../figures/flops-light.svg#only-light)
+![A picture](../figures/flops-dark.svg#only-dark)
+</div>
+
+<!--- invisible-code-block: python
+assert False
+-->
+[A button](../choose.md){ .md-button }
+
+```text
+!!! [not][tests.a.link]
+```
+"""
+PLAIN = """# A page
+
+**Mind *this***
+
+See [the losses](https://example.org/losses/flops/#formula) and
+[the FAQ](https://example.com/faq).
+
+**Function**
+
+```python
+x = "{:.2f}"
+```
+
+- An item:
+
+```python
+y = 1
+
+
+z = {"#": 2}
+```
+
+and its end, see [above](https://example.org/guides/page/#a-page).
+- [`Loss`](https://example.org/api/losses/flops/#sparse_losses.FlopsLoss), tested
+
+![A picture](https://example.org/figures/flops-light.svg)
+
+[A button](https://example.org/choose/)
+
+```text
+!!! [not][tests.a.link]
+```
+"""
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_only_the_site_understands_is_turned_into_markdown(known, tmp_path, monkeypatch):
+    monkeypatch.setenv("SITE_URL", "https://example.org/" if known else "")
+    monkeypatch.setattr(
+        notebooks, "api_pages", lambda: {"sparse_losses.FlopsLoss": "api/losses/flops.md"}
+    )
+    monkeypatch.setattr(notebooks, "DOCS", tmp_path)
+    page = tmp_path / "guides" / "page.md"
+    page.parent.mkdir()
+    page.write_text(PAGE, encoding="utf-8")
+    text = PLAIN
+    if not known:
+        text = re.sub(r"!\[.*\n\n", "", text)
+        text = re.sub(r"\[([^\]]*)\]\(https://example.org/[^)]*\)", r"\1", text)
+    assert notebooks.plain(page) == text
+
+
+def test_a_notebook_runs_from_top_to_bottom_in_a_fresh_namespace(tmp_path, capsys):
+    """The one whole run here; `make test-notebooks` has the others."""
+    notebooks.main([str(tmp_path)])
+    made = nbformat.read(tmp_path / "quickstart.ipynb", as_version=4)
+    _, *cells = of_kind(made, "code")
+    names = {"__name__": "__main__"}
+    for cell in cells:
+        exec(compile(cell, "quickstart.ipynb", "exec"), names)
+    assert "Recall@1" in capsys.readouterr().out
+    assert {path.suffix for path in tmp_path.iterdir()} == {".ipynb", ".py"}
+    assert len(list(tmp_path.iterdir())) == 2 * len(notebooks.GUIDES)

@@ -1,0 +1,124 @@
+"""The tutorial's own code, with tiny models of the real architectures and a few rows of data."""
+
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+
+from sparse_losses import SpladeEncoder
+from tests.representation.tiny_models import KINDS, masked_lm, tokenizer
+from tools.translations import DOCS, split_code
+
+PAGE = DOCS / "guides" / "real_model.md"
+ENGLISH = [
+    ("what is a learned sparse retriever", "a learned sparse retriever weighs a vocabulary"),
+    ("which dog is lazy", "the quick brown fox jumps over the lazy dog"),
+    ("vectors over the vocabulary", "vectors have one weight per token of the vocabulary"),
+    ("quick fox", "the fox is quick and brown"),
+]
+KOREAN = [
+    ("서울 맛집", "서울 맛집 추천"),
+    ("점심 메뉴", "점심 메뉴 추천해 주세요"),
+    ("서울 점심", "서울 점심 맛집 메뉴"),
+    ("맛집 추천", "추천해 주세요 서울 맛집"),
+]
+# Model, its columns, the data set with its subset and the names of its columns.
+CASES = {
+    "distilbert": (
+        "distilbert-base-uncased",
+        30_522,
+        ("sentence-transformers/msmarco-msmarco-distilbert-base-tas-b", "triplet"),
+        ("query", "positive", "negative"),
+    ),
+    "modernbert": (
+        "answerdotai/ModernBERT-base",
+        50_368,
+        ("sentence-transformers/msmarco-msmarco-distilbert-base-tas-b", "triplet"),
+        ("query", "positive", "negative"),
+    ),
+    "xlm-roberta": (
+        "FacebookAI/xlm-roberta-base",
+        250_002,
+        ("sentence-transformers/mr-tydi", "ko-triplet"),
+        ("anchor", "positive", "negative"),
+    ),
+}
+
+
+def triplets(pairs, names, count=100):
+    """Rows with the column names of the data set: every text is another."""
+    rows = [pairs[n % len(pairs)] for n in range(count)]
+    columns = (
+        [f"{query} {n}" for n, (query, _) in enumerate(rows)],
+        [f"{passage} {n}" for n, (_, passage) in enumerate(rows)],
+        [f"{pairs[n % len(pairs) - 1][1]} {n} {n}" for n in range(count)],
+    )
+    return datasets.Dataset.from_dict(dict(zip(names, columns, strict=True)))
+
+
+def nano_beir(subset):
+    if subset == "qrels":
+        return datasets.Dataset.from_dict({"query-id": ["0", "1"], "corpus-id": ["0", "1"]})
+    texts = [pair[subset == "corpus"] for pair in ENGLISH][: 2 if subset == "queries" else None]
+    return datasets.Dataset.from_dict({"_id": [str(n) for n in range(len(texts))], "text": texts})
+
+
+def blocks():
+    _, found = split_code(PAGE.read_text(encoding="utf-8"))
+    return [code for language, code in found if language == "python"]
+
+
+def test_the_page_names_the_models_columns_and_data_that_are_tested():
+    text = PAGE.read_text(encoding="utf-8")
+    for model, columns, (data, subset), _ in CASES.values():
+        assert f"`{model}` | {columns:,} |" in text
+        assert f'"{data}", "{subset}"' in text
+    assert blocks()[0].count(CASES["distilbert"][0]) == 1
+
+
+@pytest.mark.parametrize("architecture", list(CASES))
+def test_the_page_trains_saves_and_evaluates(architecture, tmp_path, monkeypatch):
+    model, columns, data, names = CASES[architecture]
+    pairs = KOREAN if architecture == "xlm-roberta" else ENGLISH
+    asked = []
+
+    def load_dataset(name, subset, *, split):
+        asked.append((name, subset, split))
+        if name == "sentence-transformers/NanoBEIR-en":
+            return nano_beir(subset)
+        assert ((name, subset), split) == (data, "train")
+        return triplets(pairs, names)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.chdir(tmp_path)  # a folder of the model's name comes before the hub
+    words = tokenizer(KINDS.get(architecture, "unigram"))
+    torch.manual_seed(0)
+    untrained = masked_lm(architecture, columns, max_position_embeddings=64)
+    with torch.no_grad():  # half of 250,002 active dimensions would take their time
+        untrained.get_output_embeddings().bias -= 3.0
+    untrained.save_pretrained(model)
+    words.save_pretrained(model)
+
+    first, *rest = blocks()
+    page = {"__name__": "__main__"}
+    exec(compile(first, PAGE.name, "exec"), page)
+    assert (page["MODEL"], page["DATA"]) == (CASES["distilbert"][0], CASES["distilbert"][2])
+    page |= {"MODEL": model, "DATA": data, "STEPS": 2, "BATCH": 2, "TOKENS": 32}
+    for code in rest:
+        exec(compile(code, PAGE.name, "exec"), page)
+
+    assert asked[0] == (*data, "train")
+    splits = {split for name, _, split in asked[1:]}
+    assert splits == {"NanoMSMARCO", "NanoNFCorpus", "NanoNQ"}
+    before = SpladeEncoder.from_pretrained(model)
+    for folder in ("sentence-transformers-splade/final", "splade/final"):
+        trained = SpladeEncoder.from_pretrained(folder)
+        assert trained.vocab_size == columns
+        moved = zip(trained.parameters(), before.parameters(), strict=True)
+        assert max((now - was).abs().max() for now, was in moved) > 0
+    for trainer in ("sentence-transformers-splade", "splade"):
+        (checkpoint,) = Path(trainer).glob("checkpoint-*")
+        assert checkpoint.name == "checkpoint-2"
+    log = page["trainer"].state.log_history[0]
+    assert {"info_nce", "distillation", "document_flops/weight"} <= log.keys()

@@ -1,0 +1,173 @@
+"""Makes the guides' notebooks and scripts: ``python -m tools.notebooks build/notebooks``.
+
+Each guide becomes NAME.ipynb and NAME.py: its prose as plain Markdown, its Python blocks as cells.
+Links lead to the site where SITE_URL names it, and are text otherwise. ``--run`` runs every script
+in a process of its own, apart from those that download a model.
+"""
+
+import argparse
+import os
+import posixpath
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jupytext
+
+from tools.llms import address
+from tools.translations import DOCS, FENCE, body, expand
+
+GUIDES = [DOCS / "quickstart.md", *sorted(DOCS.glob("guides/*.md"))]
+DOWNLOADS = {"real_model"}  # tests/docs/test_real_model.py runs it with tiny models instead
+# Which extra brings a module.
+EXTRAS = {
+    "sentence_transformers": "sentence-transformers",
+    "transformers": "transformers",
+    "sparse_losses.demo": "demo",
+}
+BLOCK = re.compile(
+    r"^(?P<indent> *)(?P<fence>```+)(?P<language>\w*).*\n[\s\S]*?^ *(?P=fence)$", re.M
+)
+FOLDED = re.compile(
+    r'^(?P<indent> *)(?:!!!|\?\?\?\+?|===[+!]?)(?: (?P<kind>\w+))?(?: "(?P<title>.*)")?$'
+)
+LINK = re.compile(
+    r"(?P<sign>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]"
+    r"(?:\((?P<to>[^)\s]+)\)|\[(?P<name>[\w.]+)\])"
+)
+DROPPED = re.compile(
+    r"<!--[\s\S]*?-->"  # comments, the blocks that only tests run among them
+    r"|^!\[[^\]]*\]\([^)]*#only-dark\)$"
+    r"|^ *</?(?:div|figure)\b.*>$"
+    r"|\{:? ?[.#][^}\n]*\}",  # attributes
+    re.M,
+)
+
+
+def unfolded(text: str) -> str:
+    """Return Markdown whose admonitions and tabs are a bold title and the text below it."""
+    lines = text.split("\n")
+    kept: list[str] = []
+    fenced = False
+    while lines:
+        line = lines.pop(0)
+        found = None if fenced else FOLDED.match(line)
+        fenced ^= bool(FENCE.match(line))
+        if found is None:
+            kept.append(line)
+            continue
+        inside: list[str] = []
+        indent = found["indent"] + "    "
+        while lines and (not lines[0].strip() or lines[0].startswith(indent)):
+            inside.append(lines.pop(0))
+        title = found["title"] or (found["kind"] or "").capitalize()
+        kept += [f"{found['indent']}**{title}**", "", unfolded(textwrap.dedent("\n".join(inside)))]
+    return "\n".join(kept)
+
+
+def api_pages() -> dict[str, str]:
+    """Return the page of every name in the API reference."""
+    pages = sorted(DOCS.glob("api/**/*.md"))
+    return {
+        name: page.relative_to(DOCS).as_posix()
+        for page in pages
+        for name in re.findall(r"^::: (\S+)", page.read_text(encoding="utf-8"), re.M)
+    }
+
+
+def linked(text: str, page: Path) -> str:
+    """Return prose whose links lead to the site; where its address is unknown they are text."""
+    here, api = page.relative_to(DOCS).as_posix(), api_pages()
+    known = bool(os.environ.get("SITE_URL"))
+
+    def absolute(found: re.Match[str]) -> str:
+        sign, words, to, name = found.groups()
+        if name is not None:
+            owner = name if name in api else name.rpartition(".")[0]
+            to = f"{api[owner]}#{name}" if owner in api else ""  # tests have no page here
+        elif "://" in to:
+            return found[0]
+        elif to.startswith("#"):
+            to = here + to
+        else:
+            to = posixpath.normpath(posixpath.join(posixpath.dirname(here), to))
+        path, mark, anchor = to.removesuffix("#only-light").partition("#")
+        if not path or not known:
+            return "" if sign else words
+        return f"{sign}[{words}]({address(path)}{mark}{anchor})"
+
+    return LINK.sub(absolute, text)
+
+
+def plain(page: Path) -> str:
+    """Return a guide as Markdown that any viewer shows, its Python blocks at the margin."""
+    text = unfolded(expand(body(page.read_text(encoding="utf-8"))))
+    parts: list[str] = []
+
+    def prose(written: str) -> None:
+        shown = linked(DROPPED.sub("", written), page)
+        parts.append(re.sub(r"\n{3,}", "\n\n", shown))
+
+    end = 0
+    for block in BLOCK.finditer(text):
+        prose(text[end : block.start()])
+        end = block.end()
+        if block["language"] != "python":
+            parts.append(block[0])
+            continue
+        parts.append(textwrap.dedent(block[0]))
+        if block["indent"]:  # the rest of a list's item would be code without its list
+            rest = re.compile(r"(?:\n| +.*\n)*").match(text, end)
+            assert rest is not None
+            prose(textwrap.dedent(rest[0]))
+            end = rest.end()
+    prose(text[end:])
+    return "".join(parts).strip() + "\n"
+
+
+def requirement(code: str) -> str:
+    """Return what pip installs for these imports."""
+    extras = [
+        extra
+        for module, extra in EXTRAS.items()
+        if re.search(rf"^(?:from|import) {module}\b", code, re.M)
+    ]
+    return f"sparse-losses[{','.join(extras)}]" if extras else "sparse-losses"
+
+
+def notebook(page: Path) -> Any:
+    """Return a guide as a notebook."""
+    made = jupytext.reads(plain(page), fmt="md")
+    code = "\n".join(cell.source for cell in made.cells if cell.cell_type == "code")
+    install = jupytext.reads(f'```python\n%pip install "{requirement(code)}"\n```\n', fmt="md")
+    made.cells = install.cells + made.cells
+    for number, cell in enumerate(made.cells):
+        cell.id = f"cell-{number}"  # the same in every build
+    python = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    made.metadata = {"kernelspec": python, "jupytext": {"notebook_metadata_filter": "-all"}}
+    return made
+
+
+def main(arguments: list[str]) -> int:
+    """Write all notebooks and scripts, and run the scripts where that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--run", action="store_true", help="run every script")
+    asked = parser.parse_args(arguments)
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    for page in GUIDES:
+        made = notebook(page)
+        jupytext.write(made, asked.folder / f"{page.stem}.ipynb")
+        script = asked.folder / f"{page.stem}.py"
+        jupytext.write(made, script, fmt="py:percent")
+        if asked.run and page.stem not in DOWNLOADS:
+            print(script, flush=True)
+            subprocess.run([sys.executable, script], check=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
