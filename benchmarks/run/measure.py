@@ -114,7 +114,7 @@ def measure(
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()  # free the blocks of the last case
-        # Without a reset, the ninth size of a formula falls back to eager.
+    # Without a reset, the ninth size of a formula falls back to eager.
     torch._dynamo.reset()
     found = available_variants(case, device.type, compiled=compiled)
     variants = [variant for variant in found if variant.name not in without]
