@@ -46,10 +46,9 @@ def distillation_loss(
 
     $$z(s) = \frac{s - \bar s}{\mathrm{std}(s) + 10^{-8}}$$
 
-    $s_i$ and $t_i$ are the student's and the teacher's scores of the candidates of row $i$. $T$ is
-    the temperature; the factor $T^2$ preserves the size of the gradient. $z$ uses the mean and the
-    unbiased standard deviation of the matrix or of each row. Equal scores have $z = 0$ and no
-    gradient from the MSE.
+    $s_i$, $t_i$ are the student's and the teacher's scores of the candidates of row $i$, $T$ is the
+    temperature; $T^2$ preserves the size of the gradient. $z$ uses mean and unbiased standard
+    deviation of the matrix or of each row. Equal scores have $z = 0$ and no gradient from the MSE.
 
     Cosines at $T = 3$ give a weak signal: with 32 candidates uniform in [0, 1], the KL times $T^2$
     is 0.08 for a random student. Divide cosines by the temperature of the contrastive loss first.
@@ -63,16 +62,14 @@ def distillation_loss(
         standardize: ``"batch"`` for one mean and deviation of the matrix, or ``"row"``. Rows with
             fewer than three candidates then have $z = 0$: two always have z-scores of +-0.7071.
         candidate_mask: ``[B, C]`` bool, int or float 0/1; marks the entries that count.
-        gather: whether means and deviation are over the rows of all ranks (see
-            ``sparse_losses.distributed``).
+        gather: whether all statistics are over all ranks' rows (``sparse_losses.distributed``).
         impl: ``"definition"`` evaluates the formula operation by operation; ``"direct"`` computes
             value and gradient together (``temperature`` is a number, no ``gather``); ``"auto"``
             selects direct where it is supported.
 
     Returns:
-        0-d, fp32 (fp64 for fp64 inputs), >= 0. The KL is divided by the number of rows with
-        candidates, the MSE by the number of candidates, hence there is no ``reduction``. 0 if
-        there is no candidate.
+        0-d, fp32 (fp64 for fp64 inputs), >= 0; 0 without candidates. The KL is divided by the
+        number of rows with candidates, the MSE by that of candidates: there is no ``reduction``.
 
     Raises:
         ValueError: for wrong shapes, devices or hyperparameters, or fewer than two candidates per
