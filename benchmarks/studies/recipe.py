@@ -1,7 +1,7 @@
-"""What the recommended preset is made of: its parts changed one at a time, on validation queries.
+"""Ablation of the recommended preset: one part changed at a time, on validation queries.
 
-A change is kept where it moves nDCG@10 at its active dimensions on both corpora by more than the
-spread over seeds. The test queries are left to the study that compares with others.
+A change is adopted if it raises nDCG@10 at its active dimensions on both corpora by more than the
+spread over seeds. The test queries are reserved for the comparison with other packages.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ VARIANTS = {
 
 
 def settings_of(variant: str, seed: int, steps: int) -> Arm:
-    """A training of one of `VARIANTS`."""
+    """Return the settings of one of `VARIANTS`."""
     preset, target = VARIANTS[variant]
     return Arm(
         OURS, preset.similarity, target, "distillation" in preset.weights, steps, seed, preset
@@ -69,7 +69,7 @@ def settings_of(variant: str, seed: int, steps: int) -> Arm:
 
 
 def run_one(arm: Arm, corpus: Corpus) -> Result:
-    """One training, and how it ranks the validation queries among all held-out documents."""
+    """Train once and rank all held-out documents for the validation queries."""
     run = Run(corpus, arm.training())
     run.train()
     return {
@@ -81,11 +81,11 @@ def run_one(arm: Arm, corpus: Corpus) -> Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is still missing, then write the table; exit codes as in the demo."""
+    """Run what is missing, then write the table; return an exit code as the demo does."""
     parser = study_parser(
         "recipe",
         "Train the demo with one part of the recommended preset changed at a time and write how "
-        "each ranks the validation queries. All of it are 132 trainings, three hours of one core.",
+        "each ranks the validation queries. In total 132 trainings, three hours on one core.",
         list(VARIANTS),
         steps=250,
         corpora=True,

@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all."""
+"""Atomic replacement of files."""
 
 import os
 import shutil
@@ -14,17 +14,17 @@ __all__ = ["replaced_file"]
 
 @contextmanager
 def replaced_file(path: str | os.PathLike[str], *, text: bool = False) -> Iterator[IO[Any]]:
-    """An open file beside ``path``, which takes its place once all of it is on the disk.
+    """Open a temporary file beside ``path`` that replaces it once it is written to disk.
 
-    On an error, such as a full disk, what was there stays and the new file is removed; a killed
-    process leaves it, as ``.NAME.`` and 32 digits. Of two writers the last one wins. Where ``path``
-    is a symbolic link, the file that it leads to is replaced. Text is UTF-8 and gets no line ends
-    but those that are written.
+    After an error, such as a full disk, the old file is unchanged and the temporary one is removed.
+    A killed process leaves it behind as ``.NAME.`` and 32 digits. With two writers the last one
+    wins. If ``path`` is a symbolic link, its target is replaced. Text is UTF-8; line ends are
+    written as given.
 
     Raises:
-        ValueError: If ``path`` is a folder, a device or anything else but a regular file.
+        ValueError: if ``path`` exists and is not a regular file.
     """
-    target = Path(os.path.realpath(path))  # of a symbolic link, what it leads to
+    target = Path(os.path.realpath(path))  # the target of a symbolic link
     exists = os.path.lexists(target)
     if exists and not stat.S_ISREG(os.lstat(target).st_mode):
         kind = "a folder" if target.is_dir() else "a device, a pipe or the like"
@@ -35,7 +35,7 @@ def replaced_file(path: str | os.PathLike[str], *, text: bool = False) -> Iterat
         with open(unfinished, "x" if text else "xb", **how) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # else a power cut may leave the new name without the content
+            os.fsync(file.fileno())  # or a power cut could leave an empty file under the name
         if exists:
             shutil.copymode(target, unfinished)
         os.replace(unfinished, target)
