@@ -99,7 +99,7 @@ def blockwise_info_nce(
 
 
 def in_both_directions(
-    contrast: Callable[..., tuple[Tensor, Gradients]],
+    one_direction: Callable[..., tuple[Tensor, Gradients]],
     needs: Sequence[bool],
     anchor: Tensor,
     positive: Tensor,
@@ -115,15 +115,19 @@ def in_both_directions(
     in_batch: bool = True,
     positive_mask: None = None,
 ) -> tuple[Tensor, Gradients]:
-    """Call ``contrast`` once per direction, or once for both without ``gather``.
+    """Call ``one_direction`` once per direction, or once for both without ``gather``.
 
     With ``gather`` this rank's rows are the queries and all ranks' rows the keys. DDP divides
     gradients by the number of ranks W, so they are returned W times as large. All keys are
-    candidates: ``why_no_gradient`` excludes ``in_batch=False`` and ``positive_mask``.
+    candidates: ``why_no_gradient`` excludes ``in_batch=False`` and ``positive_mask``, which are
+    parameters only because every way is called with all options of the loss.
     """
-    contrast = functools.partial(contrast, cosine=similarity == "cosine", decoupled=decoupled)
+    contrast = functools.partial(one_direction, cosine=similarity == "cosine", decoupled=decoupled)
     batch, ranks = anchor.shape[0], num_ranks() if gather else 1
-    share = 1.0 / (batch if reduction == "mean" else 1 / ranks) / (2 if symmetric else 1)
+    # The weight of one row's gradient; a mean divides by B here and by W through DDP.
+    share = 1 / batch if reduction == "mean" else float(ranks)
+    if symmetric:
+        share /= 2
     if ranks == 1 and not (symmetric and negative is not None):
         return contrast(
             needs,

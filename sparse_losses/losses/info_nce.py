@@ -286,10 +286,10 @@ def _check(
 
 # In order of preference. "ring" saves memory but costs time: it is selected by name only.
 WAYS = (
-    Way("ring", why_not=why_not_ring, pays=never, compute=ring_info_nce),
     Way("nonzeros", why_not=why_not_nonzeros, pays=nonzeros_pay, compute=nonzeros_info_nce),
     Way("blocks", why_not=why_not_dense, pays=too_many_scores, compute=blockwise_info_nce),
     Way("direct", why_not=why_not_dense, pays=always, compute=direct_info_nce),
+    Way("ring", why_not=why_not_ring, pays=never, compute=ring_info_nce),
 )
 
 
