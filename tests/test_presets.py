@@ -204,7 +204,7 @@ def test_warm_ups_and_targets_that_make_no_sense_are_errors(changes, message):
 def test_what_nobody_gave_must_be_set():
     assert V22.missing() == ["temperature", "margin", "top_k", "threshold"]
     assert V26.missing() == V28.missing() == []
-    with pytest.raises(ValueError, match=r"V22, got None for temperature, m.*V22.replace\(temperature="):
+    with pytest.raises(ValueError, match=r"V22, got None for temp.*V22.replace\(temperature="):
         V22.objective()
     with pytest.raises(ValueError, match="V26 weighs FLOPS by token and needs `idf`"):
         V26.objective()

@@ -111,7 +111,7 @@ def test_what_is_no_masked_language_model():
 def test_logits_that_are_not_the_projections_alone():
     model = masked_lm("distilbert", V)
     model.vocab_projector.register_forward_hook(lambda module, args, output: output * 2)
-    with pytest.raises(TypeError, match="its logits are not its output embeddings' alone"):
+    with pytest.raises(TypeError, match="its logits are not the output of its output embeddings"):
         SpladeHead.from_masked_lm(model)
 
 

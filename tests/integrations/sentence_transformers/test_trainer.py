@@ -310,8 +310,8 @@ UNFIT = {
     "no sameness": (PairwiseContrastiveLoss(), 2, None, "two columns and labels .* and None"),
     "three to compare": (PairwiseContrastiveLoss(), 3, SAME[:6], "two columns .* got 3"),
     "no classes": (NWSLoss(SIMILARITY), 1, None, r"labels \[B, L\] .* got None"),
-    "no ids": (SelfReconstructionLoss(), 2, None, "SpladeLoss hands on vectors alone"),
-    "no ids of positives": (PositiveActivationLoss(), 2, None, "SpladeLoss hands on vectors"),
+    "no ids": (SelfReconstructionLoss(), 2, None, "SpladeLoss passes on vectors only"),
+    "no ids of positives": (PositiveActivationLoss(), 2, None, "SpladeLoss passes on vectors"),
     "no ids for a term": (
         SpladeObjective({"query_self_reconstruction": 1.0}),
         2,
