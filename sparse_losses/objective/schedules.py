@@ -178,7 +178,7 @@ class TrainingSchedule:
         if steps_per_epoch is not None:
             check_integer("steps_per_epoch", steps_per_epoch, minimum=1)
         elif curriculum is not None and curriculum.unit == "epoch":
-            raise ValueError("expected `steps_per_epoch` beside phases by epoch, got None")
+            raise ValueError("expected `steps_per_epoch` for phases by epoch, got None")
         self.objective = objective
         self.curriculum = curriculum
         self.warmups = dict(warmups or {})

@@ -127,7 +127,7 @@ def scored_candidates(scores: Tensor, batch: SpladeBatch, came: torch.Size, rank
     if not fitting:
         found = " or ".join(f"{list(shape)} ({name})" for name, shape in shapes.items())
         raise ValueError(
-            f"expected `batch.teacher_scores` of shape {found or '[B, 1 + N] beside own negatives'}"
+            f"expected `batch.teacher_scores` of shape {found or '[B, 1 + N] with own negatives'}"
             f", got {list(came)}"
         )
     return fitting[0]

@@ -368,7 +368,7 @@ def test_a_collators_teacher_is_the_only_one():
         SpladeCollator(setting.tokenizer(), teacher_candidates="all")
     taught = SpladeCollator(setting.tokenizer(), teacher=overlap)
     rows = [row | {"teacher_scores": [1.0] * 4} for row in PAIRS]
-    with pytest.raises(ValueError, match=r"beside a `teacher`, got \['teacher_scores'\]"):
+    with pytest.raises(ValueError, match=r"because of `teacher`, got \['teacher_scores'\]"):
         taught(rows)
 
 

@@ -104,7 +104,7 @@ def test_what_is_no_masked_language_model():
         SpladeHead.from_masked_lm(torch.nn.Linear(2, 2))
     # Its scores are of the projection and of another matrix beside it.
     unusual = MobileBertForMaskedLM(MobileBertConfig(vocab_size=V, **SIZES, embedding_size=8))
-    with pytest.raises(TypeError, match=r"MobileBertForMaskedLM is built .*transform=layers"):
+    with pytest.raises(TypeError, match=r"got MobileBertForMaskedLM: .*transform=layers"):
         SpladeHead.from_masked_lm(unusual)
 
 

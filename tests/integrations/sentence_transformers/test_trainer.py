@@ -304,7 +304,7 @@ def test_what_cannot_be_adapted_says_so(name, sparse):
 
 UNFIT = {
     "no positives": (InfoNCELoss(), 1, None, "InfoNCELoss expected two columns or more"),
-    "no negatives": (TripletMarginLoss(), 2, None, "expected a column of negatives, got two"),
+    "no negatives": (TripletMarginLoss(), 2, None, "expected a column of negatives, got only two"),
     "no teacher": (MarginMSELoss(), 3, None, r"\[6, 2\].* or \[6, 1\], its margins, got None"),
     "too many scores": (DistillationLoss(), 3, SCORES[:6], r"labels \[6, 2\].* got \[6, 3\]"),
     "no sameness": (PairwiseContrastiveLoss(), 2, None, "two columns and labels .* and None"),
