@@ -373,7 +373,7 @@ def test_when_all_rows_are_dead_it_names_the_checkpoint():
         if not active:  # a batch of nothing but empty texts is no collapse
             assert objective.weights["document_flops"] == pytest.approx(before / 2)
     controller.observe(_rows(0, dead=10))
-    with pytest.raises(CollapseError, match=r"step 7.*dead row: 4\).*runs/7/step-1\.pt"):
+    with pytest.raises(CollapseError, match=r"step 7.*dead rows: 4\).*runs/7/step-1\.pt"):
         controller.step()
 
 
@@ -447,7 +447,7 @@ def test_a_second_master_of_the_weight_is_an_error():
     objective, controller = _controller()
     objective.weights["document_flops"] = 3.0
     controller.observe(_rows(900))
-    with pytest.raises(RuntimeError, match="let one alone steer it"):
+    with pytest.raises(RuntimeError, match="only the controller may set it"):
         controller.step()
 
 

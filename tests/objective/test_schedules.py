@@ -225,7 +225,7 @@ def test_a_controller_on_a_scheduled_term_names_the_schedule(start):
     ):
         objective = SpladeObjective({"query_flops": 1.0, "document_flops": 1.0})
         TrainingSchedule(objective, **schedule)
-        with pytest.raises(ValueError, match=r"'query_flops' to be .* TrainingSchedule sets its w"):
+        with pytest.raises(ValueError, match=r"weight of 'query_flops'.* TrainingSchedule sets it"):
             SparsityController(objective, "query_flops", **options)
         SparsityController(objective, "document_flops", **options)
 

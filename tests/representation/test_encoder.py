@@ -303,7 +303,7 @@ def test_idf_weights_on_or_off_for_one_call(expansion):
     torch.testing.assert_close(activations, without)
     torch.testing.assert_close(logits, plain(**batch, return_logits=True)[1], rtol=0, atol=0)
     torch.testing.assert_close(plain(**batch, apply_idf=False), without, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="expected idf weights beside `apply_idf=True`, got None"):
+    with pytest.raises(ValueError, match="expected idf weights for `apply_idf=True`, got None"):
         plain(**batch, apply_idf=True)
     with pytest.raises(TypeError, match="`apply_idf` to be True or False"):
         weighted(**batch, apply_idf=0.5)
@@ -388,7 +388,7 @@ def test_a_resized_model_is_an_error(tied):
     model, words = pair("bert", tie_word_embeddings=tied)
     encoder = SpladeEncoder(model, words)
     model.resize_token_embeddings(len(words) + 8)
-    with pytest.raises(RuntimeError, match="make it after resize_token_embeddings"):
+    with pytest.raises(RuntimeError, match="create it after resize_token_embeddings"):
         encoder.encode(["dog"])
     assert SpladeEncoder(model, words).encode(["dog"]).shape == (1, len(words) + 8)
 
