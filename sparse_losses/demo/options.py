@@ -38,7 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m sparse_losses.demo",
         description="Search your own Python's documentation with a sparse retriever that you "
         "trained yourself. Pairs are made of the docstrings of the installed Python, torch, numpy, "
-        "sympy and networkx; nothing is downloaded. Takes three to four minutes on one core.",
+        "sympy and networkx; nothing is downloaded. Takes about five minutes on one core.",
     )
 
     add = parser.add_argument
