@@ -38,7 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m sparse_losses.demo",
         description="Train a sparse retriever on your own Python's documentation and search it. "
         "The pairs come from the docstrings of the installed Python, torch, numpy, sympy and "
-        "networkx; nothing is downloaded. It takes three to four minutes on one core.",
+        "networkx; nothing is downloaded. It takes about five minutes on one core.",
     )
 
     add = parser.add_argument
