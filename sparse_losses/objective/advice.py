@@ -218,6 +218,14 @@ def _of_gradients(gradients: GradientReport | None) -> Iterator[Finding]:
 def _of_losses(
     losses: Sequence[float], validation_losses: Sequence[float], side: str
 ) -> Iterator[Finding]:
+    for name, values in (("loss", losses), ("validation loss", validation_losses)):
+        if lost := sum(not math.isfinite(value) for value in values):
+            yield Finding(
+                "the loss is not finite",
+                f"{lost} of {len(values)} values of the {name}",
+                (("learning rate", "down"), ("loss scale of fp16", "down")),
+            )
+            return
     if len(losses) >= FEWEST_LOSSES:
         steps = [after - before for before, after in itertools.pairwise(losses)]
         turns = sum(a * b < 0 for a, b in itertools.pairwise(steps))

@@ -239,6 +239,7 @@ class SparsityController:
         if live == 0:
             self._silent_steps += self.every
             if self._silent_steps >= self.window:
+                self._status = "collapsed"
                 raise CollapseError(self._obituary())
             self._log_ratio = max(self._log_ratio - math.log(2.0), math.log(SMALLEST_SHARE))
             self._write()
@@ -377,12 +378,15 @@ class SparsityController:
     def _obituary(self) -> str:
         healthy = self._last_healthy_step
         since = (
-            "every step had some" if healthy is None else f"last step without dead rows: {healthy}"
+            "every step had dead rows"
+            if healthy is None
+            else f"last step without dead rows: {healthy}"
         )
         where = self.checkpoint or "an earlier one; name yours in `controller.checkpoint`"
         return (
             f"all rows are dead at step {self._steps} ({since}), and behind a ReLU they get no "
-            f"gradient: return to a checkpoint ({where}), with a smaller `start`"
+            f"gradient: return to a checkpoint ({where}) with a smaller `start`, or train "
+            "self-reconstruction on signed logits (`return_logits=True`) until rows are alive"
         )
 
     def attach(self, optimizer: torch.optim.Optimizer) -> "_Handles":

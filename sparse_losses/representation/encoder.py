@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import (
@@ -272,6 +273,7 @@ class SpladeEncoder(nn.Module):
         output: Literal["csr", "dense"] = ...,
         batch_size: int = ...,
         max_active_dims: int | None = ...,
+        normalize: bool = ...,
         show_progress: bool | None = ...,
     ) -> Tensor: ...
     @overload
@@ -282,6 +284,7 @@ class SpladeEncoder(nn.Module):
         output: Literal["tokens", "elasticsearch", "qdrant", "vespa"],
         batch_size: int = ...,
         max_active_dims: int | None = ...,
+        normalize: bool = ...,
         show_progress: bool | None = ...,
     ) -> list[dict[str, Any]]: ...
     def encode(
@@ -291,6 +294,7 @@ class SpladeEncoder(nn.Module):
         output: Output = "csr",
         batch_size: int = 32,
         max_active_dims: int | None = None,
+        normalize: bool = False,
         show_progress: bool | None = None,
     ) -> Tensor | list[dict[str, Any]]:
         """Return the vectors of texts, in their order, on the CPU, in evaluation mode.
@@ -312,6 +316,8 @@ class SpladeEncoder(nn.Module):
                 - ``"vespa"``: dicts of ``cells``, for a tensor with one mapped dimension.
             batch_size: Texts per batch; texts of similar length share a batch.
             max_active_dims: The largest number of weights to keep per text; ``None``: all.
+            normalize: Whether to scale the weights kept to a Euclidean length of 1, which an index
+                that scores by dot products needs after training with cosines.
             show_progress: Whether to show a progress bar; ``None``: in a terminal.
 
         Raises:
@@ -325,6 +331,7 @@ class SpladeEncoder(nn.Module):
         check_integer("batch_size", batch_size, minimum=1)
         if max_active_dims is not None:
             check_integer("max_active_dims", max_active_dims, minimum=1)
+        check_flag(normalize=normalize)
         vectors: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(texts)
         # The longest texts come first, so that an out-of-memory error occurs at once.
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
@@ -340,7 +347,10 @@ class SpladeEncoder(nn.Module):
                 for i, row in zip(numbers, activations.cpu(), strict=True):
                     if not row.isfinite().all():
                         raise ValueError(f"expected finite activations, got others in text {i}")
-                    vectors[i] = _largest(row, max_active_dims)
+                    ids, weights = _largest(row, max_active_dims)
+                    if normalize:  # in fp64, so that no square leaves the range of fp32
+                        weights = nnf.normalize(weights.double(), dim=0, eps=1e-300).float()
+                    vectors[i] = ids, weights
                 progress.update(len(numbers))
         return self._formatted(vectors, output)
 

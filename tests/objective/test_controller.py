@@ -373,8 +373,13 @@ def test_when_all_rows_are_dead_it_names_the_checkpoint():
         if not active:  # a batch of nothing but empty texts is no collapse
             assert objective.weights["document_flops"] == pytest.approx(before / 2)
     controller.observe(_rows(0, dead=10))
-    with pytest.raises(CollapseError, match=r"step 7.*dead rows: 4\).*runs/7/step-1\.pt"):
+    with pytest.raises(CollapseError, match=r"step 7.*dead rows: 4\).*runs/7/step-1\.pt.*logits"):
         controller.step()
+    assert "collapsed" in str(controller)
+    _, never_whole = _controller(window=1)
+    never_whole.observe(_rows(0, dead=10))
+    with pytest.raises(CollapseError, match="every step had dead rows"):
+        never_whole.step()
 
 
 def test_no_target_is_unreachable_on_the_way_back():

@@ -188,6 +188,21 @@ def test_no_more_than_so_many_active_dimensions():
     assert torch.equal(encoder.encode(TEXTS, max_active_dims=10_000).to_dense(), full)
 
 
+@pytest.mark.parametrize("kept", [None, 3])
+def test_vectors_may_have_unit_length(kept):
+    encoder = make()
+    plain = encoder.encode(TEXTS, output="dense", max_active_dims=kept)
+    unit = encoder.encode(TEXTS, output="dense", max_active_dims=kept, normalize=True)
+    lengths = plain.norm(dim=1, keepdim=True)
+    assert lengths.max() > 1.01
+    torch.testing.assert_close(unit * lengths, plain)
+    torch.testing.assert_close(unit.norm(dim=1), (lengths[:, 0] > 0).float())
+    (first, *_) = encoder.encode(TEXTS, output="tokens", max_active_dims=kept, normalize=True)
+    torch.testing.assert_close(max(first.values()), unit[0].max().item())
+    with pytest.raises(TypeError, match="`normalize` to be True or False"):
+        encoder.encode(TEXTS, normalize=1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", [torch.strided, torch.sparse_csr, torch.sparse_coo])
 def test_the_top_tokens_of_vectors_are_those_of_their_texts(layout, dtype):
