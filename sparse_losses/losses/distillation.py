@@ -177,7 +177,9 @@ def _z_scores(
     largest_of_ranks = maximum_over_ranks if of_matrix else _unchanged
     count = over_ranks(member.sum(dims, keepdim=True))
     # z sees neither shift nor scale, so both are constants to the gradient. With the largest score
-    # exactly 0 and the range 1, squares neither overflow nor underflow.
+    # exactly 0 and the range 1, squares neither overflow nor underflow; of half the scores, the
+    # range does not either.
+    scores = scores / 2
     highest = largest_of_ranks((scores.detach() + far_below).amax(dims, keepdim=True))
     below = (scores - highest) * member
     spread = largest_of_ranks(-below.detach().amin(dims, keepdim=True))
@@ -189,7 +191,7 @@ def _z_scores(
     centred = (scaled - mean) * member
     variance = over_ranks(centred.square().sum(dims, keepdim=True)) / (count - 1).clamp(min=1)
     deviation = torch.where(says_nothing, torch.inf, variance).sqrt()  # by infinity, z is 0
-    return centred / (deviation + 1e-8 / spread)
+    return centred / (deviation + 0.5e-8 / spread)
 
 
 def _why_not_direct(arguments: Arguments, options: Options) -> str | None:
