@@ -284,7 +284,7 @@ def _holds_any_number(problem: Problem) -> bool:
     return problem.case.stem in ANY_NUMBER
 
 
-ANY_NUMBER = ("nws", "positive_activation", "info_nce_from_scores", "splade_pool")
+ANY_NUMBER = ("nws", "positive_activation", "info_nce_from_scores")
 ANY_NUMBER += ("token_weights",)
 
 
@@ -414,7 +414,10 @@ class _Judge:
         loss = self._rounded(unit)[name]
         if name != "value" and loss.ndim:
             loss = loss.amax(-1, keepdim=True)
-        yield allowed + PLAIN * loss
+        allowed = allowed + PLAIN * loss
+        if self.problem.case.stem == "distillation":  # whose probabilities are never below that
+            allowed = allowed + ROUNDINGS * least * self.largest
+        yield allowed
 
     def _rounded(self, unit: float) -> dict[str, Tensor]:
         """How far off value and gradients are when every operation rounds by that much."""
