@@ -131,8 +131,7 @@ class LabelQueue(nn.Module):
 def _check_state(queue: LabelQueue, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
     """Raises for counts that no queue of this size has; PyTorch itself checks the shapes."""
     features = state.get(prefix + "features")
-    has_values = isinstance(features, Tensor) and features.device.type != "meta"
-    if has_values and not features.isfinite().all():
+    if isinstance(features, Tensor) and not (features.is_meta or features.isfinite().all()):
         raise ValueError("expected finite `features` of a LabelQueue, got a NaN or an infinity")
     for name, most in (("pointer", queue.size - 1), ("fill", queue.size)):
         found = state.get(prefix + name)
