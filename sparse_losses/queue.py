@@ -108,7 +108,8 @@ class LabelQueue(nn.Module):
         if not features.is_floating_point():
             raise TypeError(f"expected `features` to be floating point, got {features.dtype}")
         features = features.to(self.features.dtype)
-        if agree_across_ranks("LabelQueue.enqueue", self.gather, features, B=features.shape[0]):
+        sizes = {"B": features.shape[0], "D": self.dim, "L": self.num_labels}
+        if agree_across_ranks("LabelQueue.enqueue", self.gather, features, **sizes):
             features = gather_rows(features)
             labels = gather_rows(labels.to(self.labels.dtype))
         batch_size = features.shape[0]
@@ -129,6 +130,9 @@ class LabelQueue(nn.Module):
 
 def _check_state(queue: LabelQueue, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
     """Raise for counts that do not fit this queue's size; PyTorch itself checks the shapes."""
+    features = state.get(prefix + "features")
+    if isinstance(features, Tensor) and not (features.is_meta or features.isfinite().all()):
+        raise ValueError("expected finite `features` of a LabelQueue, got a NaN or an infinity")
     for name, most in (("pointer", queue.size - 1), ("fill", queue.size)):
         found = state.get(prefix + name)
         if not isinstance(found, Tensor) or found.numel() != 1 or found.device.type == "meta":

@@ -1,4 +1,4 @@
-"""Atomic replacement of files."""
+"""Atomic replacement of files, and of folders of files."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["replaced_file"]
+__all__ = ["replaced_file", "replaced_files"]
 
 
 @contextmanager
@@ -41,3 +41,34 @@ def replaced_file(path: str | os.PathLike[str], *, text: bool = False) -> Iterat
         os.replace(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def replaced_files(folder: str | os.PathLike[str], *, last: str, instead_of: str) -> Iterator[Path]:
+    """A new folder beside ``folder``, whose files take their places in it once all are written.
+
+    On an error, such as a full disk, what was there stays and the new folder is removed; a process
+    that is killed while it writes leaves it, as ``.NAME.`` and 32 digits. Then file by file is
+    replaced: ``last`` is taken away first and comes back last, so that a reader that asks for it
+    never takes half of one for the other. Files of other names stay, but for those of the pattern
+    ``instead_of``.
+    """
+    target = Path(os.path.realpath(folder))
+    target.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        written = [path for path in unfinished.rglob("*") if path.is_file()]
+        for path in written:
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+        (target / last).unlink(missing_ok=True)
+        for stale in target.glob(instead_of):
+            stale.unlink()
+        for path in sorted(written, key=lambda path: path == unfinished / last):
+            place = target / path.relative_to(unfinished)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, place)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

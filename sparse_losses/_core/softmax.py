@@ -63,4 +63,4 @@ def negative_log_softmax(scores: Tensor, mask: Tensor) -> Tensor:
     top = torch.where(largest, scores, 0.0).sum(-1, keepdim=True)
     rest = masked_logsumexp(scores, mask & ~largest).unsqueeze(-1)
     excess = softplus(rest - top)
-    return torch.where(largest, excess, top + excess - scores)
+    return torch.where(largest, excess, (top - scores) + excess)  # in the order that cancels least

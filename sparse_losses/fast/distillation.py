@@ -34,9 +34,9 @@ def direct_distillation(
     mse, change, inverse = _squared_difference(scores, absent, by_row)
     total = mse.mul_(alpha_mse)
     if alpha_kl == 0:
-        return total, [change.mul_(2 * alpha_mse * inverse), None, None, None]
+        return total, [change.mul_(alpha_mse * inverse), None, None, None]
     total.addcdiv_(kl, divisor, value=temperature)
-    gradient.addcmul_(change, inverse, value=2 * alpha_mse)
+    gradient.addcmul_(change, inverse, value=alpha_mse)
     return total, [gradient, None, None, None]
 
 
@@ -74,8 +74,9 @@ def _divergence(
 def _squared_difference(
     scores: Tensor, absent: Tensor | None, by_row: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the MSE of the z-scores and two factors whose product is half its gradient."""
+    """Return the MSE of the z-scores and two factors whose product is its gradient."""
     dims = (-1,) if by_row else (-2, -1)
+    scores.mul_(0.5)  # else a range may be beyond the dtype; half a score has half the slope
     dtype, wide, scale = scores.dtype, widest_dtype(scores.device), None
     if dtype == wide or scores.device.type == "cpu":
         # With the largest score 0 and the range 1, equal scores are 0 and squares stay in range.
@@ -109,7 +110,7 @@ def _squared_difference(
         says_something &= count > 2.5
     deviation = norm.new_empty(norm.shape, dtype=dtype)
     torch.mul(norm, freedom.rsqrt(), out=deviation).add_(1e-36)
-    divisor = deviation + (1e-8 if scale is None else 1e-8 / scale)
+    divisor = deviation + (0.5e-8 if scale is None else 0.5e-8 / scale)
     inverse = says_something / divisor
     z = centred.mul_(inverse)
 

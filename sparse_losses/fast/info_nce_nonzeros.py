@@ -131,20 +131,19 @@ class _SparseScores:
             start, stop, tile = parts[0]
             for _, _, other in parts[1:]:
                 tile += other
-            if length is not None:
-                tile /= length
             last = int(torch.searchsorted(entries.column, stop))
             here = slice(first, last)
             at_entries[here] = tile[entries.column[here] - start, entries.row[here]]
             first = last
             if dense is not None:
+                if length is not None:
+                    tile /= length
                 dense[:, start:stop] = tile.T.contiguous()
         along = entries.value.new_zeros(entries.shape[0])
         along.index_add_(0, entries.row, entries.value * at_entries)
         if length is not None:  # remove the part parallel to the row
-            change = entries.value * along[entries.row]
-            at_entries -= change
-            along = torch.where(along == 0, 0.0, along * length)
+            at_entries -= entries.value * along[entries.row]
+            at_entries /= length[entries.row]
             if dense is not None:
                 dense.index_put_((entries.row, entries.column), at_entries)
         if dense is None:

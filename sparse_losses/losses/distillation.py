@@ -176,8 +176,8 @@ def _z_scores(
     over_ranks = sum_over_ranks if of_matrix else _unchanged
     largest_of_ranks = maximum_over_ranks if of_matrix else _unchanged
     count = over_ranks(member.sum(dims, keepdim=True))
-    # Shifted and scaled to a largest score of 0 and a range of 1, squares neither overflow nor
-    # underflow. z does not depend on shift and scale, so the gradient treats them as constants.
+    # Shift and scale do not change z: constants to the gradient, they keep range and squares finite.
+    scores = scores / 2
     highest = largest_of_ranks((scores.detach() + far_below).amax(dims, keepdim=True))
     below = (scores - highest) * member
     spread = largest_of_ranks(-below.detach().amin(dims, keepdim=True))
@@ -189,7 +189,7 @@ def _z_scores(
     centred = (scaled - mean) * member
     variance = over_ranks(centred.square().sum(dims, keepdim=True)) / (count - 1).clamp(min=1)
     deviation = torch.where(says_nothing, torch.inf, variance).sqrt()  # z = 0 there
-    return centred / (deviation + 1e-8 / spread)
+    return centred / (deviation + 0.5e-8 / spread)
 
 
 def _why_not_direct(arguments: Arguments, options: Options) -> str | None:

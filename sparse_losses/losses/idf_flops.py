@@ -57,6 +57,8 @@ def idf_flops_loss(
     """
     check_rows(estimator, activations.shape[0], gather)
     mean, squared_mean = mean_and_square(activations, estimator, gather)
+    if beta == 0:  # 0 times the square of a large mean, which is infinite, is NaN
+        return (token_penalty * mean.abs()).sum()
     return (token_penalty * (mean.abs() + beta * squared_mean)).sum()
 
 

@@ -91,6 +91,9 @@ def positive_activation_loss(
     valid = weight.any(-1)  # a NaN weight is valid, so that it is visible
     if token_weight is not None:
         attended = attended & valid[:, None]
+        if weight.shape[1]:  # a mean sees no scale, and sums of scaled weights stay in range
+            largest = weight.detach().amax(-1, keepdim=True)
+            weight = weight / largest.clamp(min=torch.finfo(weight.dtype).tiny)
     divisor = row_divisor(activations, reduction, valid, gather)
     arguments = activations, ids, attended, weight, divisor
     value = compute(_definition, WAYS, impl, arguments, {"saturating": saturating})

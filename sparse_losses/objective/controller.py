@@ -474,9 +474,15 @@ class SparsityController:
         Raises:
             ValueError: for a state that is not a controller's, or is another term's.
         """
-        if missing := sorted(self.state_dict().keys() - state.keys()):
+        known = self.state_dict().keys()
+        if missing := sorted(known - state.keys()):
             raise ValueError(
                 f"expected the state of a SparsityController, got one without {', '.join(missing)}"
+            )
+        if unknown := sorted(map(str, state.keys() - known)):
+            raise ValueError(
+                "expected the state of this version's SparsityController, got one with "
+                f"{', '.join(unknown)}"
             )
         if state["term"] != self.term:
             raise ValueError(f"expected the state for {self.term!r}, got {state['term']!r}'s")
@@ -484,6 +490,11 @@ class SparsityController:
             numbers = value if isinstance(value, list | tuple) else [value]
             if any(isinstance(x, float) and not math.isfinite(x) for x in numbers):
                 raise ValueError(f"expected finite numbers as {name!r} of the state, got {value}")
+        for name, size in {"dead": 3, "first": 2, "seen": 5, "sent": 5}.items():
+            if state[name] is not None and len(state[name]) != size:
+                raise ValueError(
+                    f"expected {size} numbers as {name!r} of the state, got {state[name]}"
+                )
         for name in ("steps", "silent_steps"):
             check_integer(name, state[name], minimum=0)
         check_number("start", state["start"], minimum=0.0, exclusive=True)

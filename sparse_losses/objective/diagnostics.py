@@ -17,7 +17,12 @@ from sparse_losses._core.token_ids import (
     first_occurrences,
     id_mask,
 )
-from sparse_losses.distributed import maximum_over_ranks, num_ranks, sum_over_ranks
+from sparse_losses.distributed import (
+    agree_across_ranks,
+    maximum_over_ranks,
+    num_ranks,
+    sum_over_ranks,
+)
 from sparse_losses.objective.batch import SpladeBatch, Texts
 from sparse_losses.objective.objective import SpladeObjective
 
@@ -114,6 +119,7 @@ class Diagnostics:
         self._foreign = None if allowed is None else ~allowed
         if self._foreign is not None and self._special is not None:
             self._foreign = self._foreign & ~self._special
+        self._agree = False  # all ranks, on the size of their vocabularies
         self.reset()
 
     def reset(self) -> None:
@@ -225,6 +231,10 @@ class Diagnostics:
 
         Every rank must call it, even without batches, once before ``report`` and ``reset``: a
         second call would count every text again. Without a process group it does nothing.
+
+        Raises:
+            ValueError: on every rank, if their vocabularies differ in size (compared in the first
+                call, which waits for the device).
         """
         if num_ranks() == 1:
             return self
@@ -234,6 +244,9 @@ class Diagnostics:
             self._columns = torch.zeros(3, self.vocab_size, device=device, dtype=torch.float64)
             self._numbers = self._columns.new_zeros(8)
             self._range = torch.tensor([-self.vocab_size, 0], device=device)
+        if not self._agree:
+            agree_across_ranks("Diagnostics.all_reduce", True, self._columns, V=self.vocab_size)
+            self._agree = True
         self._columns = sum_over_ranks(self._columns)
         self._numbers = sum_over_ranks(self._numbers)
         self._range = maximum_over_ranks(self._range)

@@ -288,9 +288,14 @@ class TrainingSchedule:
                 "expected the state of a TrainingSchedule, with 'steps_taken', got one with "
                 f"{', '.join(map(repr, state))}"
             )
+        if unknown := sorted(map(str, state.keys() - {"steps_taken", "temperature"})):
+            raise ValueError(
+                "expected the state of this version's TrainingSchedule, got one with "
+                f"{', '.join(unknown)}"
+            )
         check_integer("steps_taken", state["steps_taken"], minimum=0)
         if "temperature" in state:
-            check_number("temperature", state["temperature"])
+            check_number("temperature", state["temperature"], minimum=0.0, exclusive=True)
         self.steps_taken = int(state["steps_taken"])
         self._apply()
         held = self.objective.info_nce.temperature

@@ -19,6 +19,7 @@ from sparse_losses._core.checks import (
     check_shapes,
 )
 from sparse_losses._core.extras import from_extra
+from sparse_losses._core.files import replaced_files
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.fast.sparse import csr
@@ -695,33 +696,21 @@ class SpladeEncoder(nn.Module):
 
         The folder is one of ``transformers`` with more files in it: ``AutoModelForMaskedLM`` loads
         it, and so does the ``SparseEncoder`` of sentence-transformers, which gives the same vectors
-        (but has no gate, and needs this package installed for idf weights).
+        (but has no gate, and needs this package installed for idf weights). All is written beside
+        the folder first: what a full disk or a killed process interrupts leaves the folder as it
+        was.
 
         Args:
-            folder: Made if it does not exist.
+            folder: Made if it does not exist; files of other names stay.
         """
         with from_extra("transformers"):
             from safetensors.torch import save_file
 
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        # Away first and back last: without it, what was interrupted does not load.
-        (folder / SETTINGS).unlink(missing_ok=True)
         tensors = {
             name: tensor.contiguous()
             for name, tensor in self.state_dict().items()
             if name.split(".")[0] in ("gate", "importance", "idf_weights")
         }
-        save_file(tensors, folder / TENSORS)
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        write_modules(
-            folder,
-            expansion=self.expansion,
-            vocab_size=self.vocab_size,
-            max_length=self.max_length,
-            idf_weights=self.idf_weights,
-        )
         settings = {
             "format": FORMAT,
             "expansion": self.expansion,
@@ -735,7 +724,20 @@ class SpladeEncoder(nn.Module):
                 "dropout": self.gate.attention.dropout,
             },
         }
-        (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        # Of a model that was in more files or fewer, none may be read in place of the new ones.
+        with replaced_files(folder, last=SETTINGS, instead_of="model*.safetensors*") as new:
+            save_file(tensors, new / TENSORS)
+            self.model.save_pretrained(new)
+            self.tokenizer.save_pretrained(new)
+            write_modules(
+                new,
+                expansion=self.expansion,
+                vocab_size=self.vocab_size,
+                max_length=self.max_length,
+                idf_weights=self.idf_weights,
+            )
+            text = json.dumps(settings, indent=2) + "\n"
+            (new / SETTINGS).write_text(text, encoding="utf-8")
 
 
 def _importance(hidden_size: int) -> nn.Sequential:

@@ -560,6 +560,11 @@ def test_the_state_of_something_else_is_an_error():
         ("silent_steps", 2.5),
         ("start", 0.0),
         ("maximum", 1e-9),
+        ("dead", [0.0, 0.0]),
+        ("first", (1.0,)),
+        ("seen", [1.0, 0.0, 1.0]),
+        ("sent", [1.0] * 6),
+        ("of_a_later_version", 1),
     ],
 )
 def test_a_damaged_state_is_an_error_and_changes_nothing(name, bad):

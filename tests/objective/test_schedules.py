@@ -274,7 +274,13 @@ def test_the_state_of_something_else_is_not_loaded():
     schedule = TrainingSchedule(SpladeObjective({"query_flops": 1.0}))
     with pytest.raises(ValueError, match="'steps_taken', got one with 'steps', 'term'"):
         schedule.load_state_dict({"steps": 3, "term": "query_flops"})
-    for damaged in ({"steps_taken": -1}, {"steps_taken": 3, "temperature": math.nan}):
+    with pytest.raises(ValueError, match=r"expected the state of this version's .* with later"):
+        schedule.load_state_dict({"steps_taken": 3, "later": 1})
+    for damaged in (
+        {"steps_taken": -1},
+        {"steps_taken": 3, "temperature": math.nan},
+        {"steps_taken": 3, "temperature": -0.1},
+    ):
         name = [*damaged][-1]
         with pytest.raises(ValueError, match=f"expected `{name}` to be .*, got"):
             schedule.load_state_dict(damaged)
