@@ -69,7 +69,7 @@ def min_activation_loss(
     if token_counts is None:
         mean, valid = largest.mean(-1), None
     else:
-        counts = token_counts.clamp(min=0, max=top_k)
+        counts = token_counts.clamp(max=top_k)
         is_counted = torch.arange(top_k, device=largest.device) < counts[:, None]
         mean = torch.where(is_counted, largest, 0.0).sum(-1) / counts.clamp(min=1)
         valid = counts > 0

@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -101,33 +102,38 @@ class _File:
         self.path = TREE / name
         self.source = self.path.read_text(encoding="utf-8")
         self.mutants = sampled(mutants_of(self.source), self.source, f"{arguments.seed}:{name}")
-        self.hash = _hash(name, sessions)
+        self.hashes = [_hash(name, session) for session in sessions]
         self.cache = _cache(name)
-        self.found = _cached(name, self.hash, arguments.survivors)
+        self.found = _cached(name, self.hashes, arguments.survivors)
         self.reasons = REASONS.get(name, {})
-        self.session, self.tests, self.measured = 0, sessions[0], CACHE
+        self.session, self.tests, self.measured = 0, Selection(), CACHE
         self.seconds: dict[str, float] = {}
         self.lines: dict[str, set[int]] = {}
 
     def run(self) -> None:
         """Each session takes on what survived the one before."""
         for session, tests in enumerate(self.sessions):
-            self.session, self.tests = session, tests
-            parts = self.hash, str(session), "fast" if self.arguments.fast else "all"
-            self.measured = CACHE / f"{'-'.join(parts)}.json"
+            self.session = session
+            self.tests = {path: names for path, names in tests.items() if path != "lines"}
+            kind = "fast" if self.arguments.fast else "all"
+            self.measured = CACHE / f"{self.hashes[session]}-{kind}.json"
             todo = [m for m in self.mutants if self._is_open(m, session)]
             print(f"{self.name}, {len(todo)} of {len(self.mutants)} mutants", flush=True)
             if todo:
                 self._run_session(todo)
 
     def _is_open(self, mutant: Mutant, session: int) -> bool:
+        """Whether this session has something to say of a mutant that it has not said."""
+        if not re.search(self.sessions[session].get("lines", ""), mutant.before):
+            return False
         outcome, last = self.found.get(mutant.key, (IMPORTED, session))
         return (outcome == IMPORTED and last == session) or (outcome == SURVIVED and last < session)
 
     def _run_session(self, todo: list[Mutant]) -> None:
         try:
-            self._pytest(functools.partial(self._swap_all, todo), 24 * 3600, trace=True)
-            self.found = _cached(self.name, self.hash, self.arguments.survivors)
+            if self._pytest(functools.partial(self._swap_all, todo), 24 * 3600, trace=True):
+                sys.exit(f"expected pytest to collect {list(self.tests)}; MUTATE_LOG=FILE shows it")
+            self.found = _cached(self.name, self.hashes, self.arguments.survivors)
             self.seconds, self.lines = _measured(self.measured)
             for mutant in todo:
                 if self.found[mutant.key] == (IMPORTED, self.session):
@@ -135,7 +141,7 @@ class _File:
                     self._note(mutant, self._pytest(functools.partial(self._run, mutant), LIMIT))
         finally:
             self.path.write_text(self.source, encoding="utf-8")
-            self.found = _cached(self.name, self.hash, self.arguments.survivors)
+            self.found = _cached(self.name, self.hashes, self.arguments.survivors)
 
     def _pytest(self, run: Callable[[Tests], None], limit: int, trace: bool = False) -> int | None:
         """A process of its own, which imports the package and leaves the collected tests to run."""
@@ -182,14 +188,16 @@ class _File:
             seconds = self.seconds.get(item.nodeid)
             if seconds is None or (self.arguments.fast and is_slow(item, seconds)):
                 continue
-            if place is None or SLOW.search(item.name) or place & self.lines[item.nodeid]:
+            elsewhere = SLOW.search(item.name) or "tests/distributed" in item.nodeid
+            if place is None or elsewhere or place & self.lines[item.nodeid]:
                 chosen.append((seconds, item))
         chosen.sort(key=lambda pair: pair[0])
         tests.run_items([item for _, item in chosen], self.seconds)
 
     def _note(self, mutant: Mutant, code: int | None) -> None:
         outcome = {0: SURVIVED, None: TIMED_OUT, OTHERWISE: IMPORTED}.get(code, KILLED)
-        line = {"key": mutant.key, "outcome": outcome, "hash": self.hash, "session": self.session}
+        line = {"key": mutant.key, "outcome": outcome, "session": self.session}
+        line |= {"hash": self.hashes[self.session]}
         line |= {"line": mutant.first, "function": mutant.function}
         line |= {"before": mutant.before, "after": mutant.after}
         with self.cache.open("a", encoding="utf-8") as file:
@@ -207,11 +215,11 @@ def _measured(path: Path) -> tuple[dict[str, float], dict[str, set[int]]]:
     return seconds, {test: set(reached) for test, reached in lines.items()}
 
 
-def _hash(name: str, sessions: list[Selection]) -> str:
+def _hash(name: str, session: Selection) -> str:
     """Of the file and of all that its tests are made of."""
-    text = [name, json.dumps(sessions), (TREE / name).read_text(encoding="utf-8")]
+    text = [name, json.dumps(session), (TREE / name).read_text(encoding="utf-8")]
     helpers = [f"tests/{stem}.py" for stem in ("cases", "oracles", "strategies", "conftest")]
-    for path in (TREE / each for each in [*(t for s in sessions for t in s), *helpers]):
+    for path in (TREE / each for each in [*session, *helpers] if each != "lines"):
         files = [path] if path.is_file() else sorted(path.rglob("*.py"))
         text += [file.read_text(encoding="utf-8") for file in files]
     return hashlib.sha256("\0".join(text).encode()).hexdigest()[:16]
@@ -221,12 +229,12 @@ def _cache(name: str) -> Path:
     return CACHE / (name.replace("/", ".") + ".jsonl")
 
 
-def _cached(name: str, wanted: str, trust_kills: bool) -> dict[str, tuple[str, int]]:
+def _cached(name: str, hashes: list[str], trust_kills: bool) -> dict[str, tuple[str, int]]:
     """The latest outcome of each mutant with these tests, and the session that it is of."""
     found: dict[str, tuple[str, int]] = {}
     if _cache(name).exists():
         for line in map(json.loads, _cache(name).read_text(encoding="utf-8").splitlines()):
-            if line["hash"] == wanted or (trust_kills and line["outcome"] in (KILLED, TIMED_OUT)):
+            if line["hash"] in hashes or (trust_kills and line["outcome"] in (KILLED, TIMED_OUT)):
                 found[line["key"]] = line["outcome"], line["session"]
     return found
 
@@ -241,14 +249,21 @@ def _report(arguments: argparse.Namespace, targets: dict[str, Any]) -> int:
     for name, sessions in targets.items():
         this = _File(name, sessions, arguments)
         outcomes = [this.found.get(mutant.key, (IMPORTED, 0))[0] for mutant in this.mutants]
-        if IMPORTED in outcomes or any(this._is_open(m, len(sessions) - 1) for m in this.mutants):
+        is_open = (this._is_open(m, n) for m in this.mutants for n in range(len(sessions)))
+        if IMPORTED in outcomes or any(is_open):
             continue
         alive = [m for m, o in zip(this.mutants, outcomes, strict=True) if o == SURVIVED]
         explained = [m for m in alive if m.key in this.reasons]
         killed = len(outcomes) - len(alive)
         score = killed / max(len(outcomes) - len(explained), 1)
         values = [name, len(outcomes), outcomes.count(KILLED), outcomes.count(TIMED_OUT)]
-        values += [len(alive), len(explained), f"{score:.3f}", arguments.seed, this.hash]
+        values += [
+            len(alive),
+            len(explained),
+            f"{score:.3f}",
+            arguments.seed,
+            "-".join(this.hashes),
+        ]
         values += [platform.python_version(), torch.__version__, version("mutmut")]
         rows[name] = dict(zip(FIELDS, map(str, values), strict=True))
         for mutant in alive:

@@ -1,7 +1,8 @@
 """The mutants of a file: those of mutmut's operators that are not plain, and five of ours.
 
 A mutant is worth its time where a careless test passes it. Left out are changed wording and types,
-and what fails at its first call: ``None`` for an argument or for what is assigned.
+what fails at its first call (``None`` for an argument or for what is assigned), and the dimension 1
+for -1, which is 2 in another mutant.
 """
 
 import hashlib
@@ -26,6 +27,7 @@ OPERATORS = [
     (kind, change) for kind, change in mutators.mutation_operators if change not in WITHOUT
 ]
 Span = tuple[tuple[int, int], tuple[int, int]]
+UNSEEN = {"strict", "device"}  # asserts; is of accelerators, where `make test-sim` looks
 UNTESTED_CALLS = {"TypeVar", "ParamSpec", "cast", "warn"}
 MODULES = {"cst", "dist", "functools", "inspect", "itertools", "math", "nn", "nnf", "np", "os"}
 MODULES |= {"torch", "warnings"}
@@ -140,12 +142,12 @@ def _is_wording(node: cst.CSTNode) -> bool:
 def _changes(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
     """What to replace, the node or a part of it, and by what."""
     for kind, change in OPERATORS:
-        if isinstance(node, kind):
+        if isinstance(node, kind) and not _is_dimension(node):
             for new in change(node):
                 yield node, new
     if isinstance(node, cst.Call):
         for n, argument in enumerate(node.args):  # x.sum(0, keepdim=True) -> x.sum(0)
-            if argument.keyword and argument.keyword.value != "strict":
+            if argument.keyword and argument.keyword.value not in UNSEEN:
                 yield node, node.with_changes(args=[*node.args[:n], *node.args[n + 1 :]])
     match node:
         case cst.Call(func=cst.Attribute(value=value)) if not _is_module(value):
@@ -156,6 +158,14 @@ def _changes(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
             yield test, cst.UnaryOperation(cst.Not(), test)
         case cst.Expr(value=cst.Call()):
             yield node, cst.Pass()  # a check, or an operation in place
+
+
+def _is_dimension(node: cst.CSTNode) -> bool:
+    """Whether it is ``-1``, to which ``+1`` would be the same dimension of a matrix."""
+    match node:
+        case cst.UnaryOperation(operator=cst.Minus(), expression=cst.Integer()):
+            return True
+    return False
 
 
 def _is_module(node: cst.BaseExpression) -> bool:

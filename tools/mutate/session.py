@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import re
@@ -87,7 +88,7 @@ class Tests:
     def run_items(self, items: Sequence[pytest.Item], seconds: dict[str, float]) -> NoReturn:
         """In a child: one after another, until one fails or takes far longer than it should."""
         self.in_child = True
-        for item, after in zip(items, [*items[1:], None], strict=True):
+        for item, after in itertools.pairwise([*items, None]):
             signal.setitimer(signal.ITIMER_PROF, 10 + 10 * seconds.get(item.nodeid, 1.0))
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
         _leave(0)
@@ -96,7 +97,7 @@ class Tests:
         """In a child: what each test takes and which lines it reaches; a failure is said."""
         seconds, lines, failed = {}, {}, []
         items = [i for i in self.items if not (leave_out_slow and SLOW.search(i.name))]
-        for item, after in zip(items, [*items[1:], None], strict=True):
+        for item, after in itertools.pairwise([*items, None]):
             self.lines, start = set(), time.process_time()
             if not SLOW.search(item.name):
                 sys.settrace(self.trace)
