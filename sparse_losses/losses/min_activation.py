@@ -86,14 +86,14 @@ def _top_positions(x: Tensor, top_k: int) -> Tensor:
     width, size = x.shape[1], 128  # 64 to 256 measure alike
     num_blocks = width // size
     if num_blocks < 32 * top_k:  # few columns are sorted as fast
-        return x.topk(top_k, dim=1).indices
+        return x.topk(top_k).indices
     maxima = x[:, : num_blocks * size].reshape(-1, num_blocks, size).amax(-1)
-    block = maxima.topk(top_k, dim=1).indices
+    block = maxima.topk(top_k).indices
     offset = torch.arange(size, device=x.device)
     position = torch.add(offset, block[:, :, None], alpha=size).flatten(1)
     rest = torch.arange(num_blocks * size, width, device=x.device).expand(x.shape[0], -1)
     position = torch.cat([position, rest], dim=1)
-    return position.gather(1, x.gather(1, position).topk(top_k, dim=1).indices)
+    return position.gather(1, x.gather(1, position).topk(top_k).indices)
 
 
 class MinActivationLoss(LossModule):

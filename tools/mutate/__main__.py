@@ -72,7 +72,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--survivors", action="store_true", help="trust kills by older tests, try survivors again"
     )
-    parser.add_argument("--fast", action="store_true", help="survivors get no slow tests")
+    parser.add_argument("--fast", action="store_true", help="no slow tests, no second session")
     return parser.parse_args()
 
 
@@ -98,7 +98,8 @@ class _File:
     """One file of the package: its mutants, its tests, and what was found of them."""
 
     def __init__(self, name: str, sessions: list[Selection], arguments: argparse.Namespace) -> None:
-        self.name, self.sessions, self.arguments = name, sessions, arguments
+        self.name, self.arguments = name, arguments
+        self.sessions = sessions[:1] if arguments.fast else sessions
         self.path = TREE / name
         self.source = self.path.read_text(encoding="utf-8")
         self.mutants = sampled(mutants_of(self.source), self.source, f"{arguments.seed}:{name}")
@@ -249,7 +250,7 @@ def _report(arguments: argparse.Namespace, targets: dict[str, Any]) -> int:
     for name, sessions in targets.items():
         this = _File(name, sessions, arguments)
         outcomes = [this.found.get(mutant.key, (IMPORTED, 0))[0] for mutant in this.mutants]
-        is_open = (this._is_open(m, n) for m in this.mutants for n in range(len(sessions)))
+        is_open = (this._is_open(m, n) for m in this.mutants for n in range(len(this.sessions)))
         if IMPORTED in outcomes or any(is_open):
             continue
         alive = [m for m, o in zip(this.mutants, outcomes, strict=True) if o == SURVIVED]

@@ -71,8 +71,10 @@ class Tests:
         name = item.nodeid.split("::")[0]
         return any(name.startswith(p) and re.search(r, item.name) for p, r in self.wanted.items())
 
-    def pytest_runtestloop(self) -> bool:
-        """Instead of pytest's own."""
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Instead of pytest's own, which says what cannot be imported."""
+        if session.testsfailed:
+            return None
         self.run(self)
         return True
 
