@@ -27,7 +27,6 @@ import tomllib
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -60,9 +59,12 @@ def main() -> int:
     chosen = {n: t for n, t in targets.items() if any(part in n for part in arguments.only)}
     torch.set_num_threads(1)
     _copy_tree()
+    is_wrong = False
     for name, sessions in chosen.items():
-        _File(name, sessions, arguments).run()
-    return _report(arguments, targets)
+        file = _File(name, sessions, arguments)
+        file.run()
+        is_wrong |= file.report(list(targets))
+    return int(is_wrong)
 
 
 def _arguments() -> argparse.Namespace:
@@ -203,8 +205,32 @@ class _File:
         line |= {"before": mutant.before, "after": mutant.after}
         with self.cache.open("a", encoding="utf-8") as file:
             print(json.dumps(line, ensure_ascii=False), file=file)
-        if outcome == SURVIVED:
-            print(f"  :{mutant.first}  {mutant.before}  ->  {mutant.after}", flush=True)
+
+    def report(self, order: list[str]) -> bool:
+        """Writes its row of the table; whether too few are killed or one lives without a reason."""
+        outcomes = [self.found[mutant.key][0] for mutant in self.mutants]
+        alive = [m for m, o in zip(self.mutants, outcomes, strict=True) if o == SURVIVED]
+        unexplained = [m for m in alive if m.key not in self.reasons]
+        equivalent = len(alive) - len(unexplained)
+        killed = len(outcomes) - len(alive)
+        score = killed / (len(outcomes) - equivalent) if killed else 1.0
+        values = [self.name, len(outcomes), outcomes.count(KILLED), outcomes.count(TIMED_OUT)]
+        values += [len(alive), equivalent, f"{score:.3f}", self.arguments.seed]
+        values += ["-".join(self.hashes), platform.python_version(), torch.__version__]
+        values.append(version("mutmut"))
+        rows = {}
+        if TABLE.exists():
+            with TABLE.open(encoding="utf-8", newline="") as file:
+                rows = {row["file"]: row for row in csv.DictReader(file)}
+        rows[self.name] = dict(zip(FIELDS, map(str, values), strict=True))
+        with TABLE.open("w", encoding="utf-8", newline="") as file:
+            table = csv.DictWriter(file, FIELDS, lineterminator="\n")
+            table.writeheader()
+            table.writerows(rows[name] for name in order if name in rows)
+        for mutant in unexplained:
+            print(f"no test fails: {self.name}:{mutant.first} {mutant.function} [{mutant.key}]")
+            print(f"    {mutant.before}\n    {mutant.after}", flush=True)
+        return bool(unexplained) or score < WANTED
 
 
 def _measured(path: Path) -> tuple[dict[str, float], dict[str, set[int]]]:
@@ -238,46 +264,6 @@ def _cached(name: str, hashes: list[str], trust_kills: bool) -> dict[str, tuple[
             if line["hash"] in hashes or (trust_kills and line["outcome"] in (KILLED, TIMED_OUT)):
                 found[line["key"]] = line["outcome"], line["session"]
     return found
-
-
-def _report(arguments: argparse.Namespace, targets: dict[str, Any]) -> int:
-    """Writes the table; 1 if a file has too few kills or a survivor without a reason."""
-    rows = {}
-    if TABLE.exists():
-        with TABLE.open(encoding="utf-8", newline="") as file:
-            rows = {row["file"]: row for row in csv.DictReader(file)}
-    is_wrong = False
-    for name, sessions in targets.items():
-        this = _File(name, sessions, arguments)
-        outcomes = [this.found.get(mutant.key, (IMPORTED, 0))[0] for mutant in this.mutants]
-        is_open = (this._is_open(m, n) for m in this.mutants for n in range(len(this.sessions)))
-        if IMPORTED in outcomes or any(is_open):
-            continue
-        alive = [m for m, o in zip(this.mutants, outcomes, strict=True) if o == SURVIVED]
-        explained = [m for m in alive if m.key in this.reasons]
-        killed = len(outcomes) - len(alive)
-        score = killed / max(len(outcomes) - len(explained), 1)
-        values = [name, len(outcomes), outcomes.count(KILLED), outcomes.count(TIMED_OUT)]
-        values += [
-            len(alive),
-            len(explained),
-            f"{score:.3f}",
-            arguments.seed,
-            "-".join(this.hashes),
-        ]
-        values += [platform.python_version(), torch.__version__, version("mutmut")]
-        rows[name] = dict(zip(FIELDS, map(str, values), strict=True))
-        for mutant in alive:
-            if mutant not in explained:
-                is_wrong = True
-                print(f"no test fails: {name}:{mutant.first} [{mutant.key}] {mutant.function}")
-                print(f"    {mutant.before}\n    {mutant.after}")
-        is_wrong |= score < WANTED
-    with TABLE.open("w", encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows[name] for name in targets if name in rows)
-    return int(is_wrong)
 
 
 if __name__ == "__main__":
