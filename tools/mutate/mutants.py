@@ -7,6 +7,7 @@ for -1, which is 2 in another mutant.
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -43,11 +44,12 @@ class Mutant:
     before: str
     after: str
     source: str
+    nth: int = 0  # of those that read the same
 
     @property
     def key(self) -> str:
         """A name that stays where only other lines change."""
-        where = "\0".join((self.function, self.before, self.after))
+        where = "\0".join((self.function, self.before, self.after)) + "\0" * self.nth
         return hashlib.sha256(where.encode()).hexdigest()[:12]
 
 
@@ -57,7 +59,8 @@ def mutants_of(source: str) -> list[Mutant]:
     visitor = _Visitor()
     wrapper.visit(visitor)
     lines = source.split("\n")
-    found, seen = [], {source}
+    found: list[Mutant] = []
+    seen, read = {source}, Counter[tuple[str, ...]]()
     for span, function, new in visitor.found:
         code = wrapper.module.code_for_node(new)
         (first, left), (last, right) = span
@@ -66,9 +69,9 @@ def mutants_of(source: str) -> list[Mutant]:
         mutated = "\n".join([*lines[: first - 1], after, *lines[last:]])
         if mutated not in seen:
             seen.add(mutated)
-            found.append(
-                Mutant(first, last, function, _one_line(before), _one_line(after), mutated)
-            )
+            said = function, _one_line(before), _one_line(after)
+            found.append(Mutant(first, last, *said, mutated, read[said]))
+            read[said] += 1
     return found
 
 
