@@ -26,7 +26,7 @@ def row_divisor(
         return 1
     if valid is None:
         return max(values.shape[0], 1)
-    return valid.sum(dtype=values.dtype).clamp(min=1)
+    return valid.sum().clamp(min=1)
 
 
 def reduce(

@@ -74,7 +74,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--survivors", action="store_true", help="trust kills by older tests, try survivors again"
     )
-    parser.add_argument("--fast", action="store_true", help="no slow tests, no second session")
+    parser.add_argument("--fast", action="store_true", help="no tests that compile or are slow")
+    parser.add_argument("--first", action="store_true", help="no second session, such as of ranks")
     return parser.parse_args()
 
 
@@ -101,7 +102,7 @@ class _File:
 
     def __init__(self, name: str, sessions: list[Selection], arguments: argparse.Namespace) -> None:
         self.name, self.arguments = name, arguments
-        self.sessions = sessions[:1] if arguments.fast else sessions
+        self.sessions = sessions[:1] if arguments.first else sessions
         self.path = TREE / name
         self.source = self.path.read_text(encoding="utf-8")
         self.mutants = sampled(mutants_of(self.source), self.source, f"{arguments.seed}:{name}")
@@ -209,7 +210,8 @@ class _File:
     def report(self, order: list[str]) -> bool:
         """Writes its row of the table; whether too few are killed or one lives without a reason."""
         outcomes = [self.found[mutant.key][0] for mutant in self.mutants]
-        alive = [m for m, o in zip(self.mutants, outcomes, strict=True) if o == SURVIVED]
+        done = KILLED, TIMED_OUT  # and not what waits for its turn in a later session
+        alive = [m for m, o in zip(self.mutants, outcomes, strict=True) if o not in done]
         unexplained = [m for m in alive if m.key not in self.reasons]
         equivalent = len(alive) - len(unexplained)
         killed = len(outcomes) - len(alive)
