@@ -17,7 +17,7 @@ PIP = $(PY) -m pip --disable-pip-version-check -q
 export OMP_WAIT_POLICY = PASSIVE
 
 .PHONY: help demo ablation bench bench-reckoned bench-peers bench-gpu compatibility figures
-.PHONY: test test-sim test-lightning-ir test-oldest fuzz
+.PHONY: test test-sim test-lightning-ir test-oldest fuzz mutate
 .PHONY: site serve site-zensical test-site notebooks test-notebooks test-triton compile-kernels lint wheel clean
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -73,6 +73,9 @@ OF_THE_PACKAGE = tests/_core tests/distributed tests/losses tests/objective test
 test-oldest: $(OLDEST)/.ready  ## the package on the oldest PyTorch that it takes, in an environment of its own
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile \
 	  $(OF_THE_PACKAGE) $(ARGS)
+
+mutate: $(VENV)/.mutate  ## does a test fail where a line is wrong? (ARGS="--only losses/ --seed 1")
+	OMP_NUM_THREADS=1 CI=1 PYTHONPATH=build/mutate $(PY) -m tools.mutate $(ARGS)
 
 compatibility: $(VENV)/.dev  ## what works with what: run those tests, write docs/compatibility.md
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests -m works_with \
@@ -147,6 +150,10 @@ $(VENV)/.dev: $(VENV)/.demo
 
 $(VENV)/.docs: $(VENV)/.dev
 	$(PIP) install -c constraints.txt --group docs
+	touch $@
+
+$(VENV)/.mutate: $(VENV)/.dev
+	$(PIP) install -c constraints.txt --group mutate
 	touch $@
 
 $(LIGHTNING_IR)/.ready: VENV = $(LIGHTNING_IR)

@@ -5,17 +5,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparse_losses._core.checks import check_choice
 from sparse_losses.distributed import num_ranks, sum_over_ranks
 
-__all__ = ["Reduction", "check_reduction", "reduce", "row_divisor"]
+__all__ = ["Reduction", "reduce", "row_divisor"]
 
 Reduction = Literal["none", "mean", "sum"]
-
-
-def check_reduction(reduction: str) -> None:
-    """Raise a ``ValueError`` unless ``reduction`` is none, mean or sum."""
-    check_choice("reduction", reduction, ("none", "mean", "sum"))
 
 
 def row_divisor(
@@ -32,7 +26,7 @@ def row_divisor(
         return 1
     if valid is None:
         return max(values.shape[0], 1)
-    return valid.sum(dtype=values.dtype).clamp(min=1)
+    return valid.sum().clamp(min=1)
 
 
 def reduce(
@@ -56,7 +50,7 @@ def reduce(
     if reduction == "sum":
         return sum_over_ranks(values.sum()) if gather else values.sum()
     if gather and num_ranks() > 1:
-        count = values.detach().new_ones(values.shape) if valid is None else valid.to(values.dtype)
+        count = values.new_ones(values.shape) if valid is None else valid.to(values.dtype)
         sums = sum_over_ranks(torch.stack([values.sum(), count.sum()]))
         return sums[0] / sums[1].clamp(min=1)
     if valid is None:

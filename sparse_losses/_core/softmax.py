@@ -59,7 +59,7 @@ def negative_log_softmax(scores: Tensor, mask: Tensor) -> Tensor:
         return scores
     some = mask.any(-1, keepdim=True)
     scores = torch.where(mask, scores, torch.where(some, -torch.inf, 0.0).to(scores.dtype))
-    largest = torch.zeros_like(mask).scatter(-1, scores.detach().argmax(-1, keepdim=True), True)
+    largest = torch.zeros_like(mask).scatter(-1, scores.argmax(-1, keepdim=True), True)
     top = torch.where(largest, scores, 0.0).sum(-1, keepdim=True)
     rest = masked_logsumexp(scores, mask & ~largest).unsqueeze(-1)
     excess = softplus(rest - top)

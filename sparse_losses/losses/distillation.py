@@ -176,7 +176,7 @@ def _z_scores(
     over_ranks = sum_over_ranks if of_matrix else _unchanged
     largest_of_ranks = maximum_over_ranks if of_matrix else _unchanged
     count = over_ranks(member.sum(dims, keepdim=True))
-    # Shift and scale do not change z: constants to the gradient, they keep range and squares finite.
+    # Shift and scale do not change z: as constants to the gradient they keep all in range.
     scores = scores / 2
     highest = largest_of_ranks((scores.detach() + far_below).amax(dims, keepdim=True))
     below = (scores - highest) * member

@@ -69,7 +69,7 @@ def min_activation_loss(
     if token_counts is None:
         mean, valid = largest.mean(-1), None
     else:
-        counts = token_counts.clamp(min=0, max=top_k)
+        counts = token_counts.clamp(max=top_k)
         is_counted = torch.arange(top_k, device=largest.device) < counts[:, None]
         mean = torch.where(is_counted, largest, 0.0).sum(-1) / counts.clamp(min=1)
         valid = counts > 0
@@ -86,14 +86,14 @@ def _top_positions(x: Tensor, top_k: int) -> Tensor:
     width, size = x.shape[1], 128  # 64 to 256 are equally fast
     num_blocks = width // size
     if num_blocks < 32 * top_k:  # sorting few columns is as fast
-        return x.topk(top_k, dim=1).indices
+        return x.topk(top_k).indices
     maxima = x[:, : num_blocks * size].reshape(-1, num_blocks, size).amax(-1)
-    block = maxima.topk(top_k, dim=1).indices
+    block = maxima.topk(top_k).indices
     offset = torch.arange(size, device=x.device)
     position = torch.add(offset, block[:, :, None], alpha=size).flatten(1)
     rest = torch.arange(num_blocks * size, width, device=x.device).expand(x.shape[0], -1)
     position = torch.cat([position, rest], dim=1)
-    return position.gather(1, x.gather(1, position).topk(top_k, dim=1).indices)
+    return position.gather(1, x.gather(1, position).topk(top_k).indices)
 
 
 class MinActivationLoss(LossModule):

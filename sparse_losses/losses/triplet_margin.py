@@ -78,8 +78,8 @@ def _definition(
 ) -> Tensor:
     """Loss of every row ``[B]``."""
     is_one = negative.ndim == 2
-    if not is_one and negative.shape[1] == 0:  # 0 and part of the graph
-        return (anchor + positive).sum(-1) + negative.sum((1, 2))
+    if not is_one and negative.shape[1] == 0:  # no row is valid, but all of them stay in the graph
+        return torch.cat([anchor[:, None], positive[:, None], negative], dim=1).sum((1, 2))
     if similarity == "euclidean":
         near = -(anchor - positive).square().sum(-1, keepdim=True)
         far = -(anchor.unsqueeze(1) - (negative[:, None] if is_one else negative)).square().sum(-1)

@@ -199,8 +199,9 @@ def test_every_way_is_the_definition_or_says_why_not(case):
 def test_constructor_tensors_are_buffers_that_follow_the_module(case):
     (name,) = case.loss.constructor
     tensors = case.tensors()
-    module, rest = case.module(tensors)
+    module, rest = case.module({**tensors, name: tensors[name].clone().requires_grad_()})
     assert name in dict(module.named_buffers())
+    assert not getattr(module, name).requires_grad
     assert not list(module.parameters())
     assert torch.equal(getattr(module, name), tensors[name])
     single = module.float()(

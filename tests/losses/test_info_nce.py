@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sparse_losses.functional import info_nce_loss
+from sparse_losses.functional import info_nce_from_scores, info_nce_loss
 from tests.cases import assert_follows_the_formula
 from tests.strategies import draw, info_nce_problems, seeds, temperatures
 
@@ -220,3 +220,17 @@ def test_meta_tensors_go_back():
     a = torch.randn(4, 8, device="meta", requires_grad=True)
     info_nce_loss(a, torch.randn(4, 8, device="meta")).backward()
     assert a.grad.shape == (4, 8)
+
+
+def test_a_row_without_candidates_is_zero_and_no_nan_is_hidden_on_the_way_back():
+    scores = torch.randn(2, 3, requires_grad=True)
+    candidates = torch.tensor([[True, True, True], [False, False, False]])
+    positives = candidates & torch.tensor([True, False, False])
+    with torch.autograd.set_detect_anomaly(True):
+        info_nce_from_scores(scores, positives, candidates).backward()
+    assert scores.grad[0].all()
+    assert not scores.grad[1].any()
+    none = torch.zeros(2, 0, requires_grad=True)
+    value = info_nce_from_scores(none, torch.zeros(2, 0, dtype=torch.bool))
+    assert value == 0.0
+    assert value.requires_grad

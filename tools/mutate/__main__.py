@@ -1,0 +1,270 @@
+"""Mutation tests of the package: `python -m tools.mutate [--only PATTERN] [--seed SEED]`.
+
+Each file of targets.toml is changed at one place at a time, and the tests that reach the place run
+until one fails. It is done in a copy of the repository, one process for all mutants of a file: what
+a mutant needs is imported once, and a fork of that process gets the changed function. Only what is
+read while modules are imported (decorators, constants) is imported anew.
+
+What was found is kept in .cache/mutate, by the hash of the file and its tests; a run that was
+stopped goes on where it was. docs/results/mutation.csv has a line a file, and survivors.toml says
+of every survivor that is known why no test can fail.
+"""
+
+import argparse
+import csv
+import filecmp
+import functools
+import gc
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.mutate.mutants import Mutant, mutants_of, sampled
+from tools.mutate.session import SLOW, Tests, functions_of, in_child, is_slow, swap
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+TREE = ROOT / "build" / "mutate"
+CACHE = ROOT / ".cache" / "mutate"
+TABLE = ROOT / "docs" / "results" / "mutation.csv"
+COPIED = ["sparse_losses", "tests", "tools", "benchmarks", "conftest.py", "pyproject.toml"]
+FIELDS = ["file", "mutants", "killed", "timed_out", "survived", "equivalent", "score"]
+FIELDS += ["seed", "hash", "python", "torch", "mutmut"]
+REASONS = tomllib.loads((HERE / "survivors.toml").read_text(encoding="utf-8"))
+KILLED, SURVIVED, TIMED_OUT, IMPORTED = "killed", "survived", "timed out", "to be imported"
+OTHERWISE = 42  # what a child leaves with that cannot swap the code
+WANTED = 0.95
+Selection = dict[str, str]  # a file or folder of tests, and what their names must match
+OPTIONS = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist"]
+OPTIONS += ["-W", "ignore:Module already imported"]  # Hypothesis, before pytest
+LIMIT = 900  # wall-clock seconds of a mutant, on a machine that others use
+
+
+def main() -> int:
+    """Runs the sessions of the chosen files and reports on all files of the table."""
+    arguments = _arguments()
+    targets = tomllib.loads((HERE / "targets.toml").read_text(encoding="utf-8"))
+    chosen = {n: t for n, t in targets.items() if any(part in n for part in arguments.only)}
+    torch.set_num_threads(1)
+    _copy_tree()
+    is_wrong = False
+    for name, sessions in chosen.items():
+        file = _File(name, sessions, arguments)
+        file.run()
+        is_wrong |= file.report(list(targets))
+    return int(is_wrong)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of files' names")
+    parser.add_argument("--seed", default="0", help="of the samples of long files")
+    parser.add_argument(
+        "--survivors", action="store_true", help="trust kills by older tests, try survivors again"
+    )
+    parser.add_argument("--fast", action="store_true", help="no tests that compile or are slow")
+    parser.add_argument("--first", action="store_true", help="no second session, such as of ranks")
+    return parser.parse_args()
+
+
+def _copy_tree() -> None:
+    TREE.mkdir(parents=True, exist_ok=True)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    listed = ["git", "ls-files", "-co", "--exclude-standard", "--", *COPIED]
+    names = subprocess.run(listed, cwd=ROOT, check=True, text=True, stdout=-1).stdout.splitlines()
+    for old in TREE.rglob("*.py"):
+        if str(old.relative_to(TREE)) not in names:
+            old.unlink()
+    for name in names:
+        source, copy = ROOT / name, TREE / name
+        if source.is_file() and not (copy.exists() and filecmp.cmp(source, copy, shallow=False)):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, copy)
+    os.chdir(TREE)
+    others = {str(ROOT), *(p for p in sys.path if (Path(p or ".") / "sparse_losses").is_dir())}
+    sys.path[:] = [str(TREE), *(p for p in sys.path if p and p not in others)]
+
+
+class _File:
+    """One file of the package: its mutants, its tests, and what was found of them."""
+
+    def __init__(self, name: str, sessions: list[Selection], arguments: argparse.Namespace) -> None:
+        self.name, self.arguments = name, arguments
+        self.sessions = sessions[:1] if arguments.first else sessions
+        self.path = TREE / name
+        self.source = self.path.read_text(encoding="utf-8")
+        self.mutants = sampled(mutants_of(self.source), self.source, f"{arguments.seed}:{name}")
+        self.hashes = [_hash(name, session) for session in sessions]
+        self.cache = _cache(name)
+        self.found = _cached(name, self.hashes, arguments.survivors)
+        self.reasons = REASONS.get(name, {})
+        self.session, self.tests, self.measured = 0, Selection(), CACHE
+        self.seconds: dict[str, float] = {}
+        self.lines: dict[str, set[int]] = {}
+
+    def run(self) -> None:
+        """Each session takes on what survived the one before."""
+        for session, tests in enumerate(self.sessions):
+            self.session = session
+            self.tests = {path: names for path, names in tests.items() if path != "lines"}
+            kind = "fast" if self.arguments.fast else "all"
+            self.measured = CACHE / f"{self.hashes[session]}-{kind}.json"
+            todo = [m for m in self.mutants if self._is_open(m, session)]
+            print(f"{self.name}, {len(todo)} of {len(self.mutants)} mutants", flush=True)
+            if todo:
+                self._run_session(todo)
+
+    def _is_open(self, mutant: Mutant, session: int) -> bool:
+        """Whether this session has something to say of a mutant that it has not said."""
+        if not re.search(self.sessions[session].get("lines", ""), mutant.before):
+            return False
+        outcome, last = self.found.get(mutant.key, (IMPORTED, session))
+        return (outcome == IMPORTED and last == session) or (outcome == SURVIVED and last < session)
+
+    def _run_session(self, todo: list[Mutant]) -> None:
+        try:
+            if self._pytest(functools.partial(self._swap_all, todo), 24 * 3600, trace=True):
+                sys.exit(f"expected pytest to collect {list(self.tests)}; MUTATE_LOG=FILE shows it")
+            self.found = _cached(self.name, self.hashes, self.arguments.survivors)
+            self.seconds, self.lines = _measured(self.measured)
+            for mutant in todo:
+                if self.found[mutant.key] == (IMPORTED, self.session):
+                    self.path.write_text(mutant.source, encoding="utf-8")
+                    self._note(mutant, self._pytest(functools.partial(self._run, mutant), LIMIT))
+        finally:
+            self.path.write_text(self.source, encoding="utf-8")
+            self.found = _cached(self.name, self.hashes, self.arguments.survivors)
+
+    def _pytest(self, run: Callable[[Tests], None], limit: int, trace: bool = False) -> int | None:
+        """A process of its own, which imports the package and leaves the collected tests to run."""
+        tests = Tests(self.path, self.tests, run)
+
+        def start() -> int:
+            sys.settrace(tests.trace if trace else None)
+            sys.dont_write_bytecode = not trace  # a mutant must leave none
+            return int(pytest.main([*OPTIONS, *self.tests], plugins=[tests]))
+
+        return in_child(start, limit)
+
+    def _swap_all(self, todo: list[Mutant], tests: Tests) -> None:
+        """Where all is imported: measures the tests, then tries the mutants, each in a fork."""
+        sys.settrace(None)
+        sys.dont_write_bytecode = True
+        at_import = set(tests.lines)
+        tests.functions = functions_of(self.path)
+        gc.freeze()  # else every fork copies what it collects
+        if not self.measured.exists():
+            work = functools.partial(tests.measure, self.measured, self.arguments.fast)
+            in_child(work, 24 * 3600)
+        self.seconds, self.lines = _measured(self.measured)
+        for mutant in todo:
+            if self.found.get(mutant.key) == (IMPORTED, self.session):
+                continue
+            self.path.write_text(mutant.source, encoding="utf-8")  # for ranks of their own
+            code = in_child(functools.partial(self._swapped, mutant, tests), LIMIT)
+            reads = at_import.intersection(range(mutant.first, mutant.last + 1))
+            if code == 0 and (not mutant.function or reads):
+                code = OTHERWISE
+            self._note(mutant, code)
+
+    def _swapped(self, mutant: Mutant, tests: Tests) -> None:
+        if not swap(self.path, tests.functions, mutant):
+            os._exit(OTHERWISE)
+        self._run(mutant, tests)
+
+    def _run(self, mutant: Mutant, tests: Tests) -> None:
+        """Those that reach the mutant, quick ones first."""
+        place = set(range(mutant.first, mutant.last + 1)) if mutant.function else None
+        chosen = []
+        for item in tests.items:
+            seconds = self.seconds.get(item.nodeid)
+            if seconds is None or (self.arguments.fast and is_slow(item, seconds)):
+                continue
+            elsewhere = SLOW.search(item.name) or "tests/distributed" in item.nodeid
+            if place is None or elsewhere or place & self.lines[item.nodeid]:
+                chosen.append((seconds, item))
+        chosen.sort(key=lambda pair: pair[0])
+        tests.run_items([item for _, item in chosen], self.seconds)
+
+    def _note(self, mutant: Mutant, code: int | None) -> None:
+        outcome = {0: SURVIVED, None: TIMED_OUT, OTHERWISE: IMPORTED}.get(code, KILLED)
+        line = {"key": mutant.key, "outcome": outcome, "session": self.session}
+        line |= {"hash": self.hashes[self.session]}
+        line |= {"line": mutant.first, "function": mutant.function}
+        line |= {"before": mutant.before, "after": mutant.after}
+        with self.cache.open("a", encoding="utf-8") as file:
+            print(json.dumps(line, ensure_ascii=False), file=file)
+
+    def report(self, order: list[str]) -> bool:
+        """Writes its row of the table; whether too few are killed or one lives without a reason."""
+        outcomes = [self.found[mutant.key][0] for mutant in self.mutants]
+        done = KILLED, TIMED_OUT  # and not what waits for its turn in a later session
+        alive = [m for m, o in zip(self.mutants, outcomes, strict=True) if o not in done]
+        unexplained = [m for m in alive if m.key not in self.reasons]
+        equivalent = len(alive) - len(unexplained)
+        killed = len(outcomes) - len(alive)
+        score = killed / (len(outcomes) - equivalent) if killed else 1.0
+        values = [self.name, len(outcomes), outcomes.count(KILLED), outcomes.count(TIMED_OUT)]
+        values += [len(alive), equivalent, f"{score:.3f}", self.arguments.seed]
+        values += ["-".join(self.hashes), platform.python_version(), torch.__version__]
+        values.append(version("mutmut"))
+        rows = {}
+        if TABLE.exists():
+            with TABLE.open(encoding="utf-8", newline="") as file:
+                rows = {row["file"]: row for row in csv.DictReader(file)}
+        rows[self.name] = dict(zip(FIELDS, map(str, values), strict=True))
+        with TABLE.open("w", encoding="utf-8", newline="") as file:
+            table = csv.DictWriter(file, FIELDS, lineterminator="\n")
+            table.writeheader()
+            table.writerows(rows[name] for name in order if name in rows)
+        for mutant in unexplained:
+            print(f"no test fails: {self.name}:{mutant.first} {mutant.function} [{mutant.key}]")
+            print(f"    {mutant.before}\n    {mutant.after}", flush=True)
+        return bool(unexplained) or score < WANTED
+
+
+def _measured(path: Path) -> tuple[dict[str, float], dict[str, set[int]]]:
+    seconds, lines, failed = json.loads(path.read_text(encoding="utf-8"))
+    if failed:
+        print("left out, as they fail without a mutant:", *failed, sep="\n  ", file=sys.stderr)
+    return seconds, {test: set(reached) for test, reached in lines.items()}
+
+
+def _hash(name: str, session: Selection) -> str:
+    """Of the file and of all that its tests are made of."""
+    text = [name, json.dumps(session), (TREE / name).read_text(encoding="utf-8")]
+    helpers = [f"tests/{stem}.py" for stem in ("cases", "oracles", "strategies", "conftest")]
+    for path in (TREE / each for each in [*session, *helpers] if each != "lines"):
+        files = [path] if path.is_file() else sorted(path.rglob("*.py"))
+        text += [file.read_text(encoding="utf-8") for file in files]
+    return hashlib.sha256("\0".join(text).encode()).hexdigest()[:16]
+
+
+def _cache(name: str) -> Path:
+    return CACHE / (name.replace("/", ".") + ".jsonl")
+
+
+def _cached(name: str, hashes: list[str], trust_kills: bool) -> dict[str, tuple[str, int]]:
+    """The latest outcome of each mutant with these tests, and the session that it is of."""
+    found: dict[str, tuple[str, int]] = {}
+    if _cache(name).exists():
+        for line in map(json.loads, _cache(name).read_text(encoding="utf-8").splitlines()):
+            if line["hash"] in hashes or (trust_kills and line["outcome"] in (KILLED, TIMED_OUT)):
+                found[line["key"]] = line["outcome"], line["session"]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
