@@ -15,7 +15,7 @@ import functools
 import itertools
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -319,19 +319,22 @@ def _row(
     }
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """A line a corpus and variant: means and deviations over its seeds."""
-    forms = dict(zip(FIGURES, ("{:.3f}",) * 3 + ("{:.1f}", "{:.1f}", "{:.2f}"), strict=True))
-    cells = []
-    for key, group in itertools.groupby(rows, lambda row: (row["corpus"], row["variant"])):
-        own = list(group)
-        measured = [
-            spread([row[name] for row in own], form) if own[0][name] != "" else ""
-            for name, form in forms.items()
-        ]
-        cells.append([*key, *measured])
-    headings = ("nDCG@10", "MRR@10", "Recall@100", "active q", "active d", "products per pair")
-    return markdown(("corpus", "variant", *headings), cells, left=2)
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table for each corpus, a line for each variant: means and deviations over its seeds."""
+    forms = dict(zip(FIGURES, ("{:.3f}",) * 3 + ("{:.0f}", "{:.0f}", "{:.2f}"), strict=True))
+    headings = ("nDCG@10", "MRR@10", "Recall@100", "active, query", "active, document", "products")
+    tables = []
+    for corpus, of_corpus in itertools.groupby(rows, lambda row: row["corpus"]):
+        cells = []
+        for variant, group in itertools.groupby(of_corpus, lambda row: row["variant"]):
+            own = list(group)
+            measured = [
+                spread([float(row[name]) for row in own], form) if own[0][name] != "" else ""
+                for name, form in forms.items()
+            ]
+            cells.append([variant, "" if own[0]["seed"] == "" else str(len(own)), *measured])
+        tables.append(markdown((corpus.capitalize(), "seeds", *headings), cells))
+    return "\n".join(tables)
 
 
 if __name__ == "__main__":
