@@ -53,7 +53,7 @@ from sparse_losses.objective import (
     gradient_report,
     recall_at_k,
 )
-from sparse_losses.presets import RECOMMENDED, V22, V23, V25, V26, V28, Preset
+from sparse_losses.presets import COSINE, RECOMMENDED, V22, V23, V25, V26, V28, Preset
 from sparse_losses.queue import LabelQueue
 from sparse_losses.representation import (
     ContextGate,
@@ -76,6 +76,7 @@ from sparse_losses.vocabulary import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "COSINE",
     "RECOMMENDED",
     "V22",
     "V23",

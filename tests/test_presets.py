@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sparse_losses import (
+    COSINE,
     RECOMMENDED,
     V22,
     V23,
@@ -137,18 +138,34 @@ def test_the_recommended_objective_has_the_presets_numbers():
     assert preset.missing() == []
     assert objective.weights == RECOMMENDED.weights
     assert objective.info_nce.temperature == RECOMMENDED.temperature
+    assert objective.info_nce.similarity == "dot"
+    assert not objective.info_nce.symmetric
+    assert type(objective.flops) is FlopsLoss, "no token costs more than another"
+    alphas = objective.distillation.alpha_kl, objective.distillation.alpha_mse
+    assert alphas == (RECOMMENDED.alpha_kl, RECOMMENDED.alpha_mse)
+    batch = _batch()
+    total, terms = objective(batch)
+    total.backward()
+    assert set(terms) == set(RECOMMENDED.weights)
+    batch = batch._replace(teacher_scores=0.1 * batch.teacher_scores + 3.0)  # of any scale
+    torch.testing.assert_close(objective(batch)[1]["distillation"], terms["distillation"])
+
+
+def test_the_objective_for_cosines_has_the_presets_numbers():
+    objective = COSINE.objective(idf=torch.rand(30) * 5, special_token_ids=[0, 1])
+    assert COSINE.missing() == []
+    assert objective.weights == COSINE.weights
+    assert objective.info_nce.temperature == COSINE.temperature
     assert objective.info_nce.symmetric
     assert objective.info_nce.similarity == "cosine"
     assert objective.self_reconstruction.balanced
     assert list(objective.self_reconstruction.ignore_token_ids) == [0, 1]
     scales = objective.score_scale, objective.teacher_scale
-    assert scales == (RECOMMENDED.score_scale, RECOMMENDED.teacher_scale)
-    assert objective.distillation.temperature == RECOMMENDED.distillation_temperature
-    assert objective.distillation.alpha_mse == RECOMMENDED.alpha_mse
+    assert scales == (COSINE.score_scale, COSINE.teacher_scale)
     total, terms = objective(_batch())
     total.backward()
-    assert set(terms) == set(RECOMMENDED.weights)
-    plain = RECOMMENDED.replace(score_scale=None, symmetric=False, balanced=False)
+    assert set(terms) == set(COSINE.weights)
+    plain = COSINE.replace(score_scale=None, symmetric=False, balanced=False)
     objective = plain.objective(idf=torch.rand(30), score_scale=3.0)
     assert objective.score_scale == 3.0
     assert not objective.info_nce.symmetric
@@ -269,7 +286,7 @@ def test_a_preset_prints_every_number_and_marks_what_is_ours():
         assert number in text
     assert "ours: context_distillation" in text
     assert "temperature                             ?" in str(V22)
-    text = str(RECOMMENDED)
+    text = str(COSINE)
     for line in ("warmup of query_flops ", "target active of document_flops ", "bm25", "balanced"):
         assert line in text
     assert "symmetric" not in str(V26)

@@ -21,7 +21,7 @@ from benchmarks.studies.runs import (
     study_parser,
     write_csv,
 )
-from sparse_losses import RECOMMENDED, CollapseError
+from sparse_losses import COSINE, CollapseError
 from sparse_losses._core.files import replaced_file
 from sparse_losses.demo.corpus import Corpus
 from sparse_losses.demo.evaluation import MODEL, measure
@@ -52,12 +52,12 @@ def settings_of(variant: str, seed: int, steps: int) -> Settings:
     """Return the demo's settings with bad FLOPS weights from the first step on."""
     name, _, steered = variant.partition(", ")
     terms = ("query_flops", "document_flops")
-    weights = {term: FACTORS[name] * RECOMMENDED.weights[term] for term in terms}
+    weights = {term: FACTORS[name] * COSINE.weights[term] for term in terms}
     return Settings(
         steps=steps,
         seed=seed,
         without=("warmup",),
-        preset=RECOMMENDED.replace(weights=weights),
+        preset=COSINE.replace(weights=weights),
         **(TARGETS if steered else {}),
     )
 

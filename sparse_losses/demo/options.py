@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sparse_losses import RECOMMENDED
+from sparse_losses import COSINE
 
 TERMS = (
     "info_nce",
@@ -62,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--target-active",
         type=whole(0),
-        default=int(RECOMMENDED.target_active["document_flops"]),
+        default=int(COSINE.target_active["document_flops"]),
         metavar="N",
         help="adjust the documents' FLOPS weight so that a document keeps N active dimensions; 0 "
         "keeps the weight fixed (default: %(default)s)",

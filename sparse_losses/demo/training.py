@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses import (
-    RECOMMENDED,
+    COSINE,
     BM25Teacher,
     Diagnostics,
     DocumentFrequency,
@@ -52,7 +52,7 @@ class Settings:
     learning_rate: float = 1e-3
     vocab_size: int = VOCAB_SIZE
     size: ModelSize = dataclasses.field(default_factory=ModelSize)
-    preset: Preset = RECOMMENDED
+    preset: Preset = COSINE
     probe_every: int = 50
     probe_rows: int = 200
 

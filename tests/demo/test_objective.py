@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sparse_losses import RECOMMENDED, SpladeBatch, Texts
+from sparse_losses import COSINE, SpladeBatch, Texts
 from sparse_losses.demo.objective import (
     loss_of,
     make_objective,
@@ -21,7 +21,7 @@ def _vectors():
     return [0.2 * torch.rand(2, TOKENS.vocab_size) for _ in range(2)]
 
 
-def _terms(without=(), progress=1.0, preset=RECOMMENDED):
+def _terms(without=(), progress=1.0, preset=COSINE):
     """The weighted terms, both sides of a loss together, as the training's record has them."""
     texts = [pad(TOKENS.ids(["apple pie", "the cherry"])), pad(TOKENS.ids(["a pie", "cherry"]))]
     sides = [
@@ -69,7 +69,7 @@ def test_without_an_ingredient_changes_flops_alone(name):
 
 
 def test_warmup_is_quadratic_and_can_be_switched_off():
-    preset = RECOMMENDED.replace(warmup={"query_flops": 0.5, "document_flops": 0.5})
+    preset = COSINE.replace(warmup={"query_flops": 0.5, "document_flops": 0.5})
     values = [_terms(progress=p, preset=preset)["flops"].item() for p in (0.25, 0.5, 1.0)]
     assert values == pytest.approx([values[1] / 4, values[1], values[1]])
     assert values[1] > 0
@@ -79,7 +79,7 @@ def test_warmup_is_quadratic_and_can_be_switched_off():
 
 
 def test_token_penalty_and_its_switches():
-    preset = RECOMMENDED
+    preset = COSINE
     stop, special = list(TOKENS.stopword_ids), list(TOKENS.special_ids)
     ordinary = torch.ones(TOKENS.vocab_size, dtype=torch.bool)
     ordinary[special] = False

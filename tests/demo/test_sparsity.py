@@ -5,17 +5,17 @@ import dataclasses
 import pytest
 import torch
 
-from sparse_losses import RECOMMENDED, CollapseError
+from sparse_losses import COSINE, CollapseError
 from sparse_losses.demo.model import ModelSize
 from sparse_losses.demo.options import UserError
 from sparse_losses.demo.training import Run, Settings
 
 
 def _flops(weight, **changes):
-    """The recommended preset with other weights of FLOPS, which warm up on both sides."""
+    """The demo's preset with other weights of FLOPS, which warm up on both sides."""
     sides = ("query_flops", "document_flops")
     warmup = dict.fromkeys(sides, 0.5)
-    return RECOMMENDED.replace(weights=dict.fromkeys(sides, weight), warmup=warmup, **changes)
+    return COSINE.replace(weights=dict.fromkeys(sides, weight), warmup=warmup, **changes)
 
 
 TOO_STRONG = {"preset": _flops(3.0), "without": ("warmup",)}  # a hundred times the demo's

@@ -4,7 +4,7 @@ import statistics
 import pytest
 import torch
 
-from sparse_losses import RECOMMENDED
+from sparse_losses import COSINE
 from sparse_losses.demo.evaluation import MODEL, Index, measure, top_tokens
 from sparse_losses.demo.options import TERMS
 from sparse_losses.demo.training import Run
@@ -29,7 +29,7 @@ def test_a_run_depends_on_its_seed_alone(corpus, settings):
 
 
 def test_loss_and_active_dimensions_fall(corpus, settings):
-    preset = RECOMMENDED.replace(weights={"query_flops": 1.5, "document_flops": 1.5})
+    preset = COSINE.replace(weights={"query_flops": 1.5, "document_flops": 1.5})
     settings = dataclasses.replace(
         settings, steps=60, batch_size=16, learning_rate=5e-3, preset=preset
     )

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from statistics import mean, stdev
 
+from benchmarks.studies.against_sentence_transformers import summary
 from benchmarks.studies.targets import asked_and_got, calibration, read_rows
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -40,6 +41,11 @@ def test_the_tables_of_the_study_of_targets():
     text = (DOCS / "target_sparsity.md").read_text(encoding="utf-8")
     assert asked_and_got(trained) in text
     assert calibration(calibrated, trained) in text
+
+
+def test_the_tables_beside_sentence_transformers():
+    text = (DOCS / "against_sentence_transformers.md").read_text(encoding="utf-8")
+    assert summary(runs("against_sentence_transformers.csv")) in text
 
 
 def found_on_test_queries() -> list[dict]:

@@ -13,14 +13,14 @@ NAME = "against_sentence_transformers.csv"
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / NAME
 TICKS = [16, 32, 64, 128, 256]
 LINES = {  # system, similarity, teacher: label, colour, marker, line
-    ("sparse-losses", "cosine", "True"): ("ours, cosine, teacher", "C0", "o", "-"),
-    ("sparse-losses", "cosine", "False"): ("ours, cosine", "C0", "s", "--"),
-    ("sparse-losses", "dot", "True"): ("ours, dot, teacher", "C2", "o", "-"),
-    ("sparse-losses", "dot", "False"): ("ours, dot", "C2", "s", "--"),
-    ("sentence-transformers", "cosine", "True"): ("theirs, cosine, teacher", "C1", "o", "-"),
-    ("sentence-transformers", "cosine", "False"): ("theirs, cosine", "C1", "s", "--"),
-    ("sentence-transformers", "dot", "True"): ("theirs, dot, teacher", "C3", "o", "-"),
-    ("sentence-transformers", "dot", "False"): ("theirs, dot", "C3", "s", "--"),
+    ("sparse-losses", "dot", "True"): ("ours, teacher", "C0", "o", "-"),
+    ("sparse-losses", "dot", "False"): ("ours", "C0", "s", "--"),
+    ("sparse-losses", "cosine", "True"): ("ours, cosine, teacher", "C2", "o", "-"),
+    ("sparse-losses", "cosine", "False"): ("ours, cosine", "C2", "s", "--"),
+    ("sentence-transformers", "dot", "True"): ("theirs, dot, teacher", "C1", "o", "-"),
+    ("sentence-transformers", "dot", "False"): ("theirs, dot", "C1", "s", "--"),
+    ("sentence-transformers", "cosine", "True"): ("theirs, cosine, teacher", "C3", "o", "-"),
+    ("sentence-transformers", "cosine", "False"): ("theirs, cosine", "C3", "s", "--"),
 }
 BASELINES = {"BM25, words": "-.", "BM25, same subwords": ":"}
 

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.studies import against_sentence_transformers as study
 from benchmarks.studies import recipe
+from sparse_losses import COSINE, RECOMMENDED
 from sparse_losses.demo.corpus import split
 from sparse_losses.functional import distillation_loss, info_nce_loss
 from tests.demo.artificial import make_rows
@@ -166,6 +167,7 @@ def test_the_recipe_changes_one_part_at_a_time(small, tmp_path, capsys):
     assert "| docstrings | without the teacher | 32 |" in table
     preset = recipe.settings_of("without the teacher, target 32", 0, 2).preset
     assert "distillation" not in preset.weights
-    plain = recipe.settings_of("without the token terms, target 32", 0, 2).preset
-    rest = {"info_nce", "distillation", "query_flops", "document_flops"}
-    assert set(plain.weights) == rest
+    plain = recipe.settings_of("cosine, without the token terms, target 32", 0, 2).preset
+    assert set(plain.weights) == set(RECOMMENDED.weights)
+    lists = recipe.settings_of("with the token terms, target 32", 0, 2).preset
+    assert set(lists.weights) == set(COSINE.weights)
