@@ -195,6 +195,8 @@ class _File:
             elsewhere = SLOW.search(item.name) or "tests/distributed" in item.nodeid
             if place is None or elsewhere or place & self.lines[item.nodeid]:
                 chosen.append((seconds, item))
+        if not chosen and place is not None:  # a process that a test starts may reach it
+            chosen = [(self.seconds[i.nodeid], i) for i in tests.items if i.nodeid in self.seconds]
         chosen.sort(key=lambda pair: pair[0])
         tests.run_items([item for _, item in chosen], self.seconds)
 
@@ -215,7 +217,7 @@ class _File:
         unexplained = [m for m in alive if m.key not in self.reasons]
         equivalent = len(alive) - len(unexplained)
         killed = len(outcomes) - len(alive)
-        score = killed / (len(outcomes) - equivalent) if killed else 1.0
+        score = killed / max(len(outcomes) - equivalent, 1) if outcomes else 1.0
         values = [self.name, len(outcomes), outcomes.count(KILLED), outcomes.count(TIMED_OUT)]
         values += [len(alive), equivalent, f"{score:.3f}", self.arguments.seed]
         values += ["-".join(self.hashes), platform.python_version(), torch.__version__]
