@@ -17,7 +17,7 @@ PIP = $(PY) -m pip --disable-pip-version-check -q
 export OMP_WAIT_POLICY = PASSIVE
 
 .PHONY: help demo ablation bench bench-reckoned bench-peers bench-gpu compatibility figures
-.PHONY: test test-sim test-lightning-ir test-oldest
+.PHONY: test test-sim test-lightning-ir test-oldest fuzz
 .PHONY: site serve site-zensical test-site notebooks test-notebooks test-triton compile-kernels lint wheel clean
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -56,6 +56,9 @@ test-sim: $(VENV)/.dev  ## the contract on a simulated accelerator; needs a C++ 
 
 test-triton: $(VENV)/.dev  ## the head's kernel: in Triton's interpreter where there is no GPU
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) tests/representation/test_triton_head.py $(ARGS)
+
+fuzz: $(VENV)/.dev  ## random calls against their formulas (ARGS="--minutes 60", "--device sim")
+	OMP_NUM_THREADS=1 $(PY) -m tools.fuzz $(ARGS)
 
 compile-kernels: $(VENV)/.dev  ## the head's kernel down to machine code for a GPU that need not be there
 	$(PY) -m tools.compile_kernels $(ARGS)

@@ -1,4 +1,4 @@
-"""The benchmark suite: the package against the plain formulas, a compiler and its peers.
+"""The benchmark suite: the package against plain formulas, torch.compile and other packages.
 
-``schema <- losses/<stem> <- run <- report <- studies <- __main__``: imports run only this way.
+Imports go one way only: ``schema <- losses/<stem> <- run <- report <- studies <- __main__``.
 """

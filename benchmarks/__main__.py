@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measure, write a CSV, and print what came out."""
+"""``python -m benchmarks``: measure, write a CSV, and print the results."""
 
 import argparse
 import sys
@@ -13,42 +13,42 @@ BUDGET = {"tiny": 0.05, "aims": 0.4, "quick": 0.4, "gpu": 0.3, "full": 1.0}
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     options = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options.add_argument(
         "--suite",
         choices=list(BUDGET),
         default="quick",
-        help="tiny: to see that it runs; quick: a few minutes on two cores; full: every size; "
-        "aims: what the aims speak of; gpu: the sizes for a GPU",
+        help="tiny: a smoke test; quick: a few minutes on two cores; full: every size; "
+        "aims: the sizes with performance targets; gpu: the sizes for a GPU",
     )
     options.add_argument(
-        "--only", default="", help="losses, separated by commas: info_nce,splade_head"
+        "--only", default="", help="losses, separated by commas, such as info_nce,splade_head"
     )
     options.add_argument(
         "--allocator",
         choices=list(ALLOCATORS),
         default="default",
-        help="default: memory as it comes; warm: kept by the process; both: one after the other",
+        help="default: glibc's settings; warm: freed memory is kept for reuse; both: one by one",
     )
     options.add_argument("--output", type=Path, help="the CSV (default: results/DEVICE-SUITE.csv)")
-    options.add_argument("--fresh", action="store_true", help="forget the rows of an earlier run")
+    options.add_argument("--fresh", action="store_true", help="discard the rows of earlier runs")
     options.add_argument(
-        "--training-only", action="store_true", help="leave the forward pass alone out"
+        "--training-only", action="store_true", help="do not time the forward pass by itself"
     )
-    options.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    options.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     options.add_argument(
-        "--plots", type=Path, metavar="FOLDER", help="draw a picture a loss there, such as build"
+        "--plots", type=Path, metavar="FOLDER", help="folder for one plot per loss, such as build"
     )
-    options.add_argument("--threads", type=int, help="of PyTorch (default: its own choice)")
-    options.add_argument("--list", action="store_true", help="name the cases and stop")
-    options.add_argument("--worker", help=argparse.SUPPRESS)  # the allocator's setting
+    options.add_argument("--threads", type=int, help="PyTorch threads (default: its own choice)")
+    options.add_argument("--list", action="store_true", help="list the cases and exit")
+    options.add_argument("--worker", help=argparse.SUPPRESS)  # the allocator setting
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Starts the processes that measure, or is one of them."""
+    """Start the worker processes, or run as one of them."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     args = parser().parse_args(arguments)
     output = args.output or RESULTS / f"{args.device}-{args.suite}.csv"
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{case.loss:22}{case.name}")
         return 0
     begin = time.perf_counter()
-    # The allocator of a GPU is always warm.
+    # PyTorch's allocator for a GPU always keeps memory.
     failed = start(arguments, ALLOCATORS["default" if args.device == "cuda" else args.allocator])
     if failed not in (0, 1):
         return failed

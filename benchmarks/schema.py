@@ -1,6 +1,6 @@
-"""What the benchmark of a loss says: its inputs, sizes, plain formula, variants and aims.
+"""The description of a benchmark: inputs, sizes, plain formula, variants and aims.
 
-A file in ``losses/`` fills in one :class:`Benchmark`; a :class:`Case` is a benchmark at a size.
+A file in ``losses/`` defines one :class:`Benchmark`; a :class:`Case` is a benchmark at one size.
 """
 
 import functools
@@ -43,7 +43,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Maker:
-    """Draws inputs: one seed, one dtype, one device."""
+    """Random inputs for one seed, dtype and device."""
 
     device: torch.device
     dtype: torch.dtype = torch.float32
@@ -55,22 +55,22 @@ class Maker:
         object.__setattr__(self, "generator", generator)
 
     def normal(self, *shape: int) -> Tensor:
-        """Standard Gaussian."""
+        """Draw standard Gaussian numbers."""
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
 
     def uniform(self, *shape: int) -> Tensor:
-        """Uniform on [0, 1)."""
+        """Draw uniform numbers in [0, 1)."""
         return torch.rand(shape, generator=self.generator, device=self.device, dtype=self.dtype)
 
     def integers(self, high: int, *shape: int) -> Tensor:
-        """Uniform on ``[0, high)``."""
+        """Draw uniform integers in ``[0, high)``."""
         return torch.randint(high, shape, generator=self.generator, device=self.device)
 
     def zipf(self, rows: int, columns: int, density: float) -> Tensor:
-        """Sparse activations: column ``j`` of a random order is active with chance ~ 1 / j.
+        """Draw sparse activations: column ``j`` of a random order is active with probability ~ 1/j.
 
-        A few columns are active in nearly every row, as in a retriever's vectors. Chances are
-        capped at 0.95, the scale is found by bisection.
+        A few columns are active in nearly every row, as in a retriever's vectors. Probabilities are
+        capped at 0.95; the scale is found by bisection.
         """
         rank = torch.arange(1, columns + 1, device="cpu", dtype=torch.float64)
         low, high = 0.0, float(columns)
@@ -83,28 +83,28 @@ class Maker:
         chance = chance.to(self.device)[order].to(self.dtype)
         values = self.uniform(rows, columns)
         active = values < chance
-        # Given that it is below the chance, the draw over the chance is uniform again.
+        # A draw below the probability, divided by it, is uniform again.
         return values.div_(chance).mul_(2.0).add_(0.05).mul_(active)
 
     def mask(self, rows: int, length: int, share: float = 0.75) -> Tensor:
-        """Attention masks, tokens on that share of positions on average; every row has one."""
+        """Draw attention masks with this mean share of tokens; every row has at least one."""
         least = 2 * share - 1
         lengths = (length * (least + (1 - least) * self.uniform(rows))).round().clamp(1, length)
         return (torch.arange(length, device=self.device) < lengths[:, None]).long()
 
     def texts(self, sizes: Sizes) -> tuple[Tensor, Tensor]:
-        """Token ids and attention mask, ``[B, S]``."""
+        """Draw token ids and an attention mask, ``[B, S]``."""
         ids = self.integers(sizes["V"], sizes["B"], sizes["S"])
         return ids, self.mask(sizes["B"], sizes["S"], sizes.get("mask", 0.75))
 
     def pairs(self, sizes: Sizes) -> tuple[Tensor, Tensor]:
-        """Anchors and positives, dense or sparse; a positive shares about half with its anchor."""
+        """Draw anchors and positives, dense or sparse; each pair has about half in common."""
         rows = sizes["B"]
         if "D" in sizes:
             anchor = self.normal(rows, sizes["D"])
             return anchor, anchor + 2 * self.normal(rows, sizes["D"])
         anchor = self.zipf(rows, sizes["V"], sizes["density"])
-        # By column: the anchor's value, or another text's.
+        # Every column has the anchor's value or that of another text.
         is_shared = self.uniform(*anchor.shape) < 0.5
         return anchor, torch.where(is_shared, anchor, anchor.roll(1 + rows // 2, 0))
 
@@ -126,28 +126,28 @@ class Variant:
     call: Callable[..., Any]
     kind: str = "ours"  # eager, compile, ours or peer
     when: When = _always
-    compiled: bool = False  # by torch.compile
-    builds: bool = False  # `call` takes the inputs and returns the function that is measured
-    prepare: Callable[[Inputs], Inputs] | None = None  # another representation of the inputs
-    at_stored_entries: bool = False  # gradients come back at the stored entries only
-    needs_plain_memory: bool = False  # about what the plain formula needs
-    package: str = ""  # a peer's
-    is_triton: bool = False  # needs a GPU, has no fp64
+    compiled: bool = False  # whether to use torch.compile
+    builds: bool = False  # whether `call` takes the inputs and returns the function to measure
+    prepare: Callable[[Inputs], Inputs] | None = None  # converts the inputs
+    at_stored_entries: bool = False  # gradients exist only at the stored entries
+    needs_plain_memory: bool = False  # needs about as much memory as the plain formula
+    package: str = ""  # of a peer
+    is_triton: bool = False  # needs a GPU, does not support fp64
 
 
 def ways(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the ways in the table ``WAYS`` of a function's module, none without a table."""
+    """Return the names in the table ``WAYS`` of a function's module, if it has one."""
     return tuple(way.name for way in getattr(inspect.getmodule(function), "WAYS", ()))
 
 
 def ours(
     function: Callable[..., Tensor], when: Mapping[str, When] | None = None
 ) -> tuple[Variant, ...]:
-    """The package's function: by default, compiled, by its definition, and by every other way.
+    """Return the variants of our function: default, compiled, definition and every other way.
 
     Args:
         function: a public function.
-        when: at which sizes a way is measured; all sizes for a way that is not named.
+        when: for which sizes a way is measured; by default all.
     """
     found = [
         Variant("ours", function),
@@ -169,17 +169,17 @@ def ours(
 
 
 def peer(package: str, call: Callable[..., Tensor], when: When = _always) -> Variant:
-    """The same loss in another package."""
+    """Return a variant that is the same loss in another package."""
     return Variant(package, call, "peer", when=when, package=package)
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What a figure of a variant should reach, at a size of the full suite."""
+    """A target for a figure of a variant, at a size of the full suite."""
 
     text: str
     sizes: Sizes
-    figure: str  # speedup, time, memory (of eager's), MiB, against
+    figure: str  # speedup, time or memory (relative to eager), MiB, against
     bound: float
     variant: str = "ours"
     other: str = "eager"  # for `against`
@@ -187,12 +187,12 @@ class Aim:
 
     @property
     def is_lower_bound(self) -> bool:
-        """Speed-ups should be large, everything else small."""
+        """Whether larger is better, as for speed-ups."""
         return self.figure in ("speedup", "against")
 
     @property
     def wanted(self) -> str:
-        """The bound in words."""
+        """Return the bound in words."""
         kinds = {
             "speedup": f">= {self.bound:g}x eager",
             "against": f">= {self.bound:g}x {self.other}",
@@ -206,30 +206,30 @@ class Aim:
 class Benchmark:
     """A loss and everything needed to measure it."""
 
-    loss: str  # the stem of its file
+    loss: str  # stem of its file
     inputs: Callable[[Sizes, Maker], Inputs]
-    wrt: tuple[str, ...]  # the inputs that have gradients
-    plain: Callable[..., Tensor]  # the formula as a reader would type it: the baseline
+    wrt: tuple[str, ...]  # names of the inputs that have gradients
+    plain: Callable[..., Tensor]  # the formula as written by hand, the baseline
     variants: tuple[Variant, ...]
     tiny: Sequence[Sizes]  # for tests and for the check in fp64
     quick: Sequence[Sizes]
-    full: Sequence[Sizes]  # beside the quick ones
+    full: Sequence[Sizes]  # in addition to quick
     gpu: Sequence[Sizes]
-    reckoned: Sequence[Sizes] = ()  # counted on the simulated device, beside the quick ones and gpu
+    reckoned: Sequence[Sizes] = ()  # counted on the simulated device, in addition to quick and gpu
     aims: Sequence[Aim] = ()
-    crossover: Sequence[Sizes] = ()  # measured with the aims: where one way overtakes another
+    crossover: Sequence[Sizes] = ()  # measured with the aims: sizes around the crossover of ways
     options: Callable[[Sizes], dict[str, Any]] = lambda sizes: {}
     num_flops: Callable[[Sizes, Inputs, bool], float] = lambda sizes, inputs, backward: 0.0
     plain_bytes: Callable[[Sizes], float] | None = None
     elements: Callable[[Sizes], int] | None = None
     tolerance: float = 1e-3  # of gradients at full size in fp32, relative to their norm
-    # |x| has no slope at 0; whoever differentiates it there chooses one, and choices differ.
+    # The derivative of |x| at 0 is undefined, and implementations choose different values.
     kink_at_zero: bool = False
 
 
 @dataclass(frozen=True)
 class Case:
-    """A benchmark at a size."""
+    """A benchmark at one size."""
 
     benchmark: Benchmark
     sizes: Sizes
@@ -237,36 +237,36 @@ class Case:
 
     @property
     def loss(self) -> str:
-        """The stem of the loss."""
+        """Return the stem of the loss."""
         return self.benchmark.loss
 
     @functools.cached_property
     def name(self) -> str:
-        """Sizes in one string, which identifies the case within its loss."""
+        """Return the sizes as a string, which identifies the case within its loss."""
         return case_name(self.sizes)
 
     @property
     def elements(self) -> int:
-        """What sizes are compared by: the elements of what the formula runs over."""
+        """Return the number of elements of the main tensor, by which sizes are compared."""
         if self.benchmark.elements is not None:
             return self.benchmark.elements(self.sizes)
         return math.prod(self.sizes[x] for x in ("B", "D", "S", "V", "C") if x in self.sizes)
 
     @property
     def group(self) -> str:
-        """What is fixed along a line of a plot."""
+        """Return the sizes that are fixed along a line of a plot."""
         fixed = [_spelt(k, v) for k, v in self.sizes.items() if k in ("density", "part", "dtype")]
         return " ".join(fixed)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the inputs, where the maker does not draw them in fp64."""
+        """Return the dtype of the inputs, unless the maker draws them in fp64."""
         return DTYPES[self.sizes.get("dtype", "fp32")]
 
     def inputs(self, maker: Maker) -> Inputs:
-        """Leaves that require gradients where the benchmark differentiates.
+        """Draw the inputs, as leaves that require gradients where ``wrt`` names them.
 
-        Half precision is rounded from fp32: drawn in it, a chance of 0.3% would be none.
+        Half precision is rounded from fp32, as it is too coarse for draws with small probabilities.
         """
         made = self.benchmark.inputs(self.sizes, maker)
         if maker.dtype == torch.float32:
@@ -276,7 +276,7 @@ class Case:
         return made
 
     def variants(self) -> list[Variant]:
-        """The plain formula first, the same compiled, then ours and the peers."""
+        """Return the plain formula, the same compiled, then ours and the peers."""
         options = self.benchmark.options(self.sizes)
         plain = functools.partial(self.benchmark.plain, **options)
         found = [
@@ -291,17 +291,17 @@ class Case:
         return found
 
     def floor(self, inputs: Inputs, *, backward: bool) -> tuple[float, float]:
-        """Bytes read and written once, and operations, that no implementation can do without."""
+        """Return the bytes and operations that every implementation needs."""
         num_bytes = sum(_bytes(tensor) for tensor in inputs.values())
-        # A loss is a number; what is not has an upstream gradient of its own size: forward, that
-        # many bytes are written instead of read, and with the backward both.
+        # `upstream` has the size of the result: in the forward pass its bytes count for writing the
+        # result, and the backward pass reads it as well. Losses are numbers and have no upstream.
         if backward:
             num_bytes += _bytes(inputs["upstream"]) if "upstream" in inputs else 0
             num_bytes += sum(_bytes(inputs[name]) for name in self.benchmark.wrt)
         return float(num_bytes), self.benchmark.num_flops(self.sizes, inputs, backward)
 
     def plain_bytes(self) -> float:
-        """Roughly what the plain formula needs beside its inputs."""
+        """Return roughly the bytes that the plain formula needs in addition to its inputs."""
         in_fp32 = 4.0 * 6 * self.elements
         if self.benchmark.plain_bytes is not None:
             in_fp32 = self.benchmark.plain_bytes(self.sizes)
@@ -309,7 +309,7 @@ class Case:
 
 
 def case_name(sizes: Sizes) -> str:
-    """Sizes in one string, the dtype last."""
+    """Return the sizes as a string, with the dtype last."""
     last = sorted(sizes.items(), key=lambda item: item[0] == "dtype")
     return " ".join(_spelt(name, value) for name, value in last)
 
@@ -329,11 +329,11 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-# What several losses share.
+# Shared by several losses.
 
 
 def product_flops(sizes: Sizes, anchor: Tensor, positive: Tensor, backward: bool) -> float:
-    """Multiply-adds of pairs of entries that are both there; the backward has two such products."""
+    """Count multiplications and additions of common non-zeros; backward has two such products."""
     if "D" in sizes:
         pairs = float(sizes["B"]) ** 2 * sizes["D"]
     else:
@@ -349,14 +349,14 @@ def _column_counts(x: Tensor) -> Tensor:
 
 
 def _is_worth(sizes: Sizes) -> bool:
-    """At half of the entries, sparse products take minutes and prove nothing."""
+    """Whether to time sparse products; at high density they take minutes and are pointless."""
     return sizes.get("density", 1.0) <= 0.2
 
 
-# When the ways of a product of two batches are measured; the ring needs several ranks.
+# Sizes for which the ways of a product of two batches are measured; "ring" needs several ranks.
 PRODUCT_WAYS: dict[str, When] = {"nonzeros": _is_worth, "ring": lambda sizes: False}
 
-# Of the losses that run over `[B, V]` once.
+# Sizes of the losses that read `[B, V]` once.
 ACTIVATION_SIZES: dict[str, list[Sizes]] = {
     "tiny": [{"B": 4, "V": 50, "density": 0.4}],
     "quick": [{"B": rows, "V": BERT, "density": 0.05} for rows in (2, 64)],

@@ -1,4 +1,4 @@
-"""Losses that train learned sparse retrievers and contrastive encoders, for PyTorch."""
+"""PyTorch losses for learned sparse retrievers and contrastive encoders."""
 
 from sparse_losses.losses import (
     DistillationLoss,

@@ -1,9 +1,9 @@
-"""Gathers and sums over the ranks of a process group that keep gradients right.
+"""Gathers and sums over the ranks of a process group, with exact gradients.
 
-The gradient of what is gathered is added up over the ranks that used it, so the gradient of the sum
-of all ranks' losses is exact. Where every rank ends with the same loss, that sum is the loss times
-the number of ranks W, and DistributedDataParallel, which averages gradients, divides by W again:
-what remains is the gradient of one process with the whole batch.
+The gradient of gathered rows is the sum of the gradients from all ranks that used them, so the
+gradient of the sum of all ranks' losses is exact. If all W ranks compute the same loss, that sum is
+W times the loss, and DistributedDataParallel divides by W when it averages gradients: the result is
+the gradient of one process with the whole batch.
 """
 
 import zlib
@@ -28,31 +28,31 @@ __all__ = [
     "sum_over_ranks",
 ]
 
-# The names of PyTorch 2.13 and later, else those before, which warn there. Public functions that
-# write into a tensor, as the compiler traces these.
+# PyTorch 2.13 has new names and warns of the old ones. We use public functions that write into a
+# tensor because the compiler can trace them.
 if dist.is_available():
     _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Sizes that ranks compare before anything else, beside the name of the call.
+# The largest number of sizes that ranks compare before a call, besides its name.
 NUM_SIZES = 16
 _skips_size_check = ContextVar("skips_size_check", default=False)
 
 
 def num_ranks() -> int:
-    """Ranks of the default process group; 1 without one."""
+    """Return the number of ranks of the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """This process's rank in the default process group; 0 without one."""
+    """Return this process's rank in the default process group; 0 without one."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def gather_rows(x: Tensor, gather: bool = True) -> Tensor:
-    """The rows of all ranks ``[W B, ...]``, in the order of the ranks, each with its gradient.
+    """Return the rows of all ranks ``[W B, ...]``, in the order of the ranks, with gradients.
 
-    Every rank must call it, with the same shape and dtype. Without ``gather``, ``x`` itself.
+    Every rank must call it, with the same shape and dtype. Without ``gather`` it returns ``x``.
 
     Examples:
         >>> import torch
@@ -62,15 +62,15 @@ def gather_rows(x: Tensor, gather: bool = True) -> Tensor:
     """
     if not gather or num_ranks() == 1:
         return x
-    if x.dtype == torch.bool:  # which not every backend sends
+    if x.dtype == torch.bool:  # not every backend can send bool
         return gather_rows(x.to(torch.uint8)).to(torch.bool)
-    # PyTorch gives `Function.apply` no types.
+    # PyTorch's `Function.apply` has no types.
     gathered: Tensor = _Gather.apply(x)  # type: ignore[no-untyped-call]
     return gathered
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
-    """The sum of all ranks' ``x``, with its gradient.
+    """Return the sum of all ranks' ``x``, with its gradient.
 
     Every rank must call it, with the same shape and dtype.
 
@@ -87,7 +87,7 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 
 def average_grad_over_ranks(value: Tensor) -> Tensor:
-    """A value that all ranks hold alike; its gradient is the mean of what it gets on each."""
+    """Return a value that all ranks share; its gradient is the mean over the ranks."""
     if num_ranks() == 1:
         return value
     shared: Tensor = _Shared.apply(value)  # type: ignore[no-untyped-call]  # as above
@@ -95,7 +95,7 @@ def average_grad_over_ranks(value: Tensor) -> Tensor:
 
 
 def scatter_sum(x: Tensor) -> Tensor:
-    """This rank's rows ``[B, ...]`` of the sum over ranks of ``x [W B, ...]``, with its gradient.
+    """Return this rank's rows ``[B, ...]`` of the sum over ranks of ``x [W B, ...]``.
 
     Every rank must call it, with the same shape and dtype.
     """
@@ -106,7 +106,7 @@ def scatter_sum(x: Tensor) -> Tensor:
 
 
 def maximum_over_ranks(x: Tensor) -> Tensor:
-    """The largest of all ranks' ``x``, entry by entry, without a gradient."""
+    """Return the elementwise maximum of all ranks' ``x``, without a gradient."""
     if num_ranks() == 1:
         return x
     largest = x.detach().clone()
@@ -115,14 +115,14 @@ def maximum_over_ranks(x: Tensor) -> Tensor:
 
 
 def agree_across_ranks(call: str, gather: object, *data: Tensor | None, **sizes: int) -> bool:
-    """Whether other ranks take part in a call with ``gather``; if so, all compare its sizes.
+    """Return whether other ranks take part in a call with ``gather``; if so, check their sizes.
 
-    They compare the precision too: what is sent has the widest of the data's. Compiled, nothing
-    is compared: equal sizes are the caller's promise.
+    The ranks also compare the width of the widest dtype, which is sent. Compiled code compares
+    nothing: the caller must ensure equal sizes.
 
     Raises:
         TypeError: for a ``gather`` that is no bool.
-        ValueError: on every rank, if their sizes differ or they are in different calls.
+        ValueError: on every rank, if the ranks have different sizes or are in different calls.
     """
     if not isinstance(gather, bool):
         raise TypeError(f"expected `gather` to be True or False, got {gather!r}")
@@ -139,7 +139,7 @@ def agree_across_ranks(call: str, gather: object, *data: Tensor | None, **sizes:
 
 @contextmanager
 def skip_size_check() -> Iterator[None]:
-    """Within it ranks compare nothing: the sizes of all that follows have been compared."""
+    """Skip the comparison of sizes within the block: the caller has compared them already."""
     token = _skips_size_check.set(True)
     try:
         yield
@@ -181,7 +181,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Every rank's own rows of the sum over ranks."""
+    """Each rank's own rows of the sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

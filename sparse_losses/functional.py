@@ -1,4 +1,4 @@
-"""Every function of the package: ``import sparse_losses.functional as F``."""
+"""All functions of the package: ``import sparse_losses.functional as F``."""
 
 from sparse_losses.losses import (
     distillation_loss,

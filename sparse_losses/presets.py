@@ -1,9 +1,9 @@
-"""The settings of whole training runs, as data.
+"""The settings of complete training runs, as data.
 
 ``RECOMMENDED`` is the recipe to start with; it ranks by dot product. ``COSINE`` is the demo's: it
-ranks by cosine, and has all losses of plain pairs, so that each can be switched off. V22 to V28 are
-the versions of a Korean neural sparse retriever: V22 to V26 come from its notes on loss functions,
-V28 from those on that experiment. A number that the notes do not give is ``None`` here and must be
+ranks by cosine and has all losses of plain pairs, so that each can be switched off. V22 to V28 are
+versions of a Korean neural sparse retriever: V22 to V26 come from its notes on loss functions, V28
+from the notes on that experiment. A number that the notes do not give is ``None`` here and must be
 set before use.
 """
 
@@ -38,7 +38,7 @@ from sparse_losses.vocabulary import idf_penalty, language_penalty
 
 __all__ = ["COSINE", "RECOMMENDED", "V22", "V23", "V25", "V26", "V28", "Preset"]
 
-# Which numbers a term needs, by the field that holds them.
+# The fields that must be set for each loss.
 _NUMBERS = {
     "info_nce": ("temperature",),
     "triplet_margin": ("margin",),
@@ -51,37 +51,37 @@ _NUMBERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Weights and hyperparameters of a run; change it with ``replace`` and ``without``.
+    """Weights and hyperparameters of a run; change them with ``replace`` and ``without``.
 
     Attributes:
-        name: of the version.
-        weights: as in ``SpladeObjective``.
-        temperature: of InfoNCE.
-        similarity: of InfoNCE and of the scores that are distilled.
+        name: the preset's name.
+        weights: weights by the names of the terms, as in ``SpladeObjective``.
+        temperature: temperature of InfoNCE.
+        similarity: similarity of InfoNCE and of the scores in distillation.
         symmetric: whether InfoNCE also compares every positive with all anchors.
-        margin: of the triplet loss.
-        teacher: what gives the scores that are distilled: ``"bm25"`` (a ``BM25Teacher``), or the
-            name of a model; nothing here loads it.
-        score_scale: factor of the student's scores in distillation; ``None``: 1.
-        teacher_scale: factor of the teacher's scores; ``None``: that of the student's.
-        distillation_temperature: $T$.
-        alpha_kl: share of the KL in distillation.
-        alpha_mse: share of the z-score MSE.
+        margin: margin of the triplet loss.
+        teacher: the source of the teacher's scores: ``"bm25"`` (a ``BM25Teacher``), or the name of
+            a model, which the preset does not load.
+        score_scale: factor on the student's scores in distillation; ``None``: 1.
+        teacher_scale: factor on the teacher's scores; ``None``: the same as ``score_scale``.
+        distillation_temperature: temperature $T$ of distillation.
+        alpha_kl: weight of the KL divergence in distillation.
+        alpha_mse: weight of the z-score MSE in distillation.
         beta: share of the squares in IDF-FLOPS.
         idf_alpha: steepness of the token penalties; ``None``: plain FLOPS, without penalties.
-        special_penalty: of special tokens; ``None``: they are treated as any other.
+        special_penalty: penalty of special tokens; ``None``: that of other tokens.
         stopword_penalty: factor on the penalty of stopwords.
-        top_k: of minimum activation.
-        threshold: of minimum activation.
+        top_k: number of largest activations whose mean enters minimum activation.
+        threshold: value that minimum activation requires of this mean.
         balanced: whether self-reconstruction gives the tokens of a text half of its value.
-        language_penalty: of tokens of other languages.
-        curriculum: phases, by epoch.
+        language_penalty: penalty of tokens of other languages.
+        curriculum: phases by epoch.
         warmup: by term: the share of all optimiser steps, in (0, 1], in which its weight rises
-            from 0 (``Warmup``, quadratic). A term with a target does not warm up.
-        target_active: by term, ``document_flops`` or ``query_flops``: how many active dimensions a
-            ``SparsityController`` steers to. The term's weight is where it starts.
-        training: what else is known of the training loop; nothing here reads it.
-        ours: fields that the source leaves open, and how we read them.
+            from 0 (quadratic ``Warmup``). A term with a target does not warm up.
+        target_active: by term (``document_flops`` or ``query_flops``): the active dimensions that a
+            ``SparsityController`` aims at, starting from the term's weight.
+        training: other known settings of the training loop; this package does not read them.
+        ours: fields that the source leaves open, with our reading.
 
     Examples:
         >>> import torch
@@ -135,11 +135,11 @@ class Preset:
             raise ValueError(f"expected `warmup` as shares in (0, 1], got {late}")
 
     def replace(self, *, weights: Mapping[str, float] | None = None, **changes: Any) -> "Preset":
-        """Another preset with other numbers; the weights given replace those of their names.
+        """Return a copy with other numbers; the given weights replace those of the same names.
 
-        Where the preset has a curriculum, its phases' temperature and weights replace these in
-        turn: give ``curriculum=`` too, or ``None``, to train with your own throughout. A weight of
-        0 takes the term away, as ``without`` does. Other mappings (``warmup``, ``target_active``)
+        If the preset has a curriculum, its phases override temperature and weights: also pass
+        ``curriculum=None``, or a curriculum of your own, to train with your numbers. A weight of
+        0 removes the term, as ``without`` does. Other mappings (``warmup``, ``target_active``)
         are replaced as a whole.
 
         Examples:
@@ -156,10 +156,10 @@ class Preset:
         return changed.without(*off) if off else changed
 
     def without(self, *terms: str) -> "Preset":
-        """Another preset that lacks these terms: no weight, phase, warm-up or target names them.
+        """Return a copy without these terms: no weight, phase, warm-up or target names them.
 
-        Its objective does not have them either, and a schedule leaves off what the objective does
-        not have, whichever curriculum it is given.
+        Its objective lacks them too, and a schedule does not start a term that the objective lacks,
+        whatever its curriculum.
 
         Examples:
             >>> from sparse_losses import V26
@@ -189,7 +189,7 @@ class Preset:
         )
 
     def missing(self) -> list[str]:
-        """The numbers that an active term needs and nobody gave.
+        """Return the fields that an active term needs and that are not set.
 
         Examples:
             >>> from sparse_losses import V22
@@ -204,7 +204,7 @@ class Preset:
         return [name for name in needed if getattr(self, name) is None]
 
     def _losses(self) -> list[str]:
-        """The losses of the terms that count for something."""
+        """Return the losses of the terms whose weight is not 0."""
         terms = [term for term, weight in self.weights.items() if weight]
         return [term.removeprefix("query_").removeprefix("document_") for term in terms]
 
@@ -219,26 +219,26 @@ class Preset:
         hide_stopwords: bool = False,
         **losses: Any,
     ) -> SpladeObjective:
-        """The objective with this preset's numbers.
+        """Return the objective with this preset's numbers.
 
         Args:
-            idf: ``[V]``, where the preset weighs FLOPS by token (``idf_alpha``).
-            special_token_ids: of the tokens with ``special_penalty``, and as in
+            idf: inverse document frequency ``[V]``; needed with ``idf_alpha``.
+            special_token_ids: the tokens that get ``special_penalty``; also passed to
                 ``SpladeObjective``.
-            stopword_ids: of the tokens with ``stopword_penalty``.
-            allowed_token_ids: of the wanted languages, where the preset has that penalty.
-            vocab_size: ``V``, beside ``allowed_token_ids`` without ``idf``.
-            hide_stopwords: whether to hide them from InfoNCE and FLOPS altogether, as
+            stopword_ids: the tokens that get ``stopword_penalty``.
+            allowed_token_ids: the tokens of the wanted languages; needed with ``language_penalty``.
+            vocab_size: ``V``; needed with ``allowed_token_ids`` if there is no ``idf``.
+            hide_stopwords: whether to hide the stopwords from InfoNCE and FLOPS, as
                 ``SpladeObjective(stopword_ids=...)`` does.
-            **losses: arguments of ``SpladeObjective``, in place of the preset's: ``flops``,
-                ``score_scale`` (cosines are too flat to distil), ``gather``, ...
+            **losses: arguments of ``SpladeObjective`` that replace the preset's: ``flops``,
+                ``score_scale``, ``gather``, ...
 
         Raises:
-            ValueError: for a number or an argument that is not there.
+            ValueError: for a missing number or argument.
         """
         if missing := [name for name in self.missing() if name not in losses]:
             raise ValueError(
-                f"expected all numbers of {self.name}, got no {', '.join(missing)}: set "
+                f"expected all numbers of {self.name}, got None for {', '.join(missing)}: set "
                 f"{self.name}.replace({', '.join(f'{name}=...' for name in missing)})"
             )
         made: dict[str, Any] = {}
@@ -317,18 +317,18 @@ class Preset:
         steps: int | None = None,
         steps_per_epoch: int | None = None,
     ) -> list[TrainingSchedule | SparsityController]:
-        """What sets the objective's weights during training; ``attach`` each to the optimiser.
+        """Return what sets the objective's weights in training; ``attach`` each to the optimiser.
 
-        One ``TrainingSchedule`` with the phases and warm-ups, then a ``SparsityController`` for
-        every target.
+        The list holds a ``TrainingSchedule`` with the phases and warm-ups, then one
+        ``SparsityController`` per target.
 
         Args:
-            objective: of this preset.
-            steps: optimiser steps of the whole training, where a term warms up.
-            steps_per_epoch: optimiser steps of an epoch, where there are phases.
+            objective: the objective of this preset.
+            steps: optimiser steps of the whole training; needed if a term warms up.
+            steps_per_epoch: optimiser steps of an epoch; needed if there are phases.
 
         Raises:
-            ValueError: for a number of steps that is missing, or a term that the objective lacks.
+            ValueError: for a missing number of steps, or a term that the objective lacks.
 
         Examples:
             >>> import torch
@@ -345,7 +345,7 @@ class Preset:
         }
         if rising and steps is None:
             raise ValueError(
-                f"expected `steps` of the whole training beside a warm-up of {', '.join(rising)}, "
+                f"expected `steps` of the whole training for the warm-up of {', '.join(rising)}, "
                 "got None"
             )
         warmups = {
@@ -363,7 +363,7 @@ class Preset:
         ]
 
     def __str__(self) -> str:
-        """One line a number; `?` for what must be set."""
+        """Return one line per number, with `?` for numbers that must be set."""
         missing = self.missing()
         lines = [self.name]
         lines += [f"  weight of {name:30}{weight:g}" for name, weight in self.weights.items()]
@@ -449,9 +449,9 @@ COSINE = Preset(
 
 _SIDES = {
     "sides": "the notes raise the anchors' positive tokens and name no side of the other terms, "
-    "which are query_... here; what is indexed are the documents, so consider document_... too",
-    "special tokens": "no targets of the token losses: FLOPS punishes what those would raise",
-    "short texts": "min activation asks for no more tokens than a text has",
+    "which are query_... here; the documents are indexed, so consider document_... too",
+    "special tokens": "the token losses ignore them, because FLOPS lowers them",
+    "short texts": "min activation averages no more activations than a text has tokens",
 }
 _PLAIN = {**_SIDES, "idf_alpha": "none: IDF-aware FLOPS begins with V25"}
 
@@ -547,9 +547,9 @@ V28 = V26.replace(
     },
     ours={
         **_SIDES,
-        "context_distillation": "named without a formula: distillation of the anchors' scores "
+        "context_distillation": "named without a formula: here distillation of the anchors' scores "
         "with one another",
-        "unchanged": "what the notes on V28 do not repeat is V26's",
+        "unchanged": "numbers that the notes on V28 do not repeat are V26's",
         "phases": "the notes on V28 list no info_nce: V26's 2.5, 3.0 and 3.0",
     },
 )

@@ -1,4 +1,4 @@
-"""Features and labels of earlier batches, as additional references for a contrastive loss."""
+"""A queue of features and labels of earlier batches, as further references for a loss."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,23 +20,23 @@ __all__ = ["LabelQueue"]
 class LabelQueue(nn.Module):
     r"""First-in, first-out memory of the last ``size`` rows and their labels.
 
-    Enqueue *after* the loss: before it, the batch would meet itself in the queue, as positives of
-    similarity 1. After its backward pass is best: a loss whose graph keeps ``features`` as they are
-    cannot go back once they are overwritten (PyTorch says so).
+    Enqueue *after* the loss: otherwise the batch finds itself in the queue, as positives of
+    similarity 1. It is best to enqueue after the backward pass: PyTorch raises an error if
+    ``features`` are overwritten while the graph of a loss still needs them.
 
-    The queue never waits for the device, works under ``torch.compile(fullgraph=True)``, and lives
-    in ``state_dict`` whole, pointer and fill included: training resumes where it stopped.
+    The queue never waits for the device and works under ``torch.compile(fullgraph=True)``.
+    ``state_dict`` holds all of it, pointer and fill included, so training can resume.
 
     Args:
         size: Number of rows, Q.
         dim: Length of a feature, D.
         num_labels: Number of labels, L.
-        gather: Whether every rank's rows are enqueued on every rank, in the order of the ranks: the
-            queue is then the same on all of them. Batches must be of one size.
+        gather: Whether every rank's rows are enqueued on every rank, in the order of the ranks, so
+            that all ranks have the same queue. All ranks need the same batch size.
 
     Attributes:
         features: ``[Q, D]``, zeros in slots that were never filled.
-        labels: ``[Q, L]``, multi-hot, in the dtype of the features, zeros likewise.
+        labels: ``[Q, L]``, multi-hot, in the dtype of the features; likewise zeros.
         mask: ``[Q]`` bool, the filled slots.
 
     Examples:
@@ -77,26 +77,26 @@ class LabelQueue(nn.Module):
         self.register_buffer("labels", torch.zeros(size, num_labels))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
         self.register_buffer("fill", torch.zeros((), dtype=torch.int64))
-        # PyTorch gives it no types.
+        # PyTorch's method has no types.
         self.register_load_state_dict_pre_hook(_check_state)  # type: ignore[no-untyped-call]
 
     @property
     def mask(self) -> Tensor:
-        """The filled slots, bool ``[Q]``."""
+        """Return the filled slots, bool ``[Q]``."""
         return torch.arange(self.size, device=self.fill.device) < self.fill
 
     @torch.no_grad()
     def enqueue(self, features: Tensor, labels: Tensor) -> None:
-        """Adds rows, in the order of the batch, in place of the oldest.
+        """Replace the oldest rows by those of a batch, in their order.
 
         Args:
             features: Floating point ``[B, D]``; stored without their graph, in the queue's dtype.
-                Of more than Q rows the last Q stay.
+                If there are more than Q rows, the last Q are kept.
             labels: Multi-hot labels, bool, integer or float 0/1 ``[B, L]``.
 
         Raises:
             ValueError: If the shapes are not ``[B, D]`` and ``[B, L]``, the device is not the
-                queue's, or a label is neither 0 nor 1 (looked at on the CPU only).
+                queue's, or a label is neither 0 nor 1 (checked on the CPU only).
             TypeError: If the features are not floating point or the labels complex.
         """
         check_shapes(
@@ -108,7 +108,8 @@ class LabelQueue(nn.Module):
         if not features.is_floating_point():
             raise TypeError(f"expected `features` to be floating point, got {features.dtype}")
         features = features.to(self.features.dtype)
-        if agree_across_ranks("LabelQueue.enqueue", self.gather, features, B=features.shape[0]):
+        sizes = {"B": features.shape[0], "D": self.dim, "L": self.num_labels}
+        if agree_across_ranks("LabelQueue.enqueue", self.gather, features, **sizes):
             features = gather_rows(features)
             labels = gather_rows(labels.to(self.labels.dtype))
         batch_size = features.shape[0]
@@ -121,18 +122,21 @@ class LabelQueue(nn.Module):
         self.fill.add_(batch_size).clamp_(max=self.size)
 
     def extra_repr(self) -> str:
-        """Returns the sizes."""
+        """Return the sizes."""
         return (
             f"size={self.size}, dim={self.dim}, num_labels={self.num_labels}, gather={self.gather}"
         )
 
 
 def _check_state(queue: LabelQueue, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-    """Raises for counts that no queue of this size has; PyTorch itself checks the shapes."""
+    """Raise for counts that do not fit this queue's size; PyTorch itself checks the shapes."""
+    features = state.get(prefix + "features")
+    if isinstance(features, Tensor) and not (features.is_meta or features.isfinite().all()):
+        raise ValueError("expected finite `features` of a LabelQueue, got a NaN or an infinity")
     for name, most in (("pointer", queue.size - 1), ("fill", queue.size)):
         found = state.get(prefix + name)
         if not isinstance(found, Tensor) or found.numel() != 1 or found.device.type == "meta":
-            continue  # which PyTorch refuses, or which has no value
+            continue  # PyTorch reports it, or it has no value yet
         if found.is_floating_point() or not 0 <= found.item() <= most:
             raise ValueError(
                 f"expected `{name}` of a LabelQueue of {queue.size} rows to be an integer in "

@@ -232,3 +232,14 @@ def test_nws_goes_back_after_enqueuing():
     (got,) = torch.autograd.grad(loss, query)
     torch.testing.assert_close(got, expected)
     assert got.abs().sum() > 0
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_features_that_are_not_finite_are_not_loaded(bad):
+    queue = fill(LabelQueue(4, D, L), [3])
+    before = queue.features.clone()
+    state = {key: value.clone() for key, value in queue.state_dict().items()}
+    state["features"][1, 0] = bad
+    with pytest.raises(ValueError, match="expected finite `features` of a LabelQueue"):
+        queue.load_state_dict(state)
+    assert torch.equal(queue.features, before)

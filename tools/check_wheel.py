@@ -1,8 +1,8 @@
-"""Uses the built wheel away from the sources: what a user of `pip install` gets.
+"""Check the built wheel and sdist, and use the package as installed from the wheel.
 
     cd FOLDER && PYTHONPATH=site python tools/check_wheel.py
 
-FOLDER holds the wheel, the sdist, and in `site` what the wheel installs.
+FOLDER holds the wheel, the sdist, and the installed wheel in `site`.
 """
 
 import importlib.resources
@@ -23,7 +23,7 @@ NOT_SHIPPED = {".ci", ".gitignore"}
 
 
 def wrong_in_wheel(names: list[str]) -> list[str]:
-    """Files of a wheel that a user of the package has no use for, and those that are missing."""
+    """Return messages about files that do not belong in the wheel or are missing."""
     found = [name for name in names if ".dist-info/" not in name]
     wrong = [
         name
@@ -36,16 +36,16 @@ def wrong_in_wheel(names: list[str]) -> list[str]:
 
 
 def missing_in_sdist(names: list[str], tracked: list[str]) -> list[str]:
-    """Tracked files that the sdist lacks; all are needed to run the tests."""
+    """Return the tracked files that the sdist lacks; the tests need all of them."""
     there = {name.partition("/")[2] for name in names}
     return [n for n in tracked if n not in there and n.partition("/")[0] not in NOT_SHIPPED]
 
 
 def main() -> None:
-    """Checks the files, then uses the package."""
+    """Check the files, then use the package."""
     where = Path(sparse_losses.__file__).resolve().parent
     if "site" not in where.parts:
-        sys.exit(f"the wheel was not used: sparse_losses came from {where}")
+        sys.exit(f"expected sparse_losses in `site`, got it from {where}")
     (wheel,), (sdist,) = Path().glob("*.whl"), Path().glob("*.tar.gz")
     if wrong := wrong_in_wheel(zipfile.ZipFile(wheel).namelist()):
         sys.exit("\n".join(wrong))
@@ -59,7 +59,7 @@ def main() -> None:
     torch.testing.assert_close(
         value, torch.tensor(2.0).mul(-2.0).add(4.0).sub(2.0).exp().mul(2).log1p()
     )
-    language_token_ids(["a", "가", "я"])  # reads the Unicode table that travels with the package
+    language_token_ids(["a", "가", "я"])  # reads the Unicode table in the wheel
     help_text = subprocess.run(
         [sys.executable, "-m", "sparse_losses.demo", "--help"],
         check=True,
@@ -67,7 +67,7 @@ def main() -> None:
         text=True,
     ).stdout
     if "--query" not in help_text:
-        sys.exit(f"the demo's help text looks wrong:\n{help_text}")
+        sys.exit(f"expected --query in the demo's help text, got\n{help_text}")
     print(f"sparse-losses {sparse_losses.__version__} works from its wheel")
 
 

@@ -1,9 +1,9 @@
-"""Writes docs/compatibility.md from what the tests marked `works_with` found.
+"""Write docs/compatibility.md from the results of the tests marked `works_with`.
 
     python tools/compatibility.py RECORD...
 
-The records are what `pytest --compatibility FILE` wrote, one an environment. They are merged into
-docs/results/compatibility.json; without any, that file is rendered again.
+`pytest --compatibility FILE` writes a record, one per environment. They are merged into
+docs/results/compatibility.json; without a record, the page is rendered from that file.
 """
 
 import argparse
@@ -16,7 +16,7 @@ DOCS = ROOT / "docs"
 RECORD = DOCS / "results" / "compatibility.json"
 PAGE = DOCS / "compatibility.md"
 
-# In the order of the table, with what a row says.
+# The rows of the table in order, with their titles.
 FEATURES = {
     "fp32": "fp32",
     "bf16": "bf16",
@@ -28,7 +28,7 @@ FEATURES = {
     "cached": "gradient caching",
     "resume": "resume",
 }
-TRAINERS = {  # and the packages that a column stands for
+TRAINERS = {  # the columns, with the packages whose versions they show
     "PyTorch": ["torch"],
     "sentence-transformers": ["sentence-transformers", "transformers"],
     "Hugging Face Trainer": ["transformers", "accelerate"],
@@ -54,12 +54,12 @@ tests of each cell.
 
 
 def merge(paths: list[str]) -> dict[str, Any]:
-    """Every record's tests, each with the versions of its environment."""
+    """Return the tests of all records, each with the versions of its environment."""
     tests: dict[str, Any] = {}
     for path in paths:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
         for name, found in record["tests"].items():
-            # One entry a test function: parameters are its own affair.
+            # All parameters of a test function share one entry.
             entry = tests.setdefault(
                 name.partition("[")[0],
                 {"works_with": [], "outcome": "passed", "versions": record["versions"]},
@@ -73,7 +73,7 @@ def merge(paths: list[str]) -> dict[str, Any]:
 
 
 def render(tests: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     backing: dict[tuple[str, str], list[str]] = {}
     versions: dict[str, dict[str, str]] = {}
     for name, found in tests.items():
@@ -89,7 +89,7 @@ def render(tests: dict[str, Any]) -> str:
         return len(said), sorted(map(list(FEATURES).index, said))
 
     def mark(trainer: str, feature: str) -> str:
-        """A link to the test of the fewest features; of several, the first in the order above."""
+        """Return a link to the test with the fewest features; on a tie the first in order."""
         names = backing.get((trainer, feature), [])
         return _link(min(names, key=features_of)) if names else ""
 
@@ -109,14 +109,14 @@ def render(tests: dict[str, Any]) -> str:
 
 
 def _link(name: str) -> str:
-    """A mark that links to the test's source."""
+    """Return a mark that links to the test's source."""
     path, _, function = name.partition("::")
     module = path.removesuffix(".py").replace("/", ".")
     return f"[✓][{module}.{function.rpartition('::')[2]}]"
 
 
 def main() -> None:
-    """Merges the records given, and writes the page."""
+    """Merge the given records and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("record", nargs="*", help="written by pytest --compatibility")
     arguments = parser.parse_args()
@@ -125,7 +125,7 @@ def main() -> None:
         RECORD.write_text(json.dumps(tests, indent=1) + "\n", encoding="utf-8")
         failed = [name for name, found in tests.items() if found["outcome"] == "failed"]
         if failed:
-            print("failed, and left out of the table:", *failed, sep="\n  ")
+            print("these tests failed and are left out of the table:", *failed, sep="\n  ")
     PAGE.write_text(render(json.loads(RECORD.read_text(encoding="utf-8"))), encoding="utf-8")
 
 

@@ -1,11 +1,10 @@
-"""Compiles the head's kernels for a GPU that need not be there, and says what came out.
+"""Compile the head's kernels for a GPU, on a machine without one, and print their resources.
 
     python -m tools.compile_kernels [--capability 90]
 
-The head runs on the CPU through its public function, with the settings that a GPU would get; a
-launch compiles its kernel down to machine code instead. What a compiler can say without a GPU is
-said: registers, spilled bytes, shared memory, whether matrix products reach the tensor cores.
-Times it cannot know.
+The head runs on the CPU through its public function, with the settings for a GPU; a launch only
+compiles its kernel to machine code. The output has all that a compiler knows: registers, spilled
+bytes, shared memory, and the number of tensor-core instructions. It has no times.
 """
 
 import argparse
@@ -23,12 +22,12 @@ LARGEST = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel, compiled."""
+    """A compiled kernel and its resources."""
 
     kernel: str
     signature: str
     registers: int
-    stack: int  # bytes of registers spilled, and of arrays that none hold
+    stack: int  # bytes of spilled registers and of arrays in local memory
     shared: int
     warps: int
     wgmma: int
@@ -36,7 +35,7 @@ class Compiled:
 
 
 class _Driver:
-    """Stands for a GPU that is not there."""
+    """A driver of Triton for a GPU that does not exist."""
 
     def __init__(self, capability: int) -> None:
         from triton.backends.compiler import GPUTarget
@@ -60,7 +59,7 @@ class _Driver:
 
 
 def compile_all(capability: int) -> list[Compiled]:
-    """Every kernel that the samples launch, each signature once."""
+    """Compile every kernel that the samples launch, each signature once."""
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     import torch
@@ -72,7 +71,7 @@ def compile_all(capability: int) -> list[Compiled]:
     from tests.representation.test_triton_head import sample
 
     driver.set_active(_Driver(capability))
-    # What this tool is there to pretend.
+    # These make the head believe that a GPU is present.
     head._runs_triton = lambda device: True
     triton_head.shared_memory = lambda device: LARGEST[capability]
     found: dict[tuple[str, str], Compiled] = {}
@@ -123,7 +122,7 @@ def _read(name: str, signature: str, kernel) -> Compiled:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a line a kernel; 1 if one spills or needs more shared memory than there is."""
+    """Print a line per kernel; return 1 if one spills or exceeds the shared memory."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.compile_kernels", description=__doc__.splitlines()[0]
     )
@@ -132,10 +131,10 @@ def main(arguments: list[str] | None = None) -> int:
         type=int,
         choices=list(LARGEST),
         default=90,
-        help="of the GPU: 80 is an A100, 90 an H100 or H200 (default)",
+        help="compute capability of the GPU: 80 is an A100, 90 an H100 or H200 (default)",
     )
     parser.add_argument(
-        "--signatures", action="store_true", help="also the dtypes and constants of each"
+        "--signatures", action="store_true", help="print dtypes and constants of each kernel too"
     )
     args = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")

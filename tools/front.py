@@ -1,7 +1,7 @@
-"""Draws docs/assets/front.svg, the picture of the README: ``python -m tools.front``.
+"""Draw docs/assets/front.svg, the picture of the README: ``python -m tools.front``.
 
-It is small and comes from committed results, so it is kept in the repository, where GitHub shows
-it. It has a ground of its own, for pages of any colour.
+The picture is small and comes from committed results, so it is committed too, and GitHub shows it.
+Its own background suits light and dark pages.
 """
 
 import csv

@@ -1,7 +1,7 @@
-"""Writes sparse_losses/vocabulary/unicode_scripts.json from the Unicode database of ``regex``.
+"""Write sparse_losses/vocabulary/unicode_scripts.json from the Unicode database of ``regex``.
 
-Run ``python tools/generate_unicode_scripts.py`` after an update of ``regex``. A script that a new
-version of Unicode adds stops it with the first character of that script: add its long name below.
+Run ``python tools/generate_unicode_scripts.py`` after an update of ``regex``. If a new version of
+Unicode adds a script, an error names its first character: add the script's long name below.
 """
 
 import json
@@ -38,7 +38,7 @@ Vithkuqi Wancho Warang_Citi Yezidi Yi Zanabazar_Square
 
 
 def script_ranges() -> dict[str, list[int]]:
-    """First and last code points of each script's runs, one after the other."""
+    """Return the first and last code point of each run of every script, in one flat list."""
     characters = "".join(map(chr, range(sys.maxunicode + 1)))
     left = bytearray(b"\1") * len(characters)
     scripts = {}
@@ -59,17 +59,17 @@ def script_ranges() -> dict[str, list[int]]:
 
 
 def unicode_version() -> str:
-    """The version that ``regex`` states, which nothing in its module does."""
+    """Return the Unicode version from the metadata of ``regex``; its module does not state it."""
     found = re.search(
         r"supports Unicode (\d+(?:\.\d+)*)", distribution("regex").read_text("METADATA") or ""
     )
     if found is None:
-        raise SystemExit("regex no longer states its Unicode version")
+        raise SystemExit("expected the Unicode version in the metadata of regex, got none")
     return found[1]
 
 
 def main() -> None:
-    """One line per script, so that a difference between versions can be read."""
+    """Write one line per script, so that a diff between versions is readable."""
     head = {
         "unicode_version": unicode_version(),
         "source": "Unicode Character Database, property Script, by way of regex "

@@ -1,8 +1,8 @@
-"""Writes llms.txt and llms-full.txt into a built site: ``python -m tools.llms build/site``.
+"""Write llms.txt and llms-full.txt into a built site: ``python -m tools.llms build/site``.
 
 llms.txt lists the English pages by section, with a sentence about each. llms-full.txt holds their
-Markdown, without the API and the pages of tests. Addresses begin with SITE_URL where it is set and
-are relative otherwise.
+Markdown, without the API and the changelog. Addresses begin with SITE_URL if it is set, and are
+relative otherwise.
 """
 
 import os
@@ -17,19 +17,19 @@ import yaml
 from tools.translations import DOCS, ROOT, body, expand, front_matter, split_code
 
 NOT_ENGLISH = ("ko/", "ja/")
-NOT_WHOLE = ("api/", "changelog.md")  # long, and named in llms.txt
+NOT_WHOLE = ("api/", "changelog.md")  # too long; llms.txt links to them
 REFERENCE = re.compile(r"\[([^\]]+)\]\[(?:tests|sparse_losses)[\w.]*\]")
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads mkdocs.yml, whose tags only MkDocs knows."""
+    """A YAML loader that ignores the tags of MkDocs in mkdocs.yml."""
 
 
 _Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
 
 
 def settings() -> dict[str, Any]:
-    """Return what mkdocs.yml says."""
+    """Return the settings in mkdocs.yml."""
     found = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
     assert isinstance(found, dict)
     return found
@@ -49,13 +49,13 @@ def pages(nav: list[Any], title: str = "") -> Iterator[tuple[str, str]]:
 
 
 def text_of(path: str) -> str:
-    """Return a page's Markdown, snippets in place, references to tests and API as plain text."""
+    """Return a page's Markdown with snippets expanded and references to tests and API as text."""
     text = (DOCS / path).read_text(encoding="utf-8")
     return REFERENCE.sub(r"\1", expand(body(text))).strip()
 
 
 def description(path: str) -> str:
-    """Return what the page says it is, or its first sentence."""
+    """Return the description of a page, or else its first sentence."""
     text = (DOCS / path).read_text(encoding="utf-8")
     if own := front_matter(text).get("description"):
         return own
@@ -67,14 +67,14 @@ def description(path: str) -> str:
 
 
 def address(path: str) -> str:
-    """Return where a page is in the built site."""
+    """Return the address of a page in the built site."""
     place = re.sub(r"(^|/)index\.md$", r"\1", path)
     place = place.removesuffix(".md") + "/" if place.endswith(".md") else place
     return os.environ.get("SITE_URL", "") + place or "."
 
 
 def short(said: dict[str, Any]) -> str:
-    """Return llms.txt."""
+    """Return the text of llms.txt."""
     lines = [f"# {said['site_name']}", "", f"> {said['site_description']}"]
     first: list[str] = []
     for entry in said["nav"]:
@@ -93,7 +93,7 @@ def short(said: dict[str, Any]) -> str:
 
 
 def full(said: dict[str, Any]) -> str:
-    """Return llms-full.txt."""
+    """Return the text of llms-full.txt."""
     paths = [path for _, path in pages(said["nav"])]
     kept = [path for path in paths if not path.startswith(NOT_ENGLISH + NOT_WHOLE)]
     return "\n\n".join(f"<!-- {address(path)} -->\n\n{text_of(path)}" for path in kept) + "\n"

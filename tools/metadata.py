@@ -1,8 +1,8 @@
-"""What only the build knows of the package's description: the addresses of repository and site.
+"""Add the addresses of repository and site to the package's description at build time.
 
 Hatch runs this for every build. Links in README.md are relative, so that they work in a clone and
-on any host. A package index shows the text elsewhere; where REPO_URL names the repository, links
-and pictures get its address.
+on any host. A package index shows the text elsewhere: if REPO_URL names the repository, links and
+pictures get its address.
 """
 
 import os
@@ -16,7 +16,7 @@ LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 
 
 def with_addresses(text: str, repository: str, branch: str = "main") -> str:
-    """Return Markdown whose relative links lead to files of a repository on a branch."""
+    """Return Markdown whose relative links point to files of a repository on a branch."""
 
     def absolute(found: re.Match[str]) -> str:
         target = found["target"]
@@ -29,7 +29,7 @@ def with_addresses(text: str, repository: str, branch: str = "main") -> str:
 
 
 class Metadata(MetadataHookInterface):
-    """Fills in ``readme`` and ``urls``."""
+    """A hook of Hatch that fills in ``readme`` and ``urls``."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Read README.md, and the addresses from the environment."""

@@ -1,4 +1,4 @@
-"""Code that was written for tensors on the CPU, run elsewhere: ``pytest --device cuda``."""
+"""Run tests that create tensors on the CPU on another device: ``pytest --device cuda``."""
 
 import re
 from collections.abc import Iterator
@@ -9,18 +9,18 @@ import torch
 
 __all__ = ["on_device", "why_not_there"]
 
-# What is said by a part of the package or of PyTorch that is not for this device.
+# Messages of parts of the package or of PyTorch that do not support the device.
 NOT_THERE = re.compile(
-    r"expected [\w ]+ on the CPU, got .*\bsim:0"  # a way that is the CPU's, asked for by its name
+    r"expected [\w ]+ on the CPU, got .*\bsim:0"  # an implementation for the CPU, chosen by name
     r"|Sparse(Csr)?sim|has no layout Sparse"
     r"|NYI devices other than CPU"  # torch.library.opcheck
     r"|RuntimeError: expected `\w+` in \[0, V\)"  # an assertion on the device, not a ValueError
-    r"|InductorError"  # writes no code for it; backend="aot_eager" runs there
+    r"|InductorError"  # Inductor does not support the device; backend="aot_eager" does
 )
 
 
 def why_not_there(error: BaseException, device: str) -> str | None:
-    """The reason to skip a test on the simulated device, if that is what the error says."""
+    """Return the reason to skip a test if an error says that the simulated device lacks a part."""
     said = f"{type(error).__name__}: {error}"
     if device == "sim" and not isinstance(error, AssertionError) and NOT_THERE.search(said):
         return said.splitlines()[0][:150]
@@ -29,7 +29,7 @@ def why_not_there(error: BaseException, device: str) -> str | None:
 
 @contextmanager
 def on_device(device: str) -> Iterator[None]:
-    """Makes tensors there that nothing puts anywhere; what NumPy gives and takes is copied."""
+    """Create tensors on the device by default, and copy NumPy arrays to it and from it."""
     generator, from_numpy, numpy = torch.Generator, torch.from_numpy, torch.Tensor.numpy
 
     class Meta(type):

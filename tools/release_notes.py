@@ -1,4 +1,4 @@
-"""Prints what the changelog says of one version: the text of its release.
+"""Print the changelog's section of one version as the text of its release.
 
 python -m tools.release_notes 0.1.0
 """
@@ -11,10 +11,10 @@ CHANGELOG = Path(__file__).resolve().parents[1] / "CHANGELOG.md"
 
 
 def notes(changelog: str, version: str) -> str:
-    """The section of a version, without its heading.
+    """Return the section of a version, without its heading.
 
     Raises:
-        SystemExit: If there is none, or it is empty.
+        SystemExit: If there is no section, or an empty one.
     """
     heading = rf"^## \[?{re.escape(version)}\]?(?: [^\n]*)?$"
     found = re.search(heading + r"\n(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)

@@ -1,15 +1,14 @@
-"""Says which translated pages of the docs have fallen behind: ``python -m tools.translations``.
+"""List the translated pages of the docs that are out of date: ``python -m tools.translations``.
 
-A translation names its original, and the sum of the original that it was made from, in its front
-matter:
+The front matter of a translation names its English page and that page's checksum when it was
+translated:
 
     translation_of: losses/info_nce.md
     source_sha256: 720b83...
 
-When the English page changes, the sums differ until the translation is brought up to date and
-``python -m tools.translations --accept PAGE ...`` writes the new one. Formulas and longer code are
-not copied but included from the English page, so those are never behind; `structure` is what a
-test compares of the two.
+When the English page changes, the checksums differ. Update the translation, then write the new one
+with ``python -m tools.translations --accept PAGE ...``. Formulas and longer code are included from
+the English page, so they are never out of date; a test compares the `structure` of the two pages.
 """
 
 import argparse
@@ -38,7 +37,7 @@ def pages() -> list[Path]:
 
 
 def front_matter(text: str) -> dict[str, str]:
-    """Return the keys and values at the head of a page."""
+    """Return the keys and values of a page's front matter."""
     found = FRONT_MATTER.match(text)
     lines = found[1].splitlines() if found else []
     return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
@@ -53,7 +52,7 @@ def original(page: Path) -> Path:
     """Return the English page.
 
     Raises:
-        ValueError: where the page names none, or one that is not there.
+        ValueError: if the page names none, or a missing one.
     """
     name = front_matter(page.read_text(encoding="utf-8")).get("translation_of", "")
     if not name or not (DOCS / name).is_file():
@@ -62,31 +61,31 @@ def original(page: Path) -> Path:
 
 
 def checksum(page: Path) -> str:
-    """Return the sum of a page's bytes."""
+    """Return the checksum of a page's bytes."""
     return hashlib.sha256(page.read_bytes()).hexdigest()
 
 
 def behind(page: Path) -> bool:
-    """Say whether the English page is another than the one that was translated."""
+    """Return whether the English page has changed since."""
     stated = front_matter(page.read_text(encoding="utf-8")).get("source_sha256")
     return stated != checksum(original(page))
 
 
 def accept(page: Path) -> None:
-    """Write the English page's sum into the front matter: it is translated as it stands now."""
+    """Write the English page's present checksum into the front matter."""
     line = f"source_sha256: {checksum(original(page))}"
     text = page.read_text(encoding="utf-8")
     head, rest = FRONT_MATTER.match(text), body(text)
-    assert head is not None  # it names its original
+    assert head is not None  # `original` has read it
     kept = [one for one in head[1].splitlines() if not one.startswith("source_sha256:")]
     page.write_text("\n".join(["---", *kept, line, "---", ""]) + rest, encoding="utf-8")
 
 
 def expand(text: str) -> str:
-    """Return a page's text with its snippets in place, and without the marks of sections.
+    """Return a page's text with its snippets expanded, and without the marks of sections.
 
     Raises:
-        ValueError: for a file or section that is not there.
+        ValueError: for a missing file or section.
     """
     lines: list[str] = []
     for line in text.splitlines():
@@ -102,7 +101,7 @@ def expand(text: str) -> str:
 def _section(path: str, section: str | None) -> str:
     file = next((base / path for base in (DOCS, ROOT) if (base / path).is_file()), None)
     if file is None:
-        raise ValueError(f"no file {path} to include")
+        raise ValueError(f"expected a file {path} to include, got none")
     text = file.read_text(encoding="utf-8")
     if section is None:
         return text
@@ -116,25 +115,25 @@ def _section(path: str, section: str | None) -> str:
         elif inside:
             taken.append(line)
     if not ended:
-        raise ValueError(f"no section {section} in {path}")
+        raise ValueError(f"expected a section {section} in {path}, got none")
     return textwrap.dedent("\n".join(taken)) + "\n"
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What a page and its translation have in common."""
+    """The parts that must be equal in a page and its translation."""
 
-    levels: list[int]  # of the headings, in order
-    table_rows: list[int]  # of each table
+    levels: list[int]  # levels of the headings, in order
+    table_rows: list[int]  # number of rows of each table
     code: list[tuple[str, str]]  # language and text of each block
     figures: list[str]
-    display: list[str]  # formulas of their own lines, without whitespace
+    display: list[str]  # display formulas, without whitespace
     inline: list[str]
-    ids: list[str]  # of the headings; "" where none is written
+    ids: list[str]  # explicit ids of the headings; "" for a heading without one
 
 
 def structure(text: str) -> Structure:
-    """Read the structure of a page that has been expanded."""
+    """Return the structure of an expanded page."""
     prose, code = split_code(body(text))
     headings = re.findall(r"^[ \t]*(#{1,6}) .*?(?:\{\s*#([\w-]+)[^}]*\})?[ \t]*$", prose, re.M)
     tables = re.findall(r"(?:^[ \t]*\|.*\n)+", prose, re.MULTILINE)
@@ -156,7 +155,7 @@ def structure(text: str) -> Structure:
 
 
 def split_code(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Part a page's fenced blocks (language, text) from all the rest."""
+    """Return a page without its fenced blocks, and the blocks (language, text)."""
     prose: list[str] = []
     blocks: list[tuple[str, str]] = []
     fence = language = ""
@@ -179,7 +178,7 @@ def split_code(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """List the pages that have fallen behind, and end with 1 if there are any."""
+    """Print the pages that are out of date; return 1 if there are any."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.translations", description=(__doc__ or "").splitlines()[0]
     )
@@ -189,7 +188,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         type=Path,
         default=[],
         metavar="PAGE",
-        help="these are translations of the English pages as they stand now",
+        help="mark these translations as up to date with their English pages",
     )
     options = parser.parse_args(None if arguments is None else list(arguments))
     for page in options.accept:

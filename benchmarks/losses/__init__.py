@@ -1,4 +1,4 @@
-"""The benchmarks, a file each: to add a loss, add its file here."""
+"""The benchmarks, one file per loss: to add a loss, add its file here."""
 
 import importlib
 import pkgutil
@@ -9,24 +9,24 @@ from benchmarks.schema import Benchmark, Case, Sizes, case_name
 __all__ = ["NAMES", "benchmark", "cases"]
 
 NAMES = tuple(module.name for module in pkgutil.iter_modules(__path__))
-# A suite that ends early has measured these.
+# The most important losses come first, in case a suite ends early.
 FIRST_ON_A_GPU = ("splade_head", "info_nce", "nws", "distillation")
 
 
 def benchmark(loss: str) -> Benchmark:
-    """The benchmark of that name."""
+    """Return the benchmark of a loss."""
     found: Benchmark = importlib.import_module(f"benchmarks.losses.{loss}").BENCHMARK
     return found
 
 
 def cases(suite: str, only: Sequence[str] = ()) -> list[Case]:
-    """The cases of a suite.
+    """Return the cases of a suite.
 
     Args:
-        suite: ``tiny``, ``quick``, ``full`` (holds the quick ones too), ``aims`` (what an aim
-            speaks of, and the sizes between which one way overtakes another), ``gpu`` or
-            ``reckoned`` (quick, gpu, and some that are only counted).
-        only: names of losses; all without any.
+        suite: ``tiny``, ``quick``, ``full`` (includes quick), ``aims`` (the sizes with aims, and
+            those around the crossover of two ways), ``gpu`` or ``reckoned`` (quick, gpu, and some
+            that are only counted).
+        only: names of losses; by default all.
     """
     if unknown := set(only) - set(NAMES):
         raise SystemExit(f"no such loss: {', '.join(unknown)}; there are {', '.join(NAMES)}")

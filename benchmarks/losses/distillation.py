@@ -27,7 +27,7 @@ def plain(
     alpha_kl: float = 0.7,
     alpha_mse: float = 0.3,
 ) -> Tensor:
-    """Softened KL plus the squared difference of z-scores; a part of weight 0 is not computed."""
+    """Softened KL plus the MSE of z-scores; a term of weight 0 is not computed."""
     loss = student_scores.new_zeros(())
     if alpha_kl:
         kl = nnf.kl_div(
@@ -46,7 +46,7 @@ def plain(
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Scores that agree by half."""
+    """Draw student and teacher scores that agree by half."""
     student = 5 * make.normal(sizes["B"], sizes["C"])
     teacher = student + 5 * make.normal(sizes["B"], sizes["C"])
     return {"student_scores": student, "teacher_scores": teacher}
@@ -64,7 +64,7 @@ def _distill_kl() -> Any:
 
 
 def sentence_transformers(student_scores: Tensor, teacher_scores: Tensor) -> Tensor:
-    """DistillKLDivLoss, one column a candidate."""
+    """DistillKLDivLoss, with one column per candidate."""
     columns = list(student_scores.unbind(1))
     return _distill_kl().compute_loss_from_embeddings([columns[0], *columns], teacher_scores)
 

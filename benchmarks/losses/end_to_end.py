@@ -1,4 +1,4 @@
-"""Two heads, InfoNCE with hard negatives, and FLOPS on both sides."""
+"""A training step: the head for both sides, InfoNCE with hard negatives, FLOPS on both sides."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def plain(
     query_mask: Tensor,
     document_mask: Tensor,
 ) -> Tensor:
-    """The plain formulas, one after the other."""
+    """Plain formulas, one after the other."""
     queries = splade_head.plain(query_hidden, weight, bias, query_mask)
     documents = splade_head.plain(document_hidden, weight, bias, document_mask)
     positive, negative = documents[: len(queries)], documents[len(queries) :]
@@ -36,7 +36,7 @@ def _of_the_package(
     query_mask: Tensor,
     document_mask: Tensor,
 ) -> Tensor:
-    """The package's pieces, put together as its documentation does."""
+    """The package's functions, combined as in its documentation."""
     queries = sparse_losses.splade_head(query_hidden, weight, bias, query_mask)
     documents = sparse_losses.splade_head(document_hidden, weight, bias, document_mask)
     positive, negative = documents[: len(queries)], documents[len(queries) :]
@@ -48,7 +48,7 @@ def _of_the_package(
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Queries of 16x32 and documents of 32x128 at ``B = 16``: a positive and a negative each."""
+    """Draw ``B`` queries and ``2 B`` documents: a positive and a hard negative per query."""
     rows, vocabulary, width = sizes["B"], sizes["V"], sizes["H"]
     query = splade_head.draw_hidden(make, rows, sizes["S"] // 4, width)
     document = splade_head.draw_hidden(make, 2 * rows, sizes["S"], width)

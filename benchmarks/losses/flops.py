@@ -27,7 +27,7 @@ def plain(activations: Tensor) -> Tensor:
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Sparse activations."""
+    """Draw sparse activations."""
     return {"activations": make.zipf(sizes["B"], sizes["V"], sizes["density"])}
 
 

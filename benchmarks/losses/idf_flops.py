@@ -1,4 +1,4 @@
-"""IDF-FLOPS: mean activations times what their tokens cost."""
+"""IDF-FLOPS: mean activations, weighted by token penalties."""
 
 from torch import Tensor
 
@@ -9,13 +9,13 @@ __all__ = ["BENCHMARK", "plain"]
 
 
 def plain(activations: Tensor, token_penalty: Tensor, *, beta: float = 0.3) -> Tensor:
-    """Weighted L1 plus weighted squares of the mean activations."""
+    """Weighted sum of absolute values plus weighted sum of squares of the mean activations."""
     mean = activations.mean(0)
     return (token_penalty * mean.abs()).sum() + beta * (token_penalty * mean.square()).sum()
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Sparse activations and a penalty a token."""
+    """Draw sparse activations and token penalties."""
     activations = make.zipf(sizes["B"], sizes["V"], sizes["density"])
     return {"activations": activations, "token_penalty": make.uniform(sizes["V"])}
 

@@ -1,4 +1,4 @@
-"""InfoNCE: pairs of dense or sparse vectors against the batch."""
+"""InfoNCE: pairs of dense or sparse vectors with in-batch negatives."""
 
 import functools
 from typing import Any
@@ -35,7 +35,7 @@ def plain(
     temperature: float = 0.07,
     similarity: str = "cosine",
 ) -> Tensor:
-    """Normalise, multiply, divide by the temperature, cross-entropy with the diagonal."""
+    """Normalise, multiply, divide by the temperature; cross-entropy with the diagonal."""
     candidates = positive if negative is None else torch.cat([positive, negative])
     if similarity == "cosine":
         anchor, candidates = nnf.normalize(anchor, dim=-1), nnf.normalize(candidates, dim=-1)
@@ -44,19 +44,19 @@ def plain(
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Pairs."""
+    """Draw pairs of vectors."""
     return dict(zip(("anchor", "positive"), make.pairs(sizes), strict=True))
 
 
 def _to_csr(made: Inputs) -> Inputs:
-    """The vectors in compressed rows, as leaves of their own."""
+    """Convert the vectors to CSR leaf tensors."""
     names = ("anchor", "positive")
     csr = {name: made[name].detach().to_sparse_csr().requires_grad_() for name in names}
     return {**made, **csr}
 
 
 def _is_dense_or_typical(sizes: Sizes) -> bool:
-    """Peers do not look at zeros: one density speaks for all."""
+    """Whether to measure peers: they ignore sparsity, so one density is enough."""
     return is_dense(sizes) or sizes["density"] <= 0.005 or sizes["V"] < 1000
 
 
@@ -81,14 +81,14 @@ def _supervised_contrastive() -> Any:
 
 
 def metric_learning(anchor: Tensor, positive: Tensor) -> Tensor:
-    """SupConLoss with one positive a row, which is InfoNCE; NTXentLoss holds ``[B, B^2]``."""
-    # Two tensors of labels: one and the same would mean that anchors are compared with themselves.
+    """SupConLoss with one positive per row, which is InfoNCE; NTXentLoss needs ``[B, B^2]``."""
+    # The labels are two tensors, as an identical one would compare anchors with themselves.
     labels, others = (torch.arange(len(anchor), device=anchor.device) for _ in range(2))
     return _supervised_contrastive()(anchor, labels, ref_emb=positive, ref_labels=others)
 
 
 def info_nce_pytorch(anchor: Tensor, positive: Tensor) -> Tensor:
-    """Its function."""
+    """``info_nce`` of the package info-nce-pytorch."""
     from info_nce import info_nce
 
     return info_nce(anchor, positive, temperature=0.07)
@@ -102,7 +102,7 @@ def _liger() -> Any:
 
 
 def liger(anchor: Tensor, positive: Tensor) -> Tensor:
-    """The fused linear cross-entropy, with the positives in place of a projection's weight."""
+    """The fused linear cross-entropy, with the positives as the weight of the projection."""
     targets = torch.arange(len(anchor), device=anchor.device)
     return _liger()(nnf.normalize(positive), nnf.normalize(anchor) / 0.07, targets)
 

@@ -1,4 +1,4 @@
-"""Language penalty: activations of tokens of other languages."""
+"""Language penalty: a cost on activations of tokens of other languages."""
 
 from torch import Tensor
 
@@ -9,12 +9,12 @@ __all__ = ["BENCHMARK", "plain"]
 
 
 def plain(activations: Tensor, token_penalty: Tensor) -> Tensor:
-    """Activations times what they cost."""
+    """Activations times token penalties."""
     return (activations * token_penalty).sum(-1).mean()
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Sparse activations and a penalty a token."""
+    """Draw sparse activations and token penalties."""
     activations = make.zipf(sizes["B"], sizes["V"], sizes["density"])
     return {"activations": activations, "token_penalty": make.uniform(sizes["V"])}
 

@@ -1,4 +1,4 @@
-"""MarginMSE: four scores a row."""
+"""MarginMSE: four scores per row."""
 
 import functools
 from typing import Any
@@ -23,7 +23,7 @@ def plain(
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Scores."""
+    """Draw scores."""
     names = ("student_positive", "student_negative", "teacher_positive", "teacher_negative")
     return {name: make.normal(sizes["B"]) for name in names}
 
@@ -45,7 +45,7 @@ def sentence_transformers(
     teacher_positive: Tensor,
     teacher_negative: Tensor,
 ) -> Tensor:
-    """MarginMSELoss, with the scores given in place of embeddings."""
+    """MarginMSELoss, given scores in place of embeddings."""
     embeddings = [student_positive, student_positive, student_negative]
     margin = teacher_positive - teacher_negative
     return _margin_mse().compute_loss_from_embeddings(embeddings, margin)

@@ -1,4 +1,4 @@
-"""Minimum activation: a hinge of the mean of the largest."""
+"""Minimum activation: a hinge on the mean of the largest activations."""
 
 import torch.nn.functional as nnf
 from torch import Tensor
@@ -10,12 +10,12 @@ __all__ = ["BENCHMARK", "plain"]
 
 
 def plain(activations: Tensor, *, top_k: int = 5, threshold: float = 0.5) -> Tensor:
-    """Hinge of the mean of the largest activations."""
+    """Hinge on the mean of the largest activations."""
     return nnf.relu(threshold - activations.topk(top_k, dim=-1).values.mean(-1)).mean()
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Sparse activations."""
+    """Draw sparse activations."""
     return {"activations": make.zipf(sizes["B"], sizes["V"], sizes["density"])}
 
 
@@ -27,6 +27,6 @@ BENCHMARK = Benchmark(
     ours(sparse_losses.min_activation_loss),
     **ACTIVATION_SIZES,
     aims=[Aim("top-k", {"B": 256, "V": BERT, "density": 0.05}, "speedup", 1.5)],
-    # A threshold that no row reaches: a hinge at rest has nothing to compute.
+    # No row reaches the threshold, as a satisfied hinge has no gradient to compute.
     options=lambda sizes: {"threshold": 10.0},
 )

@@ -1,4 +1,4 @@
-"""N-pair: raw dot products against the batch."""
+"""N-pair: raw dot products with in-batch negatives."""
 
 import functools
 from typing import Any
@@ -32,9 +32,9 @@ def plain(anchor: Tensor, positive: Tensor) -> Tensor:
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Pairs whose dot product is about four.
+    """Draw pairs whose dot product is about four.
 
-    Much larger, and the softmax is one-hot and the plain value is lost to cancellation.
+    If it is much larger, the softmax is one-hot and the plain formula cancels.
     """
     anchor, positive = make.pairs(sizes)
     length = sizes["D"] if is_dense(sizes) else sizes["V"] * sizes["density"]

@@ -1,4 +1,4 @@
-"""NWS: labelled queries against keys, a queue and prototypes."""
+"""NWS: labelled queries with keys, a queue and prototypes."""
 
 import torch
 import torch.nn.functional as nnf
@@ -25,7 +25,7 @@ def plain(
     temperature: float = 0.07,
     eps: float = 1e-8,
 ) -> Tensor:
-    """The broadcast form: every sum over labels is taken of a ``[B, R, L]`` tensor."""
+    """The broadcast form: every sum over labels is over a tensor ``[B, R, L]``."""
     labels = query_labels
     instances, instance_labels = torch.cat([key, queue]), torch.cat([key_labels, queue_labels])
     count = labels.sum(-1, keepdim=True)
@@ -51,7 +51,7 @@ def plain(
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """About three labels a row, one at least."""
+    """Draw rows with about three labels, at least one."""
     num_labels, width = sizes["L"], sizes["F"]
 
     def labels(rows: int) -> Tensor:
@@ -74,7 +74,7 @@ def inputs(sizes: Sizes, make: Maker) -> Inputs:
 
 
 def _num_flops(sizes: Sizes, made: Inputs, backward: bool) -> float:
-    """Query times references; gradients of query and of prototypes, which alone have them."""
+    """Count the product with the references, and the gradients of query and prototypes."""
     references = sizes["K"] + sizes["Q"] + sizes["L"]
     forward = 2.0 * sizes["B"] * references * sizes["F"]
     prototypes = 2.0 * sizes["B"] * sizes["L"] * sizes["F"]
@@ -96,7 +96,7 @@ BENCHMARK = Benchmark(
     tiny=[{"B": 4, "K": 3, "Q": 5, "F": 6, "L": 4}],
     quick=[_size(8, 512, 128, 128), _size(32, 2048, 128, 128)],
     full=[_FEW, _MANY],
-    gpu=[  # the first has 66,048 references: the keys, the queue and the prototypes
+    gpu=[  # the first has 66,048 references: keys, queue and prototypes
         _size(1024, 64_512, 256, 512, dtype="bf16"),
         _size(256, 8192, 128, 128, dtype="fp32"),
         _size(32, 2048, 128, 128, dtype="bf16"),

@@ -1,4 +1,4 @@
-"""The losses of V26 and a regulariser of the documents: one objective, or one after the other."""
+"""The losses of V26 and a regulariser of the documents, in one objective or one by one."""
 
 import functools
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def plain(
     token_penalty: Tensor,
     teacher_scores: Tensor,
 ) -> Tensor:
-    """The plain formulas, one after the other."""
+    """Plain formulas, one after the other."""
     unit = nnf.normalize(query, dim=-1), nnf.normalize(document, dim=-1)
     return (
         3.0 * info_nce.plain(query, document)
@@ -68,7 +68,7 @@ def _one_by_one(
     teacher_scores: Tensor,
     **texts: Tensor,
 ) -> Tensor:
-    """The package's losses without the objective, which shares their product."""
+    """The package's losses without the objective, which would share their product."""
     ours = sparse_losses
     unit = nnf.normalize(query, dim=-1), nnf.normalize(document, dim=-1)
     own, others = ((texts[f"{x}_ids"], texts[f"{x}_mask"]) for x in ("query", "document"))
@@ -84,7 +84,7 @@ def _one_by_one(
 
 
 def _objective(made: Inputs) -> Callable[..., Tensor]:
-    """The same in one object, which is built once."""
+    """The same losses in one objective, which is built once."""
     flops = sparse_losses.IdfFlopsLoss(made["token_penalty"], beta=0.3)
     objective = sparse_losses.SpladeObjective(WEIGHTS, flops=flops)
 
@@ -99,7 +99,7 @@ def _objective(made: Inputs) -> Callable[..., Tensor]:
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Pairs of sparse vectors with their texts, and a teacher's scores."""
+    """Draw pairs of sparse vectors with their texts, and a teacher's scores."""
     query, document = make.pairs(sizes)
     query_ids, query_mask = make.texts(sizes)
     document_ids, document_mask = make.texts(sizes)
@@ -137,6 +137,6 @@ BENCHMARK = Benchmark(
         sizes, made["query"], made["document"], backward
     ),
     plain_bytes=lambda sizes: 4.0 * 16 * sizes["B"] * sizes["V"],
-    # What |mean| does not have at a token that no text activates.
+    # |mean| has no gradient at a token that no text activates.
     kink_at_zero=True,
 )

@@ -1,4 +1,4 @@
-"""Pairwise contrastive: distances of labelled pairs."""
+"""Pairwise contrastive: distances within labelled pairs."""
 
 import functools
 from typing import Any
@@ -13,13 +13,13 @@ __all__ = ["BENCHMARK", "plain"]
 
 
 def plain(x1: Tensor, x2: Tensor, same: Tensor, *, margin: float = 1.0) -> Tensor:
-    """Squared distance of one class, squared hinge of two."""
+    """Squared distance for the same class, squared hinge for different classes."""
     distance = (x1 - x2).norm(dim=-1)
     return (same * distance**2 + (1 - same) * nnf.relu(margin - distance) ** 2).mean()
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Unit vectors, half of the pairs of one class."""
+    """Draw pairs of unit vectors, half of them of the same class."""
     x1, x2 = (nnf.normalize(x, dim=-1) for x in make.pairs(sizes))
     return {"x1": x1, "x2": x2, "same": make.integers(2, sizes["B"])}
 
@@ -35,7 +35,7 @@ def _contrastive() -> Any:
 
 
 def sentence_transformers(x1: Tensor, x2: Tensor, same: Tensor) -> Tensor:
-    """ContrastiveLoss, which halves."""
+    """ContrastiveLoss, times 2 as it halves the loss."""
     return 2 * _contrastive().compute_loss_from_embeddings([x1, x2], same)
 
 

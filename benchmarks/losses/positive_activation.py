@@ -12,7 +12,7 @@ __all__ = ["BENCHMARK", "plain"]
 def plain(
     activations: Tensor, positive_input_ids: Tensor, positive_attention_mask: Tensor
 ) -> Tensor:
-    """Minus the mean activation under a multi-hot mask."""
+    """Negative mean activation under a multi-hot mask."""
     target = torch.zeros_like(activations)
     attended = positive_attention_mask.to(activations.dtype)
     target = target.scatter_reduce(1, positive_input_ids, attended, "amax")
@@ -20,7 +20,7 @@ def plain(
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Sparse activations and other texts."""
+    """Draw sparse activations and the texts of the positives."""
     ids, mask = make.texts(sizes)
     x = make.zipf(sizes["B"], sizes["V"], sizes["density"])
     return {"activations": x, "positive_input_ids": ids, "positive_attention_mask": mask}

@@ -18,7 +18,7 @@ def plain(activations: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Ten
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Logits, most of them below 0."""
+    """Draw logits, most of them negative, and texts."""
     ids, mask = make.texts(sizes)
     logits = make.normal(sizes["B"], sizes["V"]) - 2
     return {"activations": logits, "input_ids": ids, "attention_mask": mask}

@@ -26,22 +26,22 @@ __all__ = ["BENCHMARK", "draw_hidden", "draw_weight", "plain", "pooled", "sparto
 
 
 def plain(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
-    """The projection to the vocabulary, then the pooling."""
+    """Project to the vocabulary, then pool."""
     return splade_pool.plain(hidden @ weight.T + bias, attention_mask)
 
 
 def draw_hidden(make: Maker, rows: int, length: int, width: int) -> Tensor:
-    """Gaussian and layer-normed."""
+    """Draw Gaussian hidden states with layer normalisation."""
     return nnf.layer_norm(make.normal(rows, length, width), (width,))
 
 
 def draw_weight(make: Maker, vocabulary: int, width: int) -> Tensor:
-    """As masked language models are initialised."""
+    """Draw a weight as masked language models initialise it."""
     return make.normal(vocabulary, width).mul_(0.02)
 
 
 def pooled(hidden: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
-    """Pooled scores without a bias, text by text: only their distribution is wanted."""
+    """Return pooled scores without a bias, to know their distribution."""
     rows = [
         (h @ weight.T).masked_fill(m[:, None] == 0, -torch.inf).amax(0)
         for h, m in zip(hidden, mask, strict=True)
@@ -50,7 +50,7 @@ def pooled(hidden: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """The bias is shifted until the wanted share of the vectors is active."""
+    """Draw the inputs, with a bias for which the requested share of the vectors is active."""
     rows, vocabulary, width = sizes["B"], sizes["V"], sizes["H"]
     hidden = draw_hidden(make, rows, sizes["S"], width)
     mask = make.mask(rows, sizes["S"], sizes.get("mask", 0.75))
@@ -67,7 +67,7 @@ def inputs(sizes: Sizes, make: Maker) -> Inputs:
 
 
 def _num_flops(sizes: Sizes, made: Inputs, backward: bool) -> float:
-    """Every attended score once; two products a feature for each active entry."""
+    """Count every attended score once, and in backward two products per active entry."""
     tokens = float(made["attention_mask"].sum())
     active = sizes["density"] * sizes["B"] * sizes["V"]
     return 2 * sizes["H"] * (tokens * sizes["V"] + (2 * active if backward else 0))
@@ -89,7 +89,7 @@ def _sparton(vocabulary: int, width: int) -> Any:
 
 
 def sparton(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
-    """SpartonHead over the given weights."""
+    """SpartonHead with the given weights."""
     parameters = {"weight": weight, "bias": bias}
     return torch.func.functional_call(_sparton(*weight.shape), parameters, (hidden, attention_mask))
 
@@ -99,7 +99,7 @@ def _size(rows: int, length: int, vocabulary: int, density: float, width: int = 
 
 
 def _gpu(rows: int, length: int, vocabulary: int, density: float, dtype: str) -> Sizes:
-    """Two thirds of the positions are tokens, as in the batches of a trained retriever."""
+    """Return sizes for a GPU; two thirds of the positions are tokens, as in real batches."""
     return {**_size(rows, length, vocabulary, density), "mask": 0.67, "dtype": dtype}
 
 
@@ -144,7 +144,7 @@ BENCHMARK = Benchmark(
     ],
     num_flops=_num_flops,
     plain_bytes=lambda sizes: 4.0 * (5 * sizes["B"] * sizes["S"] + 2 * sizes["H"]) * sizes["V"],
-    # Two positions whose scores differ by less than fp32 can tell swap the arg-max here and there;
-    # the fp64 check of a small copy has no such ties.
+    # The arg-max may differ between positions whose scores are almost equal in fp32; the fp64 check
+    # of a small copy has no such ties.
     tolerance=2e-2,
 )

@@ -13,13 +13,13 @@ __all__ = ["BENCHMARK", "plain", "quantile", "sentence_transformers"]
 
 
 def plain(logits: Tensor, attention_mask: Tensor) -> Tensor:
-    """The SPLADE v2 maximum of ``log(1 + relu(logits))``, masked by a product."""
+    """Maximum of ``log(1 + relu(logits))``, masked by a product, as in SPLADE v2."""
     activated = torch.log1p(torch.relu(logits)) * attention_mask[:, :, None].to(logits.dtype)
     return activated.max(1).values
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Logits, shifted until the wanted share of the pooled ones is positive."""
+    """Draw logits, shifted so that the requested share of the maxima is positive."""
     rows, length, vocabulary = sizes["B"], sizes["S"], sizes["V"]
     mask = make.mask(rows, length)
     logits = make.normal(rows, length, vocabulary)
@@ -29,7 +29,7 @@ def inputs(sizes: Sizes, make: Maker) -> Inputs:
 
 
 def quantile(x: Tensor, q: float) -> Tensor:
-    """Of a sample: ``torch.quantile`` refuses large tensors, and three digits are enough."""
+    """Return a quantile of a sample; ``torch.quantile`` does not accept large tensors."""
     flat = x.reshape(-1)
     return flat[:: max(1, flat.numel() // 1_000_000)].quantile(q)
 

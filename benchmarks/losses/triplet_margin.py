@@ -1,4 +1,4 @@
-"""Triplet margin: two cosines and a hinge."""
+"""Triplet margin: a hinge on two cosines."""
 
 import functools
 from typing import Any
@@ -14,14 +14,14 @@ __all__ = ["BENCHMARK", "plain"]
 
 
 def plain(anchor: Tensor, positive: Tensor, negative: Tensor, *, margin: float = 0.3) -> Tensor:
-    """Hinge of the two cosines."""
+    """Hinge on the two cosines."""
     near = nnf.cosine_similarity(anchor, positive)
     far = nnf.cosine_similarity(anchor, negative)
     return nnf.relu(margin - near + far).mean()
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Pairs, and another row's positive as the negative."""
+    """Draw pairs; the negative is another row's positive."""
     anchor, positive = make.pairs(sizes)
     return {"anchor": anchor, "positive": positive, "negative": positive.roll(1, 0).clone()}
 
@@ -49,7 +49,7 @@ def _metric_triplet() -> Any:
 
 
 def metric_learning(anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-    """TripletMarginLoss of given triplets; it multiplies all rows with all rows."""
+    """TripletMarginLoss of given triplets; it computes the products of all rows."""
     count = anchor.shape[0]
     rows = torch.arange(count, device=anchor.device)
     return _metric_triplet()(

@@ -1,1 +1,1 @@
-"""What results say: several runs in one table, the aims, the tables of the docs, pictures."""
+"""Reports of results: merged runs, the aims, the tables of the documentation, plots."""

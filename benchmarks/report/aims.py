@@ -1,4 +1,4 @@
-"""What the figures should reach, and whether they do."""
+"""The aims, which are targets for measured figures, and whether they are met."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class Verdict:
 
 
 def judge(merged: Sequence[Merged]) -> list[Verdict]:
-    """Every aim under every setting of the allocator that was run, then the rule for all losses."""
+    """Judge every aim with every allocator setting that was run, then the rules for all losses."""
     rows = {row.key: row for row in merged}
     settings = list(dict.fromkeys(row.key[4] for row in merged))
     lines = []
@@ -57,7 +57,7 @@ def judge(merged: Sequence[Merged]) -> list[Verdict]:
 def _measured(
     aim: Aim, rows: dict[Key, Merged], about: tuple[str, str, str], allocator: str
 ) -> tuple[float, str]:
-    """The figure, NaN where it was not measured, and the lowest and highest of several runs."""
+    """Return the figure (NaN if not measured) and the lowest and highest of several runs."""
     row = rows.get((*about, aim.variant, allocator))
     if row is None or row.runs == 0:
         return math.nan, ""
@@ -76,7 +76,7 @@ def _measured(
 
 
 def one_rule_for_all(merged: Sequence[Merged], above: int = 100_000) -> list[Verdict]:
-    """No loss slower than eager at any listed size above 1e5 elements; none needs more memory."""
+    """Judge that no loss is slower or needs more memory than eager above 1e5 elements."""
     lines = []
     tests: tuple[tuple[str, Callable[[Merged], float], Callable[[float], bool]], ...] = (
         (">= 1x eager", lambda row: row.speedup.median, lambda value: value < 1),
@@ -104,7 +104,7 @@ def one_rule_for_all(merged: Sequence[Merged], above: int = 100_000) -> list[Ver
 
 
 def _crossover(rows: dict[Key, Merged], settings: Sequence[str]) -> list[Verdict]:
-    """Where the sparse products of InfoNCE stop being faster than the dense ones."""
+    """Report the density at which InfoNCE's sparse products stop being faster than dense ones."""
     lines = []
     for allocator in settings:
         found = []

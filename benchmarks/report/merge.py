@@ -1,4 +1,4 @@
-"""Several runs as one: of every row the median, the lowest and the highest."""
+"""Several runs merged into one table: the median, lowest and highest value of every row."""
 
 import math
 import statistics
@@ -23,14 +23,14 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Spread":
-        """NaN where no run has a figure."""
+        """Return the spread of the values that are not NaN; NaN if there are none."""
         known = [value for value in values if not math.isnan(value)]
         if not known:
             return cls(math.nan, math.nan, math.nan)
         return cls(statistics.median(known), min(known), max(known))
 
     def __str__(self) -> str:
-        """Three digits are more than a machine repeats."""
+        """Return three digits, more than a machine reproduces."""
         if math.isnan(self.median):
             return "-"
         if self.low == self.high:
@@ -50,13 +50,13 @@ class Merged:
     speedup: Spread
     peak_bytes: float
     peak_bytes_without_gradients: float
-    memory_ratio: float  # of eager's peak
+    memory_ratio: float  # relative to eager's peak
     share_of_ceiling: Spread
     status: str
 
 
 def merge(tables: Sequence[Sequence[Row]]) -> list[Merged]:
-    """Rows of the same key, one a run, in the order of the first table that has them."""
+    """Merge the rows of equal keys, in the order of the first table that has them."""
     found: dict[Key, list[Row]] = defaultdict(list)
     for rows in tables:
         for row in rows:
@@ -96,6 +96,6 @@ def _number(row: Row, name: str) -> float:
 
 
 def markdown(heading: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     rows = [heading, ["---"] * len(heading), *lines]
     return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)

@@ -1,6 +1,6 @@
-"""``python -m benchmarks.report.pages``: rewrites the tables of the page and of the aims.
+"""``python -m benchmarks.report.pages``: rewrite the tables of the benchmark pages.
 
-The tables come from the files in ``benchmarks/results``. A test compares tables and files.
+The tables come from the files in ``benchmarks/results``; a test checks that they agree.
 """
 
 import re
@@ -32,7 +32,7 @@ PEERS = (
 
 
 def aims() -> str:
-    """Every aim by setting of the allocator, of the runs in ``aims-run-*.csv``."""
+    """Every aim per allocator setting, from the runs in ``aims-run-*.csv``."""
     verdicts = judge(merge([read(path) for path in sorted(RESULTS.glob("aims-run-*.csv"))]))
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for verdict in verdicts:
@@ -45,7 +45,7 @@ def aims() -> str:
 
 
 def peers() -> str:
-    """Time and memory of everyone else over ours, of ``cpu-quick.csv``."""
+    """Time and memory of other packages relative to ours, from ``cpu-quick.csv``."""
     rows = {
         (row["loss"], row["case"], row["variant"]): row
         for row in read(RESULTS / "cpu-quick.csv")
@@ -67,13 +67,13 @@ def _over(row: Row | None, ours: Row) -> str:
 
 
 def memory() -> str:
-    """Peak memory of the plain formula, of sentence-transformers and of ours, with the times."""
+    """Peak memory and times of the plain formula, of sentence-transformers and of ours."""
     found: dict[tuple[str, str], dict[str, Row]] = {}
     for row in read(RESULTS / "aims-run-1.csv"):
         if row["pass"] == TRAINING and row["allocator"] == "default":
             found.setdefault((row["loss"], row["case"]), {})[row["variant"]] = row
     names = ("eager", "sentence-transformers", "ours")
-    for sizes in benchmark("info_nce").crossover:  # they set a default, and tell users nothing
+    for sizes in benchmark("info_nce").crossover:  # they serve to choose a default
         found.pop(("info_nce", case_name(sizes)), None)
     lines = []
     for about, variants in found.items():
@@ -87,7 +87,7 @@ def memory() -> str:
 
 
 def objective() -> str:
-    """Times of all losses of V26 together, of ``objective.csv``."""
+    """Times of all losses of V26 together, from ``objective.csv``."""
     rows = read(RESULTS / "objective.csv")
     lines = []
     for case in dict.fromkeys(row["case"] for row in rows):
@@ -105,12 +105,12 @@ def objective() -> str:
 
 
 def reckoned() -> str:
-    """What was counted without a GPU, of ``reckoned.csv``: each loss's largest case by dtype."""
+    """Calculated figures from ``reckoned.csv``: each loss's largest case, by dtype."""
     rows = counting.read(RESULTS / "reckoned.csv")
     largest: dict[tuple[str, str], tuple[int, str]] = {}
     for row in rows:
         dtype = row.case.split()[-1]
-        if row.variant == "eager" and dtype in ("fp32", "bf16"):  # a GPU's sizes name theirs
+        if row.variant == "eager" and dtype in ("fp32", "bf16"):  # sizes for a GPU name their dtype
             kind, size = (row.loss, dtype), (row.bytes, row.case)
             largest[kind] = max(largest.get(kind, size), size)
     cases = {(loss, case) for (loss, _), (_, case) in largest.items()}
@@ -122,7 +122,7 @@ def _time(seconds: float) -> str:
 
 
 def main() -> int:
-    """Replaces every table by the one under the same heading."""
+    """Replace every table by the one under the same heading."""
     for path, tables in (
         (PAGE, (peers(), memory(), objective(), reckoned())),
         (AIMS, (aims(),)),

@@ -1,4 +1,4 @@
-"""One picture a loss: time and memory against size, a line a variant."""
+"""One plot per loss: time and memory against size, one line per variant."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from benchmarks.run.table import Row, read
 
 __all__ = ["draw"]
 
-# In grey as well as in colour: no two variants share marker and dashes.
+# Also legible in grey: no two variants share both marker and dashes.
 MARKERS = "os^Dv<>PX*hp8d"
 STYLES = ("-", "--", "-.", ":")
 PANELS = {"seconds": ("time, ms", 1e-3), "peak_bytes": ("peak extra memory, MiB", 2.0**20)}
 
 
 def draw(path: Path, folder: Path) -> list[Path]:
-    """Draws every loss of a CSV into a folder."""
+    """Draw every loss of a CSV into a folder; return the paths."""
     by_loss: dict[str, list[Row]] = defaultdict(list)
     for row in read(path):
         if row["pass"] == TRAINING and row["status"].startswith("ok"):
@@ -28,7 +28,7 @@ def draw(path: Path, folder: Path) -> list[Path]:
 
 
 def _draw_loss(target: Path, loss: str, rows: Sequence[Row]) -> Path:
-    """Panels: time and memory across, what is fixed along a line (density, part) down."""
+    """Draw panels: columns for time and memory, rows for what is fixed (density, part)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -36,7 +36,7 @@ def _draw_loss(target: Path, loss: str, rows: Sequence[Row]) -> Path:
 
     allocator = "warm" if any(row["allocator"] == "warm" for row in rows) else "default"
     rows = [row for row in rows if row["allocator"] == allocator]
-    # A group of a single size is no line; without any line, the points are drawn all the same.
+    # A group with a single size is a point; points are drawn only if there are no lines.
     sizes: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         sizes[row["group"]].add(row["elements"])

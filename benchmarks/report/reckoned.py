@@ -1,4 +1,4 @@
-"""Tables of what was counted on the simulated device: reckoned, not measured."""
+"""Tables of figures calculated on the simulated device, not measured."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ MIB = 2.0**20
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line a case that has figures of the plain formula and of ours."""
+    """Return one line per case that has figures of the plain formula and of ours."""
     cases: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         if row.status == "ok":
@@ -46,5 +46,5 @@ def _cells(each: Sequence[Row | None]) -> list[str]:
 
 
 def figure(number: float) -> str:
-    """Three digits, or all of a whole number."""
+    """Format three digits, or all digits of a whole number."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

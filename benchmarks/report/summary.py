@@ -1,7 +1,6 @@
-"""``python -m benchmarks.report.summary a.csv b.csv ...``: runs in one table, beside the aims.
+"""``python -m benchmarks.report.summary a.csv b.csv ...``: merge runs and compare with the aims.
 
-A single run says what happened once. Of several, the median is the figure and the range from the
-lowest to the highest says how far to trust it.
+The figure of several runs is the median; the range from lowest to highest shows the uncertainty.
 """
 
 import argparse
@@ -20,7 +19,7 @@ __all__ = ["aims_table", "main", "write"]
 
 
 def aims_table(verdicts: Sequence[Verdict]) -> str:
-    """The aims as Markdown."""
+    """Return the table of aims as Markdown."""
     heading = ("aim", "case", "allocator", "wanted", "measured", "")
     return markdown(
         heading, [(v.aim, v.case, v.allocator, v.wanted, v.measured, v.verdict) for v in verdicts]
@@ -28,7 +27,7 @@ def aims_table(verdicts: Sequence[Verdict]) -> str:
 
 
 def write(path: Path, merged: Sequence[Merged]) -> None:
-    """The merged rows as CSV."""
+    """Write the merged rows as CSV."""
     names = ("loss", "case", "pass", "variant", "allocator")
     spreads = ("seconds", "speedup", "share_of_ceiling")
     plain = ("peak_bytes", "peak_bytes_without_gradients", "memory_ratio")
@@ -47,7 +46,7 @@ def write(path: Path, merged: Sequence[Merged]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the merged CSV and prints the aims."""
+    """Write the merged CSV and print the aims."""
     options = argparse.ArgumentParser(
         prog="python -m benchmarks.report.summary", description=__doc__
     )
@@ -66,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(aims_table(judge(merged)))
     print(args.output)
     if len(machines) > 1:
-        print("these runs are of different machines, commits or versions", file=sys.stderr)
+        print("the runs are from different machines, commits or versions", file=sys.stderr)
     return 0
 
 

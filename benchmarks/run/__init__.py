@@ -1,1 +1,1 @@
-"""How a case is measured: checks, memory, interleaved times, ceilings, worker processes."""
+"""Measurement of a case: checks, memory, interleaved times, ceilings, worker processes."""

@@ -1,6 +1,6 @@
-"""Which variants of a case can be measured here: packages that are installed, GPUs that are there.
+"""The variants of a case that can be measured here, given the installed packages and the device.
 
-A package that is missing is left out, with a line that says so.
+A missing package is skipped, and its absence is printed.
 """
 
 import functools
@@ -14,7 +14,7 @@ from benchmarks.schema import Case, Variant
 
 __all__ = ["PACKAGES", "runs_triton", "variants", "versions", "why_missing"]
 
-# The package's name on the index, what it is imported as, and whether it needs a GPU.
+# Name on the package index: name of the module, whether it needs a GPU.
 PACKAGES = {
     "sentence-transformers": ("sentence_transformers", False),
     "pytorch-metric-learning": ("pytorch_metric_learning", False),
@@ -26,7 +26,7 @@ PACKAGES = {
 
 @functools.cache
 def why_missing(package: str, device_type: str) -> str | None:
-    """``None`` if the package can be measured on that device, else what is in the way."""
+    """Return why a package cannot be measured on a device, or ``None`` if it can."""
     module, needs_gpu = PACKAGES[package]
     if needs_gpu and device_type != "cuda":
         return "needs a GPU"
@@ -40,7 +40,7 @@ def why_missing(package: str, device_type: str) -> str | None:
 
 
 def versions(device_type: str) -> dict[str, str]:
-    """The version of every peer that can be measured."""
+    """Return the version of every peer that can be measured."""
     found = {}
     for package in PACKAGES:
         if why_missing(package, device_type) is None:
@@ -52,14 +52,14 @@ def versions(device_type: str) -> dict[str, str]:
 
 
 def runs_triton(device_type: str, suite: str) -> bool:
-    """On a GPU; on a CPU only interpreted, which shows that it works, in tiny cases."""
+    """Whether Triton kernels run: on a GPU, or interpreted on a CPU for the tiny suite."""
     if importlib.util.find_spec("triton") is None:
         return False
     return device_type == "cuda" or (suite == "tiny" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def variants(case: Case, device_type: str, *, compiled: bool = False) -> list[Variant]:
-    """Those of a case that can be measured on that device, the plain formula first."""
+    """Return the variants of a case that can be measured on a device, the plain formula first."""
     return [
         variant
         for variant in case.variants()

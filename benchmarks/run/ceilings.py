@@ -1,4 +1,4 @@
-"""What this machine can do: copies and matrix products, measured in the same run."""
+"""The rates of this machine for copies and matrix products, measured in the same run."""
 
 import itertools
 import math
@@ -13,14 +13,14 @@ __all__ = ["Ceilings", "measure"]
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The rates that bound every row: a row's time cannot fall below its floor over them."""
+    """The rates that bound every row: its time is at least its bytes and operations over them."""
 
     bytes_per_second: float
     flops_per_second: float  # fp32
     bf16_flops_per_second: float = math.nan  # on a GPU
 
     def seconds(self, num_bytes: float, num_flops: float, *, is_half: bool = False) -> float:
-        """The time under which no correct implementation of these floors can stay."""
+        """Return the least time for these numbers of bytes and operations."""
         rate = self.bf16_flops_per_second if is_half else self.flops_per_second
         if math.isnan(rate):
             rate = self.flops_per_second
@@ -28,7 +28,7 @@ class Ceilings:
 
 
 def measure(device: torch.device, *, copy_mib: int = 256, side: int = 2048) -> Ceilings:
-    """The best of several, because a ceiling is what the machine does undisturbed."""
+    """Return the best of several measurements, that is, the rates without disturbance."""
     is_cuda = device.type == "cuda"
     if is_cuda:
         copy_mib, side = 4 * copy_mib, 4 * side
@@ -45,7 +45,7 @@ def measure(device: torch.device, *, copy_mib: int = 256, side: int = 2048) -> C
 
 
 def _best(function: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
-    """Seconds; the first call pages memory in, or compiles."""
+    """Return the least seconds; the first call, which pages memory in or compiles, is not timed."""
     function()
     if device.type == "cuda":
         events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]

@@ -1,4 +1,4 @@
-"""Every variant computes what the plain formula computes, or it is not timed."""
+"""Checks against the plain formula; a variant that differs is not timed."""
 
 import math
 import warnings
@@ -24,8 +24,8 @@ __all__ = [
     "rounded_reference",
 ]
 
-# What a variant may be off by beyond the plain formula in the same dtype, both from fp64, relative
-# to the norm: a rounding of the result, and for fp32 what another order of a sum may cost.
+# Allowed error relative to the norm, beyond the plain formula's own error in the same dtype, both
+# against fp64: a rounding of the result and, for fp32, a different order of a sum.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 Found = tuple[Tensor, Sequence[Tensor]]  # a value and gradients
@@ -40,21 +40,21 @@ class Ready:
     """A variant with its inputs prepared."""
 
     variant: Variant
-    inputs: list[Inputs]  # several on a GPU, to be rotated
-    calls: list[Callable[..., Tensor]]  # one for each of the inputs
+    inputs: list[Inputs]  # several on a GPU, for rotation
+    calls: list[Callable[..., Tensor]]  # one per element of `inputs`
     wrt: tuple[str, ...]
 
     def forward(self, turn: int = 0) -> Tensor:
-        """The value alone, without a graph."""
+        """Return the value, computed without a graph."""
         with torch.no_grad():
             return self._call(turn % len(self.inputs))
 
     def train(self, turn: int = 0) -> tuple[Tensor, ...]:
-        """The gradients, returned rather than accumulated."""
+        """Return the gradients instead of accumulating them."""
         return self._gradients(turn % len(self.inputs))[1]
 
     def both(self) -> Found:
-        """The detached value and the gradients, to be compared."""
+        """Return the detached value and the gradients."""
         value, gradients = self._gradients(0)
         return value.detach(), gradients
 
@@ -69,7 +69,7 @@ class Ready:
 
 
 def _upstream(inputs: Inputs, value: Tensor) -> Tensor | None:
-    """In the dtype that comes out, which is not everyone's; cast once."""
+    """Return the upstream gradient in the dtype of ``value``; the cast is done once."""
     given = inputs.get("upstream")
     if given is not None and given.dtype != value.dtype:
         given = inputs["upstream"] = given.to(value.dtype)
@@ -77,7 +77,7 @@ def _upstream(inputs: Inputs, value: Tensor) -> Tensor | None:
 
 
 def ready(case: Case, variant: Variant, inputs: Sequence[Inputs]) -> Ready:
-    """Prepares inputs and calls, and compiles what is to be compiled; ours in one graph."""
+    """Prepare inputs and calls; compile compiled variants, ours without graph breaks."""
     given = [dict(each) for each in inputs]
     if variant.prepare is not None:
         with warnings.catch_warnings():
@@ -92,12 +92,12 @@ def ready(case: Case, variant: Variant, inputs: Sequence[Inputs]) -> Ready:
 
 @dataclass(frozen=True)
 class Reference:
-    """What everyone is held against, and how far off may be."""
+    """The expected results, and the tolerance."""
 
     found: Found
     tolerance: float
-    # Of the value and of every gradient, if the reference is of higher precision: how far the plain
-    # formula is off in the dtype of the case.
+    # If the reference has higher precision: the plain formula's errors in the dtype of the case,
+    # for the value and every gradient.
     plain: Sequence[float] | None = None
 
 
@@ -106,7 +106,7 @@ def _told(name: str) -> str:
 
 
 def _errors(case: Case, variant: Variant, inputs: Inputs, found: Found, wanted: Found) -> list[Any]:
-    """The relative errors of the value and of every gradient, 0-d tensors or zeros."""
+    """Return the relative errors of the value and every gradient, as 0-d tensors or zeros."""
     names = ["value", *case.benchmark.wrt]
     errors: list[Any] = []
     for name, one, other in zip(names, [found[0], *found[1]], [wanted[0], *wanted[1]], strict=True):
@@ -131,15 +131,15 @@ def _errors(case: Case, variant: Variant, inputs: Inputs, found: Found, wanted: 
 
 
 def compare(case: Case, variant: Variant, inputs: Inputs, found: Found, wanted: Reference) -> None:
-    """Holds a variant against the reference.
+    """Compare a variant with the reference.
 
     Raises:
-        Mismatch: for the first of value and gradients that is too far off.
+        Mismatch: for the first of value and gradients whose error is too large.
     """
     errors = _errors(case, variant, inputs, found, wanted.found)
     names = ["value", *case.benchmark.wrt]
     for number, (name, error) in enumerate(zip(names, errors, strict=True)):
-        # The value is a sum of many terms and has no ties: it agrees to more digits.
+        # The value is a sum of many terms without ties, so its error is smaller.
         allowed = wanted.tolerance if name != "value" else min(wanted.tolerance, 1e-3)
         beyond = ""
         if wanted.plain is not None:
@@ -153,7 +153,7 @@ def compare(case: Case, variant: Variant, inputs: Inputs, found: Found, wanted: 
 
 
 def check(case: Case, variants: Sequence[Variant], maker: Maker) -> None:
-    """Compares value and gradients of all variants with those of the first, the plain formula.
+    """Compare value and gradients of all variants with those of the first, the plain formula.
 
     Raises:
         Mismatch: for the first that differs.
@@ -169,10 +169,10 @@ def check(case: Case, variants: Sequence[Variant], maker: Maker) -> None:
 
 
 def check_rounded(case: Case, variants: Sequence[Variant], maker: Maker) -> None:
-    """The same in the dtype of the case: none further from fp64 than the plain formula is.
+    """Check in the dtype of the case that no error against fp64 exceeds the plain formula's.
 
     Raises:
-        Mismatch: for the first that is, by more than a rounding.
+        Mismatch: for the first that exceeds it by more than a rounding.
     """
     inputs = case.inputs(maker)
     wanted = rounded_reference(case, variants[0], inputs, variants[0])
@@ -182,7 +182,7 @@ def check_rounded(case: Case, variants: Sequence[Variant], maker: Maker) -> None
 
 
 def for_variant(variant: Variant, wanted: Reference) -> Reference:
-    """Peers may keep less between two steps than the plain formula does."""
+    """Return the reference, for peers with a larger tolerance, as they may round in between."""
     if variant.kind != "peer" or wanted.plain is None:
         return wanted
     return replace(wanted, tolerance=max(1e-3, 4 * wanted.tolerance))
@@ -191,7 +191,7 @@ def for_variant(variant: Variant, wanted: Reference) -> Reference:
 def rounded_reference(
     case: Case, exact: Variant, inputs: Inputs, plain: Variant, own: Found | None = None
 ) -> Reference:
-    """The reference in fp64, of the same rounded inputs, and how far the plain formula is off."""
+    """Return the fp64 reference for the same rounded inputs, with the plain formula's errors."""
     double = {
         name: x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
         for name, x in inputs.items()

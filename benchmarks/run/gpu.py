@@ -1,8 +1,8 @@
-"""``python -m benchmarks.run.gpu``: everything that a GPU is asked for, within 25 minutes.
+"""``python -m benchmarks.run.gpu``: all tests and measurements on a GPU, within 25 minutes.
 
-The tests on the device, every loss at the sizes for a GPU, and a training step, each within its own
-time. What a part has measured by its end is kept: a second run goes on where the first stopped. A
-part whose tools are not there is left out, with a line that says so.
+The parts are the tests on the device, every loss at the sizes for a GPU, and a training step. Each
+has a time limit. Results are kept, and a second run continues where the first stopped. A part whose
+packages are missing is skipped with a message.
 """
 
 import argparse
@@ -24,7 +24,7 @@ __all__ = ["Outcome", "Part", "main", "parts", "run", "why_left_out"]
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-GRACE = 15  # seconds in which what was interrupted may put its things down
+GRACE = 15  # seconds for an interrupted process to save its results
 TESTED = ("tests/losses", "tests/representation", "tests/objective")
 
 
@@ -34,13 +34,13 @@ class Part:
 
     name: str
     command: tuple[str, ...]
-    seconds: float  # after which it is stopped
-    modules: tuple[str, ...] = ()  # without which it is left out
+    seconds: float  # time limit
+    modules: tuple[str, ...] = ()  # required; without them the part is skipped
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it."""
+    """The result of a part."""
 
     part: str
     said: str
@@ -49,16 +49,16 @@ class Outcome:
 
 
 def parts(output: Path, device: str = "cuda") -> list[Part]:
-    """All of them, in their order: what is right first, then how fast it is."""
+    """Return all parts in order: correctness first, then speed."""
     python = sys.executable
-    # Of another version of pytest or PyTorch than the pinned one, warnings are no errors.
+    # Versions of pytest and PyTorch may differ from the pinned ones, so warnings are not errors.
     test = (python, "-m", "pytest", "-q", "--device", device, "-p", "no:cacheprovider")
     test += ("-o", "minversion=7", "-W", "default", "--tb=short", "--maxfail=40")
     if importlib.util.find_spec("xdist"):
         test += ("-n", str(max(1, min(8, (os.cpu_count() or 2) // 2))))
     suite = "gpu" if device == "cuda" else "tiny"
     bench = (python, "-m", "benchmarks", "--device", device, "--suite", suite)
-    bench += ("--training-only",)  # compiling for the forward pass alone takes as long again
+    bench += ("--training-only",)  # a separate forward pass would double the time to compile
     step = (python, "-m", "benchmarks.studies.training_step", "--device", device)
     step += () if device == "cuda" else ("--tiny",)
     losses, training = (str(output / f"{device}-{name}.csv") for name in ("gpu", "training"))
@@ -70,13 +70,13 @@ def parts(output: Path, device: str = "cuda") -> list[Part]:
 
 
 def why_left_out(part: Part) -> str:
-    """The modules that are not there, or nothing."""
+    """Return which required modules are missing, or an empty string."""
     missing = [name for name in part.modules if importlib.util.find_spec(name) is None]
     return f"left out: no {', '.join(missing)}" if missing else ""
 
 
 def run(part: Part, log: Path, seconds: float) -> Outcome:
-    """Runs a part, shows and keeps what it says, and stops it when its time is up."""
+    """Run a part, print and log its output, and stop it at its time limit."""
     if reason := why_left_out(part):
         return Outcome(part.name, reason)
     if seconds < 1:
@@ -118,14 +118,14 @@ def _copy(process: subprocess.Popen[str], log: Path) -> None:
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """It and its children, first kindly."""
+    """Stop the process and its children, first by SIGINT, then by SIGKILL."""
     for sign in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(process.pid, sign)
             process.wait(GRACE)
         except (ProcessLookupError, subprocess.TimeoutExpired):
             continue
-    with contextlib.suppress(ProcessLookupError):  # children that outlived it
+    with contextlib.suppress(ProcessLookupError):  # remaining children
         os.killpg(process.pid, signal.SIGKILL)
 
 
@@ -136,10 +136,10 @@ def _environment() -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the parts; 1 if one failed."""
+    """Run the parts; return 1 if one failed."""
     options = argparse.ArgumentParser(prog="python -m benchmarks.run.gpu", description=__doc__)
-    options.add_argument("--parts", default="", help="some, separated by commas: tests,losses")
-    options.add_argument("--minutes", type=float, default=25.0, help="for all of them (25)")
+    options.add_argument("--parts", default="", help="parts to run, such as tests,losses")
+    options.add_argument("--minutes", type=float, default=25.0, help="total time (default: 25)")
     options.add_argument(
         "--output", type=Path, default=RESULTS, help="folder of the CSVs (benchmarks/results)"
     )
@@ -147,18 +147,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--logs",
         type=Path,
         default=ROOT / "build" / "gpu",
-        help="folder of what the parts said (build/gpu)",
+        help="folder for the logs of the parts (build/gpu)",
     )
     options.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cuda", help="cpu: tries the plumbing"
+        "--device", choices=["cpu", "cuda"], default="cuda", help="cpu: a smoke test"
     )
-    options.add_argument("--list", action="store_true", help="show the commands and stop")
+    options.add_argument("--list", action="store_true", help="show the commands and exit")
     args = options.parse_args(arguments)
     todo = parts(args.output.resolve(), args.device)
     names = [part.name for part in todo]
     wanted = [name for name in args.parts.split(",") if name] or names
     if unknown := [name for name in wanted if name not in names]:
-        options.error(f"no such part: {', '.join(unknown)}; there are {', '.join(names)}")
+        options.error(f"expected --parts of {', '.join(names)}, got {', '.join(unknown)}")
     todo = [part for part in todo if part.name in wanted]
     if args.list:
         for part in todo:
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     args.logs.mkdir(parents=True, exist_ok=True)
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device is available; --device cpu tries the plumbing")
+        raise SystemExit("no CUDA device is available; --device cpu runs a smoke test")
     args.output.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * args.minutes
     outcomes = []

@@ -1,7 +1,7 @@
-"""CUDA graphs: the time of the kernels alone, and whether anything waits for the GPU on its way.
+"""CUDA graphs: the time of the kernels alone, and whether a call waits for the GPU.
 
-A call captured once is replayed without Python, checks and launches. What asks the GPU for a value
-cannot be captured; the status then says so.
+A captured call is replayed without Python, checks and launches. A call that reads a value from the
+GPU cannot be captured; its status says so.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from benchmarks.run import memory, timing
 __all__ = ["replayed", "waits_for_the_gpu"]
 
 Replays = tuple[str, timing.Quartiles | None]
-SHARE = 0.4  # of the free memory that the graph's own may take
+SHARE = 0.4  # largest share of the free memory that a graph may keep
 
 
 def waits_for_the_gpu(run: Callable[[], object]) -> str:
-    """What in a call needs a value from the GPU, or nothing."""
+    """Return the operation of a call that needs a value from the GPU, or an empty string."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -34,14 +34,14 @@ def waits_for_the_gpu(run: Callable[[], object]) -> str:
 def replayed(
     run: timing.Run, device: torch.device, *, needs: float, calls: int = 20, rounds: int = 5
 ) -> Replays:
-    """``ok`` and the times of a replay, or why there are none.
+    """Return ``ok`` and the times of a replay, or the reason why there are none.
 
     Args:
-        run: warmed up; takes the number of the call.
-        device: a GPU, else there is nothing to say.
-        needs: bytes that a call takes, which the graph keeps.
-        calls: replays in a sample.
-        rounds: samples.
+        run: a warmed-up call; its argument is the number of the call.
+        device: the device; only a GPU has graphs.
+        needs: bytes that a call allocates, which the graph keeps.
+        calls: replays per sample.
+        rounds: number of samples.
     """
     if device.type != "cuda":
         return "", None
@@ -68,7 +68,7 @@ def _times(run: timing.Run, device: torch.device, calls: int, rounds: int) -> ti
         kept = run(0)
     take = timing.cuda_sampler(device)
     times = [take(lambda _: graph.replay(), calls) for _ in range(rounds)]
-    del kept  # until here, as the graph writes it
+    del kept  # the graph writes to it until here
     return timing.Quartiles.of(times)
 
 

@@ -1,4 +1,4 @@
-"""One case: check every variant against the plain formula, then memory, then interleaved times."""
+"""Measurement of one case: check all variants, then measure memory and interleaved times."""
 
 import gc
 import math
@@ -29,14 +29,14 @@ from benchmarks.schema import DTYPES, Benchmark, Case, Inputs, Maker, Variant
 __all__ = ["FORWARD", "TRAINING", "Broken", "Limits", "Result", "guarded", "is_broken", "measure"]
 
 FORWARD, TRAINING = "forward", "forward+backward"
-SLOW = 20.0  # seconds a call from which one round has to do
+SLOW = 20.0  # seconds per call from which one round is enough
 
-# The small copies that were checked, once a process; benchmarks, so that none has another's id.
+# Small copies that passed in this process. The values keep the benchmarks, and so their ids, alive.
 _PASSED: dict[tuple[int, str, str, str], Benchmark] = {}
 
 
 class Broken(RuntimeError):
-    """A variant left the GPU in a state in which this process cannot go on."""
+    """A variant left the GPU in a state in which this process cannot continue."""
 
     def __init__(self, variant: str, status: str) -> None:
         super().__init__(status)
@@ -45,7 +45,7 @@ class Broken(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a case may take."""
+    """Limits on the time of a case."""
 
     budget: float  # seconds for the rounds of one pass of one case
     min_rounds: int = 3
@@ -68,7 +68,7 @@ class Result:
     seconds: float = math.nan
     seconds_q1: float = math.nan
     seconds_q3: float = math.nan
-    speedup: float = math.nan  # eager's time over this one's, round by round
+    speedup: float = math.nan  # eager's time over this variant's, per round
     speedup_q1: float = math.nan
     speedup_q3: float = math.nan
     peak_bytes: float = math.nan
@@ -78,12 +78,12 @@ class Result:
     share_of_ceiling: float = math.nan
     dtype: str = "fp32"
     graph_status: str = ""
-    graph_seconds: float = math.nan  # replayed from a CUDA graph: without launches
+    graph_seconds: float = math.nan  # of a CUDA graph, without launches
     graph_seconds_q1: float = math.nan
     graph_seconds_q3: float = math.nan
 
     def row(self) -> dict[str, Any]:
-        """For the CSV: numbers with six digits, nothing where nothing was measured."""
+        """Return a CSV row: numbers with six digits, empty if not measured."""
         return {
             name: ("" if math.isnan(value) else f"{value:.6g}")
             if isinstance(value, float)
@@ -103,17 +103,17 @@ def measure(
     without: Collection[str] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Result]:
-    """All rows of a case.
+    """Return all rows of a case.
 
-    A variant that differs from the plain formula gets a row that says so and is not timed; so does
-    one that fails or needs more memory than there is.
+    A variant that differs from the plain formula, fails, or needs too much memory is not timed; the
+    status of its row says why.
 
     Raises:
-        Broken: if a variant broke the process; ``without`` it, a new one can go on.
+        Broken: if a variant broke the process; a new process can continue ``without`` it.
     """
     if device.type == "cuda":
         gc.collect()
-        torch.cuda.empty_cache()  # the last case's blocks, which would be in the way of this one's
+        torch.cuda.empty_cache()  # free the blocks of the last case
     # Without a reset, the ninth size of a formula falls back to eager.
     torch._dynamo.reset()
     found = available_variants(case, device.type, compiled=compiled)
@@ -121,7 +121,7 @@ def measure(
     status = {variant.name: "ok" for variant in variants}
     _check_small_copies(case, variants, device, status)
 
-    # On a GPU inputs are rotated, so that no repetition finds its own in the cache.
+    # On a GPU inputs are rotated, so that a repetition does not find them in the cache.
     copies = 3 if device.type == "cuda" and case.elements < 2**26 else 1
     inputs = [case.inputs(Maker(device, seed=seed)) for seed in range(copies)]
     warm = _WarmUp(case, inputs, device, passes)
@@ -149,7 +149,7 @@ def measure(
 def _check_small_copies(
     case: Case, variants: Sequence[Variant], device: torch.device, status: dict[str, str]
 ) -> None:
-    """In fp64, and in the dtype of the case where that is half of fp32; once a process."""
+    """Check small copies once per process, in fp64 and, if it is a half, in the case's dtype."""
     for tiny in case.benchmark.tiny:
         small = replace(case, sizes={**tiny, "dtype": case.sizes.get("dtype", "fp32")})
         plain, *others = available_variants(small, device.type)
@@ -167,7 +167,7 @@ def _check_small_copies(
 
 
 class _WarmUp:
-    """The first call of every variant: compiles, fills caches, is compared, and gives its size."""
+    """The first calls of every variant: they compile, fill caches, and are compared and timed."""
 
     def __init__(
         self, case: Case, inputs: list[Inputs], device: torch.device, passes: Sequence[str]
@@ -176,10 +176,10 @@ class _WarmUp:
         self.ready: dict[str, Ready] = {}
         self.first: dict[str, dict[str, float]] = {pass_: {} for pass_ in passes}
         self.wanted: Reference | None = None
-        self.exact: Variant | None = None  # what gives the reference in fp64
+        self.exact: Variant | None = None  # computes the reference in fp64
 
     def up(self, variant: Variant) -> None:
-        """Calls it once for its result and, if that was right, once more in either pass."""
+        """Call a variant once and compare the result; if it is right, call it in every pass."""
         prepared = ready(self.case, variant, self.inputs)
         start = time.perf_counter()
         found = prepared.both()
@@ -192,7 +192,7 @@ class _WarmUp:
         del found
         for pass_ in self.first:
             run = prepared.train if pass_ == TRAINING else prepared.forward
-            # What takes this long is warm already, but for a compiler, which has not seen both.
+            # A slow variant is warm already, unless it is compiled: a pass may not be compiled yet.
             self.first[pass_][variant.name] = took
             compiles = variant.compiled and pass_ == FORWARD
             for _ in range(2 if took < 0.25 else int(compiles)):
@@ -205,7 +205,7 @@ class _WarmUp:
         tolerance = self.case.benchmark.tolerance
         if self.exact is not None:
             wanted = rounded_reference(self.case, self.exact, self.inputs[0], variant, found)
-            # Scores that the dtype cannot tell apart swap the arg-max here and there.
+            # The arg-max may differ between scores that are equal in the dtype.
             return replace(wanted, tolerance=max(tolerance, wanted.tolerance))
         return Reference(found, tolerance)
 
@@ -226,12 +226,12 @@ def _one_pass(
     ceilings: Ceilings,
     limits: Limits,
 ) -> list[Result]:
-    """Memory, then times, of all variants that got this far."""
+    """Measure memory, then times, of all variants whose status is ok."""
     is_training = pass_ == TRAINING
     measured = {v.name: warm.ready[v.name] for v in variants if status[v.name] == "ok"}
     runs = {name: each.train if is_training else each.forward for name, each in measured.items()}
     first = {name: warm.first[pass_][name] for name in runs}
-    # The value of a forward pass is no gradient: nothing is taken out of the peak.
+    # A forward pass returns no gradients to subtract from the peak.
     peaks = {
         name: memory.peak_bytes(
             lambda run=run: run(0) if is_training else _forget(run(0)), warm.device
@@ -283,11 +283,11 @@ def _forget(_: object) -> tuple[()]:
 def guarded(
     status: dict[str, str], variant: Variant, run: Callable[..., object], *args: Any
 ) -> None:
-    """Notes what went wrong instead of ending the suite; the command fails at its end."""
+    """Run and record an error as the status, so that the suite continues; it fails at its end."""
     try:
         run(*args)
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # what a kernel did wrong shows here, if not before
+            torch.cuda.synchronize()  # reports errors of kernels
     except Mismatch as error:
         status[variant.name] = f"MISMATCH: {error}"
     except Exception as error:
@@ -298,7 +298,7 @@ def guarded(
 
 
 def is_broken() -> bool:
-    """Whether the GPU answers no more, as after an access beyond its memory."""
+    """Whether the GPU context is unusable, as after an illegal memory access."""
     if not torch.cuda.is_initialized():
         return False
     try:

@@ -1,7 +1,7 @@
-"""Peak extra memory as the allocator saw it, not as the kernel happened to page it.
+"""Peak extra memory, as seen by PyTorch's allocator.
 
-On a CPU the profiler's allocation events are summed in order: exact to the byte and free of
-noise. Scratch that a library takes past PyTorch's allocator does not show. On a GPU it is the
+On a CPU the profiler's allocation events are summed in order: exact to the byte and without noise.
+Memory that a library does not allocate through PyTorch is not included. On a GPU it is the
 allocator's own high-water mark.
 """
 
@@ -21,9 +21,9 @@ Tensors = Sequence[Tensor | None]
 
 
 def peak_bytes(run: Callable[[], Tensors], device: torch.device) -> tuple[int, int]:
-    """The peak of what ``run`` allocates, with and without the gradients that it returns.
+    """Return the peak memory that ``run`` allocates, with and without the gradients it returns.
 
-    ``run`` returns the gradients, so that they are alive at the end and can be told apart.
+    ``run`` returns the gradients, so that they are alive at the end and can be identified.
     """
     if device.type == "cuda":
         return _peak_on_cuda(run, device)
@@ -35,7 +35,7 @@ def peak_bytes(run: Callable[[], Tensors], device: torch.device) -> tuple[int, i
     kept = {pointer for tensor in gradients if tensor is not None for pointer in storages(tensor)}
     results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
     events = sorted(_allocations(results.experimental_event_tree()), key=lambda event: event[0])
-    # An address is used again and again: the gradient is the last allocation at its address.
+    # Addresses are reused: a gradient is the last allocation at its address.
     gradient_events = {pointer: index for index, (_, _, pointer) in enumerate(events)}
     running = without = peak = peak_without = 0
     alive: dict[int, tuple[int, bool]] = {}
@@ -45,7 +45,7 @@ def peak_bytes(run: Callable[[], Tensors], device: torch.device) -> tuple[int, i
             alive[pointer] = size, is_gradient
             running += size
             without += 0 if is_gradient else size
-        elif pointer in alive:  # frees of what was allocated before are not ours
+        elif pointer in alive:  # ignore earlier allocations
             size, is_gradient = alive.pop(pointer)
             running -= size
             without -= 0 if is_gradient else size
@@ -64,7 +64,7 @@ def _allocations(roots: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
 
 
 def storages(tensor: Tensor) -> dict[int, int]:
-    """Address and size of every buffer of a tensor, dense or sparse."""
+    """Return address and size of every buffer of a dense or sparse tensor."""
     if tensor.layout == torch.sparse_coo:
         parts = [tensor._indices(), tensor._values()]
     elif tensor.layout == torch.sparse_csr:
@@ -90,9 +90,9 @@ def _peak_on_cuda(run: Callable[[], Tensors], device: torch.device) -> tuple[int
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that a case may still take."""
+    """Return the free memory."""
     if device.type == "cuda":
-        # What PyTorch keeps for later is as good as free.
+        # Memory that PyTorch caches counts as free.
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     try:
@@ -107,7 +107,7 @@ def available_bytes(device: torch.device) -> int:
 
 @contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """The profiler's native code announces itself on stderr, in the middle of a progress bar."""
+    """Hide stderr, as the profiler's native code prints there and breaks progress bars."""
     sys.stderr.flush()
     saved = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -1,4 +1,4 @@
-"""The processes that measure: one for each setting of the allocator, another after one broke."""
+"""Worker processes: one per allocator setting, and a new one after a variant broke one."""
 
 import os
 import subprocess
@@ -9,22 +9,22 @@ from pathlib import Path
 __all__ = ["AGAIN", "ALLOCATORS", "start"]
 
 ROOT = Path(__file__).resolve().parents[2]
-AGAIN = 3  # what a worker ends with where another is to go on
-# With these, glibc keeps what it once got: big tensors are not paged in anew at every call.
+AGAIN = 3  # exit code of a worker that asks for a new process
+# With these, glibc keeps freed memory, so that large tensors are not paged in at every call.
 WARM = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "20000000000"}
 ALLOCATORS = {"both": ["default", "warm"], "default": ["default"], "warm": ["warm"]}
-MOST_PROCESSES = 20  # that a variant may break, one after the other
+MOST_PROCESSES = 20  # per allocator setting
 
 
 def start(arguments: Sequence[str], allocators: Sequence[str]) -> int:
-    """Runs ``python -m benchmarks`` with these arguments as a worker, under each setting in turn.
+    """Run ``python -m benchmarks`` with these arguments as a worker, once per allocator setting.
 
     Returns:
-        The code of the first worker that could not begin, else 1 if one found something wrong.
+        The exit code of the first worker that could not start, else 1 if one found an error.
     """
     failed = 0
     for number, allocator in enumerate(allocators):
-        # Idle threads that spin starve the busy ones on small machines.
+        # Spinning idle threads slow down the busy ones on small machines.
         environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
         environment |= WARM if allocator == "warm" else {}
         paths = [str(ROOT), os.environ.get("PYTHONPATH")]

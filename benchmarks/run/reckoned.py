@@ -1,8 +1,8 @@
-"""What a case asks of a GPU, counted on the simulated device, and the time that this makes.
+"""The GPU operations of a case, counted on the simulated device, and the time calculated from them.
 
-Nothing is measured. Launches, waits, bytes and floating-point operations are exact for eager mode;
-the time is reckoned from them: every operation takes the longest of its launch, its bytes and its
-products at the rates below, one after the other, and every wait of the host is added.
+Nothing is measured. Launches, waits, bytes and floating-point operations are exact for eager mode.
+The time of an operation is the longest of its launch, its bytes and its products at the rates
+below. Operations run one after the other, and every wait of the host is added.
 """
 
 import contextlib
@@ -37,14 +37,14 @@ __all__ = [
 ]
 
 LAUNCH, WAIT = 5e-6, 20e-6  # seconds
-SHARE = 0.8  # of the rates on paper, which no kernel reaches
-SMALL = 2**28  # bytes of the plain formula
+SHARE = 0.8  # of the nominal rates, which no kernel reaches
+SMALL = 2**28  # bytes of the plain formula up to which values are computed
 VARIANTS = ("eager", "ours", "sentence-transformers")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Rates on paper: bytes and floating-point operations a second."""
+    """Nominal rates: bytes and floating-point operations per second."""
 
     name: str
     bandwidth: float
@@ -53,7 +53,7 @@ class Gpu:
     double: float
 
     def rate(self, dtype: torch.dtype) -> float:
-        """Of matrix products with factors of that dtype."""
+        """Return the rate of matrix products of this dtype."""
         if dtype.itemsize == 2:
             return self.half
         return self.double if dtype == torch.float64 else self.single
@@ -85,7 +85,7 @@ class Row:
 
 
 def reckon(operations: Sequence[simulated_device.Operation], gpu: Gpu) -> float:
-    """Seconds of operations that follow each other."""
+    """Return the seconds of consecutive operations."""
     total = 0.0
     for each in operations:
         if each.launches:
@@ -97,7 +97,7 @@ def reckon(operations: Sequence[simulated_device.Operation], gpu: Gpu) -> float:
 
 
 def row(about: tuple[str, str, str], counts: simulated_device.Counts) -> Row:
-    """The figures of what was counted."""
+    """Return the row of these counts."""
     flops = counts.flops
     half = sum(n for dtype, n in flops.items() if dtype.itemsize == 2)
     return Row(
@@ -117,10 +117,10 @@ def row(about: tuple[str, str, str], counts: simulated_device.Counts) -> Row:
 def count(
     case: Case, names: Sequence[str] = VARIANTS, *, is_computed: bool = False
 ) -> dict[str, Row]:
-    """Counts a case's variants, forward and backward.
+    """Count the operations of a case's variants, forward and backward.
 
-    By shapes alone, so that no size is too large, unless ``is_computed``. What reads a value is
-    computed if it is small, else its row says why it has no figures.
+    Only shapes are processed, so that no size is too large, unless ``is_computed``. A variant that
+    reads a value is computed if it is small; otherwise its status says why it has no figures.
     """
     simulated_device.start()
     found = {}
@@ -148,9 +148,9 @@ def _of_variant(case: Case, variant: Variant, is_computed: bool) -> simulated_de
 
 
 def counted(run: Callable[[], object]) -> simulated_device.Counts:
-    """Counts the second call: what is made once, and kept, is not counted.
+    """Count the second call, without what the first call caches.
 
-    In one thread, so that memory is given back in the same order every time.
+    It runs in one thread, so that memory is freed in the same order every time.
     """
     with torch.autograd.set_multithreading_enabled(False):
         run()
@@ -161,7 +161,7 @@ def counted(run: Callable[[], object]) -> simulated_device.Counts:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """The CSV."""
+    """Write the CSV."""
     with replaced_file(path, text=True) as target:
         writer = csv.DictWriter(target, list(asdict(Row("", "", ""))), lineterminator="\n")
         writer.writeheader()
@@ -171,7 +171,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a CSV."""
+    """Read the rows of a CSV."""
     kinds: dict[str, Callable[[str], Any]] = {"loss": str, "case": str, "variant": str}
     kinds |= {"status": str, "h100_seconds": float, "a10g_seconds": float}
     with path.open(encoding="utf-8") as lines:

@@ -1,4 +1,4 @@
-"""What a case looks like on the screen: its training pass; the CSV has the rest."""
+"""Terminal output of a case: the training pass; the CSV has the rest."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ __all__ = ["show"]
 
 
 def show(console: Console, title: str, rows: Sequence[Row]) -> None:
-    """Prints a line a variant, and below them what went wrong."""
+    """Print one line per variant, and then the failures."""
     screen = Screen(title=title, title_justify="left", box=None, pad_edge=False)
     screen.add_column("forward + backward", width=24, no_wrap=True)
     replayed = any(row.get("graph_status") for row in rows)
@@ -44,7 +44,7 @@ def show(console: Console, title: str, rows: Sequence[Row]) -> None:
 
 
 def _replayed(row: Row) -> str:
-    """Why it cannot be is in the CSV."""
+    """Format the time of a replay, or ``no``; the CSV has the reason."""
     return _time(float(row["graph_seconds"])) if row["graph_seconds"] else "no"
 
 

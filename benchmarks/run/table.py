@@ -1,4 +1,4 @@
-"""The CSV: one row a variant, with everything that a reader needs to place the number."""
+"""The CSV: one row per variant, with everything needed to interpret the figures."""
 
 import csv
 import functools
@@ -23,14 +23,14 @@ __all__ = ["RESULTS", "ROOT", "Row", "Table", "circumstances", "read"]
 Row = dict[str, str]
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-# Rows of one file must agree in these: a ratio of two machines or two commits means nothing.
+# All rows of a file must agree in these, as ratios across machines or commits are meaningless.
 IDENTITY = ("device", "capability", "threads", "git_commit", "torch", "suite")
 
 
 def _git_commit() -> str:
-    """The commit of package and suite, marked if either was changed since.
+    """Return the commit of package and suite, marked if either was changed since.
 
-    Where the sources came without their history, the environment may say it.
+    An environment variable may give it if the sources come without git history.
     """
     if given := os.environ.get("SPARSE_LOSSES_COMMIT"):
         return given
@@ -83,7 +83,7 @@ def _versions(device_type: str) -> str:
 def circumstances(
     device: torch.device, suite: str, allocator: str, ceilings: Ceilings | None
 ) -> Row:
-    """The columns that are the same for every row of a run."""
+    """Return the columns that are the same for all rows of a run."""
     is_cuda = device.type == "cuda"
     row = {
         "suite": suite,
@@ -110,7 +110,7 @@ def circumstances(
 
 
 def _gpu(device: torch.device) -> Row:
-    """What else a figure of a GPU depends on; clocks are those of this moment."""
+    """Return further columns for a GPU; the clocks are the present ones."""
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -135,12 +135,12 @@ def _gpu(device: torch.device) -> Row:
 
 
 def _identity(row: Mapping[str, str]) -> tuple[str, ...]:
-    """What all rows of a file share."""
+    """Return the columns that all rows of a file share."""
     return tuple(row[name] for name in IDENTITY)
 
 
 def read(path: Path) -> list[Row]:
-    """All rows of a CSV, or none if there is no file."""
+    """Read all rows of a CSV; return none if there is no file."""
     if not path.exists():
         return []
     with path.open(newline="", encoding="utf-8") as lines:
@@ -148,7 +148,7 @@ def read(path: Path) -> list[Row]:
 
 
 class Table:
-    """A CSV that grows case by case, so that an interrupted run loses one case at most."""
+    """A CSV that is written after every case, so that an interruption loses one case at most."""
 
     def __init__(self, path: Path, common: Row, *, fresh: bool = False) -> None:
         self.path, self.common = path, common
@@ -164,20 +164,20 @@ class Table:
             ]
             raise ValueError(
                 f"{path} holds rows of another run: {', '.join(differ)}; "
-                "give another --output, or --fresh to begin again"
+                "choose another --output, or start again with --fresh"
             )
 
     def rows_of(self, loss: str, case: str) -> list[Row]:
-        """The rows of a case, under this run's allocator."""
+        """Return the rows of a case with this run's allocator."""
         key = (loss, case, self.common["allocator"])
         return [row for row in self.rows if (row["loss"], row["case"], row["allocator"]) == key]
 
     def present(self, loss: str, case: str) -> set[str]:
-        """Variants of a case that have their rows, under this run's allocator."""
+        """Return the variants of a case that have rows with this run's allocator."""
         return {row["variant"] for row in self.rows_of(loss, case)}
 
     def add(self, results: Iterable[Result]) -> list[Row]:
-        """Appends rows; those that are there already stay."""
+        """Append rows of variants that have none yet."""
         rows = []
         for result in results:
             row = {key.rstrip("_"): str(value) for key, value in result.row().items()}
@@ -187,7 +187,7 @@ class Table:
                 rows.append({**row, **self.common})
         if rows:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.rows = read(self.path) + rows  # another run may have added some
+            self.rows = read(self.path) + rows  # another run may have added rows
             with replaced_file(self.path, text=True) as lines:
                 writer = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
                 writer.writeheader()

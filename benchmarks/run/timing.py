@@ -1,7 +1,7 @@
-"""Interleaved rounds: every variant once a round, in rotated order, compared within the round.
+"""Interleaved timing: every round times all variants, in rotated order, and compares them.
 
-A machine that slows down for a second slows all variants of that round; the ratio of two
-neighbours keeps its meaning where a ratio of two means would not.
+If the machine slows down for a second, it affects all variants of a round: ratios within a round
+stay meaningful, while a ratio of two means would not.
 """
 
 import gc
@@ -14,12 +14,12 @@ import torch
 
 __all__ = ["Quartiles", "Run", "Samples", "cuda_sampler", "interleave"]
 
-Run = Callable[[int], object]  # takes the number of the call, to rotate inputs
+Run = Callable[[int], object]  # the argument is the number of the call, to rotate inputs
 
 
 @dataclass(frozen=True)
 class Quartiles:
-    """The median and what half of the samples lie between."""
+    """The median and the quartiles."""
 
     q1: float
     median: float
@@ -27,28 +27,28 @@ class Quartiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Quartiles":
-        """Inclusive quartiles; of a single value, that value three times."""
+        """Return inclusive quartiles; for a single value, it three times."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
 
     def columns(self, name: str) -> dict[str, float]:
-        """As a row of a table has them."""
+        """Return the quartiles as columns of a table."""
         return {name: self.median, f"{name}_q1": self.q1, f"{name}_q3": self.q3}
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Seconds a call, by variant; one entry a round, so that entries of a round belong together."""
+    """Seconds per call for every variant; entry ``i`` of each list belongs to round ``i``."""
 
     seconds: Mapping[str, list[float]]
 
     def times(self, name: str) -> Quartiles:
-        """Of one variant."""
+        """Return the times of a variant."""
         return Quartiles.of(self.seconds[name])
 
     def ratios(self, name: str, baseline: str) -> Quartiles:
-        """How many times faster than the baseline, round by round."""
+        """Return the baseline's time over the variant's, per round."""
         pairs = zip(self.seconds[baseline], self.seconds[name], strict=True)
         return Quartiles.of([slow / fast for slow, fast in pairs])
 
@@ -63,16 +63,16 @@ def interleave(
     max_rounds: int = 20,
     shortest: float = 2e-3,
 ) -> Samples:
-    """Times all runs in rounds until the budget is spent.
+    """Time all runs in rounds until the budget is spent.
 
     Args:
-        runs: the variants, warmed up.
-        device: where they run.
-        budget: seconds for all rounds together; ``min_rounds`` are taken whatever they cost.
-        first: a rough time of each, from which the number of calls in a sample follows.
-        min_rounds: rounds that are taken in any case.
-        max_rounds: rounds after which nothing is learned any more.
-        shortest: seconds that a sample lasts at least; a shorter call is repeated within it.
+        runs: the warmed-up variants.
+        device: the device of the inputs.
+        budget: seconds for all rounds together.
+        first: rough seconds per call of each, which determine the number of calls per sample.
+        min_rounds: minimal number of rounds, even if they exceed the budget.
+        max_rounds: maximal number of rounds.
+        shortest: minimal seconds of a sample; a shorter call is repeated within it.
     """
     take = cuda_sampler(device) if device.type == "cuda" else _cpu_sample
     names = list(runs)
@@ -103,7 +103,7 @@ def _cpu_sample(run: Run, number: int) -> float:
 
 
 def cuda_sampler(device: torch.device) -> Callable[[Run, int], float]:
-    """Events around each call, the L2 cache flushed before it: small inputs would never leave."""
+    """Return a sampler with events around each call; the L2 cache is flushed before a call."""
     size = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 2**26
     flush = torch.empty(2 * size, dtype=torch.int8, device=device)
 

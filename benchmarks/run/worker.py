@@ -1,4 +1,4 @@
-"""The process that measures: one setting of the allocator, all cases, a bar and a table."""
+"""The worker process: it measures all cases with one allocator setting and shows the results."""
 
 import argparse
 import sys
@@ -29,13 +29,14 @@ from benchmarks.schema import Case
 
 __all__ = ["BROKE", "work"]
 
-BROKE = "failed, and what was running with it: "  # how the status of such a variant begins
+BROKE = "failed, and what was running with it: "  # prefix of a status
 
 
 def work(args: argparse.Namespace, output: Path, *, allocator: str, budget: float) -> int:
-    """Measures what is missing in the CSV; 1 if a variant was not what it should be.
+    """Measure what the CSV lacks; return 1 if a variant differs or ours failed.
 
-    ``AGAIN`` if one left the GPU unusable: it has its rows, and a new process can go on.
+    Return ``AGAIN`` if a variant left the GPU unusable; its rows say so, and a new process can
+    continue.
     """
     console = Console()
     if not console.is_terminal:
@@ -44,12 +45,12 @@ def work(args: argparse.Namespace, output: Path, *, allocator: str, budget: floa
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device is available")
     if device.type == "cpu" and args.suite == "gpu":
-        raise SystemExit("the suite for a GPU needs --device cuda; on a CPU it would take hours")
+        raise SystemExit("--suite gpu needs --device cuda; on a CPU it would take hours")
     if args.threads:
         torch.set_num_threads(args.threads)
     for package in available.PACKAGES:
         if reason := available.why_missing(package, device.type):
-            console.print(f"{package}: {reason}, left out")
+            console.print(f"{package}: {reason}, skipped")
 
     rates = ceilings.measure(device, copy_mib=16 if args.suite == "tiny" else 256)
     common = circumstances(device, args.suite, allocator, rates)
@@ -64,7 +65,7 @@ def work(args: argparse.Namespace, output: Path, *, allocator: str, budget: floa
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    # What the aims speak of is run five times over.
+    # The aims are usually measured in several runs, with fewer rounds each.
     limits = Limits(budget, min_rounds=2 if args.suite == "aims" else 3)
     passes = (TRAINING,) if args.training_only else (FORWARD, TRAINING)
     todo = cases(args.suite, [name for name in args.only.split(",") if name])
@@ -83,7 +84,7 @@ def work(args: argparse.Namespace, output: Path, *, allocator: str, budget: floa
             if missing:
                 try:
                     with warnings.catch_warnings():
-                        warnings.simplefilter("ignore")  # the compiler's and the peers' own
+                        warnings.simplefilter("ignore")  # of the compiler and the peers
                         results = measure(
                             case,
                             device,
@@ -129,6 +130,6 @@ def _without_figures(
 
 
 def _broken(table: Table, case: Case) -> list[Row]:
-    """The rows of what broke an earlier process."""
+    """Return the rows of variants that broke an earlier process."""
     rows = table.rows_of(case.loss, case.name)
     return [row for row in rows if row["status"].startswith(BROKE)]

@@ -1,1 +1,1 @@
-"""Studies of several trainings of the demo's model, each with a page of the documentation."""
+"""Studies of several trainings of the demo's model; the documentation has a page for each."""

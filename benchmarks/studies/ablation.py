@@ -1,4 +1,4 @@
-"""What each loss is for: the demo with every part switched off in turn, over several seeds."""
+"""Ablation: the demo with one part switched off at a time, over several seeds."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ FORMS = ["{:.3f}"] * 4 + ["{:,.0f}"] * 2 + ["{:.1%}"] * 6
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is still missing, then write the tables; exit codes as in the demo."""
+    """Run what is missing, then write the tables; return an exit code as the demo does."""
     parser = study_parser(
         "ablation",
-        "Train the demo with every loss and ingredient switched off in turn and write the test "
+        "Train the demo with one loss or ingredient switched off at a time and write the test "
         "figures as JSON, CSV and a Markdown table.",
         list(VARIANTS),
         steps=STEPS,
@@ -61,12 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def settings_of(variant: str, seed: int, steps: int) -> Settings:
-    """The demo's settings with one thing changed."""
+    """Return the demo's settings with one part switched off."""
     return Settings(steps=steps, seed=seed, without=VARIANTS[variant])
 
 
 def run_one(settings: Settings, corpus: Corpus) -> Result:
-    """One training and its test figures."""
+    """Train once and return the test figures."""
     run = Run(corpus, settings)
     run.train()
     return {
@@ -108,7 +108,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _row(result: Result, system: str) -> dict[str, Any]:
-    """One run's test figures as columns of the table; the vectors are the name task's."""
+    """Return one run's test figures as columns; those of vectors are from the name task."""
     name, summary = result["test"]
     when = "before" if system == UNTRAINED else "after"
     query, document = name[f"query_{when}"], name[f"document_{when}"]

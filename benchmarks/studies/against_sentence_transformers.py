@@ -1,9 +1,9 @@
-"""Our objective beside the losses of sentence-transformers: same model, batches, steps, optimiser.
+"""Our objective and the losses of sentence-transformers: same model, batches, steps, optimiser.
 
-Theirs are their own classes, `SpladeLoss` around `SparseMultipleNegativesRankingLoss`, and their
-own callback, with the weight of the regulariser swept over five values, for both similarities. Ours
-are the recommended preset and the one for cosines, with their target swept over three. All of them
-also with BM25 as a teacher, theirs by `SparseDistillKLDivLoss`.
+Theirs are the classes `SpladeLoss` around `SparseMultipleNegativesRankingLoss` and their callback,
+with five weights of the regulariser, for both similarities. Ours are the recommended preset and the
+one for cosines, with three targets. All are also trained with BM25 as a teacher, theirs by
+`SparseDistillKLDivLoss`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from sparse_losses.demo.training import Run, Settings
 
 OURS, THEIRS = "sparse-losses", "sentence-transformers"
 TARGETS = (32, 64, 128)
-# Chosen so that a document keeps about twenty to two hundred dimensions.
+# Chosen so that documents have about twenty to two hundred active dimensions.
 WEIGHTS = {"cosine": (0.003, 0.01, 0.03, 0.1, 0.3), "dot": (0.03, 0.1, 0.3, 1.0, 3.0)}
 QUICK = {"cosine": (0.01, 0.03, 0.1), "dot": (0.1, 0.3, 1.0)}
-SCALES = {"cosine": 20.0, "dot": 1.0}  # as their documentation has them
+SCALES = {"cosine": 20.0, "dot": 1.0}  # as in their documentation
 PRESETS = {"dot": RECOMMENDED, "cosine": COSINE}
 TEACHER = ", BM25 as teacher"
 TEACHER_SCALE = 0.5  # BM25 scores are too steep for a softmax
@@ -52,14 +52,14 @@ FIGURES = ("ndcg_10", "mrr_10", "recall_100", "active_query", "active_document",
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One training; what is not here is the demo's, and the same for all.
+    """The settings of one training; all others are those of the demo, and the same for all.
 
     Attributes:
-        system: whose losses.
-        similarity: that is trained, and that ranks.
-        number: the target of ours, the weight of both regularisers of theirs.
+        system: whose losses are used.
+        similarity: used in training and ranking.
+        number: the target of ours, or the weight of both regularisers of theirs.
         teacher: whether BM25 is distilled.
-        preset: of ours.
+        preset: the preset of ours.
     """
 
     system: str
@@ -71,7 +71,7 @@ class Arm:
     preset: Preset | None = None
 
     def training(self) -> Settings:
-        """The demo's settings."""
+        """Return the demo's settings."""
         ours = {"preset": self.preset, "target_active": int(self.number)} if self.preset else {}
         return Settings(steps=self.steps, seed=self.seed, probe_every=self.steps, **ours)
 
@@ -104,7 +104,7 @@ class TheirRun(Run):
         )
         from transformers import TrainerState
 
-        vectors = nn.Identity()  # the batch holds its vectors already
+        vectors = nn.Identity()  # batches already contain vectors
         main = losses.SparseMultipleNegativesRankingLoss(
             vectors, scale=SCALES[arm.similarity], similarity_fct=_similarity(arm.similarity)
         )
@@ -120,7 +120,7 @@ class TheirRun(Run):
         self.distils = arm.teacher
 
     def loss(self, batch: SpladeBatch) -> tuple[Tensor, dict[str, float]]:
-        """The sum of what their loss returns, as their trainer takes it."""
+        """Return the sum of the terms of their loss, as their trainer does."""
         self.state.global_step = self.step
         self.callback.on_step_begin(None, self.state, None)
         features = [_features(texts) for texts in (batch.anchor, batch.positive)]
@@ -129,11 +129,11 @@ class TheirRun(Run):
 
 
 class WithTeacher(nn.Module):
-    """Their contrastive loss plus their distillation, of all documents of the batch.
+    """Their contrastive loss plus their distillation over all documents of the batch.
 
-    Their class takes a column of documents for every candidate, the query's own first: column k
-    holds the documents k places on. It multiplies by the squared temperature, which is undone, so
-    that the value is that of our `distillation_loss` at temperature 1 and alpha_kl 1.
+    Their class takes one column of documents per candidate, the query's own first: column k is the
+    documents shifted by k. It multiplies by the squared temperature; this is undone, so that the
+    value equals our `distillation_loss` with temperature 1 and alpha_kl 1.
     """
 
     def __init__(self, main: nn.Module, similarity: str) -> None:
@@ -152,7 +152,7 @@ class WithTeacher(nn.Module):
     def compute_loss_from_embeddings(
         self, embeddings: list[Tensor], labels: Tensor
     ) -> dict[str, Tensor]:
-        """Both values; `labels [B, B]` are the teacher's scores."""
+        """Return both values; `labels [B, B]` are the teacher's scores."""
         query, document = embeddings
         size = len(query)
         columns = [document.roll(-shift, 0) for shift in range(size)]
@@ -181,7 +181,7 @@ def _features(texts: Texts) -> dict[str, Tensor | None]:
 
 
 def settings_of(variant: str, seed: int, steps: int) -> Arm:
-    """A training of one of `VARIANTS`."""
+    """Return the settings of one of `VARIANTS`."""
     system, similarity, number, teacher = VARIANTS[variant]
     preset = None
     if system == OURS:
@@ -191,12 +191,12 @@ def settings_of(variant: str, seed: int, steps: int) -> Arm:
 
 
 def start(arm: Arm, corpus: Corpus) -> Run:
-    """The run of an arm, before its first step."""
+    """Return the run of an arm, before its first step."""
     return Run(corpus, arm.training()) if arm.system == OURS else TheirRun(corpus, arm)
 
 
 def run_one(arm: Arm, corpus: Corpus) -> Result:
-    """One training, and how it ranks the test queries among all held-out documents."""
+    """Train once and rank all held-out documents for the test queries."""
     run = start(arm, corpus)
     run.train()
     baselines = [baseline(run, corpus, name) for name in BASELINES]
@@ -210,7 +210,7 @@ def run_one(arm: Arm, corpus: Corpus) -> Result:
 
 
 def evaluate(run: Run, corpus: Corpus, rows: Sequence[Row], similarity: str) -> dict[str, float]:
-    """Figures of the queries of `rows` among all documents never trained on; means over tasks."""
+    """Return the figures of the queries of `rows` over all held-out documents; means of tasks."""
     figures = []
     for task in range(len(corpus.tasks)):
         queries, documents = _texts(corpus, rows, task)
@@ -231,7 +231,7 @@ def evaluate(run: Run, corpus: Corpus, rows: Sequence[Row], similarity: str) -> 
 
 
 def baseline(run: Run, corpus: Corpus, name: str) -> dict[str, float]:
-    """The same of BM25, on the words or subwords that the model sees."""
+    """Return the figures of BM25 on words or on the model's subwords."""
     split = run.tokens.words if name == BASELINES[0] else run.tokens.pieces
     figures = []
     for task in range(len(corpus.tasks)):
@@ -241,14 +241,14 @@ def baseline(run: Run, corpus: Corpus, name: str) -> dict[str, float]:
 
 
 def _texts(corpus: Corpus, rows: Sequence[Row], task: int) -> tuple[list[str], list[str]]:
-    """The queries of `rows`, and their documents before those of the other held-out rows."""
+    """Return the queries of `rows`, and their documents followed by the other held-out ones."""
     queries, documents = pair_texts(rows, task)
     others = corpus.validation if rows is corpus.test else corpus.test
     return queries, documents + pair_texts(others, task)[1]
 
 
 def _ranked(scores: Tensor) -> dict[str, float]:
-    """Figures of scores `[Q, D]`; query i is answered by document i, and by no other."""
+    """Return the figures of scores `[Q, D]`; only document i is relevant for query i."""
     rank = ranks(scores)
     near = rank <= 10
     nothing = torch.zeros_like(rank)
@@ -264,12 +264,12 @@ def _means(figures: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is still missing, then write the tables; exit codes as in the demo."""
+    """Run what is missing, then write the tables; return an exit code as the demo does."""
     parser = study_parser(
         "against_sentence_transformers",
-        "Train the demo's model with our presets and with the losses of "
-        "sentence-transformers, and write how each ranks and what it costs. All of it are 192 "
-        "trainings, four to five hours of one core; --quick are 48, about an hour of one core.",
+        "Train the demo's model with our presets and with the losses of sentence-transformers, and "
+        "write the ranking quality and cost of each. In total 192 trainings, four to five hours on "
+        "one core; with --quick 48, about an hour on one core.",
         list(VARIANTS),
         steps=250,
         corpora=True,
@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     try:
-        import sentence_transformers  # noqa: F401  # only whether it is there
+        import sentence_transformers  # noqa: F401  # check that it is installed
     except ImportError as error:
         raise UserError("this study needs sentence-transformers: make bench-peers") from error
     if options.quick:
@@ -320,7 +320,7 @@ def _row(
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table for each corpus, a line for each variant: means and deviations over its seeds."""
+    """Return a table per corpus, a line per variant: means and standard deviations over seeds."""
     forms = dict(zip(FIGURES, ("{:.3f}",) * 3 + ("{:.0f}", "{:.0f}", "{:.2f}"), strict=True))
     headings = ("nDCG@10", "MRR@10", "Recall@100", "active, query", "active, document", "products")
     tables = []

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.studies.caching``: the memory that gradient caching saves, and its time.
+"""``python -m benchmarks.studies.caching``: memory and time of gradient caching.
 
-One training step of a small transformer with a :class:`SpladeHead` on pairs of texts: plainly, and
-with ``cached_backward`` at several sizes of the mini-batch.
+One training step of a small transformer with a :class:`SpladeHead` on pairs of texts, without
+caching and with ``cached_backward`` at several sizes of the mini-batch.
 """
 
 import argparse
@@ -30,10 +30,10 @@ V, S, H, LAYERS = 30_522, 64, 256, 4
 
 @dataclass(frozen=True)
 class Case:
-    """One way to take the gradient of a batch of pairs."""
+    """One way to compute the gradient of a batch of pairs."""
 
     pairs: int
-    mini_batch_size: int | None  # None: plainly
+    mini_batch_size: int | None  # None: without caching
 
 
 CASES = (
@@ -50,23 +50,23 @@ class Encoder(nn.Module):
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, H)
-        # Without dropout, so that the gradients can be compared.
+        # No dropout, so that gradients can be compared.
         layer = nn.TransformerEncoderLayer(H, 4, 4 * H, dropout=0.0, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        # Most of the vocabulary is silent, as in a trained model.
+        # Most of the vocabulary is inactive, as in a trained model.
         bias = torch.full((vocab_size,), -1.1)
         self.head = SpladeHead(self.embedding.weight, nn.Parameter(bias))
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """``[B, S]`` to ``[B, V]``."""
+        """Encode ``[B, S]`` to ``[B, V]``."""
         hidden = self.layers(self.embedding(input_ids))
         activations: Tensor = self.head(hidden, torch.ones_like(input_ids))
         return activations
 
 
 def step(case: Case, vocab_size: int = V) -> Callable[[], list[Tensor | None]]:
-    """A function that takes the gradient of one batch and returns it."""
+    """Return a function that computes and returns the gradient of one batch."""
     torch.manual_seed(0)
     model = Encoder(vocab_size)
     queries, documents = torch.randint(0, vocab_size, (2, case.pairs, S))
@@ -90,18 +90,18 @@ def step(case: Case, vocab_size: int = V) -> Callable[[], list[Tensor | None]]:
 
 @dataclass(frozen=True)
 class Result:
-    """What a case took."""
+    """The figures of a case."""
 
     pairs: int
     mini_batch_size: str
-    cpu_seconds: float  # of all threads: other processes do not count
+    cpu_seconds: float  # of all threads, without other processes
     peak_bytes: int
     peak_bytes_without_gradients: int
-    gradient_difference: float  # from the plain one of the same batch, over its norm
+    gradient_difference: float  # relative to the gradient without caching
 
 
 def measure(cases: Sequence[Case], *, rounds: int, vocab_size: int = V) -> list[Result]:
-    """Every case, in rounds: the median of the times; then its memory."""
+    """Measure every case: the median time over rounds, then the memory."""
     steps = {case: step(case, vocab_size) for case in cases}
     seconds: dict[Case, list[float]] = {case: [] for case in cases}
     gradients: dict[Case, Tensor] = {}
@@ -116,7 +116,7 @@ def measure(cases: Sequence[Case], *, rounds: int, vocab_size: int = V) -> list[
         plain = gradients[replace(case, mini_batch_size=None)]
         difference = ((gradients[case] - plain).norm() / plain.norm()).item()
         if not difference < 1e-3:
-            raise SystemExit(f"{case}: its gradient differs by {difference:g} from the plain one")
+            raise SystemExit(f"{case}: its gradient differs from the plain one by {difference:g}")
         results.append(
             Result(
                 case.pairs,
@@ -130,7 +130,7 @@ def measure(cases: Sequence[Case], *, rounds: int, vocab_size: int = V) -> list[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, writes a CSV and prints a table."""
+    """Measure, write a CSV and print a table."""
     options = argparse.ArgumentParser(
         prog="python -m benchmarks.studies.caching", description=__doc__
     )

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.studies.growth``: how time and memory grow, and an extrapolation.
+"""``python -m benchmarks.studies.growth``: growth of time and memory, and an extrapolation.
 
-Every axis is doubled a few times around a base size, a line is fitted in logarithms, and its slope
-stands beside the one that counting operations gives. The last table extrapolates, and says so.
+Every axis is doubled a few times around a base size. The slope of a line fitted in logarithms is
+compared with the one from counting operations. The last table is an extrapolation.
 """
 
 import argparse
@@ -32,13 +32,13 @@ __all__ = ["AXES", "Axis", "Device", "Point", "exponent", "main", "predict"]
 
 @dataclass(frozen=True)
 class Axis:
-    """One size of one loss, varied with the others held."""
+    """One size of one loss, varied while the others are fixed."""
 
     loss: str
     name: str
     base: Mapping[str, float]
     values: Sequence[float]
-    time_exponent: str  # what counting says, for the largest sizes
+    time_exponent: str  # from counting, for the largest sizes
     memory_exponent: str
     variants: tuple[str, ...] = ("eager", "ours")
 
@@ -78,11 +78,11 @@ class Point:
     variant: str
     seconds: float
     peak_bytes: float
-    share: float  # of the ceiling
+    share: float  # relative to the ceiling
 
 
 def exponent(values: Sequence[float], costs: Sequence[float]) -> tuple[float, float]:
-    """The slope of a least-squares line through the logarithms, and its R^2."""
+    """Return the slope of a least-squares line through the logarithms, and its R^2."""
     x, y = np.log(np.asarray(values, float)), np.log(np.asarray(costs, float))
     slope, intercept = np.polyfit(x, y, 1)
     left = y - (slope * x + intercept)
@@ -92,7 +92,7 @@ def exponent(values: Sequence[float], costs: Sequence[float]) -> tuple[float, fl
 
 @dataclass(frozen=True)
 class Device:
-    """A machine by its two rates; ``share`` of them is what an implementation reaches there."""
+    """The rates of a machine, and the ``share`` of them that an implementation reaches."""
 
     name: str
     flops_per_second: float
@@ -126,11 +126,11 @@ def predict(
     density: float = 0.005,
     attended: float = 0.75,
 ) -> list[Prediction]:
-    """One training step of the head and of dot-product InfoNCE plus FLOPS on its output.
+    """Predict one training step of the head, and of dot-product InfoNCE plus FLOPS on its output.
 
-    Rows are dealt out to the devices; the weight is on each of them, its gradient is summed and
-    the vectors are gathered over the link. Time is the floor over the share of the rates that was
-    measured; nothing of it has been run.
+    Rows are divided among the devices. Each has a copy of the weight; the weight's gradient is
+    summed and the vectors are gathered over the link. The time is the floor divided by the measured
+    share of the rates; nothing is run.
     """
     rows = batch / devices
     tokens = rows * length * attended
@@ -140,14 +140,14 @@ def predict(
 
     head_flops = 2.0 * width * (tokens * vocabulary + 2 * active)
     head_bytes = 2 * weight + 2 * 4.0 * tokens * width + 2 * vectors
-    # A ring sums a gradient by sending it twice, less one part.
+    # A ring all-reduce sends a gradient twice, except one part.
     summing = 2 * weight * (devices - 1) / devices / device.link_bytes_per_second
-    # Vectors, gradients of vectors and of weight; arg-max as int32; hidden states and theirs.
+    # Vectors, their gradient, arg-max as int32; the weight's gradient; hidden states and gradient.
     head_memory = 3 * vectors + weight + 2 * 4.0 * rows * length * width
     eager_memory = 3 * 4.0 * rows * length * vocabulary + weight
 
-    # Every row of this device against all rows: stored entries meet where columns agree. With
-    # columns drawn alike that is V * density^2 a pair; Zipf-like columns agree more often.
+    # Products of all rows with this device's rows: stored entries multiply where columns agree.
+    # With equally likely columns that is V * density^2 per pair; with Zipf-like ones it is more.
     pairs = rows * batch * vocabulary * density**2
     loss_flops = 3 * 2.0 * pairs
     loss_bytes = 3 * vectors + 3 * 4.0 * rows * batch
@@ -188,7 +188,7 @@ def predict(
 def run_axis(
     axis: Axis, device: torch.device, rates: Ceilings, budget: float, say: Callable[[str], None]
 ) -> list[Point]:
-    """Measures one axis, interleaved as in the suite."""
+    """Measure one axis, interleaved as in the suite."""
     base = benchmark(axis.loss)
     kept = tuple(variant for variant in base.variants if variant.name in axis.variants)
     # The suite and the tests check small copies in fp64; here every size is checked in fp32.
@@ -214,7 +214,7 @@ def _lines(points: Sequence[Point]) -> dict[tuple[str, str, str], list[Point]]:
 
 
 def exponents_table(points: Sequence[Point]) -> str:
-    """Fitted exponents beside counted ones, as Markdown."""
+    """Return fitted and counted exponents as Markdown."""
     rows = []
     for (loss, name, variant), line in _lines(points).items():
         axis = next(axis for axis in AXES if (axis.loss, axis.name) == (loss, name))
@@ -249,7 +249,7 @@ def exponents_table(points: Sequence[Point]) -> str:
 
 
 def predictions_table(predictions: Sequence[Prediction]) -> str:
-    """The extrapolation, as Markdown."""
+    """Return the extrapolation as Markdown."""
     heading = (
         "part",
         "device",
@@ -280,7 +280,7 @@ _DEVICE = "NAME,TFLOPS,GBPS[,LINK[,SHARE]]"
 
 
 def _parse_device(text: str) -> Device:
-    """A device that was measured elsewhere."""
+    """Parse the rates of a device that was measured elsewhere."""
     name, *numbers = text.split(",")
     try:
         matrix, copy, *rest = (float(number) for number in numbers)
@@ -291,14 +291,14 @@ def _parse_device(text: str) -> Device:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     options = argparse.ArgumentParser(
         prog="python -m benchmarks.studies.growth", description=__doc__
     )
     options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options.add_argument("--output", type=Path, default=RESULTS / "growth.csv")
-    options.add_argument("--budget", type=float, default=0.5, help="seconds a point and pass")
-    options.add_argument("--points", type=int, default=4, help="of each axis, from the smallest")
+    options.add_argument("--budget", type=float, default=0.5, help="seconds per point and pass")
+    options.add_argument("--points", type=int, default=4, help="points per axis, smallest first")
     options.add_argument(
         "--predict",
         type=_parse_device,
@@ -308,13 +308,13 @@ def parser() -> argparse.ArgumentParser:
         help="also predict for a device with these measured rates",
     )
     options.add_argument(
-        "--link", type=float, default=10.0, help="GB/s between several of this machine"
+        "--link", type=float, default=10.0, help="GB/s between machines like this one"
     )
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures, fits, predicts; writes NAME.csv and NAME.md."""
+    """Measure, fit, predict; write NAME.csv and NAME.md."""
     args = parser().parse_args(arguments)
     start = time.perf_counter()
     device = torch.device(args.device)

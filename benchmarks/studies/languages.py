@@ -1,4 +1,4 @@
-"""What a language penalty does: one retriever with and without it, on names in twelve languages."""
+"""The effect of a language penalty on a retriever trained on names in twelve languages."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Everything that decides the figures of a run on one thread, the tokenizer aside.
+    """All settings that determine the figures of a run on one thread, except the tokenizer.
 
     Attributes:
-        language: weight of the language penalty, for queries and documents alike. It waits for
-            40% of the training, then rises fourfold each 10%.
-        flops: weight of FLOPS on each side; it rises for 30% of the training.
+        language: weight of the language penalty for queries and for documents. It is 0 for 40% of
+            the training, then grows fourfold every 10%.
+        flops: weight of FLOPS on each side; it grows for 30% of the training.
     """
 
     steps: int = STEPS
@@ -87,13 +87,13 @@ class Settings:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is still missing, then write table and picture; exit codes as in the demo."""
+    """Run what is missing, then write table and plot; return an exit code as the demo does."""
     parser = study_parser(
         "languages",
         "Train a small retriever to find the names of places, languages, scripts and currencies "
         "in English and ten other languages by their Korean name, with and without a language "
-        "penalty, and see which scripts its vectors are written in. The names are Babel's; nothing "
-        "is downloaded. About a minute and a half a training on one core.",
+        "penalty, and report the scripts of its active dimensions. The names are from Babel; "
+        "nothing is downloaded. A training takes about a minute and a half on one core.",
         list(VARIANTS),
         steps=STEPS,
         only=("no penalty", "penalty 0.005"),
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def settings_of(variant: str, seed: int, steps: int) -> Settings:
-    """The settings of a variant."""
+    """Return the settings of a variant."""
     return Settings(steps, seed, **VARIANTS[variant])
 
 
@@ -130,7 +130,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def make_objective(tokens: Tokens, settings: Settings) -> SpladeObjective:
-    """InfoNCE, FLOPS, positive activation and, if it has a weight, the language penalty."""
+    """Return the objective: InfoNCE, FLOPS, positive activation and the language penalty."""
     penalty = language_penalty(
         tokens.vocab_size,
         language_token_ids(tokens.tokenizer),
@@ -151,7 +151,7 @@ def make_objective(tokens: Tokens, settings: Settings) -> SpladeObjective:
 
 
 def make_schedule(objective: SpladeObjective, settings: Settings) -> TrainingSchedule:
-    """FLOPS rises at the start; the language penalty waits until the model has learned."""
+    """Return the schedule: FLOPS grows from the start, the language penalty starts later."""
     rise = max(1, round(0.3 * settings.steps))
     warmups = {n: Warmup(rise, "quadratic") for n in objective.weights if n.endswith("flops")}
     shares = {(1, 4): 0.0, (5, 5): 1 / 64, (6, 6): 1 / 16, (7, 7): 1 / 4, (8, 10): 1.0}
@@ -167,7 +167,7 @@ def make_schedule(objective: SpladeObjective, settings: Settings) -> TrainingSch
 
 
 def run_one(settings: Settings, names: Names) -> Result:
-    """Train, then ask for the held-out names among the documents of all."""
+    """Train, then search the documents of all names for the held-out ones."""
     started = time.perf_counter()
     words = [text for item in names.train for text in (item.query, item.document)]
     tokens = locale_names.learn_tokens(words, settings.vocab_size)
@@ -224,7 +224,7 @@ def run_one(settings: Settings, names: Names) -> Result:
 
 
 def in_scripts(vectors: Tensor, tokens: Tokens) -> dict[str, float]:
-    """Active dimensions of vectors ``[texts, V]``, and the shares of them by script."""
+    """Return the active dimensions of vectors ``[texts, V]``, and their shares by script."""
 
     def outside(*scripts: str, common: bool) -> tuple[float, float, float]:
         allowed = language_token_ids(tokens.tokenizer, scripts, allow_common=common)
@@ -247,11 +247,11 @@ def in_scripts(vectors: Tensor, tokens: Tokens) -> dict[str, float]:
     }
 
 
-# Table and picture -------------------------------------------------------------------------------
+# Table and plot ----------------------------------------------------------------------------------
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Mean ± standard deviation over the seeds."""
+    """Return a table of mean ± standard deviation over the seeds."""
     columns = {
         "query_active": ("query: active", "{:,.0f}"),
         "query_foreign": ("other scripts", "{:.1%}"),
@@ -270,7 +270,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """The queries' share of other scripts and their recall, against their active dimensions."""
+    """Plot the queries' share of other scripts, and recall, against active dimensions."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     panels = {"query_foreign": "share of other scripts", "recall_10": "Recall@10"}
     axes = figure.subplots(1, 2, sharex=True)

@@ -23,7 +23,7 @@ _HANGUL = re.compile("[가-힣]")
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One thing: its Korean name asks for a document of its names in English and ten others."""
+    """A query, the Korean name of a thing, and its document of names in eleven languages."""
 
     query: str
     document: str
@@ -31,20 +31,20 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """Items to train on and to ask for; no two have a Korean or an English name in common."""
+    """Items for training and test; no two share a Korean or an English name."""
 
     train: list[Item]
     held_out: list[Item]
 
 
 def load(held_out: int = HELD_OUT) -> Names:
-    """All items that have a Korean name. The split is the same every time."""
+    """Load all items that have a Korean name; the split is deterministic."""
     korean, english, *others = (_table(language) for language in (KOREAN, ENGLISH, *OTHERS))
     items: list[Item] = []
     seen: set[str] = set()
     for key, query in sorted(korean.items()):
         kind, code = key
-        # A city's English name is in its identifier where the table leaves it out.
+        # If the table lacks a city's English name, its identifier contains it.
         name = english.get(key, code.split("/")[-1].replace("_", " ") if kind == "cities" else "")
         if name and _HANGUL.search(query) and not {query, name} & seen:
             seen |= {query, name}
@@ -66,7 +66,7 @@ def _table(language: str) -> dict[tuple[str, str], str]:
 
 
 def learn_tokens(texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> Tokens:
-    """A SentencePiece-like Unigram vocabulary, as XLM-RoBERTa has."""
+    """Learn a SentencePiece-like Unigram vocabulary, as in XLM-RoBERTa."""
     trained = Tokenizer(models.Unigram())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(
@@ -76,8 +76,8 @@ def learn_tokens(texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> Tokens:
         show_progress=False,
     )
     trained.train_from_iterator(texts, trainer)
-    # The trainer sums in the order of a hash table: last digits, and with them the order of the
-    # pieces, differ from run to run.
+    # The trainer sums in the order of a hash table, so the last digits of scores, and with them the
+    # order of pieces, vary between runs. Rounding and sorting remove this.
     learned = json.loads(trained.to_str())["model"]["vocab"][len(SPECIAL_TOKENS) :]
     vocabulary = [(token, 0.0) for token in SPECIAL_TOKENS]
     vocabulary += [(piece, round(score, 3)) for piece, score in sorted(learned)]

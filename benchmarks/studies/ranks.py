@@ -1,7 +1,7 @@
 """``python -m benchmarks.studies.ranks``: InfoNCE over the rows of several gloo ranks.
 
-Every rank is a process of this machine. Memory is the largest of all ranks', without the buffers
-of gloo and the gradients themselves; a time is that of the rank that is ready last.
+Every rank is a process on this machine. Memory is the maximum over ranks, without gloo's buffers
+and the gradients themselves; time is that of the slowest rank.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from sparse_losses.functional import info_nce_loss
 
 __all__ = ["SIZES", "VARIANTS", "main", "report"]
 
-SIZES = ((256, 256), (1024, 256), (64, 30_522))  # rows a rank, columns
-DENSITY = {30_522: 0.01}  # else dense
+SIZES = ((256, 256), (1024, 256), (64, 30_522))  # rows per rank, columns
+DENSITY = {30_522: 0.01}  # otherwise dense
 CPU = torch.device("cpu")
 
 
 def eager(anchor: Tensor, positive: Tensor, temperature: float = 0.07) -> Tensor:
-    """The plain formula on gathered positives, and the mean of the ranks' means."""
+    """Plain formula on gathered positives; the mean of the ranks' means."""
     anchor, positive = (torch.nn.functional.normalize(x, dim=1) for x in (anchor, positive))
     scores = anchor @ gather_rows(positive).T / temperature
     own = dist.get_rank() * len(anchor) + torch.arange(len(anchor))
@@ -51,7 +51,7 @@ VARIANTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def work(rank: int, world: int, folder: str, rounds: int, sizes: Sequence[tuple[int, int]]) -> None:
-    """One rank: every size, every variant."""
+    """Measure all sizes and variants on one rank."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -73,7 +73,7 @@ def work(rank: int, world: int, folder: str, rounds: int, sizes: Sequence[tuple[
 
 
 def measure(batch: int, columns: int, rounds: int) -> list[dict[str, object]]:
-    """All variants of one size, on every rank at once."""
+    """Measure all variants of one size, on all ranks at once."""
     torch.manual_seed(dist.get_rank())
     inputs = torch.randn(2, batch, columns)
     if columns in DENSITY:
@@ -87,7 +87,7 @@ def measure(batch: int, columns: int, rounds: int) -> list[dict[str, object]]:
     peaks = {}
     for name, run in runs.items():
         for found, expected in zip(run(), wanted, strict=True):
-            # A zero of a sparse row has a gradient as any other entry, but for sparse products.
+            # The inputs are dense tensors, so zeros have gradients as well.
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
         peaks[name] = torch.tensor(peak_bytes(run, CPU), dtype=torch.float64)
         dist.all_reduce(peaks[name], dist.ReduceOp.MAX)
@@ -113,7 +113,7 @@ def measure(batch: int, columns: int, rounds: int) -> list[dict[str, object]]:
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Of the rank that is ready last; all begin together."""
+    """Return the seconds of the slowest rank; all start together."""
     dist.barrier()
     start = time.perf_counter()
     run()
@@ -130,7 +130,7 @@ def _times(samples: Samples, name: str) -> dict[str, object]:
 
 
 def report(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table; of the rows as measured or as read from the CSV."""
+    """Return a Markdown table of rows as measured or as read from the CSV."""
     lines = []
     for row in rows:
         peak = row.get("peak_bytes_without_gradients")
@@ -149,19 +149,19 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     options = argparse.ArgumentParser(
         prog="python -m benchmarks.studies.ranks", description=__doc__
     )
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    options.add_argument("--tiny", action="store_true", help="one small size, to try it")
+    options.add_argument("--tiny", action="store_true", help="one small size, a smoke test")
     options.add_argument("--output", type=Path, default=RESULTS / "ranks.csv")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and writes the CSV."""
+    """Measure and write the CSV."""
     args = parser().parse_args(arguments)
     start = time.perf_counter()
     torch.set_num_threads(1)

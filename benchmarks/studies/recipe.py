@@ -1,7 +1,7 @@
-"""What our presets are made of: their parts changed one at a time, on validation queries.
+"""Ablation of our presets: one part changed at a time, on validation queries.
 
-A change is kept where it moves nDCG@10 at its active dimensions on both corpora by more than the
-spread over seeds. The test queries are left to the study that compares with others.
+A change is adopted if it raises nDCG@10 at its active dimensions on both corpora by more than the
+spread over seeds. The test queries are reserved for the comparison with other packages.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ VARIANTS = {
 
 
 def settings_of(variant: str, seed: int, steps: int) -> Arm:
-    """A training of one of `VARIANTS`."""
+    """Return the settings of one of `VARIANTS`."""
     preset, target = VARIANTS[variant]
     return Arm(
         OURS, preset.similarity, target, "distillation" in preset.weights, steps, seed, preset
@@ -81,7 +81,7 @@ def settings_of(variant: str, seed: int, steps: int) -> Arm:
 
 
 def run_one(arm: Arm, corpus: Corpus) -> Result:
-    """One training, and how it ranks the validation queries among all held-out documents."""
+    """Train once and rank all held-out documents for the validation queries."""
     run = Run(corpus, arm.training())
     run.train()
     return {
@@ -93,11 +93,11 @@ def run_one(arm: Arm, corpus: Corpus) -> Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is still missing, then write the table; exit codes as in the demo."""
+    """Run what is missing, then write the table; return an exit code as the demo does."""
     parser = study_parser(
         "recipe",
         "Train the demo's model with one part of our presets changed at a time and write how "
-        "each ranks the validation queries. All of it are 192 trainings, four to five hours of one "
+        "each ranks the validation queries. In total 192 trainings, four to five hours on one "
         "core.",
         list(VARIANTS),
         steps=250,

@@ -1,9 +1,9 @@
 """``python -m benchmarks.studies.reckoned``: launches, waits, bytes and products of every case.
 
-Counted on the simulated device, forward and backward with default options, without a GPU. Beside
-the losses a whole training step of a model of XLM-RoBERTa's shape. Code that is compiled for
-a GPU cannot be counted: PyTorch's compiler writes none for the simulated device, and what it would
-fuse for the CPU is something else.
+Operations are counted on the simulated device, without a GPU, forward and backward with default
+options: for the losses, and for a training step of a model of XLM-RoBERTa's shape. Compiled code
+cannot be counted: PyTorch's compiler does not support the simulated device, and what it fuses for
+the CPU differs from what it fuses for a GPU.
 """
 
 import argparse
@@ -26,15 +26,15 @@ from tools import simulated_device
 __all__ = ["main", "training_steps"]
 
 
-# Where transformers asks whether nothing is masked: a wait a forward pass, whatever the head.
+# Here transformers tests whether nothing is masked: one wait per forward pass, with any head.
 ENCODERS_QUESTION = "transformers.masking_utils._ignore_bidirectional_mask_sdpa"
 
 
 def training_steps(shape: Shape) -> list[Row]:
-    """A step of every batch size that is timed, with each head, without the encoder's own waits."""
+    """Count a step of every timed batch size and head, without the encoder's own waits."""
     simulated_device.start()
     device = torch.device("sim")
-    step = Step(shape, device)  # looks at the model's values
+    step = Step(shape, device)  # reads values of the model
     rows = []
     is_unmasked = mock.patch(ENCODERS_QUESTION, return_value=False)
     with is_unmasked, simulated_device.shape_only():
@@ -48,7 +48,7 @@ def training_steps(shape: Shape) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Counts everything and writes the CSV."""
+    """Count everything and write the CSV."""
     options = argparse.ArgumentParser(prog="python -m benchmarks.studies.reckoned")
     options.add_argument("--suite", choices=["tiny", "quick", "reckoned"], default="reckoned")
     options.add_argument("--only", default="", help="losses, separated by commas")

@@ -1,4 +1,4 @@
-"""Runs made to go wrong: what is said of them and when, and what a target makes of them."""
+"""Runs with bad weights: what the diagnostics find and when, and whether a target rescues them."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from sparse_losses.demo.training import Run, Settings, Step
 STEPS, LOOK_EVERY, LOOKED_AT = 200, 10, 64
 FACTORS = {"collapse": 100.0, "never sparse": 0.001}
 TURNS = {"collapse": "down", "never sparse": "up"}
-# About what the demo's own weight leaves of a document and of a query.
+# About the active dimensions of documents and queries with the demo's own weight.
 TARGETS = {"target_active": 128, "target_active_query": 40}
 VARIANTS = [*FACTORS, *(f"{name}, steered" for name in FACTORS)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is still missing, then write the tables; exit codes as in the demo."""
+    """Run what is missing, then write the tables; return an exit code as the demo does."""
     parser = study_parser(
         "rescue",
         "Train the demo with a hundred times its FLOPS weights and with a thousandth of them, "
-        "without warm-up, each as it is and steered to a target, and write what was said of it.",
+        "without warm-up, each with and without a target, and write what the diagnostics found.",
         VARIANTS,
         steps=STEPS,
     )
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def settings_of(variant: str, seed: int, steps: int) -> Settings:
-    """The demo's settings with bad FLOPS weights from the first step on."""
+    """Return the demo's settings with bad FLOPS weights from the first step on."""
     name, _, steered = variant.partition(", ")
     terms = ("query_flops", "document_flops")
     weights = {term: FACTORS[name] * COSINE.weights[term] for term in terms}
@@ -63,7 +63,7 @@ def settings_of(variant: str, seed: int, steps: int) -> Settings:
 
 
 def run_one(settings: Settings, corpus: Corpus) -> Result:
-    """One training, with a look every few steps."""
+    """Train once, with diagnostics every few steps."""
     run = Run(corpus, settings)
     texts = [pair.document for row in corpus.validation for pair in row.pairs][:LOOKED_AT]
     looks: list[dict[str, Any]] = []
@@ -131,7 +131,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def asked_for(result: Result, right: bool) -> list[tuple[int, str]]:
-    """Step and symptom of the findings that turn FLOPS the right way, or of those that do not."""
+    """Return step and symptom of findings that change FLOPS in the right (or wrong) direction."""
     turn = TURNS[result["variant"].removesuffix(", steered")]
     return [
         (look["step"], finding["symptom"])
@@ -142,7 +142,7 @@ def asked_for(result: Result, right: bool) -> list[tuple[int, str]]:
 
 
 def row_of(result: Result) -> dict[str, Any]:
-    """What one training came to."""
+    """Return the row of one training."""
     step, finding = (asked_for(result, right=True) or [("", "")])[0]
     name_recall, summary_recall = result["recall_10"]
     return {
@@ -163,7 +163,7 @@ def row_of(result: Result) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Every seed's figure, in order."""
+    """Return a table of the figures of every seed, in order."""
     headings = ("run", "named at step", "as", "active", "dead rows", "name R@10", "summary R@10")
     forms = {
         "active": "{:.0f}",
@@ -181,7 +181,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(path: Path, results: Sequence[Result]) -> None:
-    """Active dimensions through training, a line a run; a mark where the cause was first named."""
+    """Plot active dimensions over steps, one line per run; mark the first correct finding."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     axis = figure.subplots()
     colours = dict(zip(VARIANTS, ("#c5403a", "#2a78d6", "#eda100", "#1baf7a"), strict=True))

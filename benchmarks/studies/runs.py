@@ -1,4 +1,4 @@
-"""What the studies share: options, trainings that are kept, tables of means and deviations."""
+"""Code shared by the studies: options, stored trainings, tables of means and deviations."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def study_parser(
     only: Sequence[str] = (),
     corpora: bool = False,
 ) -> argparse.ArgumentParser:
-    """The options of a study; ``only`` are the variants that it trains by default.
+    """Return the parser of a study; it trains the variants ``only`` by default.
 
-    Where ``steps`` are several numbers, every one is a training of its own. With ``corpora`` there
-    is an option for the texts.
+    With several numbers of ``steps``, every variant is trained for each. With ``corpora`` there is
+    an option to select the texts.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.studies.{name}",
-        description=f"{description} Finished runs are kept: repeat the command to go on where it "
-        "stopped.",
+        description=f"{description} Finished runs are kept: repeat the command to continue where "
+        "it stopped.",
     )
     add = parser.add_argument
     add(
@@ -50,22 +50,22 @@ def study_parser(
         nargs="+",
         default=[0, 1, 2],
         metavar="SEED",
-        help="one training of every variant for each (default: 0 1 2)",
+        help="train every variant with each seed (default: 0 1 2)",
     )
-    add("--jobs", type=whole(1), default=1, help="trainings at once (default: %(default)s)")
+    add("--jobs", type=whole(1), default=1, help="parallel trainings (default: %(default)s)")
     add(
         "--steps",
         type=whole(1),
         nargs=None if isinstance(steps, int) else "+",
         default=steps,
-        help="of every training (default: %(default)s)",
+        help="steps per training (default: %(default)s)",
     )
     add(
         "--output",
         type=Path,
         default=Path(name),
         metavar="FOLDER",
-        help="where runs, tables and pictures go (default: %(default)s)",
+        help="folder for runs, tables and plots (default: %(default)s)",
     )
     add(
         "--only",
@@ -73,7 +73,7 @@ def study_parser(
         choices=variants,
         default=list(only or variants),
         metavar="VARIANT",
-        help=f"what to train, of {', '.join(map(repr, variants))} (default: "
+        help=f"variants to train, out of {', '.join(map(repr, variants))} (default: "
         + (", ".join(map(repr, only)) or "all")
         + ")",
     )
@@ -83,7 +83,7 @@ def study_parser(
             nargs="+",
             choices=CORPORA,
             default=list(CORPORA),
-            help="the texts to train on, each in a folder of its own (default: all)",
+            help="the texts to train on, with a folder for each (default: all)",
         )
     return parser
 
@@ -95,17 +95,17 @@ def run_all(
     run_one: Callable[[Any, Any], Result],
     load: Callable[[], Any] = docstrings.load,
 ) -> list[Result]:
-    """Train what was asked for and is missing; the results of all runs in the output folder.
+    """Train the requested runs that are missing; return all results in the output folder.
 
     Args:
-        options: of ``study_parser``.
-        variants: all there are, in the order of the results.
-        settings_of: a dataclass of settings for a variant, a seed and a number of steps.
-        run_one: from settings and corpus to a result with its ``sources``, in another process.
-        load: makes the corpus.
+        options: parsed by ``study_parser``.
+        variants: all variants, in the order of the results.
+        settings_of: maps a variant, a seed and a number of steps to a dataclass of settings.
+        run_one: maps settings and corpus to a result with its ``sources``, in another process.
+        load: returns the corpus.
 
     Raises:
-        UserError: for a folder with runs of other settings or other installed versions.
+        UserError: if the folder has runs with other settings or other installed versions.
     """
     folder = writable_folder(options.output / "runs")
     jobs = []
@@ -129,12 +129,12 @@ def run_all(
             )
         results.append(result)
     if len({json.dumps(result["sources"]) for result in results}) > 1:
-        raise UserError(f"runs in {folder} come from different installed versions; delete the old")
+        raise UserError(f"runs in {folder} are from different installed versions; delete old ones")
     return sorted(results, key=lambda one: (variants.index(one["variant"]), one["seed"]))
 
 
 def _start() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(1)
 
 
@@ -147,7 +147,7 @@ def _work(job: tuple[Callable[[Any, Any], Result], Path, str, int, Any, Any]) ->
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write figures; a file cut short never takes the old one's place."""
+    """Write figures as JSON; an incomplete file never replaces the old one."""
     with replaced_file(path, text=True) as file:
         file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
@@ -161,7 +161,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def by_variant(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Rows of one variant together, in the order of the first of each."""
+    """Group rows by variant, in order of first appearance."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["variant"], []).append(row)
@@ -169,13 +169,13 @@ def by_variant(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str,
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Mean and standard deviation over the seeds; of one seed, its value."""
+    """Format mean ± standard deviation over the seeds, or the value of a single seed."""
     mean = form.format(statistics.mean(values))
     return f"{mean} ± {form.format(statistics.stdev(values))}" if len(values) > 1 else mean
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A table whose first ``left`` columns are words and the others numbers."""
+    """Return a Markdown table; the columns after the first ``left`` are aligned as numbers."""
     ruler = "|---" * left + "|---:" * (len(headings) - left) + "|"
     lines = ["| " + " | ".join(cells) + " |" for cells in (headings, *rows)]
     return "\n".join([lines[0], ruler, *lines[1:], ""])

@@ -1,8 +1,8 @@
-"""Where the sparsity controller ends, and what fewer dimensions cost in recall.
+"""The accuracy of the sparsity controller, and the cost of fewer dimensions in recall.
 
-Two corpora, a dense and a sparse start, several targets, lengths of training and seeds. Every model
-is then calibrated to its own target and to the smaller ones, so that a threshold after training can
-be held against training to the same sparsity.
+The study covers two corpora, a dense and a sparse start, several targets, numbers of steps and
+seeds. Every model is then calibrated to its own target and to smaller ones, to compare a threshold
+after training with training to the same sparsity.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from sparse_losses.demo.model import ModelSize
 from sparse_losses.demo.options import STEPS, guarded
 from sparse_losses.demo.training import Run, Settings, Step
 
-STARTS = {"dense": 0.0, "sparse": -2.0}  # the bias; at -2 a text keeps about a hundred
+STARTS = {"dense": 0.0, "sparse": -2.0}  # the bias; with -2 about 100 dimensions are active
 TARGETS = (32, 64, 128, 256)
 CALIBRATED = (32, 64, 128)
-GIVEN = 1000  # documents at most, on which the threshold is found
+GIVEN = 1000  # maximal number of documents for the calibration of a threshold
 SPLITS = ("train", "validation")  # held-out documents are longer than those of training
-LIFT = 4.0  # of all logits while texts are encoded, so that a threshold may be negative
+LIFT = 4.0  # added to all logits in encoding, so that a threshold may be negative
 VARIANTS: dict[str, tuple[str, int | None]] = {
     f"{start}, {f'target {target}' if target else 'a fixed weight'}": (start, target)
     for start, target in itertools.product(STARTS, (None, *TARGETS))
 }
 DEFAULT = [name for name, (_, target) in VARIANTS.items() if target in (32, 64, 128)]
-SAID_AT = 100  # steps, by which a target out of reach should be called so
+SAID_AT = 100  # step by which the controller should report an unreachable target
 WORDS = ("corpus", "sources", "start", "given", "said_early", "status")
-RUN = ("corpus", "start", "steps", "target", "seed")  # the columns that name a training
+RUN = ("corpus", "start", "steps", "target", "seed")  # columns that identify a training
 LOADERS = {"docstrings": docstrings, "debian": debian}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is still missing, then write table and picture; exit codes as in the demo."""
+    """Run what is missing, then write table and plot; return an exit code as the demo does."""
     parser = study_parser(
         "targets",
-        "Train the demo with its own FLOPS weight and with a controller that steers a document to "
-        "so many active dimensions, on two corpora, from a dense and a sparse start.",
+        "Train the demo with its own FLOPS weight and with a controller of the documents' active "
+        "dimensions, on two corpora, from a dense and a sparse start.",
         list(VARIANTS),
         steps=(STEPS // 2, STEPS),
         only=DEFAULT,
@@ -67,22 +67,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def settings_of(variant: str, seed: int, steps: int) -> Settings:
-    """The demo's settings with a start and a target."""
+    """Return the demo's settings with a start and a target."""
     start, target = VARIANTS[variant]
     return Settings(
         steps=steps,
         seed=seed,
         target_active=target,
         size=ModelSize(bias=STARTS[start]),
-        probe_every=steps,  # nothing reads what the probes find
+        probe_every=steps,  # the probes are not used
         probe_rows=1,
     )
 
 
 def run_one(settings: Settings, corpus: Corpus) -> Result:
-    """One training, what its controller said early and at the end, and its test figures.
+    """Train once; return the controller's early and final reports, and the test figures.
 
-    The figures are of the model as it was trained, and calibrated to its target and smaller ones.
+    The figures are those of the trained model, and after calibration to its target and smaller
+    ones.
     """
     run = Run(corpus, settings)
     early: dict[str, Any] = {}
@@ -118,7 +119,7 @@ def run_one(settings: Settings, corpus: Corpus) -> Result:
 
 
 def lifted_logits(run: Run, texts: Sequence[str]) -> Tensor:
-    """The pooled logits ``[texts, V]`` of texts with the bias raised, 0 where below."""
+    """Return the pooled logits ``[texts, V]`` with a raised bias, 0 where negative."""
     with torch.no_grad():
         run.model.bias.add_(LIFT)
         logits = run.encode(texts).expm1()
@@ -127,14 +128,14 @@ def lifted_logits(run: Run, texts: Sequence[str]) -> Tensor:
 
 
 def active(lifted: Tensor, threshold: float) -> float:
-    """The mean number of dimensions above the threshold."""
+    """Return the mean number of dimensions above the threshold."""
     return (lifted > threshold + LIFT).sum(1).double().mean().item()
 
 
 def figures(threshold: float, tests: Sequence[Sequence[Tensor]]) -> dict[str, float]:
-    """Active dimensions and ranking once ``threshold`` is subtracted; means over the test tasks.
+    """Return active dimensions and ranking after subtracting ``threshold``; means over tasks.
 
-    One bias serves queries and documents, so both lose what lies below.
+    Queries and documents share one bias, so the threshold applies to both.
     """
     ranked = [
         ranking(cosine(*((lifted - threshold - LIFT).relu().log1p() for lifted in sides)))
@@ -174,7 +175,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _row(corpus: str, result: Result) -> dict[str, Any]:
-    """What was asked for, what came, and what it finds."""
+    """Return the row of a training: its settings, active dimensions and ranking."""
     start, target = VARIANTS[result["variant"]]
 
     def said(when: str) -> str:
@@ -195,7 +196,7 @@ def _row(corpus: str, result: Result) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a table that this study wrote, with numbers for numbers."""
+    """Read the rows of a table that this study wrote, with numbers parsed."""
 
     def parse(key: str, cell: str) -> Any:
         if key in ("steps", "target", "seed", "to"):
@@ -209,7 +210,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def asked_and_got(rows: Sequence[dict[str, Any]]) -> str:
-    """A line a target: what every seed got, the largest miss, and what the controller said."""
+    """Return one line per target: every seed's result, largest miss, and controller's reports."""
     keys = ("corpus", "start", "steps", "target")
     cells = []
     for key, group in itertools.groupby(rows, lambda row: tuple(row[name] for name in keys)):
@@ -232,10 +233,10 @@ def asked_and_got(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def calibration(calibrated: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each target of training and of calibration, over seeds and starts.
+    """Return one line per target of training and of calibration, over seeds and starts.
 
-    The largest misses, and what the models find that were calibrated on validation documents; at
-    last what those find that were trained to this target.
+    The columns are the largest misses, the ranking of the models calibrated on validation documents
+    and that of models trained to this target.
     """
     keys = ("corpus", "steps", "target", "to")
     cells = []
@@ -270,7 +271,7 @@ def _mean(rows: Sequence[dict[str, Any]], name: str) -> str:
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Recall against active dimensions, a mark a training; dotted: what was asked for."""
+    """Plot recall against active dimensions, one mark per training; targets are dotted lines."""
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     corpora = list(dict.fromkeys(row["corpus"] for row in rows))
     targets = sorted({row["target"] for row in rows if row["target"]})

@@ -1,9 +1,10 @@
-"""``python -m benchmarks.studies.training_step``: a step of training, by what computes the head.
+"""``python -m benchmarks.studies.training_step``: a training step with different heads.
 
-A masked language model of XLM-RoBERTa's shape with random weights, bf16 autocast, AdamW; pairs of
-texts, dot-product InfoNCE and FLOPS on both sides. First the time of a step, all heads interleaved;
-then the largest batch that fits, for each. No dropout, so that gradients can be compared, and a
-learning rate of 0, so that the share of active entries stays.
+The model is a masked language model of XLM-RoBERTa's shape with random weights, trained in bf16
+autocast by AdamW on pairs of texts, with dot-product InfoNCE and FLOPS on both sides. The study
+measures the time of a step, with all heads interleaved, and the largest batch that fits, for each.
+Without dropout gradients can be compared; with learning rate 0 the share of active entries is
+constant.
 """
 
 import argparse
@@ -37,16 +38,16 @@ Head = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of model and batch."""
+    """The shape of model and batch."""
 
     vocabulary: int = 250_002
     width: int = 768
     layers: int = 12
     attention_heads: int = 12
     length: int = 256
-    active: float = 0.01  # share of the entries of the vectors
-    pairs: tuple[int, ...] = (8, 32)  # batches whose step is timed
-    most_pairs: int = 4096  # where the search for the largest ends
+    active: float = 0.01  # share of active entries of the vectors
+    pairs: tuple[int, ...] = (8, 32)  # batch sizes of the timed steps
+    most_pairs: int = 4096  # limit of the search for the largest batch
 
 
 TINY = Shape(200, 32, 2, 2, 16, 0.1, (2,), 4)
@@ -56,7 +57,7 @@ TINY = Shape(200, 32, 2, 2, 16, 0.1, (2,), 4)
 class Row:
     """One head at one size of the batch."""
 
-    loss: str  # with `case` and `variant` the key of a row, as in the suite
+    loss: str  # part of the key, with `case` and `variant`, as in the suite
     case: str
     variant: str
     status: str
@@ -68,13 +69,13 @@ class Row:
     tokens_per_second: float = float("nan")
     peak_bytes: float = float("nan")
     value: float = float("nan")
-    gradient_difference: float = float("nan")  # of the embeddings, from eager's, over its norm
+    gradient_difference: float = float("nan")  # of the embeddings, relative to eager's
 
     row = Result.row
 
 
 def heads(device: torch.device, *, tiny: bool) -> dict[str, Head]:
-    """What makes vectors of hidden states: the plain formula, ours by default and by its kernel."""
+    """Return the heads: the plain formula, ours by default and with its kernel, and peers."""
     found: dict[str, Head] = {"eager": splade_head.plain, "ours": sparse_losses.splade_head}
     if runs_triton(device.type, "tiny" if tiny else ""):
         found["ours, triton"] = partial(sparse_losses.splade_head, impl="triton")
@@ -84,7 +85,7 @@ def heads(device: torch.device, *, tiny: bool) -> dict[str, Head]:
 
 
 class Step:
-    """A model, its optimizer, and one batch after the other."""
+    """A model, its optimizer and its batches."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         from transformers import XLMRobertaConfig, XLMRobertaForMaskedLM
@@ -116,14 +117,14 @@ class Step:
         self._silence()
 
     def _silence(self) -> None:
-        """Shifts the bias until the wanted share of the entries is active."""
+        """Shift the bias so that the requested share of entries is active."""
         with torch.no_grad():
             vectors = self.vectors(splade_head.plain, *self.texts(2, seed=1), signed=True)
             sample = vectors.flatten()[:: max(1, vectors.numel() // 1_000_000)]
             self.bias -= sample.float().quantile(1 - self.shape.active)
 
     def texts(self, rows: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Random tokens, on two thirds of the positions on average; drawn once."""
+        """Return random tokens on two thirds of the positions on average; drawn once."""
         if (rows, seed) in self._texts:
             return self._texts[rows, seed]
         generator = torch.Generator().manual_seed(seed)
@@ -135,7 +136,7 @@ class Step:
         return self._texts[rows, seed]
 
     def vectors(self, head: Head, ids: Tensor, mask: Tensor, *, signed: bool = False) -> Tensor:
-        """``[B, V]``, with the projection in bf16, as autocast has it for a linear layer."""
+        """Return vectors ``[B, V]``, projected in bf16 as a linear layer under autocast."""
         with torch.autocast(self.device.type, torch.bfloat16):
             hidden = self.model.base_model(ids, attention_mask=mask).last_hidden_state
             hidden = self.transform(hidden)
@@ -146,7 +147,7 @@ class Step:
             return head(*half, mask)
 
     def loss(self, name: str, head: Head, pairs: int, seed: int = 0) -> Tensor:
-        """Of one batch; with another head the eager formulas, without what is ours."""
+        """Return the loss of one batch; heads that are not ours use eager formulas."""
         query = self.vectors(head, *self.texts(pairs, 2 * seed))
         document = self.vectors(head, *self.texts(pairs, 2 * seed + 1))
         if not name.startswith("ours"):
@@ -162,7 +163,7 @@ class Step:
         return total
 
     def run(self, name: str, head: Head, pairs: int) -> Callable[[int], Tensor]:
-        """A step, to be called with its number."""
+        """Return a training step; its argument is the number of the step."""
 
         def step(number: int) -> Tensor:
             self.optimizer.zero_grad(set_to_none=True)
@@ -174,14 +175,14 @@ class Step:
         return step
 
     def gradient(self, name: str, head: Head, pairs: int) -> tuple[float, Tensor]:
-        """The value, and the gradient of the matrix that embeds and projects."""
+        """Return the value and the gradient of the tied embedding matrix."""
         value = self.run(name, head, pairs)(0)
         gradient = self.model.get_input_embeddings().weight.grad.detach().clone()
         self.optimizer.zero_grad(set_to_none=True)
         return value.item(), gradient
 
     def peak(self, step: Callable[[int], Tensor]) -> float:
-        """Bytes that a step takes beyond weights and moments, gradients included."""
+        """Return the peak bytes of a step, gradients included, without weights and moments."""
         if self.device.type != "cuda":
             return float("nan")
         self.optimizer.zero_grad(set_to_none=True)
@@ -193,7 +194,7 @@ class Step:
         return float(torch.cuda.max_memory_allocated(self.device) - before)
 
     def fits(self, name: str, head: Head, pairs: int) -> bool:
-        """Whether two steps do: the second finds what the first left behind."""
+        """Whether two steps fit; the second runs with the memory that the first left allocated."""
         try:
             for number in range(2):
                 self.run(name, head, pairs)(number).item()
@@ -204,7 +205,7 @@ class Step:
         return True
 
     def forget(self) -> None:
-        """Gives everything back but weights and moments."""
+        """Free everything except weights and moments."""
         self.optimizer.zero_grad(set_to_none=True)
         self._texts.clear()
         gc.collect()
@@ -213,7 +214,7 @@ class Step:
 
 
 def largest(fits: Callable[[int], bool], first: int, most: int) -> int:
-    """The largest number that fits, to an eighth: doubled until one does not, then halved in."""
+    """Return the largest number that fits, to one eighth, by doubling and then by bisection."""
     good, bad = 0, most + 1
     size = min(first, most)
     while size > good:
@@ -228,11 +229,11 @@ def largest(fits: Callable[[int], bool], first: int, most: int) -> int:
     return good
 
 
-ALLOWED_VALUE, ALLOWED_GRADIENT = 2e-2, 0.3  # bf16's scores swap arg-maxima
+ALLOWED_VALUE, ALLOWED_GRADIENT = 2e-2, 0.3  # the arg-max of bf16 scores varies
 
 
 def _compare(step: Step, found: Mapping[str, Head], pairs: int) -> dict[str, dict[str, Any]]:
-    """Value and gradient of every head beside eager's; a status where they are something else."""
+    """Compare value and gradient of every head with eager's; the status says whether they agree."""
     about: dict[str, dict[str, Any]] = {}
     wanted = step.gradient("eager", found["eager"], pairs)
     for name, head in found.items():
@@ -261,7 +262,7 @@ def _times(
     *,
     budget: float,
 ) -> list[Row]:
-    """A row a head: the time of its step, interleaved with the others'."""
+    """Return one row per head with the time of its step, interleaved with the others."""
     rows: dict[str, Row] = {}
     runs: dict[str, Callable[[int], Tensor]] = {}
     for name, head in found.items():
@@ -293,27 +294,27 @@ def _times(
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     options = argparse.ArgumentParser(
         prog="python -m benchmarks.studies.training_step", description=__doc__
     )
     options.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     options.add_argument("--output", type=Path, help="default: results/DEVICE-training.csv")
     options.add_argument("--only", default="", help="heads, separated by semicolons")
-    options.add_argument("--budget", type=float, default=8.0, help="seconds for a batch's rounds")
-    options.add_argument("--fresh", action="store_true", help="forget the rows of an earlier run")
-    options.add_argument("--tiny", action="store_true", help="a toy, to see that it runs")
+    options.add_argument("--budget", type=float, default=8.0, help="seconds per batch size")
+    options.add_argument("--fresh", action="store_true", help="discard the rows of earlier runs")
+    options.add_argument("--tiny", action="store_true", help="a tiny model, as a smoke test")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures what the CSV lacks, and prints it; 1 if a head was not what it should be."""
+    """Measure what the CSV lacks and print the table; return 1 if a head differs or failed."""
     args = parser().parse_args(arguments)
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device is available; --device cpu --tiny tries the plumbing")
+        raise SystemExit("no CUDA device is available; --device cpu --tiny runs a smoke test")
     if device.type == "cpu" and not args.tiny:
-        raise SystemExit("a step of this size needs --device cuda; on a CPU there is --tiny")
+        raise SystemExit("a step of this size needs --device cuda; on a CPU use --tiny")
     if importlib.util.find_spec("transformers") is None:
         raise SystemExit("transformers is not installed: pip install sparse-losses[transformers]")
 
@@ -369,7 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _largest(step: Step, name: str, head: Head, checked: Mapping[str, Any], budget: float) -> Row:
-    """The most pairs that fit, and the time of that step."""
+    """Measure the largest number of pairs that fits, and the time of that step."""
     row = Row("training_step", "largest", name, status=checked["status"])
     if row.status != "ok":
         return row
@@ -380,7 +381,7 @@ def _largest(step: Step, name: str, head: Head, checked: Mapping[str, Any], budg
         try:
             (timed,) = _times(step, {name: head}, "largest", pairs, {name: checked}, budget=budget)
             break
-        except torch.OutOfMemoryError:  # more rounds leave more behind
+        except torch.OutOfMemoryError:  # more rounds leave more memory allocated
             step.forget()
             pairs -= max(1, pairs // 16)
     if pairs == step.shape.most_pairs and timed.status == "ok":

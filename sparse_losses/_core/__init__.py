@@ -1,1 +1,1 @@
-"""The few lines every loss shares: checks, precision, similarity, sums, ids."""
+"""Code that all losses share: checks, precision, similarity, sums and token ids."""

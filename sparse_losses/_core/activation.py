@@ -1,4 +1,4 @@
-"""What is left of SPLADE once the largest score of every text and token is known."""
+"""The SPLADE activation of the maximal logit of every text and token."""
 
 import torch
 import torch.nn.functional as nnf
@@ -14,10 +14,10 @@ def splade_activation(
     absent: Tensor | None,
     return_logits: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """``log(1 + relu(gate * (highest + bias)))`` of ``highest [B, V]``, and if asked its argument.
+    """Return ``log(1 + relu(gate * (highest + bias)))`` and, if requested, the argument of relu.
 
-    Both are 0, without a gradient, where ``absent`` (a mask that broadcasts) is true. ``highest``
-    may be overwritten.
+    ``highest`` is ``[B, V]`` and may be overwritten. Both results are 0 and have no gradient where
+    ``absent``, a mask that broadcasts to ``[B, V]``, is true.
     """
     logits = highest if bias is None else highest + bias
     if absent is not None:
@@ -25,16 +25,16 @@ def splade_activation(
     if gate is None:
         return nnf.relu(logits).log1p(), logits
     if absent is not None:
-        # A gate that nothing passes must not send its NaN into the gradient: 0 * NaN is NaN.
+        # A NaN gate of an absent entry must not reach the gradient: 0 * NaN is NaN.
         gate = torch.where(absent, 0.0, gate)
     gated = gated_logits(logits, gate)
     return nnf.relu(gated).log1p(), gated if return_logits else None
 
 
 def gated_logits(logits: Tensor, gate: Tensor) -> Tensor:
-    """``gate * logits``; a forbidden token, whose logit is -inf, stays so at any gate.
+    """Return ``gate * logits``, where a forbidden token (logit -inf) stays -inf at any gate.
 
-    0 times -inf is NaN, in the value and in the gradient of the gate.
+    A plain product would be NaN at gate 0, in the value and in the gradient of the gate.
     """
     is_forbidden = logits == -torch.inf
     gated = gate * torch.where(is_forbidden, torch.finfo(logits.dtype).min, logits)

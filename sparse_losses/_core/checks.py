@@ -1,4 +1,4 @@
-"""Errors that say what was expected and what came."""
+"""Argument checks; their errors say what was expected and what was passed."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,20 +29,20 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 class Declared(NamedTuple):
-    """What a declaration says of one tensor."""
+    """The declaration of one tensor."""
 
     shapes: tuple[tuple[str, ...], ...]  # alternatives, each with its named dimensions
     remarks: frozenset[str]
 
 
 def declared(text: str) -> Declared:
-    """Reads ``"N D or B N D, optional, csr"``: shapes, then remarks."""
+    """Parse a declaration such as ``"N D or B N D, optional, csr"``: shapes, then remarks."""
     shapes, *remarks = (part.strip() for part in text.split(","))
     return Declared(tuple(tuple(s.split()) for s in shapes.split(" or ")), frozenset(remarks))
 
 
 def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
-    """``check_tensors`` of tensors, each with its declaration, such as ``(x, "B V")``."""
+    """Call ``check_tensors`` on tensors given with their declarations: ``x=(x, "B V")``."""
     return check_tensors(
         {name: declared(text) for name, (_, text) in tensors.items()},
         {name: tensor for name, (tensor, _) in tensors.items()},
@@ -50,10 +50,10 @@ def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
 
 
 def check_tensors(declaration: Mapping[str, Declared], given: Mapping[str, Any]) -> dict[str, int]:
-    """Checks tensors against their declaration; returns what each named dimension is.
+    """Check tensors against their declarations; return the size of each named dimension.
 
-    A dimension takes its size where it first appears. Only an ``optional`` tensor may be ``None``,
-    only a ``csr`` one may be sparse. All tensors must be on one device.
+    The first tensor with a dimension sets its size. Only ``optional`` tensors may be ``None``, only
+    ``csr`` ones may be sparse. All tensors must be on one device.
     """
     sizes: dict[str, int] = {}
     first: dict[str, str] = {}
@@ -68,7 +68,7 @@ def check_tensors(declaration: Mapping[str, Declared], given: Mapping[str, Any])
             _check_layout(name, tensor, remarks)
         came = tensor.shape
         shape = shapes[0]
-        for other in shapes[1:]:  # not by `next` with a default: PyTorch 2.6 cannot compile it
+        for other in shapes[1:]:  # PyTorch 2.6 cannot compile `next` with a default
             if len(shape) != len(came):
                 shape = other
         if len(shape) != len(came):
@@ -87,7 +87,7 @@ def check_tensors(declaration: Mapping[str, Declared], given: Mapping[str, Any])
             sizes[letter], first[letter] = size, name
         if one is None:
             owner, one = name, tensor
-        elif not (one.is_cpu and tensor.is_cpu) and tensor.device != one.device:  # slow to ask
+        elif not (one.is_cpu and tensor.is_cpu) and tensor.device != one.device:  # slow
             raise ValueError(
                 f"expected `{name}` on {one.device}, where `{owner}` is, got {tensor.device}"
             )
@@ -126,7 +126,7 @@ def _check_layout(name: str, tensor: Tensor, remarks: frozenset[str]) -> None:
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    """Raises a ``ValueError`` that lists the choices."""
+    """Raise a ``ValueError`` that lists the choices unless ``value`` is one of them."""
     if value not in choices:
         allowed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"expected `{name}` to be one of {allowed}, got {value!r}")
@@ -135,8 +135,8 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
 def check_number(
     name: str, value: object, *, minimum: float = -math.inf, exclusive: bool = False
 ) -> None:
-    """Raises unless ``value`` is a finite real number, at least (or above) ``minimum``."""
-    # Compiled, a hyperparameter may be symbolic; comparing it would specialise the graph.
+    """Raise unless ``value`` is a finite real number >= ``minimum`` (> if ``exclusive``)."""
+    # A hyperparameter may be symbolic here; a comparison would specialise the compiled graph.
     if torch.compiler.is_compiling():
         return
     bound = ""
@@ -153,7 +153,7 @@ def check_number(
 
 
 def check_integer(name: str, value: object, *, minimum: int) -> None:
-    """Raises unless ``value`` is an integer of at least ``minimum``."""
+    """Raise unless ``value`` is an integer >= ``minimum``."""
     if torch.compiler.is_compiling():
         return
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -163,22 +163,22 @@ def check_integer(name: str, value: object, *, minimum: int) -> None:
 
 
 def check_flag(**flags: object) -> None:
-    """Raises unless all values are bool: the string ``"False"`` is true."""
+    """Raise unless all values are bool; the string ``"False"``, for one, would count as true."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"expected `{name}` to be True or False, got {value!r}")
 
 
 def check_zero_one(name: str, tensor: Tensor) -> None:
-    """Raises if a value is neither 0 nor 1, where looking costs nothing; an additive mask is."""
+    """Raise if a value is neither 0 nor 1, as in additive masks; only where reading is free."""
     if tensor.dtype != torch.bool and values_can_be_checked(tensor):
-        wrong = tensor != (tensor != 0)  # True is 1
+        wrong = tensor != (tensor != 0)  # True equals 1
         if wrong.any():
             raise ValueError(f"expected `{name}` to be 0 or 1, got {tensor[wrong][0].item():g}")
 
 
 def check_learnable(name: str, value: object) -> None:
-    """Raises unless ``value`` is a finite number above 0, or a 0-d floating tensor of any value."""
+    """Raise unless ``value`` is a finite number > 0, or a 0-d floating tensor of any value."""
     if not isinstance(value, Tensor):
         check_number(name, value, minimum=0.0, exclusive=True)
     elif value.ndim != 0:
@@ -191,10 +191,10 @@ def check_learnable(name: str, value: object) -> None:
 
 
 def values_can_be_checked(tensor: Tensor) -> bool:
-    """Whether looking at the values of ``tensor`` costs neither a sync nor a graph break."""
+    """Whether the values of ``tensor`` can be read without a device sync or a graph break."""
     return (
         not torch.compiler.is_compiling()
-        and type(tensor) in (Tensor, nn.Parameter)  # a fake or another subclass may have no values
+        and type(tensor) in (Tensor, nn.Parameter)  # a subclass may have no values
         and tensor.is_cpu
         and not transforms_are_active()
     )

@@ -1,4 +1,4 @@
-"""What the FLOPS family knows of a batch: the mean of every column and its square."""
+"""The batch statistics of the FLOPS losses: column means and their squares."""
 
 from typing import Literal
 
@@ -14,7 +14,7 @@ Estimator = Literal["biased", "unbiased"]
 
 
 def check_rows(estimator: str, num_rows: int, gather: bool) -> None:
-    """Raises for an unbiased estimate of fewer than two rows in all."""
+    """Raise if an unbiased estimate is requested for fewer than two rows in total."""
     num_rows *= num_ranks() if gather else 1
     if estimator == "unbiased" and num_rows < 2:
         raise ValueError(
@@ -24,14 +24,14 @@ def check_rows(estimator: str, num_rows: int, gather: bool) -> None:
 
 
 def mean_and_square(x: Tensor, estimator: str, gather: bool) -> tuple[Tensor, Tensor]:
-    """The column means ``[V]`` of ``[B, V]`` and an estimate of their squares.
+    """Return the column means ``[V]`` of ``x [B, V]`` and an estimate of their squares.
 
-    With ``gather`` they are of all ranks' rows: the columns' sums are added up, no row is sent.
+    With ``gather`` the means are over the rows of all ranks; only column sums are exchanged.
     """
     count = x.shape[0] * (num_ranks() if gather else 1)
     dtype = x.dtype
     if estimator == "unbiased":
-        # Where one row has nearly all of a column, the difference below is a rounding error.
+        # If one row holds nearly all of a column, the difference below cancels in fp32.
         x = x.to(widest_dtype(x.device))
     sums = [x.sum(0)] if estimator == "biased" else [x.sum(0), x.square().sum(0)]
     if gather:

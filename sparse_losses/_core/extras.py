@@ -1,4 +1,4 @@
-"""Packages that only an extra brings: without them an error says what to install."""
+"""Imports of optional packages, with an error that names the extra to install."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ __all__ = ["from_extra"]
 
 @contextmanager
 def from_extra(extra: str) -> Iterator[None]:
-    """A region of imports.
+    """Context manager for imports of packages that belong to the extra ``extra``.
 
     Raises:
-        ModuleNotFoundError: For a package that is not there, with the extra that brings it.
+        ModuleNotFoundError: if a package is missing; the message names the extra.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all."""
+"""Atomic replacement of files, and of folders of files."""
 
 import os
 import shutil
@@ -9,22 +9,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["replaced_file"]
+__all__ = ["replaced_file", "replaced_files"]
 
 
 @contextmanager
 def replaced_file(path: str | os.PathLike[str], *, text: bool = False) -> Iterator[IO[Any]]:
-    """An open file beside ``path``, which takes its place once all of it is on the disk.
+    """Open a temporary file beside ``path`` that replaces it once it is written to disk.
 
-    On an error, such as a full disk, what was there stays and the new file is removed; a killed
-    process leaves it, as ``.NAME.`` and 32 digits. Of two writers the last one wins. Where ``path``
-    is a symbolic link, the file that it leads to is replaced. Text is UTF-8 and gets no line ends
-    but those that are written.
+    After an error, such as a full disk, the old file is unchanged and the temporary one is removed.
+    A killed process leaves it behind as ``.NAME.`` and 32 digits. With two writers the last one
+    wins. If ``path`` is a symbolic link, its target is replaced. Text is UTF-8; line ends are
+    written as given.
 
     Raises:
-        ValueError: If ``path`` is a folder, a device or anything else but a regular file.
+        ValueError: if ``path`` exists and is not a regular file.
     """
-    target = Path(os.path.realpath(path))  # of a symbolic link, what it leads to
+    target = Path(os.path.realpath(path))  # the target of a symbolic link
     exists = os.path.lexists(target)
     if exists and not stat.S_ISREG(os.lstat(target).st_mode):
         kind = "a folder" if target.is_dir() else "a device, a pipe or the like"
@@ -35,9 +35,40 @@ def replaced_file(path: str | os.PathLike[str], *, text: bool = False) -> Iterat
         with open(unfinished, "x" if text else "xb", **how) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # else a power cut may leave the new name without the content
+            os.fsync(file.fileno())  # or a power cut could leave an empty file under the name
         if exists:
             shutil.copymode(target, unfinished)
         os.replace(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def replaced_files(folder: str | os.PathLike[str], *, last: str, instead_of: str) -> Iterator[Path]:
+    """A new folder beside ``folder``, whose files take their places in it once all are written.
+
+    On an error, such as a full disk, what was there stays and the new folder is removed; a process
+    that is killed while it writes leaves it, as ``.NAME.`` and 32 digits. Then file by file is
+    replaced: ``last`` is taken away first and comes back last, so that a reader that asks for it
+    never takes half of one for the other. Files of other names stay, but for those of the pattern
+    ``instead_of``.
+    """
+    target = Path(os.path.realpath(folder))
+    target.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        written = [path for path in unfinished.rglob("*") if path.is_file()]
+        for path in written:
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+        (target / last).unlink(missing_ok=True)
+        for stale in target.glob(instead_of):
+            stale.unlink()
+        for path in sorted(written, key=lambda path: path == unfinished / last):
+            place = target / path.relative_to(unfinished)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, place)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

@@ -12,15 +12,15 @@ T = TypeVar("T")
 
 
 class Later(Generic[T]):
-    """What a tensor holds now, copied to the host while the device works on.
+    """The present values of a tensor, copied to the host while the device continues to work.
 
-    On the CPU it is there at once. From an accelerator it goes into pinned memory, without a wait,
-    and is read some steps later: by then the device has long passed the place of the copy, or has
-    enough queued behind it not to run dry if the host does wait.
+    A CPU tensor is cloned at once. A tensor on an accelerator is copied into pinned memory without
+    a wait and read some steps later. By then the device has usually finished the copy; if not, it
+    has enough work queued after the copy to stay busy while the host waits.
 
     Args:
-        tensor: may be overwritten afterwards.
-        make: turns its values, on the CPU, into what ``read`` returns.
+        tensor: the tensor to copy; it may be overwritten afterwards.
+        make: converts the values, a CPU tensor, to the result of ``read``.
     """
 
     def __init__(self, tensor: Tensor, make: Callable[[Tensor], T]) -> None:
@@ -31,12 +31,12 @@ class Later(Generic[T]):
         if self.is_here:
             self._values = tensor.clone()
             return
-        self._values = tensor.to("cpu", non_blocking=True)  # PyTorch takes pinned memory for this
+        self._values = tensor.to("cpu", non_blocking=True)  # PyTorch uses pinned memory here
         self._event = torch.Event(tensor.device)
         self._event.record()
 
     def read(self) -> T:
-        """The values; waits only where the device has not made the copy yet."""
+        """Return the values; wait only if the copy is not finished."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None

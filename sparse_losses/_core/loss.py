@@ -1,28 +1,28 @@
-"""The declaration: what happens to the arguments of every loss before its formula.
+"""The ``@loss`` decorator: checks and casts the arguments of a loss before its formula.
 
-One line above a function names its tensors and the bounds of its numbers::
+Its arguments declare the function's tensors and the bounds of its numbers::
 
     @loss(activations="B V", token_penalty="V, constant", beta=">= 0")
 
-A tensor is given by its shapes (``"N D or B N D"``), each dimension by one capital letter, and by
-remarks. Without a remark it is data: floating point, it decides the dtype of the computation and
-arrives in it.
+A tensor is declared by its shapes (``"N D or B N D"``, one capital letter per dimension) and by
+remarks. Without remarks it is data: a floating-point tensor that takes part in the choice of the
+dtype of the computation and is cast to it.
 
 - ``optional``: may be ``None``. ``csr``: may be sparse (``torch.sparse_csr``).
-- ``uncast``: data, but left in its dtype.
-- ``halves``: data; where all tensors with this remark have one half-precision dtype and the device
-  returns their products in fp32, they arrive in it (in eager mode).
-- ``layer``: uncast, and multiplied by a layer of the model: under autocast it arrives in autocast's
-  dtype, as ``nn.Linear`` would take it. Not on the CPU, where products stay in fp32.
-- ``detached``: without a gradient: a teacher's scores, the keys of a momentum encoder.
-- ``constant``: cast along, decides no dtype: a penalty, weights.
-- ``mask``: bool, int or float 0/1; arrives as bool.
+- ``uncast``: data that keeps its dtype.
+- ``halves``: data. In eager mode it keeps its half-precision dtype if all tensors with this remark
+  have that dtype and the device returns their products in fp32.
+- ``layer``: uncast, and multiplied by a layer of the model. Under autocast it is cast to autocast's
+  dtype, as by ``nn.Linear``; not on the CPU, where products stay in fp32.
+- ``detached``: has no gradient: a teacher's scores, the keys of a momentum encoder.
+- ``constant``: cast, but without a part in the choice of the dtype: a penalty, weights.
+- ``mask``: bool, int or float 0/1; converted to bool.
 - ``integer``: ids and counts. ``labels``: multi-hot rows. ``token ids``: ids whose range the body
-  checks where they are attended. All three arrive as they came.
+  checks at attended positions. These three are passed on unchanged.
 
-A number is given by its bound: ``"finite"``, ``">= 0"``, ``"integer >= 1"``, or ``"> 0,
-learnable"``: it may then be a 0-d tensor of any value, which is cast along. Flags and choices need
-no declaration: their annotations ``bool`` and ``Literal`` say what is allowed.
+A number is declared by its bound: ``"finite"``, ``">= 0"``, ``"integer >= 1"``, or ``"> 0,
+learnable"``; the latter may also be a 0-d tensor of any value, which is cast. Flags and choices
+need no declaration: their annotations ``bool`` and ``Literal`` define what is allowed.
 """
 
 import functools
@@ -64,7 +64,7 @@ __all__ = ["LossModule", "loss"]
 AS_THEY_CAME = ("labels", "token ids")
 NO_DATA = ("mask", "integer")
 LEARNABLE = "> 0, learnable"
-PADDED = "S"  # every rank pads its texts to a length of its own
+PADDED = "S"  # the padded length differs between ranks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,7 +77,7 @@ class _Declaration(NamedTuple):
     choices: Mapping[str, tuple[object, ...]]
 
     def check(self, hyperparameters: Mapping[str, Any]) -> None:
-        """Raises for a flag, a choice or a number that is none."""
+        """Raise for an invalid flag, choice or number."""
         for name in self.flags:
             if name in hyperparameters:
                 check_flag(**{name: hyperparameters[name]})
@@ -102,7 +102,7 @@ def _check_bound(name: str, value: object, bound: str) -> None:
 
 
 def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Declares the arguments of a loss; its body gets them checked and cast, autocast off."""
+    """Declare the arguments of a loss: its body runs with them checked and cast, autocast off."""
     tensors = {name: declared(text) for name, text in arguments.items() if text[0].isupper()}
     numbers = {name: text for name, text in arguments.items() if name not in tensors}
 
@@ -120,9 +120,9 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             # PyTorch 2.6 compiles strict=False as strict=True.
             given: dict[str, Any] = {**dict(zip(names, args)), **kwargs}  # noqa: B905
-            is_wrong = len(given) < len(args) + len(kwargs)  # too many, or one of them twice
+            is_wrong = len(given) < len(args) + len(kwargs)  # too many, or a duplicate
             if is_wrong or first not in given:
-                return function(*args, **kwargs)  # Python says what is wrong
+                return function(*args, **kwargs)  # Python raises the error
             sizes = check_tensors(tensors, given)
             if kwargs:
                 declaration.check(kwargs)
@@ -133,7 +133,7 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             if given.get("gather", False) is not False:
                 _agree(function.__name__, declaration, given, sizes)
             if is_without_autocast(given[first]):
-                # Types do not follow a call by names alone.
+                # mypy cannot type a call by keywords alone.
                 return function(**given)  # type: ignore[call-arg]
             with autocast_off(given[first].device):
                 return function(**given)  # type: ignore[call-arg]  # as above
@@ -145,7 +145,7 @@ def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def _beside(name: str, number: Tensor, first: str, data: Tensor) -> Tensor:
-    """A 0-d tensor on the CPU, or where the data is: other devices cannot be mixed."""
+    """Return ``number``, a 0-d tensor; raise unless it is on the CPU or on the data's device."""
     if number.device not in (data.device, torch.device("cpu")):
         raise ValueError(
             f"expected `{name}` on {data.device}, where `{first}` is, or on the CPU, "
@@ -155,7 +155,7 @@ def _beside(name: str, number: Tensor, first: str, data: Tensor) -> Tensor:
 
 
 class _Step(NamedTuple):
-    """What the remarks of one tensor ask for, read once."""
+    """The treatment of one tensor, parsed once from its remarks."""
 
     name: str
     kind: str
@@ -175,7 +175,7 @@ def _steps(tensors: Mapping[str, Declared]) -> list[_Step]:
 
 
 def _cast(steps: Sequence[_Step], given: dict[str, Any]) -> torch.dtype:
-    """Brings the tensors to what their remarks say, in place; returns the dtype to compute in."""
+    """Detach, cast and convert the tensors in ``given``; return the dtype to compute in."""
     data: dict[str, Tensor] = {}
     cast, halves = [], []
     for name, kind, is_data, is_detached in steps:
@@ -201,13 +201,13 @@ def _cast(steps: Sequence[_Step], given: dict[str, Any]) -> torch.dtype:
     if halves and not _multiplied_as_halves([given[name] for name in halves]):
         cast += halves
     for name in cast:
-        if given[name].dtype != dtype:  # a call of `to` takes longer than this question
+        if given[name].dtype != dtype:  # this test is cheaper than a call of `to`
             given[name] = given[name].to(dtype)
     return dtype
 
 
 def _multiplied_as_halves(inputs: Sequence[Tensor]) -> bool:
-    """Whether the device takes their products in the dtype they have, and returns fp32."""
+    """Whether the device can multiply the inputs in their half dtype and return fp32."""
     dtype = inputs[0].dtype
     return (
         dtype in HALVES
@@ -229,7 +229,7 @@ def _as_layer(tensor: Tensor) -> Tensor:
 def _agree(
     call: str, declaration: _Declaration, given: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> None:
-    """Other ranks, if there are any, are in the same call, of the same sizes."""
+    """Raise unless all ranks make the same call with the same sizes."""
     tensors, choices = declaration.tensors, declaration.choices
     letters = {letter for shapes, _ in tensors.values() for shape in shapes for letter in shape}
     compared = {letter: sizes.get(letter, 0) for letter in sorted(letters - {PADDED})}
@@ -240,17 +240,17 @@ def _agree(
         elif "optional" in remarks:
             compared[f"number of `{name}`"] = 0 if tensor is None else 1
     data = [given[name] for name in tensors if given.get(name) is not None]
-    if "impl" in choices:  # ways send different things
+    if "impl" in choices:  # each way communicates differently
         place = choices["impl"].index(given.get("impl", "auto"))
         compared['`impl`, counted from 0 for "auto",'] = place
     agree_across_ranks(call, given["gather"], *data, **compared)
 
 
 class LossModule(nn.Module):
-    """What all modules of losses share: hyperparameters as plain attributes, and their repr."""
+    """Base of all loss modules: hyperparameters as plain attributes, and their repr."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Python's own error for a wrong option, but for the one that other packages have."""
+        """Raise a helpful error for ``scale``, the option of other packages."""
         known = inspect.signature(cls).parameters if "scale" in options else {}
         if "temperature" in known and "scale" not in known:
             raise TypeError(
@@ -259,9 +259,9 @@ class LossModule(nn.Module):
         return super().__new__(cls)
 
     def __init__(self, function: Callable[..., Any], **hyperparameters: Any) -> None:
-        """Checks the hyperparameters by the function's declaration, and stores them."""
+        """Store the hyperparameters and check them against the function's declaration."""
         super().__init__()
-        # `loss` sets it on the function; types of functions have no attributes.
+        # `loss` sets the attribute; mypy knows no attributes of functions.
         self._declaration: _Declaration = function.declaration  # type: ignore[attr-defined]
         self._names = tuple(hyperparameters)
         for name, value in hyperparameters.items():
@@ -269,19 +269,19 @@ class LossModule(nn.Module):
         self.check_hyperparameters()
 
     def check_hyperparameters(self) -> None:
-        """Raises for a hyperparameter that the function would refuse."""
+        """Raise for a hyperparameter that the function would refuse."""
         found = self.hyperparameters()
         self._declaration.check(found)
         check_flag(gather=found.get("gather", False))
 
     def hyperparameters(self, **overrides: Any) -> dict[str, Any]:
-        """The hyperparameters by name; an override other than ``None`` replaces the module's."""
+        """Return the hyperparameters by name; overrides that are not ``None`` take precedence."""
         found = {name: getattr(self, name) for name in self._names}
         found.update((name, value) for name, value in overrides.items() if value is not None)
         return found
 
     def extra_repr(self) -> str:
-        """The hyperparameters as ``name=value``."""
+        """Return the hyperparameters as ``name=value``."""
         values = {name: getattr(self, name) for name in self._names}
         return ", ".join(f"{name}={_shown(value)}" for name, value in values.items())
 

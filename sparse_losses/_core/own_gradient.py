@@ -1,4 +1,4 @@
-"""Value and gradient in one go, where PyTorch runs operation by operation."""
+"""Computation of value and gradient together in the forward pass, for eager mode."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,9 +19,9 @@ Gradients = Sequence[Tensor | None]
 
 
 def can_bring_its_gradient(*arguments: Any) -> bool:
-    """Whether a gradient made in the forward pass holds: eager mode, no transform.
+    """Whether the gradient can be computed in the forward pass: eager mode, no transform.
 
-    A compiler fuses the definition itself; ``torch.func`` and forward-mode derivatives need it.
+    A compiler fuses the definition; ``torch.func`` and forward-mode derivatives need it.
     """
     return (
         not torch.compiler.is_compiling()
@@ -31,7 +31,7 @@ def can_bring_its_gradient(*arguments: Any) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether ``torch.func`` or forward-mode derivatives want plain operations."""
+    """Whether ``torch.func`` or forward-mode derivatives are active; they need plain operations."""
     if torch.compiler.is_compiling():
         return False
     return transforms_are_active() or forward_mode_is_active()
@@ -42,12 +42,12 @@ def with_own_gradient(
     compute: Callable[..., tuple[Tensor, Gradients]],
     *arguments: Any,
 ) -> Tensor:
-    """``definition(*arguments)``, computed by ``compute``; a second derivative is the definition's.
+    """Return ``definition(*arguments)``, computed by ``compute``.
 
-    ``compute(needs, *arguments)`` gives the value, 0-d or one a row, and the gradient for every
-    tensor that ``needs`` one (those of row values belong to the tensor's own rows). It runs without
-    a graph, and its gradients are scaled in place: they must be its own. Those of half-precision
-    tensors may come in fp32 and are rounded once, after that.
+    ``compute(needs, *arguments)`` returns the value (0-d or one per row) and the gradients of the
+    tensors that ``needs`` marks; the gradients of row values belong to the tensor's own rows. It
+    runs without a graph. Its gradients are scaled in place, so it must own them; for half-precision
+    tensors they may be fp32 and are rounded after scaling. Second derivatives use ``definition``.
     """
     needs = [isinstance(x, Tensor) and x.requires_grad for x in arguments]
     if not any(needs) or not torch.is_grad_enabled():
@@ -65,7 +65,7 @@ class _OwnGradient(torch.autograd.Function):
         *arguments: Any,
     ) -> Tensor:
         ctx.definition, ctx.compute, ctx.needs = definition, compute, ctx.needs_input_grad[2:]
-        # PyTorch saves no inference tensor, such as keys that were made in inference mode.
+        # PyTorch cannot save inference tensors, such as keys made in inference mode.
         saved = [x if isinstance(x, Tensor) and not x.is_inference() else None for x in arguments]
         ctx.save_for_backward(*saved)
         ctx.others = [x if s is None else None for x, s in zip(arguments, saved, strict=True)]
@@ -75,10 +75,10 @@ class _OwnGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # a graph of the gradient is wanted
+        if torch.is_grad_enabled():  # create_graph=True
             return None, None, *_through_definition(ctx, upstream)
-        # Given away below, so that a leaf keeps the buffer itself; a second backward computes
-        # them again, to the same bits. Only then must the arguments be what they were.
+        # The gradients are handed over, so that a leaf keeps the buffer itself. A second backward
+        # computes them again, bit for bit; only it needs the arguments unchanged.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             with autocast_off(upstream.device):
@@ -92,7 +92,7 @@ class _OwnGradient(torch.autograd.Function):
 
 
 def _through_definition(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
-    # Aliases: where one input was made from another, the way through it is not ours.
+    # Aliases cut the graph between inputs: where one depends on another, autograd adds that path.
     with autocast_off(upstream.device):
         aliases = [_alias(x) if isinstance(x, Tensor) else x for x in _arguments(ctx)]
         wanted = [x for x, need in zip(aliases, ctx.needs, strict=True) if need]
@@ -113,17 +113,17 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def _is_one(factor: Tensor) -> bool:
-    """Whether it is what ``loss.backward()`` starts from; looking costs a CPU nothing."""
+    """Whether ``factor`` is the 1 of ``loss.backward()``; read only on the CPU (free)."""
     return factor.ndim == 0 and factor.is_cpu and not is_batched(factor) and factor.item() == 1
 
 
 def _scaled_(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Scales every row in place."""
+    """Scale every row in place."""
     if factor is None:
         return gradient.to(dtype)
     if factor.ndim:
         factor = factor.reshape(factor.shape + (1,) * (gradient.ndim - factor.ndim))
-    if is_batched(factor):  # many gradients at once, as for a vectorised Jacobian
+    if is_batched(factor):  # as in a vectorised Jacobian
         return (gradient * factor).to(dtype)
     if gradient.dtype != dtype:
         return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))

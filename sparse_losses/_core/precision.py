@@ -1,4 +1,4 @@
-"""Half precision in, single precision inside: no loss is computed in fp16 or bf16."""
+"""Precision of the computation: inputs may be fp16 or bf16, a loss is computed in fp32 or fp64."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -9,27 +9,27 @@ __all__ = ["autocast_off", "compute_dtype", "is_without_autocast", "widest_dtype
 
 
 def autocast_off(device: torch.device) -> AbstractContextManager[None]:
-    """A region without autocast, where it is on.
+    """Return a context in which autocast is off.
 
-    Casting alone does not help: under autocast ``x.float() @ y.float()`` is still a bf16 product.
+    Casting alone is not enough: under autocast ``x.float() @ y.float()`` is still a bf16 product.
     """
     kind = device.type
-    if torch.compiler.is_compiling():  # which cannot trace the question before PyTorch 2.12
+    if torch.compiler.is_compiling():  # the calls below cannot be traced before PyTorch 2.12
         is_on = kind != "meta"
-    else:  # entering a region costs as much as a small loss
+    else:  # entering the context costs as much as a small loss
         is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if is_on else nullcontext()
 
 
 def is_without_autocast(tensor: Tensor) -> bool:
-    """Whether autocast is off for a CPU tensor; asking costs less than entering a region."""
+    """Whether autocast is off for a CPU tensor; cheaper than entering ``autocast_off``."""
     return (
         tensor.is_cpu and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
     )
 
 
 def compute_dtype(**tensors: Tensor | None) -> torch.dtype:
-    """The dtype to compute in: fp64 if any of the data tensors is, else fp32."""
+    """Return the dtype to compute in: fp64 if any of the data tensors is fp64, else fp32."""
     dtype = torch.float32
     for name, tensor in tensors.items():
         if tensor is None:
@@ -42,5 +42,5 @@ def compute_dtype(**tensors: Tensor | None) -> torch.dtype:
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:
-    """What long sums are added up in: fp64, which Apple's GPUs do not have."""
+    """Return the dtype for long sums: fp64, or fp32 on Apple's GPUs, which lack fp64."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -1,4 +1,4 @@
-"""Every private name of PyTorch that this package uses; a test each says when one may go."""
+"""All private PyTorch names that this package uses; a test per name fails once it can go."""
 
 import torch
 from torch import Tensor
@@ -13,28 +13,28 @@ __all__ = [
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Fails on the device, without a wait and without a break of a compiled graph."""
+    """Assert on the device, without a host sync and without a graph break."""
     torch._assert_async(condition, message)
 
 
 def transforms_are_active() -> bool:
-    """Whether a transform of ``torch.func`` is tracing: PyTorch has no public question."""
+    """Whether a transform of ``torch.func`` is active; PyTorch has no public query."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
 def forward_mode_is_active() -> bool:
-    """Whether forward-mode derivatives are being taken: PyTorch has no public question."""
+    """Whether forward-mode derivatives are active; PyTorch has no public query."""
     return bool(torch.autograd.forward_ad._current_level >= 0)
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether a tensor stands for many, as in a vectorised Jacobian: nothing in place then."""
+    """Whether a tensor is batched by ``vmap``; in-place operations are then impossible."""
     functorch = torch._C._functorch
     return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
 
 
 def multiplies_bf16() -> bool:
-    """Whether the CPU multiplies bf16 faster than fp32; PyTorch has no public question."""
+    """Whether the CPU multiplies bf16 faster than fp32; PyTorch has no public query."""
     return (
         bool(torch.backends.mkldnn.enabled)
         and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]

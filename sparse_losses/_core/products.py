@@ -1,7 +1,7 @@
 """Products of half-precision matrices, summed and returned in fp32.
 
-A product of two numbers of half precision is exact in fp32, so nothing is lost against casting the
-matrices first; tensor cores take them many times as fast.
+The product of two half-precision numbers is exact in fp32, so this is as precise as casting the
+matrices first, and tensor cores are many times as fast.
 """
 
 import torch
@@ -15,9 +15,9 @@ _returns_fp32: dict[tuple[torch.device, torch.dtype], bool] = {}
 
 
 def returns_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the device multiplies matrices of this half dtype and returns fp32.
+    """Whether the device can multiply matrices of this half dtype and return fp32.
 
-    PyTorch 2.8 and later do on CUDA. Tried once per device: no name of a device says so.
+    PyTorch >= 2.8 can on CUDA. One trial per device decides, as no device property tells.
     """
     if dtype not in HALVES:
         return False
@@ -34,12 +34,12 @@ def returns_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def as_single(x: Tensor) -> Tensor:
-    """Halves in fp32, other dtypes as they are."""
+    """Cast half precision to fp32; return other dtypes unchanged."""
     return x.float() if x.dtype in HALVES else x
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of two matrices, or of two stacks of them; halves in fp32; without a graph."""
+    """Return ``a @ b`` of matrices or batches of matrices; fp32 for halves; no autograd."""
     if a.dtype not in HALVES:
         return a @ b
     if not returns_fp32(a.device, a.dtype):

@@ -1,4 +1,4 @@
-"""From one value a row to the value of the loss."""
+"""Reduction of row values to the value of the loss."""
 
 from typing import Literal
 
@@ -14,17 +14,17 @@ Reduction = Literal["none", "mean", "sum"]
 
 
 def check_reduction(reduction: str) -> None:
-    """Raises a ``ValueError`` for anything but none, mean and sum."""
+    """Raise a ``ValueError`` unless ``reduction`` is none, mean or sum."""
     check_choice("reduction", reduction, ("none", "mean", "sum"))
 
 
 def row_divisor(
     values: Tensor, reduction: str, valid: Tensor | None = None, gather: bool = False
 ) -> Tensor | int | None:
-    """What the sum of the rows of ``values`` is divided by; ``None`` where ``reduce`` is needed.
+    """Return the divisor of the sum of row values, or ``None`` if ``reduce`` is needed.
 
-    A way with a gradient of its own divides the gradient of a row by it where that is small; that
-    of row values is scaled in a pass over the whole of it.
+    A way with its own gradient can apply the divisor early, to a small tensor; the gradients of
+    unreduced row values are scaled in an additional pass over the full gradient.
     """
     if reduction == "none" or (gather and num_ranks() > 1):
         return None
@@ -43,11 +43,11 @@ def reduce(
     *,
     zeroed: bool = False,
 ) -> Tensor:
-    """Reduces row values ``[B]``; rows that are not ``valid`` are 0 and leave the mean.
+    """Reduce row values ``[B]``; invalid rows become 0 and do not count in the mean.
 
-    The mean of no valid row is 0, still part of the graph; a NaN in a valid row stays NaN. With
-    ``gather`` sum and mean are over the rows of all ranks. ``zeroed`` is a promise that rows that
-    are not valid are 0 already, in value and gradient.
+    The mean of no valid row is 0 and part of the graph; a NaN in a valid row stays NaN. With
+    ``gather`` sum and mean are over the rows of all ranks. ``zeroed`` promises that invalid rows
+    are already 0, in value and gradient.
     """
     if valid is not None and not zeroed:
         values = torch.where(valid, values, 0.0)
@@ -60,5 +60,5 @@ def reduce(
         sums = sum_over_ranks(torch.stack([values.sum(), count.sum()]))
         return sums[0] / sums[1].clamp(min=1)
     if valid is None:
-        return values.mean() if values.shape[0] > 0 else values.sum()  # a mean of nothing is 0
+        return values.mean() if values.shape[0] > 0 else values.sum()  # the empty mean is 0
     return values.sum() / valid.sum().clamp(min=1)

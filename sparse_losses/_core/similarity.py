@@ -1,4 +1,4 @@
-"""Row normalisation that survives zero, tiny and huge rows."""
+"""Row normalisation that handles zero, tiny and huge rows."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,9 +14,9 @@ __all__ = ["HalfRows", "half_rows", "normalize", "through_unit_rows_", "unit_row
 
 
 def normalize(x: Tensor) -> Tensor:
-    """L2-normalises the last dimension; a zero row stays zero and has zero gradient.
+    """L2-normalise the last dimension; a zero row stays zero and has zero gradient.
 
-    ``F.normalize`` divides a zero row by 1e-12, which sends a gradient of 1e12 into it.
+    ``F.normalize`` divides a zero row by 1e-12, so its gradient there is of size 1e12.
     """
     if can_bring_its_gradient(x) and x.ndim > 1:
         unit: Tensor = _Normalize.apply(x)  # type: ignore[no-untyped-call]
@@ -27,9 +27,9 @@ def normalize(x: Tensor) -> Tensor:
 def _normalize(x: Tensor) -> Tensor:
     if x.shape[-1] == 0:
         return x
-    # The direction does not depend on this scale, so it is a constant to the gradient; with it,
-    # squares neither underflow nor overflow. Its bounds keep its reciprocal a normal number, and
-    # a product takes a CPU a fraction of the time of a division.
+    # The scale keeps squares from underflow and overflow. The direction does not depend on it, so
+    # the gradient treats it as a constant. Its bounds keep the reciprocal a normal number; on a
+    # CPU a product takes a fraction of the time of a division.
     tiny = torch.finfo(x.dtype).tiny
     scale = x.detach().abs().amax(-1, keepdim=True).clamp(min=tiny, max=1 / tiny)
     scaled = x * scale.reciprocal()
@@ -40,16 +40,16 @@ def _normalize(x: Tensor) -> Tensor:
 
 
 def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A copy of ``x [..., D]`` with unit rows, and 1 over their lengths ``[..., 1]``; no graph.
+    """Return unit rows of ``x [..., D]`` and the inverse norms ``[..., 1]``; no autograd.
 
-    A zero row stays zero, and its 1 over the length is 0.
+    A zero row stays zero, and its inverse norm is 0.
     """
     if x.numel() == 0:
         return x.clone(), x.new_zeros(*x.shape[:-1], 1)
-    if x.is_cpu:  # looking costs a CPU nothing
+    if x.is_cpu:  # reading values is free on a CPU
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         low, high = torch.aminmax(norm)
-        if low > 1e-15 and high < 1e15:  # squares neither overflowed nor vanished
+        if low > 1e-15 and high < 1e15:  # no square overflowed or underflowed
             inverse = norm.reciprocal_()
             return x * inverse, inverse
     wide = widest_dtype(x.device)
@@ -57,7 +57,7 @@ def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
         inverse = norm.reciprocal_().nan_to_num_(nan=torch.nan, posinf=0.0)
         return torch.mul(x, inverse, out=torch.empty_like(x)), inverse
-    # No wider dtype to sum in. The largest number of each row, by two reads; `abs` makes a copy.
+    # There is no wider dtype: scale by each row's largest magnitude. `abs` would make a copy.
     scale = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))
     is_zero = scale == 0
     unit = x / torch.where(is_zero, 1.0, scale)
@@ -68,21 +68,21 @@ def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class HalfRows(NamedTuple):
-    """Rows ``[..., D]`` of half precision, brought to a norm of 0.5 to 1 by a power of two."""
+    """Half-precision rows ``[..., D]``, scaled by a power of two to a norm between 0.5 and 1."""
 
-    values: Tensor  # exact, but for what vanishes beside the row's largest numbers
-    norm: Tensor  # of those [..., 1], fp32
+    values: Tensor  # exact, except for numbers that underflow beside the row's largest
+    norm: Tensor  # the norm of `values` [..., 1], fp32
     scale: Tensor  # the power of two [..., 1], fp64
 
 
 def half_rows(*inputs: Tensor) -> list[HalfRows]:
-    """Rows to be multiplied in half precision as they are, and divided by their norms after."""
+    """Scale rows so that half-precision products of them can be divided by the norms later."""
     shapes = [(*x.shape[:-1], 1) for x in inputs]
     sizes = [math.prod(shape) for shape in shapes]
     length = torch.empty(sum(sizes), dtype=torch.float64, device=inputs[0].device)
     for x, shape, out in zip(inputs, shapes, torch.split(length, sizes), strict=True):
         torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=length.dtype, out=out.view(shape))
-    torch.threshold_(length, 0.0, 1e300)  # a zero row: its gradient is divided by that
+    torch.threshold_(length, 0.0, 1e300)  # the gradient of a zero row is divided by 1e300
     norm, _ = torch.frexp(length)
     scale = norm / length
     found = []
@@ -97,10 +97,10 @@ def half_rows(*inputs: Tensor) -> list[HalfRows]:
 
 
 def through_unit_rows_(gradient: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
-    """Turns, in place, the gradient of unit rows into that of the rows they came from."""
+    """Convert, in place, the gradient of unit rows to that of the rows before normalisation."""
     num_rows = len(gradient)
     step = max(num_rows, 1)
-    if gradient.is_cpu:  # what it copies stays in the cache
+    if gradient.is_cpu:  # the copies of a part fit in the cache
         step = max((1 << 18) // max(gradient[:1].numel(), 1), 1)
     for start in range(0, num_rows, step):
         part = slice(start, start + step)

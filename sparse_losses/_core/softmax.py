@@ -1,4 +1,4 @@
-"""Log-sum-exp pieces that keep their digits in the value and in the gradient."""
+"""Log-sum-exp functions that are accurate in value and gradient."""
 
 import torch
 import torch.nn.functional as nnf
@@ -15,10 +15,10 @@ def contrastive_rows(
     decoupled: bool = False,
     one_positive: bool = False,
 ) -> Tensor:
-    """InfoNCE, one value a row of ``scores [B, C]``: the mean over the row's positives.
+    """Return InfoNCE per row of ``scores [B, C]``: the mean over the row's positives.
 
-    With ``decoupled`` the positives leave the denominator. ``one_positive`` is a promise that no
-    row has more of them, which takes fewer operations.
+    With ``decoupled`` the denominator has no positives. ``one_positive`` promises that no row has
+    more than one positive, which saves operations.
     """
     if decoupled or one_positive:
         if one_positive:
@@ -35,25 +35,25 @@ def _mean_where(mask: Tensor, values: Tensor) -> Tensor:
 
 
 def softplus(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """``log(1 + exp(x))``, exact to rounding (by default PyTorch switches to ``x`` at 20)."""
+    """Return ``log(1 + exp(x))`` to full precision (PyTorch's default returns ``x`` from 20)."""
     if out is None:
         return nnf.softplus(x, threshold=50.0)
     return nnf.softplus(x, 1, 50.0, out=out)  # type: ignore[call-arg]  # torch's stub lacks it
 
 
 def masked_logsumexp(scores: Tensor, mask: Tensor) -> Tensor:
-    """``log(sum(exp(scores)))`` over the last dimension where ``mask``; ``-inf`` over nothing."""
-    # The gradient of a log-sum-exp of nothing but -inf is NaN, that of the lowest numbers is not.
+    """Return ``log(sum(exp(scores)))`` over the last dimension where ``mask``; ``-inf`` if none."""
+    # The gradient of a log-sum-exp is NaN if all scores are -inf, so use the lowest number.
     lowest = torch.finfo(scores.dtype).min
     total = torch.where(mask, scores, lowest).logsumexp(-1)
     return torch.where(total == lowest, -torch.inf, total)
 
 
 def negative_log_softmax(scores: Tensor, mask: Tensor) -> Tensor:
-    """``-log softmax`` over the last dimension where ``mask``; elsewhere it means nothing.
+    """Return ``-log softmax`` over the last dimension where ``mask``; undefined elsewhere.
 
-    ``logsumexp(scores) - score`` cancels where one candidate has nearly all of the probability.
-    Only the largest can, so its term alone is ``softplus(logsumexp(the others) - score)``.
+    ``logsumexp(scores) - score`` cancels if a candidate has nearly all of the probability. Only
+    the largest can, so its term is computed as ``softplus(logsumexp(the others) - score)``.
     """
     if scores.shape[-1] == 0:  # an empty batch has no largest candidate
         return scores
@@ -63,4 +63,4 @@ def negative_log_softmax(scores: Tensor, mask: Tensor) -> Tensor:
     top = torch.where(largest, scores, 0.0).sum(-1, keepdim=True)
     rest = masked_logsumexp(scores, mask & ~largest).unsqueeze(-1)
     excess = softplus(rest - top)
-    return torch.where(largest, excess, top + excess - scores)
+    return torch.where(largest, excess, (top - scores) + excess)  # in the order that cancels least

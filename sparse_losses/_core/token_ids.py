@@ -1,4 +1,4 @@
-"""Token ids of a text as a set: which positions count, and what stands there."""
+"""Token ids and masks of texts, checked and reduced to sets."""
 
 from collections.abc import Iterable
 from numbers import Integral
@@ -15,7 +15,7 @@ TokenIds = Iterable[int] | Tensor
 
 
 def as_mask(name: str, mask: Tensor) -> Tensor:
-    """A bool, integer or float 0/1 mask as bool."""
+    """Convert a bool, integer or float 0/1 mask to bool."""
     if mask.dtype == torch.bool:
         return mask
     is_set = mask.bool()
@@ -27,28 +27,28 @@ def as_mask(name: str, mask: Tensor) -> Tensor:
 def attended_ids(
     name: str, input_ids: Tensor, attended: Tensor, vocab_size: int, *, gathered: bool = False
 ) -> Tensor:
-    """``input_ids`` as int64, 0 where not attended; attended ids outside ``[0, V)`` are errors.
+    """Return ``input_ids`` as int64, 0 where not attended; raise for ids outside ``[0, V)``.
 
-    ``gathered`` is a promise that the caller gathers ``V`` columns by these ids: an accelerator
-    then checks them by itself.
+    ``gathered`` promises that the caller gathers ``V`` columns by these ids; an accelerator checks
+    the range in that operation.
     """
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
         raise TypeError(f"expected `{name}` to be integers, got {input_ids.dtype}")
-    ids = input_ids.long() * attended  # one launch; `where` with a number is two
+    ids = input_ids.long() * attended  # one launch; `where` with a number takes two
     if values_can_be_checked(ids):
         lowest, highest = (x.item() for x in ids.aminmax()) if ids.numel() > 0 else (0, -1)
         if lowest < 0 or highest >= vocab_size:
             outside = lowest if lowest < 0 else highest
             raise ValueError(f"expected `{name}` in [0, V) with V = {vocab_size}, got {outside}")
     elif torch.compiler.is_compiling() or not (gathered or transforms_are_active()):
-        # An assertion on the device: no sync in eager mode, no graph break when compiled.
+        # An assertion on the device needs no sync in eager mode and no graph break.
         is_inside = ((ids >= 0) & (ids < vocab_size)).all()
         assert_on_device(is_inside, f"expected `{name}` in [0, V)")
     return ids
 
 
 def first_occurrences(ids: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-    """Sorts each row ``[B, S]`` and marks where an attended id stands for the first time."""
+    """Sort each row ``[B, S]`` and mark the first occurrence of every attended id."""
     beyond = torch.iinfo(ids.dtype).max
     ordered = torch.where(attended, ids, beyond).sort(-1).values
     first = torch.ones_like(attended)
@@ -58,7 +58,7 @@ def first_occurrences(ids: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_ids(name: str, token_ids: TokenIds | None) -> Tensor | tuple[int, ...] | None:
-    """A set of token ids as a tensor ``[n]`` or a tuple, which unlike an iterator can be reread."""
+    """Return token ids as a tensor ``[n]`` or a tuple; an iterator could be read only once."""
     if token_ids is None:
         return None
     if isinstance(token_ids, Tensor):
@@ -79,7 +79,7 @@ def check_ids(name: str, token_ids: TokenIds | None) -> Tensor | tuple[int, ...]
 def id_mask(
     name: str, token_ids: TokenIds | None, vocab_size: int, device: torch.device
 ) -> Tensor | None:
-    """A set of token ids as a mask ``[V]``; ``None`` for no ids."""
+    """Return a set of token ids as a mask ``[V]``, or ``None`` if there are no ids."""
     ids = check_ids(name, token_ids)
     if ids is None or len(ids) == 0:
         return None
@@ -87,7 +87,7 @@ def id_mask(
         ids = torch.tensor(ids)
     ids = attended_ids(name, ids, torch.ones_like(ids, dtype=torch.bool), vocab_size)
     if device.type not in ("cpu", "meta") and values_can_be_checked(ids):
-        ids = ids.pin_memory()  # from where a copy to the device waits for nothing
+        ids = ids.pin_memory()  # the copy to the device is then asynchronous
     mask = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-    # A copy to the CPU is read at once, so it must have arrived.
+    # A copy to the CPU is read at once, so it must be synchronous.
     return mask.index_fill(0, ids.to(device, non_blocking=device.type != "cpu"), True)

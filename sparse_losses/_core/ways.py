@@ -1,4 +1,4 @@
-"""A loss is defined once; other ways to compute it are declared beside the definition."""
+"""Selection among the ways to compute a loss: its definition and the faster alternatives."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +23,13 @@ class Way(NamedTuple):
     """One way to compute the value of a definition together with its gradient.
 
     Attributes:
-        name: what ``impl`` says to ask for it.
-        why_not: ``(arguments, options)`` to the words that follow "expected", or ``None``.
-        pays: ``(arguments, options)`` to whether ``impl="auto"`` takes it.
-        compute: ``(needs, *arguments, **options)`` to the value and the gradients, in order; where
-            the caller asks ``choose`` alone, whatever that caller does with it.
-        compiles: whether it is made of operators that ``torch.compile`` knows.
+        name: the value of ``impl`` that selects it.
+        why_not: maps ``(arguments, options)`` to ``None`` if the way supports the call, else to
+            the words that follow "expected" in the error.
+        pays: maps ``(arguments, options)`` to whether ``impl="auto"`` selects it.
+        compute: maps ``(needs, *arguments, **options)`` to the value and the gradients, in order.
+            Callers of ``choose`` alone define their own signature.
+        compiles: whether ``torch.compile`` can trace it; default False.
     """
 
     name: str
@@ -39,23 +40,23 @@ class Way(NamedTuple):
 
 
 def always(arguments: Arguments, options: Options) -> bool:
-    """What a way says that pays wherever it can take the call."""
+    """``pays`` of a way that is faster wherever it supports the call."""
     return True
 
 
 def never(arguments: Arguments, options: Options) -> bool:
-    """What a way says that is taken by its name only."""
+    """``pays`` of a way that is selected by name only."""
     return False
 
 
 def choose(ways: Sequence[Way], impl: str, arguments: Arguments, options: Options) -> Way | None:
-    """The way that ``impl`` names, or for ``"auto"`` the first that can and pays.
+    """Return the way named by ``impl``, or for ``"auto"`` the first that supports it and pays.
 
-    ``None`` is the definition: under ``torch.func``, and compiled unless the way compiles; then a
-    way that ``impl`` names is checked, and the definition computes the same number.
+    ``None`` means the definition. It is used under ``torch.func`` and, unless the way compiles,
+    under ``torch.compile``; a way named by ``impl`` is checked there all the same.
 
     Raises:
-        ValueError: if the way that ``impl`` names cannot take the call.
+        ValueError: if the way named by ``impl`` does not support the call.
     """
     is_eager = can_bring_its_gradient(*arguments)
     is_plain = is_eager or not is_transformed()
@@ -65,7 +66,7 @@ def choose(ways: Sequence[Way], impl: str, arguments: Arguments, options: Option
             continue
         why = way.why_not(arguments, options)
         if why is not None and impl == way.name:
-            raise ValueError(f'expected {why} with impl="{impl}"; impl="auto" takes one that can')
+            raise ValueError(f'expected {why} with impl="{impl}"; impl="auto" selects one that can')
         if can_run and why is None and (impl == way.name or way.pays(arguments, options)):
             return way
     return None
@@ -78,13 +79,12 @@ def compute(
     arguments: Arguments,
     options: Options,
 ) -> Tensor:
-    """``definition(*arguments, **options)``, by the way that ``choose`` finds.
+    """Return ``definition(*arguments, **options)``, computed by the way that ``choose`` selects.
 
-    Compiled and under ``torch.func`` it is the definition; with ``create_graph=True`` the gradient
-    is computed again, through the definition.
+    With ``create_graph=True`` the gradient is computed again, through the definition.
 
     Raises:
-        ValueError: if the way that ``impl`` names cannot take the call.
+        ValueError: if the way named by ``impl`` does not support the call.
     """
     way = choose(ways, impl, arguments, options)
     if way is None:

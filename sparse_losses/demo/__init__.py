@@ -1,4 +1,4 @@
-"""Search your own Python's documentation with a sparse retriever that you trained yourself.
+"""Train a sparse retriever on your own Python's documentation and search it.
 
-Run it with ``python -m sparse_losses.demo``. Nothing here is imported by ``import sparse_losses``.
+Run it with ``python -m sparse_losses.demo``. ``import sparse_losses`` does not import it.
 """

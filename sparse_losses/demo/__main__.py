@@ -8,13 +8,13 @@ from sparse_losses.demo.options import guarded, make_parser, require_extra
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; 0 if all went well, 1 for a mistake of the user, 130 for Ctrl-C."""
+    """Run the demo; return 0 for success, 1 for a user's mistake, 130 for Ctrl-C."""
     return guarded(_run, make_parser(), arguments)
 
 
 def _run(options: argparse.Namespace) -> None:
     require_extra()
-    from sparse_losses.demo import command  # which needs the extra
+    from sparse_losses.demo import command  # needs the extra's packages
 
     command.execute(options)
 

@@ -1,4 +1,4 @@
-"""What the command does: train, rank the test queries beside BM25, answer questions."""
+"""The steps of the command: train, compare with BM25 on the test queries, answer questions."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ EXAMPLES = {
     ),
 }
 LOADERS = {"docstrings": docstrings, "debian": debian}
-FIRST_LOOK = 10  # a weight that is far off shows before its damage does; then every 50 steps
+FIRST_LOOK = 10  # a wrong weight is visible by then, before it does damage; then every 50 steps
 SIDES = {"document": "Documents", "query": "Queries"}
 
 
 def execute(options: argparse.Namespace) -> None:
-    """Read, train, measure, answer, and leave the figures and the picture in the folder.
+    """Read, train, measure, answer, and write the figures and the picture to the folder.
 
     Raises:
-        UserError: for a mistake of the user, or a training that collapsed.
+        UserError: for a user's mistake, or a training that collapsed.
     """
     started = time.perf_counter()
-    torch.set_num_threads(1)  # so that figures repeat, and faster on texts this small
+    torch.set_num_threads(1)  # makes figures reproducible, and is faster on texts this small
     console = Console(highlight=False)
     folder = writable_folder(options.output)
     settings = settings_of(options)
     if any(not query.strip() for query in options.query):
-        raise UserError("expected a question after --query, got an empty text")
+        raise UserError("expected a question after --query, got an empty string")
 
     if options.pairs:
         corpus = read_pairs(options.pairs)
@@ -128,7 +128,7 @@ def _write(
     tops: dict[str, list[tuple[str, float]]],
     answers: dict[str, list[tuple[float, str, str]]],
 ) -> None:
-    """All that the run has found, as JSON."""
+    """Write all results of the run as JSON."""
     content = {
         "versions": {"sparse-losses": sparse_losses.__version__, "torch": torch.__version__},
         "sources": corpus.sources,
@@ -150,7 +150,7 @@ def _write(
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """The settings that the command line asks for."""
+    """Return the settings of the command line."""
     return Settings(
         steps=options.steps,
         seed=options.seed,
@@ -162,7 +162,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def train(console: Console, run: Run) -> None:
-    """Train under a progress bar, and tell what ``advise`` finds on the way."""
+    """Train with a progress bar, and print what ``advise`` finds."""
     bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console)
     task = bar.add_task("steps", total=run.settings.steps)
     line = Text(style="dim")
@@ -183,7 +183,7 @@ def train(console: Console, run: Run) -> None:
 
 
 def news(known: dict[tuple[str, str], Finding], found: dict[str, list[Finding]]) -> Iterator[str]:
-    """A line for each finding that is new or gone; ``known`` is brought up to date."""
+    """Yield a line for each finding that is new or gone, and update ``known``."""
     now = {(side, one.symptom): one for side, findings in found.items() for one in findings}
     for side, symptom in [gone for gone in known if gone not in now]:
         yield f"{SIDES[side].lower()}: no longer: {symptom}"

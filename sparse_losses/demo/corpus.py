@@ -1,4 +1,4 @@
-"""Pairs of query and document, split so that nothing of the test can be seen in training."""
+"""Pairs of query and document, split so that no test text occurs in training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MINIMUM_PAIRS = 100
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A query, the document that answers it, and the task it belongs to."""
+    """A query, the document that answers it, and the number of its task."""
 
     task: int
     query: str
@@ -25,10 +25,10 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One thing that can be found, with at most one pair for each task.
+    """An object to be found, with at most one pair for each task.
 
-    Rows of one group (methods of the same name, say) never lie on both sides of a split. ``text``
-    is what is indexed for the user's questions.
+    Rows of one group (such as methods of the same name) are always on the same side of a split.
+    ``text`` is indexed for the user's questions.
     """
 
     title: str
@@ -39,7 +39,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Rows for training, for choosing settings, and for the final report, and where they are from.
+    """Rows for training, validation and test, and the versions of their sources.
 
     Every validation and test row has one pair for each task.
     """
@@ -52,12 +52,12 @@ class Corpus:
 
     @property
     def rows(self) -> list[Row]:
-        """All rows, as indexed for the user's own questions."""
+        """All rows, which are indexed for the user's questions."""
         return self.train + self.validation + self.test
 
 
 def pair_texts(rows: Iterable[Row], task: int) -> tuple[list[str], list[str]]:
-    """Queries and documents of one task."""
+    """Return the queries and documents of one task."""
     pairs = [pair for row in rows for pair in row.pairs if pair.task == task]
     return [pair.query for pair in pairs], [pair.document for pair in pairs]
 
@@ -65,10 +65,10 @@ def pair_texts(rows: Iterable[Row], task: int) -> tuple[list[str], list[str]]:
 def split(
     rows: Iterable[Row], tasks: tuple[str, ...], sources: dict[str, str], held_out: int = HELD_OUT
 ) -> Corpus:
-    """Deal whole groups into test, validation and training rows, in the order of their md5.
+    """Split whole groups into test, validation and training rows, in the order of their md5.
 
     A held-out set takes one complete row of a group and drops the others, so that every query has
-    one right answer. Dealing depends on names alone: no seed changes it.
+    one right answer. The split depends only on names, not on a seed.
     """
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
@@ -90,18 +90,18 @@ def split(
 def read_pairs(path: Path) -> Corpus:
     """Read the user's own pairs from lines of ``query<TAB>document``.
 
-    Lines that share a query or a document form one group. A tenth of the pairs, 600 at most, is
-    kept for validation and another for the test.
+    Lines that share a query or a document form one group. A tenth of the pairs, at most 600, is
+    held out for validation, and another tenth for the test.
 
     Raises:
         UserError: the file cannot be read, a line is not such a pair, or there are too few.
     """
     pairs: dict[tuple[str, str], None] = {}
-    above: dict[str, str] = {}  # a union-find: the smallest member stands for its group
+    above: dict[str, str] = {}  # a union-find whose roots are the smallest members of the groups
 
     def root(item: str) -> str:
         while (parent := above.setdefault(item, item)) != item:
-            above[item] = above[parent]  # or chains would grow long
+            above[item] = above[parent]  # keeps chains short
             item = parent
         return item
 
@@ -127,8 +127,8 @@ def read_pairs(path: Path) -> Corpus:
         pairs[query, document] = None
     if len(pairs) < MINIMUM_PAIRS:
         raise UserError(
-            f"{path}: {len(pairs)} different pairs are too few to train and test on; "
-            f"at least {MINIMUM_PAIRS} are needed, a few thousand make a useful retriever"
+            f"{path}: expected at least {MINIMUM_PAIRS} different pairs for training and test, got "
+            f"{len(pairs)}; a useful retriever needs a few thousand"
         )
     rows = []
     for query, document in pairs:
@@ -138,7 +138,7 @@ def read_pairs(path: Path) -> Corpus:
     corpus = split(rows, ("query → document",), source, held_out=min(HELD_OUT, len(pairs) // 10))
     if len(corpus.train) < MINIMUM_PAIRS // 2 or len(corpus.validation) < MINIMUM_PAIRS // 20:
         raise UserError(
-            f"{path}: after setting test pairs apart only {len(corpus.train)} pairs are left for "
-            "training, because most lines share a query or a document; add more different pairs"
+            f"{path}: only {len(corpus.train)} pairs are left for training without the test pairs, "
+            "because most lines share a query or a document; add more different pairs"
         )
     return corpus

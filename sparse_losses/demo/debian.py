@@ -1,8 +1,8 @@
-"""The packages of Debian as pairs: what one is called in a line, and its description.
+"""Debian's packages as pairs: the title as query, the description as document.
 
-The title finds the description. Texts come from the lists that apt keeps on a Debian or Ubuntu
-machine; nothing is downloaded here. Packages built of one source describe one thing, so a source
-gives one row, and the releases of a source (``gcc-11``, ``gcc-12``) count as the same.
+Texts come from the lists that apt keeps on a Debian or Ubuntu machine; nothing is downloaded here.
+Packages built from one source describe the same thing, so a source gives one row, and the releases
+of a source (``gcc-11``, ``gcc-12``) count as one.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from sparse_losses.demo.options import UserError
 from sparse_losses.demo.texts import cut, is_prose, unique, without_name
 
 TASKS = ("title → description",)
-SOURCES = 10_000  # as many texts as the docstrings give
+SOURCES = 10_000  # the number of texts in the docstrings
 TITLE_WORDS = range(3, 26)
 MINIMUM_WORDS = 20
-BOILERPLATE = 3  # sources that share a paragraph: it is about their kind, not about them
+BOILERPLATE = 3  # a paragraph that so many sources share is boilerplate
 UPDATE = "apt-get update -o Acquire::Languages=en"
 
-_LANGUAGE = ("-o", "Acquire::Languages=en")  # images for containers are set to "none"
+_LANGUAGE = ("-o", "Acquire::Languages=en")  # container images set it to "none"
 _SIDE_PACKAGE = re.compile(r"-(dev|devel|doc|docs|dbg|dbgsym|data|common|examples|tests?|l10n-.*)$")
 _EMPTY_PACKAGE = re.compile(r"\btransitional\b|\bdummy package\b|\bmeta-?package\b", re.IGNORECASE)
 _VERSION = re.compile(r"[-.]?\d[\d.]*(-.*)?$")
 _ADDRESS = re.compile(r"(?:https?|ftp)://\S+|www\.\S+")
 
-Package = tuple[str, str, str]  # name, source, and its description as apt prints it
+Package = tuple[str, str, str]  # name, source, and description as apt prints it
 
 
 def load() -> Corpus:
@@ -42,7 +42,7 @@ def load() -> Corpus:
 
 
 def to_corpus(packages: Iterable[Package]) -> Corpus:
-    """The rows of some packages, split, with the number of rows and a digest of all their texts."""
+    """Return the split rows of packages, with their number and a digest of all texts."""
     rows = to_rows(packages)
     texts = "\n".join(text for row in rows for text in (row.pairs[0].query, row.pairs[0].document))
     digest = hashlib.sha256(texts.encode()).hexdigest()[:12]
@@ -50,7 +50,7 @@ def to_corpus(packages: Iterable[Package]) -> Corpus:
 
 
 def read_packages() -> Iterator[Package]:
-    """All packages that apt knows, in the order of its lists."""
+    """Read all packages that apt knows, in the order of its lists."""
     sources = {
         record["Package"]: record.get("Source", record["Package"]).split()[0]
         for record in _records(_run("apt-cache", "dumpavail"))
@@ -82,7 +82,7 @@ def _run(*command: str) -> str:
 
 
 def _records(text: str) -> Iterator[dict[str, str]]:
-    """The paragraphs of a control file; a field's further lines keep their first blank."""
+    """Yield the paragraphs of a control file; continuation lines keep their first blank."""
     for paragraph in text.split("\n\n"):
         record: dict[str, str] = {}
         name = ""
@@ -97,7 +97,7 @@ def _records(text: str) -> Iterator[dict[str, str]]:
 
 
 def clean(description: str) -> tuple[str, list[str]]:
-    r"""A description's title and its paragraphs, each on one line; lists set apart by blanks go.
+    r"""Return a description's title and its paragraphs, each on one line, without indented lists.
 
     >>> clean("sorts lines\n Reads and\n sorts them.\n .\n   -r backwards\n See sort(1).")
     ('sorts lines', ['Reads and sorts them.', 'See sort(1).'])
@@ -114,7 +114,7 @@ def clean(description: str) -> tuple[str, list[str]]:
 
 
 def family(source: str) -> str:
-    """A source's name without its release, which names the group that a split keeps together.
+    """Return a source's name without its release: the name of its group in a split.
 
     >>> [family(name) for name in ("gcc-12-cross", "llvm-toolchain-14", "libpng1.6", "sed")]
     ['gcc', 'llvm-toolchain', 'libpng', 'sed']
@@ -123,10 +123,10 @@ def family(source: str) -> str:
 
 
 def to_rows(packages: Iterable[Package]) -> list[Row]:
-    """One row for each family of packages: that of its plainest package, if it is fit to be a pair.
+    """Return one row per family: that of its package with the plainest name, if it makes a pair.
 
     Empty packages that only name others are left out, and so are paragraphs that several sources
-    share, titles already seen, and descriptions much like another's.
+    share, titles already seen, and near duplicates of other descriptions.
     """
     cleaned = []
     holders: dict[str, set[str]] = {}

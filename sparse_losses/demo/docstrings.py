@@ -1,8 +1,8 @@
-"""The docstrings of the installed Python as pairs: harvested, cleaned and without duplicates.
+"""The docstrings of the installed Python as pairs: collected, cleaned and without duplicates.
 
 Sources are parsed, never imported: importing every module of an installation is slow, prints, and
-runs other people's code. Functions written in C have no source; a short list of modules that are
-safe to look into supplies those.
+runs other people's code. Functions written in C have no source; they come from a short list of
+modules that are safe to import.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Docstring = tuple[str, str]  # qualified name, raw text
 
 def load() -> Corpus:
     """Harvest, clean, de-duplicate and split; the same installed versions give the same corpus."""
-    gc.disable()  # a third of the time would go to searching syntax trees for cycles
+    gc.disable()  # it would take a third of the time to search syntax trees for cycles
     try:
         return split(to_rows(harvest()), TASKS, versions())
     finally:
@@ -60,7 +60,7 @@ def load() -> Corpus:
 
 
 def versions() -> dict[str, str]:
-    """The versions of what is being read, to be printed next to every figure."""
+    """Return the versions of the sources, to be printed with every figure."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         if importlib.util.find_spec(package):
@@ -72,7 +72,7 @@ def versions() -> dict[str, str]:
 
 
 def harvest() -> Iterator[Docstring]:
-    """Every public object's docstring: sources first, then the C functions."""
+    """Yield every public object's docstring: sources first, then C functions."""
     yield from parse_folder(Path(sysconfig.get_path("stdlib")), "")
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
@@ -83,10 +83,10 @@ def harvest() -> Iterator[Docstring]:
 
 
 def parse_folder(folder: Path, package: str) -> Iterator[Docstring]:
-    """Parse the sources under a folder; private folders and private objects are left out.
+    """Parse the sources under a folder, without private folders and private objects.
 
-    Private modules count, because public functions live there, but are not part of the name:
-    ``numpy.lib._impl.mean`` is shown as ``numpy.lib.mean``, closer to what one imports.
+    Private modules are parsed, because public functions are defined there, but left out of the
+    name: ``numpy.lib._impl.mean`` is shown as ``numpy.lib.mean``, closer to the import.
     """
     for path in sorted(folder.rglob("*.py")):
         parts = path.relative_to(folder).with_suffix("").parts
@@ -97,7 +97,7 @@ def parse_folder(folder: Path, package: str) -> Iterator[Docstring]:
         try:
             with warnings.catch_warnings(action="ignore"):  # odd escapes in other people's strings
                 tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError, OSError):  # templates and broken files are not our concern
+        except (SyntaxError, ValueError, OSError):  # skips templates and broken files
             continue
         public = [part for part in (package, *parts) if part and not part.startswith("_")]
         yield from _walk(tree, ".".join(public))
@@ -118,7 +118,7 @@ def _walk(node: ast.AST, prefix: str) -> Iterator[Docstring]:
 
 
 def inspect_namespace(namespace: str) -> Iterator[Docstring]:
-    """Look at what has a docstring but no Python source; a module that is missing has nothing."""
+    """Yield docstrings of objects without Python source; nothing for a missing module."""
     try:
         scope = pkgutil.resolve_name(namespace)
     except (ImportError, AttributeError):
@@ -184,9 +184,9 @@ def clean(docstring: str) -> tuple[str, str]:
     """Turn a docstring into its first sentence and the rest, as plain words on one line.
 
     Signatures, doctests, code, formulas, section headings, cross-references, roles and addresses
-    go; notes and the descriptions of arguments stay.
+    are removed; notes and the descriptions of arguments are kept.
     """
-    docstring = docstring.encode(errors="ignore").decode()  # half characters cannot be tokenized
+    docstring = docstring.encode(errors="ignore").decode()  # removes lone surrogates
     paragraphs: list[list[str]] = [[]]
     for line in _prose_lines(_without_signature(docstring)):
         if line.strip():
@@ -209,7 +209,7 @@ def _without_signature(text: str) -> str:
 
 def _prose_lines(text: str) -> Iterator[str]:
     lines = text.expandtabs().splitlines()
-    dropped_indent: int | None = None  # inside a block whose lines are indented deeper than this
+    dropped_indent: int | None = None  # lines indented deeper than this belong to a dropped block
     in_doctest = in_dropped_section = False
     for number, line in enumerate(lines):
         stripped = line.strip()
@@ -264,7 +264,7 @@ _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def spoken(name: str) -> str:
-    """Say an identifier in words.
+    """Return an identifier as words.
 
     >>> spoken("from_pandas_edgelist"), spoken("SMTPNotSupportedError")
     ('from pandas edgelist', 'SMTP Not Supported Error')
@@ -273,9 +273,9 @@ def spoken(name: str) -> str:
 
 
 def to_rows(docstrings: Iterable[Docstring]) -> list[Row]:
-    """Clean docstrings, drop duplicates, and make the pairs of both tasks.
+    """Clean docstrings, drop duplicates, and build the pairs of both tasks.
 
-    Short names come first, so that of an object and its aliases the plainest name is kept.
+    Short names come first, so that an object with aliases keeps its plainest name.
     """
     candidates: list[tuple[str, str, str]] = []
     seen = set()

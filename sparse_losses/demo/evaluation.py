@@ -1,4 +1,4 @@
-"""How well a retriever ranks, what its vectors look like, and the BM25 that it is held against."""
+"""Ranking figures of a retriever and of BM25, and statistics of the retriever's vectors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 UNTRAINED, MODEL = "untrained model", "this model"
 BM25_WORDS, BM25_SUBWORDS = "BM25, words", "BM25, same subwords"
-RARE = 5  # documents
+RARE = 5  # the largest number of training documents that hold a rare token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Ranking:
 
 
 def ranks(scores: Tensor) -> Tensor:
-    """The rank of document i for query i, from scores ``[queries, documents]``.
+    """Return the rank of document i for query i, from scores ``[queries, documents]``.
 
-    A tie counts half against the right answer, so that scoring everything alike earns nothing.
+    Half of the tied documents rank above the right one, so that a constant score gains nothing.
     """
     right = scores.diagonal().unsqueeze(1)
     above = (scores > right).sum(1).double()
@@ -44,7 +44,7 @@ def ranks(scores: Tensor) -> Tensor:
 
 
 def ranking(scores: Tensor) -> Ranking:
-    """Figures of a square score matrix whose diagonal holds the right answers."""
+    """Return the figures of a square score matrix with the right answers on its diagonal."""
     rank = ranks(scores)
     found = rank <= 10
     return Ranking(
@@ -55,12 +55,12 @@ def ranking(scores: Tensor) -> Ranking:
 
 
 def cosine(queries: Tensor, documents: Tensor) -> Tensor:
-    """Cosine similarities ``[queries, documents]``; an empty vector has 0 with everything."""
+    """Return cosine similarities ``[queries, documents]``; an empty vector has 0 with all."""
     return F.normalize(queries, dim=1) @ F.normalize(documents, dim=1).T
 
 
 def bm25_scores(queries: Sequence[Sequence[str]], documents: Sequence[Sequence[str]]) -> Tensor:
-    """Scores ``[queries, documents]`` of bm25s with its default k1 and b."""
+    """Return scores ``[queries, documents]`` of bm25s with its default k1 and b."""
     import bm25s
 
     logging.getLogger("bm25s").setLevel(logging.WARNING)
@@ -76,13 +76,13 @@ def bm25_scores(queries: Sequence[Sequence[str]], documents: Sequence[Sequence[s
 
 @dataclasses.dataclass(frozen=True)
 class Anatomy:
-    """What the vectors of some texts are made of.
+    """Statistics of the vectors of some texts.
 
     Attributes:
-        active: dimensions above zero, mean over texts.
-        stopwords: share of the ten highest dimensions that are stopwords.
-        special: the same for special tokens.
-        rare: the same for rare tokens that are not in the text.
+        active: number of dimensions above zero, mean over texts.
+        stopwords: share of stopwords among the ten highest dimensions.
+        special: share of special tokens among them.
+        rare: share of rare tokens that are not in the text among them.
         own: share of a text's own tokens that are active.
     """
 
@@ -94,9 +94,9 @@ class Anatomy:
 
 
 def anatomy(vectors: Tensor, rows: Sequence[Sequence[int]], tokens: Tokens, df: Tensor) -> Anatomy:
-    """Look into vectors ``[texts, V]`` of texts with the token ids ``rows``; ``df`` is ``[V]``.
+    """Return statistics of vectors ``[texts, V]`` with token ids ``rows``; ``df`` is ``[V]``.
 
-    Only dimensions above zero count as one of the ten highest. A token is rare if at most five
+    Only dimensions above zero count among the ten highest. A token is rare if at most five
     training documents hold it.
     """
     values, top = vectors.topk(min(10, vectors.shape[1]), dim=1)
@@ -123,7 +123,7 @@ def anatomy(vectors: Tensor, rows: Sequence[Sequence[int]], tokens: Tokens, df: 
 
 @dataclasses.dataclass(frozen=True)
 class TaskFigures:
-    """Everything measured on one task: rankings by system, and the vectors before and after."""
+    """The figures of one task: rankings by system, and vectors before and after training."""
 
     task: str
     queries: int
@@ -135,7 +135,7 @@ class TaskFigures:
 
 
 def measure(run: Run, corpus: Corpus) -> list[TaskFigures]:
-    """Rank the test queries of every task by the model, by itself untrained, and by BM25."""
+    """Rank the test queries of every task by the trained and the untrained model and by BM25."""
     untrained = run.untrained()
     figures = []
     for number, task in enumerate(corpus.tasks):
@@ -160,7 +160,7 @@ def measure(run: Run, corpus: Corpus) -> list[TaskFigures]:
 
 
 def top_tokens(run: Run, texts: Sequence[str], count: int = 8) -> list[list[tuple[str, float]]]:
-    """The highest dimensions of each text, by name."""
+    """Return the highest dimensions of each text, by name."""
     values, tokens = run.encode(texts).topk(min(count, run.tokens.vocab_size), dim=1)
     return [
         [
@@ -173,7 +173,7 @@ def top_tokens(run: Run, texts: Sequence[str], count: int = 8) -> list[list[tupl
 
 
 class Index:
-    """All texts of a corpus as sparse vectors, to be searched with free questions."""
+    """A search index of all texts of a corpus as sparse vectors."""
 
     def __init__(self, run: Run, corpus: Corpus) -> None:
         self._run = run
@@ -183,7 +183,7 @@ class Index:
         self._vectors = torch.cat([F.normalize(part, dim=1).to_sparse() for part in parts])
 
     def search(self, question: str, count: int = 5) -> list[tuple[float, str, str]]:
-        """Cosine, title and text of the best answers; none where nothing is shared."""
+        """Return cosine, title and text of the best answers that share a token with it."""
         query = F.normalize(self._run.encode([question]), dim=1)
         scores = torch.sparse.mm(self._vectors, query.T).squeeze(1)
         values, found = scores.topk(min(count, len(self._rows)))

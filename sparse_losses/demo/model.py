@@ -17,11 +17,11 @@ from sparse_losses.demo.tokens import Batch
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-    """How large the transformer is, and what it starts from.
+    """Sizes and initial values of the transformer.
 
     Attributes:
-        spelling: how much of a token's first embedding is its spelling.
-        bias: of every dimension at the start; at 0 all of them are faintly active.
+        spelling: share of a token's initial embedding that depends on its spelling.
+        bias: initial bias of every dimension; at 0 all of them are faintly active.
     """
 
     hidden: int = 128
@@ -35,12 +35,12 @@ class ModelSize:
 class SparseEncoder(nn.Module):
     """Token embeddings, a few attention layers, and the same embeddings as output weights.
 
-    The start is *lexical*: embeddings are nearly orthogonal and the layers add little to them (a
-    tenth of each branch), so that an untrained text vector already holds its own tokens. Half of an
-    embedding is shared with tokens that are spelt alike, so that ``neighbors`` finds ``neighbor``
+    Initially the model is *lexical*: embeddings are nearly orthogonal and the layers add little to
+    them (a tenth of each branch), so an untrained text vector already holds its own tokens. Half of
+    an embedding is shared with tokens of similar spelling, so that ``neighbors`` finds ``neighbor``
     from the start (as in "Enriching Word Vectors with Subword Information"). Rare tokens have
-    longer vectors than common ones and so start out heavier. It is also *dense*: with a bias of 0
-    every other token is faintly active.
+    longer vectors than common ones and so a larger weight. The model is also *dense*: with a bias
+    of 0 half of all tokens are faintly active.
     """
 
     def __init__(self, vocabulary: Sequence[str], idf: Tensor, size: ModelSize) -> None:
@@ -58,19 +58,19 @@ class SparseEncoder(nn.Module):
         self.bias = nn.Parameter(torch.full((vocab_size,), size.bias))
 
     def forward(self, batch: Batch) -> Tensor:
-        """Activations ``[B, V]``: ``max_s log1p(relu(hidden_s . embedding_v + bias_v))``."""
+        """Return activations ``[B, V]``: ``max_s log1p(relu(hidden_s . embedding_v + bias_v))``."""
         states = F.embedding(batch.input_ids, self.embedding) * self.scale
         states = states + self.position[: batch.input_ids.shape[1]]
         mask = batch.attention_mask.bool()[:, None, None, :]
         for layer in self.layers:
             states = layer(states, mask)
         activations = splade_head(states, self.embedding, self.bias, batch.attention_mask)
-        assert isinstance(activations, Tensor)  # no logits were asked for
+        assert isinstance(activations, Tensor)  # not a pair with the logits
         return activations
 
 
 def _spelling(vocabulary: Sequence[str], hidden: int) -> Tensor:
-    """The sum of random vectors, one for each run of three to five letters in a token."""
+    """Return sums of random vectors, one for each run of three to five letters in a token."""
     numbers: dict[str, int] = {}
     runs, owners = [], []
     for token, written in enumerate(vocabulary):
@@ -80,13 +80,13 @@ def _spelling(vocabulary: Sequence[str], hidden: int) -> Tensor:
                 runs.append(numbers.setdefault(marked[start : start + length], len(numbers)))
                 owners.append(token)
     run, owner = torch.tensor(runs), torch.tensor(owners)
-    common = torch.bincount(run).sqrt().unsqueeze(1)  # "ing" says less than "transp"
+    common = torch.bincount(run).sqrt().unsqueeze(1)  # "ing" has less meaning than "transp"
     vectors = torch.randn(len(numbers), hidden) / common
     return torch.zeros(len(vocabulary), hidden).index_add_(0, owner, vectors[run])
 
 
 class Layer(nn.Module):
-    """Self-attention and a feed-forward step, each added to the stream at a tenth."""
+    """Self-attention and a feed-forward step, each added to the residual stream times 0.1."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Layer(nn.Module):
         )
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
-        """``[B, S, H]`` to ``[B, S, H]``; ``mask`` ``[B, 1, 1, S]`` is true where a token is."""
+        """Map ``[B, S, H]`` to ``[B, S, H]``; ``mask`` ``[B, 1, 1, S]`` is true at tokens."""
         batch, length, hidden = states.shape
         split = self.query_key_value(self.attention_norm(states))
         query, key, value = split.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)

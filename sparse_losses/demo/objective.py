@@ -1,4 +1,4 @@
-"""The demo's training signal: a preset's objective, and a switch for each part."""
+"""The demo's objective: that of a preset, with a switch for each part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparse_losses.demo.tokens import Tokens
 
 
 def switched_off(preset: Preset, without: Collection[str]) -> Preset:
-    """The preset less the losses in ``without``, and less its warm-ups if they are."""
+    """Return the preset without the losses, and the warm-ups, that are in ``without``."""
     preset = preset.without(*(term for term in preset.weights if loss_of(term) in without))
     return preset.replace(warmup={}) if "warmup" in without else preset
 
@@ -21,10 +21,7 @@ def switched_off(preset: Preset, without: Collection[str]) -> Preset:
 def make_objective(
     tokens: Tokens, idf: Tensor, preset: Preset, without: Collection[str] = ()
 ) -> SpladeObjective:
-    """The preset's terms for a batch of queries and their documents.
-
-    Where it weighs FLOPS by token, these weights are ours.
-    """
+    """Return the preset's objective; if it has token penalties, with those of ``token_penalty``."""
     flops: dict[str, Any] = {}
     if preset.idf_alpha is not None:
         penalty = token_penalty(tokens, idf, preset, without)
@@ -33,15 +30,15 @@ def make_objective(
 
 
 def loss_of(term: str) -> str:
-    """The loss that a term takes for one of the sides."""
+    """Return the name of the loss of a term, without the side."""
     return term.removeprefix("query_").removeprefix("document_")
 
 
 def token_penalty(tokens: Tokens, idf: Tensor, preset: Preset, without: Collection[str]) -> Tensor:
-    """What an activation of each token costs, ``[V]``.
+    """Return the penalty of each token, ``[V]``.
 
-    Without ``idf`` every ordinary token costs the same, and their sum is what it was; without
-    ``special_penalty`` a special token costs what the commonest word does.
+    Without ``idf`` all ordinary tokens have their mean penalty; without ``special_penalty`` a
+    special token has the largest penalty of an ordinary one.
     """
     assert preset.idf_alpha is not None
     assert preset.special_penalty is not None

@@ -1,6 +1,6 @@
-"""What the command can be told, and the exception for what the user can put right.
+"""The command's options, and the exception for mistakes that the user can correct.
 
-The packages of the extra are not needed here, so that their absence can be told in one sentence.
+This module needs no package of the extra, so that it can report a missing one.
 """
 
 import argparse
@@ -29,26 +29,26 @@ EXTRA = ("bm25s", "matplotlib", "rich", "tokenizers")
 
 
 class UserError(Exception):
-    """A mistake in the command, the files or the installation, told in one clear sentence."""
+    """A mistake in the command, the files or the installation, described in one sentence."""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All options with their help."""
+    """Return the parser of all options, with their help."""
     parser = argparse.ArgumentParser(
         prog="python -m sparse_losses.demo",
-        description="Search your own Python's documentation with a sparse retriever that you "
-        "trained yourself. Pairs are made of the docstrings of the installed Python, torch, numpy, "
-        "sympy and networkx; nothing is downloaded. Takes three to four minutes on one core.",
+        description="Train a sparse retriever on your own Python's documentation and search it. "
+        "The pairs come from the docstrings of the installed Python, torch, numpy, sympy and "
+        "networkx; nothing is downloaded. It takes about five minutes on one core.",
     )
 
     add = parser.add_argument
     add("--steps", type=whole(1), default=STEPS, help="training steps (default: %(default)s)")
-    add("--seed", type=whole(0), default=0, help="decides weights and batches (default: 0)")
+    add("--seed", type=whole(0), default=0, help="seed of initial weights and batches (default: 0)")
     add(
         "--max-length",
         type=whole(3),
         default=MAX_LENGTH,
-        help="subwords of a text that are read, begin and end marks included (default: "
+        help="largest number of subwords per text, begin and end marks included (default: "
         "%(default)s)",
     )
     add(
@@ -57,15 +57,15 @@ def make_parser() -> argparse.ArgumentParser:
         choices=SWITCHES,
         default=[],
         metavar="NAME",
-        help=f"switch a loss or an ingredient off, repeatable: {', '.join(SWITCHES)}",
+        help=f"switch off a loss or an ingredient; repeatable; one of {', '.join(SWITCHES)}",
     )
     add(
         "--target-active",
         type=whole(0),
         default=int(COSINE.target_active["document_flops"]),
         metavar="N",
-        help="steer the documents' FLOPS weight so that a document keeps N active dimensions; 0 "
-        "leaves the weight as it is (default: %(default)s)",
+        help="adjust the documents' FLOPS weight so that a document keeps N active dimensions; 0 "
+        "keeps the weight fixed (default: %(default)s)",
     )
     add(
         "--target-active-query",
@@ -79,35 +79,35 @@ def make_parser() -> argparse.ArgumentParser:
         "--corpus",
         choices=CORPORA,
         default=CORPORA[0],
-        help="the docstrings, or the titles and descriptions of Debian's packages as apt lists "
-        "them on a Debian or Ubuntu machine (default: %(default)s)",
+        help="the docstrings, or the titles and descriptions of Debian's packages from apt's lists "
+        "on a Debian or Ubuntu machine (default: %(default)s)",
     )
     source.add_argument(
         "--pairs",
         type=Path,
         metavar="FILE.tsv",
-        help="train on your own pairs instead, one 'query<TAB>document' a line, UTF-8",
+        help="train on your own pairs instead: one 'query<TAB>document' per line, in UTF-8",
     )
     add(
         "--query",
         action="append",
         default=[],
         metavar="TEXT",
-        help="a question to answer with the trained model, repeatable; without, a few examples, "
-        "and a prompt where stdin is a terminal",
+        help="a question to answer with the trained model; repeatable (default: a few examples, "
+        "and a prompt if stdin is a terminal)",
     )
     add(
         "--output",
         type=Path,
         default=Path("sparse-losses-demo"),
         metavar="FOLDER",
-        help="where figures and picture go (default: %(default)s)",
+        help="the folder for figures and picture (default: %(default)s)",
     )
     return parser
 
 
 def whole(minimum: int) -> Callable[[str], int]:
-    """A type for argparse: whole numbers from ``minimum`` to the largest that torch holds."""
+    """Return a type for argparse: whole numbers from ``minimum`` to torch's largest integer."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or not minimum <= int(text) < 2**63:
@@ -124,7 +124,7 @@ def guarded(
     parser: argparse.ArgumentParser,
     arguments: Sequence[str] | None,
 ) -> int:
-    """Parse, run, and turn mistakes and Ctrl-C into one sentence and an exit code."""
+    """Parse and run; turn mistakes and Ctrl-C into a message and an exit code."""
     try:
         run(parser.parse_args(arguments))
     except UserError as error:
@@ -149,10 +149,10 @@ def require_extra() -> None:
 
 
 def writable_folder(folder: Path) -> Path:
-    """Make the folder if need be, and try to write in it before any work is done.
+    """Create the folder if it does not exist, and check that it is writable.
 
     Raises:
-        UserError: it cannot be made or written to.
+        UserError: it cannot be created or written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -18,20 +18,20 @@ from sparse_losses.demo.options import STEPS
 from sparse_losses.demo.training import Run, Settings
 
 LIMITS = (
-    "A few thousand pairs and a few minutes teach weights and word forms, hardly any synonyms: a "
-    "question finds its answer when it shares words with it; asked in other words, often not.",
-    "Texts are cut at {words} subwords, for the model and for BM25 alike; whole texts help BM25.",
-    "Some of the tokens that a vector adds to its text are accidents of a small corpus.",
+    "A few thousand pairs and a few minutes teach weights and word forms, but hardly any synonyms: "
+    "a question finds its answer if they share words; in other words it often does not.",
+    "Texts are cut at {words} subwords, for the model and for BM25; whole texts help BM25.",
+    "Some of the tokens that a vector adds to its text are chance effects of a small corpus.",
 )
 DOCSTRING_LIMITS = (
-    "Where the model is ahead of BM25 by name, it is mostly by tokens spelt alike (try --without "
-    "spelling); where query and text share their words, BM25 on the same subwords is hard to beat.",
-    "All figures hold for the versions named above; other versions are other documents.",
+    "The model beats BM25 on names mostly because of tokens with similar spelling (try --without "
+    "spelling); if query and text share their words, BM25 on the same subwords is hard to beat.",
+    "All figures are for the versions named above; other versions have other documents.",
 )
 
 
 def show_rankings(console: Console, figures: Sequence[TaskFigures]) -> None:
-    """Recall and MRR of every system and task."""
+    """Print Recall and MRR of every system and task."""
     for figure in figures:
         table = _table(
             f"{figure.task}: {figure.queries} held-out queries",
@@ -45,9 +45,9 @@ def show_rankings(console: Console, figures: Sequence[TaskFigures]) -> None:
 
 
 def show_anatomy(console: Console, figures: Sequence[TaskFigures], vocab_size: int) -> None:
-    """What vectors are made of, before and after training."""
+    """Print statistics of the vectors, before and after training."""
     shares = ("stopwords", "special", "rare", "own")
-    title = f"What the vectors hold, of {vocab_size:,} dimensions"
+    title = f"The vectors, of {vocab_size:,} dimensions"
     table = _table(title, ("vectors of", "training"), ("active", *shares))
     for figure in figures:
         for part, side in zip(figure.task.split(" → "), ("query", "document"), strict=True):
@@ -75,8 +75,8 @@ def _table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
 
 
 def show_top_tokens(console: Console, tops: dict[str, list[tuple[str, float]]]) -> None:
-    """Which tokens a query has become."""
-    table = _table("What held-out queries have become", ("query", "its highest tokens"), ())
+    """Print the highest tokens of each query."""
+    table = _table("The vectors of held-out queries", ("query", "its highest tokens"), ())
     for query, row in tops.items():
         held = "  ".join(f"{escape(name)} [dim]{value}[/]" for name, value in row)
         table.add_row(escape(query), held)
@@ -86,7 +86,7 @@ def show_top_tokens(console: Console, tops: dict[str, list[tuple[str, float]]]) 
 def show_answers(
     console: Console, question: str, answers: Sequence[tuple[float, str, str]]
 ) -> None:
-    """The best answers to a question, each with the beginning of its text."""
+    """Print the best answers to a question, each with the beginning of its text."""
     console.print(f"\n[bold]? {escape(question)}[/]")
     if not answers:
         console.print("  No document shares a token with this question.")
@@ -98,18 +98,18 @@ def show_answers(
 
 
 def show_limits(console: Console, settings: Settings, docstrings: bool) -> None:
-    """What not to expect of the model."""
-    console.print("\n[bold]What to expect of it[/]")
+    """Print the limits of the model."""
+    console.print("\n[bold]Limits of this model[/]")
     limits = LIMITS + (DOCSTRING_LIMITS if docstrings else ())
     if settings.steps < STEPS:
-        limits = ("{steps} steps are less than a training: the default is {default}.", *limits)
+        limits = ("{steps} steps are too few for a good model: the default is {default}.", *limits)
     words = settings.size.max_length - 2
     for limit in limits:
         console.print(" • " + limit.format(words=words, steps=settings.steps, default=STEPS))
 
 
 def draw(path: Path, run: Run, figures: Sequence[TaskFigures]) -> None:
-    """Losses, recall and active dimensions through training, in one picture."""
+    """Draw losses, recall and active dimensions during training in one picture."""
     picture = Figure(figsize=(13.5, 4.4), dpi=150, layout="constrained")
     losses, recall, active = picture.subplots(1, 3)
     steps = [step.step for step in run.history]

@@ -1,4 +1,4 @@
-"""What makes texts of any source fit to be pairs: short enough, prose, and no two alike."""
+"""Filters for the texts of all corpora: length, prose, duplicates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COMMON_SHINGLE = 60
 
 
 def without_name(text: str, name: str) -> str:
-    """Take a name out of a text, in any case.
+    """Remove a name from a text, in upper or lower case.
 
     >>> without_name("Sum of array elements, see Sum.", "sum")
     'of array elements, see .'
@@ -22,18 +22,18 @@ def without_name(text: str, name: str) -> str:
 
 
 def cut(text: str) -> str:
-    """The first words of a text: no model here reads more."""
+    """Return the first words of a text; no model here reads more."""
     return " ".join(text.split()[:LONGEST_TEXT])
 
 
 def is_prose(text: str) -> bool:
-    """Whether most of what can be seen are letters."""
+    """Whether at least three quarters of the visible characters are letters."""
     visible = text.replace(" ", "")
     return sum(map(str.isalpha, visible)) >= 0.75 * len(visible)
 
 
 def unique(entries: list[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
-    """Keep the first of entries with the same opening, or with much the same three-word runs."""
+    """Yield the first of entries with the same opening or mostly the same three-word runs."""
     openings = set()
     shingled: list[tuple[tuple[str, str, str], frozenset[int]]] = []
     spread: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""WordPiece tokens learned from the training texts, and what is known about each of them."""
+"""WordPiece tokens learned from the training texts, and the sets of special and stop words."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _LETTER = r"[^\W_]"
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Token ids of some texts, padded to the longest, and a mask that is 1 where a token is."""
+    """Token ids of some texts, padded to the longest, and a mask that is 1 at tokens."""
 
     input_ids: Tensor
     attention_mask: Tensor
 
 
 def pad(rows: Sequence[Sequence[int]]) -> Batch:
-    """Stack lists of ids of different lengths."""
+    """Pad and stack lists of ids of different lengths."""
     longest = max(map(len, rows))
     input_ids = torch.tensor([[*row, *[PAD] * (longest - len(row))] for row in rows])
     lengths = torch.tensor([len(row) for row in rows])
@@ -45,14 +45,14 @@ def pad(rows: Sequence[Sequence[int]]) -> Batch:
 
 
 class Tokens:
-    """A tokenizer and the sets of tokens that losses and figures treat apart.
+    """A tokenizer and the sets of tokens that losses and figures treat separately.
 
     Attributes:
-        tokenizer: of the package `tokenizers`.
-        max_length: what a text is cut to, its begin and end marks included.
+        tokenizer: a tokenizer of the package `tokenizers`.
+        max_length: largest number of tokens per text, begin and end marks included.
         vocab_size: number of tokens.
         special_ids: padding, unknown, begin and end of text.
-        stopword_ids: function words; they say nothing about what a text is about.
+        stopword_ids: function words, which do not tell the topic of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_length: int = MAX_LENGTH) -> None:
@@ -75,7 +75,7 @@ class Tokens:
         normalized = (tokenizer.normalizer.normalize_str(text) for text in texts)
         letters = sorted({letter for text in normalized for letter in re.findall(_LETTER, text)})
         # The trainer numbers continuation letters in the order of a hash table, and breaks ties
-        # between merges by number. Named beforehand, they have the same number every time.
+        # between merges by number. Naming them first gives them the same number every time.
         named = [*SPECIAL_TOKENS, *letters, *(f"##{letter}" for letter in letters)]
         trainer = trainers.WordPieceTrainer(
             vocab_size=vocab_size, special_tokens=named, show_progress=False
@@ -84,24 +84,24 @@ class Tokens:
         return cls(_tokenizer(tokenizer.get_vocab(with_added_tokens=False)), max_length)
 
     def vocabulary(self) -> list[str]:
-        """All tokens, in the order of their ids."""
+        """Return all tokens in the order of their ids."""
         return [self.name(token) for token in range(self.vocab_size)]
 
     def name(self, token: int) -> str:
-        """How a token is written; ``##`` marks the continuation of a word."""
+        """Return the spelling of a token; ``##`` marks the continuation of a word."""
         return str(self.tokenizer.id_to_token(token))
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Begin mark, tokens and end mark of each text."""
+        """Return begin mark, tokens and end mark of each text."""
         encoded = self.tokenizer.encode_batch_fast(list(texts))
         return [[CLS, *encoding.ids[: self.max_length - 2], SEP] for encoding in encoded]
 
     def pieces(self, texts: Sequence[str]) -> list[list[str]]:
-        """The subwords the model sees, without the marks."""
+        """Return the subwords that the model sees, without the marks."""
         return [[self.name(token) for token in row[1:-1]] for row in self.ids(texts)]
 
     def words(self, texts: Sequence[str]) -> list[list[str]]:
-        """The whole words of just the part of each text that the model sees."""
+        """Return the whole words of the part of each text that the model sees."""
         found = []
         for text, encoding in zip(texts, self.tokenizer.encode_batch(list(texts)), strict=True):
             offsets = encoding.offsets[: self.max_length - 2]

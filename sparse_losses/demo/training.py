@@ -1,4 +1,4 @@
-"""The training loop, with batches that depend on the seed alone."""
+"""The training loop, with batches that depend on the seed only."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from sparse_losses.demo.objective import loss_of, make_objective, switched_off
 from sparse_losses.demo.options import STEPS, UserError
 from sparse_losses.demo.tokens import VOCAB_SIZE, Tokens, pad
 
-LOOKED_AT = 128  # held-out texts a look: half as many differ too much from look to look
+LOOKED_AT = 128  # held-out texts per measurement; with half as many its variance is too large
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Everything that decides the figures of a run on given data and one thread.
+    """All settings that determine the figures of a run on given data and one thread.
 
     Attributes:
-        preset: weights and numbers of the losses; its own targets are left to ``target_active``.
-        target_active: what the documents are steered to; ``None``: the preset's weight stays.
+        preset: weights and numbers of the losses; ``target_active`` replaces its targets.
+        target_active: active dimensions per document; ``None`` keeps the preset's weight fixed.
         target_active_query: the same for the queries.
     """
 
@@ -59,7 +59,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What one step looked like; ``terms`` are weighted and sum to the loss."""
+    """The numbers of one step; ``terms`` are weighted and sum to the loss."""
 
     step: int
     terms: dict[str, float]
@@ -69,14 +69,14 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """Ranking on some validation queries of the first task, in the course of training."""
+    """Ranking figures on validation queries of the first task after some step."""
 
     step: int
     ranking: Ranking
 
 
 class Run:
-    """A retriever in training, and what was seen of it so far."""
+    """A retriever in training, with its history."""
 
     def __init__(self, corpus: Corpus, settings: Settings) -> None:
         self.settings = settings
@@ -112,7 +112,7 @@ class Run:
         }
         wanted = {term: target for term, target in targets.items() if target is not None}
         if wanted and "flops" in settings.without:
-            raise UserError("--target-active steers the weight of flops: drop --without flops")
+            raise UserError("--target-active adjusts the weight of flops: drop --without flops")
         preset = switched_off(settings.preset, settings.without).replace(target_active=wanted)
         self.objective = make_objective(self.tokens, self.idf, preset, settings.without)
         self.distils = "distillation" in self.objective.weights
@@ -134,7 +134,7 @@ class Run:
         self.probes = [self.probe()]
 
     def untrained(self) -> SparseEncoder:
-        """The model as it was before the first step."""
+        """Return the model as it was before the first step."""
         torch.manual_seed(self.settings.seed)
         size = self.settings.size
         if "spelling" in self.settings.without:
@@ -142,7 +142,7 @@ class Run:
         return SparseEncoder(self.tokens.vocabulary(), self.idf, size)
 
     def train(self, report: Callable[[Step], None] = lambda step: None) -> None:
-        """Take the remaining steps; ``report`` may raise to stop between two of them."""
+        """Take the remaining steps; ``report`` may raise an error to stop between two steps."""
         while self.step < self.settings.steps:
             started = time.perf_counter()
             self._take_step()
@@ -159,12 +159,12 @@ class Run:
         batch = self.batch(self.step)
         total, terms = self.loss(batch)
         self.optimizer.zero_grad()
-        total.backward()  # type: ignore[no-untyped-call]  # PyTorch gives it no types
+        total.backward()  # type: ignore[no-untyped-call]  # has no types in PyTorch
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 5.0)
         self.optimizer.step()
         self.step += 1
         for side, controller in self.controllers.items():
-            # The target is for texts never trained on: documents are longer there.
+            # The target is for held-out texts: their documents are longer than those in training.
             if self.step % controller.every == 0:
                 texts = self.held_out[side]
                 first = self.step * LOOKED_AT
@@ -179,7 +179,7 @@ class Run:
         self.history.append(Step(self.step, terms, query, document))
 
     def loss(self, batch: SpladeBatch) -> tuple[Tensor, dict[str, float]]:
-        """What is minimised, and its weighted terms."""
+        """Return the value to minimise, and its weighted terms."""
         total, found = self.objective(batch)
         terms: dict[str, float] = {}
         for name, value in found.items():
@@ -188,7 +188,7 @@ class Run:
         return total, terms
 
     def batch(self, step: int) -> SpladeBatch:
-        """The texts of a step as the model sees them now."""
+        """Return the texts of a step, encoded by the present model."""
         size = self.settings.batch_size
         chosen = self.order[step * size :][:size].tolist()
         texts = [pad([side[index] for index in chosen]) for side in (self.queries, self.documents)]
@@ -201,9 +201,9 @@ class Run:
         )
 
     def findings(self) -> dict[str, list[Finding]]:
-        """What ``advise`` says of the last step's texts, by side; it changes nothing.
+        """Return the findings of ``advise`` on the last step's texts, by side.
 
-        A weight that is warming up is judged by what it will be: that is the setting to turn.
+        Weights that warm up count with their final value, which is the setting to change.
         """
         with torch.no_grad():
             batch = self.batch(max(self.step - 1, 0))
@@ -226,7 +226,7 @@ class Run:
         return found
 
     def encode(self, texts: Sequence[str], model: SparseEncoder | None = None) -> Tensor:
-        """Vectors ``[texts, V]`` without gradient, by this run's model unless told otherwise."""
+        """Return vectors ``[texts, V]`` without gradient, by this run's model by default."""
         model = model or self.model
         rows = self.tokens.ids(texts)
         with torch.no_grad():

@@ -1,1 +1,1 @@
-"""The same numbers computed another way, by the stem of the loss."""
+"""Faster computations of the losses; a module is named after the stem of its loss."""

@@ -1,4 +1,4 @@
-"""Distillation with its gradient in closed form, both sides in one tensor."""
+"""Distillation with its gradient in closed form; student and teacher share one tensor."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def direct_distillation(
     by_row: bool,
     gather: bool,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss, and the gradient of the student's scores."""
+    """Return the loss and its gradient with respect to the student's scores."""
     scores = torch.stack([student, teacher])
     if alpha_kl > 0:
         weight = alpha_kl * temperature
@@ -34,26 +34,26 @@ def direct_distillation(
     mse, change, inverse = _squared_difference(scores, absent, by_row)
     total = mse.mul_(alpha_mse)
     if alpha_kl == 0:
-        return total, [change.mul_(2 * alpha_mse * inverse), None, None, None]
+        return total, [change.mul_(alpha_mse * inverse), None, None, None]
     total.addcdiv_(kl, divisor, value=temperature)
-    gradient.addcmul_(change, inverse, value=2 * alpha_mse)
+    gradient.addcmul_(change, inverse, value=alpha_mse)
     return total, [gradient, None, None, None]
 
 
 def _divergence(
     logits: Tensor, absent: Tensor | None, weight: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the KL over the rows, its gradient ``q - p``, and the number of rows / weight.
+    """Return the sum of the KL over rows, its gradient ``q - p``, and the number of rows / weight.
 
-    With ``x = log(q / p)`` both come of ``p expm1(x)``, which keeps their digits where the
-    distributions are nearly equal. A row without candidates is uniform on both sides.
+    With ``x = log(q / p)`` both use ``p expm1(x)``, which is accurate where the distributions are
+    nearly equal. A row without candidates is uniform on both sides.
     """
     limits = torch.finfo(logits.dtype)
     if absent is not None:
         logits.masked_fill_(absent, limits.min)
     both = logits.log_softmax(-1)
     log_q, log_p = both
-    # The least p is the smallest normal number: q / p does not overflow.
+    # p is at least the smallest normal number, so that q / p does not overflow.
     log_p.clamp_(min=math.log(limits.tiny))
     x = log_q - log_p
     if absent is not None:
@@ -61,8 +61,8 @@ def _divergence(
     q, p = both.exp_()
     change = p * x.expm1()
     kl = torch.addcmul(change, p, x, value=-1).sum()
-    # The sum of the changes is 0. One that has nearly all of the probability is minus the others:
-    # by itself it is a rounding error.
+    # The changes sum to 0. If one entry has nearly all of the probability, its own change is a
+    # rounding error, so it is replaced by minus the sum of the others.
     change.addcmul_(q, change.sum(-1, keepdim=True), value=-1)
     if absent is None:
         return kl, change, x.new_full((), x.shape[0] / weight)
@@ -74,12 +74,13 @@ def _divergence(
 def _squared_difference(
     scores: Tensor, absent: Tensor | None, by_row: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean squared difference of z-scores, and two factors of half its gradient."""
+    """Return the MSE of the z-scores and two factors whose product is its gradient."""
     dims = (-1,) if by_row else (-2, -1)
+    scores.mul_(0.5)  # else a range may be beyond the dtype; half a score has half the slope
     dtype, wide, scale = scores.dtype, widest_dtype(scores.device), None
     if dtype == wide or scores.device.type == "cpu":
-        # With the largest score 0 and the range 1 equal scores are 0 and squares stay in range.
-        # Sums in fp64 do the same in one launch, but on a CPU they copy the scores.
+        # With the largest score 0 and the range 1, equal scores are 0 and squares stay in range.
+        # Sums in fp64 achieve the same in one launch, but on a CPU they copy the scores.
         wide = dtype
         if absent is not None:
             scores.masked_fill_(absent, torch.finfo(dtype).min)
@@ -94,7 +95,7 @@ def _squared_difference(
         num_absent = scores.new_zeros(1, 1)
     else:
         num_absent = absent.sum(dims, keepdim=True, dtype=dtype)
-    # Of a single score the deviation is 0 over a little, not 0 over 0.
+    # The offset avoids 0 / 0 in the deviation of a single score.
     count = (size - num_absent).clamp_(min=1 + 2 * torch.finfo(dtype).eps)
     freedom = count - 1
 
@@ -103,13 +104,13 @@ def _squared_difference(
     if absent is not None:
         centred.masked_fill_(absent, 0.0)
     norm = torch.linalg.vector_norm(centred, dim=dims, keepdim=True, dtype=wide)
-    # Equal scores say nothing, nor does a row of two, which always stands at +-0.7071.
+    # Equal scores carry no information, nor does a row of two, whose z are always +-0.7071.
     says_something = norm > 0
     if by_row:
         says_something &= count > 2.5
     deviation = norm.new_empty(norm.shape, dtype=dtype)
     torch.mul(norm, freedom.rsqrt(), out=deviation).add_(1e-36)
-    divisor = deviation + (1e-8 if scale is None else 1e-8 / scale)
+    divisor = deviation + (0.5e-8 if scale is None else 0.5e-8 / scale)
     inverse = says_something / divisor
     z = centred.mul_(inverse)
 
@@ -118,7 +119,7 @@ def _squared_difference(
         count = (size - num_absent).expand(scores.shape[1], 1).sum().clamp_(min=1)
     share = difference / count.reshape(())
     mse = (difference * share).sum()
-    # The student's deviation changes along its own z-scores.
+    # The gradient of the student's deviation is parallel to its z-scores.
     along = (share * z[0]).sum(dims, keepdim=True) * (divisor[0] / deviation[0] / freedom)
     inverse = inverse[0] if scale is None else inverse[0] / scale[0]
     return mse, share.addcmul_(z[0], along, value=-1), inverse

@@ -1,37 +1,36 @@
-r"""The head packed, for the CPU: attended tokens lie side by side, active entries alone go on.
+r"""The packed head, for the CPU: it drops padding and processes only active entries after the max.
 
-The vocabulary comes in tiles. A tile's scores ``[T, n]`` against the ``n`` attended tokens are
-reduced to one maximum a text before the next tile begins; behind the maximum only the active
-entries need their arg-max, and the backward touches nothing else. How many entries are active is
-known only once they are there: on an accelerator that is a wait. The backward takes the entries
-whose incoming gradient is not 0.
+The vocabulary is processed in tiles. A tile's scores ``[T, n]`` with the ``n`` attended tokens are
+reduced to one maximum per text before the next tile. Only active entries then need the arg-max.
+Their number depends on the data, which would cost a sync on an accelerator. The backward pass
+visits only entries whose incoming gradient is not 0.
 
-**Screening.** Where bf16 products are faster than fp32 ones, a tile is multiplied in bf16 first,
-which bounds every score; only entries that may be positive are computed in fp32. Why none is lost:
-let $\hat h, \hat w$ be $h, w$ rounded to bf16 and $u = 2^{-8}$ its unit roundoff. By Cauchy-Schwarz
+**Screening.** Where bf16 products are faster than fp32 ones, a tile is multiplied in bf16 first.
+This bounds every score, and only entries that may be positive are computed in fp32. No active entry
+is lost: let $\hat h, \hat w$ be $h, w$ rounded to bf16 and $u = 2^{-8}$ its unit roundoff. By
+Cauchy-Schwarz
 
 $$|h \cdot w - \hat h \cdot \hat w| = |(h - \hat h) \cdot w + \hat h \cdot (w - \hat w)|
 \le \lVert h - \hat h \rVert \lVert w \rVert + \lVert \hat h \rVert \, u \lVert w \rVert .$$
 
-$h - \hat h$ is exact in fp32 and its norm is computed. A sum of $H$ products in fp32, in any order,
-is off by at most $\gamma \lVert \hat h \rVert \lVert \hat w \rVert$, $\gamma = 2 H \, 2^{-24}$
-(twice the textbook's, which also covers that $\lVert \hat w \rVert \le (1 + u) \lVert w \rVert$);
-so is the fp32 score that decides in the end. Hence the fp32 score differs from the bf16 product,
-before that is rounded to its output, by at most
+$h - \hat h$ is exact in fp32 and its norm is computed. The error of a sum of $H$ products in fp32,
+in any order, is at most $\gamma \lVert \hat h \rVert \lVert \hat w \rVert$ with
+$\gamma = 2 H \, 2^{-24}$, twice the usual bound, as $\lVert \hat w \rVert$ may be
+$(1 + u) \lVert w \rVert$. The fp32 score has the same error bound. Hence the fp32 score differs
+from the bf16 product, before the rounding of its output, by at most
 
 $$M = \lVert w \rVert \bigl(\lVert h - \hat h \rVert + (u + 2 \gamma) \lVert \hat h \rVert\bigr),$$
 
-and the output $y$ is off by $u |y|$ more. With $c = 1.01 u$ (the hundredth covers the rounding of
-the bound itself) a score lies in $y \pm (c |y| + M)$. $y + c |y|$ grows with $y$, so a text's
-largest score is at most $\max y + c |\max y| + \max M$: where that plus the bias is not positive,
-the entry is inactive. In the others only tokens whose upper bound reaches the lower bound of the
-largest can be the arg-max; they are few, and computed in fp32. Squares that underflow are covered
-by $2^{-126}$ for each, and where $\lVert h \rVert \lVert w \rVert$ comes near overflow every token
-is computed.
+and the rounding of the output $y$ adds $u |y|$. With $c = 1.01 u$ (the factor covers the rounding
+of the bound itself) a score lies in $y \pm (c |y| + M)$. $y + c |y|$ grows with $y$, so a text's
+largest score is at most $\max y + c |\max y| + \max M$. If this plus the bias is not positive, the
+entry is inactive. For other entries only tokens whose upper bound reaches the lower bound of the
+largest can be the arg-max; these few are computed in fp32. Each square that underflows is covered
+by $2^{-126}$; where $\lVert h \rVert \lVert w \rVert$ is near overflow, every token is computed.
 """
 
 import itertools
-from typing import Any, NamedTuple, Sequence  # noqa: UP035  # PyTorch 2.6 takes no other
+from typing import Any, NamedTuple, Sequence  # noqa: UP035  # PyTorch 2.6 accepts no other
 
 import torch
 from torch import Tensor
@@ -45,8 +44,8 @@ from sparse_losses.fast.sparse import bounds_of, csr, sum_bags
 
 __all__ = ["packed_gradients", "packed_head", "packed_logits"]
 
-SCORES = 6 << 20  # of a tile, at most
-# Rows of a half-precision matrix that are cast at once in the backward pass.
+SCORES = 6 << 20  # maximal number of scores in a tile
+# Number of rows of a half-precision matrix that are cast at once in the backward pass.
 BLOCK = 4096
 
 _BF16_ROUNDOFF = 2.0**-8
@@ -65,10 +64,10 @@ def packed_head(
     screen: bool | None = None,
     tile: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Activations and, if asked for, pooled logits; the options are those of ``splade_head``.
+    """Return activations and, if requested, pooled logits; options are those of ``splade_head``.
 
-    ``screen`` says whether tiles are screened, instead of what pays, and ``tile`` how many tokens
-    of the vocabulary a tile has.
+    ``screen`` overrides whether tiles are screened, ``tile`` the number of vocabulary tokens per
+    tile.
     """
     if attended is None:
         attended = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
@@ -80,7 +79,7 @@ def packed_head(
 
 
 # ------------------------------------------------------------------------------------------------
-# As operators: compilers, which cannot know how many entries are active, take them as they are
+# Custom operators: compilers cannot trace them, as the number of active entries is unknown
 
 
 def _packed_logits(
@@ -95,7 +94,7 @@ def _packed_logits(
     screen: bool | None,
     tile: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Logits before the gate ``[B, V]``, -inf those of silent entries, and where they stand."""
+    """Return the logits before the gate ``[B, V]``, -inf if inactive, and their positions."""
     logits, place = _empty_logits(hidden, weight, dtype)
     with autocast_off(hidden.device):
         entries = _maxima(hidden, weight, bias, attended, gate, dtype, every, screen, tile)
@@ -137,7 +136,7 @@ def _packed_gradients(
     bias: Tensor | None,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of hidden states, weight and bias from that of the logits; or empty."""
+    """Return the gradients of hidden states, weight and bias; empty where not needed."""
     found = _gradients(upstream, place, hidden, weight, bias, needs, sparse_grad=False)
     a, b, c = (upstream.new_empty(0) if gradient is None else gradient for gradient in found)
     return a, b, c
@@ -178,7 +177,7 @@ def _backward(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> tuple[Any,
     place, hidden, weight, bias, attended = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:3])
     found: Sequence[Tensor | None]
-    if torch.is_grad_enabled():  # a graph of the gradient is wanted
+    if torch.is_grad_enabled():  # create_graph=True
         around = sources(attended)
         of_both = spread(upstream, place, hidden, weight, *around, ctx.dtype, needs[:2], None)
         found = *of_both, None if bias is None else upstream.sum(0).to(bias.dtype)
@@ -194,36 +193,36 @@ packed_logits.register_autograd(_backward, setup_context=_keep)
 
 
 # ------------------------------------------------------------------------------------------------
-# Forward: the maxima
+# Forward pass: the maxima
 
 
 class _Entries(NamedTuple):
-    """Entries of ``[B, V]``, sorted by column: the position of their maximum, and the maximum."""
+    """Entries of ``[B, V]``, sorted by column, with the position and value of their maximum."""
 
     column: Tensor  # [m] int32
-    token: Tensor  # [m] int32, into the B * S positions
+    token: Tensor  # [m] int32, index into the B * S positions
     logit: Tensor  # [m], before the gate
 
 
 class _Packed(NamedTuple):
-    """The attended tokens, text after text, texts of one length together."""
+    """The attended tokens, text after text; texts of equal length are adjacent."""
 
-    token: Tensor  # [n] into the B * S positions
-    row: Tensor  # [R] the texts with any attended token, in packed order
+    token: Tensor  # [n] index into the B * S positions
+    row: Tensor  # [R] the texts with an attended token, in packed order
     groups: list[tuple[int, int, int, int]]  # first and last text, first token, tokens per text
 
 
 def _pack(attended: Tensor) -> _Packed:
-    """Lines up the attended tokens so that one reduction serves all texts of one length.
+    """Pack the attended tokens so that one reduction covers all texts of one length.
 
-    A text's last token is repeated up to a multiple of four or more, which makes fewer lengths and
-    cannot change a maximum; being last, it cannot win a tie against itself either.
+    A text's last token is repeated up to a multiple of four or more. This gives fewer lengths and
+    changes neither a maximum nor its position, as the copies come last.
     """
     batch, length = attended.shape
     lengths = attended.sum(1)
     quantum = 4 if batch <= 16 else max(4, length // 64 * 4)
     rounded = (lengths + quantum - 1) // quantum * quantum
-    # Attended positions first, in their order.
+    # Attended positions come first, in order.
     order = attended.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
     by_length = rounded.argsort(stable=True)
     tokens, rows, groups = [], [], []
@@ -244,7 +243,7 @@ def _pack(attended: Tensor) -> _Packed:
     if not groups:
         nothing = by_length[:0]
         return _Packed(nothing, nothing, [])
-    # Matrix products like widths of multiples of 16.
+    # Matrix products are faster for widths that are multiples of 16.
     tokens.append(tokens[0][:1].expand(-first_token % 16))
     return _Packed(torch.cat(tokens), torch.cat(rows), groups)
 
@@ -260,7 +259,7 @@ def _maxima(
     screen: bool | None,
     tile: int | None,
 ) -> _Entries:
-    """The entries of ``[B, V]`` that are active, or ``every`` one of a text with any token."""
+    """Return the active entries of ``[B, V]``, or with ``every`` all entries of nonempty texts."""
     packed = _pack(attended)
     states = hidden.flatten(0, 1).index_select(0, packed.token).to(dtype)
     vocab_size = weight.shape[0]
@@ -284,7 +283,7 @@ def _maxima(
         found = None
         if screens is not None:
             found = screens.candidates(rows, tile_bias, tile_gate)
-            if found is None:  # too many candidates to gain, and the next tile is of their kind
+            if found is None:  # too many candidates; the next tiles will be alike
                 screens = None
         if found is None:
             if scores is None:
@@ -299,15 +298,15 @@ def _maxima(
 
 
 def _is_active(logit: Tensor, gate: Tensor | None) -> Tensor:
-    if gate is not None:  # 0 times a forbidden -inf would be NaN
+    if gate is not None:  # 0 times -inf (forbidden) would be NaN
         logit = logit.clamp(min=torch.finfo(logit.dtype).min) * gate
-    return ~(logit <= 0)  # so that a NaN is, and shows
+    return ~(logit <= 0)  # NaN counts as active, so that it is visible
 
 
 def _maxima_of_tile(
     scores: Tensor, packed: _Packed, bias: Tensor | None, gate: Tensor | None, every: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns, packed tokens and logits of the entries of a tile ``[T, n]``, by column."""
+    """Return columns, packed tokens and logits of a tile's entries ``[T, n]``, sorted by column."""
     height = scores.shape[0]
     views = [
         scores[:, first : first + (stop - start) * size].view(height, stop - start, size)
@@ -320,7 +319,7 @@ def _maxima_of_tile(
     columns, texts, tokens = [], [], []
     for view, (start, stop, first, size) in zip(views, packed.groups, strict=True):
         column, text = wanted[:, start:stop].nonzero(as_tuple=True)
-        # argmax takes the first of equals.
+        # argmax returns the first of equal maxima.
         tokens.append(view[column, text].argmax(-1) + (first + text * size))
         columns.append(column)
         texts.append(text + start)
@@ -332,7 +331,7 @@ def _maxima_of_tile(
 
 
 def _screening_pays(states: Tensor, vocab_size: int) -> bool:
-    """On CPUs that multiply bf16 faster than fp32, for products large enough to notice."""
+    """Whether the CPU multiplies bf16 faster than fp32 and the product is large enough."""
     return (
         states.dtype == torch.float32
         and states.device.type == "cpu"
@@ -342,7 +341,7 @@ def _screening_pays(states: Tensor, vocab_size: int) -> bool:
 
 
 class _Screen:
-    """Finds the active entries of a tile through its bf16 product; the bound is derived above."""
+    """Find the active entries of a tile from its bf16 product; the bound is derived above."""
 
     def __init__(
         self, states: Tensor, packed: _Packed, weight_dtype: torch.dtype, force: bool
@@ -356,7 +355,7 @@ class _Screen:
         weight_roundoff = 0.0 if self.weight_is_exact else _BF16_ROUNDOFF
         norm = _norm_bound(low)
         per_token = _norm_bound(states - low) + (weight_roundoff + 2 * gamma) * norm
-        # The largest of each text, one after the other in packed order.
+        # Maximum per text, in packed order.
         largest = [
             torch.stack([per_token, norm])[:, first : first + (stop - start) * size]
             .view(2, stop - start, size)
@@ -368,7 +367,7 @@ class _Screen:
     def candidates(
         self, rows: Tensor, bias: Tensor | None, gate: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Columns, packed tokens and logits of a tile's entries; ``None`` if that does not pay."""
+        """Return columns, packed tokens and logits of a tile; ``None`` if it has too many."""
         height, num_tokens = rows.shape[0], self.states.shape[0]
         low = _bf16_product(rows.bfloat16(), self.low)
         views = [
@@ -387,7 +386,7 @@ class _Screen:
             wanted = (wanted & (~(gate <= 0) | ~upper.isfinite())) | gate.isnan()
         reach = highest - c * highest.abs() - 2 * slack
         reach = torch.where(reach > 0, reach / (1 + c), reach / (1 - c))
-        # A hair lower for the rounding of these lines.
+        # Lowered slightly for the rounding errors of these lines.
         reach = reach - 1e-6 * reach.abs()
 
         columns, texts, tokens = [], [], []
@@ -396,7 +395,7 @@ class _Screen:
             column, text = wanted[:, start:stop].nonzero(as_tuple=True)
             within = ~(view[column, text] < reach[:, start:stop][column, text][:, None])
             count += int(within.count_nonzero())
-            # One dot product costs what five numbers of a matrix product do.
+            # One dot product costs as much as five entries of a matrix product.
             if count * 5 > height * num_tokens and not self.force:
                 return None
             entry, step = within.nonzero(as_tuple=True)
@@ -414,7 +413,7 @@ class _Screen:
             self.states.T,
             beta=0.0,
         ).values()
-        # The first of the largest of each entry; rows are sorted, and tokens ascend within.
+        # Select the first maximum of each entry; tokens are in ascending order within an entry.
         entry = column * self.norm.shape[0] + text
         starts = torch.ones_like(entry, dtype=torch.bool)
         starts[1:] = entry[1:] != entry[:-1]
@@ -435,20 +434,20 @@ class _Screen:
 
 
 def _norm_bound(x: Tensor) -> Tensor:
-    """The norms of rows from above: rounding, and squares lost to underflow, included."""
+    """Return upper bounds of the row norms that cover rounding and underflow of squares."""
     squares: Tensor = torch.linalg.vector_norm(x, dim=1).square()
     return (squares + x.shape[1] * 2.0**-126).sqrt() * (1 + x.shape[1] * 2.0**-23)
 
 
 def _bf16_product(rows: Tensor, states: Tensor) -> Tensor:
-    """``rows @ states.T`` of bf16 matrices, summed in fp32 and rounded to bf16."""
+    """Return ``rows @ states.T`` of bf16 matrices, summed in fp32 and rounded to bf16."""
     if rows.shape[0] * states.shape[0] * rows.shape[1] > 1 << 12:
         return rows @ states.T
-    return (rows.float() @ states.float().T).bfloat16()  # smaller ones are summed in bf16
+    return (rows.float() @ states.float().T).bfloat16()  # PyTorch sums small ones in bf16
 
 
 # ------------------------------------------------------------------------------------------------
-# Backward: sums over the entries
+# Backward pass: sums over the entries
 
 
 def _gradients(
@@ -460,7 +459,7 @@ def _gradients(
     needs: Sequence[bool],
     sparse_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden states, weight and bias from that of the logits ``[B, V]``."""
+    """Return gradients of hidden states, weight and bias from that of the logits ``[B, V]``."""
     wide_column, row = (upstream.T != 0).nonzero(as_tuple=True)  # by column; a NaN is not 0
     column, token = wide_column.int(), (row * hidden.shape[1] + place[row, wide_column]).int()
     coefficient = upstream[row, wide_column]
@@ -469,7 +468,7 @@ def _gradients(
     of_hidden = of_weight = of_bias = None
     bounds = bounds_of(column, vocab_size)
     states = hidden.reshape(batch * length, width).to(dtype)
-    # By blocks of the vocabulary where a half-precision matrix must not be cast whole.
+    # Blocks of the vocabulary, so that a half-precision matrix is never cast as a whole.
     step = vocab_size if weight.dtype == dtype else BLOCK
     firsts = range(0, vocab_size, step)
     ends = [*bounds[list(firsts)].tolist(), column.shape[0]]

@@ -1,23 +1,23 @@
-"""The head in tiles of the vocabulary: a few launches per tile, no wait for the device.
+"""The head in tiles of the vocabulary: a few launches per tile and no sync with the device.
 
-Forward: the scores of a tile, and of every text the largest and its place. Backward: the incoming
-gradient is scattered to these places in a tile of zeros, and two products give the gradients by
-hidden states and weight. The three functions below are each other's derivatives, so that they can
-be differentiated any number of times: with places ``p``, states ``x`` and rows ``w``,
-``picked(x, w)[i, j]`` is ``x[i, p[i, j]] . w[j]``, and ``spread`` is its gradient by both.
+The forward pass computes the scores of a tile and the maximum of every text, with its position. The
+backward pass scatters the incoming gradient to these positions in a tile of zeros; two products
+give the gradients of hidden states and weight. The three operators below are each other's
+derivatives, so that they can be differentiated any number of times. With positions ``p``, states
+``x`` and rows ``w``, ``picked(x, w)[i, j]`` is ``x[i, p[i, j]] . w[j]``, and ``spread`` is its
+gradient with respect to both.
 
-They are operators of PyTorch, so that compilers take them as they are. ``source`` says whose state
-stands at a position: at a masked one a copy of an attended state of the same text, which cannot
-change a maximum, and whose place is that of its original. A text without any attended position is
-``absent``: its states are zeros.
+They are custom operators, which compilers do not trace. ``source`` gives the position whose state
+is used at each position: a masked position gets a copy of an attended state of the same text, which
+cannot change the maximum. A text without attended positions is ``absent``: its states are zeros.
 
-Halves are multiplied as halves. Where the device can return such a product in fp32, the maximum is
-taken of fp32 scores and the gradient of the hidden states is summed in fp32; elsewhere the scores
-are rounded to halves, as a linear layer's are.
+Halves are multiplied as halves. If the device can return such a product in fp32, the maximum is
+over fp32 scores and the gradient of the hidden states is summed in fp32. Otherwise the scores are
+rounded to halves, as in a linear layer.
 """
 
 from collections.abc import Iterator
-from typing import Any, Sequence  # noqa: UP035  # PyTorch 2.6 takes no other for operators
+from typing import Any, Sequence  # noqa: UP035  # PyTorch 2.6 needs it for operators
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from sparse_losses._core.products import product, returns_fp32
 
 __all__ = ["maxima", "picked", "product_dtype", "smallest_integer", "sources", "tiled_head"]
 
-BYTES = 1 << 28  # of a tile's scores, and of a tile's rows of the weight, at most
+BYTES = 1 << 28  # maximal size of a tile's scores, and of a tile's rows of the weight
 
 
 def tiled_head(
@@ -43,9 +43,9 @@ def tiled_head(
     sparse_grad: bool = False,
     tile: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Activations and, if asked for, pooled logits; the options are those of ``splade_head``.
+    """Return activations and, if requested, pooled logits; options are those of ``splade_head``.
 
-    ``tile`` overrides how many tokens of the vocabulary a tile has.
+    ``tile`` overrides the number of vocabulary tokens per tile.
     """
     source, absent = sources(attended)
     keeps_places = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -55,14 +55,14 @@ def tiled_head(
 
 
 def product_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """What is multiplied: on an accelerator the inputs as they are, on the CPU ``dtype``."""
+    """Return the dtype of the product's operands: ``dtype`` on the CPU, else that of the inputs."""
     if hidden.device.type == "cpu" or dtype == torch.float64:
         return dtype
     return torch.promote_types(hidden.dtype, weight.dtype)
 
 
 def sources(attended: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Whose state stands at each position ``[B, S]``, and which texts have none ``[B, 1]``."""
+    """Return ``source [B, S]`` and ``absent [B, 1]`` (see the top of the module)."""
     if attended is None:
         return None, None
     position = torch.arange(attended.shape[1], device=attended.device)
@@ -71,7 +71,7 @@ def sources(attended: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def smallest_integer(length: int) -> torch.dtype:
-    """What holds the positions of a text."""
+    """Return the smallest integer dtype that holds the positions of a text."""
     if length <= 1 << 8:
         return torch.uint8
     return torch.int16 if length <= 1 << 15 else torch.int32
@@ -87,7 +87,7 @@ def _maxima(
     keeps_places: bool,
     tile: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """The largest scores ``[B, V]`` and, if asked for, their places."""
+    """Return the largest scores ``[B, V]`` and, if requested, their positions."""
     highest, place = _empty_maxima(hidden, weight, dtype, keeps_places)
     with autocast_off(hidden.device):
         states = _states(hidden, source, absent, operands)
@@ -111,7 +111,7 @@ def _picked(
     dtype: torch.dtype,
     tile: int | None,
 ) -> Tensor:
-    """The scores ``[B, V]`` at the places."""
+    """Return the scores ``[B, V]`` at the positions ``place``."""
     found = hidden.new_empty(place.shape, dtype=dtype)
     with autocast_off(hidden.device):
         states = _states(hidden, source, absent, operands)
@@ -132,7 +132,7 @@ def _spread(
     needs: Sequence[bool],
     tile: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients by hidden states and weight of the scores at these places; or empty."""
+    """Return the gradients of hidden states and weight; empty where not needed."""
     of_hidden, of_weight = _empty_gradients(hidden, weight, needs)
     with autocast_off(hidden.device):
         states = _states(hidden, source, absent, operands)
@@ -148,7 +148,7 @@ def _spread(
                 torch.mm(at_places, states, out=of_weight[part])
             elif needs[1]:
                 of_weight[part] = at_places @ states
-            del at_places  # before the next tile has memory of its own
+            del at_places  # free it before the next tile is allocated
         if needs[0]:
             of_hidden = total.view(hidden.shape).to(hidden.dtype)
     return of_hidden, of_weight
@@ -157,7 +157,7 @@ def _spread(
 def _states(
     hidden: Tensor, source: Tensor | None, absent: Tensor | None, operands: torch.dtype
 ) -> Tensor:
-    """The states ``[B * S, H]`` to multiply."""
+    """Return the states ``[B * S, H]`` to multiply."""
     if source is not None and absent is not None:
         hidden = hidden.gather(1, source[..., None].expand(hidden.shape))
         hidden.masked_fill_(absent[..., None], 0.0)
@@ -169,7 +169,7 @@ def _scores(rows: Tensor, states: Tensor, batch: int) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """In fp32 where that costs no cast: halves must not leave the tensor cores."""
+    """Return ``a @ b``, in fp32 if that needs no cast: a cast would bypass the tensor cores."""
     return product(a, b) if returns_fp32(a.device, a.dtype) else a @ b
 
 
@@ -180,7 +180,7 @@ def _bytes_of_a_score(states: Tensor) -> int:
 def _tiles(
     weight: Tensor, states: Tensor, bytes_of_a_score: int, tile: int | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Some rows of the weight at a time, whose scores stay within the budget."""
+    """Yield slices of the weight's rows whose scores stay within the memory budget."""
     if tile is None:
         tile = max(BYTES // (max(states.shape) * bytes_of_a_score), 1)
     for start in range(0, len(weight), tile):
@@ -189,7 +189,7 @@ def _tiles(
 
 
 # ------------------------------------------------------------------------------------------------
-# As operators: the shapes of what they give, and their derivatives
+# Custom operators: shapes of their results, and derivatives
 
 
 def _empty_maxima(
@@ -264,7 +264,7 @@ def _keep_maxima(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
     ctx.save_for_backward(output[1], hidden, weight, source, absent)
     ctx.operands, ctx.tile = operands, tile
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # zeros for the places are a pass for nothing
+    ctx.set_materialize_grads(False)  # avoids zeros as the gradient of positions
 
 
 def _backward_of_maxima(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
@@ -294,7 +294,7 @@ def _keep_spread(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 
 def _backward_of_spread(ctx: Any, of_hidden: Tensor, of_weight: Tensor) -> tuple[Any, ...]:
-    """``spread`` is linear in ``upstream`` and in each of hidden states and weight."""
+    """Differentiate ``spread``, which is linear in ``upstream``, hidden states and weight each."""
     upstream, place, hidden, weight, source, absent = ctx.saved_tensors
     common = source, absent, ctx.operands
     by_upstream = torch.zeros_like(upstream)

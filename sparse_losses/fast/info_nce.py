@@ -1,11 +1,12 @@
-"""In-batch contrast with its gradient, some rows of the score matrix at a time.
+"""In-batch InfoNCE with its gradient, some rows of the score matrix at a time.
 
-The gradient of a row's loss by its scores is ``sigmoid(gap) * softmax`` over the negatives and
-``-sigmoid(gap)`` at the positive, ``gap = logsumexp(negatives) - positive``; no ``softmax - 1``
-cancels. So a block of scores is made, turned into its own gradient, multiplied back, and
-forgotten: three matrix products in all, and never the whole score matrix.
+The gradient of a row's loss with respect to its scores is ``sigmoid(gap) * softmax`` over the
+negatives and ``-sigmoid(gap)`` at the positive, with ``gap = logsumexp(negatives) - positive``; no
+``softmax - 1`` cancels. A block of scores is computed, overwritten by its gradient, multiplied back
+and freed: three matrix products in total, without the whole score matrix.
 
-What is no negative has the lowest finite score: a row of nothing else has a softmax all the same.
+Candidates that are not negatives get the lowest finite score, so that the softmax of a row without
+negatives is finite.
 """
 
 import functools
@@ -38,7 +39,7 @@ Gradients = list[Tensor | None]
 
 
 def why_no_gradient(arguments: Arguments, options: Options) -> str | None:
-    """Why no way with a gradient of its own takes the call."""
+    """Return why the ways with their own gradient do not support the call, or ``None``."""
     anchor, _, negative, temperature = arguments
     if not options["in_batch"]:
         return "in_batch=True"
@@ -61,14 +62,14 @@ def why_no_gradient(arguments: Arguments, options: Options) -> str | None:
 
 
 def why_not_dense(arguments: Arguments, options: Options) -> str | None:
-    """The same, and dense tensors."""
+    """Like ``why_no_gradient``, but tensors must also be dense."""
     if any(isinstance(x, Tensor) and x.layout != torch.strided for x in arguments):
         return "dense tensors"
     return why_no_gradient(arguments, options)
 
 
 def too_many_scores(arguments: Arguments, options: Options) -> bool:
-    """Whether all scores at once are more than a block."""
+    """Whether the full score matrix is larger than a block."""
     anchor, _, negative, _ = arguments
     num_rows: int = anchor.shape[0]
     batch = num_rows * (num_ranks() if options["gather"] else 1)
@@ -77,28 +78,28 @@ def too_many_scores(arguments: Arguments, options: Options) -> bool:
 
 
 def most_scores(device: torch.device) -> int:
-    """How many are held at once: 8 MB in fp32 on a CPU; elsewhere 256 MB, as launches cost time."""
+    """Return the scores per block: 8 MB in fp32 on a CPU, else 256 MB, as launches cost time."""
     return 1 << 21 if device.type == "cpu" else 1 << 26
 
 
 def direct_info_nce(
     needs: Sequence[bool], *arguments: Any, **options: Any
 ) -> tuple[Tensor, Gradients]:
-    """Value and gradients of InfoNCE, all scores held once."""
+    """Return value and gradients of InfoNCE; all scores are held at once."""
     return in_both_directions(contrast, needs, *arguments, **options)
 
 
 def blockwise_info_nce(
     needs: Sequence[bool], *arguments: Any, **options: Any
 ) -> tuple[Tensor, Gradients]:
-    """Value and gradients of InfoNCE, some rows of the scores at a time."""
+    """Return value and gradients of InfoNCE; some rows of the scores are held at a time."""
     return in_both_directions(
         functools.partial(contrast, rows_at_once=rows_of_a_block), needs, *arguments, **options
     )
 
 
 def in_both_directions(
-    contrast: Callable[..., tuple[Tensor, Gradients]],
+    one_direction: Callable[..., tuple[Tensor, Gradients]],
     needs: Sequence[bool],
     anchor: Tensor,
     positive: Tensor,
@@ -114,15 +115,19 @@ def in_both_directions(
     in_batch: bool = True,
     positive_mask: None = None,
 ) -> tuple[Tensor, Gradients]:
-    """``contrast`` at once where one process holds both directions, else one after the other.
+    """Call ``one_direction`` once per direction, or once for both without ``gather``.
 
-    Under ``gather`` this rank's rows ask and all ranks' rows answer. DDP divides gradients by the
-    number of ranks W that contributed to them; they come W times as large. All keys are candidates:
-    ``why_no_gradient`` refuses another ``in_batch`` and a ``positive_mask``.
+    With ``gather`` this rank's rows are the queries and all ranks' rows the keys. DDP divides
+    gradients by the number of ranks W, so they are returned W times as large. All keys are
+    candidates: ``why_no_gradient`` excludes ``in_batch=False`` and ``positive_mask``, which are
+    parameters only because every way is called with all options of the loss.
     """
-    contrast = functools.partial(contrast, cosine=similarity == "cosine", decoupled=decoupled)
+    contrast = functools.partial(one_direction, cosine=similarity == "cosine", decoupled=decoupled)
     batch, ranks = anchor.shape[0], num_ranks() if gather else 1
-    share = 1.0 / (batch if reduction == "mean" else 1 / ranks) / (2 if symmetric else 1)
+    # The weight of one row's gradient; a mean divides by B here and by W through DDP.
+    share = 1 / batch if reduction == "mean" else float(ranks)
+    if symmetric:
+        share /= 2
     if ranks == 1 and not (symmetric and negative is not None):
         return contrast(
             needs,
@@ -179,11 +184,11 @@ def contrast(
     rows_at_once: Callable[[Tensor, Tensor], int] | None = None,
     kind: Any = None,
 ) -> tuple[Tensor, Gradients]:
-    """The losses of all rows, added up and times ``share``, and their gradient by four tensors.
+    """Return the sum of the row losses times ``share``, and the gradients of the four tensors.
 
-    ``symmetric`` goes without negatives. There may be more positives (and ids) than anchors: that
-    of the first anchor is number ``first``. ``rows_at_once`` says how many rows of scores are held,
-    all without it; ``kind`` multiplies, ``DenseScores`` by default.
+    ``symmetric`` needs ``negative=None``. There may be more positives (and ids) than anchors: the
+    positive of the first anchor has index ``first``. ``rows_at_once`` returns how many rows of
+    scores are held (default: all). ``kind`` computes the products (default: ``DenseScores``).
     """
     batch = anchor.shape[0]
     scores = (kind or DenseScores)(
@@ -194,7 +199,7 @@ def contrast(
     chunks = [slice(i, min(i + step, batch)) for i in range(0, batch, step)]
     values = []
 
-    if symmetric:  # the other direction: positives ask, anchors answer
+    if symmetric:  # the other direction, with positives as queries
         totals, owns = [], []
         for rows in chunks:
             block = scores.block(rows)
@@ -231,18 +236,18 @@ def contrast(
 
 
 def rows_of_a_block(anchor: Tensor, positive: Tensor) -> int:
-    """As many rows as make a block; a row is one of scores and some of the inputs' width."""
+    """Return the rows per block; each row holds its scores and vectors of the inputs' width."""
     most = most_scores(anchor.device)
     return min(max(most // (len(positive) + anchor.shape[1]), 1), len(anchor))
 
 
 def _own(block: Tensor, rows: slice, first: int) -> Tensor:
-    """Of the scores ``[c, B + N]`` of some rows, a view of those of their own positives ``[c]``."""
+    """Return a view of the rows' own positives ``[c]`` in their scores ``[c, B + N]``."""
     return block.diagonal(rows.start + first)
 
 
 def _hide(block: Tensor, rows: slice, positive_ids: Tensor | None, first: int) -> Tensor:
-    """Takes what is no negative out of the scores; returns the positives' ``[c]``."""
+    """Overwrite scores that are not of negatives; return the scores of the positives ``[c]``."""
     lowest = torch.finfo(block.dtype).min
     diagonal = _own(block, rows, first)
     own = diagonal.clone()
@@ -255,16 +260,16 @@ def _hide(block: Tensor, rows: slice, positive_ids: Tensor | None, first: int) -
 
 
 def softmax(scores: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Softmax and log-sum-exp in six launches; ``logsumexp`` alone takes nine."""
+    """Return softmax and log-sum-exp in six launches; ``logsumexp`` alone takes nine."""
     probabilities = scores.softmax(dim)
-    # The largest probability is exp(0) over the sum of the exponentials; NaN for an infinite score,
-    # whose log-sum-exp is infinite.
+    # The largest probability is exp(0) over the sum of the exponentials. An infinite score makes it
+    # NaN; the log-sum-exp is then infinite.
     log_largest = probabilities.amax(dim).log_().nan_to_num_(nan=0.0)
     return probabilities, scores.amax(dim) - log_largest
 
 
 def losses(total: Tensor, own: Tensor, decoupled: bool) -> tuple[Tensor, Tensor]:
-    """Losses by log-sum-exp and positive's score; minus their slope by the latter."""
+    """Return losses from log-sum-exp and positives' scores, and minus the slope in the latter."""
     gap = total - own
     return (gap, torch.ones_like(gap)) if decoupled else (softplus(gap), gap.sigmoid())
 
@@ -279,7 +284,7 @@ def info_nce_of_scores(
     decoupled: bool,
     reduction: str,
 ) -> tuple[Tensor, Gradients]:
-    """Value of InfoNCE, and its gradients by scores that are there and by the temperature."""
+    """Return value of InfoNCE on precomputed scores, and gradients of scores and temperature."""
     share = (1.0 / len(scores) if reduction == "mean" else 1.0) / (2 if symmetric else 1)
     value, (by_scores, *_, by_temperature) = contrast(
         [needs[0], False, False, needs[1]],
@@ -298,7 +303,7 @@ def info_nce_of_scores(
 
 
 class _GivenScores:
-    """Scores ``[B, C]`` that somebody else has made, in place of anchors."""
+    """Precomputed scores ``[B, C]``, passed in place of the anchors."""
 
     def __init__(
         self,
@@ -313,15 +318,15 @@ class _GivenScores:
         self.found: Gradients = [None] * 4
 
     def block(self, rows: slice) -> Tensor:
-        """Scores over the temperature."""
+        """Return the scores divided by the temperature."""
         return self.scores[rows] / self.temperature
 
     def back(self, rows: slice, gradient: Tensor) -> None:
-        """Takes in the gradient by the scores."""
+        """Store the gradient of the scores."""
         if self.needs[3]:
             self.found[3] = -(gradient * self.scores).sum() / self.temperature
         self.found[0] = gradient
 
     def gradients(self) -> Gradients:
-        """By scores and temperature, in the places of anchors and temperature."""
+        """Return the gradients of scores and temperature, at the indices of ``contrast``."""
         return self.found

@@ -1,4 +1,4 @@
-"""InfoNCE through the non-zeros of its inputs: products that touch nothing else."""
+"""InfoNCE with products over the non-zeros of its inputs only."""
 
 import functools
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from sparse_losses.fast.sparse import NonZeros, non_zeros, product, product_by_c
 
 __all__ = ["nonzeros_info_nce", "nonzeros_pay", "why_not_nonzeros"]
 
-# As measured (docs/benchmarks.md): faster below this density from so many rows on, and below a
-# smaller one for fewer.
+# As measured (docs/benchmarks.md): faster below this density with at least this number of rows; for
+# fewer rows, the limit is proportionally smaller.
 DENSEST, ROWS_FOR_DENSEST = 0.12, 512
 FEWEST_COLUMNS = 4096
 SAMPLED_ROWS = 16
 
 
 def why_not_nonzeros(arguments: Arguments, options: Options) -> str | None:
-    """Why no sparse product takes the call."""
+    """Return why sparse products do not support the call, or ``None``."""
     negative = arguments[2]
     if negative is not None and negative.ndim == 3:
         return "no negatives per row"
@@ -32,7 +32,7 @@ def why_not_nonzeros(arguments: Arguments, options: Options) -> str | None:
 
 
 def nonzeros_pay(arguments: Arguments, options: Options) -> bool:
-    """Whether the inputs are CSR, or few enough of them are not zero; looks on the CPU only."""
+    """Whether an input is CSR or, on the CPU, a sample of the inputs has few non-zeros."""
     inputs: list[Tensor] = [x for x in arguments[:3] if x is not None]
     if any(x.layout != torch.strided for x in inputs):
         return True
@@ -46,17 +46,14 @@ def nonzeros_pay(arguments: Arguments, options: Options) -> bool:
 
 
 def nonzeros_info_nce(needs: Sequence[bool], *arguments: Any, **options: Any) -> Any:
-    """Value and gradients of InfoNCE by sparse products; the scores are held whole."""
+    """Return value and gradients of InfoNCE by sparse products; all scores are held at once."""
     by_nonzeros = functools.partial(contrast, kind=_SparseScores)
     single = [as_single(x) if isinstance(x, Tensor) else x for x in arguments]
     return in_both_directions(by_nonzeros, needs, *single, **options)
 
 
 class _SparseScores:
-    """Scores through the non-zeros; gradients where the inputs have room for them.
-
-    That of a dense tensor is exact everywhere, that of a CSR tensor is by what it stores.
-    """
+    """Scores from non-zeros; gradients are dense, or for a CSR input restricted to its pattern."""
 
     def __init__(
         self,
@@ -71,9 +68,9 @@ class _SparseScores:
         self.needs, self.temperature = needs, temperature
         self.tensors, self.num_positives = (anchor, positive, negative), len(positive)
         self.represented = [self._represent(x, cosine) for x in self.tensors if x is not None]
-        # No entry of the others may meet a NaN: which rows have one is noted instead.
+        # Products over non-zeros may skip a NaN, so rows that contain one are marked.
         self.is_nan = [self._rows_with_nan(entries) for entries, _ in self.represented]
-        if hides:  # and what is hidden must not reach a gradient
+        if hides:  # a NaN of an excluded key must not reach a gradient
             keys, length = self.represented[1]
             kept = keys.value.masked_fill(self.is_nan[1][keys.row], 0.0)
             self.represented[1] = keys._replace(value=kept), length
@@ -105,13 +102,13 @@ class _SparseScores:
         return scores.div_(self.temperature).masked_fill_(is_nan, torch.nan)
 
     def block(self, rows: slice) -> Tensor:
-        """All scores over the temperature ``[B, B + N]``."""
+        """Return all scores, divided by the temperature ``[B, B + N]``."""
         if len(self.represented) < 3:
             return self._scores(1)
         return torch.cat([self._scores(1), self._scores(2)], dim=1)
 
     def back(self, rows: slice, gradient: Tensor) -> None:
-        """Takes in the gradient by those scores times the temperature."""
+        """Store the input gradients, given the scores' gradient times the temperature."""
         gradients = gradient.tensor_split([self.num_positives], dim=1)[: len(self.represented) - 1]
         if self.needs[0] or self.needs[3]:
             along = self._gradient(0, list(zip(gradients, (1, 2), strict=False)))
@@ -122,7 +119,7 @@ class _SparseScores:
                 self._gradient(number, [(g.T, 0)])
 
     def _gradient(self, number: int, terms: list[tuple[Tensor, int]]) -> Tensor:
-        """The gradient by one input, ``sum_k g_k @ x_k``; returns its product with the scores."""
+        """Store the gradient of one input, ``sum_k g_k @ x_k``; return minus the temperature's."""
         tensor = self.tensors[number]
         assert tensor is not None
         entries, length = self.represented[number]
@@ -134,20 +131,19 @@ class _SparseScores:
             start, stop, tile = parts[0]
             for _, _, other in parts[1:]:
                 tile += other
-            if length is not None:
-                tile /= length
             last = int(torch.searchsorted(entries.column, stop))
             here = slice(first, last)
             at_entries[here] = tile[entries.column[here] - start, entries.row[here]]
             first = last
             if dense is not None:
+                if length is not None:
+                    tile /= length
                 dense[:, start:stop] = tile.T.contiguous()
         along = entries.value.new_zeros(entries.shape[0])
         along.index_add_(0, entries.row, entries.value * at_entries)
-        if length is not None:  # the part along the row changes its length alone
-            change = entries.value * along[entries.row]
-            at_entries -= change
-            along = torch.where(along == 0, 0.0, along * length)
+        if length is not None:  # remove the part parallel to the row
+            at_entries -= entries.value * along[entries.row]
+            at_entries /= length[entries.row]
             if dense is not None:
                 dense.index_put_((entries.row, entries.column), at_entries)
         if dense is None:
@@ -165,5 +161,5 @@ class _SparseScores:
         return along.sum() / self.temperature
 
     def gradients(self) -> list[Tensor | None]:
-        """By anchor, positive, negative and temperature."""
+        """Return the gradients of anchor, positive, negative and temperature."""
         return self.found

@@ -1,8 +1,8 @@
-"""In-batch contrast over several ranks that holds the keys of one other rank at a time.
+"""In-batch InfoNCE over several ranks that holds the keys of one other rank at a time.
 
-(And those of the next, as they come in.) Every rank's keys go round the ring of ranks twice: first
-each rank adds up its rows' denominators, then it knows every probability, and the gradient by the
-keys travels with them until both are home.
+(And receives those of the next meanwhile.) The keys of all ranks are passed round the ring twice.
+In the first round each rank sums its rows' denominators. In the second it computes probabilities
+and adds to the gradient of the keys, which travels with the keys back to their rank.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ __all__ = ["ring_info_nce", "why_not_ring"]
 
 
 def why_not_ring(arguments: Arguments, options: Options) -> str | None:
-    """Why the ring does not take the call."""
+    """Return why the ring does not support the call, or ``None``."""
     return why_not_dense(arguments, options) if options["gather"] else "gather=True"
 
 
@@ -48,7 +48,7 @@ def ring_info_nce(
     in_batch: bool = True,
     positive_mask: None = None,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """InfoNCE over all ranks' rows, and its gradient by this rank's four tensors, for DDP."""
+    """Return InfoNCE over all ranks' rows, and this rank's four gradients, scaled for DDP."""
     batch, ranks = anchor.shape[0], num_ranks()
     if ranks == 1:
         options = {"similarity": similarity, "symmetric": symmetric, "reduction": reduction}
@@ -71,7 +71,7 @@ def ring_info_nce(
         grad_temperature += direction.grad_temperature
         for place, gradient in ((asks, grad_asks), (answers, grad_answers), (2, grad_negative)):
             if gradient is not None and needs[place]:
-                # DDP divides by the number of ranks what they all contributed to.
+                # DDP divides gradients by the number of ranks.
                 gradient = gradient.mul_(ranks)
                 before = found[place]
                 found[place] = gradient if before is None else before.add_(gradient)
@@ -81,7 +81,7 @@ def ring_info_nce(
 
 
 class _Direction:
-    """One side asks, the other answers: the keys of all ranks, and this rank's queries."""
+    """One direction of the loss: this rank's queries against the keys of all ranks."""
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class _Direction:
         self.chunks = [slice(i, i + step) for i in range(0, self.batch, step)]
 
     def _scores(self, rows: slice, keys: Tensor, ids: Tensor | None, is_own: bool) -> Tensor:
-        """Scores against the keys of one rank; what is no negative has the lowest."""
-        scores = self.queries[rows] @ keys.T  # a NaN of a key stays in the key's own column
+        """Return scores with the keys of one rank; keys that are not negatives get the lowest."""
+        scores = self.queries[rows] @ keys.T  # a NaN of a key stays in its column
         lowest = torch.finfo(scores.dtype).min
         if ids is not None and self.ids is not None:
             in_batch = scores[:, : self.batch]
@@ -119,12 +119,12 @@ class _Direction:
         return scores
 
     def _scores_of_each(self, rows: slice) -> Tensor:
-        """Scores against each query's own negatives."""
+        """Return scores with each query's own negatives."""
         assert self.each is not None
         return torch.einsum("bd,bnd->bn", self.queries[rows], self.each[rows])
 
     def value(self, decoupled: bool, share: float) -> Tensor:
-        """The loss of this rank's rows; keeps what the gradients need."""
+        """Return the loss of this rank's rows; store what ``gradients`` needs."""
         positive = (self.queries * self.keys[: self.batch]).sum(-1)
         self.total = torch.full_like(positive, torch.finfo(positive.dtype).min)  # log-sum-exp
 
@@ -145,7 +145,7 @@ class _Direction:
         return row_losses.sum() * share
 
     def gradients(self, needs_each: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """By queries, keys and negatives, shared (as the keys' last rows) or each query's own."""
+        """Return the gradients of queries, keys and negatives (shared ones end the keys)."""
         grad_queries = torch.zeros_like(self.queries)
         grad_each = None
         keys, ids, grad_keys = self.keys, self.ids, torch.zeros_like(self.keys)
@@ -168,7 +168,7 @@ class _Direction:
                 grad_queries[rows] += torch.einsum("bn,bnd->bd", slopes, self.each[rows])
                 if grad_each is not None:
                     torch.mul(slopes[:, :, None], self.queries[rows, None], out=grad_each[rows])
-        # Every score is a query over the temperature times a key.
+        # Every score is linear in a query divided by the temperature.
         self.grad_temperature = -(grad_queries * self.queries).sum() / self.temperature
         grad_queries = grad_queries.div_(self.temperature)
         grad_queries = self.query_side.gradient(grad_queries)
@@ -179,17 +179,17 @@ class _Direction:
         return grad_queries, grad_keys[: self.batch], grad_negative
 
     def _slopes(self, rows: slice, scores: Tensor) -> Tensor:
-        """The derivative of the loss by the scores of negatives, in place."""
+        """Overwrite the negatives' scores with the derivative of the loss in them."""
         return scores.sub_(self.total[rows, None]).exp_().mul_(self.slope[rows, None])
 
 
 def _without_nan(keys: Tensor, ids: Tensor | None) -> Tensor:
-    """Where ids may hide a key, its NaN must not reach a product: 0 * NaN is NaN."""
+    """Zero keys with a NaN if ids may exclude keys: 0 * NaN is NaN."""
     return keys if ids is None else torch.where(keys.isnan().any(1, keepdim=True), 0.0, keys)
 
 
 class _Coming:
-    """What the neighbour is sending."""
+    """The keys and ids being received from the previous rank."""
 
     def __init__(self, works: list[Any], keys: Tensor, ids: Tensor | None) -> None:
         self.works, self.keys, self.ids = works, keys, ids
@@ -201,9 +201,9 @@ class _Coming:
 
 
 def _ring_exchange(keys: Tensor, ids: Tensor | None) -> _Coming:
-    """Sends to the next rank of the ring, and receives from the one before, meanwhile."""
+    """Start to send to the next rank of the ring and to receive from the previous one."""
     to, source = (rank() + 1) % num_ranks(), (rank() - 1) % num_ranks()
-    # Backends send contiguous tensors only; keys may be stored by columns, and not on every rank.
+    # Backends send contiguous tensors only; the layout of keys may differ between ranks.
     going = [x.contiguous() for x in (keys, ids) if x is not None]
     coming = [torch.empty_like(x) for x in going]
     operations = []

@@ -1,4 +1,4 @@
-"""Sums and maxima over the labels of multi-hot rows, without a tensor of rows by rows by labels."""
+"""Sums and maxima over the labels of multi-hot rows, without tensors ``[rows, rows, labels]``."""
 
 import functools
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from sparse_losses.fast.sparse import bounds_of, sum_bags
 
 __all__ = ["DenseLabels", "LabelLists", "largest_of_labels"]
 
-# Powers of four from this one down to its inverse are normal numbers, and so are their sums.
+# Powers of four with exponents from minus this number to it are normal numbers, as are their sums.
 TOP_POWER = {torch.float32: 63, torch.float64: 511}
 
 
@@ -23,19 +23,19 @@ class DenseLabels:
         self.count = labels.sum(-1, keepdim=True)
 
     def times(self, values: Tensor) -> Tensor:
-        """``labels @ values.T`` of ``values [c, L]``."""
+        """Return ``labels @ values.T`` for ``values [c, L]``."""
         return (values @ self.dense.T).T
 
     def by_label(self, values: Tensor) -> Tensor:
-        """``values.T @ labels`` of ``values [I, c]``."""
+        """Return ``values.T @ labels`` for ``values [I, c]``."""
         return values.T @ self.dense
 
 
 class LabelLists:
-    """The same for few labels a row. For the CPU: how many there are decides shapes."""
+    """``DenseLabels`` for few labels per row; for the CPU, as shapes depend on the values."""
 
     def __init__(self, row: Tensor, label: Tensor, size: int, like: Tensor) -> None:
-        """Of the labels that the rows have, in the order of the rows; ``like`` is ``[c, L]``."""
+        """Take the rows' labels as pairs sorted by row; ``like`` is ``[c, L]``."""
         self._row, self._label, self._like = row, label, like
         self._row_bounds = bounds_of(row, size)
         self.count = self._row_bounds.diff().to(like.dtype)[:, None]
@@ -44,7 +44,7 @@ class LabelLists:
 
     @classmethod
     def where_they_pay(cls, labels: Sequence[Tensor], like: Tensor) -> "LabelLists | None":
-        """The lists of labels ``[N_k, L]``, or ``None`` if more than one in eight is there."""
+        """Return lists for labels ``[N_k, L]``, or ``None`` if more than one in eight is set."""
         size = sum(map(len, labels))
         found, start = [], 0
         for part in labels:
@@ -62,27 +62,27 @@ class LabelLists:
         return labels
 
     def times(self, values: Tensor) -> Tensor:
-        """``labels @ values.T`` of ``values [c, L]``."""
+        """Return ``labels @ values.T`` for ``values [c, L]``."""
         return sum_bags(self._label, values.T, self._row_bounds)
 
     def by_label(self, values: Tensor) -> Tensor:
-        """``values.T @ labels`` of ``values [I, c]``."""
+        """Return ``values.T @ labels`` for ``values [I, c]``."""
         return sum_bags(self._row_by_label, values, self._label_bounds).T
 
 
 def largest_of_labels(values: Tensor, labels: Tensor) -> Tensor:
-    """Largest of ``values [M, L]``, at least 0, among the labels of each row of ``[N, L]``.
+    """Return the largest of ``values [M, L]``, at least 0, among the labels of each row ``[N, L]``.
 
-    A product in place of ``[M, N, L]``: labels stand for powers of four by the rank of their value.
-    Of a sum of powers the logarithm knows the largest, as all smaller ones add up to a third of it.
-    In blocks of as many labels as there are powers.
+    A matrix product avoids the tensor ``[M, N, L]``. Each label is encoded as a power of four by
+    the rank of its value. The logarithm of a sum of such powers gives the largest, as all smaller
+    ones add up to a third of it. A block has as many labels as there are powers.
     """
     top = TOP_POWER[values.dtype]
     blocks = []
     parts = torch.split(values, 2 * top, dim=-1), torch.split(labels, 2 * top, dim=-1)
     for some, hot in zip(*parts, strict=True):
         by_rank, order = some.sort(dim=-1, descending=True)
-        none = by_rank.shape[-1]  # the rank of no label at all: a value of 0
+        none = by_rank.shape[-1]  # the rank for no label, with value 0
         exponents = top - torch.arange(none, device=values.device)
         powers = torch.exp2(2 * exponents.to(values.dtype)).expand(some.shape)
         by_label = torch.zeros_like(some).scatter(-1, order, powers)

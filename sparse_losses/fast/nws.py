@@ -1,11 +1,12 @@
 """NWS, value and gradient together, some queries at a time.
 
-The weights come from the labels, which have no gradient. By the scores over the temperature, the
-gradient of a row is ``W q - w``: ``w`` are the weights of its positives, ``W`` is their sum, and
-``q`` the shares of the denominator. References stand in the order prototypes, keys, queue.
+The weights come from the labels, which have no gradient. With respect to the scores divided by the
+temperature, the gradient of a row is ``W q - w``: ``w`` are the weights of its positives, ``W`` is
+their sum, and ``q`` the shares of the denominator. References are in the order prototypes, keys,
+queue.
 
-What takes no part in a sum gets ``-far`` added to its score. That is finite, so a row of nothing
-else has a softmax all the same; and a CPU adds many times as fast as it fills by a mask.
+Entries are excluded from a sum by adding ``-far`` to their score. It is finite, so that a row of
+such entries has a finite softmax, and on a CPU an addition is many times as fast as a masked fill.
 """
 
 import math
@@ -23,7 +24,7 @@ from sparse_losses.fast.scores import DenseScores
 
 __all__ = ["direct_nws"]
 
-MATRICES = 4  # of the size of the scores, at once
+MATRICES = 4  # number of matrices as large as the scores that are held at once
 
 Part = tuple[Tensor | None, Tensor | None, Tensor | None]  # features, labels, mask
 
@@ -49,7 +50,7 @@ def direct_nws(
     gather: bool,
     reduction: str,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Value and gradients of NWS by query, prototype and temperature."""
+    """Return the value of NWS and the gradients of query, prototype and temperature."""
     dtype = torch.float32 if query.dtype in HALVES else query.dtype
     y = query_labels.to(dtype)
     parts = (key, key_labels, None), (queue, queue_labels, queue_mask)
@@ -62,7 +63,7 @@ def direct_nws(
 
     is_void = weights.is_void
     has_void = decoupled and eps == 0
-    if has_void:  # without negatives
+    if has_void:  # rows without negatives
         is_void |= torch.cat([weights.without_negatives(rows, is_absent) for rows in blocks])
     scores = DenseScores(
         [needs[0], needs[1], False, needs[2]],
@@ -84,7 +85,7 @@ def direct_nws(
             scores.back(rows, gradient)
     gradients = [x for i, x in enumerate(scores.gradients()) if i != 2]
 
-    # What no valid row looks at must not send its NaN into a gradient.
+    # A NaN that no valid row uses must not reach a gradient.
     none_valid = is_void.all()
     hidden = is_void, none_valid, none_valid
     value = (torch.cat(values) if len(values) > 1 else values[0]).masked_fill_(is_void[:, 0], 0.0)
@@ -95,7 +96,7 @@ def direct_nws(
         num_valid = (sum_over_ranks(num_valid) if gather else num_valid).clamp_(min=1)
         value = value / num_valid
         divisor = num_valid * temperature
-    if gather:  # DDP divides by the number of ranks what they all contributed to
+    if gather:  # DDP divides gradients by the number of ranks
         divisor = divisor / num_ranks()
     for found, is_hidden in zip(gradients, hidden, strict=True):
         if found is not None:
@@ -106,7 +107,7 @@ def direct_nws(
 def _instances(
     parts: Sequence[Part], y: Tensor
 ) -> tuple[Tensor | None, DenseLabels | LabelLists | None, Tensor | None]:
-    """Features and labels of keys and queue; of the last ones, which are absent, as 0 and 1."""
+    """Return features and labels of keys and queue, and the queue's empty slots as 0 and 1."""
     features = [x for x, _, _ in parts if x is not None and len(x)]
     labels = [x for _, x, _ in parts if x is not None and len(x)]
     mask = parts[-1][2]
@@ -123,7 +124,7 @@ def _instances(
 
 
 class _Weights:
-    """What the labels say: how much a reference counts as a positive, and as a negative."""
+    """The weights of references as positives and as negatives, computed from the labels."""
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class _Weights:
         self.takes_mean = aggregation == "mean"
         if labels is None:
             return
-        assert label_similarity is not None  # checked by the caller
+        assert label_similarity is not None  # the caller checks it
         self.one_or_more = labels.count.clamp(min=1)
         if self.takes_mean:
             self.alike = y @ label_similarity
@@ -153,11 +154,11 @@ class _Weights:
             self.alike = largest_of_labels(label_similarity.T, y).T
 
     def shared(self, rows: slice) -> Tensor | None:
-        """How many labels keys and queue share with some queries ``[I, c]``."""
+        """Return the number of labels that keys and queue share with some queries ``[I, c]``."""
         return None if self.labels is None else self.labels.times(self.y[rows])
 
     def positives(self, rows: slice, shared: Tensor | None) -> Tensor:
-        """``w / (|y| + eps)`` of prototypes, keys and queue ``[c, L + I]``."""
+        """Return ``w / (|y| + eps)`` of prototypes, keys and queue ``[c, L + I]``."""
         y, count, labels = self.y[rows], self.count[rows], self.labels
         share = torch.rsub(count.reciprocal(), 1, alpha=self.alpha)  # 1 - alpha / |y|
         if labels is None or shared is None:
@@ -176,7 +177,7 @@ class _Weights:
         return torch.threshold_(share, 1e-6, 1.0).add_(self.eps).mul_(count + self.eps)
 
     def negatives(self, rows: slice, shared: Tensor) -> Tensor:
-        """The logarithm of ``beta a`` of keys and queue ``[I, c]``."""
+        """Return the logarithm of ``beta a`` of keys and queue ``[I, c]``."""
         count, labels = self.count[rows], self.labels
         assert labels is not None
         if self.takes_mean:
@@ -191,7 +192,7 @@ class _Weights:
         return unlike.masked_fill_(shared > 0, 1.0).log_().clamp_(min=-self.far)
 
     def without_negatives(self, rows: slice, is_absent: Tensor | None) -> Tensor:
-        """Which rows have none in their denominator ``[c, 1]``."""
+        """Return a mask of the rows without negatives in the denominator ``[c, 1]``."""
         found, shared = self.y[rows].amin(1, keepdim=True) > 0, self.shared(rows)
         if shared is None:
             return found
@@ -204,7 +205,7 @@ class _Weights:
 def _rows(
     s: Tensor, weights: _Weights, rows: slice, is_absent: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Values ``[c]`` of some queries, and their gradients by the scores; uses these up."""
+    """Return values ``[c]`` of some queries and gradients of the scores; overwrites the scores."""
     far, eps, num_labels = weights.far, weights.eps, weights.num_labels
     shared = weights.shared(rows)
     w = weights.positives(rows, shared)
@@ -219,8 +220,8 @@ def _rows(
     if shared is not None:
         s[:, num_labels:].add_(weights.negatives(rows, shared).T)
     if not weights.decoupled:
-        # Only the likeliest reference can have nearly all of the probability. It is taken out, so
-        # that an easy row keeps its digits: as in `negative_log_softmax`.
+        # Only the likeliest reference can have nearly all of the probability. Its term is computed
+        # separately to avoid cancellation, as in `negative_log_softmax`.
         top, at_top = s.max(1, keepdim=True)
         top_weight = w.gather(1, at_top)
         s.scatter_(1, at_top, -far)

@@ -1,7 +1,6 @@
-"""Pooling by its active entries, for the CPU: one read of the attended logits, one write back.
+"""Pooling for the CPU: it reads the attended logits once and returns to active entries only.
 
-The definition copies the logits to mask them, and notes a place for every entry. Here only entries
-that are active are looked at a second time.
+The definition copies the logits to mask them, and stores a position for every entry.
 """
 
 from typing import Any
@@ -18,7 +17,7 @@ __all__ = ["activate", "gradient_of_pooled", "nonzeros_pool"]
 def nonzeros_pool(
     logits: Tensor, attended: Tensor, *, dtype: torch.dtype, return_logits: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Activations and, if asked for, the signed maxima."""
+    """Return activations and, if requested, the signed maxima."""
     found: tuple[Tensor, Tensor | None] = _Pool.apply(  # type: ignore[no-untyped-call]
         logits, attended, dtype, return_logits
     )
@@ -26,7 +25,7 @@ def nonzeros_pool(
 
 
 class _Pool(torch.autograd.Function):
-    """One read; then only active entries need the place of their maximum."""
+    """Pooling that finds the position of the maximum for active entries only."""
 
     @staticmethod
     def forward(
@@ -45,13 +44,13 @@ class _Pool(torch.autograd.Function):
             highest = block.amax(0)
             wanted = torch.ones_like(highest, dtype=torch.bool)
             if not return_logits:
-                wanted = ~(highest <= 0)  # so that a NaN is, and shows
+                wanted = ~(highest <= 0)  # NaN counts as active, so that it is visible
             column = wanted.nonzero()[:, 0]
             if column.numel() * 3 > vocab_size:
                 place = block.max(0).indices[column]
             else:
                 place = block.index_select(1, column).argmax(0)
-            tokens.append(position[place])  # both take the first of equals
+            tokens.append(position[place])  # both return the first of equal maxima
             rows.append(torch.full_like(column, row))
             columns.append(column)
             maxima.append(highest[column])
@@ -73,7 +72,7 @@ class _Pool(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
         logits, slope, *index = ctx.saved_tensors
         row, token, column = (i.long() for i in index)
-        if torch.is_grad_enabled():  # a graph of the gradient is wanted: by plain operations
+        if torch.is_grad_enabled():  # create_graph=True needs plain operations
             pooled = logits[row, token, column].to(ctx.dtype)
             slope = torch.where(pooled <= 0, 0.0, 1 / (1 + nnf.relu(pooled)))
         of_pooled = gradient_of_pooled(upstream, row, column, slope)
@@ -86,9 +85,9 @@ class _Pool(torch.autograd.Function):
 def activate(
     pooled: Tensor, row: Tensor, column: Tensor, shape: tuple[int, int], return_logits: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Activations and, if asked for, pooled logits ``[B, V]`` from those of the entries ``[m]``.
+    """Return activations and, if requested, pooled logits ``[B, V]`` from entries ``[m]``.
 
-    Also the slope of ``log(1 + relu)`` at each entry: 0 where it is not active, and a NaN kept.
+    The third result is the slope of ``log(1 + relu)`` per entry: 0 if inactive; a NaN is kept.
     """
     active = nnf.relu(pooled)
     slope = torch.where(pooled <= 0, 0.0, 1 / (1 + active))
@@ -103,7 +102,7 @@ def _place(values: Tensor, row: Tensor, column: Tensor, shape: tuple[int, int]) 
 def gradient_of_pooled(
     upstream: tuple[Tensor | None, ...], row: Tensor, column: Tensor, slope: Tensor
 ) -> Tensor:
-    """The gradient by the entries' pooled logits from those by activations and logits."""
+    """Return the gradient of the entries' logits from those of activations and pooled logits."""
     of_activations, of_logits = upstream
     total = torch.zeros_like(slope)
     if of_activations is not None:

@@ -1,4 +1,4 @@
-"""Positive activation with its gradient, by what stands at the positions of the positive."""
+"""Positive activation with its gradient, computed at the token ids of the positive only."""
 
 from collections.abc import Sequence
 
@@ -20,18 +20,18 @@ def direct_positive_activation(
     *,
     saturating: bool,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss of every row ``[B]``, or their sum over ``divisor``, and the gradient of ``x``."""
+    """Return the row losses ``[B]``, or their sum over ``divisor``, and the gradient of ``x``."""
     tiny = torch.finfo(x.dtype).tiny
-    # How often an id stands in its row is counted in what becomes the gradient, and only in the
-    # columns that are read. Counts start next to 0, so that what is not attended is 0 / count = 0.
+    # The occurrences of an id are counted in the buffer of the gradient, and only in columns that
+    # are read. Counts start just above 0, so that unattended positions are 0 / count = 0.
     buffer = torch.empty_like(x)
     ones = attended.to(x.dtype)
     count = buffer.scatter_(1, ids, tiny).scatter_add_(1, ids, ones).gather(1, ids)
     share = weight / count
-    # The loss has a minus.
+    # The factor -1 is the sign of the loss.
     total = share.sum(-1, keepdim=True).clamp_(min=tiny).mul_(-1 if divisor is None else -divisor)
     share /= total
-    # Where nothing is attended the share is 0, which hides the activation there.
+    # The share is 0 where nothing is attended, and replaces the activation there.
     target = torch.where(attended, x.gather(1, ids), share)
     if saturating:
         cost, share = -share * softplus(-target), share * (-target).sigmoid()

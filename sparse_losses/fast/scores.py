@@ -1,4 +1,4 @@
-"""Scores by matrix products, with the way back: halves are multiplied as halves."""
+"""Scores by matrix products, and their gradients; halves are multiplied as halves."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,11 +19,11 @@ class Side(NamedTuple):
     """Rows of an input ``[..., D]`` as they are multiplied."""
 
     values: Tensor
-    norm: Tensor | None  # what products are still divided by: halves, under cosine
-    inverse: Tensor | None  # 1 over the lengths of the rows that came, or that power of two
+    norm: Tensor | None  # divisor of the products, for halves with cosine
+    inverse: Tensor | None  # inverse norms of the input rows, or for halves the power of two
 
     def gradient(self, by_values: Tensor, rows: slice | None = None) -> Tensor:
-        """The gradient by the rows that came, of that by the values, in its place."""
+        """Convert, in place, the gradient of ``values`` to that of the input rows."""
         if self.inverse is None:
             return by_values
         rows = rows or slice(None)
@@ -33,14 +33,14 @@ class Side(NamedTuple):
         return through_unit_rows_(by_values, unit, self.inverse[rows])
 
     def single(self) -> "Side":
-        """In fp32, for the gradient: an easy row's slopes are below the range of fp16."""
+        """Return the side in fp32 for the gradient, as small slopes underflow in fp16."""
         if self.norm is None or self.inverse is None:
             return Side(self.values.float(), None, None)
         return Side(self.values / self.norm, None, self.inverse / self.norm)
 
 
 def sides(cosine: bool, *inputs: Tensor) -> list[Side]:
-    """Unit rows under cosine; of halves the rows themselves, and their norms."""
+    """Return unit rows if ``cosine``; for halves the scaled rows and their norms."""
     if not cosine:
         return [Side(x, None, None) for x in inputs]
     if inputs[0].dtype in HALVES:
@@ -49,7 +49,7 @@ def sides(cosine: bool, *inputs: Tensor) -> list[Side]:
 
 
 class DenseScores:
-    """Scores by matrix products, and the way back."""
+    """Scores by matrix products, and their gradients."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class DenseScores:
         self.num_positives = positive.shape[0]
         self.is_shared = negative is None or negative.ndim == 2
         self.is_nan = None
-        if hides:  # 0 * NaN is NaN: what is hidden must not reach a product
+        if hides:  # a NaN of an excluded key must not reach a product
             self.is_nan = positive.isnan().any(1)
             positive = torch.where(self.is_nan[:, None], 0.0, positive)
         self.each: Side | None = None  # the negatives of each anchor
@@ -81,18 +81,18 @@ class DenseScores:
         self.begin()
 
     def begin(self) -> None:
-        """Forgets the gradients so far."""
-        self.grad_query: list[Tensor] = []  # a part for each block
+        """Reset the gradients."""
+        self.grad_query: list[Tensor] = []  # one part per block
         self.grad_each: list[Tensor] = []
         self.grad_key: Tensor | None = None
         self.grad_temperature: Tensor | None = None
 
     def block(self, rows: slice) -> Tensor:
-        """Scores of some anchors over the temperature ``[c, B + N]``."""
+        """Return the scores of some anchors, divided by the temperature ``[c, B + N]``."""
         query, keys, t = _part(self.query.values, rows), self.key.values, self.temperature
         if self.each is None and isinstance(t, float) and t != 1.0 and query.dtype not in HALVES:
             scores = query.new_empty(query.shape[0], keys.shape[0])
-            scores.addmm_(query, keys.T, beta=0, alpha=1 / t)  # over the temperature in one pass
+            scores.addmm_(query, keys.T, beta=0, alpha=1 / t)  # divides in the same pass
             t = 1.0
         else:
             scores = product(query, keys.T)
@@ -110,7 +110,7 @@ class DenseScores:
         return scores.div_(t if self.query.norm is None else self.query.norm[rows] * t)
 
     def back(self, rows: slice, gradient: Tensor) -> None:
-        """Takes in the gradient by those scores times the temperature, and uses it up."""
+        """Add the scores' gradient times the temperature; overwrites ``gradient``."""
         query, keys = _part(self.back_query.values, rows), self.back_key.values
         if self.back_query.norm is not None:
             gradient.div_(self.back_query.norm[rows])
@@ -132,7 +132,7 @@ class DenseScores:
         by_query = product(by_keys, keys)
         if self.back_each is not None:
             by_query += product(by_each.to(each.dtype).unsqueeze(1), each).squeeze(1)
-        if self.needs[3]:  # the sum of gradient times score, without another look at the scores
+        if self.needs[3]:  # sum of gradient times score, without the scores
             along = (by_query * query).sum() / self.temperature
             before = self.grad_temperature
             self.grad_temperature = -along if before is None else before - along
@@ -140,7 +140,7 @@ class DenseScores:
             self.grad_query.append(self.back_query.gradient(by_query, rows))
 
     def gradients(self) -> list[Tensor | None]:
-        """By anchor, positive, negative and temperature."""
+        """Return the gradients of anchor, positive, negative and temperature."""
         grad_negative = None
         grad_key = self.grad_key
         if grad_key is not None:
@@ -155,19 +155,19 @@ class DenseScores:
 
 
 def _part(values: Tensor, rows: slice) -> Tensor:
-    """Some rows; all of them as they are, as a view takes longer than this question."""
+    """Return ``values[rows]``; without a view for all rows, as a view costs more than the test."""
     return values if rows.stop - rows.start == values.shape[0] else values[rows]
 
 
 def _as_operand(gradient: Tensor, norm: Tensor | None, keys: Tensor) -> Tensor:
-    """The gradient ``[c, B]`` over the keys' norms, in the dtype in which it is multiplied."""
+    """Return the gradient ``[c, B]`` divided by the keys' norms, in the dtype of the product."""
     if norm is None:
         return gradient.to(keys.dtype)
     return torch.div(gradient, norm.T, out=torch.empty_like(gradient, dtype=keys.dtype))
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """``total + a @ b``, in place."""
+    """Return ``total + a @ b``, in place."""
     if total is None:
         return product(a, b)
     return total.addmm_(a, b) if b.dtype == total.dtype else total.add_(product(a, b))
@@ -180,9 +180,9 @@ def _joined(parts: list[Tensor]) -> Tensor | None:
 def candidate_scores(
     query: Tensor, key: Tensor, negative: Tensor | None, *, cosine: bool
 ) -> Tensor:
-    """Scores ``[B, C]`` of each query with all keys, then with the negatives; differentiable.
+    """Return scores ``[B, C]`` of each query with all keys, then the negatives; differentiable.
 
-    Negatives are ``[N, D]``, or ``[B, N, D]`` each query's own.
+    Negatives are ``[N, D]``, shared by all queries, or ``[B, N, D]``, ``N`` for each query.
     """
     inputs = [x for x in (query, key, negative) if x is not None]
     dtype = query.dtype
@@ -191,7 +191,7 @@ def candidate_scores(
         and can_bring_its_gradient(*inputs)
         and returns_fp32(query.device, dtype)
     ):
-        # PyTorch gives `Function.apply` no types.
+        # `Function.apply` is untyped in PyTorch.
         scores: Tensor = _Scores.apply(query, key, negative, cosine)  # type: ignore[no-untyped-call]
         return scores
     return _definition(query, key, negative, cosine)

@@ -1,4 +1,4 @@
-"""Self-reconstruction with its gradient, some rows at a time: the rest is never held whole."""
+"""Self-reconstruction with its gradient, some rows at a time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from sparse_losses._core.softmax import softplus
 
 __all__ = ["blockwise_self_reconstruction"]
 
-HELD = 1 << 20  # numbers at once: fewer, and starting threads takes longer than their work
+HELD = 1 << 20  # numbers per block; with fewer, threads take longer to start than to run
 
 
 def blockwise_self_reconstruction(
@@ -23,13 +23,13 @@ def blockwise_self_reconstruction(
     *,
     by_rows: bool,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The sums of every row ``[B]``, or of all rows, and the gradient of ``x``.
+    """Return the sums per row ``[B]``, or of all rows, and the gradient of ``x``.
 
-    Blocks are for the caches of a CPU; an accelerator takes all rows at once.
+    Blocks fit the caches of a CPU; an accelerator processes all rows at once.
     """
-    # What stands at an id is written over. Slots without a target write what an attended one
-    # writes, and in a row without targets what stands in column 0 already: no id is looked for
-    # twice, none is sorted.
+    # Costs of targets overwrite those of non-targets. Unattended positions repeat the write of an
+    # attended one; in a row without targets they rewrite column 0 with its own cost. So duplicate
+    # ids need neither a search nor a sort.
     some, slot = attended.view(torch.uint8).max(-1, keepdim=True)
     ids = torch.where(attended, ids, ids.gather(1, slot))
     sign = torch.rsub(some, 1.0, alpha=2).to(x.dtype)

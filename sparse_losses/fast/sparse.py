@@ -1,4 +1,4 @@
-"""Products that touch only the non-zeros."""
+"""Matrix products over non-zeros only."""
 
 import functools
 import itertools
@@ -23,12 +23,12 @@ __all__ = [
 
 
 def bounds_of(index: Tensor, size: int) -> Tensor:
-    """Where each of ``size`` values starts in the sorted ``index``, and the end."""
+    """Return the start of each of ``size`` values in the sorted ``index``, and the end."""
     return nnf.pad(torch.bincount(index, minlength=size).cumsum(0), (1, 0)).to(index.dtype)
 
 
 def csr(row: Tensor, column: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
-    """A sparse matrix from entries sorted by row."""
+    """Return a sparse matrix of entries sorted by row."""
     _silence_the_beta_notice()
     return torch.sparse_csr_tensor(
         bounds_of(row, shape[0]), column, values, shape, check_invariants=False
@@ -37,7 +37,7 @@ def csr(row: Tensor, column: Tensor, values: Tensor, shape: tuple[int, int]) -> 
 
 @functools.cache
 def _silence_the_beta_notice() -> None:
-    # PyTorch says once a process that CSR tensors are in beta; our users did not ask for one.
+    # PyTorch warns once per process that CSR is in beta; here its use is an implementation detail.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         zero = torch.zeros(1, dtype=torch.int64)
@@ -45,9 +45,9 @@ def _silence_the_beta_notice() -> None:
 
 
 def sum_bags(index: Tensor, table: Tensor, bounds: Tensor, weight: Tensor | None = None) -> Tensor:
-    """``sum_k weight[k] * table[index[k]]`` over the bags ``k`` in ``[bounds[i], bounds[i + 1])``.
+    """Return ``sum_k weight[k] * table[index[k]]`` for ``k`` in ``[bounds[i], bounds[i + 1])``.
 
-    Each bag is summed by one thread in order, so to the same bits.
+    One thread sums each bag in order, so the result is deterministic.
     """
     if index.numel() == 0:
         return table.new_zeros(bounds.shape[0] - 1, table.shape[1])
@@ -62,7 +62,7 @@ def sum_bags(index: Tensor, table: Tensor, bounds: Tensor, weight: Tensor | None
 
 
 class NonZeros(NamedTuple):
-    """The non-zeros of a matrix ``[R, V]``, by column; ``original`` is where each stood by row."""
+    """The non-zeros of ``[R, V]``, sorted by column; ``original`` is their index by row."""
 
     row: Tensor
     column: Tensor
@@ -72,7 +72,7 @@ class NonZeros(NamedTuple):
 
 
 def non_zeros(x: Tensor) -> NonZeros:
-    """The non-zeros of a dense matrix, or what a CSR matrix stores."""
+    """Return the non-zeros of a dense matrix, or the stored entries of a CSR matrix."""
     if x.layout == torch.sparse_csr:
         crow, column, value = x.crow_indices(), x.col_indices(), x.values()
         row = torch.arange(x.shape[0], device=x.device).repeat_interleave(crow.diff())
@@ -87,7 +87,7 @@ def non_zeros(x: Tensor) -> NonZeros:
 
 
 def _nonzero_of(flat: Tensor) -> Tensor:
-    """``flat.nonzero()``, looking at two numbers at a time: twice as fast where few are not 0."""
+    """Return ``flat.nonzero()``, testing pairs of numbers: twice as fast if few are not 0."""
     wide = {4: torch.int64, 2: torch.int32}.get(flat.element_size())
     odd = flat.numel() % 2 or flat.storage_offset() % 2 or not flat.is_contiguous()
     if wide is None or odd:
@@ -98,7 +98,7 @@ def _nonzero_of(flat: Tensor) -> Tensor:
 
 
 def column_tiles(x: NonZeros, width: int) -> Iterator[tuple[int, int, NonZeros]]:
-    """The non-zeros of ``width`` columns at a time, with the first column and the one after."""
+    """Yield start, stop and non-zeros of ``width`` columns at a time."""
     starts = torch.arange(0, x.shape[1], width, device=x.column.device)
     ends = [*torch.searchsorted(x.column, starts).tolist(), x.column.numel()]
     for number, (first, last) in enumerate(itertools.pairwise(ends)):
@@ -113,7 +113,7 @@ def column_tiles(x: NonZeros, width: int) -> Iterator[tuple[int, int, NonZeros]]
 
 
 def product(a: NonZeros, b: NonZeros) -> Tensor:
-    """``a @ b.T``, dense."""
+    """Return ``a @ b.T`` as a dense matrix."""
     rows, columns = a.shape[0], b.shape[0]
     total = a.value.new_zeros(rows, columns)
     width = _tile_width(columns)
@@ -128,12 +128,12 @@ def product(a: NonZeros, b: NonZeros) -> Tensor:
 
 
 def product_by_columns(g: Tensor, b: NonZeros) -> Iterator[tuple[int, int, Tensor]]:
-    """``(g @ b).T`` for a dense ``g``, some columns at a time: first, one after, ``[T, R]``."""
+    """Yield start, stop and ``(g @ b).T [T, R]`` of some columns at a time, for a dense ``g``."""
     table = g.T.contiguous()
     for start, stop, y in column_tiles(b, _tile_width(g.shape[0])):
         yield start, stop, sum_bags(y.row, table, bounds_of(y.column, stop - start), y.value)
 
 
 def _tile_width(rows: int) -> int:
-    # A tile of four million bytes stays in the cache while it is summed up.
+    # A tile of 4 MB stays in the cache during the sum.
     return max((1 << 20) // max(rows, 1), 64)

@@ -1,4 +1,4 @@
-"""Triplet margin loss with its gradients: what the hinges ask for, through the rows' lengths."""
+"""Triplet margin loss with its gradients, for cosines and dot products."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def direct_triplet_margin(
     margin: float,
     similarity: str,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss of every row ``[B]`` and its gradients, of cosines or dot products."""
+    """Return the loss of every row ``[B]`` and the gradients of the inputs."""
     inputs: Sequence[Tensor] = (anchor, positive, negative)
     inverses: Sequence[Tensor] | None = None
     if similarity == "cosine":
@@ -33,7 +33,7 @@ def direct_triplet_margin(
     values = hinge[:, 0] if is_one else hinge.mean(-1)
     if not any(needs):
         return values, [None, None, None]
-    # 1 where the hinge is open, and where it is NaN, as the slope of `relu`; `sign` of that is 0.
+    # 1 where the hinge is above 0 or NaN, as the slope of `relu`; `sign` of a NaN would be 0.
     slope = torch.ne(hinge, 0.0, out=torch.empty_like(hinge))
     if not is_one:
         slope /= n.shape[1]
@@ -41,7 +41,7 @@ def direct_triplet_margin(
     by_anchor = (n - p).mul_(slope) if is_one else torch.einsum("bn,bnd->bd", slope, n) - p * total
     by_positive = a * -total
     by_negative = a * slope if is_one else a[:, None] * slope[:, :, None]
-    if inverses is not None:  # less the part along the row, which the dot products know
+    if inverses is not None:  # subtract the part along the row, from the dot products
         along = (slope * far).sum(-1, keepdim=True)
         by_anchor.addcmul_(a, along - total * near, value=-1.0).mul_(inverses[0])
         by_positive.addcmul_(p, total * near).mul_(inverses[1])

@@ -1,10 +1,10 @@
-"""The SPLADE head: products, maxima and activation in one kernel; gradients at the maxima alone.
+"""The SPLADE head in Triton: products, maxima and activation in one kernel.
 
-Forward: the attended tokens lie packed, text after text. A program owns some tokens of the
-vocabulary and some texts; it multiplies tile by tile and keeps a text's largest score and where it
-stood. Backward: a program owns rows of a gradient and looks for what belongs to them, so that there
-is no atomic addition and the same bits come twice. What the lengths are, and how many entries are
-active, only the device knows.
+Forward pass: the attended tokens are packed, text after text. A program owns some tokens of the
+vocabulary and some texts. It multiplies tile by tile and keeps each text's largest score and its
+position. Backward pass, at the maxima only: a program owns rows of a gradient and collects their
+contributions, so that no atomic additions are needed and results are deterministic. The host never
+reads the lengths or the number of active entries.
 """
 
 from collections.abc import Sequence
@@ -25,18 +25,18 @@ __all__ = ["backward", "forward", "triton_head"]
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-# Forward: vocabulary by tokens by hidden, warps and stages. The scores of a tile stay in registers;
-# the vocabulary comes first, since a maximum over the second dimension stays within a thread but
-# for two steps.
-LARGE = 256, 128, 64, 8, 4  # takes 197 KB of shared memory: Hopper and its successors have it
+# Forward pass: tile sizes in vocabulary, tokens and hidden dimension; warps; stages. The scores of
+# a tile stay in registers. The vocabulary is the first dimension, as a maximum over the second one
+# stays within a thread except for two steps.
+LARGE = 256, 128, 64, 8, 4  # needs 197 KB of shared memory, available from Hopper on
 SMALL = 128, 128, 64, 8, 3
 FULL_PRECISION = 64, 64, 32, 8, 3  # fp32 operands are multiplied outside the tensor cores
-PROGRAMS = 1024  # from which on all multiprocessors are busy to the end
-# Backward.
+PROGRAMS = 1024  # enough to keep all multiprocessors busy to the end
+# Backward pass.
 CHUNK = 2048  # columns of a row that one program lists
-ENTRIES, WIDTH, POSITIONS = 64, 128, 128  # of the one-hot product: entries by hidden, and its rows
+ENTRIES, WIDTH, POSITIONS = 64, 128, 128  # tile of the one-hot product: entries, hidden, rows
 FULL_PRECISION_WIDTH, WARPS = 64, 8
-OWN_ROWS, OWN_WIDTH, TEXTS = 16, 256, 32  # of the weight's gradient, and texts looked at together
+OWN_ROWS, OWN_WIDTH, TEXTS = 16, 256, 32  # tile of the weight's gradient, and texts per step
 MOST_SPLITS = 8
 
 
@@ -51,9 +51,9 @@ def triton_head(
     return_logits: bool = False,
     sparse_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Activations and, if asked for, pooled logits; the options are those of ``splade_head``.
+    """Return activations and, if requested, pooled logits; options are those of ``splade_head``.
 
-    It multiplies hidden states and weight in the wider of their dtypes, summing in fp32.
+    Hidden states and weight are multiplied in the wider of their dtypes and summed in fp32.
     """
     if attended is None:
         attended = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
@@ -67,7 +67,7 @@ def triton_head(
 
 
 class _Head(torch.autograd.Function):
-    """For eager mode, with second derivatives; a compiler takes the operators themselves."""
+    """Autograd function for eager mode, with second derivatives; compilers use the operators."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
@@ -83,7 +83,7 @@ class _Head(torch.autograd.Function):
         *inputs, activations, _, position, attended = saved = ctx.saved_tensors
         needs = ctx.needs_input_grad[:4]
         if torch.is_grad_enabled():
-            has_entry = ~(activations <= 0)  # a NaN is one
+            has_entry = ~(activations <= 0)  # includes NaN
             if ctx.every:
                 has_entry = attended.any(1, keepdim=True).expand_as(has_entry)
             found = _second_derivatives(
@@ -105,11 +105,11 @@ def _second_derivatives(
     attended: Tensor,
     dtype: torch.dtype,
 ) -> list[Tensor | None]:
-    """Gradients by hidden states, weight, bias and gate that can be differentiated again.
+    """Return differentiable gradients of hidden states, weight, bias and gate.
 
-    The places of the maxima are given, and which entries there are.
+    ``place`` gives the positions of the maxima, ``has_entry`` the entries that have one.
     """
-    # Aliases: where one input was made from another, the way through it is not ours.
+    # Aliases cut the graph between inputs: where one depends on another, autograd adds that path.
     aliases: list[Any] = [None if t is None else t.view_as(t) for t in inputs]
     hidden, weight, bias, gate = aliases
     scores = picked(place, hidden, weight, *sources(attended), dtype, dtype, None)
@@ -129,12 +129,12 @@ def _second_derivatives(
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Where kernels are launched: Triton takes the current device, whatever the tensors' is."""
+    """Return a context for kernel launches: Triton uses the current device, not the tensors'."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one block of threads may have; a Hopper's where none is asked."""
+    """Return the bytes of shared memory per block of threads; Hopper's value without CUDA."""
     if device.type != "cuda":
         return 227 << 10
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -143,24 +143,24 @@ def shared_memory(device: torch.device) -> int:
 
 @triton.jit
 def dot(a, b, acc):
-    """``acc + a @ b``, summed in fp32: half precision as it is, fp32 without TF32's rounding."""
-    if INTERPRETED:  # its product of bf16 numbers is wrong
+    """Return ``acc + a @ b`` summed in fp32; fp32 operands are not rounded to TF32."""
+    if INTERPRETED:  # the interpreter's bf16 product is wrong
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
 def larger(a, b):
-    """The larger number, or a NaN: what ``tl.max`` would drop."""
+    """Return the larger number; unlike ``tl.max`` it propagates a NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def log1p(x):
-    """``log(1 + x)`` for ``x >= 0``, with the digits that ``1 + x`` drops."""
+    """Return ``log(1 + x)`` for ``x >= 0``, accurate for small ``x``."""
     u = 1.0 + x
     is_lost = (u == 1.0) | (x == float("inf"))
-    # An ordinary division is off by two units in the last place.
+    # The error of an ordinary division is up to two units in the last place.
     return tl.where(is_lost, x, tl.log(u) * tl.div_rn(x, tl.where(is_lost, 1.0, u - 1.0)))
 
 
@@ -202,7 +202,7 @@ def _maxima(
         token = start + tl.arange(0, TOKENS)
         scores = tl.zeros([VOCABULARY, TOKENS], tl.float32)
         for first in range(0, width, HIDDEN):
-            # Beyond the edges lie zeros; tokens of the next group are masked below.
+            # Loads beyond the edges give zeros; tokens of the next group are masked below.
             w = weight.load([first_column, first])
             scores = dot(w, packed.load([start, first]).T, scores)
         last = tl.load(text_of + stop - 1)
@@ -215,7 +215,7 @@ def _maxima(
             better = (largest > best) | ((largest != largest) & (best == best))
             at = tl.where(better, where, at)
             best = tl.where(better, largest, best)
-            if (high <= stop) & (high > low):  # all of the text was seen
+            if (high <= stop) & (high > low):  # the text is complete
                 logit = best
                 if HAS_BIAS:
                     logit += tl.load(bias + column, mask=exists, other=0.0).to(tl.float32)
@@ -226,7 +226,7 @@ def _maxima(
                     value *= tl.load(gate + here_in_rows, mask=exists, other=0.0).to(tl.float32)
                 if EVERY:
                     tl.store(pooled + here_in_rows, value, mask=exists)
-                # Written so that a NaN stays one.
+                # This form of relu keeps a NaN.
                 value = tl.where(value <= 0, 0.0, value)
                 tl.store(activations + here_in_rows, log1p(value), mask=exists)
                 s = tl.load(position_of + tl.maximum(at, low), mask=exists, other=0)
@@ -255,7 +255,7 @@ def _coefficient(
     HAS_LOGITS: tl.constexpr,
     HAS_GATE: tl.constexpr,
 ):
-    """The gradient by the largest score of entries ``(text, column)``; 0 for an empty text."""
+    """Return the gradient of the maxima of entries ``(text, column)``; 0 for an empty text."""
     row = text.to(tl.int64)
     g = tl.zeros_like(column).to(tl.float32)
     if HAS_ACTIVATIONS:
@@ -265,7 +265,7 @@ def _coefficient(
             mask=mask,
             other=0.0,
         )
-        # 1 / (1 + logit) is exp(-value); a NaN is active.
+        # 1 / (1 + logit) is exp(-value); a NaN counts as active.
         g += tl.where(value <= 0, 0.0, upstream.to(tl.float32) * tl.exp(-value))
     if HAS_LOGITS or HAS_GATE:
         is_there = tl.load(length_of + row, mask=mask, other=0) > 0
@@ -274,7 +274,7 @@ def _coefficient(
             of_logits + row * logits_row + column.to(tl.int64) * logits_column, mask=mask, other=0.0
         )
         g += tl.where(is_there, upstream.to(tl.float32), 0.0)
-    if HAS_GATE:  # that of an empty text is not looked at: 0 * NaN is NaN
+    if HAS_GATE:  # not loaded for an empty text: 0 * NaN is NaN
         at = gate + row * vocab_size + column
         g *= tl.load(at, mask=mask & is_there, other=0.0).to(tl.float32)
     return g
@@ -301,7 +301,7 @@ def _list(
     COUNT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The columns of a text that have a gradient, in their order: counted first, then written."""
+    """Count or write, in order, the columns of a text that have a gradient."""
     text, chunk = tl.program_id(0), tl.program_id(1)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     exists = column < vocab_size
@@ -360,7 +360,7 @@ def _of_hidden(
     WIDTH: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
-    """A text's entries times their rows of the weight, added up where their maximum stood."""
+    """Add each entry's gradient times its row of the weight at the position of its maximum."""
     blocks = tl.cdiv(length, POSITIONS)
     text, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     s = block * POSITIONS + tl.arange(0, POSITIONS)
@@ -400,12 +400,12 @@ def _of_hidden(
             other=0.0,
         )
         one_hot = tl.where((at[None, :] == s[:, None]) & is_one[None, :], g[None, :], 0.0)
-        if w.dtype == tl.bfloat16:  # in two parts, so that no gradient is rounded to 8 bits
+        if w.dtype == tl.bfloat16:  # two parts, or gradients would be rounded to 8 bits
             high = one_hot.to(tl.bfloat16)
             low = (one_hot - high.to(tl.float32)).to(tl.bfloat16)
             result = dot(high, w, result)
             result = dot(low, w, result)
-        elif w.dtype == tl.float16:  # whose numbers TF32 holds, and gradients too small for fp16
+        elif w.dtype == tl.float16:  # TF32 holds fp16 numbers and small gradients
             result = tl.dot(one_hot, w.to(tl.float32), result, input_precision="tf32")
         else:
             result = dot(one_hot, w, result)
@@ -443,7 +443,7 @@ def _of_weight(
     WIDTH: tl.constexpr,
     TEXTS: tl.constexpr,
 ):
-    """Some rows of the weight's gradient: of every text the state where the maximum stood."""
+    """Compute rows of the weight's gradient from the states at the positions of the maxima."""
     blocks = tl.cdiv(width, WIDTH)
     block = tl.program_id(0) % blocks
     column = (tl.program_id(0) // blocks) * ROWS + tl.arange(0, ROWS)
@@ -482,7 +482,7 @@ def _of_weight(
                 here = text[:, None].to(tl.int64) * vocab_size + column[None, :]
                 at = tl.load(position + here, mask=mask, other=0).to(tl.int32)
                 at += text[:, None] * length
-                for number in range(1, most + 1):  # the first of every row, the second, ...
+                for number in range(1, most + 1):  # the first text of every row, ...
                     chosen = (counted > 0) & (rank == number)
                     is_one = tl.max(chosen.to(tl.int32), 0) > 0
                     state = tl.sum(tl.where(chosen, at, 0), 0).to(tl.int64)
@@ -510,16 +510,16 @@ def forward(
     attended: Tensor,
     every: bool,
 ) -> list[Tensor]:
-    """Activations, pooled logits (of ``every`` entry), those before the gate, and positions.
+    """Return activations, pooled logits, logits before the gate, and positions of the maxima.
 
-    The second is empty unless asked for, the third without a gate.
+    The pooled logits are empty unless ``every``; the logits before the gate need a gate.
     """
     batch, length, width = hidden.shape
     vocab_size, device = weight.shape[0], hidden.device
     result = _empty_results(hidden, weight, gate, every)
-    for tensor in result:  # what no token of a text reaches
+    for tensor in result:  # the result for texts without tokens
         tensor.zero_()
-    # Attended tokens first, in their order; nobody waits for how many there are.
+    # Attended tokens come first, in order; their number is not read, which would need a sync.
     token = attended.flatten().logical_not().to(torch.uint8).argsort(stable=True)
     packed = hidden.flatten(0, 1).to(weight.dtype).index_select(0, token)
     offset = torch.zeros(batch + 1, dtype=torch.int32, device=device)
@@ -557,7 +557,7 @@ def forward(
 
 
 def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A matrix as the copy engine takes it: rows at multiples of 16 bytes."""
+    """Return a tensor descriptor; it needs rows aligned to 16 bytes."""
     x = nnf.pad(x, (0, -x.shape[1] % 8)) if x.shape[1] % 8 else x.contiguous()
     x = x.clone() if x.data_ptr() % 16 else x
     return TensorDescriptor.from_tensor(x, [rows, columns])
@@ -598,7 +598,7 @@ def backward(
     position: Tensor,
     attended: Tensor,
 ) -> list[Tensor]:
-    """Gradients by hidden states, weight, bias and gate, empty where not needed."""
+    """Return gradients of hidden states, weight, bias and gate; empty where not needed."""
     batch, length, width = hidden.shape
     vocab_size, device = weight.shape[0], hidden.device
     found = _empty_gradients(needs, hidden, weight, bias, gate)
@@ -684,13 +684,13 @@ def backward(
         if of_logits is not None:
             has_gradient = (lengths > 0)[:, None]
             by_value = by_value + of_logits
-        # Selected after the product: 0 times a logit of -inf, a forbidden token's, is NaN.
+        # Select after the product: 0 times -inf, the logit of a forbidden token, is NaN.
         found[3].copy_(torch.where(has_gradient, by_value * logits, 0.0))
     return found
 
 
 def _strided(x: Tensor | None) -> tuple[Any, ...]:
-    """A matrix and its strides: the gradient of a sum is one number, and is not written out."""
+    """Return a matrix and its strides, so that expanded gradients need no copy."""
     return (None, 0, 0) if x is None else (x, *x.stride())
 
 

@@ -1,1 +1,1 @@
-"""Where other packages meet ours: each file needs the package that it is named for."""
+"""Integrations with other packages; each module needs the package that it is named after."""

@@ -1,7 +1,7 @@
-"""For lightning-ir: our losses as the loss functions of its ``BiEncoderModule``.
+"""Our losses as loss functions of lightning-ir's ``BiEncoderModule``.
 
-lightning-ir asks a loss function which of its base classes it is, and hands it what the class is
-for. There is one adapter for each thing that our losses take: vectors, scores, activations.
+lightning-ir chooses the inputs of a loss function by its base class. There is one adapter for each
+kind of input: vectors, scores, activations.
 """
 
 import torch
@@ -20,23 +20,23 @@ from sparse_losses.objective.shared_scores import over_pairs
 __all__ = ["Contrastive", "Distillation", "Regularization"]
 
 
-# Their classes are not looked into by the type checker, and a subclass of Any is an error to it.
+# The type checker sees lightning-ir's classes as Any, and a subclass of Any is an error.
 class Contrastive(ScoringLossFunction):  # type: ignore[misc]
     """A loss of queries, their positives and negatives: InfoNCE, N-pair, triplet margin.
 
-    A query's positive is the document with the largest target (the first of several), its other
+    A query's positive is the document with the largest target (the first of several); its other
     documents are its negatives.
 
     Args:
         loss: ``InfoNCELoss``, ``NPairLoss``, ``TripletMarginLoss``, or any module that takes
-            ``[Q, V]``, ``[Q, V]`` and negatives and returns one number. Its similarity is its own:
-            it does not follow the model's ``similarity_function``.
+            ``[Q, V]``, ``[Q, V]`` and negatives and returns one number. It uses its own similarity,
+            not the model's ``similarity_function``.
         shared_negatives: whether negatives are candidates of every query (``[Q (D - 1), V]``)
-            instead of their own alone (``[Q, D - 1, V]``); not for the triplet margin.
+            instead of their own query only (``[Q, D - 1, V]``); not for the triplet margin.
 
     Raises:
-        ValueError: for a loss with parameters or ``reduction="none"``; as it computes, for a model
-            with several vectors a text.
+        ValueError: for a loss with parameters or ``reduction="none"``; when called, for a model
+            with several vectors per text.
 
     Examples:
         >>> import torch
@@ -63,10 +63,10 @@ class Contrastive(ScoringLossFunction):  # type: ignore[misc]
         self.shared_negatives = shared_negatives
 
     def compute_loss(self, output: BiEncoderOutput, batch: TrainBatch) -> Tensor:
-        """The loss of the vectors in ``output``, by the targets in ``batch``."""
+        """Compute the loss of the vectors in ``output``, with the targets in ``batch``."""
         scores = self.process_scores(output)
         targets = self.process_targets(scores, batch)
-        if targets.shape != scores.shape:  # one list of all would make one of them the positive
+        if targets.shape != scores.shape:  # a flat list would give one positive for all queries
             raise ValueError(
                 f"expected targets of the scores' shape, [Q, D] = {list(scores.shape)}, got "
                 f"{list(targets.shape)}"
@@ -87,10 +87,10 @@ class Contrastive(ScoringLossFunction):  # type: ignore[misc]
 
 
 class Distillation(PairwiseLossFunction):  # type: ignore[misc]  # as above
-    """A loss of the model's scores and the targets, which are a teacher's scores.
+    """A loss of the model's scores and a teacher's scores, which are the targets.
 
-    ``MarginMSELoss`` takes every pair of a query's documents that the teacher does not score the
-    same, as lightning-ir's ``SupervisedMarginMSE`` does; without any, the loss is 0.
+    ``MarginMSELoss`` uses every pair of a query's documents with different teacher scores, as
+    lightning-ir's ``SupervisedMarginMSE`` does; without such a pair the loss is 0.
 
     Args:
         loss: ``DistillationLoss`` or ``MarginMSELoss``.
@@ -119,7 +119,7 @@ class Distillation(PairwiseLossFunction):  # type: ignore[misc]  # as above
         self.loss = _checked(loss)
 
     def compute_loss(self, output: BiEncoderOutput, batch: TrainBatch) -> Tensor:
-        """The loss of the scores in ``output`` and the targets in ``batch``."""
+        """Compute the loss of the scores in ``output`` and the targets in ``batch``."""
         scores = self.process_scores(output)
         targets = self.process_targets(scores, batch)
         if not targets.is_floating_point():  # graded labels
@@ -139,18 +139,18 @@ class Distillation(PairwiseLossFunction):  # type: ignore[misc]  # as above
 class Regularization(RegularizationLossFunction):  # type: ignore[misc]  # as above
     """A loss of activations, on the queries and on the documents, each with its weight.
 
-    The weights are what lightning-ir's schedulers reach as ``loss_functions.1.query_weight``. A
-    side whose weight is 0 is not computed.
+    lightning-ir's schedulers reach the weights under names such as
+    ``loss_functions.1.query_weight``. A side whose weight is 0 is not computed.
 
     Args:
         loss: ``FlopsLoss``, ``IdfFlopsLoss``, ``LanguagePenaltyLoss``, ``MinActivationLoss``, or
             any module that takes ``[N, V]`` and returns one number.
-        query_weight: of the loss of the queries.
-        doc_weight: of the loss of all documents, as rows of one matrix.
+        query_weight: weight of the loss of the queries.
+        doc_weight: weight of the loss of all documents, as rows of one matrix.
 
     Raises:
-        ValueError: for a loss with parameters or ``reduction="none"``; as it computes, for a model
-            with several vectors a text.
+        ValueError: for a loss with parameters or ``reduction="none"``; when called, for a model
+            with several vectors per text.
 
     Examples:
         >>> import torch
@@ -174,7 +174,7 @@ class Regularization(RegularizationLossFunction):  # type: ignore[misc]  # as ab
         self.loss = _checked(loss)
 
     def compute_loss(self, output: BiEncoderOutput) -> Tensor:
-        """The weighted sum of both sides."""
+        """Compute the weighted sum of both sides."""
         queries = _vectors("query_embeddings", output)
         documents = _vectors("doc_embeddings", output)
         loss = self.loss.to(queries.device)
@@ -186,15 +186,15 @@ class Regularization(RegularizationLossFunction):  # type: ignore[misc]  # as ab
 
 
 def _checked(loss: nn.Module) -> nn.Module:
-    """The loss, if lightning-ir can train with it."""
+    """Return the loss if lightning-ir can train with it."""
     tensors = vars(loss).items()
     learned = [name for name, _ in loss.named_parameters()]
     learned += [name for name, x in tensors if isinstance(x, Tensor) and x.requires_grad]
     if learned:
         raise ValueError(
             f"expected a loss without parameters, got {type(loss).__name__} with "
-            f"{', '.join(map(repr, learned))}: lightning-ir optimises and saves the model's "
-            "alone; give a number"
+            f"{', '.join(map(repr, learned))}: lightning-ir optimises and saves only the model's "
+            "parameters; pass a number"
         )
     if getattr(loss, "reduction", "mean") == "none":
         raise ValueError("expected `loss` to reduce to one number, got reduction='none'")
@@ -202,13 +202,13 @@ def _checked(loss: nn.Module) -> nn.Module:
 
 
 def _vectors(name: str, output: BiEncoderOutput) -> Tensor:
-    """Embeddings ``[N, 1, V]`` as ``[N, V]``."""
+    """Return embeddings ``[N, 1, V]`` as ``[N, V]``."""
     embedding = getattr(output, name)
     if embedding is None:
         raise ValueError(f"expected `{name}` in the output, got None")
     vectors: Tensor = embedding.embeddings
     if vectors.ndim != 3 or vectors.shape[1] != 1:
         raise ValueError(
-            f"expected one vector a text, `{name}` of shape [N, 1, V], got {list(vectors.shape)}"
+            f"expected one vector per text, `{name}` of shape [N, 1, V], got {list(vectors.shape)}"
         )
     return vectors.squeeze(1)

@@ -1,4 +1,4 @@
-"""For sentence-transformers: our losses in its trainers, and idf weights behind its pooling."""
+"""Our losses in sentence-transformers' trainers, and idf weights as one of its modules."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
@@ -63,62 +63,60 @@ SUPPORTED = (
 )
 
 
-# Their classes are not looked into by the type checker, and a subclass of Any is an error to it.
+# The type checker sees their classes as Any, and a subclass of Any is an error.
 class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc]
-    """Any loss of ours where sentence-transformers wants one of its own.
+    """A loss of this package as a loss of sentence-transformers.
 
-    As the ``loss`` of a ``SparseEncoderTrainer`` or ``SentenceTransformerTrainer``, alone or in a
-    dict, and inside ``SpladeLoss`` and ``CachedSpladeLoss``, as loss or as regulariser. The
-    dataset's columns are read by their order, as there: anchors, positives, negatives.
+    Use it as the ``loss`` of a ``SparseEncoderTrainer`` or ``SentenceTransformerTrainer``, alone or
+    in a dict, or inside ``SpladeLoss`` and ``CachedSpladeLoss``, as loss or as regulariser. The
+    order of the dataset's columns gives their meaning, as there: anchors, positives, negatives.
 
-    - ``SpladeObjective``: all columns, with their token ids and masks. One
-      column of negatives is ``[B, V]``, more are ``[B, n, V]``, each anchor its own. The weighted
-      terms are logged.
-    - InfoNCE, N-pair: every negative is a candidate of every anchor (``in_batch=False``: of its
-      own anchor alone).
+    - ``SpladeObjective``: all columns, with their token ids and masks. One column of negatives is
+      ``[B, V]``; several are each anchor's own negatives ``[B, n, V]``. The weighted terms are
+      logged.
+    - InfoNCE, N-pair: every negative is a candidate of every anchor (with ``in_batch=False`` of its
+      own anchor only).
     - Triplet margin: an anchor's own negatives.
-    - Distillation, MarginMSE: ``labels`` are the teacher's scores of the positive and the
-      negatives, ``[B, 1 + n]``; for MarginMSE also the margins between them, ``[B, n]`` or, of
-      one, ``[B]``. Likewise for an objective with these terms.
-    - Pairwise contrastive: two columns, ``labels`` 0/1.
+    - Distillation, MarginMSE, and an objective with these terms: ``labels`` are the teacher's
+      scores of the positive and the negatives, ``[B, 1 + n]``; for MarginMSE also the margins
+      between them, ``[B, n]``, or ``[B]`` for one negative.
+    - Pairwise contrastive: two columns; ``labels`` are 0/1.
     - NWS: ``labels`` are multi-hot, ``[B, L]``; a second column holds keys with the same labels.
     - FLOPS, IDF-FLOPS, minimum activation, language penalty: the rows of all columns together.
     - Self-reconstruction: likewise. Positive activation: the anchors, with the tokens of their
-      positives. These two need token ids, which ``SpladeLoss`` does not hand on.
+      positives. These two need token ids, which ``SpladeLoss`` does not pass on.
 
     Args:
         model: a ``SparseEncoder`` or ``SentenceTransformer``.
         loss: the loss, which reduces to one number.
-        similarity: ``"dot"`` (the default) or ``"cosine"``: what distillation and MarginMSE score
-            with, and no other loss (InfoNCE has its own, which counts within a
-            ``SpladeObjective`` too).
+        similarity: ``"dot"`` (the default) or ``"cosine"``: the similarity of distillation and
+            MarginMSE. InfoNCE has its own, which a ``SpladeObjective`` uses for all scores.
         labels_are_positive_ids: whether ``labels`` are InfoNCE's ``positive_ids``, ``[B]``
-            integers: equal ones are the same document, which is no negative. For InfoNCE, alone
-            or within a ``SpladeObjective``.
-        teacher: for a ``SpladeObjective``: a ``BM25Teacher``, or another function that is given
-            ``input_ids`` and ``attention_mask`` of queries and documents, as dicts, and returns
-            their scores ``[Q, D]``. It scores all candidates of a batch, in place of ``labels``.
-        prototype: ``[L, F]``, for NWS; an ``nn.Parameter`` is learned.
-        mini_batch_size: embed so many texts at a time, twice, and hold the graph of no more
-            (gradient caching); loss and gradient are those of the whole batch. Default: all at
-            once.
+            integers: positives with equal ids are the same document and not each other's negatives.
+            For InfoNCE, alone or in a ``SpladeObjective``.
+        teacher: for a ``SpladeObjective``: a ``BM25Teacher``, or another function of queries and
+            documents (dicts of ``input_ids`` and ``attention_mask``) that returns their scores
+            ``[Q, D]``. It scores all candidates of a batch and replaces ``labels``.
+        prototype: prototypes ``[L, F]`` of NWS; an ``nn.Parameter`` is learned.
+        mini_batch_size: number of texts embedded at a time, twice, with the graph of one mini-batch
+            only (gradient caching); loss and gradient are those of the whole batch. Default: all.
 
     Raises:
-        TypeError: for a loss that is none of ours.
-        ValueError: for ``reduction="none"``, for options that the loss does not read, and in use
-            for columns or labels that do not fit.
+        TypeError: for a loss of another package.
+        ValueError: for ``reduction="none"`` or options that the loss does not use; when called, for
+            columns or labels that do not fit.
 
     Examples:
         >>> import torch
         >>> from sparse_losses import InfoNCELoss
         >>> from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
-        >>> model = torch.nn.Identity()  # stands for your SparseEncoder
+        >>> model = torch.nn.Identity()  # in place of your SparseEncoder
         >>> loss = SentenceTransformersLoss(model, InfoNCELoss(temperature=1.0))
         >>> loss.compute_loss_from_embeddings([torch.eye(3), torch.eye(3)])
         tensor(0.5514)
     """
 
-    # Within one forward pass with gradient caching.
+    # These exist only during a forward pass with gradient caching.
     _columns: list[dict[str, Any]]
     _cached: Tensor | ObjectiveOutput
     _learned: list[tuple[Tensor, Tensor | None]]
@@ -146,8 +144,8 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
             check_choice("similarity", similarity, ("dot", "cosine"))
             if not isinstance(loss, (DistillationLoss, MarginMSELoss)):
                 raise ValueError(
-                    "expected `similarity` for DistillationLoss or MarginMSELoss, which have none "
-                    f"of their own, got {similarity!r} for {name}"
+                    "expected `similarity` for DistillationLoss or MarginMSELoss only, got "
+                    f"{similarity!r} for {name}"
                 )
         check_flag(labels_are_positive_ids=labels_are_positive_ids)
         if labels_are_positive_ids and not isinstance(loss, (InfoNCELoss, SpladeObjective)):
@@ -159,12 +157,12 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
             raise ValueError(f"expected `teacher` for a SpladeObjective, got one for {name}")
         if isinstance(loss, NWSLoss) != (prototype is not None):
             raise ValueError(
-                "expected `prototype` for NWSLoss and for no other, got "
+                "expected `prototype` for NWSLoss and for no other loss, got "
                 f"{'None' if prototype is None else 'one'} for {name}"
             )
         if mini_batch_size is not None:
             check_integer("mini_batch_size", mini_batch_size, minimum=1)
-        self.model = model  # the trainer puts the compiled or distributed one here
+        self.model = model  # the trainer replaces it by the compiled or distributed model
         self.loss = loss
         self.similarity = similarity or "dot"
         self.labels_are_positive_ids = labels_are_positive_ids
@@ -180,11 +178,11 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
     def forward(
         self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None
     ) -> Tensor | dict[str, Tensor]:
-        """The loss of tokenized columns; of an objective, the weighted terms, whose sum it is.
+        """Return the loss of tokenized columns; for an objective its weighted terms, to be summed.
 
         Args:
-            sentence_features: one dict a column, as the trainer collects them.
-            labels: as the class says.
+            sentence_features: one dict per column, as the trainer collects them.
+            labels: see the class.
         """
         columns = list(sentence_features)
         if self.mini_batch_size is None:
@@ -192,8 +190,8 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         self._columns = columns
         self._learned = []
         total: Tensor = super().forward_cached(columns, labels)
-        # What the loss itself learns gets its gradient from the trainer's backward pass, divided
-        # and scaled as the model's is.
+        # The loss's own parameters get their gradient in the trainer's backward pass, so that it is
+        # divided and scaled like the model's.
         for parameter, gradient in self._learned:
             if gradient is not None:
                 total = total + ((parameter - parameter.detach()) * gradient).sum()
@@ -204,7 +202,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
     def calculate_loss(
         self, reps: list[list[Tensor]], labels: Tensor | None = None, *, with_backward: bool = False
     ) -> Tensor:
-        """The second step of gradient caching, for their mixin: from embeddings in mini-batches."""
+        """Compute the loss of embeddings in mini-batches; their mixin calls it as second step."""
         self._cached = self._value(self._columns, [torch.cat(column) for column in reps], labels)
         total = self._cached if isinstance(self._cached, Tensor) else self._cached.total
         if with_backward:
@@ -224,11 +222,11 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
     def compute_loss_from_embeddings(
         self, embeddings: Sequence[Tensor] | Tensor, labels: Tensor | None = None
     ) -> Tensor | dict[str, Tensor]:
-        """What ``SpladeLoss`` calls: with all columns as its loss, with some rows as regulariser.
+        """Compute the loss of embeddings, for ``SpladeLoss``.
 
         Args:
-            embeddings: ``[B, V]``, one a column; or ``[N, V]``, the rows to be regularised.
-            labels: as the class says.
+            embeddings: a list of ``[B, V]``, one per column; or rows to regularise, ``[N, V]``.
+            labels: see the class.
         """
         vectors = [embeddings] if isinstance(embeddings, Tensor) else list(embeddings)
         return self._named(self._value([{} for _ in vectors], vectors, labels))
@@ -284,7 +282,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
                 )
             value = loss(anchor, positive, labels)
         elif not negatives:
-            raise ValueError(f"{name} expected a column of negatives, got two columns in all")
+            raise ValueError(f"{name} expected a column of negatives, got only two columns")
         elif isinstance(loss, TripletMarginLoss):
             value = loss(anchor, positive, _own(negatives))
         else:
@@ -324,7 +322,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         return batch
 
     def _named(self, value: Tensor | ObjectiveOutput) -> Tensor | dict[str, Tensor]:
-        """For the trainer, which adds the values up and logs each by its name."""
+        """Return the values by name: the trainer adds them up and logs each."""
         if isinstance(value, Tensor):
             return value
         assert isinstance(self.loss, SpladeObjective)
@@ -332,13 +330,13 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         named = {name: (weights[name] * term).detach() for name, term in value.terms.items()}
         if not named:
             return value.total
-        # One of them carries the gradient of all.
+        # The first value carries the gradient of the total.
         first = next(iter(named))
         named[first] = named[first] + (value.total - value.total.detach())
         return named
 
     def get_config_dict(self) -> dict[str, Any]:
-        """For the model card."""
+        """Return the loss's settings for the model card."""
         config: dict[str, Any] = {"loss": repr(self.loss)}
         if isinstance(self.loss, SpladeObjective):
             weights = self.loss.weights
@@ -360,7 +358,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
 
     @property
     def citation(self) -> str:
-        """For the model card."""
+        """The BibTeX entry for the model card."""
         return (
             "@software{sparse_losses,\n"
             "    title = {sparse-losses: losses for learned sparse retrieval and contrastive "
@@ -372,7 +370,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
 
 
 def _texts(activations: Tensor, column: dict[str, Any]) -> Texts:
-    """The vectors of a column, with its token ids, if they lie beside them row by row."""
+    """Return the vectors of a column, with its token ids if they have one row per vector."""
     ids, mask = column.get("input_ids"), column.get("attention_mask")
     for x in (ids, mask):
         if x is None or x.ndim != 2 or len(x) != len(activations):
@@ -381,7 +379,7 @@ def _texts(activations: Tensor, column: dict[str, Any]) -> Texts:
 
 
 def _taught(teacher: Teacher, objective: SpladeObjective, batch: SpladeBatch) -> dict[str, Any]:
-    """The teacher's scores for the terms that want them."""
+    """Return the teacher's scores for the terms that need them."""
     anchor, positive = batch.anchor._asdict(), batch.positive._asdict()
     negative = None if batch.negative is None else batch.negative._asdict()
     if any(column and column["input_ids"] is None for column in (anchor, positive, negative)):
@@ -396,12 +394,12 @@ def _taught(teacher: Teacher, objective: SpladeObjective, batch: SpladeBatch) ->
 
 
 def _own(columns: Sequence[Tensor]) -> Tensor:
-    """``n`` times ``[B, V]`` to ``[B, n, V]``."""
+    """Stack ``n`` columns ``[B, V]`` to ``[B, n, V]``."""
     return torch.stack(list(columns), dim=1)
 
 
 def _scores(vectors: Sequence[Tensor], similarity: str) -> Tensor:
-    """``[B, 1 + n]``: of the anchors with their positives and negatives."""
+    """Return the scores of the anchors with their positives and negatives, ``[B, 1 + n]``."""
     dtype = compute_dtype(**{f"column_{i}": x for i, x in enumerate(vectors)})
     anchor, *others = [x.to(dtype) for x in vectors]
     if similarity == "cosine":
@@ -410,7 +408,7 @@ def _scores(vectors: Sequence[Tensor], similarity: str) -> Tensor:
 
 
 def _teacher_scores(name: str, labels: Tensor | None, student: Tensor, *, margins: bool) -> Tensor:
-    """Scores ``[B, 1 + n]``; of margins, some scores that have them."""
+    """Return scores ``[B, 1 + n]``; for margins, scores with these differences."""
     rows, candidates = student.shape
     if labels is not None and labels.shape == (rows, candidates):
         return labels.to(student.dtype)
@@ -431,25 +429,25 @@ def _shape(labels: Tensor | None) -> str:
 
 def _no_ids(name: str) -> str:
     return (
-        f"{name} expected token ids and attention masks [B, S] beside the vectors, got none "
-        "(SpladeLoss hands on vectors alone: make it a term of a SpladeObjective)"
+        f"{name} expected token ids and attention masks [B, S] with the vectors, got none "
+        "(SpladeLoss passes on vectors only: use a term of a SpladeObjective instead)"
     )
 
 
 class LossState(TrainerCallback):  # type: ignore[misc]  # as above
-    """What is not in the trainer's model, and yet belongs to the run: saved, resumed, kept in step.
+    """A callback that saves, resumes and synchronises the state outside the trainer's model.
 
-    - Schedules and controllers are attached to the optimiser, and detached after training.
-    - What the losses learn (a temperature, prototypes) is saved beside each checkpoint of the
-      trainer in ``sparse_losses.pt``, with the state of schedules and controllers, and read when
-      training resumes. The trainer itself saves the model and its optimiser's state alone.
-    - On several devices the trainer sends the first one's model to all, and averages the gradients
-      of the model alone. What the losses learn is sent here, as training begins, and its gradients
-      are averaged before every step of the optimiser.
+    - It attaches schedules and controllers to the optimiser, and detaches them after training.
+    - It saves the parameters of the losses (a temperature, prototypes) and the state of schedules
+      and controllers in ``sparse_losses.pt`` in each checkpoint, and loads them when training
+      resumes. The trainer itself saves only the model and its optimiser's state.
+    - With several devices, it copies the losses' parameters from the first device to all at the
+      start and averages their gradients before every optimiser step. The trainer does so for the
+      model only.
 
     Args:
-        trainer: a ``SparseEncoderTrainer`` or ``SentenceTransformerTrainer``; to be given the
-            callback with ``trainer.add_callback``.
+        trainer: a ``SparseEncoderTrainer`` or ``SentenceTransformerTrainer``; pass the callback to
+            its ``add_callback``.
         steered: schedules and controllers of a ``SpladeObjective``.
         checkpoint: the folder to resume from; default: ``checkpoint-<step>`` in ``output_dir``.
 
@@ -485,13 +483,13 @@ class LossState(TrainerCallback):  # type: ignore[misc]  # as above
                 yield name, parameter
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Reads what was saved, if training resumes, and attaches."""
+        """Load the saved state if training resumes, and attach the schedules."""
         self.on_train_end(args, state, control)
         if state.global_step:
             folder = Path(self.checkpoint or f"{args.output_dir}/checkpoint-{state.global_step}")
             if not (folder / self.FILE).exists():
                 raise FileNotFoundError(
-                    f"expected {self.FILE} in {folder}, where LossState wrote it, got none: give "
+                    f"expected {self.FILE} in {folder}, where LossState wrote it, got none: pass "
                     "LossState(checkpoint=...) the folder you resume from"
                 )
             saved = torch.load(folder / self.FILE, map_location="cpu", weights_only=True)
@@ -509,7 +507,7 @@ class LossState(TrainerCallback):  # type: ignore[misc]  # as above
                     parameter.copy_(saved["learned"][name])
             for one, its_state in zip(self.steered, saved["steered"], strict=True):
                 one.load_state_dict(its_state)
-        if args.world_size > 1:  # prototypes may have been drawn on each device by itself
+        if args.world_size > 1:  # each device may have drawn its own prototypes
             for _, parameter in self._learned():
                 torch.distributed.broadcast(parameter.data, src=0)
         optimizer = kwargs["optimizer"]
@@ -517,24 +515,24 @@ class LossState(TrainerCallback):  # type: ignore[misc]  # as above
         self._handles = [one.attach(optimizer) for one in self.steered]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Detaches."""
+        """Detach the schedules."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Averages, over the devices, the gradients of what the losses learn."""
+        """Average the gradients of the losses' parameters over the devices."""
         if args.world_size == 1:
             return
         for _, parameter in self._learned():
-            if parameter.grad is None:  # of a loss that this device had no batch for
+            if parameter.grad is None:  # this device had no batch for the loss
                 parameter.grad = torch.zeros_like(parameter)
             torch.distributed.all_reduce(parameter.grad)
             parameter.grad /= args.world_size
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Writes ``sparse_losses.pt`` into the checkpoint that was just written."""
-        if not args.should_save:  # after a step all devices know the same
+        """Write ``sparse_losses.pt`` into the checkpoint that was just written."""
+        if not args.should_save:  # after a step all devices have the same state
             return
         folder = Path(f"{args.output_dir}/checkpoint-{state.global_step}")
         folder.mkdir(parents=True, exist_ok=True)
@@ -547,14 +545,14 @@ class LossState(TrainerCallback):  # type: ignore[misc]  # as above
 
 
 class IdfWeights(Module):  # type: ignore[misc]  # as above
-    """Multiplies the vectors of a ``SparseEncoder`` with one weight per token.
+    """A module of a ``SparseEncoder`` that multiplies the vectors with one weight per token.
 
-    The last module of the folders that ``SpladeEncoder.save_pretrained`` writes if there are idf
-    weights; load them with ``SparseEncoder(folder, trust_remote_code=True)``, which sentence-
-    transformers wants for every module that is not its own.
+    ``SpladeEncoder.save_pretrained`` writes it as the last module if there are idf weights. Load
+    the folder with ``SparseEncoder(folder, trust_remote_code=True)``: sentence-transformers
+    requires this for modules of other packages.
 
     Args:
-        vocab_size: V.
+        vocab_size: size of the vocabulary, V.
 
     Examples:
         >>> import torch
@@ -566,7 +564,7 @@ class IdfWeights(Module):  # type: ignore[misc]  # as above
         tensor([[1.0000, 0.0000, 0.5000]])
     """
 
-    config_keys = ["vocab_size"]  # noqa: RUF012  # the base class declares it so
+    config_keys = ["vocab_size"]  # noqa: RUF012  # as in the base class
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -575,24 +573,24 @@ class IdfWeights(Module):  # type: ignore[misc]  # as above
         self.register_buffer("weight", torch.ones(vocab_size))
 
     def forward(self, features: dict[str, Any], **options: Any) -> dict[str, Any]:
-        """The same features, their ``sentence_embedding`` ``[B, V]`` weighted."""
+        """Return the features with a weighted ``sentence_embedding`` ``[B, V]``."""
         features["sentence_embedding"] = features["sentence_embedding"] * self.weight
         return features
 
     def get_embedding_dimension(self) -> int:
-        """V."""
+        """Return V."""
         return self.vocab_size
 
     def save(
         self, output_path: str, *args: Any, safe_serialization: bool = True, **kw: Any
     ) -> None:
-        """Writes ``config.json`` and the weights."""
+        """Write ``config.json`` and the weights."""
         self.save_config(output_path)
         self.save_torch_weights(output_path, safe_serialization=safe_serialization)
 
     @classmethod
     def load(cls, model_name_or_path: str, **options: Any) -> "IdfWeights":
-        """Reads what ``save`` wrote, or ``SpladeEncoder.save_pretrained``."""
+        """Load a module that ``save`` or ``SpladeEncoder.save_pretrained`` wrote."""
         where = ("subfolder", "token", "cache_folder", "revision", "local_files_only")
         options = {key: value for key, value in options.items() if key in where}
         config = cls.load_config(model_name_or_path=model_name_or_path, **options)
@@ -602,21 +600,21 @@ class IdfWeights(Module):  # type: ignore[misc]  # as above
 
 
 class WithoutExpansion(Module):  # type: ignore[misc]  # as above
-    """What the folder of a ``SpladeEncoder`` without expansion names: it loads as nothing."""
+    """The module entry of a saved ``SpladeEncoder`` without expansion; loading it is an error."""
 
-    # Abstract in the base class; no object of this one is ever made.
+    # The base class requires these methods; this class has no objects.
     def forward(self, features: dict[str, Any], **options: Any) -> NoReturn:
-        """Never."""
+        """Raise ``NotImplementedError``."""
         raise NotImplementedError
 
     def save(self, output_path: str, *args: Any, **options: Any) -> NoReturn:
-        """Never."""
+        """Raise ``NotImplementedError``."""
         raise NotImplementedError
 
     @classmethod
     def load(cls, model_name_or_path: str, **options: Any) -> NoReturn:
-        """Says what does load it."""
+        """Raise an error that names the loader."""
         raise ValueError(
-            f"{model_name_or_path} is a SpladeEncoder without expansion, which sentence-"
-            "transformers has no modules for: load it with SpladeEncoder.from_pretrained"
+            f"{model_name_or_path} is a SpladeEncoder without expansion, for which sentence-"
+            "transformers has no modules: load it with SpladeEncoder.from_pretrained"
         )

@@ -1,4 +1,4 @@
-"""For transformers: its ``Trainer``, over an encoder and an objective that are one model to it."""
+"""A ``Trainer`` of transformers for an encoder with an objective, and its collator."""
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -35,46 +35,45 @@ NUMBERS = {
     "teacher_scores": torch.float32,
     "teacher_anchor_scores": torch.float32,
 }
-SIDES = {"query": "anchor", "document": "positive"}  # as terms and as batches call them
-REST = "objective.pt"  # of a checkpoint: what objective and schedules know
+SIDES = {"query": "anchor", "document": "positive"}  # names in terms and in batches
+REST = "objective.pt"  # the state of objective and schedules in a checkpoint
 TO_PUBLISH = "to publish: `encoder.save_pretrained(folder)`, then upload the folder"
-WEIGHTS = "model.safetensors"  # of an encoder that is not ours; the Trainer looks for this name
+WEIGHTS = "model.safetensors"  # the Trainer looks for this name; used if the encoder is not ours
 
 
 class SpladeCollator:
-    """Rows of a data set, tokenized: what ``SpladeTrainer`` feeds its model.
+    """A collator that tokenizes rows of a data set for ``SpladeTrainer``.
 
-    A row is a ``dict``. All rows of a batch have the same of these columns, and others are left
-    alone:
+    A row is a ``dict``. All rows of a batch must have the same of these columns; other columns are
+    ignored:
 
     - ``anchor``, ``positive``: a text each.
-    - ``negative``: a text; or a list of texts, as many in every row.
-    - ``positive_ids``: an integer; equal ones are the same document.
-    - ``teacher_scores``: a list of numbers. Beside negatives: of the positive and the row's own
-      negatives, ``1 + N`` (see ``teacher_candidates``). Without negatives: of every positive of the
-      batch, ``B``.
-    - ``teacher_anchor_scores``: a list of ``B`` numbers, of every anchor of the batch.
+    - ``negative``: a text; or a list of texts, with the same number in every row.
+    - ``positive_ids``: an integer; equal ids are the same document.
+    - ``teacher_scores``: a list of numbers. With negatives: scores of the positive and the row's
+      own negatives, ``1 + N`` (see ``teacher_candidates``). Without negatives: scores of all
+      positives of the batch, ``B``.
+    - ``teacher_anchor_scores``: a list of ``B`` numbers, scores of all anchors of the batch.
 
-    Scores of a batch's other rows can be stored in a row only if the batches are always the same.
-    Otherwise give a ``teacher``, which scores each batch as it is made.
+    A row can hold scores of the batch's other rows only if the batches are always the same.
+    Otherwise pass a ``teacher``, which scores each batch during training.
 
     Args:
-        tokenizer: Of the encoder.
-        max_length: Tokens of a text that are read; ``None``: what the tokenizer says.
+        tokenizer: The encoder's tokenizer.
+        max_length: Largest number of tokens per text; ``None``: the tokenizer's limit.
         teacher: A ``BM25Teacher``, or any function of queries and documents that returns their
-            scores ``[Q, D]``. It is given two dicts with ``texts``, a list of strings, and their
-            ``input_ids`` and ``attention_mask``. It makes ``teacher_scores`` of all candidates:
-            ``[B, B]``, or ``[B, B + N]`` beside negatives.
-        score_anchors: Whether ``teacher`` also makes ``teacher_anchor_scores``, for the term
+            scores ``[Q, D]``. Both are dicts of ``texts``, a list of strings, and their
+            ``input_ids`` and ``attention_mask``. It gives ``teacher_scores`` of all candidates:
+            ``[B, B]``, or ``[B, B + N]`` with negatives.
+        score_anchors: Whether ``teacher`` also gives ``teacher_anchor_scores``, for the term
             ``context_distillation``.
-        teacher_candidates: What the lists in ``teacher_scores`` are beside negatives: ``"own"``,
-            as above; or ``"batch"``, scores of the batch's positives, ``B``, or of all candidates,
-            ``B + N``.
+        teacher_candidates: Which candidates ``teacher_scores`` holds with negatives: ``"own"``, as
+            above, or ``"batch"``: the batch's positives, ``B``, or all candidates, ``B + N``.
 
     Raises:
-        ValueError: for rows without an anchor or a positive, or that differ in their columns or
-            their numbers of negatives; for texts and ids that are none (such as the ``None`` that
-            datasets puts where a row lacks a column); for lists of scores of another length.
+        ValueError: for rows without an anchor or a positive, or with different columns or numbers
+            of negatives; for texts or ids of another type (such as the ``None`` that ``datasets``
+            uses for a missing column); for lists of scores of another length.
 
     Examples:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -103,20 +102,20 @@ class SpladeCollator:
         check_flag(score_anchors=score_anchors)
         check_choice("teacher_candidates", teacher_candidates, ("own", "batch"))
         if score_anchors and teacher is None:
-            raise ValueError("expected a `teacher` beside `score_anchors=True`, got None")
+            raise ValueError("expected a `teacher` for `score_anchors=True`, got None")
         self.tokenizer, self.max_length = tokenizer, max_length
         self.teacher, self.score_anchors = teacher, score_anchors
         self.teacher_candidates = teacher_candidates
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The fields of ``SpladeBatch``, its texts as ``input_ids`` and ``attention_mask``."""
+        """Return the fields of ``SpladeBatch``, texts as ``input_ids`` and ``attention_mask``."""
         names = [name for name in (*TEXTS, *NUMBERS) if name in rows[0]]
         for row in rows:
             if "anchor" not in row or "positive" not in row or not _same(names, row):
                 optional = ", ".join(map(repr, ("negative", *NUMBERS)))
                 raise ValueError(
-                    "expected rows with 'anchor', 'positive', and all of them or none with "
-                    f"{optional}, got {sorted(row)} beside {sorted(rows[0])}"
+                    "expected rows with 'anchor' and 'positive', and either all or no rows with "
+                    f"{optional}, got {sorted(row)} in a batch with {sorted(rows[0])}"
                 )
         columns = {name: [row[name] for row in rows] for name in names}
         inputs: dict[str, Any] = {
@@ -132,11 +131,11 @@ class SpladeCollator:
     def _taught(
         self, teacher: Teacher, inputs: Mapping[str, Any], columns: Mapping[str, list[Any]]
     ) -> dict[str, Any]:
-        """The teacher's scores of this batch."""
+        """Return the teacher's scores of this batch."""
         if found := [
             name for name in ("teacher_scores", "teacher_anchor_scores") if name in inputs
         ]:
-            raise ValueError(f"expected rows without scores beside a `teacher`, got {found}")
+            raise ValueError(f"expected rows without scores because of `teacher`, got {found}")
         texts = {name: inputs[name] | {"texts": columns[name]} for name in TEXTS if name in inputs}
         if "negative" in texts and inputs["negative"]["input_ids"].ndim == 3:
             texts["negative"]["texts"] = [text for own in columns["negative"] for text in own]
@@ -149,7 +148,7 @@ class SpladeCollator:
         return scores
 
     def _whose_scores(self, inputs: Mapping[str, Any]) -> str:
-        """What the rows' scores are, if their number is right."""
+        """Check the number of the rows' scores and return which candidates they are of."""
         scores, negatives = inputs["teacher_scores"], inputs["negative"]["input_ids"]
         size, is_list = len(negatives), negatives.ndim == 3
         count = negatives.shape[1] if is_list else 1
@@ -160,9 +159,9 @@ class SpladeCollator:
         if scores.ndim != 2 or scores.shape[1] not in lengths.values():
             wanted = " or ".join(f"{name} = {length}" for name, length in lengths.items())
             raise ValueError(
-                f"expected 'teacher_scores' of {wanted} numbers per row, beside negatives and with "
+                f"expected 'teacher_scores' of {wanted} numbers per row with negatives and "
                 f"teacher_candidates={self.teacher_candidates!r}, got {list(scores.shape[1:])}: "
-                'say "own" for the positive and the row\'s own negatives, "batch" for the '
+                'use "own" for the positive and the row\'s own negatives, "batch" for the '
                 "candidates of the whole batch"
             )
         return self.teacher_candidates
@@ -176,13 +175,14 @@ class SpladeCollator:
         counts = [None if isinstance(texts, str) else len(texts) for texts in column]
         if len({*counts}) > 1:
             raise ValueError(
-                f"expected as many texts of {name!r} in every row, got {counts} (None: no list)"
+                f"expected the same number of texts of {name!r} in every row, got {counts} (None: "
+                "a single text)"
             )
         count = counts[0]
         batch = self.tokenizer(
             column if count is None else [text for texts in column for text in texts],
             padding=True,
-            padding_side="right",  # as SpladeEncoder.tokenize has it
+            padding_side="right",  # as in SpladeEncoder.tokenize
             truncation=True,
             max_length=self.max_length,
             return_tensors="pt",
@@ -194,7 +194,7 @@ class SpladeCollator:
 
 
 def _texts_or_text(found: object) -> bool:
-    """Whether it is a text, or one or more of them."""
+    """Whether the value is a text or a list of one or more texts."""
     if isinstance(found, str):
         return True
     return isinstance(found, Collection) and len(found) > 0 and all(map(_is_text, found))
@@ -209,7 +209,7 @@ def _numbers(name: str, column: list[Any]) -> Tensor:
         for number in column:
             try:
                 operator.index(number)
-            except TypeError:  # a tensor would make 0.25 and 0.75 the same document
+            except TypeError:  # torch.tensor would round 0.25 and 0.75 to the same id
                 raise ValueError(f"expected {name!r} to be integers, got {number!r}") from None
     return torch.tensor(column, dtype=NUMBERS[name])
 
@@ -219,9 +219,9 @@ def _same(names: Sequence[str], row: Mapping[str, Any]) -> bool:
 
 
 class _Towers(nn.Module):
-    """Encoder and objective as one module, so that DDP, compilers and optimisers see them once."""
+    """Encoder and objective as one module for DDP, compilers and optimisers."""
 
-    # Its loss is the mean of a batch, not of labels that the Trainer has counted.
+    # The loss is the mean over a batch, not over the labels that the Trainer counts.
     accepts_loss_kwargs = False
 
     def __init__(self, encoder: nn.Module, objective: Callable[..., Any], logits: bool) -> None:
@@ -241,7 +241,7 @@ class _Towers(nn.Module):
         }
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
-        """What the Trainer calls for its argument of that name."""
+        """Enable checkpointing in the encoder; the Trainer calls it for its argument."""
         model: Any = self.encoder
         if isinstance(model, SpladeEncoder):
             model = model.model
@@ -249,20 +249,20 @@ class _Towers(nn.Module):
 
 
 class _Means:
-    """The means of values by name since they were last taken; never waits for the device."""
+    """The means of named values since they were last taken, without a device wait."""
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[Tensor, int]] = {}
 
     def add(self, values: Mapping[str, Tensor], share: int = 1) -> None:
-        """One batch, with what it counts in the mean."""
+        """Add the values of a batch with its weight in the mean."""
         for name, value in values.items():
             value = value.detach().float()
             total, count = self.sums.get(name, (torch.zeros_like(value), 0))
             self.sums[name] = total + share * value, count + share
 
     def take(self, accelerator: Any) -> Later[dict[str, float]]:
-        """Over all processes, which must have seen the same names."""
+        """Return and reset the means over all processes, which must have the same names."""
         sums, self.sums = self.sums, {}
         if not sums:
             return Later(torch.empty(0), lambda _: {})
@@ -273,35 +273,34 @@ class _Means:
         )
 
 
-# Their classes are not looked into by the type checker, and a subclass of Any is an error to it.
+# The type checker sees their classes as Any, and a subclass of Any is an error.
 class SpladeTrainer(Trainer):  # type: ignore[misc]
     r"""The ``Trainer`` of transformers for pairs and triplets of texts.
 
-    It trains the encoder and what the objective learns (a temperature, say) as one model. The loss
-    of a batch is divided by the batches of a step: with ``gradient_accumulation_steps`` an update
-    is that of the mean of their losses. On several processes an objective with ``gather=True``
-    makes it that of one process with the whole batch. What it logs besides, as means since it last
-    logged: the terms, without their weights (``info_nce``; ``eval_info_nce`` of an evaluation);
-    what ``diagnostics`` found (``document/active_dimensions``); the controllers' reports
-    (``document_flops/weight``).
+    It trains the encoder and the objective's parameters (such as a temperature) as one model. With
+    ``gradient_accumulation_steps`` an update uses the mean of the losses of its batches. With
+    several processes, an objective with ``gather=True`` gives the update of one process with the
+    whole batch. The log also holds, as means since the last log, the terms without their weights
+    (``info_nce``; ``eval_info_nce`` in an evaluation), the numbers of ``diagnostics``
+    (``document/active_dimensions``), and the controllers' reports (``document_flops/weight``).
 
-    A checkpoint is a folder of ``SpladeEncoder.save_pretrained``, with the state of objective
-    and schedules in it; ``train(resume_from_checkpoint=...)`` goes on from all of it.
+    A checkpoint is a folder of ``SpladeEncoder.save_pretrained`` with the state of objective and
+    schedules; ``train(resume_from_checkpoint=...)`` restores all of it.
 
     Args:
         model: A ``SpladeEncoder``, which is trained in place; or any module that maps
             ``input_ids`` and ``attention_mask`` ``[B, S]`` to activations ``[B, V]``.
-        args: As ever; ``remove_unused_columns`` is ignored.
+        args: The ``TrainingArguments``; ``remove_unused_columns`` is ignored.
         objective: A ``SpladeObjective``, or any callable that maps a ``SpladeBatch`` to
             a loss, or to a loss and a dict of its terms.
         schedules: ``TrainingSchedule`` and ``SparsityController`` of that objective. The trainer
-            attaches them to its optimiser: they count its steps, and none that it skips.
-        diagnostics: By side, ``"query"`` or ``"document"``; read and reset where the loss is
-            logged. They see the training batches of all processes.
-        return_logits: Whether the objective is to have the pooled logits too.
-        teacher: Scores every batch, as ``SpladeCollator`` says: a ``BM25Teacher``, say.
+            attaches them to its optimiser, whose steps they count; skipped steps do not count.
+        diagnostics: By side, ``"query"`` or ``"document"``; read and reset when the loss is
+            logged. They get the training batches of all processes.
+        return_logits: Whether to pass the pooled logits to the objective too.
+        teacher: Scores every batch, such as a ``BM25Teacher``; see ``SpladeCollator``.
         data_collator: Default: a ``SpladeCollator`` of the encoder's tokenizer and the teacher.
-        **options: As of ``Trainer``, such as ``train_dataset`` and ``callbacks``.
+        **options: Other arguments of ``Trainer``, such as ``train_dataset`` and ``callbacks``.
 
     Examples:
         >>> from tempfile import TemporaryDirectory
@@ -336,7 +335,7 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         2
     """
 
-    # So it divides the loss by the batches of a step, whatever it has counted.
+    # With this the Trainer divides the loss by the batches of a step, not by counted items.
     loss_is_scaled_for_ga = False
 
     def __init__(
@@ -357,8 +356,8 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
             check_choice("diagnostics", side, list(SIDES))
         if args.n_gpu > 1:
             raise ValueError(
-                f"expected one process a GPU, got {args.n_gpu} GPUs in this one, which would split "
-                "every batch, negatives and all: start with torchrun or accelerate launch"
+                f"expected one process per GPU, got {args.n_gpu} GPUs in this one, which would "
+                "split every batch and its negatives: start with torchrun or accelerate launch"
             )
         if args.push_to_hub:
             raise ValueError(f"expected `push_to_hub=False`, got True; {TO_PUBLISH}")
@@ -372,20 +371,20 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
                 raise ValueError(f"expected `model` and `objective`, got `{refused}`")
         if args.label_smoothing_factor:
             raise ValueError(
-                "expected `label_smoothing_factor` to be 0, there are no classes to smooth, got "
+                "expected `label_smoothing_factor` to be 0, as there are no classes to smooth, got "
                 f"{args.label_smoothing_factor}"
             )
         best, terms = args.metric_for_best_model or "", getattr(objective, "weights", {})
         if args.greater_is_better and any(f"_{best}".endswith(f"_{term}") for term in terms):
             raise ValueError(
-                "expected `greater_is_better=False` beside a loss as `metric_for_best_model`, got "
+                "expected `greater_is_better=False` for a loss as `metric_for_best_model`, got "
                 f"True for {best!r} (the default for names that do not end in 'loss'), which would "
                 "keep the worst model"
             )
         if data_collator is None:
             if not isinstance(model, SpladeEncoder):
                 raise ValueError(
-                    "expected `data_collator` beside a model that is no SpladeEncoder, got None"
+                    "expected `data_collator` for a model that is no SpladeEncoder, got None"
                 )
             data_collator = SpladeCollator(
                 model.tokenizer,
@@ -395,31 +394,31 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
             )
         elif teacher is not None:
             raise ValueError(
-                "expected `teacher` or `data_collator`, got both: SpladeCollator(teacher=...)"
+                "expected `teacher` or `data_collator`, got both: use SpladeCollator(teacher=...)"
             )
-        args.remove_unused_columns = False  # it would look for columns of the encoder's names
+        args.remove_unused_columns = False  # it would keep only the encoder's argument names
         self.schedules, self.diagnostics = list(schedules), dict(diagnostics or {})
-        self._means = {True: _Means(), False: _Means()}  # of training, of evaluation
-        self._sent: dict[str, Later[Any]] = {}  # what is to be logged, by the prefix of its names
+        self._means = {True: _Means(), False: _Means()}  # keys: whether in training
+        self._sent: dict[str, Later[Any]] = {}  # numbers for the next log, by the names' prefix
         super().__init__(_Towers(model, objective, return_logits), args, data_collator, **options)
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError(
-                "expected the whole model on every device, got FSDP or DeepSpeed, whose "
-                "checkpoints are of another kind: use PyTorch's own loop there"
+                "expected the whole model on every device, got FSDP or DeepSpeed, which have "
+                "other checkpoints: use a plain PyTorch loop with them"
             )
         self.can_return_loss = True  # without labels
         self.add_callback(_Steps(self))
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
-        """Refused: what the Trainer would describe is the encoder together with its objective."""
+        """Raise an error: the Trainer would describe the encoder together with its objective."""
         raise NotImplementedError(f"expected no model card of encoder and objective; {TO_PUBLISH}")
 
     def push_to_hub(self, *_: Any, **__: Any) -> None:
-        """Refused, as ``create_model_card`` is."""
+        """Raise an error, as ``create_model_card`` does."""
         raise NotImplementedError(f"expected no upload of encoder and objective; {TO_PUBLISH}")
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """As ever, but for what the objective learns: a temperature is not to be decayed."""
+        """Return the Trainer's names without the objective's: a temperature must not decay."""
         names: list[str] = super().get_decay_parameter_names(model)
         return [name for name in names if not name.startswith("objective.")]
 
@@ -430,9 +429,9 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The total of a batch; beside it the vectors, ``anchor`` and ``positive``."""
+        """Return the total of a batch, on request with the vectors ``anchor`` and ``positive``."""
         outputs = model(**inputs)
-        # As the Trainer has it: of an evaluation, the mean over rows; of training, over batches.
+        # As in the Trainer, evaluation averages over rows and training over batches.
         share = 1 if model.training else len(inputs["anchor"]["input_ids"])
         self._means[model.training].add(outputs.pop("terms"), share)
         if model.training:
@@ -443,14 +442,14 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
     def send(self) -> None:
-        """Puts what was seen of training since the last time on its way to the log."""
+        """Start copying the numbers since the last call to the host, for the log."""
         self._sent = {"": self._means[True].take(self.accelerator)}
         for side, diagnostics in self.diagnostics.items():
             self._sent[f"{side}/"] = diagnostics.all_reduce().report_later()
             diagnostics.reset()
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """Adds terms, diagnostics and reports to what is logged of training."""
+        """Add terms, diagnostics and reports to the log of training."""
         if "loss" in logs:
             if not self._sent:
                 self.send()
@@ -465,7 +464,7 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, *args, **options)
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
-        """Adds the terms to the metrics."""
+        """Add the terms to the metrics."""
         self._means[False] = _Means()
         output = super().evaluation_loop(*args, **options)
         prefix = args[4] if len(args) > 4 else options.get("metric_key_prefix", "eval")
@@ -474,7 +473,7 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         return output
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        # Its own way refuses tensors that two modules share, as model and head do.
+        # The Trainer's own method refuses tensors that two modules share, as model and head do.
         if not self.args.should_save:
             return
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
@@ -490,8 +489,8 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         states = self._load_model(resume_from_checkpoint)["schedules"]
         if len(states) != len(self.schedules):
             raise ValueError(
-                f"expected the {len(states)} schedules that {resume_from_checkpoint} was written "
-                f"with, got {len(self.schedules)}"
+                f"expected {len(states)} schedules as in {resume_from_checkpoint}, got "
+                f"{len(self.schedules)}"
             )
         for schedule, state in zip(self.schedules, states, strict=True):
             schedule.load_state_dict(state)
@@ -500,10 +499,10 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         self._load_model(self.state.best_model_checkpoint)
 
     def _load_model(self, checkpoint: str) -> dict[str, Any]:
-        """Loads encoder and objective, and returns the state of the rest."""
+        """Load encoder and objective, and return the whole state."""
         folder, encoder, objective = Path(checkpoint), self.model.encoder, self.model.objective
         if isinstance(encoder, SpladeEncoder):
-            # The order of the rows hangs on the random numbers, which a new model would draw from.
+            # A new model draws random numbers, which would change the order of the rows.
             with torch.random.fork_rng(devices=[]):
                 saved = SpladeEncoder.from_pretrained(folder)
             encoder.load_state_dict(saved.state_dict())
@@ -516,7 +515,7 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
 
 
 class _Steps(TrainerCallback):  # type: ignore[misc]  # as above
-    """Attaches the schedules to the optimiser that there is by then; writes what they know."""
+    """A callback that attaches the schedules to the optimiser and saves their state."""
 
     def __init__(self, trainer: SpladeTrainer) -> None:
         self.trainer = trainer
@@ -530,7 +529,7 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # as above
         self.detach()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if control.should_log:  # then the Trainer waits for the loss, and finds ours arrived
+        if control.should_log:  # our numbers arrive while the Trainer waits for the loss
             self.trainer.send()
 
     def detach(self) -> None:
@@ -542,7 +541,7 @@ class _Steps(TrainerCallback):  # type: ignore[misc]  # as above
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)
         schedules, objective = self.trainer.schedules, self.trainer.model.objective
-        if args.should_save:  # after a step all processes know the same
+        if args.should_save:  # after a step all processes have the same state
             saved = {
                 "objective": objective.state_dict() if isinstance(objective, nn.Module) else {},
                 "schedules": [schedule.state_dict() for schedule in schedules],

@@ -1,4 +1,4 @@
-"""One loss a file: formula, function, module."""
+"""The losses, one per file: formula, function and module."""
 
 from sparse_losses.losses._mutual_information import mutual_information_lower_bound
 from sparse_losses.losses.distillation import DistillationLoss, distillation_loss

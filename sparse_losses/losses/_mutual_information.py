@@ -1,4 +1,4 @@
-"""What an InfoNCE value says about mutual information."""
+"""A bound on mutual information from a value of InfoNCE."""
 
 import math
 
@@ -12,20 +12,21 @@ __all__ = ["mutual_information_lower_bound"]
 
 
 def mutual_information_lower_bound(loss: Tensor | float, num_candidates: int) -> Tensor:
-    r"""What an InfoNCE value says about the mutual information of anchor and positive, in nats.
+    r"""Lower bound in nats on the mutual information of anchor and positive, from an InfoNCE value.
 
     $$I \ge \log n - \ell$$
 
-    $n$ candidates a row: one positive and $n - 1$ independent draws from the marginal. The bound
-    cannot exceed $\log n$, however much the two share: small batches cannot show much. It holds for
-    plain InfoNCE only, not for decoupled, several positives, ids, mined negatives or weights.
+    Each row has $n$ candidates: one positive and $n - 1$ independent draws from the marginal. The
+    bound never exceeds $\log n$, so small batches give weak bounds. It holds for plain InfoNCE
+    only, without ``decoupled``, several positives, ids, mined negatives or weights.
 
     Args:
-        loss: an InfoNCE value, a floating tensor of any shape or a number.
-        num_candidates: ``n``; ``B`` for in-batch negatives alone, ``B + N`` with shared ones.
+        loss: value of InfoNCE, a floating tensor of any shape or a number.
+        num_candidates: ``n`` >= 1; ``B`` for in-batch negatives alone, ``B + N`` with ``N`` shared
+            negatives.
 
     Returns:
-        The bound in nats, shape of ``loss``, at most ``log(num_candidates)``.
+        The bound in nats, in the shape of ``loss``, at most ``log(num_candidates)``.
 
     Raises:
         ValueError: if ``num_candidates`` is below 1.

@@ -38,7 +38,7 @@ def distillation_loss(
     gather: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
-    r"""Matches the student's scores of a candidate list to the teacher's.
+    r"""Match the student's scores of a candidate list to the teacher's.
 
     $$\ell = \alpha_{kl} \, T^2 \, \frac{1}{B} \sum_{i=1}^{B}
     \mathrm{KL}\bigl(\mathrm{softmax}(t_i / T) \,\Vert\, \mathrm{softmax}(s_i / T)\bigr)
@@ -46,33 +46,33 @@ def distillation_loss(
 
     $$z(s) = \frac{s - \bar s}{\mathrm{std}(s) + 10^{-8}}$$
 
-    $s_i$, $t_i$ are the student's and the teacher's scores of the candidates of row $i$, $T$ the
-    temperature; $T^2$ keeps the gradient's size. $z$ runs over the whole matrix or each row, with
-    the unbiased standard deviation. Equal scores have $z = 0$ and no gradient from the MSE.
+    $s_i$, $t_i$ are the student's and the teacher's scores of the candidates of row $i$, $T$ is the
+    temperature; $T^2$ preserves the size of the gradient. $z$ uses mean and unbiased standard
+    deviation of the matrix or of each row. Equal scores have $z = 0$ and no gradient from the MSE.
 
-    Cosines at $T = 3$ give a weak signal: with 32 candidates uniform in [0, 1] the KL, with $T^2$,
+    Cosines at $T = 3$ give a weak signal: with 32 candidates uniform in [0, 1], the KL times $T^2$
     is 0.08 for a random student. Divide cosines by the temperature of the contrastive loss first.
 
     Args:
         student_scores: ``[B, C]`` floating.
-        teacher_scores: ``[B, C]``; detached. ``-inf``: not a candidate.
+        teacher_scores: ``[B, C]``; detached. ``-inf`` marks an entry that is not a candidate.
         temperature: ``T``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
         alpha_kl: weight of the KL, >= 0; at 0 the KL is not computed.
         alpha_mse: weight of the MSE, >= 0; at 0 the MSE is not computed.
-        standardize: ``"batch"``, one mean and deviation for the matrix, or ``"row"``, which needs
-            three candidates, as two always stand at +-0.7071: rows with fewer have $z = 0$.
-        candidate_mask: ``[B, C]`` bool, int or float 0/1; the KL, $z$ and the MSE run over these.
-        gather: means and deviation over the rows of all ranks (see ``sparse_losses.distributed``).
-        impl: how the value is computed: ``"definition"``, the formula operation by operation,
-            ``"direct"``, with a gradient of its own (a number as ``temperature``, no ``gather``),
-            or ``"auto"``, the latter where it holds.
+        standardize: ``"batch"`` for one mean and deviation of the matrix, or ``"row"``. Rows with
+            fewer than three candidates then have $z = 0$: two always have z-scores of +-0.7071.
+        candidate_mask: ``[B, C]`` bool, int or float 0/1; marks the entries that count.
+        gather: whether all statistics are over all ranks' rows (``sparse_losses.distributed``).
+        impl: ``"definition"`` evaluates the formula operation by operation; ``"direct"`` computes
+            value and gradient together (``temperature`` is a number, no ``gather``); ``"auto"``
+            selects direct where it is supported.
 
     Returns:
-        0-d, fp32 (fp64 for fp64 inputs), >= 0: KL and MSE divide by different counts (rows with
-        candidates; candidates), hence no ``reduction``. 0 if there is no candidate.
+        0-d, fp32 (fp64 for fp64 inputs), >= 0; 0 without candidates. The KL is divided by the
+        number of rows with candidates, the MSE by that of candidates: there is no ``reduction``.
 
     Raises:
-        ValueError: for wrong shapes, devices or hyperparameters, or fewer than two candidates a
+        ValueError: for wrong shapes, devices or hyperparameters, or fewer than two candidates per
             row (three with ``standardize="row"``).
         TypeError: for wrong dtypes.
 
@@ -87,18 +87,18 @@ def distillation_loss(
 
     References:
         Distilling the Knowledge in a Neural Network, section 2. Logit Standardization in Knowledge
-        Distillation (the z-scores). The mixture comes from the notes of a Korean neural sparse
+        Distillation (the z-scores). The combination comes from the notes of a Korean neural sparse
         retriever (its version V26).
     """
     by_row = standardize == "row"
     fewest = 3 if by_row else 2
     if student_scores.shape[1] < fewest:
         raise ValueError(
-            f"expected at least {fewest} candidates a row for standardize={standardize!r}, "
+            f"expected at least {fewest} candidates per row for standardize={standardize!r}, "
             f"got C = {student_scores.shape[1]}"
         )
     if len(student_scores) == 0 or not (alpha_kl > 0 or alpha_mse > 0):
-        return student_scores[:0].sum()  # 0, and part of the graph
+        return student_scores[:0].sum()  # 0 and part of the graph
     absent = None
     if candidate_mask is not None:
         absent = ~candidate_mask | (teacher_scores == -torch.inf)
@@ -123,8 +123,8 @@ def _definition(
     candidate = torch.ones_like(student, dtype=torch.bool) if absent is None else ~absent
     student = torch.where(candidate, student, 0.0)
     teacher = torch.where(candidate, teacher, 0.0)
-    # Arithmetic by 0 and 1 takes a CPU a fraction of the time of `where`. Added to scores,
-    # `far_below` takes all but candidates out; -inf would make a row without candidates NaN.
+    # On a CPU, a product with 0 and 1 takes a fraction of the time of `where`. `far_below` excludes
+    # entries that are not candidates; -inf would make a row without candidates NaN.
     member = candidate.to(student.dtype)
     far_below = (1 - member) * torch.finfo(student.dtype).min
     over_ranks = sum_over_ranks if gather else _unchanged
@@ -135,7 +135,7 @@ def _definition(
         log_p = (teacher / temperature + far_below).log_softmax(-1)
         rows = over_ranks(candidate.any(-1).sum()).clamp(min=1)
         kl = over_ranks(_divergence(log_p, log_q, candidate).sum()) / rows
-        # In this order, PyTorch 2.6 compiles one graph for all weights.
+        # In this order PyTorch 2.6 compiles a single graph for all values of the weights.
         value = value + alpha_kl * (temperature**2 * kl)
     if alpha_mse > 0:
         z_student, z_teacher = (
@@ -152,13 +152,13 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, candidate: Tensor) -> Tensor:
-    """Terms of the KL divergence: ``p log(p / q) - p + q``, each >= 0; ``q - p`` sums to 0.
+    """Return the terms ``p log(p / q) - p + q`` of the KL divergence, each >= 0.
 
-    At a high temperature both distributions are nearly uniform, and ``p log(p / q)`` alone cancels
-    until nothing but rounding, of either sign, is left for T^2 to multiply. With ``x = log(q / p)``
+    ``q - p`` sums to 0. At a high temperature both distributions are nearly uniform, and the terms
+    ``p log(p / q)`` alone cancel to rounding errors, which T^2 multiplies. With ``x = log(q / p)``
     the term is ``p (expm1(x) - x)``.
     """
-    # The least p is the smallest normal number: q / p does not overflow.
+    # p is at least the smallest normal number, so that q / p does not overflow.
     log_p = log_p.clamp(min=math.log(torch.finfo(log_p.dtype).tiny))
     x = torch.where(candidate, log_q - log_p, 0.0)
     return log_p.exp() * (torch.expm1(x) - x)
@@ -167,29 +167,29 @@ def _divergence(log_p: Tensor, log_q: Tensor, candidate: Tensor) -> Tensor:
 def _z_scores(
     scores: Tensor, member: Tensor, far_below: Tensor, by_row: bool, gather: bool
 ) -> Tensor:
-    """Candidates' scores minus their mean over their unbiased standard deviation; 0 elsewhere.
+    """Return the z-scores of the candidates, with unbiased standard deviation; 0 elsewhere.
 
-    Scores are 0 where there is no candidate. ``member`` is 1 for candidates, else 0.
+    ``scores`` is 0 where there is no candidate. ``member`` is 1 for candidates, else 0.
     """
     dims = (-1,) if by_row else (-2, -1)
-    of_matrix = gather and not by_row  # all ranks' rows make one matrix
+    of_matrix = gather and not by_row  # one matrix of the rows of all ranks
     over_ranks = sum_over_ranks if of_matrix else _unchanged
     largest_of_ranks = maximum_over_ranks if of_matrix else _unchanged
     count = over_ranks(member.sum(dims, keepdim=True))
-    # z sees neither shift nor scale, so both are constants to the gradient. With the largest score
-    # exactly 0 and the range 1, squares neither overflow nor underflow.
+    # Shift and scale do not change z: constants to the gradient, they keep range and squares finite.
+    scores = scores / 2
     highest = largest_of_ranks((scores.detach() + far_below).amax(dims, keepdim=True))
     below = (scores - highest) * member
     spread = largest_of_ranks(-below.detach().amin(dims, keepdim=True))
-    # Equal scores say nothing, nor does a row of two, which always stands at +-0.7071.
+    # Equal scores carry no information, nor does a row of two, whose z are always +-0.7071.
     says_nothing = (spread <= 0) | (count < (3 if by_row else 2))
     spread = torch.where(says_nothing, 1.0, spread)
     scaled = below / spread
     mean = over_ranks(scaled.sum(dims, keepdim=True)) / count.clamp(min=1)
     centred = (scaled - mean) * member
     variance = over_ranks(centred.square().sum(dims, keepdim=True)) / (count - 1).clamp(min=1)
-    deviation = torch.where(says_nothing, torch.inf, variance).sqrt()  # by infinity, z is 0
-    return centred / (deviation + 1e-8 / spread)
+    deviation = torch.where(says_nothing, torch.inf, variance).sqrt()  # z = 0 there
+    return centred / (deviation + 0.5e-8 / spread)
 
 
 def _why_not_direct(arguments: Arguments, options: Options) -> str | None:
@@ -202,7 +202,7 @@ WAYS = (Way("direct", why_not=_why_not_direct, pays=always, compute=direct_disti
 
 
 class DistillationLoss(LossModule):
-    """Module of ``distillation_loss``, which holds formula and arguments.
+    """Module of ``distillation_loss``; see the function for formula and arguments.
 
     Examples:
         >>> import torch
@@ -243,7 +243,7 @@ class DistillationLoss(LossModule):
         gather: bool | None = None,
         impl: Impl | None = None,
     ) -> Tensor:
-        """The loss; tensors as in the function."""
+        """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather, impl=impl)
         return distillation_loss(
             student_scores, teacher_scores, candidate_mask=candidate_mask, **options

@@ -12,28 +12,27 @@ __all__ = ["FlopsLoss", "flops_loss"]
 def flops_loss(
     activations: Tensor, *, estimator: Estimator = "biased", gather: bool = False
 ) -> Tensor:
-    r"""FLOPS regulariser: the squared mean activation of every token, summed over the vocabulary.
+    r"""FLOPS regulariser: sum over the vocabulary of the squared mean activation of each token.
 
     $$\ell = \sum_{j=1}^{V} m_j^2 \qquad m_j = \frac{1}{B} \sum_{i=1}^{B} x_{ij}$$
 
-    $x_{ij} \ge 0$ is the activation of token $j$ in row $i$. This value depends on the batch size:
-    its expectation is $\sum_j (\mu_j^2 + \sigma_j^2 / B)$. ``estimator="unbiased"`` replaces
+    $x_{ij} \ge 0$ is the activation of token $j$ in row $i$. The expectation of the loss depends on
+    the batch size: it is $\sum_j (\mu_j^2 + \sigma_j^2 / B)$. ``estimator="unbiased"`` replaces
     $m_j^2$ by
 
     $$\frac{\bigl(\sum_i x_{ij}\bigr)^2 - \sum_i x_{ij}^2}{B (B - 1)}$$
 
-    whose expectation is $\mu_j^2$ at any batch size, so that a weight tuned on one batch size, or
-    number of devices, holds on another. A single estimate of $\mu_j^2$ may then be 0 for a token
-    that fires in one row only, and the pressure on a token comes from the *other* rows.
+    whose expectation is $\mu_j^2$ at any batch size, so that a weight tuned at one batch size, or
+    number of devices, also fits another. This estimate is 0 for a token that is active in one row
+    only, and the gradient of a row comes from the *other* rows.
 
-    Both are a sum over ``V``: weights do not carry over between vocabularies.
+    Both estimators sum over ``V``: a weight tuned for one vocabulary does not fit another.
 
     Args:
         activations: ``[B, V]`` floating.
-        estimator: ``"biased"`` (the paper) or ``"unbiased"`` (needs ``B >= 2``).
-
-        gather: whether the means are over the rows of all ranks, whose number is the same on each
-            (see ``sparse_losses.distributed``); sums of ``[V]`` are sent, no rows.
+        estimator: ``"biased"`` (as in the paper) or ``"unbiased"`` (needs ``B >= 2``).
+        gather: whether the means are over the rows of all ranks, which must all have the same
+            number of rows (see ``sparse_losses.distributed``); only sums ``[V]`` are exchanged.
 
     Returns:
         0-d, fp32 (fp64 for fp64 inputs): one statistic of the whole batch, hence no ``reduction``.
@@ -62,7 +61,7 @@ def flops_loss(
 
 
 class FlopsLoss(LossModule):
-    """Module of ``flops_loss``, which holds formula and arguments.
+    """Module of ``flops_loss``; see the function for formula and arguments.
 
     Examples:
         >>> import torch
@@ -75,5 +74,5 @@ class FlopsLoss(LossModule):
         super().__init__(flops_loss, estimator=estimator, gather=gather)
 
     def forward(self, activations: Tensor, *, gather: bool | None = None) -> Tensor:
-        """The loss; tensors as in the function."""
+        """Return the loss; the tensors are those of the function."""
         return flops_loss(activations, **self.hyperparameters(gather=gather))

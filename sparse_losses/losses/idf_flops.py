@@ -1,4 +1,4 @@
-"""IDF-weighted FLOPS: tokens that say little pay more, special tokens pay most."""
+"""IDF-weighted FLOPS: frequent tokens are penalised more, special tokens most."""
 
 from torch import Tensor
 
@@ -18,24 +18,22 @@ def idf_flops_loss(
     estimator: Estimator = "biased",
     gather: bool = False,
 ) -> Tensor:
-    r"""Weighted L1 and FLOPS of the mean activations.
+    r"""Sum of an L1 and a FLOPS penalty on the mean activations, weighted by token.
 
     $$\ell = \sum_{j=1}^{V} w_j |m_j| + \beta \sum_{j=1}^{V} w_j m_j^2
     \qquad m_j = \frac{1}{B} \sum_{i=1}^{B} x_{ij}$$
 
     $x_{ij}$ is the activation of token $j$ in row $i$, $w$ the ``token_penalty`` (see
-    ``idf_penalty``). The first sum goes on pressing where the second
-    fades, near zero. ``estimator="unbiased"`` replaces $m_j^2$ as in
-    ``flops_loss``; the first sum needs no correction.
+    ``idf_penalty``). Near zero the gradient of the second sum vanishes, that of the first does not.
+    ``estimator="unbiased"`` replaces $m_j^2$ as in ``flops_loss``; the first sum has no bias.
 
     Args:
         activations: ``[B, V]`` floating.
         token_penalty: ``[V]``, ``w``; cast to the dtype of the computation.
         beta: weight of the squared part, >= 0.
         estimator: ``"biased"`` or ``"unbiased"`` (needs ``B >= 2``).
-
-        gather: whether the means are over the rows of all ranks, whose number is the same on each
-            (see ``sparse_losses.distributed``); sums of ``[V]`` are sent, no rows.
+        gather: whether the means are over the rows of all ranks, which must all have the same
+            number of rows (see ``sparse_losses.distributed``); only sums ``[V]`` are exchanged.
 
     Returns:
         0-d, fp32 (fp64 for fp64 activations): one statistic of the whole batch, hence no
@@ -59,6 +57,8 @@ def idf_flops_loss(
     """
     check_rows(estimator, activations.shape[0], gather)
     mean, squared_mean = mean_and_square(activations, estimator, gather)
+    if beta == 0:  # 0 times the square of a large mean, which is infinite, is NaN
+        return (token_penalty * mean.abs()).sum()
     return (token_penalty * (mean.abs() + beta * squared_mean)).sum()
 
 
@@ -88,6 +88,6 @@ class IdfFlopsLoss(LossModule):
         self.register_buffer("token_penalty", token_penalty.detach())
 
     def forward(self, activations: Tensor, *, gather: bool | None = None) -> Tensor:
-        """The loss; tensors as in the function."""
+        """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather)
         return idf_flops_loss(activations, self.token_penalty, **options)

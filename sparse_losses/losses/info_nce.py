@@ -1,4 +1,4 @@
-"""InfoNCE: find the positive among the candidates (Contrastive Predictive Coding, 2018)."""
+"""InfoNCE: classify the positive among the candidates (Contrastive Predictive Coding, 2018)."""
 
 from typing import Literal
 
@@ -61,49 +61,49 @@ def info_nce_loss(
 
     $s_{ic}$ is the similarity of anchor $i$ and candidate $c$, $t$ the temperature. The candidates
     $C_i$ are the row's own positive, the other rows' positives (``in_batch``) and the negatives.
-    $\ell_i \ge 0$, and $\ell_i \to 0$ is computed without cancellation, as
+    $\ell_i \ge 0$; it is computed without cancellation near 0, as
     $\mathrm{softplus}(\log\sum_{c \ne i} e^{s_{ic}/t} - s_{ii}/t)$.
 
-    With ``positive_mask`` a row has several positives $P_i$ and $\ell_i$ is the mean over them of
-    $-\log(e^{s_{ip}/t} / \sum_{c \in C_i} e^{s_{ic}/t})$: every denominator holds all candidates,
-    the other positives included. With ``decoupled`` the denominator holds the negatives only; on
-    raw dot products that loss is unbounded below.
+    With ``positive_mask`` a row has several positives $P_i$, and $\ell_i$ is the mean over them of
+    $-\log(e^{s_{ip}/t} / \sum_{c \in C_i} e^{s_{ic}/t})$: every denominator contains all
+    candidates, including the other positives. With ``decoupled`` the denominator contains only the
+    negatives; on raw dot products that loss is unbounded below.
 
     Args:
-        anchor: ``[B, D]`` floating; queries. Anchors, positives and shared negatives may be
-            CSR; the gradient of a CSR tensor has its sparsity pattern.
+        anchor: ``[B, D]`` floating; the queries. Anchors, positives and shared negatives may be
+            CSR tensors; the gradient of a CSR tensor has its sparsity pattern.
         positive: ``[B, D]``; row ``i`` is the positive of anchor ``i``.
-        negative: ``[N, D]`` shared by all rows, or ``[B, N, D]``, each row its own.
+        negative: ``[N, D]``, shared by all rows, or ``[B, N, D]``, ``N`` for each row.
         temperature: ``t``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
         similarity: ``"cosine"`` (of the rows, normalised here) or ``"dot"``.
-        symmetric: the mean of both directions; the negatives join both, ``positive_mask`` is
-            transposed for the second, and a row is valid if it is valid in both.
+        symmetric: whether to average both directions. The negatives take part in both,
+            ``positive_mask`` is transposed for the second, and a row must be valid in both.
         in_batch: whether the other rows' positives are candidates.
-        positive_ids: ``[B]`` integers; another row's positive with the same id as the row's own is
-            left out of its denominator: the same text twice is no negative.
-        positive_mask: ``[B, B]`` bool, int or float 0/1; ``[i, j]``: positive ``j`` is a positive
-            of anchor ``i``. The diagonal is not implied. Needs ``in_batch``.
-        decoupled: leave the positives out of the denominator (decoupled contrastive learning).
+        positive_ids: ``[B]`` integers that identify the positives. Another row's positive with the
+            id of the row's own is a duplicate and is left out of the row's denominator.
+        positive_mask: ``[B, B]`` bool, int or float 0/1; entry ``[i, j]`` marks positive ``j`` as a
+            positive of anchor ``i``. The diagonal is not implied. Needs ``in_batch``.
+        decoupled: whether to leave the positives out of the denominator.
         gather: whether all ranks' positives and shared negatives are candidates, and ``"mean"`` and
-            ``"sum"`` are over all ranks' rows: value and gradient of the whole batch on every rank
-            (see ``sparse_losses.distributed``). ``"none"`` gives this rank's rows. Sizes are the
-            same on every rank; ``positive_mask`` is then ``[B, W B]`` on ``W`` ranks.
-        impl: how the value is computed; all ways give the same value and gradient. ``"auto"`` takes
-            the first of these that supports the call and is expected to be faster: ``"nonzeros"``,
-            which multiplies only what is not zero (chosen for CSR tensors, and on the CPU where a
-            sample of wide inputs has fewer than about 12% non-zeros), ``"blocks"``, which holds
-            some rows of the scores at a time (chosen for more than 2^21 scores on a CPU, 2^26
-            elsewhere), and ``"direct"``, which holds all scores at once. Else, compiled and under
-            ``torch.func``, it is ``"definition"``, the formula operation by operation. ``"ring"``,
-            with ``gather``, holds the rows of one other rank at a time and sends them round twice.
+            ``"sum"`` are over all ranks' rows, so that every rank has value and gradient of the
+            whole batch (see ``sparse_losses.distributed``). ``"none"`` returns this rank's rows.
+            Sizes must be the same on all ``W`` ranks; ``positive_mask`` is then ``[B, W B]``.
+        impl: how the value is computed; value and gradient are the same. ``"auto"`` selects the
+            first of these that supports the call and is expected to be faster: ``"nonzeros"``
+            multiplies only the non-zeros (selected for CSR tensors, and on the CPU if a sample of
+            wide inputs has fewer than about 12% non-zeros); ``"blocks"`` holds some rows of the
+            scores at a time (selected for more than 2^21 scores on a CPU, 2^26 elsewhere);
+            ``"direct"`` holds all scores at once. ``"definition"``, the formula operation by
+            operation, is used otherwise, under ``torch.compile`` and under ``torch.func``.
+            ``"ring"`` needs ``gather``; it holds the rows of one other rank at a time.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
-        fp32 (fp64 for fp64 inputs), 0-d or ``[B]``. A row without a positive, and under
-        ``decoupled`` a row without a negative, is not valid: 0 and no gradient.
+        fp32 (fp64 for fp64 inputs), 0-d or ``[B]``. A row without a positive, and with
+        ``decoupled`` a row without a negative, is not valid: its loss is 0, without a gradient.
 
     Raises:
-        ValueError: for wrong shapes, devices or hyperparameters, or no candidate but the positive.
+        ValueError: for wrong shapes, devices or hyperparameters, or if there are no negatives.
         TypeError: for wrong dtypes.
 
     Examples:
@@ -148,10 +148,9 @@ def _definition(
     gather: bool,
     reduction: Reduction,
 ) -> Tensor:
-    """Reference implementation: taken where no way is, and for the gradient of a gradient.
+    """Reference implementation, used where no other way applies and for second derivatives.
 
-    Scores of all candidates, who among them is positive, and the row formula. Under ``gather`` this
-    rank's rows are the queries, all ranks' rows the keys.
+    With ``gather`` the queries are this rank's rows, the keys are the rows of all ranks.
     """
     anchor, positive = _dense(anchor), _dense(positive)
     if negative is not None:
@@ -196,7 +195,7 @@ def _positives_and_negatives(
     positive_mask: Tensor | None,
     in_batch: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Which candidates ``[B, C]`` are positives of a row, and which are its negatives."""
+    """Return two masks ``[B, C]``: the positives and the negatives of each row."""
     if in_batch:
         index = torch.arange(num_keys, device=own.device)
         is_positive = own[:, None] == index if positive_mask is None else positive_mask[own]
@@ -214,7 +213,7 @@ def _positives_and_negatives(
 
 
 def _valid_rows(masks: list[tuple[Tensor, Tensor]], decoupled: bool) -> Tensor:
-    """Which rows have a positive, and under ``decoupled`` a negative, in every direction."""
+    """Mask of rows with a positive, and if ``decoupled`` a negative, in every direction."""
     has_terms = [p.any(-1) & n.any(-1) if decoupled else p.any(-1) for p, n in masks]
     return torch.stack(has_terms).all(0)
 
@@ -228,8 +227,8 @@ def _scores(
     in_batch: bool,
     has_ids: bool,
 ) -> Tensor:
-    """Similarities ``[B, C]``: of a query and its keys (or its own key), then the negatives."""
-    # Zero what no valid row uses: 0 * NaN is NaN, and would reach the gradient.
+    """Similarities ``[B, C]`` of a query with the keys (or its own key), then the negatives."""
+    # Zero what no valid row uses, or its NaN would reach the gradient: 0 * NaN is NaN.
     if valid is not None:
         query = torch.where(valid[:, None], query, 0.0)
         key = torch.where(valid.any(), key, 0.0)
@@ -237,7 +236,7 @@ def _scores(
             is_used = valid.any() if negative.ndim == 2 else valid[:, None, None]
             negative = torch.where(is_used, negative, 0.0)
     is_nan = None
-    if has_ids:  # which hide some keys from some queries
+    if has_ids:  # ids exclude keys from some queries
         is_nan = key.isnan().any(-1)
         key = torch.where(is_nan[:, None], 0.0, key)
     if similarity == "cosine":
@@ -274,7 +273,7 @@ def _check(
     if not in_batch and positive_mask is not None:
         raise ValueError("expected `positive_mask` only with `in_batch=True`, got in_batch=False")
     if not in_batch and _number_of(negative) == 0:
-        raise ValueError("expected `negative` with in_batch=False: no other candidates are left")
+        raise ValueError("expected `negative` with in_batch=False, got no other candidates")
     ranks = num_ranks() if gather else 1
     if positive_mask is not None and positive_mask.shape[1] != ranks * batch:
         columns = "B" if ranks == 1 else f"{ranks} B"
@@ -285,17 +284,17 @@ def _check(
         )
 
 
-# In order of preference. "ring" saves memory at the price of time: only by name.
+# In order of preference. "ring" saves memory but costs time: it is selected by name only.
 WAYS = (
-    Way("ring", why_not=why_not_ring, pays=never, compute=ring_info_nce),
     Way("nonzeros", why_not=why_not_nonzeros, pays=nonzeros_pay, compute=nonzeros_info_nce),
     Way("blocks", why_not=why_not_dense, pays=too_many_scores, compute=blockwise_info_nce),
     Way("direct", why_not=why_not_dense, pays=always, compute=direct_info_nce),
+    Way("ring", why_not=why_not_ring, pays=never, compute=ring_info_nce),
 )
 
 
 class InfoNCELoss(LossModule):
-    """Module of ``info_nce_loss``, which holds formula and arguments.
+    """Module of ``info_nce_loss``; see the function for formula and arguments.
 
     Examples:
         >>> import torch
@@ -308,8 +307,8 @@ class InfoNCELoss(LossModule):
     """
 
     temperature: float | Tensor
-    # `SpladeObjective` may compute the loss from scores that it shares between terms. Subclasses do
-    # not inherit this, as they may compute something else: set it in the subclass.
+    # `SpladeObjective` may compute this loss from scores shared between terms. A subclass may
+    # compute something else, so it does not inherit this and has to set it itself.
     takes_scores = True
 
     def __init__(
@@ -347,7 +346,7 @@ class InfoNCELoss(LossModule):
         gather: bool | None = None,
         impl: Impl | None = None,
     ) -> Tensor:
-        """The loss; tensors as in the function."""
+        """Return the loss; the tensors are those of the function."""
         return info_nce_loss(
             anchor,
             positive,
@@ -368,28 +367,28 @@ def info_nce_from_scores(
     gather: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""InfoNCE of scores that are there already, of any model.
+    r"""InfoNCE of precomputed scores, from any model.
 
     $$\ell_i = \frac{1}{|P_i|} \sum_{p \in P_i}
     -\log \frac{\exp(s_{ip})}{\sum_{c \in C_i} \exp(s_{ic})}$$
 
-    $s_{ic}$ is the score of candidate $c$ for row $i$, already over the temperature: of late
-    interaction, of a cross-encoder, or a product of vectors computed elsewhere. $C_i$ are the
-    row's candidates, $P_i$ those among them that are positives. It is the formula that
-    ``info_nce_loss`` ends in.
+    $s_{ic}$ is the score of candidate $c$ for row $i$, divided by the temperature: from late
+    interaction, a cross-encoder, or products of vectors computed elsewhere. $C_i$ are the row's
+    candidates, $P_i \subseteq C_i$ its positives. ``info_nce_loss`` applies the same formula to
+    its similarities.
 
     Args:
         scores: ``[B, C]`` floating.
         positive_mask: ``[B, C]`` bool, int or float 0/1.
-        candidate_mask: ``[B, C]`` bool, int or float 0/1; without it every column is a candidate.
-        decoupled: leave the positives out of the denominator.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
-            same on each (see ``sparse_losses.distributed``); no scores are sent.
+        candidate_mask: ``[B, C]`` bool, int or float 0/1; by default every column is a candidate.
+        decoupled: whether to leave the positives out of the denominator.
+        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
+            same number of rows (see ``sparse_losses.distributed``); no scores are exchanged.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
-        fp32 (fp64 for fp64 scores), 0-d or ``[B]``. A row without a positive, and under
-        ``decoupled`` a row without a negative, is not valid: 0 and no gradient.
+        fp32 (fp64 for fp64 scores), 0-d or ``[B]``. A row without a positive, and with
+        ``decoupled`` a row without a negative, is not valid: its loss is 0, without a gradient.
 
     Raises:
         ValueError: for wrong shapes, devices or reduction, or masks that are not 0/1.
@@ -412,13 +411,13 @@ def info_nce_from_scores(
     valid = is_positive.any(-1)
     if decoupled:
         valid = valid & is_negative.any(-1)
-    scores = torch.where(valid[:, None], scores, 0.0)  # 0 * NaN is NaN: hide it before the formula
+    scores = torch.where(valid[:, None], scores, 0.0)  # zero before the formula: 0 * NaN is NaN
     values = contrastive_rows(scores, is_positive, is_negative, decoupled=decoupled)
     return reduce(values, reduction, valid, gather)
 
 
 class InfoNCEFromScoresLoss(LossModule):
-    """Module of ``info_nce_from_scores``, which holds formula and arguments.
+    """Module of ``info_nce_from_scores``; see the function for formula and arguments.
 
     Examples:
         >>> import torch
@@ -442,6 +441,6 @@ class InfoNCEFromScoresLoss(LossModule):
         *,
         gather: bool | None = None,
     ) -> Tensor:
-        """The loss; tensors as in the function."""
+        """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather)
         return info_nce_from_scores(scores, positive_mask, candidate_mask, **options)

@@ -1,4 +1,4 @@
-"""Language penalty: tokens of other languages cost."""
+"""Language penalty: a cost on activating tokens of unwanted languages."""
 
 from torch import Tensor
 
@@ -17,18 +17,18 @@ def language_penalty_loss(
     gather: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""The activations of a row, weighted by what each token costs.
+    r"""Sum of a row's activations, weighted by a penalty per token.
 
     $$\ell_i = \sum_{j=1}^{V} p_j x_{ij}$$
 
-    $x_{ij}$ is the activation of token $j$ in row $i$, $p$ the ``token_penalty``, 0 for the
-    languages wanted (see ``language_penalty``).
+    $x_{ij}$ is the activation of token $j$ in row $i$, $p$ the ``token_penalty``, which is 0 for
+    tokens of the wanted languages (see ``language_penalty``).
 
     Args:
         activations: ``[B, V]`` floating.
         token_penalty: ``[V]``, ``p``; cast to the dtype of the computation.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
-            same on each (see ``sparse_losses.distributed``).
+        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
+            same number of rows (see ``sparse_losses.distributed``).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -51,9 +51,7 @@ def language_penalty_loss(
 
 
 class LanguagePenaltyLoss(LossModule):
-    """Module of ``language_penalty_loss``.
-
-    ``token_penalty`` is a buffer.
+    """Module of ``language_penalty_loss``; ``token_penalty`` is a buffer.
 
     Examples:
         >>> import torch
@@ -72,6 +70,6 @@ class LanguagePenaltyLoss(LossModule):
         self.register_buffer("token_penalty", token_penalty.detach())
 
     def forward(self, activations: Tensor, *, gather: bool | None = None) -> Tensor:
-        """The loss; tensors as in the function."""
+        """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather)
         return language_penalty_loss(activations, self.token_penalty, **options)

@@ -1,4 +1,4 @@
-"""MarginMSE: the teacher's margin between positive and negative (Hofstaetter et al., 2020)."""
+"""MarginMSE: match the teacher's margin of positive over negative (Hofstaetter et al., 2020)."""
 
 import torch.nn.functional as nnf
 from torch import Tensor
@@ -24,20 +24,20 @@ def margin_mse_loss(
     gather: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Squared difference of the student's and the teacher's signed margins.
+    r"""Squared difference of the student's and the teacher's margins.
 
     $$\ell_i = \bigl((s_i^+ - s_i^-) - (t_i^+ - t_i^-)\bigr)^2$$
 
-    $s^+$, $s^-$ are the student's scores of positive and negative, $t^+$, $t^-$ the teacher's.
-    Only margins count: either side may be shifted, not scaled.
+    $s^+$, $s^-$ are the student's scores of positive and negative, $t^+$, $t^-$ the teacher's. A
+    constant added to the scores of either model changes nothing; a factor does.
 
     Args:
         student_positive: ``[B]`` floating.
         student_negative: ``[B]``.
         teacher_positive: ``[B]``; detached.
         teacher_negative: ``[B]``; detached.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
-            same on each (see ``sparse_losses.distributed``).
+        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
+            same number of rows (see ``sparse_losses.distributed``).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -60,7 +60,7 @@ def margin_mse_loss(
     """
     student_margin = student_positive - student_negative
     teacher_margin = teacher_positive - teacher_negative
-    # PyTorch reduces in the same launch; its mean of no row is NaN, and it knows no ranks.
+    # One launch includes the reduction, but the mean of no row is NaN and ranks are unsupported.
     if student_margin.shape[0] > 0 and not gather:
         return nnf.mse_loss(student_margin, teacher_margin, reduction=reduction)
     squares = nnf.mse_loss(student_margin, teacher_margin, reduction="none")
@@ -90,7 +90,7 @@ class MarginMSELoss(LossModule):
         *,
         gather: bool | None = None,
     ) -> Tensor:
-        """The loss; tensors as in the function."""
+        """Return the loss; the tensors are those of the function."""
         return margin_mse_loss(
             student_positive,
             student_negative,

@@ -1,4 +1,4 @@
-"""Minimum activation: every text keeps a few active tokens."""
+"""Minimum activation: every text should keep a few active tokens."""
 
 import torch
 import torch.nn.functional as nnf
@@ -25,32 +25,32 @@ def min_activation_loss(
     gather: bool = False,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Asks the mean of a row's largest activations to reach a threshold.
+    r"""Hinge loss on the mean of a row's largest activations, which should reach a threshold.
 
     $$\ell_i = \max\Bigl(0, \theta - \frac{1}{k_i} \sum_{r=1}^{k_i} x_{i(r)}\Bigr)
     \qquad k_i = \min(k, n_i)$$
 
     $x_{i(r)}$ is the $r$-th largest activation of row $i$, $k$ is ``top_k``, $\theta$ the
-    ``threshold``, $n_i$ the row's token count ($k_i = k$ without ``token_counts``). It keeps rows
-    from falling silent; it cannot wake one: behind a ReLU a silent unit has no gradient, so warm
-    the sparsity up, or pass signed pooled logits (the threshold is then on their scale). One
-    constant code for all texts satisfies it: it prevents zeros, not collapse.
+    ``threshold``, $n_i$ the row's token count ($k_i = k$ without ``token_counts``). The loss keeps
+    active rows active. It cannot revive an all-zero row, as a zero ReLU output has no gradient:
+    warm up the sparsity weight, or pass signed pooled logits (the threshold is then on their
+    scale). The same vector for every text satisfies it, so it does not prevent collapse.
 
     Args:
-        activations: ``[B, V]`` floating; activations or signed logits.
-        token_counts: ``[B]`` integers; a query of three tokens is not asked for five. A row with
-            count 0 is not valid.
-        top_k: ``k``, 1 to ``V``.
-        threshold: finite, in units of the activations.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
-            same on each (see ``sparse_losses.distributed``).
+        activations: ``[B, V]`` floating; activations or signed pooled logits.
+        token_counts: ``[B]`` integers; limits $k_i$, so that a query of three tokens need not
+            activate five. A row with count 0 is not valid.
+        top_k: ``k``, the number of activations averaged, 1 to ``V``.
+        threshold: the mean to reach, finite, in units of the activations.
+        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
+            same number of rows (see ``sparse_losses.distributed``).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
         fp32 (fp64 for fp64 inputs), 0-d or ``[B]``, >= 0.
 
     Raises:
-        ValueError: for wrong shapes, devices or hyperparameters, ``top_k > V`` among them.
+        ValueError: for wrong shapes, devices or hyperparameters, such as ``top_k > V``.
         TypeError: for wrong dtypes.
 
     Examples:
@@ -73,19 +73,19 @@ def min_activation_loss(
         is_counted = torch.arange(top_k, device=largest.device) < counts[:, None]
         mean = torch.where(is_counted, largest, 0.0).sum(-1) / counts.clamp(min=1)
         valid = counts > 0
-    # Compiled, `threshold - mean` would be a new graph for every threshold.
+    # `threshold - mean` would compile a new graph for every threshold.
     return reduce(nnf.relu(-mean + threshold), reduction, valid, gather=gather)
 
 
 def _top_positions(x: Tensor, top_k: int) -> Tensor:
-    """Where the ``top_k`` largest numbers of each row are, in descending order of the numbers.
+    """Return the positions of the ``top_k`` largest numbers of each row, largest first.
 
-    They lie in the ``top_k`` blocks with the largest maxima: one read of ``x`` finds those, and
-    what is sorted is small.
+    They lie in the ``top_k`` blocks with the largest maxima. One read of ``x`` finds these blocks;
+    only their contents are sorted.
     """
-    width, size = x.shape[1], 128  # 64 to 256 measure alike
+    width, size = x.shape[1], 128  # 64 to 256 are equally fast
     num_blocks = width // size
-    if num_blocks < 32 * top_k:  # few columns are sorted as fast
+    if num_blocks < 32 * top_k:  # sorting few columns is as fast
         return x.topk(top_k, dim=1).indices
     maxima = x[:, : num_blocks * size].reshape(-1, num_blocks, size).amax(-1)
     block = maxima.topk(top_k, dim=1).indices
@@ -132,6 +132,6 @@ class MinActivationLoss(LossModule):
         *,
         gather: bool | None = None,
     ) -> Tensor:
-        """The loss; tensors as in the function."""
+        """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather)
         return min_activation_loss(activations, token_counts, **options)

@@ -33,19 +33,19 @@ def n_pair_loss(
 
     $$\ell_i = \log\Bigl(1 + \sum_k \exp(a_i \cdot n_k - a_i \cdot p_i)\Bigr)$$
 
-    $a_i$, $p_i$ are anchor and positive of row $i$, $n_k$ its negatives: those given, and only
-    those, else the other rows' positives. Equals InfoNCE on dot products at temperature 1.
+    $a_i$, $p_i$ are anchor and positive of row $i$. Its negatives $n_k$ are ``negative`` if given,
+    else the other rows' positives. Equals InfoNCE on dot products at temperature 1.
 
     Args:
         anchor: ``[B, D]`` floating.
         positive: ``[B, D]``.
-        negative: ``[N, D]`` shared by all rows, or ``[B, N, D]``, each row its own.
-        gather: whether all ranks' positives and shared negatives serve, and ``"mean"`` and
-            ``"sum"`` are over all ranks' rows (see ``sparse_losses.distributed``). Sizes are the
-            same on every rank.
-        impl: how the value is computed: ``"definition"``, the formula operation by operation,
-            ``"direct"``, all scores held once, ``"blocks"``, some rows of them at a time, or
-            ``"auto"``, the first of these that can and pays. The last two need ``negative=None``.
+        negative: ``[N, D]``, shared by all rows, or ``[B, N, D]``, ``N`` for each row.
+        gather: whether all ranks' positives and shared negatives are used, and ``"mean"`` and
+            ``"sum"`` are over all ranks' rows (see ``sparse_losses.distributed``). Sizes must be
+            the same on every rank.
+        impl: ``"definition"`` evaluates the formula operation by operation; ``"direct"`` holds all
+            scores at once, ``"blocks"`` some rows of them at a time, both with
+            ``negative=None`` only; ``"auto"`` selects the one expected to be fastest.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -85,10 +85,10 @@ def _definition(
     reduction: Reduction,
     **_: Any,
 ) -> Tensor:
-    """InfoNCE's row formula on raw dots; its temperature is always 1."""
+    """InfoNCE's row formula on raw dot products; the temperature is always 1."""
     anchor, positive = as_single(anchor), as_single(positive)
     negative = None if negative is None else as_single(negative)
-    own = torch.arange(len(anchor), device=anchor.device)  # where a row's positive stands
+    own = torch.arange(len(anchor), device=anchor.device)  # column of a row's positive
     if negative is None:
         key = gather_rows(positive, gather)
         scores = anchor @ key.T
@@ -113,7 +113,7 @@ def _why_not(arguments: Arguments, options: Options) -> str | None:
     return f"B and D of at least 1, got {list(anchor.shape)}," if min(anchor.shape) == 0 else None
 
 
-# InfoNCE's: the same scores without a temperature.
+# The ways of InfoNCE compute this loss at temperature 1.
 WAYS = (
     Way("blocks", why_not=_why_not, pays=too_many_scores, compute=blockwise_info_nce),
     Way("direct", why_not=_why_not, pays=always, compute=direct_info_nce),
@@ -121,7 +121,7 @@ WAYS = (
 
 
 class NPairLoss(LossModule):
-    """Module of ``n_pair_loss``, which holds formula and arguments.
+    """Module of ``n_pair_loss``; see the function for formula and arguments.
 
     Examples:
         >>> import torch
@@ -144,6 +144,6 @@ class NPairLoss(LossModule):
         gather: bool | None = None,
         impl: Impl | None = None,
     ) -> Tensor:
-        """The loss; tensors as in the function."""
+        """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather, impl=impl)
         return n_pair_loss(anchor, positive, negative, **options)

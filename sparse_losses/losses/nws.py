@@ -1,4 +1,4 @@
-"""NWS: multi-label contrastive learning against keys, a queue and label prototypes."""
+"""NWS: multi-label contrastive learning with keys, a queue and label prototypes."""
 
 from typing import Literal
 
@@ -60,22 +60,22 @@ def nws_loss(
     impl: Impl = "auto",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Multi-label contrastive loss whose negatives weigh by how unlike their labels are.
+    r"""Multi-label contrastive loss; a negative weighs more the less similar its labels are.
 
     $$\ell_i = -\frac{1}{|y_i| + \varepsilon} \sum_{r} w_{ir} \log \frac{\exp(s_{ir} / t)}
     {\sum_{u \in N_i} \beta_u a_{iu} \exp(s_{iu} / t) + \varepsilon e^{M_i}}$$
 
     $s_{ir}$ is the cosine of query $i$ and reference $r$ (keys, queue, prototypes), $t$ the
-    temperature, $M_i = \max_r s_{ir} / t$. $y$ are multi-hot labels, $|y|$ counts them. $N_i$ are
-    the references that share no label with query $i$; prototype $l$ carries label $l$ alone.
-    $\beta_u$ is $\beta$ for keys and queue, 1 for prototypes;
-    $a_{iu} = 1 - \mathrm{sim}(y_i, y_u)$, 1 for prototypes, where sim aggregates the
-    ``label_similarity`` $S$:
+    temperature, $M_i = \max_r s_{ir} / t$. $y$ are multi-hot labels, $|y|$ is their number. $N_i$
+    are the references that share no label with query $i$; prototype $l$ has label $l$ only.
+    $\beta_u$ is $\beta$ for keys and queue and 1 for prototypes.
+    $a_{iu} = 1 - \mathrm{sim}(y_i, y_u)$ for keys and queue and 1 for prototypes, where sim
+    aggregates the ``label_similarity`` $S$:
 
     $$\mathrm{sim} = \frac{y_i^\top S y_u}{|y_i| |y_u| + \varepsilon} \;(\text{mean})
     \qquad \max_{c \in y_i,\, d \in y_u} S_{cd} \;(\text{max})$$
 
-    The weight of a positive is its label overlap, shared out label by label:
+    The weight of a positive is its label overlap, normalised per label:
 
     $$w_{ir} = \frac{\alpha}{|y_i \lor y_r|} \sum_c \frac{y_{ic} y_{rc}}{D_{ic} + \varepsilon}
     \qquad w_{il} = \frac{y_{il}}{D_{il} + \varepsilon} \;(\text{prototype})$$
@@ -83,41 +83,42 @@ def nws_loss(
     $$D_{ic} = y_{ic} \Bigl(\sum_{r} \frac{\alpha \, y_{rc}}{|y_i \lor y_r|} + 1
     - \frac{\alpha}{|y_i|}\Bigr)$$
 
-    with sums over keys and queue; $D_{ic} \le 10^{-6}$ is replaced by 1 (at $\alpha = 1$: only the
-    prototype carries that label). All of it is matrix products: memory is $O(B R)$, $R$ references.
+    with sums over keys and queue; $D_{ic} \le 10^{-6}$ is replaced by 1 (at $\alpha = 1$, if only
+    the prototype has that label). Memory is $O(B R)$ for $R$ references.
 
-    The denominator holds negatives only, so the loss may be negative. ``decoupled=False`` adds the
-    positives to it with weight 1; then $\ell_i \ge 0$ if all weights $w \ge 0$.
+    The denominator contains only negatives, so the loss may be negative. ``decoupled=False`` adds
+    the positives with weight 1; then $\ell_i \ge 0$ if all weights $w \ge 0$.
 
     Args:
         query: ``[B, F]`` floating; normalised here, as are all references.
         query_labels: ``[B, L]`` multi-hot, bool, int or float 0/1.
-        prototype: ``[L, F]``, one learnable row a label.
+        prototype: ``[L, F]``, one learnable row per label.
         label_similarity: ``[L, L]``, ``S`` in [0, 1], such as
-            ``sparse_losses.label_similarity(labels)``; ``None`` for prototypes alone.
-        key: ``[K, F]``, detached; with ``key_labels``.
+            ``sparse_losses.label_similarity(labels)``. Needed with ``key`` or ``queue``.
+        key: ``[K, F]``, detached; needs ``key_labels``.
         key_labels: ``[K, L]`` multi-hot. A key without labels is a negative with ``a = 1``.
-        queue: ``[Q, F]``, detached; with ``queue_labels`` (see ``LabelQueue``).
+        queue: ``[Q, F]``, detached; needs ``queue_labels`` (see ``LabelQueue``).
         queue_labels: ``[Q, L]`` multi-hot.
-        queue_mask: ``[Q]`` bool, int or float 0/1: the slots that are filled. Without it, a slot
+        queue_mask: ``[Q]`` bool, int or float 0/1; marks the filled slots. Without it, a slot
             whose features and labels are all zero counts as empty, as in a new ``LabelQueue``.
         alpha: weight of keys and queue among the positives, >= 0.
-        beta: weight of keys and queue among the negatives, >= 0; 0 drops them.
+        beta: weight of keys and queue among the negatives, >= 0; 0 removes them.
         temperature: ``t``, finite and > 0; a 0-d tensor or ``nn.Parameter`` is learned.
         aggregation: ``"mean"`` or ``"max"``.
         decoupled: whether the positives stay out of the denominator.
-        eps: >= 0. With 0 no term of the formulas above has an $\varepsilon$; above it, a
-            negative's gradient fades once the best positive leads it by ``-log(eps)`` temperatures.
+        eps: $\varepsilon$ >= 0. If above 0, the gradient of a negative fades once the score of the
+            best positive exceeds its own by ``-log(eps)`` temperatures.
         gather: whether all ranks' keys are references, and ``"mean"`` and ``"sum"`` are over all
-            ranks' queries (see ``sparse_losses.distributed``). Sizes are the same on every rank,
-            and so are prototypes and queue (``LabelQueue(gather=True)``).
-        impl: ``"definition"``, ``"direct"`` (without ``reduction="none"``: value and gradient
-            together, some queries at a time) or ``"auto"``, direct wherever it can.
+            ranks' queries (see ``sparse_losses.distributed``). Sizes, prototypes and queue must be
+            the same on every rank (``LabelQueue(gather=True)``).
+        impl: ``"definition"`` evaluates the formula operation by operation; ``"direct"`` computes
+            value and gradient together, some queries at a time (not for ``reduction="none"``);
+            ``"auto"`` selects direct where it is supported.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
-        fp32 (fp64 for fp64 features), 0-d or ``[B]``. A row without labels is not valid; neither
-        is, when decoupled with ``eps=0``, a row without negatives.
+        fp32 (fp64 for fp64 features), 0-d or ``[B]``. A row without labels is not valid, nor is a
+        row without negatives if ``decoupled`` and ``eps=0``.
 
     Raises:
         ValueError: for wrong shapes, devices or hyperparameters, labels that are not 0/1, a
@@ -134,7 +135,7 @@ def nws_loss(
     References:
         Decoupled Contrastive Learning. Multi-Label Contrastive Learning: A Comprehensive Study (the
         weights). Momentum Contrast for Unsupervised Visual Representation Learning (the queue). The
-        negative weights come from a definition of the NWS loss written down in Japanese.
+        negative weights come from an unpublished definition of the NWS loss, in Japanese.
     """
     _check(query_labels, label_similarity, key, key_labels, queue, queue_labels, queue_mask)
     if queue is not None and queue_labels is not None and queue_mask is None:
@@ -170,10 +171,10 @@ def _definition(
     gather: bool,
     reduction: Reduction,
 ) -> Tensor:
-    """The formula; references in the order keys, queue, prototypes."""
+    """The formula, with references in the order keys, queue, prototypes."""
     features, y_r, filled = _instances(prototype, *instances)
     y = query_labels.to(features.dtype)
-    count = y.sum(-1, keepdim=True).clamp(min=1)  # a row without labels is not valid
+    count = y.sum(-1, keepdim=True).clamp(min=1)  # rows without labels are not valid
     shared = y @ y_r.T
     overlap = alpha / (count + y_r.sum(-1) - shared).clamp(min=1)  # alpha / |y_i or y_r|
     D = y * (overlap @ y_r + 1 - alpha / count)
@@ -189,7 +190,7 @@ def _definition(
         valid = valid & (a > 0).any(-1)
     s = _scores(query, features, prototype, valid) / temperature
     weighted = s + a.log()
-    is_counted = (a > 0) | s.isnan()  # keeps the NaN of a weight of 0
+    is_counted = (a > 0) | s.isnan()  # keeps a NaN of weight 0
     if eps > 0:
         is_member = torch.cat([filled, filled.new_ones(y.shape[1])])
         M = torch.where(is_member, s, -torch.inf).amax(-1, keepdim=True)
@@ -216,8 +217,8 @@ def _instances(
     queue_labels: Tensor | None,
     queue_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Features, labels and presence of keys, then queue; an empty slot has neither."""
-    none = as_single(prototype.detach()[:0])  # and `cat` brings halves to its dtype
+    """Features, labels and filled slots of keys, then queue; zeros where a slot is empty."""
+    none = as_single(prototype.detach()[:0])  # `cat` casts halves to its dtype
     features, labels, filled = [none], [none.new_empty(0, len(prototype))], [none.bool().any(-1)]
     if key is not None and key_labels is not None:
         features.append(key)
@@ -231,10 +232,10 @@ def _instances(
 
 
 def _scores(query: Tensor, features: Tensor, prototype: Tensor, valid: Tensor) -> Tensor:
-    """Cosines; what no valid row looks at must not send its NaN into a gradient."""
+    """Cosines ``[B, R]``; inputs that no valid row uses are zeroed, or a NaN reaches gradients."""
     some, dtype = valid.any(), features.dtype
     query = normalize(torch.where(valid[:, None], query.to(dtype), 0.0))
-    # Features and prototypes by themselves: only the latter have a gradient.
+    # Two products, as only the prototypes have a gradient.
     parts = [torch.where(some, x.to(dtype), 0.0) for x in (features, prototype) if len(x)]
     return torch.cat([query @ normalize(x).T for x in parts], dim=1)
 
@@ -243,10 +244,10 @@ def _similarity(
     y: Tensor, y_r: Tensor, label_similarity: Tensor | None, aggregation: str, eps: float
 ) -> Tensor:
     """``sim(y_i, y_r)`` as ``[B, R]``; 0 for an unlabelled reference."""
-    if label_similarity is None:  # and no instances
+    if label_similarity is None:  # then there are no keys and no queue
         return y @ y_r.T
     if aggregation == "mean":
-        # Counts are clamped to 1; the numerator is 0 there.
+        # The numerator is 0 where a count is clamped to 1.
         pairs = y.sum(-1, keepdim=True).clamp(min=1) * y_r.sum(-1).clamp(min=1)
         return (y @ label_similarity) @ y_r.T / (pairs + eps)
     # The maximum over the query's labels, then over the reference's.
@@ -263,7 +264,7 @@ def _check(
     queue_labels: Tensor | None,
     queue_mask: Tensor | None,
 ) -> None:
-    """Raises for references that lack something, and for values that cannot be."""
+    """Raise for references without their labels or features, and for invalid values."""
     if query_labels.shape[1] == 0:
         raise ValueError("expected `prototype` of at least one label, got L = 0")
     _check_together("key", key, "key_labels", key_labels)
@@ -288,14 +289,14 @@ def _check_together(
 
 
 def _check_labels(name: str, labels: Tensor | None, mask: Tensor | None = None) -> None:
-    """Checks the labels in the slots that are filled."""
+    """Raise if a label in a filled slot is neither 0 nor 1."""
     if labels is None or labels.dtype == torch.bool or not values_can_be_checked(labels):
         return
     for start in range(0, labels.shape[0], ROWS_CHECKED_AT_ONCE):
         rows = labels[start : start + ROWS_CHECKED_AT_ONCE]
         if mask is not None:
             rows = torch.where(mask[start : start + ROWS_CHECKED_AT_ONCE, None], rows, 0)
-        low, high = (rows * rows - rows).aminmax()  # a third of the time of comparisons
+        low, high = (rows * rows - rows).aminmax()  # three times as fast as comparisons
         if not low == high == 0:
             check_zero_one(name, rows)
 
@@ -304,7 +305,7 @@ def _check_similarity(label_similarity: Tensor) -> None:
     if label_similarity.numel() == 0:
         return
     low, high = label_similarity.aminmax()
-    # Tolerates rounding; a NaN fails this comparison.
+    # The tolerance is for rounding; a NaN fails this comparison.
     if not (low >= -1e-6 and high <= 1 + 1e-6):
         raise ValueError(
             "expected `label_similarity` finite and in [0, 1], got values from "
@@ -327,7 +328,7 @@ WAYS = (Way("direct", why_not=_why_not_direct, pays=always, compute=direct_nws),
 
 
 class NWSLoss(LossModule):
-    """Module of ``nws_loss``, which holds formula and arguments; ``label_similarity`` is a buffer.
+    """Module of ``nws_loss``; ``label_similarity`` is a buffer.
 
     Examples:
         >>> import torch
@@ -378,7 +379,7 @@ class NWSLoss(LossModule):
         if label_similarity is not None:
             label_similarity = label_similarity.detach()
             if type(label_similarity) is Tensor and label_similarity.device.type != "meta":
-                _check_similarity(label_similarity)  # once, here, a wait for a device is no harm
+                _check_similarity(label_similarity)  # a single sync is acceptable
         self.register_buffer("label_similarity", label_similarity)
 
     def forward(
@@ -395,7 +396,7 @@ class NWSLoss(LossModule):
         gather: bool | None = None,
         impl: Impl | None = None,
     ) -> Tensor:
-        """The loss; tensors as in the function."""
+        """Return the loss; the tensors are those of the function."""
         return nws_loss(
             query,
             query_labels,

@@ -1,4 +1,4 @@
-"""Contrastive loss of labelled pairs (Hadsell, Chopra and LeCun, 2006)."""
+"""Contrastive loss on labelled pairs (Hadsell, Chopra and LeCun, 2006)."""
 
 from typing import Literal
 
@@ -28,23 +28,23 @@ def pairwise_contrastive_loss(
     impl: Impl = "auto",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Pulls pairs of one class together, pushes pairs of two classes a margin apart.
+    r"""Pull pairs of the same class together; push pairs of different classes a margin apart.
 
     $$\ell_i = \begin{cases} d_i^2 & \text{same} \\ \max(0, m - d_i)^2 & \text{else} \end{cases}
     \qquad d_i = \lVert x_{1,i} - x_{2,i} \rVert_2$$
 
-    $m$ is the margin. Identical vectors of two classes have no direction to part in: the gradient
-    there is 0, not NaN.
+    $m$ is the margin. For identical vectors of different classes the direction of the gradient is
+    undefined; it is 0, not NaN.
 
     Args:
         x1: ``[B, D]`` floating.
         x2: ``[B, D]``.
-        same: ``[B]`` bool, int or float 0/1.
+        same: ``[B]`` bool, int or float 0/1; whether the pair is of the same class.
         margin: ``m``, in units of the Euclidean distance, >= 0.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
-            same on each (see ``sparse_losses.distributed``).
-        impl: how the value is computed: ``"definition"``, the formula operation by operation,
-            ``"direct"``, with a gradient of its own, or ``"auto"``, the latter where it holds.
+        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
+            same number of rows (see ``sparse_losses.distributed``).
+        impl: ``"definition"`` evaluates the formula operation by operation; ``"direct"`` computes
+            value and gradient together; ``"auto"`` selects direct where it is supported.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -69,17 +69,17 @@ def pairwise_contrastive_loss(
 
 
 def _definition(x1: Tensor, x2: Tensor, same: Tensor, *, margin: float) -> Tensor:
-    """The loss of every pair ``[B]``."""
+    """Loss of every pair ``[B]``."""
     squared_distance = (x1 - x2).square().sum(-1)
-    # The square root has no finite slope at 0.
+    # The slope of the square root at 0 is infinite.
     is_zero = squared_distance == 0
     distance = torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, squared_distance).sqrt())
-    # Compiled, `margin - distance` would be a new graph for every margin.
+    # `margin - distance` would compile a new graph for every margin.
     return torch.where(same, squared_distance, nnf.relu(-distance + margin).square())
 
 
 def _why_not(arguments: Arguments, options: Options) -> str | None:
-    return None  # it takes every call
+    return None  # it supports every call
 
 
 WAYS = (Way("direct", why_not=_why_not, pays=always, compute=direct_pairwise_contrastive),)
@@ -117,6 +117,6 @@ class PairwiseContrastiveLoss(LossModule):
         gather: bool | None = None,
         impl: Impl | None = None,
     ) -> Tensor:
-        """The loss; tensors as in the function."""
+        """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather, impl=impl)
         return pairwise_contrastive_loss(x1, x2, same, **options)

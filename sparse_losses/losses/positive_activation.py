@@ -1,4 +1,4 @@
-"""Positive activation: an anchor activates the tokens of its positive."""
+"""Positive activation: an anchor should activate the tokens of its positive."""
 
 from typing import Literal
 
@@ -37,31 +37,31 @@ def positive_activation_loss(
     impl: Impl = "auto",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Raises an anchor's activations at the tokens of its positive.
+    r"""Negative mean of an anchor's activations at the tokens of its positive.
 
     $$\ell_i = -\frac{\sum_{j \in T_i} u_j x_{ij}}{\sum_{j \in T_i} u_j}$$
 
-    $T_i$ are the attended ids of the positive of row $i$, each once, $x_{ij}$ the activation of
-    token $j$ in the anchor, $u$ the ``token_weight`` (1 without). The loss is unbounded below and
-    its slope constant, so stopwords, the cheapest to raise, rise first: weigh by idf, or take
+    $T_i$ is the set of attended ids of the positive of row $i$, $x_{ij}$ the activation of token
+    $j$ in the anchor, $u$ the ``token_weight`` (default 1). The loss is unbounded below and its
+    slope is constant, so it raises stopwords first, which cost least. Use idf weights, or
     ``saturating``, which replaces $-x_{ij}$ by $\log(1 + e^{-x_{ij}}) > 0$.
 
     Args:
-        activations: ``[B, V]`` floating; the anchors'.
-        positive_input_ids: ``[B, S]`` integers in ``[0, V)``; not looked at where the mask is 0.
+        activations: ``[B, V]`` floating; activations of the anchors.
+        positive_input_ids: ``[B, S]`` integers in ``[0, V)``; ignored where the mask is 0.
         positive_attention_mask: ``[B, S]`` bool, int or float 0/1.
         token_weight: ``[V]``, ``u`` >= 0; cast to the dtype of the computation.
-        saturating: see above.
-        ignore_token_ids: ids that leave $T_i$, such as the special tokens.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
-            same on each (see ``sparse_losses.distributed``).
-        impl: how the value is computed: ``"definition"``, the formula operation by operation,
-            ``"direct"``, with a gradient of its own, or ``"auto"``, the latter where it holds.
+        saturating: whether to replace $-x_{ij}$ as above.
+        ignore_token_ids: ids left out of $T_i$, such as the special tokens.
+        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
+            same number of rows (see ``sparse_losses.distributed``).
+        impl: ``"definition"`` evaluates the formula operation by operation; ``"direct"`` computes
+            value and gradient together; ``"auto"`` selects direct where it is supported.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
-        fp32 (fp64 for fp64 activations), 0-d or ``[B]``. A row whose positive has no token left, or
-        tokens of total weight 0, is not valid.
+        fp32 (fp64 for fp64 activations), 0-d or ``[B]``. A row is not valid if $T_i$ is empty or
+        has a total weight of 0.
 
     Raises:
         ValueError: for wrong shapes, devices or reduction, attended ids outside ``[0, V)`` or a
@@ -88,9 +88,12 @@ def positive_activation_loss(
     if ignored is not None:
         attended = attended & ~ignored[ids]
     weight = attended if token_weight is None else torch.where(attended, token_weight[ids], 0.0)
-    valid = weight.any(-1)  # a NaN weight is valid: it shows
+    valid = weight.any(-1)  # a NaN weight is valid, so that it is visible
     if token_weight is not None:
         attended = attended & valid[:, None]
+        if weight.shape[1]:  # a mean sees no scale, and sums of scaled weights stay in range
+            largest = weight.detach().amax(-1, keepdim=True)
+            weight = weight / largest.clamp(min=torch.finfo(weight.dtype).tiny)
     divisor = row_divisor(activations, reduction, valid, gather)
     arguments = activations, ids, attended, weight, divisor
     value = compute(_definition, WAYS, impl, arguments, {"saturating": saturating})
@@ -106,11 +109,11 @@ def _definition(
     *,
     saturating: bool,
 ) -> Tensor:
-    """The loss of every row ``[B]``, 0 where nothing is attended, or their sum over ``divisor``.
+    """Loss of every row ``[B]``, 0 where nothing is attended, or their sum over ``divisor``.
 
     ``weight`` is ``[B, S]``.
     """
-    # An id that stands k times in a row has one k-th of its weight at each place.
+    # An id that occurs k times in a row gets one k-th of its weight at each position.
     count = torch.zeros_like(x).scatter_add(1, ids, attended.to(x.dtype)).gather(1, ids)
     weight = weight / count.clamp(min=1)
     total = weight.sum(-1, keepdim=True)
@@ -138,9 +141,7 @@ def _check_weight(token_weight: Tensor | None) -> None:
 
 
 class PositiveActivationLoss(LossModule):
-    """Module of ``positive_activation_loss``.
-
-    ``token_weight`` is a buffer.
+    """Module of ``positive_activation_loss``; ``token_weight`` is a buffer.
 
     Examples:
         >>> import torch
@@ -185,7 +186,7 @@ class PositiveActivationLoss(LossModule):
         gather: bool | None = None,
         impl: Impl | None = None,
     ) -> Tensor:
-        """The loss; tensors as in the function."""
+        """Return the loss; the tensors are those of the function."""
         return positive_activation_loss(
             activations,
             positive_input_ids,

@@ -1,4 +1,4 @@
-"""Self-reconstruction: a text activates its own tokens."""
+"""Self-reconstruction: a text should activate its own tokens."""
 
 from typing import Literal
 
@@ -41,32 +41,32 @@ def self_reconstruction_loss(
     $$\ell_i = \frac{1}{V} \Bigl( \sum_{j \in T_i} \log(1 + e^{-x_{ij}})
     + \sum_{j \notin T_i} \log(1 + e^{x_{ij}}) \Bigr)$$
 
-    $T_i$ are the attended ids of row $i$, each once; $x_{ij}$ the score of token $j$. ``balanced``
-    takes half the mean over $T_i$ plus half the mean over the others, so that thirty targets are
-    not drowned by 250,000 zeros. Ignored tokens leave both sums and $V$.
+    $T_i$ is the set of attended ids of row $i$, $x_{ij}$ the score of token $j$. With ``balanced``
+    the loss is half the mean over $T_i$ plus half the mean over the others, so that thirty targets
+    count as much as 250,000 zeros. Ignored tokens count neither in the sums nor in $V$.
 
-    On activations $x \ge 0$ the value cannot fall below $(1 - k/V) \log 2$ with $k = |T_i|$ tokens,
-    and a silent token gets no gradient through its ReLU. Signed pooled logits (``return_logits`` of
-    ``splade_pool``) have neither limit; prefer them where a token
-    must be woken, activations where the text's tokens are active and only need to stay so.
+    For activations $x \ge 0$ the loss is at least $(1 - k/V) \log 2$ with $k = |T_i|$, and a token
+    with activation 0 gets no gradient through its ReLU. Signed pooled logits (``return_logits`` of
+    ``splade_pool``) have neither limit. Prefer them if inactive tokens must become active;
+    activations suffice if the text's tokens are active and should remain so.
 
     Args:
         activations: ``[B, V]`` floating; activations or signed pooled logits.
-        input_ids: ``[B, S]`` integers in ``[0, V)``; not looked at where the mask is 0.
+        input_ids: ``[B, S]`` integers in ``[0, V)``; ignored where the mask is 0.
         attention_mask: ``[B, S]`` bool, int or float 0/1.
-        ignore_token_ids: ids that are neither target nor other, such as the special tokens, which
-            a FLOPS penalty would punish while this loss raised them.
-        balanced: see above; an empty side counts 0.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
-            same on each (see ``sparse_losses.distributed``).
-        impl: how the value is computed: ``"definition"``, the formula operation by operation,
-            ``"blocks"``, some rows at a time with a gradient of its own, or ``"auto"``, the latter
-            where it holds.
+        ignore_token_ids: ids that are neither targets nor others, such as the special tokens:
+            this loss would raise them while a FLOPS penalty lowers them.
+        balanced: whether to weigh both sides equally, as above; an empty side counts as 0.
+        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
+            same number of rows (see ``sparse_losses.distributed``).
+        impl: ``"definition"`` evaluates the formula operation by operation; ``"blocks"`` computes
+            value and gradient together, some rows at a time; ``"auto"`` selects blocks where it is
+            supported.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
-        fp32 (fp64 for fp64 activations), 0-d or ``[B]``. A row without attended ids is valid: all
-        of its tokens are others.
+        fp32 (fp64 for fp64 activations), 0-d or ``[B]``. A row without attended ids is valid and
+        has no targets.
 
     Raises:
         ValueError: for wrong shapes, devices or reduction, or attended ids outside ``[0, V)``.
@@ -90,7 +90,7 @@ def self_reconstruction_loss(
     if ignored is not None:
         attended = attended & ~ignored[ids]
         num_kept = (~ignored).sum().clamp(min=1)
-    # Row value: (sum over the others + ratio * sum over the targets) / divisor.
+    # Value of a row: (sum over the others + ratio * sum over the targets) / divisor.
     divisor: float | Tensor = num_kept
     ratio: float | Tensor = 1.0
     if balanced:
@@ -98,7 +98,7 @@ def self_reconstruction_loss(
         num_others = (num_kept - num_targets).clamp(min=1)
         divisor, ratio = 2 * num_others, num_others / num_targets.clamp(min=1)
     num_rows = row_divisor(x, reduction, gather=gather)
-    by_rows = balanced or num_rows is None  # each row has a divisor, or is asked for
+    by_rows = balanced or num_rows is None  # row values or divisors per row
     options = {"by_rows": by_rows}
     sums = compute(_definition, WAYS, impl, (x, ids, attended, ignored, ratio), options)
     if num_rows is None or by_rows:
@@ -115,14 +115,14 @@ def _definition(
     *,
     by_rows: bool,
 ) -> Tensor:
-    """The sum over the others plus ``ratio`` times that over the targets, ``[B]`` or of all."""
+    """Sum over the others plus ``ratio`` times the sum over the targets, ``[B]`` or in total."""
     ids, is_target = first_occurrences(ids, attended)
-    # Targets are taken out before the sum, not subtracted after it, which would cancel: -inf
-    # has softplus 0. No multi-hot target is built.
+    # Targets are removed before the sum, as softplus(-inf) = 0; a subtraction would cancel.
+    # No multi-hot target is built.
     others = x.scatter_add(1, ids, torch.where(is_target, -torch.inf, 0.0).to(x.dtype))
     if ignored is not None:
         others = torch.where(ignored, -torch.inf, others)
-    # Slots without a target point at column 0, whose NaN must not send a gradient: 0 * NaN is NaN.
+    # Positions without a target read column 0, whose NaN must not reach the gradient.
     targets = torch.where(is_target, x.gather(1, ids), 0.0)
     target_sum = torch.where(is_target, softplus(-targets), 0.0).sum(-1)
     sums = softplus(others).sum(-1) + ratio * target_sum
@@ -178,6 +178,6 @@ class SelfReconstructionLoss(LossModule):
         gather: bool | None = None,
         impl: Impl | None = None,
     ) -> Tensor:
-        """The loss; tensors as in the function."""
+        """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather, impl=impl)
         return self_reconstruction_loss(activations, input_ids, attention_mask, **options)

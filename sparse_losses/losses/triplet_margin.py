@@ -1,4 +1,4 @@
-"""Triplet margin loss: the positive nearer than the negative by a margin (FaceNet, 2015)."""
+"""Triplet margin loss: the positive closer than the negative by a margin (FaceNet, 2015)."""
 
 from typing import Literal
 
@@ -29,12 +29,12 @@ def triplet_margin_loss(
     impl: Impl = "auto",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    r"""Asks the positive to be more similar than the negative by a margin.
+    r"""Hinge loss: the positive should be more similar than the negative by a margin.
 
     $$\ell_i = \max\bigl(0, m - \mathrm{sim}(a_i, p_i) + \mathrm{sim}(a_i, n_i)\bigr)$$
 
-    $m$ is the margin; with several negatives a row the mean of its hinges. Under ``"euclidean"``,
-    $\mathrm{sim}(a, b) = -\lVert a - b \rVert_2^2$, the squared-distance form.
+    $m$ is the margin. With several negatives per row, $\ell_i$ is the mean over them. With
+    ``"euclidean"``, $\mathrm{sim}(a, b) = -\lVert a - b \rVert_2^2$, the squared distance.
 
     Args:
         anchor: ``[B, D]`` floating.
@@ -42,14 +42,15 @@ def triplet_margin_loss(
         negative: ``[B, D]``, or ``[B, N, D]``.
         margin: ``m``, in units of the similarity, finite.
         similarity: ``"cosine"`` (of the rows, normalised here), ``"dot"`` or ``"euclidean"``.
-        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, whose number is the
-            same on each (see ``sparse_losses.distributed``).
-        impl: how the value is computed: ``"definition"``, ``"direct"`` (with its gradient;
-            not for ``"euclidean"``), or ``"auto"``, which is direct wherever it can be.
+        gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
+            same number of rows (see ``sparse_losses.distributed``).
+        impl: ``"definition"`` evaluates the formula operation by operation; ``"direct"`` computes
+            value and gradient together (not for ``"euclidean"``); ``"auto"`` selects direct
+            where it is supported.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
-        fp32 (fp64 for fp64 inputs), 0-d or ``[B]``, >= 0. With ``N = 0`` no row is valid: 0.
+        fp32 (fp64 for fp64 inputs), 0-d or ``[B]``, >= 0; 0 for ``N = 0``.
 
     Raises:
         ValueError: for wrong shapes, devices or hyperparameters.
@@ -75,9 +76,9 @@ def triplet_margin_loss(
 def _definition(
     anchor: Tensor, positive: Tensor, negative: Tensor, *, margin: float, similarity: str
 ) -> Tensor:
-    """The loss of every row ``[B]``."""
+    """Loss of every row ``[B]``."""
     is_one = negative.ndim == 2
-    if not is_one and negative.shape[1] == 0:  # no row is valid, but all of them stay in the graph
+    if not is_one and negative.shape[1] == 0:  # 0 and part of the graph
         return (anchor + positive).sum(-1) + negative.sum((1, 2))
     if similarity == "euclidean":
         near = -(anchor - positive).square().sum(-1, keepdim=True)
@@ -86,11 +87,11 @@ def _definition(
         if similarity == "cosine":
             anchor, positive, negative = normalize(anchor), normalize(positive), normalize(negative)
         near = (anchor * positive).sum(-1, keepdim=True)
-        if is_one:  # compiled, a stack of one would be a matrix product
+        if is_one:  # a stack of one would compile to a matrix product
             far = (anchor * negative).sum(-1, keepdim=True)
         else:
             far = torch.einsum("bd,bnd->bn", anchor, negative)
-    # The number last: compiled, `margin - near` is one graph for every margin.
+    # The number comes last: `margin - near` would compile a new graph for every margin.
     return nnf.relu(far - near + margin).mean(-1)
 
 
@@ -143,6 +144,6 @@ class TripletMarginLoss(LossModule):
         gather: bool | None = None,
         impl: Impl | None = None,
     ) -> Tensor:
-        """The loss; tensors as in the function."""
+        """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather, impl=impl)
         return triplet_margin_loss(anchor, positive, negative, **options)

@@ -1,4 +1,4 @@
-"""Many losses, one training run: objective, schedules, sparsity, diagnostics."""
+"""A training run with many losses: objective, schedules, sparsity control, diagnostics."""
 
 from sparse_losses.objective.advice import Finding, advise
 from sparse_losses.objective.batch import SpladeBatch, Texts

@@ -1,4 +1,4 @@
-"""From symptoms to settings: the table that ended many a fight with eight weights."""
+"""Rules that turn the symptoms of a training run into the settings to change."""
 
 import itertools
 import math
@@ -9,8 +9,8 @@ from sparse_losses.objective.diagnostics import GradientReport
 
 __all__ = ["Finding", "advise"]
 
-# From where on a number is a symptom. Ours, but for the share of foreign tokens, which is the aim
-# of the notes on V28: the table gives none.
+# The thresholds beyond which a number is a symptom. All are our choice, except the share of foreign
+# tokens: the notes on V28 set it as their goal.
 DEAD_ROWS = 0.01
 DENSE_ROWS = 0.5
 STOPWORDS_ON_TOP = 0.3
@@ -21,22 +21,22 @@ SMALL_ACTIVATION = 0.01
 INPUT_RECALL = 0.5
 OTHER_SIDE_RECALL = 0.3
 RULING_SHARE, PRESSING_SHARE = 0.9, 0.3
-# FLOPS' gradient falls with the root of the active dimensions, so at least tenfold on the way from
-# all of the vocabulary to a hundredth. What will rule then, 9 to 1, is 90 to 1 of a dense text.
+# FLOPS' gradient falls with the root of the active dimensions: tenfold or more on the way from the
+# whole vocabulary to a hundredth of it. A ratio of 9 to 1 then is 90 to 1 on dense texts now.
 RULING_DENSE_SHARE = 0.99
-ALIKE = 0.5  # of its active dimensions; from there on a text is more like any other than itself
+ALIKE = 0.5  # the share of active dimensions that two texts have in common
 FIGHTING_COSINE, FIGHTING_SHARE = -0.5, 0.1
 OSCILLATION, TURNS = 0.25, 0.9
 FEWEST_LOSSES = 8
 
 
 class Finding(NamedTuple):
-    """Something wrong, why we think so, and what to turn.
+    """A problem of a training run, the evidence for it, and the settings to change.
 
     Attributes:
         symptom: what is wrong.
-        evidence: the numbers that say so.
-        changes: settings and directions, the first one first.
+        evidence: the numbers that show it.
+        changes: pairs of a setting and a direction, the most useful first.
 
     Examples:
         >>> from sparse_losses import Finding
@@ -49,7 +49,7 @@ class Finding(NamedTuple):
     changes: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        """One line."""
+        """Return the finding as one line."""
         changes = ", ".join(f"{setting} {direction}" for setting, direction in self.changes)
         return f"{self.symptom} ({self.evidence}): {changes}"
 
@@ -62,16 +62,16 @@ def advise(
     losses: Sequence[float] = (),
     validation_losses: Sequence[float] = (),
 ) -> list[Finding]:
-    """What is wrong with a run, and what to turn: the gravest first.
+    """Return what is wrong with a run and what to change, the most serious finding first.
 
-    Settings that a schedule or a controller steers are theirs to turn.
+    Where a schedule or a controller sets a weight, change its settings and not the weight.
 
     Args:
-        report: of ``Diagnostics``; rules about what it lacks are silent.
-        gradients: of ``gradient_report``; says which term is to blame.
-        side: whose activations the report is about, ``"query"`` or ``"document"``.
-        losses: totals of recent steps or epochs, in order, at least eight.
-        validation_losses: of as many, likewise.
+        report: what ``Diagnostics.report()`` returned; rules are skipped where a number is missing.
+        gradients: what ``gradient_report`` returned; it shows which term causes a problem.
+        side: whose activations the report describes, ``"query"`` or ``"document"``.
+        losses: totals of recent steps or epochs, in order; at least eight are needed.
+        validation_losses: validation losses of recent steps or epochs, likewise at least eight.
 
     Examples:
         >>> from sparse_losses import advise
@@ -99,7 +99,7 @@ def _of_sparsity(
     report: Mapping[str, float], gradients: GradientReport | None, side: str
 ) -> Iterator[Finding]:
     flops = f"{side}_flops"
-    # Both sides' terms act on one network.
+    # The FLOPS terms of both sides act on the same network.
     pull = None
     if gradients is not None:
         pull = sum(v for name, v in _shares(gradients).items() if name.endswith("_flops"))
@@ -125,7 +125,7 @@ def _of_sparsity(
             f"{report['input_recall']:.0%} of a text's own tokens are active{evidence}",
             less,
         )
-    # A dense start under pressure is on its way.
+    # Dense texts are no problem while FLOPS has a large share of the gradient: they get sparser.
     if is_dense and not (pull or 0.0) > PRESSING_SHARE:
         yield Finding(
             "texts are not sparse",
@@ -136,13 +136,13 @@ def _of_sparsity(
 
 
 def _alike(report: Mapping[str, float]) -> float:
-    """The share of a live text's active dimensions that another live text has as well."""
+    """Return the share of a live text's active dimensions that another live text also has."""
     texts, active = report.get("texts", 0.0), report.get("active_dimensions", 0.0)
     live = round(texts * (1 - report.get("dead_rows", 0.0)))
     if live < 2 or not active:
         return 0.0
-    # `index_flops` is of all pairs of texts, of which only live ones have anything in common.
-    with_itself = (texts / live) ** 2 * report.get("index_flops", 0.0) / active  # one in `live` is
+    # `index_flops` averages over all pairs of texts, each with itself too; dead texts add nothing.
+    with_itself = (texts / live) ** 2 * report.get("index_flops", 0.0) / active
     return (live * with_itself - 1) / (live - 1)
 
 
@@ -218,12 +218,20 @@ def _of_gradients(gradients: GradientReport | None) -> Iterator[Finding]:
 def _of_losses(
     losses: Sequence[float], validation_losses: Sequence[float], side: str
 ) -> Iterator[Finding]:
+    for name, values in (("loss", losses), ("validation loss", validation_losses)):
+        if lost := sum(not math.isfinite(value) for value in values):
+            yield Finding(
+                "the loss is not finite",
+                f"{lost} of {len(values)} values of the {name}",
+                (("learning rate", "down"), ("loss scale of fp16", "down")),
+            )
+            return
     if len(losses) >= FEWEST_LOSSES:
         steps = [after - before for before, after in itertools.pairwise(losses)]
         turns = sum(a * b < 0 for a, b in itertools.pairwise(steps))
         swing = sum(map(abs, steps)) / len(steps)
         level = sum(map(abs, losses)) / len(losses)
-        # Of independent losses two steps in three turn: what oscillates turns nearly always.
+        # Independent losses change direction at two steps in three; an oscillation at nearly all.
         if turns > TURNS * (len(steps) - 1) and swing > OSCILLATION * level:
             yield Finding(
                 "the loss oscillates",
@@ -246,7 +254,7 @@ def _shares(gradients: GradientReport) -> dict[str, float]:
 
 
 def _slope(values: Sequence[float]) -> tuple[float, float]:
-    """The least-squares slope of the second half, and its standard error."""
+    """Return the least-squares slope of the second half and its standard error."""
     half = values[len(values) // 2 :]
     count, middle = len(half), (len(half) - 1) / 2
     spread = sum((index - middle) ** 2 for index in range(count))

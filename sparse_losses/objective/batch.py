@@ -1,4 +1,4 @@
-"""What an objective is given: the vectors of a batch, and what is known of their texts."""
+"""The input of an objective: the vectors of a batch and the tokens of its texts."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -14,14 +14,14 @@ SIDES = ("anchor", "positive", "negative")
 
 
 class Texts(NamedTuple):
-    """Some texts: their sparse vectors, and whatever of the rest is at hand.
+    """Texts: their sparse vectors and, where known, their tokens and logits.
 
     Attributes:
         activations: ``[B, V]``; the negatives of ``SpladeBatch`` may be ``[B, N, V]``.
-        input_ids: ``[B, S]`` token ids (``[B, N, S]`` beside ``[B, N, V]``).
-        attention_mask: as ``input_ids``; 0/1.
-        logits: signed pooled logits, as ``activations``. Where they are given, self-reconstruction
-            and minimum activation take them, which then reach silent tokens too.
+        input_ids: token ids ``[B, S]`` (``[B, N, S]`` with activations ``[B, N, V]``).
+        attention_mask: 0/1, in the shape of ``input_ids``.
+        logits: signed pooled logits, in the shape of ``activations``. Self-reconstruction and
+            minimum activation use them where they are given, and then reach inactive tokens too.
 
     Examples:
         >>> import torch
@@ -38,14 +38,14 @@ class Texts(NamedTuple):
     logits: Tensor | None = None
 
     def flatten(self) -> "Texts":
-        """One row a text."""
+        """Return the texts with one row per text."""
         known = zip(self._fields, self, strict=True)
         return self._replace(**{name: x.flatten(0, -2) for name, x in known if x is not None})
 
     def join(self, other: "Texts") -> "Texts":
-        """These texts, then the others; what only one of them has is left out.
+        """Return these texts followed by the others; a field that only one has becomes ``None``.
 
-        Ids of different lengths are padded under a mask of zeros.
+        Shorter ids and masks are padded with zeros.
         """
         activations = torch.cat([self.activations, other.activations])
         logits, ids, mask = None, None, None
@@ -59,26 +59,27 @@ class Texts(NamedTuple):
 
 
 def cat_padded(*tensors: Tensor) -> Tensor:
-    """All rows, those of shorter tensors with zeros on the right."""
+    """Concatenate the rows; pad those of shorter tensors with zeros on the right."""
     width = max(x.shape[-1] for x in tensors)
     return torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in tensors])
 
 
 class SpladeBatch(NamedTuple):
-    """A batch: anchors (queries), their positives (documents), and what the terms ask for.
+    """A batch: anchors (queries), their positives (documents), and what some terms need besides.
 
     Attributes:
         anchor: ``B`` texts.
-        positive: ``B`` texts; the ``i``-th answers anchor ``i``.
-        negative: ``N`` texts that no anchor wants, or ``[B, N]``: each anchor its own.
-        positive_ids: ``[B]`` integers; equal ids are the same document, which is no negative.
-        teacher_scores: a teacher's scores of the anchors' candidates, ``[B, B]``; with negatives
+        positive: ``B`` texts; the ``i``-th is relevant to anchor ``i``.
+        negative: ``N`` texts, negatives of all anchors, or ``[B, N]`` texts, N for each anchor.
+        positive_ids: ``[B]`` integers; positives with equal ids are the same document and are not
+            each other's negatives.
+        teacher_scores: a teacher's scores of the anchors' candidates: ``[B, B]``; with negatives
             ``[B, B + N]``, or ``[B, B]`` for the positives alone, or ``[B, 1 + N]`` for the
-            positive and the anchor's own negatives. ``-inf``: not a candidate.
-        teacher_anchor_scores: ``[B, B]``, of every anchor with every anchor.
-        teacher_candidates: whose scores ``teacher_scores`` are: ``"own"``, the last of those
-            shapes, or ``"batch"``, one of the others. ``None``: the shape says it; where ``B`` is
-            ``1 + N`` and it does not, an error asks.
+            positive and the anchor's own negatives. A score of ``-inf`` excludes a candidate.
+        teacher_anchor_scores: a teacher's scores of every anchor with every anchor, ``[B, B]``.
+        teacher_candidates: which candidates ``teacher_scores`` holds: ``"own"`` for ``[B, 1 + N]``,
+            ``"batch"`` for the other shapes, ``None`` to tell by the shape (an error where ``B``
+            is ``1 + N`` and both fit).
 
     Examples:
         >>> import torch
@@ -99,15 +100,15 @@ class SpladeBatch(NamedTuple):
     def from_columns(
         cls, encoder: Callable[..., Any], columns: Mapping[str, Any], **options: Any
     ) -> "SpladeBatch":
-        """Encodes the columns of texts that a collator made.
+        """Encode the columns of texts that a collator made.
 
         Args:
             encoder: maps ``input_ids`` and ``attention_mask`` ``[N, S]`` to activations ``[N, V]``,
                 or to activations and logits.
-            columns: by the fields of a batch: ``anchor``, ``positive`` and ``negative`` as dicts of
-                ``input_ids`` and ``attention_mask`` ``[B, S]`` (negatives also ``[B, N, S]``);
-                other fields as they are.
-            **options: for the encoder, such as ``return_logits=True``.
+            columns: the fields of a batch by name: ``anchor``, ``positive`` and ``negative`` as
+                dicts of ``input_ids`` and ``attention_mask`` ``[B, S]`` (negatives also
+                ``[B, N, S]``); other fields are passed on unchanged.
+            **options: arguments of the encoder, such as ``return_logits=True``.
 
         Examples:
             >>> import torch
@@ -144,7 +145,7 @@ def _encoded(
 
 
 def token_counts(ids: Tensor | None, mask: Tensor | None, special_ids: Tensor) -> Tensor | None:
-    """Attended tokens of each text, the special ones not counted where ids are known."""
+    """Count the attended tokens of each text, without special tokens where ids are known."""
     if mask is None:
         return None
     attended = as_mask("attention_mask", mask)

@@ -30,7 +30,7 @@ def cached_backward(
     mini_batch_size: int | None = None,
     backward: Callable[[Tensor], object] = Tensor.backward,
 ) -> Output:
-    r"""Encodes, computes the loss and goes backward, with one mini-batch's graph at a time.
+    r"""Encode, compute the loss and backpropagate with the graph of one mini-batch at a time.
 
     With representations $r = f_\theta(x)$ of the rows $x_1, \dots, x_B$
 
@@ -38,37 +38,37 @@ def cached_backward(
     \frac{\partial \mathcal{L}(r_1, \dots, r_B)}{\partial r_i} \,
     \frac{\partial f_\theta(x_i)}{\partial \theta}$$
 
-    so the mini-batches are encoded without a graph, the loss is computed once over all of them and
-    goes back to the representations, and every mini-batch is encoded again, with a graph, and
-    continues from there. Dropout draws the same numbers both times, and afterwards PyTorch's
-    generators stand where one pass over the mini-batches would have left them. Gradients add up in
-    ``.grad``, those of the loss's own parameters too. An encoder with a ``no_sync()``, such as
+    First, the mini-batches are encoded without a graph. Then the loss is computed once over all
+    rows and differentiated with respect to the representations. Last, every mini-batch is encoded
+    again with a graph, through which its gradients flow on. Dropout draws the same numbers both
+    times; PyTorch's generators end in the state that one pass would have left. Gradients, those of
+    the loss's own parameters too, add up in ``.grad``. An encoder with a ``no_sync()``, such as
     ``DistributedDataParallel``, reduces its gradients once, after its last mini-batch.
 
     Args:
-        encoder: Called as ``encoder(inputs)`` or, where the column is a mapping,
-            ``encoder(**inputs)``. Returns a tensor, or tensors in (named) tuples, lists and
-            dicts, in which ``None`` may stand; each has a row for every row of the inputs. One
-            for all columns, or one each.
-        columns: What is to be encoded: anchors, positives, ... A column is a tensor or a mapping
-            of tensors, split along dimension 0 (a mapping's other values go along as they are), or
+        encoder: One encoder for all columns, or a list with one for each. It is called as
+            ``encoder(inputs)`` or, where the column is a mapping, ``encoder(**inputs)``. It returns
+            a tensor, or (named) tuples, lists and dicts of tensors and ``None``; each tensor has
+            one row per row of the inputs.
+        columns: The inputs to encode: anchors, positives, ... A column is a tensor or a mapping
+            of tensors, split along dimension 0 (other values of a mapping are passed unchanged), or
             a list of such mini-batches, which may be padded to different lengths.
         loss: Called with the representations of each column, as one call of ``encoder`` would
-            have returned them. Integer and boolean ones carry no gradient; those of different
-            lengths are padded with zeros on the right. Returns a 0-d tensor, or what
-            ``SpladeObjective`` does.
+            have returned them. Integer and boolean tensors carry no gradient; where their lengths
+            differ they are padded with zeros on the right. Returns a 0-d tensor or an
+            ``ObjectiveOutput``.
         mini_batch_size: Rows encoded at once; the last mini-batch may have fewer. Not needed where
             all columns are lists.
-        backward: Called with the total; ``lambda total: scaler.scale(total).backward()`` with a
+        backward: Called with the total: ``lambda total: scaler.scale(total).backward()`` with a
             ``GradScaler``, ``lambda total: (total / 4).backward()`` where four calls make one step.
 
     Returns:
-        What ``loss`` returned, without its graph.
+        The output of ``loss``, without its graph.
 
     Raises:
         TypeError: for columns, outputs or losses of other types.
-        ValueError: for numbers of rows that differ, a loss that is not one number, or
-            representations without a gradient.
+        ValueError: for columns whose tensors differ in their number of rows, a loss that is not
+            one number, or representations without a gradient.
 
     Examples:
         >>> import torch
@@ -88,20 +88,20 @@ def cached_backward(
     mini_batches = _split(encoder, columns, mini_batch_size)
     with torch.no_grad():
         encoded = [_encode(column) for column in mini_batches]
-    # Autocast keeps the weights that it casts. PyTorch 2.6 would take those of this pass, without a
-    # graph, for the next pass, and leave the weights without a gradient.
+    # Autocast caches the weights that it casts. PyTorch 2.6 would reuse the copies of this pass,
+    # which have no graph, in the next pass, and the weights would get no gradient.
     torch.clear_autocast_cache()
 
     output = loss(*(tree_unflatten(leaves, structure) for leaves, structure in encoded))
     total = _total(output)
-    # As in a plain loop, where backward() stands outside the autocast region.
+    # A plain loop too calls backward() outside the autocast region.
     with autocast_off(total.device):
         backward(total)
     detached = total.detach()
     result = output._replace(total=detached) if isinstance(output, ObjectiveOutput) else detached
     for column, (leaves, _) in zip(mini_batches, encoded, strict=True):
         _deal_out_gradients(column, leaves)
-    del output, total, encoded, leaves  # only the gradients are needed from here on
+    del output, total, encoded, leaves  # free memory: only the gradients are needed from here on
 
     pending = [batch for column in mini_batches for batch in column if batch.gradients]
     if not pending:
@@ -118,7 +118,7 @@ def cached_backward(
 
 @dataclass
 class _MiniBatch:
-    """Some rows of a column, and what the second pass over them needs."""
+    """Some rows of a column, and the state that the second pass over them needs."""
 
     column: int
     encoder: Encoder
@@ -128,7 +128,7 @@ class _MiniBatch:
     gradients: list[Tensor | None] = field(default_factory=list)
 
     def encode(self) -> tuple[list[Tensor | None], Any]:
-        """The encoder's tensors as a list, and the structure that they were in."""
+        """Return the encoder's tensors as a list, and the structure that held them."""
         inputs = self.inputs
         output = self.encoder(**inputs) if isinstance(inputs, Mapping) else self.encoder(inputs)
         leaves, structure = tree_flatten(output)
@@ -146,7 +146,7 @@ class _MiniBatch:
         return leaves, structure
 
     def go_backward(self) -> None:
-        """Encodes again, with a graph, and goes on from the gradients, which are freed."""
+        """Encode again with a graph, backpropagate the gradients and free them."""
         with self.random_numbers.again():
             leaves, _ = self.encode()
         pairs = [
@@ -167,14 +167,14 @@ class _MiniBatch:
 
 
 class _RandomNumbers:
-    """PyTorch's generators as they stand now: the CPU's, and those of all accelerators."""
+    """The present states of PyTorch's generators on the CPU and all accelerators."""
 
     def __init__(self) -> None:
         self.states = [(setter, getter()) for getter, setter in _generators()]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Draws the same numbers, then goes on where the generators stood."""
+        """Draw the same numbers again within the block, then restore the generators."""
         now = _RandomNumbers()
         for restore, state in self.states:
             restore(state)
@@ -190,9 +190,9 @@ def _generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], None]]]:
     if not torch.accelerator.is_available():
         return
     device = torch.accelerator.current_accelerator()
-    assert device is not None  # there is one
+    assert device is not None
     module = torch.get_device_module(device)
-    # Asking would start a device that nobody uses.
+    # Reading the state would initialise a device that is not in use.
     if getattr(module, "is_initialized", lambda: True)():
         every = "_all" if hasattr(module, "get_rng_state_all") else ""
         yield getattr(module, f"get_rng_state{every}"), getattr(module, f"set_rng_state{every}")
@@ -203,7 +203,7 @@ def _split(
     columns: Sequence[Inputs | Sequence[Inputs]],
     size: int | None,
 ) -> list[list[_MiniBatch]]:
-    """The mini-batches of each column, each with its encoder."""
+    """Return the mini-batches of each column, each with its encoder."""
     if size is not None:
         check_integer("mini_batch_size", size, minimum=1)
     if not isinstance(columns, (list, tuple)) or not columns:
@@ -239,7 +239,7 @@ def _slices(column: int, inputs: Any, size: int | None) -> list[Inputs]:
 
 
 def _rows(column: int, inputs: Any) -> int:
-    """Of a tensor, or of all tensors of a mapping."""
+    """Return the number of rows of a tensor, or of all tensors of a mapping."""
     if not isinstance(inputs, (Tensor, Mapping)):
         raise TypeError(
             f"expected column {column} to be a tensor, a mapping of tensors or a list of such "
@@ -257,7 +257,7 @@ def _rows(column: int, inputs: Any) -> int:
 
 
 def _encode(column: Sequence[_MiniBatch]) -> tuple[list[Tensor | None], Any]:
-    """The representations of a column, as leaves of the loss's graph, and their structure."""
+    """Encode a column: its representations, as leaves of the loss's graph, and their structure."""
     outputs, structures = [], []
     for batch in column:
         batch.random_numbers = _RandomNumbers()
@@ -274,7 +274,7 @@ def _encode(column: Sequence[_MiniBatch]) -> tuple[list[Tensor | None], Any]:
 
 
 def _join(column: int, parts: tuple[Tensor | None, ...]) -> Tensor | None:
-    """One output of the encoder, over all mini-batches."""
+    """Concatenate one output of the encoder over all mini-batches."""
     tensors = [part for part in parts if part is not None]
     if not tensors:
         return None
@@ -285,15 +285,15 @@ def _join(column: int, parts: tuple[Tensor | None, ...]) -> Tensor | None:
     for tensor in tensors:
         if tensor.shape[1:] != first.shape[1:]:
             raise ValueError(
-                "expected representations of one shape but for their rows from all mini-batches of "
-                f"column {column}, got {list(first.shape)} and {list(tensor.shape)}"
+                "expected representations that differ in their number of rows only from all "
+                f"mini-batches of column {column}, got {list(first.shape)} and {list(tensor.shape)}"
             )
     whole = torch.cat(tensors) if len(tensors) > 1 else first
     return whole.detach().requires_grad_(carries_gradient)
 
 
 def _deal_out_gradients(column: Sequence[_MiniBatch], leaves: Sequence[Tensor | None]) -> None:
-    """Gives each mini-batch its rows of the gradients; none where the loss ignores the column."""
+    """Give each mini-batch its rows of the gradients; none where the loss ignores the column."""
     gradients = [None if leaf is None else leaf.grad for leaf in leaves]
     if all(gradient is None for gradient in gradients):
         return

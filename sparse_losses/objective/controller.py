@@ -1,4 +1,4 @@
-"""Names the sparsity instead of the weight: a controller that steers a FLOPS weight."""
+"""A controller that adjusts a FLOPS weight until texts have the sparsity you name."""
 
 import logging
 import math
@@ -20,18 +20,18 @@ __all__ = ["CollapseError", "SparsityController"]
 
 _log = logging.getLogger("sparse_losses")
 
-SMALLEST_SHARE = 1e-6  # of the weight it starts with; what is reached there is called 0
-NEGLIGIBLE_SHARE = 0.15  # from where on down it is not the term that keeps the text sparse
-# A crash: so many times fewer, so many steps from now, and so many times below the target then.
+SMALLEST_SHARE = 1e-6  # the lower bound, as a share of the start weight; it counts as 0
+NEGLIGIBLE_SHARE = 0.15  # below this share of the start weight, other losses keep the text sparse
+# In a crash, AHEAD steps from now CRASH times fewer are active than now, and than the target.
 CRASH, AHEAD = 1.5, 8
-STILL, PATIENCE = 0.02, 0.25  # a relative change; a share of the pace
-FAR = 0.6  # of log(active / target): from there a fall is no reason to lower the weight
-ROOM = 0.1  # around the target, relative
-SHRUNK = 0.1  # times the first mean activation
+STILL, PATIENCE = 0.02, 0.25  # a relative change that is none; the share of the pace until then
+FAR = 0.6  # log(active / target) above which a fall is no reason to lower the weight
+ROOM = 0.1  # the relative distance from the target that counts as on target
+SHRUNK = 0.1  # the share of the first mean activation below which activations have shrunk
 
 
 class CollapseError(RuntimeError):
-    """Every row is silent: behind a ReLU no loss brings one back.
+    """All rows are dead: behind a ReLU no loss has a gradient that revives them.
 
     Examples:
         >>> import torch
@@ -49,54 +49,53 @@ class CollapseError(RuntimeError):
 
 
 class SparsityController:
-    r"""Steers the weight of a FLOPS term so that a text keeps ``target_active`` dimensions.
+    r"""Adjust the weight of a FLOPS term so that a text keeps ``target_active`` dimensions.
 
-    With $e = \log(a / \mathrm{target})$, where $a$ is the mean number of active dimensions of the
-    rows that have any, smoothed over ``window`` optimiser steps, and $\Delta e$ what changed since
-    the last look, $k$ steps ago (``every``):
+    Let $e = \log(a / \mathrm{target})$, where $a$ is the mean number of active dimensions of the
+    rows that have any, smoothed over ``window`` optimiser steps. Let $\Delta e$ be the change of
+    $e$ since the last measurement, $k$ steps ago (``every``). Then
 
     $$\log \lambda \leftarrow \log \lambda
     + \mathrm{clip}(g\, (k\, e + h\, \Delta e),\; -g\, k,\; g\, k)$$
 
-    The first part raises $\lambda$ as long as texts are too dense. The second part answers a change
-    at once, against its direction, before it has carried the texts past the target: it is what
-    keeps the weight from swinging. $\lambda$ moves by a factor of at most $e^g$ a step (tenfold in
-    38 steps for $g = 0.06$), and rises at a quarter of that pace while texts are as they were at
-    first. At 1.8 times the target and more it does not fall, as a contrastive loss prunes dense
-    texts by itself and then stops.
+    The first part raises $\lambda$ as long as texts are too dense. The second part opposes every
+    change at once, before the texts overshoot the target; it keeps the weight from oscillating.
+    $\lambda$ changes by a factor of at most $e^g$ per step (tenfold in 38 steps for $g = 0.06$). It
+    rises at a quarter of that pace until the texts begin to change. Above 1.8 times the target it
+    does not fall: a contrastive loss prunes dense texts by itself and then stops.
 
-    A fall that will go through the target, to two thirds of it within eight steps, is a crash, and
-    the weight falls by the factor that will be missing. A fall that will stay above is no crash,
-    however fast it is.
+    A crash is a fall that will reach two thirds of the target or less within eight steps. In a
+    crash the weight falls by the factor that will be missing. A fall that will end above the target
+    is no crash, however fast it is.
 
     $\lambda$ stays between a millionth of its start (which counts as 0: the term is left out) and
-    ``maximum``; at a bound it waits there, and nothing winds up. Where less than 15% of the start
-    is left and fewer are active still, without a trend to more, the target is reported as
-    unreachable: the other losses alone leave fewer.
+    ``maximum``; while it is at a bound, no error accumulates. If it is below 15% of its start and
+    too few dimensions are active, without an upward trend, the target is reported as unreachable:
+    the other losses alone leave fewer.
 
-    What it counts are dimensions above 0. A model that can make all activations small at once (a
-    gate, a scale) satisfies FLOPS that way, and no dimension goes out. It is reported as
-    unreachable when the text is too dense still, and the mean activation has fallen to a tenth of
-    what it was at first, and by a larger factor than the number of dimensions.
+    A dimension is active if it is above 0. A model that can make all activations small at once (by
+    a gate or a scale) satisfies FLOPS without making any dimension 0. The target is reported as
+    unreachable if texts are still too dense and the mean activation has fallen to a tenth of its
+    first value, and by a larger factor than the number of dimensions.
 
-    Rows without any active dimension are dead. As they become more, by ``dead_share`` and beyond
-    chance, the weight is halved at once, and it does not rise while there are more than at first
-    (a text without tokens is always dead). If for ``window`` steps no row is alive, training cannot
-    recover, and a ``CollapseError`` says so.
+    Rows without any active dimension are dead. When their share increases, by ``dead_share`` and
+    beyond chance, the weight is halved at once. It does not rise while the share is above the first
+    one (a text without tokens is always dead). If all rows are dead for ``window`` steps, training
+    cannot recover, and ``CollapseError`` is raised.
 
     Args:
-        objective: whose weight is steered; no schedule may set the same one.
+        objective: the objective whose weight is adjusted; no schedule may set the same weight.
         term: ``"document_flops"`` or ``"query_flops"``.
-        target_active: active dimensions per text, > 0, below the vocabulary's size.
-        start: $\lambda$ to begin with; default: the objective's weight.
+        target_active: active dimensions per text, > 0 and below the vocabulary's size.
+        start: the first $\lambda$; default: the objective's weight.
         maximum: upper bound of $\lambda$; default: a million times ``start``.
         ignore_steps: optimiser steps before the first change.
         gain: $g$, > 0.
-        horizon: $h$, in optimiser steps: how strongly a change is answered.
-        window: optimiser steps over which looks are smoothed.
-        every: steps between two looks at the numbers. What an accelerator counted is read a step
-            later, so that training never waits for it.
-        dead_share: of rows, in [0, 1).
+        horizon: $h$, in optimiser steps: how strongly the controller opposes a change.
+        window: optimiser steps over which measurements are smoothed.
+        every: optimiser steps between two measurements. The counts of an accelerator are read one
+            step later, so that training never waits for them.
+        dead_share: increase of the share of dead rows that halves the weight, in [0, 1).
 
     Examples:
         >>> import torch
@@ -130,8 +129,8 @@ class SparsityController:
         check_number("target_active", target_active, minimum=0.0, exclusive=True)
         if term in objective.scheduled:
             raise ValueError(
-                f"expected {term!r} to be steered by one alone, got an objective whose "
-                f"TrainingSchedule sets its weight: make both anew, and leave {term!r} out of the "
+                f"expected only the controller to set the weight of {term!r}, got an objective "
+                f"whose TrainingSchedule sets it too: create both again, without {term!r} in the "
                 "schedule's warm-ups and phases"
             )
         if start is None:
@@ -159,20 +158,20 @@ class SparsityController:
         self.window, self.every, self.dead_share = window, every, dead_share
         self.checkpoint: str | None = None
 
-        # Active entries, live rows, dead rows, sum of the activations, batches: on this rank since
-        # the last step, and on all ranks since the last look.
+        # Both tensors hold active entries, live rows, dead rows, sum of the activations, batches:
+        # `_new` of this rank since the last step, `_seen` of all ranks since the last measurement.
         self._new: Tensor | None = None
         self._seen: Tensor | None = None
-        self._sent: Later[list[float]] | None = None  # a look that is on its way to the host
+        self._sent: Later[list[float]] | None = None  # a measurement on its way to the host
         self._steps = 0
-        self._log_ratio = 0.0  # of the weight to its start
-        # Of log(active / target), smoothed: its level, what the last look changed, and the trend.
+        self._log_ratio = 0.0  # log(weight / start)
+        # The smoothed log(active / target): its level, its last change, and its trend.
         self._error: float | None = None
         self._change = 0.0
         self._trend = 0.0
-        self._active: float | None = None  # what the level stands for
-        self._cut = 0.0  # what the weight's logarithm lost to the crash that goes on
-        # Shares of dead rows: at the last look, on average, at the first one.
+        self._active: float | None = None  # the level as a number of dimensions
+        self._cut = 0.0  # the log weight's decrease so far in the present crash
+        # Shares of dead rows: the last one, the average, the first one.
         self._dead = self._usually_dead = 0.0
         self._first_dead: float | None = None
         self._is_dying, self._silent_steps = False, 0
@@ -183,7 +182,7 @@ class SparsityController:
         self._write()
 
     def observe(self, activations: Tensor) -> None:
-        """Counts a batch ``[..., V]``; waits for nothing. Several a step add up."""
+        """Count a batch ``[..., V]`` without a device wait; the batches of a step add up."""
         if activations.ndim < 2:
             raise ValueError(
                 f"expected `activations` of shape [..., V], got {list(activations.shape)}"
@@ -196,8 +195,8 @@ class SparsityController:
         with torch.no_grad():
             rows = activations.detach().flatten(0, -2)
             wide = widest_dtype(rows.device)
-            mass = rows.sum(1, dtype=wide)  # in fp16 a dense row's sum would not be finite
-            is_number = mass.isfinite()  # a row with a NaN says nothing
+            mass = rows.sum(1, dtype=wide)  # the sum of a dense row overflows fp16
+            is_number = mass.isfinite()  # a row with a NaN is neither live nor dead
             active = (rows > 0).sum(1) * is_number
             live = active > 0
             counts = [active.sum(), live.sum(), (is_number & ~live).sum()]
@@ -206,14 +205,14 @@ class SparsityController:
             self._new = _added(self._new, new)
 
     def step(self) -> None:
-        """One optimiser step was taken; of several ranks, every one calls it.
+        """Take note of an optimiser step; every rank must call it.
 
         Raises:
             CollapseError: if every row seen in the last ``window`` steps is dead.
-            RuntimeError: if nothing was observed (on any rank), or someone else changed the weight.
+            RuntimeError: if no rank observed a batch, or other code changed the weight.
         """
         if self._sent is not None:
-            self._decide()  # as if the step were not over yet
+            self._decide()  # before the count: the measurement belongs to the last step
         self._steps += 1
         self._share()
         if self._steps % self.every == 0:
@@ -223,23 +222,24 @@ class SparsityController:
                 self._decide()
 
     def _decide(self) -> None:
-        """Reads what a look found, and sets the weight."""
+        """Read a measurement and set the weight."""
         assert self._sent is not None
         active, live, dead, mass, batches = self._sent.read()
         self._sent = None
         if self.objective.weights.get(self.term) != self._written:
             raise RuntimeError(
                 f"expected objective.weights[{self.term!r}] to be {self._written} as it was set "
-                f"here, got {self.objective.weights.get(self.term)}: let one alone steer it"
+                f"here, got {self.objective.weights.get(self.term)}: only the controller may set it"
             )
         if not batches:
             raise RuntimeError("expected `observe(activations)` before `step()`, got none")
-        if live + dead == 0:  # no text, or nothing but NaN
+        if live + dead == 0:  # no texts, or only rows with NaN
             return
         self._count_dead(dead, live + dead)
         if live == 0:
             self._silent_steps += self.every
             if self._silent_steps >= self.window:
+                self._status = "collapsed"
                 raise CollapseError(self._obituary())
             self._log_ratio = max(self._log_ratio - math.log(2.0), math.log(SMALLEST_SHARE))
             self._write()
@@ -255,10 +255,10 @@ class SparsityController:
             self._steer()
 
     def _share(self) -> None:
-        """Adds what all ranks observed since the last step.
+        """Add what all ranks observed since the last step.
 
-        Every step, so that all know the same after it and any of them may save the state. A rank
-        that observed nothing adds nothing, and leaves nobody waiting.
+        This happens at every step, so that all ranks have the same state and any may save it. A
+        rank that observed nothing sends zeros: otherwise the others would wait for it.
         """
         new, self._new = self._new, None
         if num_ranks() > 1:
@@ -269,7 +269,7 @@ class SparsityController:
         self._seen = _added(self._seen, new)
 
     def _count_dead(self, dead: float, rows: float) -> None:
-        """Takes in a new share of dead rows, and says whether they become more."""
+        """Record a new share of dead rows, and whether it increases."""
         share, usual = dead / rows, self._usually_dead
         if self._first_dead is None:
             self._first_dead = usual = share
@@ -281,11 +281,11 @@ class SparsityController:
 
     @property
     def _share_of_a_look(self) -> float:
-        """In the average share of dead rows."""
+        """Weight of one measurement in the average share of dead rows."""
         return 1 - math.exp(-self.every / self.window)
 
     def _look(self, active: float) -> None:
-        """Takes a new mean into level and trend, as Holt's smoothing does."""
+        """Update level and trend by Holt's smoothing."""
         error = math.log(active / self.target_active)
         if self._error is None:
             self._error, self._active = error, active
@@ -298,17 +298,17 @@ class SparsityController:
         self._active = self.target_active * math.exp(self._error)
 
     def _crash(self) -> float:
-        """By how much, in logarithms, a crash will end too low; 0 if there is none."""
+        """Return how far below ``target / CRASH`` a crash will end, as a logarithm; else 0."""
         assert self._error is not None
-        # The trend goes on for a while after a fall has ended: the last look has to agree.
+        # The trend lags behind the end of a fall, so the last change must confirm it.
         fall = -AHEAD * max(self._trend, self._change / self.every)
         too_few = fall - self._error - math.log(CRASH)
         return max(too_few, 0.0) if fall > math.log(CRASH) else 0.0
 
     def _most(self) -> float:
-        """How fast the weight may rise: slowly while texts are as they were at first.
+        """Return the share of the pace at which the weight may rise: less until texts change.
 
-        All dimensions are on then, say, and what the weight does to them cannot be seen yet.
+        Until then the effect of the weight cannot be measured.
         """
         assert self._first is not None
         assert self._active is not None
@@ -322,7 +322,7 @@ class SparsityController:
         change = min(max(change, -pace), pace * self._most())
         if self._error > FAR:
             change = max(change, 0.0)
-        # What was made up for already is still on its way: texts follow the weight with a lag.
+        # Texts follow the weight with a lag, so what an earlier measurement cut is not cut again.
         cut, self._cut = crash - self._cut, max(crash, self._cut) if crash else 0.0
         if crash:
             change = min(change, -cut) if cut > 0 else min(change, 0.0)
@@ -330,12 +330,12 @@ class SparsityController:
             change = min(change, -math.log(2.0))
         elif self._dead > (self._first_dead or 0.0) + self.dead_share:
             change = min(change, 0.0)
-        if self._steps <= self.ignore_steps:  # which holds for all but the brakes
+        if self._steps <= self.ignore_steps:  # the weight may fall already, but not rise
             change = min(change, 0.0)
         low, high = math.log(SMALLEST_SHARE), math.log(self.maximum / self.start)
         self._log_ratio = min(max(self._log_ratio + change, low), high)
         self._write()
-        waver = 2.0 if self._status.startswith("unreachable") else 1.0  # what is said is kept to
+        waver = 2.0 if self._status.startswith("unreachable") else 1.0  # keeps the status stable
         is_above, is_below = self._error > math.log1p(ROOM), self._error < math.log1p(-ROOM)
         if self._is_dying:
             status = "backing off: rows fall silent"
@@ -344,7 +344,7 @@ class SparsityController:
         elif (
             is_below
             and self._log_ratio < math.log(NEGLIGIBLE_SHARE)
-            and self.horizon * self._trend < waver * ROOM  # nor is it on its way back
+            and self.horizon * self._trend < waver * ROOM  # no upward trend
         ):
             status = "unreachable: fewer are active with hardly any weight"
         elif self._log_ratio == high and is_above:
@@ -363,7 +363,7 @@ class SparsityController:
             _log.log(level, "after step %d: %s", self._steps, self)
 
     def _shrinks(self) -> bool:
-        """Whether FLOPS is satisfied by small activations, not by few."""
+        """Whether FLOPS is satisfied by small activations instead of few."""
         assert self._first is not None
         assert self._active is not None
         active, mean = self._first
@@ -378,21 +378,25 @@ class SparsityController:
     def _obituary(self) -> str:
         healthy = self._last_healthy_step
         since = (
-            "none was ever alive" if healthy is None else f"the last without a dead row: {healthy}"
+            "every step had dead rows"
+            if healthy is None
+            else f"last step without dead rows: {healthy}"
         )
-        where = self.checkpoint or "one from before; name yours in `controller.checkpoint`"
+        where = self.checkpoint or "an earlier one; name yours in `controller.checkpoint`"
         return (
-            f"every row is silent at step {self._steps} ({since}), and behind a ReLU nothing gets "
-            f"a gradient: return to a checkpoint ({where}), with a smaller `start`"
+            f"all rows are dead at step {self._steps} ({since}), and behind a ReLU they get no "
+            f"gradient: return to a checkpoint ({where}) with a smaller `start`, or train "
+            "self-reconstruction on signed logits (`return_logits=True`) until rows are alive"
         )
 
     def attach(self, optimizer: torch.optim.Optimizer) -> "_Handles":
-        """Observes the objective's batches and counts the optimiser's steps by itself.
+        """Register hooks that observe the objective's batches and count the optimiser's steps.
 
-        Batches count in training mode with gradients on. ``.remove()`` on what it returns ends it.
+        Batches count in training mode with gradients on. ``.remove()`` on the returned handle
+        removes the hooks.
 
         Raises:
-            RuntimeError: if it counts this optimiser's steps already.
+            RuntimeError: if the controller is attached to this optimiser already.
         """
         steps = count_steps(optimizer, self._after_step)
         return _Handles(steps, self.objective.register_forward_hook(self._watch, with_kwargs=True))
@@ -400,7 +404,7 @@ class SparsityController:
     def _watch(
         self, objective: SpladeObjective, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any
     ) -> None:
-        # A copy of the objective brings the hook along, and is another's.
+        # A copy of the objective has the hook too, but another controller's weight.
         if objective is not self.objective or not objective.training or not torch.is_grad_enabled():
             return
         batch: SpladeBatch = args[0] if args else kwargs["batch"]
@@ -416,7 +420,7 @@ class SparsityController:
             self.step()
 
     def report(self) -> dict[str, float | str | None]:
-        """What it saw last and did about it, for a logger; ``None`` before the first look."""
+        """Return the last measurement and the weight, for a logger; ``None`` before the first."""
         return {
             "step": self._steps,
             "target": self.target_active,
@@ -428,7 +432,7 @@ class SparsityController:
         }
 
     def __str__(self) -> str:
-        """One line."""
+        """Return the state as one line."""
         active = "?" if self._active is None else f"{self._active:.1f}"
         return (
             f"{self.term}: {active} active of {self.target_active:g} wanted, "
@@ -437,7 +441,7 @@ class SparsityController:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs to go on as this one would.
+        """Return all that a resumed run needs to continue as this one would.
 
         After a step it is the same on every rank.
         """
@@ -465,14 +469,20 @@ class SparsityController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there, and sets the weight; target and gain are those it was made with.
+        """Restore a state and set the weight; target and gain stay those of this controller.
 
         Raises:
-            ValueError: for the state of something else, or of another term's controller.
+            ValueError: for a state that is not a controller's, or is another term's.
         """
-        if missing := sorted(self.state_dict().keys() - state.keys()):
+        known = self.state_dict().keys()
+        if missing := sorted(known - state.keys()):
             raise ValueError(
                 f"expected the state of a SparsityController, got one without {', '.join(missing)}"
+            )
+        if unknown := sorted(map(str, state.keys() - known)):
+            raise ValueError(
+                "expected the state of this version's SparsityController, got one with "
+                f"{', '.join(unknown)}"
             )
         if state["term"] != self.term:
             raise ValueError(f"expected the state for {self.term!r}, got {state['term']!r}'s")
@@ -480,6 +490,11 @@ class SparsityController:
             numbers = value if isinstance(value, list | tuple) else [value]
             if any(isinstance(x, float) and not math.isfinite(x) for x in numbers):
                 raise ValueError(f"expected finite numbers as {name!r} of the state, got {value}")
+        for name, size in {"dead": 3, "first": 2, "seen": 5, "sent": 5}.items():
+            if state[name] is not None and len(state[name]) != size:
+                raise ValueError(
+                    f"expected {size} numbers as {name!r} of the state, got {state[name]}"
+                )
         for name in ("steps", "silent_steps"):
             check_integer(name, state[name], minimum=0)
         check_number("start", state["start"], minimum=0.0, exclusive=True)
@@ -512,6 +527,6 @@ class _Handles:
         self._handles = handles
 
     def remove(self) -> None:
-        """Removes the hooks."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""What the vectors of a training run look like, and which loss shapes them."""
+"""Statistics of the vectors of a training run, and each loss's share in their gradient."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,12 @@ from sparse_losses._core.token_ids import (
     first_occurrences,
     id_mask,
 )
-from sparse_losses.distributed import maximum_over_ranks, num_ranks, sum_over_ranks
+from sparse_losses.distributed import (
+    agree_across_ranks,
+    maximum_over_ranks,
+    num_ranks,
+    sum_over_ranks,
+)
 from sparse_losses.objective.batch import SpladeBatch, Texts
 from sparse_losses.objective.objective import SpladeObjective
 
@@ -32,7 +37,7 @@ __all__ = [
 
 
 class Report(dict[str, float]):
-    """Numbers by name, for a logger; printed, a table.
+    """A dict of numbers by name, for a logger; ``print`` shows it as a table.
 
     Examples:
         >>> from sparse_losses import Report
@@ -42,7 +47,7 @@ class Report(dict[str, float]):
     """
 
     def __str__(self) -> str:
-        """One line a number."""
+        """Return one line per number."""
         width = max(map(len, self), default=0)
         return "\n".join(f"{name:{width}}  {self._shown(name)}" for name in self)
 
@@ -53,36 +58,36 @@ class Report(dict[str, float]):
 
 
 class Diagnostics:
-    r"""Adds up what the activations of one side look like, over as many batches as you like.
+    r"""Statistics of the activations of one side, accumulated over any number of batches.
 
-    The state is two numbers per token and a dozen besides; nothing in it grows, and ``update``
-    waits for nothing. ``report`` reads it:
+    The state has a fixed size, a few numbers per token, and ``update`` does not wait for the
+    device. ``report`` returns
 
-    - ``active_dimensions``: mean number a text, of the texts that have any; ``smallest``,
-      ``largest``.
+    - ``active_dimensions``: mean number per text, over the texts that have any; ``smallest`` and
+      ``largest`` are the extremes.
     - ``dead_rows``: share of texts without any; ``dense_rows``: share with more than a quarter of
       the vocabulary.
-    - ``mean_activation``: of the active entries.
-    - ``flops``: of ``flops_loss``, over all texts at once, silent ones included.
-    - ``index_flops``: $\sum_j p_j^2$, $p_j$ the share of texts in which token $j$ is active: what
-      scoring a random pair costs.
-    - ``effective_tokens``: $e^H$, $H$ the entropy of the columns' shares in all activation.
+    - ``mean_activation``: mean of the active entries.
+    - ``flops``: value of ``flops_loss`` over all texts at once, dead ones included.
+    - ``index_flops``: $\sum_j p_j^2$, where $p_j$ is the share of texts in which token $j$ is
+      active: the mean cost of scoring a random pair.
+    - ``effective_tokens``: $e^H$, where $H$ is the entropy of the tokens' shares of all activation.
     - ``never_active``: share of the vocabulary that no text activates.
-    - ``special_share``, ``stopword_share``, ``foreign_share``: of the active entries; ``..._top``:
-      of each text's ``top_k`` largest. Foreign: neither allowed nor special.
+    - ``special_share``, ``stopword_share``, ``foreign_share``: shares of the active entries;
+      ``..._top``: of each text's ``top_k`` largest. Foreign tokens are neither allowed nor special.
     - ``semantic_ratio``: mean activation of the active content tokens over that of the active
       stopwords.
-    - ``input_recall``: share of a text's own tokens (specials aside) that it activates.
+    - ``input_recall``: share of a text's own tokens (without special ones) that it activates.
     - ``other_side_recall``: share of its positive's (or its query's) tokens that it activates.
 
-    What cannot be said (no stopwords known, say) is not in the report.
+    The report leaves out numbers whose inputs are missing.
 
     Args:
         vocab_size: $V$.
         special_token_ids: the special tokens.
         stopword_ids: the stopwords.
         allowed_token_ids: the tokens of the wanted languages.
-        top_k: how many of a text's largest activations count as its top.
+        top_k: number of a text's largest activations that ``..._top`` counts.
 
     Examples:
         >>> import torch
@@ -110,14 +115,15 @@ class Diagnostics:
         self._special = id_mask("special_token_ids", special_token_ids, vocab_size, cpu)
         self._stopword = id_mask("stopword_ids", stopword_ids, vocab_size, cpu)
         allowed = id_mask("allowed_token_ids", allowed_token_ids, vocab_size, cpu)
-        self._special_there: Tensor | None = None  # where the activations are
+        self._special_there: Tensor | None = None  # on the device of the activations
         self._foreign = None if allowed is None else ~allowed
         if self._foreign is not None and self._special is not None:
             self._foreign = self._foreign & ~self._special
+        self._agree = False  # all ranks, on the size of their vocabularies
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything that was added."""
+        """Reset the state to that of a new object."""
         self._columns: Tensor | None = None  # [3, V]: sum, active texts, texts with it on top
         self._numbers: Tensor | None = None  # see `update`
         self._range: Tensor | None = None
@@ -130,14 +136,14 @@ class Diagnostics:
         attention_mask: Tensor | None = None,
         other_side: Texts | None = None,
     ) -> None:
-        """Adds a batch.
+        """Add a batch.
 
         Args:
-            activations: ``[B, V]``; or ``Texts``, which bring their ids and mask along (those
-                may be ``[B, N, V]``).
-            input_ids: ``[B, S]``, for ``input_recall``.
+            activations: ``[B, V]``; or ``Texts`` (``[B, V]`` or ``[B, N, V]``) with their own ids
+                and mask.
+            input_ids: token ids ``[B, S]``, for ``input_recall``.
             attention_mask: ``[B, S]``.
-            other_side: the texts that these should also name, for ``other_side_recall``.
+            other_side: the positives (or queries) of these texts, for ``other_side_recall``.
         """
         if isinstance(activations, Texts):
             texts = activations.flatten() if activations.activations.ndim == 3 else activations
@@ -204,7 +210,7 @@ class Diagnostics:
     def _recall(
         self, is_active: Tensor, ids: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """How many tokens of each text are active, as shares summed over texts; how many texts."""
+        """Return the sum over texts of the share of tokens that are active, and the text count."""
         wide = widest_dtype(is_active.device)
         zero = is_active.new_zeros((), dtype=wide)
         if ids is None or mask is None:
@@ -213,7 +219,7 @@ class Diagnostics:
         ids = attended_ids("input_ids", ids, attended, self.vocab_size)
         if self._special is not None:
             if self._special_there is None or self._special_there.device != ids.device:
-                self._special_there = self._special.to(ids.device)  # once: such a copy waits
+                self._special_there = self._special.to(ids.device)  # kept, as the copy waits
             attended = attended & ~self._special_there[ids]
         ids, counts = first_occurrences(ids, attended)
         hits = (is_active.gather(1, ids) & counts).sum(1)
@@ -221,33 +227,39 @@ class Diagnostics:
         return (hits / total.clamp(min=1)).to(wide).sum(), (total > 0).sum().to(wide)
 
     def all_reduce(self) -> "Diagnostics":
-        """Adds up what all ranks saw, on every rank, and returns this object.
+        """Sum the state over all ranks, on every rank, and return this object.
 
-        Every rank calls it, also one that saw nothing, and once before ``report`` and
-        ``reset``: a second call would count every text again. Without a process group nothing
-        happens.
+        Every rank must call it, even without batches, once before ``report`` and ``reset``: a
+        second call would count every text again. Without a process group it does nothing.
+
+        Raises:
+            ValueError: on every rank, if their vocabularies differ in size (compared in the first
+                call, which waits for the device).
         """
         if num_ranks() == 1:
             return self
         if self._columns is None or self._numbers is None or self._range is None:
-            nccl = torch.distributed.get_backend() == "nccl"  # which has no CPU tensors
+            nccl = torch.distributed.get_backend() == "nccl"  # NCCL cannot send CPU tensors
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu"
             self._columns = torch.zeros(3, self.vocab_size, device=device, dtype=torch.float64)
             self._numbers = self._columns.new_zeros(8)
             self._range = torch.tensor([-self.vocab_size, 0], device=device)
+        if not self._agree:
+            agree_across_ranks("Diagnostics.all_reduce", True, self._columns, V=self.vocab_size)
+            self._agree = True
         self._columns = sum_over_ranks(self._columns)
         self._numbers = sum_over_ranks(self._numbers)
         self._range = maximum_over_ranks(self._range)
         return self
 
     def report(self) -> Report:
-        """What was seen so far; waits for the device."""
+        """Return the numbers of all batches so far; waits for the device."""
         return self.report_later().read()
 
     def report_later(self) -> Later[Report]:
-        """What was seen so far, on its way to the host: ``.read()`` it a step or more later.
+        """Start copying the numbers to the host; ``.read()`` the report one or more steps later.
 
-        Nothing waits then, and what is added or forgotten meanwhile is not in it.
+        A later ``read`` does not wait, and later updates and resets do not change the report.
         """
         if self._columns is None or self._numbers is None or self._range is None:
             return Later(torch.empty(0), lambda _: Report())
@@ -255,7 +267,7 @@ class Diagnostics:
         return Later(torch.cat([self._columns.flatten(), numbers, extremes]), self._report)
 
     def _report(self, values: Tensor) -> Report:
-        """Of all that was added up, in one piece."""
+        """Compute the report from the whole state in one tensor."""
         summed, texts, top = values[: 3 * self.vocab_size].view(3, -1)
         rows, active, dead, dense, own, own_rows, other, other_rows, smallest, largest = values[
             3 * self.vocab_size :
@@ -297,13 +309,13 @@ class Diagnostics:
         return report
 
     def top_tokens(self, k: int = 20) -> dict[int, float]:
-        """The ids that are most often among a text's ``top_k``, and in what share of the texts.
+        """Return the ids most often among a text's ``top_k``, with their share of the texts.
 
-        Where these are stopwords, or the same few in every text, the vectors say little. Waits for
-        the device.
+        If they are stopwords, or the same few in every text, the vectors carry little information.
+        Waits for the device.
 
         Args:
-            k: how many.
+            k: the largest number of ids to return.
         """
         check_integer("k", k, minimum=1)
         if self._columns is None or self._numbers is None:
@@ -316,7 +328,7 @@ class Diagnostics:
 def context_overlap(one: Tensor, other: Tensor) -> Tensor:
     r"""Jaccard overlap $|A_i \cap B_i| / |A_i \cup B_i|$ of the active tokens of paired rows.
 
-    For pairs that share a keyword and not its context, 1 minus the mean is the context
+    For pairs that share a keyword but not its context, 1 minus the mean overlap is the context
     discrimination of the notes on V28.
 
     Args:
@@ -347,8 +359,8 @@ def recall_at_k(scores: Tensor, positive: Tensor, k: int) -> Tensor:
         k: 1 to ``C``.
 
     Returns:
-        0-d, fp32. A query without positives is left out. A tie counts half against the positive, so
-        that scoring everything alike earns nothing.
+        0-d, fp32. Queries without positives are left out. Half of the tied candidates rank above
+        the positive, so that a constant score gains nothing.
 
     Examples:
         >>> import torch
@@ -364,7 +376,7 @@ def recall_at_k(scores: Tensor, positive: Tensor, k: int) -> Tensor:
         columns = torch.arange(size["C"], device=scores.device)
         positive = positive[:, None] == columns
     positive = as_mask("positive", positive)
-    scores = scores.contiguous()  # or searchsorted warns, of a sorted transpose too
+    scores = scores.contiguous()  # searchsorted warns of a transposed tensor
     ordered = scores.sort(1).values
     not_above = torch.searchsorted(ordered, scores, right=True)
     below = torch.searchsorted(ordered, scores)
@@ -376,13 +388,13 @@ def recall_at_k(scores: Tensor, positive: Tensor, k: int) -> Tensor:
 
 
 class GradientReport(NamedTuple):
-    """How hard each term pulls at the representation, and which pull against each other.
+    """The size of each term's gradient at the representation, and the angles between them.
 
     Attributes:
-        norms: of the gradient of every active term, times its weight, by all activations of the
-            batch; by the logits, for texts that have them.
-        cosines: of the gradients of each pair of terms; -1: they fight, 0: they do not meet. (Terms
-            of different sides do not, here; in the encoder they may.)
+        norms: norm of the gradient of every active term, times its weight, with respect to all
+            activations of the batch, or to the logits of texts that have them.
+        cosines: cosine of the gradients of each pair of terms: -1 if they are opposed, 0 if they
+            have nothing in common, as terms of different sides here (in the encoder they may).
 
     Examples:
         >>> from sparse_losses import GradientReport
@@ -396,12 +408,12 @@ class GradientReport(NamedTuple):
     cosines: dict[tuple[str, str], float]
 
     def as_dict(self) -> dict[str, float]:
-        """Flat, for a logger."""
+        """Return a flat dict, for a logger."""
         flat = {f"norm/{name}": value for name, value in self.norms.items()}
         return flat | {f"cosine/{a}/{b}": value for (a, b), value in self.cosines.items()}
 
     def __str__(self) -> str:
-        """A table: the norm, its share, and the cosines with the terms before."""
+        """Return a table of the norm, its share, and the cosines with the terms above."""
         total = sum(self.norms.values()) or 1.0
         names = list(self.norms)
         digits = len(str(len(names)))
@@ -410,7 +422,7 @@ class GradientReport(NamedTuple):
         numbers = "".join(f"{number:>7}" for number in range(1, len(names)))
         lines = [f"{'':{width}}      norm  share   cosine with{numbers}".rstrip()]
         for row, (name, label) in enumerate(zip(names, labels, strict=True)):
-            # A plain dot: nothing in common.
+            # A cosine of 0 is shown as a dot.
             cosines = [self.cosines[other, name] for other in names[:row]]
             cells = "".join(f"{c:>7.2f}" if c else f"{'.':>7}" for c in cosines)
             share = self.norms[name] / total
@@ -422,13 +434,13 @@ class GradientReport(NamedTuple):
 def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> GradientReport:
     """Norms and cosines of the terms' gradients at the representation.
 
-    One forward pass of the losses and one backward pass a term, to the activations only: the
-    encoder is not asked again, and no ``.grad`` is touched. It holds one gradient of the batch a
-    term.
+    This takes one forward pass of the losses and one backward pass per term, to the activations
+    only: the encoder does not run, and no ``.grad`` changes. Memory holds one gradient of the
+    batch per term.
 
     Args:
-        objective: its active terms are looked at, with their present weights.
-        batch: detached here.
+        objective: the objective with the active terms and their present weights.
+        batch: the batch; it is detached.
 
     Examples:
         >>> import torch
@@ -449,7 +461,7 @@ def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> GradientR
     def leaf_texts(texts: Texts) -> Texts:
         if texts.logits is None:
             return texts._replace(activations=leaf(texts.activations))
-        # One space for both: the activations as they came, with the slope of log1p(relu(logits)).
+        # The given activations, with the gradient of log1p(relu(logits)): one leaf for both.
         logits = leaf(texts.logits)
         with torch.enable_grad():
             slope = logits.relu().log1p()
@@ -481,7 +493,7 @@ def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> GradientR
 
 
 def _products(gradients: Sequence[Sequence[Tensor]]) -> list[list[float]]:
-    """The dot products of all pairs of rows of tensors, in fp64, a piece at a time."""
+    """Return the dot products of all pairs of gradients, in fp64, a piece at a time."""
     if not gradients:
         return []
     device = gradients[0][0].device

@@ -1,4 +1,4 @@
-"""Many losses over one batch, weighted and added up."""
+"""The weighted sum of many losses over one batch."""
 
 import difflib
 import functools
@@ -42,10 +42,10 @@ from sparse_losses.objective.shared_scores import (
 
 __all__ = ["NEEDS", "ObjectiveOutput", "SpladeObjective"]
 
-# Losses that ask for more than texts.
+# Losses of labelled features, which a batch of texts does not have.
 NO_TERMS = ("n_pair", "nws", "pairwise_contrastive")
 
-# Every term, and what of the batch it cannot do without.
+# Every term, and the parts of the batch that it requires.
 NEEDS: dict[str, tuple[str, ...]] = {
     "info_nce": (),
     "triplet_margin": ("negative",),
@@ -69,16 +69,15 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "document_positive_activation": ("anchor.input_ids", "anchor.attention_mask"),
 }
 
-
-# The losses of one text at a time.
+# The losses that need the vectors of one side only.
 ON_TEXTS = ("flops", "min_activation", "language_penalty", "self_reconstruction")
 
 
 class ObjectiveOutput(NamedTuple):
-    """What ``SpladeObjective`` returns.
+    """The output of ``SpladeObjective``.
 
     Attributes:
-        total: 0-d; minimise this.
+        total: the weighted sum to minimise, 0-d.
         terms: the value of every active term, without its weight and without a graph.
 
     Examples:
@@ -98,45 +97,45 @@ class SpladeObjective(nn.Module):
 
     $$\mathcal{L} = \sum_k \lambda_k \, \ell_k$$
 
-    The losses are modules and hold their own numbers (``objective.info_nce.temperature``);
-    ``objective.weights`` holds $\lambda$, by name: ``info_nce``, ``triplet_margin``,
-    ``distillation``, ``context_distillation``, ``margin_mse``, and a side each, ``query_...``
-    (anchors) and ``document_...`` (positives and negatives), ``flops``, ``min_activation``,
-    ``language_penalty``, ``self_reconstruction`` and ``positive_activation`` (there the side's
-    activations name the tokens of the other side). Weights may be changed between steps. A term
-    that is absent or whose weight is 0 is not computed; a weight that is a tensor always is.
+    ``weights`` holds $\lambda$ by the names of the terms: ``info_nce``, ``triplet_margin``,
+    ``distillation``, ``context_distillation``, ``margin_mse``, and for each side, ``query_...``
+    (anchors) and ``document_...`` (positives and negatives): ``flops``, ``min_activation``,
+    ``language_penalty``, ``self_reconstruction`` and ``positive_activation`` (one side's
+    activations of the other side's tokens). The losses are modules that hold their own
+    hyperparameters (``objective.info_nce.temperature``). Weights may change between steps. A term
+    without a weight or with weight 0 is not computed; one whose weight is a tensor always is.
 
-    Where InfoNCE and distillation are both active they share one product: the scores
-    ``[B, B + N]``, in InfoNCE's similarity. ``context_distillation`` compares the anchors with one
-    another, so that texts with the same words in another context part as the teacher says.
+    If InfoNCE and distillation are both active they share one product: the scores ``[B, B + N]``
+    in InfoNCE's similarity. ``context_distillation`` compares the anchors with one another, so that
+    the model learns from the teacher how far texts with the same words differ by context.
 
     Args:
         weights: $\lambda$ by name.
         info_nce: default ``InfoNCELoss()``; likewise every other loss. None may have
             ``reduction="none"``.
-        triplet_margin: takes a row's own negatives: ``[B, N, V]``, or ``[B, V]``, one each.
-        distillation: of ``score_scale`` times the scores.
-        context_distillation: likewise, of the anchors' scores with one another.
-        margin_mse: takes a row's own negatives, as ``triplet_margin``; the mean over them.
+        triplet_margin: needs each anchor's own negatives: ``[B, N, V]``, or one each, ``[B, V]``.
+        distillation: loss on ``score_scale`` times the scores.
+        context_distillation: the same on the anchors' scores with one another.
+        margin_mse: needs own negatives as ``triplet_margin`` does; the mean over them.
         flops: ``FlopsLoss`` or ``IdfFlopsLoss``.
-        min_activation: a text of few tokens is asked for no more, where its mask is known.
-        self_reconstruction: of the logits where the batch has them; by default without the special
-            tokens.
-        positive_activation: by default without the special tokens.
-        language_penalty: has no default, as the allowed tokens are yours.
-        special_token_ids: no tokens of a text: not counted, and what the defaults above ignore
-            (one term would raise what another punishes).
-        stopword_ids: tokens that InfoNCE and FLOPS do not see. (Hidden from the activation losses
-            too, training collapses.)
-        score_scale: the student's scores are multiplied by it for distillation: cosines are too
-            flat for a softmax; 1 over InfoNCE's temperature is their common scale.
-        teacher_scale: likewise the teacher's; default: as the student's. 1 for logits.
-        gather: whether the values are those of all ranks' texts together, and the gradients after
-            DistributedDataParallel's averaging those of one process that holds them all; every loss
-            is called with it. A teacher's scores of all candidates are then of all ranks'
-            candidates, ``[B, W B + W N]``; those of this rank's alone, ``[B, B + N]``, leave the
-            others out.
-        impl: ``"auto"``, each loss as its own ``impl`` says, or ``"definition"``, every loss by its
+        min_activation: averages no more activations than a text has tokens, where its mask is
+            known.
+        self_reconstruction: loss on the logits where the batch has them; by default it ignores
+            special tokens.
+        positive_activation: by default it ignores special tokens.
+        language_penalty: has no default: it needs your allowed tokens.
+        special_token_ids: tokens that do not count as a text's own; the defaults above ignore them,
+            so that no term raises what another lowers.
+        stopword_ids: tokens that are hidden from InfoNCE and FLOPS. (Training collapses if they are
+            hidden from the activation losses too.)
+        score_scale: factor on the student's scores in distillation, > 0. Cosines differ too little
+            for a softmax; 1 over InfoNCE's temperature gives both losses the same scale.
+        teacher_scale: factor on the teacher's scores; default: ``score_scale``. Use 1 for logits.
+        gather: whether all losses use the texts of all ranks. The values are then those of one
+            process with all texts, and so are the gradients after DistributedDataParallel's
+            averaging. Teacher scores are of all ranks' candidates, ``[B, W B + W N]``, or of this
+            rank's alone, ``[B, B + N]``, which leaves the others out.
+        impl: ``"auto"`` uses the ``impl`` of each loss, ``"definition"`` computes every loss by its
             formula, operation by operation.
 
     Shape:
@@ -222,7 +221,7 @@ class SpladeObjective(nn.Module):
         self.active()
 
     def active(self) -> list[str]:
-        """The terms that are computed, in the order of their computation.
+        """Return the terms that are computed, in the order of their computation.
 
         Raises:
             ValueError: for a name that is no term.
@@ -246,7 +245,7 @@ class SpladeObjective(nn.Module):
         return [name for name in NEEDS if _counts(self.weights.get(name, 0.0))]
 
     def forward(self, batch: SpladeBatch) -> ObjectiveOutput:
-        """The weighted sum, and what went into it."""
+        """Return the weighted sum and the value of every active term."""
         check_choice("impl", self.impl, ("auto", "definition"))
         check_number("score_scale", self.score_scale, minimum=0.0, exclusive=True)
         if self.teacher_scale is not None:
@@ -259,15 +258,15 @@ class SpladeObjective(nn.Module):
                 total = weight * term
             elif isinstance(weight, Tensor) or torch.compiler.is_compiling():
                 total = total + weight * term
-            else:  # in one operation, whose number a compiler would take for a constant
+            else:  # one operation; a compiler would compile `alpha` as a constant
                 total = torch.add(total, term, alpha=weight)
-        if total is None:  # of no term at all the sum is 0, and part of the graph
+        if total is None:  # without terms the sum is 0 and must be part of the graph
             x = batch.anchor.activations
             total = x.flatten()[:0].to(compute_dtype(activations=x)).sum()
         return ObjectiveOutput(total, {name: term.detach() for name, term in terms.items()})
 
     def terms(self, batch: SpladeBatch) -> dict[str, Tensor]:
-        """The active terms, without their weights, each with its graph.
+        """Return the active terms, without their weights, each with its graph.
 
         Raises:
             ValueError: for an active term that lacks a loss or an input.
@@ -278,11 +277,11 @@ class SpladeObjective(nn.Module):
         with autocast_off(batch.anchor.activations.device):
             if not gathers or torch.compiler.is_compiling():
                 return self._terms(active, batch)
-            with skip_size_check():  # compared once for all terms
+            with skip_size_check():  # the sizes were compared above, once for all terms
                 return self._terms(active, batch)
 
     def _call(self, loss: nn.Module, *tensors: Tensor | None, **options: Any) -> Tensor:
-        """A loss as it is, over all ranks where the objective is."""
+        """Call a loss with the objective's ``gather`` and ``impl``."""
         if self.gather:
             options["gather"] = True
         if self.impl == "definition" and hasattr(loss, "impl"):
@@ -291,7 +290,7 @@ class SpladeObjective(nn.Module):
         return value
 
     def _spans_ranks(self, active: Sequence[str], batch: SpladeBatch) -> bool:
-        """Whether other ranks take part, which then compute the same terms of the same sizes."""
+        """Return whether other ranks take part, after checking that terms and sizes agree."""
         x = batch.anchor.activations
         others = None if batch.negative is None else batch.negative.activations
         teachers = batch.teacher_scores, batch.teacher_anchor_scores
@@ -310,7 +309,7 @@ class SpladeObjective(nn.Module):
         return agree_across_ranks(call, self.gather, *vectors, **sizes)
 
     def _terms(self, active: Sequence[str], batch: SpladeBatch) -> dict[str, Tensor]:
-        # Joining positives and negatives is a copy: only where a term reads it.
+        # Positives and negatives are joined only where a term needs it: joining copies them.
         sides = {"query": batch.anchor}
         if {f"document_{name}" for name in ON_TEXTS} & {*active}:
             sides["document"] = _together(batch.positive, batch.negative)
@@ -346,7 +345,7 @@ class SpladeObjective(nn.Module):
     def _of_scores(
         self, active: Sequence[str], batch: SpladeBatch, shown: SpladeBatch | None
     ) -> dict[str, Tensor]:
-        """The terms on similarities; InfoNCE sees ``shown`` where stopwords are hidden."""
+        """Return the terms on scores; InfoNCE gets ``shown`` where stopwords are hidden."""
         terms: dict[str, Tensor] = {}
         anchor, positive, negative = batch.anchor, batch.positive, batch.negative
         teacher_scores, teacher_anchor_scores = batch.teacher_scores, batch.teacher_anchor_scores
@@ -358,7 +357,7 @@ class SpladeObjective(nn.Module):
         if "info_nce" in active:
             is_whole = shown is None and not (self.gather or self.info_nce.gather)
             terms["info_nce"] = self._info_nce(shown or batch, scores if is_whole else None)
-        # What an active term needs is there: the checks above said so, the types do not know.
+        # The checks above ensure the inputs of active terms; the `is not None` are for the types.
         if "triplet_margin" in active and negative is not None:
             terms["triplet_margin"] = self._call(
                 self.triplet_margin, anchor.activations, positive.activations, negative.activations
@@ -382,7 +381,7 @@ class SpladeObjective(nn.Module):
         return terms
 
     def _of_texts(self, active: Sequence[str], side: str, texts: Texts) -> dict[str, Tensor]:
-        """The terms on the vectors of one side and their own tokens."""
+        """Return the terms on the vectors of one side and their own tokens."""
         terms: dict[str, Tensor] = {}
         activations, input_ids, attention_mask, logits = texts
         signed = activations if logits is None else logits
@@ -399,9 +398,9 @@ class SpladeObjective(nn.Module):
         return terms
 
     def _info_nce(self, batch: SpladeBatch, scores: Tensor | None) -> Tensor:
-        """InfoNCE of the vectors, or of scores that are there if the module takes them."""
+        """Compute InfoNCE of the shared scores if the module takes them, else of the vectors."""
         loss, negative = self.info_nce, batch.negative
-        # The second direction of negatives is not among the scores.
+        # The scores lack the second direction of the negatives.
         is_enough = loss.in_batch and not (loss.symmetric and negative is not None)
         if scores is None or not is_enough or not takes_scores(loss):
             return self._call(
@@ -421,7 +420,7 @@ class SpladeObjective(nn.Module):
         return info_nce_of_shared_scores(scores, loss.temperature, self.impl, **options)
 
     def _ranks_of_teacher(self, anchor: Texts, negative: Texts | None, teacher: Tensor) -> int:
-        """Of how many ranks' candidates these are the teacher's scores: this one's, or all."""
+        """Return how many ranks' candidates the teacher scored: 1 (this rank's) or all."""
         ranks = num_ranks() if self.gather else 1
         wanted = ranks * len(anchor.activations)
         if negative is not None:
@@ -430,13 +429,13 @@ class SpladeObjective(nn.Module):
         return ranks if teacher.ndim == 2 and teacher.shape[1] == wanted else 1
 
     def _scores(self, anchor: Texts, positive: Texts, negative: Texts | None, ranks: int) -> Tensor:
-        """What InfoNCE compares, ``[B, B + N]``: positives, then negatives; of one or all ranks."""
+        """Return the scores of positives, then negatives, ``[B, B + N]``, of one or all ranks."""
         check_choice("info_nce.similarity", self.info_nce.similarity, ("cosine", "dot"))
         query, key = anchor.activations, positive.activations
         others = None if negative is None else negative.activations
         if ranks > 1:
             key = gather_rows(key)
-            if others is not None and others.ndim == 2:  # each anchor's own stay here
+            if others is not None and others.ndim == 2:  # own negatives are not gathered
                 others = gather_rows(others)
         is_cosine = self.info_nce.similarity == "cosine"
         return candidate_scores(query, key, others, cosine=is_cosine)
@@ -444,18 +443,19 @@ class SpladeObjective(nn.Module):
     def _margin_mse(
         self, scores: Tensor, batch: SpladeBatch, teacher: Tensor, ranks: int
     ) -> Tensor:
-        """Over all pairs of a positive and one of its anchor's own negatives."""
+        """Compute MarginMSE over all pairs of a positive and one of its anchor's own negatives."""
         own = own_candidates(scores, batch.negative, ranks)
         scored = scored_candidates(scores, batch, teacher.shape, ranks)
         if scored == "positives":
             raise ValueError(
                 "the term 'margin_mse' needs `batch.teacher_scores` of the negatives too, got "
-                f"{list(teacher.shape)}, of the positives alone"
+                f"{list(teacher.shape)}, for the positives alone"
             )
         if scored == "all":
             teacher = own_candidates(teacher, batch.negative, ranks)
         teacher = teacher.to(own.dtype)
-        is_pair = (teacher[:, :1] != -torch.inf) & (teacher[:, 1:] != -torch.inf)  # candidates
+        # A score of -inf is no candidate.
+        is_pair = (teacher[:, :1] != -torch.inf) & (teacher[:, 1:] != -torch.inf)
         return over_pairs(
             functools.partial(self._call, self.margin_mse),
             is_pair,
@@ -465,7 +465,7 @@ class SpladeObjective(nn.Module):
         )
 
     def _hide(self, texts: Texts) -> Texts:
-        """Without the stopwords."""
+        """Set the activations of stopwords to 0."""
         self._check_stopwords(texts.activations.shape[-1])
         return texts._replace(activations=texts.activations.index_fill(-1, self.stopword_ids, 0.0))
 
@@ -529,7 +529,7 @@ class SpladeObjective(nn.Module):
 
     @staticmethod
     def _check_both_or_neither(active: Sequence[str], batch: SpladeBatch) -> None:
-        """What changes a term must be known of positives and negatives alike."""
+        """Check that an input that changes a term is given for positives and negatives alike."""
         wanted = {
             "document_min_activation": ("attention_mask", "logits"),
             "document_self_reconstruction": ("logits",),
@@ -544,7 +544,7 @@ class SpladeObjective(nn.Module):
                     )
 
     def extra_repr(self) -> str:
-        """The weights, and what differs from the default."""
+        """Return the weights and the settings that differ from the default."""
         parts = [f"weights={self.weights}"]
         if len(self.stopword_ids):
             parts.append(f"stopword_ids={len(self.stopword_ids)} tokens")
@@ -560,7 +560,7 @@ def _scaled(scores: Tensor, scale: float) -> Tensor:
 
 
 def _counts(weight: float | Tensor) -> bool:
-    # A tensor is not looked at: that would wait for the device.
+    # Reading a tensor would wait for the device.
     return isinstance(weight, Tensor) or weight != 0
 
 

@@ -1,4 +1,4 @@
-"""Weights and temperatures that change in the course of training, counted in optimiser steps."""
+"""Weights and temperatures that change during training, counted in optimiser steps."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,10 +22,10 @@ __all__ = [
 
 
 class ReadOnly(dict[str, Any]):
-    """A dict that is data: copied and pickled as any other, but not changed."""
+    """A dict that cannot be changed, but copied and pickled."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError("expected no change of a preset's or a phase's numbers: make another")
+        raise TypeError("expected no change of a preset's or a phase's numbers: create another")
 
     __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = _refuse
     __ior__ = _refuse
@@ -36,14 +36,14 @@ class ReadOnly(dict[str, Any]):
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """What holds from the ``first`` to the ``last`` epoch (or step), both included.
+    """The settings from the ``first`` to the ``last`` epoch (or step), both included.
 
     Attributes:
-        first: epochs are counted from 1, steps from 0.
-        last: the phase of the highest number stays on after it.
-        temperature: of InfoNCE; ``None``: the objective's own, as it was before the schedule
-            (a tensor stays as it is).
-        weights: by name; they replace the objective's.
+        first: first epoch (counted from 1) or step (counted from 0).
+        last: last epoch or step; the last phase of a curriculum continues after it.
+        temperature: InfoNCE's temperature; ``None`` restores the objective's own (a tensor keeps
+            its value).
+        weights: weights by name; they replace the objective's.
 
     Examples:
         >>> from sparse_losses import Phase
@@ -67,7 +67,7 @@ class Phase:
         object.__setattr__(self, "weights", ReadOnly(self.weights))
 
     def __str__(self) -> str:
-        """One line."""
+        """Return the phase as one line."""
         parts = [] if self.temperature is None else [f"temperature {self.temperature:g}"]
         parts += [f"{name} {weight:g}" for name, weight in self.weights.items()]
         return f"{self.first} to {self.last}: {', '.join(parts)}"
@@ -78,8 +78,8 @@ class Curriculum:
     """Phases that follow one another without a gap.
 
     Attributes:
-        phases: in order.
-        unit: what they count: ``"epoch"`` (from 1) or ``"step"`` (of the optimiser, from 0).
+        phases: the phases in order.
+        unit: unit of their numbers: ``"epoch"`` (from 1) or ``"step"`` (of the optimiser, from 0).
 
     Examples:
         >>> from sparse_losses import Curriculum, Phase
@@ -106,7 +106,7 @@ class Curriculum:
             expected = phase.last + 1
 
     def at(self, number: int) -> Phase:
-        """The phase of an epoch or step; after the last one, the last one."""
+        """Return the phase of an epoch or step; the last phase has no end."""
         check_integer(self.unit, number, minimum=self.phases[0].first)
         return next((phase for phase in self.phases if number <= phase.last), self.phases[-1])
 
@@ -115,8 +115,8 @@ class Curriculum:
 class Warmup:
     r"""A factor that rises from 0 to 1: $\min(1, n / N)$, or its square.
 
-    $n$ is the number of optimiser steps taken, $N$ is ``steps``. The quadratic one is usual for
-    FLOPS: a retriever learns to rank before it learns to be sparse.
+    Here $n$ is the number of optimiser steps taken and $N$ is ``steps``. The quadratic form is
+    usual for FLOPS: a retriever learns to rank before it learns to be sparse.
 
     Examples:
         >>> from sparse_losses import Warmup
@@ -132,26 +132,26 @@ class Warmup:
         check_choice("shape", self.shape, ("linear", "quadratic"))
 
     def __call__(self, step: int) -> float:
-        """The factor after ``step`` optimiser steps."""
+        """Return the factor after ``step`` optimiser steps."""
         share = min(1.0, step / self.steps)
         return share if self.shape == "linear" else share * share
 
 
 class TrainingSchedule:
-    """Sets an objective's weights and temperature as the optimiser steps go by.
+    """Set an objective's weights and temperature by the number of optimiser steps.
 
     A weight is the phase's, or the objective's own where the phase names none, times its warm-up.
-    A term that the objective does not have, or has with a weight of 0, stays off in every phase:
-    for a term that begins later, let an early phase set it to 0. All of it is a function of the
-    number of steps (and of a temperature that is learned): a run that is resumed sees the same
-    numbers, bit for bit. The weights are changed themselves, so gradients and reports follow. A
-    temperature that is a tensor or ``nn.Parameter`` is copied into as a phase begins.
+    A term that the objective lacks, or has with a weight of 0, stays off in every phase: to start
+    a term later, set it to 0 in the early phases. The weights depend on the number of steps only,
+    so a resumed run has the same weights, bit for bit. The schedule writes to
+    ``objective.weights``, so gradients and reports use the new values. At the start of a phase, its
+    temperature is copied into a temperature that is a tensor or ``nn.Parameter``.
 
     Args:
-        objective: whose weights are set, from now on; ``objective.scheduled`` names them.
-        curriculum: phases by epoch (then ``steps_per_epoch`` is needed) or step.
-        warmups: by the name of the term.
-        steps_per_epoch: optimiser steps, not batches: fewer where gradients are accumulated.
+        objective: the objective whose weights are set; ``objective.scheduled`` names them.
+        curriculum: phases by epoch (which need ``steps_per_epoch``) or by step.
+        warmups: the warm-up of each term by its name.
+        steps_per_epoch: optimiser steps per epoch: fewer than batches if gradients are accumulated.
 
     Examples:
         >>> import torch
@@ -178,7 +178,7 @@ class TrainingSchedule:
         if steps_per_epoch is not None:
             check_integer("steps_per_epoch", steps_per_epoch, minimum=1)
         elif curriculum is not None and curriculum.unit == "epoch":
-            raise ValueError("expected `steps_per_epoch` beside phases by epoch, got None")
+            raise ValueError("expected `steps_per_epoch` for phases by epoch, got None")
         self.objective = objective
         self.curriculum = curriculum
         self.warmups = dict(warmups or {})
@@ -206,7 +206,7 @@ class TrainingSchedule:
         self._apply()
 
     def _is_on(self, name: str) -> bool:
-        """Whether the objective has the term with a weight."""
+        """Whether the objective has a weight other than 0 for the term."""
         weight = self.base.get(name, 0.0)
         return isinstance(weight, Tensor) or weight != 0
 
@@ -227,7 +227,7 @@ class TrainingSchedule:
         return self.curriculum.at(number)
 
     def weights_now(self) -> dict[str, float | Tensor]:
-        """The weights that hold for the next step."""
+        """Return the weights of the next step."""
         weights = dict(self.base)
         if self.phase is not None:
             weights |= {n: w for n, w in self.phase.weights.items() if n in self._phased}
@@ -236,28 +236,28 @@ class TrainingSchedule:
         return weights
 
     def step(self) -> None:
-        """One optimiser step was taken.
+        """Take note of an optimiser step and set the weights of the next one.
 
         Raises:
-            RuntimeError: if someone else changed a weight that is scheduled.
+            RuntimeError: if other code changed a scheduled weight.
         """
         for name, was in self._set.items():
             if self.objective.weights.get(name) != was:
                 raise RuntimeError(
                     f"expected the scheduled weight {name!r} to be {was} as it was set, got "
-                    f"{self.objective.weights.get(name)}: change `schedule.base` instead, or let "
-                    "one alone steer it"
+                    f"{self.objective.weights.get(name)}: change `schedule.base` instead; only "
+                    "the schedule may set the weight"
                 )
         self.steps_taken += 1
         self._apply()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Counts the optimiser's steps by itself; ``.remove()`` on what it returns ends that.
+        """Register a hook that counts the optimiser's steps; ``.remove()`` the handle to end it.
 
-        A step that a ``GradScaler`` skips is none.
+        A step that a ``GradScaler`` skips does not count.
 
         Raises:
-            RuntimeError: if it counts this optimiser's steps already.
+            RuntimeError: if the schedule is attached to this optimiser already.
         """
         return count_steps(optimizer, self._after_step)
 
@@ -266,36 +266,41 @@ class TrainingSchedule:
             self.step()
 
     def __repr__(self) -> str:
-        """Where it stands."""
+        """Return the step, the epoch and the scheduled weights."""
         epoch = "" if self.epoch is None else f", epoch {self.epoch}"
         return f"TrainingSchedule(step {self.steps_taken}{epoch}, weights {self._set})"
 
     def state_dict(self) -> dict[str, float]:
-        """The number of steps taken; beside it a temperature that is a tensor, as it stands."""
+        """Return the number of steps taken, and the temperature if it is a tensor."""
         state: dict[str, float] = {"steps_taken": self.steps_taken}
         if isinstance(self.objective.info_nce.temperature, Tensor):
             state["temperature"] = self.objective.info_nce.temperature.item()
         return state
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Goes to that step and sets what holds there, by the phases and ramps it was made with.
+        """Go to the step of a state and set its weights, by this schedule's phases and warm-ups.
 
         Raises:
-            ValueError: for the state of something else.
+            ValueError: for a state that is not a TrainingSchedule's.
         """
         if "steps_taken" not in state:
             raise ValueError(
                 "expected the state of a TrainingSchedule, with 'steps_taken', got one with "
                 f"{', '.join(map(repr, state))}"
             )
+        if unknown := sorted(map(str, state.keys() - {"steps_taken", "temperature"})):
+            raise ValueError(
+                "expected the state of this version's TrainingSchedule, got one with "
+                f"{', '.join(unknown)}"
+            )
         check_integer("steps_taken", state["steps_taken"], minimum=0)
         if "temperature" in state:
-            check_number("temperature", state["temperature"])
+            check_number("temperature", state["temperature"], minimum=0.0, exclusive=True)
         self.steps_taken = int(state["steps_taken"])
         self._apply()
         held = self.objective.info_nce.temperature
         if isinstance(held, Tensor) and "temperature" in state:
-            with torch.no_grad():  # what was learned since the phase began
+            with torch.no_grad():  # replaces the phase's by the value learned since
                 held.fill_(state["temperature"])
 
     def _apply(self) -> None:
@@ -315,13 +320,13 @@ class TrainingSchedule:
 
 
 def count_steps(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
-    """Registers an object's method to be called after every step.
+    """Register an object's method to be called after every step.
 
     Raises:
         RuntimeError: if a method of that object is registered already.
         TypeError: for anything but an optimiser.
     """
-    # The wrappers of accelerate and Lightning may be called for a step that is none.
+    # The wrappers of accelerate and Lightning are also called where no step is taken.
     optimizer = getattr(optimizer, "optimizer", optimizer)
     if not hasattr(optimizer, "register_step_post_hook"):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -333,11 +338,11 @@ def count_steps(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> 
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a fused optimiser was called by a ``GradScaler`` and took no step."""
+    """Whether a ``GradScaler`` made a fused optimiser skip its step."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)
 
 
 def _scheduled(curriculum: Curriculum | None) -> Iterable[str]:
-    """The weights that any phase names."""
+    """Return the names of the weights that any phase sets."""
     return () if curriculum is None else {n for phase in curriculum.phases for n in phase.weights}

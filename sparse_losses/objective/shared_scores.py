@@ -1,4 +1,4 @@
-"""What the objective's terms make of one product of all anchors and candidates."""
+"""Losses of the objective that share one matrix of scores of anchors and candidates."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ __all__ = [
 def info_nce_of_shared_scores(
     scores: Tensor, temperature: float | Tensor, impl: str, **options: Any
 ) -> Tensor:
-    """InfoNCE of scores ``[B, C]`` whose first columns are the positives of the rows."""
+    """Compute InfoNCE of scores ``[B, C]`` whose first B columns are the rows' positives."""
     return compute(_definition, WAYS, impl, (scores, temperature), options)
 
 
@@ -40,7 +40,7 @@ def _definition(
     decoupled: bool,
     reduction: Reduction,
 ) -> Tensor:
-    """A mask of the diagonal, and the row formula."""
+    """Apply the row formula with the diagonal as positives."""
     scores, size = scores / temperature, len(scores)
     is_positive = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
     candidates = torch.ones_like(is_positive)
@@ -69,9 +69,9 @@ def over_pairs(
     is_mean: bool,
     gathers: bool,
 ) -> Tensor:
-    """A loss of MarginMSE's four columns, over the pairs of a mask alone.
+    """Compute a loss of MarginMSE's four columns over the pairs of a mask only.
 
-    What is no pair is 0 on both sides and is not counted: picking the pairs would wait.
+    Other entries are 0 on both sides and are not counted: selecting pairs would force a wait.
     """
     flat = [torch.where(is_pair, column.expand_as(is_pair), 0.0).flatten() for column in columns]
     value = loss(*flat)
@@ -84,13 +84,13 @@ def over_pairs(
 
 
 def takes_scores(loss: nn.Module) -> bool:
-    """Whether its own class says so, and nothing of its own would be left out."""
+    """Whether the loss's class takes scores, and no hook or own ``forward`` would be skipped."""
     has_hooks = loss._forward_hooks or loss._forward_pre_hooks or "forward" in loss.__dict__
     return "takes_scores" in type(loss).__dict__ and not has_hooks
 
 
 def own_candidates(scores: Tensor, negative: Texts | None, ranks: int) -> Tensor:
-    """The positive and the anchor's own negatives ``[B, 1 + N]``, of all candidates."""
+    """Select the scores of the positive and the anchor's own negatives, ``[B, 1 + N]``."""
     size = scores.shape[0]
     first = rank() * size if ranks > 1 else 0
     others = scores[:, ranks * size :]
@@ -100,7 +100,7 @@ def own_candidates(scores: Tensor, negative: Texts | None, ranks: int) -> Tensor
 
 
 def candidates(scores: Tensor, batch: SpladeBatch, came: torch.Size, ranks: int) -> Tensor:
-    """The student's scores of those candidates that the teacher scored."""
+    """Select the student's scores of the candidates that the teacher scored."""
     scored = scored_candidates(scores, batch, came, ranks)
     if scored == "own":
         return own_candidates(scores, batch.negative, ranks)
@@ -108,7 +108,7 @@ def candidates(scores: Tensor, batch: SpladeBatch, came: torch.Size, ranks: int)
 
 
 def scored_candidates(scores: Tensor, batch: SpladeBatch, came: torch.Size, ranks: int) -> str:
-    """What the teacher scored: all candidates, the batch's positives, or each anchor's own."""
+    """Return what the teacher scored: ``"all"`` candidates, ``"positives"``, or each one's own."""
     size, wanted = len(scores), batch.teacher_candidates
     negative = None if batch.negative is None else batch.negative.activations
     shapes: dict[str, tuple[int, ...]] = {}
@@ -127,7 +127,7 @@ def scored_candidates(scores: Tensor, batch: SpladeBatch, came: torch.Size, rank
     if not fitting:
         found = " or ".join(f"{list(shape)} ({name})" for name, shape in shapes.items())
         raise ValueError(
-            f"expected `batch.teacher_scores` of shape {found or '[B, 1 + N] beside own negatives'}"
+            f"expected `batch.teacher_scores` of shape {found or '[B, 1 + N] with own negatives'}"
             f", got {list(came)}"
         )
     return fitting[0]

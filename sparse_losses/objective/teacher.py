@@ -1,4 +1,4 @@
-"""Teachers of distillation that score the texts of a batch as it comes."""
+"""Teachers for distillation that score the texts of a batch during training."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,34 +11,34 @@ from sparse_losses.vocabulary import DocumentFrequency, bm25_scores
 
 __all__ = ["BM25Teacher", "Teacher", "score_candidates"]
 
-# Of queries and documents, as columns of a collator, to scores [Q, D].
+# A function of queries and documents, as columns of a collator, that returns scores [Q, D].
 Teacher = Callable[[Mapping[str, Any], Mapping[str, Any]], Tensor]
 
 
 class BM25Teacher(nn.Module):
-    r"""BM25 on the encoder's own tokens, as a teacher: no model, no file of scores.
+    r"""BM25 on the encoder's own tokens, as a teacher without a model or a file of scores.
 
     $$s_{qd} = \mathrm{BM25}(q, d)$$
 
-    as ``bm25_scores`` computes it from the token ids of a batch. It is the ``teacher`` of
-    ``SpladeCollator``, ``SpladeTrainer`` and ``SentenceTransformersLoss``; in a loop of your own,
-    call it and put the result into ``SpladeBatch(teacher_scores=...)``.
+    ``bm25_scores`` computes it from the token ids of a batch. Pass it as ``teacher`` to
+    ``SpladeCollator``, ``SpladeTrainer`` or ``SentenceTransformersLoss``; in your own loop, call it
+    and pass the result as ``SpladeBatch(teacher_scores=...)``.
 
-    The mean length of a document leaves the special tokens out, each counted once a document.
+    The mean length of a document excludes the special tokens, each counted once per document.
 
     Args:
         document_frequency: Counts of the corpus' documents, on the encoder's own tokens.
-        special_token_ids: Tokens that neither score nor count in a length, such as
+        special_token_ids: Tokens that have no score and do not count in a length, such as
             ``tokenizer.all_special_ids``.
-        k1: As in ``bm25_scores``.
-        b: As in ``bm25_scores``.
+        k1: Saturation of the term frequency, as in ``bm25_scores``.
+        b: Strength of the length normalisation, as in ``bm25_scores``.
 
     Raises:
         ValueError: for counts without documents, or without their number of tokens.
 
     Shape:
         - Input: two mappings with ``input_ids`` and ``attention_mask``, ``[Q, S]`` of the queries,
-          ``[D, T]`` of the documents (``[Q, N, T]``: each query's own).
+          ``[D, T]`` of the documents (``[Q, N, T]`` for each query's own).
         - Output: ``[Q, D]`` (``[Q, N]``), fp32, without gradient.
 
     Examples:
@@ -81,7 +81,7 @@ class BM25Teacher(nn.Module):
         self.register_buffer("idf", counts.idf().float(), persistent=False)
 
     def forward(self, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
-        """The scores of every query with every document."""
+        """Return the scores of every query with every document."""
         return bm25_scores(
             query["input_ids"],
             query["attention_mask"],
@@ -95,7 +95,7 @@ class BM25Teacher(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """What it scores with."""
+        """Return V and the numbers of the formula."""
         return f"V={len(self.idf)}, mean_length={self.mean_length:.4g}, k1={self.k1}, b={self.b}"
 
 
@@ -105,7 +105,7 @@ def score_candidates(
     positive: Mapping[str, Any],
     negative: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """A teacher's scores of all candidates: ``[B, B]``, or ``[B, B + N]`` beside negatives.
+    """Return a teacher's scores of all candidates: ``[B, B]``, with negatives ``[B, B + N]``.
 
     Raises:
         ValueError: for scores of another shape.
@@ -123,7 +123,7 @@ def score_candidates(
             }
             of_all = _scores(teacher, anchor, flat).reshape(size, *ids.shape[:2])
             row = torch.arange(size, device=of_all.device)
-            scores.append(of_all[row, row])  # each anchor's own
+            scores.append(of_all[row, row])  # only each anchor's own negatives
     return torch.cat(scores, 1)
 
 

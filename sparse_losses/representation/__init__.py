@@ -1,4 +1,4 @@
-"""From hidden states to sparse vectors."""
+"""Modules and functions that turn hidden states into sparse vectors."""
 
 from sparse_losses.representation.calibration import calibrate_threshold
 from sparse_losses.representation.encoder import SpladeEncoder

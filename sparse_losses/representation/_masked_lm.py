@@ -1,4 +1,4 @@
-"""A masked language model taken apart: what lies between its hidden states and its logits."""
+"""The layers of a masked language model between its hidden states and its logits."""
 
 import copy
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ __all__ = ["evaluating", "head_of"]
 
 
 def head_of(model: Any) -> tuple[nn.Module | None, nn.Linear]:
-    """The layers before the vocabulary projection, and the projection, of a masked LM.
+    """Return the layers before a masked LM's vocabulary projection, and the projection.
 
-    Architectures name these layers differently, and some keep an activation in their code. So the
-    model is watched while it reads eight tokens: which of its parts come after the encoder? They
-    keep their parameters, and what they give is held against the model's own logits.
+    Architectures name these layers differently, and some apply an activation in code. So the model
+    reads eight tokens while hooks record the modules that run after the encoder. The result shares
+    their parameters, and its logits are compared with the model's own.
     """
     base = getattr(model, "base_model", None)
     projection = getattr(model, "get_output_embeddings", lambda: None)()
@@ -58,26 +58,26 @@ def head_of(model: Any) -> tuple[nn.Module | None, nn.Linear]:
         with torch.no_grad(), evaluating(model):
             transformed = states[-1] if transform is None else transform(states[-1])
             ours = nnf.linear(transformed, projection.weight, projection.bias)
-    except Exception as error:  # layers that do more with the projection than call it
+    except Exception as error:  # a layer does more with the projection than call it
         raise _unknown(model, f"without its output embeddings it fails ({error})") from error
     rounding = 1e-4 if logits.dtype in (torch.float32, torch.float64) else 3e-2
     size = logits.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
     if ours.shape != logits.shape or not torch.allclose(
         ours, logits, rtol=0.0, atol=rounding * size, equal_nan=True
     ):
-        raise _unknown(model, "its logits are not its output embeddings' alone")
+        raise _unknown(model, "its logits are not the output of its output embeddings")
     return transform, projection
 
 
 def _unknown(model: object, why: str) -> TypeError:
     return TypeError(
-        f"{type(model).__name__} is built in a way that is not known here: {why}. "
-        "SpladeHead(weight, bias, transform=layers) takes the layers of such a model by hand"
+        f"expected a masked language model with known layers, got {type(model).__name__}: {why}. "
+        "Pass the layers of such a model yourself: SpladeHead(weight, bias, transform=layers)"
     )
 
 
 def _without(module: nn.Module, projection: nn.Module) -> nn.Module:
-    """``module`` with nothing in place of ``projection``; every other part is the same object."""
+    """Return ``module`` without ``projection``; all other parts are the same objects."""
     if module is projection:
         return nn.Identity()
     for name, child in module.named_children():
@@ -85,12 +85,12 @@ def _without(module: nn.Module, projection: nn.Module) -> nn.Module:
             twin = copy.copy(module)
             twin._modules = {**module._modules, name: _without(child, projection)}
             return twin
-    raise AssertionError("the caller has found it inside")
+    raise AssertionError("expected `projection` inside `module`")
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, and afterwards every part in the mode it was in."""
+    """Set evaluation mode within the block, then restore the mode of every module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""A folder that sentence-transformers' SparseEncoder loads: what it reads, written and read."""
+"""Read and write the files of a folder that sentence-transformers' SparseEncoder loads."""
 
 import json
 import warnings
@@ -10,7 +10,7 @@ from torch import Tensor
 
 __all__ = ["read_modules", "write_modules"]
 
-# Names that its versions 5 and 6 both know.
+# Versions 5 and 6 of sentence-transformers both know these names.
 THEIRS = "sentence_transformers.sparse_encoder.models"
 OURS = "sparse_losses.integrations.sentence_transformers"
 FOLDER = "2_IdfWeights"
@@ -19,13 +19,13 @@ FOLDER = "2_IdfWeights"
 def write_modules(
     folder: Path, *, expansion: bool, vocab_size: int, max_length: int, idf_weights: Tensor | None
 ) -> None:
-    """Says which modules follow one another, and writes those that are not in the model."""
+    """Write the list of modules, and the files of those that are not part of the model."""
     from safetensors.torch import save_file
 
     modules: list[tuple[str, str]] = []
     files: dict[str, Any] = {}
     if not expansion:
-        # Nothing that they could compute: without this they would make a model of their own of it.
+        # Their modules cannot compute this; without an entry they would build another model.
         modules.append(("", f"{OURS}.WithoutExpansion"))
     else:
         modules.append(("", f"{THEIRS}.MLMTransformer"))
@@ -36,7 +36,7 @@ def write_modules(
             "activation_function": "relu",
             "word_embedding_dimension": vocab_size,
         }
-        if not (folder / "config_sentence_transformers.json").exists():  # it may hold their prompts
+        if not (folder / "config_sentence_transformers.json").exists():  # it may hold prompts
             files["config_sentence_transformers.json"] = {"model_type": "SparseEncoder"}
     if expansion and idf_weights is not None:
         modules.append((FOLDER, f"{OURS}.IdfWeights"))
@@ -53,10 +53,10 @@ def write_modules(
 
 
 def read_modules(name: str, find: Callable[[str], str | None]) -> Tensor | None:
-    """The idf weights of a folder that they saved; ``find`` gives a file's path, or ``None``.
+    """Return the idf weights of a folder; ``find`` returns the path of a file, or ``None``.
 
     Raises:
-        ValueError: if their modules compute something else than a ``SpladeEncoder``.
+        ValueError: if its modules compute anything else than a ``SpladeEncoder`` does.
     """
     from safetensors.torch import load_file
 
@@ -75,12 +75,12 @@ def read_modules(name: str, find: Callable[[str], str | None]) -> Tensor | None:
                         f"expected {name} to have {key} {ours!r}, got {settings[key]!r}"
                     )
         elif kind not in ("MLMTransformer", "Transformer", "WithoutExpansion"):
-            raise ValueError(f"expected {name} to be of modules known here, got {module['type']}")
+            raise ValueError(f"expected {name} to have known modules only, got {module['type']}")
     config = find("config_sentence_transformers.json")
     prompt = config and json.loads(Path(config).read_text("utf-8")).get("default_prompt_name")
     if prompt:
         warnings.warn(
-            f"{name} has the default prompt {prompt!r} for sentence-transformers: put it before "
+            f"{name} has the default prompt {prompt!r} for sentence-transformers: prepend it to "
             "the texts yourself",
             stacklevel=3,
         )

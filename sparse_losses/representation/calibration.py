@@ -1,4 +1,4 @@
-"""The threshold at which texts keep as many dimensions as an index may hold."""
+"""The threshold at which texts keep a given number of dimensions."""
 
 import math
 
@@ -10,22 +10,21 @@ __all__ = ["calibrate_threshold", "threshold"]
 
 
 def calibrate_threshold(activations: Tensor, target_active: float) -> float:
-    r"""Finds the threshold that leaves ``target_active`` dimensions per text, on average.
+    r"""Find the threshold that leaves ``target_active`` dimensions per text, on average.
 
     Activations are $x = \log(1 + \max(0, z))$ of pooled logits $z$. The threshold $t$ is in units
-    of $z$, where it can be subtracted from a bias: $e^x - 1 > t$ holds for as many entries a row.
+    of $z$, so it can be subtracted from a bias: $e^x - 1 > t$ holds for that many entries per row.
 
     Args:
         activations: pooled vectors ``[..., V]``, without idf weights or gate.
-        target_active: entries to keep of a row, on average, > 0.
+        target_active: mean number of entries to keep per row, > 0.
 
     Returns:
-        $t \ge 0$, in the middle of the gap between the smallest entry that stays and the largest
-        that goes; 0 where all stay. Entries that are equal stay or go together, whichever comes
-        nearer.
+        $t \ge 0$, halfway between the smallest entry that is kept and the largest that is not; 0 if
+        all are kept. Equal entries are kept or dropped together, whichever is nearer the target.
 
     Raises:
-        ValueError: if fewer are active: a threshold of 0 leaves them all, and none adds any.
+        ValueError: if fewer entries are active: no threshold adds any.
 
     Examples:
         >>> import torch
@@ -46,19 +45,19 @@ def calibrate_threshold(activations: Tensor, target_active: float) -> float:
     if kept > len(values):
         active = len(values) / len(rows)
         raise ValueError(
-            f"expected `target_active` of at most {active:.4g}, as many as are active, got "
+            f"expected `target_active` of at most {active:.4g}, the mean that are active, got "
             f"{target_active}"
         )
     if kept == 0:
-        raise ValueError(f"expected rows to keep something of, got {len(rows)} of them")
+        raise ValueError(f"expected enough rows to keep at least one entry, got {len(rows)}")
     return max(threshold(values, kept), 0.0)
 
 
 def threshold(values: Tensor, kept: int) -> float:
-    """The middle of the gap below ``kept`` of ``values``, which come in descending order.
+    """Return the middle of the gap below the first ``kept`` of the descending ``values``.
 
-    Entries that are equal stay or go together, whichever comes nearer to ``kept``; one at least
-    stays. Where all stay it is minus infinity.
+    Equal entries are kept or dropped together, whichever is nearer to ``kept``; at least one is
+    kept. If all are kept the threshold is minus infinity.
     """
     edge = values[kept - 1]
     more, fewer = int((values >= edge).sum()), int((values > edge).sum())

@@ -1,4 +1,4 @@
-"""Texts to sparse vectors: a masked language model, its head, and what goes with them."""
+"""An encoder from texts to sparse vectors: tokenizer, masked language model and head."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import (
@@ -18,6 +19,7 @@ from sparse_losses._core.checks import (
     check_shapes,
 )
 from sparse_losses._core.extras import from_extra
+from sparse_losses._core.files import replaced_files
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.fast.sparse import csr
@@ -31,25 +33,25 @@ __all__ = ["SpladeEncoder"]
 
 Output = Literal["csr", "dense", "tokens", "elasticsearch", "qdrant", "vespa"]
 OUTPUTS = ("csr", "dense", "tokens", "elasticsearch", "qdrant", "vespa")
-CELLS = 1 << 24  # activations of positions held at once: 64 MB in fp32
+CELLS = 1 << 24  # activations of positions computed at once: 64 MB in fp32
 
-# Beside the files of the masked language model.
+# Our files in the folder of the masked language model, and their version.
 SETTINGS, TENSORS, FORMAT = "sparse_losses.json", "sparse_losses.safetensors", 1
-# What the loaders of models, tokenizers and files all take.
+# Options that the loaders of models, tokenizers and files all take.
 HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 class SpladeEncoder(nn.Module):
-    r"""A masked language model as an encoder of texts into vectors over its vocabulary.
+    r"""An encoder of texts into vectors over the vocabulary of a masked language model.
 
     $$x_j = u_j \log\bigl(1 + \mathrm{ReLU}(g_j \max_s \ell_{sj})\bigr)$$
 
-    $\ell_{sj}$ are the model's logits at the attended positions $s$, $g$ the gate and $u$ the idf
-    weights (1 without them). They come from ``SpladeHead``: ``[B, S, V]`` is never held.
+    $\ell_{sj}$ are the model's logits at the attended positions $s$, $g$ is the gate and $u$ are
+    the idf weights (1 without them). ``SpladeHead`` computes them without storing ``[B, S, V]``.
 
-    With ``expansion=False`` there are no such logits: a token of the text has that of its position,
-    from a small network on the hidden state (its largest, if it stands there several times), and
-    all other tokens, and the special ones, are 0.
+    With ``expansion=False`` only the tokens of the text have weight. A small network on the hidden
+    states gives one logit per position; a token gets the largest logit of its positions. Special
+    tokens and all others are 0.
 
     Args:
         model: A masked language model of ``transformers``, on any device, in any precision. With
@@ -57,11 +59,11 @@ class SpladeEncoder(nn.Module):
         tokenizer: Its tokenizer.
         expansion: Whether a text may have weight at tokens that are not in it.
         gate: A ``ContextGate``, or ``True`` for a new one.
-        idf_weights: ``[V]``, finite and >= 0, multiplied with the activations.
-        max_length: Tokens of a text that are read, special tokens included. ``None``: what the
-            tokenizer or the model says.
+        idf_weights: ``[V]``, finite and >= 0; factors on the activations.
+        max_length: The largest number of tokens read from a text, special tokens included.
+            ``None``: the limit of the tokenizer or the model.
 
-    Make it after ``resize_token_embeddings``, which replaces the matrix.
+    Create the encoder after ``resize_token_embeddings``, which replaces the matrix.
 
     Examples:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -112,8 +114,8 @@ class SpladeEncoder(nn.Module):
         largest = max(tokenizer.get_vocab().values(), default=0)
         if largest >= self.vocab_size:
             raise ValueError(
-                f"expected `tokenizer` of ids below the model's vocabulary size {self.vocab_size}, "
-                f"got one with id {largest}"
+                "expected `tokenizer` to have ids below the model's vocabulary size "
+                f"{self.vocab_size}, got the id {largest}"
             )
 
         like = next(model.parameters())
@@ -158,7 +160,7 @@ class SpladeEncoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return next(self.parameters()).device
 
     @overload
@@ -190,20 +192,20 @@ class SpladeEncoder(nn.Module):
         apply_idf: bool | None = None,
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Activations ``[B, V]``, fp32 (fp64 of a model in fp64).
+        """Return activations ``[B, V]``, fp32 (fp64 for a model in fp64).
 
         Args:
             input_ids: ``[B, S]`` integers.
             attention_mask: ``[B, S]`` 0/1; without it all positions are attended.
-            return_logits: Also return the pooled logits ``[B, V]`` after the gate and before the
-                idf weights, signed, for losses that must reach silent tokens. (Without expansion,
-                0 and without a gradient at tokens that are not in the text.)
-            apply_idf: Whether to multiply with the idf weights in this call; ``None``: where the
-                encoder has some.
-            **inputs: What else the model takes, such as ``token_type_ids``.
+            return_logits: Also return the signed pooled logits ``[B, V]`` after the gate and before
+                the idf weights, for losses that must reach inactive tokens. (Without expansion they
+                are 0, and have no gradient, at tokens that are not in the text.)
+            apply_idf: Whether to multiply with the idf weights in this call; ``None``: if the
+                encoder has idf weights.
+            **inputs: Other inputs of the model, such as ``token_type_ids``.
 
         Raises:
-            TypeError: for texts in place of ids.
+            TypeError: for texts instead of ids.
             ValueError: for ``apply_idf=True`` without idf weights.
             RuntimeError: if the model's output embeddings were replaced.
         """
@@ -216,7 +218,7 @@ class SpladeEncoder(nn.Module):
             apply_idf = self.idf_weights is not None
         check_flag(apply_idf=apply_idf)
         if apply_idf and self.idf_weights is None:
-            raise ValueError("expected idf weights beside `apply_idf=True`, got None")
+            raise ValueError("expected idf weights for `apply_idf=True`, got None")
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         hidden, gate = self._states(input_ids, attention_mask, **inputs)
@@ -238,17 +240,17 @@ class SpladeEncoder(nn.Module):
     def _token_logits(
         self, hidden: Tensor, input_ids: Tensor, attention_mask: Tensor, absent: float = 0.0
     ) -> Tensor:
-        """The logit of every token of the texts, ``absent`` at the others."""
+        """Return the logit of every token of the texts, ``absent`` at the others."""
         logit: Tensor = self.importance(hidden)[:, :, 0].to(compute_dtype(hidden=hidden))
         kept = as_mask("attention_mask", attention_mask)
         kept = kept & ~torch.isin(input_ids, self._special_ids)
-        # One column more takes what is not kept.
+        # The positions that are not kept go to an extra column.
         columns = torch.where(kept, input_ids, self.vocab_size)
         pooled = logit.new_full((len(logit), self.vocab_size + 1), absent)
         return pooled.scatter_reduce(1, columns, logit, "amax", include_self=False)[:, :-1]
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """``input_ids`` and ``attention_mask`` ``[B, S]`` of texts, where the model is.
+        """Return ``input_ids`` and ``attention_mask`` ``[B, S]`` of texts, on the model's device.
 
         Raises:
             TypeError: for anything but a sequence of strings.
@@ -257,7 +259,7 @@ class SpladeEncoder(nn.Module):
         batch = self.tokenizer(
             list(texts),
             padding=True,
-            padding_side="right",  # a model that numbers positions from the left has text there
+            padding_side="right",  # models that count positions from the left need text there
             truncation=True,
             max_length=self.max_length,
             return_tensors="pt",
@@ -272,6 +274,7 @@ class SpladeEncoder(nn.Module):
         output: Literal["csr", "dense"] = ...,
         batch_size: int = ...,
         max_active_dims: int | None = ...,
+        normalize: bool = ...,
         show_progress: bool | None = ...,
     ) -> Tensor: ...
     @overload
@@ -282,6 +285,7 @@ class SpladeEncoder(nn.Module):
         output: Literal["tokens", "elasticsearch", "qdrant", "vespa"],
         batch_size: int = ...,
         max_active_dims: int | None = ...,
+        normalize: bool = ...,
         show_progress: bool | None = ...,
     ) -> list[dict[str, Any]]: ...
     def encode(
@@ -291,27 +295,30 @@ class SpladeEncoder(nn.Module):
         output: Output = "csr",
         batch_size: int = 32,
         max_active_dims: int | None = None,
+        normalize: bool = False,
         show_progress: bool | None = None,
     ) -> Tensor | list[dict[str, Any]]:
-        """The vectors of texts, in their order, on the CPU, in evaluation mode.
+        """Return the vectors of texts, in their order, on the CPU, in evaluation mode.
 
-        While it runs, all of the encoder is in that mode: call it from one thread while training.
+        The whole encoder is in evaluation mode meanwhile: do not train it in another thread.
 
         Args:
             texts: Strings. Longer ones are cut at ``max_length`` tokens.
-            output: What comes back; only the positive weights are in it:
+            output: The format of the result; it holds the positive weights only:
 
                 - ``"csr"``: a sparse tensor ``[N, V]`` in CSR layout.
                 - ``"dense"``: a dense tensor ``[N, V]``.
-                - ``"tokens"``: dicts of weights by token, the largest first, as OpenSearch's
-                  ``rank_features`` take them.
+                - ``"tokens"``: dicts of weights by token, the largest first, for ``rank_features``
+                  of OpenSearch.
                 - ``"elasticsearch"``: the same for its ``sparse_vector``, which refuses dots in
-                  tokens: they become ``__``, as in ELSER. Where two tokens become one that way, the
-                  larger weight stays.
+                  tokens: they become ``__``, as in ELSER. If two tokens become the same, the larger
+                  weight is kept.
                 - ``"qdrant"``: dicts of ``indices`` and ``values``.
                 - ``"vespa"``: dicts of ``cells``, for a tensor with one mapped dimension.
-            batch_size: Texts at once; similar lengths go together.
-            max_active_dims: Keep no more than the largest so many weights of a text.
+            batch_size: Texts per batch; texts of similar length share a batch.
+            max_active_dims: The largest number of weights to keep per text; ``None``: all.
+            normalize: Whether to scale the weights kept to a Euclidean length of 1, which an index
+                that scores by dot products needs after training with cosines.
             show_progress: Whether to show a progress bar; ``None``: in a terminal.
 
         Raises:
@@ -325,8 +332,9 @@ class SpladeEncoder(nn.Module):
         check_integer("batch_size", batch_size, minimum=1)
         if max_active_dims is not None:
             check_integer("max_active_dims", max_active_dims, minimum=1)
+        check_flag(normalize=normalize)
         vectors: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(texts)
-        # The longest first: if memory does not suffice, it shows at once.
+        # The longest texts come first, so that an out-of-memory error occurs at once.
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         disable = None if show_progress is None else not show_progress
         with (
@@ -340,7 +348,10 @@ class SpladeEncoder(nn.Module):
                 for i, row in zip(numbers, activations.cpu(), strict=True):
                     if not row.isfinite().all():
                         raise ValueError(f"expected finite activations, got others in text {i}")
-                    vectors[i] = _largest(row, max_active_dims)
+                    ids, weights = _largest(row, max_active_dims)
+                    if normalize:  # in fp64, so that no square leaves the range of fp32
+                        weights = nnf.normalize(weights.double(), dim=0, eps=1e-300).float()
+                    vectors[i] = ids, weights
                 progress.update(len(numbers))
         return self._formatted(vectors, output)
 
@@ -365,12 +376,12 @@ class SpladeEncoder(nn.Module):
         return named
 
     def _named(self, ids: Tensor, weights: Tensor) -> dict[str, float]:
-        """Weights by token, the largest first."""
+        """Return the weights by token, the largest first."""
         order = weights.argsort(descending=True, stable=True)
         return dict(zip(self._spelled(ids[order].tolist()), weights[order].tolist(), strict=True))
 
     def _spelled(self, ids: Sequence[int]) -> list[str]:
-        """Tokens as in the vocabulary."""
+        """Return tokens as the vocabulary spells them."""
         if len(self._names) != len(self.tokenizer):
             self._names = {i: name for name, i in self.tokenizer.get_vocab().items()}
         # A model may have more rows than its tokenizer has tokens.
@@ -379,21 +390,21 @@ class SpladeEncoder(nn.Module):
     def token_weights(
         self, texts: Sequence[str], *, batch_size: int = 32
     ) -> list[list[tuple[str, float]]]:
-        r"""How strongly each position of a text activates its strongest token.
+        r"""Return the activation of the strongest token at each position of a text.
 
         $$w_s = \max_j u_j \log\bigl(1 + \mathrm{ReLU}(g_j \, \ell_{sj})\bigr)$$
 
-        The largest $w_s$ of a text is the largest weight of its vector. It shows which words of a
-        text the vector comes from. With ``expansion=False`` a position activates its own token
-        alone, and special tokens have a weight of 0. ``[B, S, V]`` is never held.
+        The weights show which words of a text its vector comes from: the largest $w_s$ is the
+        largest weight of the vector. With ``expansion=False`` a position activates its own token
+        only, and special tokens have a weight of 0. ``[B, S, V]`` is never stored.
 
         Args:
             texts: Strings. Longer ones are cut at ``max_length`` tokens.
-            batch_size: Texts at once; similar lengths go together.
+            batch_size: Texts per batch; texts of similar length share a batch.
 
         Returns:
-            For each text its tokens in order, special tokens included and padding left out, each
-            with its weight, a ``float`` >= 0. Computed in evaluation mode.
+            For each text its tokens in order, with special tokens but without padding, each with
+            its weight, a ``float`` >= 0. Computed in evaluation mode.
 
         Raises:
             TypeError: for anything but a sequence of strings.
@@ -420,20 +431,20 @@ class SpladeEncoder(nn.Module):
     def _states(
         self, input_ids: Tensor, attention_mask: Tensor, **inputs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """The hidden states ``[B, S, H]``, and the gate ``[B, V]`` if there is one."""
+        """Return the hidden states ``[B, S, H]``, and the gate ``[B, V]`` if there is one."""
         if self.expansion:
             matrix = self.model.get_output_embeddings().weight
             if self.head.weight is not matrix or matrix.shape[0] != self.vocab_size:
                 raise RuntimeError(
-                    "expected the output embeddings that the encoder was made with, got others: "
-                    "make it after resize_token_embeddings"
+                    "expected the output embeddings that the encoder was created with, got others: "
+                    "create it after resize_token_embeddings"
                 )
         encoder = self.model.base_model if self.expansion else self.model
         hidden = encoder(input_ids=input_ids, attention_mask=attention_mask, **inputs)[0]
         return hidden, None if self.gate is None else self.gate(hidden, attention_mask)
 
     def _position_weights(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The largest activation of every position ``[B, S]``."""
+        """Return the largest activation of every position, ``[B, S]``."""
         hidden, gate = self._states(input_ids, attention_mask)
         text = torch.arange(len(hidden), device=hidden.device)[:, None].expand_as(input_ids)
         if not self.expansion:
@@ -444,7 +455,7 @@ class SpladeEncoder(nn.Module):
             if self.idf_weights is not None:
                 weights = weights * self.idf_weights[input_ids]
             return weights.masked_fill(torch.isin(input_ids, self._special_ids), 0.0)
-        # Each position is a text of one token to the head.
+        # The head gets each position as a text of one token.
         some = max(1, CELLS // self.vocab_size)
         found = []
         for states, rows in zip(
@@ -459,24 +470,24 @@ class SpladeEncoder(nn.Module):
     def top_tokens(
         self, texts_or_vectors: Sequence[str] | Tensor, k: int = 20, **options: Any
     ) -> list[dict[str, float]]:
-        """The ``k`` tokens of largest weight of each text or vector, the largest first.
+        """Return the ``k`` tokens of largest weight of each text or vector, the largest first.
 
         Args:
-            texts_or_vectors: Strings; or vectors ``[N, V]``, dense or sparse, in any floating
-                dtype, on any device: what the encoder or ``encode`` made. Of vectors only the
-                positive entries count.
-            k: How many, at least 1.
-            **options: As in ``encode``, beside texts.
+            texts_or_vectors: Strings; or vectors ``[N, V]`` of the encoder or of ``encode``, dense
+                or sparse, in any floating dtype, on any device. Only positive entries of vectors
+                count.
+            k: The number of tokens, at least 1.
+            **options: Options of ``encode``, for texts only.
 
         Raises:
-            TypeError: for anything but strings or floating vectors, or options beside vectors.
+            TypeError: for anything but strings or floating vectors, or options with vectors.
             ValueError: for vectors of another shape, or that are not finite.
         """
         if not isinstance(texts_or_vectors, Tensor):
             return self.encode(texts_or_vectors, output="tokens", max_active_dims=k, **options)
         check_integer("k", k, minimum=1)
         if options:
-            raise TypeError(f"expected no options beside vectors, got {', '.join(options)}")
+            raise TypeError(f"expected no options with vectors, got {', '.join(options)}")
         vectors = texts_or_vectors
         if not vectors.is_floating_point():
             raise TypeError(f"expected vectors to be floating point, got {vectors.dtype}")
@@ -490,30 +501,30 @@ class SpladeEncoder(nn.Module):
     def calibrate(
         self, texts: Sequence[str], target_active: float, *, batch_size: int = 32
     ) -> float:
-        r"""Shifts the bias so that texts keep ``target_active`` dimensions each, on average.
+        r"""Shift the bias so that texts keep ``target_active`` dimensions each, on average.
 
-        After training one number closes the gap to the sparsity that an index is planned for. It
-        is a threshold for the logits, as ``calibrate_threshold`` finds it, and is subtracted from
-        the bias of the vocabulary projection, or of the importance layer where
-        ``expansion=False``. As part of the bias it is saved and exported with the model.
+        After training, this adjusts the sparsity to what an index needs. A threshold of the logits,
+        found as by ``calibrate_threshold``, is subtracted from the bias of the vocabulary
+        projection, or of the importance layer with ``expansion=False``. As part of the bias it is
+        saved and exported with the model.
 
-        The pooled logits are taken in evaluation mode, signed and before the gate, which scales
-        them but does not change their sign. Dimensions with an idf weight of 0 are not counted.
+        The pooled logits are computed in evaluation mode, signed and before the gate, which does
+        not change their sign. Dimensions with an idf weight of 0 are not counted.
 
         Args:
-            texts: Strings like the ones that will be encoded, such as a sample of the documents.
+            texts: Strings like those to be encoded, such as a sample of the documents.
             target_active: Active dimensions per text, on average, > 0.
-            batch_size: Texts at once; similar lengths go together.
+            batch_size: Texts per batch; texts of similar length share a batch.
 
         Returns:
-            The number that was subtracted. It is negative where more dimensions were wanted than
-            were active.
+            The number that was subtracted; it is negative if fewer than ``target_active``
+            dimensions were active.
 
         Raises:
             TypeError: for anything but a sequence of strings.
-            ValueError: if there are no texts, if more dimensions are wanted than can be active, if
-                a logit is not a number, or if the model has no bias and its config has no
-                ``decoder_bias`` to say that it gets one. The bias then stays as it was.
+            ValueError: if there are no texts, if ``target_active`` exceeds the dimensions that can
+                be active, if a logit is not a number, or if the model has no bias and its config no
+                ``decoder_bias`` to add one. The bias is then unchanged.
 
         Examples:
             ``encoder.calibrate(documents[:1000], target_active=64)``
@@ -524,10 +535,10 @@ class SpladeEncoder(nn.Module):
         kept = round(target_active * len(texts))
         if kept == 0:
             raise ValueError(
-                f"expected texts to keep at least one dimension of, got {len(texts)} texts and a "
-                f"`target_active` of {target_active}"
+                f"expected enough texts to keep at least one dimension, got {len(texts)} texts and "
+                f"a `target_active` of {target_active}"
             )
-        # Enough to see the gap at the edge, where entries of equal texts are equal too.
+        # Enough logits to find the gap below the threshold even if equal texts have equal entries.
         largest, possible, held = torch.empty(0, dtype=torch.float64), 0, 2 * kept + len(texts)
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         with torch.inference_mode(), evaluating(self):
@@ -540,8 +551,8 @@ class SpladeEncoder(nn.Module):
                 largest = torch.cat([largest, logits]).sort(descending=True).values[:held]
         if kept > possible:
             raise ValueError(
-                f"expected `target_active` of at most {possible / len(texts):.4g}, as many as can "
-                f"be active, got {target_active}"
+                f"expected `target_active` of at most {possible / len(texts):.4g}, the mean that "
+                f"can be active, got {target_active}"
             )
         t = max(threshold(largest, kept), largest[-1].item() - 1.0)
         with torch.no_grad():
@@ -549,7 +560,7 @@ class SpladeEncoder(nn.Module):
         return t
 
     def _ungated_logits(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The pooled logits that can become active, of all texts in one row, without the gate."""
+        """Return the pooled logits that can be active, of all texts in one row, before the gate."""
         logits: Tensor
         if self.expansion:
             hidden = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask)[0]
@@ -565,7 +576,7 @@ class SpladeEncoder(nn.Module):
         return logits[logits > -torch.inf]
 
     def _bias(self) -> Tensor:
-        """The bias that all logits have, made and written to the model's config if need be."""
+        """Return the bias of all logits; if there is none, add it to the model and its config."""
         if not self.expansion:
             last = self.importance[-1]
             assert isinstance(last, nn.Linear)
@@ -573,8 +584,8 @@ class SpladeEncoder(nn.Module):
         if self.head.bias is None:
             if not hasattr(self.model.config, "decoder_bias"):
                 raise ValueError(
-                    "expected a model whose output embeddings have a bias, or whose config has "
-                    f"`decoder_bias` to say that they get one, got {type(self.model).__name__}"
+                    "expected a model whose output embeddings have a bias, or whose config has a "
+                    f"`decoder_bias` to add one, got {type(self.model).__name__}"
                 )
             projection = self.model.get_output_embeddings()
             projection.bias = nn.Parameter(projection.weight.new_zeros(self.vocab_size))
@@ -594,17 +605,17 @@ class SpladeEncoder(nn.Module):
         max_length: int | None = None,
         **options: Any,
     ) -> "SpladeEncoder":
-        """Loads what ``save_pretrained`` wrote, or any masked language model.
+        """Load an encoder that ``save_pretrained`` wrote, or any masked language model.
 
-        The encoder comes in evaluation mode, as models of ``transformers`` do: ``train()`` it.
+        The encoder is in evaluation mode, as in ``transformers``: call ``train()`` to train it.
 
         Args:
             name_or_path: A folder, or a name on the Hugging Face Hub.
-            expansion: ``None``: as saved; ``True`` for a plain masked language model.
+            expansion: ``None``: as saved, or ``True`` for a plain masked language model.
             gate: ``None``: as saved; ``True``: the saved one, or else a new one; ``False``: none.
             idf_weights: ``None``: as saved; ``False``: none.
-            max_length: ``None``: as saved, or else what the tokenizer or the model says.
-            **options: For ``AutoModelForMaskedLM.from_pretrained``, such as ``dtype`` and
+            max_length: ``None``: as saved, or else the limit of the tokenizer or the model.
+            **options: Options of ``AutoModelForMaskedLM.from_pretrained``, such as ``dtype`` and
                 ``revision``.
 
         Raises:
@@ -612,8 +623,8 @@ class SpladeEncoder(nn.Module):
             ValueError: if sentence-transformers saved it with modules that compute something else.
 
         Warns:
-            UserWarning: if the checkpoint lacks weights, as those of the layers before the logits:
-                they are random then.
+            UserWarning: if the checkpoint lacks weights, such as those of the layers before the
+                logits: they are random then.
         """
         with from_extra("transformers"):
             from transformers import AutoModelForMaskedLM, AutoTokenizer
@@ -644,7 +655,7 @@ class SpladeEncoder(nn.Module):
         trust = {k: options[k] for k in ("trust_remote_code",) if k in options}
         tokenizer = AutoTokenizer.from_pretrained(name, **hub, **trust)
         verbosity = logging.get_verbosity()
-        if not expansion:  # nobody is to miss the layers before the logits
+        if not expansion:  # it needs no layers before the logits, so no warning that they are new
             logging.set_verbosity_error()
         try:
             model, found = AutoModelForMaskedLM.from_pretrained(
@@ -655,7 +666,7 @@ class SpladeEncoder(nn.Module):
         needed = "" if expansion else f"{model.base_model_prefix}."
         if new := sorted(key for key in found["missing_keys"] if key.startswith(needed)):
             warnings.warn(
-                f"{name} has no weights for {', '.join(new)}: they are random. Take a checkpoint "
+                f"{name} has no weights for {', '.join(new)}: they are random. Use a checkpoint "
                 "of a masked language model, or train them.",
                 stacklevel=2,
             )
@@ -685,33 +696,21 @@ class SpladeEncoder(nn.Module):
 
         The folder is one of ``transformers`` with more files in it: ``AutoModelForMaskedLM`` loads
         it, and so does the ``SparseEncoder`` of sentence-transformers, which gives the same vectors
-        (but has no gate, and needs this package installed for idf weights).
+        (but has no gate, and needs this package installed for idf weights). All is written beside
+        the folder first: what a full disk or a killed process interrupts leaves the folder as it
+        was.
 
         Args:
-            folder: Made if it does not exist.
+            folder: Made if it does not exist; files of other names stay.
         """
         with from_extra("transformers"):
             from safetensors.torch import save_file
 
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        # Away first and back last: without it, what was interrupted does not load.
-        (folder / SETTINGS).unlink(missing_ok=True)
         tensors = {
             name: tensor.contiguous()
             for name, tensor in self.state_dict().items()
             if name.split(".")[0] in ("gate", "importance", "idf_weights")
         }
-        save_file(tensors, folder / TENSORS)
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
-        write_modules(
-            folder,
-            expansion=self.expansion,
-            vocab_size=self.vocab_size,
-            max_length=self.max_length,
-            idf_weights=self.idf_weights,
-        )
         settings = {
             "format": FORMAT,
             "expansion": self.expansion,
@@ -725,21 +724,34 @@ class SpladeEncoder(nn.Module):
                 "dropout": self.gate.attention.dropout,
             },
         }
-        (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        # Of a model that was in more files or fewer, none may be read in place of the new ones.
+        with replaced_files(folder, last=SETTINGS, instead_of="model*.safetensors*") as new:
+            save_file(tensors, new / TENSORS)
+            self.model.save_pretrained(new)
+            self.tokenizer.save_pretrained(new)
+            write_modules(
+                new,
+                expansion=self.expansion,
+                vocab_size=self.vocab_size,
+                max_length=self.max_length,
+                idf_weights=self.idf_weights,
+            )
+            text = json.dumps(settings, indent=2) + "\n"
+            (new / SETTINGS).write_text(text, encoding="utf-8")
 
 
 def _importance(hidden_size: int) -> nn.Sequential:
-    """From a hidden state to the logit of the token that stands there."""
+    """Return a network from a hidden state to the logit of the token at its position."""
     last = nn.Linear(hidden_size, 1)
-    # Every token starts active: behind the activation's ReLU a silent one has no gradient.
+    # All tokens start active: behind the activation's ReLU an inactive one has no gradient.
     nn.init.ones_(last.bias)
     return nn.Sequential(nn.Linear(hidden_size, hidden_size), nn.ReLU(), nn.Dropout(0.1), last)
 
 
 def _max_length(max_length: int | None, model: Any, tokenizer: Any) -> int:
-    """How many tokens are read: as wanted, or as many as model and tokenizer can."""
+    """Return the given maximum, or else the limit of model and tokenizer."""
     positions = [
-        # RoBERTa and its kin number positions from the padding index on.
+        # RoBERTa and its descendants number positions from the padding index on.
         module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
         for name, module in model.named_modules()
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
@@ -747,7 +759,7 @@ def _max_length(max_length: int | None, model: Any, tokenizer: Any) -> int:
     longest = getattr(model.config, "max_position_embeddings", None)
     longest = min([*positions, *([] if longest is None else [longest])], default=None)
     if max_length is None:
-        # A tokenizer that does not know says 1e30.
+        # The limit of a tokenizer is 1e30 if it is unknown.
         return int(min(tokenizer.model_max_length, longest or tokenizer.model_max_length))
     special = tokenizer.num_special_tokens_to_add(pair=False)
     check_integer("max_length", max_length, minimum=special + 1)
@@ -762,7 +774,7 @@ def _max_length(max_length: int | None, model: Any, tokenizer: Any) -> int:
 def _read_settings(
     name: str, settings: str | None, tensors: str | None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Our two files, or two empty dicts where there are none."""
+    """Return the content of our two files, or two empty dicts if there are none."""
     from safetensors.torch import load_file
 
     if settings is None and tensors is None:
@@ -792,7 +804,7 @@ def _read_settings(
 
 
 def _largest(row: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
-    """The positive entries of a vector, or the largest of them: ids in order, and weights."""
+    """Return ids (ascending) and weights of a vector's positive entries, or its largest ones."""
     ids = row.nonzero()[:, 0]
     if count is not None and len(ids) > count:
         ids = row.topk(count).indices.sort().values
@@ -800,7 +812,7 @@ def _largest(row: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
 
 
 def _rows(vectors: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The positive entries of each vector: ids and weights, on the CPU."""
+    """Return ids and weights of the positive entries of each vector, on the CPU."""
     if vectors.layout == torch.strided:
         row, ids = vectors.nonzero(as_tuple=True)
         weights = vectors[row, ids]
@@ -817,14 +829,14 @@ def _rows(vectors: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def _strongest(entries: tuple[Tensor, Tensor], count: int) -> tuple[Tensor, Tensor]:
-    """The largest so many of them; of equal ones the smaller ids."""
+    """Return the ``count`` largest entries, the largest first; ties go to the smaller id."""
     ids, weights = entries
     order = weights.argsort(descending=True, stable=True)[:count]
     return ids[order], weights[order]
 
 
 def _without_dots(weights: dict[str, float]) -> dict[str, float]:
-    """The same with ``__`` for dots; the largest weights come first, and the first one stays."""
+    """Replace dots by ``__``; of tokens that become equal the first has the largest weight."""
     kept: dict[str, float] = {}
     for token, weight in weights.items():
         kept.setdefault(token.replace(".", "__"), weight)

@@ -1,4 +1,4 @@
-"""A gate over the vocabulary that the whole text decides."""
+"""A gate over the vocabulary, computed from the whole text."""
 
 import torch
 from torch import Tensor, nn
@@ -10,23 +10,22 @@ __all__ = ["ContextGate"]
 
 
 class ContextGate(nn.Module):
-    r"""How much of every token's logit the context lets through, in (0, 1).
+    r"""A factor in (0, 1) for every token's logit, computed from the context.
 
     $$g = \sigma\bigl(W_2\, \mathrm{GELU}(W_1\, \mathrm{LayerNorm}(c) + b_1) + b_2\bigr)
     \qquad c = \mathrm{Attention}(q, H, H)$$
 
-    A learned query $q$ attends over the hidden states $H$ of the attended tokens; the context
-    vector $c$ decides on all of the vocabulary. The same word may then expand differently in
-    another text. The gate multiplies logits; being one number a text and token, it commutes with
-    the maximum over positions, so ``splade_head`` takes it as ``gate=`` and never holds
-    ``[B, S, V]``.
+    A learned query $q$ attends over the hidden states $H$ of the attended tokens, and the context
+    vector $c$ determines the gate of all tokens. So the same word may expand differently in another
+    text. The gate multiplies logits. It has one number per text and token, so it commutes with the
+    maximum over positions: ``splade_head`` takes it as ``gate=`` and never stores ``[B, S, V]``.
 
     Args:
-        hidden_size: $H$, divisible by ``num_heads``.
+        hidden_size: size of a hidden state, divisible by ``num_heads``.
         vocab_size: $V$.
         gate_hidden: width between the two linear maps.
-        num_heads: of the attention.
-        dropout: of the attention and between the maps, in [0, 1).
+        num_heads: number of attention heads.
+        dropout: dropout of the attention and between the maps, in [0, 1).
 
     Shape:
         - Input: ``hidden`` ``[B, S, H]``, ``attention_mask`` ``[B, S]`` 0/1 or ``None``.
@@ -83,22 +82,22 @@ class ContextGate(nn.Module):
         )
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """The gate ``[B, V]``."""
+        """Return the gate ``[B, V]``."""
         check_shapes(hidden=(hidden, "B S H"), attention_mask=(attention_mask, "B S, optional"))
         if hidden.shape[2] != self.hidden_size:
             raise ValueError(
                 f"expected `hidden` of shape [B, S, H] with H = {self.hidden_size}, "
                 f"got {list(hidden.shape)}"
             )
-        if hidden.shape[0] == 0 or hidden.shape[1] == 0:  # no text, or none with a token
+        if hidden.shape[0] == 0 or hidden.shape[1] == 0:  # no texts or no tokens
             hidden, attention_mask = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[2]), None
         if hidden.shape[0] == 0:
             return hidden.new_zeros(0, self.vocab_size)
         ignored = None
         if attention_mask is not None:
             attended = as_mask("attention_mask", attention_mask)
-            hidden = torch.where(attended[:, :, None], hidden, 0.0)  # their NaN too
-            # A softmax over nothing is NaN: a text without tokens attends to zeros.
+            hidden = torch.where(attended[:, :, None], hidden, 0.0)  # removes a NaN of padding
+            # A softmax over nothing is NaN, so a text without tokens attends to zeros.
             ignored = ~attended & attended.any(1, keepdim=True)
         query = self.query.expand(hidden.shape[0], -1, -1)
         context, _ = self.attention(

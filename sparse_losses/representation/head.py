@@ -1,4 +1,4 @@
-"""The SPLADE head: from hidden states to sparse vectors, ``[B, S, V]`` never held."""
+"""The SPLADE head: from hidden states to sparse vectors without storing ``[B, S, V]``."""
 
 import importlib.util
 import os
@@ -28,7 +28,7 @@ __all__ = ["SpladeHead", "splade_head"]
 
 
 def _has_triton() -> bool:
-    """Whether Triton is there, and new enough; PyTorch 2.6 brings one that is not."""
+    """Whether a recent Triton is installed; the one that comes with PyTorch 2.6 is too old."""
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:
         return False
@@ -36,7 +36,7 @@ def _has_triton() -> bool:
 
 
 _HAS_TRITON = _has_triton()
-# Triton's interpreter runs kernels on a CPU, slowly, which is how the tests check this one.
+# The tests run the kernel on the CPU in Triton's interpreter, which is slow.
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 Impl = Literal["auto", "definition", "packed", "tiles", "triton"]
@@ -66,35 +66,35 @@ def splade_head(
     \bigl(\max_{s \,:\, \mathrm{mask}_{is} = 1} h_{is} \cdot w_j + b_j\bigr)\bigr)\Bigr)$$
 
     $h_{is}$ are the hidden states of text $i$, $w_j$ and $b_j$ the row and bias of token $j$ in the
-    vocabulary projection, $g$ the gate (1 without one). Equals
-    ``splade_pool(hidden @ weight.T + bias, attention_mask)``, but ``[B, S, V]`` is never held,
-    forward or backward, unless ``impl="definition"`` asks for it: the vocabulary comes in tiles.
-    Of equal scores the first position wins on the CPU, any elsewhere.
+    vocabulary projection, $g$ the gate (1 without one). The result equals
+    ``splade_pool(hidden @ weight.T + bias, attention_mask)``, but the vocabulary is processed in
+    tiles: forward and backward never store ``[B, S, V]``, except with ``impl="definition"``.
+    Of equal scores the first position gets the gradient on the CPU, any position elsewhere.
 
-    The head is a layer of the model. On an accelerator it multiplies hidden states and weight as
-    they come, and under autocast in its dtype; on a CPU in fp32. What follows the products is fp32.
+    The head is a layer of the model. On an accelerator it multiplies hidden states and weight in
+    their own dtype, or in autocast's; on a CPU in fp32. All later operations are in fp32.
 
     Args:
         hidden: ``[B, S, H]`` floating.
         weight: ``[V, H]`` floating; often the embedding matrix.
         bias: ``[V]``.
-        attention_mask: ``[B, S]`` bool, int or float 0/1; a masked position is not looked at.
-            Without a mask all are attended.
+        attention_mask: ``[B, S]`` bool, int or float 0/1; masked positions are ignored. Without a
+            mask all positions are attended.
         gate: ``[B, V]`` in [0, 1]; multiplies the pooled logits.
-        return_logits: also return the pooled logits after the gate, signed, for losses that must
-            reach silent tokens. Then every arg-max is kept.
+        return_logits: also return the signed pooled logits after the gate, for losses that must
+            reach inactive tokens. Memory then holds the arg-max of all entries.
         sparse_grad: give ``weight`` a sparse gradient of the rows with an active entry, as
             ``nn.Embedding(sparse=True)`` does (by ``"packed"``). Compiled, the gradient is dense.
-        impl: how the value is computed; all ways give the same value and gradient.
-            ``"definition"`` holds the logits of all positions. ``"packed"`` is for the CPU: its
-            cost falls with the padding and with the number of active entries. ``"tiles"`` never
-            waits for the device. ``"triton"`` is a kernel for NVIDIA GPUs, by name only. ``"auto"``
-            takes ``"packed"`` on the CPU and for ``sparse_grad``, else ``"tiles"``.
+        impl: how to compute the value; all implementations give the same value and gradient.
+            ``"definition"`` stores the logits of all positions. ``"packed"`` is for the CPU and
+            skips padding and inactive entries. ``"tiles"`` never waits for the device. ``"triton"``
+            is a kernel for NVIDIA GPUs that ``"auto"`` does not choose. ``"auto"`` uses
+            ``"packed"`` on the CPU and for ``sparse_grad``, else ``"tiles"``.
 
     Returns:
-        Activations ``[B, V]`` >= 0, fp32 (fp64 if a tensor is fp64); with ``return_logits`` the
-        pair of them and the pooled logits. A row without any attended position is 0 in both and has
-        no gradient. Second derivatives work, ``torch.func`` transforms by the definition.
+        Activations ``[B, V]`` >= 0, fp32 (fp64 if a tensor is fp64); with ``return_logits`` a pair
+        with the pooled logits. Rows without any attended position are 0 in both and have no
+        gradient. Second derivatives work; ``torch.func`` transforms use the definition.
 
     Raises:
         ValueError: for wrong shapes or devices, a mask that is not 0/1, a gate outside [0, 1], an
@@ -110,8 +110,8 @@ def splade_head(
         tensor([[1.0986, 0.6931, 0.0000]])
 
     References:
-        SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval, eq. 6. Sparton:
-        the maximum before the activation, and the arg-max as all that the backward needs.
+        SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval, eq. 6. Sparton
+        takes the maximum before the activation and keeps only the arg-max for the backward pass.
     """
     if weight.shape[0] == 0:
         raise ValueError("expected `weight` of at least one token, got V = 0")
@@ -141,10 +141,10 @@ def _definition(
     return_logits: bool,
     **_: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """All logits at once, by differentiable operations."""
+    """Compute all logits at once, by differentiable operations."""
     if attended is None:
         attended = hidden.new_ones(hidden.shape[:2], dtype=torch.bool)
-    # What nothing looks at must not send its NaN into a gradient: 0 * NaN is NaN.
+    # A NaN at a masked position would reach the gradient, because 0 * NaN is NaN.
     hidden = torch.where(attended[..., None], hidden, 0.0)
     operands = product_dtype(hidden, weight, dtype)
     scores = hidden.to(operands) @ weight.to(operands).mT
@@ -160,7 +160,7 @@ def _check_gate(gate: Tensor | None) -> None:
     if gate is None or not values_can_be_checked(gate) or gate.numel() == 0:
         return
     low, high = gate.aminmax()
-    if low < 0 or high > 1:  # a NaN is neither: it shows
+    if low < 0 or high > 1:  # a NaN passes and shows in the result
         raise ValueError(
             f"expected `gate` in [0, 1], got values from {low.item():g} to {high.item():g}"
         )
@@ -204,17 +204,17 @@ def _runs_triton(device: torch.device) -> bool:
         return device.type in ("cpu", "cuda")
     if device.type != "cuda" or torch.version.cuda is None:
         return False
-    # The compiler need not trace the question: a kernel that is too new fails to compile itself.
+    # The compiler cannot trace the query; on an older GPU the kernel itself fails to compile.
     return torch.compiler.is_compiling() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _triton_head(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    from sparse_losses.fast.triton_head import triton_head  # Triton need not be there
+    from sparse_losses.fast.triton_head import triton_head  # Triton is optional
 
     return triton_head(*tensors, **options)
 
 
-# In order of preference. No measurement shows "triton" ahead of "tiles": only by name.
+# In order of preference. "triton" is never chosen: no measurement shows it ahead of "tiles".
 WAYS = (
     Way("triton", _why_not_triton, lambda *_: False, _triton_head, compiles=True),
     Way("packed", lambda *_: None, _packing_pays, packed_head, compiles=True),
@@ -223,16 +223,16 @@ WAYS = (
 
 
 class SpladeHead(nn.Module):
-    """Module of ``splade_head``, which holds formula and arguments.
+    """Module of ``splade_head``; see there for the formula and the arguments.
 
-    An ``nn.Parameter`` stays that very parameter, so that a matrix tied to the embeddings stays
-    tied; a plain tensor becomes a buffer, a frozen vocabulary.
+    An ``nn.Parameter`` is used as it is, so that a matrix tied to the embeddings stays tied; a
+    plain tensor becomes a buffer, which is not trained.
 
     Args:
         weight: ``[V, H]``.
         bias: ``[V]``.
-        transform: layers that the hidden states pass through first, ``[B, S, H]`` to
-            ``[B, S, H]``: a masked language model has some before its vocabulary projection.
+        transform: layers that are applied to the hidden states first, ``[B, S, H]`` to
+            ``[B, S, H]``, as a masked language model has before its vocabulary projection.
         sparse_grad: as in the function.
         impl: as in the function.
 
@@ -274,21 +274,21 @@ class SpladeHead(nn.Module):
     def from_masked_lm(
         cls, model: nn.Module, *, sparse_grad: bool = False, impl: Impl = "auto"
     ) -> "SpladeHead":
-        """The head of a masked language model of ``transformers``, parameters shared with it.
+        """Return the head of a masked language model of ``transformers``, with shared parameters.
 
         ``head(hidden, attention_mask)``, with ``hidden`` the last hidden state of
         ``model.base_model``, equals ``splade_pool(logits, attention_mask)`` of the model's logits.
-        The model reads eight tokens once to show its layers, and stays as it is. Make the head
+        The model runs once on eight tokens to find its layers and is not changed. Create the head
         after ``resize_token_embeddings``, which replaces the matrix.
 
         Args:
-            model: BERT, DistilBERT, XLM-RoBERTa, ModernBERT, or any other whose layers between
+            model: BERT, DistilBERT, XLM-RoBERTa, ModernBERT, or another model whose layers between
                 hidden states and logits are a chain that ends in a linear map.
             sparse_grad: as in the function.
             impl: as in the function.
 
         Raises:
-            TypeError: if the model is no masked language model, or is not built like that.
+            TypeError: if the model is no masked language model or has other layers.
         """
         transform, projection = head_of(model)
         return cls(
@@ -307,7 +307,7 @@ class SpladeHead(nn.Module):
         gate: Tensor | None = None,
         return_logits: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The activations; tensors as in the function."""
+        """Return the activations; the tensors are those of the function."""
         return splade_head(
             hidden if self.transform is None else self.transform(hidden),
             self.weight,
@@ -320,7 +320,7 @@ class SpladeHead(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The sizes and the hyperparameters."""
+        """Return the sizes and the hyperparameters."""
         vocab_size, hidden_size = self.weight.shape
         return (
             f"vocab_size={vocab_size}, hidden_size={hidden_size}, bias={self.bias is not None}, "

@@ -1,4 +1,4 @@
-"""SPLADE pooling: from vocabulary logits at every position to one sparse vector a text."""
+"""SPLADE pooling: from vocabulary logits at every position to one sparse vector per text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -28,21 +28,21 @@ def splade_pool(
 
     $$x_{ij} = \max_{s \,:\, \mathrm{mask}_{is} = 1} \log\bigl(1 + \mathrm{ReLU}(h_{isj})\bigr)$$
 
-    $h$ are the masked-language-model logits. Activation is monotone, so the maximum comes first and
-    logarithms are taken of ``[B, V]`` numbers, not of ``[B, S, V]``.
+    Here $h$ are the logits of a masked language model. The activation is monotone, so the maximum
+    is taken first and the logarithm of ``[B, V]`` numbers only, not of ``[B, S, V]``.
 
     Args:
         logits: ``[B, S, V]`` floating.
-        attention_mask: ``[B, S]`` bool, int or float 0/1; a masked position is not looked at.
-        return_logits: also return the maximum itself, signed, for losses that must reach silent
+        attention_mask: ``[B, S]`` bool, int or float 0/1; masked positions are ignored.
+        return_logits: also return the maximum itself, signed, for losses that must reach inactive
             tokens.
-        impl: ``"definition"``, operation by operation; ``"nonzeros"``, for the CPU, looks a second
-            time at active entries only, with a gradient of its own; ``"auto"`` takes it there.
+        impl: ``"definition"`` computes operation by operation; ``"nonzeros"``, on the CPU only, has
+            its own gradient over active entries; ``"auto"`` uses ``"nonzeros"`` on the CPU.
 
     Returns:
-        Activations ``[B, V]`` >= 0, fp32 (fp64 for fp64 logits); with ``return_logits`` the pair of
-        them and the signed pooled logits. A row without any attended position is 0 in both and has
-        no gradient.
+        Activations ``[B, V]`` >= 0, fp32 (fp64 for fp64 logits); with ``return_logits`` a pair with
+        the signed pooled logits. Rows without any attended position are 0 in both and have no
+        gradient.
 
     Raises:
         ValueError: for wrong shapes or devices, or an ``impl`` that cannot take the call.
@@ -73,7 +73,7 @@ def _definition(
     else:
         highest = torch.where(attended[:, :, None], logits, -torch.inf).max(1).values
     absent = attended.logical_not().all(1, keepdim=True)
-    # The maximum is exact in half precision; only the [B, V] result is cast.
+    # The maximum is exact in half precision, so only the [B, V] result is cast.
     return splade_activation(highest.to(dtype), None, None, absent, return_logits)
 
 
@@ -87,7 +87,7 @@ WAYS = (Way("nonzeros", _why_not_nonzeros, lambda *_: True, nonzeros_pool),)
 
 @loss(logits="B S V, uncast", attention_mask="B S, mask")
 def token_weights(logits: Tensor, attention_mask: Tensor) -> Tensor:
-    r"""How strongly each position of a text activates its strongest token.
+    r"""The activation of the strongest token at each position of a text.
 
     $$w_{is} = \mathrm{mask}_{is} \, \max_j \log\bigl(1 + \mathrm{ReLU}(h_{isj})\bigr)$$
 

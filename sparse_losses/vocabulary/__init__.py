@@ -1,4 +1,4 @@
-"""What is known about tokens and labels before training: frequency, script, co-occurrence."""
+"""Statistics of tokens and labels before training: frequency, script, co-occurrence."""
 
 from sparse_losses.vocabulary.bm25 import bm25_scores
 from sparse_losses.vocabulary.document_frequency import DocumentFrequency

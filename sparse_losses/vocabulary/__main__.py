@@ -1,4 +1,4 @@
-"""The command: count document frequencies of files and datasets, merge them, look at them."""
+"""The command line: count document frequencies of files and datasets, merge and show them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 from sparse_losses.vocabulary.counting import Count, UserError, find_sources, load_tokenizer, need
 from sparse_losses.vocabulary.document_frequency import DocumentFrequency
 
-LINE_SECONDS = 10.0  # between two lines of progress where there is no terminal
+LINE_SECONDS = 10.0  # between two lines of progress if stderr is not a terminal
 
 
-def _say(text: str) -> None:  # what is no result
+def _say(text: str) -> None:  # stdout is for results
     print(text, file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0 if all went well, 2 for a mistake of the user, 130 for Ctrl-C."""
+    """Run the command; return 0 for success, 2 for a user error, 130 for Ctrl-C."""
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
-    except (UserError, OSError) as error:  # as a full disk, or a file that went away
+    except (UserError, OSError) as error:  # such as a full disk or a removed file
         _say(f"error: {error}")
         return 2
     except KeyboardInterrupt as interrupt:
@@ -37,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sparse_losses.vocabulary",
-        description="In how many documents each token occurs, for idf_penalty: counted once over "
-        "the training texts, saved, and loaded with DocumentFrequency.load. An interrupted count "
-        "continues if the command is repeated, and gives the same result.",
+        description="Count the documents that contain each token, for idf_penalty. Count the "
+        "training texts once and load the file with DocumentFrequency.load. To continue an "
+        "interrupted count, repeat the command; the result is the same.",
         epilog="example: %(prog)s count corpus.jsonl --tokenizer tokenizer.json --output df.npz",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -48,34 +48,34 @@ def _parser() -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=short, description=f"{short.capitalize()}.")
         made.set_defaults(run=run)
         if run is not _show:
-            result = "where the counts go, an .npz file"
+            result = "the .npz file to write the counts to"
             made.add_argument("--output", required=True, type=Path, metavar="FILE", help=result)
             made.add_argument("--overwrite", action="store_true", help="replace the output")
         return made.add_argument
 
-    add = command(_count, "count", "count in how many documents each token occurs")
-    kinds = "a text file (a line is a document; blank lines are skipped) or a JSONL file (.jsonl, "
-    kinds += ".ndjson, .json), also with .gz, or a folder written by Dataset.save_to_disk"
+    add = command(_count, "count", "count the documents that contain each token")
+    kinds = "a text file (one document per line, blank lines are skipped), a JSONL file (.jsonl, "
+    kinds += ".ndjson, .json), either also as .gz, or a folder written by Dataset.save_to_disk"
     add("inputs", nargs="+", metavar="INPUT", help=kinds)
     known = (
-        "a tokenizer.json, or a folder or hub name (transformers); its special tokens are not added"
+        "a tokenizer.json, or a folder or hub name for transformers; no special tokens are added"
     )
     add("--tokenizer", required=True, metavar="T", help=known)
-    texts = "JSON field or column that holds the text (default: text); repeat it for several"
+    texts = "JSON field or column with the text (default: text); may be repeated"
     add("--field", action="append", default=[], metavar="NAME", help=texts)
-    cut = "cut each document after L tokens, as your model does (default: not cut)"
+    cut = "truncate documents to L tokens, as your model does (default: no truncation)"
     add("--max-length", type=_positive, metavar="L", help=cut)
-    wider = "the model's vocabulary size, if it is larger than the tokenizer's"
+    wider = "the model's vocabulary size, if larger than the tokenizer's"
     add("--vocab-size", type=_positive, metavar="V", help=wider)
     add("--restart", action="store_true", help="start over instead of continuing")
 
     add = command(_merge, "merge", "add up counts of different documents")
-    add("files", nargs="+", type=Path, metavar="FILE", help="counted with the same tokenizer")
+    add("files", nargs="+", type=Path, metavar="FILE", help="counts made with the same tokenizer")
 
-    add = command(_show, "show", "show the most frequent tokens: stopwords, or a mistake")
+    add = command(_show, "show", "show the most frequent tokens, such as stopwords")
     add("file", type=Path, metavar="FILE", help="the counts")
     add("--tokenizer", metavar="T", help="the tokenizer of the counts, to name the tokens")
-    add("--top", type=_positive, default=20, metavar="N", help="tokens (default: %(default)s)")
+    add("--top", type=_positive, default=20, metavar="N", help="how many (default: %(default)s)")
     return parser
 
 
@@ -86,13 +86,13 @@ def _positive(text: str) -> int:
 
 
 def _check_output(options: argparse.Namespace, inputs: Sequence[str | Path]) -> None:
-    """Try the output before any work is done."""
+    """Check before any work that the output can be written."""
     output: Path = options.output
     if output.exists() and not output.is_file():
         kind = "folder" if output.is_dir() else "device"
         raise UserError(f"expected --output to be a regular file, got the {kind} {output}")
     if output.resolve() in [Path(name).resolve() for name in inputs]:
-        raise UserError(f"expected --output to be no input, got {output} for both")
+        raise UserError(f"expected --output to differ from the inputs, got {output} for both")
     if output.exists() and not options.overwrite:
         raise UserError(f"{output} exists: add --overwrite, or choose another --output")
     probe = output.with_name(f".{output.name}.write-test")
@@ -121,9 +121,9 @@ def _count(options: argparse.Namespace) -> None:
             count.run(report)
     except KeyboardInterrupt as interrupt:
         kept = f"{count.kept:,} documents are kept in {count.partial}"
-        kept = kept if count.kept else "it was too early to keep anything"
+        kept = kept if count.kept else "nothing was saved yet"
         raise KeyboardInterrupt(f"Stopped; {kept}. Repeat the command to continue.") from interrupt
-    _check_output(options, options.inputs)  # it may have appeared meanwhile
+    _check_output(options, options.inputs)  # another process may have written it
     counter.save(options.output)
     count.discard()
     seen = f"{int((counter.df > 0).sum()):,} of {counter.vocab_size:,} tokens seen"
@@ -132,12 +132,12 @@ def _count(options: argparse.Namespace) -> None:
     if count.blank:
         _say(f"Blank lines skipped: {count.blank:,}.")
     if count.empty:
-        _say(f"Documents without a token, which count as documents: {count.empty:,}.")
+        _say(f"Documents without tokens (included in the count): {count.empty:,}.")
 
 
 @contextmanager
 def _progress(count: Count) -> Iterator[Callable[[], None]]:
-    """A bar on a terminal, a line now and then elsewhere."""
+    """Show a progress bar on a terminal; elsewhere print a line every ten seconds."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -152,7 +152,7 @@ def _progress(count: Count) -> Iterator[Callable[[], None]]:
             nonlocal said
             documents, now = count.counter.num_documents, time.monotonic()
             share = f"{100 * count.read / max(count.size, 1):.0f}%"
-            speed = f"{(documents - before) / max(now - started, 1e-9):,.0f} a second"
+            speed = f"{(documents - before) / max(now - started, 1e-9):,.0f} per second"
             line = f"{share} · {documents:,} documents · {speed}"
             bar.update(task, completed=count.read, description=line)
             if hidden and now - said >= LINE_SECONDS:
@@ -185,7 +185,7 @@ def _load(path: Path, tokenizer: Any = None) -> DocumentFrequency:
 
 
 def _show(options: argparse.Namespace) -> None:
-    _load(options.file)  # before a tokenizer is loaded, which may take long
+    _load(options.file)  # fail early, as loading a tokenizer may take long
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
     counter = _load(options.file, tokenizer)
     vocabulary = tokenizer.get_vocab() if tokenizer else {}
@@ -196,7 +196,7 @@ def _show(options: argparse.Namespace) -> None:
     if not counter.num_documents:
         return
     if counter.num_tokens is not None:
-        print(f"{counter.mean_length:.1f} tokens a document")
+        print(f"{counter.mean_length:.1f} tokens per document")
     idf = counter.idf()
     print(f"\n{'id':>8} {'df':>15} {'of documents':>12} {'idf':>6}  {'token' if names else ''}")
     order = counter.df.argsort(descending=True, stable=True)

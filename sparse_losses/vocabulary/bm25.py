@@ -1,4 +1,4 @@
-"""BM25 of the queries and documents of a batch, from token ids: a teacher that costs little."""
+"""BM25 of the queries and documents of a batch, from token ids: a cheap teacher."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from sparse_losses._core.token_ids import TokenIds, as_mask, attended_ids, id_ma
 
 __all__ = ["bm25_scores"]
 
-LOOKUPS = 1 << 22  # at once: a few tensors of 32 MB
+LOOKUPS = 1 << 22  # maximal number per block: a few tensors of 32 MB
 ABSENT = torch.iinfo(torch.int64).max
 
 
@@ -34,26 +34,25 @@ def bm25_scores(
 
     where $q_t$ and $f_t$ count token $t$ in the query and in the document, $|d|$ is the number of
     tokens of the document, repeats included, and $\overline{|d|}$ the mean of that number over the
-    corpus. These are scores of a teacher for the distillation loss: they need no model and no file
+    corpus. The scores serve as teacher scores for the distillation loss, without a model or a file
     of scores. Memory grows with the tokens of the batch, not with the vocabulary.
 
     Args:
         query_input_ids: Token ids of the queries, integers ``[B, S]``.
-        query_attention_mask: Bool, integer or float 0/1 ``[B, S]``; ids under a zero are not
-            looked at.
-        document_input_ids: Token ids ``[C, T]`` of documents that all queries are compared with,
-            or ``[B, N, T]`` of each query's own.
-        document_attention_mask: Likewise, of the shape of ``document_input_ids``.
+        query_attention_mask: Bool, integer or float 0/1 ``[B, S]``; ids are ignored where it is 0.
+        document_input_ids: Token ids ``[C, T]`` of documents that are shared by all queries, or
+            ``[B, N, T]`` of ``N`` documents for each query.
+        document_attention_mask: Mask of the shape of ``document_input_ids``.
         idf: Inverse document frequency ``[V]``, such as ``DocumentFrequency.idf()``.
         mean_length: Mean length of the corpus' documents in tokens, > 0, such as
             ``DocumentFrequency.mean_length``.
-        k1: How much repeats of a token in a document add, at least 0; at 0 they add nothing.
-        b: How much the length of a document matters, in [0, 1].
-        ignore_token_ids: Ids in ``[0, V)`` that neither score nor count in a document's length:
-            the special tokens.
+        k1: Weight of repeats of a token in a document, >= 0; at 0 repeats add nothing.
+        b: Strength of the normalisation by document length, in [0, 1].
+        ignore_token_ids: Ids in ``[0, V)`` that neither score nor count in a document's length,
+            such as the special tokens.
 
     Returns:
-        Scores without gradient, float32 ``[B, C]``, or ``[B, N]`` with each query's own documents.
+        Scores without gradient, float32 ``[B, C]``, or ``[B, N]`` with ``N`` documents per query.
         A query or a document without tokens scores 0.
 
     Raises:
@@ -92,7 +91,7 @@ def bm25_scores(
     ignored = id_mask("ignore_token_ids", ignore_token_ids, vocab_size, idf.device)
 
     def kept(side: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """The ids that count, ``ABSENT`` elsewhere."""
+        """Return the ids that count, ``ABSENT`` elsewhere."""
         counts = as_mask(f"{side}_attention_mask", attention_mask)
         ids = attended_ids(f"{side}_input_ids", input_ids, counts, vocab_size)
         if ignored is not None:
@@ -121,7 +120,7 @@ def bm25_scores(
 
 
 def _look_up(tokens: Tensor, document: Tensor, weight: Tensor) -> Tensor:
-    """The weights of ``tokens [..., S]`` in sorted documents ``[..., T]``, 0 where absent."""
+    """Return the weights of ``tokens [..., S]`` in sorted documents ``[..., T]``, 0 if absent."""
     if document.shape[-1] == 0:
         return weight.new_zeros(tokens.shape)
     tokens = tokens.contiguous()

@@ -1,4 +1,4 @@
-"""Counting the document frequencies of files and datasets; an interrupted count can continue."""
+"""Document frequencies of files and datasets, counted such that an interruption can be resumed."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ BATCH_ROWS = 1000
 BATCH_CHARACTERS = 2**20  # bounds the memory of a batch of long documents
 SAVE_SECONDS = 5.0
 
-Row = tuple[str | None, int]  # its text, None on a blank line; bytes of the source read so far
+Row = tuple[str | None, int]  # text (None for a blank line), bytes of the source read so far
 
 
 class UserError(Exception):
-    """A mistake in the command, the files or the installation, told in one clear sentence."""
+    """An error in the command, the files or the installation; its message is one sentence."""
 
 
 def need(package: str, install: str = "'sparse-losses[vocabulary]'") -> None:
-    """Say what to install if a package is missing."""
+    """Raise an error that says what to install if a package is missing."""
     if importlib.util.find_spec(package) is None:
         raise UserError(f"this needs {package}; install with: pip install {install}")
 
@@ -53,21 +53,21 @@ class Source:
 
     name: str  # as the user wrote it
     path: str
-    fields: tuple[str, ...]  # none: a line is a text, not a JSON object
+    fields: tuple[str, ...]  # empty if lines are plain text instead of JSON objects
     size: int
-    data: Any = None  # the dataset; a file has none
+    data: Any = None  # the dataset, or None for a file
 
     def identity(self) -> str:
-        """Changes when the file or the dataset is written anew."""
+        """Return a string that changes when the file or the dataset is rewritten."""
         state = os.stat(self.path if self.data is None else f"{self.path}/state.json")
         written = datetime.datetime.fromtimestamp(state.st_mtime, datetime.UTC)
         return f"{state.st_size} bytes written at {written}"
 
     def rows(self, start: int) -> Iterator[Row]:
-        """Every line or row but the first ``start``."""
+        """Yield all lines or rows from index ``start`` on."""
         if self.data is None:
             yield from self._lines(start)
-        elif start < len(self.data):  # datasets cannot select nothing
+        elif start < len(self.data):  # `select` cannot take an empty range
             for columns in self.data.select(range(start, len(self.data))).iter(BATCH_ROWS):
                 for values in zip(*columns.values(), strict=True):
                     row = dict(zip(columns, values, strict=True))
@@ -98,19 +98,19 @@ class Source:
                     return line.rstrip("\r\n")
                 row = json.loads(line)
             text = self._joined(row)
-            text.encode("utf-8")  # JSON can write halves of characters, which are no text
+            text.encode("utf-8")  # JSON may contain lone surrogates
             return text
         except UnicodeError as error:
             reason = f"expected UTF-8, got: {error}"
-        except json.JSONDecodeError as error:  # whose own text counts lines from this one
-            reason = f"expected one JSON object a line, got: {error.msg} at column {error.colno}"
+        except json.JSONDecodeError as error:  # str(error) would say line 1
+            reason = f"expected one JSON object per line, got: {error.msg} at column {error.colno}"
         except (ValueError, RecursionError) as error:
             reason = str(error)
         raise UserError(f"{place}: {reason}")
 
     def _joined(self, row: object) -> str:
         if not isinstance(row, dict):
-            raise ValueError(f"expected one JSON object a line, got {reprlib.repr(row)}")
+            raise ValueError(f"expected one JSON object per line, got {reprlib.repr(row)}")
         for name in self.fields:
             if name not in row:
                 raise ValueError(f"expected a field {name!r} (--field), got {reprlib.repr([*row])}")
@@ -120,7 +120,7 @@ class Source:
 
 
 def find_sources(inputs: Sequence[str], fields: Sequence[str]) -> list[Source]:
-    """Look at the inputs before any work; in an order that does not depend on theirs."""
+    """Check the inputs before any work and return them sorted by path."""
     sources: dict[str, Source] = {}
     for given in inputs:
         splits = sorted(Path(given).glob("*/state.json"))  # of a DatasetDict
@@ -137,19 +137,19 @@ def _source(name: str, fields: tuple[str, ...]) -> Source:
     path = Path(name).resolve()
     if not path.exists():
         raise UserError(f"there is no file or folder {name}")
-    if path.is_file():  # what a link leads to may be called anything
+    if path.is_file():  # the suffix is that of `name`, as a link's target may have another
         is_json = name.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson", ".json"))
         return Source(name, str(path), fields if is_json else (), path.stat().st_size)
     if not (path / "state.json").is_file():
         expected = f"expected {name} to be a file or a folder written by Dataset.save_to_disk"
-        raise UserError(f"{expected}; of a folder of files give the files: {Path(name) / '*.txt'}")
+        raise UserError(f"{expected}; for a folder of files give the files: {Path(name) / '*.txt'}")
     need("datasets")
     import datasets
 
     datasets.disable_progress_bars()
     try:
         data = datasets.load_from_disk(str(path)).with_format(None)
-    except Exception as error:  # an empty dataset and a damaged one fail in many ways
+    except Exception as error:  # empty and damaged datasets fail in many ways
         reason = str(error).partition("\n")[0]
         raise UserError(f"cannot read the dataset {name} (empty or damaged?): {reason}") from error
     if missing := set(fields) - set(data.column_names):
@@ -160,7 +160,7 @@ def _source(name: str, fields: tuple[str, ...]) -> Source:
 
 
 def load_tokenizer(name: str) -> Any:
-    """A ``tokenizer.json``, or what ``transformers.AutoTokenizer`` takes."""
+    """Load a ``tokenizer.json``, or whatever ``transformers.AutoTokenizer`` accepts."""
     if name.endswith(".json") and not Path(name).exists():
         raise UserError(f"there is no tokenizer {name}")
     is_file = Path(name).is_file()
@@ -175,20 +175,20 @@ def load_tokenizer(name: str) -> Any:
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # each kind of tokenizer has its own
+    except Exception as error:  # the type depends on the tokenizer
         here = "" if Path(name).exists() else f"no file or folder {name} is here, and "
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"cannot load the tokenizer {name!r}: {here}{reason}") from error
-    # A fast tokenizer of transformers wraps one of tokenizers, which works on all cores.
+    # A fast tokenizer of transformers wraps one of tokenizers, which uses all cores.
     tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if hasattr(tokenizer, "encode_batch_fast"):
-        tokenizer.no_padding()  # it may come with those of a model's inputs
+        tokenizer.no_padding()  # the file may enable them
         tokenizer.no_truncation()
     return tokenizer
 
 
 class Count:
-    """A count that can end anywhere and continues from the partial file beside its output."""
+    """A count that can be interrupted and resumed from the partial file beside its output."""
 
     def __init__(
         self,
@@ -200,20 +200,20 @@ class Count:
     ) -> None:
         smallest = int(max(tokenizer.get_vocab().values())) + 1
         if vocab_size is not None and vocab_size < smallest:
-            least = f"{smallest}, the tokenizer's largest id and one"
+            least = f"{smallest}, the tokenizer's largest id plus one"
             raise UserError(f"expected --vocab-size of at least {least}, got {vocab_size}")
         fingerprint = code = tokenizer_sha256(tokenizer)
-        if hasattr(tokenizer, "to_str"):  # how a text is split, too
+        if hasattr(tokenizer, "to_str"):  # includes how a text is split
             settings = json.dumps(json.loads(tokenizer.to_str()), sort_keys=True)
             code = hashlib.sha256(settings.encode()).hexdigest()
         self.sources, self.tokenizer, self.max_length = sources, tokenizer, max_length
         self.partial = output.with_name(f"{output.name}.partial")
         self.counter = DocumentFrequency(vocab_size or smallest, tokenizer_sha256=fingerprint)
         self.size = sum(source.size for source in sources)
-        self.source = self.row = 0  # where it continues: sources and rows before
+        self.source = self.row = 0  # position: finished sources, and rows of the next
         self.read = self.empty = self.blank = 0  # bytes, documents without a token, blank lines
-        self.kept = 0  # documents that are in the partial file
-        self.settings = {  # what must not change between the parts of a count
+        self.kept = 0  # documents in the partial file
+        self.settings = {  # must be the same when a count is resumed
             "the tokenizer's SHA-256": code,
             "--vocab-size": str(self.counter.vocab_size),
             "--max-length": str(max_length),
@@ -222,7 +222,7 @@ class Count:
         }
 
     def resume(self) -> bool:
-        """Take over the partial file, if there is one and it is of this count."""
+        """Load the partial file; return whether there is one, raise if it is of another count."""
         if not self.partial.exists():
             return False
         again = "start over with --restart, or choose another --output"
@@ -234,8 +234,8 @@ class Count:
                     df = read_array(archive, "df", "i", (self.counter.vocab_size,))
                     is_whole = df.min() >= 0 and df.max() <= numbers[0] and min(numbers) >= 0
                     if not is_whole or numbers[2] > len(self.sources):
-                        raise ValueError("its numbers do not belong together")
-        except Exception as error:  # a damaged archive fails in a dozen ways
+                        raise ValueError("its numbers are inconsistent")
+        except Exception as error:  # a damaged archive fails in many ways
             raise UserError(f"{self.partial} is damaged: {again}") from error
         if former != (now := self.settings):
             changed = "; ".join(
@@ -244,7 +244,7 @@ class Count:
                 if former.get(key) != now.get(key)
             )
             other = f"{self.partial} holds an unfinished count with other settings: {changed}"
-            raise UserError(f"{other}. Continue with the former, {again}")
+            raise UserError(f"{other}. Continue with the former settings, {again}")
         self.counter.df = torch.from_numpy(df.astype(np.int64))
         self.kept, self.counter.num_tokens, *place = numbers
         self.counter.num_documents = self.kept
@@ -252,7 +252,7 @@ class Count:
         return True
 
     def save(self) -> None:
-        """Write the partial file: the counts and how far they reach, all or nothing."""
+        """Write the partial file atomically: the counts and the position in the sources."""
         counter, place = self.counter, [self.source, self.row, self.read, self.empty, self.blank]
         write_archive(
             self.partial,
@@ -263,13 +263,13 @@ class Count:
         self.kept = counter.num_documents
 
     def discard(self) -> None:
-        """Remove the partial file, and what a killed process left of one."""
+        """Remove the partial file, and temporary files of killed processes."""
         for path in self.partial.parent.iterdir():
             if path == self.partial or path.name.startswith(f".{self.partial.name}."):
                 path.unlink()
 
     def run(self, report: Callable[[], None]) -> None:
-        """Count what is left and call ``report`` after every batch; the partial file holds it."""
+        """Count the remaining rows, call ``report`` after every batch, save the partial file."""
         saved = time.monotonic()
         while self.source < len(self.sources):
             before = sum(source.size for source in self.sources[: self.source])
@@ -296,7 +296,7 @@ class Count:
         self.save()
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        """Without special tokens, which are in every document and say nothing about it."""
+        """Tokenize without special tokens, which are the same in every document."""
         if hasattr(self.tokenizer, "encode_batch_fast"):
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             return [encoding.ids for encoding in encodings]

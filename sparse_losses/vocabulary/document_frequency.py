@@ -1,4 +1,4 @@
-"""In how many documents each token occurs: counted in a stream, merged, reduced, saved."""
+"""Document frequencies of tokens: counted batch by batch, merged, reduced over ranks, saved."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ __all__ = ["DocumentFrequency", "tokenizer_sha256"]
 
 
 class DocumentFrequency:
-    r"""Counts in how many documents each token occurs.
+    r"""Counter of the number of documents that contain each token.
 
     $$
     \mathrm{idf}_j =
@@ -32,21 +32,20 @@ class DocumentFrequency:
     \end{cases}
     $$
 
-    where $\mathrm{df}_j$ is the number of documents that hold token $j$ at least once and $N$ the
-    number of documents. Counting is exact and does not depend on how the documents are cut into
-    batches, spread over counters or ordered.
+    where $\mathrm{df}_j$ is the number of documents that contain token $j$ and $N$ the number of
+    documents. Counts are exact and do not depend on the order of the documents, or on their
+    division into batches and counters.
 
     Args:
         vocab_size: Number of token ids, V.
-        tokenizer_sha256: Fingerprint of the tokenizer that made the ids, from
-            ``tokenizer_sha256``. Counters with
-            different fingerprints (``None`` is one) do not merge.
+        tokenizer_sha256: Fingerprint of the tokenizer that made the ids, from the function
+            ``tokenizer_sha256``. Only counters with equal fingerprints (or ``None``) merge.
 
     Attributes:
-        df: Documents per token, int64 ``[V]``, on the CPU.
-        num_documents: Documents seen, N.
-        num_tokens: Attended tokens of all documents, repeats included. ``None`` if they are not
-            known: after loading or merging counts that an older version saved.
+        df: Number of documents per token, int64 ``[V]``, on the CPU.
+        num_documents: Number of documents, N.
+        num_tokens: Number of attended tokens in all documents, repeats included. ``None`` if it is
+            unknown, after loading or merging counts that an older version saved.
 
     Examples:
         >>> import torch
@@ -66,7 +65,7 @@ class DocumentFrequency:
 
     References:
         Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009. The
-        1 inside the logarithm keeps ``bm25`` positive for tokens of most documents.
+        1 inside the logarithm keeps ``bm25`` positive for tokens that occur in most documents.
     """
 
     def __init__(self, vocab_size: int, *, tokenizer_sha256: str | None = None) -> None:
@@ -93,18 +92,18 @@ class DocumentFrequency:
 
     @property
     def mean_length(self) -> float:
-        """Tokens of a document on average, ``num_tokens / num_documents``.
+        """Mean number of tokens per document, ``num_tokens / num_documents``.
 
         Raises:
-            ValueError: If no document was counted, or the number of tokens is not known.
+            ValueError: If no document was counted, or the number of tokens is unknown.
         """
         if self.num_tokens is None:
             raise ValueError(
-                "expected counts with `num_tokens` before `mean_length`, got counts that an older "
+                "expected counts with `num_tokens` for `mean_length`, got counts that an older "
                 "version saved without it: count the documents again"
             )
         if self.num_documents == 0:
-            raise ValueError("expected at least one document before `mean_length`, got none")
+            raise ValueError("expected at least one document for `mean_length`, got none")
         return self.num_tokens / self.num_documents
 
     def update(
@@ -112,12 +111,12 @@ class DocumentFrequency:
         input_ids: Tensor | np.ndarray[Any, Any],
         attention_mask: Tensor | np.ndarray[Any, Any],
     ) -> None:
-        """Counts a batch: every row is a document and adds 1 to the ``df`` of each of its tokens.
+        """Count a batch; each row is a document and adds 1 to the ``df`` of each of its tokens.
 
         Args:
             input_ids: Token ids, integers ``[B, S]``, a tensor on any device or an array.
-            attention_mask: Bool, integer or float 0/1 ``[B, S]``; ids under a zero are not looked
-                at. A row of zeros is an empty document, which counts as one.
+            attention_mask: Bool, integer or float 0/1 ``[B, S]``; ids are ignored where it is 0. A
+                row of zeros is an empty document, which counts as a document.
 
         Raises:
             ValueError: If the shapes are not ``[B, S]``, or an attended id is outside ``[0, V)``;
@@ -132,7 +131,7 @@ class DocumentFrequency:
         self._add(ordered[first], len(ids), int(attended.sum()))
 
     def _update_ragged(self, documents: Sequence[Sequence[int]]) -> None:
-        """Counts documents of any lengths, as ``update`` does but without padding."""
+        """Count documents of any lengths, like ``update`` but without padding."""
         ids = torch.from_numpy(np.fromiter(chain.from_iterable(map(set, documents)), np.int64))
         everywhere = torch.ones_like(ids, dtype=torch.bool)
         ids = attended_ids("input_ids", ids, everywhere, self.vocab_size)
@@ -144,7 +143,7 @@ class DocumentFrequency:
         self.num_tokens = _total(self.num_tokens, num_tokens)
 
     def merge(self, other: "DocumentFrequency") -> "DocumentFrequency":
-        """Adds the counts of ``other``, which stays as it is, and returns this counter.
+        """Add the counts of ``other``, which is not changed, and return this counter.
 
         Raises:
             ValueError: If the vocabulary sizes or the tokenizer fingerprints differ.
@@ -160,10 +159,10 @@ class DocumentFrequency:
         return self
 
     def all_reduce(self) -> "DocumentFrequency":
-        """Sums the counts over the ranks of the default process group and returns this counter.
+        """Sum the counts over the ranks of the default process group and return this counter.
 
-        Call it once, on every rank, when all counting is done: afterwards each rank holds the sum,
-        and a second call would count every document again. Without a process group nothing happens.
+        Call it once, on every rank, after all counting. Each rank then holds the sum, so a second
+        call would count every document again. Without a process group it does nothing.
 
         Raises:
             ValueError: On every rank, if the ranks count different vocabularies.
@@ -175,7 +174,7 @@ class DocumentFrequency:
         for identity, _ in ranks:
             _check_same_vocabulary(ranks[0][0], identity)
         device = torch.device("cpu")
-        if dist.get_backend() == "nccl":  # which has no CPU tensors
+        if dist.get_backend() == "nccl":  # NCCL needs GPU tensors
             device = torch.device("cuda", torch.cuda.current_device())
         counts = torch.cat([self.df, torch.tensor([self.num_documents])]).to(device)
         dist.all_reduce(counts)
@@ -184,37 +183,37 @@ class DocumentFrequency:
         return self
 
     def idf(self, smoothing: Literal["bm25", "standard"] = "bm25") -> Tensor:
-        """The inverse document frequency of every token, float64 ``[V]``.
+        """Return the inverse document frequency of every token, float64 ``[V]``.
 
         Args:
-            smoothing: ``"bm25"`` is positive for every token; ``"standard"`` is 0 at a token of
-                N - 1 documents and just below it at one of all N.
+            smoothing: ``"bm25"`` is positive for every token; ``"standard"`` is 0 for a token in
+                N - 1 documents and slightly negative for one in all N.
 
         Raises:
             ValueError: If no document was counted, or the smoothing is unknown.
         """
         check_choice("smoothing", smoothing, ("bm25", "standard"))
         if self.num_documents == 0:
-            raise ValueError("expected at least one document before `idf`, got none")
+            raise ValueError("expected at least one document for `idf`, got none")
         df = self.df.double()
         if smoothing == "bm25":
             return torch.log1p((self.num_documents - df + 0.5) / (df + 0.5))
         return torch.log(self.num_documents / (df + 1))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the counts to ``path`` as an ``.npz`` archive, all of it or nothing.
+        """Write the counts to ``path`` atomically, as an ``.npz`` archive.
 
         No suffix is appended. The arrays are ``df``, ``num_documents``, ``vocab_size``,
-        ``tokenizer_sha256`` (empty for ``None``) and, if it is known, ``num_tokens``. Where
-        ``path`` is a symbolic link, the file that it leads to is replaced.
+        ``tokenizer_sha256`` (empty for ``None``) and, if it is known, ``num_tokens``. If ``path``
+        is a symbolic link, its target is replaced.
 
         Raises:
-            ValueError: If ``path`` is a folder, a device or anything else but a regular file.
+            ValueError: If ``path`` exists and is not a regular file.
         """
         known = {} if self.num_tokens is None else {"num_tokens": np.int64(self.num_tokens)}
         write_archive(
             path,
-            **known,  # first, for the last entry of a damaged directory can go unnoticed
+            **known,  # first: a damaged directory may lose its last entry unnoticed
             df=self.df.numpy(),
             num_documents=np.int64(self.num_documents),
             vocab_size=np.int64(self.vocab_size),
@@ -229,17 +228,17 @@ class DocumentFrequency:
         tokenizer: "_HasVocabulary | None" = None,
         vocab_size: int | None = None,
     ) -> "DocumentFrequency":
-        """Reads what ``save`` wrote; nothing is unpickled.
+        """Load a file written by ``save``, without unpickling.
 
         Args:
             path: The file.
-            tokenizer: Anything with ``get_vocab()``: the tokenizer that the counts must be of.
-            vocab_size: The V that the counts must have: the model's, which may exceed the
-                tokenizer's.
+            tokenizer: The tokenizer the counts must have been made with, any object with
+                ``get_vocab()``; by default it is not checked.
+            vocab_size: The V the counts must have, that of the model; by default not checked.
 
         Raises:
-            ValueError: If the file is not one of ours, is damaged, or was made with another
-                tokenizer or vocabulary size. A file without a fingerprint is of no tokenizer.
+            ValueError: If the file was not written by ``save``, is damaged, or has another
+                tokenizer (or no fingerprint) or vocabulary size.
 
         Examples:
             >>> import tempfile
@@ -255,7 +254,7 @@ class DocumentFrequency:
         with open(path, "rb") as file:
             try:
                 counter = cls._read(file)
-            except Exception as error:  # a damaged archive fails in a dozen ways
+            except Exception as error:  # a damaged archive fails in many ways
                 raise ValueError(f"{path} is not a DocumentFrequency file: {error}") from error
         fingerprint = counter.tokenizer_sha256
         if expected not in (None, fingerprint):
@@ -272,16 +271,16 @@ class DocumentFrequency:
     @classmethod
     def _read(cls, file: IO[bytes]) -> "DocumentFrequency":
         if not zipfile.is_zipfile(file):
-            raise ValueError("it is no .npz archive")
+            raise ValueError("it is not an .npz archive")
         with zipfile.ZipFile(file) as archive:
             names = {name.removesuffix(".npy") for name in archive.namelist()}
             if names - {"num_tokens"} != {"df", "num_documents", "vocab_size", "tokenizer_sha256"}:
-                raise ValueError(f"it holds {', '.join(sorted(names)) or 'nothing'}")
+                raise ValueError(f"it contains {', '.join(sorted(names)) or 'nothing'}")
             vocab_size = int(read_array(archive, "vocab_size", "iu", ()))
             num_documents = int(read_array(archive, "num_documents", "iu", ()))
             fingerprint = str(read_array(archive, "tokenizer_sha256", "U", ()))
             num_tokens = None
-            if "num_tokens" in names:  # older versions did not write it
+            if "num_tokens" in names:  # missing in files of older versions
                 num_tokens = int(read_array(archive, "num_tokens", "iu", ()))
             df = read_array(archive, "df", "i", (vocab_size,)).astype(np.int64)
         if df.min(initial=0) < 0 or df.max(initial=0) > num_documents:
@@ -303,7 +302,7 @@ class _HasVocabulary(Protocol):
 
 
 def tokenizer_sha256(tokenizer: _HasVocabulary) -> str:
-    """Fingerprint of a tokenizer's vocabulary, for ``DocumentFrequency(tokenizer_sha256=...)``.
+    """Return the fingerprint of a tokenizer's vocabulary, for ``DocumentFrequency``.
 
     Args:
         tokenizer: Anything with ``get_vocab()``, such as the tokenizers of ``transformers`` and
@@ -329,7 +328,7 @@ def tokenizer_sha256(tokenizer: _HasVocabulary) -> str:
 
 
 def write_archive(path: str | os.PathLike[str], **arrays: Any) -> None:
-    """Writes an ``.npz`` archive under exactly this name, all of it or nothing."""
+    """Write an ``.npz`` archive atomically, under exactly this name."""
     with replaced_file(path) as file:  # NumPy appends .npz to a name, but not to an open file
         np.savez_compressed(file, **arrays)
 
@@ -337,10 +336,10 @@ def write_archive(path: str | os.PathLike[str], **arrays: Any) -> None:
 def read_array(
     archive: zipfile.ZipFile, name: str, kinds: str, shape: tuple[int, ...]
 ) -> np.ndarray[Any, Any]:
-    """An array whose header is checked first: no memory is taken for what a file only claims."""
+    """Read an array; check its header first, so that a false size allocates no memory."""
     with archive.open(f"{name}.npy") as member:
         if (version := np.lib.format.read_magic(member)) != (1, 0):
-            raise ValueError(f"`{name}` is of NumPy's format {version}")
+            raise ValueError(f"expected `{name}` in NumPy's format (1, 0), got {version}")
         found, _, dtype = np.lib.format.read_array_header_1_0(member)
         if found != shape or dtype.kind not in kinds:
             expected = "text" if kinds == "U" else "integers"
@@ -348,14 +347,14 @@ def read_array(
                 f"expected `{name}` to be {expected} {list(shape)}, got {dtype} {list(found)}"
             )
         size = dtype.itemsize * math.prod(shape)
-        content = member.read(size + 1)  # looks past the end, where the checksum is compared
+        content = member.read(size + 1)  # reading past the end verifies the checksum
     if len(content) != size:
-        raise ValueError(f"`{name}` has other than the {size} bytes that it claims")
+        raise ValueError(f"expected `{name}` to have the {size} bytes of its header, got other")
     return np.ndarray(shape, dtype, content)
 
 
 def _total(*numbers: int | None) -> int | None:
-    """The sum, unknown if one of the numbers is."""
+    """Return the sum, or ``None`` if one of the numbers is unknown."""
     known = [number for number in numbers if number is not None]
     return sum(known) if len(known) == len(numbers) else None
 
@@ -363,7 +362,7 @@ def _total(*numbers: int | None) -> int | None:
 def _on_cpu(values: Tensor | np.ndarray[Any, Any]) -> Tensor:
     if isinstance(values, Tensor):
         return values.detach().cpu()
-    array = np.array(values)  # a copy: PyTorch shares neither read-only nor reversed arrays
+    array = np.array(values)  # copy, as PyTorch cannot share read-only or reversed arrays
     return torch.from_numpy(array.astype(np.int64) if array.dtype.kind == "u" else array)
 
 

@@ -1,4 +1,4 @@
-"""How alike two labels are, from how often they occur together."""
+"""Similarity of labels, computed from their co-occurrence."""
 
 from typing import Literal
 
@@ -22,10 +22,10 @@ def label_similarity(labels: Tensor, *, method: Literal["npmi", "jaccard"] = "np
     \;\text{(jaccard)}
     $$
 
-    where $n_i$ of the $N$ rows carry label $i$ and $n_{ij}$ both labels, $p = n / N$. Under npmi
-    $1/2$ means independence, $1$ that the labels only occur together, and two labels that never
-    do have $0$; labels that all rows carry have $1$. Under jaccard two labels that no row carries
-    have $0$. The diagonal is $1$, also for a label that no row carries.
+    where $n_i$ of the $N$ rows have label $i$, $n_{ij}$ have both labels, and $p = n / N$. With
+    npmi, $1/2$ means independence, $1$ that the labels occur only together (also if all rows have
+    both), and $0$ that they never occur together. With jaccard, two labels that no row has have
+    similarity $0$. The diagonal is $1$, also for a label that no row has.
 
     Args:
         labels: Multi-hot labels of the training set ``[N, L]``, bool, integer or float 0/1.
@@ -36,8 +36,7 @@ def label_similarity(labels: Tensor, *, method: Literal["npmi", "jaccard"] = "np
         float32 otherwise. With no rows it is the identity.
 
     Raises:
-        ValueError: If the labels are not ``[N, L]`` or hold anything but 0 and 1, or the method
-            is unknown.
+        ValueError: If the labels are not ``[N, L]`` or not all 0 or 1, or the method is unknown.
 
     Examples:
         >>> import torch
@@ -70,7 +69,7 @@ def label_similarity(labels: Tensor, *, method: Literal["npmi", "jaccard"] = "np
         rows = len(labels)
         seen = torch.where(both > 0, both, 1.0)
         information = torch.log(seen * rows / (count[:, None] * count).clamp(min=1))
-        # Where all rows carry both labels this is 0 / 0, whose limit is 1.
+        # If all rows have both labels this is 0 / 0, with limit 1.
         everywhere = both == rows
         npmi = information / torch.where(everywhere, 1.0, torch.log(rows / seen))
         similarity = torch.where(everywhere, 1.0, (npmi + 1) / 2).clamp(0, 1)

@@ -1,4 +1,4 @@
-"""Which tokens of a vocabulary are written in which scripts."""
+"""The scripts in which the tokens of a vocabulary are written."""
 
 import difflib
 import functools
@@ -14,8 +14,8 @@ from torch import Tensor
 
 __all__ = ["language_token_ids"]
 
-# Byte-level BPE spells a byte as the character of that number where it is printable, and numbers
-# the other bytes, in order, from U+0100 on: "Ġ" is the space.
+# Byte-level BPE writes a printable byte as the character with that code, and the other bytes, in
+# order, as the characters from U+0100 on: "Ġ" is the space.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _BYTES = {0x100 + n: b for n, b in enumerate(b for b in range(0x100) if b not in _PRINTABLE)}
 _BYTE_ALPHABET = {chr(code) for code in _PRINTABLE | _BYTES.keys()}
@@ -34,32 +34,30 @@ def language_token_ids(
     *,
     allow_common: bool = True,
 ) -> Tensor:
-    """The ids of the tokens whose text uses no other Unicode script than these.
+    """Return the ids of the tokens whose text uses no Unicode script other than ``scripts``.
 
-    Scripts are what Unicode can tell; languages share them (Latin is English, French and
-    Vietnamese). Every character has one, by the property Script of the Unicode Character Database.
+    Unicode defines scripts, not languages; languages share scripts (English, French and Vietnamese
+    use Latin). The script of a character is the property Script of the Unicode Character Database.
 
-    The text of a token is read from its spelling in the vocabulary: SentencePiece (``▁`` before a
-    word), WordPiece (``##`` inside a word) and byte-level BPE (bytes as printable characters,
-    ``Ġ`` before a word). Whichever of the three marks most words tells the kind. The mark is not
-    part of the text.
+    The text of a token is derived from its spelling in the vocabulary: SentencePiece (``▁`` before
+    a word), WordPiece (``##`` inside a word) or byte-level BPE (bytes as printable characters,
+    ``Ġ`` before a word). The marker that most words have determines the kind. It is not part of
+    the text.
 
-    Tokens of bytes (in byte-level BPE, and SentencePiece's ``<0xEA>``) may hold parts of
-    characters. A part is Common: every script is spelled with the same 64 bytes behind the first,
-    and without them a byte-level vocabulary cannot spell Korean. The whole characters beside it
-    count by their script.
+    Byte tokens (in byte-level BPE, and SentencePiece's ``<0xEA>``) may contain incomplete
+    characters. These count as Common, as all scripts share the same 64 continuation bytes, without
+    which a byte-level vocabulary cannot write Korean. Complete characters count by their script.
 
-    Special tokens are left out; give them to
-    ``language_penalty`` by themselves. A plain dict or list does
-    not say which tokens are special: there ``<s>`` counts as the Latin letter in it.
+    Special tokens are excluded; pass them to ``language_penalty`` separately. A plain dict or list
+    does not mark special tokens: ``<s>`` then counts as the Latin letter in it.
 
     Args:
         tokenizer: A tokenizer of ``transformers`` or ``tokenizers``, a dict from tokens to ids, or
             a list of tokens in the order of their ids.
         scripts: Long names of Unicode scripts, such as ``"Hangul"``, ``"Latin"``, ``"Han"``,
             ``"Hiragana"``, ``"Katakana"`` or ``"Cyrillic"``.
-        allow_common: Whether the scripts Common (digits, punctuation, whitespace, emoji, parts of
-            characters) and Inherited (combining marks) are allowed too, alone or beside the others.
+        allow_common: Whether the scripts Common (digits, punctuation, whitespace, emoji, incomplete
+            characters) and Inherited (combining marks) are allowed as well.
 
     Returns:
         Ids in increasing order, int64, on the CPU.
@@ -103,7 +101,7 @@ def _scripts() -> dict[str, list[int]]:
 
 
 def _characters(names: Sequence[str], allow_common: bool) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which code points are allowed; an unassigned one is not."""
+    """Return a mask of the allowed code points; unassigned ones are not allowed."""
     if isinstance(names, str):
         raise TypeError(f"expected `scripts` to be a sequence of names, got the string {names!r}")
     known = _scripts()
@@ -111,9 +109,7 @@ def _characters(names: Sequence[str], allow_common: bool) -> np.ndarray[Any, np.
         if name not in known:
             by_folded = {other.casefold(): other for other in known}
             close = difflib.get_close_matches(str(name).casefold(), by_folded)
-            hint = (
-                " or ".join(repr(by_folded[folded]) for folded in close) or "'Latin' for instance"
-            )
+            hint = " or ".join(repr(by_folded[folded]) for folded in close) or "such as 'Latin'"
             raise ValueError(
                 f"expected `scripts` to be long names of Unicode scripts ({hint}), got {name!r}"
             )
@@ -129,7 +125,7 @@ def _characters(names: Sequence[str], allow_common: bool) -> np.ndarray[Any, np.
 def _vocabulary(
     tokenizer: _HasVocabulary | Mapping[str, int] | Sequence[str],
 ) -> tuple[list[tuple[str, int]], set[int]]:
-    """The (token, id) pairs, and the ids known to be special."""
+    """Return the (token, id) pairs and the ids of known special tokens."""
     special: set[int] = set()
     pairs: Iterable[tuple[str, int]]
     if isinstance(tokenizer, Mapping):
@@ -139,7 +135,7 @@ def _vocabulary(
     elif hasattr(tokenizer, "get_vocab"):
         pairs = tokenizer.get_vocab().items()
         special.update(getattr(tokenizer, "all_special_ids", ()))
-        # `transformers` has a property, `tokenizers` a method.
+        # It is a property in `transformers` and a method in `tokenizers`.
         added = getattr(tokenizer, "added_tokens_decoder", {})
         if hasattr(tokenizer, "get_added_tokens_decoder"):
             added = tokenizer.get_added_tokens_decoder()
@@ -159,9 +155,9 @@ def _vocabulary(
 
 
 def _word_marker(tokens: list[str]) -> str:
-    """The mark that most words start with, which tells how the vocabulary spells text."""
+    """Return the marker that most tokens start with; it tells how the vocabulary spells text."""
     markers = (_BYTE_LEVEL, _SENTENCEPIECE, _WORDPIECE)
-    # Before a letter: three hashes are a Markdown heading in any vocabulary.
+    # Only before a letter, as any vocabulary may contain "###", a Markdown heading.
     marked = {
         marker: sum(
             token.startswith(marker) and token[len(marker) :][:1].isalnum() for token in tokens
@@ -169,17 +165,17 @@ def _word_marker(tokens: list[str]) -> str:
         for marker in markers
     }
     if not any(marked.values()):
-        # Text without spaces leaves no marks; byte-level BPE still has a token for every byte.
+        # Text without spaces gives no markers, but byte-level BPE has a token for every byte.
         return _BYTE_LEVEL if _BYTE_ALPHABET.issubset(tokens) else _SENTENCEPIECE
     return max(marked, key=lambda marker: marked[marker])
 
 
 def _decode(token: str, marker: str) -> str:
-    """The text of a token; U+FFFD, which is Common, stands for what is no whole character."""
+    """Return the text of a token; U+FFFD, which is Common, replaces incomplete characters."""
     if marker == _BYTE_LEVEL:
         try:
             text = token.translate(_BYTES).encode("latin-1").decode("utf-8", "replace")
-        except UnicodeEncodeError:  # an added token, which is spelled as itself
+        except UnicodeEncodeError:  # an added token is spelled as plain text
             text = token
     elif marker == _SENTENCEPIECE and (byte := _BYTE_FALLBACK.fullmatch(token)):
         text = bytes.fromhex(byte[1]).decode("utf-8", "replace")
@@ -187,5 +183,5 @@ def _decode(token: str, marker: str) -> str:
         text = token.replace(marker, " ")
     else:
         text = token.removeprefix(marker)
-    # The mark before a word is no text, except where it is all there is: whitespace.
+    # The marker is not text, unless the token is nothing else: then it is whitespace.
     return text.removeprefix(" ") or " "

@@ -1,4 +1,4 @@
-"""What activating a token costs: by how common it is, or by whether its language is wanted."""
+"""Penalties per token: by document frequency, or for tokens of unwanted languages."""
 
 from typing import Literal
 
@@ -23,7 +23,7 @@ def idf_penalty(
     minimum: float = 0.0,
     shape: Literal["exponential", "linear"] = "exponential",
 ) -> Tensor:
-    r"""Token penalties that fall with the inverse document frequency, for the IDF-FLOPS loss.
+    r"""Token penalties that decrease with the inverse document frequency, for the IDF-FLOPS loss.
 
     $$
     w_j = \exp(-\alpha\, \widehat{\mathrm{idf}}_j)
@@ -34,25 +34,26 @@ def idf_penalty(
     \frac{\mathrm{idf}_j - \mathrm{idf}_{\min}}{\mathrm{idf}_{\max} - \mathrm{idf}_{\min}}
     $$
 
-    with the minimum and the maximum taken over the tokens that are not special. A special token
-    is in no document's text; its extreme idf would squeeze all the others together. In order:
+    with the minimum and the maximum over the tokens that are not special. The idf of a special
+    token is extreme, as no document contains it, and would compress the range of all others. The
+    penalty is, in this order:
 
-    1. $w_j$ as above, $1$ throughout where the idf is constant,
+    1. $w_j$ as above, or $1$ if the idf is constant,
     2. raised to at least ``minimum``,
     3. *multiplied* by ``stopword_penalty`` for stopwords,
-    4. *set* to ``special_penalty`` for special tokens, also those among the stopwords.
+    4. *set* to ``special_penalty`` for special tokens, also if they are stopwords.
 
-    $e^{-4} = 0.018$ makes tokens that no document holds nearly free, and training turns them into
-    latent dimensions; ``minimum=0.1`` keeps them words.
+    With $e^{-4} = 0.018$, tokens that no document contains are nearly free, and training uses them
+    as latent dimensions; ``minimum=0.1`` prevents that.
 
     Args:
         idf: Inverse document frequency, finite floating point ``[V]``.
         alpha: Steepness of the exponential shape, at least 0; 0 makes all tokens equal.
         special_token_ids: Ids in ``[0, V)``: integers or an integer tensor, duplicates allowed.
         special_penalty: Penalty of the special tokens, at least 0.
-        stopword_ids: Ids in ``[0, V)``, likewise.
-        stopword_penalty: Factor on the stopwords' penalty, at least 0.
-        minimum: Smallest penalty before the factor, in [0, 1].
+        stopword_ids: Ids in ``[0, V)``, in the same form.
+        stopword_penalty: Factor on the penalty of stopwords, at least 0.
+        minimum: Smallest penalty before that factor, in [0, 1].
         shape: ``"exponential"`` or ``"linear"``.
 
     Returns:
@@ -110,18 +111,17 @@ def language_penalty(
     special_token_ids: TokenIds = (),
     penalty: float = 100.0,
 ) -> Tensor:
-    r"""Token penalties that spare the allowed tokens, for the language penalty loss.
+    r"""Token penalties that are 0 for allowed tokens, for the language penalty loss.
 
     $$
     p_j = \begin{cases} 0 & j \text{ allowed or special} \\ p & \text{otherwise} \end{cases}
     $$
 
     Args:
-        vocab_size: Number of token ids, V, of the *model*: it may exceed the tokenizer's.
+        vocab_size: Number of token ids, V, of the *model*, which may exceed the tokenizer's.
         allowed_ids: Ids in ``[0, V)``, integers or an integer tensor, such as the result of
             ``language_token_ids``.
-        special_token_ids: Ids in ``[0, V)`` to spare as well: what they cost is the business of
-            ``idf_penalty``.
+        special_token_ids: Ids in ``[0, V)`` that also get 0, as ``idf_penalty`` sets their cost.
         penalty: Penalty $p$ of all other tokens, at least 0.
 
     Returns:
@@ -145,7 +145,7 @@ def language_penalty(
 
 
 def _mask(name: str, ids: TokenIds, vocab_size: int, device: torch.device) -> Tensor:
-    """The set of ids as a mask ``[V]``, its range checked wherever the ids are."""
+    """Return the set of ids as a mask ``[V]``; the range is checked on any device."""
     if isinstance(ids, Tensor):
         ids = ids.detach().cpu()
     mask = id_mask(name, ids, vocab_size, device)

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from sparse_losses._core.files import replaced_file
+from sparse_losses._core.files import replaced_file, replaced_files
 
 OLD, NEW = "old\n" * 1000, "new\r\nline\n" * 1000
 
@@ -158,3 +158,93 @@ def test_only_a_regular_file_is_replaced(tmp_path, kind):
     assert os.path.lexists(path)
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
     assert os.listdir(tmp_path) == ["there"]
+
+
+def make_folder(folder, content="old", also=()):
+    with replaced_files(folder, last="last", instead_of="shard*") as new:
+        for name in ("first", "inner/second", "last", *also):
+            (new / name).parent.mkdir(exist_ok=True)
+            (new / name).write_text(content)
+
+
+def contents(folder):
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.read_text() for file in files}
+
+
+def test_the_files_of_a_folder_are_replaced_and_others_stay(tmp_path):
+    folder = tmp_path / "made" / "here"
+    make_folder(folder, also=("shard-1", "shard-2"))
+    (folder / "mine").write_text("mine")
+    make_folder(folder, "new", also=("shard-1",))
+    files = {"first", "inner/second", "last", "shard-1"}
+    assert contents(folder) == {**dict.fromkeys(files, "new"), "mine": "mine"}
+    assert os.listdir(folder.parent) == ["here"]
+
+
+def test_a_folder_behind_a_link_is_the_one_that_is_written(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    make_folder(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there" / "first").read_text() == "old"
+
+
+@pytest.mark.parametrize("fails", ["write", "fsync"])
+def test_a_full_disk_leaves_the_old_folder_and_no_other(tmp_path, monkeypatch, fails):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    make_folder(tmp_path / "there")
+
+    def fail(*_):
+        raise full
+
+    def write_half():
+        with replaced_files(tmp_path / "there", last="last", instead_of="shard*") as new:
+            (new / "first").write_text("half")
+            if fails == "write":
+                raise full
+
+    if fails == "fsync":
+        monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_half()
+    assert set(contents(tmp_path / "there").values()) == {"old"}
+    assert os.listdir(tmp_path) == ["there"]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows ends processes in another way")
+def test_a_killed_process_leaves_the_old_folder(tmp_path):
+    make_folder(tmp_path / "there")
+    script = (
+        "import sys, time\n"
+        "from sparse_losses._core.files import replaced_files\n"
+        "with replaced_files(sys.argv[1], last='last', instead_of='shard*') as new:\n"
+        "    (new / 'first').write_text('half'), print('.', flush=True), time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "there")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == ".\n"
+    process.kill()
+    process.communicate()
+    assert set(contents(tmp_path / "there").values()) == {"old"}
+    (left,) = set(os.listdir(tmp_path)) - {"there"}
+    assert left.startswith(".there.")
+    make_folder(tmp_path / "there", "new")  # and nobody is in the way of the next
+    assert set(contents(tmp_path / "there").values()) == {"new"}
+
+
+@pytest.mark.parametrize("after", range(3))
+def test_stopped_among_the_replaced_files_the_last_one_is_away(tmp_path, monkeypatch, after):
+    make_folder(tmp_path)
+    replace, done = os.replace, []
+
+    def stops(*paths):
+        if len(done) == after:
+            raise KeyboardInterrupt
+        done.append(paths)
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", stops)
+    with pytest.raises(KeyboardInterrupt):
+        make_folder(tmp_path, "new")
+    assert "last" not in contents(tmp_path)

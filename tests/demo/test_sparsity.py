@@ -101,7 +101,7 @@ def test_a_dead_model_ends_the_run(corpus):
             parameter.zero_()
         run.model.bias.fill_(-1.0)
     assert not (run.encode(["node edge"]) > 0).any()
-    with pytest.raises(CollapseError, match="every row is silent"):
+    with pytest.raises(CollapseError, match="all rows are dead"):
         run.train()
 
 

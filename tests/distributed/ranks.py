@@ -8,17 +8,18 @@ import atexit
 import os
 import pickle
 import socket
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from tests.distributed.recipe import leave
 
 TIMEOUT = timedelta(seconds=60)  # of a rank that waits for another
 
@@ -86,7 +87,7 @@ def _serve(rank: int, world_size: int, meeting: str, pipe: Connection) -> None:
         try:
             function, args = pickle.loads(pipe.recv_bytes())
         except EOFError:  # the tests have ended
-            _leave()
+            leave()
         try:
             answer = function(rank, *args), ""
             dist.barrier()  # a rank that still reads may be aborted by one that has left
@@ -120,15 +121,4 @@ def _as_torchrun_would(
     if dist.is_initialized():  # Lightning ends what it began
         dist.barrier()
         dist.destroy_process_group()
-    _leave()
-
-
-def _leave() -> NoReturn:
-    """End a process that has done its work, without the interpreter's own end.
-
-    A thread of PyTorch's that waits for the interpreter while it ends is unwound through C++ then,
-    which now and then aborts the process: "terminate called without an active exception".
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    leave()

@@ -9,9 +9,11 @@ import functools
 import importlib.util
 import json
 import os
+import runpy
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -90,8 +92,26 @@ def run(arguments: list[str], output: str, **different) -> None:
             print(mistake)
 
 
+def leave() -> NoReturn:
+    """End a process that has done its work, without the interpreter's own end.
+
+    A thread of gloo may still hold the last tensor that was sent. Where it lets go of it while the
+    interpreter ends, it asks for the interpreter's lock, is unwound through C++ that allows no
+    exception, and aborts the process: "terminate called without an active exception". That is
+    PyTorch's, at least to 2.13, `destroy_process_group` or not (docs/contributing.md).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    if sys.argv[1].endswith(".py"):  # a script as it stands, with its arguments
+        script, *words = sys.argv[1:]
+        sys.argv = [script, *words]
+        runpy.run_path(script, run_name="__main__")
+        return
     runs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     if len(runs) > 1:  # one process group for all of them
         dist.init_process_group("gloo")
@@ -103,3 +123,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave()

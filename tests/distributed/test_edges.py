@@ -385,4 +385,4 @@ def test_the_ring_says_what_it_cannot():
         {"in_batch": False, "negative": x},
     ):
         said = caught(F.info_nce_loss, x, x, gather=True, impl="ring", **options)
-        assert 'with impl="ring"; impl="auto" takes one that can' in said
+        assert 'with impl="ring"; impl="auto" selects one that can' in said

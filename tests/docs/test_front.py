@@ -70,6 +70,11 @@ def test_the_figures_are_those_of_the_results(page):
     assert [figure for figure in figures() if figure not in text] == []
 
 
+def test_the_sparsity_is_that_of_the_page_on_targets():
+    text = (ROOT / "docs/target_sparsity.md").read_text(encoding="utf-8")
+    assert figures()[-1] in text
+
+
 def test_the_picture_is_drawn_from_the_results():
     kept = (front.ASSETS / "front.svg").read_text(encoding="utf-8")
     assert kept == front.draw(), "python -m tools.front draws it"

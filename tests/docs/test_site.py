@@ -14,7 +14,7 @@ import pytest
 
 import sparse_losses
 import sparse_losses.functional as F
-from tools.translations import DOCS, body, expand, split_code
+from tools.translations import DOCS, LANGUAGES, body, expand, split_code
 
 ROOT = DOCS.parent
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -30,6 +30,8 @@ HEADINGS = [
     "Details",
 ]
 WORDS_ABOVE_DETAILS = 900
+WORDS_OF_THE_SITE = 40_000
+UNCOUNTED = {"api", "changelog.md", "tests", *LANGUAGES}  # folders and pages
 # Papers, packages that are named and what this site is built with.
 HOSTS = {
     "aclanthology.org",
@@ -201,6 +203,13 @@ def test_every_loss_has_a_row_where_one_chooses():
     text = read(DOCS / "choose.md")
     assert len(STEMS) == 13
     assert [stem for stem in STEMS if not re.search(rf"^\|.*`{stem}_loss`", text, re.M)] == []
+
+
+def test_the_english_pages_stay_short():
+    """A page that grows is paid for by cutting elsewhere; code does not count."""
+    counted = [page for page in PAGES if page.relative_to(DOCS).parts[0] not in UNCOUNTED]
+    words = sum(len(split_code(body(read(page)))[0].split()) for page in counted)
+    assert 30_000 < words <= WORDS_OF_THE_SITE
 
 
 # The navigation.

@@ -261,8 +261,8 @@ def test_snippets_are_read_as_the_site_reads_them(docs):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('--8<-- "none.md"', "no file none.md"),
-        ('--8<-- "page.md:none"', "no section none in page.md"),
+        ('--8<-- "none.md"', "expected a file none.md"),
+        ('--8<-- "page.md:none"', "expected a section none in page.md"),
     ],
 )
 def test_what_is_not_there_is_an_error(docs, line, message):

@@ -1,17 +1,25 @@
-"""The troubleshooting page has a section for every symptom that ``advise`` may name."""
+"""Every symptom that ``advise`` may name has a section of troubleshooting and a row elsewhere."""
 
 import inspect
 import re
 from pathlib import Path
 
+import pytest
+
 from sparse_losses.objective import advice
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/guides/troubleshooting.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+SYMPTOMS = re.findall(r'yield Finding\(\s*"([^"]+)"', inspect.getsource(advice))
 
 
 def test_every_symptom_has_its_section() -> None:
-    code = inspect.getsource(advice)
-    symptoms = re.findall(r'yield Finding\(\s*"([^"]+)"', code)
-    assert len(symptoms) > 10
-    headings = re.findall(r"^## (.+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert {symptom.lower() for symptom in symptoms} <= {each.lower() for each in headings}
+    assert len(SYMPTOMS) > 10
+    page = (DOCS / "guides/troubleshooting.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.+)$", page, re.MULTILINE)
+    assert {symptom.lower() for symptom in SYMPTOMS} <= {each.lower() for each in headings}
+
+
+@pytest.mark.parametrize("page", ["choose.md", "ko/choose.md", "diagnostics.md"])
+def test_every_symptom_stands_in_a_table(page: str) -> None:
+    rows = [row for row in (DOCS / page).read_text(encoding="utf-8").splitlines() if row[:1] == "|"]
+    assert [symptom for symptom in SYMPTOMS if not any(symptom in row for row in rows)] == []

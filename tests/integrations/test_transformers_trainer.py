@@ -95,7 +95,7 @@ def test_resuming_needs_the_schedules_of_the_run(tmp_path):
     resumable(tmp_path, setting.encoder(), setting.objective()).train()
     again = resumable(tmp_path, setting.encoder(), setting.objective())
     again.schedules = again.schedules[:1]
-    with pytest.raises(ValueError, match=r"expected the 2 schedules that .*checkpoint-8.*, got 1"):
+    with pytest.raises(ValueError, match=r"expected 2 schedules as in .*checkpoint-8.*, got 1"):
         again.train(resume_from_checkpoint=True)
 
 
@@ -286,8 +286,8 @@ def test_the_collator_tokenizes_as_the_encoder_does():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"anchor": "a"}, r"expected rows with 'anchor', 'positive'.*got \['anchor'\]"),
-        ({"anchor": "a", "positive": "b"}, "all of them or none with 'negative'"),
+        ({"anchor": "a"}, r"expected rows with 'anchor' and 'positive'.*got \['anchor'\]"),
+        ({"anchor": "a", "positive": "b"}, "either all or no rows with 'negative'"),
         ({"anchor": "a", "positive": "b", "negative": ["c", "d"]}, r"in every row, got \[1, 2\]"),
         ({"anchor": "a", "positive": "b", "negative": "c"}, r"got \[1, None\]"),
         ({"anchor": "a", "positive": "b", "negative": None}, "'negative' to be a text.*got None"),
@@ -322,7 +322,7 @@ def test_rows_may_bring_the_scores_of_a_whole_batch():
     torch.testing.assert_close(batch["teacher_scores"], scores, **EXACT)
     torch.testing.assert_close(batch["teacher_anchor_scores"], anchors, **EXACT)
     assert "teacher_candidates" not in batch, "without negatives there is one kind"
-    with pytest.raises(ValueError, match=r"all of them or none with .*'teacher_anchor_scores'"):
+    with pytest.raises(ValueError, match=r"either all or no rows with .*'teacher_anchor_scores'"):
         collator([*rows[:3], PAIRS[3]])
 
 
@@ -338,7 +338,7 @@ def test_scores_beside_negatives_are_what_the_collator_was_told(negative, candid
         assert collator(rows)["teacher_candidates"] == candidates
         return
     wanted = " or ".join(f".* = {n}" for n in right)
-    with pytest.raises(ValueError, match=rf'{wanted} .*{candidates!r}, got \[{count}\]: say "own"'):
+    with pytest.raises(ValueError, match=rf'{wanted} .*{candidates!r}, got \[{count}\]: use "own"'):
         collator(rows)
 
 
@@ -362,13 +362,13 @@ def test_a_teacher_scores_the_batch_that_was_made(negative):
 
 
 def test_a_collators_teacher_is_the_only_one():
-    with pytest.raises(ValueError, match="`teacher` beside `score_anchors=True`, got None"):
+    with pytest.raises(ValueError, match="`teacher` for `score_anchors=True`, got None"):
         SpladeCollator(setting.tokenizer(), score_anchors=True)
     with pytest.raises(ValueError, match="`teacher_candidates` to be one of 'own', 'batch', got"):
         SpladeCollator(setting.tokenizer(), teacher_candidates="all")
     taught = SpladeCollator(setting.tokenizer(), teacher=overlap)
     rows = [row | {"teacher_scores": [1.0] * 4} for row in PAIRS]
-    with pytest.raises(ValueError, match=r"beside a `teacher`, got \['teacher_scores'\]"):
+    with pytest.raises(ValueError, match=r"because of `teacher`, got \['teacher_scores'\]"):
         taught(rows)
 
 
@@ -457,7 +457,7 @@ def test_ids_that_are_no_integers_are_an_error(number):
 @pytest.mark.parametrize("metric", ["info_nce", "eval_document_flops", "eval_some_info_nce"])
 def test_the_worst_model_is_not_to_be_kept_for_the_best(tmp_path, metric):
     args = arguments(tmp_path, metric_for_best_model=metric)
-    with pytest.raises(ValueError, match="`greater_is_better=False` beside a loss"):
+    with pytest.raises(ValueError, match="`greater_is_better=False` for a loss"):
         SpladeTrainer(setting.encoder(), args, objective=setting.objective())
     args = arguments(tmp_path, metric_for_best_model=metric, greater_is_better=False)
     SpladeTrainer(setting.encoder(), args, objective=setting.objective())
@@ -468,7 +468,7 @@ def test_the_worst_model_is_not_to_be_kept_for_the_best(tmp_path, metric):
     [
         ({"diagnostics": {"queries": Diagnostics(VOCAB_SIZE)}}, "diagnostics"),
         ({"compute_loss_func": print}, "got `compute_loss_func`"),
-        ({"model": Words(5)}, "expected `data_collator` beside a model that is no SpladeEncoder"),
+        ({"model": Words(5)}, "expected `data_collator` for a model that is no SpladeEncoder"),
         ({"return_logits": 1}, "return_logits"),
         ({"settings": {"label_smoothing_factor": 0.1}}, "no classes to smooth, got 0.1"),
         ({"settings": {"push_to_hub": True}}, r"got True; to publish: `encoder.save_pretrained"),
@@ -509,5 +509,5 @@ def test_what_the_controller_has_not_seen_yet_is_not_logged(tmp_path):
 def test_several_gpus_in_one_process_are_an_error(tmp_path):
     args = arguments(tmp_path)
     args._n_gpu = 2
-    with pytest.raises(ValueError, match="expected one process a GPU, got 2 GPUs in this one"):
+    with pytest.raises(ValueError, match="expected one process per GPU, got 2 GPUs in this one"):
         SpladeTrainer(setting.encoder(), args, objective=setting.objective())

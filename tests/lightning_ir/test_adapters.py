@@ -134,7 +134,7 @@ def test_what_a_loss_holds_follows_the_vectors_to_their_device():
 def test_several_vectors_a_text_are_an_error(side):
     out = output(vectors(Q, V), vectors(Q, D, V))
     setattr(out, side, BiEncoderEmbedding(torch.rand(12, 5, V)))
-    message = rf"one vector a text, `{side}` of shape \[N, 1, V\], got \[12, 5, 7\]"
+    message = rf"one vector per text, `{side}` of shape \[N, 1, V\], got \[12, 5, 7\]"
     with pytest.raises(ValueError, match=message):
         Regularization(FlopsLoss()).compute_loss(out)
     with pytest.raises(ValueError, match=message):

@@ -429,3 +429,20 @@ def test_too_few_candidates_are_refused(width, standardize):
         distillation_loss(torch.rand(3, width), torch.rand(3, width), standardize=standardize)
     assert str(width) in str(caught.value)
     assert distillation_loss(torch.rand(3, 4), torch.rand(3, 4), standardize=standardize) > 0
+
+
+@pytest.mark.parametrize("impl", ["definition", "direct"])
+@pytest.mark.parametrize("standardize", ["batch", "row"])
+def test_z_scores_of_a_range_beyond_fp32_are_those_of_the_scaled_scores(impl, standardize):
+    """The range of [-3e38, 3e38] is infinite in fp32; z sees no scale."""
+    options = {"alpha_kl": 0.0, "alpha_mse": 1.0, "standardize": standardize, "impl": impl}
+    teacher = torch.tensor([[3e38, -3e38, 0.0, 1e38], [-3e38, 1e38, 3e38, 2e38]])
+    student = torch.tensor([[1.0, 3.0, -2.0, 0.5], [0.0, 1.0, 5.0, -1.0]], requires_grad=True)
+    small = student.detach().clone().requires_grad_()
+    loss = distillation_loss(student, teacher, **options)
+    expected = distillation_loss(small, teacher * 1e-38, **options)
+    torch.testing.assert_close(loss, expected)
+    found = torch.autograd.grad(loss, student)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, small))
+    huge = (student.detach() * 6e37).requires_grad_()
+    torch.testing.assert_close(distillation_loss(huge, teacher, **options), expected)

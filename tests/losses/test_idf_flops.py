@@ -111,3 +111,12 @@ def test_the_gradient_of_an_active_token_is_at_least_its_penalty_over_the_batch(
         (slope,) = torch.autograd.grad(idf_flops_loss(x, w, beta=beta, estimator=estimator), x)
         torch.testing.assert_close(slope, w * (active + 2 * beta * square) / len(x))
         assert (slope >= w * active / len(x) - 1e-12).all()
+
+
+def test_without_its_squares_a_large_mean_is_its_weighted_absolute_value():
+    """Its square is infinite in fp32, and 0 times that a NaN."""
+    x = torch.tensor([[1e30, 2.0]], requires_grad=True)
+    loss = idf_flops_loss(x, torch.tensor([0.5, 3.0]), beta=0.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(5e29)
+    assert x.grad.tolist() == [[0.5, 3.0]]

@@ -390,3 +390,25 @@ def test_saturating_activation_keeps_the_digits_of_an_easy_token():
     loss.backward()
     assert loss.item() == pytest.approx(math.exp(-30.0), rel=1e-5, abs=0)
     assert x.grad[0, 0].item() == pytest.approx(-math.exp(-30.0), rel=1e-4, abs=0)
+
+
+def test_equal_positives_with_large_scores_keep_the_digits_of_their_loss():
+    """``(top - score) + excess``: the other order rounds ``excess`` to the digits of the score."""
+    scores = torch.tensor([[-65504.0, -65504.0, -1e9]])
+    positive = torch.tensor([[True, True, False]])
+    loss = F.info_nce_from_scores(scores, positive)
+    assert loss.item() == pytest.approx(math.log(2), rel=1e-6)
+
+
+def test_the_temperature_has_a_gradient_beside_a_row_that_is_nearly_nothing():
+    """That of the row itself is infinite: its length is below the smallest normal number."""
+    anchor = torch.tensor([[1e-40, 0.0, 2e-40]], requires_grad=True)
+    positive = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])[:1]
+    negative = torch.tensor([[0.0, 3.0, 0.0], [2.0, 0.0, 2.0]])
+    found = []
+    for impl in ("definition", "nonzeros"):
+        temperature = torch.tensor(0.3, requires_grad=True)
+        loss = 1e5 * F.info_nce_loss(anchor, positive, negative, temperature=temperature, impl=impl)
+        found.append(torch.autograd.grad(loss, temperature)[0])
+    assert found[0].isfinite()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=0)

@@ -203,3 +203,16 @@ def test_weights_with_a_gradient_are_learned():
     torch.testing.assert_close(weight.grad, torch.tensor([0.0, 0.5, -0.5]))
     with pytest.raises(ValueError, match="expected `token_weight` without a gradient"):
         positive_activation_loss(x, ids, torch.ones_like(ids), weight, impl="direct")
+
+
+@pytest.mark.parametrize("impl", ["definition", "direct"])
+@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1.0, 3e38])
+def test_the_scale_of_the_weights_changes_nothing(impl, scale):
+    """Sums of weights would overflow, or fall below what a division by them bears."""
+    x = torch.tensor([[1.0, 2.0, 4.0, 8.0]], requires_grad=True)
+    ids, mask = torch.tensor([[1, 3, 2, 1]]), torch.ones(1, 4)
+    weight = torch.tensor([1.0, 1.0, 1.0, 1.0]) * scale
+    loss = positive_activation_loss(x, ids, mask, weight, impl=impl)
+    loss.backward()
+    assert loss.item() == pytest.approx(-14 / 3)
+    assert x.grad.tolist()[0] == pytest.approx([0.0, -1 / 3, -1 / 3, -1 / 3])

@@ -265,3 +265,11 @@ def test_the_gravest_comes_first():
 def test_a_report_is_asked_for():
     with pytest.raises(TypeError, match=r"as Diagnostics.report\(\) gives it, got Diagnostics"):
         advise(Diagnostics(5))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["losses", "validation_losses"])
+def test_a_loss_that_is_not_finite_is_named_at_once(name, value):
+    (finding,) = advise(HEALTHY, **{name: [1.0, value]})
+    assert finding.symptom == "the loss is not finite"
+    assert finding.evidence.startswith("1 of 2 values of the ")

@@ -440,7 +440,7 @@ def call(encoder=None, columns=None, loss=None, **settings):
         (
             {"encoder": lambda x: x[:, : len(x)]},
             ValueError,
-            r"one shape but for their rows .* \[2, 2\] and \[1, 1\]",
+            r"differ in their number of rows only .* \[2, 2\] and \[1, 1\]",
         ),
         (
             {"encoder": lambda x: (x, None) if len(x) > 1 else (x, x)},

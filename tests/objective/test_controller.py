@@ -373,8 +373,13 @@ def test_when_all_rows_are_dead_it_names_the_checkpoint():
         if not active:  # a batch of nothing but empty texts is no collapse
             assert objective.weights["document_flops"] == pytest.approx(before / 2)
     controller.observe(_rows(0, dead=10))
-    with pytest.raises(CollapseError, match=r"step 7.*dead row: 4\).*runs/7/step-1\.pt"):
+    with pytest.raises(CollapseError, match=r"step 7.*dead rows: 4\).*runs/7/step-1\.pt.*logits"):
         controller.step()
+    assert "collapsed" in str(controller)
+    _, never_whole = _controller(window=1)
+    never_whole.observe(_rows(0, dead=10))
+    with pytest.raises(CollapseError, match="every step had dead rows"):
+        never_whole.step()
 
 
 def test_no_target_is_unreachable_on_the_way_back():
@@ -447,7 +452,7 @@ def test_a_second_master_of_the_weight_is_an_error():
     objective, controller = _controller()
     objective.weights["document_flops"] = 3.0
     controller.observe(_rows(900))
-    with pytest.raises(RuntimeError, match="let one alone steer it"):
+    with pytest.raises(RuntimeError, match="only the controller may set it"):
         controller.step()
 
 
@@ -555,6 +560,11 @@ def test_the_state_of_something_else_is_an_error():
         ("silent_steps", 2.5),
         ("start", 0.0),
         ("maximum", 1e-9),
+        ("dead", [0.0, 0.0]),
+        ("first", (1.0,)),
+        ("seen", [1.0, 0.0, 1.0]),
+        ("sent", [1.0] * 6),
+        ("of_a_later_version", 1),
     ],
 )
 def test_a_damaged_state_is_an_error_and_changes_nothing(name, bad):

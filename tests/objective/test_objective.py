@@ -406,7 +406,7 @@ def test_the_positives_alone_are_distilled_beside_negatives():
 @pytest.mark.parametrize(
     ("negative", "candidates", "message"),
     [
-        ("shared", "own", r"\[B, 1 \+ N\] beside own negatives"),
+        ("shared", "own", r"\[B, 1 \+ N\] with own negatives"),
         ("own", "batch", rf"\[{B}, {B + N}\] \(all\) or \[{B}, {B}\] \(positives\), got"),
         ("own", "all", "`batch.teacher_candidates` to be one of 'own', 'batch', None, got 'all'"),
     ],

@@ -225,7 +225,7 @@ def test_a_controller_on_a_scheduled_term_names_the_schedule(start):
     ):
         objective = SpladeObjective({"query_flops": 1.0, "document_flops": 1.0})
         TrainingSchedule(objective, **schedule)
-        with pytest.raises(ValueError, match=r"'query_flops' to be .* TrainingSchedule sets its w"):
+        with pytest.raises(ValueError, match=r"weight of 'query_flops'.* TrainingSchedule sets it"):
             SparsityController(objective, "query_flops", **options)
         SparsityController(objective, "document_flops", **options)
 
@@ -274,7 +274,13 @@ def test_the_state_of_something_else_is_not_loaded():
     schedule = TrainingSchedule(SpladeObjective({"query_flops": 1.0}))
     with pytest.raises(ValueError, match="'steps_taken', got one with 'steps', 'term'"):
         schedule.load_state_dict({"steps": 3, "term": "query_flops"})
-    for damaged in ({"steps_taken": -1}, {"steps_taken": 3, "temperature": math.nan}):
+    with pytest.raises(ValueError, match=r"expected the state of this version's .* with later"):
+        schedule.load_state_dict({"steps_taken": 3, "later": 1})
+    for damaged in (
+        {"steps_taken": -1},
+        {"steps_taken": 3, "temperature": math.nan},
+        {"steps_taken": 3, "temperature": -0.1},
+    ):
         name = [*damaged][-1]
         with pytest.raises(ValueError, match=f"expected `{name}` to be .*, got"):
             schedule.load_state_dict(damaged)

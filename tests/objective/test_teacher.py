@@ -70,7 +70,7 @@ def test_bm25_teacher_is_no_part_of_what_is_saved_or_learned():
         (counted(column(3)), [V], ValueError, rf"in \[0, V\) with V = {V}, got {V}"),
         (counted(column(3)), [-1], ValueError, "got -1"),
         (counted(column(3)), [0.5], TypeError, "`special_token_ids` to be integers"),
-        (DocumentFrequency(V), [], ValueError, "at least one document before `mean_length`"),
+        (DocumentFrequency(V), [], ValueError, "at least one document for `mean_length`"),
     ],
 )
 def test_wrong_settings_are_errors(counts, special, error, message):

@@ -142,17 +142,17 @@ def test_a_model_that_has_no_bias_and_cannot_say_so_is_an_error():
     model, words = pair("bert")
     model.get_output_embeddings().bias = None
     encoder = SpladeEncoder(model, words)
-    with pytest.raises(ValueError, match="`decoder_bias` to say that they get one, got BertFor"):
+    with pytest.raises(ValueError, match="`decoder_bias` to add one, got BertFor"):
         encoder.calibrate(DOCUMENTS, 9)
 
 
 @pytest.mark.parametrize(
     ("options", "texts", "target", "message"),
     [
-        ({}, DOCUMENTS, 1e4, r"`target_active` of at most \d+, as many as can be active, got 1000"),
-        ({"expansion": False}, ["the dog", "the the"], 2, "of at most 1.5, as many as can be"),
+        ({}, DOCUMENTS, 1e4, r"`target_active` of at most \d+, the mean that can .* got 1000"),
+        ({"expansion": False}, ["the dog", "the the"], 2, "of at most 1.5, the mean that can be"),
         ({}, [], 3, "got 0 texts"),
-        ({}, ["the dog"], 0.1, "at least one dimension of, got 1 texts and a `target_active` of"),
+        ({}, ["the dog"], 0.1, "at least one dimension, got 1 texts and a `target_active` of"),
         ({}, DOCUMENTS, 0, "`target_active`"),
         ({}, DOCUMENTS, float("nan"), "`target_active`"),
         ({"batch_size": 0}, DOCUMENTS, 3, "`batch_size`"),

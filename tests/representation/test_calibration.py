@@ -54,11 +54,11 @@ def test_leading_dimensions_are_rows():
 @pytest.mark.parametrize(
     ("x", "target", "message"),
     [
-        (torch.ones(2, 4), 4.5, r"`target_active` of at most 4, as many as are active, got 4.5"),
+        (torch.ones(2, 4), 4.5, r"`target_active` of at most 4, the mean that are active, got 4.5"),
         (torch.ones(2, 4), 0, "`target_active`"),
         (torch.ones(4), 1, r"shape \[..., V\], got \[4\]"),
         (torch.full((2, 4), torch.nan), 1, "finite `activations`"),
-        (torch.ones(0, 4), 1, "expected rows to keep something of, got 0"),
+        (torch.ones(0, 4), 1, "expected enough rows to keep at least one entry, got 0"),
     ],
 )
 def test_wrong_input_is_an_error(x, target, message):

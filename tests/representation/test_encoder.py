@@ -1,8 +1,10 @@
 """Texts to vectors: against loops over a model's own logits, every output, saved and loaded."""
 
 import copy
+import errno
 import json
 import math
+import os
 import warnings
 
 import pytest
@@ -188,6 +190,21 @@ def test_no_more_than_so_many_active_dimensions():
     assert torch.equal(encoder.encode(TEXTS, max_active_dims=10_000).to_dense(), full)
 
 
+@pytest.mark.parametrize("kept", [None, 3])
+def test_vectors_may_have_unit_length(kept):
+    encoder = make()
+    plain = encoder.encode(TEXTS, output="dense", max_active_dims=kept)
+    unit = encoder.encode(TEXTS, output="dense", max_active_dims=kept, normalize=True)
+    lengths = plain.norm(dim=1, keepdim=True)
+    assert lengths.max() > 1.01
+    torch.testing.assert_close(unit * lengths, plain)
+    torch.testing.assert_close(unit.norm(dim=1), (lengths[:, 0] > 0).float())
+    (first, *_) = encoder.encode(TEXTS, output="tokens", max_active_dims=kept, normalize=True)
+    torch.testing.assert_close(max(first.values()), unit[0].max().item())
+    with pytest.raises(TypeError, match="`normalize` to be True or False"):
+        encoder.encode(TEXTS, normalize=1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", [torch.strided, torch.sparse_csr, torch.sparse_coo])
 def test_the_top_tokens_of_vectors_are_those_of_their_texts(layout, dtype):
@@ -303,7 +320,7 @@ def test_idf_weights_on_or_off_for_one_call(expansion):
     torch.testing.assert_close(activations, without)
     torch.testing.assert_close(logits, plain(**batch, return_logits=True)[1], rtol=0, atol=0)
     torch.testing.assert_close(plain(**batch, apply_idf=False), without, rtol=0, atol=0)
-    with pytest.raises(ValueError, match="expected idf weights beside `apply_idf=True`, got None"):
+    with pytest.raises(ValueError, match="expected idf weights for `apply_idf=True`, got None"):
         plain(**batch, apply_idf=True)
     with pytest.raises(TypeError, match="`apply_idf` to be True or False"):
         weighted(**batch, apply_idf=0.5)
@@ -388,7 +405,7 @@ def test_a_resized_model_is_an_error(tied):
     model, words = pair("bert", tie_word_embeddings=tied)
     encoder = SpladeEncoder(model, words)
     model.resize_token_embeddings(len(words) + 8)
-    with pytest.raises(RuntimeError, match="make it after resize_token_embeddings"):
+    with pytest.raises(RuntimeError, match="create it after resize_token_embeddings"):
         encoder.encode(["dog"])
     assert SpladeEncoder(model, words).encode(["dog"]).shape == (1, len(words) + 8)
 
@@ -455,7 +472,7 @@ def test_what_is_saved_comes_back(architecture, variant, tmp_path):
             assert other.head.weight is other.model.get_output_embeddings().weight
 
 
-def test_a_damaged_folder_does_not_load(tmp_path, monkeypatch):
+def test_a_damaged_folder_does_not_load(tmp_path):
     encoder = make(idf_weights=True)
     encoder.save_pretrained(tmp_path)
     file = tmp_path / "sparse_losses.json"
@@ -475,13 +492,65 @@ def test_a_damaged_folder_does_not_load(tmp_path, monkeypatch):
         (tmp_path / missing).unlink()
         with pytest.raises(OSError, match=f"is incomplete: it has .*, but not {missing}"):
             SpladeEncoder.from_pretrained(tmp_path)
-    encoder.save_pretrained(tmp_path)
-    with monkeypatch.context() as patch:  # an interrupted save
-        patch.setattr(encoder.model, "save_pretrained", lambda folder: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            encoder.save_pretrained(tmp_path)
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _fails(*_, **__):
+    raise FULL
+
+
+@pytest.mark.parametrize("part", ["model", "tokenizer", "modules", "settings"])
+def test_a_full_disk_leaves_the_folder_that_was_there_whole(tmp_path, monkeypatch, part):
+    folder = tmp_path / "encoder"
+    old, new = make(gate=True), make(idf_weights=True)
+    old.save_pretrained(folder)
+    (folder / "notes.txt").write_text("mine")
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    with monkeypatch.context() as patch:
+        if part in ("model", "tokenizer"):
+            patch.setattr(getattr(new, part), "save_pretrained", _fails, raising=False)
+        elif part == "modules":
+            patch.setattr("sparse_losses.representation.encoder.write_modules", _fails)
+        else:
+            patch.setattr("sparse_losses.representation.encoder.json.dumps", _fails)
+        with pytest.raises(OSError, match="No space left"):
+            new.save_pretrained(folder)
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+    assert os.listdir(tmp_path) == ["encoder"]
+    new.save_pretrained(folder)
+    assert SpladeEncoder.from_pretrained(folder).gate is None
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_stopped_among_the_replaced_files_nothing_mixed_is_loaded(tmp_path, monkeypatch, after):
+    old, new = make(gate=True), make(gate=True)
+    old.save_pretrained(tmp_path)
+    replace, done = os.replace, []
+
+    def stops(*paths):
+        if len(done) == after:
+            raise FULL
+        done.append(paths)
+        replace(*paths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sparse_losses._core.files.os.replace", stops)
+        with pytest.raises(OSError, match="No space left"):
+            new.save_pretrained(tmp_path)
     with pytest.raises(OSError, match="is incomplete"):
         SpladeEncoder.from_pretrained(tmp_path)
+
+
+def test_weights_in_several_files_give_way_to_one(tmp_path):
+    encoder = make()
+    encoder.model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    encoder.save_pretrained(tmp_path)
+    assert [file.name for file in tmp_path.glob("model*")] == ["model.safetensors"]
+    SpladeEncoder.from_pretrained(tmp_path)
 
 
 def test_parts_can_be_taken_off_and_put_on_while_loading(tmp_path):

@@ -68,5 +68,5 @@ def test_a_collapse_is_noticed_a_step_later():
         made.observe(torch.zeros(2, V, device="sim"))
         made.step()
     made.observe(torch.zeros(2, V, device="sim"))
-    with pytest.raises(CollapseError, match="every row is silent at step 2"):
+    with pytest.raises(CollapseError, match="all rows are dead at step 2"):
         made.step()

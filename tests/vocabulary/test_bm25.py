@@ -18,7 +18,7 @@ texts = st.lists(
 )
 
 
-def loop(queries, documents, *, mean_length, k1=1.2, b=0.75, ignored=()):
+def loop(queries, documents, *, mean_length, k1=1.2, b=0.75, ignored=(), idf=IDF):
     """BM25 of lists of attended ids, term by term."""
     scores = np.zeros((len(queries), len(documents)))
     for row, query in enumerate(queries):
@@ -29,7 +29,7 @@ def loop(queries, documents, *, mean_length, k1=1.2, b=0.75, ignored=()):
             for token in query:  # a repeat counts again
                 if f := kept[token]:
                     room = f + k1 * (1 - b + b * length / mean_length)
-                    total += float(IDF[token]) * f * (k1 + 1) / room
+                    total += float(idf[token]) * f * (k1 + 1) / room
             scores[row, column] = total
     return scores
 

@@ -183,7 +183,7 @@ def test_fields_are_joined_and_empty_texts_are_documents(tokenizer, tmp_path, ca
     assert counted(tmp_path / "a.npz", ["the cat sat", " "], tokenizer)
     said = capsys.readouterr().err
     assert "Blank lines skipped: 1." in said
-    assert "Documents without a token, which count as documents: 1." in said
+    assert "Documents without tokens (included in the count): 1." in said
 
 
 def test_columns_of_a_dataset_are_joined_in_the_order_asked_for(tokenizer, tmp_path):
@@ -350,7 +350,7 @@ def test_ctrl_c_says_what_is_kept_and_the_command_continues(
         patch.setattr(counting, "SAVE_SECONDS", 1e9)
         patch.setattr(Count, "_ids", lambda self, texts: os.kill(os.getpid(), signal.SIGINT))
         assert count(path, tokenizer=tokenizer, output=output) == 130
-    assert "Stopped; it was too early to keep anything." in capsys.readouterr().err
+    assert "Stopped; nothing was saved yet." in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["a.txt"]
     interrupt(3)
     assert count(path, tokenizer=tokenizer, output=output) == 130
@@ -470,8 +470,8 @@ GOOD = '{"text": "the cat"}\n'
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl", GOOD * 9 + "\n{'text': 1}\n", ":11: expected one JSON object a line, got: "),
-        ("a.jsonl", GOOD * 9 + "[1]\n" + GOOD, ":10: expected one JSON object a line, got [1]"),
+        ("a.jsonl", GOOD * 9 + "\n{'text': 1}\n", ":11: expected one JSON object per line, got: "),
+        ("a.jsonl", GOOD * 9 + "[1]\n" + GOOD, ":10: expected one JSON object per line, got [1]"),
         ("a.jsonl", GOOD * 9 + '{"a": 1, "b": 2}\n', ":10: expected a field 'text' (--field), got"),
         ("a.jsonl", GOOD * 9 + '{"text": null}', ":10: expected 'text' to be a string, got None"),
         ("a.jsonl", '{"text": ["a"]}\n', ":1: expected 'text' to be a string, got ['a']"),
@@ -547,7 +547,7 @@ def test_wrong_commands_are_named(tokenizer, tmp_path, monkeypatch, capsys):
         ([path], tmp_path / "wrong.json", output, [], "cannot load the tokenizer"),
         ([path], tmp_path / "empty", output, [], "cannot load the tokenizer"),
         ([path], tokenizer, tmp_path, [], "to be a regular file, got the folder"),
-        ([path], tokenizer, path, ["--overwrite"], "expected --output to be no input"),
+        ([path], tokenizer, path, ["--overwrite"], "expected --output to differ"),
         ([path], tokenizer, path / "df.npz", [], "cannot write to the folder"),
         ([path], tokenizer, "/dev/null", ["--overwrite"], "a regular file, got the device"),
     ]:
@@ -700,7 +700,7 @@ def test_show_lists_the_most_frequent_tokens_by_name(tokenizer, tmp_path, capsys
     shown = {row[4]: row for row in (line.split() for line in lines[2:])}
     seen = {token for token, index in vocabulary.items() if counter.df[index] > 0}
     assert seen == set(shown)
-    assert f"{counter.mean_length:.1f} tokens a document" in lines[0]
+    assert f"{counter.mean_length:.1f} tokens per document" in lines[0]
     assert lines[1].split() == ["id", "df", "of", "documents", "idf", "token"]
     for token in seen:
         index = vocabulary[token]
@@ -727,7 +727,7 @@ def test_show_refuses_another_tokenizer_and_takes_a_file_of_an_older_version(
     assert main(["show", str(tmp_path / "old.npz")]) == 0
     said = capsys.readouterr().out
     assert "1 documents, 2 of 60 tokens seen, tokenizer not known" in said
-    assert "tokens a document" not in said
+    assert "tokens per document" not in said
 
 
 def test_missing_packages_are_named(tokenizer, tmp_path, monkeypatch, capsys):

@@ -87,7 +87,7 @@ def test_merge_is_associative_commutative_and_equals_counting_together(a, b, c):
 def test_the_mean_length_is_that_of_the_attended_tokens_repeats_included():
     counter = counted([[1, 1, 1], [2], []], [[3, 4]])
     assert counter.mean_length == 6 / 4
-    with pytest.raises(ValueError, match="at least one document before `mean_length`"):
+    with pytest.raises(ValueError, match="at least one document for `mean_length`"):
         _ = DocumentFrequency(V).mean_length
 
 

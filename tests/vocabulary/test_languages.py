@@ -217,7 +217,7 @@ def test_byte_level_is_known_by_its_alphabet_where_nothing_is_marked():
         ("HAN", "'Han'"),
         ("Hang", "'Hangul'"),
         ("Kyrillic", "'Cyrillic'"),
-        ("zzz", "'Latin' for instance"),
+        ("zzz", "such as 'Latin'"),
         ("Unknown", "got 'Unknown'"),
         (3, "got 3"),
     ],

@@ -1,4 +1,4 @@
-"""Draws the docs' pictures for light and dark pages: ``python -m tools.figures [NAME ...]``."""
+"""Draw the docs' pictures for light and dark pages: ``python -m tools.figures [NAME ...]``."""
 
 import importlib
 import pkgutil
@@ -17,16 +17,16 @@ from matplotlib.figure import Figure
 import tools.figures
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
-# Those of docs/assets/stylesheets/site.css.
+# The colours are those of docs/assets/stylesheets/site.css.
 PALETTES = {
     "light": {"text": "#333333", "lines": ["#1f6583", "#b3541e", "#4d7c32", "#7a4a9e"]},
     "dark": {"text": "#d5d8e0", "lines": ["#7cc4e0", "#f0a070", "#a5d67f", "#c9a3e8"]},
 }
-DASHES = ["-", "--", ":", "-."]  # readable without colour
+DASHES = ["-", "--", ":", "-."]  # distinguish lines without colour
 
 
 def style(palette: str) -> dict[str, object]:
-    """Return settings of a transparent picture whose text is shapes, the same on every machine."""
+    """Return settings of a transparent picture with text as paths, the same on every machine."""
     text, lines = PALETTES[palette]["text"], PALETTES[palette]["lines"]
     colours = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), text)
     return colours | {

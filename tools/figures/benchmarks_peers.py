@@ -1,4 +1,4 @@
-"""The package beside others: benchmarks/results/cpu-quick.csv, the largest case of each kind."""
+"""The package and its peers: benchmarks/results/cpu-quick.csv, the largest case of each kind."""
 
 import csv
 from pathlib import Path
@@ -18,7 +18,7 @@ PEERS = {
 
 
 def draw(figure: Figure) -> None:
-    """A row a case; right of 1, ours is faster or smaller."""
+    """Draw one row per case; right of 1, ours is faster or smaller."""
     figure.set_size_inches(8.4, 5.6)
     with (RESULTS / "cpu-quick.csv").open(encoding="utf-8") as lines:
         rows = [
@@ -37,7 +37,7 @@ def draw(figure: Figure) -> None:
         text = axes.spines["left"].get_edgecolor()
         for name, (label, marker) in PEERS.items():
             own = [case for case in cases if (*case, name) in found]
-            if not own:  # not measured
+            if not own:  # the peer was not measured
                 continue
             axes.plot(
                 [found[*case, name] / found[*case, "ours"] for case in own],

@@ -1,4 +1,4 @@
-"""The package beside the plain formula on two GPUs, reckoned: benchmarks/results/reckoned.csv."""
+"""Calculated times of the package and the plain formula on two GPUs: results/reckoned.csv."""
 
 import csv
 from pathlib import Path
@@ -11,7 +11,7 @@ SERIES = {"eager": ("plain formula", "o"), "sentence-transformers": ("sentence-t
 
 
 def draw(figure: Figure) -> None:
-    """A row a case; right of 1, ours is faster."""
+    """Draw one row per case; right of 1, ours is faster."""
     with (RESULTS / "reckoned.csv").open(encoding="utf-8") as lines:
         rows = [row for row in csv.DictReader(lines) if row["status"] == "ok"]
     found = {(row["loss"], row["case"], row["variant"]): row for row in rows}
@@ -38,7 +38,7 @@ def draw(figure: Figure) -> None:
         ticks = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.set_xticks([], minor=True)
-        axes.set_xlabel(f"{title}: reckoned time over ours")
+        axes.set_xlabel(f"{title}: calculated time over ours")
         axes.set_ylim(-0.6, len(cases) - 0.4)
     both[0].set_yticks(range(len(cases)), [" ".join(case) for case in cases], fontsize=6)
     figure.legend(*both[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)

@@ -1,4 +1,4 @@
-"""How many times as fast as the plain formula: benchmarks/results/aims.csv."""
+"""Speedups over the plain formula: benchmarks/results/aims.csv."""
 
 import csv
 from pathlib import Path
@@ -10,7 +10,7 @@ VARIANTS = ("ours", "ours, CSR input", "ours, sparse_grad")
 
 
 def draw(figure: Figure) -> None:
-    """One row per case."""
+    """Draw one row per case."""
     figure.set_size_inches(8.4, 7)
     with (RESULTS / "aims.csv").open(encoding="utf-8") as lines:
         rows = [

@@ -1,4 +1,4 @@
-"""V26's phases and a warm-up, as a schedule sets them: step by step, read from the objective."""
+"""V26's phases and a warm-up, as a schedule sets them at every step of the objective."""
 
 import torch
 from matplotlib.figure import Figure
@@ -9,7 +9,7 @@ STEPS_PER_EPOCH, EPOCHS, WARMUP = 100, 27, 600
 
 
 def history(shape: str) -> tuple[list[float], list[dict[str, float]]]:
-    """Temperatures and weights of every step, of which the first 25 epochs are V26's."""
+    """Return temperature and weights at every step; V26's phases are the first 25 epochs."""
     objective = V26.objective(idf=torch.rand(10))
     schedule = TrainingSchedule(
         objective,
@@ -26,7 +26,7 @@ def history(shape: str) -> tuple[list[float], list[dict[str, float]]]:
 
 
 def draw(figure: Figure) -> None:
-    """Temperature, weights and warm-up, side by side."""
+    """Draw temperature, weights and warm-up side by side."""
     temperatures, weights = history("quadratic")
     _, linear = history("linear")
     epochs = [1 + step / STEPS_PER_EPOCH for step in range(len(temperatures))]

@@ -13,8 +13,11 @@ LINES = {
 
 
 def curves(*, lead: float, temperature: float, candidates: int) -> dict:
-    """The teacher's best leads by `lead`, the others stand evenly below, and the student agrees."""
-    x = [-1 + 4 * i / 121 for i in range(122)]  # not 0 nor 1
+    """Return the curves; the teacher's best leads by `lead`, the others are evenly spaced below.
+
+    The student has the teacher's scores except for the best one.
+    """
+    x = [-1 + 4 * i / 121 for i in range(122)]  # the grid avoids 0 and 1
     steps = torch.arange(candidates - 1, dtype=torch.float64) / (candidates - 1)
     teacher = torch.cat([torch.ones(1, dtype=torch.float64), -steps])[None] * lead
     result = {"x": x, "value": {}, "gradient": {}}

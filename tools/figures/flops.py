@@ -1,7 +1,7 @@
-"""What FLOPS is on average, over batches of independent texts, against their size.
+"""The mean of FLOPS over batches of independent texts, by batch size.
 
-A token is active in a share of the texts, at 1. The average over batches is exact: column k is a
-token of which k rows are active, weighed by the binomial probability of k.
+A token has activation 1 in a share of the texts. The mean over batches is exact: column k is a
+token that is active in k rows, weighted by the binomial probability of k.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ SIZES = [round(2 ** (i / 2)) for i in range(4, 21)]  # 4 to 1,024
 
 
 def binomial(rows: int, share: float) -> torch.Tensor:
-    """Probabilities of 0 to `rows` active among them."""
+    """Return the probabilities that 0 to `rows` rows are active."""
     k = torch.arange(rows + 1, dtype=torch.float64)
     n = torch.tensor(float(rows), dtype=torch.float64)
     ways = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
@@ -28,7 +28,7 @@ def binomial(rows: int, share: float) -> torch.Tensor:
 
 
 def average(rows: int, share: float, estimator: str, first_is_active: bool) -> tuple[float, float]:
-    """The loss of one token, and the first row's gradient, averaged over the rest of the batch."""
+    """Return a token's loss and the first row's gradient, averaged over the rest of the batch."""
     others = rows - first_is_active
     weight = binomial(others, share).sqrt()
     count = torch.arange(others + 1) + first_is_active
@@ -40,7 +40,7 @@ def average(rows: int, share: float, estimator: str, first_is_active: bool) -> t
 
 
 def curves(*, share: float, vocabulary: int) -> dict:
-    """Both estimators, of `vocabulary` such tokens."""
+    """Return the curves of both estimators for `vocabulary` such tokens."""
     value, gradient = {}, {}
     for estimator in ("biased", "unbiased"):
         value[estimator] = [vocabulary * average(b, share, estimator, False)[0] for b in SIZES]

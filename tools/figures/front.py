@@ -26,7 +26,7 @@ BASELINES = {"BM25, words": "-.", "BM25, same subwords": ":"}
 
 
 def draw(figure: Figure) -> None:
-    """A panel a corpus; a mark is the mean of a setting's seeds."""
+    """Draw one panel per corpus; a mark is the mean over a setting's seeds."""
     with RESULTS.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     corpora = list(dict.fromkeys(row["corpus"] for row in rows))
@@ -67,7 +67,7 @@ def draw(figure: Figure) -> None:
 
 
 def front(rows: list[dict[str, str]]) -> list[tuple[float, float]]:
-    """Active dimensions and nDCG@10 of every setting, means over its seeds."""
+    """Return active dimensions and nDCG@10 of every setting, means over its seeds."""
     ordered = sorted(rows, key=lambda row: row["variant"])
     points = []
     for _, group in groupby(ordered, lambda row: row["variant"]):

@@ -11,7 +11,7 @@ LABELS = {"eager": "plain formula", "ours": "ours"}
 
 
 def draw(figure: Figure) -> None:
-    """Two panels an axis, all scales logarithmic: the slope of a line is its exponent."""
+    """Draw two panels per axis on logarithmic scales: the slope of a line is its exponent."""
     figure.set_size_inches(8.4, 10)
     with (RESULTS / "growth.csv").open(encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))

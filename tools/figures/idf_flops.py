@@ -1,4 +1,4 @@
-"""What one token costs by its mean activation, frequent or rare, and what it costs under FLOPS."""
+"""IDF-FLOPS of a frequent and a rare token by mean activation, compared with FLOPS."""
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ TOKENS = {"most frequent token": 0.0, "in the middle": 0.5, "rarest": 1.0}  # id
 
 
 def curves(*, alpha: float, beta: float) -> dict:
-    """Three tokens by the penalties of `idf_penalty`, of one text, where B is 1."""
+    """Return the curves of three tokens with penalties of `idf_penalty`, in one text (B = 1)."""
     x = np.linspace(0.01, 2.01, 201)
     idf = torch.tensor(list(TOKENS.values()), dtype=torch.float64)
     value, gradient = {}, {}

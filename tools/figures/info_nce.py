@@ -11,7 +11,7 @@ LINES = {f"t = {t}": {"temperature": t, "negatives": 31} for t in (0.02, 0.07, 0
 
 
 def curves(*, temperature: float, negatives: int) -> dict:
-    """Scores by `similarity="dot"`, so that the gradient is by the score itself."""
+    """Return the curves; with `similarity="dot"` the gradient is that of the score itself."""
     x = np.linspace(-1, 1, 201)
     anchor = torch.ones(201, 1, dtype=torch.float64)
     positive = torch.tensor(x)[:, None].requires_grad_()

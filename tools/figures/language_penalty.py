@@ -13,7 +13,10 @@ ROWS = 100
 
 
 def curves(*, cost: float, flops: float, texts: int) -> dict:
-    """The token is equally active in `texts` of 100; `cost` is weight times penalty."""
+    """Return the curves; the token is equally active in `texts` of 100 texts.
+
+    `cost` is the weight times the penalty.
+    """
     x = np.linspace(0.025, 5.025, 201)
     penalty = torch.tensor([cost], dtype=torch.float64)
 

@@ -1,4 +1,4 @@
-"""What a language penalty and FLOPS leave of other scripts: `docs/results/languages.csv`."""
+"""Other scripts after training with a language penalty or FLOPS: `docs/results/languages.csv`."""
 
 import csv
 from pathlib import Path
@@ -13,7 +13,7 @@ MARKERS = "s^D"
 
 
 def draw(figure: Figure) -> None:
-    """Both against the active dimensions of a query, a mark a training."""
+    """Draw both by the active dimensions of a query, one mark per training."""
     figure.set_size_inches(8.4, 3.8)
     with RESULTS.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))

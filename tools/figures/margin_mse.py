@@ -1,4 +1,4 @@
-"""One pair of MarginMSE against the student's margin, beside InfoNCE of the same pair."""
+"""One pair of MarginMSE against the student's margin, with InfoNCE of the same pair."""
 
 import torch
 
@@ -10,7 +10,7 @@ LINES = {"": {"margin": 3.0}}
 
 
 def curves(*, margin: float) -> dict:
-    """The student's negative and the teacher's are at 0; InfoNCE is at temperature 1, on dots."""
+    """Return the curves; both negatives score 0; InfoNCE has temperature 1 and dot products."""
     x = [-5 + i / 10 for i in range(161)]
     student = torch.tensor(x, dtype=torch.float64, requires_grad=True)
     zero = torch.zeros_like(student)

@@ -1,4 +1,4 @@
-"""What minimum activation asks of a text whose few tokens are alike, all others silent."""
+"""Minimum activation of a text with a few equally active tokens; all others are 0."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ LINES = {"": {"tokens": 3, "top_k": 5, "threshold": 0.5}}
 
 
 def curves(*, tokens: int, top_k: int, threshold: float) -> dict:
-    """A row for each height; the grid misses the kinks."""
+    """Return the curves, one row per activation; the grid avoids the kinks."""
     height = torch.tensor(0.00317 + np.arange(200) * 0.01).requires_grad_()
     silent = torch.zeros(200, top_k, dtype=torch.float64)
     rows = torch.cat([height[:, None].expand(-1, tokens), silent], dim=1)

@@ -13,7 +13,7 @@ LINES = {
 
 
 def curves(*, length: float, negatives: int) -> dict:
-    """Anchor and positive are both of that length."""
+    """Return the curves; anchor and positive both have `length`."""
     x = (np.arange(200) + 0.5) / 100 - 1
     dot = torch.tensor(length**2 * x, requires_grad=True)
     loss = n_pair_loss(

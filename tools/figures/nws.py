@@ -16,17 +16,20 @@ POSITIVE = 0.5  # the cosine of the query and its own prototype
 
 
 def curves(*, similarity: float, beta: float, temperature: float, prototypes: int) -> dict:
-    """The key has one label, whose likeness to the query's is `similarity`; so have prototypes."""
+    """Return the curves; the labels of query, key and each prototype differ.
+
+    The similarity of the query's and the key's label is `similarity`.
+    """
     query, own, side, other = torch.eye(4, dtype=torch.float64)
     query.requires_grad_()
-    prototype = other.repeat(prototypes + 1, 1)  # at cosine 0, but that of the query's label
+    prototype = other.repeat(prototypes + 1, 1)  # at cosine 0, except that of the query's label
     prototype[0] = POSITIVE * query.detach() + np.sqrt(1 - POSITIVE**2) * own
     query_labels, key_labels = torch.eye(prototypes + 1, dtype=torch.int64)[:2, None]
     alike = torch.eye(prototypes + 1, dtype=torch.float64)
     alike[0, 1] = alike[1, 0] = similarity
 
     def row(x: float) -> tuple[Tensor, Tensor]:
-        # The query has no part of `side`: there the key alone pulls, in proportion to its own part.
+        # Only the key has a component along `side`, so the gradient along it is the key's alone.
         part = np.sqrt(1 - x**2)
         loss = nws_loss(
             query[None],

@@ -1,4 +1,4 @@
-"""One pair of pairwise contrastive against its distance, of one class and of two."""
+"""One pair of pairwise contrastive against its distance, with the same and different labels."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ LINES = {"m = 1": {"margin": 1.0}}
 
 
 def curves(*, margin: float) -> dict:
-    """The grid leaves distance 0 out: there the gradient of two classes is 0 by convention."""
+    """Return the curves; distance 0 is left out, as the gradient there is 0 by convention."""
     x = (np.arange(150) + 0.5) / 50
     result: dict = {"x": x, "value": {}, "gradient": {}}
     for series, same in (("same", True), ("different", False)):

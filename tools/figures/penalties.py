@@ -1,11 +1,11 @@
-"""What a token costs against the number of documents that hold it, for several `alpha`."""
+"""Token penalties by the number of documents with the token, for several `alpha`."""
 
 import numpy as np
 import torch
 
 from sparse_losses import DocumentFrequency, idf_penalty
 
-DOCUMENTS, COMMONEST = 1_000_000, 600_000  # the rarest token is in none
+DOCUMENTS, COMMONEST = 1_000_000, 600_000  # the rarest token is in no document
 
 X = "documents with the token, of 1,000,000"
 LOG_X = True
@@ -19,7 +19,7 @@ LINES = {
 
 
 def curves(*, alpha: float, minimum: float) -> dict:
-    """Of ordinary tokens: neither special nor stopwords."""
+    """Return the curves of ordinary tokens, neither special tokens nor stopwords."""
     df = np.unique(np.round(np.geomspace(1, COMMONEST, 121)).astype(np.int64))
     counts = DocumentFrequency(vocab_size=len(df) + 1)
     counts.num_documents = DOCUMENTS

@@ -10,7 +10,7 @@ LINES = {f"weight {w}": {"weight": w, "tokens": 10, "others": 1.0} for w in (1.0
 
 
 def curves(*, weight: float, tokens: int, others: float) -> dict:
-    """The token weighs `weight`, the other `tokens - 1` of the positive 1, at `others`."""
+    """Return the curves; the other `tokens - 1` tokens have weight 1 and activation `others`."""
     x = [i / 20 for i in range(121)]
     activations = torch.full((len(x), tokens), others, dtype=torch.float64)
     activations[:, 0] = torch.tensor(x, dtype=torch.float64)

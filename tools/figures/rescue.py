@@ -1,4 +1,4 @@
-"""Runs made to go wrong, as they are and steered: `docs/results/rescue-steps.csv`."""
+"""Runs with bad weights, without and with a controller: `docs/results/rescue-steps.csv`."""
 
 import csv
 from pathlib import Path
@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 PANELS = {"collapse": "FLOPS weights a hundred times", "never sparse": "a thousandth of them"}
-TARGET = 128  # what the steered runs were asked for: --target-active
+TARGET = 128  # --target-active of the runs with a controller
 
 
 def rows(name: str) -> list[dict[str, str]]:
@@ -17,7 +17,7 @@ def rows(name: str) -> list[dict[str, str]]:
 
 
 def draw(figure: Figure) -> None:
-    """Active dimensions by step, a line a seed; a mark where the cause was first named."""
+    """Draw active dimensions by step, a line per seed; a mark where the cause was first named."""
     steps, runs = rows("rescue-steps.csv"), rows("rescue.csv")
     both = figure.subplots(1, 2, sharey=True)
     for axes, (name, title) in zip(both, PANELS.items(), strict=True):

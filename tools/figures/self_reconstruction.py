@@ -12,7 +12,7 @@ LINES = {f"V = {v:,}": {"vocabulary": v, "tokens": 30, "others": 0.0} for v in (
 
 
 def curves(*, vocabulary: int, tokens: int, others: float) -> dict:
-    """Own tokens at x, all others at `others`; the pull is minus the gradient."""
+    """Return the curves; all other tokens score `others`; the pull is the negative gradient."""
     x = [-6 + i / 10 for i in range(121)]
     ids = torch.arange(tokens)[None]
     row = torch.full((1, vocabulary), others, dtype=torch.float64)

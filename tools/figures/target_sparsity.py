@@ -1,4 +1,4 @@
-"""Targets and what trainings of 250 steps reached, from the results of the study of targets."""
+"""Targets and the sparsity after 250 steps of training, from the results of the target study."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ CORPORA = {"docstrings": ("o", "C0"), "debian": ("s", "C1")}
 
 
 def draw(figure: Figure) -> None:
-    """What was reached by what was asked for; recall of trained and of calibrated models."""
+    """Draw the reached sparsity by the target, and recall of trained and calibrated models."""
     trained = read_rows(RESULTS / "targets-250.csv")
     calibrated = read_rows(RESULTS / "targets-250-calibrated.csv")
     left, right = figure.subplots(1, 2)

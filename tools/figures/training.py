@@ -1,4 +1,4 @@
-"""What a run does: recall through training, and the sparsities to ask for (the demo's results)."""
+"""Recall during training, and recall by target sparsity, from the demo's results."""
 
 import csv
 import json
@@ -26,7 +26,7 @@ def validation() -> dict[int, list[tuple[int, float]]]:
 
 
 def targets() -> dict[int, dict[str, float]]:
-    """Return active dimensions and recall by the target asked for, means over the seeds."""
+    """Return active dimensions and recall by target, means over the seeds."""
     rows = defaultdict(list)
     with (RESULTS / "targets.csv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -51,7 +51,7 @@ def bm25() -> dict[str, float]:
 
 
 def draw(figure: Figure) -> None:
-    """Recall by step on the left, recall by active dimensions on the right."""
+    """Draw recall by step on the left, recall by active dimensions on the right."""
     left, right = figure.subplots(1, 2)
     dashes = cycle(["-", "--", ":"])
     for seed, points in validation().items():

@@ -1,4 +1,4 @@
-"""One row of triplet margin against the cosine of its positive, with negatives spread evenly."""
+"""One row of triplet margin against the cosine of its positive, with evenly spread negatives."""
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ LINES = {
 
 
 def curves(*, margin: float, hardest: float, spread: float) -> dict:
-    """Six negatives from `hardest` down by `spread`, which the grid of cosines does not meet."""
+    """Return the curves; six negatives from `hardest` down by `spread`, none on the grid."""
     x = ((np.arange(200) + 0.5) - 100) / 100
     cosine = torch.tensor(x, requires_grad=True)
     negatives = hardest - spread * np.arange(6) / 5

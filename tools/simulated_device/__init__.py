@@ -1,25 +1,25 @@
-"""A device that is not the CPU, on a machine without one: ``start()``, then ``device="sim"``.
+"""A simulated accelerator for machines without one: ``start()``, then ``device="sim"``.
 
-Its memory is the host's and its kernels are the CPU's, but its rules are a GPU's:
+It uses the host's memory and the CPU's kernels, but follows the rules of a GPU:
 
-- **Operands.** A tensor on the CPU among the operands is an error; a number (0-d) is none, and an
-  index is copied.
-- **Fresh memory is NaN**, so that what is read before it is written shows.
-- **A launch** is an operation that reaches the device, those inside composite ones included; views
-  and empty memory are none. Every launch has its bytes (operands read, results written) and, if it
-  is a matrix product, its floating-point operations and the dtype of its factors.
-- **A wait** is a moment at which the host needs what the device has not made yet: ``item()``, an
-  index by a mask and other results whose size is a value, a copy between device and host unless
-  that memory is pinned and the copy non-blocking, ``synchronize()``, and an event that has not been
-  reached. The device runs some launches behind the host (``lag``): a non-blocking copy to pinned
+- **Operands.** A CPU tensor among the operands is an error, except a number (0-d); an index is
+  copied.
+- **New memory is NaN**, which shows reads of memory that was not written.
+- **A launch** is an operation that reaches the device, also inside a composite one; views and
+  allocations do not count. Every launch has its bytes (operands read, results written) and, for a
+  matrix product, its floating-point operations and the dtype of its factors.
+- **A wait** occurs when the host needs a result that the device has not computed yet: ``item()``,
+  an index by a mask and other results whose size depends on values, a copy between device and host
+  (except a non-blocking copy of pinned memory), ``synchronize()``, and an event that has not been
+  reached. The device is some launches behind the host (``lag``): a non-blocking copy to pinned
   memory arrives that much later, or at the next wait. Until then the memory is NaN.
 - **Autocast** has CUDA's lists. ``mm``, ``bmm``, ``addmm`` and ``baddbmm`` take ``out_dtype``:
   halves are multiplied and summed in fp32.
-- **Shapes alone.** Within ``shape_only()`` nothing is computed or stored, yet all is counted: rows
-  of any size. What reads a value is an error there.
+- **Shapes only.** Within ``shape_only()`` nothing is computed or stored, but everything is counted,
+  so tensors can have any size. Reading a value is an error there.
 
-There are no sparse layouts. Building takes about a minute and needs a C++ compiler and ninja; the
-result is kept in ``build/`` by the version of PyTorch and the digest of the source.
+There are no sparse layouts. The build takes about a minute and needs a C++ compiler and ninja; it
+is cached in ``build/`` by the version of PyTorch and the digest of the source.
 """
 
 import contextlib
@@ -46,41 +46,41 @@ BUILD = Path(__file__).resolve().parents[2] / "build" / "simulated_device"
 
 
 class Operation(NamedTuple):
-    """What reached the device, or made the host wait for it."""
+    """An operation that reached the device or made the host wait for it."""
 
     name: str
     bytes: int
     flops: int
-    dtype: torch.dtype  # of the factors of a product
+    dtype: torch.dtype  # dtype of the factors of a matrix product
     launches: bool
     waits: bool
 
 
 @dataclass
 class Counts:
-    """What happened within ``counting()``, complete at its end."""
+    """The operations within ``counting()``, complete at its end."""
 
     operations: list[Operation] = field(default_factory=list)
-    peak_bytes: int = 0  # beyond what was there at the beginning
+    peak_bytes: int = 0  # in addition to the memory in use at the beginning
 
     @property
     def launches(self) -> int:
-        """Operations that reached the device."""
+        """The number of operations that reached the device."""
         return sum(operation.launches for operation in self.operations)
 
     @property
     def waits(self) -> int:
-        """How often the host waited."""
+        """The number of times that the host waited."""
         return sum(operation.waits for operation in self.operations)
 
     @property
     def bytes(self) -> int:
-        """Read and written by all launches."""
+        """The number of bytes that all launches read and wrote."""
         return sum(operation.bytes for operation in self.operations)
 
     @property
     def flops(self) -> dict[torch.dtype, int]:
-        """Of matrix products, by the dtype of their factors."""
+        """The floating-point operations of matrix products, by the dtype of their factors."""
         found: Counter[torch.dtype] = Counter()
         for operation in self.operations:
             if operation.flops:
@@ -89,12 +89,12 @@ class Counts:
 
     @property
     def names(self) -> Counter[str]:
-        """How often each operation was launched."""
+        """The number of launches of each operation."""
         return Counter(operation.name for operation in self.operations if operation.launches)
 
 
 def why_not() -> str | None:
-    """What is missing to build the device, or nothing."""
+    """Return what is missing to build the device, or ``None``."""
     compiler = os.environ.get("CXX", "c++")
     with mock.patch.dict(os.environ, PATH=_path()):
         missing = [name for name in (compiler, "ninja") if shutil.which(name) is None]
@@ -102,13 +102,13 @@ def why_not() -> str | None:
 
 
 def _path() -> str:
-    """With the programs of this environment, which need not be activated."""
+    """Return PATH with the programs of this environment, which may not be activated."""
     return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
 
 
 @functools.cache
 def start() -> Any:
-    """Builds the device if need be, and gives PyTorch the device type ``sim``.
+    """Build the device if it is not cached, and register the device type ``sim`` in PyTorch.
 
     Raises:
         RuntimeError: without a compiler.
@@ -130,13 +130,13 @@ def start() -> Any:
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", _module(extension))
     torch.utils.generate_methods_for_privateuse1_backend()
-    # The shapes of what C++ has no meta kernel for.
+    # This registers the shapes of operations that have no meta kernel in C++.
     importlib.import_module("torch._meta_registrations")
     return extension
 
 
 def _module(extension: Any) -> types.ModuleType:
-    """What ``torch.amp``, checkpointing and optimizers ask of ``torch.sim``."""
+    """Return ``torch.sim``, with the functions that ``torch.amp`` and others call."""
     module = types.ModuleType("torch.sim")
     contents = {
         "is_available": lambda: True,
@@ -147,7 +147,7 @@ def _module(extension: Any) -> types.ModuleType:
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "device": lambda index: contextlib.nullcontext(),
-        # One generator for both: what saves the CPU's state has saved the device's.
+        # The device uses the CPU's generator, so saving the CPU's state saves both.
         "manual_seed": torch.default_generator.manual_seed,
         "manual_seed_all": torch.default_generator.manual_seed,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
@@ -168,7 +168,7 @@ def _module(extension: Any) -> types.ModuleType:
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counts]:
-    """Counts what happens within: on the device, by whatever thread."""
+    """Count all operations on the device within the block, of all threads."""
     extension, counts = start(), Counts()
     before = extension.begin()
     try:
@@ -181,7 +181,7 @@ def counting() -> Iterator[Counts]:
 
 @contextlib.contextmanager
 def shape_only() -> Iterator[None]:
-    """Counts without computing; tensors that are made within have no values, ever."""
+    """Count without computing; tensors created within the block never have values."""
     extension = start()
     before = extension.set_shape_only(True)
     try:
@@ -192,7 +192,7 @@ def shape_only() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lag(launches: int) -> Iterator[None]:
-    """Sets by how many launches the device is behind the host (10)."""
+    """Set the number of launches that the device is behind the host (default 10)."""
     extension = start()
     before = extension.set_lag(launches)
     try:

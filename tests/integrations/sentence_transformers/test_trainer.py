@@ -304,14 +304,14 @@ def test_what_cannot_be_adapted_says_so(name, sparse):
 
 UNFIT = {
     "no positives": (InfoNCELoss(), 1, None, "InfoNCELoss expected two columns or more"),
-    "no negatives": (TripletMarginLoss(), 2, None, "expected a column of negatives, got two"),
+    "no negatives": (TripletMarginLoss(), 2, None, "expected a column of negatives, got only two"),
     "no teacher": (MarginMSELoss(), 3, None, r"\[6, 2\].* or \[6, 1\], its margins, got None"),
     "too many scores": (DistillationLoss(), 3, SCORES[:6], r"labels \[6, 2\].* got \[6, 3\]"),
     "no sameness": (PairwiseContrastiveLoss(), 2, None, "two columns and labels .* and None"),
     "three to compare": (PairwiseContrastiveLoss(), 3, SAME[:6], "two columns .* got 3"),
     "no classes": (NWSLoss(SIMILARITY), 1, None, r"labels \[B, L\] .* got None"),
-    "no ids": (SelfReconstructionLoss(), 2, None, "SpladeLoss hands on vectors alone"),
-    "no ids of positives": (PositiveActivationLoss(), 2, None, "SpladeLoss hands on vectors"),
+    "no ids": (SelfReconstructionLoss(), 2, None, "SpladeLoss passes on vectors only"),
+    "no ids of positives": (PositiveActivationLoss(), 2, None, "SpladeLoss passes on vectors"),
     "no ids for a term": (
         SpladeObjective({"query_self_reconstruction": 1.0}),
         2,

@@ -1,0 +1,193 @@
+"""What the ranks that stay see of one that leaves: ``python -m tests.distributed.leaving``.
+
+Imports once, then forks the ranks of every scenario, all at the same time, each with a process
+group of its own. Prints, as JSON, what each rank said and after how many seconds.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sparse_losses import (
+    Diagnostics,
+    DocumentFrequency,
+    LabelQueue,
+    SparsityController,
+    SpladeBatch,
+    SpladeObjective,
+    Texts,
+    distributed,
+)
+from tests.cases import FIRST, LOSSES
+
+TIMEOUT = 5  # seconds, of the process groups
+V = 8
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    anchor, positive = torch.rand(2, 4, V)
+    return anchor.requires_grad_(), positive.requires_grad_()
+
+
+def of_a_loss(stem: str, **options: Any) -> Callable[[], torch.Tensor]:
+    case = FIRST[stem]
+
+    def call() -> torch.Tensor:
+        tensors = case.tensors(3)
+        for name in case.differentiable:
+            tensors[name].requires_grad_()
+        return case.function()(**tensors, gather=True, **options)
+
+    return call
+
+
+def objective() -> torch.Tensor:
+    weights = {"info_nce": 1.0, "query_flops": 0.1, "document_flops": 0.1}
+    return SpladeObjective(weights, gather=True)(SpladeBatch(*map(Texts, batch()))).total
+
+
+def steer() -> None:
+    controller = SparsityController(
+        SpladeObjective({"document_flops": 0.1}), target_active=2, ignore_steps=0, every=1
+    )
+    for _ in range(2):
+        controller.observe(batch()[0])
+        controller.step()
+
+
+def count() -> None:
+    seen = DocumentFrequency(V)
+    seen.update(torch.tensor([[1, 2]]), torch.ones(1, 2))
+    seen.all_reduce()
+
+
+def diagnose() -> None:
+    seen = Diagnostics(V)
+    seen.update(batch()[0])
+    seen.all_reduce()
+
+
+CALLS: dict[str, Callable[[], torch.Tensor | None]] = {
+    **{stem: of_a_loss(stem) for stem in LOSSES},
+    **{f"{stem}, definition": of_a_loss(stem, impl="definition") for stem in ("info_nce", "nws")},
+    "ring": of_a_loss("info_nce", impl="ring"),
+    "objective": objective,
+    "queue": lambda: LabelQueue(9, V, 2, gather=True).enqueue(
+        batch()[1].detach(), torch.ones(4, 2)
+    ),
+    "controller": steer,
+    "diagnostics": diagnose,
+    "document_frequency": count,
+    "gather_rows": lambda: distributed.gather_rows(batch()[0]).sum(),
+    "sum_over_ranks": lambda: distributed.sum_over_ranks(batch()[0]).sum(),
+    "scatter_sum": lambda: distributed.scatter_sum(batch()[0]).sum(),
+    "maximum_over_ranks": lambda: distributed.maximum_over_ranks(batch()[0]).sum(),
+}
+IN_BACKWARD = ("info_nce", "ring", "objective")  # whose gradients communicate
+
+
+def tried(function: Callable[[], Any]) -> tuple[str, float]:
+    start = time.monotonic()
+    try:
+        function()
+        said = ""
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+    return said, time.monotonic() - start
+
+
+def stay(leaves: bool, leave: Callable[[], None], names: tuple[str, ...]) -> dict[str, Any]:
+    """Every call by a rank that stays, after the others have left."""
+    CALLS["info_nce"]()
+    if leaves:
+        leave()
+    return {name: tried(CALLS[name]) for name in names}
+
+
+def stay_in_backward(leaves: bool, leave: Callable[[], None], name: str) -> dict[str, Any]:
+    """A backward pass whose forward pass all ranks were in."""
+    value = CALLS[name]()
+    if leaves:
+        leave()
+    return {name: tried(value.backward)}
+
+
+def leave_at_once() -> None:
+    os._exit(3)
+
+
+def leave_by_an_error() -> None:
+    raise RuntimeError("the rank's own mistake")
+
+
+def leave_slowly() -> None:
+    """Still there, and silent for longer than the others wait."""
+    time.sleep(TIMEOUT + 2)
+    os._exit(3)
+
+
+def scenarios() -> dict[str, tuple[int, Callable[[bool], dict[str, Any]]]]:
+    found: dict[str, Any] = {}
+    ways = {"exits": leave_at_once, "raises": leave_by_an_error}
+    for kind, leave in ways.items():
+        found[kind] = 2, lambda leaves, do=leave: stay(leaves, do, tuple(CALLS))
+    for name in CALLS:
+        if name in ("info_nce", "ring", "queue", "controller", "diagnostics", "document_frequency"):
+            one = lambda leaves, name=name: stay(leaves, leave_slowly, (name,))  # noqa: E731
+            found[f"is silent in {name}"] = 2, one
+    for name in IN_BACKWARD:
+        one = lambda leaves, name=name: stay_in_backward(leaves, leave_at_once, name)  # noqa: E731
+        found[f"exits before the backward pass of {name}"] = (4 if name == "objective" else 2), one
+    return found
+
+
+def rank_of(number: int, world: int, folder: Path, run: Callable[[bool], dict[str, Any]]) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=number,
+        world_size=world,
+        timeout=timedelta(seconds=TIMEOUT),
+    )
+    found = run(number == world - 1)
+    (folder / f"{number}.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def main() -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    found = {}
+    with tempfile.TemporaryDirectory() as root:
+        processes = {}
+        for place, (name, (world, run)) in enumerate(scenarios().items()):
+            folder = Path(root) / str(place)
+            folder.mkdir()
+            for number in range(world):
+                if (process := os.fork()) == 0:
+                    status = 1
+                    try:
+                        rank_of(number, world, folder, run)
+                        status = 0
+                    finally:
+                        os._exit(status)  # not through the parent's own end
+                processes[process] = name, number, folder
+        for process, (name, number, folder) in processes.items():
+            _, status = os.waitpid(process, 0)
+            said = folder / f"{number}.json"
+            calls = json.loads(said.read_text(encoding="utf-8")) if said.exists() else None
+            found.setdefault(name, []).append([os.waitstatus_to_exitcode(status), calls])
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
