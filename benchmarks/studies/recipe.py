@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = study_parser(
         "recipe",
         "Train the demo's model with one part of our presets changed at a time and write how "
-        "each ranks the validation queries. In total 192 trainings, four to five hours on one core.",
+        "each ranks the validation queries. In total 192 trainings, four to five hours on a core.",
         list(VARIANTS),
         steps=250,
         corpora=True,
