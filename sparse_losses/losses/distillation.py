@@ -177,9 +177,8 @@ def _z_scores(
     largest_of_ranks = maximum_over_ranks if of_matrix else _unchanged
     count = over_ranks(member.sum(dims, keepdim=True))
     # z sees neither shift nor scale, so both are constants to the gradient. With the largest score
-    # exactly 0 and the range 1, squares neither overflow nor underflow; of half the scores, the
-    # range does not either.
-    scores = scores / 2
+    # exactly 0 and the range 1, squares neither overflow nor underflow.
+    scores = scores / 2  # their range does not overflow either
     highest = largest_of_ranks((scores.detach() + far_below).amax(dims, keepdim=True))
     below = (scores - highest) * member
     spread = largest_of_ranks(-below.detach().amin(dims, keepdim=True))
