@@ -139,7 +139,7 @@ def _definition(
         value = value + alpha_kl * (temperature**2 * kl)
     if alpha_mse > 0:
         z_student, z_teacher = (
-            _z_scores(x, member, far_below, by_row, gather) for x in (student, teacher)
+            _z_scores(x / 2, member, far_below, by_row, gather) for x in (student, teacher)
         )
         mse = over_ranks((z_student - z_teacher).square().sum())
         mse = mse / over_ranks(candidate.sum()).clamp(min=1)
@@ -169,7 +169,7 @@ def _z_scores(
 ) -> Tensor:
     """Candidates' scores minus their mean over their unbiased standard deviation; 0 elsewhere.
 
-    Scores are 0 where there is no candidate. ``member`` is 1 for candidates, else 0.
+    Scores are halved: no range overflows. ``member`` is 1 for candidates; else both are 0.
     """
     dims = (-1,) if by_row else (-2, -1)
     of_matrix = gather and not by_row  # all ranks' rows make one matrix
@@ -178,7 +178,6 @@ def _z_scores(
     count = over_ranks(member.sum(dims, keepdim=True))
     # z sees neither shift nor scale, so both are constants to the gradient. With the largest score
     # exactly 0 and the range 1, squares neither overflow nor underflow.
-    scores = scores / 2  # their range does not overflow either
     highest = largest_of_ranks((scores.detach() + far_below).amax(dims, keepdim=True))
     below = (scores - highest) * member
     spread = largest_of_ranks(-below.detach().amin(dims, keepdim=True))
