@@ -139,7 +139,7 @@ def _definition(
         value = value + alpha_kl * (temperature**2 * kl)
     if alpha_mse > 0:
         z_student, z_teacher = (
-            _z_scores(x, member, far_below, by_row, gather) for x in (student, teacher)
+            _z_scores(x / 2, member, far_below, by_row, gather) for x in (student, teacher)
         )
         mse = over_ranks((z_student - z_teacher).square().sum())
         mse = mse / over_ranks(candidate.sum()).clamp(min=1)
@@ -169,15 +169,15 @@ def _z_scores(
 ) -> Tensor:
     """Return the z-scores of the candidates, with unbiased standard deviation; 0 elsewhere.
 
-    ``scores`` is 0 where there is no candidate. ``member`` is 1 for candidates, else 0.
+    ``scores`` are halved: no range overflows. ``member`` is 1 for candidates; else both are 0.
     """
     dims = (-1,) if by_row else (-2, -1)
     of_matrix = gather and not by_row  # one matrix of the rows of all ranks
     over_ranks = sum_over_ranks if of_matrix else _unchanged
     largest_of_ranks = maximum_over_ranks if of_matrix else _unchanged
     count = over_ranks(member.sum(dims, keepdim=True))
-    # Shift and scale do not change z: as constants to the gradient they keep all in range.
-    scores = scores / 2
+    # z does not depend on shift and scale, so the gradient treats them as constants. With a largest
+    # score of exactly 0 and a range of 1, squares neither overflow nor underflow.
     highest = largest_of_ranks((scores.detach() + far_below).amax(dims, keepdim=True))
     below = (scores - highest) * member
     spread = largest_of_ranks(-below.detach().amin(dims, keepdim=True))
