@@ -320,20 +320,22 @@ def _row(
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table per corpus with a line per variant: means and deviations over its seeds."""
-    forms = dict(zip(FIGURES, ("{:.3f}",) * 3 + ("{:.0f}", "{:.0f}", "{:.2f}"), strict=True))
-    headings = ("nDCG@10", "MRR@10", "Recall@100", "active, query", "active, document", "products")
+    """Return a table per corpus, a line per variant: means over seeds, with nDCG's deviation."""
+    forms = {"active_query": "{:.0f}", "active_document": "{:.0f}", "products": "{:.2f}"}
+    headings = ("seeds", "nDCG@10", "active, query", "active, document", "products")
     tables = []
     for corpus, of_corpus in itertools.groupby(rows, lambda row: row["corpus"]):
         cells = []
         for variant, group in itertools.groupby(of_corpus, lambda row: row["variant"]):
             own = list(group)
-            measured = [
-                spread([float(row[name]) for row in own], form) if own[0][name] != "" else ""
-                for name, form in forms.items()
-            ]
-            cells.append([variant, "" if own[0]["seed"] == "" else str(len(own)), *measured])
-        tables.append(markdown((corpus.capitalize(), "seeds", *headings), cells))
+            ranked = spread([float(row["ndcg_10"]) for row in own], "{:.3f}")
+            if own[0]["seed"] == "":  # BM25
+                cells.append([variant, "", ranked, *("" for _ in forms)])
+                continue
+            means = {name: statistics.mean(float(row[name]) for row in own) for name in forms}
+            shown = [form.format(means[name]) for name, form in forms.items()]
+            cells.append([variant, str(len(own)), ranked, *shown])
+        tables.append(markdown((corpus.capitalize(), *headings), cells))
     return "\n".join(tables)
 
 
