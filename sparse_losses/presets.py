@@ -328,7 +328,7 @@ class Preset:
             steps_per_epoch: optimiser steps of an epoch; needed if there are phases.
 
         Raises:
-            ValueError: for a missing number of steps, or a term that the objective lacks.
+            ValueError: for a missing or wrong number of steps, or a term that the objective lacks.
 
         Examples:
             >>> import torch
@@ -348,6 +348,8 @@ class Preset:
                 f"expected `steps` of the whole training for the warm-up of {', '.join(rising)}, "
                 "got None"
             )
+        if steps is not None:
+            check_integer("steps", steps, minimum=1)
         warmups = {
             term: Warmup(max(1, round(share * (steps or 0))), "quadratic")
             for term, share in rising.items()

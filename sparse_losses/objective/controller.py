@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_losses._core.checks import check_choice, check_integer, check_number
+from sparse_losses._core.checks import check_choice, check_flag, check_integer, check_number
 from sparse_losses._core.later import Later
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import num_ranks, sum_over_ranks
@@ -499,6 +499,17 @@ class SparsityController:
             check_integer(name, state[name], minimum=0)
         check_number("start", state["start"], minimum=0.0, exclusive=True)
         check_number("maximum", state["maximum"], minimum=state["start"])
+        check_flag(is_dying=state["is_dying"])
+        for name in ("log_ratio", "change", "trend", "cut"):
+            check_number(name, state[name])
+        for name in ("active", "error", "mean_activation", "last_healthy_step"):
+            if state[name] is not None:
+                check_number(name, state[name])
+        if state["log_ratio"] > math.log(state["maximum"] / state["start"]) + 1e-9:
+            raise ValueError(
+                f"expected a weight of at most {state['maximum']:g} in the state, got `log_ratio` "
+                f"{state['log_ratio']:g} above a start of {state['start']:g}"
+            )
         self._steps, self._log_ratio = state["steps"], state["log_ratio"]
         self._active, self._error = state["active"], state["error"]
         self._change, self._trend, self._cut = state["change"], state["trend"], state["cut"]

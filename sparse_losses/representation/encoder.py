@@ -483,9 +483,9 @@ class SpladeEncoder(nn.Module):
             TypeError: for anything but strings or floating vectors, or options with vectors.
             ValueError: for vectors of another shape, or that are not finite.
         """
+        check_integer("k", k, minimum=1)
         if not isinstance(texts_or_vectors, Tensor):
             return self.encode(texts_or_vectors, output="tokens", max_active_dims=k, **options)
-        check_integer("k", k, minimum=1)
         if options:
             raise TypeError(f"expected no options with vectors, got {', '.join(options)}")
         vectors = texts_or_vectors
