@@ -343,3 +343,10 @@ def test_a_loss_that_is_given_needs_no_number():
         idf=torch.rand(2), allowed_token_ids=[0]
     )
     assert torch.equal(made.language_penalty.token_penalty, loss.token_penalty)
+
+
+@pytest.mark.parametrize("steps", [0, -5, 2.5])
+def test_a_wrong_number_of_steps_is_an_error(steps):
+    objective = RECOMMENDED.objective()
+    with pytest.raises((ValueError, TypeError), match="expected `steps` to be an integer"):
+        RECOMMENDED.schedules(objective, steps=steps)

@@ -336,8 +336,9 @@ class NWSLoss(LossModule):
         >>> similarity = torch.tensor([[1.0, 0.5], [0.5, 1.0]])
         >>> loss = NWSLoss(similarity, temperature=0.1)
         >>> prototype = torch.nn.Parameter(torch.randn(2, 4))
-        >>> features, labels = torch.randn(3, 4), torch.tensor([[1, 0], [0, 1], [1, 1]])
-        >>> loss(features, labels, prototype, key=features, key_labels=labels).backward()
+        >>> labels = torch.tensor([[1, 0], [0, 1], [1, 1]])
+        >>> query, key = torch.randn(2, 3, 4)
+        >>> loss(query, labels, prototype, key=key, key_labels=labels).backward()
         >>> prototype.grad.shape
         torch.Size([2, 4])
     """

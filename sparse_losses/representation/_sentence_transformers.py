@@ -8,18 +8,28 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["read_modules", "write_modules"]
+__all__ = ["PROMPTS", "read_modules", "write_modules"]
 
 # Versions 5 and 6 of sentence-transformers both know these names.
 THEIRS = "sentence_transformers.sparse_encoder.models"
 OURS = "sparse_losses.integrations.sentence_transformers"
 FOLDER = "2_IdfWeights"
+PROMPTS = "config_sentence_transformers.json"  # and the kind of model
 
 
 def write_modules(
-    folder: Path, *, expansion: bool, vocab_size: int, max_length: int, idf_weights: Tensor | None
+    folder: Path,
+    *,
+    expansion: bool,
+    vocab_size: int,
+    max_length: int,
+    idf_weights: Tensor | None,
+    has_prompts: bool,
 ) -> None:
-    """Write the list of modules, and the files of those that are not part of the model."""
+    """Write the list of modules, and the files of those that are not part of the model.
+
+    With ``has_prompts`` the file of the prompts is left out: the one that exists stays.
+    """
     from safetensors.torch import save_file
 
     modules: list[tuple[str, str]] = []
@@ -36,8 +46,8 @@ def write_modules(
             "activation_function": "relu",
             "word_embedding_dimension": vocab_size,
         }
-        if not (folder / "config_sentence_transformers.json").exists():  # it may hold prompts
-            files["config_sentence_transformers.json"] = {"model_type": "SparseEncoder"}
+        if not has_prompts:
+            files[PROMPTS] = {"model_type": "SparseEncoder"}
     if expansion and idf_weights is not None:
         modules.append((FOLDER, f"{OURS}.IdfWeights"))
         files[f"{FOLDER}/config.json"] = {"vocab_size": vocab_size}
@@ -76,7 +86,7 @@ def read_modules(name: str, find: Callable[[str], str | None]) -> Tensor | None:
                     )
         elif kind not in ("MLMTransformer", "Transformer", "WithoutExpansion"):
             raise ValueError(f"expected {name} to have known modules only, got {module['type']}")
-    config = find("config_sentence_transformers.json")
+    config = find(PROMPTS)
     prompt = config and json.loads(Path(config).read_text("utf-8")).get("default_prompt_name")
     if prompt:
         warnings.warn(

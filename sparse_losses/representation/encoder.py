@@ -24,7 +24,7 @@ from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.fast.sparse import csr
 from sparse_losses.representation._masked_lm import evaluating
-from sparse_losses.representation._sentence_transformers import read_modules, write_modules
+from sparse_losses.representation._sentence_transformers import PROMPTS, read_modules, write_modules
 from sparse_losses.representation.calibration import threshold
 from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead
@@ -735,6 +735,7 @@ class SpladeEncoder(nn.Module):
                 vocab_size=self.vocab_size,
                 max_length=self.max_length,
                 idf_weights=self.idf_weights,
+                has_prompts=(Path(folder) / PROMPTS).exists(),
             )
             text = json.dumps(settings, indent=2) + "\n"
             (new / SETTINGS).write_text(text, encoding="utf-8")

@@ -565,6 +565,10 @@ def test_the_state_of_something_else_is_an_error():
         ("seen", [1.0, 0.0, 1.0]),
         ("sent", [1.0] * 6),
         ("of_a_later_version", 1),
+        ("is_dying", "no"),
+        ("log_ratio", 20.0),  # above the maximum
+        ("change", None),
+        ("active", "many"),
     ],
 )
 def test_a_damaged_state_is_an_error_and_changes_nothing(name, bad):

@@ -358,6 +358,8 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match="`batch_size` to be an integer >= 1, got 0"):
         encoder.encode(["a"], batch_size=0)
     with pytest.raises(ValueError, match="`max_active_dims` to be an integer >= 1, got 0"):
+        encoder.encode(["a"], max_active_dims=0)
+    with pytest.raises(ValueError, match="`k` to be an integer >= 1, got 0"):
         encoder.top_tokens(["a"], 0)
     model, words = pair("bert")
     size = len(words)
