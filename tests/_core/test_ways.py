@@ -49,7 +49,7 @@ def test_a_way_is_taken_by_its_name_whether_it_pays_or_not():
 def test_a_way_that_cannot_says_why():
     cannot, seen = way("cannot", why="a miracle")
     with pytest.raises(
-        ValueError, match='expected a miracle with impl="cannot"; impl="auto" takes'
+        ValueError, match='expected a miracle with impl="cannot"; impl="auto" selects'
     ):
         call((cannot,), "cannot")
     assert call((cannot,), "auto") == 15

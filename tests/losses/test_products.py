@@ -114,7 +114,7 @@ def test_every_way_is_the_definition(way, negative):
     ],
 )
 def test_a_way_that_cannot_take_the_call_says_why(impl, options, why):
-    with pytest.raises(ValueError, match=f'expected {why} with impl="{impl}"; impl="auto" takes'):
+    with pytest.raises(ValueError, match=f'expected {why} with impl="{impl}"; impl="auto" selects'):
         info_nce_loss(vectors(0), vectors(1), **options, impl=impl)
     assert info_nce_loss(vectors(0), vectors(1), **options).isfinite().all()
 
