@@ -9,9 +9,7 @@ one for cosines, each with three targets. All are also trained with BM25 as a te
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
-import functools
 import itertools
 import statistics
 import sys
@@ -25,12 +23,11 @@ from torch import Tensor, nn
 from benchmarks.studies.runs import (
     Result,
     markdown,
-    run_all,
+    run_each_corpus,
     spread,
     study_parser,
     write_csv,
 )
-from benchmarks.studies.targets import LOADERS
 from sparse_losses import COSINE, RECOMMENDED, Preset, SpladeBatch, Texts
 from sparse_losses.demo.corpus import Corpus, Row, pair_texts
 from sparse_losses.demo.evaluation import bm25_scores, cosine, ranks
@@ -287,12 +284,7 @@ def _run(options: argparse.Namespace) -> None:
         options.seeds = options.seeds[:1]
         options.only = [name for name in options.only if name in _variants(QUICK)]
     rows = []
-    for corpus in options.corpora:
-        Console().print(corpus, highlight=False)
-        own = copy.copy(options)
-        own.output = options.output / corpus
-        load = functools.cache(LOADERS[corpus].load)
-        results = run_all(own, list(VARIANTS), settings_of, run_one, load=load)
+    for corpus, results in run_each_corpus(options, list(VARIANTS), settings_of, run_one):
         rows += [_row(corpus, name, None, one) for name, one in results[0]["baselines"].items()]
         rows += [_row(corpus, one["variant"], one, one["test"]) for one in results]
     write_csv(options.output / "against_sentence_transformers.csv", rows)

@@ -7,8 +7,6 @@ spread over seeds. The test queries are reserved for the comparison with other p
 from __future__ import annotations
 
 import argparse
-import copy
-import functools
 import itertools
 import statistics
 import sys
@@ -22,8 +20,7 @@ from benchmarks.studies.against_sentence_transformers import (
     Arm,
     evaluate,
 )
-from benchmarks.studies.runs import Result, markdown, run_all, study_parser, write_csv
-from benchmarks.studies.targets import LOADERS
+from benchmarks.studies.runs import Result, markdown, run_each_corpus, study_parser, write_csv
 from sparse_losses import COSINE, RECOMMENDED, Preset
 from sparse_losses.demo.corpus import Corpus
 from sparse_losses.demo.objective import loss_of
@@ -107,12 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     rows = []
-    for corpus in options.corpora:
-        Console().print(corpus, highlight=False)
-        own = copy.copy(options)
-        own.output = options.output / corpus
-        load = functools.cache(LOADERS[corpus].load)
-        for result in run_all(own, list(VARIANTS), settings_of, run_one, load=load):
+    for corpus, results in run_each_corpus(options, list(VARIANTS), settings_of, run_one):
+        for result in results:
             name, _, target = result["variant"].partition(", target ")
             figures = {key: round(value, 4) for key, value in result["validation"].items()}
             sources = " ".join(f"{key} {value}" for key, value in result["sources"].items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import csv
 import dataclasses
 import itertools
@@ -10,15 +11,17 @@ import json
 import multiprocessing
 import signal
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import track
 
 from sparse_losses._core.files import replaced_file
 from sparse_losses.demo import docstrings
+from sparse_losses.demo.command import LOADERS
 from sparse_losses.demo.options import CORPORA, UserError, whole, writable_folder
 
 Result = dict[str, Any]
@@ -131,6 +134,21 @@ def run_all(
     if len({json.dumps(result["sources"]) for result in results}) > 1:
         raise UserError(f"runs in {folder} are from different installed versions; delete old ones")
     return sorted(results, key=lambda one: (variants.index(one["variant"]), one["seed"]))
+
+
+def run_each_corpus(
+    options: argparse.Namespace,
+    variants: Sequence[str],
+    settings_of: Callable[[str, int, int], Any],
+    run_one: Callable[[Any, Any], Result],
+) -> Iterator[tuple[str, list[Result]]]:
+    """Call ``run_all`` for every corpus in ``options``, each with a folder of its own."""
+    for corpus in options.corpora:
+        Console().print(corpus, highlight=False)
+        own = copy.copy(options)
+        own.output = options.output / corpus
+        load = LOADERS[corpus].load
+        yield corpus, run_all(own, variants, settings_of, run_one, load=load)
 
 
 def _start() -> None:

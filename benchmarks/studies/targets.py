@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.studies.runs import Result, markdown, run_all, study_parser, write_csv
 from sparse_losses import calibrate_threshold
 from sparse_losses._core.files import replaced_file
-from sparse_losses.demo import debian, docstrings
+from sparse_losses.demo.command import LOADERS
 from sparse_losses.demo.corpus import Corpus, pair_texts
 from sparse_losses.demo.evaluation import cosine, ranking
 from sparse_losses.demo.model import ModelSize
@@ -49,7 +49,6 @@ DEFAULT = [name for name, (_, target) in VARIANTS.items() if target in (32, 64, 
 SAID_AT = 100  # step by which the controller should report an unreachable target
 WORDS = ("corpus", "sources", "start", "given", "said_early", "status")
 RUN = ("corpus", "start", "steps", "target", "seed")  # columns that identify a training
-LOADERS = {"docstrings": docstrings, "debian": debian}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,12 +4,13 @@ import csv
 import dataclasses
 import json
 import math
+import types
 
 import pytest
 import torch
 
 from benchmarks.studies import against_sentence_transformers as study
-from benchmarks.studies import recipe
+from benchmarks.studies import recipe, runs
 from sparse_losses import COSINE, RECOMMENDED
 from sparse_losses.demo.corpus import split
 from sparse_losses.functional import distillation_loss, info_nce_loss
@@ -36,12 +37,8 @@ def small(inline, monkeypatch, corpus):
         return dataclasses.replace(settings, size=size, **TINY)
 
     monkeypatch.setattr(study.Arm, "training", training)
-    for module in (study, recipe):
-        monkeypatch.setattr(
-            module,
-            "run_all",
-            lambda *rest, real=module.run_all, **_: real(*rest, load=lambda: corpus),
-        )
+    small = types.SimpleNamespace(load=lambda: corpus)
+    monkeypatch.setattr(runs, "LOADERS", dict.fromkeys(runs.LOADERS, small))
     return corpus
 
 
@@ -148,7 +145,7 @@ def test_the_study_writes_its_tables_and_goes_on_where_it_stopped(
 def test_quick_is_one_seed_and_three_weights(small, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        study, "run_all", lambda options, *_, **__: asked.append(options) or pytest.skip("asked")
+        study, "run_each_corpus", lambda options, *_: asked.append(options) or pytest.skip("asked")
     )
     with pytest.raises(pytest.skip.Exception):
         study.main(["--quick", "--output", str(tmp_path)])
