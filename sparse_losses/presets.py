@@ -403,19 +403,19 @@ RECOMMENDED = Preset(
         "document_flops": 0.1,  # where the controller starts
         "query_flops": 0.1,  # as light as the documents' at its start
     },
-    temperature=1.0,  # dot products learn a scale of their own
+    temperature=1.0,  # the encoder learns the scale of dot products
     similarity="dot",  # COSINE: -.028 and -.010, means of three seeds
     teacher="bm25",  # no model: it reads the token ids of the batch
-    distillation_temperature=1.0,  # of the KL, which has no part
+    distillation_temperature=1.0,  # unused: the KL is off
     alpha_kl=0.0,  # the KL in place of the z-scores, weight 1: -.006 and -.014
-    alpha_mse=1.0,  # BM25's z-scores, which need no scale
+    alpha_mse=1.0,  # z-scores need no scale
     # A retriever learns to rank before it learns to be sparse. The documents' weight warms up only
     # where no controller steers it.
     warmup={"query_flops": 0.5, "document_flops": 0.5},
     target_active={"document_flops": 64},  # 32: -.010 and -.004, means of three seeds
 )
 
-# What each of its losses brings is the ablation's to say (docs/demo.md).
+# docs/demo.md has an ablation of these losses.
 COSINE = Preset(
     name="COSINE",
     weights={
@@ -435,7 +435,7 @@ COSINE = Preset(
     teacher="bm25",
     score_scale=20.0,  # 1 / temperature: cosines are too flat for a softmax
     teacher_scale=0.5,  # BM25 scores are too steep for one
-    distillation_temperature=1.0,  # the two scales do its work
+    distillation_temperature=1.0,  # the two scales replace it
     alpha_kl=1.0,  # BM25's order and margins,
     alpha_mse=0.0,  # not its z-scores
     beta=0.3,  # IdfFlopsLoss's default

@@ -45,13 +45,13 @@ def replaced_file(path: str | os.PathLike[str], *, text: bool = False) -> Iterat
 
 @contextmanager
 def replaced_files(folder: str | os.PathLike[str], *, last: str, instead_of: str) -> Iterator[Path]:
-    """A new folder beside ``folder``, whose files take their places in it once all are written.
+    """Open a temporary folder whose files replace those of ``folder`` once all are written.
 
-    On an error, such as a full disk, what was there stays and the new folder is removed; a process
-    that is killed while it writes leaves it, as ``.NAME.`` and 32 digits. Then file by file is
-    replaced: ``last`` is taken away first and comes back last, so that a reader that asks for it
-    never takes half of one for the other. Files of other names stay, but for those of the pattern
-    ``instead_of``.
+    After an error, such as a full disk, ``folder`` is unchanged and the temporary folder is
+    removed; a killed process leaves it behind as ``.NAME.`` and 32 digits. The files are replaced
+    one by one. ``last`` is removed before the others and written after them, so that a reader that
+    requires it never sees a mixture. Old files that match ``instead_of`` are deleted; all other
+    files stay.
     """
     target = Path(os.path.realpath(folder))
     target.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,7 @@ def advise(
         report: what ``Diagnostics.report()`` returned; rules are skipped where a number is missing.
         gradients: what ``gradient_report`` returned; it shows which term causes a problem.
         side: whose activations the report describes, ``"query"`` or ``"document"``.
-        losses: totals of recent steps or epochs, in order; at least eight are needed.
+        losses: totals of recent steps or epochs, in order; other rules need eight.
         validation_losses: validation losses of recent steps or epochs, likewise at least eight.
 
     Examples:

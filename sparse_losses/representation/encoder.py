@@ -696,9 +696,8 @@ class SpladeEncoder(nn.Module):
 
         The folder is one of ``transformers`` with more files in it: ``AutoModelForMaskedLM`` loads
         it, and so does the ``SparseEncoder`` of sentence-transformers, which gives the same vectors
-        (but has no gate, and needs this package installed for idf weights). All is written beside
-        the folder first: what a full disk or a killed process interrupts leaves the folder as it
-        was.
+        (but has no gate, and needs this package installed for idf weights). All files are written
+        beside the folder first, so that a full disk or a killed process leaves it unchanged.
 
         Args:
             folder: Made if it does not exist; files of other names stay.

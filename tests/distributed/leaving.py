@@ -143,10 +143,10 @@ def scenarios() -> dict[str, tuple[int, Callable[[bool], dict[str, Any]]]]:
         found[kind] = 2, lambda leaves, do=leave: stay(leaves, do, tuple(CALLS))
     for name in CALLS:
         if name in ("info_nce", "ring", "queue", "controller", "diagnostics", "document_frequency"):
-            one = lambda leaves, name=name: stay(leaves, leave_slowly, (name,))  # noqa: E731
+            one = lambda leaves, name=name: stay(leaves, leave_slowly, (name,))  # noqa: E731  # binds the name of this turn
             found[f"is silent in {name}"] = 2, one
     for name in IN_BACKWARD:
-        one = lambda leaves, name=name: stay_in_backward(leaves, leave_at_once, name)  # noqa: E731
+        one = lambda leaves, name=name: stay_in_backward(leaves, leave_at_once, name)  # noqa: E731  # binds the name of this turn
         found[f"exits before the backward pass of {name}"] = (4 if name == "objective" else 2), one
     return found
 

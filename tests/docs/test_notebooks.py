@@ -11,7 +11,7 @@ from tools.translations import split_code
 jupytext = pytest.importorskip("jupytext")
 nbformat = pytest.importorskip("nbformat")
 
-from tools import notebooks  # noqa: E402
+from tools import notebooks  # noqa: E402  # after importorskip
 
 GUIDES = pytest.mark.parametrize("page", notebooks.GUIDES, ids=lambda page: page.stem)
 # What an extra brings besides the package's own dependencies.
