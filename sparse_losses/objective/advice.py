@@ -131,7 +131,7 @@ def _of_sparsity(
             "texts are not sparse",
             f"{report['dense_rows']:.0%} of the rows activate more than a quarter of the "
             f"vocabulary{evidence}",
-            ((flops, "up"), ("info_nce.temperature", "up")),
+            ((flops, "up"),),
         )
 
 
