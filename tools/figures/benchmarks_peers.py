@@ -17,7 +17,7 @@ PEERS = {
 
 def draw(figure: Figure, *, stacked: bool = False) -> None:
     """Draw one row per case; right of 1, ours is faster or smaller. Panels are side by side."""
-    figure.set_size_inches((4.6, 9.4) if stacked else (8.4, 5.6))
+    figure.set_size_inches((4.6, 12) if stacked else (8.4, 6.4))
     rows = [
         row
         for row in read(RESULTS / "cpu-quick.csv")
