@@ -13,7 +13,7 @@ from benchmarks.report.reckoned import figure
 from benchmarks.report.reckoned import table as reckoned_table
 from benchmarks.run import reckoned as counting
 from benchmarks.run.measure import TRAINING
-from benchmarks.run.table import RESULTS, ROOT, Row, read
+from benchmarks.run.table import RESULTS, ROOT, Row, largest_cases, read
 from benchmarks.schema import case_name
 from sparse_losses._core.files import replaced_file
 
@@ -45,7 +45,7 @@ def aims() -> str:
 
 
 def peers() -> str:
-    """Time and memory of other packages relative to ours, from ``cpu-quick.csv``."""
+    """Time and memory of other packages over ours for the largest cases of ``cpu-quick.csv``."""
     rows = {
         (row["loss"], row["case"], row["variant"]): row
         for row in read(RESULTS / "cpu-quick.csv")
@@ -53,7 +53,7 @@ def peers() -> str:
     }
     names = [name for name in PEERS if any(variant == name for *_, variant in rows)]
     lines = []
-    for loss, case in dict.fromkeys(key[:2] for key in rows):
+    for loss, case in largest_cases(rows.values()):
         ours = rows[loss, case, "ours"]
         cells = [_over(rows.get((loss, case, name)), ours) for name in names]
         lines.append((loss, case, *cells))

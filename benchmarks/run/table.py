@@ -18,7 +18,7 @@ from benchmarks.run.ceilings import Ceilings
 from benchmarks.run.measure import Result
 from sparse_losses._core.files import replaced_file
 
-__all__ = ["RESULTS", "ROOT", "Row", "Table", "circumstances", "read"]
+__all__ = ["RESULTS", "ROOT", "Row", "Table", "circumstances", "largest_cases", "read"]
 
 Row = dict[str, str]
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,6 +137,15 @@ def _gpu(device: torch.device) -> Row:
 def _identity(row: Mapping[str, str]) -> tuple[str, ...]:
     """Return the columns that all rows of a file share."""
     return tuple(row[name] for name in IDENTITY)
+
+
+def largest_cases(rows: Iterable[Row]) -> list[tuple[str, str]]:
+    """Return (loss, case) of the largest case of each loss and kind of input."""
+    largest: dict[tuple[str, str], tuple[int, str]] = {}
+    for row in rows:
+        kind, size = (row["loss"], row["group"]), (int(row["elements"]), row["case"])
+        largest[kind] = max(largest.get(kind, size), size)
+    return [(loss, case) for (loss, _), (_, case) in largest.items()]
 
 
 def read(path: Path) -> list[Row]:
