@@ -482,8 +482,10 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         if isinstance(encoder, SpladeEncoder):
             encoder.save_pretrained(folder)
         else:
-            save_model(encoder, str(folder / WEIGHTS))
-        torch.save(self.args, folder / "training_args.bin")
+            with replaced_file(folder / WEIGHTS) as file:
+                save_model(encoder, file.name)
+        with replaced_file(folder / "training_args.bin") as file:
+            torch.save(self.args, file)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         states = self._load_model(resume_from_checkpoint)["schedules"]

@@ -619,7 +619,7 @@ class SpladeEncoder(nn.Module):
                 ``revision``.
 
         Raises:
-            OSError: if there is no such folder, or it is incomplete.
+            OSError: if there is no such folder, it is incomplete, or it was overwritten meanwhile.
             ValueError: if sentence-transformers saved it with modules that compute something else.
 
         Warns:
@@ -643,6 +643,7 @@ class SpladeEncoder(nn.Module):
             )
             return path
 
+        written = _identity(find(SETTINGS))
         settings, tensors = _read_settings(name, find(SETTINGS), find(TENSORS))
         theirs = read_modules(name, find)
         if expansion is None:
@@ -689,6 +690,8 @@ class SpladeEncoder(nn.Module):
         )
         if not expansion and not settings.get("expansion", True):
             encoder.importance.load_state_dict(part("importance"))
+        if _identity(find(SETTINGS)) != written:
+            raise OSError(f"{name} was overwritten while it was read: load it again")
         return encoder.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -738,6 +741,14 @@ class SpladeEncoder(nn.Module):
             )
             text = json.dumps(settings, indent=2) + "\n"
             (new / SETTINGS).write_text(text, encoding="utf-8")
+
+
+def _identity(file: str | None) -> tuple[int, int] | None:
+    """Return what changes when a file is replaced."""
+    if file is None:
+        return None
+    state = os.stat(file)
+    return state.st_ino, state.st_mtime_ns
 
 
 def _importance(hidden_size: int) -> nn.Sequential:

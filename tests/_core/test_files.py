@@ -248,3 +248,27 @@ def test_stopped_among_the_replaced_files_the_last_one_is_away(tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         make_folder(tmp_path, "new")
     assert "last" not in contents(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no lock of a folder")
+def test_of_two_writers_of_a_folder_one_waits_for_the_other(tmp_path, monkeypatch):
+    replace, first_is_busy, go_on = os.replace, threading.Event(), threading.Event()
+
+    def slow(*paths):
+        if threading.current_thread().name == "first":
+            first_is_busy.set()
+            assert go_on.wait(60)
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", slow)
+    first = threading.Thread(target=make_folder, args=(tmp_path, "first"), name="first")
+    second = threading.Thread(target=make_folder, args=(tmp_path, "second"))
+    first.start()
+    assert first_is_busy.wait(60)
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    go_on.set()
+    first.join()
+    second.join()
+    assert set(contents(tmp_path).values()) == {"second"}

@@ -546,6 +546,19 @@ def test_stopped_among_the_replaced_files_nothing_mixed_is_loaded(tmp_path, monk
         SpladeEncoder.from_pretrained(tmp_path)
 
 
+def test_a_folder_that_is_overwritten_while_it_is_read_is_no_mixture(tmp_path, monkeypatch):
+    make(gate=True).save_pretrained(tmp_path)
+
+    def read_after_another_save(folder, find):
+        make(gate=True).save_pretrained(tmp_path)
+
+    monkeypatch.setattr(
+        "sparse_losses.representation.encoder.read_modules", read_after_another_save
+    )
+    with pytest.raises(OSError, match="was overwritten while it was read"):
+        SpladeEncoder.from_pretrained(tmp_path)
+
+
 def test_weights_in_several_files_give_way_to_one(tmp_path):
     encoder = make()
     encoder.model.save_pretrained(tmp_path, max_shard_size="10KB")

@@ -543,6 +543,8 @@ def test_wrong_commands_are_named(tokenizer, tmp_path, monkeypatch, capsys):
         ([path, path], tokenizer, output, [], "expected every input once"),
         ([path], tokenizer, output, ["--field", "text"], "got text files only"),
         ([path], tokenizer, output, ["--vocab-size", "5"], "expected --vocab-size of at least"),
+        ([path], tokenizer, output, ["--vocab-size", "9" * 17], "cannot allocate memory"),
+        ([path], tokenizer, output, ["--vocab-size", "9" * 99], "cannot allocate memory"),
         ([path], "missing.json", output, [], "there is no tokenizer missing.json"),
         ([path], tmp_path / "wrong.json", output, [], "cannot load the tokenizer"),
         ([path], tmp_path / "empty", output, [], "cannot load the tokenizer"),
