@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = study_parser(
         "rescue",
         "Train the demo's model with COSINE, a hundred times its FLOPS weights and a thousandth of "
-        "them, without warm-up, each with and without a target, and write what the diagnostics found.",
+        "them, without warm-up, with and without a target, and write what the diagnostics found.",
         VARIANTS,
         steps=STEPS,
     )
