@@ -149,11 +149,12 @@ def measure(run: Run, corpus: Corpus) -> list[TaskFigures]:
             [run.encode(texts, model) for texts in (queries, documents)]
             for model in (untrained, run.model)
         )
+        found = [similarities(query, document, similarity) for query, document in (before, after)]
         rankings = {
-            UNTRAINED: ranking(similarities(*before, similarity)),
+            UNTRAINED: ranking(found[0]),
             BM25_WORDS: ranking(bm25_scores(*map(run.tokens.words, (queries, documents)))),
             BM25_SUBWORDS: ranking(bm25_scores(*map(run.tokens.pieces, (queries, documents)))),
-            MODEL: ranking(similarities(*after, similarity)),
+            MODEL: ranking(found[1]),
         }
         looks = [
             anatomy(vectors, run.tokens.ids(texts), run.tokens, run.df.df)

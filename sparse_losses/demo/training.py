@@ -238,5 +238,6 @@ class Run:
 
     def probe(self) -> Probe:
         """Rank some validation queries."""
-        vectors = (self.encode(texts) for texts in self.probe_texts)
-        return Probe(self.step, ranking(similarities(*vectors, self.settings.preset.similarity)))
+        query, document = (self.encode(texts) for texts in self.probe_texts)
+        scores = similarities(query, document, self.settings.preset.similarity)
+        return Probe(self.step, ranking(scores))
