@@ -31,7 +31,7 @@ from benchmarks.studies.runs import (
 from sparse_losses import COSINE, RECOMMENDED, Preset, SpladeBatch, Texts
 from sparse_losses._core.files import replaced_file
 from sparse_losses.demo.corpus import Corpus, Row, pair_texts
-from sparse_losses.demo.evaluation import bm25_scores, cosine, ranks
+from sparse_losses.demo.evaluation import bm25_scores, ranks, similarities
 from sparse_losses.demo.options import UserError, guarded
 from sparse_losses.demo.training import Run, Settings
 
@@ -213,9 +213,7 @@ def evaluate(run: Run, corpus: Corpus, rows: Sequence[Row], similarity: str) -> 
     for task in range(len(corpus.tasks)):
         queries, documents = _texts(corpus, rows, task)
         query, document = run.encode(queries), run.encode(documents)
-        scores = (cosine if similarity == "cosine" else torch.mm)(
-            query, document if similarity == "cosine" else document.T
-        )
+        scores = similarities(query, document, similarity)
         on_query, on_document = ((x > 0).double() for x in (query, document))
         figures.append(
             _ranked(scores)

@@ -31,7 +31,7 @@ from sparse_losses.demo.training import Run, Settings, Step
 STEPS, LOOK_EVERY, LOOKED_AT = 200, 10, 64
 FACTORS = {"collapse": 100.0, "never sparse": 0.001}
 TURNS = {"collapse": "down", "never sparse": "up"}
-# About the active dimensions of documents and queries with the demo's own weight.
+# About the active dimensions of documents and queries with the preset's own weight.
 TARGETS = {"target_active": 128, "target_active_query": 40}
 VARIANTS = [*FACTORS, *(f"{name}, steered" for name in FACTORS)]
 
@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing, then write the tables; return an exit code as the demo does."""
     parser = study_parser(
         "rescue",
-        "Train the demo with a hundred times its FLOPS weights and with a thousandth of them, "
-        "without warm-up, each with and without a target, and write what the diagnostics found.",
+        "Train the demo's model with COSINE, a hundred times its FLOPS weights and a thousandth of "
+        "them, without warm-up, with and without a target, and write what the diagnostics found.",
         VARIANTS,
         steps=STEPS,
     )
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def settings_of(variant: str, seed: int, steps: int) -> Settings:
-    """Return the demo's settings with bad FLOPS weights from the first step on."""
+    """Return settings with bad FLOPS weights from the first step on."""
     name, _, steered = variant.partition(", ")
     terms = ("query_flops", "document_flops")
     weights = {term: FACTORS[name] * COSINE.weights[term] for term in terms}

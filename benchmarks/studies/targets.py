@@ -26,7 +26,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks.studies.runs import Result, markdown, run_all, study_parser, write_csv
-from sparse_losses import calibrate_threshold
+from sparse_losses import COSINE, calibrate_threshold
 from sparse_losses._core.files import replaced_file
 from sparse_losses.demo.command import LOADERS
 from sparse_losses.demo.corpus import Corpus, pair_texts
@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing, then write table and plot; return an exit code as the demo does."""
     parser = study_parser(
         "targets",
-        "Train the demo with its own FLOPS weight and with a controller of the documents' active "
-        "dimensions, on two corpora, from a dense and a sparse start.",
+        "Train the demo's model with COSINE, at its FLOPS weight and with a controller of the "
+        "documents' active dimensions, on two corpora, from a dense and a sparse start.",
         list(VARIANTS),
         steps=(STEPS // 2, STEPS),
         only=DEFAULT,
@@ -66,11 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def settings_of(variant: str, seed: int, steps: int) -> Settings:
-    """Return the demo's settings with a start and a target."""
+    """Return the settings of a start and a target."""
     start, target = VARIANTS[variant]
     return Settings(
         steps=steps,
         seed=seed,
+        preset=COSINE,
         target_active=target,
         size=ModelSize(bias=STARTS[start]),
         probe_every=steps,  # the probes are not used

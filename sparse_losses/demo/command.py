@@ -138,7 +138,7 @@ def _write(
         "test": [dataclasses.asdict(figure) for figure in figures],
         "top_tokens": tops,
         "answers": {
-            question: [{"cosine": round(score, 4), "title": title} for score, title, _ in found]
+            question: [{"score": round(score, 4), "title": title} for score, title, _ in found]
             for question, found in answers.items()
         },
         "validation": [dataclasses.asdict(probe) for probe in run.probes],

@@ -59,6 +59,11 @@ def cosine(queries: Tensor, documents: Tensor) -> Tensor:
     return F.normalize(queries, dim=1) @ F.normalize(documents, dim=1).T
 
 
+def similarities(queries: Tensor, documents: Tensor, name: str) -> Tensor:
+    """Return dot products or cosines ``[queries, documents]``."""
+    return cosine(queries, documents) if name == "cosine" else queries @ documents.T
+
+
 def bm25_scores(queries: Sequence[Sequence[str]], documents: Sequence[Sequence[str]]) -> Tensor:
     """Return scores ``[queries, documents]`` of bm25s with its default k1 and b."""
     import bm25s
@@ -136,7 +141,7 @@ class TaskFigures:
 
 def measure(run: Run, corpus: Corpus) -> list[TaskFigures]:
     """Rank the test queries of every task by the trained and the untrained model and by BM25."""
-    untrained = run.untrained()
+    untrained, similarity = run.untrained(), run.settings.preset.similarity
     figures = []
     for number, task in enumerate(corpus.tasks):
         queries, documents = pair_texts(corpus.test, number)
@@ -144,11 +149,12 @@ def measure(run: Run, corpus: Corpus) -> list[TaskFigures]:
             [run.encode(texts, model) for texts in (queries, documents)]
             for model in (untrained, run.model)
         )
+        found = [similarities(query, document, similarity) for query, document in (before, after)]
         rankings = {
-            UNTRAINED: ranking(cosine(*before)),
+            UNTRAINED: ranking(found[0]),
             BM25_WORDS: ranking(bm25_scores(*map(run.tokens.words, (queries, documents)))),
             BM25_SUBWORDS: ranking(bm25_scores(*map(run.tokens.pieces, (queries, documents)))),
-            MODEL: ranking(cosine(*after)),
+            MODEL: ranking(found[1]),
         }
         looks = [
             anatomy(vectors, run.tokens.ids(texts), run.tokens, run.df.df)
@@ -177,15 +183,19 @@ class Index:
 
     def __init__(self, run: Run, corpus: Corpus) -> None:
         self._run = run
+        self._is_cosine = run.settings.preset.similarity == "cosine"
         self._rows = corpus.rows
         texts = [row.text for row in self._rows]
-        parts = (run.encode(texts[start : start + 500]) for start in range(0, len(texts), 500))
-        self._vectors = torch.cat([F.normalize(part, dim=1).to_sparse() for part in parts])
+        parts = (self._encode(texts[start : start + 500]) for start in range(0, len(texts), 500))
+        self._vectors = torch.cat([part.to_sparse() for part in parts])
+
+    def _encode(self, texts: Sequence[str]) -> Tensor:
+        vectors = self._run.encode(texts)
+        return F.normalize(vectors, dim=1) if self._is_cosine else vectors
 
     def search(self, question: str, count: int = 5) -> list[tuple[float, str, str]]:
-        """Return cosine, title and text of the best answers that share a token with it."""
-        query = F.normalize(self._run.encode([question]), dim=1)
-        scores = torch.sparse.mm(self._vectors, query.T).squeeze(1)
+        """Return score, title and text of the best answers that share a token with it."""
+        scores = torch.sparse.mm(self._vectors, self._encode([question]).T).squeeze(1)
         values, found = scores.topk(min(count, len(self._rows)))
         return [
             (value, self._rows[index].title, self._rows[index].text)

@@ -10,18 +10,10 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sparse_losses import COSINE
+from sparse_losses import RECOMMENDED
 
-TERMS = (
-    "info_nce",
-    "distillation",
-    "flops",
-    "min_activation",
-    "self_reconstruction",
-    "positive_activation",
-)
-INGREDIENTS = ("special_penalty", "stopword_penalty", "idf", "warmup", "spelling")
-SWITCHES = (*TERMS, *INGREDIENTS)
+TERMS = ("info_nce", "distillation", "flops")
+SWITCHES = (*TERMS, "warmup", "spelling")
 CORPORA = ("docstrings", "debian")
 STEPS = 500
 MAX_LENGTH = 64
@@ -62,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--target-active",
         type=whole(0),
-        default=int(COSINE.target_active["document_flops"]),
+        default=int(RECOMMENDED.target_active["document_flops"]),
         metavar="N",
         help="adjust the documents' FLOPS weight so that a document keeps N active dimensions; 0 "
         "keeps the weight fixed (default: %(default)s)",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses import (
-    COSINE,
+    RECOMMENDED,
     BM25Teacher,
     Diagnostics,
     DocumentFrequency,
@@ -24,9 +24,9 @@ from sparse_losses import (
     gradient_report,
 )
 from sparse_losses.demo.corpus import Corpus, pair_texts
-from sparse_losses.demo.evaluation import Ranking, cosine, ranking
+from sparse_losses.demo.evaluation import Ranking, ranking, similarities
 from sparse_losses.demo.model import ModelSize, SparseEncoder
-from sparse_losses.demo.objective import loss_of, make_objective, switched_off
+from sparse_losses.demo.objective import loss_of, switched_off
 from sparse_losses.demo.options import STEPS, UserError
 from sparse_losses.demo.tokens import VOCAB_SIZE, Tokens, pad
 
@@ -52,7 +52,7 @@ class Settings:
     learning_rate: float = 1e-3
     vocab_size: int = VOCAB_SIZE
     size: ModelSize = dataclasses.field(default_factory=ModelSize)
-    preset: Preset = COSINE
+    preset: Preset = RECOMMENDED
     probe_every: int = 50
     probe_rows: int = 200
 
@@ -114,7 +114,11 @@ class Run:
         if wanted and "flops" in settings.without:
             raise UserError("--target-active adjusts the weight of flops: drop --without flops")
         preset = switched_off(settings.preset, settings.without).replace(target_active=wanted)
-        self.objective = make_objective(self.tokens, self.idf, preset, settings.without)
+        self.objective = preset.objective(
+            idf=self.idf,
+            special_token_ids=self.tokens.special_ids,
+            stopword_ids=self.tokens.stopword_ids,
+        )
         self.distils = "distillation" in self.objective.weights
         self.controllers: dict[str, SparsityController] = {}
         self.held_out: dict[str, list[list[int]]] = {}
@@ -234,5 +238,6 @@ class Run:
 
     def probe(self) -> Probe:
         """Rank some validation queries."""
-        queries, documents = self.probe_texts
-        return Probe(self.step, ranking(cosine(self.encode(queries), self.encode(documents))))
+        query, document = (self.encode(texts) for texts in self.probe_texts)
+        scores = similarities(query, document, self.settings.preset.similarity)
+        return Probe(self.step, ranking(scores))

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from sparse_losses.demo.evaluation import anatomy, bm25_scores, ranking
+from sparse_losses.demo.evaluation import anatomy, bm25_scores, ranking, similarities
 from sparse_losses.demo.tokens import Tokens
 
 
@@ -21,6 +21,14 @@ def test_ranking_against_a_hand_count():
 def test_scoring_everything_alike_earns_nothing():
     found = ranking(torch.ones(40, 40))
     assert (found.recall_1, found.recall_10, found.mrr_10) == (0.0, 0.0, 0.0)
+
+
+def test_only_the_dot_product_depends_on_lengths():
+    query = torch.tensor([[3.0, 4.0]])
+    documents = torch.tensor([[6.0, 8.0], [1.0, 0.0], [0.0, 0.0]])
+    assert similarities(query, documents, "dot").tolist() == [[50.0, 3.0, 0.0]]
+    cosines = similarities(query, documents, "cosine")
+    assert cosines.tolist() == [pytest.approx([1.0, 0.6, 0.0])]
 
 
 def test_bm25_prefers_the_document_with_the_rare_word():

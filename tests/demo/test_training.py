@@ -57,13 +57,17 @@ def test_a_run_without_any_term_is_left_as_it_was(corpus, settings):
 
 
 def test_search_finds_the_text_itself_and_top_tokens_are_named(corpus, settings):
-    run = Run(corpus, settings)
+    run = Run(corpus, dataclasses.replace(settings, preset=COSINE))
     run.train()
     index = Index(run, corpus)
     row = corpus.train[3]
     score, title, text = index.search(row.text)[0]
     assert (title, text) == (row.title, row.text)
     assert score == pytest.approx(1.0, abs=1e-4)
+    run.settings = settings
+    best, *_ = Index(run, corpus).search(row.text)
+    dots = run.encode([other.text for other in corpus.rows]) @ run.encode([row.text])[0]
+    assert best[0] == pytest.approx(dots.max().item(), rel=1e-4)
     assert len(index.search("graph", count=3)) == 3
     (tokens,) = top_tokens(run, ["shortest path"], count=4)
     assert len(tokens) == 4

@@ -1,17 +1,17 @@
-"""Recall during training, and recall by target sparsity, from the demo's results."""
+"""Recall during the demo's training, and ranking quality by target, of the recommended preset."""
 
 import csv
 import json
 import statistics
-from collections import defaultdict
 from itertools import cycle
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
-MARKERS = {"name": "o", "summary": "s"}
+TARGETS = [32, 64, 128]
+CORPORA = {"docstrings": ("o", "-"), "debian": ("s", "--")}
 
 
 def validation() -> dict[int, list[tuple[int, float]]]:
@@ -25,33 +25,25 @@ def validation() -> dict[int, list[tuple[int, float]]]:
     return runs
 
 
-def targets() -> dict[int, dict[str, float]]:
-    """Return active dimensions and recall by target, means over the seeds."""
-    rows = defaultdict(list)
-    with (RESULTS / "targets.csv").open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            if row["target"]:
-                rows[int(row["target"])].append(row)
+def study() -> dict[tuple[str, str], dict[str, float]]:
+    """Return active dimensions and nDCG@10 by corpus and variant, means over the seeds."""
+    with (RESULTS / "against_sentence_transformers.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
     return {
-        target: {
-            key: statistics.mean(float(row[key]) for row in found)
-            for key in ("active", "name_recall_10", "summary_recall_10")
+        (row["corpus"], row["variant"]): {
+            key: statistics.mean(
+                float(one[key] or "nan")
+                for one in rows
+                if (one["corpus"], one["variant"]) == (row["corpus"], row["variant"])
+            )
+            for key in ("active_document", "ndcg_10")
         }
-        for target, found in sorted(rows.items())
-    }
-
-
-def bm25() -> dict[str, float]:
-    """Return BM25's recall on the test queries, on the model's own subwords, by task."""
-    run = json.loads((RESULTS / "demo-seed-0.json").read_text(encoding="utf-8"))
-    return {
-        row["task"].split()[0]: row["rankings"]["BM25, same subwords"]["recall_10"]
-        for row in run["test"]
+        for row in rows
     }
 
 
 def draw(figure: Figure) -> None:
-    """Draw recall by step on the left, recall by active dimensions on the right."""
+    """Draw recall by step on the left, nDCG@10 by active dimensions on the right."""
     left, right = figure.subplots(1, 2)
     dashes = cycle(["-", "--", ":"])
     for seed, points in validation().items():
@@ -59,12 +51,12 @@ def draw(figure: Figure) -> None:
     left.set(title="Recall@10, name task (validation)", xlabel="step")
     left.legend(loc="lower right")
 
-    found = targets()
-    active = [row["active"] for row in found.values()]
-    for (task, marker), dash in zip(MARKERS.items(), ["-", "--"], strict=True):
-        recall = [row[f"{task}_recall_10"] for row in found.values()]
-        (line,) = right.plot(active, recall, marker=marker, linestyle=dash, label=f"{task} task")
-        height = bm25()[task]
+    found = study()
+    for corpus, (marker, dash) in CORPORA.items():
+        runs = [found[corpus, f"ours, target {target}, BM25 as teacher"] for target in TARGETS]
+        active, ranked = ([run[key] for run in runs] for key in ("active_document", "ndcg_10"))
+        (line,) = right.plot(active, ranked, marker=marker, linestyle=dash, label=corpus)
+        height = found[corpus, "BM25, same subwords"]["ndcg_10"]
         right.axhline(height, color=line.get_color(), linewidth=1, linestyle=":")
         right.annotate(
             "BM25",
@@ -75,24 +67,13 @@ def draw(figure: Figure) -> None:
             ha="right",
             fontsize=8,
         )
-    for target, row in found.items():
-        place = (row["active"], row["summary_recall_10"])
-        right.annotate(
-            f"asked: {target}",
-            place,
-            textcoords="offset points",
-            xytext=(0, 8),
-            ha="center",
-            fontsize=8,
-        )
     right.set(
-        title="Recall@10 by the sparsity asked for (test)",
+        title=f"nDCG@10 with targets of {', '.join(map(str, TARGETS))} (test)",
         xlabel="active dimensions of a document, of 8,000",
         xscale="log",
-        ylim=(0.66, 0.9),
+        ylim=(0.5, 0.95),
     )
-    right.margins(x=0.12)
-    right.set_xticks([32, 64, 128, 210], minor=False)
-    right.set_xticks([], minor=True)
+    right.set_xticks(TARGETS)
     right.xaxis.set_major_formatter(ScalarFormatter())
-    right.legend(loc="center right", bbox_to_anchor=(1, 0.45))
+    right.xaxis.set_minor_formatter(NullFormatter())
+    right.legend(loc="upper right")

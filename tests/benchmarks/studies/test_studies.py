@@ -9,7 +9,7 @@ from benchmarks.studies import ablation, rescue, targets
 from sparse_losses.demo import docstrings
 from sparse_losses.demo.corpus import pair_texts, split
 from sparse_losses.demo.evaluation import cosine, ranking
-from sparse_losses.demo.options import SWITCHES
+from sparse_losses.demo.objective import loss_of
 from sparse_losses.demo.training import Run
 from tests.demo.artificial import make_rows
 
@@ -55,8 +55,12 @@ def test_wrong_options_are_refused_by_the_parser(wrong, capsys):
     assert wrong[0] in capsys.readouterr().err
 
 
-def test_every_switch_has_its_ablation():
-    assert {(switch,) for switch in SWITCHES} < set(ablation.VARIANTS.values())
+def test_every_loss_of_the_preset_has_its_ablation():
+    full = ablation.settings_of("full", 0, 10)
+    losses = {loss_of(term) for term in full.preset.weights}
+    assert {f"without {loss}" for loss in losses} < set(ablation.VARIANTS)
+    settings = [ablation.settings_of(variant, 0, 10) for variant in ablation.VARIANTS]
+    assert all(one != full for one in settings[1:])
 
 
 def test_ablation_writes_tables_and_skips_what_is_finished(small, tmp_path, monkeypatch, capsys):
