@@ -1,8 +1,6 @@
-"""Runs are merged soundly, aims judged by them, and pictures drawn of them."""
+"""Runs are merged soundly, and aims judged by them."""
 
 from pathlib import Path
-
-import pytest
 
 from benchmarks.report.aims import judge, one_rule_for_all
 from benchmarks.report.merge import merge
@@ -48,16 +46,3 @@ def test_an_aim_that_is_not_reached_is_missed_and_a_slower_loss_breaks_the_rule(
     assert found["FLOPS, warm (ours)", ">= 3x eager"] == "missed"
     verdicts = [v for v in one_rule_for_all(merged) if v.wanted == ">= 1x eager"]
     assert [v.verdict for v in verdicts] == ["missed", "missed"]
-
-
-def test_a_picture_a_loss_is_drawn_where_it_is_wanted(tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    from benchmarks.report.plots import draw
-
-    path = tmp_path / "run.csv"
-    sizes = [64 * 30522, 256 * 30522]
-    rows = [result(name, 2.0, 100.0, size) for size in sizes for name in ("eager", "ours")]
-    Table(path, COMMON).add(rows)
-    (picture,) = draw(path, tmp_path / "build")
-    assert picture == tmp_path / "build" / "run-flops.svg"
-    assert picture.read_text().count("<svg") == 1
