@@ -13,7 +13,7 @@ pytest.importorskip("rich")
 
 from benchmarks import __main__ as command
 from benchmarks.losses import benchmark, cases
-from benchmarks.run import available, ceilings, graphs, memory, processes, timing, worker
+from benchmarks.run import available, ceilings, memory, processes, timing, worker
 from benchmarks.run.ceilings import Ceilings
 from benchmarks.run.check import Mismatch, check, check_rounded, ready
 from benchmarks.run.measure import TRAINING, Broken, Limits, Result, guarded, measure
@@ -164,31 +164,6 @@ def test_the_ceiling_is_that_of_the_dtype():
     assert RATES.seconds(0, 8e11, is_half=True) == pytest.approx(1)
     assert Ceilings(1e10, 1e11).seconds(0, 1e11, is_half=True) == pytest.approx(1)
     assert RATES.seconds(1e12, 1.0) == pytest.approx(100)
-
-
-def test_what_waits_for_the_gpu_is_not_captured(monkeypatch: pytest.MonkeyPatch):
-    modes: list[object] = []
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
-
-    def run(call: int) -> None:
-        raise RuntimeError("called a synchronizing CUDA operation")
-
-    device = SimpleNamespace(type="cuda")
-    assert graphs.replayed(run, device, needs=1) == (
-        "waits for the GPU: called a synchronizing CUDA operation",
-        None,
-    )
-    assert modes == ["error", 0]
-    assert graphs.replayed(run, device, needs=900)[0].startswith("skipped: the graph would keep")
-
-    def fails(call: int) -> None:
-        raise RuntimeError("no")
-
-    assert graphs.replayed(fails, device, needs=1) == ("failed: RuntimeError: no", None)
-    assert graphs.replayed(run, CPU, needs=1) == ("", None)
 
 
 # The CSV.
