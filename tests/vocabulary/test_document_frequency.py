@@ -261,30 +261,6 @@ def test_a_failing_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     assert same(DocumentFrequency.load(path), counted([[1]]))
 
 
-def test_a_save_through_a_link_replaces_what_the_link_leads_to(tmp_path):
-    (tmp_path / "folder").mkdir()
-    target, link = tmp_path / "folder" / "target.npz", tmp_path / "link.npz"
-    link.symlink_to(target)
-    for counter in (counted([[1]]), counted([[2], [3]])):  # a link to nothing, then to a file
-        counter.save(link)
-        assert link.is_symlink()
-        assert same(DocumentFrequency.load(target), counter)
-    assert os.listdir(tmp_path / "folder") == ["target.npz"]
-
-
-@pytest.mark.parametrize(("kind", "says"), [("folder", "a folder"), ("pipe", "a device, a pipe")])
-def test_only_a_regular_file_is_replaced(tmp_path, kind, says):
-    path, link = tmp_path / "counts.npz", tmp_path / "link.npz"
-    os.mkdir(path) if kind == "folder" else os.mkfifo(path)
-    link.symlink_to(path)
-    before = path.lstat()
-    for name in (path, link):
-        with pytest.raises(ValueError, match=f"to be a regular file or a new one, got {says}"):
-            counted([[1]]).save(name)
-    assert path.lstat() == before
-    assert sorted(os.listdir(tmp_path)) == ["counts.npz", "link.npz"]
-
-
 def _archive(**changes):
     arrays = {"df": np.zeros(2, np.int64), "num_documents": 3, "vocab_size": 2}
     arrays |= {"tokenizer_sha256": ""} | changes
