@@ -37,8 +37,8 @@ bench-reckoned: $(VENV)/.dev  ## launches, waits, bytes and products on a simula
 bench-peers: $(VENV)/.demo  ## install the packages that the benchmarks compare with
 	$(PIP) install -c constraints.txt --group bench
 
-bench-gpu: $(VENV)/.dev  ## all that a GPU is asked for, 25 minutes: make CUDA=1 bench-gpu (ARGS="--parts losses")
-	$(PY) -m benchmarks.run.gpu $(ARGS)
+bench-gpu: $(VENV)/.dev  ## all that a GPU is asked for, 25 minutes: make CUDA=1 bench-gpu (ARGS="losses")
+	PYTHON=$(PY) benchmarks/gpu.sh $(ARGS)
 
 test: $(VENV)/.dev  ## all tests on the CPU (ARGS="-k info_nce")
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)

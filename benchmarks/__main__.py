@@ -38,9 +38,6 @@ def parser() -> argparse.ArgumentParser:
         "--training-only", action="store_true", help="do not time the forward pass by itself"
     )
     options.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
-    options.add_argument(
-        "--plots", type=Path, metavar="FOLDER", help="folder for one plot per loss, such as build"
-    )
     options.add_argument("--threads", type=int, help="PyTorch threads (default: its own choice)")
     options.add_argument("--list", action="store_true", help="list the cases and exit")
     options.add_argument("--worker", help=argparse.SUPPRESS)  # the allocator setting
@@ -67,11 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = start(arguments, ALLOCATORS["default" if args.device == "cuda" else args.allocator])
     if failed not in (0, 1):
         return failed
-    if args.plots and output.exists():
-        from benchmarks.report.plots import draw
-
-        for picture in draw(output, args.plots):
-            print(picture)
     if output.exists():
         print(f"{output}: {time.perf_counter() - begin:.0f} s")
     return failed

@@ -254,7 +254,7 @@ class Case:
 
     @property
     def group(self) -> str:
-        """Return the sizes that are fixed along a line of a plot."""
+        """Return the sizes other than those that count elements."""
         fixed = [_spelt(k, v) for k, v in self.sizes.items() if k in ("density", "part", "dtype")]
         return " ".join(fixed)
 
