@@ -162,7 +162,7 @@ def test_what_pytorch_says_of_a_state_comes_from_pytorch():
             queue.load_state_dict({**state, name: torch.zeros(2).long()})
         with pytest.raises(RuntimeError, match="received <class 'int'>"):
             queue.load_state_dict({**state, name: 3})
-    with pytest.raises(RuntimeError, match='Missing key.* "pointer"'):
+    with pytest.raises(RuntimeError, match=r'Missing key.* "pointer"'):
         queue.load_state_dict({n: x for n, x in state.items() if n != "pointer"})
     with pytest.raises(ValueError, match="expected `fill` of a LabelQueue"):
         queue.load_state_dict({"features": state["features"], "fill": torch.tensor(9)})

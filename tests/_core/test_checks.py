@@ -19,14 +19,14 @@ def test_a_bound_is_allowed_unless_it_is_exclusive():
     check_integer("k", 3, minimum=3)
     with pytest.raises(ValueError, match=r"^expected `a` to be a finite number > 0, got 0\.0$"):
         check_number("a", 0.0, minimum=0.0, exclusive=True)
-    with pytest.raises(ValueError, match="^expected `k` to be an integer >= 3, got 2$"):
+    with pytest.raises(ValueError, match=r"^expected `k` to be an integer >= 3, got 2$"):
         check_integer("k", 2, minimum=3)
 
 
 def test_without_a_bound_none_is_named():
-    with pytest.raises(ValueError, match="^expected `a` to be a finite number, got nan$"):
+    with pytest.raises(ValueError, match=r"^expected `a` to be a finite number, got nan$"):
         check_number("a", math.nan)
-    with pytest.raises(TypeError, match="^expected `a` to be a number, got str$"):
+    with pytest.raises(TypeError, match=r"^expected `a` to be a number, got str$"):
         check_number("a", "1")
 
 

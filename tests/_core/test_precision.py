@@ -45,7 +45,7 @@ def test_one_tensor_in_double_precision_is_enough():
     assert compute_dtype(a=None) == compute_dtype(a=half, b=single) == torch.float32
     assert compute_dtype(a=None, b=double) == torch.float64
     assert compute_dtype(a=double, b=half, c=None) == torch.float64
-    with pytest.raises(TypeError, match="expected `b` to be floating point, got torch.int64"):
+    with pytest.raises(TypeError, match=r"expected `b` to be floating point, got torch\.int64"):
         compute_dtype(a=double, b=torch.ones(2).long())
 
 

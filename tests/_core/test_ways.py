@@ -84,7 +84,7 @@ def test_transforms_second_derivatives_and_the_compiler_take_the_definition():
     assert second.tolist() == [6, 6, 6]
 
 
-def test_in_a_graph_a_way_that_compiles_is_taken_but_not_under_a_transform(monkeypatch):
+def test_in_a_graph_a_way_that_can_be_traced_is_taken_but_not_under_a_transform(monkeypatch):
     plain, _ = way("plain")
     traced = plain._replace(name="traced", compiles=True)
     assert not plain.compiles
