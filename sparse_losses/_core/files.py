@@ -36,7 +36,7 @@ def replaced_file(path: str | os.PathLike[str], *, text: bool = False) -> Iterat
         with open(unfinished, "x" if text else "xb", **how) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # or a power cut could leave an empty file under the name
+            os.fsync(file)  # or a power cut could leave an empty file under the name
         if exists:
             shutil.copymode(target, unfinished)
         os.replace(unfinished, target)
@@ -64,7 +64,7 @@ def replaced_files(folder: str | os.PathLike[str], *, last: str, instead_of: str
         written = [path for path in unfinished.rglob("*") if path.is_file()]
         for path in written:
             with open(path, "rb+") as file:
-                os.fsync(file.fileno())
+                os.fsync(file)
         with _only_writer(target):
             (target / last).unlink(missing_ok=True)
             for stale in target.glob(instead_of):

@@ -446,3 +446,16 @@ def test_z_scores_of_a_range_beyond_fp32_are_those_of_the_scaled_scores(impl, st
     torch.testing.assert_close(found, torch.autograd.grad(expected, small))
     huge = (student.detach() * 6e37).requires_grad_()
     torch.testing.assert_close(distillation_loss(huge, teacher, **options), expected)
+
+
+@modes
+@ways
+@pytest.mark.parametrize("spread", [1e-20, 1e-40, 0.0])
+def test_scores_that_hardly_differ_have_a_finite_gradient(standardize, impl, spread):
+    student = (spread * torch.arange(4.0).expand(3, 4)).requires_grad_()
+    loss = distillation_loss(
+        student, torch.rand(3, 4), alpha_kl=0.0, alpha_mse=1.0, standardize=standardize, impl=impl
+    )
+    (gradient,) = torch.autograd.grad(loss, student)
+    assert loss.isfinite()
+    assert gradient.isfinite().all()

@@ -11,6 +11,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from sparse_losses.functional import self_reconstruction_loss
 from tests.cases import assert_follows_the_formula, to_tensors
+from tests.losses.test_contract import Recorder
 from tests.strategies import multi_hot, token_problems
 
 
@@ -229,3 +230,17 @@ def test_blocks_of_one_row_are_the_definition(vocab):
         found.append((loss.detach(), *torch.autograd.grad(loss, x)))
     torch.testing.assert_close(*found)
     assert found[0][1].any()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("batch", "vocab", "rows"), [(5, 400_000, 2), (2, (1 << 20) + 1, 1)])
+def test_a_cpu_holds_some_rows_at_a_time_and_without_a_gradient_no_more(batch, vocab, rows):
+    x = torch.linspace(-3, 3, batch * vocab).view(batch, vocab)
+    ids = torch.tensor([[0, 5, 5], [vocab - 1, 7, 3]])[torch.arange(batch) % 2]
+    mask = torch.ones_like(ids)
+    for reduction in ("mean", "none"):
+        expected = self_reconstruction_loss(x, ids, mask, reduction=reduction, impl="definition")
+        with Recorder() as seen:
+            loss = self_reconstruction_loss(x, ids, mask, reduction=reduction, impl="blocks")
+        torch.testing.assert_close(loss, expected)
+        assert seen.largest == rows * vocab

@@ -1,0 +1,178 @@
+"""A value that brings its gradient: when, scaled how, computed how often, and again by autograd."""
+
+import pytest
+import torch
+
+from sparse_losses._core import own_gradient
+from sparse_losses._core.own_gradient import (
+    can_bring_its_gradient,
+    is_transformed,
+    with_own_gradient,
+)
+
+
+class Squares:
+    """``factor * x ** 2`` summed per row, or over all rows, and what was asked of it."""
+
+    def __init__(self, by_row=False):
+        self.by_row, self.asked = by_row, []
+
+    def definition(self, x, factor, other=None):
+        rows = (factor * x.float().square()).reshape(len(x), -1).sum(-1)
+        return rows if self.by_row else rows.sum()
+
+    def compute(self, needs, x, factor, other=None):
+        self.asked.append(list(needs))
+        assert not torch.is_autocast_enabled("cpu")
+        value = self.definition(x, factor)
+        return value, [2 * factor * x.float() if needs[0] else None, None]
+
+    def __call__(self, *arguments):
+        return with_own_gradient(self.definition, self.compute, *arguments)
+
+
+def leaf(*shape, dtype=torch.float32):
+    x = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape).to(dtype)
+    return x.requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_the_gradient_of_a_number_is_scaled_and_in_the_dtype_of_its_tensor(dtype, factor):
+    x, squares = leaf(2, 3, dtype=dtype), Squares()
+    (factor * squares(x, 0.7)).backward()
+    assert x.grad.dtype == dtype
+    assert torch.equal(x.grad, (factor * (2 * 0.7 * x.detach().float())).to(dtype))
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 3), (2, 3, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_of_rows_is_scaled_row_by_row(shape, dtype):
+    x, squares, upstream = leaf(*shape, dtype=dtype), Squares(by_row=True), torch.tensor([5.0, 0.5])
+    (gradient,) = torch.autograd.grad(squares(x, 1.5), x, upstream)
+    scale = upstream.view(2, *[1] * (len(shape) - 1))
+    assert gradient.dtype == dtype
+    assert torch.equal(gradient, (scale * (3 * x.detach().float())).to(dtype))
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_several_ways_back_at_once_are_each_way_back(by_row):
+    x, squares = leaf(2, 3), Squares(by_row)
+    value = squares(x, 2.0)
+    several = torch.arange(1.0, 4.0)[:, None].expand(3, 2) * torch.tensor([1.0, 10.0])
+    several = several if by_row else several[:, 0]
+    found = torch.autograd.grad(value, x, several, is_grads_batched=True, retain_graph=True)[0]
+    for upstream, gradient in zip(several, found, strict=True):
+        expected = torch.autograd.grad(value, x, upstream, retain_graph=True)[0]
+        assert torch.equal(gradient, expected)
+
+
+def test_it_is_computed_once_and_again_for_a_second_way_back_alone():
+    x, squares = leaf(2, 3), Squares()
+    value = squares(x, 2.0, None)
+    (first,) = torch.autograd.grad(value, x, retain_graph=True)
+    assert squares.asked == [[True, False, False]]
+    with torch.autocast("cpu", torch.bfloat16):
+        (second,) = torch.autograd.grad(value, x)
+    assert squares.asked == [[True, False, False]] * 2
+    assert torch.equal(first, second)
+
+
+def test_a_leaf_keeps_the_very_tensor():
+    made = []
+
+    def compute(needs, x):
+        gradient = torch.ones(2)
+        made.append(gradient.data_ptr())
+        return x.detach().sum(), [gradient]
+
+    for factor in (1.0, 2.0):
+        x = leaf(2)
+        (factor * with_own_gradient(torch.sum, compute, x)).backward()
+        assert x.grad.data_ptr() == made.pop()
+        assert x.grad.tolist() == [factor, factor]
+
+
+def test_without_a_graph_no_gradient_is_asked_for():
+    x, squares = leaf(2, 3), Squares()
+    with torch.no_grad():
+        assert not squares(x, 2.0).requires_grad
+    assert not squares(x.detach(), 2.0).requires_grad
+    assert squares.asked == [[False, False]] * 2
+
+
+def test_the_second_derivative_is_the_definitions():
+    x, squares = leaf(2, 3), Squares()
+    y = (2 * x).requires_grad_()
+
+    def value(x, y):
+        return with_own_gradient(
+            lambda x, y, unused: (x * y.square()).sum(),
+            lambda needs, x, y, unused: ((x * y.square()).sum(), [y.square(), 2 * x * y]),
+            x,
+            y,
+            torch.ones(1, requires_grad=True),
+        )
+
+    # One input depends on the other: that path is autograd's to add, once.
+    (gradient,) = torch.autograd.grad(value(x, y), x, create_graph=True)
+    torch.testing.assert_close(gradient, 12 * x.square())
+    (second,) = torch.autograd.grad(gradient.sum(), x)
+    torch.testing.assert_close(second, 24 * x)
+    (gradient,) = torch.autograd.grad(3 * squares(x, 2.0), x, create_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(gradient, 12 * x)
+        assert torch.autograd.grad(gradient.sum(), x)[0].tolist() == [[12.0] * 3] * 2
+
+
+def test_what_is_sparse_or_was_made_for_inference_takes_part():
+    with torch.inference_mode():
+        factor = torch.full((2, 3), 2.0)
+    x, squares = leaf(2, 3), Squares()
+    value = squares(x, factor)
+    (first,) = torch.autograd.grad(value, x, retain_graph=True)
+    assert torch.equal(first, torch.autograd.grad(value, x)[0])
+    assert torch.equal(first, 4 * x)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_argument_has_a_second_derivative():
+    x, sparse = leaf(2, 3), torch.eye(2, 3).to_sparse_csr().requires_grad_()
+
+    def product(x, sparse):
+        return (x.square() * sparse.to_dense()).sum()
+
+    def compute(needs, x, sparse):
+        return product(x, sparse), [2 * x * sparse.to_dense(), None]
+
+    (gradient,) = torch.autograd.grad(
+        with_own_gradient(product, compute, x, sparse), x, create_graph=True
+    )
+    (second,) = torch.autograd.grad(gradient.sum(), x)
+    assert torch.equal(second, 2 * torch.eye(2, 3))
+
+
+class Subclass(torch.Tensor):
+    """May need its own operations."""
+
+
+def test_a_gradient_is_brought_in_eager_mode_only(monkeypatch):
+    x = torch.ones(2)
+    assert can_bring_its_gradient(x, torch.nn.Parameter(x), None, 3.0, "dot")
+    assert not can_bring_its_gradient(x, x.as_subclass(Subclass))
+    seen = []
+    torch.func.grad(lambda y: (seen.append(can_bring_its_gradient(x)), y.sum())[1])(x)
+    with torch.autograd.forward_ad.dual_level():
+        seen.append(can_bring_its_gradient(x))
+    assert seen == [False, False]
+    assert not is_transformed()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not can_bring_its_gradient(x)
+
+
+def test_while_a_graph_is_traced_nobody_asks_for_transforms(monkeypatch):
+    """The queries cannot be traced."""
+    monkeypatch.setattr(own_gradient, "transforms_are_active", lambda: True)
+    assert is_transformed()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not is_transformed()
