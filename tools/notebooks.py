@@ -1,6 +1,7 @@
 """Makes notebooks and scripts of pages: ``python -m tools.notebooks build/notebooks``.
 
-Each guide, and each page with `script: true` in its front matter, becomes NAME.ipynb and NAME.py: its prose as plain Markdown, its Python blocks as cells.
+Each guide, and each page with `script: true` in its front matter, becomes NAME.ipynb and NAME.py:
+its prose as plain Markdown, its Python blocks as cells.
 Links lead to the site where SITE_URL names it, and are text otherwise. ``--run`` runs every script
 in a process of its own, apart from those that download a model.
 """
