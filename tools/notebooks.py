@@ -149,7 +149,7 @@ def notebook(page: Path) -> Any:
     """Return a guide as a notebook."""
     made = jupytext.reads(plain(page), fmt="md")
     code = "\n".join(cell.source for cell in made.cells if cell.cell_type == "code")
-    install = jupytext.reads(f'```python\n%pip install {requirements(code)}\n```\n', fmt="md")
+    install = jupytext.reads(f"```python\n%pip install {requirements(code)}\n```\n", fmt="md")
     made.cells = install.cells + made.cells
     for number, cell in enumerate(made.cells):
         cell.id = f"cell-{number}"  # the same in every build
