@@ -55,18 +55,18 @@ def draw() -> str:
     """Return the picture: memory on the left, time on the right."""
     figures = list(measured().values())
     labels = [
-        f'<text x="160" y="{43 + 30 * n}" text-anchor="end">{name}</text>'
+        f'<text x="174" y="{43 + 30 * n}" text-anchor="end">{name}</text>'
         for n, name in enumerate(NAMES.values())
     ]
     memory, seconds = ([row[n] for row in figures] for n in (0, 1))
     lines = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="-6 -8 596 136" role="img" '
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="-6 -8 606 136" role="img" '
         'aria-label="Peak memory and time of the SPLADE head">',
         STYLE,
-        '<rect class="ground" x="-6" y="-8" width="596" height="136" rx="4"/>',
+        '<rect class="ground" x="-6" y="-8" width="606" height="136" rx="4"/>',
         *labels,
-        *panel(170, "Peak memory", memory, [f"{value:,.0f} MiB" for value in memory]),
-        *panel(395, "Time", seconds, [f"{value:.2f} s" for value in seconds]),
+        *panel(184, "Peak memory", memory, [f"{value:,.0f} MiB" for value in memory]),
+        *panel(408, "Time", seconds, [f"{value:.2f} s" for value in seconds]),
         "</svg>",
     ]
     return "\n".join(lines) + "\n"

@@ -1,6 +1,7 @@
 """Makes notebooks and scripts of pages: ``python -m tools.notebooks build/notebooks``.
 
-Each guide, and each page with `script: true` in its front matter, becomes NAME.ipynb and NAME.py: its prose as plain Markdown, its Python blocks as cells.
+Each guide, and each page with `script: true` in its front matter, becomes NAME.ipynb and NAME.py:
+its prose as plain Markdown, its Python blocks as cells.
 Links lead to the site where SITE_URL names it, and are text otherwise. ``--run`` runs every script
 in a process of its own, apart from those that download a model.
 """
@@ -148,7 +149,7 @@ def notebook(page: Path) -> Any:
     """Return a guide as a notebook."""
     made = jupytext.reads(plain(page), fmt="md")
     code = "\n".join(cell.source for cell in made.cells if cell.cell_type == "code")
-    install = jupytext.reads(f'```python\n%pip install {requirements(code)}\n```\n', fmt="md")
+    install = jupytext.reads(f"```python\n%pip install {requirements(code)}\n```\n", fmt="md")
     made.cells = install.cells + made.cells
     for number, cell in enumerate(made.cells):
         cell.id = f"cell-{number}"  # the same in every build

@@ -240,7 +240,7 @@ class SparsityController:
             self._silent_steps += self.every
             if self._silent_steps >= self.window:
                 self._status = "collapsed"
-                raise CollapseError(self._obituary())
+                raise CollapseError(self._collapse_message())
             self._log_ratio = max(self._log_ratio - math.log(2.0), math.log(SMALLEST_SHARE))
             self._write()
             return
@@ -375,7 +375,7 @@ class SparsityController:
         self._written = 0.0 if at_floor else self.start * math.exp(self._log_ratio)
         self.objective.weights[self.term] = self._written
 
-    def _obituary(self) -> str:
+    def _collapse_message(self) -> str:
         healthy = self._last_healthy_step
         since = (
             "every step had dead rows"

@@ -253,7 +253,7 @@ def test_overfitting():
     assert finding.changes == (("document_flops", "up"), ("dropout", "up"))
 
 
-def test_the_gravest_comes_first():
+def test_the_most_severe_comes_first():
     findings = advise({**HEALTHY, "stopword_top": 0.9, "dead_rows": 0.3})
     assert [finding.symptom for finding in findings] == [
         "texts become empty",
