@@ -19,6 +19,7 @@ from torch import Tensor
 from benchmarks.studies.against_sentence_transformers import (
     FIGURES,
     OURS,
+    TWO_TARGETS,
     Arm,
     evaluate,
 )
@@ -42,7 +43,6 @@ DOT = COSINE.replace(
     score_scale=1.0,
 )
 TAUGHT_BY_LABELS = RECOMMENDED.without("distillation")
-TWO_TARGETS = {"document_flops": 64, "query_flops": 24}  # the documents' target is the variant's
 CHANGES: dict[str, Preset] = {
     "as recommended": RECOMMENDED,
     "without the teacher": TAUGHT_BY_LABELS,
@@ -92,9 +92,7 @@ class Trial(Arm):
 
     def training(self) -> Settings:
         """Return the demo's settings."""
-        assert self.preset is not None
-        query = int(self.preset.target_active.get("query_flops", 0)) or None
-        settings = dataclasses.replace(super().training(), target_active_query=query)
+        settings = super().training()
         if self.change == "a sparse start":
             return dataclasses.replace(settings, size=dataclasses.replace(settings.size, bias=-2.0))
         return settings

@@ -90,6 +90,8 @@ def test_ours_and_theirs_start_alike_and_see_the_same_batches(small):
     assert torch.equal(ours.order, theirs.order)
     assert ours.controllers["document"].target_active == 64
     assert not ours.distils
+    two = study.start(study.settings_of("ours, target 64, queries 24", 3, 9), small).controllers
+    assert [two[side].target_active for side in ("document", "query")] == [64, 24]
     assert study.start(study.settings_of("ours, target 64, BM25 as teacher", 3, 9), small).distils
 
 
@@ -151,7 +153,7 @@ def test_quick_is_one_seed_and_three_weights(small, tmp_path, monkeypatch):
         study.main(["--quick", "--output", str(tmp_path)])
     (options,) = asked
     assert options.seeds == [0]
-    assert len(options.only) == 24
+    assert len(options.only) == 25
     assert set(options.only) < set(study.VARIANTS)
 
 
