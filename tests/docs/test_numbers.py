@@ -48,6 +48,22 @@ def test_the_tables_beside_sentence_transformers():
     assert summary(runs("against_sentence_transformers.csv")) in text
 
 
+def test_the_table_of_what_was_tried():
+    """Every cell is a run of seed 0 with target 64 on the column's corpus."""
+    found = {"docstrings": set(), "debian": set()}
+    for run in runs("recipe.csv"):
+        if (run["target"], run["seed"]) == ("64", "0"):
+            ranked, active, products = (
+                float(run[key]) for key in ("ndcg_10", "active_document", "products")
+            )
+            found[run["corpus"]].add(f"{ranked:.3f}, {active:.0f}, {products:.1f}".lstrip("0"))
+    table = rows("against_sentence_transformers.md", "| change | docstrings:")
+    assert len(table) == len(found["debian"])
+    for _, *cells in table:
+        for cell, known in zip(cells, found.values(), strict=True):
+            assert cell in known
+
+
 def demo(preset: str, *names: str) -> list[list[dict]]:
     """Return what runs of the demo found on the test queries, by task."""
     found = [json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names]

@@ -15,6 +15,7 @@ TICKS = [16, 32, 64, 128, 256]
 LINES = {  # system, similarity, teacher: label, colour, marker, line
     ("sparse-losses", "dot", "True"): ("ours, teacher", "C0", "o", "-"),
     ("sparse-losses", "dot", "False"): ("ours", "C0", "s", "--"),
+    ("two targets", "dot", "False"): ("ours, queries' target too", "C0", "D", "--"),
     ("sparse-losses", "cosine", "True"): ("ours, cosine, teacher", "C2", "o", "-"),
     ("sparse-losses", "cosine", "False"): ("ours, cosine", "C2", "s", "--"),
     ("sentence-transformers", "dot", "True"): ("theirs, dot, teacher", "C1", "o", "-"),
@@ -34,7 +35,7 @@ def draw(figure: Figure) -> None:
     for axes, corpus in zip(panels, corpora, strict=True):
         own = [row for row in rows if row["corpus"] == corpus]
         for key, (label, colour, marker, line) in LINES.items():
-            points = front([r for r in own if (r["system"], r["similarity"], r["teacher"]) == key])
+            points = front([row for row in own if form(row) == key])
             if points:
                 axes.plot(
                     *zip(*points, strict=True),
@@ -64,6 +65,12 @@ def draw(figure: Figure) -> None:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     figure.legend(handles.values(), handles, loc="outside right upper", fontsize=8)
+
+
+def form(row: dict[str, str]) -> tuple[str, str, str]:
+    """Return the key of a run in `LINES`."""
+    system = "two targets" if "queries" in row["variant"] else row["system"]
+    return system, row["similarity"], row["teacher"]
 
 
 def front(rows: list[dict[str, str]]) -> list[tuple[float, float]]:

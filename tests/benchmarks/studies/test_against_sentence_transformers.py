@@ -90,6 +90,8 @@ def test_ours_and_theirs_start_alike_and_see_the_same_batches(small):
     assert torch.equal(ours.order, theirs.order)
     assert ours.controllers["document"].target_active == 64
     assert not ours.distils
+    two = study.start(study.settings_of("ours, target 64, queries 24", 3, 9), small).controllers
+    assert [two[side].target_active for side in ("document", "query")] == [64, 24]
     assert study.start(study.settings_of("ours, target 64, BM25 as teacher", 3, 9), small).distils
 
 
@@ -151,7 +153,7 @@ def test_quick_is_one_seed_and_three_weights(small, tmp_path, monkeypatch):
         study.main(["--quick", "--output", str(tmp_path)])
     (options,) = asked
     assert options.seeds == [0]
-    assert len(options.only) == 24
+    assert len(options.only) == 25
     assert set(options.only) < set(study.VARIANTS)
 
 
@@ -168,3 +170,27 @@ def test_the_recipe_changes_one_part_at_a_time(small, tmp_path, capsys):
     assert set(plain.weights) == set(RECOMMENDED.weights)
     lists = recipe.settings_of("with the token terms, target 32", 0, 2).preset
     assert set(lists.weights) == set(COSINE.weights)
+
+
+def test_changes_that_no_preset_can_hold(small):
+    def run_of(change):
+        trial = recipe.settings_of(f"{change}, target 32", 0, 4)
+        return recipe.RUNS.get(trial.change, recipe.Run)(small, trial.training())
+
+    targets = run_of("without the teacher, query target 24").controllers
+    assert {side: one.target_active for side, one in targets.items()} == {
+        "document": 32,
+        "query": 24,
+    }
+    assert run_of("a sparse start").model.bias.eq(-2).all()
+    weight = run_of("positives weighted by IDF").objective.positive_activation.token_weight
+    assert weight.min() < weight.max()
+
+    between = run_of("FLOPS between the sides")
+    between.step = 2  # its weight has risen
+    batch = between.batch(0)
+    query, document = batch.anchor.activations, batch.positive.activations
+    without, _ = between.objective(batch)
+    total, _ = between.loss(batch)
+    products = (query.mean(0) * document.mean(0)).sum()
+    assert (total - without).item() == pytest.approx(0.2 * products.item(), rel=1e-3)
