@@ -343,33 +343,8 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         check_flag(return_logits=return_logits)
         for side in diagnostics or ():
             check_choice("diagnostics", side, list(SIDES))
-        if args.n_gpu > 1:
-            raise ValueError(
-                f"expected one process per GPU, got {args.n_gpu} GPUs in this one, which would "
-                "split every batch and its negatives: start with torchrun or accelerate launch"
-            )
-        if args.push_to_hub:
-            raise ValueError(f"expected `push_to_hub=False`, got True; {TO_PUBLISH}")
-        if args.neftune_noise_alpha is not None:
-            raise ValueError(
-                f"expected `neftune_noise_alpha=None`, got {args.neftune_noise_alpha}: for noise, "
-                "hook `encoder.model.get_input_embeddings()`"
-            )
-        for refused in ("compute_loss_func", "model_init"):
-            if options.get(refused) is not None:
-                raise ValueError(f"expected `model` and `objective`, got `{refused}`")
-        if args.label_smoothing_factor:
-            raise ValueError(
-                "expected `label_smoothing_factor` to be 0, as there are no classes to smooth, got "
-                f"{args.label_smoothing_factor}"
-            )
-        best, terms = args.metric_for_best_model or "", getattr(objective, "weights", {})
-        if args.greater_is_better and any(f"_{best}".endswith(f"_{term}") for term in terms):
-            raise ValueError(
-                "expected `greater_is_better=False` for a loss as `metric_for_best_model`, got "
-                f"True for {best!r} (the default for names that do not end in 'loss'), which would "
-                "keep the worst model"
-            )
+        terms = getattr(objective, "weights", {})
+        _check_arguments(args, options, terms)
         if data_collator is None:
             if not isinstance(model, SpladeEncoder):
                 raise ValueError(
@@ -501,6 +476,39 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         if isinstance(objective, nn.Module):
             objective.load_state_dict(state["objective"])
         return state
+
+
+def _check_arguments(
+    args: TrainingArguments, options: Mapping[str, Any], terms: Collection[str]
+) -> None:
+    """Raise an error for settings of the Trainer that this one does not support."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"expected one process per GPU, got {args.n_gpu} GPUs in this one, which would "
+            "split every batch and its negatives: start with torchrun or accelerate launch"
+        )
+    if args.push_to_hub:
+        raise ValueError(f"expected `push_to_hub=False`, got True; {TO_PUBLISH}")
+    if args.neftune_noise_alpha is not None:
+        raise ValueError(
+            f"expected `neftune_noise_alpha=None`, got {args.neftune_noise_alpha}: for noise, "
+            "hook `encoder.model.get_input_embeddings()`"
+        )
+    for refused in ("compute_loss_func", "model_init"):
+        if options.get(refused) is not None:
+            raise ValueError(f"expected `model` and `objective`, got `{refused}`")
+    if args.label_smoothing_factor:
+        raise ValueError(
+            "expected `label_smoothing_factor` to be 0, as there are no classes to smooth, got "
+            f"{args.label_smoothing_factor}"
+        )
+    best = args.metric_for_best_model or ""
+    if args.greater_is_better and any(f"_{best}".endswith(f"_{term}") for term in terms):
+        raise ValueError(
+            "expected `greater_is_better=False` for a loss as `metric_for_best_model`, got "
+            f"True for {best!r} (the default for names that do not end in 'loss'), which would "
+            "keep the worst model"
+        )
 
 
 class _Steps(TrainerCallback):  # type: ignore[misc]  # as above
