@@ -16,7 +16,7 @@ part() { # name, seconds, module, options
   timeout --signal=INT --kill-after=15 "$seconds" "$python" -m "$@" 2>&1 | tee "$logs/$name.log"
   case ${PIPESTATUS[0]} in
     0) echo "== $name: done" ;;
-    124) echo "== $name: out of time; what it had is kept" ;;
+    124 | 137) echo "== $name: out of time; what it had is kept" ;;
     *) echo "== $name: FAILED" && failed=1 ;;
   esac
 }

@@ -183,7 +183,6 @@ class Aim:
     bound: float
     variant: str = "ours"
     other: str = "eager"  # for `against`
-    allocators: tuple[str, ...] = ("default", "warm")
 
     @property
     def is_lower_bound(self) -> bool:

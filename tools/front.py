@@ -28,8 +28,7 @@ def measured() -> dict[str, tuple[float, float]]:
         rows = [
             row
             for row in csv.DictReader(file)
-            if (row["loss"], row["case"], row["pass"], row["allocator"])
-            == ("splade_head", CASE, "forward+backward", "default")
+            if (row["loss"], row["case"], row["pass"]) == ("splade_head", CASE, "forward+backward")
         ]
     found = {row["variant"]: row for row in rows}
     return {

@@ -10,7 +10,7 @@ from benchmarks.run.table import Row
 
 __all__ = ["Key", "Merged", "Spread", "markdown", "merge"]
 
-Key = tuple[str, str, str, str, str]  # loss, case, pass, variant, allocator
+Key = tuple[str, str, str, str]  # loss, case, pass, variant
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ def merge(tables: Sequence[Sequence[Row]]) -> list[Merged]:
     merged = []
     for key, rows in found.items():
         good = [row for row in rows if row["status"].startswith("ok")]
-        loss, case, pass_, _, allocator = key
-        base = eager.get((loss, case, pass_, "eager", allocator), math.nan)
+        base = eager.get((*key[:3], "eager"), math.nan)
         peak = Spread.of(_number(row, "peak_bytes") for row in good).high
         merged.append(
             Merged(
@@ -71,7 +70,7 @@ def merge(tables: Sequence[Sequence[Row]]) -> list[Merged]:
 
 
 def _key(row: Row) -> Key:
-    return row["loss"], row["case"], row["pass"], row["variant"], row["allocator"]
+    return row["loss"], row["case"], row["pass"], row["variant"]
 
 
 def _number(row: Row, name: str) -> float:

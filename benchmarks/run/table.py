@@ -80,14 +80,11 @@ def _versions(device_type: str) -> str:
     )
 
 
-def circumstances(
-    device: torch.device, suite: str, allocator: str, ceilings: Ceilings | None
-) -> Row:
+def circumstances(device: torch.device, suite: str, ceilings: Ceilings | None) -> Row:
     """Return the columns that are the same for all rows of a run."""
     is_cuda = device.type == "cuda"
     row = {
         "suite": suite,
-        "allocator": allocator,
         "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
         "capability": _capability(device),
         "cores": str(os.cpu_count()),
@@ -177,12 +174,11 @@ class Table:
             )
 
     def rows_of(self, loss: str, case: str) -> list[Row]:
-        """Return the rows of a case with this run's allocator."""
-        key = (loss, case, self.common["allocator"])
-        return [row for row in self.rows if (row["loss"], row["case"], row["allocator"]) == key]
+        """Return the rows of a case."""
+        return [row for row in self.rows if (row["loss"], row["case"]) == (loss, case)]
 
     def present(self, loss: str, case: str) -> set[str]:
-        """Return the variants of a case that have rows with this run's allocator."""
+        """Return the variants of a case that have rows."""
         return {row["variant"] for row in self.rows_of(loss, case)}
 
     def add(self, results: Iterable[Result]) -> list[Row]:

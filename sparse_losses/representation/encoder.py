@@ -627,8 +627,8 @@ class SpladeEncoder(nn.Module):
                 logits: they are random then.
         """
         with from_extra("transformers"):
-            from transformers import AutoModelForMaskedLM, AutoTokenizer
-            from transformers.utils import cached_file, logging
+            from transformers import AutoTokenizer
+            from transformers.utils import cached_file
 
         name = os.fspath(name_or_path)
         hub = {key: value for key, value in options.items() if key in HUB}
@@ -655,22 +655,7 @@ class SpladeEncoder(nn.Module):
 
         trust = {k: options[k] for k in ("trust_remote_code",) if k in options}
         tokenizer = AutoTokenizer.from_pretrained(name, **hub, **trust)
-        verbosity = logging.get_verbosity()
-        if not expansion:  # it needs no layers before the logits, so no warning that they are new
-            logging.set_verbosity_error()
-        try:
-            model, found = AutoModelForMaskedLM.from_pretrained(
-                name, output_loading_info=True, **options
-            )
-        finally:
-            logging.set_verbosity(verbosity)
-        needed = "" if expansion else f"{model.base_model_prefix}."
-        if new := sorted(key for key in found["missing_keys"] if key.startswith(needed)):
-            warnings.warn(
-                f"{name} has no weights for {', '.join(new)}: they are random. Use a checkpoint "
-                "of a masked language model, or train them.",
-                stacklevel=2,
-            )
+        model = _masked_lm(name, has_logits=expansion, **options)
 
         def part(name: str) -> dict[str, Tensor]:
             start = f"{name}."
@@ -749,6 +734,30 @@ def _identity(file: str | None) -> tuple[int, int] | None:
         return None
     state = os.stat(file)
     return state.st_ino, state.st_mtime_ns
+
+
+def _masked_lm(name: str, *, has_logits: bool, **options: Any) -> Any:
+    """Load a masked language model, and warn of weights that its checkpoint lacks."""
+    from transformers import AutoModelForMaskedLM
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    if not has_logits:  # no layers before the logits are needed, so no warning that they are new
+        logging.set_verbosity_error()
+    try:
+        model, found = AutoModelForMaskedLM.from_pretrained(
+            name, output_loading_info=True, **options
+        )
+    finally:
+        logging.set_verbosity(verbosity)
+    needed = "" if has_logits else f"{model.base_model_prefix}."
+    if new := sorted(key for key in found["missing_keys"] if key.startswith(needed)):
+        warnings.warn(
+            f"{name} has no weights for {', '.join(new)}: they are random. Use a checkpoint "
+            "of a masked language model, or train them.",
+            stacklevel=3,
+        )
+    return model
 
 
 def _importance(hidden_size: int) -> nn.Sequential:

@@ -171,7 +171,6 @@ def test_the_ceiling_is_that_of_the_dtype():
 COMMON = {
     **dict.fromkeys(("device", "capability", "threads", "torch", "git_commit"), "x"),
     "suite": "full",
-    "allocator": "warm",
 }
 
 
@@ -186,8 +185,6 @@ def test_rows_are_not_written_twice_nor_beside_those_of_another_machine(tmp_path
     assert table.present("flops", "B=2") == {"eager", "ours"}
     assert table.add([row_of("ours")]) == []
     assert len(read(path)) == 2
-    other = Table(path, {**COMMON, "allocator": "default"})
-    assert other.present("flops", "B=2") == set()
     with pytest.raises(ValueError, match=r"device is 'x' there and 'another' now; .*--fresh"):
         Table(path, {**COMMON, "device": "another"})
     assert Table(path, {**COMMON, "device": "another"}, fresh=True).rows == []
@@ -195,12 +192,11 @@ def test_rows_are_not_written_twice_nor_beside_those_of_another_machine(tmp_path
 
 def test_two_runs_that_write_one_table_keep_each_others_rows(tmp_path: Path):
     path = tmp_path / "a.csv"
-    warm, default = (Table(path, {**COMMON, "allocator": name}) for name in ("warm", "default"))
-    warm.add([row_of("eager")])
-    default.add([row_of("eager")])
-    warm.add([row_of("ours")])
-    found = [(row["variant"], row["allocator"]) for row in read(path)]
-    assert found == [("eager", "warm"), ("eager", "default"), ("ours", "warm")]
+    one, other = (Table(path, COMMON) for _ in range(2))
+    one.add([row_of("eager")])
+    other.add([row_of("ours")])
+    one.add([row_of("ours, compiled")])
+    assert [row["variant"] for row in read(path)] == ["eager", "ours", "ours, compiled"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.csv"]
 
 
@@ -231,18 +227,16 @@ def test_the_command_measures_and_resumes(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_worker_that_broke_is_followed_by_another(monkeypatch: pytest.MonkeyPatch):
-    codes = iter([processes.AGAIN, processes.AGAIN, 1, 0])
+    codes = iter([processes.AGAIN, processes.AGAIN, 1])
     seen = []
 
     def run(words: list[str], env: dict[str, str], check: bool) -> SimpleNamespace:
-        seen.append((words[3:], env.get("MALLOC_MMAP_MAX_")))
+        seen.append(words[3:])
         return SimpleNamespace(returncode=next(codes))
 
     monkeypatch.setattr(processes.subprocess, "run", run)
-    monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
-    assert processes.start(["--fresh"], ["default", "warm"]) == 1
-    first, *again = (["--fresh", "--worker", "default"], None), (["--worker", "default"], None)
-    assert seen == [first, *again, *again, (["--worker", "warm"], "0")]
+    assert processes.start(["--fresh"]) == 1
+    assert seen == [["--fresh", "--worker"], ["--worker"], ["--worker"]]
 
 
 def test_a_variant_that_breaks_the_process_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -260,7 +254,7 @@ def test_a_variant_that_breaks_the_process_is_named(monkeypatch: pytest.MonkeyPa
 
 def work(output: Path, only: str, suite: str = "tiny") -> int:
     args = command.parser().parse_args(["--suite", suite, "--only", only, "--no-compile"])
-    return worker.work(args, output, allocator="default", budget=0.0)
+    return worker.work(args, output, budget=0.0)
 
 
 def test_the_next_process_goes_on_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
