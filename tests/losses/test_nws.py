@@ -571,6 +571,15 @@ def test_both_ways_have_the_same_value_and_gradients(references, aggregation):
         same_both_ways(inputs, **options, aggregation=aggregation)
 
 
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_both_ways_follow_the_same_of_tied_references(decoupled):
+    """Two prototypes are one vector; the floor of ``eps`` follows the first of them."""
+    inputs = inputs_of(0, torch.float64)
+    inputs["prototype"][2] = inputs["prototype"][1] = inputs["query"][0]
+    inputs["query"] = inputs["query"] + 0.01 * draw(1, *inputs["query"].shape)
+    same_both_ways(inputs, decoupled=decoupled, eps=2.0)
+
+
 @pytest.mark.parametrize("aggregation", ["mean", "max"])
 @pytest.mark.parametrize(("count", "density"), [(4, 0.3), (70, 0.03)])
 def test_several_blocks_are_the_same_both_ways(aggregation, count, density, monkeypatch):

@@ -218,6 +218,21 @@ def test_ignored_ids_come_in_any_container(kind):
     torch.testing.assert_close(empty, self_reconstruction_loss(x, ids, mask))
 
 
+@pytest.mark.parametrize("impl", ["definition", "blocks"])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_an_infinite_score_of_a_target_costs_nothing(balanced, impl):
+    """``log(1 + exp(-inf))`` is 0, and so is its slope; other infinite scores cost infinity."""
+    x = torch.tensor([[torch.inf, 1.0, -torch.inf]], requires_grad=True)
+    ids, mask = torch.tensor([[0, 0]]), torch.ones(1, 2)
+    loss = self_reconstruction_loss(x, ids, mask, balanced=balanced, impl=impl)
+    share = 1 / 4 if balanced else 1 / 3
+    assert loss.item() == pytest.approx(share * math.log1p(math.e))
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert gradient[0].tolist() == pytest.approx([0.0, share / (1 + math.exp(-1)), 0.0])
+    wrong = self_reconstruction_loss(x, ids + 1, mask, balanced=balanced, impl=impl)
+    assert wrong == torch.inf
+
+
 @pytest.mark.parametrize("vocab", [600_000, (1 << 20) + 1])
 def test_blocks_of_one_row_are_the_definition(vocab):
     x = torch.randn(2, vocab, requires_grad=True)
