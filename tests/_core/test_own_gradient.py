@@ -116,6 +116,14 @@ def test_the_one_of_a_plain_way_back_is_not_multiplied_by():
         assert any("mul" in name for name in seen.names) is multiplies
 
 
+def test_a_gradient_is_rounded_to_halves_as_it_is_scaled():
+    x = leaf(2, 3, dtype=torch.bfloat16)
+    value = Squares()(x, 2.0)
+    with Operations() as seen:
+        torch.autograd.grad(value, x, torch.tensor(3.0))
+    assert not any("copy" in name for name in seen.names)
+
+
 def test_gradients_of_the_last_arguments_may_be_left_out():
     x = leaf(3)
     several = [torch.ones(3, requires_grad=True) for _ in range(3)]
@@ -207,6 +215,22 @@ def test_sparse_and_dense_arguments_that_depend_on_another_have_second_derivativ
     assert torch.equal(gradient, 3 * x.square() * torch.eye(2, 3))
     assert torch.equal(second, 6 * x * torch.eye(2, 3))
     assert set(places) == {dense.data_ptr()}, "nothing is copied"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_dense_argument_may_be_made_of_a_sparse_one():
+    sparse = (2 * torch.eye(2, 3)).to_sparse_csr().requires_grad_()
+
+    def product(sparse, dense):
+        return (sparse.to_dense() * dense.square()).sum()
+
+    def compute(needs, sparse, dense):
+        filled = sparse.to_dense()
+        return product(sparse, dense), [None, 2 * dense * filled]
+
+    value = with_own_gradient(product, compute, sparse, 1 * sparse.to_dense())
+    (gradient,) = torch.autograd.grad(value, sparse, create_graph=True)
+    assert torch.equal(gradient.to_dense(), 12 * torch.eye(2, 3))
 
 
 class Subclass(torch.Tensor):

@@ -1,8 +1,11 @@
 """Products over non-zeros, step by step, against dense matrices."""
 
+import warnings
+
 import pytest
 import torch
 
+from sparse_losses.fast import sparse
 from sparse_losses.fast.sparse import (
     bounds_of,
     column_tiles,
@@ -35,7 +38,28 @@ def test_entries_by_row_are_a_csr_matrix():
     row, column = X.nonzero().unbind(1)
     found = csr(row, column, X[row, column], (3, 5))
     assert found.layout == torch.sparse_csr
+    assert found.crow_indices().tolist() == [0, 2, 4, 6]
     assert torch.equal(found.to_dense(), X)
+
+
+def test_pytorchs_notice_of_csr_is_not_for_users(monkeypatch):
+    made = torch.sparse_csr_tensor
+
+    def warns(*arguments, **options):
+        warnings.warn("in beta", stacklevel=2)
+        return made(*arguments, **options)
+
+    silenced = []
+    monkeypatch.setattr(torch, "sparse_csr_tensor", warns)
+    sparse._silence_the_beta_notice.cache_clear()
+    sparse._silence_the_beta_notice()
+    monkeypatch.setattr(torch, "sparse_csr_tensor", lambda *_, **__: silenced.append("made"))
+    sparse._silence_the_beta_notice.cache_clear()
+    sparse._silence_the_beta_notice()
+    assert silenced == ["made"]
+    monkeypatch.setattr(sparse, "_silence_the_beta_notice", lambda: silenced.append("silenced"))
+    csr(torch.tensor([0]), torch.tensor([0]), torch.ones(1), (1, 1))
+    assert silenced == ["made", "silenced", "made"]
 
 
 def test_bags_are_sums_of_weighted_rows_of_a_table():
@@ -66,7 +90,15 @@ def test_non_zeros_are_sorted_by_column_then_row_and_know_their_place_by_row(sto
 @pytest.mark.parametrize("width", [5, 6])
 def test_non_zeros_of_any_piece_of_memory(dtype, width):
     whole = some(9, 2 * width).to(dtype)
-    pieces = whole, whole[1:], whole[2:5], whole[:, :width], whole[:, 1 : 1 + width], whole.T
+    pieces = (
+        whole,
+        whole[1:],
+        whole[2:5],
+        whole[:, :width],
+        whole[:, 1 : 1 + width],
+        whole.T,
+        whole[:, 3:4],
+    )
     for piece in (*pieces, whole.view(-1)[1:-1].view(-1, 2), whole[:0], whole[:, :0], -0.0 * whole):
         found = non_zeros(piece)
         dense = torch.zeros(piece.shape, dtype=dtype)

@@ -34,6 +34,6 @@ def test_ids_of_a_device_are_there_when_the_host_reads_them(sim):
 
 def test_a_penalty_names_an_id_outside_on_any_device(sim):
     idf, ids = torch.arange(5.0), torch.tensor([1, 5]).to(sim)
-    with pytest.raises(ValueError, match="`special_token_ids` in .* got 5"):
+    with pytest.raises(ValueError, match=r"`special_token_ids` in .* got 5"):
         idf_penalty(idf, special_token_ids=ids)
     assert idf_penalty(idf, special_token_ids=ids[:1])[1] == 100
