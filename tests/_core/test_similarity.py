@@ -22,13 +22,14 @@ NORM = torch.tensor([[5.0], [3.0], [7.0]], dtype=torch.float64)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("others", [(), ("tiny",), ("huge",), ("zero",), ("tiny", "huge", "zero")])
 def test_rows_become_units_whatever_rows_are_beside_them(dtype, others):
-    size = {"tiny": 1 / LARGE[dtype], "huge": LARGE[dtype] / 10, "zero": 0.0}
+    size = {"tiny": 1 / LARGE[dtype], "huge": -LARGE[dtype] / 10, "zero": 0.0}
     scales = [1.0, *(size[other] for other in others)]
     unit, inverse = unit_rows(rows(dtype, *scales))
     assert (unit.shape, inverse.shape) == ((3 * len(scales), 3), (3 * len(scales), 1))
+    assert unit.dtype == dtype
     for n, scale in enumerate(scales):
         part = slice(3 * n, 3 * n + 3)
-        expected = UNIT if scale else torch.zeros_like(UNIT)
+        expected = UNIT * ((scale > 0) - (scale < 0))
         torch.testing.assert_close(unit[part].double(), expected, rtol=1e-6, atol=1e-7)
         if scale == 0 or 1e-30 < scale < 1e30:
             norms = (1 / (NORM * scale)) if scale else torch.zeros_like(NORM)
@@ -134,6 +135,7 @@ def test_halves_are_scaled_by_a_power_of_two_to_a_norm_below_1(dtype):
     x = torch.tensor([[3.0, -4.0], [0.0, 0.0], [2.0**-20, 0.0], [240.0, 100.0]]).to(dtype)
     y = torch.tensor([[[0.75, 0.5]], [[8.0, 0.0]]]).to(dtype)
     first, second = half_rows(x, y)
+    assert torch.equal(half_rows(x)[0].values, first.values)
     for rows, found in ((x, first), (y, second)):
         assert found.values.dtype == dtype
         assert found.norm.dtype == torch.float32
