@@ -1,7 +1,10 @@
 """A value that brings its gradient: when, scaled how, computed how often, and again by autograd."""
 
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_losses._core import own_gradient
 from sparse_losses._core.own_gradient import (
@@ -93,6 +96,64 @@ def test_a_leaf_keeps_the_very_tensor():
         assert x.grad.tolist() == [factor, factor]
 
 
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_one_of_a_plain_way_back_is_not_multiplied_by():
+    for upstream, multiplies in ((1.0, False), (2.0, True)):
+        x = leaf(2, 3)
+        value = Squares()(x, 2.0)
+        upstream = torch.tensor(upstream)
+        with Operations() as seen:
+            torch.autograd.grad(value, x, upstream)
+        assert any("mul" in name for name in seen.names) is multiplies
+
+
+def test_a_gradient_is_rounded_to_halves_as_it_is_scaled():
+    x = leaf(2, 3, dtype=torch.bfloat16)
+    value = Squares()(x, 2.0)
+    with Operations() as seen:
+        torch.autograd.grad(value, x, torch.tensor(3.0))
+    assert not any("copy" in name for name in seen.names)
+
+
+def test_gradients_of_the_last_arguments_may_be_left_out():
+    x = leaf(3)
+    several = [torch.ones(3, requires_grad=True) for _ in range(3)]
+    value = with_own_gradient(
+        lambda x, *_: x.sum(), lambda needs, x, *_: (x.sum(), [torch.ones(3)]), x, *several
+    )
+    value.backward()
+    assert x.grad.tolist() == [1.0] * 3
+    assert all(each.grad is None for each in several)
+
+
+def test_arguments_are_let_go_after_the_way_back():
+    x = leaf(2, 3)
+    argument = x * 1
+    value, gone = Squares()(argument, 2.0), weakref.ref(argument)
+    del argument
+    value.backward()
+    assert gone() is None
+    assert value.requires_grad
+
+
+def test_an_argument_that_changed_is_an_error_of_a_second_way_back_alone():
+    x, factor, squares = leaf(2, 3), torch.full((2, 3), 2.0), Squares()
+    value = squares(x, factor)
+    factor.zero_()
+    assert torch.autograd.grad(value, x, retain_graph=True)[0].tolist() == (4 * x).tolist()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(value, x)
+
+
 def test_without_a_graph_no_gradient_is_asked_for():
     x, squares = leaf(2, 3), Squares()
     with torch.no_grad():
@@ -136,20 +197,40 @@ def test_what_is_sparse_or_was_made_for_inference_takes_part():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_a_sparse_argument_has_a_second_derivative():
-    x, sparse = leaf(2, 3), torch.eye(2, 3).to_sparse_csr().requires_grad_()
+def test_sparse_and_dense_arguments_that_depend_on_another_have_second_derivatives():
+    x, places = leaf(2, 3), []
 
-    def product(x, sparse):
-        return (x.square() * sparse.to_dense()).sum()
+    def product(x, dense, sparse):
+        places.append(dense.data_ptr())
+        return (x.square() * dense * sparse.to_dense()).sum()
 
-    def compute(needs, x, sparse):
-        return product(x, sparse), [2 * x * sparse.to_dense(), None]
+    def compute(needs, x, dense, sparse):
+        filled = sparse.to_dense()
+        return product(x, dense, sparse), [2 * x * dense * filled, x.square() * filled, None]
 
-    (gradient,) = torch.autograd.grad(
-        with_own_gradient(product, compute, x, sparse), x, create_graph=True
-    )
+    dense, sparse = 1.0 * x, torch.eye(2, 3).to_sparse_csr().requires_grad_()
+    value = with_own_gradient(product, compute, x, dense, sparse)
+    (gradient,) = torch.autograd.grad(value, x, create_graph=True)
     (second,) = torch.autograd.grad(gradient.sum(), x)
-    assert torch.equal(second, 2 * torch.eye(2, 3))
+    assert torch.equal(gradient, 3 * x.square() * torch.eye(2, 3))
+    assert torch.equal(second, 6 * x * torch.eye(2, 3))
+    assert set(places) == {dense.data_ptr()}, "nothing is copied"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_dense_argument_may_be_made_of_a_sparse_one():
+    sparse = (2 * torch.eye(2, 3)).to_sparse_csr().requires_grad_()
+
+    def product(sparse, dense):
+        return (sparse.to_dense() * dense.square()).sum()
+
+    def compute(needs, sparse, dense):
+        filled = sparse.to_dense()
+        return product(sparse, dense), [None, 2 * dense * filled]
+
+    value = with_own_gradient(product, compute, sparse, 1 * sparse.to_dense())
+    (gradient,) = torch.autograd.grad(value, sparse, create_graph=True)
+    assert torch.equal(gradient.to_dense(), 12 * torch.eye(2, 3))
 
 
 class Subclass(torch.Tensor):

@@ -43,6 +43,13 @@ def test_on_two_ranks(two_ranks):
     assert reduce(VALUES, "mean", VALID).item() == 2.5
 
 
+def test_the_only_row_of_all_ranks_is_the_mean(monkeypatch):
+    monkeypatch.setattr(reduction, "num_ranks", lambda: 2)
+    monkeypatch.setattr(reduction, "sum_over_ranks", lambda sums: sums)  # the other has none
+    assert reduce(VALUES[1:2], "mean", gather=True).item() == 2.0
+    assert reduce(VALUES, "mean", torch.tensor([False, False, True]), gather=True).item() == 4.0
+
+
 def test_a_mean_of_one_row_or_none():
     for values, expected in ((VALUES[:1], 1.0), (VALUES[:0], 0.0)):
         values = values.clone().requires_grad_()

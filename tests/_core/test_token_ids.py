@@ -43,6 +43,9 @@ def test_ids_of_another_kind_are_refused(dtype):
         attended_ids("ids", ids, torch.ones(2), V)
     with pytest.raises(TypeError, match=f"expected `ids` to be integers, got {dtype}"):
         id_mask("ids", ids, V, ids.device)
+    if not dtype.is_complex:
+        with pytest.raises(TypeError, match=f"expected `ids` to be integers, got {dtype}"):
+            check_ids("ids", ids)
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ There the ranks are processes and work through all cases at once; here a case is
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from sparse_losses import LabelQueue
+from sparse_losses import LabelQueue, distributed
 from sparse_losses.distributed import (
     NUM_SIZES,
     agree_across_ranks,
@@ -48,7 +49,9 @@ def _collectives(own):
         (gradient,) = torch.autograd.grad((value * weight).sum(), leaf)
         found += [value.tolist(), gradient.tolist()]
     found.append(maximum_over_ranks(x * torch.tensor([1.0, -1.0])).tolist())
-    found.append(gather_rows(torch.tensor([own == 1])).tolist())
+    flags = gather_rows(torch.tensor([own == 1]))
+    assert flags.dtype == torch.bool
+    found.append(flags.tolist())
     return found
 
 
@@ -64,6 +67,34 @@ def test_every_collective_and_its_gradient():
     assert first[7] == second[7] == [[1, 2], [2, 4]]
     assert first[8:] == second[8:] == [[[2, -10]], [False, True]]
     assert (rank(), num_ranks()) == (0, 1)
+
+
+def _from_anywhere(own):
+    x = (torch.arange(8.0).view(4, 2) + own).T.requires_grad_()
+    before = x.detach().clone()
+    values = [f(x) for f in (gather_rows, sum_over_ranks, scatter_sum, maximum_over_ranks)]
+    for value in values[:3]:
+        (gradient,) = torch.autograd.grad(value, x, torch.ones_like(value).T.contiguous().T)
+        assert (gradient == (1 if value is values[2] else 2)).all()
+    assert not values[3].requires_grad
+    assert torch.equal(x, before)
+    return [value.tolist() for value in values]
+
+
+def test_collectives_take_any_memory_and_leave_it():
+    zero, one = ((torch.arange(8.0).view(4, 2) + own).T for own in range(2))
+    for own, found in enumerate(run_threads(2, _from_anywhere)):
+        total = (zero + one).tolist()
+        assert found == [[*zero.tolist(), *one.tolist()], total, [total[own]], one.tolist()]
+
+
+def test_the_new_names_of_pytorch_are_used_where_it_has_them():
+    """It warns of the old ones."""
+    for old, new, used in (
+        ("all_gather_into_tensor", "all_gather_single", distributed._all_gather),
+        ("reduce_scatter_tensor", "reduce_scatter_single", distributed._reduce_scatter),
+    ):
+        assert used is getattr(dist, new, getattr(dist, old))
 
 
 def test_alone_a_collective_is_nothing():
@@ -102,7 +133,9 @@ def test_ranks_agree_on_their_call_and_its_sizes():
             ]
             * 2
         )
-    found = run_threads(2, lambda own: _said(own, x, call=f"call {own}"))
+    found = run_threads(
+        2, lambda own: _said(own, x, call=f"call {own}", B=3, **({"N": 4} if own else {}))
+    )
     assert found == [
         f"expected every rank to be in call {own} with gather=True, as rank {own} is, got ranks "
         f"[{1 - own}] in another loss"

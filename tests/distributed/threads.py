@@ -55,7 +55,8 @@ class _Group:
         self.sent: list[Tensor | None] = [None] * world_size
 
     def everyones(self, x: Tensor) -> list[Tensor]:
-        """What every rank sent, which must be alike."""
+        """What every rank sent, which must be alike, and in memory as it is read."""
+        assert x.is_contiguous()
         self.sent[self.local.rank] = x.detach().clone()
         self.barrier.wait()
         sent = [x for x in self.sent if x is not None]

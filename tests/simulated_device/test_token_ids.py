@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sparse_losses import idf_penalty
 from sparse_losses._core.token_ids import id_mask
 from tools import simulated_device
 
@@ -29,3 +30,10 @@ def test_ids_of_a_device_are_there_when_the_host_reads_them(sim):
     with simulated_device.lag(5):
         mask = id_mask("ids", ids, 5, torch.device("cpu"))
     assert mask.tolist() == [False, True, False, True, False]
+
+
+def test_a_penalty_names_an_id_outside_on_any_device(sim):
+    idf, ids = torch.arange(5.0), torch.tensor([1, 5]).to(sim)
+    with pytest.raises(ValueError, match=r"`special_token_ids` in .* got 5"):
+        idf_penalty(idf, special_token_ids=ids)
+    assert idf_penalty(idf, special_token_ids=ids[:1])[1] == 100
