@@ -14,8 +14,9 @@ from sparse_losses.fast.sparse import NonZeros, non_zeros, product, product_by_c
 
 __all__ = ["nonzeros_info_nce", "nonzeros_pay", "why_not_nonzeros"]
 
-# As measured (docs/benchmarks.md): faster below this density with at least this number of rows; for
-# fewer rows, the limit is proportionally smaller.
+# Used below this density with at least this number of rows; for fewer rows, the limit is
+# proportionally smaller. It was chosen by hand. benchmarks/results/aims-run-1.csv has cases on both
+# sides: with 0.5% and 1,024 rows a sixth of the time of "direct", with 10% and 256 rows 1.3 times.
 DENSEST, ROWS_FOR_DENSEST = 0.12, 512
 FEWEST_COLUMNS = 4096
 SAMPLED_ROWS = 16
