@@ -48,6 +48,15 @@ _NUMBERS = {
     "language_penalty": ("language_penalty",),
 }
 
+# The fields that are dicts, for the message of an error.
+_EXAMPLES = {
+    "weights": {"document_flops": 0.1},
+    "warmup": {"document_flops": 0.5},
+    "target_active": {"document_flops": 64},
+    "training": {"batch_size": 32},
+    "ours": {"sides": "..."},
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
@@ -124,8 +133,11 @@ class Preset:
     ours: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("weights", "warmup", "target_active", "training", "ours"):
-            object.__setattr__(self, name, ReadOnly(getattr(self, name)))
+        for name, example in _EXAMPLES.items():
+            given = getattr(self, name)
+            if not isinstance(given, Mapping):
+                raise TypeError(f"expected `{name}` as a dict such as {example}, got {given!r}")
+            object.__setattr__(self, name, ReadOnly(given))
         terms = {"warmup": list(NEEDS), "target_active": ["document_flops", "query_flops"]}
         for name, known in terms.items():
             for term, number in getattr(self, name).items():
@@ -227,10 +239,14 @@ class Preset:
     ) -> SpladeObjective:
         """Return the objective with this preset's numbers.
 
+        ``RECOMMENDED`` needs no argument: it has no token penalties and no losses of tokens, so
+        ``idf``, ``special_token_ids`` and ``stopword_ids`` change nothing there (``stopword_ids``
+        only with ``hide_stopwords``).
+
         Args:
             idf: inverse document frequency ``[V]``; needed with ``idf_alpha``.
             special_token_ids: the tokens that get ``special_penalty``; also passed to
-                ``SpladeObjective``.
+                ``SpladeObjective``, whose token losses ignore them.
             stopword_ids: the tokens that get ``stopword_penalty``.
             allowed_token_ids: the tokens of the wanted languages; needed with ``language_penalty``.
             vocab_size: ``V``; needed with ``allowed_token_ids`` if there is no ``idf``.
@@ -337,9 +353,8 @@ class Preset:
             ValueError: for a missing or wrong number of steps, or a term that the objective lacks.
 
         Examples:
-            >>> import torch
             >>> from sparse_losses import RECOMMENDED
-            >>> objective = RECOMMENDED.objective(idf=torch.rand(100), special_token_ids=[0, 1])
+            >>> objective = RECOMMENDED.objective()
             >>> schedule, controller = RECOMMENDED.schedules(objective, steps=1000)
             >>> schedule.warmups
             {'query_flops': Warmup(steps=500, shape='quadratic')}
@@ -385,9 +400,9 @@ class Preset:
         if self.curriculum is not None:
             lines += [f"  {phase}" for phase in self.curriculum.phases]
         lines += [
-            f"  {name.replace('_', ' ')} of {term:24}{number:g}"
-            for name in ("warmup", "target_active")
-            for term, number in getattr(self, name).items()
+            f"  {f'{label} of {term}':40}{number:g}"
+            for label, numbers in (("warmup", self.warmup), ("target active", self.target_active))
+            for term, number in numbers.items()
         ]
         lines += [f"  {name:40}{value}" for name, value in self.training.items()]
         lines += [f"  ours: {name}: {reading}" for name, reading in self.ours.items()]

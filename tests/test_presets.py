@@ -236,6 +236,18 @@ def test_warm_ups_and_targets_that_make_no_sense_are_errors(changes, message):
         RECOMMENDED.replace(**changes)
 
 
+@pytest.mark.parametrize("name", ["target_active", "warmup", "training", "ours"])
+def test_a_number_in_place_of_a_dict_is_an_error(name):
+    with pytest.raises(TypeError, match=rf"expected `{name}` as a dict such as {{.*}}, got 64"):
+        RECOMMENDED.replace(**{name: 64})
+
+
+def test_the_numbers_of_a_printed_preset_are_in_one_column():
+    lines = str(RECOMMENDED).splitlines()[1:]
+    assert "  target active of document_flops         64" in lines
+    assert {len(line) - len(line.split()[-1]) for line in lines} == {42}
+
+
 def test_what_nobody_gave_must_be_set():
     assert V22.missing() == ["temperature", "margin", "top_k", "threshold"]
     assert V26.missing() == V28.missing() == []
