@@ -82,6 +82,8 @@ class BM25Teacher(nn.Module):
 
     def forward(self, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
         """Return the scores of every query with every document."""
+        _check_texts("query", query)
+        _check_texts("document", document)
         return bm25_scores(
             query["input_ids"],
             query["attention_mask"],
@@ -125,6 +127,16 @@ def score_candidates(
             row = torch.arange(size, device=of_all.device)
             scores.append(of_all[row, row])  # only each anchor's own negatives
     return torch.cat(scores, 1)
+
+
+def _check_texts(name: str, texts: object) -> None:
+    keys = ("input_ids", "attention_mask")
+    if isinstance(texts, Mapping) and all(key in texts for key in keys):
+        return
+    got = type(texts).__name__
+    if isinstance(texts, Mapping):
+        got = f"a {got} with {', '.join(map(str, texts)) or 'nothing'}"
+    raise TypeError(f"expected `{name}` as a dict with {' and '.join(keys)}, got {got}")
 
 
 def _scores(teacher: Teacher, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:

@@ -65,6 +65,23 @@ def test_bm25_teacher_is_no_part_of_what_is_saved_or_learned():
 
 
 @pytest.mark.parametrize(
+    ("query", "document", "message"),
+    [
+        (column(2)["input_ids"], column(2), "`query` as a dict with .*, got Tensor"),
+        (
+            column(2),
+            {"input_ids": 0},
+            "`document` as .* and attention_mask, got a dict with input_ids",
+        ),
+        (column(2), {}, "got a dict with nothing"),
+    ],
+)
+def test_texts_that_are_no_columns_are_errors(query, document, message):
+    with pytest.raises(TypeError, match=message):
+        BM25Teacher(counted(column(5)))(query, document)
+
+
+@pytest.mark.parametrize(
     ("counts", "special", "error", "message"),
     [
         (counted(column(3)), [V], ValueError, rf"in \[0, V\) with V = {V}, got {V}"),
