@@ -440,6 +440,10 @@ class SparsityController:
             f"{self._status}"
         )
 
+    def __repr__(self) -> str:
+        """Return the state with the name of the class, for a list of schedules."""
+        return f"{type(self).__name__}({self})"
+
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs to continue as this one would.
 
@@ -466,10 +470,14 @@ class SparsityController:
             "sent": None if self._sent is None else self._sent.read(),
             "start": self.start,
             "maximum": self.maximum,
+            "target_active": self.target_active,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state and set the weight; target and gain stay those of this controller.
+
+        A state of another target is logged as a warning, and what it measured counts against the
+        new one.
 
         Raises:
             ValueError: for a state that is not a controller's, or is another term's.
@@ -485,7 +493,7 @@ class SparsityController:
                 f"{', '.join(unknown)}"
             )
         if state["term"] != self.term:
-            raise ValueError(f"expected the state for {self.term!r}, got {state['term']!r}'s")
+            raise ValueError(f"expected the state for {self.term!r}, got one for {state['term']!r}")
         for name, value in state.items():
             numbers = value if isinstance(value, list | tuple) else [value]
             if any(isinstance(x, float) and not math.isfinite(x) for x in numbers):
@@ -499,6 +507,7 @@ class SparsityController:
             check_integer(name, state[name], minimum=0)
         check_number("start", state["start"], minimum=0.0, exclusive=True)
         check_number("maximum", state["maximum"], minimum=state["start"])
+        check_number("target_active", state["target_active"], minimum=0.0, exclusive=True)
         check_flag(is_dying=state["is_dying"])
         for name in ("log_ratio", "change", "trend", "cut"):
             check_number(name, state[name])
@@ -512,6 +521,15 @@ class SparsityController:
             )
         self._steps, self._log_ratio = state["steps"], state["log_ratio"]
         self._active, self._error = state["active"], state["error"]
+        if (target := state["target_active"]) != self.target_active:
+            _log.warning(
+                "%s: the target is %g, in the loaded state it was %g",
+                self.term,
+                self.target_active,
+                target,
+            )
+            if self._error is not None:
+                self._error += math.log(target / self.target_active)
         self._change, self._trend, self._cut = state["change"], state["trend"], state["cut"]
         self._dead, self._usually_dead, self._first_dead = state["dead"]
         self._is_dying, self._silent_steps = state["is_dying"], state["silent_steps"]

@@ -535,11 +535,30 @@ def test_the_brakes_hold_in_the_ignored_steps_too():
             assert left == pytest.approx(held)
 
 
+def test_a_state_of_another_target_is_reported_and_counts_against_the_new_one(caplog):
+    _, controller = _controller(target_active=40)
+    _look(controller, _rows(60))
+    _, other = _controller(target_active=30)
+    other.load_state_dict(controller.state_dict())
+    assert "the target is 30, in the loaded state it was 40" in caplog.text
+    state = other.state_dict()
+    assert state["active"] == pytest.approx(60)
+    assert state["error"] == pytest.approx(math.log(60 / 30))
+    assert state["target_active"] == 30
+
+
+def test_a_list_of_schedules_shows_the_state():
+    _, controller = _controller(target_active=40)
+    assert repr([controller]) == f"[SparsityController({controller})]"
+
+
 def test_the_state_of_something_else_is_an_error():
     _, controller = _controller()
     objective = SpladeObjective({"query_flops": 0.01})
     other = SparsityController(objective, "query_flops", target_active=50)
-    with pytest.raises(ValueError, match="the state for 'query_flops', got 'document_flops''s"):
+    with pytest.raises(
+        ValueError, match="the state for 'query_flops', got one for 'document_flops'"
+    ):
         other.load_state_dict(controller.state_dict())
     with pytest.raises(ValueError, match="state of a SparsityController, got one without active"):
         other.load_state_dict({"steps_taken": 3})
