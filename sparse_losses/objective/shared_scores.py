@@ -99,6 +99,13 @@ def own_candidates(scores: Tensor, negative: Texts | None, ranks: int) -> Tensor
     return torch.cat([scores[:, first:].diagonal()[:, None], others], dim=1)
 
 
+COLUMNS = {
+    "all": "every anchor with all positives and negatives",
+    "positives": "with the positives alone",
+    "own": "with its own positive and negatives",
+}
+
+
 def candidates(scores: Tensor, batch: SpladeBatch, came: torch.Size, ranks: int) -> Tensor:
     """Select the student's scores of the candidates that the teacher scored."""
     scored = scored_candidates(scores, batch, came, ranks)
@@ -125,7 +132,7 @@ def scored_candidates(scores: Tensor, batch: SpladeBatch, came: torch.Size, rank
             f"`teacher_scores` {list(came)} fit the batch's positives and each anchor's own"
         )
     if not fitting:
-        found = " or ".join(f"{list(shape)} ({name})" for name, shape in shapes.items())
+        found = " or ".join(f"{list(shape)} ({COLUMNS[name]})" for name, shape in shapes.items())
         raise ValueError(
             f"expected `batch.teacher_scores` of shape {found or '[B, 1 + N] with own negatives'}"
             f", got {list(came)}"
