@@ -63,9 +63,9 @@ def splade_head(
     r"""Vocabulary projection, SPLADE activation and max pooling in one.
 
     $$x_{ij} = \log\Bigl(1 + \mathrm{ReLU}\bigl(g_{ij} \,
-    \bigl(\max_{s \,:\, \mathrm{mask}_{is} = 1} h_{is} \cdot w_j + b_j\bigr)\bigr)\Bigr)$$
+    \bigl(\max_{s \,:\, m_{is} = 1} h_{is} \cdot e_j + b_j\bigr)\bigr)\Bigr)$$
 
-    $h_{is}$ are the hidden states of text $i$, $w_j$ and $b_j$ the row and bias of token $j$ in the
+    $h_{is}$ are the hidden states of text $i$, $e_j$ and $b_j$ the row and bias of token $j$ in the
     vocabulary projection, $g$ the gate (1 without one). The result equals
     ``splade_pool(hidden @ weight.T + bias, attention_mask)``, but the vocabulary is processed in
     tiles: forward and backward never store ``[B, S, V]``, except with ``impl="definition"``.

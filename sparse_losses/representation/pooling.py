@@ -26,7 +26,7 @@ def splade_pool(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""SPLADE max pooling.
 
-    $$x_{ij} = \max_{s \,:\, \mathrm{mask}_{is} = 1} \log\bigl(1 + \mathrm{ReLU}(h_{isj})\bigr)$$
+    $$x_{ij} = \max_{s \,:\, m_{is} = 1} \log\bigl(1 + \mathrm{ReLU}(h_{isj})\bigr)$$
 
     Here $h$ are the logits of a masked language model. The activation is monotone, so the maximum
     is taken first and the logarithm of ``[B, V]`` numbers only, not of ``[B, S, V]``.
@@ -89,7 +89,7 @@ WAYS = (Way("nonzeros", _why_not_nonzeros, lambda *_: True, nonzeros_pool),)
 def token_weights(logits: Tensor, attention_mask: Tensor) -> Tensor:
     r"""The activation of the strongest token at each position of a text.
 
-    $$w_{is} = \mathrm{mask}_{is} \, \max_j \log\bigl(1 + \mathrm{ReLU}(h_{isj})\bigr)$$
+    $$w_{is} = m_{is} \, \max_j \log\bigl(1 + \mathrm{ReLU}(h_{isj})\bigr)$$
 
     Args:
         logits: ``[B, S, V]`` floating, ``h``.
