@@ -37,19 +37,17 @@ bench-reckoned: $(VENV)/.dev  ## launches, waits, bytes and products on a simula
 bench-peers: $(VENV)/.demo  ## install the packages that the benchmarks compare with
 	$(PIP) install -c constraints.txt --group bench
 
-bench-gpu: $(VENV)/.dev  ## all that a GPU is asked for, 25 minutes: make CUDA=1 bench-gpu (ARGS="--parts losses")
-	$(PY) -m benchmarks.run.gpu $(ARGS)
+bench-gpu: $(VENV)/.dev  ## all that a GPU is asked for, 25 minutes: make CUDA=1 bench-gpu (ARGS="losses")
+	PYTHON=$(PY) benchmarks/gpu.sh $(ARGS)
 
-test: $(VENV)/.dev  ## all tests (ARGS="-k info_nce")
+test: $(VENV)/.dev  ## all tests on the CPU (ARGS="-k info_nce")
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
-	$(if $(ARGS),,$(ON_DEVICE))
 
-# In processes of their own: what sees an accelerator moves its tensors there.
-ON_DEVICE = OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests/simulated_device
-
-# Left to the CPU: what takes long and is the same on every device.
+# Left to the CPU: what takes long and is the same on every device. In processes of their own: what
+# sees an accelerator moves its tensors there.
 ON_SIM = not (compile or graph or check or second or vmap or refused or pickling)
-test-sim: $(VENV)/.dev  ## the contract on a simulated accelerator; needs a C++ compiler
+test-sim: $(VENV)/.dev  ## launches, waits and the contract on a simulated accelerator; needs a C++ compiler
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests/simulated_device)
 	OMP_NUM_THREADS=1 $(PY) -m pytest --device sim -k "$(ON_SIM)" tests/losses/test_contract.py \
 	  tests/representation/test_head.py tests/representation/test_pooling.py \
 	  tests/objective/test_objective.py $(ARGS)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.run.processes import ALLOCATORS, start
+from benchmarks.run.processes import start
 
 RESULTS = Path(__file__).parent / "results"
 BUDGET = {"tiny": 0.05, "aims": 0.4, "quick": 0.4, "gpu": 0.3, "full": 1.0}
@@ -26,24 +26,15 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--only", default="", help="losses, separated by commas, such as info_nce,splade_head"
     )
-    options.add_argument(
-        "--allocator",
-        choices=list(ALLOCATORS),
-        default="default",
-        help="default: glibc's settings; warm: freed memory is kept for reuse; both: one by one",
-    )
     options.add_argument("--output", type=Path, help="the CSV (default: results/DEVICE-SUITE.csv)")
     options.add_argument("--fresh", action="store_true", help="discard the rows of earlier runs")
     options.add_argument(
         "--training-only", action="store_true", help="do not time the forward pass by itself"
     )
     options.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
-    options.add_argument(
-        "--plots", type=Path, metavar="FOLDER", help="folder for one plot per loss, such as build"
-    )
     options.add_argument("--threads", type=int, help="PyTorch threads (default: its own choice)")
     options.add_argument("--list", action="store_true", help="list the cases and exit")
-    options.add_argument("--worker", help=argparse.SUPPRESS)  # the allocator setting
+    options.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return options
 
 
@@ -55,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.worker:
         from benchmarks.run.worker import work
 
-        return work(args, output, allocator=args.worker, budget=BUDGET[args.suite])
+        return work(args, output, budget=BUDGET[args.suite])
     if args.list:
         from benchmarks.losses import cases
 
@@ -63,15 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{case.loss:22}{case.name}")
         return 0
     begin = time.perf_counter()
-    # PyTorch's allocator for a GPU always keeps memory.
-    failed = start(arguments, ALLOCATORS["default" if args.device == "cuda" else args.allocator])
+    failed = start(arguments)
     if failed not in (0, 1):
         return failed
-    if args.plots and output.exists():
-        from benchmarks.report.plots import draw
-
-        for picture in draw(output, args.plots):
-            print(picture)
     if output.exists():
         print(f"{output}: {time.perf_counter() - begin:.0f} s")
     return failed

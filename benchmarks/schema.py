@@ -183,7 +183,6 @@ class Aim:
     bound: float
     variant: str = "ours"
     other: str = "eager"  # for `against`
-    allocators: tuple[str, ...] = ("default", "warm")
 
     @property
     def is_lower_bound(self) -> bool:
@@ -254,7 +253,7 @@ class Case:
 
     @property
     def group(self) -> str:
-        """Return the sizes that are fixed along a line of a plot."""
+        """Return the sizes other than those that count elements."""
         fixed = [_spelt(k, v) for k, v in self.sizes.items() if k in ("density", "part", "dtype")]
         return " ".join(fixed)
 

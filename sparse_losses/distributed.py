@@ -109,7 +109,7 @@ def maximum_over_ranks(x: Tensor) -> Tensor:
     """Return the elementwise maximum of all ranks' ``x``, without a gradient."""
     if num_ranks() == 1:
         return x
-    largest = x.detach().clone()
+    largest = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest
 
@@ -150,7 +150,7 @@ def skip_size_check() -> Iterator[None]:
 def _check_agreement(call: str, device: torch.device, sizes: dict[str, int]) -> None:
     own = [zlib.crc32(call.encode()), *sizes.values()]
     own += [0] * (1 + NUM_SIZES - len(own))
-    mine = torch.tensor(own, dtype=torch.int64, device=device)
+    mine = torch.tensor(own, device=device)
     everyone = gather_rows(mine.unsqueeze(0)).tolist()
     if elsewhere := [r for r, theirs in enumerate(everyone) if theirs[0] != own[0]]:
         raise ValueError(

@@ -133,6 +133,12 @@ class Preset:
                 check_number(f"{name}[{term!r}]", number, minimum=0.0, exclusive=True)
         if late := {term: share for term, share in self.warmup.items() if share > 1}:
             raise ValueError(f"expected `warmup` as shares in (0, 1], got {late}")
+        phases = () if self.curriculum is None else self.curriculum.phases
+        if both := [term for term in self.target_active if any(term in p.weights for p in phases)]:
+            raise ValueError(
+                "expected each weight to be set by a phase or by a controller, got a phase and a "
+                f"`target_active` for {', '.join(both)}"
+            )
 
     def replace(self, *, weights: Mapping[str, float] | None = None, **changes: Any) -> "Preset":
         """Return a copy with other numbers; the given weights replace those of the same names.
@@ -354,15 +360,15 @@ class Preset:
             term: Warmup(max(1, round(share * (steps or 0))), "quadratic")
             for term, share in rising.items()
         }
-        return [
-            TrainingSchedule(
-                objective, self.curriculum, warmups=warmups, steps_per_epoch=steps_per_epoch
-            ),
-            *(
-                SparsityController(objective, term, target_active=target)
-                for term, target in self.target_active.items()
-            ),
+        # First, because a controller keeps the weight it finds: after an error nothing has changed.
+        controllers = [
+            SparsityController(objective, term, target_active=target)
+            for term, target in self.target_active.items()
         ]
+        schedule = TrainingSchedule(
+            objective, self.curriculum, warmups=warmups, steps_per_epoch=steps_per_epoch
+        )
+        return [schedule, *controllers]
 
     def __str__(self) -> str:
         """Return one line per number, with `?` for numbers that must be set."""

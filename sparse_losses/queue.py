@@ -107,17 +107,17 @@ class LabelQueue(nn.Module):
         check_zero_one("labels", labels)
         if not features.is_floating_point():
             raise TypeError(f"expected `features` to be floating point, got {features.dtype}")
-        features = features.to(self.features.dtype)
+        features, labels = features.to(self.features.dtype), labels.to(self.labels.dtype)
         sizes = {"B": features.shape[0], "D": self.dim, "L": self.num_labels}
         if agree_across_ranks("LabelQueue.enqueue", self.gather, features, **sizes):
             features = gather_rows(features)
-            labels = gather_rows(labels.to(self.labels.dtype))
+            labels = gather_rows(labels)
         batch_size = features.shape[0]
         kept = min(batch_size, self.size)
         age = torch.arange(batch_size - kept, batch_size, device=self.pointer.device)
         slots = (self.pointer + age) % self.size
         self.features.index_copy_(0, slots, features[batch_size - kept :])
-        self.labels.index_copy_(0, slots, labels[batch_size - kept :].to(self.labels.dtype))
+        self.labels.index_copy_(0, slots, labels[batch_size - kept :])
         self.pointer.add_(batch_size).remainder_(self.size)
         self.fill.add_(batch_size).clamp_(max=self.size)
 
@@ -137,7 +137,7 @@ def _check_state(queue: LabelQueue, state: Mapping[str, Any], prefix: str, *rest
         found = state.get(prefix + name)
         if not isinstance(found, Tensor) or found.numel() != 1 or found.device.type == "meta":
             continue  # PyTorch reports it, or it has no value yet
-        if found.is_floating_point() or not 0 <= found.item() <= most:
+        if found.is_floating_point() or not 0 <= found <= most:
             raise ValueError(
                 f"expected `{name}` of a LabelQueue of {queue.size} rows to be an integer in "
                 f"[0, {most}], got {found.item()}"

@@ -13,6 +13,7 @@ from sparse_losses import (
     V25,
     V26,
     V28,
+    Curriculum,
     FlopsLoss,
     IdfFlopsLoss,
     LanguagePenaltyLoss,
@@ -201,6 +202,23 @@ def test_schedules_ask_for_the_steps_that_they_need():
     assert (dict(alone.warmup), dict(alone.target_active)) == ({}, {})
     (schedule,) = alone.schedules(alone.objective(idf=torch.rand(30)))
     assert schedule.warmups == {}
+
+
+def test_schedules_that_fail_leave_the_objective_as_it_was():
+    preset = RECOMMENDED.replace(target_active={"document_flops": 12})
+    for off in ("document_flops", "query_flops"):  # the controller's and the schedule's
+        objective = preset.objective(idf=torch.rand(30))
+        objective.weights[off] = 0.0
+        before = dict(objective.weights)
+        with pytest.raises(ValueError, match=off):
+            preset.schedules(objective, steps=40)
+        assert (objective.weights, objective.scheduled) == (before, set())
+
+
+def test_a_phase_and_a_target_do_not_set_the_same_weight():
+    phased = Curriculum([Phase(1, 2, weights={"document_flops": 0.5})])
+    with pytest.raises(ValueError, match="a phase and a `target_active` for document_flops"):
+        RECOMMENDED.replace(curriculum=phased)
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ def test_a_nan_is_stored_in_its_row_only():
         (torch.ones(2, D, device="meta"), torch.ones(2, L), ValueError, "`features` on cpu"),
         (torch.ones(2, D).long(), torch.ones(2, L), TypeError, "`features` to be floating"),
         (torch.ones(2, D), torch.ones(2, L).cfloat(), TypeError, "`labels`"),
+        (torch.ones(2, D), torch.tensor([[0, 1], [2, 0]]), ValueError, "`labels` to be 0 or 1"),
         (torch.ones(2, D), [[1, 0], [0, 1]], TypeError, "`labels`"),
     ],
 )
@@ -143,6 +144,28 @@ def test_wrong_sizes_are_named(name, bad, error):
     sizes = {"size": 4, "dim": D, "num_labels": L} | {name: bad}
     with pytest.raises(error, match=f"`{name}`"):
         LabelQueue(**sizes)
+
+
+def test_one_row_of_one_number_and_one_label_is_a_queue():
+    queue = LabelQueue(1, 1, 1)
+    queue.enqueue(torch.full((1, 1), 5.0), torch.ones(1, 1))
+    assert (queue.features.item(), queue.labels.item(), queue.mask.item()) == (5.0, 1.0, True)
+    with pytest.raises(TypeError, match="`gather`"):
+        LabelQueue(1, 1, 1, gather="no")
+
+
+def test_what_pytorch_says_of_a_state_comes_from_pytorch():
+    queue = fill(LabelQueue(4, D, L), [3])
+    state = queue.state_dict()
+    for name in ("pointer", "fill"):
+        with pytest.raises(RuntimeError, match="size mismatch for " + name):
+            queue.load_state_dict({**state, name: torch.zeros(2).long()})
+        with pytest.raises(RuntimeError, match="received <class 'int'>"):
+            queue.load_state_dict({**state, name: 3})
+    with pytest.raises(RuntimeError, match=r'Missing key.* "pointer"'):
+        queue.load_state_dict({n: x for n, x in state.items() if n != "pointer"})
+    with pytest.raises(ValueError, match="expected `fill` of a LabelQueue"):
+        queue.load_state_dict({"features": state["features"], "fill": torch.tensor(9)})
 
 
 @pytest.mark.parametrize(

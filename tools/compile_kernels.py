@@ -25,7 +25,6 @@ class Compiled:
     """A compiled kernel and its resources."""
 
     kernel: str
-    signature: str
     registers: int
     stack: int  # bytes of spilled registers and of arrays in local memory
     shared: int
@@ -90,7 +89,7 @@ def compile_all(capability: int) -> list[Compiled]:
         )
         key = self.__name__, signature
         if key not in found:
-            found[key] = _read(self.__name__, signature, kernel)
+            found[key] = _read(self.__name__, kernel)
         return kernel
 
     JITFunction.run = compile_only
@@ -99,7 +98,7 @@ def compile_all(capability: int) -> list[Compiled]:
     return list(found.values())
 
 
-def _read(name: str, signature: str, kernel) -> Compiled:
+def _read(name: str, kernel) -> Compiled:
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -111,7 +110,6 @@ def _read(name: str, signature: str, kernel) -> Compiled:
     ptx = kernel.asm["ptx"]
     return Compiled(
         name,
-        signature,
         int(usage["REG"]),
         int(usage["STACK"]) + int(usage["LOCAL"]),
         kernel.metadata.shared,
@@ -133,9 +131,6 @@ def main(arguments: list[str] | None = None) -> int:
         default=90,
         help="compute capability of the GPU: 80 is an A100, 90 an H100 or H200 (default)",
     )
-    parser.add_argument(
-        "--signatures", action="store_true", help="print dtypes and constants of each kernel too"
-    )
     args = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
     kernels = compile_all(args.capability)
@@ -151,8 +146,6 @@ def main(arguments: list[str] | None = None) -> int:
             + (f"  mma {kernel.mma}" if kernel.mma else "")
             + ("  TOO MUCH" if is_bad else "")
         )
-        if args.signatures:
-            print(f"    {kernel.signature}")
     return 1 if bad else 0
 
 

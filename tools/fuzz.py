@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_losses.functional as F
 from tests import cases
+from tests.objective import test_diagnostics
 from tests.vocabulary import test_bm25, test_labels, test_penalties
 
 __all__ = ["Failure", "check", "fuzz"]
@@ -579,12 +580,8 @@ def _recall_at_k(rng: np.random.Generator) -> tuple[list[Any], dict[str, Any], A
     scores = np.round(_numbers(rng, *shape)).astype(np.float32).astype(np.float64)
     positive = rng.random(shape) < rng.choice([0.0, 0.3, 1.0])
     k = int(rng.integers(1, shape[1] + 1))
-    shares = []
-    for row, is_positive in zip(scores, positive, strict=True):
-        if is_positive.any():
-            ranks = [1 + (row > x).sum() + ((row == x).sum() - 1) / 2 for x in row[is_positive]]
-            shares.append(sum(rank <= k for rank in ranks) / len(ranks))
-    return [scores, positive], {"k": k}, sum(shares) / max(len(shares), 1)
+    wanted = test_diagnostics.recall(scores.tolist(), positive.tolist(), k)
+    return [scores, positive], {"k": k}, wanted
 
 
 def _calibrate_threshold(rng: np.random.Generator) -> tuple[list[Any], dict[str, Any], Any]:

@@ -1,6 +1,7 @@
-"""Makes the guides' notebooks and scripts: ``python -m tools.notebooks build/notebooks``.
+"""Makes notebooks and scripts of pages: ``python -m tools.notebooks build/notebooks``.
 
-Each guide becomes NAME.ipynb and NAME.py: its prose as plain Markdown, its Python blocks as cells.
+Each guide, and each page with `script: true` in its front matter, becomes NAME.ipynb and NAME.py:
+its prose as plain Markdown, its Python blocks as cells.
 Links lead to the site where SITE_URL names it, and are text otherwise. ``--run`` runs every script
 in a process of its own, apart from those that download a model.
 """
@@ -20,7 +21,11 @@ import jupytext
 from tools.llms import address
 from tools.translations import DOCS, FENCE, body, expand
 
-GUIDES = [DOCS / "quickstart.md", *sorted(DOCS.glob("guides/*.md"))]
+GUIDES = [
+    DOCS / "quickstart.md",
+    *sorted(DOCS.glob("guides/*.md")),
+    *(page for page in sorted(DOCS.glob("*.md")) if "\nscript: true\n" in page.read_text("utf-8")),
+]
 DOWNLOADS = {"real_model"}  # tests/docs/test_real_model.py runs it with tiny models instead
 # Which extra brings a module.
 EXTRAS = {
@@ -28,6 +33,7 @@ EXTRAS = {
     "transformers": "transformers",
     "sparse_losses.demo": "demo",
 }
+TRAINERS = ("accelerate", "lightning")  # packages that no extra brings
 BLOCK = re.compile(
     r"^(?P<indent> *)(?P<fence>```+)(?P<language>\w*).*\n[\s\S]*?^ *(?P=fence)$", re.M
 )
@@ -128,21 +134,22 @@ def plain(page: Path) -> str:
     return "".join(parts).strip() + "\n"
 
 
-def requirement(code: str) -> str:
+def requirements(code: str) -> str:
     """Return what pip installs for these imports."""
-    extras = [
-        extra
-        for module, extra in EXTRAS.items()
-        if re.search(rf"^(?:from|import) {module}\b", code, re.M)
-    ]
-    return f"sparse-losses[{','.join(extras)}]" if extras else "sparse-losses"
+
+    def imported(module: str) -> bool:
+        return re.search(rf"^(?:from|import) {module}\b", code, re.M) is not None
+
+    extras = ",".join(extra for module, extra in EXTRAS.items() if imported(module))
+    ours = f'"sparse-losses[{extras}]"' if extras else '"sparse-losses"'
+    return " ".join([ours, *filter(imported, TRAINERS)])
 
 
 def notebook(page: Path) -> Any:
     """Return a guide as a notebook."""
     made = jupytext.reads(plain(page), fmt="md")
     code = "\n".join(cell.source for cell in made.cells if cell.cell_type == "code")
-    install = jupytext.reads(f'```python\n%pip install "{requirement(code)}"\n```\n', fmt="md")
+    install = jupytext.reads(f"```python\n%pip install {requirements(code)}\n```\n", fmt="md")
     made.cells = install.cells + made.cells
     for number, cell in enumerate(made.cells):
         cell.id = f"cell-{number}"  # the same in every build

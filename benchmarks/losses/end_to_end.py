@@ -1,5 +1,7 @@
 """A training step: the head for both sides, InfoNCE with hard negatives, FLOPS on both sides."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,39 +14,32 @@ __all__ = ["BENCHMARK", "plain"]
 FLOPS_WEIGHT = 1e-3
 
 
-def plain(
-    query_hidden: Tensor,
-    document_hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    query_mask: Tensor,
-    document_mask: Tensor,
-) -> Tensor:
-    """Plain formulas, one after the other."""
-    queries = splade_head.plain(query_hidden, weight, bias, query_mask)
-    documents = splade_head.plain(document_hidden, weight, bias, document_mask)
-    positive, negative = documents[: len(queries)], documents[len(queries) :]
-    contrast = info_nce.plain(queries, positive, negative, temperature=1.0, similarity="dot")
-    return contrast + FLOPS_WEIGHT * (flops.plain(queries) + flops.plain(documents))
+def _step(
+    head: Callable[..., Tensor], contrast: Callable[..., Tensor], sparsity: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """Return the step made of these functions, one after the other."""
+
+    def total(
+        query_hidden: Tensor,
+        document_hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        query_mask: Tensor,
+        document_mask: Tensor,
+    ) -> Tensor:
+        queries = head(query_hidden, weight, bias, query_mask)
+        documents = head(document_hidden, weight, bias, document_mask)
+        positive, negative = documents[: len(queries)], documents[len(queries) :]
+        value = contrast(queries, positive, negative, temperature=1.0, similarity="dot")
+        return value + FLOPS_WEIGHT * (sparsity(queries) + sparsity(documents))
+
+    return total
 
 
-def _of_the_package(
-    query_hidden: Tensor,
-    document_hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    query_mask: Tensor,
-    document_mask: Tensor,
-) -> Tensor:
-    """The package's functions, combined as in its documentation."""
-    queries = sparse_losses.splade_head(query_hidden, weight, bias, query_mask)
-    documents = sparse_losses.splade_head(document_hidden, weight, bias, document_mask)
-    positive, negative = documents[: len(queries)], documents[len(queries) :]
-    contrast = sparse_losses.info_nce_loss(
-        queries, positive, negative, temperature=1.0, similarity="dot"
-    )
-    regularised = sparse_losses.flops_loss(queries) + sparse_losses.flops_loss(documents)
-    return contrast + FLOPS_WEIGHT * regularised
+plain = _step(splade_head.plain, info_nce.plain, flops.plain)
+of_the_package = _step(
+    sparse_losses.splade_head, sparse_losses.info_nce_loss, sparse_losses.flops_loss
+)
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
@@ -82,7 +77,7 @@ BENCHMARK = Benchmark(
     inputs,
     ("query_hidden", "document_hidden", "weight", "bias"),
     plain,
-    ours(_of_the_package),
+    ours(of_the_package),
     tiny=[{"B": 3, "S": 8, "V": 40, "H": 8, "density": 0.3}],
     quick=[_size(4, 64)],
     full=[_size(8, 128), _size(16, 128)],

@@ -1,1 +1,1 @@
-"""Reports of results: merged runs, the aims, the tables of the documentation, plots."""
+"""Reports of results: merged runs, the aims and the tables of the documentation."""

@@ -21,44 +21,36 @@ class Verdict:
 
     aim: str
     case: str
-    allocator: str
     wanted: str
     measured: str
     verdict: str
 
 
 def judge(merged: Sequence[Merged]) -> list[Verdict]:
-    """Judge every aim with every allocator setting that was run, then the rules for all losses."""
+    """Judge every aim, then the rules for all losses."""
     rows = {row.key: row for row in merged}
-    settings = list(dict.fromkeys(row.key[4] for row in merged))
     lines = []
     for loss in NAMES:
         for aim in benchmark(loss).aims:
             case = case_name(aim.sizes)
-            for allocator in settings:
-                if allocator not in aim.allocators:
-                    continue
-                value, runs = _measured(aim, rows, (loss, case, TRAINING), allocator)
-                is_met = value >= aim.bound if aim.is_lower_bound else value <= aim.bound
-                unknown = math.isnan(value)
-                lines.append(
-                    Verdict(
-                        f"{aim.text} ({aim.variant})",
-                        f"{loss}, {case}",
-                        allocator,
-                        aim.wanted,
-                        "-" if unknown else f"{value:.3g}{runs}",
-                        "not measured" if unknown else "met" if is_met else "missed",
-                    )
+            value, runs = _measured(aim, rows, (loss, case, TRAINING))
+            is_met = value >= aim.bound if aim.is_lower_bound else value <= aim.bound
+            unknown = math.isnan(value)
+            lines.append(
+                Verdict(
+                    f"{aim.text} ({aim.variant})",
+                    f"{loss}, {case}",
+                    aim.wanted,
+                    "-" if unknown else f"{value:.3g}{runs}",
+                    "not measured" if unknown else "met" if is_met else "missed",
                 )
-    return lines + one_rule_for_all(merged) + _crossover(rows, settings)
+            )
+    return lines + one_rule_for_all(merged) + _crossover(rows)
 
 
-def _measured(
-    aim: Aim, rows: dict[Key, Merged], about: tuple[str, str, str], allocator: str
-) -> tuple[float, str]:
+def _measured(aim: Aim, rows: dict[Key, Merged], about: tuple[str, str, str]) -> tuple[float, str]:
     """Return the figure (NaN if not measured) and the lowest and highest of several runs."""
-    row = rows.get((*about, aim.variant, allocator))
+    row = rows.get((*about, aim.variant))
     if row is None or row.runs == 0:
         return math.nan, ""
     if aim.figure == "memory":
@@ -66,7 +58,7 @@ def _measured(
     if aim.figure == "MiB":
         return row.peak_bytes / MIB, ""
     if aim.figure == "against":
-        other = rows.get((*about, aim.other, allocator))
+        other = rows.get((*about, aim.other))
         return (row.speedup.median / other.speedup.median if other else math.nan), ""
     ends = (row.speedup.low, row.speedup.high)
     value = row.speedup.median
@@ -83,40 +75,30 @@ def one_rule_for_all(merged: Sequence[Merged], above: int = 100_000) -> list[Ver
         ("<= 1 of eager's memory", lambda row: row.memory_ratio, lambda value: value > 1.001),
     )
     for wanted, figure, is_worse in tests:
-        for allocator in dict.fromkeys(row.key[4] for row in merged):
-            ours = [
-                row
-                for row in merged
-                if row.key[3] == "ours"
-                and row.key[4] == allocator
-                and row.elements > above
-                and not math.isnan(figure(row))
-            ]
-            worse = [row for row in ours if is_worse(figure(row))]
-            for row in worse:
-                case, found = ", ".join(row.key[:3]), f"{figure(row):.3g}"
-                lines.append(Verdict(RULE, case, allocator, wanted, found, "missed"))
-            verdict = "met" if ours and not worse else "missed" if worse else "not measured"
-            whole = f"{len(ours)} cases and passes"
-            count = f"{len(ours) - len(worse)} of {len(ours)}"
-            lines.append(Verdict(RULE, whole, allocator, wanted, count, verdict))
+        ours = [
+            row
+            for row in merged
+            if row.key[3] == "ours" and row.elements > above and not math.isnan(figure(row))
+        ]
+        worse = [row for row in ours if is_worse(figure(row))]
+        for row in worse:
+            case, found = ", ".join(row.key[:3]), f"{figure(row):.3g}"
+            lines.append(Verdict(RULE, case, wanted, found, "missed"))
+        verdict = "met" if ours and not worse else "missed" if worse else "not measured"
+        whole = f"{len(ours)} cases and passes"
+        count = f"{len(ours) - len(worse)} of {len(ours)}"
+        lines.append(Verdict(RULE, whole, wanted, count, verdict))
     return lines
 
 
-def _crossover(rows: dict[Key, Merged], settings: Sequence[str]) -> list[Verdict]:
+def _crossover(rows: dict[Key, Merged]) -> list[Verdict]:
     """Report the density at which InfoNCE's sparse products stop being faster than dense ones."""
-    lines = []
-    for allocator in settings:
-        found = []
-        for sizes in sorted(benchmark("info_nce").crossover, key=lambda sizes: sizes["density"]):
-            about = ("info_nce", case_name(sizes), TRAINING)
-            sparse, dense = (
-                rows.get((*about, f"ours, {way}", allocator)) for way in ("nonzeros", "direct")
-            )
-            if sparse and dense and sparse.runs and dense.runs:
-                ratio = dense.seconds.median / sparse.seconds.median
-                found.append(f"{100 * sizes['density']:g}%: {ratio:.2f}")
-        if found:
-            said = ("InfoNCE, nonzeros over direct", "info_nce, B=256 V=30522", allocator)
-            lines.append(Verdict(*said, "1 near 12%", ", ".join(found), "see figures"))
-    return lines
+    found = []
+    for sizes in sorted(benchmark("info_nce").crossover, key=lambda sizes: sizes["density"]):
+        about = ("info_nce", case_name(sizes), TRAINING)
+        sparse, dense = (rows.get((*about, f"ours, {way}")) for way in ("nonzeros", "direct"))
+        if sparse and dense and sparse.runs and dense.runs:
+            ratio = dense.seconds.median / sparse.seconds.median
+            found.append(f"{100 * sizes['density']:g}%: {ratio:.2f}")
+    said = ("InfoNCE, nonzeros over direct", "info_nce, B=256 V=30522")
+    return [Verdict(*said, "1 near 12%", ", ".join(found), "see figures")] if found else []

@@ -10,7 +10,7 @@ from benchmarks.run.table import Row
 
 __all__ = ["Key", "Merged", "Spread", "markdown", "merge"]
 
-Key = tuple[str, str, str, str, str]  # loss, case, pass, variant, allocator
+Key = tuple[str, str, str, str]  # loss, case, pass, variant
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,6 @@ class Spread:
             return cls(math.nan, math.nan, math.nan)
         return cls(statistics.median(known), min(known), max(known))
 
-    def __str__(self) -> str:
-        """Return three digits, more than a machine reproduces."""
-        if math.isnan(self.median):
-            return "-"
-        if self.low == self.high:
-            return f"{self.median:.3g}"
-        return f"{self.median:.3g} ({self.low:.3g}-{self.high:.3g})"
-
 
 @dataclass(frozen=True)
 class Merged:
@@ -44,15 +36,11 @@ class Merged:
 
     key: Key
     elements: int
-    kind: str
     runs: int
     seconds: Spread
     speedup: Spread
     peak_bytes: float
-    peak_bytes_without_gradients: float
     memory_ratio: float  # relative to eager's peak
-    share_of_ceiling: Spread
-    status: str
 
 
 def merge(tables: Sequence[Sequence[Row]]) -> list[Merged]:
@@ -65,30 +53,24 @@ def merge(tables: Sequence[Sequence[Row]]) -> list[Merged]:
     merged = []
     for key, rows in found.items():
         good = [row for row in rows if row["status"].startswith("ok")]
-        loss, case, pass_, _, allocator = key
-        base = eager.get((loss, case, pass_, "eager", allocator), math.nan)
+        base = eager.get((*key[:3], "eager"), math.nan)
         peak = Spread.of(_number(row, "peak_bytes") for row in good).high
-        own = Spread.of(_number(row, "peak_bytes_without_gradients") for row in good).high
         merged.append(
             Merged(
                 key,
                 int(rows[0]["elements"]),
-                rows[0]["kind"],
                 len(good),
                 Spread.of(_number(row, "seconds") for row in good),
                 Spread.of(_number(row, "speedup") for row in good),
                 peak,
-                own,
                 peak / base if base else math.nan,
-                Spread.of(_number(row, "share_of_ceiling") for row in good),
-                next((r["status"] for r in rows if not r["status"].startswith("ok")), "ok"),
             )
         )
     return merged
 
 
 def _key(row: Row) -> Key:
-    return row["loss"], row["case"], row["pass"], row["variant"], row["allocator"]
+    return row["loss"], row["case"], row["pass"], row["variant"]
 
 
 def _number(row: Row, name: str) -> float:

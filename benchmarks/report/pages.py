@@ -13,7 +13,7 @@ from benchmarks.report.reckoned import figure
 from benchmarks.report.reckoned import table as reckoned_table
 from benchmarks.run import reckoned as counting
 from benchmarks.run.measure import TRAINING
-from benchmarks.run.table import RESULTS, ROOT, Row, read
+from benchmarks.run.table import RESULTS, ROOT, Row, largest_cases, read
 from benchmarks.schema import case_name
 from sparse_losses._core.files import replaced_file
 
@@ -32,20 +32,21 @@ PEERS = (
 
 
 def aims() -> str:
-    """Every aim per allocator setting, from the runs in ``aims-run-*.csv``."""
-    verdicts = judge(merge([read(path) for path in sorted(RESULTS.glob("aims-run-*.csv"))]))
-    cells: dict[tuple[str, ...], dict[str, str]] = {}
-    for verdict in verdicts:
-        said = verdict.measured + (" **missed**" if verdict.verdict == "missed" else "")
-        line = verdict.aim, verdict.case, verdict.wanted
-        cells.setdefault(line, {})[verdict.allocator] = said
-    kinds = sorted({verdict.allocator for verdict in verdicts})
-    lines = [(*line, *(found.get(kind, "-") for kind in kinds)) for line, found in cells.items()]
-    return markdown(("aim", "case", "wanted", *(f"{kind} allocator" for kind in kinds)), lines)
+    """Every aim, from the runs in ``aims-run-*.csv``."""
+    lines = [
+        (
+            verdict.aim,
+            verdict.case,
+            verdict.wanted,
+            verdict.measured + (" **missed**" if verdict.verdict == "missed" else ""),
+        )
+        for verdict in judge(merge([read(path) for path in sorted(RESULTS.glob("aims-run-*.csv"))]))
+    ]
+    return markdown(("aim", "case", "wanted", "measured"), lines)
 
 
 def peers() -> str:
-    """Time and memory of other packages relative to ours, from ``cpu-quick.csv``."""
+    """Time and memory of other packages over ours for the largest cases of ``cpu-quick.csv``."""
     rows = {
         (row["loss"], row["case"], row["variant"]): row
         for row in read(RESULTS / "cpu-quick.csv")
@@ -53,7 +54,7 @@ def peers() -> str:
     }
     names = [name for name in PEERS if any(variant == name for *_, variant in rows)]
     lines = []
-    for loss, case in dict.fromkeys(key[:2] for key in rows):
+    for loss, case in largest_cases(rows.values()):
         ours = rows[loss, case, "ours"]
         cells = [_over(rows.get((loss, case, name)), ours) for name in names]
         lines.append((loss, case, *cells))
@@ -70,7 +71,7 @@ def memory() -> str:
     """Peak memory and times of the plain formula, of sentence-transformers and of ours."""
     found: dict[tuple[str, str], dict[str, Row]] = {}
     for row in read(RESULTS / "aims-run-1.csv"):
-        if row["pass"] == TRAINING and row["allocator"] == "default":
+        if row["pass"] == TRAINING:
             found.setdefault((row["loss"], row["case"]), {})[row["variant"]] = row
     names = ("eager", "sentence-transformers", "ours")
     for sizes in benchmark("info_nce").crossover:  # they serve to choose a default

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.run import graphs, memory, timing
+from benchmarks.run import memory, timing
 from benchmarks.run.available import variants as available_variants
 from benchmarks.run.ceilings import Ceilings
 from benchmarks.run.check import (
@@ -77,10 +77,6 @@ class Result:
     floor_flops: float = math.nan
     share_of_ceiling: float = math.nan
     dtype: str = "fp32"
-    graph_status: str = ""
-    graph_seconds: float = math.nan  # of a CUDA graph, without launches
-    graph_seconds_q1: float = math.nan
-    graph_seconds_q3: float = math.nan
 
     def row(self) -> dict[str, Any]:
         """Return a CSV row: numbers with six digits, empty if not measured."""
@@ -268,10 +264,6 @@ def _one_pass(
                 floor_flops=num_flops,
                 share_of_ceiling=floor / times.median,
             )
-            if case.suite == "gpu":
-                said, replays = graphs.replayed(runs[name], warm.device, needs=row.peak_bytes)
-                more = replays.columns("graph_seconds") if replays else {}
-                row = replace(row, graph_status=said, **more)
         results.append(row)
     return results
 

@@ -16,9 +16,7 @@ def show(console: Console, title: str, rows: Sequence[Row]) -> None:
     """Print one line per variant, and then the failures."""
     screen = Screen(title=title, title_justify="left", box=None, pad_edge=False)
     screen.add_column("forward + backward", width=24, no_wrap=True)
-    replayed = any(row.get("graph_status") for row in rows)
-    headings = ["time", "x eager", "quartiles", "memory", "- gradients", "of ceiling"]
-    for heading in [*headings, *(["replayed"] if replayed else [])]:
+    for heading in ("time", "x eager", "quartiles", "memory", "- gradients", "of ceiling"):
         screen.add_column(heading, justify="right", no_wrap=True, min_width=10)
     trouble = []
     for row in rows:
@@ -36,16 +34,10 @@ def show(console: Console, title: str, rows: Sequence[Row]) -> None:
             _memory(float(row["peak_bytes"])),
             _memory(float(row["peak_bytes_without_gradients"])),
             f"{100 * float(row['share_of_ceiling']):.0f}%",
-            *([_replayed(row)] if replayed else []),
         )
     console.print(screen)
     for line in trouble:
         console.print(escape(line))
-
-
-def _replayed(row: Row) -> str:
-    """Format the time of a replay, or ``no``; the CSV has the reason."""
-    return _time(float(row["graph_seconds"])) if row["graph_seconds"] else "no"
 
 
 def _time(seconds: float) -> str:

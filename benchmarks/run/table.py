@@ -18,7 +18,7 @@ from benchmarks.run.ceilings import Ceilings
 from benchmarks.run.measure import Result
 from sparse_losses._core.files import replaced_file
 
-__all__ = ["RESULTS", "ROOT", "Row", "Table", "circumstances", "read"]
+__all__ = ["RESULTS", "ROOT", "Row", "Table", "circumstances", "largest_cases", "read"]
 
 Row = dict[str, str]
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,14 +80,11 @@ def _versions(device_type: str) -> str:
     )
 
 
-def circumstances(
-    device: torch.device, suite: str, allocator: str, ceilings: Ceilings | None
-) -> Row:
+def circumstances(device: torch.device, suite: str, ceilings: Ceilings | None) -> Row:
     """Return the columns that are the same for all rows of a run."""
     is_cuda = device.type == "cuda"
     row = {
         "suite": suite,
-        "allocator": allocator,
         "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
         "capability": _capability(device),
         "cores": str(os.cpu_count()),
@@ -139,6 +136,15 @@ def _identity(row: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(row[name] for name in IDENTITY)
 
 
+def largest_cases(rows: Iterable[Row]) -> list[tuple[str, str]]:
+    """Return (loss, case) of the largest case of each loss and kind of input."""
+    largest: dict[tuple[str, str], tuple[int, str]] = {}
+    for row in rows:
+        kind, size = (row["loss"], row["group"]), (int(row["elements"]), row["case"])
+        largest[kind] = max(largest.get(kind, size), size)
+    return [(loss, case) for (loss, _), (_, case) in largest.items()]
+
+
 def read(path: Path) -> list[Row]:
     """Read all rows of a CSV; return none if there is no file."""
     if not path.exists():
@@ -168,12 +174,11 @@ class Table:
             )
 
     def rows_of(self, loss: str, case: str) -> list[Row]:
-        """Return the rows of a case with this run's allocator."""
-        key = (loss, case, self.common["allocator"])
-        return [row for row in self.rows if (row["loss"], row["case"], row["allocator"]) == key]
+        """Return the rows of a case."""
+        return [row for row in self.rows if (row["loss"], row["case"]) == (loss, case)]
 
     def present(self, loss: str, case: str) -> set[str]:
-        """Return the variants of a case that have rows with this run's allocator."""
+        """Return the variants of a case that have rows."""
         return {row["variant"] for row in self.rows_of(loss, case)}
 
     def add(self, results: Iterable[Result]) -> list[Row]:

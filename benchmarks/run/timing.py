@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Quartiles", "Run", "Samples", "cuda_sampler", "interleave"]
+__all__ = ["Quartiles", "Run", "Samples", "interleave"]
 
 Run = Callable[[int], object]  # the argument is the number of the call, to rotate inputs
 
@@ -74,7 +74,7 @@ def interleave(
         max_rounds: maximal number of rounds.
         shortest: minimal seconds of a sample; a shorter call is repeated within it.
     """
-    take = cuda_sampler(device) if device.type == "cuda" else _cpu_sample
+    take = _cuda_sampler(device) if device.type == "cuda" else _cpu_sample
     names = list(runs)
     number = {name: max(1, min(1000, round(shortest / max(first[name], 1e-7)))) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -102,7 +102,7 @@ def _cpu_sample(run: Run, number: int) -> float:
     return (time.perf_counter() - start) / number
 
 
-def cuda_sampler(device: torch.device) -> Callable[[Run, int], float]:
+def _cuda_sampler(device: torch.device) -> Callable[[Run, int], float]:
     """Return a sampler with events around each call; the L2 cache is flushed before a call."""
     size = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 2**26
     flush = torch.empty(2 * size, dtype=torch.int8, device=device)

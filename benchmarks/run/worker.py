@@ -1,4 +1,4 @@
-"""The worker process: it measures all cases with one allocator setting and shows the results."""
+"""The worker process: it measures all cases and shows the results."""
 
 import argparse
 import sys
@@ -32,7 +32,7 @@ __all__ = ["BROKE", "work"]
 BROKE = "failed, and what was running with it: "  # prefix of a status
 
 
-def work(args: argparse.Namespace, output: Path, *, allocator: str, budget: float) -> int:
+def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
     """Measure what the CSV lacks; return 1 if a variant differs or ours failed.
 
     Return ``AGAIN`` if a variant left the GPU unusable; its rows say so, and a new process can
@@ -53,10 +53,10 @@ def work(args: argparse.Namespace, output: Path, *, allocator: str, budget: floa
             console.print(f"{package}: {reason}, skipped")
 
     rates = ceilings.measure(device, copy_mib=16 if args.suite == "tiny" else 256)
-    common = circumstances(device, args.suite, allocator, rates)
+    common = circumstances(device, args.suite, rates)
     console.print(
-        f"{common['device']} ({common['capability']}), {common['threads']} threads, allocator "
-        f"{allocator}: copies {common['copy_gb_per_s']} GB/s, multiplies "
+        f"{common['device']} ({common['capability']}), {common['threads']} threads: copies "
+        f"{common['copy_gb_per_s']} GB/s, multiplies "
         f"{common['matmul_gflop_per_s']} GFLOP/s"
         + (f" in fp32, {common['bf16_gflop_per_s']} in bf16" if device.type == "cuda" else "")
     )

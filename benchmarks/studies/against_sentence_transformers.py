@@ -29,6 +29,7 @@ from benchmarks.studies.runs import (
     write_csv,
 )
 from sparse_losses import COSINE, RECOMMENDED, Preset, SpladeBatch, Texts
+from sparse_losses._core.files import replaced_file
 from sparse_losses.demo.corpus import Corpus, Row, pair_texts
 from sparse_losses.demo.evaluation import bm25_scores, ranks, similarities
 from sparse_losses.demo.options import UserError, guarded
@@ -301,7 +302,8 @@ def _run(options: argparse.Namespace) -> None:
         rows += [_row(corpus, one["variant"], one, one["test"]) for one in results]
     write_csv(options.output / "against_sentence_transformers.csv", rows)
     table = summary(rows)
-    (options.output / "against_sentence_transformers.md").write_text(table, encoding="utf-8")
+    with replaced_file(options.output / "against_sentence_transformers.md", text=True) as page:
+        page.write(table)
     Console().print(table, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--vocabulary", type=int, default=V)
     args = options.parse_args(arguments)
     about = {"V": args.vocabulary, "S": S, "H": H, "layers": LAYERS, "rounds": args.rounds}
-    about |= circumstances(torch.device("cpu"), "caching", "default", None)
+    about |= circumstances(torch.device("cpu"), "caching", None)
     results = measure(CASES, rounds=args.rounds, vocab_size=args.vocabulary)
     with replaced_file(args.output, text=True) as lines:
         rows = [{**asdict(result), **about} for result in results]

@@ -333,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             progress.advance(bar)
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    common = circumstances(device, "growth", "default", rates)
+    common = circumstances(device, "growth", rates)
     with replaced_file(args.output, text=True) as lines:
         rows = [{**asdict(point), **common} for point in points]
         writer = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")

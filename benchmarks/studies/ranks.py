@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(work, (world, folder, args.rounds, sizes), nprocs=world)
             rows += torch.load(Path(folder, "rows.pt"), weights_only=True)
-    common = circumstances(CPU, "ranks", "default", None)
+    common = circumstances(CPU, "ranks", None)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with replaced_file(args.output, text=True) as lines:
         writer = csv.DictWriter(lines, [*rows[0], *common], restval="", lineterminator="\n")

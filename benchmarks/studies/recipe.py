@@ -25,6 +25,7 @@ from benchmarks.studies.against_sentence_transformers import (
 )
 from benchmarks.studies.runs import Result, markdown, run_each_corpus, study_parser, write_csv
 from sparse_losses import COSINE, RECOMMENDED, PositiveActivationLoss, Preset, SpladeBatch
+from sparse_losses._core.files import replaced_file
 from sparse_losses.demo.corpus import Corpus
 from sparse_losses.demo.objective import loss_of
 from sparse_losses.demo.options import guarded
@@ -177,7 +178,8 @@ def _run(options: argparse.Namespace) -> None:
         cells.append([*key, by_seed, *(f"{mean:.1f}" for mean in means)])
     headings = ("nDCG@10 by seed", "active q", "active d", "products per pair")
     table = markdown(("corpus", "change", "target", *headings), cells, left=2)
-    (options.output / "recipe.md").write_text(table, encoding="utf-8")
+    with replaced_file(options.output / "recipe.md", text=True) as page:
+        page.write(table)
     Console().print(table, markup=False, highlight=False, soft_wrap=True)
 
 

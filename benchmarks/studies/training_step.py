@@ -320,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     shape = TINY if args.tiny else Shape()
     console = Console(width=None if Console().is_terminal else 120)
-    common = circumstances(device, "training_step", "default", None)
+    common = circumstances(device, "training_step", None)
     sizes = asdict(shape)
     about = {key: str(value) for key, value in sizes.items() if not key.endswith("pairs")}
     try:

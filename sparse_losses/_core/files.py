@@ -3,9 +3,10 @@
 import os
 import shutil
 import stat
+import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,7 +36,7 @@ def replaced_file(path: str | os.PathLike[str], *, text: bool = False) -> Iterat
         with open(unfinished, "x" if text else "xb", **how) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # or a power cut could leave an empty file under the name
+            os.fsync(file)  # or a power cut could leave an empty file under the name
         if exists:
             shutil.copymode(target, unfinished)
         os.replace(unfinished, target)
@@ -49,9 +50,10 @@ def replaced_files(folder: str | os.PathLike[str], *, last: str, instead_of: str
 
     After an error, such as a full disk, ``folder`` is unchanged and the temporary folder is
     removed; a killed process leaves it behind as ``.NAME.`` and 32 digits. The files are replaced
-    one by one. ``last`` is removed before the others and written after them, so that a reader that
-    requires it never sees a mixture. Old files that match ``instead_of`` are deleted; all other
-    files stay.
+    one by one, by one writer at a time (on Windows, writers are not kept apart). ``last`` is
+    removed before the others and written after them. A reader that finds the same ``last`` before
+    and after it read the others has no mixture. Old files that match ``instead_of`` are deleted;
+    all other files stay.
     """
     target = Path(os.path.realpath(folder))
     target.mkdir(parents=True, exist_ok=True)
@@ -62,13 +64,31 @@ def replaced_files(folder: str | os.PathLike[str], *, last: str, instead_of: str
         written = [path for path in unfinished.rglob("*") if path.is_file()]
         for path in written:
             with open(path, "rb+") as file:
-                os.fsync(file.fileno())
-        (target / last).unlink(missing_ok=True)
-        for stale in target.glob(instead_of):
-            stale.unlink()
-        for path in sorted(written, key=lambda path: path == unfinished / last):
-            place = target / path.relative_to(unfinished)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(path, place)
+                os.fsync(file)
+        with _only_writer(target):
+            (target / last).unlink(missing_ok=True)
+            for stale in target.glob(instead_of):
+                stale.unlink()
+            for path in sorted(written, key=lambda path: path == unfinished / last):
+                place = target / path.relative_to(unfinished)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, place)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    """Wait for other processes that replace files of ``folder``; a killed one is not waited for."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(place, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(place)

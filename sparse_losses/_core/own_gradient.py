@@ -88,7 +88,7 @@ class _OwnGradient(torch.autograd.Function):
             None if g is None else _scaled_(g, factor, dtype)
             for g, dtype in zip(gradients, ctx.dtypes, strict=False)
         ]
-        return None, None, *scaled, *[None] * (len(ctx.needs) - len(scaled))
+        return None, None, *scaled, *[None] * len(ctx.needs)  # PyTorch takes more than it needs
 
 
 def _through_definition(ctx: Any, upstream: Tensor) -> list[Tensor | None]:
@@ -118,13 +118,13 @@ def _is_one(factor: Tensor) -> bool:
 
 
 def _scaled_(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Scale every row in place."""
+    """Scale every row, in place unless its dtype changes; else autograd casts it."""
     if factor is None:
-        return gradient.to(dtype)
+        return gradient
     if factor.ndim:
         factor = factor.reshape(factor.shape + (1,) * (gradient.ndim - factor.ndim))
     if is_batched(factor):  # as in a vectorised Jacobian
-        return (gradient * factor).to(dtype)
+        return gradient * factor
     if gradient.dtype != dtype:
         return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
     return gradient.mul_(factor)

@@ -50,7 +50,7 @@ def reduce(
     if reduction == "sum":
         return sum_over_ranks(values.sum()) if gather else values.sum()
     if gather and num_ranks() > 1:
-        count = values.new_ones(values.shape) if valid is None else valid.to(values.dtype)
+        count = values.new_ones(values.shape) if valid is None else valid
         sums = sum_over_ranks(torch.stack([values.sum(), count.sum()]))
         return sums[0] / sums[1].clamp(min=1)
     if valid is None:

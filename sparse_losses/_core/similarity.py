@@ -27,16 +27,20 @@ def normalize(x: Tensor) -> Tensor:
 def _normalize(x: Tensor) -> Tensor:
     if x.shape[-1] == 0:
         return x
-    # The scale keeps squares from underflow and overflow. The direction does not depend on it, so
-    # the gradient treats it as a constant. Its bounds keep the reciprocal a normal number; on a
-    # CPU a product takes a fraction of the time of a division.
-    tiny = torch.finfo(x.dtype).tiny
-    scale = x.detach().abs().amax(-1, keepdim=True).clamp(min=tiny, max=1 / tiny)
-    scaled = x * scale.reciprocal()
-    squared_norm = scaled.square().sum(-1, keepdim=True)
+    wide = widest_dtype(x.device)
+    if x.dtype == wide:
+        # The scale keeps squares from underflow and overflow; elsewhere the wider dtype does, in
+        # one pass less. The direction does not depend on it, so the gradient treats it as a
+        # constant. Its bounds keep the reciprocal a normal number.
+        tiny = torch.finfo(x.dtype).tiny
+        scale = x.detach().abs().amax(-1, keepdim=True).clamp(min=tiny, max=1 / tiny)
+        x = x * scale.reciprocal()
+    squared_norm = x.to(wide).square().sum(-1, keepdim=True)
     is_zero = squared_norm == 0
-    inverse = torch.where(is_zero, 1.0, squared_norm).rsqrt()
-    return scaled * torch.where(is_zero, 0.0, inverse)
+    # The inverse norm of a tiny row is beyond the dtype; its root is not.
+    root = torch.where(is_zero, 1.0, squared_norm).rsqrt().sqrt()
+    root = torch.where(is_zero, 0.0, root).to(x.dtype)
+    return x * root * root
 
 
 def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -85,7 +85,7 @@ def id_mask(
         return None
     if not isinstance(ids, Tensor):
         ids = torch.tensor(ids)
-    ids = attended_ids(name, ids, torch.ones_like(ids, dtype=torch.bool), vocab_size)
+    ids = attended_ids(name, ids, torch.ones_like(ids), vocab_size)
     if device.type not in ("cpu", "meta") and values_can_be_checked(ids):
         ids = ids.pin_memory()  # the copy to the device is then asynchronous
     mask = torch.zeros(vocab_size, dtype=torch.bool, device=device)

@@ -117,7 +117,7 @@ def _squared_difference(
     difference = z[0] - z[1]
     if by_row:
         count = (size - num_absent).expand(scores.shape[1], 1).sum().clamp_(min=1)
-    share = difference / count.reshape(())
+    share = difference / count
     mse = (difference * share).sum()
     # The gradient of the student's deviation is parallel to its z-scores.
     along = (share * z[0]).sum(dims, keepdim=True) * (divisor[0] / deviation[0] / freedom)

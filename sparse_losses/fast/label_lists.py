@@ -38,8 +38,8 @@ class LabelLists:
         """Take the rows' labels as pairs sorted by row; ``like`` is ``[c, L]``."""
         self._row, self._label, self._like = row, label, like
         self._row_bounds = bounds_of(row, size)
-        self.count = self._row_bounds.diff().to(like.dtype)[:, None]
-        self._row_by_label = row[label.argsort(stable=True)]
+        self.count = self._row_bounds.diff()[:, None]
+        self._row_by_label = row[label.argsort()]
         self._label_bounds = bounds_of(label, like.shape[1])
 
     @classmethod
@@ -81,7 +81,7 @@ def largest_of_labels(values: Tensor, labels: Tensor) -> Tensor:
     blocks = []
     parts = torch.split(values, 2 * top, dim=-1), torch.split(labels, 2 * top, dim=-1)
     for some, hot in zip(*parts, strict=True):
-        by_rank, order = some.sort(dim=-1, descending=True)
+        by_rank, order = some.sort(descending=True)
         none = by_rank.shape[-1]  # the rank for no label, with value 0
         exponents = top - torch.arange(none, device=values.device)
         powers = torch.exp2(2 * exponents.to(values.dtype)).expand(some.shape)

@@ -70,8 +70,7 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        logits, slope, *index = ctx.saved_tensors
-        row, token, column = (i.long() for i in index)
+        logits, slope, row, token, column = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True needs plain operations
             pooled = logits[row, token, column].to(ctx.dtype)
             slope = torch.where(pooled <= 0, 0.0, 1 / (1 + nnf.relu(pooled)))

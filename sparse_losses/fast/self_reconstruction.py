@@ -42,7 +42,7 @@ def blockwise_self_reconstruction(
     batch = x.shape[0]
     step = max(HELD // x.shape[1] if x.is_cpu else batch, 1)
     everything = x, ids, cost, slope, gradient
-    buffer = torch.empty_like(x if step >= batch else x[:step])
+    buffer = torch.empty_like(x[:step])
     sums = []
     for first in range(0, max(batch, 1), step):
         block: Sequence[Any] = everything
@@ -50,7 +50,7 @@ def blockwise_self_reconstruction(
             rows = slice(first, first + step)
             block = [None if part is None else part[rows] for part in everything]
         some_x, places, some_cost, some_slope, some_gradient = block
-        values = buffer if step >= batch else buffer[: some_x.shape[0]]
+        values = buffer[: some_x.shape[0]]
         softplus(some_x, out=values).scatter_(1, places, some_cost)
         if some_gradient is not None:
             torch.sigmoid(some_x, out=some_gradient).scatter_(1, places, some_slope)

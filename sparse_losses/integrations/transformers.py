@@ -109,9 +109,11 @@ class SpladeCollator:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the fields of ``SpladeBatch``, texts as ``input_ids`` and ``attention_mask``."""
-        names = [name for name in (*TEXTS, *NUMBERS) if name in rows[0]]
+        known = (*TEXTS, *NUMBERS)
+        names = [name for name in known if name in rows[0]]
         for row in rows:
-            if "anchor" not in row or "positive" not in row or not _same(names, row):
+            same = [name for name in known if name in row] == names
+            if not same or not {"anchor", "positive"} <= row.keys():
                 optional = ", ".join(map(repr, ("negative", *NUMBERS)))
                 raise ValueError(
                     "expected rows with 'anchor' and 'positive', and either all or no rows with "
@@ -168,7 +170,9 @@ class SpladeCollator:
 
     def _tokenized(self, name: str, column: list[Any]) -> dict[str, Tensor]:
         for found in column:
-            if not _texts_or_text(found):
+            texts = [found] if isinstance(found, str) else found
+            are_some = isinstance(texts, Collection) and len(texts) > 0
+            if not are_some or not all(isinstance(text, str) for text in texts):
                 raise ValueError(
                     f"expected {name!r} to be a text, or a list of one or more, got {found!r}"
                 )
@@ -193,17 +197,6 @@ class SpladeCollator:
         return {key: tensor.unflatten(0, (-1, count)) for key, tensor in tensors.items()}
 
 
-def _texts_or_text(found: object) -> bool:
-    """Whether the value is a text or a list of one or more texts."""
-    if isinstance(found, str):
-        return True
-    return isinstance(found, Collection) and len(found) > 0 and all(map(_is_text, found))
-
-
-def _is_text(found: object) -> bool:
-    return isinstance(found, str)
-
-
 def _numbers(name: str, column: list[Any]) -> Tensor:
     if NUMBERS[name] == torch.int64:
         for number in column:
@@ -212,10 +205,6 @@ def _numbers(name: str, column: list[Any]) -> Tensor:
             except TypeError:  # torch.tensor would round 0.25 and 0.75 to the same id
                 raise ValueError(f"expected {name!r} to be integers, got {number!r}") from None
     return torch.tensor(column, dtype=NUMBERS[name])
-
-
-def _same(names: Sequence[str], row: Mapping[str, Any]) -> bool:
-    return all((name in row) == (name in names) for name in (*TEXTS, *NUMBERS))
 
 
 class _Towers(nn.Module):
@@ -354,33 +343,8 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         check_flag(return_logits=return_logits)
         for side in diagnostics or ():
             check_choice("diagnostics", side, list(SIDES))
-        if args.n_gpu > 1:
-            raise ValueError(
-                f"expected one process per GPU, got {args.n_gpu} GPUs in this one, which would "
-                "split every batch and its negatives: start with torchrun or accelerate launch"
-            )
-        if args.push_to_hub:
-            raise ValueError(f"expected `push_to_hub=False`, got True; {TO_PUBLISH}")
-        if args.neftune_noise_alpha is not None:
-            raise ValueError(
-                f"expected `neftune_noise_alpha=None`, got {args.neftune_noise_alpha}: for noise, "
-                "hook `encoder.model.get_input_embeddings()`"
-            )
-        for refused in ("compute_loss_func", "model_init"):
-            if options.get(refused) is not None:
-                raise ValueError(f"expected `model` and `objective`, got `{refused}`")
-        if args.label_smoothing_factor:
-            raise ValueError(
-                "expected `label_smoothing_factor` to be 0, as there are no classes to smooth, got "
-                f"{args.label_smoothing_factor}"
-            )
-        best, terms = args.metric_for_best_model or "", getattr(objective, "weights", {})
-        if args.greater_is_better and any(f"_{best}".endswith(f"_{term}") for term in terms):
-            raise ValueError(
-                "expected `greater_is_better=False` for a loss as `metric_for_best_model`, got "
-                f"True for {best!r} (the default for names that do not end in 'loss'), which would "
-                "keep the worst model"
-            )
+        terms = getattr(objective, "weights", {})
+        _check_arguments(args, options, terms)
         if data_collator is None:
             if not isinstance(model, SpladeEncoder):
                 raise ValueError(
@@ -482,8 +446,10 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         if isinstance(encoder, SpladeEncoder):
             encoder.save_pretrained(folder)
         else:
-            save_model(encoder, str(folder / WEIGHTS))
-        torch.save(self.args, folder / "training_args.bin")
+            with replaced_file(folder / WEIGHTS) as file:
+                save_model(encoder, file.name)
+        with replaced_file(folder / "training_args.bin") as file:
+            torch.save(self.args, file)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         states = self._load_model(resume_from_checkpoint)["schedules"]
@@ -512,6 +478,39 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         if isinstance(objective, nn.Module):
             objective.load_state_dict(state["objective"])
         return state
+
+
+def _check_arguments(
+    args: TrainingArguments, options: Mapping[str, Any], terms: Collection[str]
+) -> None:
+    """Raise an error for settings of the Trainer that this one does not support."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"expected one process per GPU, got {args.n_gpu} GPUs in this one, which would "
+            "split every batch and its negatives: start with torchrun or accelerate launch"
+        )
+    if args.push_to_hub:
+        raise ValueError(f"expected `push_to_hub=False`, got True; {TO_PUBLISH}")
+    if args.neftune_noise_alpha is not None:
+        raise ValueError(
+            f"expected `neftune_noise_alpha=None`, got {args.neftune_noise_alpha}: for noise, "
+            "hook `encoder.model.get_input_embeddings()`"
+        )
+    for refused in ("compute_loss_func", "model_init"):
+        if options.get(refused) is not None:
+            raise ValueError(f"expected `model` and `objective`, got `{refused}`")
+    if args.label_smoothing_factor:
+        raise ValueError(
+            "expected `label_smoothing_factor` to be 0, as there are no classes to smooth, got "
+            f"{args.label_smoothing_factor}"
+        )
+    best = args.metric_for_best_model or ""
+    if args.greater_is_better and any(f"_{best}".endswith(f"_{term}") for term in terms):
+        raise ValueError(
+            "expected `greater_is_better=False` for a loss as `metric_for_best_model`, got "
+            f"True for {best!r} (the default for names that do not end in 'loss'), which would "
+            "keep the worst model"
+        )
 
 
 class _Steps(TrainerCallback):  # type: ignore[misc]  # as above

@@ -1,6 +1,7 @@
 """Knowledge distillation of scores: softened KL plus z-score MSE."""
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -121,8 +122,7 @@ def _definition(
     gather: bool,
 ) -> Tensor:
     candidate = torch.ones_like(student, dtype=torch.bool) if absent is None else ~absent
-    student = torch.where(candidate, student, 0.0)
-    teacher = torch.where(candidate, teacher, 0.0)
+    student, teacher = (torch.where(candidate, x, 0.0) for x in (student, teacher))
     # On a CPU, a product with 0 and 1 takes a fraction of the time of `where`. `far_below` excludes
     # entries that are not candidates; -inf would make a row without candidates NaN.
     member = candidate.to(student.dtype)
@@ -131,16 +131,15 @@ def _definition(
 
     value = student.new_zeros(())
     if alpha_kl > 0:
-        log_q = (student / temperature + far_below).log_softmax(-1)
-        log_p = (teacher / temperature + far_below).log_softmax(-1)
+        log_q, log_p = ((x / temperature + far_below).log_softmax(-1) for x in (student, teacher))
         rows = over_ranks(candidate.any(-1).sum()).clamp(min=1)
         kl = over_ranks(_divergence(log_p, log_q, candidate).sum()) / rows
-        # In this order PyTorch 2.6 compiles a single graph for all values of the weights.
-        value = value + alpha_kl * (temperature**2 * kl)
+        # Beyond this limit both distributions are equal, and T^2 is infinite: 0 * inf is NaN.
+        most = torch.finfo(kl.dtype).max ** 0.5 / 2
+        squared = (kl.new_ones(()) * temperature).clamp(max=most).square()
+        value = value + alpha_kl * (squared * kl)
     if alpha_mse > 0:
-        z_student, z_teacher = (
-            _z_scores(x / 2, member, far_below, by_row, gather) for x in (student, teacher)
-        )
+        z_student, z_teacher = _z_scores((student, teacher), member, far_below, by_row, gather)
         mse = over_ranks((z_student - z_teacher).square().sum())
         mse = mse / over_ranks(candidate.sum()).clamp(min=1)
         value = value + alpha_mse * mse
@@ -152,11 +151,10 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, candidate: Tensor) -> Tensor:
-    """Return the terms ``p log(p / q) - p + q`` of the KL divergence, each >= 0.
+    """Return ``p log(p / q) - p + q``, each >= 0, as ``p (expm1(x) - x)`` with ``x = log(q / p)``.
 
     ``q - p`` sums to 0. At a high temperature both distributions are nearly uniform, and the terms
-    ``p log(p / q)`` alone cancel to rounding errors, which T^2 multiplies. With ``x = log(q / p)``
-    the term is ``p (expm1(x) - x)``.
+    ``p log(p / q)`` alone cancel to rounding errors, which T^2 multiplies.
     """
     # p is at least the smallest normal number, so that q / p does not overflow.
     log_p = log_p.clamp(min=math.log(torch.finfo(log_p.dtype).tiny))
@@ -165,31 +163,33 @@ def _divergence(log_p: Tensor, log_q: Tensor, candidate: Tensor) -> Tensor:
 
 
 def _z_scores(
-    scores: Tensor, member: Tensor, far_below: Tensor, by_row: bool, gather: bool
-) -> Tensor:
-    """Return the z-scores of the candidates, with unbiased standard deviation; 0 elsewhere.
-
-    ``scores`` are halved: no range overflows. ``member`` is 1 for candidates; else both are 0.
-    """
+    both: Sequence[Tensor], member: Tensor, far_below: Tensor, by_row: bool, gather: bool
+) -> list[Tensor]:
+    """Return the z-scores of the candidates; elsewhere scores and ``member`` are 0, and z is 0."""
     dims = (-1,) if by_row else (-2, -1)
     of_matrix = gather and not by_row  # one matrix of the rows of all ranks
     over_ranks = sum_over_ranks if of_matrix else _unchanged
     largest_of_ranks = maximum_over_ranks if of_matrix else _unchanged
     count = over_ranks(member.sum(dims, keepdim=True))
-    # z does not depend on shift and scale, so the gradient treats them as constants. With a largest
-    # score of exactly 0 and a range of 1, squares neither overflow nor underflow.
-    highest = largest_of_ranks((scores.detach() + far_below).amax(dims, keepdim=True))
-    below = (scores - highest) * member
-    spread = largest_of_ranks(-below.detach().amin(dims, keepdim=True))
-    # Equal scores carry no information, nor does a row of two, whose z are always +-0.7071.
-    says_nothing = (spread <= 0) | (count < (3 if by_row else 2))
-    spread = torch.where(says_nothing, 1.0, spread)
-    scaled = below / spread
-    mean = over_ranks(scaled.sum(dims, keepdim=True)) / count.clamp(min=1)
-    centred = (scaled - mean) * member
-    variance = over_ranks(centred.square().sum(dims, keepdim=True)) / (count - 1).clamp(min=1)
-    deviation = torch.where(says_nothing, torch.inf, variance).sqrt()  # z = 0 there
-    return centred / (deviation + 0.5e-8 / spread)
+    some, size = count.clamp(min=1), member.shape[-1] if by_row else member.numel()
+    scaled, found = [], []
+    for scores in both:  # in two loops, so that compiled code computes both sides in one pass
+        half = scores.detach() * 0.5  # the range of halves does not overflow
+        highest = largest_of_ranks((half + far_below).amax(dims, keepdim=True))
+        lowest = -largest_of_ranks((far_below - half).amax(dims, keepdim=True))
+        rough_mean = over_ranks((half * (1 / size)).sum(dims, keepdim=True)) * (size / some)
+        # Equal scores carry no information, nor does a row of two, whose z are always +-0.7071.
+        says_nothing = (highest <= lowest) | (count < (3 if by_row else 2))
+        # z does not depend on shift and scale, so the gradient treats them as constants.
+        scale = torch.where(says_nothing, 0.0, 1 / (highest - lowest).clamp(min=1e-30))
+        scaled.append(((scores * 0.5 - rough_mean) * member * scale, 0.5e-8 * scale))
+    for x, least in scaled:
+        mean = over_ranks(x.sum(dims, keepdim=True)) / some
+        squares = over_ranks(x.square().sum(dims, keepdim=True)) - mean.square() * count
+        # A range of 1 makes them at least 1/2, but for rounding.
+        deviation = (squares.clamp(min=0.25) / (count - 1).clamp(min=1)).sqrt()
+        found.append((x - mean) * member * (deviation + least).reciprocal())
+    return found
 
 
 def _why_not_direct(arguments: Arguments, options: Options) -> str | None:

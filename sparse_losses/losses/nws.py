@@ -171,7 +171,7 @@ def _definition(
     gather: bool,
     reduction: Reduction,
 ) -> Tensor:
-    """The formula, with references in the order keys, queue, prototypes."""
+    """The formula, with references in the order prototypes, keys, queue."""
     features, y_r, filled = _instances(prototype, *instances)
     y = query_labels.to(features.dtype)
     count = y.sum(-1, keepdim=True).clamp(min=1)  # rows without labels are not valid
@@ -179,10 +179,10 @@ def _definition(
     overlap = alpha / (count + y_r.sum(-1) - shared).clamp(min=1)  # alpha / |y_i or y_r|
     D = y * (overlap @ y_r + 1 - alpha / count)
     per_label = y / (torch.where(D <= 1e-6, 1.0, D) + eps)
-    w = torch.cat([overlap * (per_label @ y_r.T), per_label], dim=1)
+    w = torch.cat([per_label, overlap * (per_label @ y_r.T)], dim=1)
     unlike = (1 - _similarity(y, y_r, label_similarity, aggregation, eps)).clamp(0, 1)
-    a = torch.cat([torch.where(filled, beta * unlike, 0.0), torch.ones_like(y)], dim=1)  # beta_u a
-    is_positive = torch.cat([shared, y], dim=1) > 0
+    a = torch.cat([torch.ones_like(y), torch.where(filled, beta * unlike, 0.0)], dim=1)  # beta_u a
+    is_positive = torch.cat([y, shared], dim=1) > 0
     a = torch.where(is_positive, 0.0 if decoupled else 1.0, a)  # in the denominator: u in N_i
 
     valid = y.any(-1)
@@ -192,8 +192,8 @@ def _definition(
     weighted = s + a.log()
     is_counted = (a > 0) | s.isnan()  # keeps a NaN of weight 0
     if eps > 0:
-        is_member = torch.cat([filled, filled.new_ones(y.shape[1])])
-        M = torch.where(is_member, s, -torch.inf).amax(-1, keepdim=True)
+        is_member = torch.cat([filled.new_ones(y.shape[1]), filled])
+        M = torch.where(is_member, s, -torch.inf).max(-1, keepdim=True).values  # of ties, the first
         floor = M + (torch.zeros_like(M) + eps).log()  # log(eps e^M); compiled, eps is symbolic
     if decoupled:
         log_denominator = masked_logsumexp(weighted, is_counted).unsqueeze(-1)
@@ -236,7 +236,7 @@ def _scores(query: Tensor, features: Tensor, prototype: Tensor, valid: Tensor) -
     some, dtype = valid.any(), features.dtype
     query = normalize(torch.where(valid[:, None], query.to(dtype), 0.0))
     # Two products, as only the prototypes have a gradient.
-    parts = [torch.where(some, x.to(dtype), 0.0) for x in (features, prototype) if len(x)]
+    parts = [torch.where(some, x.to(dtype), 0.0) for x in (prototype, features) if len(x)]
     return torch.cat([query @ normalize(x).T for x in parts], dim=1)
 
 

@@ -116,17 +116,18 @@ def _definition(
     by_rows: bool,
 ) -> Tensor:
     """Sum over the others plus ``ratio`` times the sum over the targets, ``[B]`` or in total."""
-    ids, is_target = first_occurrences(ids, attended)
-    # Targets are removed before the sum, as softplus(-inf) = 0; a subtraction would cancel.
-    # No multi-hot target is built.
-    others = x.scatter_add(1, ids, torch.where(is_target, -torch.inf, 0.0).to(x.dtype))
+    # One byte per token; every attended position writes the same, the others to an extra column.
+    batch, vocab_size = x.shape
+    places = torch.where(attended, ids, vocab_size)
+    is_target = torch.zeros(batch, vocab_size + 1, dtype=torch.bool, device=x.device)
+    is_target = is_target.scatter(1, places, True)[:, :vocab_size]
+    signed = torch.where(is_target, -x, x)
     if ignored is not None:
-        others = torch.where(ignored, -torch.inf, others)
-    # Positions without a target read column 0, whose NaN must not reach the gradient.
-    targets = torch.where(is_target, x.gather(1, ids), 0.0)
-    target_sum = torch.where(is_target, softplus(-targets), 0.0).sum(-1)
-    sums = softplus(others).sum(-1) + ratio * target_sum
-    return sums if by_rows else sums.sum()
+        signed = torch.where(ignored, -torch.inf, signed)  # softplus(-inf) = 0
+    cost = softplus(signed)
+    if isinstance(ratio, Tensor):
+        cost = torch.where(is_target, ratio[:, None], 1.0) * cost
+    return cost.sum(-1) if by_rows else cost.sum()
 
 
 def _why_not_blocks(arguments: Arguments, options: Options) -> str | None:

@@ -20,12 +20,12 @@ SEMANTIC_RATIO = 1.0
 SMALL_ACTIVATION = 0.01
 INPUT_RECALL = 0.5
 OTHER_SIDE_RECALL = 0.3
-RULING_SHARE, PRESSING_SHARE = 0.9, 0.3
+DOMINANT_SHARE, STRONG_SHARE = 0.9, 0.3
 # FLOPS' gradient falls with the root of the active dimensions: tenfold or more on the way from the
 # whole vocabulary to a hundredth of it. A ratio of 9 to 1 then is 90 to 1 on dense texts now.
-RULING_DENSE_SHARE = 0.99
+DOMINANT_DENSE_SHARE = 0.99
 ALIKE = 0.5  # the share of active dimensions that two texts have in common
-FIGHTING_COSINE, FIGHTING_SHARE = -0.5, 0.1
+CONFLICT_COSINE, CONFLICT_SHARE = -0.5, 0.1
 OSCILLATION, TURNS = 0.25, 0.9
 FEWEST_LOSSES = 8
 
@@ -77,7 +77,7 @@ def advise(
         >>> from sparse_losses import advise
         >>> for finding in advise({"dead_rows": 0.25, "active_dimensions": 3.0}):
         ...     print(finding)
-        texts fall silent (25% of the rows are dead): document_flops down, its warm-up longer, \
+        texts become empty (25% of the rows are dead): document_flops down, its warm-up longer, \
 document_min_activation up
     """
     if not isinstance(report, Mapping):
@@ -106,15 +106,15 @@ def _of_sparsity(
     evidence = "" if pull is None else f"; FLOPS is {pull:.0%} of the gradient"
     dead = report.get("dead_rows", 0.0)
     is_dense = report.get("dense_rows", 0.0) >= DENSE_ROWS
-    rules = pull is not None and pull > (RULING_DENSE_SHARE if is_dense else RULING_SHARE)
+    rules = pull is not None and pull > (DOMINANT_DENSE_SHARE if is_dense else DOMINANT_SHARE)
     active, alike = report.get("active_dimensions", 0.0), _alike(report)
     less = ((flops, "down"), ("its warm-up", "longer"), (f"{side}_min_activation", "up"))
     if dead >= DEAD_ROWS:
-        yield Finding("texts fall silent", f"{dead:.0%} of the rows are dead{evidence}", less)
+        yield Finding("texts become empty", f"{dead:.0%} of the rows are dead{evidence}", less)
     elif rules:
         left = f", {active:.0f} dimensions are active" if active else ""
         yield Finding(
-            "sparsity rules the training: collapse is near",
+            "FLOPS dominates the gradient",
             f"FLOPS is {pull:.0%} of the gradient{left}",
             less,
         )
@@ -126,12 +126,12 @@ def _of_sparsity(
             less,
         )
     # Dense texts are no problem while FLOPS has a large share of the gradient: they get sparser.
-    if is_dense and not (pull or 0.0) > PRESSING_SHARE:
+    if is_dense and not (pull or 0.0) > STRONG_SHARE:
         yield Finding(
             "texts are not sparse",
             f"{report['dense_rows']:.0%} of the rows activate more than a quarter of the "
             f"vocabulary{evidence}",
-            ((flops, "up"), ("info_nce.temperature", "up")),
+            ((flops, "up"),),
         )
 
 
@@ -150,7 +150,7 @@ def _of_size(report: Mapping[str, float], side: str) -> Iterator[Finding]:
     value = report.get("mean_activation", SMALL_ACTIVATION)
     if value < SMALL_ACTIVATION and report.get("dead_rows", 0.0) < 1:
         yield Finding(
-            "activations shrink instead of going out",
+            "activations shrink but stay active",
             f"their mean is {value:.2g}",
             (
                 (f"{side}_flops", "down"),
@@ -188,7 +188,7 @@ def _of_tokens(report: Mapping[str, float], side: str) -> Iterator[Finding]:
         )
     if (value := report.get("input_recall", 1.0)) < INPUT_RECALL:
         yield Finding(
-            "a text's own tokens go missing",
+            "a text's own tokens are missing",
             f"{value:.0%} of them are active",
             ((f"{side}_self_reconstruction", "up"), ("self_reconstruction.balanced", "to True")),
         )
@@ -206,9 +206,9 @@ def _of_gradients(gradients: GradientReport | None) -> Iterator[Finding]:
     shares = _shares(gradients)
     for (a, b), cosine in gradients.cosines.items():
         weaker, stronger = sorted((a, b), key=lambda name: shares[name])
-        if cosine < FIGHTING_COSINE and shares[weaker] > FIGHTING_SHARE:
+        if cosine < CONFLICT_COSINE and shares[weaker] > CONFLICT_SHARE:
             yield Finding(
-                "two terms fight",
+                "two terms conflict",
                 f"{a} and {b} have a cosine of {cosine:.2f}; they are {shares[a]:.0%} and "
                 f"{shares[b]:.0%} of the gradient",
                 ((stronger, "down"),),

@@ -240,7 +240,7 @@ class SparsityController:
             self._silent_steps += self.every
             if self._silent_steps >= self.window:
                 self._status = "collapsed"
-                raise CollapseError(self._obituary())
+                raise CollapseError(self._collapse_message())
             self._log_ratio = max(self._log_ratio - math.log(2.0), math.log(SMALLEST_SHARE))
             self._write()
             return
@@ -338,19 +338,19 @@ class SparsityController:
         waver = 2.0 if self._status.startswith("unreachable") else 1.0  # keeps the status stable
         is_above, is_below = self._error > math.log1p(ROOM), self._error < math.log1p(-ROOM)
         if self._is_dying:
-            status = "backing off: rows fall silent"
+            status = "backing off: texts become empty"
         elif crash:
-            status = "backing off: dimensions go out too fast"
+            status = "backing off: active dimensions fall too fast"
         elif (
             is_below
             and self._log_ratio < math.log(NEGLIGIBLE_SHARE)
             and self.horizon * self._trend < waver * ROOM  # no upward trend
         ):
-            status = "unreachable: fewer are active with hardly any weight"
+            status = "unreachable: too sparse at almost no weight"
         elif self._log_ratio == high and is_above:
-            status = "unreachable: more are active at the largest weight"
+            status = "unreachable: too dense at the largest weight"
         elif is_above and self._shrinks():
-            status = "unreachable: activations shrink instead of going out"
+            status = "unreachable: activations shrink but stay active"
         elif is_above or is_below:
             status = "sparsifying" if is_above else "relaxing"
         else:
@@ -375,7 +375,7 @@ class SparsityController:
         self._written = 0.0 if at_floor else self.start * math.exp(self._log_ratio)
         self.objective.weights[self.term] = self._written
 
-    def _obituary(self) -> str:
+    def _collapse_message(self) -> str:
         healthy = self._last_healthy_step
         since = (
             "every step had dead rows"

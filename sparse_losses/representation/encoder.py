@@ -3,7 +3,7 @@
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -266,6 +266,16 @@ class SpladeEncoder(nn.Module):
         )
         return {name: batch[name].to(self.device) for name in ("input_ids", "attention_mask")}
 
+    def _batches(
+        self, texts: Sequence[str], size: int
+    ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+        """Yield tokenized batches of texts of similar length, with the numbers of the texts."""
+        # The longest texts come first, so that an out-of-memory error occurs at once.
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+        for first in range(0, len(texts), size):
+            numbers = order[first : first + size]
+            yield numbers, self.tokenize([texts[i] for i in numbers])
+
     @overload
     def encode(
         self,
@@ -334,18 +344,14 @@ class SpladeEncoder(nn.Module):
             check_integer("max_active_dims", max_active_dims, minimum=1)
         check_flag(normalize=normalize)
         vectors: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(texts)
-        # The longest texts come first, so that an out-of-memory error occurs at once.
-        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         disable = None if show_progress is None else not show_progress
         with (
             torch.inference_mode(),
             evaluating(self),
             tqdm(total=len(texts), desc="Encoding", unit="text", disable=disable) as progress,
         ):
-            for first in range(0, len(texts), batch_size):
-                numbers = order[first : first + batch_size]
-                activations = self(**self.tokenize([texts[i] for i in numbers]))
-                for i, row in zip(numbers, activations.cpu(), strict=True):
+            for numbers, batch in self._batches(texts, batch_size):
+                for i, row in zip(numbers, self(**batch).cpu(), strict=True):
                     if not row.isfinite().all():
                         raise ValueError(f"expected finite activations, got others in text {i}")
                     ids, weights = _largest(row, max_active_dims)
@@ -375,9 +381,9 @@ class SpladeEncoder(nn.Module):
             return [_without_dots(weights) for weights in named]
         return named
 
-    def _named(self, ids: Tensor, weights: Tensor) -> dict[str, float]:
-        """Return the weights by token, the largest first."""
-        order = weights.argsort(descending=True, stable=True)
+    def _named(self, ids: Tensor, weights: Tensor, count: int | None = None) -> dict[str, float]:
+        """Return the weights by token, the largest first; of equal ones, that of the smaller id."""
+        order = weights.argsort(descending=True, stable=True)[:count]
         return dict(zip(self._spelled(ids[order].tolist()), weights[order].tolist(), strict=True))
 
     def _spelled(self, ids: Sequence[int]) -> list[str]:
@@ -413,11 +419,8 @@ class SpladeEncoder(nn.Module):
         _check_texts(texts)
         check_integer("batch_size", batch_size, minimum=1)
         found: list[list[tuple[str, float]]] = [[]] * len(texts)
-        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         with torch.inference_mode(), evaluating(self):
-            for first in range(0, len(texts), batch_size):
-                numbers = order[first : first + batch_size]
-                batch = self.tokenize([texts[i] for i in numbers])
+            for numbers, batch in self._batches(texts, batch_size):
                 attended = batch["attention_mask"].bool()
                 weights = self._position_weights(**batch)
                 rows = zip(numbers, batch["input_ids"], weights, attended, strict=True)
@@ -496,7 +499,7 @@ class SpladeEncoder(nn.Module):
                 f"expected vectors of shape [N, V] with V = {self.vocab_size}, got "
                 f"{list(vectors.shape)}"
             )
-        return [self._named(*_strongest(row, k)) for row in _rows(vectors.detach())]
+        return [self._named(*entries, k) for entries in _rows(vectors.detach())]
 
     def calibrate(
         self, texts: Sequence[str], target_active: float, *, batch_size: int = 32
@@ -540,12 +543,9 @@ class SpladeEncoder(nn.Module):
             )
         # Enough logits to find the gap below the threshold even if equal texts have equal entries.
         largest, possible, held = torch.empty(0, dtype=torch.float64), 0, 2 * kept + len(texts)
-        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         with torch.inference_mode(), evaluating(self):
-            for first in range(0, len(texts), batch_size):
-                logits = self._ungated_logits(
-                    **self.tokenize([texts[i] for i in order[first : first + batch_size]])
-                )
+            for _, batch in self._batches(texts, batch_size):
+                logits = self._ungated_logits(**batch)
                 possible += len(logits)
                 logits = logits.topk(min(held, len(logits))).values.double().cpu()
                 largest = torch.cat([largest, logits]).sort(descending=True).values[:held]
@@ -619,7 +619,7 @@ class SpladeEncoder(nn.Module):
                 ``revision``.
 
         Raises:
-            OSError: if there is no such folder, or it is incomplete.
+            OSError: if there is no such folder, it is incomplete, or it was overwritten meanwhile.
             ValueError: if sentence-transformers saved it with modules that compute something else.
 
         Warns:
@@ -627,8 +627,8 @@ class SpladeEncoder(nn.Module):
                 logits: they are random then.
         """
         with from_extra("transformers"):
-            from transformers import AutoModelForMaskedLM, AutoTokenizer
-            from transformers.utils import cached_file, logging
+            from transformers import AutoTokenizer
+            from transformers.utils import cached_file
 
         name = os.fspath(name_or_path)
         hub = {key: value for key, value in options.items() if key in HUB}
@@ -643,6 +643,7 @@ class SpladeEncoder(nn.Module):
             )
             return path
 
+        written = _identity(find(SETTINGS))
         settings, tensors = _read_settings(name, find(SETTINGS), find(TENSORS))
         theirs = read_modules(name, find)
         if expansion is None:
@@ -654,22 +655,7 @@ class SpladeEncoder(nn.Module):
 
         trust = {k: options[k] for k in ("trust_remote_code",) if k in options}
         tokenizer = AutoTokenizer.from_pretrained(name, **hub, **trust)
-        verbosity = logging.get_verbosity()
-        if not expansion:  # it needs no layers before the logits, so no warning that they are new
-            logging.set_verbosity_error()
-        try:
-            model, found = AutoModelForMaskedLM.from_pretrained(
-                name, output_loading_info=True, **options
-            )
-        finally:
-            logging.set_verbosity(verbosity)
-        needed = "" if expansion else f"{model.base_model_prefix}."
-        if new := sorted(key for key in found["missing_keys"] if key.startswith(needed)):
-            warnings.warn(
-                f"{name} has no weights for {', '.join(new)}: they are random. Use a checkpoint "
-                "of a masked language model, or train them.",
-                stacklevel=2,
-            )
+        model = _masked_lm(name, has_logits=expansion, **options)
 
         def part(name: str) -> dict[str, Tensor]:
             start = f"{name}."
@@ -689,6 +675,8 @@ class SpladeEncoder(nn.Module):
         )
         if not expansion and not settings.get("expansion", True):
             encoder.importance.load_state_dict(part("importance"))
+        if _identity(find(SETTINGS)) != written:
+            raise OSError(f"{name} was overwritten while it was read: load it again")
         return encoder.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -738,6 +726,38 @@ class SpladeEncoder(nn.Module):
             )
             text = json.dumps(settings, indent=2) + "\n"
             (new / SETTINGS).write_text(text, encoding="utf-8")
+
+
+def _identity(file: str | None) -> tuple[int, int] | None:
+    """Return what changes when a file is replaced."""
+    if file is None:
+        return None
+    state = os.stat(file)
+    return state.st_ino, state.st_mtime_ns
+
+
+def _masked_lm(name: str, *, has_logits: bool, **options: Any) -> Any:
+    """Load a masked language model, and warn of weights that its checkpoint lacks."""
+    from transformers import AutoModelForMaskedLM
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    if not has_logits:  # no layers before the logits are needed, so no warning that they are new
+        logging.set_verbosity_error()
+    try:
+        model, found = AutoModelForMaskedLM.from_pretrained(
+            name, output_loading_info=True, **options
+        )
+    finally:
+        logging.set_verbosity(verbosity)
+    needed = "" if has_logits else f"{model.base_model_prefix}."
+    if new := sorted(key for key in found["missing_keys"] if key.startswith(needed)):
+        warnings.warn(
+            f"{name} has no weights for {', '.join(new)}: they are random. Use a checkpoint "
+            "of a masked language model, or train them.",
+            stacklevel=3,
+        )
+    return model
 
 
 def _importance(hidden_size: int) -> nn.Sequential:
@@ -826,13 +846,6 @@ def _rows(vectors: Tensor) -> list[tuple[Tensor, Tensor]]:
     row, ids, weights = row[kept].cpu(), ids[kept].cpu(), weights[kept].float().cpu()
     counts = torch.bincount(row, minlength=len(vectors)).tolist()
     return list(zip(torch.split(ids, counts), torch.split(weights, counts), strict=True))
-
-
-def _strongest(entries: tuple[Tensor, Tensor], count: int) -> tuple[Tensor, Tensor]:
-    """Return the ``count`` largest entries, the largest first; ties go to the smaller id."""
-    ids, weights = entries
-    order = weights.argsort(descending=True, stable=True)[:count]
-    return ids[order], weights[order]
 
 
 def _without_dots(weights: dict[str, float]) -> dict[str, float]:

@@ -208,7 +208,11 @@ class Count:
             code = hashlib.sha256(settings.encode()).hexdigest()
         self.sources, self.tokenizer, self.max_length = sources, tokenizer, max_length
         self.partial = output.with_name(f"{output.name}.partial")
-        self.counter = DocumentFrequency(vocab_size or smallest, tokenizer_sha256=fingerprint)
+        size = vocab_size or smallest
+        try:
+            self.counter = DocumentFrequency(size, tokenizer_sha256=fingerprint)
+        except (RuntimeError, TypeError) as error:  # TypeError: more than 64 bits
+            raise UserError(f"cannot allocate memory for the counts of {size} tokens") from error
         self.size = sum(source.size for source in sources)
         self.source = self.row = 0  # position: finished sources, and rows of the next
         self.read = self.empty = self.blank = 0  # bytes, documents without a token, blank lines

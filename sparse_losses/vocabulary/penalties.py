@@ -147,6 +147,6 @@ def language_penalty(
 def _mask(name: str, ids: TokenIds, vocab_size: int, device: torch.device) -> Tensor:
     """Return the set of ids as a mask ``[V]``; the range is checked on any device."""
     if isinstance(ids, Tensor):
-        ids = ids.detach().cpu()
+        ids = ids.cpu()
     mask = id_mask(name, ids, vocab_size, device)
     return torch.zeros(vocab_size, dtype=torch.bool, device=device) if mask is None else mask

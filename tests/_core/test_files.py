@@ -59,6 +59,30 @@ def test_readers_see_the_old_file_until_all_of_the_new_one_is_there(path):
     assert read(path) == NEW
 
 
+def test_text_is_utf_8_with_its_own_line_ends_on_every_system(path, monkeypatch):
+    opened, options = io.open, []
+
+    def spy(*arguments, **how):
+        options.append(how)
+        return opened(*arguments, **how)
+
+    monkeypatch.setattr("sparse_losses._core.files.open", spy, raising=False)
+    write(path)
+    assert options == [{"encoding": "utf-8", "newline": ""}]
+
+
+def test_all_of_a_file_is_on_the_disk_before_it_gets_its_name(path, monkeypatch):
+    sync, sizes = os.fsync, []
+
+    def spy(file):
+        sizes.append(os.stat(file.fileno()).st_size)
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    write(path)
+    assert sizes == [len(NEW)]
+
+
 @pytest.mark.parametrize("fails", ["write", "fsync", "replace"])
 def test_a_full_disk_leaves_the_old_file_and_no_other(path, monkeypatch, fails):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -160,10 +184,10 @@ def test_only_a_regular_file_is_replaced(tmp_path, kind):
     assert os.listdir(tmp_path) == ["there"]
 
 
-def make_folder(folder, content="old", also=()):
-    with replaced_files(folder, last="last", instead_of="shard*") as new:
-        for name in ("first", "inner/second", "last", *also):
-            (new / name).parent.mkdir(exist_ok=True)
+def make_folder(folder, content="old", also=(), last="last"):
+    with replaced_files(folder, last=last, instead_of="shard*") as new:
+        for name in ("first", "inner/most/second", "last", *also):
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
             (new / name).write_text(content)
 
 
@@ -177,7 +201,7 @@ def test_the_files_of_a_folder_are_replaced_and_others_stay(tmp_path):
     make_folder(folder, also=("shard-1", "shard-2"))
     (folder / "mine").write_text("mine")
     make_folder(folder, "new", also=("shard-1",))
-    files = {"first", "inner/second", "last", "shard-1"}
+    files = {"first", "inner/most/second", "last", "shard-1"}
     assert contents(folder) == {**dict.fromkeys(files, "new"), "mine": "mine"}
     assert os.listdir(folder.parent) == ["here"]
 
@@ -233,8 +257,18 @@ def test_a_killed_process_leaves_the_old_folder(tmp_path):
     assert set(contents(tmp_path / "there").values()) == {"new"}
 
 
+def test_a_temporary_folder_that_cannot_be_removed_is_no_error(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "rmdir", fail)
+    make_folder(tmp_path / "there")
+    assert set(contents(tmp_path / "there").values()) == {"old"}
+
+
+@pytest.mark.parametrize("last", ["first", "inner/most/second", "last"])  # in any order of listing
 @pytest.mark.parametrize("after", range(3))
-def test_stopped_among_the_replaced_files_the_last_one_is_away(tmp_path, monkeypatch, after):
+def test_stopped_among_the_replaced_files_the_last_one_is_away(tmp_path, monkeypatch, after, last):
     make_folder(tmp_path)
     replace, done = os.replace, []
 
@@ -246,5 +280,29 @@ def test_stopped_among_the_replaced_files_the_last_one_is_away(tmp_path, monkeyp
 
     monkeypatch.setattr(os, "replace", stops)
     with pytest.raises(KeyboardInterrupt):
-        make_folder(tmp_path, "new")
-    assert "last" not in contents(tmp_path)
+        make_folder(tmp_path, "new", last=last)
+    assert last not in contents(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no lock of a folder")
+def test_of_two_writers_of_a_folder_one_waits_for_the_other(tmp_path, monkeypatch):
+    replace, first_is_busy, go_on = os.replace, threading.Event(), threading.Event()
+
+    def slow(*paths):
+        if threading.current_thread().name == "first":
+            first_is_busy.set()
+            assert go_on.wait(60)
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", slow)
+    first = threading.Thread(target=make_folder, args=(tmp_path, "first"), name="first")
+    second = threading.Thread(target=make_folder, args=(tmp_path, "second"))
+    first.start()
+    assert first_is_busy.wait(60)
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    go_on.set()
+    first.join()
+    second.join()
+    assert set(contents(tmp_path).values()) == {"second"}

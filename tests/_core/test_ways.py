@@ -7,7 +7,8 @@ import torch
 
 import sparse_losses
 import sparse_losses.functional as F
-from sparse_losses._core.ways import Way, compute
+from sparse_losses._core import ways as chooser
+from sparse_losses._core.ways import Way, always, choose, compute, never
 from tests.cases import FIRST, LOSSES
 
 
@@ -81,6 +82,47 @@ def test_transforms_second_derivatives_and_the_compiler_take_the_definition():
     (second,) = torch.autograd.grad(gradient.sum(), leaf)
     assert seen == ["taken"]
     assert second.tolist() == [6, 6, 6]
+
+
+def test_in_a_graph_a_way_that_can_be_traced_is_taken_but_not_under_a_transform(monkeypatch):
+    plain, _ = way("plain")
+    traced = plain._replace(name="traced", compiles=True)
+    assert not plain.compiles
+    monkeypatch.setattr(chooser, "can_bring_its_gradient", lambda *_: False)
+    for is_transformed in (False, True):
+        monkeypatch.setattr(chooser, "is_transformed", lambda answer=is_transformed: answer)
+        for impl in ("auto", "traced"):
+            taken = choose((plain, traced), impl, (), {})
+            assert taken is (None if is_transformed else traced)
+        assert choose((plain, traced), "plain", (), {}) is None
+
+
+def test_where_it_cannot_run_a_way_is_asked_only_by_its_name(monkeypatch):
+    monkeypatch.setattr(chooser, "can_bring_its_gradient", lambda *_: False)
+    cannot, seen = way("cannot", why="a miracle")
+    asked = cannot._replace(why_not=lambda *_: seen.append("asked") or "a miracle")
+    assert choose((asked,), "auto", (), {}) is choose((asked,), "definition", (), {}) is None
+    assert seen == []
+    with pytest.raises(ValueError, match="expected a miracle"):
+        choose((asked,), "cannot", (), {})
+
+
+def test_some_ways_always_pay_and_some_never():
+    first, second = (
+        way(name)[0]._replace(pays=pays) for name, pays in (("a", never), ("b", always))
+    )
+    assert choose((first, second), "auto", (), {}) is second
+    assert choose((first,), "auto", (), {}) is None
+    assert choose((first,), "a", (), {}) is first
+
+
+def test_the_gradient_is_averaged_over_ranks_where_their_rows_are_gathered(monkeypatch):
+    monkeypatch.setattr(chooser, "average_grad_over_ranks", lambda value: value + 100)
+    taken, _ = way("taken")
+    x = torch.arange(3.0, requires_grad=True)
+    for options, expected in (({}, 15), ({"gather": False}, 15), ({"gather": True}, 115)):
+        assert compute(definition, (taken,), "auto", (x, 3.0), options) == expected
+        assert compute(definition, (taken,), "definition", (x, 3.0), options) == 15
 
 
 @pytest.mark.parametrize("loss", [x for x in LOSSES.values() if x.ways], ids=lambda x: x.stem)

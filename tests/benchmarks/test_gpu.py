@@ -1,8 +1,7 @@
 """What runs on a GPU, as far as a CPU can show it."""
 
-import re
-import sys
-import time
+import os
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,80 +11,42 @@ import torch
 pytest.importorskip("rich")
 
 from benchmarks import __main__ as command
-from benchmarks.run import gpu
 from benchmarks.studies import training_step
 from tools.on_device import on_device
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _part(code: str, seconds: float = 60, modules: tuple[str, ...] = ()) -> gpu.Part:
-    return gpu.Part("part", (sys.executable, "-c", code), seconds, modules)
+def run(folder: Path, python: str, *parts: str) -> subprocess.CompletedProcess[str]:
+    """The parts of benchmarks/gpu.sh, with another program in place of Python."""
+    words = [str(ROOT / "benchmarks" / "gpu.sh"), *parts]
+    env = {**os.environ, "PYTHON": python, "LOGS": str(folder)}
+    return subprocess.run(words, env=env, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(
-    ("code", "seconds", "modules", "said", "log"),
-    [
-        ("print('hello')", 60, (), "done", "hello\n"),
-        ("raise SystemExit(3)", 60, (), "FAILED, code 3", ""),
-        ("", 60, ("torch", "no_such", "nor_such"), "left out: no no_such, nor_such", None),
-        ("", 0, (), "left out: no time", None),
-        (
-            "import time; print('half', flush=True); time.sleep(99)",
-            3,
-            (),
-            "out of time; what it had is kept",
-            "half\n",
-        ),
-    ],
-)
-def test_a_part_says_what_came_of_it(tmp_path: Path, code, seconds, modules, said, log):
-    path = tmp_path / "log"
-    outcome = gpu.run(_part(code, 60, modules), path, seconds)
-    assert (outcome.said, outcome.is_good) == (said, not said.startswith("FAILED"))
-    assert (path.read_text()[: len(log)] if path.exists() else None) == log
+def test_every_part_is_a_command_that_understands_its_options(tmp_path: Path):
+    ran = run(tmp_path, "echo")
+    assert ran.returncode == 0
+    said = {part: f"== {part}: done" in ran.stdout for part in ("tests", "losses", "training")}
+    assert all(said.values())
+    calls = {part: (tmp_path / f"{part}.log").read_text().split() for part in said}
+    for part, parser in (("losses", command.parser()), ("training", training_step.parser())):
+        assert parser.parse_args(calls[part][2:]).device == "cuda"
+    assert calls["losses"][1] == "benchmarks"
+    assert calls["training"][1] == training_step.__name__
+    files = [word for word in calls["tests"] if word.startswith("tests/")]
+    assert len(files) == 3
+    assert all((ROOT / file).exists() for file in files)
 
 
-def test_every_part_is_a_command_that_understands_its_options():
-    parts = {part.name: part for part in gpu.parts(ROOT / "build")}
-    assert [*parts] == ["tests", "losses", "training"]
-    for name, words in (("losses", ["-m", "benchmarks"]), ("training", None)):
-        given = list(parts[name].command[1:])
-        words = words or ["-m", training_step.__name__]
-        assert given[: len(words)] == words
-        options = command.parser() if name == "losses" else training_step.parser()
-        assert options.parse_args(given[len(words) :]).device == "cuda"
-    for file in gpu.TESTED:
-        assert file in parts["tests"].command
-        assert (ROOT / file).exists()
-
-
-def test_the_command_runs_the_parts_that_are_named(tmp_path: Path, monkeypatch, capsys):
-    """What runs when the time is over is stopped, and what is left is left out."""
-    codes = ("print(1)", "raise SystemExit(1)", "import time; time.sleep(60)", "")
-    todo = [
-        gpu.Part(name, (sys.executable, "-c", code), 60)
-        for name, code in zip(("one", "two", "three", "four"), codes, strict=True)
-    ]
-    monkeypatch.setattr(gpu, "parts", lambda output, device: todo)
-    monkeypatch.setattr(gpu, "GRACE", 1)
-    words = ["--output", str(tmp_path / "results"), "--logs", str(tmp_path / "logs")]
-    if not torch.cuda.is_available():
-        with pytest.raises(SystemExit, match="no CUDA device"):
-            gpu.main(words)
-        assert not (tmp_path / "results").exists()
-    words += ["--device", "cpu"]
-    assert gpu.main([*words, "--parts", "one"]) == 0
-    start = time.monotonic()
-    assert gpu.main([*words, "--minutes", "0.1"]) == 1
-    assert time.monotonic() - start < 20
-    out = capsys.readouterr().out
-    assert "| two | 0 | FAILED, code 1 |" in out
-    assert re.search(r"^\| three \| \d+ \| out of time; what it had is kept \|$", out, re.MULTILINE)
-    assert "| four | 0 | left out: no time |" in out
-    assert (tmp_path / "logs" / "one.log").read_text() == "1\n"
-    with pytest.raises(SystemExit):
-        gpu.main(["--parts", "five"])
+def test_the_parts_that_are_named_are_run_and_a_failure_is_told(tmp_path: Path):
+    ran = run(tmp_path, "false", "losses")
+    assert ran.returncode == 1
+    assert "== losses: FAILED" in ran.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["losses.log"]
+    ran = run(tmp_path, "echo", "five")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "got five" in ran.stderr
 
 
 def test_code_for_the_cpu_runs_on_a_device():

@@ -13,7 +13,7 @@ pytest.importorskip("rich")
 
 from benchmarks import __main__ as command
 from benchmarks.losses import benchmark, cases
-from benchmarks.run import available, ceilings, graphs, memory, processes, timing, worker
+from benchmarks.run import available, ceilings, memory, processes, timing, worker
 from benchmarks.run.ceilings import Ceilings
 from benchmarks.run.check import Mismatch, check, check_rounded, ready
 from benchmarks.run.measure import TRAINING, Broken, Limits, Result, guarded, measure
@@ -166,37 +166,11 @@ def test_the_ceiling_is_that_of_the_dtype():
     assert RATES.seconds(1e12, 1.0) == pytest.approx(100)
 
 
-def test_what_waits_for_the_gpu_is_not_captured(monkeypatch: pytest.MonkeyPatch):
-    modes: list[object] = []
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 1000)
-
-    def run(call: int) -> None:
-        raise RuntimeError("called a synchronizing CUDA operation")
-
-    device = SimpleNamespace(type="cuda")
-    assert graphs.replayed(run, device, needs=1) == (
-        "waits for the GPU: called a synchronizing CUDA operation",
-        None,
-    )
-    assert modes == ["error", 0]
-    assert graphs.replayed(run, device, needs=900)[0].startswith("skipped: the graph would keep")
-
-    def fails(call: int) -> None:
-        raise RuntimeError("no")
-
-    assert graphs.replayed(fails, device, needs=1) == ("failed: RuntimeError: no", None)
-    assert graphs.replayed(run, CPU, needs=1) == ("", None)
-
-
 # The CSV.
 
 COMMON = {
     **dict.fromkeys(("device", "capability", "threads", "torch", "git_commit"), "x"),
     "suite": "full",
-    "allocator": "warm",
 }
 
 
@@ -211,8 +185,6 @@ def test_rows_are_not_written_twice_nor_beside_those_of_another_machine(tmp_path
     assert table.present("flops", "B=2") == {"eager", "ours"}
     assert table.add([row_of("ours")]) == []
     assert len(read(path)) == 2
-    other = Table(path, {**COMMON, "allocator": "default"})
-    assert other.present("flops", "B=2") == set()
     with pytest.raises(ValueError, match=r"device is 'x' there and 'another' now; .*--fresh"):
         Table(path, {**COMMON, "device": "another"})
     assert Table(path, {**COMMON, "device": "another"}, fresh=True).rows == []
@@ -220,21 +192,19 @@ def test_rows_are_not_written_twice_nor_beside_those_of_another_machine(tmp_path
 
 def test_two_runs_that_write_one_table_keep_each_others_rows(tmp_path: Path):
     path = tmp_path / "a.csv"
-    warm, default = (Table(path, {**COMMON, "allocator": name}) for name in ("warm", "default"))
-    warm.add([row_of("eager")])
-    default.add([row_of("eager")])
-    warm.add([row_of("ours")])
-    found = [(row["variant"], row["allocator"]) for row in read(path)]
-    assert found == [("eager", "warm"), ("eager", "default"), ("ours", "warm")]
+    one, other = (Table(path, COMMON) for _ in range(2))
+    one.add([row_of("eager")])
+    other.add([row_of("ours")])
+    one.add([row_of("ours, compiled")])
+    assert [row["variant"] for row in read(path)] == ["eager", "ours", "ours, compiled"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.csv"]
 
 
 # The command and its processes.
 
 
-def test_the_command_measures_resumes_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_command_measures_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its processes are run in this one."""
-    pytest.importorskip("matplotlib")
 
     def run(words: list[str], env: dict[str, str], check: bool) -> SimpleNamespace:
         assert words[:3] == [sys.executable, "-m", "benchmarks"]
@@ -252,25 +222,21 @@ def test_the_command_measures_resumes_and_draws(tmp_path: Path, monkeypatch: pyt
     assert all(float(row["copy_gb_per_s"]) == 10 for row in rows)
     assert all(float(row["share_of_ceiling"]) > 0 for row in rows)
     before = output.read_text()
-    assert command.main([*words, "--plots", str(tmp_path / "plots")]) == 0
+    assert command.main(words) == 0
     assert output.read_text() == before
-    pictures = sorted(path.name for path in (tmp_path / "plots").iterdir())
-    assert pictures == ["run-flops.svg", "run-margin_mse.svg"]
 
 
 def test_a_worker_that_broke_is_followed_by_another(monkeypatch: pytest.MonkeyPatch):
-    codes = iter([processes.AGAIN, processes.AGAIN, 1, 0])
+    codes = iter([processes.AGAIN, processes.AGAIN, 1])
     seen = []
 
     def run(words: list[str], env: dict[str, str], check: bool) -> SimpleNamespace:
-        seen.append((words[3:], env.get("MALLOC_MMAP_MAX_")))
+        seen.append(words[3:])
         return SimpleNamespace(returncode=next(codes))
 
     monkeypatch.setattr(processes.subprocess, "run", run)
-    monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
-    assert processes.start(["--fresh"], ["default", "warm"]) == 1
-    first, *again = (["--fresh", "--worker", "default"], None), (["--worker", "default"], None)
-    assert seen == [first, *again, *again, (["--worker", "warm"], "0")]
+    assert processes.start(["--fresh"]) == 1
+    assert seen == [["--fresh", "--worker"], ["--worker"], ["--worker"]]
 
 
 def test_a_variant_that_breaks_the_process_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -288,7 +254,7 @@ def test_a_variant_that_breaks_the_process_is_named(monkeypatch: pytest.MonkeyPa
 
 def work(output: Path, only: str, suite: str = "tiny") -> int:
     args = command.parser().parse_args(["--suite", suite, "--only", only, "--no-compile"])
-    return worker.work(args, output, allocator="default", budget=0.0)
+    return worker.work(args, output, budget=0.0)
 
 
 def test_the_next_process_goes_on_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -58,7 +58,7 @@ def page(chromium):
     )
     opened.on("pageerror", lambda error: opened.said.append(str(error)))
     opened.on(
-        "requestfailed",  # but for what a page still fetched when it was left
+        "requestfailed",  # except what a page was still fetching when it was left
         lambda r: opened.said.append(f"{r.failure}: {r.url}") if "ABORT" not in r.failure else None,
     )
     opened.on("request", lambda r: opened.asked.append(r.url))

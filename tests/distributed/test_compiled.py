@@ -10,8 +10,18 @@ from tests.cases import BASE_CASES, FIRST, Case, to_tensors
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_gather import part, whole
 
-# One of each loss; InfoNCE, whose options gather other things, whole. Compiled, all ways are one.
-COMPILED = [case for case in BASE_CASES if case.stem == "info_nce" or FIRST[case.stem] is case]
+# One of each loss, and InfoNCE with each kind of tensor that its options gather. The contract table
+# compiles every option on one rank. Compiled, all ways are one.
+GATHERED = (
+    "info_nce-shared",
+    "info_nce-per_row",
+    "info_nce-symmetric_per_row_only",
+    "info_nce-ids_symmetric_decoupled",
+    "info_nce-positives_shared",
+    "info_nce-positives_ids_symmetric_decoupled",
+)
+BY_ID = {case.id: case for case in BASE_CASES}
+COMPILED = [*FIRST.values(), *(BY_ID[name] for name in GATHERED)]
 
 
 def value_and_gradients(function, tensors: dict, names) -> list[torch.Tensor]:
@@ -76,7 +86,7 @@ def model_and_objective(rank: int) -> None:
     queries, documents = torch.randn(2, 8, 6, dtype=torch.float64)[:, 4 * rank : 4 * rank + 4]
     model = Model()
     found = []
-    for called in (model, torch.compile(model, fullgraph=True)):
+    for called in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         total = called(queries, documents)
         found.append([total.detach(), *torch.autograd.grad(total, list(model.parameters()))])
     for one, other in zip(*found, strict=True):

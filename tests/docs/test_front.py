@@ -29,7 +29,7 @@ def measured(loss: str, case: str, variant: str) -> tuple[float, float]:
         row
         for row in rows(RESULTS)
         if (row["loss"], row["case"], row["variant"]) == (loss, case, variant)
-        and (row["pass"], row["allocator"]) == ("forward+backward", "default")
+        and row["pass"] == "forward+backward"
     ]
     return float(row["seconds"]), float(row["peak_bytes"]) / 2**20
 

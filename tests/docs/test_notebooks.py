@@ -68,9 +68,10 @@ def test_the_script_has_the_code_of_the_notebook(page, tmp_path):
 @GUIDES
 def test_the_first_cell_installs_what_the_others_import(page):
     install, *code = of_kind(notebooks.notebook(page), "code")
-    named = re.search(r'install "sparse-losses(?:\[([\w,-]+)\])?"$', install)
+    named = re.search(r'install "sparse-losses(?:\[([\w,-]+)\])?"((?: \w+)*)$', install)
     extras = named[1].split(",") if named[1] else []
     brought = {"numpy", "sparse_losses", "torch"}.union(*(BROUGHT[extra] for extra in extras))
+    brought |= set(named[2].split())
     imported = {
         name.partition(".")[0]
         for node in ast.walk(ast.parse("\n".join(code)))

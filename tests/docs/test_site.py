@@ -1,4 +1,4 @@
-"""The docs site without a browser: what stands where, and that links, names and figures hold."""
+"""The docs site without a browser: what is where, and that links, names and figures hold."""
 
 import ast
 import functools
@@ -187,7 +187,7 @@ def public_names() -> list[str]:
     return sorted(names)
 
 
-def test_every_public_name_stands_once_in_the_reference():
+def test_every_public_name_is_in_the_reference_once():
     pages = sorted((DOCS / "api").rglob("*.md"))
     written = chain(*(re.findall(r"^::: (\S+)", read(page), re.MULTILINE) for page in pages))
     names = public_names()

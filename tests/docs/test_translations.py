@@ -1,4 +1,4 @@
-"""Translated pages are of the English ones as they stand, and share their formulas and figures."""
+"""Translated pages belong to the present English ones, and share their formulas and figures."""
 
 import ast
 import os

@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 
 import torch
+from sentence_transformers.base.sampler import DefaultBatchSampler
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from torch.utils.data import SequentialSampler
+from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from sparse_losses import (
     InfoNCELoss,
@@ -88,6 +90,18 @@ def collate(rows):
 
 def loader(rows, batch_size, collate_fn=collate, **options):
     return torch.utils.data.DataLoader(rows, batch_size, collate_fn=collate_fn, **options)
+
+
+def arguments(folder, kind=TrainingArguments, **settings):
+    plain = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    sizes = {"learning_rate": RATE, "per_device_train_batch_size": 4, "max_steps": 4}
+    return kind(str(folder), **(plain | quiet | sizes | {"logging_steps": 1} | settings))
+
+
+def in_order(dataset, batch_size, drop_last, **_):
+    """A ``batch_sampler`` of sentence-transformers."""
+    return DefaultBatchSampler(SequentialSampler(dataset), batch_size, drop_last)
 
 
 # What two processes do as one with the whole batch, and in how many batches a step.

@@ -1,4 +1,4 @@
-"""accelerate, Lightning and the Trainer of transformers make the updates of a plain loop."""
+"""Every trainer makes the updates of a plain loop."""
 
 import functools
 import itertools
@@ -17,6 +17,7 @@ from tests.integrations.trainers import (
     by_accelerate,
     by_hugging_face,
     by_lightning,
+    by_sentence_transformers,
     compare,
     forget_accelerator,
     sgd,
@@ -28,7 +29,9 @@ TRAINERS = {
     "accelerate": by_accelerate,
     "Lightning": by_lightning,
     "Hugging Face Trainer": by_hugging_face,
+    "sentence-transformers": by_sentence_transformers,
 }
+OF_TRANSFORMERS = (by_hugging_face, by_sentence_transformers)
 
 
 each_trainer = pytest.mark.parametrize("train", TRAINERS.values(), ids=list(TRAINERS))
@@ -80,7 +83,7 @@ def test_compiled_likewise(train, tmp_path):
 def test_accumulated_updates_are_those_of_the_whole_batch(train, tmp_path):
     schedule, _ = setting.steered(setting.objective())
     run = train(tmp_path, setting.row_by_row(), [schedule], batch_size=2, accumulation=4)
-    if train is not by_hugging_face:
+    if train not in OF_TRANSFORMERS:
         run.totals.clear()  # of other batches
     compare(run, setting.row_by_row(), batch_size=8)
     assert schedule.steps_taken == 4
@@ -117,7 +120,7 @@ def overflowing(train):
     """What makes the first steps overflow."""
     if train is by_accelerate:
         return {"kind": Scaled}
-    if train is by_hugging_face:
+    if train in OF_TRANSFORMERS:
         return {"scaler": torch.amp.GradScaler("cpu", init_scale=3e38, backoff_factor=2.0**-60)}
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, backoff_factor=2.0**-12)
     return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
@@ -189,6 +192,16 @@ def test_cached_gradients_are_those_of_the_whole_batch_by_lightning(tmp_path):
     assert schedules[0].steps_taken == 4
 
 
+@works_with("sentence-transformers", "cached")
+def test_cached_gradients_are_those_of_the_whole_batch_by_sentence_transformers(tmp_path):
+    objective, reference = setting.objective(), setting.objective()
+    schedules, theirs = setting.steered(objective), setting.steered(reference)
+    run = by_sentence_transformers(tmp_path, objective, schedules, batch_size=8, mini_batch_size=3)
+    compare(run, reference, theirs, batch_size=8)
+    assert schedules[0].steps_taken == 4
+    assert str(schedules[1]) == str(theirs[1]), "it sees every text once"
+
+
 BY_TWO = pytest.mark.parametrize("name", list(setting.SHARED))
 
 
@@ -237,7 +250,7 @@ def test_two_processes_update_as_one_with_the_whole_batch(train, by_two, name):
         encoder.load_state_dict(saved)
         objective.load_state_dict(learned)
         schedules = setting.steered(reference)
-        if name != "gathered" and train is not by_hugging_face:  # which means them over processes
+        if name != "gathered" and train not in OF_TRANSFORMERS:  # which means them over processes
             totals = []  # the loss of a process is of its rows
         run = Run(encoder, objective, totals, {}, None, None)
         compare(run, reference, schedules, batch_size=4 * accumulation)

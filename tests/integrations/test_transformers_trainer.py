@@ -18,7 +18,8 @@ from sparse_losses import (
 )
 from sparse_losses.integrations.transformers import SpladeCollator, SpladeTrainer
 from tests.integrations import setting
-from tests.integrations.trainers import InOrder, arguments, by_hugging_face, compare
+from tests.integrations.setting import arguments
+from tests.integrations.trainers import InOrder, by_hugging_face, compare
 
 VOCAB_SIZE = setting.VOCAB_SIZE
 EXACT = {"rtol": 0.0, "atol": 0.0}

@@ -1,4 +1,4 @@
-"""The recipes of docs/trainers.md and the Trainer of transformers, each as one function."""
+"""The recipes of docs/trainers.md and the trainers made of transformers' own, one function each."""
 
 import functools
 from collections.abc import Callable
@@ -10,10 +10,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from datasets import Dataset
+from sentence_transformers import (
+    SparseEncoder,
+    SparseEncoderTrainer,
+    SparseEncoderTrainingArguments,
+)
 from torch.utils.data import DistributedSampler, SequentialSampler
-from transformers import TrainingArguments
 
-from sparse_losses import Diagnostics
+from sparse_losses import Diagnostics, SpladeEncoder
+from sparse_losses.integrations.sentence_transformers import LossState, SentenceTransformersLoss
 from sparse_losses.integrations.transformers import SpladeTrainer
 from tests.integrations import setting
 
@@ -128,55 +134,36 @@ class InOrder(SpladeTrainer):
         return SequentialSampler(self.train_dataset)
 
 
-def arguments(folder, **settings):
-    plain = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
-    sizes = {"learning_rate": setting.RATE, "per_device_train_batch_size": 4, "max_steps": 4}
-    return TrainingArguments(
-        str(folder), **(plain | quiet | sizes | {"logging_steps": 1} | settings)
-    )
-
-
-def by_hugging_face(
-    folder,
-    objective,
-    schedules=(),
+def settings_of(
     *,
     batch_size=4,
     epochs=2,
     optimizer=sgd,
     accumulation=1,
     resume=None,
-    collate=setting.collate,
-    scaler=None,
-    rank=None,  # which it knows
-    **options,
+    compiled=False,
+    mixed_precision="no",
+    **settings,
 ):
-    """Likewise."""
-    if options.pop("compiled", False):
-        options |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    if options.pop("mixed_precision", "no") == "bf16":
-        options["bf16"] = True
-    settings = {
+    """What the functions here are told, in the words of ``TrainingArguments``."""
+    if compiled:
+        settings |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    if optimizer is adamw:
+        settings |= {"optim": "adamw_torch_fused", "learning_rate": 1e-2}
+    return {
+        "bf16": mixed_precision == "bf16",
         "per_device_train_batch_size": batch_size,
         "gradient_accumulation_steps": accumulation,
         "max_steps": -1,
         "num_train_epochs": epochs if resume is None else epochs + 2,
         "save_strategy": "steps",  # and at the end
         "save_steps": 1000,
+        **settings,
     }
-    if optimizer is adamw:
-        settings |= {"optim": "adamw_torch_fused", "learning_rate": 1e-2}
-    encoder = setting.encoder()
-    trainer = InOrder(
-        encoder,
-        arguments(folder, **settings, **options),
-        objective=objective,
-        schedules=schedules,
-        diagnostics={"document": Diagnostics(setting.VOCAB_SIZE)},
-        data_collator=collate,
-        train_dataset=setting.rows(16),
-    )
+
+
+def run_of(trainer, encoder, objective, folder, resume, scaler):
+    """Trains by the Trainer of transformers, or one that is made of it."""
     if scaler is not None:
         trainer.accelerator.scaler = scaler
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
@@ -189,6 +176,62 @@ def by_hugging_face(
         trainer.accelerator.wait_for_everyone()
 
     return Run(encoder, objective, totals, logged[-1], trainer.optimizer, save)
+
+
+def by_hugging_face(
+    folder,
+    objective,
+    schedules=(),
+    *,
+    resume=None,
+    collate=setting.collate,
+    scaler=None,
+    rank=None,  # which it knows
+    **options,
+):
+    """Likewise."""
+    encoder = setting.encoder()
+    trainer = InOrder(
+        encoder,
+        setting.arguments(folder, **settings_of(resume=resume, **options)),
+        objective=objective,
+        schedules=schedules,
+        diagnostics={"document": Diagnostics(setting.VOCAB_SIZE)},
+        data_collator=collate,
+        train_dataset=setting.rows(16),
+    )
+    return run_of(trainer, encoder, objective, folder, resume, scaler)
+
+
+def by_sentence_transformers(
+    folder,
+    objective,
+    schedules=(),
+    *,
+    mini_batch_size=None,
+    resume=None,
+    scaler=None,
+    rank=None,  # which it knows
+    **options,
+):
+    """Likewise; what it logs of a term has the term's weight."""
+    settings = settings_of(resume=resume, batch_sampler=setting.in_order, **options)
+    args = setting.arguments(folder, SparseEncoderTrainingArguments, **settings)
+    with args.main_process_first():
+        if args.process_index == 0:
+            setting.encoder().save_pretrained(folder / "start")
+    model = SparseEncoder(str(folder / "start"), device="cpu")
+    rows = [row | {"negative": row["negative"][0]} for row in setting.rows(16)]
+    columns = {name: [row[name] for row in rows] for name in ("anchor", "positive", "negative")}
+    trainer = SparseEncoderTrainer(
+        model=model,
+        args=args,
+        train_dataset=Dataset.from_dict(columns),
+        loss=SentenceTransformersLoss(model, objective, mini_batch_size=mini_batch_size),
+    )
+    trainer.add_callback(LossState(trainer, *schedules, checkpoint=resume))
+    encoder = SpladeEncoder(model[0].auto_model, model.tokenizer)
+    return run_of(trainer, encoder, objective, folder, resume, scaler)
 
 
 def forget_accelerator():

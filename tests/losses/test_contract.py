@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_losses
 import sparse_losses.functional as F
+from sparse_losses._core import ways
 from tests.cases import (
     BASE_CASES,
     CASES_AND_LAYERS,
@@ -193,6 +194,40 @@ def test_every_way_is_the_definition_or_says_why_not(case):
             for name, gradient in gradients(value, leaves).items():
                 torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-11)
             expected = call(**tensors, impl="definition")
+
+
+# Distillation's gradient costs next to nothing beside its value, and shared negatives are stacked
+# below the positives.
+@over(
+    [
+        case
+        for case in CASES
+        if case.takes_way
+        and case.impl == "auto"
+        and case.stem in LOSSES
+        and case.stem != "distillation"
+        and "shared" not in case.name
+    ]
+)
+def test_every_way_computes_only_the_gradients_that_are_needed(case, monkeypatch):
+    asked = []
+
+    def ask(definition, compute, *arguments):
+        leaves = [isinstance(x, torch.Tensor) and x.requires_grad for x in arguments]
+        for needed in (None, *(n for n, is_leaf in enumerate(leaves) if is_leaf)):
+            needs = [n == needed for n in range(len(arguments))]
+            with torch.no_grad():
+                value, found = compute(needs, *arguments)
+            asked.append((needs, [g is not None for g in found]))
+        return value
+
+    monkeypatch.setattr(ways, "with_own_gradient", ask)
+    tensors = case.tensors()
+    watch(case, tensors)
+    case.function()(**tensors)
+    assert len(asked) == 1 + len(case.differentiable)
+    for needs, found in asked:
+        assert found == needs[: len(found)]
 
 
 @over(WITH_CONSTANTS)

@@ -366,6 +366,40 @@ def test_agreement_is_zero_to_the_last_bit(standardize):
 
 
 @ways
+@pytest.mark.parametrize("temperature", [1e20, 3e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_huge_temperature_leaves_the_mse(impl, temperature, dtype):
+    """T^2 is infinite in fp32, and both distributions are uniform: 0 * inf would be NaN."""
+    found = []
+    for alpha_kl in (0.0, 0.7):
+        s = draw(0, 3, 4).to(dtype).requires_grad_()
+        options = {"temperature": temperature, "alpha_kl": alpha_kl, "impl": impl}
+        loss = distillation_loss(s, draw(1, 3, 4).to(dtype), **options)
+        found.append((loss.detach(), *torch.autograd.grad(loss, s)))
+    torch.testing.assert_close(*found)
+    assert found[0][1].any()
+
+
+def test_a_huge_learned_temperature_has_a_finite_gradient():
+    t = torch.tensor(1e30, requires_grad=True)
+    distillation_loss(draw(0, 3, 4).float(), draw(1, 3, 4).float(), temperature=t).backward()
+    assert t.grad == 0
+
+
+@modes
+def test_one_score_that_differs_by_a_rounding_has_its_z_score(standardize):
+    """All but one of the scores are equal; the definition's rough mean may round to either."""
+    s = torch.full((4, 64), 1000.0)
+    s[1, 5] = s[1, 5].nextafter(torch.tensor(torch.inf))
+    z = draw(0, 4, 64).float()
+    options = {"alpha_kl": 0.0, "alpha_mse": 1.0, "standardize": standardize}
+    exact = distillation_loss(s.double(), z.double(), impl="definition", **options)
+    for impl in ("definition", "direct"):
+        loss = distillation_loss(s, z, impl=impl, **options)
+        assert loss.item() == pytest.approx(exact.item(), rel=1e-4)
+
+
+@ways
 def test_a_student_that_rules_out_a_candidate_is_infinitely_wrong(impl):
     options = {"temperature": 1.0, "alpha_kl": 1.0, "alpha_mse": 0.0, "impl": impl}
     student = torch.tensor([[0.0, -torch.inf]])
@@ -446,3 +480,16 @@ def test_z_scores_of_a_range_beyond_fp32_are_those_of_the_scaled_scores(impl, st
     torch.testing.assert_close(found, torch.autograd.grad(expected, small))
     huge = (student.detach() * 6e37).requires_grad_()
     torch.testing.assert_close(distillation_loss(huge, teacher, **options), expected)
+
+
+@modes
+@ways
+@pytest.mark.parametrize("spread", [1e-20, 1e-40, 0.0])
+def test_scores_that_hardly_differ_have_a_finite_gradient(standardize, impl, spread):
+    student = (spread * torch.arange(4.0).expand(3, 4)).requires_grad_()
+    loss = distillation_loss(
+        student, torch.rand(3, 4), alpha_kl=0.0, alpha_mse=1.0, standardize=standardize, impl=impl
+    )
+    (gradient,) = torch.autograd.grad(loss, student)
+    assert loss.isfinite()
+    assert gradient.isfinite().all()

@@ -571,6 +571,15 @@ def test_both_ways_have_the_same_value_and_gradients(references, aggregation):
         same_both_ways(inputs, **options, aggregation=aggregation)
 
 
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_both_ways_follow_the_same_of_tied_references(decoupled):
+    """Two prototypes are one vector; the floor of ``eps`` follows the first of them."""
+    inputs = inputs_of(0, torch.float64)
+    inputs["prototype"][2] = inputs["prototype"][1] = inputs["query"][0]
+    inputs["query"] = inputs["query"] + 0.01 * draw(1, *inputs["query"].shape)
+    same_both_ways(inputs, decoupled=decoupled, eps=2.0)
+
+
 @pytest.mark.parametrize("aggregation", ["mean", "max"])
 @pytest.mark.parametrize(("count", "density"), [(4, 0.3), (70, 0.03)])
 def test_several_blocks_are_the_same_both_ways(aggregation, count, density, monkeypatch):
@@ -686,6 +695,35 @@ def test_products_with_labels_are_products(dtype, count, density):
         torch.testing.assert_close(way.times(values), product)
         torch.testing.assert_close(way.by_label(product), product.T @ hot)
     assert torch.equal(largest_of_labels(values, hot), (hot[:, None] * values).amax(-1).T)
+
+
+def test_lists_are_made_of_three_tensors_and_up_to_one_label_in_eight():
+    parts = [torch.zeros(rows, 8) for rows in (1, 2, 2)]
+    for n, part in enumerate(parts):
+        part[-1, 2 * n : 2 * n + 2] = 1
+    like = torch.zeros(3, 8)
+    assert LabelLists.where_they_pay(parts, like) is None  # 6 of 40
+    parts[2][1, 5] = 0
+    lists = LabelLists.where_they_pay(parts, like)  # 5 of 40
+    assert torch.equal(lists.dense, torch.cat(parts))
+    assert lists.count.T.tolist() == [[2, 0, 2, 0, 1]]
+    indices = [
+        x for x in vars(lists).values() if not x.is_floating_point() and x is not lists.count
+    ]
+    assert {x.dtype for x in indices} == {torch.int32}
+
+
+def test_the_largest_of_labels_is_at_least_0():
+    values = torch.tensor([[-1.0, -2.0, 3.0], [0.5, -4.0, -0.25]])
+    hot = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
+    assert largest_of_labels(values, hot).tolist() == [[0.0, 3.0, 0.0], [0.5, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("wrong", [100.0, -5.0, torch.nan, torch.inf])
+def test_labels_that_nobody_could_check_are_no_index_out_of_range(wrong):
+    """An accelerator would stop at it, long after."""
+    hot = torch.tensor([[1.0, wrong, 0.0], [wrong, 0.0, 0.0]])
+    assert largest_of_labels(torch.rand(2, 3), hot).shape == (2, 2)
 
 
 # Where and when it is made

@@ -206,6 +206,20 @@ def test_weights_with_a_gradient_are_learned():
 
 
 @pytest.mark.parametrize("impl", ["definition", "direct"])
+def test_weights_of_any_ratio_are_those_of_the_formula(impl):
+    """The smallest and nearly the largest number of fp32, in one row and in different rows."""
+    weight = torch.tensor([1e-45, 3e38, 1e-45, 1.0])
+    x = torch.tensor([[1.0, 2.0, 4.0, 8.0]]).repeat(3, 1).requires_grad_()
+    ids = torch.tensor([[0, 1, 0], [0, 2, 2], [3, 0, 3]])
+    mask = torch.ones_like(ids)
+    loss = positive_activation_loss(x, ids, mask, weight, impl=impl, reduction="none")
+    assert loss.tolist() == pytest.approx([-2.0, -2.5, -8.0])
+    (gradient,) = torch.autograd.grad(loss.sum(), x)
+    expected = torch.tensor([[0.0, -1, 0, 0], [-0.5, 0, -0.5, 0], [0, 0, 0, -1]])
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("impl", ["definition", "direct"])
 @pytest.mark.parametrize("scale", [1e-44, 1e-38, 1.0, 3e38])
 def test_the_scale_of_the_weights_changes_nothing(impl, scale):
     """Sums of weights would overflow, or fall below what a division by them bears."""

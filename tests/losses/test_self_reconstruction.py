@@ -11,6 +11,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from sparse_losses.functional import self_reconstruction_loss
 from tests.cases import assert_follows_the_formula, to_tensors
+from tests.losses.test_contract import Recorder
 from tests.strategies import multi_hot, token_problems
 
 
@@ -217,6 +218,21 @@ def test_ignored_ids_come_in_any_container(kind):
     torch.testing.assert_close(empty, self_reconstruction_loss(x, ids, mask))
 
 
+@pytest.mark.parametrize("impl", ["definition", "blocks"])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_an_infinite_score_of_a_target_costs_nothing(balanced, impl):
+    """``log(1 + exp(-inf))`` is 0, and so is its slope; other infinite scores cost infinity."""
+    x = torch.tensor([[torch.inf, 1.0, -torch.inf]], requires_grad=True)
+    ids, mask = torch.tensor([[0, 0]]), torch.ones(1, 2)
+    loss = self_reconstruction_loss(x, ids, mask, balanced=balanced, impl=impl)
+    share = 1 / 4 if balanced else 1 / 3
+    assert loss.item() == pytest.approx(share * math.log1p(math.e))
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert gradient[0].tolist() == pytest.approx([0.0, share / (1 + math.exp(-1)), 0.0])
+    wrong = self_reconstruction_loss(x, ids + 1, mask, balanced=balanced, impl=impl)
+    assert wrong == torch.inf
+
+
 @pytest.mark.parametrize("vocab", [600_000, (1 << 20) + 1])
 def test_blocks_of_one_row_are_the_definition(vocab):
     x = torch.randn(2, vocab, requires_grad=True)
@@ -229,3 +245,17 @@ def test_blocks_of_one_row_are_the_definition(vocab):
         found.append((loss.detach(), *torch.autograd.grad(loss, x)))
     torch.testing.assert_close(*found)
     assert found[0][1].any()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("batch", "vocab", "rows"), [(5, 400_000, 2), (2, (1 << 20) + 1, 1)])
+def test_a_cpu_holds_some_rows_at_a_time_and_without_a_gradient_no_more(batch, vocab, rows):
+    x = torch.linspace(-3, 3, batch * vocab).view(batch, vocab)
+    ids = torch.tensor([[0, 5, 5], [vocab - 1, 7, 3]])[torch.arange(batch) % 2]
+    mask = torch.ones_like(ids)
+    for reduction in ("mean", "none"):
+        expected = self_reconstruction_loss(x, ids, mask, reduction=reduction, impl="definition")
+        with Recorder() as seen:
+            loss = self_reconstruction_loss(x, ids, mask, reduction=reduction, impl="blocks")
+        torch.testing.assert_close(loss, expected)
+        assert seen.largest == rows * vocab

@@ -50,7 +50,7 @@ def test_a_healthy_run_gets_no_advice():
         ({"foreign_share": 0.91}, [("document_language_penalty", "up")]),
         ({"dead_rows": 0.2}, [("document_flops", "down"), ("document_min_activation", "up")]),
         ({"mean_activation": 0.004}, [("document_min_activation", "up")]),
-        ({"dense_rows": 0.9}, [("document_flops", "up"), ("info_nce.temperature", "up")]),
+        ({"dense_rows": 0.9}, [("document_flops", "up")]),
     ],
 )
 def test_a_symptom_names_the_setting_its_direction_and_the_evidence(symptom, changes):
@@ -82,7 +82,7 @@ def test_a_dense_run_under_strong_pressure_is_not_told_to_press_harder():
 
 
 def test_what_rules_a_dense_text_is_not_yet_a_collapse():
-    """With every dimension active FLOPS is loud, and grows quiet as they go out."""
+    """With every dimension active, FLOPS has a large gradient, which falls with their number."""
     dense = {**HEALTHY, "dense_rows": 1.0, "active_dimensions": 8000.0}
     loud, too_loud = (_gradients(info_nce=1.0, document_flops=norm) for norm in (12.0, 120.0))
     assert advise(dense, loud) == []
@@ -140,7 +140,7 @@ def _flops(share, cosine=0.0):
 
 # The table of docs/diagnostics.md: symptom, what is silent, what is not, gradients of both.
 THRESHOLDS = [
-    ("texts fall silent", {"dead_rows": 0.0099}, {"dead_rows": 0.01}),
+    ("texts become empty", {"dead_rows": 0.0099}, {"dead_rows": 0.01}),
     (
         "texts have collapsed onto the same tokens",
         _alike_report(0.49) | {"input_recall": 0.1},
@@ -153,7 +153,7 @@ THRESHOLDS = [
     ),
     ("texts are not sparse", {"dense_rows": 0.499}, {"dense_rows": 0.5}),
     (
-        "activations shrink instead of going out",
+        "activations shrink but stay active",
         {"mean_activation": 0.01},
         {"mean_activation": 0.0099},
     ),
@@ -161,21 +161,21 @@ THRESHOLDS = [
     ("content words are suppressed", {"semantic_ratio": 1.0}, {"semantic_ratio": 0.99}),
     ("special tokens are on top", {"special_top": 0.1}, {"special_top": 0.101}),
     ("tokens of other languages are active", {"foreign_share": 0.05}, {"foreign_share": 0.051}),
-    ("a text's own tokens go missing", {"input_recall": 0.5}, {"input_recall": 0.499}),
+    ("a text's own tokens are missing", {"input_recall": 0.5}, {"input_recall": 0.499}),
     ("related words are not learned", {"other_side_recall": 0.3}, {"other_side_recall": 0.299}),
 ]
 GRADIENT_THRESHOLDS = [
-    ("sparsity rules the training: collapse is near", {}, _flops(0.899), _flops(0.901)),
+    ("FLOPS dominates the gradient", {}, _flops(0.899), _flops(0.901)),
     (
-        "sparsity rules the training: collapse is near",
+        "FLOPS dominates the gradient",
         {"dense_rows": 1.0},
         _flops(0.989),
         _flops(0.991),
     ),
     ("texts are not sparse", {"dense_rows": 1.0}, _flops(0.301), _flops(0.299)),
-    ("two terms fight", {}, _flops(0.4, -0.499), _flops(0.4, -0.501)),
-    ("two terms fight", {}, _flops(0.099, -0.8), _flops(0.101, -0.8)),
-    ("two terms fight", {}, _flops(0.901, -0.8), _flops(0.899, -0.8)),
+    ("two terms conflict", {}, _flops(0.4, -0.499), _flops(0.4, -0.501)),
+    ("two terms conflict", {}, _flops(0.099, -0.8), _flops(0.101, -0.8)),
+    ("two terms conflict", {}, _flops(0.901, -0.8), _flops(0.899, -0.8)),
 ]
 
 
@@ -253,10 +253,10 @@ def test_overfitting():
     assert finding.changes == (("document_flops", "up"), ("dropout", "up"))
 
 
-def test_the_gravest_comes_first():
+def test_the_most_severe_comes_first():
     findings = advise({**HEALTHY, "stopword_top": 0.9, "dead_rows": 0.3})
     assert [finding.symptom for finding in findings] == [
-        "texts fall silent",
+        "texts become empty",
         "stopwords are on top",
     ]
     assert "document_flops down" in str(findings[0])

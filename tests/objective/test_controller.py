@@ -55,8 +55,9 @@ class _Plant:
 class _Training:
     """A run whose learning rate decays to 0, of texts that InfoNCE prunes by itself.
 
-    From ``dense`` dimensions nothing moves at first; then all but about 150 go out, whatever the
-    weight. From there on they follow it with a lag, the longer the slower the optimiser is.
+    From ``dense`` dimensions nothing moves at first; then all but about 150 become inactive,
+    whatever the weight. From there on they follow it with a lag, the longer the slower the
+    optimiser is.
     """
 
     def __init__(self, objective, steps, dense, lag, response, alone=150.0):
@@ -102,7 +103,7 @@ def test_a_target_above_where_no_weight_ends_is_said_to_be_so_by_step_100(dense)
     )
     training = _Training(objective, 250, dense, 10, 0.7, alone=80.0)
     said = [_look(controller, training.step()) for _ in range(250)]
-    assert said[99] == said[-1] == "unreachable: fewer are active with hardly any weight"
+    assert said[99] == said[-1] == "unreachable: too sparse at almost no weight"
 
 
 @pytest.mark.parametrize("target", [20, 400])
@@ -130,7 +131,7 @@ def test_the_weight_moves_by_a_bounded_factor_and_within_bounds():
     ratios = [b / a for a, b in itertools.pairwise(weights)]
     assert max(ratios) <= math.exp(0.05) * (1 + 1e-9)
     assert weights[-1] == pytest.approx(0.5)
-    assert controller.report()["status"] == "unreachable: more are active at the largest weight"
+    assert controller.report()["status"] == "unreachable: too dense at the largest weight"
 
 
 def test_in_a_crash_the_weight_falls_faster_than_it_may_rise():
@@ -240,7 +241,7 @@ def test_a_target_that_is_too_dense_is_reported_as_unreachable():
     objective, controller = _controller(target_active=500)
     _look(controller, _rows(40), times=600)
     assert objective.weights["document_flops"] == 0.0
-    assert controller.report()["status"] == "unreachable: fewer are active with hardly any weight"
+    assert controller.report()["status"] == "unreachable: too sparse at almost no weight"
 
 
 def test_a_gate_that_closes_is_reported():
@@ -261,7 +262,7 @@ def test_a_gate_that_closes_is_reported():
         said.append(controller.report()["status"])
     assert log_gate.item() < math.log(0.1)
     assert said[10] == "sparsifying"
-    assert said[-1] == "unreachable: activations shrink instead of going out"
+    assert said[-1] == "unreachable: activations shrink but stay active"
     assert controller.report()["mean_activation"] < 0.05
 
 
@@ -318,7 +319,7 @@ def test_dead_rows_by_chance_are_no_alarm():
     _look(controller, _rows(900, dead=20, rows=200), times=3)
     for dead, is_alarm in ((38, False), (39, True)):
         status = _look(controller, _rows(900, dead=dead, rows=200))
-        assert status.startswith("backing off: rows") == is_alarm
+        assert status.startswith("backing off: texts") == is_alarm
 
 
 def test_a_steady_fall_is_followed_without_a_lag():

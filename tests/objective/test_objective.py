@@ -5,7 +5,6 @@ import torch
 
 from sparse_losses import (
     DistillationLoss,
-    FlopsLoss,
     IdfFlopsLoss,
     InfoNCELoss,
     LanguagePenaltyLoss,
@@ -505,14 +504,6 @@ def test_special_tokens_are_no_tokens_of_a_text():
         batch.positive.activations, ids, mask, ignore_token_ids=[0, 1]
     )
     torch.testing.assert_close(terms["document_positive_activation"], expected)
-
-
-def test_flops_of_the_documents_counts_negatives_as_rows():
-    batch = _batch("own")
-    total = SpladeObjective({"document_flops": 1.0}, flops=FlopsLoss())(batch).total
-    rows = torch.cat([batch.positive.activations, batch.negative.activations.flatten(0, 1)])
-    assert len(rows) == B + B * N
-    torch.testing.assert_close(total, rows.mean(0).square().sum())
 
 
 def test_texts_of_different_lengths_join():

@@ -128,6 +128,8 @@ def test_a_learned_temperature_is_copied_into_as_a_phase_begins():
     resumed = TrainingSchedule(objective, phases)  # which begins with the first phase's
     resumed.load_state_dict(state)
     assert parameter.item() == pytest.approx(0.2)
+    resumed.load_state_dict({"steps_taken": 3})  # of a number that was not learned
+    assert parameter.item() == pytest.approx(0.2)
 
 
 def test_a_term_that_was_set_to_0_stays_off_in_every_phase():
@@ -172,6 +174,24 @@ def test_phases_and_presets_are_copied_and_pickled_as_data():
     assert dataclasses.asdict(V26)["weights"]["info_nce"] == 3.0
     with pytest.raises(TypeError, match="no change"):
         PHASES.phases[0].weights["info_nce"] = 9.0
+
+
+def test_phases_and_warmups_do_not_change_once_they_are_made():
+    phases = [Phase(1, 3)]
+    curriculum = Curriculum(phases)
+    phases.clear()
+    assert curriculum.phases == (Phase(1, 3),)
+    for one, name in ((curriculum, "phases"), (Phase(1, 3), "last"), (Warmup(3), "steps")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(one, name, 9)
+
+
+def test_a_phase_says_its_temperature_and_all_weights():
+    weights = {"info_nce": 2.5, "distillation": 1.0}
+    assert str(Phase(1, 2, temperature=0.08, weights=weights)) == (
+        "1 to 2: temperature 0.08, info_nce 2.5, distillation 1"
+    )
+    assert str(Phase(3, 4, weights={"info_nce": 3.0})) == "3 to 4: info_nce 3"
 
 
 def test_it_counts_optimiser_steps_and_not_batches():
@@ -246,9 +266,12 @@ def test_weights_that_are_not_scheduled_may_be_changed():
         (lambda: Curriculum([Phase(1, 3), Phase(5, 6)]), "begins with epoch 4, got 5"),
         (lambda: Curriculum([Phase(1, 3)], unit="step"), "begins with step 0, got 1"),
         (lambda: Curriculum([Phase(1, 3)], unit="batch"), "`unit`"),
+        (lambda: PHASES.at(0), "`epoch`"),
+        (lambda: Phase(-1, 2), "`first`"),
         (lambda: Phase(3, 2), "`last`"),
         (lambda: Phase(1, 2, temperature=0.0), "`temperature`"),
         (lambda: Phase(1, 2, weights={"flops": 1.0}), "`weights`"),
+        (lambda: Phase(1, 2, weights={"info_nce": math.nan}), r"`weights\['info_nce'\]`"),
         (
             lambda: TrainingSchedule(SpladeObjective({}), warmups={"query_flops": Warmup(2)}),
             "a weight to warm up for 'query_flops'",
@@ -256,6 +279,7 @@ def test_weights_that_are_not_scheduled_may_be_changed():
         (lambda: Warmup(0), "`steps`"),
         (lambda: Warmup(5, "cosine"), "`shape`"),
         (lambda: TrainingSchedule(_objective(), PHASES), "`steps_per_epoch`"),
+        (lambda: TrainingSchedule(_objective(), PHASES, steps_per_epoch=0), "`steps_per_epoch`"),
         (lambda: TrainingSchedule(_objective(), warmups={"flops": Warmup(2)}), "`warmups`"),
         (
             lambda: TrainingSchedule(
@@ -280,6 +304,7 @@ def test_the_state_of_something_else_is_not_loaded():
         {"steps_taken": -1},
         {"steps_taken": 3, "temperature": math.nan},
         {"steps_taken": 3, "temperature": -0.1},
+        {"steps_taken": 3, "temperature": 0.0},
     ):
         name = [*damaged][-1]
         with pytest.raises(ValueError, match=f"expected `{name}` to be .*, got"):

@@ -25,6 +25,8 @@ VARIANTS = {
     "all": {"expansion": False, "gate": True, "idf_weights": True},
 }
 
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
 
 def make(architecture="bert", **options):
     torch.manual_seed(0)
@@ -496,27 +498,19 @@ def test_a_damaged_folder_does_not_load(tmp_path):
             SpladeEncoder.from_pretrained(tmp_path)
 
 
-FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _fails(*_, **__):
-    raise FULL
-
-
-@pytest.mark.parametrize("part", ["model", "tokenizer", "modules", "settings"])
-def test_a_full_disk_leaves_the_folder_that_was_there_whole(tmp_path, monkeypatch, part):
+def test_a_full_disk_leaves_the_folder_that_was_there_whole(tmp_path, monkeypatch):
+    """All files are written together, the settings last: tests/_core/test_files.py."""
     folder = tmp_path / "encoder"
     old, new = make(gate=True), make(idf_weights=True)
     old.save_pretrained(folder)
     (folder / "notes.txt").write_text("mine")
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+    def full(*_, **__):
+        raise FULL
+
     with monkeypatch.context() as patch:
-        if part in ("model", "tokenizer"):
-            patch.setattr(getattr(new, part), "save_pretrained", _fails, raising=False)
-        elif part == "modules":
-            patch.setattr("sparse_losses.representation.encoder.write_modules", _fails)
-        else:
-            patch.setattr("sparse_losses.representation.encoder.json.dumps", _fails)
+        patch.setattr("sparse_losses.representation.encoder.json.dumps", full)
         with pytest.raises(OSError, match="No space left"):
             new.save_pretrained(folder)
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
@@ -543,6 +537,19 @@ def test_stopped_among_the_replaced_files_nothing_mixed_is_loaded(tmp_path, monk
         with pytest.raises(OSError, match="No space left"):
             new.save_pretrained(tmp_path)
     with pytest.raises(OSError, match="is incomplete"):
+        SpladeEncoder.from_pretrained(tmp_path)
+
+
+def test_a_folder_that_is_overwritten_while_it_is_read_is_no_mixture(tmp_path, monkeypatch):
+    make(gate=True).save_pretrained(tmp_path)
+
+    def read_after_another_save(folder, find):
+        make(gate=True).save_pretrained(tmp_path)
+
+    monkeypatch.setattr(
+        "sparse_losses.representation.encoder.read_modules", read_after_another_save
+    )
+    with pytest.raises(OSError, match="was overwritten while it was read"):
         SpladeEncoder.from_pretrained(tmp_path)
 
 

@@ -8,8 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_losses.fast.pooling import gradient_of_pooled, nonzeros_pool
 from sparse_losses.functional import splade_pool, token_weights
 from tests import oracles
+from tests.losses.test_contract import Recorder
 from tests.strategies import seeds
 
 
@@ -136,3 +138,89 @@ def test_the_name_decides_and_an_unknown_one_is_an_error():
     with pytest.raises(ValueError, match='expected logits on the CPU, got meta, with impl="nonz'):
         splade_pool(*meta, impl="nonzeros")
     assert splade_pool(*meta).shape == (2, 4)
+
+
+# What the CPU's way keeps small ------------------------------------------------------------------
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("vocab", [3, 30])
+def test_few_active_columns_of_many_have_their_maxima_at_the_right_token(vocab):
+    logits, mask = example(vocab=vocab)
+    logits = torch.where(torch.arange(vocab) % 10 == 2, logits.abs(), -logits.abs())
+    found = []
+    for function in (definition, nonzeros):
+        x = logits.clone().requires_grad_()
+        out = function(x, mask)
+        out.square().sum().backward()
+        found.append((out.detach(), x.grad))
+    torch.testing.assert_close(*found)
+    assert found[0][1].count_nonzero() == 2 * len(range(2, vocab, 10))
+
+
+@pytest.mark.cpu_only
+def test_entries_that_are_not_active_are_not_kept_and_the_others_by_short_indices():
+    logits, mask = example(torch.float32, vocab=70)
+    logits[:, :, 1::2] = 0.0
+    _, slope, *indices = nonzeros(logits.requires_grad_(), mask).grad_fn.saved_tensors
+    active = nonzeros(logits, mask) > 0
+    assert 0 < slope.numel() == active.sum() < 70
+    assert {(index.dtype, index.shape) for index in indices} == {(torch.int32, slope.shape)}
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_text_without_holes_is_read_where_it_is(first):
+    logits, mask = torch.randn(1, 6, 50), torch.zeros(1, 6)
+    mask[:, first:5] = 1
+    for size, holes in (((5 - first) * 50, False), (3 * 50, True)):
+        if holes:
+            mask[0, 3] = 0
+        with Recorder(target_size=size) as seen:
+            nonzeros(logits, mask)
+        here = range(logits.data_ptr(), logits.data_ptr() + logits.nbytes)
+        assert all(address in here for address in seen.large) is not holes
+
+
+@pytest.mark.cpu_only
+def test_no_zeros_are_made_for_an_output_that_nobody_used(monkeypatch):
+    seen = []
+
+    def spy(upstream, *entries):
+        seen.extend(upstream)
+        return gradient_of_pooled(upstream, *entries)
+
+    monkeypatch.setattr("sparse_losses.fast.pooling.gradient_of_pooled", spy)
+    logits, mask = example()
+    outputs = nonzeros(logits.requires_grad_(), mask, return_logits=True)
+    outputs[0].sum().backward()
+    assert [upstream is None for upstream in seen] == [False, True]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gradient_is_the_same_alone_in_a_graph_and_among_several(dtype):
+    logits, mask = example(dtype)
+    logits[:, :, 3:] = logits[:, :, 3:].abs().neg()
+    logits[:, :, 4] = 0.0
+    outputs = nonzeros(logits.requires_grad_(), mask, return_logits=True)
+    assert [out.dtype for out in outputs] == [torch.float32] * 2
+    several = [torch.randn(3, 2, 7) for _ in outputs]
+
+    def gradient(upstream, **options):
+        return torch.autograd.grad(outputs, logits, upstream, retain_graph=True, **options)[0]
+
+    alone = torch.stack([gradient([x[n] for x in several]) for n in range(3)])
+    graph = torch.stack([gradient([x[n] for x in several], create_graph=True) for n in range(3)])
+    assert alone.dtype == graph.dtype == dtype
+    assert torch.equal(graph, alone)
+    assert torch.equal(gradient(several, is_grads_batched=True), alone)
+    assert alone.any()
+
+
+@pytest.mark.cpu_only
+def test_pooled_logits_that_nobody_asks_for_are_not_made():
+    logits, mask = example()
+    attended, dtype = mask.bool(), torch.float64
+    assert nonzeros_pool(logits, attended, dtype=dtype, return_logits=False)[1] is None
+    assert nonzeros_pool(logits, attended, dtype=dtype, return_logits=True)[1].shape == (2, 7)

@@ -22,6 +22,7 @@ def test_on_the_cpu_it_is_there_at_once_and_stays_as_it_was():
         x.zero_()
     assert later.is_here
     assert later.read() == later.read() == [1.0, 2.0]
+    assert not Later(x.exp(), lambda values: values.requires_grad).read(), "it holds no graph"
 
 
 def test_from_a_device_it_arrives_while_the_device_works(sim):

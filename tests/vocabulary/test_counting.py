@@ -238,46 +238,6 @@ def test_a_slow_tokenizer_counts_too(tmp_path, monkeypatch):
     assert (counter.num_documents, counter.num_tokens) == (3, 9)
 
 
-DRIVER = """
-import os, signal, sys
-from sparse_losses.vocabulary import counting
-from sparse_losses.vocabulary.__main__ import main
-
-counting.BATCH_ROWS, counting.SAVE_SECONDS = 3, 0.0
-save = counting.Count.save
-
-
-def save_and_die(self):
-    save(self)
-    if self.counter.num_documents == 12:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-counting.Count.save = save_and_die
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_a_killed_count_continues_and_ends_with_the_same_counts(tokenizer, tmp_path, capsys):
-    path, output = text_file(tmp_path / "a.txt"), tmp_path / "df.npz"
-    command_line = ["count", path, "--tokenizer", tokenizer, "--output", output]
-    killed = subprocess.run(
-        [sys.executable, "-c", DRIVER, *map(str, command_line)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not output.exists()
-    (tmp_path / ".df.npz.partial.0123").write_bytes(b"killed while saving")
-    with pytest.raises(ValueError, match="is not a DocumentFrequency file"):
-        DocumentFrequency.load(tmp_path / "df.npz.partial")
-    assert main([*map(str, command_line)]) == 0
-    assert "Continuing after 12 documents" in capsys.readouterr().err
-    assert counted(output, TEXTS, tokenizer)
-
-
 def interrupted(at, arguments):
     """Run the command up to this line of the two modules; how many lines it came to."""
     files = {counting.__file__, sys.modules[DocumentFrequency.__module__].__file__}
@@ -357,6 +317,9 @@ def test_ctrl_c_says_what_is_kept_and_the_command_continues(
     said = capsys.readouterr().err
     assert f"Stopped; 8 documents are kept in {output}.partial. Repeat the command" in said
     assert not output.exists()
+    with pytest.raises(ValueError, match="is not a DocumentFrequency file"):
+        DocumentFrequency.load(f"{output}.partial")
+    (tmp_path / ".df.npz.partial.0123").write_bytes(b"of a process killed while it saved")
     assert count(path, tokenizer=tokenizer, output=output) == 0
     said = capsys.readouterr().err
     assert "Continuing after 8 documents, " in said
@@ -543,6 +506,8 @@ def test_wrong_commands_are_named(tokenizer, tmp_path, monkeypatch, capsys):
         ([path, path], tokenizer, output, [], "expected every input once"),
         ([path], tokenizer, output, ["--field", "text"], "got text files only"),
         ([path], tokenizer, output, ["--vocab-size", "5"], "expected --vocab-size of at least"),
+        ([path], tokenizer, output, ["--vocab-size", "9" * 17], "cannot allocate memory"),
+        ([path], tokenizer, output, ["--vocab-size", "9" * 99], "cannot allocate memory"),
         ([path], "missing.json", output, [], "there is no tokenizer missing.json"),
         ([path], tmp_path / "wrong.json", output, [], "cannot load the tokenizer"),
         ([path], tmp_path / "empty", output, [], "cannot load the tokenizer"),

@@ -150,14 +150,6 @@ def test_ids_under_a_zero_mask_are_not_looked_at():
     assert counter.df.tolist() == loop([[3], []])
 
 
-def test_a_row_of_zeros_is_an_empty_document_and_an_empty_batch_is_none():
-    counter = counted([[1], [], []])
-    assert (counter.num_documents, counter.df.sum()) == (3, 1)
-    counter.update(torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0, 4))
-    counter.update(torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, 0))
-    assert (counter.num_documents, counter.df.sum()) == (5, 1)
-
-
 @pytest.mark.parametrize("bad", [V, -1, -100])
 def test_an_attended_id_outside_the_vocabulary_changes_nothing(bad):
     counter = counted([[1, 2]])
@@ -208,19 +200,6 @@ def test_idf_is_the_formula_for_every_token(docs):
     np.testing.assert_allclose(counter.idf("bm25"), bm25, rtol=1e-12)
     np.testing.assert_allclose(counter.idf("standard"), standard, rtol=1e-12, atol=1e-15)
     assert counter.idf().dtype == counter.idf("standard").dtype == torch.float64
-
-
-@pytest.mark.parametrize("smoothing", ["bm25", "standard"])
-def test_idf_falls_strictly_with_document_frequency(smoothing):
-    counter = counted([list(range(length)) for length in range(V)])
-    assert counter.df.tolist() == [5, 4, 3, 2, 1, 0]
-    assert (counter.idf(smoothing).diff() > 0).all()
-
-
-def test_bm25_idf_is_positive_where_all_documents_hold_the_token_and_standard_is_not():
-    counter = counted([[1]] * 7)
-    assert counter.idf("bm25")[1] > 0
-    assert counter.idf("standard")[1] < 0
 
 
 def test_idf_of_nothing_and_of_an_unknown_smoothing():
@@ -280,30 +259,6 @@ def test_a_failing_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
         counted([[2], [3]]).save(path)
     assert os.listdir(tmp_path) == ["counts.npz"]
     assert same(DocumentFrequency.load(path), counted([[1]]))
-
-
-def test_a_save_through_a_link_replaces_what_the_link_leads_to(tmp_path):
-    (tmp_path / "folder").mkdir()
-    target, link = tmp_path / "folder" / "target.npz", tmp_path / "link.npz"
-    link.symlink_to(target)
-    for counter in (counted([[1]]), counted([[2], [3]])):  # a link to nothing, then to a file
-        counter.save(link)
-        assert link.is_symlink()
-        assert same(DocumentFrequency.load(target), counter)
-    assert os.listdir(tmp_path / "folder") == ["target.npz"]
-
-
-@pytest.mark.parametrize(("kind", "says"), [("folder", "a folder"), ("pipe", "a device, a pipe")])
-def test_only_a_regular_file_is_replaced(tmp_path, kind, says):
-    path, link = tmp_path / "counts.npz", tmp_path / "link.npz"
-    os.mkdir(path) if kind == "folder" else os.mkfifo(path)
-    link.symlink_to(path)
-    before = path.lstat()
-    for name in (path, link):
-        with pytest.raises(ValueError, match=f"to be a regular file or a new one, got {says}"):
-            counted([[1]]).save(name)
-    assert path.lstat() == before
-    assert sorted(os.listdir(tmp_path)) == ["counts.npz", "link.npz"]
 
 
 def _archive(**changes):

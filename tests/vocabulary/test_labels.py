@@ -71,14 +71,6 @@ def test_many_labels_are_symmetric_to_the_last_bit(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@given(multi_hot(), st.integers(2, 4))
-def test_repeating_the_rows_changes_nothing(method, labels, times):
-    once = label_similarity(labels.double(), method=method)
-    again = label_similarity(labels.double().repeat(times, 1), method=method)
-    torch.testing.assert_close(again, once, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("method", METHODS)
 def test_labels_that_only_occur_together_are_one_and_never_together_zero(method):
     labels = torch.tensor([[1, 1, 0], [1, 1, 0], [0, 0, 1]])
     got = label_similarity(labels, method=method)
@@ -90,23 +82,10 @@ def test_npmi_of_independent_labels_is_one_half():
     assert label_similarity(labels)[0, 1] == 0.5
 
 
-def test_npmi_of_labels_that_all_rows_carry_is_one():
-    labels = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    got = label_similarity(labels)
-    assert got[0, 1] == 1
-    assert got[0, 2] == 0.5  # what all rows carry says nothing about the rest
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_labels_never_seen_are_like_themselves_only(method):
     labels = torch.tensor([[1, 0, 0], [1, 0, 0]])
     assert torch.equal(label_similarity(labels, method=method), torch.eye(3))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_no_rows_give_the_identity_and_no_labels_an_empty_matrix(method):
-    assert torch.equal(label_similarity(torch.zeros(0, 3), method=method), torch.eye(3))
-    assert label_similarity(torch.zeros(4, 0), method=method).shape == (0, 0)
 
 
 @pytest.mark.parametrize("method", METHODS)

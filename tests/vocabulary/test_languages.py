@@ -79,12 +79,6 @@ def test_a_token_is_kept_iff_its_text_uses_no_other_script(kind, scripts):
     assert ids.dtype == torch.int64
 
 
-def test_the_default_is_korean_with_english():
-    vocabulary = list(WORDS)
-    expected = [text for text, used in WORDS.items() if used <= {"Hangul", "Latin"}]
-    assert [vocabulary[i] for i in language_token_ids(vocabulary)] == expected
-
-
 @pytest.mark.parametrize("kind", MARKS)
 def test_without_common_every_character_is_of_a_named_script_and_the_mark_is_no_character(kind):
     texts = ["서울", "Seoul", "don't", "2024", "café", "cafe\N{COMBINING ACUTE ACCENT}", "🙂", "—"]

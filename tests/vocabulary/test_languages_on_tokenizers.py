@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from sparse_losses import Diagnostics, language_token_ids
+from sparse_losses import language_token_ids
 from tests.vocabulary.test_languages import CHARACTER
 
 regex = pytest.importorskip("regex")
@@ -224,22 +224,6 @@ def test_byte_level_korean_needs_parts_of_characters():
     assert {texts_of(kind)[index][1] for index in left_out} <= {False}
 
 
-def test_what_no_piece_spells_is_common_byte_by_byte():
-    tokenizer = built("unigram")
-    georgian = {index for name in names("ka") for index in encode(tokenizer, name)}
-    parts = {index for index in georgian if texts_of("unigram")[index][1]}
-    assert len(parts) > 30
-    assert parts <= set(language_token_ids(tokenizer, []).tolist())
-    assert not parts & set(language_token_ids(tokenizer, ["Georgian"], allow_common=False).tolist())
-
-
-def test_special_tokens_are_left_out(kind):
-    tokenizer = built(kind)
-    special = special_ids(tokenizer)
-    assert special
-    assert not special & set(language_token_ids(tokenizer, ["Latin", "Common"]).tolist())
-
-
 class TransformersLike:
     """The part of a ``transformers`` tokenizer that matters here, fast or slow."""
 
@@ -284,26 +268,3 @@ def test_added_tokens_are_kept_by_their_text_and_special_ones_are_not():
     added = {2: tk.AddedToken("<한국>", special=True), 1: tk.AddedToken("나", special=False)}
     fake = TransformersLike({"▁가": 0, "나": 1, "<한국>": 2, "<s>": 3}, [3], added)
     assert language_token_ids(fake).tolist() == [0, 1]
-
-
-def test_the_foreign_share_is_a_count_of_the_active_tokens(kind):
-    tokenizer = built(kind)
-    vocab_size = max(tokenizer.get_vocab().values()) + 1
-    special = special_ids(tokenizer)
-    rows = [encode(tokenizer, f"{a} {b}") for a, b in zip(names("ko"), names("ru"), strict=False)]
-    activations = torch.zeros(len(rows), vocab_size)
-    for row, ids in enumerate(rows):
-        activations[row, ids] = torch.rand(len(ids)) + 0.1
-    diagnostics = Diagnostics(
-        vocab_size,
-        special_token_ids=sorted(special),
-        allowed_token_ids=language_token_ids(tokenizer),
-    )
-    for part in activations.split(100):
-        diagnostics.update(part)
-
-    allowed = set(expected(kind, ["Hangul", "Latin"]))
-    active = [index for ids in rows for index in set(ids)]
-    foreign = [index for index in active if index not in allowed and index not in special]
-    assert 0 < len(foreign) < len(active)
-    assert diagnostics.report()["foreign_share"] == pytest.approx(len(foreign) / len(active))

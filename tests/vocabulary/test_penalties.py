@@ -125,6 +125,10 @@ def test_special_tokens_are_set_whatever_the_value_also_as_stopwords_and_below_t
     assert weight[[0, 3]].tolist() == [special_penalty] * 2
 
 
+def test_a_minimum_of_one_makes_all_penalties_one():
+    assert idf_penalty(IDF, minimum=1).tolist() == [1.0] * len(IDF)
+
+
 def test_the_minimum_comes_before_the_stopword_factor():
     weight = idf_penalty(IDF, minimum=0.2, stopword_ids=[4])
     assert weight[4].item() == pytest.approx(0.2 * 15)

@@ -1,11 +1,9 @@
 """The package and its peers: benchmarks/results/cpu-quick.csv, the largest case of each kind."""
 
-import csv
-from pathlib import Path
-
 from matplotlib.figure import Figure
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+from benchmarks.run.table import RESULTS, largest_cases, read
+
 PANELS = {"seconds": "time over ours", "peak_bytes": "peak extra memory over ours"}
 PEERS = {
     "eager": ("plain formula", "o"),
@@ -17,21 +15,16 @@ PEERS = {
 }
 
 
-def draw(figure: Figure) -> None:
-    """Draw one row per case; right of 1, ours is faster or smaller."""
-    figure.set_size_inches(8.4, 5.6)
-    with (RESULTS / "cpu-quick.csv").open(encoding="utf-8") as lines:
-        rows = [
-            row
-            for row in csv.DictReader(lines)
-            if row["pass"] == "forward+backward" and row["status"].startswith("ok")
-        ]
-    largest: dict[tuple[str, str], tuple[int, str]] = {}
-    for row in rows:
-        kind, size = (row["loss"], row["group"]), (int(row["elements"]), row["case"])
-        largest[kind] = max(largest.get(kind, size), size)
-    cases = [(loss, case) for (loss, _), (_, case) in largest.items()][::-1]
-    both = figure.subplots(1, 2, sharey=True)
+def draw(figure: Figure, *, stacked: bool = False) -> None:
+    """Draw one row per case; right of 1, ours is faster or smaller. Panels are side by side."""
+    figure.set_size_inches((4.6, 12) if stacked else (8.4, 6.4))
+    rows = [
+        row
+        for row in read(RESULTS / "cpu-quick.csv")
+        if row["pass"] == "forward+backward" and row["status"].startswith("ok")
+    ]
+    cases = largest_cases(rows)[::-1]
+    both = figure.subplots(2, 1) if stacked else figure.subplots(1, 2, sharey=True)
     for axes, (column, title) in zip(both, PANELS.items(), strict=True):
         found = {(row["loss"], row["case"], row["variant"]): float(row[column]) for row in rows}
         text = axes.spines["left"].get_edgecolor()
@@ -56,8 +49,11 @@ def draw(figure: Figure) -> None:
         axes.set_xticks([], minor=True)
         axes.set_xlabel(title)
         axes.set_ylim(-0.6, len(cases) - 0.4)
-    names = ["\n".join(case) for case in cases]
-    both[0].set_yticks(range(len(cases)), names, fontsize=7)
+    for axes in both if stacked else both[:1]:
+        axes.set_yticks(range(len(cases)), ["\n".join(case) for case in cases], fontsize=7)
     figure.legend(
-        *both[0].get_legend_handles_labels(), loc="outside upper center", ncols=5, fontsize=8
+        *both[0].get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=2 if stacked else 5,
+        fontsize=8,
     )

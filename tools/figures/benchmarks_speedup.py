@@ -1,4 +1,4 @@
-"""Speedups over the plain formula: benchmarks/results/aims.csv."""
+"""Speedups over the plain formula: benchmarks/results/aims-run-1.csv."""
 
 import csv
 from pathlib import Path
@@ -12,7 +12,7 @@ VARIANTS = ("ours", "ours, CSR input", "ours, sparse_grad")
 def draw(figure: Figure) -> None:
     """Draw one row per case."""
     figure.set_size_inches(8.4, 7)
-    with (RESULTS / "aims.csv").open(encoding="utf-8") as lines:
+    with (RESULTS / "aims-run-1.csv").open(encoding="utf-8") as lines:
         rows = [
             row
             for row in csv.DictReader(lines)
@@ -21,7 +21,7 @@ def draw(figure: Figure) -> None:
     labels = list(dict.fromkeys(_label(row) for row in rows))[::-1]
     axes = figure.subplots()
     axes.plot(
-        [float(row["speedup_median"]) for row in rows],
+        [float(row["speedup"]) for row in rows],
         [labels.index(_label(row)) for row in rows],
         "o",
     )

@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -72,7 +73,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", default=[""], help="parts of files' names")
     parser.add_argument("--seed", default="0", help="of the samples of long files")
     parser.add_argument(
-        "--survivors", action="store_true", help="trust kills by older tests, try survivors again"
+        "--survivors",
+        action="store_true",
+        help="trust kills by older tests and reasons, try other survivors again",
     )
     parser.add_argument("--fast", action="store_true", help="no tests that compile or are slow")
     parser.add_argument("--first", action="store_true", help="no second session, such as of ranks")
@@ -113,6 +116,7 @@ class _File:
         self.session, self.tests, self.measured = 0, Selection(), CACHE
         self.seconds: dict[str, float] = {}
         self.lines: dict[str, set[int]] = {}
+        self.kills: Counter[str] = Counter()  # by test
 
     def run(self) -> None:
         """Each session takes on what survived the one before."""
@@ -174,6 +178,7 @@ class _File:
                 continue
             self.path.write_text(mutant.source, encoding="utf-8")  # for ranks of their own
             code = in_child(functools.partial(self._swapped, mutant, tests), LIMIT)
+            self.kills.update(filter(None, [tests.take_failed()]))
             reads = at_import.intersection(range(mutant.first, mutant.last + 1))
             if code == 0 and (not mutant.function or reads):
                 code = OTHERWISE
@@ -185,7 +190,7 @@ class _File:
         self._run(mutant, tests)
 
     def _run(self, mutant: Mutant, tests: Tests) -> None:
-        """Those that reach the mutant, quick ones first."""
+        """Those that reach the mutant; first those that killed many for the time they take."""
         place = set(range(mutant.first, mutant.last + 1)) if mutant.function else None
         chosen = []
         for item in tests.items:
@@ -197,7 +202,7 @@ class _File:
                 chosen.append((seconds, item))
         if not chosen and place is not None:  # a process that a test starts may reach it
             chosen = [(self.seconds[i.nodeid], i) for i in tests.items if i.nodeid in self.seconds]
-        chosen.sort(key=lambda pair: pair[0])
+        chosen.sort(key=lambda pair: pair[0] / (0.05 + self.kills[pair[1].nodeid]))
         tests.run_items([item for _, item in chosen], self.seconds)
 
     def _note(self, mutant: Mutant, code: int | None) -> None:
@@ -258,12 +263,14 @@ def _cache(name: str) -> Path:
     return CACHE / (name.replace("/", ".") + ".jsonl")
 
 
-def _cached(name: str, hashes: list[str], trust_kills: bool) -> dict[str, tuple[str, int]]:
+def _cached(name: str, hashes: list[str], trust: bool) -> dict[str, tuple[str, int]]:
     """The latest outcome of each mutant with these tests, and the session that it is of."""
     found: dict[str, tuple[str, int]] = {}
     if _cache(name).exists():
         for line in map(json.loads, _cache(name).read_text(encoding="utf-8").splitlines()):
-            if line["hash"] in hashes or (trust_kills and line["outcome"] in (KILLED, TIMED_OUT)):
+            is_explained = line["outcome"] == SURVIVED and line["key"] in REASONS.get(name, {})
+            is_settled = line["outcome"] in (KILLED, TIMED_OUT) or is_explained
+            if line["hash"] in hashes or (trust and is_settled):
                 found[line["key"]] = line["outcome"], line["session"]
     return found
 

@@ -173,7 +173,7 @@ def test_rescue_writes_what_was_said(small, tmp_path, capsys):
         assert row["named_at"] in ("", "1", "10", "20")
         assert bool(row["controller"]) == row["variant"].endswith("steered")
     assert rows[0]["named_at"] == "1"
-    assert rows[0]["finding"] == "sparsity rules the training: collapse is near"
+    assert rows[0]["finding"] == "FLOPS dominates the gradient"
     assert (tmp_path / "rescue.md").read_text(encoding="utf-8") in capsys.readouterr().out
     assert "<svg" in (tmp_path / "rescue.svg").read_text(encoding="utf-8")
 

@@ -28,12 +28,6 @@ def sparse(folder):
 
 
 @pytest.fixture
-def single(folder):
-    """The same in single precision."""
-    return lambda: sparse_encoder(folder)
-
-
-@pytest.fixture
 def dense(folder, tmp_path):
     AutoModel.from_pretrained(folder).save_pretrained(tmp_path / "dense")
     tokenizer("wordpiece").save_pretrained(tmp_path / "dense")

@@ -11,10 +11,8 @@ from sentence_transformers import (
     SparseEncoderTrainer,
     SparseEncoderTrainingArguments,
 )
-from sentence_transformers.base.sampler import DefaultBatchSampler
 from sentence_transformers.sparse_encoder import losses as theirs
 from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
-from torch.utils.data import SequentialSampler
 
 from sparse_losses import (
     DistillationLoss,
@@ -35,6 +33,7 @@ from sparse_losses import (
     TripletMarginLoss,
 )
 from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
+from tests.integrations import setting
 
 NAME = "sentence-transformers"
 ANCHORS = [
@@ -64,35 +63,15 @@ VOCABULARY = 150
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def in_order(dataset, batch_size, drop_last, **_):
-    return DefaultBatchSampler(SequentialSampler(dataset), batch_size, drop_last)
-
-
 def sparse_encoder(folder):
     modules = [Transformer(folder, transformer_task="fill-mask"), SpladePooling("max")]
     return SparseEncoder(modules=modules, device="cpu")
 
 
 def arguments(path, kind=SparseEncoderTrainingArguments, **settings):
-    return kind(
-        output_dir=str(path),
-        **{
-            "per_device_train_batch_size": BATCH,
-            "per_device_eval_batch_size": BATCH,
-            "num_train_epochs": 2,
-            "learning_rate": 0.01,
-            "lr_scheduler_type": "constant",
-            "optim": "sgd",
-            "max_grad_norm": 0.0,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "use_cpu": True,
-            "batch_sampler": in_order,
-        }
-        | settings,
-    )
+    sizes = {"per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH}
+    sizes |= {"max_steps": -1, "num_train_epochs": 2, "learning_rate": 0.01}
+    return setting.arguments(path, kind, batch_sampler=setting.in_order, **(sizes | settings))
 
 
 def dataset(columns, labels=None):
@@ -310,9 +289,6 @@ def adapter(model, loss, **options):
     if isinstance(loss, NWSLoss):
         options["prototype"] = PROTOTYPE
     return SentenceTransformersLoss(model, copy.deepcopy(loss), **options)
-
-
-MNRL = theirs.SparseMultipleNegativesRankingLoss
 
 
 def random_columns(count, requires_grad=True):

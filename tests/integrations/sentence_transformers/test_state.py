@@ -1,4 +1,7 @@
-"""What is not in the model: learned, scheduled, steered, saved and resumed."""
+"""What is not in the model: learned, scheduled, steered, saved and resumed.
+
+A whole run with all of it, resumed, is a row of tests/integrations/test_loops.py.
+"""
 
 import pytest
 from datasets import DatasetDict
@@ -23,49 +26,19 @@ from tests.integrations.sentence_transformers.runs import (
 )
 
 
-def run_with_state(model, path, resume=None, checkpoint=None, keep=True, **settings):
+def run_with_state(model, path, resume=None, keep=True, **settings):
     """A temperature that is learned, a schedule and a controller, saved every other step."""
     ours = SpladeObjective(
         {"info_nce": 1.0, "document_flops": 0.02, "query_flops": 0.01}, info_nce=learning()
     )
     schedule = TrainingSchedule(ours, warmups={"query_flops": Warmup(5, "quadratic")})
-    controller = SparsityController(
-        ours, "document_flops", target_active=20, ignore_steps=1, every=1, window=3
-    )
-    kept = [lambda trainer: LossState(trainer, schedule, controller, checkpoint=checkpoint)]
-    trainer = train(
-        model,
-        SentenceTransformersLoss(model, ours),
-        dataset(2),
-        path,
-        resume=resume,
-        callbacks=kept if keep else (),
-        save_strategy="steps",
-        save_steps=2,
-        learning_rate=1e-3,
-        optim="adamw_torch",
-        **settings,
-    )
+    controller = SparsityController(ours, "document_flops", target_active=20)
+    kept = [lambda trainer: LossState(trainer, schedule, controller)]
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    loss = SentenceTransformersLoss(model, ours)
+    callbacks = kept if keep else ()
+    trainer = train(model, loss, dataset(2), path, resume, callbacks, **saved, **settings)
     return trainer, ours, schedule
-
-
-@pytest.mark.works_with(NAME, "fp32", "resume")
-def test_a_resumed_run_is_the_run(sparse, tmp_path):
-    """In another folder, which is told the checkpoint; the next test resumes in its own."""
-    model, same = sparse(), sparse()
-    whole, *_ = run_with_state(model, tmp_path / "one")
-    middle = str(tmp_path / "one" / "checkpoint-2")
-    resumed, ours, schedule = run_with_state(
-        same, tmp_path / "two", checkpoint=middle, resume=middle
-    )
-    for name in ("loss", "info_nce", "query_flops", "document_flops"):
-        assert logged(resumed, name) == logged(whole, name), name
-    assert_same_weights(same, model, rtol=0, atol=0)
-    assert schedule.steps_taken == 6
-    assert ours.weights["query_flops"] == 0.01
-    assert ours.weights["document_flops"] != 0.02
-    assert ours.info_nce.temperature.item() != 0.5
-    assert ours.info_nce.temperature == whole.loss.loss.info_nce.temperature
 
 
 @pytest.mark.works_with(NAME, "fp32", "resume")
@@ -125,21 +98,3 @@ def test_nothing_stays_attached_after_training(sparse, tmp_path):
     assert not ours._forward_hooks
     trainer.train()
     assert schedule.steps_taken == 12
-
-
-def test_a_controller_sees_cached_batches_once_a_step(sparse, tmp_path):
-    found = []
-    for mini_batch_size in (None, 3):
-        model = sparse()
-        ours = SpladeObjective({"info_nce": 1.0, "document_flops": 0.02})
-        controller = SparsityController(ours, target_active=20, ignore_steps=0, every=1, window=3)
-        loss = SentenceTransformersLoss(model, ours, mini_batch_size=mini_batch_size)
-        kept = [lambda trainer, one=controller: LossState(trainer, one)]
-        data = dataset(3)
-        train(model, loss, data, tmp_path, callbacks=kept, learning_rate=1e-3)
-        found.append(controller.report())
-    statuses = {report.pop("status") for report in found}
-    assert statuses == {"sparsifying"}
-    assert found[0] == pytest.approx(found[1], rel=1e-3)
-    assert found[0]["step"] == 6
-    assert found[0]["weight"] != 0.02

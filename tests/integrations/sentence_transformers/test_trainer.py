@@ -1,4 +1,7 @@
-"""Gradient caching, accumulation, evaluation; the model card; errors."""
+"""Teachers, learned parameters, evaluation; the model card; errors.
+
+Accumulation, gradient caching and half precision are rows of tests/integrations/test_loops.py.
+"""
 
 import re
 from pathlib import Path
@@ -50,23 +53,6 @@ from tests.integrations.sentence_transformers.runs import (
     splade,
     train,
 )
-
-
-@pytest.mark.works_with(NAME, "cached", "accumulation")
-@pytest.mark.parametrize("name", ["self_reconstruction", "objective"])
-def test_our_gradient_caching_and_accumulation_change_nothing(name, sparse, tmp_path):
-    loss, columns, labels, function = ALONE[name]
-    model, cached, reference = (sparse() for _ in range(3))
-    data = dataset(columns, labels)
-    settings = {"gradient_accumulation_steps": 2, "num_train_epochs": 1}
-    train(model, adapter(model, loss), data, tmp_path, **settings)
-    trainer = train(cached, adapter(cached, loss, mini_batch_size=3), data, tmp_path, **settings)
-    plain_loop(reference, function, columns, labels, every=2, epochs=1)
-    assert_same_weights(model, reference, rtol=1e-6, atol=1e-8)
-    assert_same_weights(cached, reference, rtol=1e-6, atol=1e-8)
-    assert_moved(model, sparse())
-    if name == "objective":
-        assert {*objective().weights} <= {*trainer.state.log_history[0]}
 
 
 @pytest.mark.parametrize("mini_batch_size", [None, 3])

@@ -1,0 +1,68 @@
+"""Column means and their squares, here and over ranks."""
+
+import pytest
+import torch
+
+from sparse_losses._core import column_mean
+from sparse_losses._core.column_mean import check_rows, mean_and_square
+
+X = torch.tensor([[1.0, 0.0], [3.0, 5.0]])
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """Another rank with the same rows; what is exchanged is written down."""
+    exchanged = []
+
+    def double(sums):
+        exchanged.append(sums)
+        return 2 * sums
+
+    monkeypatch.setattr(column_mean, "num_ranks", lambda: 2)
+    monkeypatch.setattr(column_mean, "sum_over_ranks", double)
+    return exchanged
+
+
+def test_on_one_rank():
+    for gather in (False, True):
+        mean, square = mean_and_square(X, "biased", gather)
+        assert (mean.tolist(), square.tolist()) == ([2.0, 2.5], [4.0, 6.25])
+        mean, square = mean_and_square(X, "unbiased", gather)
+        assert (mean.tolist(), square.tolist()) == ([2.0, 2.5], [3.0, 0.0])  # the only pair
+
+
+def test_over_two_ranks_only_column_sums_are_exchanged(two_ranks):
+    both = X.repeat(2, 1)
+    for estimator, rows in (("biased", 1), ("unbiased", 2)):
+        expected = mean_and_square(both, estimator, gather=False)
+        assert two_ranks == []
+        torch.testing.assert_close(mean_and_square(X, estimator, gather=True), expected)
+        assert two_ranks.pop().shape == (rows, 2)
+
+
+def test_of_no_rows_the_mean_is_0():
+    mean, square = mean_and_square(X[:0], "biased", gather=False)
+    assert mean.tolist() == square.tolist() == [0.0, 0.0]
+
+
+def test_one_row_that_holds_nearly_all_leaves_the_digits_of_the_others():
+    x = torch.full((64, 1), 1e-3)
+    x[0] = 1e4
+    mean, square = mean_and_square(x, "unbiased", gather=False)
+    wide = x.double()
+    pairs = wide.sum().square() - wide.square().sum()
+    assert mean.dtype == square.dtype == torch.float32
+    assert mean.item() == pytest.approx(wide.mean().item(), rel=1e-6)
+    assert square.item() == pytest.approx(pairs.item() / (64 * 63), rel=1e-6)
+
+
+def test_an_unbiased_estimate_needs_two_rows_in_total(two_ranks):
+    for estimator, rows, gather in (
+        ("biased", 0, False),
+        ("unbiased", 2, False),
+        ("unbiased", 1, True),
+    ):
+        check_rows(estimator, rows, gather)
+    for rows, gather, total in ((1, False, 1), (0, True, 0)):
+        with pytest.raises(ValueError, match=f"at least 2 rows .* got B = {total}$"):
+            check_rows("unbiased", rows, gather)

@@ -1,0 +1,259 @@
+"""A value that brings its gradient: when, scaled how, computed how often, and again by autograd."""
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparse_losses._core import own_gradient
+from sparse_losses._core.own_gradient import (
+    can_bring_its_gradient,
+    is_transformed,
+    with_own_gradient,
+)
+
+
+class Squares:
+    """``factor * x ** 2`` summed per row, or over all rows, and what was asked of it."""
+
+    def __init__(self, by_row=False):
+        self.by_row, self.asked = by_row, []
+
+    def definition(self, x, factor, other=None):
+        rows = (factor * x.float().square()).reshape(len(x), -1).sum(-1)
+        return rows if self.by_row else rows.sum()
+
+    def compute(self, needs, x, factor, other=None):
+        self.asked.append(list(needs))
+        assert not torch.is_autocast_enabled("cpu")
+        value = self.definition(x, factor)
+        return value, [2 * factor * x.float() if needs[0] else None, None]
+
+    def __call__(self, *arguments):
+        return with_own_gradient(self.definition, self.compute, *arguments)
+
+
+def leaf(*shape, dtype=torch.float32):
+    x = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape).to(dtype)
+    return x.requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_the_gradient_of_a_number_is_scaled_and_in_the_dtype_of_its_tensor(dtype, factor):
+    x, squares = leaf(2, 3, dtype=dtype), Squares()
+    (factor * squares(x, 0.7)).backward()
+    assert x.grad.dtype == dtype
+    assert torch.equal(x.grad, (factor * (2 * 0.7 * x.detach().float())).to(dtype))
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 3), (2, 3, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_of_rows_is_scaled_row_by_row(shape, dtype):
+    x, squares, upstream = leaf(*shape, dtype=dtype), Squares(by_row=True), torch.tensor([5.0, 0.5])
+    (gradient,) = torch.autograd.grad(squares(x, 1.5), x, upstream)
+    scale = upstream.view(2, *[1] * (len(shape) - 1))
+    assert gradient.dtype == dtype
+    assert torch.equal(gradient, (scale * (3 * x.detach().float())).to(dtype))
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_several_ways_back_at_once_are_each_way_back(by_row):
+    x, squares = leaf(2, 3), Squares(by_row)
+    value = squares(x, 2.0)
+    several = torch.arange(1.0, 4.0)[:, None].expand(3, 2) * torch.tensor([1.0, 10.0])
+    several = several if by_row else several[:, 0]
+    found = torch.autograd.grad(value, x, several, is_grads_batched=True, retain_graph=True)[0]
+    for upstream, gradient in zip(several, found, strict=True):
+        expected = torch.autograd.grad(value, x, upstream, retain_graph=True)[0]
+        assert torch.equal(gradient, expected)
+
+
+def test_it_is_computed_once_and_again_for_a_second_way_back_alone():
+    x, squares = leaf(2, 3), Squares()
+    value = squares(x, 2.0, None)
+    (first,) = torch.autograd.grad(value, x, retain_graph=True)
+    assert squares.asked == [[True, False, False]]
+    with torch.autocast("cpu", torch.bfloat16):
+        (second,) = torch.autograd.grad(value, x)
+    assert squares.asked == [[True, False, False]] * 2
+    assert torch.equal(first, second)
+
+
+def test_a_leaf_keeps_the_very_tensor():
+    made = []
+
+    def compute(needs, x):
+        gradient = torch.ones(2)
+        made.append(gradient.data_ptr())
+        return x.detach().sum(), [gradient]
+
+    for factor in (1.0, 2.0):
+        x = leaf(2)
+        (factor * with_own_gradient(torch.sum, compute, x)).backward()
+        assert x.grad.data_ptr() == made.pop()
+        assert x.grad.tolist() == [factor, factor]
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_one_of_a_plain_way_back_is_not_multiplied_by():
+    for upstream, multiplies in ((1.0, False), (2.0, True)):
+        x = leaf(2, 3)
+        value = Squares()(x, 2.0)
+        upstream = torch.tensor(upstream)
+        with Operations() as seen:
+            torch.autograd.grad(value, x, upstream)
+        assert any("mul" in name for name in seen.names) is multiplies
+
+
+def test_a_gradient_is_rounded_to_halves_as_it_is_scaled():
+    x = leaf(2, 3, dtype=torch.bfloat16)
+    value = Squares()(x, 2.0)
+    with Operations() as seen:
+        torch.autograd.grad(value, x, torch.tensor(3.0))
+    assert not any("copy" in name for name in seen.names)
+
+
+def test_gradients_of_the_last_arguments_may_be_left_out():
+    x = leaf(3)
+    several = [torch.ones(3, requires_grad=True) for _ in range(3)]
+    value = with_own_gradient(
+        lambda x, *_: x.sum(), lambda needs, x, *_: (x.sum(), [torch.ones(3)]), x, *several
+    )
+    value.backward()
+    assert x.grad.tolist() == [1.0] * 3
+    assert all(each.grad is None for each in several)
+
+
+def test_arguments_are_let_go_after_the_way_back():
+    x = leaf(2, 3)
+    argument = x * 1
+    value, gone = Squares()(argument, 2.0), weakref.ref(argument)
+    del argument
+    value.backward()
+    assert gone() is None
+    assert value.requires_grad
+
+
+def test_an_argument_that_changed_is_an_error_of_a_second_way_back_alone():
+    x, factor, squares = leaf(2, 3), torch.full((2, 3), 2.0), Squares()
+    value = squares(x, factor)
+    factor.zero_()
+    assert torch.autograd.grad(value, x, retain_graph=True)[0].tolist() == (4 * x).tolist()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(value, x)
+
+
+def test_without_a_graph_no_gradient_is_asked_for():
+    x, squares = leaf(2, 3), Squares()
+    with torch.no_grad():
+        assert not squares(x, 2.0).requires_grad
+    assert not squares(x.detach(), 2.0).requires_grad
+    assert squares.asked == [[False, False]] * 2
+
+
+def test_the_second_derivative_is_the_definitions():
+    x, squares = leaf(2, 3), Squares()
+    y = (2 * x).requires_grad_()
+
+    def value(x, y):
+        return with_own_gradient(
+            lambda x, y, unused: (x * y.square()).sum(),
+            lambda needs, x, y, unused: ((x * y.square()).sum(), [y.square(), 2 * x * y]),
+            x,
+            y,
+            torch.ones(1, requires_grad=True),
+        )
+
+    # One input depends on the other: that path is autograd's to add, once.
+    (gradient,) = torch.autograd.grad(value(x, y), x, create_graph=True)
+    torch.testing.assert_close(gradient, 12 * x.square())
+    (second,) = torch.autograd.grad(gradient.sum(), x)
+    torch.testing.assert_close(second, 24 * x)
+    (gradient,) = torch.autograd.grad(3 * squares(x, 2.0), x, create_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(gradient, 12 * x)
+        assert torch.autograd.grad(gradient.sum(), x)[0].tolist() == [[12.0] * 3] * 2
+
+
+def test_what_is_sparse_or_was_made_for_inference_takes_part():
+    with torch.inference_mode():
+        factor = torch.full((2, 3), 2.0)
+    x, squares = leaf(2, 3), Squares()
+    value = squares(x, factor)
+    (first,) = torch.autograd.grad(value, x, retain_graph=True)
+    assert torch.equal(first, torch.autograd.grad(value, x)[0])
+    assert torch.equal(first, 4 * x)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_and_dense_arguments_that_depend_on_another_have_second_derivatives():
+    x, places = leaf(2, 3), []
+
+    def product(x, dense, sparse):
+        places.append(dense.data_ptr())
+        return (x.square() * dense * sparse.to_dense()).sum()
+
+    def compute(needs, x, dense, sparse):
+        filled = sparse.to_dense()
+        return product(x, dense, sparse), [2 * x * dense * filled, x.square() * filled, None]
+
+    dense, sparse = 1.0 * x, torch.eye(2, 3).to_sparse_csr().requires_grad_()
+    value = with_own_gradient(product, compute, x, dense, sparse)
+    (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), x)
+    assert torch.equal(gradient, 3 * x.square() * torch.eye(2, 3))
+    assert torch.equal(second, 6 * x * torch.eye(2, 3))
+    assert set(places) == {dense.data_ptr()}, "nothing is copied"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_dense_argument_may_be_made_of_a_sparse_one():
+    sparse = (2 * torch.eye(2, 3)).to_sparse_csr().requires_grad_()
+
+    def product(sparse, dense):
+        return (sparse.to_dense() * dense.square()).sum()
+
+    def compute(needs, sparse, dense):
+        filled = sparse.to_dense()
+        return product(sparse, dense), [None, 2 * dense * filled]
+
+    value = with_own_gradient(product, compute, sparse, 1 * sparse.to_dense())
+    (gradient,) = torch.autograd.grad(value, sparse, create_graph=True)
+    assert torch.equal(gradient.to_dense(), 12 * torch.eye(2, 3))
+
+
+class Subclass(torch.Tensor):
+    """May need its own operations."""
+
+
+def test_a_gradient_is_brought_in_eager_mode_only(monkeypatch):
+    x = torch.ones(2)
+    assert can_bring_its_gradient(x, torch.nn.Parameter(x), None, 3.0, "dot")
+    assert not can_bring_its_gradient(x, x.as_subclass(Subclass))
+    seen = []
+    torch.func.grad(lambda y: (seen.append(can_bring_its_gradient(x)), y.sum())[1])(x)
+    with torch.autograd.forward_ad.dual_level():
+        seen.append(can_bring_its_gradient(x))
+    assert seen == [False, False]
+    assert not is_transformed()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not can_bring_its_gradient(x)
+
+
+def test_while_a_graph_is_traced_nobody_asks_for_transforms(monkeypatch):
+    """The queries cannot be traced."""
+    monkeypatch.setattr(own_gradient, "transforms_are_active", lambda: True)
+    assert is_transformed()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not is_transformed()

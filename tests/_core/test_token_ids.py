@@ -1,0 +1,96 @@
+"""Token ids and masks: what is refused, by which number, and where no number may be read."""
+
+import pytest
+import torch
+
+from sparse_losses._core import token_ids
+from sparse_losses._core.token_ids import (
+    as_mask,
+    attended_ids,
+    check_ids,
+    first_occurrences,
+    id_mask,
+)
+
+V = 5
+
+
+def attended(*ids, mask=None, **options):
+    ids = torch.tensor(ids)
+    return attended_ids("ids", ids, torch.ones_like(ids) if mask is None else mask, V, **options)
+
+
+@pytest.mark.parametrize(
+    ("ids", "named"), [((0, 5), 5), ((1, 6), 6), ((-1, 4), -1), ((-2, 7), -2), ((3, -1), -1)]
+)
+def test_an_id_outside_is_named(ids, named):
+    with pytest.raises(ValueError, match=rf"^expected `ids` in \[0, V\) with V = 5, got {named}$"):
+        attended(*ids)
+
+
+def test_ids_are_int64_and_0_where_nothing_is_attended():
+    assert attended(0, 4).tolist() == [0, 4]
+    assert attended(-100, 4, 99, mask=torch.tensor([False, True, False])).tolist() == [0, 4, 0]
+    narrow = torch.tensor([1, 2], dtype=torch.uint8)
+    found = attended_ids("ids", narrow, torch.tensor([True, False]), V)
+    assert (found.dtype, found.tolist()) == (torch.int64, [1, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.complex64], ids=str)
+def test_ids_of_another_kind_are_refused(dtype):
+    ids = torch.ones(2, dtype=dtype)
+    with pytest.raises(TypeError, match=f"expected `ids` to be integers, got {dtype}"):
+        attended_ids("ids", ids, torch.ones(2), V)
+    with pytest.raises(TypeError, match=f"expected `ids` to be integers, got {dtype}"):
+        id_mask("ids", ids, V, ids.device)
+    if not dtype.is_complex:
+        with pytest.raises(TypeError, match=f"expected `ids` to be integers, got {dtype}"):
+            check_ids("ids", ids)
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """As on an accelerator: a value could be read by a wait only. Assertions are at once here."""
+    monkeypatch.setattr(token_ids, "values_can_be_checked", lambda *_: False)
+    return monkeypatch
+
+
+def test_where_values_are_not_read_the_device_asserts(unread):
+    assert attended(0, V - 1).tolist() == [0, V - 1]
+    for outside in (-1, V):
+        with pytest.raises(RuntimeError, match=r"expected `ids` in \[0, V\)"):
+            attended(2, outside)
+
+
+def test_the_gather_that_follows_asserts_by_itself_but_in_a_graph(unread):
+    assert attended(2, V, gathered=True).tolist() == [2, V]
+    unread.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(RuntimeError, match="expected `ids`"):
+        attended(2, V, gathered=True)
+
+
+def test_under_a_transform_nothing_can_assert(unread):
+    unread.setattr(token_ids, "transforms_are_active", lambda: True)
+    assert attended(2, V).tolist() == [2, V]
+
+
+def test_masks_are_looked_at_only_where_reading_is_free(unread):
+    mask = torch.tensor([0.0, 0.5, 1.0])
+    assert as_mask("mask", mask).tolist() == [False, True, True]
+    unread.undo()
+    with pytest.raises(ValueError, match=r"expected `mask` to be 0 or 1, got 0\.5"):
+        as_mask("mask", mask)
+
+
+def test_the_first_of_each_attended_id_is_marked():
+    ids = torch.tensor([[3, 1, 3, 0], [2, 2, 2, 2]])
+    mask = torch.tensor([[True, True, True, False], [True] * 4])
+    ordered, first = first_occurrences(ids, mask)
+    assert ordered.tolist() == [[1, 3, 0, 0], [2, 0, 0, 0]]
+    assert first.tolist() == [[True, True, False, False], [True, False, False, False]]
+
+
+def test_ids_come_in_a_tensor_of_any_shape():
+    assert check_ids("ids", torch.tensor([[1, 2], [3, 3]])).tolist() == [1, 2, 3, 3]
+    assert check_ids("ids", torch.tensor([])) == ()
+    assert id_mask("ids", torch.tensor(2), V, torch.device("cpu")).nonzero().tolist() == [[2]]

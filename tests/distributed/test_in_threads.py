@@ -1,0 +1,204 @@
+"""``gather=True`` on two ranks that are threads: what tests/distributed/test_gather.py says too.
+
+There the ranks are processes and work through all cases at once; here a case is a test.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sparse_losses import LabelQueue, distributed
+from sparse_losses.distributed import (
+    NUM_SIZES,
+    agree_across_ranks,
+    average_grad_over_ranks,
+    gather_rows,
+    maximum_over_ranks,
+    num_ranks,
+    rank,
+    scatter_sum,
+    skip_size_check,
+    sum_over_ranks,
+)
+from tests.cases import CASES
+from tests.distributed.test_gather import check, part, variants, whole
+from tests.distributed.threads import run_threads
+
+
+def _check(own, case, reduction, impl):
+    arrays = whole(case, 2, seed=3)
+    learned = "temperature" in case.loss.signature
+    check(case, arrays, part(case, arrays, own, 2), own, 2, reduction, impl, learned)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_value_and_averaged_gradients_are_those_of_one_process(case):
+    for reduction, impl in variants(case, 2):
+        if impl is None:  # the ring sends from rank to rank
+            run_threads(2, _check, case, reduction, impl)
+
+
+def _collectives(own):
+    assert (rank(), num_ranks()) == (own, 2)
+    x = torch.tensor([[1.0, 10.0]]) * (own + 1)
+    found = []
+    for function in (gather_rows, sum_over_ranks, average_grad_over_ranks, scatter_sum):
+        leaf = x.expand(2, 2).clone().requires_grad_()
+        value = function(leaf)
+        weight = torch.arange(1.0, 1 + value.numel()).view_as(value) * (own + 1)
+        (gradient,) = torch.autograd.grad((value * weight).sum(), leaf)
+        found += [value.tolist(), gradient.tolist()]
+    found.append(maximum_over_ranks(x * torch.tensor([1.0, -1.0])).tolist())
+    flags = gather_rows(torch.tensor([own == 1]))
+    assert flags.dtype == torch.bool
+    found.append(flags.tolist())
+    return found
+
+
+def test_every_collective_and_its_gradient():
+    first, second = run_threads(2, _collectives)
+    rows = [[1, 10], [1, 10], [2, 20], [2, 20]]
+    assert (first[0], first[1]) == (rows, [[3, 6], [9, 12]])
+    assert (second[0], second[1]) == (rows, [[15, 18], [21, 24]])
+    assert first[2:4] == second[2:4] == [[[3, 30]] * 2, [[3, 6], [9, 12]]]
+    assert first[4:6] == [[[1, 10]] * 2, [[1.5, 3], [4.5, 6]]]
+    assert second[4:6] == [[[2, 20]] * 2, [[1.5, 3], [4.5, 6]]]
+    assert first[6] == second[6] == [[3, 30]]
+    assert first[7] == second[7] == [[1, 2], [2, 4]]
+    assert first[8:] == second[8:] == [[[2, -10]], [False, True]]
+    assert (rank(), num_ranks()) == (0, 1)
+
+
+def _from_anywhere(own):
+    x = (torch.arange(8.0).view(4, 2) + own).T.requires_grad_()
+    before = x.detach().clone()
+    values = [f(x) for f in (gather_rows, sum_over_ranks, scatter_sum, maximum_over_ranks)]
+    for value in values[:3]:
+        (gradient,) = torch.autograd.grad(value, x, torch.ones_like(value).T.contiguous().T)
+        assert (gradient == (1 if value is values[2] else 2)).all()
+    assert not values[3].requires_grad
+    assert torch.equal(x, before)
+    return [value.tolist() for value in values]
+
+
+def test_collectives_take_any_memory_and_leave_it():
+    zero, one = ((torch.arange(8.0).view(4, 2) + own).T for own in range(2))
+    for own, found in enumerate(run_threads(2, _from_anywhere)):
+        total = (zero + one).tolist()
+        assert found == [[*zero.tolist(), *one.tolist()], total, [total[own]], one.tolist()]
+
+
+def test_the_new_names_of_pytorch_are_used_where_it_has_them():
+    """It warns of the old ones."""
+    for old, new, used in (
+        ("all_gather_into_tensor", "all_gather_single", distributed._all_gather),
+        ("reduce_scatter_tensor", "reduce_scatter_single", distributed._reduce_scatter),
+    ):
+        assert used is getattr(dist, new, getattr(dist, old))
+
+
+def test_alone_a_collective_is_nothing():
+    x = torch.ones(2, 3)
+    functions = sum_over_ranks, average_grad_over_ranks, scatter_sum, maximum_over_ranks
+    assert all(function(x) is x for function in (gather_rows, *functions))
+    assert run_threads(1, lambda _: all(function(x) is x for function in functions)) == [True]
+    assert run_threads(2, lambda _: gather_rows(x, False) is x) == [True, True]
+
+
+def _said(own, *data, call="a call", gather=True, **sizes):
+    try:
+        return agree_across_ranks(call, gather, *data, **sizes)
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_agree_on_their_call_and_its_sizes():
+    x = torch.ones(3)
+    assert agree_across_ranks("a call", True, x, B=3) is False, "there is one rank"
+    with pytest.raises(TypeError, match="expected `gather` to be True or False, got 1"):
+        agree_across_ranks("a call", 1, x)
+    assert run_threads(2, lambda own: _said(own, x, gather=False, B=own)) == [False, False]
+    assert run_threads(2, lambda own: _said(own, x, None, B=3, N=4)) == [True, True]
+    for sizes, name, hint in (
+        (lambda own: {"B": 3 + own}, "B", "; the last batch of an epoch? Drop it (drop_last=True)"),
+        (lambda own: {"B": 3, "N": 3 + own}, "N", ""),
+        (lambda own: {**{f"x{n}": n for n in range(NUM_SIZES - 2)}, "Z": 3 + own}, "Z", ""),
+    ):
+        found = run_threads(2, lambda own, sizes=sizes: _said(own, x, **sizes(own)))
+        assert (
+            found
+            == [
+                f"expected the same {name} on every rank for a call with gather=True, got "
+                f"3 on rank 0, 4 on rank 1{hint}"
+            ]
+            * 2
+        )
+    found = run_threads(
+        2, lambda own: _said(own, x, call=f"call {own}", B=3, **({"N": 4} if own else {}))
+    )
+    assert found == [
+        f"expected every rank to be in call {own} with gather=True, as rank {own} is, got ranks "
+        f"[{1 - own}] in another loss"
+        for own in range(2)
+    ]
+
+
+def test_the_widest_dtype_that_is_sent_is_compared():
+    half, single, double, ids = (
+        torch.ones(2, dtype=d) for d in (torch.half, torch.float, torch.double, torch.long)
+    )
+
+    def said(first, second):
+        return run_threads(2, lambda own: _said(own, *(second if own else first)))
+
+    assert said([single, half], [half, None, ids]) == [True, True]
+    assert said([single, double], [double]) == [True, True]
+    wrong = said([single], [half, double])
+    assert len(set(wrong)) == 1
+    assert "the same precision, in bytes, on every rank" in wrong[0]
+    assert "got 4 on rank 0, 8 on rank 1" in wrong[0]
+
+
+def test_sizes_are_compared_once(monkeypatch):
+    x = torch.ones(3)
+
+    def skipping(own):
+        with skip_size_check():
+            first = _said(own, x, B=own)
+        return first, _said(own, x, B=own)[:8]
+
+    assert run_threads(2, skipping) == [(True, "expected")] * 2
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert run_threads(2, lambda own: _said(own, x, B=own)) == [True, True]
+
+
+def _fill(own, gather, dtypes=(torch.float32, torch.float32)):
+    queue = LabelQueue(5, 3, 2, gather=gather)
+    for step in range(2):
+        features = torch.arange(12.0).view(4, 3) + 100 * step
+        labels = torch.tensor([[1, 0], [0, 1], [1, 1], [0, 0]])
+        mine = slice(2 * own, 2 * own + 2) if gather else slice(None)
+        queue.enqueue(features[mine], labels[mine].to(dtypes[own]))
+    return {name: buffer.tolist() for name, buffer in queue.state_dict().items()}
+
+
+def test_a_queue_holds_the_rows_of_all_ranks():
+    assert run_threads(2, _fill, True) == [_fill(0, False)] * 2
+    assert run_threads(2, _fill, True, (torch.bool, torch.int64)) == [_fill(0, False)] * 2
+
+
+def test_a_queue_refuses_rows_that_are_not_alike():
+    def fill(own, rows, dim):
+        queue = LabelQueue(8, dim, 2, gather=True)
+        with pytest.raises(ValueError, match="with gather=True") as caught:
+            queue.enqueue(torch.ones(rows, dim), torch.ones(rows, 2))
+        return str(caught.value)[:39]
+
+    assert (
+        run_threads(2, lambda own: fill(own, 3 + own, 4))
+        == ["expected the same B on every rank for L"] * 2
+    )
+    assert (
+        run_threads(2, lambda own: fill(own, 3, 4 + own))
+        == ["expected the same D on every rank for L"] * 2
+    )
