@@ -117,16 +117,17 @@ def _definition(
 ) -> Tensor:
     """Sum over the others plus ``ratio`` times the sum over the targets, ``[B]`` or in total."""
     # One byte per token; every attended position writes the same, the others to an extra column.
+    # Compiled code multiplies by bytes in a fraction of the time in which it reads booleans.
     batch, vocab_size = x.shape
     places = torch.where(attended, ids, vocab_size)
-    is_target = torch.zeros(batch, vocab_size + 1, dtype=torch.bool, device=x.device)
-    is_target = is_target.scatter(1, places, True)[:, :vocab_size]
-    signed = torch.where(is_target, -x, x)
+    sign = torch.ones(batch, vocab_size + 1, dtype=torch.int8, device=x.device)
+    sign = sign.scatter(1, places, -1)[:, :vocab_size]
+    signed = sign * x
     if ignored is not None:
         signed = torch.where(ignored, -torch.inf, signed)  # softplus(-inf) = 0
     cost = softplus(signed)
     if isinstance(ratio, Tensor):
-        cost = torch.where(is_target, ratio[:, None], 1.0) * cost
+        cost = torch.where(sign < 0, ratio[:, None], 1.0) * cost
     return cost.sum(-1) if by_rows else cost.sum()
 
 
