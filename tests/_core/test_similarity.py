@@ -49,6 +49,7 @@ def test_a_nan_stays_in_its_row(dtype):
     x[1, 0] = torch.nan
     unit, _ = unit_rows(x)
     assert unit.isnan().any(-1).tolist() == [False, True, False, False, False, False]
+    assert unit[1].isnan().all()
 
 
 def test_empty_rows_are_copied():
