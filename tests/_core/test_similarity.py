@@ -86,6 +86,14 @@ def test_the_gradient_of_a_unit_row_is_across_it(function, dtype, scale):
     )
 
 
+def test_a_hook_is_called_once_a_way_back():
+    x = torch.tensor([[3.0, 4.0]], requires_grad=True)
+    (expected,) = torch.autograd.grad(normalize(x)[0, 0], x)
+    x.register_hook(lambda gradient: 10 * gradient)
+    (gradient,) = torch.autograd.grad(normalize(x)[0, 0], x, create_graph=True)
+    torch.testing.assert_close(gradient, 10 * expected)
+
+
 @pytest.mark.parametrize("function", [normalize, similarity._normalize], ids=["own", "plain"])
 def test_a_zero_row_has_no_gradient_of_any_order(function):
     x = torch.zeros(2, 3, dtype=torch.float64)
