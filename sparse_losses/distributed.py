@@ -172,7 +172,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         gathered = x.new_empty((num_ranks() * x.shape[0], *x.shape[1:]))
-        _all_gather(gathered, x.contiguous())
+        _all_gather(gathered, x.contiguous(), group=None)  # PyTorch 2.6 compiles it named only
         return gathered
 
     @staticmethod

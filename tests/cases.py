@@ -251,21 +251,21 @@ def _objective_of(
     weights = OBJECTIVE | (OWN_NEGATIVES if negative is not None else {})
     language_penalty = s.LanguagePenaltyLoss(penalty)
     objective = s.SpladeObjective(weights, language_penalty=language_penalty, impl=impl)
+    own = None
+    if negative is not None:  # its tokens are the positives' here: [B, 1, S]
+        words = [
+            x[:, None].expand(-1, negative.shape[1], -1) for x in (document_ids, document_mask)
+        ]
+        own = s.Texts(negative, *words)
     batch = s.SpladeBatch(
         s.Texts(query),
-        s.Texts(document),
-        None if negative is None else s.Texts(negative),
+        s.Texts(document, document_ids, document_mask),
+        own,
         teacher_scores=teacher,
         teacher_anchor_scores=context,
         teacher_candidates="batch",
     )
-    words = batch.positive._replace(input_ids=document_ids, attention_mask=document_mask)
-    if negative is None:
-        return objective(batch._replace(positive=words)).total
-    # The negatives' tokens are the positives' here: [B, 1, S].
-    ids, mask = (x[:, None].expand(-1, negative.shape[1], -1) for x in words[1:3])
-    own = batch.negative._replace(input_ids=ids, attention_mask=mask)
-    return objective(batch._replace(positive=words, negative=own)).total
+    return objective(batch).total
 
 
 def _objective_answer(

@@ -164,7 +164,7 @@ FORMULAS = {
     "losses/nws.py": "masked_logsumexp(weighted",
     "losses/pairwise_contrastive.py": "nnf.relu(-distance + margin).square()",
     "losses/positive_activation.py": "(share * cost).sum(-1)",
-    "losses/self_reconstruction.py": "softplus(others).sum(-1) + ratio * target_sum",
+    "losses/self_reconstruction.py": "cost = softplus(signed)",
     "losses/triplet_margin.py": "nnf.relu(far - near + margin)",
     "representation/head.py": "splade_activation(",
 }

@@ -1,6 +1,7 @@
 """Makes notebooks and scripts of pages: ``python -m tools.notebooks build/notebooks``.
 
-Each guide, and each page with `script: true` in its front matter, becomes NAME.ipynb and NAME.py:
+Each guide, and each page with `script: true` in its front matter, becomes NAME.ipynb and NAME.py,
+with hyphens, so that no script hides a module that it imports:
 its prose as plain Markdown, its Python blocks as cells.
 Links lead to the site where SITE_URL names it, and are text otherwise. ``--run`` runs every script
 in a process of its own, apart from those that download a model.
@@ -167,8 +168,9 @@ def main(arguments: list[str]) -> int:
     asked.folder.mkdir(parents=True, exist_ok=True)
     for page in GUIDES:
         made = notebook(page)
-        jupytext.write(made, asked.folder / f"{page.stem}.ipynb")
-        script = asked.folder / f"{page.stem}.py"
+        name = page.stem.replace("_", "-")
+        jupytext.write(made, asked.folder / f"{name}.ipynb")
+        script = asked.folder / f"{name}.py"
         jupytext.write(made, script, fmt="py:percent")
         if asked.run and page.stem not in DOWNLOADS:
             print(script, flush=True)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import widest_dtype
-from sparse_losses._core.private_torch import is_batched
 
 __all__ = ["HalfRows", "half_rows", "normalize", "through_unit_rows_", "unit_rows"]
 
@@ -124,10 +123,7 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> Any:
         x, unit, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():
-            alias = x.view_as(x)
+            alias = x.view_as(x)  # so that hooks of `x` are not called
             unit = _normalize(alias)
             return torch.autograd.grad(unit, alias, upstream, create_graph=True)[0]
-        if is_batched(upstream):
-            along = (unit * upstream).sum(-1, keepdim=True)
-            return ((upstream - unit * along) * inverse).to(x.dtype)
         return through_unit_rows_(upstream.clone(), unit, inverse)

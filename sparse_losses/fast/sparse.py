@@ -93,7 +93,7 @@ def _nonzero_of(flat: Tensor) -> Tensor:
     if wide is None or odd:
         return flat.nonzero()[:, 0]
     pair = 2 * flat.view(wide).nonzero()[:, 0]
-    where = torch.stack([pair, pair + 1], dim=1).reshape(-1)
+    where = torch.stack([pair, pair + 1], dim=1)
     return where[flat[where] != 0]
 
 

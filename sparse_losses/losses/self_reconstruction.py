@@ -116,17 +116,16 @@ def _definition(
     by_rows: bool,
 ) -> Tensor:
     """Sum over the others plus ``ratio`` times the sum over the targets, ``[B]`` or in total."""
-    # One byte per token; every attended position writes the same, the others to an extra column.
-    batch, vocab_size = x.shape
-    places = torch.where(attended, ids, vocab_size)
-    is_target = torch.zeros(batch, vocab_size + 1, dtype=torch.bool, device=x.device)
-    is_target = is_target.scatter(1, places, True)[:, :vocab_size]
-    signed = torch.where(is_target, -x, x)
+    # -1 at the targets, 1 elsewhere. Compiled code multiplies by bytes in a fraction of the time in
+    # which it reads booleans. Positions that are not attended write 1 to column 0.
+    sign = torch.ones_like(x, dtype=torch.int8)
+    sign = sign.scatter_reduce(1, ids, 1 - 2 * attended.to(sign.dtype), "amin")
+    signed = sign * x
     if ignored is not None:
         signed = torch.where(ignored, -torch.inf, signed)  # softplus(-inf) = 0
     cost = softplus(signed)
     if isinstance(ratio, Tensor):
-        cost = torch.where(is_target, ratio[:, None], 1.0) * cost
+        cost = torch.where(sign < 0, ratio[:, None], 1.0) * cost
     return cost.sum(-1) if by_rows else cost.sum()
 
 

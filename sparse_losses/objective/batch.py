@@ -39,8 +39,10 @@ class Texts(NamedTuple):
 
     def flatten(self) -> "Texts":
         """Return the texts with one row per text."""
-        known = zip(self._fields, self, strict=True)
-        return self._replace(**{name: x.flatten(0, -2) for name, x in known if x is not None})
+        # Not by `_replace`, which PyTorch 2.6 cannot compile.
+        activations, *others = [None if x is None else x.flatten(0, -2) for x in self]
+        assert activations is not None
+        return Texts(activations, *others)
 
     def join(self, other: "Texts") -> "Texts":
         """Return these texts followed by the others; a field that only one has becomes ``None``.

@@ -316,10 +316,10 @@ class SpladeObjective(nn.Module):
         flops = {f"{side}_flops" for side in sides} & {*active}
         shown, of_flops = None, sides
         if len(self.stopword_ids) > 0 and ("info_nce" in active or flops):
-            shown = batch._replace(
-                anchor=self._hide(batch.anchor),
-                positive=self._hide(batch.positive),
-                negative=None if batch.negative is None else self._hide(batch.negative),
+            hidden = None if batch.negative is None else self._hide(batch.negative)
+            # Not by `_replace`, which PyTorch 2.6 cannot compile.
+            shown = SpladeBatch(
+                self._hide(batch.anchor), self._hide(batch.positive), hidden, *batch[3:]
             )
             of_flops = {"query": shown.anchor}
             if "document_flops" in flops:
@@ -328,7 +328,7 @@ class SpladeObjective(nn.Module):
         for side, texts in sides.items():
             if f"{side}_flops" in flops:
                 terms[f"{side}_flops"] = self._call(self.flops, of_flops[side].activations)
-            terms |= self._of_texts(active, side, texts)
+            terms.update(self._of_texts(active, side, texts))  # PyTorch 2.6 cannot compile `|=`
         for side, one, other in (
             ("query", batch.anchor, batch.positive),
             ("document", batch.positive, batch.anchor),
@@ -467,7 +467,7 @@ class SpladeObjective(nn.Module):
     def _hide(self, texts: Texts) -> Texts:
         """Set the activations of stopwords to 0."""
         self._check_stopwords(texts.activations.shape[-1])
-        return texts._replace(activations=texts.activations.index_fill(-1, self.stopword_ids, 0.0))
+        return Texts(texts.activations.index_fill(-1, self.stopword_ids, 0.0), *texts[1:])
 
     def _check_stopwords(self, vocab_size: int) -> None:
         if self._largest_stopword_id >= vocab_size:

@@ -79,8 +79,9 @@ def test_all_of_a_file_is_on_the_disk_before_it_gets_its_name(path, monkeypatch)
         sync(file)
 
     monkeypatch.setattr(os, "fsync", spy)
-    write(path)
-    assert sizes == [len(NEW)]
+    for content in ("few", NEW):
+        write(path, content)
+    assert sizes == [3, len(NEW)]
 
 
 @pytest.mark.parametrize("fails", ["write", "fsync", "replace"])

@@ -49,6 +49,7 @@ def test_a_nan_stays_in_its_row(dtype):
     x[1, 0] = torch.nan
     unit, _ = unit_rows(x)
     assert unit.isnan().any(-1).tolist() == [False, True, False, False, False, False]
+    assert unit[1].isnan().all()
 
 
 def test_empty_rows_are_copied():
@@ -83,6 +84,14 @@ def test_the_gradient_of_a_unit_row_is_across_it(function, dtype, scale):
     torch.testing.assert_close(
         sign * several[1].double() * scale, 2 * expected, rtol=1e-5, atol=1e-6
     )
+
+
+def test_a_hook_is_called_once_a_way_back():
+    x = torch.tensor([[3.0, 4.0]], requires_grad=True)
+    (expected,) = torch.autograd.grad(normalize(x)[0, 0], x)
+    x.register_hook(lambda gradient: 10 * gradient)
+    (gradient,) = torch.autograd.grad(normalize(x)[0, 0], x, create_graph=True)
+    torch.testing.assert_close(gradient, 10 * expected)
 
 
 @pytest.mark.parametrize("function", [normalize, similarity._normalize], ids=["own", "plain"])

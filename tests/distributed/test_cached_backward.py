@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sparse_losses import InfoNCELoss, SpladeBatch
 from sparse_losses.functional import cached_backward, info_nce_loss
 from tests.distributed.ranks import run_ranks
+from tests.distributed.test_sharded import needs_sharding_on_cpu
 from tests.objective.cached import (
     Encoder,
     V,
@@ -200,5 +201,6 @@ def sharded(rank):
 
 
 @pytest.mark.works_with("PyTorch", "cached", "sharded")
+@needs_sharding_on_cpu
 def test_a_sharded_encoder():
     run_ranks(WORLD, sharded)

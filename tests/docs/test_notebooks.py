@@ -1,6 +1,7 @@
 """The guides as notebooks and scripts: valid, plain Markdown, the code that the pages show."""
 
 import ast
+import importlib.util
 import re
 import sys
 
@@ -63,6 +64,13 @@ def test_the_script_has_the_code_of_the_notebook(page, tmp_path):
     ast.parse(script)
     assert script.startswith("# %%\n# %pip install")
     assert of_kind(jupytext.reads(script, fmt="py:percent"), "code") == of_kind(made, "code")
+
+
+@GUIDES
+def test_a_script_hides_no_module_that_it_or_torch_imports(page):
+    name = page.stem.replace("_", "-")
+    assert name not in sys.stdlib_module_names
+    assert importlib.util.find_spec(name) is None
 
 
 @GUIDES

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from sparse_losses._core import token_ids
 from sparse_losses.functional import self_reconstruction_loss
 from tests.cases import assert_follows_the_formula, to_tensors
 from tests.losses.test_contract import Recorder
@@ -259,3 +260,25 @@ def test_a_cpu_holds_some_rows_at_a_time_and_without_a_gradient_no_more(batch, v
             loss = self_reconstruction_loss(x, ids, mask, reduction=reduction, impl="blocks")
         torch.testing.assert_close(loss, expected)
         assert seen.largest == rows * vocab
+
+
+@pytest.mark.parametrize("impl", ["definition", "blocks"])
+@pytest.mark.parametrize("balanced", [True, False])
+def test_where_every_token_is_ignored_nothing_is_left(impl, balanced):
+    x, ids = torch.rand(2, 3, requires_grad=True), torch.tensor([[0, 1], [2, 2]])
+    options = {"ignore_token_ids": range(3), "balanced": balanced, "impl": impl}
+    loss = self_reconstruction_loss(x, ids, torch.ones_like(ids), **options)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not x.grad.any()
+
+
+def test_no_assertion_is_launched_beside_the_gather_that_makes_it(monkeypatch):
+    asserted = []
+    monkeypatch.setattr(token_ids, "values_can_be_checked", lambda *_: False)
+    monkeypatch.setattr(token_ids, "assert_on_device", lambda *_: asserted.append(1))
+    x, ids = torch.rand(2, 3), torch.tensor([[0, 1], [2, 2]])
+    self_reconstruction_loss(x, ids, torch.ones_like(ids))
+    assert asserted == []
+    self_reconstruction_loss(x, ids, torch.ones_like(ids), ignore_token_ids=[1])
+    assert asserted == [1], "the ignored ids alone are read by nothing else"

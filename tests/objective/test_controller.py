@@ -504,6 +504,7 @@ def test_a_step_without_a_batch_is_an_error():
     [
         ({"target_active": 0}, "`target_active`"),
         ({"start": -1.0}, "`start`"),
+        ({"start": 0.0}, "`start` to be .* > 0"),
         ({"start": 1.0, "maximum": 0.5}, "`maximum`"),
         ({"gain": 0.0}, "`gain`"),
         ({"window": 0.5}, "`window`"),

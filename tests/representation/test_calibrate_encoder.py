@@ -105,8 +105,7 @@ def test_all_dimensions_can_be_wanted():
 )
 @pytest.mark.parametrize("gated", [True, False])
 def test_it_survives_saving_and_every_export(architecture, settings, tied, gated, tmp_path):
-    from sentence_transformers import SparseEncoder
-
+    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
     model, words = pair(architecture, tie_word_embeddings=tied, **settings)
     encoder = SpladeEncoder(model, words, gate=gated).eval()
     encoder.calibrate(DOCUMENTS, 9)
