@@ -335,32 +335,37 @@ class SparsityController:
         low, high = math.log(SMALLEST_SHARE), math.log(self.maximum / self.start)
         self._log_ratio = min(max(self._log_ratio + change, low), high)
         self._write()
-        waver = 2.0 if self._status.startswith("unreachable") else 1.0  # keeps the status stable
-        is_above, is_below = self._error > math.log1p(ROOM), self._error < math.log1p(-ROOM)
-        if self._is_dying:
-            status = "backing off: texts become empty"
-        elif crash:
-            status = "backing off: active dimensions fall too fast"
-        elif (
-            is_below
-            and self._log_ratio < math.log(NEGLIGIBLE_SHARE)
-            and self.horizon * self._trend < waver * ROOM  # no upward trend
-        ):
-            status = "unreachable: too sparse at almost no weight"
-        elif self._log_ratio == high and is_above:
-            status = "unreachable: too dense at the largest weight"
-        elif is_above and self._shrinks():
-            status = "unreachable: activations shrink but stay active"
-        elif is_above or is_below:
-            status = "sparsifying" if is_above else "relaxing"
-        else:
-            status = "on target"
+        status = self._found(crash)
         if status != self._status:
             self._status = status
             level = (
                 logging.WARNING if status.startswith(("unreachable", "backing")) else logging.INFO
             )
             _log.log(level, "after step %d: %s", self._steps, self)
+
+    def _found(self, crash: float) -> str:
+        """Return the status of the last measurement."""
+        assert self._error is not None
+        high = math.log(self.maximum / self.start)
+        waver = 2.0 if self._status.startswith("unreachable") else 1.0  # keeps the status stable
+        is_above, is_below = self._error > math.log1p(ROOM), self._error < math.log1p(-ROOM)
+        if self._is_dying:
+            return "backing off: texts become empty"
+        if crash:
+            return "backing off: active dimensions fall too fast"
+        if (
+            is_below
+            and self._log_ratio < math.log(NEGLIGIBLE_SHARE)
+            and self.horizon * self._trend < waver * ROOM  # no upward trend
+        ):
+            return "unreachable: too sparse at almost no weight"
+        if self._log_ratio == high and is_above:
+            return "unreachable: too dense at the largest weight"
+        if is_above and self._shrinks():
+            return "unreachable: activations shrink but stay active"
+        if is_above or is_below:
+            return "sparsifying" if is_above else "relaxing"
+        return "on target"
 
     def _shrinks(self) -> bool:
         """Whether FLOPS is satisfied by small activations instead of few."""
@@ -448,6 +453,7 @@ class SparsityController:
         seen = _added(self._seen, self._new)
         return {
             "term": self.term,
+            "target": self.target_active,
             "steps": self._steps,
             "log_ratio": self._log_ratio,
             "active": self._active,
@@ -497,7 +503,8 @@ class SparsityController:
                 )
         for name in ("steps", "silent_steps"):
             check_integer(name, state[name], minimum=0)
-        check_number("start", state["start"], minimum=0.0, exclusive=True)
+        for name in ("start", "target"):
+            check_number(name, state[name], minimum=0.0, exclusive=True)
         check_number("maximum", state["maximum"], minimum=state["start"])
         check_flag(is_dying=state["is_dying"])
         for name in ("log_ratio", "change", "trend", "cut"):
@@ -512,6 +519,8 @@ class SparsityController:
             )
         self._steps, self._log_ratio = state["steps"], state["log_ratio"]
         self._active, self._error = state["active"], state["error"]
+        if self._error is not None:  # it is relative to the target
+            self._error += math.log(state["target"] / self.target_active)
         self._change, self._trend, self._cut = state["change"], state["trend"], state["cut"]
         self._dead, self._usually_dead, self._first_dead = state["dead"]
         self._is_dying, self._silent_steps = state["is_dying"], state["silent_steps"]
@@ -524,6 +533,8 @@ class SparsityController:
         values = torch.tensor(sent or [], dtype=torch.float64)
         self._sent = None if sent is None else Later(values, Tensor.tolist)
         self._new = None
+        if self._error is not None and state["target"] != self.target_active:
+            self._status = self._found(self._crash())
         self._write()
 
 

@@ -412,6 +412,21 @@ def test_a_resumed_run_steers_as_the_first_one_would():
     assert resumed.report() == controller.report()
 
 
+@pytest.mark.parametrize(("target", "status"), [(256, "relaxing"), (16, "sparsifying")])
+def test_a_resumed_run_with_another_target_measures_its_error_from_that(target, status):
+    _, controller = _controller(target_active=64, every=5)
+    assert _look(controller, _rows(64), times=200) == "on target"
+    objective, resumed = _controller(target_active=target, every=5)
+    resumed.load_state_dict(controller.state_dict())
+    report, before = resumed.report(), objective.weights["document_flops"]
+    assert report["active"] == pytest.approx(64)
+    assert report["status"] == status
+    assert _look(resumed, _rows(64), times=6) == status
+    assert resumed.report()["active"] == pytest.approx(64)
+    change = math.log(objective.weights["document_flops"] / before)
+    assert change == pytest.approx(math.copysign(0.06 * 5, 64 - target) / (4 if target < 64 else 1))
+
+
 def test_attached_it_observes_training_batches_and_counts_optimiser_steps():
     objective, controller = _controller(every=2)
     parameter = torch.nn.Parameter(torch.ones(1))
@@ -552,6 +567,7 @@ def test_the_state_of_something_else_is_an_error():
     ("name", "bad"),
     [
         *((name, math.nan) for name in ("log_ratio", "active", "error", "trend", "cut", "start")),
+        ("target", 0.0),
         ("mean_activation", math.inf),
         ("dead", [0.0, math.nan, 0.0]),
         ("first", (math.nan, 1.0)),
