@@ -129,7 +129,12 @@ def score_candidates(
 
 def _scores(teacher: Teacher, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
     wanted = [len(query["input_ids"]), len(document["input_ids"])]
-    scores = torch.as_tensor(teacher(query, document)).detach()
+    found = teacher(query, document)
+    try:
+        scores = torch.as_tensor(found).detach()
+    except (TypeError, ValueError, RuntimeError):  # PyTorch's errors do not name the teacher
+        came = type(found).__name__
+        raise TypeError(f"expected the teacher to return a tensor of scores, got {came}") from None
     if list(scores.shape) != wanted:
         raise ValueError(
             f"expected the teacher's scores of queries and documents, {wanted}, got "
