@@ -65,8 +65,8 @@ class Diagnostics:
 
     - ``active_dimensions``: mean number per text, over the texts that have any; ``smallest`` and
       ``largest`` are the extremes.
-    - ``dead_rows``: share of texts without any (a text with a NaN is not one); ``dense_rows``: share with more than a quarter of
-      the vocabulary.
+    - ``dead_rows``: share of texts without any; a text with a NaN is not one of them.
+    - ``dense_rows``: share of texts with more than a quarter of the vocabulary.
     - ``mean_activation``: mean of the active entries.
     - ``flops``: value of ``flops_loss`` over all texts at once, dead ones included.
     - ``index_flops``: $\sum_j p_j^2$, where $p_j$ is the share of texts in which token $j$ is
