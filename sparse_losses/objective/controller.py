@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_losses._core.checks import check_choice, check_flag, check_integer, check_number
+from sparse_losses._core.checks import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    check_rows,
+)
 from sparse_losses._core.later import Later
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import num_ranks, sum_over_ranks
@@ -183,10 +189,7 @@ class SparsityController:
 
     def observe(self, activations: Tensor) -> None:
         """Count a batch ``[..., V]`` without a device wait; the batches of a step add up."""
-        if activations.ndim < 2:
-            raise ValueError(
-                f"expected `activations` of shape [..., V], got {list(activations.shape)}"
-            )
+        check_rows("activations", activations)
         if self.target_active >= activations.shape[-1]:
             raise ValueError(
                 f"expected `target_active` below V = {activations.shape[-1]}, got "
