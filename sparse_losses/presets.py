@@ -8,7 +8,7 @@ here and must be set before use.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from torch import Tensor
@@ -126,6 +126,9 @@ class Preset:
     def __post_init__(self) -> None:
         for name in ("weights", "warmup", "target_active", "training", "ours"):
             object.__setattr__(self, name, ReadOnly(getattr(self, name)))
+        for term, weight in self.weights.items():
+            check_choice("weights", term, list(NEEDS))
+            check_number(f"weights[{term!r}]", weight)
         terms = {"warmup": list(NEEDS), "target_active": ["document_flops", "query_flops"]}
         for name, known in terms.items():
             for term, number in getattr(self, name).items():
@@ -202,10 +205,15 @@ class Preset:
             >>> V22.missing()
             ['temperature', 'margin', 'top_k', 'threshold']
         """
+        return self._missing(())
+
+    def _missing(self, passed: Collection[str]) -> list[str]:
+        """Return the missing fields of the losses that are not passed to ``objective``."""
         needed: dict[str, None] = {}
         for loss in self._losses():
-            needed |= dict.fromkeys(_NUMBERS.get(loss, ()))
-        if self.idf_alpha is not None:
+            if loss not in passed:
+                needed |= dict.fromkeys(_NUMBERS.get(loss, ()))
+        if self.idf_alpha is not None and "flops" not in passed:
             needed |= dict.fromkeys(("beta", "stopword_penalty"))
         return [name for name in needed if getattr(self, name) is None]
 
@@ -242,7 +250,7 @@ class Preset:
         Raises:
             ValueError: for a missing number or argument.
         """
-        if missing := [name for name in self.missing() if name not in losses]:
+        if missing := self._missing([name for name, loss in losses.items() if loss is not None]):
             raise ValueError(
                 f"expected all numbers of {self.name}, got None for {', '.join(missing)}: set "
                 f"{self.name}.replace({', '.join(f'{name}=...' for name in missing)})"
