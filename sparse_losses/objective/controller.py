@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -148,7 +149,7 @@ class SparsityController:
             start = held
         check_number("start", start, minimum=0.0, exclusive=True)
         if maximum is None:
-            maximum = 1e6 * start
+            maximum = min(1e6 * start, sys.float_info.max)
         check_number("maximum", maximum, minimum=start)
         check_integer("ignore_steps", ignore_steps, minimum=0)
         check_number("gain", gain, minimum=0.0, exclusive=True)
@@ -380,7 +381,8 @@ class SparsityController:
 
     def _write(self) -> None:
         at_floor = self._log_ratio <= math.log(SMALLEST_SHARE)
-        self._written = 0.0 if at_floor else self.start * math.exp(self._log_ratio)
+        weight = min(self.start * math.exp(self._log_ratio), self.maximum)  # despite rounding
+        self._written = 0.0 if at_floor else weight
         self.objective.weights[self.term] = self._written
 
     def _collapse_message(self) -> str:
@@ -482,7 +484,14 @@ class SparsityController:
 
         Raises:
             ValueError: for a state that is not a controller's, or is another term's.
+            TypeError: for a state that is not a mapping, or a value of another type.
+
+        After an error nothing has changed.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"expected the state of a SparsityController, got {type(state).__name__}"
+            )
         known = self.state_dict().keys()
         if missing := sorted(known - state.keys()):
             raise ValueError(
@@ -495,31 +504,7 @@ class SparsityController:
             )
         if state["term"] != self.term:
             raise ValueError(f"expected the state for {self.term!r}, got {state['term']!r}'s")
-        for name, value in state.items():
-            numbers = value if isinstance(value, list | tuple) else [value]
-            if any(isinstance(x, float) and not math.isfinite(x) for x in numbers):
-                raise ValueError(f"expected finite numbers as {name!r} of the state, got {value}")
-        for name, size in {"dead": 3, "first": 2, "seen": 5, "sent": 5}.items():
-            if state[name] is not None and len(state[name]) != size:
-                raise ValueError(
-                    f"expected {size} numbers as {name!r} of the state, got {state[name]}"
-                )
-        for name in ("steps", "silent_steps"):
-            check_integer(name, state[name], minimum=0)
-        for name in ("start", "target"):
-            check_number(name, state[name], minimum=0.0, exclusive=True)
-        check_number("maximum", state["maximum"], minimum=state["start"])
-        check_flag(is_dying=state["is_dying"])
-        for name in ("log_ratio", "change", "trend", "cut"):
-            check_number(name, state[name])
-        for name in ("active", "error", "mean_activation", "last_healthy_step"):
-            if state[name] is not None:
-                check_number(name, state[name])
-        if state["log_ratio"] > math.log(state["maximum"] / state["start"]) + 1e-9:
-            raise ValueError(
-                f"expected a weight of at most {state['maximum']:g} in the state, got `log_ratio` "
-                f"{state['log_ratio']:g} above a start of {state['start']:g}"
-            )
+        _check_state(state)
         self._steps, self._log_ratio = state["steps"], state["log_ratio"]
         self._active, self._error = state["active"], state["error"]
         if self._error is not None:  # it is relative to the target
@@ -529,7 +514,9 @@ class SparsityController:
         self._is_dying, self._silent_steps = state["is_dying"], state["silent_steps"]
         self._last_healthy_step = state["last_healthy_step"]
         self._status, self.start, self.maximum = state["status"], state["start"], state["maximum"]
-        self._first, self._mean_activation = state["first"], state["mean_activation"]
+        first = state["first"]
+        self._first = None if first is None else (first[0], first[1])
+        self._mean_activation = state["mean_activation"]
         seen = state["seen"]
         self._seen = None if seen is None else torch.tensor(seen, dtype=torch.float64)
         sent = state["sent"]
@@ -539,6 +526,64 @@ class SparsityController:
         if self._error is not None and state["target"] != self.target_active:
             self._status = self._found(self._crash())
         self._write()
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Raise for values that no controller has."""
+    for name in ("steps", "silent_steps"):
+        check_integer(name, state[name], minimum=0)
+    if state["last_healthy_step"] is not None:
+        check_integer("last_healthy_step", state["last_healthy_step"], minimum=0)
+    for name in ("start", "target"):
+        check_number(name, state[name], minimum=0.0, exclusive=True)
+    check_number("maximum", state["maximum"], minimum=state["start"])
+    check_number("mean_activation", state["mean_activation"], minimum=0.0)
+    check_flag(is_dying=state["is_dying"])
+    if not isinstance(state["status"], str):
+        raise TypeError(
+            f"expected `status` of the state to be a string, got {type(state['status']).__name__}"
+        )
+    for name in ("log_ratio", "change", "trend", "cut"):
+        check_number(name, state[name])
+    if state["log_ratio"] > math.log(state["maximum"] / state["start"]) + 1e-9:
+        raise ValueError(
+            f"expected a weight of at most {state['maximum']:g} in the state, got `log_ratio` "
+            f"{state['log_ratio']:g} above a start of {state['start']:g}"
+        )
+    _check_numbers(state, "dead", 3, most=1.0)
+    for name, size in {"first": 2, "seen": 5, "sent": 5}.items():
+        if state[name] is not None:
+            _check_numbers(state, name, size, positive=name == "first")
+    has_measured = state["error"] is not None
+    for name in ("active", "first"):  # they come with the first measurement
+        if (state[name] is not None) != has_measured:
+            raise ValueError(
+                f"expected `error` and {name!r} of the state to be both None or both numbers, got "
+                f"{state['error']} and {state[name]}"
+            )
+    if has_measured:
+        check_number("error", state["error"])
+        check_number("active", state["active"], minimum=0.0, exclusive=True)
+
+
+def _check_numbers(
+    state: Mapping[str, Any],
+    name: str,
+    size: int,
+    *,
+    positive: bool = False,
+    most: float = math.inf,
+) -> None:
+    """Raise unless an entry holds so many finite numbers >= 0."""
+    values = state[name]
+    if not isinstance(values, (list, tuple)) or len(values) != size:
+        raise ValueError(f"expected {size} numbers as {name!r} of the state, got {values}")
+    for place, value in enumerate(values):
+        if value is None and (name, place) == ("dead", 2):  # the first share, not yet measured
+            continue
+        check_number(f"{name}[{place}]", value, minimum=0.0, exclusive=positive)
+        if value > most:
+            raise ValueError(f"expected `{name}[{place}]` of at most {most:g}, got {value}")
 
 
 def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -586,6 +586,20 @@ def test_the_state_of_something_else_is_an_error():
         ("log_ratio", 20.0),  # above the maximum
         ("change", None),
         ("active", "many"),
+        ("active", 0.0),
+        ("active", None),
+        ("error", None),
+        ("first", None),
+        ("first", [0, 0]),
+        ("first", 3),
+        ("dead", [5, -1, 2]),
+        ("dead", [0.0, None, 0.0]),
+        ("dead", None),
+        ("seen", [1.0, "x", 0.0, 1.0, 1.0]),
+        ("sent", [-1.0, 0.0, 0.0, 0.0, 0.0]),
+        ("status", 3),
+        ("mean_activation", None),
+        ("last_healthy_step", 2.5),
     ],
 )
 def test_a_damaged_state_is_an_error_and_changes_nothing(name, bad):
@@ -598,6 +612,19 @@ def test_a_damaged_state_is_an_error_and_changes_nothing(name, bad):
     assert objective.weights == weights
     controller.load_state_dict(before)
     assert controller.state_dict() == before
+
+
+def test_no_state_is_an_error():
+    with pytest.raises(TypeError, match="state of a SparsityController, got NoneType"):
+        _controller()[1].load_state_dict(None)
+
+
+def test_the_largest_start_has_a_finite_maximum():
+    objective = SpladeObjective({"document_flops": 1e305})
+    _, controller = _controller(objective, target_active=2, gain=1.0)
+    _look(controller, _rows(900), times=40)
+    assert objective.weights["document_flops"] <= controller.maximum < math.inf
+    assert objective.weights["document_flops"] == pytest.approx(controller.maximum)
 
 
 def test_a_target_beyond_the_vocabulary_is_an_error():
