@@ -482,11 +482,11 @@ class SparsityController:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state and set the weight; target and gain stay those of this controller.
 
+        After an error nothing has changed.
+
         Raises:
             ValueError: for a state that is not a controller's, or is another term's.
             TypeError: for a state that is not a mapping, or a value of another type.
-
-        After an error nothing has changed.
         """
         if not isinstance(state, Mapping):
             raise TypeError(
