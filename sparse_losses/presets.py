@@ -8,7 +8,7 @@ here and must be set before use.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from torch import Tensor
@@ -138,6 +138,9 @@ class Preset:
             if not isinstance(given, Mapping):
                 raise TypeError(f"expected `{name}` as a dict such as {example}, got {given!r}")
             object.__setattr__(self, name, ReadOnly(given))
+        for term, weight in self.weights.items():
+            check_choice("weights", term, list(NEEDS))
+            check_number(f"weights[{term!r}]", weight)
         terms = {"warmup": list(NEEDS), "target_active": ["document_flops", "query_flops"]}
         for name, known in terms.items():
             for term, number in getattr(self, name).items():
@@ -214,10 +217,15 @@ class Preset:
             >>> V22.missing()
             ['temperature', 'margin', 'top_k', 'threshold']
         """
+        return self._missing(())
+
+    def _missing(self, passed: Collection[str]) -> list[str]:
+        """Return the missing fields of the losses that are not passed to ``objective``."""
         needed: dict[str, None] = {}
         for loss in self._losses():
-            needed |= dict.fromkeys(_NUMBERS.get(loss, ()))
-        if self.idf_alpha is not None:
+            if loss not in passed:
+                needed |= dict.fromkeys(_NUMBERS.get(loss, ()))
+        if self.idf_alpha is not None and "flops" not in passed:
             needed |= dict.fromkeys(("beta", "stopword_penalty"))
         return [name for name in needed if getattr(self, name) is None]
 
@@ -258,7 +266,7 @@ class Preset:
         Raises:
             ValueError: for a missing number or argument.
         """
-        if missing := [name for name in self.missing() if name not in losses]:
+        if missing := self._missing([name for name, loss in losses.items() if loss is not None]):
             raise ValueError(
                 f"expected all numbers of {self.name}, got None for {', '.join(missing)}: set "
                 f"{self.name}.replace({', '.join(f'{name}=...' for name in missing)})"

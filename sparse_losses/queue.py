@@ -73,10 +73,11 @@ class LabelQueue(nn.Module):
         check_integer("num_labels", num_labels, minimum=1)
         check_flag(gather=gather)
         self.size, self.dim, self.num_labels, self.gather = size, dim, num_labels, gather
-        self.register_buffer("features", torch.zeros(size, dim))
-        self.register_buffer("labels", torch.zeros(size, num_labels))
-        self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("fill", torch.zeros((), dtype=torch.int64))
+        with torch.inference_mode(mode=False):  # its tensors could not be changed outside of it
+            self.register_buffer("features", torch.zeros(size, dim))
+            self.register_buffer("labels", torch.zeros(size, num_labels))
+            self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("fill", torch.zeros((), dtype=torch.int64))
         # PyTorch's method has no types.
         self.register_load_state_dict_pre_hook(_check_state)  # type: ignore[no-untyped-call]
 
@@ -129,16 +130,40 @@ class LabelQueue(nn.Module):
 
 
 def _check_state(queue: LabelQueue, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-    """Raise for counts that do not fit this queue's size; PyTorch itself checks the shapes."""
-    features = state.get(prefix + "features")
-    if isinstance(features, Tensor) and not (features.is_meta or features.isfinite().all()):
-        raise ValueError("expected finite `features` of a LabelQueue, got a NaN or an infinity")
+    """Raise for a state that no queue of this size has; PyTorch itself checks the shapes.
+
+    A NaN in the features is no reason: ``enqueue`` stores it too, and later rows replace it.
+    """
+    found = {name: state.get(prefix + name) for name in ("features", "labels", "pointer", "fill")}
+    # PyTorch reports what is missing or is not a tensor; a meta tensor has no values yet.
+    known = {name: x for name, x in found.items() if isinstance(x, Tensor) and not x.is_meta}
+    if "features" in known and not known["features"].is_floating_point():
+        raise TypeError(
+            "expected `features` of a LabelQueue to be floating point, got "
+            f"{known['features'].dtype}"
+        )
+    if "labels" in known:
+        labels = known["labels"]
+        if labels.is_complex():
+            raise TypeError(f"expected `labels` of a LabelQueue to be real, got {labels.dtype}")
+        wrong = labels[(labels != 0) & (labels != 1)]
+        if len(wrong):
+            raise ValueError(
+                f"expected `labels` of a LabelQueue to be 0 or 1, got {wrong[0].item():g}"
+            )
+    counts: dict[str, int] = {}
     for name, most in (("pointer", queue.size - 1), ("fill", queue.size)):
-        found = state.get(prefix + name)
-        if not isinstance(found, Tensor) or found.numel() != 1 or found.device.type == "meta":
-            continue  # PyTorch reports it, or it has no value yet
-        if found.is_floating_point() or not 0 <= found <= most:
+        if name not in known or known[name].numel() != 1:
+            continue
+        number = known[name].item()
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= most:
             raise ValueError(
                 f"expected `{name}` of a LabelQueue of {queue.size} rows to be an integer in "
-                f"[0, {most}], got {found.item()}"
+                f"[0, {most}], got {number}"
             )
+        counts[name] = number
+    if len(counts) == 2 and counts["fill"] not in (queue.size, counts["pointer"]):
+        raise ValueError(
+            f"expected `pointer` of a LabelQueue with {counts['fill']} of {queue.size} rows to be "
+            f"{counts['fill']}, got {counts['pointer']}"
+        )

@@ -1,6 +1,7 @@
 """The presets, number by number, against the tables of the notes they come from."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -16,11 +17,15 @@ from sparse_losses import (
     Curriculum,
     FlopsLoss,
     IdfFlopsLoss,
+    InfoNCELoss,
     LanguagePenaltyLoss,
+    MinActivationLoss,
     Phase,
+    Preset,
     SpladeBatch,
     Texts,
     TrainingSchedule,
+    TripletMarginLoss,
     Warmup,
 )
 from sparse_losses.functional import idf_penalty
@@ -380,3 +385,35 @@ def test_a_wrong_number_of_steps_is_an_error(steps):
     objective = RECOMMENDED.objective()
     with pytest.raises((ValueError, TypeError), match="expected `steps` to be an integer"):
         RECOMMENDED.schedules(objective, steps=steps)
+
+
+def test_losses_that_are_passed_need_no_numbers_of_the_preset():
+    losses = {
+        "info_nce": InfoNCELoss(temperature=0.05),
+        "triplet_margin": TripletMarginLoss(margin=0.2),
+        "min_activation": MinActivationLoss(top_k=2, threshold=0.4),
+    }
+    objective = V22.objective(**losses)
+    assert objective.info_nce is losses["info_nce"]
+    assert objective.min_activation is losses["min_activation"]
+    assert isinstance(V26.replace(beta=None).objective(flops=FlopsLoss()).flops, FlopsLoss)
+    del losses["triplet_margin"]
+    with pytest.raises(ValueError, match="got None for margin: set"):
+        V22.objective(**losses)
+    with pytest.raises(ValueError, match="got None for temperature, margin: set"):
+        V22.objective(info_nce=None, min_activation=losses["min_activation"])
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        ({"foo": 1.0}, ValueError, "`weights` to be one of .*, got 'foo'"),
+        ({"info_nce": "x"}, TypeError, r"`weights\['info_nce'\]` to be a number, got str"),
+        ({"info_nce": math.nan}, ValueError, r"`weights\['info_nce'\]` to be a finite number"),
+    ],
+)
+def test_the_weights_of_a_preset_are_checked(weights, error, message):
+    with pytest.raises(error, match=message):
+        Preset("mine", weights)
+    with pytest.raises(error, match=message):
+        V26.replace(weights=weights)

@@ -258,11 +258,38 @@ def test_nws_goes_back_after_enqueuing():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_features_that_are_not_finite_are_not_loaded(bad):
+def test_a_queue_loads_what_it_has_saved_and_forgets_it(bad):
+    """A checkpoint after a batch with a NaN can be resumed."""
     queue = fill(LabelQueue(4, D, L), [3])
-    before = queue.features.clone()
-    state = {key: value.clone() for key, value in queue.state_dict().items()}
-    state["features"][1, 0] = bad
-    with pytest.raises(ValueError, match="expected finite `features` of a LabelQueue"):
-        queue.load_state_dict(state)
-    assert torch.equal(queue.features, before)
+    queue.enqueue(torch.full((1, D), bad), torch.ones(1, L))
+    resumed = LabelQueue(4, D, L)
+    resumed.load_state_dict(queue.state_dict())
+    assert torch.equal(resumed.features.isfinite(), queue.features.isfinite())
+    assert not resumed.features.isfinite().all()
+    assert rows(fill(resumed, [4])) == model(4, [4])
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "error", "message"),
+    [
+        ("features", torch.zeros(4, D).cfloat(), TypeError, "`features`.*floating.*complex64"),
+        ("features", torch.zeros(4, D).long(), TypeError, "`features`.*floating.*int64"),
+        ("labels", torch.zeros(4, L).cfloat(), TypeError, "`labels`.*real.*complex64"),
+        ("labels", torch.full((4, L), 7.0), ValueError, "`labels`.* 0 or 1, got 7"),
+        ("labels", torch.full((4, L), math.nan), ValueError, "`labels`.* 0 or 1, got nan"),
+        ("pointer", torch.tensor(True), ValueError, r"`pointer`.*integer in \[0, 3\], got True"),
+        ("fill", torch.tensor(1), ValueError, "`pointer`.* 1 of 4 rows to be 1, got 3"),
+    ],
+)
+def test_a_state_that_no_queue_has_is_not_loaded(name, bad, error, message):
+    queue = fill(LabelQueue(4, D, L), [3])
+    with pytest.raises(error, match=message):
+        queue.load_state_dict({**queue.state_dict(), name: bad})
+    assert rows(queue) == model(4, [3])
+
+
+def test_a_queue_from_inference_mode_is_filled_outside():
+    with torch.inference_mode():
+        queue = fill(LabelQueue(4, D, L), [3])
+    fill(queue, [2], start=4)
+    assert rows(queue) == model(4, [5])

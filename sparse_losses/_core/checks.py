@@ -17,6 +17,7 @@ __all__ = [
     "check_integer",
     "check_learnable",
     "check_number",
+    "check_rows",
     "check_shapes",
     "check_tensors",
     "check_zero_one",
@@ -92,6 +93,15 @@ def check_tensors(declaration: Mapping[str, Declared], given: Mapping[str, Any])
                 f"expected `{name}` on {one.device}, where `{owner}` is, got {tensor.device}"
             )
     return sizes
+
+
+def check_rows(name: str, tensor: object) -> None:
+    """Raise unless ``tensor`` is dense, real and ``[..., V]``, with two dimensions or more."""
+    rows = _checked_type(name, tensor)
+    if rows.layout != torch.strided or rows.is_complex() or rows.is_nested:
+        _check_layout(name, rows, frozenset())
+    if rows.ndim < 2:
+        raise ValueError(f"expected `{name}` of shape [..., V], got {list(rows.shape)}")
 
 
 def _checked_type(name: str, tensor: object) -> Tensor:

@@ -1,14 +1,14 @@
 """A ``Trainer`` of transformers for an encoder with an objective, and its collator."""
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_choice, check_flag
+from sparse_losses._core.checks import check_choice, check_flag, check_integer
 from sparse_losses._core.extras import from_extra
 from sparse_losses._core.files import replaced_file
 from sparse_losses._core.later import Later
@@ -71,9 +71,11 @@ class SpladeCollator:
             above, or ``"batch"``: the batch's positives, ``B``, or all candidates, ``B + N``.
 
     Raises:
-        ValueError: for rows without an anchor or a positive, or with different columns or numbers
-            of negatives; for texts or ids of another type (such as the ``None`` that ``datasets``
-            uses for a missing column); for lists of scores of another length.
+        ValueError: for no rows, rows without an anchor or a positive, or with different columns or
+            numbers of negatives; for texts, ids or scores of another type (such as the ``None``
+            that ``datasets`` uses for a missing column); for lists of scores of another length; for
+            a ``max_length`` without room for a token beside the special ones.
+        TypeError: for a teacher that is no function, or does not return scores.
 
     Examples:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -101,6 +103,14 @@ class SpladeCollator:
     ) -> None:
         check_flag(score_anchors=score_anchors)
         check_choice("teacher_candidates", teacher_candidates, ("own", "batch"))
+        if max_length is not None:
+            special = tokenizer.num_special_tokens_to_add(pair=False)
+            check_integer("max_length", max_length, minimum=special + 1)
+        if teacher is not None and not callable(teacher):
+            raise TypeError(
+                "expected `teacher` to be a BM25Teacher or another function of queries and "
+                f"documents, got {teacher!r}"
+            )
         if score_anchors and teacher is None:
             raise ValueError("expected a `teacher` for `score_anchors=True`, got None")
         self.tokenizer, self.max_length = tokenizer, max_length
@@ -109,6 +119,8 @@ class SpladeCollator:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the fields of ``SpladeBatch``, texts as ``input_ids`` and ``attention_mask``."""
+        if len(rows) == 0:
+            raise ValueError("expected at least one row, got none")
         known = (*TEXTS, *NUMBERS)
         names = [name for name in known if name in rows[0]]
         for row in rows:
@@ -170,12 +182,14 @@ class SpladeCollator:
 
     def _tokenized(self, name: str, column: list[Any]) -> dict[str, Tensor]:
         for found in column:
-            texts = [found] if isinstance(found, str) else found
-            are_some = isinstance(texts, Collection) and len(texts) > 0
-            if not are_some or not all(isinstance(text, str) for text in texts):
-                raise ValueError(
-                    f"expected {name!r} to be a text, or a list of one or more, got {found!r}"
-                )
+            if isinstance(found, str):
+                continue
+            are_some = isinstance(found, Collection) and len(found) > 0
+            is_ordered = not isinstance(found, (Set, Mapping))  # teacher scores are in order
+            is_list = are_some and is_ordered and all(isinstance(text, str) for text in found)
+            if name != "negative" or not is_list:
+                or_more = ", or a list of one or more" if name == "negative" else ""
+                raise ValueError(f"expected {name!r} to be a text{or_more}, got {found!r}")
         counts = [None if isinstance(texts, str) else len(texts) for texts in column]
         if len({*counts}) > 1:
             raise ValueError(
@@ -201,10 +215,28 @@ def _numbers(name: str, column: list[Any]) -> Tensor:
     if NUMBERS[name] == torch.int64:
         for number in column:
             try:
-                operator.index(number)
+                index = operator.index(number)
             except TypeError:  # torch.tensor would round 0.25 and 0.75 to the same id
                 raise ValueError(f"expected {name!r} to be integers, got {number!r}") from None
-    return torch.tensor(column, dtype=NUMBERS[name])
+            if not -(2**63) <= index < 2**63:
+                raise ValueError(f"expected {name!r} to be integers of 64 bits, got {index}")
+        return torch.tensor(column, dtype=NUMBERS[name])
+    rows = [_row_of_numbers(name, row) for row in column]
+    counts = [len(row) for row in rows]
+    if len({*counts}) > 1:
+        raise ValueError(f"expected the same number of {name!r} in every row, got {counts}")
+    return torch.stack(rows)
+
+
+def _row_of_numbers(name: str, row: Any) -> Tensor:
+    """Return a list, an array or a tensor of numbers as a tensor."""
+    try:
+        numbers = torch.as_tensor(row, dtype=NUMBERS[name]).detach()
+    except (TypeError, ValueError, RuntimeError):  # PyTorch's errors do not name the column
+        numbers = None
+    if numbers is None or numbers.ndim != 1:
+        raise ValueError(f"expected {name!r} to be a list of numbers in every row, got {row!r}")
+    return numbers
 
 
 class _Towers(nn.Module):

@@ -2,13 +2,20 @@
 
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparse_losses._core.checks import check_choice, check_flag, check_integer, check_number
+from sparse_losses._core.checks import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    check_rows,
+)
 from sparse_losses._core.later import Later
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import num_ranks, sum_over_ranks
@@ -142,7 +149,7 @@ class SparsityController:
             start = held
         check_number("start", start, minimum=0.0, exclusive=True)
         if maximum is None:
-            maximum = 1e6 * start
+            maximum = min(1e6 * start, sys.float_info.max)
         check_number("maximum", maximum, minimum=start)
         check_integer("ignore_steps", ignore_steps, minimum=0)
         check_number("gain", gain, minimum=0.0, exclusive=True)
@@ -183,10 +190,7 @@ class SparsityController:
 
     def observe(self, activations: Tensor) -> None:
         """Count a batch ``[..., V]`` without a device wait; the batches of a step add up."""
-        if activations.ndim < 2:
-            raise ValueError(
-                f"expected `activations` of shape [..., V], got {list(activations.shape)}"
-            )
+        check_rows("activations", activations)
         if self.target_active >= activations.shape[-1]:
             raise ValueError(
                 f"expected `target_active` below V = {activations.shape[-1]}, got "
@@ -335,32 +339,37 @@ class SparsityController:
         low, high = math.log(SMALLEST_SHARE), math.log(self.maximum / self.start)
         self._log_ratio = min(max(self._log_ratio + change, low), high)
         self._write()
-        waver = 2.0 if self._status.startswith("unreachable") else 1.0  # keeps the status stable
-        is_above, is_below = self._error > math.log1p(ROOM), self._error < math.log1p(-ROOM)
-        if self._is_dying:
-            status = "backing off: texts become empty"
-        elif crash:
-            status = "backing off: active dimensions fall too fast"
-        elif (
-            is_below
-            and self._log_ratio < math.log(NEGLIGIBLE_SHARE)
-            and self.horizon * self._trend < waver * ROOM  # no upward trend
-        ):
-            status = "unreachable: too sparse at almost no weight"
-        elif self._log_ratio == high and is_above:
-            status = "unreachable: too dense at the largest weight"
-        elif is_above and self._shrinks():
-            status = "unreachable: activations shrink but stay active"
-        elif is_above or is_below:
-            status = "sparsifying" if is_above else "relaxing"
-        else:
-            status = "on target"
+        status = self._found(crash)
         if status != self._status:
             self._status = status
             level = (
                 logging.WARNING if status.startswith(("unreachable", "backing")) else logging.INFO
             )
             _log.log(level, "after step %d: %s", self._steps, self)
+
+    def _found(self, crash: float) -> str:
+        """Return the status of the last measurement."""
+        assert self._error is not None
+        high = math.log(self.maximum / self.start)
+        waver = 2.0 if self._status.startswith("unreachable") else 1.0  # keeps the status stable
+        is_above, is_below = self._error > math.log1p(ROOM), self._error < math.log1p(-ROOM)
+        if self._is_dying:
+            return "backing off: texts become empty"
+        if crash:
+            return "backing off: active dimensions fall too fast"
+        if (
+            is_below
+            and self._log_ratio < math.log(NEGLIGIBLE_SHARE)
+            and self.horizon * self._trend < waver * ROOM  # no upward trend
+        ):
+            return "unreachable: too sparse at almost no weight"
+        if self._log_ratio == high and is_above:
+            return "unreachable: too dense at the largest weight"
+        if is_above and self._shrinks():
+            return "unreachable: activations shrink but stay active"
+        if is_above or is_below:
+            return "sparsifying" if is_above else "relaxing"
+        return "on target"
 
     def _shrinks(self) -> bool:
         """Whether FLOPS is satisfied by small activations instead of few."""
@@ -372,7 +381,8 @@ class SparsityController:
 
     def _write(self) -> None:
         at_floor = self._log_ratio <= math.log(SMALLEST_SHARE)
-        self._written = 0.0 if at_floor else self.start * math.exp(self._log_ratio)
+        weight = min(self.start * math.exp(self._log_ratio), self.maximum)  # despite rounding
+        self._written = 0.0 if at_floor else weight
         self.objective.weights[self.term] = self._written
 
     def _collapse_message(self) -> str:
@@ -452,6 +462,7 @@ class SparsityController:
         seen = _added(self._seen, self._new)
         return {
             "term": self.term,
+            "target": self.target_active,
             "steps": self._steps,
             "log_ratio": self._log_ratio,
             "active": self._active,
@@ -470,18 +481,22 @@ class SparsityController:
             "sent": None if self._sent is None else self._sent.read(),
             "start": self.start,
             "maximum": self.maximum,
-            "target_active": self.target_active,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state and set the weight; target and gain stay those of this controller.
 
         A state of another target is logged as a warning, and what it measured counts against the
-        new one.
+        new one. After an error nothing has changed.
 
         Raises:
             ValueError: for a state that is not a controller's, or is another term's.
+            TypeError: for a state that is not a mapping, or a value of another type.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"expected the state of a SparsityController, got {type(state).__name__}"
+            )
         known = self.state_dict().keys()
         if missing := sorted(known - state.keys()):
             raise ValueError(
@@ -494,34 +509,10 @@ class SparsityController:
             )
         if state["term"] != self.term:
             raise ValueError(f"expected the state for {self.term!r}, got one for {state['term']!r}")
-        for name, value in state.items():
-            numbers = value if isinstance(value, list | tuple) else [value]
-            if any(isinstance(x, float) and not math.isfinite(x) for x in numbers):
-                raise ValueError(f"expected finite numbers as {name!r} of the state, got {value}")
-        for name, size in {"dead": 3, "first": 2, "seen": 5, "sent": 5}.items():
-            if state[name] is not None and len(state[name]) != size:
-                raise ValueError(
-                    f"expected {size} numbers as {name!r} of the state, got {state[name]}"
-                )
-        for name in ("steps", "silent_steps"):
-            check_integer(name, state[name], minimum=0)
-        check_number("start", state["start"], minimum=0.0, exclusive=True)
-        check_number("maximum", state["maximum"], minimum=state["start"])
-        check_number("target_active", state["target_active"], minimum=0.0, exclusive=True)
-        check_flag(is_dying=state["is_dying"])
-        for name in ("log_ratio", "change", "trend", "cut"):
-            check_number(name, state[name])
-        for name in ("active", "error", "mean_activation", "last_healthy_step"):
-            if state[name] is not None:
-                check_number(name, state[name])
-        if state["log_ratio"] > math.log(state["maximum"] / state["start"]) + 1e-9:
-            raise ValueError(
-                f"expected a weight of at most {state['maximum']:g} in the state, got `log_ratio` "
-                f"{state['log_ratio']:g} above a start of {state['start']:g}"
-            )
+        _check_state(state)
         self._steps, self._log_ratio = state["steps"], state["log_ratio"]
         self._active, self._error = state["active"], state["error"]
-        if (target := state["target_active"]) != self.target_active:
+        if (target := state["target"]) != self.target_active:
             _log.warning(
                 "%s: the target is %g, in the loaded state it was %g",
                 self.term,
@@ -535,14 +526,76 @@ class SparsityController:
         self._is_dying, self._silent_steps = state["is_dying"], state["silent_steps"]
         self._last_healthy_step = state["last_healthy_step"]
         self._status, self.start, self.maximum = state["status"], state["start"], state["maximum"]
-        self._first, self._mean_activation = state["first"], state["mean_activation"]
+        first = state["first"]
+        self._first = None if first is None else (first[0], first[1])
+        self._mean_activation = state["mean_activation"]
         seen = state["seen"]
         self._seen = None if seen is None else torch.tensor(seen, dtype=torch.float64)
         sent = state["sent"]
         values = torch.tensor(sent or [], dtype=torch.float64)
         self._sent = None if sent is None else Later(values, Tensor.tolist)
         self._new = None
+        if self._error is not None and target != self.target_active:
+            self._status = self._found(self._crash())
         self._write()
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Raise for values that no controller has."""
+    for name in ("steps", "silent_steps"):
+        check_integer(name, state[name], minimum=0)
+    if state["last_healthy_step"] is not None:
+        check_integer("last_healthy_step", state["last_healthy_step"], minimum=0)
+    for name in ("start", "target"):
+        check_number(name, state[name], minimum=0.0, exclusive=True)
+    check_number("maximum", state["maximum"], minimum=state["start"])
+    check_number("mean_activation", state["mean_activation"], minimum=0.0)
+    check_flag(is_dying=state["is_dying"])
+    if not isinstance(state["status"], str):
+        raise TypeError(
+            f"expected `status` of the state to be a string, got {type(state['status']).__name__}"
+        )
+    for name in ("log_ratio", "change", "trend", "cut"):
+        check_number(name, state[name])
+    if state["log_ratio"] > math.log(state["maximum"] / state["start"]) + 1e-9:
+        raise ValueError(
+            f"expected a weight of at most {state['maximum']:g} in the state, got `log_ratio` "
+            f"{state['log_ratio']:g} above a start of {state['start']:g}"
+        )
+    _check_numbers(state, "dead", 3, most=1.0)
+    for name, size in {"first": 2, "seen": 5, "sent": 5}.items():
+        if state[name] is not None:
+            _check_numbers(state, name, size, positive=name == "first")
+    has_measured = state["error"] is not None
+    for name in ("active", "first"):  # they come with the first measurement
+        if (state[name] is not None) != has_measured:
+            raise ValueError(
+                f"expected `error` and {name!r} of the state to be both None or both numbers, got "
+                f"{state['error']} and {state[name]}"
+            )
+    if has_measured:
+        check_number("error", state["error"])
+        check_number("active", state["active"], minimum=0.0, exclusive=True)
+
+
+def _check_numbers(
+    state: Mapping[str, Any],
+    name: str,
+    size: int,
+    *,
+    positive: bool = False,
+    most: float = math.inf,
+) -> None:
+    """Raise unless an entry holds so many finite numbers >= 0."""
+    values = state[name]
+    if not isinstance(values, (list, tuple)) or len(values) != size:
+        raise ValueError(f"expected {size} numbers as {name!r} of the state, got {values}")
+    for place, value in enumerate(values):
+        if value is None and (name, place) == ("dead", 2):  # the first share, not yet measured
+            continue
+        check_number(f"{name}[{place}]", value, minimum=0.0, exclusive=positive)
+        if value > most:
+            raise ValueError(f"expected `{name}[{place}]` of at most {most:g}, got {value}")
 
 
 def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -65,8 +65,8 @@ class Diagnostics:
 
     - ``active_dimensions``: mean number per text, over the texts that have any; ``smallest`` and
       ``largest`` are the extremes.
-    - ``dead_rows``: share of texts without any; ``dense_rows``: share with more than a quarter of
-      the vocabulary.
+    - ``dead_rows``: share of texts without any; a text with a NaN is not one of them.
+    - ``dense_rows``: share of texts with more than a quarter of the vocabulary.
     - ``mean_activation``: mean of the active entries.
     - ``flops``: value of ``flops_loss`` over all texts at once, dead ones included.
     - ``index_flops``: $\sum_j p_j^2$, where $p_j$ is the share of texts in which token $j$ is
@@ -169,18 +169,15 @@ class Diagnostics:
             return
         x = activations.detach()
         is_active = x > 0
-        count = is_active.sum(1)
         wide = widest_dtype(x.device)
         top = torch.zeros(self.vocab_size, device=x.device, dtype=wide)
-        values, index = x.topk(self.top_k, dim=1)
-        top.index_add_(0, index.flatten(), (values > 0).flatten().to(wide))
-        columns = torch.stack(
-            [
-                torch.where(is_active, x, 0.0).sum(0, dtype=wide),
-                is_active.sum(0).to(wide),
-                top,
-            ]
-        )
+        values, index = x.topk(self.top_k, dim=1)  # a NaN is larger than any number
+        is_on_top = values > 0
+        top.index_add_(0, index.flatten(), is_on_top.flatten().to(wide))
+        # `relu` keeps a NaN. A row with one is neither live nor dead.
+        columns = torch.stack([x.relu().sum(0, dtype=wide), is_active.sum(0, dtype=wide), top])
+        is_live = is_on_top[:, 0]
+        count = is_active.sum(1) * is_live
         recalls = [
             found
             for ids, mask in (
@@ -192,20 +189,21 @@ class Diagnostics:
         numbers = torch.stack(
             [
                 torch.full_like(count[0], size["B"]),
+                is_live.sum(),
                 count.sum(),
-                (count == 0).sum(),
+                (values[:, 0] <= 0).sum(),
                 (count > self.vocab_size / 4).sum(),
                 *recalls,
             ]
         ).to(wide)
-        live = torch.where(count > 0, count, self.vocab_size)
+        live = torch.where(is_live, count, self.vocab_size)
         extremes = torch.stack([-live.amin(), count.amax()])
         if self._columns is None or self._numbers is None or self._range is None:
             self._columns, self._numbers, self._range = columns, numbers, extremes
-        else:
-            self._columns += columns
-            self._numbers += numbers
-            torch.maximum(self._range, extremes, out=self._range)
+        else:  # out of place: the state may come from inference mode
+            self._columns = self._columns + columns
+            self._numbers = self._numbers + numbers
+            self._range = torch.maximum(self._range, extremes)
 
     def _recall(
         self, is_active: Tensor, ids: Tensor | None, mask: Tensor | None
@@ -242,7 +240,7 @@ class Diagnostics:
             nccl = torch.distributed.get_backend() == "nccl"  # NCCL cannot send CPU tensors
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu"
             self._columns = torch.zeros(3, self.vocab_size, device=device, dtype=torch.float64)
-            self._numbers = self._columns.new_zeros(8)
+            self._numbers = self._columns.new_zeros(9)
             self._range = torch.tensor([-self.vocab_size, 0], device=device)
         if not self._agree:
             agree_across_ranks("Diagnostics.all_reduce", True, self._columns, V=self.vocab_size)
@@ -269,25 +267,24 @@ class Diagnostics:
     def _report(self, values: Tensor) -> Report:
         """Compute the report from the whole state in one tensor."""
         summed, texts, top = values[: 3 * self.vocab_size].view(3, -1)
-        rows, active, dead, dense, own, own_rows, other, other_rows, smallest, largest = values[
-            3 * self.vocab_size :
-        ].tolist()
+        rows, live, active, dead, dense, own, own_rows, other, other_rows, smallest, largest = (
+            values[3 * self.vocab_size :].tolist()
+        )
         if rows == 0:
             return Report()
-        live = rows - dead
+        none = 0.0 if dead == rows else math.nan  # without a live row: all dead, or some NaN
         share = texts / rows
-        mass = summed[summed > 0] / summed.sum()
         report = Report(
             texts=rows,
-            active_dimensions=active / live if live else 0.0,
-            smallest=-smallest if live else 0.0,
-            largest=largest,
+            active_dimensions=active / live if live else none,
+            smallest=-smallest if live else none,
+            largest=largest if live else none,
             dead_rows=dead / rows,
             dense_rows=dense / rows,
             mean_activation=_ratio(summed.sum(), texts.sum()),
             flops=(summed / rows).square().sum().item(),
             index_flops=share.square().sum().item(),
-            effective_tokens=math.exp(-(mass * mass.log()).sum().item()) if len(mass) else 0.0,
+            effective_tokens=_effective_number(summed),
             never_active=(texts == 0).double().mean().item(),
         )
         groups = {"special": self._special, "stopword": self._stopword, "foreign": self._foreign}
@@ -300,7 +297,7 @@ class Diagnostics:
                 ~self._stopword if self._special is None else ~(self._stopword | self._special)
             )
             mean = [_ratio(summed[g].sum(), texts[g].sum()) for g in (content, self._stopword)]
-            if mean[1] > 0:
+            if mean[1] != 0:
                 report["semantic_ratio"] = mean[0] / mean[1]
         if own_rows:
             report["input_recall"] = own / own_rows
@@ -508,4 +505,15 @@ def _products(gradients: Sequence[Sequence[Tensor]]) -> list[list[float]]:
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:
-    return float(part / whole) if whole else 0.0
+    return float(part / whole) if whole or part else 0.0  # NaN / 0 is NaN
+
+
+def _effective_number(masses: Tensor) -> float:
+    """Return the exponential of the entropy of the shares; 0 without any mass."""
+    total = masses.sum()
+    if total == 0:
+        return 0.0
+    if total.isinf():  # the infinite ones hold all of it
+        masses = masses.isinf().to(masses.dtype)
+        total = masses.sum()
+    return math.exp(torch.special.entr(masses / total).sum().item())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_flag, check_number, check_shapes
+from sparse_losses._core.loss import LossModule
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.token_ids import TokenIds, check_ids
 from sparse_losses.distributed import (
@@ -67,6 +68,20 @@ NEEDS: dict[str, tuple[str, ...]] = {
     ),
     "query_positive_activation": ("positive.input_ids", "positive.attention_mask"),
     "document_positive_activation": ("anchor.input_ids", "anchor.attention_mask"),
+}
+
+# The classes of the losses.
+LOSSES: dict[str, tuple[type[nn.Module], ...]] = {
+    "info_nce": (InfoNCELoss,),
+    "triplet_margin": (TripletMarginLoss,),
+    "distillation": (DistillationLoss,),
+    "context_distillation": (DistillationLoss,),
+    "margin_mse": (MarginMSELoss,),
+    "flops": (FlopsLoss, IdfFlopsLoss),
+    "min_activation": (MinActivationLoss,),
+    "self_reconstruction": (SelfReconstructionLoss,),
+    "positive_activation": (PositiveActivationLoss,),
+    "language_penalty": (LanguagePenaltyLoss,),
 }
 
 # The losses that need the vectors of one side only.
@@ -207,6 +222,8 @@ class SpladeObjective(nn.Module):
         check_flag(gather=gather)
         self.gather = gather
         self.impl: Literal["auto", "definition"] = impl
+        for name, classes in LOSSES.items():
+            _check_loss(name, getattr(self, name), classes)
         for name, module in self.named_children():
             if getattr(module, "reduction", "mean") == "none":
                 raise ValueError(f"expected `{name}` to reduce to one number, got reduction='none'")
@@ -476,6 +493,8 @@ class SpladeObjective(nn.Module):
             )
 
     def _check_inputs(self, active: Sequence[str], batch: SpladeBatch) -> None:
+        if not isinstance(batch, SpladeBatch):
+            raise TypeError(f"expected `batch` to be a SpladeBatch, got {type(batch).__name__}")
         for side in ("anchor", "positive", "negative"):
             texts = getattr(batch, side)
             if not isinstance(texts, Texts) and not (side == "negative" and texts is None):
@@ -484,6 +503,8 @@ class SpladeObjective(nn.Module):
             "anchor.activations": (batch.anchor.activations, "B V"),
             "positive.activations": (batch.positive.activations, "B V"),
             "positive_ids": (batch.positive_ids, "B, optional"),
+            "teacher_scores": (batch.teacher_scores, "B C, optional"),
+            "teacher_anchor_scores": (batch.teacher_anchor_scores, "B A, optional"),
         }
         ids = batch.positive_ids
         check_choice("batch.teacher_candidates", batch.teacher_candidates, ("own", "batch", None))
@@ -492,6 +513,10 @@ class SpladeObjective(nn.Module):
         if batch.negative is not None:
             shapes["negative.activations"] = (batch.negative.activations, "N V or B N V")
         check_shapes(**shapes)
+        for name in ("teacher_scores", "teacher_anchor_scores"):
+            teacher = getattr(batch, name)
+            if teacher is not None and teacher.dtype == torch.bool:
+                raise TypeError(f"expected `{name}` to be numbers, got {teacher.dtype}")
         for side in ("anchor", "positive", "negative"):
             texts = getattr(batch, side)
             if texts is not None:
@@ -527,13 +552,14 @@ class SpladeObjective(nn.Module):
                         f"each [B, V], with B = {len(batch.anchor.activations)}, got {list(came)}"
                     )
 
-    @staticmethod
-    def _check_both_or_neither(active: Sequence[str], batch: SpladeBatch) -> None:
+    def _check_both_or_neither(self, active: Sequence[str], batch: SpladeBatch) -> None:
         """Check that an input that changes a term is given for positives and negatives alike."""
-        wanted = {
+        wanted: dict[str, tuple[str, ...]] = {
             "document_min_activation": ("attention_mask", "logits"),
             "document_self_reconstruction": ("logits",),
         }
+        if len(self.special_token_ids) and batch.positive.attention_mask is not None:
+            wanted["document_min_activation"] += ("input_ids",)  # without ids all tokens count
         for term in (term for term in wanted if term in active and batch.negative is not None):
             for name in wanted[term]:
                 known = [getattr(x, name) is not None for x in (batch.positive, batch.negative)]
@@ -553,6 +579,15 @@ class SpladeObjective(nn.Module):
         if self.impl != "auto":
             parts.append(f"impl={self.impl!r}")
         return ", ".join(parts)
+
+
+def _check_loss(name: str, loss: object, classes: tuple[type[nn.Module], ...]) -> None:
+    """Raise for a loss of another class; a module of the user's own is not refused."""
+    is_another = isinstance(loss, LossModule) and not isinstance(loss, classes)
+    if loss is not None and (is_another or not isinstance(loss, nn.Module)):
+        wanted = " or ".join(each.__name__ for each in classes)
+        came = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
+        raise TypeError(f"expected `{name}` to be an instance of {wanted}, got {came}")
 
 
 def _scaled(scores: Tensor, scale: float) -> Tensor:

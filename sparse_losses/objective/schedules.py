@@ -282,7 +282,10 @@ class TrainingSchedule:
 
         Raises:
             ValueError: for a state that is not a TrainingSchedule's.
+            TypeError: for a state that is not a mapping.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"expected the state of a TrainingSchedule, got {type(state).__name__}")
         if "steps_taken" not in state:
             raise ValueError(
                 "expected the state of a TrainingSchedule, with 'steps_taken', got one with "

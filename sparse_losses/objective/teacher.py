@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from sparse_losses._core.token_ids import TokenIds, check_ids
 from sparse_losses.vocabulary import DocumentFrequency, bm25_scores
+from sparse_losses.vocabulary.bm25 import check_bm25
 
 __all__ = ["BM25Teacher", "Teacher", "score_candidates"]
 
@@ -34,7 +35,8 @@ class BM25Teacher(nn.Module):
         b: Strength of the length normalisation, as in ``bm25_scores``.
 
     Raises:
-        ValueError: for counts without documents, or without their number of tokens.
+        ValueError: for counts without documents, without their number of tokens, or without a token
+            that is not special; for ``k1`` or ``b`` outside its range.
 
     Shape:
         - Input: two mappings with ``input_ids`` and ``attention_mask``, ``[Q, S]`` of the queries,
@@ -77,6 +79,7 @@ class BM25Teacher(nn.Module):
             )
         special = int(counts.df[self.special_token_ids].sum())
         self.mean_length = counts.mean_length - special / counts.num_documents
+        check_bm25(mean_length=self.mean_length, k1=k1, b=b)
         self.k1, self.b = k1, b
         self.register_buffer("idf", counts.idf().float(), persistent=False)
 
@@ -141,7 +144,12 @@ def _check_texts(name: str, texts: object) -> None:
 
 def _scores(teacher: Teacher, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
     wanted = [len(query["input_ids"]), len(document["input_ids"])]
-    scores = torch.as_tensor(teacher(query, document)).detach()
+    found = teacher(query, document)
+    try:
+        scores = torch.as_tensor(found).detach()
+    except (TypeError, ValueError, RuntimeError):  # PyTorch's errors do not name the teacher
+        came = type(found).__name__
+        raise TypeError(f"expected the teacher to return a tensor of scores, got {came}") from None
     if list(scores.shape) != wanted:
         raise ValueError(
             f"expected the teacher's scores of queries and documents, {wanted}, got "

@@ -25,7 +25,7 @@ from sparse_losses._core.token_ids import as_mask
 from sparse_losses.fast.sparse import csr
 from sparse_losses.representation._masked_lm import evaluating
 from sparse_losses.representation._sentence_transformers import PROMPTS, read_modules, write_modules
-from sparse_losses.representation.calibration import threshold
+from sparse_losses.representation.calibration import threshold, threshold_of_rounded
 from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead
 
@@ -514,14 +514,18 @@ class SpladeEncoder(nn.Module):
         The pooled logits are computed in evaluation mode, signed and before the gate, which does
         not change their sign. Dimensions with an idf weight of 0 are not counted.
 
+        A bias in half precision takes few values. Of thresholds next to the exact one, the one is
+        chosen whose count, with the rounded bias, is nearest to the target; it may still miss the
+        target by a few percent where many logits are nearly equal.
+
         Args:
             texts: Strings like those to be encoded, such as a sample of the documents.
             target_active: Active dimensions per text, on average, > 0.
             batch_size: Texts per batch; texts of similar length share a batch.
 
         Returns:
-            The number that was subtracted; it is negative if fewer than ``target_active``
-            dimensions were active.
+            The number that was subtracted, before rounding; it is negative if fewer than
+            ``target_active`` dimensions were active.
 
         Raises:
             TypeError: for anything but a sequence of strings.
@@ -543,24 +547,30 @@ class SpladeEncoder(nn.Module):
             )
         # Enough logits to find the gap below the threshold even if equal texts have equal entries.
         largest, possible, held = torch.empty(0, dtype=torch.float64), 0, 2 * kept + len(texts)
+        tokens = torch.empty(0, dtype=torch.int64)
         with torch.inference_mode(), evaluating(self):
             for _, batch in self._batches(texts, batch_size):
-                logits = self._ungated_logits(**batch)
+                logits, own = self._ungated_logits(**batch)
                 possible += len(logits)
-                logits = logits.topk(min(held, len(logits))).values.double().cpu()
-                largest = torch.cat([largest, logits]).sort(descending=True).values[:held]
+                logits, index = logits.topk(min(held, len(logits)))
+                tokens = torch.cat([tokens, own[index].cpu()])
+                largest, order = torch.cat([largest, logits.double().cpu()]).sort(descending=True)
+                largest, tokens = largest[:held], tokens[order][:held]
         if kept > possible:
             raise ValueError(
                 f"expected `target_active` of at most {possible / len(texts):.4g}, the mean that "
                 f"can be active, got {target_active}"
             )
+        bias = self._bias()
+        each = bias.detach().cpu()[tokens if self.expansion else torch.zeros_like(tokens)]
         t = max(threshold(largest, kept), largest[-1].item() - 1.0)
+        t = threshold_of_rounded(largest, kept, t, each)
         with torch.no_grad():
-            self._bias().sub_(t)
+            bias.sub_(t)
         return t
 
-    def _ungated_logits(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return the pooled logits that can be active, of all texts in one row, before the gate."""
+    def _ungated_logits(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all texts' logits that can be active, before the gate, and their tokens."""
         logits: Tensor
         if self.expansion:
             hidden = self.model.base_model(input_ids=input_ids, attention_mask=attention_mask)[0]
@@ -569,11 +579,14 @@ class SpladeEncoder(nn.Module):
         else:
             hidden = self.model(input_ids=input_ids, attention_mask=attention_mask)[0]
             logits = self._token_logits(hidden, input_ids, attention_mask, absent=-torch.inf)
+        tokens = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
         if self.idf_weights is not None:
-            logits = logits[:, self.idf_weights > 0]
+            counted = self.idf_weights > 0
+            logits, tokens = logits[:, counted], tokens[:, counted]
         if logits.isnan().any() or logits.isposinf().any():
             raise ValueError("expected finite logits, got others")
-        return logits[logits > -torch.inf]
+        can_be = logits > -torch.inf
+        return logits[can_be], tokens[can_be]
 
     def _bias(self) -> Tensor:
         """Return the bias of all logits; if there is none, add it to the model and its config."""

@@ -6,7 +6,7 @@ from torch import Tensor
 from sparse_losses._core.checks import check_number, check_shapes
 from sparse_losses._core.token_ids import TokenIds, as_mask, attended_ids, id_mask
 
-__all__ = ["bm25_scores"]
+__all__ = ["bm25_scores", "check_bm25"]
 
 LOOKUPS = 1 << 22  # maximal number per block: a few tensors of 32 MB
 ABSENT = torch.iinfo(torch.int64).max
@@ -81,11 +81,7 @@ def bm25_scores(
         document_attention_mask=(document_attention_mask, "C T or B N T"),
         idf=(idf, "V"),
     )["V"]
-    check_number("mean_length", mean_length, minimum=0.0, exclusive=True)
-    check_number("k1", k1, minimum=0.0)
-    check_number("b", b, minimum=0.0)
-    if b > 1:
-        raise ValueError(f"expected `b` in [0, 1], got {b!r}")
+    check_bm25(mean_length=mean_length, k1=k1, b=b)
     if not idf.is_floating_point():
         raise TypeError(f"expected `idf` to be floating point, got {idf.dtype}")
     ignored = id_mask("ignore_token_ids", ignore_token_ids, vocab_size, idf.device)
@@ -104,7 +100,9 @@ def bm25_scores(
     length = counts.sum(-1, keepdim=True)
     first, behind = (torch.searchsorted(document, document, right=last) for last in (False, True))
     frequency = behind - first
-    saturated = frequency * (k1 + 1) / (frequency + k1 * (1 - b + b * length / mean_length))
+    relative_length = 1 - b + b * length / mean_length
+    # Both sides of the fraction are divided by k1 + 1: with a huge k1 they would overflow.
+    saturated = frequency / (frequency / (k1 + 1) + k1 / (k1 + 1) * relative_length)
     weight = torch.where(counts, idf.float()[torch.where(counts, document, 0)] * saturated, 0.0)
     if document.ndim == 3:
         own = query[:, None].expand(-1, document.shape[1], -1)
@@ -117,6 +115,15 @@ def bm25_scores(
         for ids, weights in zip(document.chunk(blocks), weight.chunk(blocks), strict=True)
     ]
     return torch.cat(found).T
+
+
+def check_bm25(*, mean_length: float, k1: float, b: float) -> None:
+    """Raise for numbers outside the ranges of BM25's formula."""
+    check_number("mean_length", mean_length, minimum=0.0, exclusive=True)
+    check_number("k1", k1, minimum=0.0)
+    check_number("b", b, minimum=0.0)
+    if b > 1:
+        raise ValueError(f"expected `b` in [0, 1], got {b!r}")
 
 
 def _look_up(tokens: Tensor, document: Tensor, weight: Tensor) -> Tensor:

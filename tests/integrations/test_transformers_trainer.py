@@ -295,6 +295,9 @@ def test_the_collator_tokenizes_as_the_encoder_does():
         ({"anchor": "a", "positive": None, "negative": ["c"]}, "'positive' to be .*got None"),
         ({"anchor": "a", "positive": "b", "negative": [None]}, r"one or more, got \[None\]"),
         ({"anchor": "a", "positive": "b", "negative": []}, r"one or more, got \[\]"),
+        ({"anchor": "a", "positive": "b", "negative": {"c"}}, r"one or more, got \{'c'\}"),
+        ({"anchor": "a", "positive": "b", "negative": {"c": 1}}, r"one or more, got \{'c': 1\}"),
+        ({"anchor": ["a"], "positive": "b", "negative": ["c"]}, r"'anchor' to be a text, got \['a"),
     ],
 )
 def test_rows_that_differ_are_errors(other, message):
@@ -453,6 +456,56 @@ def test_ids_that_are_no_integers_are_an_error(number):
         collator([row | {"positive_ids": 0}, row | {"positive_ids": number}])
     ids = [row | {"positive_ids": one} for one in (3, np.int64(4), torch.tensor(5))]
     assert collator(ids)["positive_ids"].tolist() == [3, 4, 5]
+
+    with pytest.raises(ValueError, match=f"'positive_ids' to be integers of 64 bits, got {2**63}"):
+        collator([row | {"positive_ids": 2**63}])
+
+
+@pytest.mark.parametrize("name", ["teacher_scores", "teacher_anchor_scores"])
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        (None, "to be a list of numbers in every row, got None"),
+        (["a", "b"], r"to be a list of numbers in every row, got \['a', 'b'\]"),
+        ([1.0, None], r"to be a list of numbers in every row, got \[1.0, None\]"),
+        ([[1.0, 2.0]], r"to be a list of numbers in every row, got \[\["),
+        (0.5, "to be a list of numbers in every row, got 0.5"),
+        ([1.0, 2.0, 3.0], r"in every row, got \[2, 3\]"),
+    ],
+)
+def test_scores_that_are_no_list_of_numbers_are_an_error(name, scores, message):
+    first, second = (dict(row) for row in PAIRS[:2])
+    with pytest.raises(ValueError, match=f"{name}' {message}"):
+        SpladeCollator(setting.tokenizer(), 16)([first | {name: [1, 2]}, second | {name: scores}])
+
+
+@pytest.mark.parametrize("convert", [torch.tensor, np.array, lambda row: [*torch.tensor(row)]])
+def test_a_row_may_hold_its_scores_as_a_tensor(convert):
+    scores = [[1.0, 2.0], [3.0, 4.0]]
+    rows = [row | {"teacher_scores": convert(s)} for row, s in zip(PAIRS[:2], scores, strict=True)]
+    assert SpladeCollator(setting.tokenizer(), 16)(rows)["teacher_scores"].tolist() == scores
+
+
+@pytest.mark.parametrize("made", [None, "none", ["a"]])
+def test_a_teacher_that_returns_no_scores_is_an_error(made):
+    collator = SpladeCollator(setting.tokenizer(), 16, teacher=lambda query, document: made)
+    with pytest.raises(
+        TypeError, match=r"expected the teacher to return .*, got (NoneTy|str|list)"
+    ):
+        collator(PAIRS)
+
+
+def test_a_collator_checks_its_settings():
+    tokenizer = setting.tokenizer()
+    special = tokenizer.num_special_tokens_to_add(pair=False)
+    for length in (0, special):
+        with pytest.raises(ValueError, match=f"`max_length` .* >= {special + 1}, got {length}"):
+            SpladeCollator(tokenizer, length)
+    SpladeCollator(tokenizer, special + 1)
+    with pytest.raises(TypeError, match=r"`teacher` to be a BM25Teacher .*, got 'bm25'"):
+        SpladeCollator(tokenizer, teacher="bm25")
+    with pytest.raises(ValueError, match="expected at least one row, got none"):
+        SpladeCollator(tokenizer)([])
 
 
 @pytest.mark.parametrize("metric", ["info_nce", "eval_document_flops", "eval_some_info_nce"])

@@ -412,6 +412,21 @@ def test_a_resumed_run_steers_as_the_first_one_would():
     assert resumed.report() == controller.report()
 
 
+@pytest.mark.parametrize(("target", "status"), [(256, "relaxing"), (16, "sparsifying")])
+def test_a_resumed_run_with_another_target_measures_its_error_from_that(target, status):
+    _, controller = _controller(target_active=64, every=5)
+    assert _look(controller, _rows(64), times=200) == "on target"
+    objective, resumed = _controller(target_active=target, every=5)
+    resumed.load_state_dict(controller.state_dict())
+    report, before = resumed.report(), objective.weights["document_flops"]
+    assert report["active"] == pytest.approx(64)
+    assert report["status"] == status
+    assert _look(resumed, _rows(64), times=6) == status
+    assert resumed.report()["active"] == pytest.approx(64)
+    change = math.log(objective.weights["document_flops"] / before)
+    assert change == pytest.approx(math.copysign(0.06 * 5, 64 - target) / (4 if target < 64 else 1))
+
+
 def test_attached_it_observes_training_batches_and_counts_optimiser_steps():
     objective, controller = _controller(every=2)
     parameter = torch.nn.Parameter(torch.ones(1))
@@ -545,7 +560,7 @@ def test_a_state_of_another_target_is_reported_and_counts_against_the_new_one(ca
     state = other.state_dict()
     assert state["active"] == pytest.approx(60)
     assert state["error"] == pytest.approx(math.log(60 / 30))
-    assert state["target_active"] == 30
+    assert state["target"] == 30
 
 
 def test_a_list_of_schedules_shows_the_state():
@@ -572,6 +587,7 @@ def test_the_state_of_something_else_is_an_error():
     ("name", "bad"),
     [
         *((name, math.nan) for name in ("log_ratio", "active", "error", "trend", "cut", "start")),
+        ("target", 0.0),
         ("mean_activation", math.inf),
         ("dead", [0.0, math.nan, 0.0]),
         ("first", (math.nan, 1.0)),
@@ -590,6 +606,20 @@ def test_the_state_of_something_else_is_an_error():
         ("log_ratio", 20.0),  # above the maximum
         ("change", None),
         ("active", "many"),
+        ("active", 0.0),
+        ("active", None),
+        ("error", None),
+        ("first", None),
+        ("first", [0, 0]),
+        ("first", 3),
+        ("dead", [5, -1, 2]),
+        ("dead", [0.0, None, 0.0]),
+        ("dead", None),
+        ("seen", [1.0, "x", 0.0, 1.0, 1.0]),
+        ("sent", [-1.0, 0.0, 0.0, 0.0, 0.0]),
+        ("status", 3),
+        ("mean_activation", None),
+        ("last_healthy_step", 2.5),
     ],
 )
 def test_a_damaged_state_is_an_error_and_changes_nothing(name, bad):
@@ -602,6 +632,19 @@ def test_a_damaged_state_is_an_error_and_changes_nothing(name, bad):
     assert objective.weights == weights
     controller.load_state_dict(before)
     assert controller.state_dict() == before
+
+
+def test_no_state_is_an_error():
+    with pytest.raises(TypeError, match="state of a SparsityController, got NoneType"):
+        _controller()[1].load_state_dict(None)
+
+
+def test_the_largest_start_has_a_finite_maximum():
+    objective = SpladeObjective({"document_flops": 1e305})
+    _, controller = _controller(objective, target_active=2, gain=1.0)
+    _look(controller, _rows(900), times=40)
+    assert objective.weights["document_flops"] <= controller.maximum < math.inf
+    assert objective.weights["document_flops"] == pytest.approx(controller.maximum)
 
 
 def test_a_target_beyond_the_vocabulary_is_an_error():

@@ -12,6 +12,7 @@ from sparse_losses import (
     SpladeBatch,
     SpladeObjective,
     Texts,
+    advise,
 )
 from sparse_losses.functional import context_overlap, gradient_report, recall_at_k
 
@@ -132,6 +133,56 @@ def test_silent_texts_have_a_report_too():
     assert report["dead_rows"] == 1.0
     assert report["active_dimensions"] == report["effective_tokens"] == report["index_flops"] == 0.0
     assert all(math.isfinite(value) for value in report.values())
+
+
+def test_no_number_hides_a_nan():
+    diagnostics = _diagnostics()
+    diagnostics.update(torch.full((4, V), math.nan))
+    report = diagnostics.report()
+    assert report["dead_rows"] == 0.0
+    hidden = ("flops", "mean_activation", "active_dimensions", "largest", "effective_tokens")
+    assert {name: report[name] for name in hidden} == pytest.approx(
+        dict.fromkeys(hidden, math.nan), nan_ok=True
+    )
+    assert all(isinstance(finding.symptom, str) for finding in advise(report))
+
+
+def test_a_row_with_a_nan_is_neither_live_nor_dead():
+    x = torch.zeros(4, V)
+    x[0, :3] = 1.0
+    x[1, :9] = 1.0
+    x[1, 19] = math.nan
+    x[2, 5] = math.nan
+    diagnostics = _diagnostics()
+    diagnostics.update(x)
+    report = diagnostics.report()
+    assert report["texts"] == 4.0
+    assert report["dead_rows"] == 0.25
+    assert report["active_dimensions"] == report["smallest"] == report["largest"] == 3.0
+    assert math.isnan(report["flops"])
+    assert math.isnan(report["mean_activation"])
+
+
+def test_infinite_activations_are_all_that_counts():
+    diagnostics = _diagnostics()
+    x = torch.ones(2, V)
+    x[0, :2] = math.inf
+    diagnostics.update(x)
+    report = diagnostics.report()
+    assert report["flops"] == report["mean_activation"] == math.inf
+    assert report["effective_tokens"] == pytest.approx(2.0)
+
+
+def test_batches_from_inside_and_outside_inference_mode_add_up():
+    diagnostics, expected = _diagnostics(), _diagnostics()
+    x = _sparse(6)
+    with torch.inference_mode():
+        diagnostics.update(x[:2])
+    diagnostics.update(x[2:4])
+    with torch.inference_mode():
+        diagnostics.update(x[4:])
+    expected.update(x)
+    assert diagnostics.report() == pytest.approx(expected.report())
 
 
 def test_nothing_grows_with_the_number_of_updates():

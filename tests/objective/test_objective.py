@@ -5,6 +5,7 @@ import torch
 
 from sparse_losses import (
     DistillationLoss,
+    FlopsLoss,
     IdfFlopsLoss,
     InfoNCELoss,
     LanguagePenaltyLoss,
@@ -505,6 +506,55 @@ def test_special_tokens_are_no_tokens_of_a_text():
         batch.positive.activations, ids, mask, ignore_token_ids=[0, 1]
     )
     torch.testing.assert_close(terms["document_positive_activation"], expected)
+
+
+@pytest.mark.parametrize("side", ["positive", "negative"])
+def test_ids_of_one_side_alone_do_not_tell_special_tokens(side):
+    batch = _batch("shared")
+    part = batch._replace(**{side: getattr(batch, side)._replace(input_ids=None)})
+    objective = SpladeObjective({"document_min_activation": 1.0}, special_token_ids=[0, 1])
+    with pytest.raises(ValueError, match="needs `input_ids` of positives and negatives, or of nei"):
+        objective(part)
+    plain = SpladeObjective({"document_min_activation": 1.0})  # which does not read the ids
+    torch.testing.assert_close(plain(part).total, plain(batch).total)
+
+
+@pytest.mark.parametrize("name", ["teacher_scores", "teacher_anchor_scores"])
+@pytest.mark.parametrize(
+    ("scores", "error", "message"),
+    [
+        (torch.eye(B, dtype=torch.complex64), TypeError, "to be real, got torch.complex64"),
+        (torch.eye(B, dtype=torch.bool), TypeError, "to be numbers, got torch.bool"),
+        (torch.tensor(1.0), ValueError, r"of shape \[B, .\], got \[\]"),
+        (torch.ones(B), ValueError, rf"of shape \[B, .\], got \[{B}\]"),
+        (torch.eye(B).tolist(), TypeError, "to be a torch.Tensor, got list"),
+        (torch.eye(B).numpy(), TypeError, "to be a torch.Tensor, got ndarray"),
+    ],
+    ids=["complex", "bool", "0-d", "1-d", "list", "array"],
+)
+def test_a_teachers_scores_are_checked(name, scores, error, message):
+    term = "distillation" if name == "teacher_scores" else "context_distillation"
+    with pytest.raises(error, match=f"expected `{name}` {message}"):
+        SpladeObjective({term: 1.0})(_batch()._replace(**{name: scores}))
+
+
+def test_a_tuple_of_texts_is_no_batch():
+    with pytest.raises(TypeError, match="expected `batch` to be a SpladeBatch, got tuple"):
+        SpladeObjective({"info_nce": 1.0})((_texts(B), _texts(B)))
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        ({"info_nce": FlopsLoss()}, "`info_nce` to be an instance of InfoNCELoss, got FlopsLoss"),
+        ({"info_nce": InfoNCELoss}, "instance of InfoNCELoss, got the class InfoNCELoss"),
+        ({"flops": InfoNCELoss()}, "`flops` to be an instance of FlopsLoss or IdfFlopsLoss, got"),
+        ({"language_penalty": torch.rand(V)}, "instance of LanguagePenaltyLoss, got Tensor"),
+    ],
+)
+def test_a_loss_of_another_class_is_an_error(losses, message):
+    with pytest.raises(TypeError, match=message):
+        SpladeObjective({"info_nce": 1.0}, **losses)
 
 
 def test_texts_of_different_lengths_join():

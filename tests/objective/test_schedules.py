@@ -300,6 +300,8 @@ def test_the_state_of_something_else_is_not_loaded():
         schedule.load_state_dict({"steps": 3, "term": "query_flops"})
     with pytest.raises(ValueError, match=r"expected the state of this version's .* with later"):
         schedule.load_state_dict({"steps_taken": 3, "later": 1})
+    with pytest.raises(TypeError, match="the state of a TrainingSchedule, got NoneType"):
+        schedule.load_state_dict(None)
     for damaged in (
         {"steps_taken": -1},
         {"steps_taken": 3, "temperature": math.nan},

@@ -95,6 +95,26 @@ def test_wrong_settings_are_errors(counts, special, error, message):
         BM25Teacher(counts, special_token_ids=special)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"k1": -1}, ValueError, "`k1` to be a finite number >= 0, got -1"),
+        ({"b": 1.5}, ValueError, r"`b` in \[0, 1\], got 1.5"),
+        ({"b": "x"}, TypeError, "`b` to be a number"),
+    ],
+)
+def test_wrong_numbers_are_errors_when_a_teacher_is_made(options, error, message):
+    with pytest.raises(error, match=message):
+        BM25Teacher(counted(column(3)), **options)
+
+
+def test_documents_of_special_tokens_alone_are_an_error():
+    counts = DocumentFrequency(V)
+    counts.update(torch.tensor([[3]]), torch.ones(1, 1))
+    with pytest.raises(ValueError, match=r"`mean_length` to be a finite number > 0, got 0.0"):
+        BM25Teacher(counts, special_token_ids=[3])
+
+
 @pytest.mark.parametrize("negatives", [None, (4,), (3, 2)])
 def test_all_candidates_of_a_batch_are_scored(negatives):
     anchor, positive = column(3), column(3)

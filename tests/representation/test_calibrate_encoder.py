@@ -48,6 +48,21 @@ def test_the_threshold_is_that_of_the_activations_without_gate_and_idf_weights()
     assert other.calibrate(DOCUMENTS, 12) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spread", [0.0, 0.1])  # of the bias before
+@pytest.mark.parametrize("target", [12, 20, 33.3, 60])
+def test_a_model_in_half_precision_keeps_as_many_too(dtype, spread, target):
+    encoder = make()
+    with torch.no_grad():
+        encoder.head.bias.normal_(std=spread, generator=torch.Generator().manual_seed(0))
+        encoder.head.bias += 1.0
+    encoder.to(dtype)
+    bias = encoder._bias().clone()
+    t = encoder.calibrate(DOCUMENTS, target)
+    assert torch.equal(encoder._bias(), bias - t)
+    assert active(encoder) == pytest.approx(target, rel=0.02)
+
+
 def test_other_texts_keep_about_as_many():
     encoder = make("xlm-roberta")
     generator = torch.Generator().manual_seed(0)

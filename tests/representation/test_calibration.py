@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from sparse_losses import SparsityController, SpladeObjective
 from sparse_losses.representation.calibration import calibrate_threshold
 
 
@@ -64,3 +65,21 @@ def test_leading_dimensions_are_rows():
 def test_wrong_input_is_an_error(x, target, message):
     with pytest.raises(ValueError, match=message):
         calibrate_threshold(x, target)
+
+
+@pytest.mark.parametrize("layout", ["list", "csr"])
+def test_only_dense_tensors_are_calibrated_and_observed(layout):
+    x = torch.ones(2, 4)
+    x = x.tolist() if layout == "list" else x.to_sparse_csr()
+    controller = SparsityController(SpladeObjective({"document_flops": 1.0}), target_active=2)
+    for call in (lambda: calibrate_threshold(x, 1), lambda: controller.observe(x)):
+        with pytest.raises(TypeError, match=r"expected `activations` to be .*, got .*(list|csr)"):
+            call()
+
+
+def test_an_activation_whose_logit_overflows_is_an_error():
+    with pytest.raises(ValueError, match=r"`activations` log.* at most 709.78, got 900"):
+        calibrate_threshold(torch.tensor([[800.0, 900.0, 1.0]]), 1)
+    x = torch.tensor([[709.7, 709.5, 1.0]], dtype=torch.float64)
+    t = calibrate_threshold(x, 1)
+    assert (x.expm1() > t).sum() == 1

@@ -180,3 +180,13 @@ def test_of_another_batch_size_are_refused():
     other = torch.ones(3, 2, 3, dtype=int)
     with pytest.raises(ValueError, match="B = 2 from `query_input_ids`"):
         bm25_scores(ids, ids, other, other, IDF, mean_length=2)
+
+
+def test_a_huge_k1_is_the_limit_of_the_formula():
+    ids = torch.tensor([[1, 1, 2]])
+    options = {"mean_length": 3.0, "b": 0.0}
+    score, limit = (
+        bm25_scores(ids, ids > 0, ids, ids > 0, torch.ones(4), k1=k1, **options)
+        for k1 in (1e39, 1e6)
+    )
+    torch.testing.assert_close(score, limit, rtol=1e-5, atol=0.0)
