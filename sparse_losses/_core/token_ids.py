@@ -85,7 +85,8 @@ def id_mask(
         return None
     if not isinstance(ids, Tensor):
         ids = torch.tensor(ids)
-    ids = attended_ids(name, ids, torch.ones_like(ids), vocab_size)
+    attended = torch.ones_like(ids, dtype=torch.bool)  # unsigned ids do not multiply one another
+    ids = attended_ids(name, ids, attended, vocab_size)
     if device.type not in ("cpu", "meta") and values_can_be_checked(ids):
         ids = ids.pin_memory()  # the copy to the device is then asynchronous
     mask = torch.zeros(vocab_size, dtype=torch.bool, device=device)
