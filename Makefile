@@ -40,8 +40,9 @@ bench-peers: $(VENV)/.demo  ## install the packages that the benchmarks compare 
 bench-gpu: $(VENV)/.dev  ## all that a GPU is asked for, 25 minutes: make CUDA=1 bench-gpu (ARGS="losses")
 	PYTHON=$(PY) benchmarks/gpu.sh $(ARGS)
 
+# In the order of the files: by the number of tests, files of few but long tests would come last.
 test: $(VENV)/.dev  ## all tests on the CPU (ARGS="-k info_nce")
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Left to the CPU: what takes long and is the same on every device. In processes of their own: what
 # sees an accelerator moves its tensors there.
