@@ -159,7 +159,7 @@ def test_what_pytorch_says_of_a_state_comes_from_pytorch():
     state = queue.state_dict()
     for name in ("pointer", "fill"):
         with pytest.raises(RuntimeError, match="size mismatch for " + name):
-            queue.load_state_dict({**state, name: torch.zeros(2).long()})
+            queue.load_state_dict({**state, name: torch.zeros(2, 1).long()})
         with pytest.raises(RuntimeError, match="received <class 'int'>"):
             queue.load_state_dict({**state, name: 3})
     with pytest.raises(RuntimeError, match=r'Missing key.* "pointer"'):

@@ -558,7 +558,7 @@ class SpladeObjective(nn.Module):
             "document_min_activation": ("attention_mask", "logits"),
             "document_self_reconstruction": ("logits",),
         }
-        if len(self.special_token_ids) and batch.positive.attention_mask is not None:
+        if len(self.special_token_ids) > 0 and batch.positive.attention_mask is not None:
             wanted["document_min_activation"] += ("input_ids",)  # without ids all tokens count
         for term in (term for term in wanted if term in active and batch.negative is not None):
             for name in wanted[term]:

@@ -162,9 +162,9 @@ def test_few_active_columns_of_many_have_their_maxima_at_the_right_token(vocab):
 def test_entries_that_are_not_active_are_not_kept_and_the_others_by_short_indices():
     logits, mask = example(torch.float32, vocab=70)
     logits[:, :, 1::2] = 0.0
-    _, slope, *indices = nonzeros(logits.requires_grad_(), mask).grad_fn.saved_tensors
-    active = nonzeros(logits, mask) > 0
-    assert 0 < slope.numel() == active.sum() < 70
+    pooled = nonzeros(logits.requires_grad_(), mask)  # PyTorch 2.6 frees what a lost one has saved
+    _, slope, *indices = pooled.grad_fn.saved_tensors
+    assert 0 < slope.numel() == (pooled > 0).sum() < 70
     assert {(index.dtype, index.shape) for index in indices} == {(torch.int32, slope.shape)}
 
 
