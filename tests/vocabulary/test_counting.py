@@ -286,7 +286,15 @@ def test_interrupted_at_any_line_the_count_ends_with_the_same_file(tokenizer, tm
 
 
 @pytest.fixture
-def interrupt(monkeypatch):
+def ctrl_c():
+    """Ctrl-C; a shell starts background jobs with the signal ignored, and they inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: os.kill(os.getpid(), signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def interrupt(monkeypatch, ctrl_c):
     """Ctrl-C after so many batches."""
 
     def after(batches):
@@ -295,7 +303,7 @@ def interrupt(monkeypatch):
         def save_and_interrupt(self):
             save(self)
             if next(left, None) == batches - 1:
-                os.kill(os.getpid(), signal.SIGINT)
+                ctrl_c()
 
         monkeypatch.setattr(Count, "save", save_and_interrupt)
 
@@ -303,12 +311,12 @@ def interrupt(monkeypatch):
 
 
 def test_ctrl_c_says_what_is_kept_and_the_command_continues(
-    tokenizer, tmp_path, interrupt, monkeypatch, capsys
+    tokenizer, tmp_path, interrupt, ctrl_c, monkeypatch, capsys
 ):
     path, output = text_file(tmp_path / "a.txt", ["", "the cat", *TEXTS]), tmp_path / "df.npz"
     with monkeypatch.context() as patch:
         patch.setattr(counting, "SAVE_SECONDS", 1e9)
-        patch.setattr(Count, "_ids", lambda self, texts: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(Count, "_ids", lambda self, texts: ctrl_c())
         assert count(path, tokenizer=tokenizer, output=output) == 130
     assert "Stopped; nothing was saved yet." in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["a.txt"]
