@@ -49,7 +49,7 @@ test: $(VENV)/.dev  ## all tests on the CPU (ARGS="-k info_nce")
 ON_SIM = not (compile or graph or check or second or vmap or refused or pickling)
 test-sim: $(VENV)/.dev  ## launches, waits and the contract on a simulated accelerator; needs a C++ compiler
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests/simulated_device)
-	OMP_NUM_THREADS=1 $(PY) -m pytest --device sim -k "$(ON_SIM)" tests/losses/test_contract.py \
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --device sim -k "$(ON_SIM)" tests/losses/test_contract.py \
 	  tests/representation/test_head.py tests/representation/test_pooling.py \
 	  tests/objective/test_objective.py $(ARGS)
 
