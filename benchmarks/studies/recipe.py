@@ -52,6 +52,7 @@ CHANGES: dict[str, Preset] = {
     "without the teacher, query FLOPS 0.3": TAUGHT_BY_LABELS.replace(weights={"query_flops": 0.3}),
     "without the teacher, a gentler start": GENTLE.without("distillation"),
     "teacher 1": RECOMMENDED.replace(weights={"distillation": 1.0}),
+    "teacher 6": RECOMMENDED.replace(weights={"distillation": 6.0}),
     "with the token terms": RECOMMENDED.replace(
         weights={term: COSINE.weights[term] for term in TOKEN_TERMS},
         top_k=COSINE.top_k,
