@@ -10,7 +10,6 @@ import torch.distributed as dist
 import sparse_losses
 import sparse_losses.functional as F
 from sparse_losses import SpladeBatch, SpladeObjective, Texts, distributed
-from sparse_losses.fast import info_nce
 from tests.cases import CASES, FIRST, LOSSES, to_tensors
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_gather import check, part, whole
@@ -234,33 +233,6 @@ def test_regularisers_and_distillation_send_no_rows():
         assert found["positive_activation"][0] < 20
         assert found["info_nce"][0] == 6000, "the positives, and nothing beside them"
         assert found["info_nce"][1] < 20
-
-
-ROUND = ("info_nce-shared-auto", "info_nce-symmetric_per_row-auto", "info_nce-ids-auto")
-
-
-def around_the_ring(rank: int, world: int) -> list[int]:
-    """Three ranks, one row of scores at a time; how often a rank passes something on."""
-    patched = pytest.MonkeyPatch()
-    patched.setattr(info_nce, "most_scores", lambda device: 1)
-    passed = []
-    plain = dist.batch_isend_irecv
-    patched.setattr(dist, "batch_isend_irecv", lambda x: passed.append(len(x)) or plain(x))
-    found = []
-    for name in ROUND:
-        (case,) = (case for case in CASES if case.id == name)
-        arrays = whole(case, world, seed=11)
-        mine = part(case, arrays, rank, world)
-        passed.clear()
-        check(case, arrays, mine, rank, world, "mean", "ring", learned=True)
-        found.append(len(passed))
-    patched.undo()
-    return found
-
-
-def test_the_ring_passes_keys_on_twice_and_their_gradients_once():
-    once = 2 + 2 + 3  # the keys to all others, again with the gradients, which come home
-    assert run_ranks(3, around_the_ring, 3) == [[once, 2 * once, once]] * 3
 
 
 # DistributedDataParallel -------------------------------------------------------------------------

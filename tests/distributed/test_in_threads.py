@@ -20,6 +20,7 @@ from sparse_losses.distributed import (
     skip_size_check,
     sum_over_ranks,
 )
+from sparse_losses.fast import info_nce, info_nce_ring
 from tests.cases import CASES
 from tests.distributed.test_gather import check, part, variants, whole
 from tests.distributed.threads import run_threads
@@ -34,8 +35,27 @@ def _check(own, case, reduction, impl):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_value_and_averaged_gradients_are_those_of_one_process(case):
     for reduction, impl in variants(case, 2):
-        if impl is None:  # the ring sends from rank to rank
-            run_threads(2, _check, case, reduction, impl)
+        run_threads(2, _check, case, reduction, impl)
+
+
+@pytest.mark.parametrize("name", ["shared", "symmetric_per_row", "ids"])
+def test_the_ring_passes_keys_on_twice_and_their_gradients_once(name, monkeypatch):
+    """Three ranks; each holds one row of scores at a time."""
+    monkeypatch.setattr(info_nce, "most_scores", lambda device: 1)
+    (case,) = (case for case in CASES if case.id == f"info_nce-{name}-auto")
+    arrays, passed = whole(case, 3, seed=11), []
+    pass_on = info_nce_ring._ring_exchange
+    monkeypatch.setattr(
+        info_nce_ring, "_ring_exchange", lambda *x: passed.append(x) or pass_on(*x)
+    )
+
+    def around(own):
+        mine = part(case, arrays, own, 3)
+        check(case, arrays, mine, own, 3, "mean", "ring", learned=True)
+
+    run_threads(3, around)
+    once = 2 + 2 + 3  # the keys to both others, again with the gradients, which come home
+    assert len(passed) == 3 * once * (2 if "symmetric" in name else 1)
 
 
 def _collectives(own):
