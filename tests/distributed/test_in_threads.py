@@ -45,9 +45,7 @@ def test_the_ring_passes_keys_on_twice_and_their_gradients_once(name, monkeypatc
     (case,) = (case for case in CASES if case.id == f"info_nce-{name}-auto")
     arrays, passed = whole(case, 3, seed=11), []
     pass_on = info_nce_ring._ring_exchange
-    monkeypatch.setattr(
-        info_nce_ring, "_ring_exchange", lambda *x: passed.append(x) or pass_on(*x)
-    )
+    monkeypatch.setattr(info_nce_ring, "_ring_exchange", lambda *x: passed.append(x) or pass_on(*x))
 
     def around(own):
         mine = part(case, arrays, own, 3)
