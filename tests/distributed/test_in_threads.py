@@ -21,9 +21,12 @@ from sparse_losses.distributed import (
     sum_over_ranks,
 )
 from sparse_losses.fast import info_nce, info_nce_ring
+from sparse_losses.fast.info_nce import too_many_scores
+from sparse_losses.functional import info_nce_loss
 from tests.cases import CASES
 from tests.distributed.test_gather import check, part, variants, whole
 from tests.distributed.threads import run_threads
+from tests.strategies import draw
 
 
 def _check(own, case, reduction, impl):
@@ -54,6 +57,56 @@ def test_the_ring_passes_keys_on_twice_and_their_gradients_once(name, monkeypatc
     run_threads(3, around)
     once = 2 + 2 + 3  # the keys to both others, again with the gradients, which come home
     assert len(passed) == 3 * once * (2 if "symmetric" in name else 1)
+
+
+def _local(own):
+    """InfoNCE of a rank's own rows, in several ways, with its gradients."""
+    anchor, positive, negative = (draw(10 * own + seed, 3, 4).requires_grad_() for seed in range(3))
+    found = []
+    for impl, options in (
+        ("direct", {"symmetric": True}),
+        ("blocks", {}),
+        ("nonzeros", {"symmetric": True}),
+        ("definition", {"symmetric": True}),
+        ("definition", {"positive_mask": torch.eye(3), "positive_ids": torch.tensor([0, 1, 1])}),
+        ("definition", {"in_batch": False}),
+    ):
+        value = info_nce_loss(anchor, positive, negative, **options, impl=impl)
+        found += [value, *torch.autograd.grad(value, (anchor, positive, negative))]
+    return found
+
+
+def test_without_gather_the_other_ranks_change_nothing():
+    expected = [_local(0), _local(1)]
+    torch.testing.assert_close(run_threads(2, _local), expected)
+    assert expected[0][0] != expected[1][0]
+
+
+def test_the_scores_of_all_ranks_are_counted():
+    """A block holds 2^21 on a CPU."""
+
+    def is_more(own, rows, gather):
+        x = torch.empty(rows, 1)
+        return too_many_scores((x, x, None, 1.0), {"gather": gather})
+
+    rows = 1 << 10
+    assert run_threads(2, is_more, rows, True) == [False, False]
+    assert run_threads(2, is_more, rows + 1, True) == [True, True]
+    assert run_threads(2, is_more, rows + 1, False) == [False, False]
+
+
+def test_the_width_of_a_positive_mask_is_that_of_all_ranks():
+    def said(own, gather):
+        x = torch.ones(3, 2)
+        with pytest.raises(ValueError, match="positive_mask") as caught:
+            info_nce_loss(x, x, positive_mask=torch.ones(3, 4), gather=gather)
+        return str(caught.value)
+
+    expected = "expected `positive_mask` of shape [B, "
+    wanted = expected + "2 B] = [3, 6] with gather=True on 2 ranks, got [3, 4]"
+    assert run_threads(2, said, True) == [wanted] * 2
+    wanted = expected + "B] = [3, 3], got [3, 4]"
+    assert run_threads(2, said, False) == [wanted] * 2
 
 
 def _collectives(own):

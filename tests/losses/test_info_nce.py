@@ -7,6 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from sparse_losses.fast.info_nce import too_many_scores
 from sparse_losses.functional import info_nce_from_scores, info_nce_loss
 from tests.cases import assert_follows_the_formula
 from tests.strategies import draw, info_nce_problems, seeds, temperatures
@@ -214,6 +215,28 @@ def test_a_temperature_beyond_single_precision_is_left_to_the_definition(tempera
         info_nce_loss(a, p, temperature=temperature, impl="definition"),
         equal_nan=True,
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_limits_of_a_temperature_are_temperatures(dtype):
+    x, limits = draw(0, 3, 4).to(dtype), torch.finfo(dtype)
+    for temperature in (limits.tiny, limits.max):
+        info_nce_loss(x, x, temperature=temperature, impl="direct")
+    with pytest.raises(ValueError, match="expected `temperature` from"):
+        info_nce_loss(x, x, temperature=0.9 * limits.tiny, impl="direct")
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "negatives"), [("cpu", 1 << 10, 1 << 10), ("meta", 1 << 13, None)]
+)
+def test_a_block_holds_2_to_the_21_scores_on_a_cpu_and_to_the_26_elsewhere(device, rows, negatives):
+    one = torch.empty(1, 1, device=device)
+    anchor = one.expand(rows, 1)
+    negative = None if negatives is None else one.expand(negatives, 1)
+    assert not too_many_scores((anchor, anchor, negative, 1.0), {"gather": False})
+    one_more = one.expand(1 + (negatives or 0), 1)
+    for negative in (one_more, one_more.expand(rows, *one_more.shape)):  # of all, of each
+        assert too_many_scores((anchor, anchor, negative, 1.0), {"gather": False})
 
 
 def test_meta_tensors_go_back():
