@@ -3,6 +3,8 @@
 There the ranks are processes and work through all cases at once; here a case is a test.
 """
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from sparse_losses.distributed import (
 )
 from sparse_losses.fast import info_nce, info_nce_ring
 from sparse_losses.fast.info_nce import too_many_scores
+from sparse_losses.fast.info_nce_ring import ring_info_nce
 from sparse_losses.functional import info_nce_loss
 from tests.cases import CASES
 from tests.distributed.test_gather import check, part, variants, whole
@@ -41,22 +44,98 @@ def test_value_and_averaged_gradients_are_those_of_one_process(case):
         run_threads(2, _check, case, reduction, impl)
 
 
+@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", ["shared", "symmetric_per_row", "ids"])
-def test_the_ring_passes_keys_on_twice_and_their_gradients_once(name, monkeypatch):
-    """Three ranks; each holds one row of scores at a time."""
+def test_the_ring_passes_keys_on_twice_and_their_gradients_once(name, world, monkeypatch):
+    """While each rank holds one row of scores at a time."""
     monkeypatch.setattr(info_nce, "most_scores", lambda device: 1)
     (case,) = (case for case in CASES if case.id == f"info_nce-{name}-auto")
-    arrays, passed = whole(case, 3, seed=11), []
+    arrays, passed = whole(case, world, seed=11), []
     pass_on = info_nce_ring._ring_exchange
     monkeypatch.setattr(info_nce_ring, "_ring_exchange", lambda *x: passed.append(x) or pass_on(*x))
 
     def around(own):
-        mine = part(case, arrays, own, 3)
-        check(case, arrays, mine, own, 3, "mean", "ring", learned=True)
+        mine = part(case, arrays, own, world)
+        check(case, arrays, mine, own, world, "mean", "ring", learned=True)
 
-    run_threads(3, around)
-    once = 2 + 2 + 3  # the keys to both others, again with the gradients, which come home
-    assert len(passed) == 3 * once * (2 if "symmetric" in name else 1)
+    run_threads(world, around)
+    others = world - 1
+    once = others + others + world  # the keys, again with their gradients, which come home
+    assert len(passed) == world * once * (2 if "symmetric" in name else 1)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("size", [None, (2, 4), (3, 2, 4), (3, 0, 4)], ids=str)
+def test_the_ring_computes_the_gradients_that_are_needed_and_no_other(size, symmetric):
+    options = {"similarity": "cosine", "decoupled": False, "reduction": "mean", "gather": True}
+    options |= {"symmetric": symmetric, "in_batch": True, "positive_mask": None}
+
+    def around(own):
+        anchor, positive = draw(own, 2, 3, 4)
+        negative = None if size is None else draw(2 + own, *size)
+        inputs = anchor, positive, negative, 0.3
+        expected, gradients = ring_info_nce([True] * 4, *inputs, positive_ids=None, **options)
+        for needs in itertools.product([False, True], repeat=4):
+            value, found = ring_info_nce(needs, *inputs, positive_ids=None, **options)
+            torch.testing.assert_close(value, expected)
+            wanted = [g if need else None for need, g in zip(needs, gradients, strict=True)]
+            torch.testing.assert_close(found, wanted)
+        assert all(gradients[n].any() for n in (0, 1, 3))
+
+    run_threads(2, around)
+
+
+def _stored_by_columns(rank):
+    world = 2
+    anchor, positive, negative = draw(0, 3, 2 * world, 5)
+    mine = slice(2 * rank, 2 * rank + 2)
+
+    def by_columns(x):
+        return x[mine].T.contiguous().T
+
+    for similarity, others in itertools.product(("cosine", "dot"), (None, negative)):
+        whole_anchor, whole_positive = (x.clone().requires_grad_() for x in (anchor, positive))
+        expected = info_nce_loss(whole_anchor, whole_positive, others, similarity=similarity)
+        wanted = torch.autograd.grad(expected, (whole_anchor, whole_positive))
+        for impl in ("auto", "ring"):
+            leaves = [by_columns(x).requires_grad_() for x in (anchor, positive)]
+            if rank:  # not every rank's rows are stored alike
+                leaves[1] = positive[mine].clone().requires_grad_()
+            own = None if others is None else by_columns(others)
+            value = info_nce_loss(*leaves, own, similarity=similarity, gather=True, impl=impl)
+            torch.testing.assert_close(value, expected)
+            found = torch.autograd.grad(value, leaves)
+            for gradient, of_whole in zip(found, wanted, strict=True):
+                torch.testing.assert_close(gradient / world, of_whole[mine])
+
+
+def test_rows_may_be_stored_by_columns():
+    run_threads(2, _stored_by_columns)
+
+
+def _hidden_nan(rank):
+    """Whether the gradient by this rank's first anchor is finite, computed in several ways."""
+    anchor, positive = draw(0, 2, 4, 5)
+    ids = torch.arange(4)
+    ids[-1] = ids[0]  # the last rank's last document is that of the first anchor
+    positive[-1, 0] = torch.nan
+    mine = slice(2 * rank, 2 * rank + 2)
+    found = []
+    for impl in ("definition", "auto", "ring"):
+        query = anchor[mine].clone().requires_grad_()
+        options = {"positive_ids": ids[mine], "gather": True, "impl": impl}
+        loss = info_nce_loss(query, positive[mine], **options)
+        assert loss.isnan(), "other anchors see the NaN"
+        first, second = torch.autograd.grad(loss, query)[0]
+        assert second.isnan().any()
+        found.append(bool(first.isfinite().all()))
+    return found
+
+
+def test_a_document_that_ids_hide_hides_its_nan():
+    first, second = run_threads(2, _hidden_nan)
+    assert all(first)
+    assert not any(second)
 
 
 def _local(own):
