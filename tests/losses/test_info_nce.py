@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sparse_losses.fast.info_nce import too_many_scores
+from sparse_losses.fast.info_nce import rows_of_a_block, too_many_scores
 from sparse_losses.functional import info_nce_from_scores, info_nce_loss
 from tests.cases import assert_follows_the_formula
 from tests.strategies import draw, info_nce_problems, seeds, temperatures
@@ -237,6 +237,15 @@ def test_a_block_holds_2_to_the_21_scores_on_a_cpu_and_to_the_26_elsewhere(devic
     one_more = one.expand(1 + (negatives or 0), 1)
     for negative in (one_more, one_more.expand(rows, *one_more.shape)):  # of all, of each
         assert too_many_scores((anchor, anchor, negative, 1.0), {"gather": False})
+
+
+def test_a_block_has_at_least_a_row_and_no_more_than_there_are():
+    one = torch.empty(1, 1)
+    for rows, width, expected in ((7, 3, 7), (1 << 10, 1 << 10, 1 << 10), (7, 1 << 22, 1)):
+        x = one.expand(rows, width)
+        assert rows_of_a_block(x, x) == expected
+    more = one.expand(1 << 12, 1 << 12)
+    assert rows_of_a_block(more, more) == 1 << 8, "a row has its scores and its vector"
 
 
 def test_meta_tensors_go_back():
