@@ -192,6 +192,15 @@ def test_a_nan_column_hidden_by_its_id_leaves_value_and_gradient_alone(similarit
     assert found[0][1].any()
 
 
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_ids_hide_no_nan_outside_the_batch(similarity):
+    a, p, n = draw(0, 3, 4), draw(1, 3, 4), draw(2, 2, 4)
+    p[1, 0] = torch.nan
+    options = {"in_batch": False, "positive_ids": torch.tensor([0, 1, 1]), "reduction": "none"}
+    rows = info_nce_loss(a, p, n, similarity=similarity, **options)
+    assert rows.isnan().tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize("options", [{}, {"symmetric": True}, {"positive_mask": torch.eye(3)}])
 def test_outside_the_batch_there_are_negatives_and_no_positive_mask(options):
     a, p, n = draw(0, 3, 4), draw(1, 3, 4), draw(2, 2, 4)
