@@ -45,8 +45,8 @@ def ring_info_nce(
     decoupled: bool,
     gather: bool,
     reduction: str,
-    in_batch: bool = True,
-    positive_mask: None = None,
+    in_batch: bool,
+    positive_mask: None,
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return InfoNCE over all ranks' rows, and this rank's four gradients, scaled for DDP."""
     batch, ranks = anchor.shape[0], num_ranks()
@@ -93,10 +93,9 @@ class _Direction:
         positive_ids: Tensor | None,
     ) -> None:
         self.temperature, self.ids = temperature, positive_ids
-        shared = [answers]
+        keys = answers
         if negative is not None and negative.ndim == 2:
-            shared.append(negative)
-        keys = torch.cat(shared) if len(shared) > 1 else answers
+            keys = torch.cat([answers, negative])
         self.query_side, self.key_side = sides(cosine, asks, keys)
         self.queries, self.keys = self.query_side.values / temperature, self.key_side.values
         self.each: Tensor | None = None

@@ -1,7 +1,6 @@
 """Two ranks: voided rows, one row a rank, half precision, NaN, second derivatives, errors."""
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch.distributed as dist
 import sparse_losses
 import sparse_losses.functional as F
 from sparse_losses import SpladeBatch, SpladeObjective, Texts, distributed
-from sparse_losses.fast import info_nce
 from tests.cases import CASES, FIRST, LOSSES, to_tensors
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_gather import check, part, whole
@@ -92,60 +90,6 @@ def small_batches(rank: int, world: int) -> None:
 
 def test_one_row_a_rank_none_and_half_precision():
     run_ranks(2, small_batches, 2)
-
-
-def stored_by_columns(rank: int, world: int) -> None:
-    torch.manual_seed(0)
-    anchor, positive, negative = torch.randn(3, 2 * world, 5, dtype=torch.float64)
-    mine = slice(2 * rank, 2 * rank + 2)
-
-    def by_columns(x):
-        return x[mine].T.contiguous().T
-
-    for similarity, others in itertools.product(("cosine", "dot"), (None, negative)):
-        whole_anchor, whole_positive = (x.clone().requires_grad_() for x in (anchor, positive))
-        expected = F.info_nce_loss(whole_anchor, whole_positive, others, similarity=similarity)
-        wanted = torch.autograd.grad(expected, (whole_anchor, whole_positive))
-        for impl in ("auto", "ring"):
-            leaves = [by_columns(x).requires_grad_() for x in (anchor, positive)]
-            if rank:  # not every rank's rows are stored alike
-                leaves[1] = positive[mine].clone().requires_grad_()
-            own = None if others is None else by_columns(others)
-            value = F.info_nce_loss(*leaves, own, similarity=similarity, gather=True, impl=impl)
-            close(value, expected)
-            found = torch.autograd.grad(value, leaves)
-            for gradient, of_whole in zip(found, wanted, strict=True):
-                close(gradient / world, of_whole[mine])
-
-
-def test_rows_may_be_stored_by_columns():
-    run_ranks(2, stored_by_columns, 2)
-
-
-def hidden_nan(rank: int, world: int) -> list[bool]:
-    """Whether the gradient by this rank's first anchor is finite, computed in several ways."""
-    torch.manual_seed(0)
-    anchor, positive = torch.randn(2, 2 * world, 5, dtype=torch.float64)
-    ids = torch.arange(2 * world)
-    ids[-1] = ids[0]  # the last rank's last document is that of the first anchor
-    positive[-1, 0] = torch.nan
-    mine = slice(2 * rank, 2 * rank + 2)
-    found = []
-    for impl in ("definition", "auto", "ring"):
-        query = anchor[mine].clone().requires_grad_()
-        options = {"positive_ids": ids[mine], "gather": True, "impl": impl}
-        loss = F.info_nce_loss(query, positive[mine], **options)
-        assert loss.isnan(), "other anchors see the NaN"
-        first, second = torch.autograd.grad(loss, query)[0]
-        assert second.isnan().any()
-        found.append(bool(first.isfinite().all()))
-    return found
-
-
-def test_a_document_that_ids_hide_hides_its_nan():
-    first, second = run_ranks(2, hidden_nan, 2)
-    assert all(first)
-    assert not any(second)
 
 
 def impls_of(stem: str) -> list[dict[str, str]]:
@@ -234,33 +178,6 @@ def test_regularisers_and_distillation_send_no_rows():
         assert found["positive_activation"][0] < 20
         assert found["info_nce"][0] == 6000, "the positives, and nothing beside them"
         assert found["info_nce"][1] < 20
-
-
-ROUND = ("info_nce-shared-auto", "info_nce-symmetric_per_row-auto", "info_nce-ids-auto")
-
-
-def around_the_ring(rank: int, world: int) -> list[int]:
-    """Three ranks, one row of scores at a time; how often a rank passes something on."""
-    patched = pytest.MonkeyPatch()
-    patched.setattr(info_nce, "most_scores", lambda device: 1)
-    passed = []
-    plain = dist.batch_isend_irecv
-    patched.setattr(dist, "batch_isend_irecv", lambda x: passed.append(len(x)) or plain(x))
-    found = []
-    for name in ROUND:
-        (case,) = (case for case in CASES if case.id == name)
-        arrays = whole(case, world, seed=11)
-        mine = part(case, arrays, rank, world)
-        passed.clear()
-        check(case, arrays, mine, rank, world, "mean", "ring", learned=True)
-        found.append(len(passed))
-    patched.undo()
-    return found
-
-
-def test_the_ring_passes_keys_on_twice_and_their_gradients_once():
-    once = 2 + 2 + 3  # the keys to all others, again with the gradients, which come home
-    assert run_ranks(3, around_the_ring, 3) == [[once, 2 * once, once]] * 3
 
 
 # DistributedDataParallel -------------------------------------------------------------------------

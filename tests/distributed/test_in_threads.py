@@ -3,6 +3,8 @@
 There the ranks are processes and work through all cases at once; here a case is a test.
 """
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,9 +22,14 @@ from sparse_losses.distributed import (
     skip_size_check,
     sum_over_ranks,
 )
+from sparse_losses.fast import info_nce, info_nce_ring
+from sparse_losses.fast.info_nce import too_many_scores
+from sparse_losses.fast.info_nce_ring import ring_info_nce
+from sparse_losses.functional import info_nce_loss
 from tests.cases import CASES
 from tests.distributed.test_gather import check, part, variants, whole
 from tests.distributed.threads import run_threads
+from tests.strategies import draw
 
 
 def _check(own, case, reduction, impl):
@@ -34,8 +41,151 @@ def _check(own, case, reduction, impl):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_value_and_averaged_gradients_are_those_of_one_process(case):
     for reduction, impl in variants(case, 2):
-        if impl is None:  # the ring sends from rank to rank
-            run_threads(2, _check, case, reduction, impl)
+        run_threads(2, _check, case, reduction, impl)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", ["shared", "symmetric_per_row", "ids"])
+def test_the_ring_passes_keys_on_twice_and_their_gradients_once(name, world, monkeypatch):
+    """While each rank holds one row of scores at a time."""
+    monkeypatch.setattr(info_nce, "most_scores", lambda device: 1)
+    (case,) = (case for case in CASES if case.id == f"info_nce-{name}-auto")
+    arrays, passed = whole(case, world, seed=11), []
+    pass_on = info_nce_ring._ring_exchange
+    monkeypatch.setattr(info_nce_ring, "_ring_exchange", lambda *x: passed.append(x) or pass_on(*x))
+
+    def around(own):
+        mine = part(case, arrays, own, world)
+        check(case, arrays, mine, own, world, "mean", "ring", learned=True)
+
+    run_threads(world, around)
+    others = world - 1
+    once = others + others + world  # the keys, again with their gradients, which come home
+    assert len(passed) == world * once * (2 if "symmetric" in name else 1)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("size", [None, (2, 4), (3, 2, 4), (3, 0, 4)], ids=str)
+def test_the_ring_computes_the_gradients_that_are_needed_and_no_other(size, symmetric):
+    options = {"similarity": "cosine", "decoupled": False, "reduction": "mean", "gather": True}
+    options |= {"symmetric": symmetric, "in_batch": True, "positive_mask": None}
+
+    def around(own):
+        anchor, positive = draw(own, 2, 3, 4)
+        negative = None if size is None else draw(2 + own, *size)
+        inputs = anchor, positive, negative, 0.3
+        expected, gradients = ring_info_nce([True] * 4, *inputs, positive_ids=None, **options)
+        for needs in itertools.product([False, True], repeat=4):
+            value, found = ring_info_nce(needs, *inputs, positive_ids=None, **options)
+            torch.testing.assert_close(value, expected)
+            wanted = [g if need else None for need, g in zip(needs, gradients, strict=True)]
+            torch.testing.assert_close(found, wanted)
+        assert all(gradients[n].any() for n in (0, 1, 3))
+
+    run_threads(2, around)
+
+
+def _stored_by_columns(rank):
+    world = 2
+    anchor, positive, negative = draw(0, 3, 2 * world, 5)
+    mine = slice(2 * rank, 2 * rank + 2)
+
+    def by_columns(x):
+        return x[mine].T.contiguous().T
+
+    for similarity, others in itertools.product(("cosine", "dot"), (None, negative)):
+        whole_anchor, whole_positive = (x.clone().requires_grad_() for x in (anchor, positive))
+        expected = info_nce_loss(whole_anchor, whole_positive, others, similarity=similarity)
+        wanted = torch.autograd.grad(expected, (whole_anchor, whole_positive))
+        for impl in ("auto", "ring"):
+            leaves = [by_columns(x).requires_grad_() for x in (anchor, positive)]
+            if rank:  # not every rank's rows are stored alike
+                leaves[1] = positive[mine].clone().requires_grad_()
+            own = None if others is None else by_columns(others)
+            value = info_nce_loss(*leaves, own, similarity=similarity, gather=True, impl=impl)
+            torch.testing.assert_close(value, expected)
+            found = torch.autograd.grad(value, leaves)
+            for gradient, of_whole in zip(found, wanted, strict=True):
+                torch.testing.assert_close(gradient / world, of_whole[mine])
+
+
+def test_rows_may_be_stored_by_columns():
+    run_threads(2, _stored_by_columns)
+
+
+def _hidden_nan(rank):
+    """Whether the gradient by this rank's first anchor is finite, computed in several ways."""
+    anchor, positive = draw(0, 2, 4, 5)
+    ids = torch.arange(4)
+    ids[-1] = ids[0]  # the last rank's last document is that of the first anchor
+    positive[-1, 0] = torch.nan
+    mine = slice(2 * rank, 2 * rank + 2)
+    found = []
+    for impl in ("definition", "auto", "ring"):
+        query = anchor[mine].clone().requires_grad_()
+        options = {"positive_ids": ids[mine], "gather": True, "impl": impl}
+        loss = info_nce_loss(query, positive[mine], **options)
+        assert loss.isnan(), "other anchors see the NaN"
+        first, second = torch.autograd.grad(loss, query)[0]
+        assert second.isnan().any()
+        found.append(bool(first.isfinite().all()))
+    return found
+
+
+def test_a_document_that_ids_hide_hides_its_nan():
+    first, second = run_threads(2, _hidden_nan)
+    assert all(first)
+    assert not any(second)
+
+
+def _local(own):
+    """InfoNCE of a rank's own rows, in several ways, with its gradients."""
+    anchor, positive, negative = (draw(10 * own + seed, 3, 4).requires_grad_() for seed in range(3))
+    found = []
+    for impl, options in (
+        ("direct", {"symmetric": True}),
+        ("blocks", {}),
+        ("nonzeros", {"symmetric": True}),
+        ("definition", {"symmetric": True}),
+        ("definition", {"positive_mask": torch.eye(3), "positive_ids": torch.tensor([0, 1, 1])}),
+        ("definition", {"in_batch": False}),
+    ):
+        value = info_nce_loss(anchor, positive, negative, **options, impl=impl)
+        found += [value, *torch.autograd.grad(value, (anchor, positive, negative))]
+    return found
+
+
+def test_without_gather_the_other_ranks_change_nothing():
+    expected = [_local(0), _local(1)]
+    torch.testing.assert_close(run_threads(2, _local), expected)
+    assert expected[0][0] != expected[1][0]
+
+
+def test_the_scores_of_all_ranks_are_counted():
+    """A block holds 2^21 on a CPU."""
+
+    def is_more(own, rows, gather):
+        x = torch.empty(rows, 1)
+        return too_many_scores((x, x, None, 1.0), {"gather": gather})
+
+    rows = 1 << 10
+    assert run_threads(2, is_more, rows, True) == [False, False]
+    assert run_threads(2, is_more, rows + 1, True) == [True, True]
+    assert run_threads(2, is_more, rows + 1, False) == [False, False]
+
+
+def test_the_width_of_a_positive_mask_is_that_of_all_ranks():
+    def said(own, gather):
+        x = torch.ones(3, 2)
+        with pytest.raises(ValueError, match="positive_mask") as caught:
+            info_nce_loss(x, x, positive_mask=torch.ones(3, 4), gather=gather)
+        return str(caught.value)
+
+    expected = "expected `positive_mask` of shape [B, "
+    wanted = expected + "2 B] = [3, 6] with gather=True on 2 ranks, got [3, 4]"
+    assert run_threads(2, said, True) == [wanted] * 2
+    wanted = expected + "B] = [3, 3], got [3, 4]"
+    assert run_threads(2, said, False) == [wanted] * 2
 
 
 def _collectives(own):

@@ -7,6 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from sparse_losses.fast.info_nce import rows_of_a_block, too_many_scores
 from sparse_losses.functional import info_nce_from_scores, info_nce_loss
 from tests.cases import assert_follows_the_formula
 from tests.strategies import draw, info_nce_problems, seeds, temperatures
@@ -191,6 +192,15 @@ def test_a_nan_column_hidden_by_its_id_leaves_value_and_gradient_alone(similarit
     assert found[0][1].any()
 
 
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_ids_hide_no_nan_outside_the_batch(similarity):
+    a, p, n = draw(0, 3, 4), draw(1, 3, 4), draw(2, 2, 4)
+    p[1, 0] = torch.nan
+    options = {"in_batch": False, "positive_ids": torch.tensor([0, 1, 1]), "reduction": "none"}
+    rows = info_nce_loss(a, p, n, similarity=similarity, **options)
+    assert rows.isnan().tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize("options", [{}, {"symmetric": True}, {"positive_mask": torch.eye(3)}])
 def test_outside_the_batch_there_are_negatives_and_no_positive_mask(options):
     a, p, n = draw(0, 3, 4), draw(1, 3, 4), draw(2, 2, 4)
@@ -214,6 +224,37 @@ def test_a_temperature_beyond_single_precision_is_left_to_the_definition(tempera
         info_nce_loss(a, p, temperature=temperature, impl="definition"),
         equal_nan=True,
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_limits_of_a_temperature_are_temperatures(dtype):
+    x, limits = draw(0, 3, 4).to(dtype), torch.finfo(dtype)
+    for temperature in (limits.tiny, limits.max):
+        info_nce_loss(x, x, temperature=temperature, impl="direct")
+    with pytest.raises(ValueError, match="expected `temperature` from"):
+        info_nce_loss(x, x, temperature=0.9 * limits.tiny, impl="direct")
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "negatives"), [("cpu", 1 << 10, 1 << 10), ("meta", 1 << 13, None)]
+)
+def test_a_block_holds_2_to_the_21_scores_on_a_cpu_and_to_the_26_elsewhere(device, rows, negatives):
+    one = torch.empty(1, 1, device=device)
+    anchor = one.expand(rows, 1)
+    negative = None if negatives is None else one.expand(negatives, 1)
+    assert not too_many_scores((anchor, anchor, negative, 1.0), {"gather": False})
+    one_more = one.expand(1 + (negatives or 0), 1)
+    for negative in (one_more, one_more.expand(rows, *one_more.shape)):  # of all, of each
+        assert too_many_scores((anchor, anchor, negative, 1.0), {"gather": False})
+
+
+def test_a_block_has_at_least_a_row_and_no_more_than_there_are():
+    one = torch.empty(1, 1)
+    for rows, width, expected in ((7, 3, 7), (1 << 10, 1 << 10, 1 << 10), (7, 1 << 22, 1)):
+        x = one.expand(rows, width)
+        assert rows_of_a_block(x, x) == expected
+    more = one.expand(1 << 12, 1 << 12)
+    assert rows_of_a_block(more, more) == 1 << 8, "a row has its scores and its vector"
 
 
 def test_meta_tensors_go_back():

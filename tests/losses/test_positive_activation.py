@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_losses import PositiveActivationLoss
 from sparse_losses.functional import positive_activation_loss
 from tests.cases import assert_follows_the_formula, to_tensors
 from tests.strategies import multi_hot, token_problems
@@ -177,10 +178,11 @@ def test_rows_whose_weights_sum_to_zero_are_not_valid(saturating):
 @pytest.mark.parametrize("weight", [-1.0, -1e-3])
 def test_a_negative_weight_is_refused(weight):
     x, ids = torch.rand(2, 4), torch.tensor([[0, 1], [2, 3]])
+    weights = torch.tensor([1.0, weight, 1.0, 1.0])
     with pytest.raises(ValueError, match="token_weight"):
-        positive_activation_loss(
-            x, ids, torch.ones_like(ids), torch.tensor([1.0, weight, 1.0, 1.0])
-        )
+        positive_activation_loss(x, ids, torch.ones_like(ids), weights)
+    with pytest.raises(ValueError, match="token_weight"):
+        PositiveActivationLoss(weights)  # before the first batch
 
 
 def test_no_positions_at_all():

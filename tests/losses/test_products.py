@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparse_losses.functional as F
-from sparse_losses.fast import info_nce_nonzeros
-from sparse_losses.fast.info_nce import contrast, in_both_directions
+from sparse_losses.fast import info_nce_nonzeros, sparse
+from sparse_losses.fast.info_nce import contrast, direct_info_nce, in_both_directions
 from sparse_losses.functional import info_nce_loss, n_pair_loss
 from tests.losses.test_contract import Recorder
 
@@ -98,6 +98,39 @@ def test_every_way_is_the_definition(way, negative):
         assert all(g.any() for g in found[1].values())
 
 
+COMPUTED = {
+    "nonzeros": info_nce_nonzeros.nonzeros_info_nce,
+    "direct": direct_info_nce,
+    "three_rows": functools.partial(
+        in_both_directions, functools.partial(contrast, rows_at_once=lambda *_: 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(
+    ("way", "negative"),
+    [x for x in itertools.product(COMPUTED, NEGATIVES) if x != ("nonzeros", "per_row")],
+)
+def test_a_gradient_is_the_same_whichever_others_are_needed(way, negative, symmetric):
+    temperature = torch.tensor(0.4, dtype=torch.float64)
+    inputs = vectors(0), vectors(1), NEGATIVES[negative].get("negative"), temperature
+    options = {"similarity": "cosine", "decoupled": False, "gather": False, "reduction": "mean"}
+    compute = functools.partial(COMPUTED[way], **options, positive_ids=None, symmetric=symmetric)
+    expected, gradients = compute([True] * 4, *inputs)
+    for x, gradient in zip(inputs, gradients, strict=True):
+        assert (x is None) == (gradient is None)
+        assert x is None or gradient.shape == x.shape
+    for needs in itertools.product([False, True], repeat=4):
+        value, found = compute(needs, *inputs)
+        torch.testing.assert_close(value, expected)
+        for need, one, other in zip(needs, found, gradients, strict=True):
+            assert not need or (one is None) == (other is None)
+            if need and other is not None:
+                torch.testing.assert_close(one, other)
+        assert found[2] is None or needs[2], "the negatives are many: no work for nothing"
+
+
 @pytest.mark.parametrize(
     ("impl", "options", "why"),
     [
@@ -120,8 +153,9 @@ def test_a_way_that_cannot_take_the_call_says_why(impl, options, why):
 
 
 def test_a_ring_of_one_rank_is_the_local_loss():
-    found = info_nce_loss(vectors(0), vectors(1), gather=True, impl="ring")
-    torch.testing.assert_close(found, info_nce_loss(vectors(0), vectors(1)))
+    leaves = {"anchor": vectors(0), "positive": vectors(1)}
+    found = value_and_gradients(leaves, gather=True, impl="ring")
+    torch.testing.assert_close(found, value_and_gradients(leaves))
 
 
 def _stored(gradient: torch.Tensor) -> torch.Tensor:
@@ -150,6 +184,54 @@ def test_a_csr_tensor_has_the_dense_gradient_at_what_it_stores(index, similarity
         expected = dense[1][name][leaves[name] != 0]
         torch.testing.assert_close(_stored(gradient), expected, rtol=1e-10, atol=1e-12)
         assert gradient.values().any()
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+def test_a_stored_zero_is_a_zero(similarity):
+    dense = {"anchor": vectors(0), "positive": vectors(1)}
+    dense["anchor"][4] = 0
+    crow, column = torch.arange(B + 1) * V, torch.arange(V).repeat(B)
+    full = {
+        k: torch.sparse_csr_tensor(crow, column, x.flatten(), x.shape) for k, x in dense.items()
+    }
+    value, gradients = value_and_gradients(full, similarity=similarity, impl="nonzeros")
+    expected = value_and_gradients(dense, similarity=similarity, impl="definition")
+    torch.testing.assert_close(value, expected[0])
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(_stored(gradient), expected[1][name].flatten())
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_length_of_a_row_neither_overflows_nor_vanishes(sign):
+    """The squares of its entries would."""
+    leaves = {"anchor": vectors(0).float(), "positive": vectors(1).float()}
+    leaves["anchor"][1] *= sign
+    leaves["positive"][2] *= sign
+    expected, wanted = value_and_gradients(leaves, impl="definition")
+    for scale in (1e-30, 1e30):
+        rows = {
+            k: torch.where(torch.arange(B)[:, None] == i, x * scale, x)
+            for i, (k, x) in enumerate(leaves.items(), start=1)
+        }
+        value, found = value_and_gradients(rows, impl="nonzeros")
+        torch.testing.assert_close(value, expected)
+        for row, (name, gradient) in enumerate(found.items(), start=1):
+            gradient[row] *= scale  # the gradient of a cosine is of degree -1
+            torch.testing.assert_close(gradient, wanted[name])
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_sparse_products_are_the_same_by_a_few_columns_at_a_time(stored, monkeypatch):
+    leaves = {"anchor": vectors(0), "positive": vectors(1), "negative": vectors(2, N)}
+    expected = value_and_gradients(leaves, impl="definition")
+    monkeypatch.setattr(sparse, "_tile_width", lambda rows: 5)
+    if stored:
+        value, found = value_and_gradients({k: x.to_sparse_csr() for k, x in leaves.items()})
+        found = {k: _stored(gradient) for k, gradient in found.items()}
+        wanted = {k: gradient[leaves[k] != 0] for k, gradient in expected[1].items()}
+        torch.testing.assert_close((value, found), (expected[0], wanted))
+    else:
+        torch.testing.assert_close(value_and_gradients(leaves, impl="nonzeros"), expected)
 
 
 def test_one_side_may_be_csr_and_gradients_accumulate():
@@ -218,6 +300,19 @@ def test_ids_hide_a_nan_from_the_rows_that_share_the_id_only(impl):
     assert value.isnan()
 
 
+@pytest.mark.parametrize("similarity", ["dot", "cosine"])
+@pytest.mark.parametrize("impl", ["definition", "direct", "nonzeros"])
+def test_a_nan_that_ids_hide_reaches_no_gradient_of_the_rows_that_share_the_id(impl, similarity):
+    positive = vectors(1)
+    positive[1, 3] = torch.nan
+    leaf, ids = vectors(0).requires_grad_(), torch.tensor([0, 5, 5, 1, 2, 3, 4])
+    value = info_nce_loss(leaf, positive, positive_ids=ids, impl=impl, similarity=similarity)
+    (gradient,) = torch.autograd.grad(value, leaf)
+    assert gradient[2].isfinite().all()
+    assert gradient[2].any()
+    assert gradient[0].isnan().any()
+
+
 @pytest.mark.parametrize("impl", ["direct", "nonzeros"])
 def test_far_negatives_beside_a_batch_that_ids_hide_have_a_gradient(impl):
     """The largest score of nothing is called 0, here thousands above those that count."""
@@ -260,6 +355,7 @@ def test_sparse_products_are_the_dense_ones(rows, width, density, seed):
 def test_auto_takes_the_nonzeros_of_wide_inputs_with_few(rows, width, density, pays):
     x = vectors(0, rows, width, density)
     assert info_nce_nonzeros.nonzeros_pay((x, x, None, 0.1), {}) == pays
+    assert info_nce_nonzeros.nonzeros_pay((x, x.to_sparse_csr(), None, 0.1), {}), "what CSR is for"
 
 
 @pytest.mark.parametrize("loss", [info_nce_loss, n_pair_loss])
