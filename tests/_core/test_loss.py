@@ -11,6 +11,7 @@ import torch
 import sparse_losses
 import sparse_losses.functional as F
 from sparse_losses._core.loss import LossModule, loss
+from tests.distributed.threads import run_threads
 
 seen: dict = {}
 
@@ -43,6 +44,18 @@ def example_loss(
     """An example."""
     seen.update(locals(), autocast=torch.is_autocast_enabled("cpu"))
     return x.sum() if x.layout == torch.strided else x.to_dense().sum()
+
+
+@loss(x="B S", other="N S or B N S, optional", weight="B, optional")
+def gathered_loss(
+    x: torch.Tensor,
+    other: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    *,
+    gather: bool = False,
+    impl: Literal["auto", "one", "another"] = "auto",
+) -> torch.Tensor:
+    return x.sum()
 
 
 def x(**options):
@@ -127,6 +140,41 @@ def test_python_says_what_python_says_best():
         example_loss(x(), None, None, None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'scael'"):
         example_loss(x(), scael=2)
+
+
+SHARED, OF_EACH_ROW = {"other": torch.ones(2, 3)}, {"other": torch.ones(2, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "wrong"),
+    [
+        ({"x": torch.ones(3, 3)}, {}, "B on every rank .* 3 on rank 0, 2 on rank 1"),
+        (SHARED, {}, "N on every rank .* 2 on rank 0, 0 on rank 1"),
+        (
+            SHARED,
+            OF_EACH_ROW,
+            "number of dimensions of `other` on every rank .* 2 on rank 0, 3 on rank 1",
+        ),
+        ({}, {"weight": torch.ones(2)}, "number of `weight` .* 0 on rank 0, 1 on rank 1"),
+        ({"impl": "one"}, {"impl": "another"}, "`impl`, .* 1 on rank 0, 2 on rank 1"),
+        ({"impl": "one"}, {}, "`impl`, .* 1 on rank 0, 0 on rank 1"),
+        ({}, {"x": x(dtype=torch.float64)}, "precision, in bytes, .* 4 on rank 0, 8 on rank 1"),
+        ({"x": torch.ones(2, 4)}, {}, ""),  # S may differ
+        ({}, {}, ""),
+        (SHARED, SHARED, ""),
+        (OF_EACH_ROW, OF_EACH_ROW, ""),
+    ],
+)
+def test_with_gather_the_ranks_make_the_same_call(first, second, wrong):
+    def call(own, gather):
+        gathered_loss(**{"x": x(), **(second if own else first)}, gather=gather)
+
+    run_threads(2, call, False)
+    if wrong:
+        with pytest.raises(ValueError, match=f"expected the same {wrong}"):
+            run_threads(2, call, True)
+    else:
+        run_threads(2, call, True)
 
 
 class ExampleLoss(LossModule):
