@@ -674,9 +674,14 @@ def test_direct_says_what_it_cannot_do():
         nws_loss(**inputs, impl="direct")
     inputs["reduction"] = "mean"
     assert nws_loss(**inputs, impl="direct") != 0
-    inputs["temperature"] = 1e-31
-    with pytest.raises(ValueError, match="`temperature` from 1e-30 to 1e30, got 1e-31,"):
-        nws_loss(**inputs, impl="direct")
+    for temperature in (1e-30, 1e30):
+        inputs["temperature"] = temperature
+        expected = nws_loss(**inputs, impl="definition")
+        torch.testing.assert_close(nws_loss(**inputs, impl="direct"), expected)
+    for temperature in (1e-31, 1e31):
+        inputs["temperature"] = temperature
+        with pytest.raises(ValueError, match="`temperature` from 1e-30 to 1e30, got 1e"):
+            nws_loss(**inputs, impl="direct")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -824,6 +829,34 @@ def test_a_mask_needs_a_queue():
 
 
 @pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    ("name", "size"), [("query_labels", "batch"), ("key_labels", "keys"), ("queue_labels", "rows")]
+)
+@pytest.mark.parametrize("wrong", [2, 0.5, math.nan])
+def test_a_label_that_is_neither_0_nor_1_is_refused_in_any_row(name, size, wrong):
+    inputs = problem(width=2, count=3, **{size: 2500})
+    assert nws_loss(**{**inputs, name: inputs[name].double()}).any()
+    for row in (0, 1023, 1024, 2499):
+        spoilt = inputs[name].to(torch.int32 if wrong == 2 else torch.float32)
+        spoilt[row, 1] = wrong
+        with pytest.raises(ValueError, match=f"expected `{name}` to be 0 or 1, got {wrong:g}"):
+            nws_loss(**{**inputs, name: spoilt})
+
+
+@pytest.mark.cpu_only
+def test_the_labels_of_an_empty_slot_may_be_anything():
+    inputs = problem(width=2, count=3, rows=2500)
+    mask = torch.ones(2500)
+    mask[2000:] = 0
+    expected = nws_loss(**inputs, queue_mask=mask)
+    inputs["queue_labels"][2000:] = 7
+    torch.testing.assert_close(nws_loss(**inputs, queue_mask=mask), expected)
+    mask[2499] = 1
+    with pytest.raises(ValueError, match="expected `queue_labels` to be 0 or 1, got 7"):
+        nws_loss(**inputs, queue_mask=mask)
+
+
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("value", [1.5, -0.5, math.nan, math.inf])
 def test_similarities_outside_zero_one_are_refused(value):
     inputs = problem()
@@ -836,7 +869,7 @@ def test_similarities_outside_zero_one_are_refused(value):
         NWSLoss(torch.ones(3, 4))
 
 
-@pytest.mark.parametrize("value", [1 + 5e-7, -5e-7])
+@pytest.mark.parametrize("value", [1 + 1e-6, 1 + 5e-7, -5e-7, -1e-6])
 @pytest.mark.parametrize("aggregation", ["mean", "max"])
 @pytest.mark.parametrize("impl", WAYS)
 def test_similarities_may_be_off_by_rounding(value, aggregation, impl):
