@@ -33,7 +33,7 @@ import pytest
 import torch
 
 from tools.mutate.mutants import Mutant, mutants_of, sampled
-from tools.mutate.session import SLOW, Tests, functions_of, in_child, is_slow, swap
+from tools.mutate.session import SLOW, Tests, body_of, functions_of, in_child, is_slow, swap
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
@@ -180,6 +180,7 @@ class _File:
             code = in_child(functools.partial(self._swapped, mutant, tests), LIMIT)
             self.kills.update(filter(None, [tests.take_failed()]))
             reads = at_import.intersection(range(mutant.first, mutant.last + 1))
+            reads |= at_import & body_of(tests.functions, mutant.function)  # made its closures
             if code == 0 and (not mutant.function or reads):
                 code = OTHERWISE
             self._note(mutant, code)

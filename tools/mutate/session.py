@@ -214,3 +214,14 @@ def functions_of(path: Path) -> list[FunctionType]:
         for thing in gc.get_objects()
         if type(thing) is FunctionType and thing.__code__.co_filename == str(path)
     ]
+
+
+def body_of(functions: Sequence[FunctionType], name: str) -> set[int]:
+    """The lines of a function below its first, without those of the functions within it."""
+    return {
+        line
+        for function in functions
+        if function.__code__.co_qualname == name
+        for _, _, line in function.__code__.co_lines()
+        if line is not None and line > function.__code__.co_firstlineno
+    }
