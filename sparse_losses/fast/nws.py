@@ -158,8 +158,9 @@ class _Weights:
         """Return ``w / (|y| + eps)`` of prototypes, keys and queue ``[c, L + I]``."""
         y, count, labels = self.y[rows], self.count[rows], self.labels
         share = torch.rsub(count.reciprocal(), 1, alpha=self.alpha)  # 1 - alpha / |y|
-        if labels is None or shared is None:
+        if labels is None:
             return y / self._normaliser_(share, count)
+        assert shared is not None
         overlap = torch.sub(count.T, shared).add_(labels.count).reciprocal_()
         if self.alpha != 1:
             overlap.mul_(self.alpha)
