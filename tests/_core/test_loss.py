@@ -142,6 +142,41 @@ def test_python_says_what_python_says_best():
         example_loss(x(), scael=2)
 
 
+@loss(x="B D, halves", other="B D, halves, optional", weight="D, constant, optional", w="D, layer")
+def product_loss(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    other: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    seen.update(locals())
+    return x.sum()
+
+
+def test_halves_stay_halves_only_where_their_products_are_fp32(monkeypatch):
+    half, w = x(dtype=torch.bfloat16), torch.ones(3)
+    weight = w.double()
+    product_loss(half, w, half, weight)
+    assert seen["x"].dtype == seen["other"].dtype == torch.float32  # as on a CPU
+    monkeypatch.setattr("sparse_losses._core.loss.returns_fp32", lambda device, dtype: True)
+    product_loss(half, w)
+    assert seen["x"] is half
+    product_loss(half, w, half, weight)
+    assert seen["x"] is seen["other"] is half
+    assert seen["weight"].dtype == torch.float32
+    for other in (x(), x(dtype=torch.float16)):
+        product_loss(half, w, other, weight)
+        assert seen["x"].dtype == seen["other"].dtype == seen["weight"].dtype == torch.float32
+
+
+def test_what_a_layer_of_the_model_multiplies_keeps_its_dtype_on_a_cpu():
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        w = torch.ones(3, dtype=dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            product_loss(x(), w)
+        assert seen["w"] is w
+
+
 SHARED, OF_EACH_ROW = {"other": torch.ones(2, 3)}, {"other": torch.ones(2, 2, 3)}
 
 
