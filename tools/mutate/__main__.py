@@ -177,10 +177,12 @@ class _File:
             if self.found.get(mutant.key) == (IMPORTED, self.session):
                 continue
             self.path.write_text(mutant.source, encoding="utf-8")  # for ranks of their own
-            code = in_child(functools.partial(self._swapped, mutant, tests), LIMIT)
+            if at_import & body_of(tests.functions, mutant.function):
+                code: int | None = OTHERWISE  # what it made, such as a closure, is there already
+            else:
+                code = in_child(functools.partial(self._swapped, mutant, tests), LIMIT)
             self.kills.update(filter(None, [tests.take_failed()]))
             reads = at_import.intersection(range(mutant.first, mutant.last + 1))
-            reads |= at_import & body_of(tests.functions, mutant.function)  # made its closures
             if code == 0 and (not mutant.function or reads):
                 code = OTHERWISE
             self._note(mutant, code)
