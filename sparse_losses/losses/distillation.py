@@ -171,13 +171,12 @@ def _z_scores(
     over_ranks = sum_over_ranks if of_matrix else _unchanged
     largest_of_ranks = maximum_over_ranks if of_matrix else _unchanged
     count = over_ranks(member.sum(dims, keepdim=True))
-    some, size = count.clamp(min=1), member.numel()
+    some, size = count.clamp(min=1), member.numel()  # no sum of size numbers / size overflows
     scaled, found = [], []
     for scores in both:  # in two loops, so that compiled code computes both sides in one pass
         half = scores.detach() * 0.5  # the range of halves does not overflow
         highest = largest_of_ranks((half + far_below).amax(dims, keepdim=True))
         lowest = -largest_of_ranks((far_below - half).amax(dims, keepdim=True))
-        # Any size will do of which the sum does not overflow.
         rough_mean = over_ranks((half * (1 / size)).sum(dims, keepdim=True)) * (size / some)
         # Equal scores carry no information, nor does a row of two, whose z are always +-0.7071.
         says_nothing = (highest <= lowest) | (count < (3 if by_row else 2))

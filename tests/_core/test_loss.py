@@ -22,6 +22,7 @@ seen: dict = {}
     weight="D, optional, constant",
     mask="B, mask, optional",
     ids="B, integer, optional",
+    tokens="B, token ids, optional",
     teacher="B, optional, detached",
     scale="> 0, learnable",
     margin=">= 0",
@@ -34,6 +35,7 @@ def example_loss(
     *,
     mask: torch.Tensor | None = None,
     ids: torch.Tensor | None = None,
+    tokens: torch.Tensor | None = None,
     teacher: torch.Tensor | None = None,
     scale: float | torch.Tensor = 1.0,
     margin: float = 1.0,
@@ -74,13 +76,22 @@ def test_data_decides_the_dtype_and_constants_are_cast_along():
     assert seen["x"].dtype == seen["other"].dtype == seen["weight"].dtype == torch.float64
 
 
+def test_a_learned_number_has_the_dtype_of_the_data():
+    scale = torch.tensor(2.0, dtype=torch.float16, requires_grad=True)
+    example_loss(x(dtype=torch.bfloat16), scale=scale)
+    assert seen["scale"].dtype == torch.float32
+    assert seen["scale"].requires_grad
+    example_loss(x(dtype=torch.float64), scale=scale)
+    assert seen["scale"].dtype == torch.float64
+
+
 def test_masks_arrive_as_bool_teachers_without_a_gradient_ids_as_they_came():
     mask, ids = torch.tensor([1.0, 0.0]), torch.tensor([1, 2], dtype=torch.int16)
     teacher = torch.ones(2, requires_grad=True)
-    example_loss(x(), mask=mask, ids=ids, teacher=teacher)
+    example_loss(x(), mask=mask, ids=ids, tokens=ids, teacher=teacher)
     assert seen["mask"].tolist() == [True, False]
     assert not seen["teacher"].requires_grad
-    assert seen["ids"] is ids
+    assert seen["ids"] is seen["tokens"] is ids
 
 
 def test_autocast_is_off_in_the_body():
@@ -225,6 +236,8 @@ def test_a_module_checks_and_shows_its_hyperparameters():
     assert module.hyperparameters(kind="a")["kind"] == "a"
     with pytest.raises(ValueError, match="`kind`"):
         ExampleLoss(kind="c")
+    with pytest.raises(TypeError, match="expected `gather` to be True or False, got 1"):
+        sparse_losses.FlopsLoss(gather=1)
 
 
 def test_every_public_loss_is_declared():
