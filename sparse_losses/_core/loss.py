@@ -97,8 +97,7 @@ def _check_bound(name: str, value: object, bound: str) -> None:
     elif bound == "finite":
         check_number(name, value)
     else:
-        sign, minimum = bound.split()
-        check_number(name, value, minimum=float(minimum), exclusive=sign == ">")
+        check_number(name, value, minimum=float(bound.removeprefix(">= ")))
 
 
 def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -197,7 +196,7 @@ def _cast(steps: Sequence[_Step], given: dict[str, Any]) -> torch.dtype:
             given[name] = _as_layer(tensor)
         elif kind == "halves":
             halves.append(name)
-    dtype = compute_dtype(**data) if data else torch.float32
+    dtype = compute_dtype(**data)
     if halves and not _multiplied_as_halves([given[name] for name in halves]):
         cast += halves
     for name in cast:

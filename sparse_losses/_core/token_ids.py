@@ -36,10 +36,12 @@ def attended_ids(
         raise TypeError(f"expected `{name}` to be integers, got {input_ids.dtype}")
     ids = input_ids.long() * attended  # one launch; `where` with a number takes two
     if values_can_be_checked(ids):
-        lowest, highest = (x.item() for x in ids.aminmax()) if ids.numel() > 0 else (0, -1)
-        if lowest < 0 or highest >= vocab_size:
-            outside = lowest if lowest < 0 else highest
-            raise ValueError(f"expected `{name}` in [0, V) with V = {vocab_size}, got {outside}")
+        extremes = ids.aminmax() if ids.numel() > 0 else ()
+        for extreme in (x.item() for x in extremes):
+            if not 0 <= extreme < vocab_size:
+                raise ValueError(
+                    f"expected `{name}` in [0, V) with V = {vocab_size}, got {extreme}"
+                )
     elif torch.compiler.is_compiling() or not (gathered or transforms_are_active()):
         # An assertion on the device needs no sync in eager mode and no graph break.
         is_inside = ((ids >= 0) & (ids < vocab_size)).all()

@@ -62,8 +62,7 @@ def direct_nws(
     blocks = [slice(i, min(i + step, len(y))) for i in range(0, max(len(y), 1), step)]
 
     is_void = weights.is_void
-    has_void = decoupled and eps == 0
-    if has_void:  # rows without negatives
+    if decoupled and eps == 0:  # rows without negatives
         is_void |= torch.cat([weights.without_negatives(rows, is_absent) for rows in blocks])
     scores = DenseScores(
         [needs[0], needs[1], False, needs[2]],
@@ -80,8 +79,6 @@ def direct_nws(
         value, gradient = _rows(scores.block(rows), weights, rows, is_absent)
         values.append(value)
         if any(needs):
-            if has_void:
-                gradient.masked_fill_(is_void[rows], 0.0)
             scores.back(rows, gradient)
     gradients = [x for i, x in enumerate(scores.gradients()) if i != 2]
 
@@ -139,7 +136,7 @@ class _Weights:
     ) -> None:
         self.y, self.labels, self.num_labels = y, labels, y.shape[1]
         self.alpha, self.beta, self.decoupled, self.eps = alpha, beta, decoupled, eps
-        self.far = torch.finfo(y.dtype).max / (4 * self.num_labels + 4)
+        self.far = torch.finfo(y.dtype).max / 8  # twice it is finite, and so are differences
         self.count = y.sum(-1, keepdim=True)
         self.is_void = self.count == 0
         self.count.clamp_(min=1)
@@ -161,8 +158,9 @@ class _Weights:
         """Return ``w / (|y| + eps)`` of prototypes, keys and queue ``[c, L + I]``."""
         y, count, labels = self.y[rows], self.count[rows], self.labels
         share = torch.rsub(count.reciprocal(), 1, alpha=self.alpha)  # 1 - alpha / |y|
-        if labels is None or shared is None:
+        if labels is None:
             return y / self._normaliser_(share, count)
+        assert shared is not None
         overlap = torch.sub(count.T, shared).add_(labels.count).reciprocal_()
         if self.alpha != 1:
             overlap.mul_(self.alpha)

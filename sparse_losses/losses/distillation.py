@@ -171,7 +171,7 @@ def _z_scores(
     over_ranks = sum_over_ranks if of_matrix else _unchanged
     largest_of_ranks = maximum_over_ranks if of_matrix else _unchanged
     count = over_ranks(member.sum(dims, keepdim=True))
-    some, size = count.clamp(min=1), member.shape[-1] if by_row else member.numel()
+    some, size = count.clamp(min=1), member.numel()  # divided by the size, no sum overflows
     scaled, found = [], []
     for scores in both:  # in two loops, so that compiled code computes both sides in one pass
         half = scores.detach() * 0.5  # the range of halves does not overflow

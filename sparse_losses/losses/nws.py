@@ -247,8 +247,8 @@ def _similarity(
     if label_similarity is None:  # then there are no keys and no queue
         return y @ y_r.T
     if aggregation == "mean":
-        # The numerator is 0 where a count is clamped to 1.
-        pairs = y.sum(-1, keepdim=True).clamp(min=1) * y_r.sum(-1).clamp(min=1)
+        # The numerator is 0 where a count is clamped to 1. A query without labels is not valid.
+        pairs = y.sum(-1, keepdim=True) * y_r.sum(-1).clamp(min=1)
         return (y @ label_similarity) @ y_r.T / (pairs + eps)
     # The maximum over the query's labels, then over the reference's.
     by_label = largest_of_labels(label_similarity.T, y).T

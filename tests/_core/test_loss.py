@@ -11,6 +11,7 @@ import torch
 import sparse_losses
 import sparse_losses.functional as F
 from sparse_losses._core.loss import LossModule, loss
+from tests.distributed.threads import run_threads
 
 seen: dict = {}
 
@@ -21,6 +22,7 @@ seen: dict = {}
     weight="D, optional, constant",
     mask="B, mask, optional",
     ids="B, integer, optional",
+    tokens="B, token ids, optional",
     teacher="B, optional, detached",
     scale="> 0, learnable",
     margin=">= 0",
@@ -33,6 +35,7 @@ def example_loss(
     *,
     mask: torch.Tensor | None = None,
     ids: torch.Tensor | None = None,
+    tokens: torch.Tensor | None = None,
     teacher: torch.Tensor | None = None,
     scale: float | torch.Tensor = 1.0,
     margin: float = 1.0,
@@ -43,6 +46,18 @@ def example_loss(
     """An example."""
     seen.update(locals(), autocast=torch.is_autocast_enabled("cpu"))
     return x.sum() if x.layout == torch.strided else x.to_dense().sum()
+
+
+@loss(x="B S", other="N S or B N S, optional", weight="B, optional")
+def gathered_loss(
+    x: torch.Tensor,
+    other: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    *,
+    gather: bool = False,
+    impl: Literal["auto", "one", "another"] = "auto",
+) -> torch.Tensor:
+    return x.sum()
 
 
 def x(**options):
@@ -61,13 +76,22 @@ def test_data_decides_the_dtype_and_constants_are_cast_along():
     assert seen["x"].dtype == seen["other"].dtype == seen["weight"].dtype == torch.float64
 
 
+def test_a_learned_number_has_the_dtype_of_the_data():
+    scale = torch.tensor(2.0, dtype=torch.float16, requires_grad=True)
+    example_loss(x(dtype=torch.bfloat16), scale=scale)
+    assert seen["scale"].dtype == torch.float32
+    assert seen["scale"].requires_grad
+    example_loss(x(dtype=torch.float64), scale=scale)
+    assert seen["scale"].dtype == torch.float64
+
+
 def test_masks_arrive_as_bool_teachers_without_a_gradient_ids_as_they_came():
     mask, ids = torch.tensor([1.0, 0.0]), torch.tensor([1, 2], dtype=torch.int16)
     teacher = torch.ones(2, requires_grad=True)
-    example_loss(x(), mask=mask, ids=ids, teacher=teacher)
+    example_loss(x(), mask=mask, ids=ids, tokens=ids, teacher=teacher)
     assert seen["mask"].tolist() == [True, False]
     assert not seen["teacher"].requires_grad
-    assert seen["ids"] is ids
+    assert seen["ids"] is seen["tokens"] is ids
 
 
 def test_autocast_is_off_in_the_body():
@@ -129,6 +153,76 @@ def test_python_says_what_python_says_best():
         example_loss(x(), scael=2)
 
 
+@loss(x="B D, halves", other="B D, halves, optional", weight="D, constant, optional", w="D, layer")
+def product_loss(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    other: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    seen.update(locals())
+    return x.sum()
+
+
+def test_halves_stay_halves_only_where_their_products_are_fp32(monkeypatch):
+    half, w = x(dtype=torch.bfloat16), torch.ones(3)
+    weight = w.double()
+    product_loss(half, w, half, weight)
+    assert seen["x"].dtype == seen["other"].dtype == torch.float32  # as on a CPU
+    monkeypatch.setattr("sparse_losses._core.loss.returns_fp32", lambda device, dtype: True)
+    product_loss(half, w)
+    assert seen["x"] is half
+    product_loss(half, w, half, weight)
+    assert seen["x"] is seen["other"] is half
+    assert seen["weight"].dtype == torch.float32
+    for other in (x(), x(dtype=torch.float16)):
+        product_loss(half, w, other, weight)
+        assert seen["x"].dtype == seen["other"].dtype == seen["weight"].dtype == torch.float32
+
+
+def test_what_a_layer_of_the_model_multiplies_keeps_its_dtype_on_a_cpu():
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        w = torch.ones(3, dtype=dtype)
+        with torch.autocast("cpu", torch.bfloat16):
+            product_loss(x(), w)
+        assert seen["w"] is w
+
+
+SHARED, OF_EACH_ROW = {"other": torch.ones(2, 3)}, {"other": torch.ones(2, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "wrong"),
+    [
+        ({"x": torch.ones(3, 3)}, {}, "B on every rank .* 3 on rank 0, 2 on rank 1"),
+        (SHARED, {}, "N on every rank .* 2 on rank 0, 0 on rank 1"),
+        (
+            SHARED,
+            OF_EACH_ROW,
+            "number of dimensions of `other` on every rank .* 2 on rank 0, 3 on rank 1",
+        ),
+        ({}, {"weight": torch.ones(2)}, "number of `weight` .* 0 on rank 0, 1 on rank 1"),
+        ({"impl": "one"}, {"impl": "another"}, "`impl`, .* 1 on rank 0, 2 on rank 1"),
+        ({"impl": "one"}, {}, "`impl`, .* 1 on rank 0, 0 on rank 1"),
+        ({}, {"x": x(dtype=torch.float64)}, "precision, in bytes, .* 4 on rank 0, 8 on rank 1"),
+        ({"x": torch.ones(2, 4)}, {}, ""),  # S may differ
+        ({}, {}, ""),
+        (SHARED, SHARED, ""),
+        (OF_EACH_ROW, OF_EACH_ROW, ""),
+    ],
+)
+def test_with_gather_the_ranks_make_the_same_call(first, second, wrong):
+    def call(own, gather):
+        gathered_loss(**{"x": x(), **(second if own else first)}, gather=gather)
+
+    run_threads(2, call, False)
+    if wrong:
+        with pytest.raises(ValueError, match=f"expected the same {wrong}"):
+            run_threads(2, call, True)
+    else:
+        run_threads(2, call, True)
+
+
 class ExampleLoss(LossModule):
     def __init__(self, *, scale=1.0, kind="a"):
         super().__init__(example_loss, scale=scale, kind=kind)
@@ -142,6 +236,8 @@ def test_a_module_checks_and_shows_its_hyperparameters():
     assert module.hyperparameters(kind="a")["kind"] == "a"
     with pytest.raises(ValueError, match="`kind`"):
         ExampleLoss(kind="c")
+    with pytest.raises(TypeError, match="expected `gather` to be True or False, got 1"):
+        sparse_losses.FlopsLoss(gather=1)
 
 
 def test_every_public_loss_is_declared():

@@ -269,6 +269,16 @@ def test_a_row_with_two_candidates_has_no_z_in_row_mode():
     assert s.grad[1].any()
 
 
+@ways
+def test_two_candidates_of_a_matrix_have_z_scores(impl):
+    """Of one over the root of 2 and minus that, whichever the scores are."""
+    options = {"alpha_kl": 0.0, "alpha_mse": 1.0, "impl": impl}
+    teacher = torch.tensor([[5.0, 1.0]])
+    for student, expected in (([0.3, 0.1], 0.0), ([0.1, 0.3], 2.0)):
+        loss = distillation_loss(torch.tensor([student]), teacher, **options)
+        assert loss.item() == pytest.approx(expected, abs=1e-6)
+
+
 def test_nearly_constant_scores_keep_a_bounded_gradient_direction():
     s = (0.5 + 1e-6 * draw(0, 3, 4)).requires_grad_()
     distillation_loss(s, draw(1, 3, 4), alpha_kl=0.0, alpha_mse=1.0).backward()
@@ -380,6 +390,16 @@ def test_a_huge_temperature_leaves_the_mse(impl, temperature, dtype):
     assert found[0][1].any()
 
 
+@ways
+def test_the_temperature_is_a_scale_as_long_as_its_square_is_a_number(impl):
+    options = {"alpha_kl": 1.0, "alpha_mse": 0.0, "impl": impl}
+    s, z = draw(0, 3, 4).float(), draw(1, 3, 4).float()
+    expected = distillation_loss(s, z, temperature=1.0, **options)
+    scale = 9e18
+    found = distillation_loss(scale * s, scale * z, temperature=scale, **options)
+    torch.testing.assert_close(found / scale / scale, expected)
+
+
 def test_a_huge_learned_temperature_has_a_finite_gradient():
     t = torch.tensor(1e30, requires_grad=True)
     distillation_loss(draw(0, 3, 4).float(), draw(1, 3, 4).float(), temperature=t).backward()
@@ -462,7 +482,9 @@ def test_too_few_candidates_are_refused(width, standardize):
     with pytest.raises(ValueError, match=r"candidate") as caught:
         distillation_loss(torch.rand(3, width), torch.rand(3, width), standardize=standardize)
     assert str(width) in str(caught.value)
-    assert distillation_loss(torch.rand(3, 4), torch.rand(3, 4), standardize=standardize) > 0
+    fewest = 3 if standardize == "row" else 2
+    few = torch.rand(3, fewest), torch.rand(3, fewest)
+    assert distillation_loss(*few, standardize=standardize) > 0
 
 
 @pytest.mark.parametrize("impl", ["definition", "direct"])
@@ -480,6 +502,16 @@ def test_z_scores_of_a_range_beyond_fp32_are_those_of_the_scaled_scores(impl, st
     torch.testing.assert_close(found, torch.autograd.grad(expected, small))
     huge = (student.detach() * 6e37).requires_grad_()
     torch.testing.assert_close(distillation_loss(huge, teacher, **options), expected)
+
+
+@modes
+@ways
+def test_scores_whose_sum_overflows_have_z_scores(standardize, impl):
+    options = {"alpha_kl": 0.0, "alpha_mse": 1.0, "standardize": standardize, "impl": impl}
+    student = torch.tensor([[1.0, 3.0, -2.0, 0.5]])
+    teacher = torch.tensor([[3.0, 2.0, 3.2, 2.5]])
+    expected = distillation_loss(student, teacher, **options)
+    torch.testing.assert_close(distillation_loss(student, teacher * 1e38, **options), expected)
 
 
 @modes

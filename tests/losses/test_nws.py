@@ -674,9 +674,14 @@ def test_direct_says_what_it_cannot_do():
         nws_loss(**inputs, impl="direct")
     inputs["reduction"] = "mean"
     assert nws_loss(**inputs, impl="direct") != 0
-    inputs["temperature"] = 1e-31
-    with pytest.raises(ValueError, match="`temperature` from 1e-30 to 1e30, got 1e-31,"):
-        nws_loss(**inputs, impl="direct")
+    for temperature in (1e-30, 1e30):
+        inputs["temperature"] = temperature
+        expected = nws_loss(**inputs, impl="definition")
+        torch.testing.assert_close(nws_loss(**inputs, impl="direct"), expected)
+    for temperature in (1e-31, 1e31):
+        inputs["temperature"] = temperature
+        with pytest.raises(ValueError, match="`temperature` from 1e-30 to 1e30, got 1e"):
+            nws_loss(**inputs, impl="direct")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -808,12 +813,18 @@ def test_a_slot_with_features_or_labels_or_in_the_mask_is_filled(impl, filled):
 
 
 @pytest.mark.parametrize(
-    "missing", ["key", "key_labels", "queue", "queue_labels", "label_similarity"]
+    ("missing", "present"),
+    [
+        ("key", "`key_labels`"),
+        ("key_labels", "`key`"),
+        ("queue", "`queue_labels`"),
+        ("queue_labels", "`queue`"),
+        ("label_similarity", "`key` or `queue`"),
+    ],
 )
-def test_references_labels_and_similarities_come_together(missing):
-    inputs = {**problem(), missing: None}
-    with pytest.raises((ValueError, TypeError), match=missing.removesuffix("_labels")):
-        nws_loss(**inputs)
+def test_references_labels_and_similarities_come_together(missing, present):
+    with pytest.raises(ValueError, match=f"expected `{missing}` with {present}, got None"):
+        nws_loss(**{**problem(), missing: None})
 
 
 def test_a_mask_needs_a_queue():
@@ -821,6 +832,34 @@ def test_a_mask_needs_a_queue():
     del inputs["queue"], inputs["queue_labels"]
     with pytest.raises(ValueError, match="queue"):
         nws_loss(**inputs, queue_mask=torch.ones(5))
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    ("name", "size"), [("query_labels", "batch"), ("key_labels", "keys"), ("queue_labels", "rows")]
+)
+@pytest.mark.parametrize("wrong", [2, -1, 0.5, math.nan])
+def test_a_label_that_is_neither_0_nor_1_is_refused_in_any_row(name, size, wrong):
+    inputs = problem(width=2, count=3, **{size: 2500})
+    assert nws_loss(**{**inputs, name: inputs[name].double()}).any()
+    for row in (0, 1023, 1024, 2499):
+        spoilt = inputs[name].to(torch.int32 if wrong in (2, -1) else torch.float32)
+        spoilt[row, 1] = wrong
+        with pytest.raises(ValueError, match=f"expected `{name}` to be 0 or 1, got {wrong:g}"):
+            nws_loss(**{**inputs, name: spoilt})
+
+
+@pytest.mark.cpu_only
+def test_the_labels_of_an_empty_slot_may_be_anything():
+    inputs = problem(width=2, count=3, rows=2500)
+    mask = torch.ones(2500)
+    mask[2000:] = 0
+    expected = nws_loss(**inputs, queue_mask=mask)
+    inputs["queue_labels"][2000:] = 7
+    torch.testing.assert_close(nws_loss(**inputs, queue_mask=mask), expected)
+    mask[2499] = 1
+    with pytest.raises(ValueError, match="expected `queue_labels` to be 0 or 1, got 7"):
+        nws_loss(**inputs, queue_mask=mask)
 
 
 @pytest.mark.cpu_only
@@ -836,7 +875,7 @@ def test_similarities_outside_zero_one_are_refused(value):
         NWSLoss(torch.ones(3, 4))
 
 
-@pytest.mark.parametrize("value", [1 + 5e-7, -5e-7])
+@pytest.mark.parametrize("value", [1 + 1e-6, 1 + 5e-7, -5e-7, -1e-6])
 @pytest.mark.parametrize("aggregation", ["mean", "max"])
 @pytest.mark.parametrize("impl", WAYS)
 def test_similarities_may_be_off_by_rounding(value, aggregation, impl):

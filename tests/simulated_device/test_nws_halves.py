@@ -21,7 +21,8 @@ FEATURES = ("query", "prototype", "key", "queue")
 @pytest.fixture(params=EPS, ids=str)
 def dtype(request):
     """The device is asked once a process whether it returns fp32: not in what is counted."""
-    assert products.returns_fp32(torch.device("sim"), request.param)
+    device = torch.empty(0, device="sim").device  # with its index, as of any tensor there
+    assert products.returns_fp32(device, request.param)
     return request.param
 
 

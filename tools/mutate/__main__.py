@@ -33,7 +33,7 @@ import pytest
 import torch
 
 from tools.mutate.mutants import Mutant, mutants_of, sampled
-from tools.mutate.session import SLOW, Tests, functions_of, in_child, is_slow, swap
+from tools.mutate.session import SLOW, Tests, body_of, functions_of, in_child, is_slow, swap
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
@@ -177,7 +177,10 @@ class _File:
             if self.found.get(mutant.key) == (IMPORTED, self.session):
                 continue
             self.path.write_text(mutant.source, encoding="utf-8")  # for ranks of their own
-            code = in_child(functools.partial(self._swapped, mutant, tests), LIMIT)
+            if at_import & body_of(tests.functions, mutant.function):
+                code: int | None = OTHERWISE  # what it made, such as a closure, is there already
+            else:
+                code = in_child(functools.partial(self._swapped, mutant, tests), LIMIT)
             self.kills.update(filter(None, [tests.take_failed()]))
             reads = at_import.intersection(range(mutant.first, mutant.last + 1))
             if code == 0 and (not mutant.function or reads):

@@ -39,6 +39,7 @@ class Tests:
         self.path, self.wanted, self.run = path, wanted, run
         self.items: list[pytest.Item] = []
         self.lines: set[int] = set()  # of the file, as they run
+        self.reports: list[pytest.TestReport] = []
         self.in_child = False
         self.functions: list[FunctionType] = []  # of the file
         self.failed = mmap.mmap(-1, 4)  # written by a child: the number of its failed test, from 1
@@ -90,6 +91,10 @@ class Tests:
             self.failed[:] = (1 + self.items.index(item)).to_bytes(4, "big")
             _leave(1)
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """For ``measure``: the outcomes of a test's setup, call and teardown."""
+        self.reports.append(report)
+
     def take_failed(self) -> str | None:
         """The name of the test by which a child has ended, once."""
         number = int.from_bytes(self.failed[:], "big")
@@ -109,24 +114,18 @@ class Tests:
         seconds, lines, failed = {}, {}, []
         items = [i for i in self.items if not (leave_out_slow and SLOW.search(i.name))]
         for item, after in itertools.pairwise([*items, None]):
-            self.lines, start = set(), time.process_time()
+            self.lines, self.reports, start = set(), [], time.process_time()
             if not SLOW.search(item.name):
                 sys.settrace(self.trace)
-            reports = _protocol(item, after)
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
             sys.settrace(None)
-            if any(report.failed for report in reports):
+            if any(report.failed for report in self.reports):
                 failed.append(item.nodeid)
-            elif not any(report.skipped for report in reports):
+            elif not any(report.skipped for report in self.reports):
                 seconds[item.nodeid] = time.process_time() - start
                 lines[item.nodeid] = sorted(self.lines)
         into.write_text(json.dumps([seconds, lines, failed]), encoding="utf-8")
         _leave(0)
-
-
-def _protocol(item: pytest.Item, after: pytest.Item | None) -> list[pytest.TestReport]:
-    from _pytest.runner import runtestprotocol
-
-    return runtestprotocol(item, log=False, nextitem=after)
 
 
 def in_child(work: Callable[[], object], limit: int) -> int | None:
@@ -214,3 +213,14 @@ def functions_of(path: Path) -> list[FunctionType]:
         for thing in gc.get_objects()
         if type(thing) is FunctionType and thing.__code__.co_filename == str(path)
     ]
+
+
+def body_of(functions: Sequence[FunctionType], name: str) -> set[int]:
+    """The lines of a function below its first, without those of the functions within it."""
+    return {
+        line
+        for function in functions
+        if function.__code__.co_qualname == name
+        for _, _, line in function.__code__.co_lines()
+        if line is not None and line > function.__code__.co_firstlineno
+    }
