@@ -72,15 +72,17 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", default=[""], help="run only files whose path contains one of these")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="parts of file paths; run only files that match"
+    )
     parser.add_argument("--seed", default="0", help="seed of the sample of a long file's mutants")
     parser.add_argument(
         "--survivors",
         action="store_true",
         help="trust cached kills by older tests, and survivors.toml; run all other mutants",
     )
-    parser.add_argument("--fast", action="store_true", help="leave out tests that compile or are slow")
-    parser.add_argument("--first", action="store_true", help="run only the first session of each file")
+    parser.add_argument("--fast", action="store_true", help="skip tests that compile or are slow")
+    parser.add_argument("--first", action="store_true", help="run only the first session per file")
     return parser.parse_args()
 
 
@@ -217,7 +219,7 @@ class _File:
             print(json.dumps(line, ensure_ascii=False), file=file)
 
     def report(self, order: list[str]) -> bool:
-        """Write the row of this file; return whether its score is too low or a survivor unexplained."""
+        """Write the row of this file; return whether it needs better tests or explanations."""
         outcomes = [self.found[mutant.key][0] for mutant in self.mutants]
         done = KILLED, TIMED_OUT  # all others may still be tried in a later session
         alive = [m for m, o in zip(self.mutants, outcomes, strict=True) if o not in done]
