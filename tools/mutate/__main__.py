@@ -18,6 +18,7 @@ import filecmp
 import functools
 import gc
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -102,6 +103,7 @@ def _copy_tree() -> None:
     os.chdir(TREE)
     others = {str(ROOT), *(p for p in sys.path if (Path(p or ".") / "sparse_losses").is_dir())}
     sys.path[:] = [str(TREE), *(p for p in sys.path if p and p not in others)]
+    importlib.invalidate_caches()  # Python remembers that a folder of PYTHONPATH did not exist
 
 
 class _File:
