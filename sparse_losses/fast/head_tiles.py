@@ -66,6 +66,7 @@ def sources(attended: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     if attended is None:
         return None, None
     position = torch.arange(attended.shape[1], device=attended.device)
+    # Inductor finds wrong positions in a maximum over bool (PyTorch's issues 174069 and 184893).
     has_any, some = attended.view(torch.uint8).max(1, keepdim=True)
     return torch.where(attended, position, some), has_any.logical_not()
 

@@ -695,7 +695,8 @@ def test_only_the_definition_holds_the_logits_of_every_position(impl, options, o
 
 
 @pytest.mark.parametrize(
-    ("length", "dtype"), [(1, "uint8"), (256, "uint8"), (257, "int16"), ((1 << 15) + 1, "int32")]
+    ("length", "dtype"),
+    [(1, "uint8"), (256, "uint8"), (257, "int16"), (1 << 15, "int16"), ((1 << 15) + 1, "int32")],
 )
 def test_a_place_is_kept_in_the_smallest_integer_that_holds_it(length, dtype):
     hidden = torch.zeros(1, length, 1)
