@@ -167,7 +167,6 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     hidden, weight, bias, _, attended, dtype, _, sparse_grad, _, _ = inputs
     ctx.save_for_backward(output[1], hidden, weight, bias, attended)
     ctx.dtype, ctx.sparse_grad = dtype, sparse_grad
-    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 

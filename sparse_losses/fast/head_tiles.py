@@ -264,7 +264,6 @@ def _keep_maxima(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
     hidden, weight, source, absent, operands, _, _, tile = inputs
     ctx.save_for_backward(output[1], hidden, weight, source, absent)
     ctx.operands, ctx.tile = operands, tile
-    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # avoids zeros as the gradient of positions
 
 

@@ -593,8 +593,10 @@ def test_one_graph_serves_every_batch_size():
 @pytest.mark.parametrize("operator", ["head_maxima", "head_picked", "head_spread"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_operators_keep_their_word(operator, masked):
+    """Also where the states are fp32 and the results fp64."""
     tensors = generic(6)
-    hidden, weight = tensors["hidden"].requires_grad_(), tensors["weight"].requires_grad_()
+    hidden = tensors["hidden"].float().requires_grad_()
+    weight = tensors["weight"].float().requires_grad_()
     around = head_tiles.sources(tensors["attention_mask"].bool() if masked else None)
     place = torch.randint(0, 4, (2, 9), dtype=torch.uint8)
     upstream = torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
@@ -709,6 +711,24 @@ def test_a_place_is_kept_in_the_smallest_integer_that_holds_it(length, dtype):
     assert place.dtype == getattr(torch, dtype)
     splade_head(hidden, torch.ones(1, 1), impl="tiles").sum().backward()
     assert hidden.grad[0, :, 0].nonzero().flatten().tolist() == [length - 1]
+
+
+def test_positions_are_kept_and_gradients_made_only_for_those_who_need_them():
+    tensors = generic(8)
+    hidden, weight, f64 = tensors["hidden"], tensors["weight"], torch.float64
+    around = head_tiles.sources(None)
+    _, place = head_tiles.maxima(hidden, weight, *around, f64, f64, False, None)
+    assert place.numel() == 0
+    highest, place = head_tiles.maxima(hidden, weight, *around, f64, f64, True, None)
+    for needs in ([True, False], [False, True]):
+        found = head_tiles.spread(highest, place, hidden, weight, *around, f64, needs, None)
+        sizes = [x.numel() if need else 0 for x, need in zip((hidden, weight), needs, strict=True)]
+        assert [each.numel() for each in found] == sizes
+
+
+def test_a_tile_has_a_row_even_if_its_scores_exceed_the_budget():
+    states, weight = torch.empty(1 << 29, 1, device="meta"), torch.empty(3, 1, device="meta")
+    assert [len(rows) for _, rows in head_tiles._tiles(weight, states, 4, None)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("size", [2, 4])
