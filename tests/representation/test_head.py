@@ -745,6 +745,40 @@ def test_the_scores_and_the_rows_of_a_tile_stay_within_the_budget(tokens, width,
     assert is_all or (len(rows) + 1) * max(tokens, width) * size > head_tiles.BYTES
 
 
+def test_a_half_precision_weight_is_cast_in_blocks():
+    """The gradient of the states is summed in fp32, without an fp32 copy of the weight."""
+    block, width = fast_head.BLOCK, 64
+    weight = torch.ones(3 * block, width, dtype=torch.bfloat16)
+    hidden = torch.ones(1, 1, width, dtype=torch.bfloat16)
+    upstream = torch.ones(1, len(weight))
+    place = torch.zeros(1, len(weight), dtype=torch.uint8)
+    with Operations() as seen:
+        found = fast_head._packed_gradients(
+            upstream, place, hidden, weight, None, [True, False, False]
+        )
+    assert seen.largest == block * width
+    assert (found[0] == len(weight)).all()
+
+
+# Who passes no gradient on
+
+
+def test_a_head_without_a_gradient_gives_its_inputs_none(head):
+    class Silent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return None
+
+    tensors = example()
+    leaves = watch(tensors)
+    Silent.apply(head(**tensors)).sum().backward()
+    assert all(leaf.grad is None for leaf in leaves.values())
+
+
 # NaN in, NaN out
 
 
