@@ -524,7 +524,8 @@ def test_a_step_without_a_batch_is_an_error():
         ({"gain": 0.0}, "`gain`"),
         ({"window": 0.5}, "`window`"),
         ({"every": 0}, "`every`"),
-        ({"dead_share": 5.0}, "`dead_share`"),
+        ({"dead_share": 1.0}, "`dead_share`"),
+        ({"dead_share": -0.1}, "`dead_share`"),
         ({"term": "info_nce"}, "`term`"),
         ({"objective": SpladeObjective({"info_nce": 1.0})}, "`start`, got 0"),
     ],
@@ -565,7 +566,31 @@ def test_a_state_of_another_target_is_reported_and_counts_against_the_new_one(ca
 
 def test_a_list_of_schedules_shows_the_state():
     _, controller = _controller(target_active=40)
+    assert "document_flops: ? active of 40 wanted" in str(controller)
+    _look(controller, _rows(60))
+    assert "document_flops: 60.0 active of 40 wanted" in str(controller)
     assert repr([controller]) == f"[SparsityController({controller})]"
+
+
+def test_large_counts_survive_a_state():
+    """Above 2^24 not every integer is an fp32 number."""
+    _, controller = _controller()
+    counts = [2.0**24 + 1, 3.0, 0.0, 2.0**24 + 1, 1.0]
+    state = controller.state_dict() | {"seen": counts, "sent": counts}
+    controller.load_state_dict(state)
+    assert controller.state_dict() == state
+
+
+@pytest.mark.parametrize(("status", "stays"), [("unreachable: too sparse", True), ("", False)])
+def test_an_unreachable_target_stays_so_until_dimensions_clearly_come_back(status, stays):
+    """A trend that would not have been reported is not yet a reason to withdraw the report."""
+    _, controller = _controller(target_active=500)
+    _look(controller, _rows(40))
+    slowly_up = 1.5 * 0.1 / controller.horizon
+    state = controller.state_dict() | {"log_ratio": -5.0, "trend": slowly_up, "status": status}
+    _, resumed = _controller(target_active=501)
+    resumed.load_state_dict(state)
+    assert resumed.report()["status"].startswith("unreachable") == stays
 
 
 def test_the_state_of_something_else_is_an_error():
@@ -603,7 +628,7 @@ def test_the_state_of_something_else_is_an_error():
         ("sent", [1.0] * 6),
         ("of_a_later_version", 1),
         ("is_dying", "no"),
-        ("log_ratio", 20.0),  # above the maximum
+        ("log_ratio", 14.0),  # above the maximum, which is a million times the start
         ("change", None),
         ("active", "many"),
         ("active", 0.0),
@@ -645,6 +670,12 @@ def test_the_largest_start_has_a_finite_maximum():
     _look(controller, _rows(900), times=40)
     assert objective.weights["document_flops"] <= controller.maximum < math.inf
     assert objective.weights["document_flops"] == pytest.approx(controller.maximum)
+
+
+def test_a_single_row_without_a_batch_is_an_error():
+    _, controller = _controller()
+    with pytest.raises(ValueError, match=r"expected `activations` of shape \[\.\.\., V\], got"):
+        controller.observe(_rows(3)[0])
 
 
 def test_a_target_beyond_the_vocabulary_is_an_error():
