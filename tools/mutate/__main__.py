@@ -114,11 +114,13 @@ class _File:
         self.sessions = sessions[:1] if arguments.first else sessions
         self.path = TREE / name
         self.source = self.path.read_text(encoding="utf-8")
-        self.mutants = sampled(mutants_of(self.source), self.source, f"{arguments.seed}:{name}")
+        mutants = mutants_of(self.source)
+        self.mutants = sampled(mutants, self.source, f"{arguments.seed}:{name}")
         self.hashes = [_hash(name, session) for session in sessions]
         self.cache = _cache(name)
         self.found = _cached(name, self.hashes, arguments.survivors)
         self.reasons = REASONS.get(name, {})
+        self.outdated = self.reasons.keys() - {mutant.key for mutant in mutants}
         self.session, self.tests, self.measured = 0, Selection(), CACHE
         self.seconds: dict[str, float] = {}
         self.lines: dict[str, set[int]] = {}
@@ -245,7 +247,9 @@ class _File:
         for mutant in unexplained:
             print(f"no test fails: {self.name}:{mutant.first} {mutant.function} [{mutant.key}]")
             print(f"    {mutant.before}\n    {mutant.after}", flush=True)
-        return bool(unexplained) or score < WANTED
+        for key in self.outdated:
+            print(f"survivors.toml explains a mutant that no longer exists: {self.name} [{key}]")
+        return bool(unexplained or self.outdated) or score < WANTED
 
 
 def _measured(path: Path) -> tuple[dict[str, float], dict[str, set[int]]]:
