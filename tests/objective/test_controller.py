@@ -215,6 +215,17 @@ def test_texts_without_tokens_do_not_stop_it(dead):
     assert active == pytest.approx(100, rel=0.1)
 
 
+@pytest.mark.parametrize(("change", "is_crash"), [(-0.5, True), (-0.1, False)])
+def test_a_fall_that_has_slowed_down_is_no_crash(change, is_crash):
+    """The trend of 10% a step lags behind; in the last five steps it was 10% or 2% a step."""
+    _, controller = _controller(target_active=100, every=5)
+    _look(controller, _rows(105), times=5)
+    state = controller.state_dict() | {"trend": -0.1, "change": change}
+    _, resumed = _controller(target_active=101, every=5)
+    resumed.load_state_dict(state)
+    assert resumed.report()["status"].startswith("backing off: active") == is_crash
+
+
 def test_a_fall_by_the_weights_own_pace_or_by_chance_is_no_crash():
     objective, controller = _controller(start=1.0, target_active=100)
     rng = random.Random(0)
