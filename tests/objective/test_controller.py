@@ -226,6 +226,17 @@ def test_a_fall_that_has_slowed_down_is_no_crash(change, is_crash):
     assert resumed.report()["status"].startswith("backing off: active") == is_crash
 
 
+@pytest.mark.parametrize(("more", "is_crash"), [(1.0, False), (1.01, True)])
+def test_a_crash_is_a_fall_by_more_than_a_third_within_eight_steps(more, is_crash):
+    _, controller = _controller(target_active=100)
+    _look(controller, _rows(60))
+    fall = -math.log(1.5) / 8 * more
+    state = controller.state_dict() | {"trend": fall, "change": fall}
+    _, resumed = _controller(target_active=101)
+    resumed.load_state_dict(state)
+    assert resumed.report()["status"].startswith("backing off: active") == is_crash
+
+
 def test_a_fall_by_the_weights_own_pace_or_by_chance_is_no_crash():
     objective, controller = _controller(start=1.0, target_active=100)
     rng = random.Random(0)
