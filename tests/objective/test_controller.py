@@ -161,6 +161,18 @@ def test_a_crash_is_made_up_for_once():
     assert training.active == pytest.approx(64, rel=0.1)
 
 
+def test_several_measurements_of_one_crash_lower_the_weight_once():
+    """By the deepest of them, where the gain is so small that nothing else moves the weight."""
+    objective, controller = _controller(gain=1e-9, start=1.0)
+    depths = []
+    for active in (900, 900, 300, 100, 40, 20, 20, 20):
+        _look(controller, _rows(active))
+        depths.append(controller._crash())
+    assert sum(depths) > 1.2 * max(depths)  # more than one measurement sees it
+    log_weight = math.log(objective.weights["document_flops"])
+    assert log_weight == pytest.approx(-max(depths), abs=1e-6)
+
+
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("target", [50, 100])
 def test_a_fall_that_ends_above_the_target_is_no_crash(every, target):
@@ -592,6 +604,15 @@ def test_a_list_of_schedules_shows_the_state():
     _look(controller, _rows(60))
     assert "document_flops: 60.0 active of 40 wanted" in str(controller)
     assert repr([controller]) == f"[SparsityController({controller})]"
+
+
+def test_before_the_first_measurement_there_is_nothing_to_report_and_a_state_to_load():
+    _, controller = _controller(target_active=40)
+    report = controller.report()
+    assert [report[n] for n in ("active", "dead_rows", "mean_activation")] == [None] * 3
+    _, other = _controller(target_active=30)
+    other.load_state_dict(controller.state_dict())
+    assert other.report() == {**report, "target": 30}
 
 
 def test_large_counts_survive_a_state():
