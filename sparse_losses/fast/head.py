@@ -198,7 +198,7 @@ packed_logits.register_autograd(_backward, setup_context=_keep)
 
 
 class _Entries(NamedTuple):
-    """Entries of ``[B, V]``, sorted by column, with the position and value of their maximum."""
+    """Entries of ``[B, V]`` with the position and value of their maximum."""
 
     column: Tensor  # [m] int32
     token: Tensor  # [m] int32, index into the B * S positions
@@ -299,15 +299,15 @@ def _maxima(
 
 
 def _is_active(logit: Tensor, gate: Tensor | None) -> Tensor:
-    if gate is not None:  # 0 times -inf (forbidden) would be NaN
-        logit = logit.clamp(min=torch.finfo(logit.dtype).min) * gate
+    if gate is not None:
+        logit = logit * gate
     return ~(logit <= 0)  # NaN counts as active, so that it is visible
 
 
 def _maxima_of_tile(
     scores: Tensor, packed: _Packed, bias: Tensor | None, gate: Tensor | None, every: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return columns, packed tokens and logits of a tile's entries ``[T, n]``, sorted by column."""
+    """Return columns, packed tokens and logits of a tile's entries ``[T, n]``."""
     height = scores.shape[0]
     views = [
         scores[:, first : first + (stop - start) * size].view(height, stop - start, size)
@@ -324,11 +324,8 @@ def _maxima_of_tile(
         tokens.append(view[column, text].argmax(-1) + (first + text * size))
         columns.append(column)
         texts.append(text + start)
-    column, token, text = torch.cat(columns), torch.cat(tokens), torch.cat(texts)
-    if len(views) > 1:
-        order = column.argsort(stable=True)
-        column, token, text = column[order], token[order], text[order]
-    return column, token, logit[column, text]
+    column = torch.cat(columns)
+    return column, torch.cat(tokens), logit[column, torch.cat(texts)]
 
 
 def _screening_pays(states: Tensor, vocab_size: int) -> bool:

@@ -611,7 +611,10 @@ def test_the_operators_keep_their_word(operator, masked):
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_packed_operators_keep_their_word(biased):
+    """Also where states and weight are fp32 and the results fp64."""
     tensors = generic(6)
+    for name in ("hidden", "weight"):
+        tensors[name] = tensors[name].float()
     leaves = watch(tensors, "hidden", "weight", "bias")
     if not biased:
         leaves["bias"] = None
@@ -758,6 +761,20 @@ def test_a_half_precision_weight_is_cast_in_blocks():
         )
     assert seen.largest == block * width
     assert (found[0] == len(weight)).all()
+    of_weight = fast_head._packed_gradients(
+        upstream, place, hidden, weight, None, [False, True, False]
+    )[1]
+    assert (of_weight == 1).all()
+
+
+def test_the_packed_head_keeps_active_entries_only():
+    tensors = with_gate(example(torch.float32))
+    attended = tensors.pop("attention_mask") != 0
+    given = (tensors[name] for name in ("hidden", "weight", "bias", "gate"))
+    logits, _ = fast_head.packed_logits(*given, attended, torch.float32, False, False, False, None)
+    out = splade_head(**tensors, attention_mask=attended)
+    assert torch.equal(logits > -torch.inf, out > 0)
+    assert 0 < (out > 0).sum() < out.numel()
 
 
 # Who passes no gradient on

@@ -140,9 +140,12 @@ def test_only_large_fp32_products_of_a_cpu_with_fast_bf16_are_screened(
     assert fast_head._screening_pays(states, vocab) == pays
 
 
-@pytest.mark.parametrize("bias", [None, -70.0])
-def test_only_tokens_that_may_be_the_largest_are_computed_again(bias, monkeypatch):
-    """100 is far above 60, which is above 0, and only one of two texts is."""
+@pytest.mark.parametrize("options", [{}, {"bias": -70.0}, {"gate": 1.0}], ids=str)
+@pytest.mark.parametrize(("dtype", "second"), [(torch.float32, 125.5), (torch.bfloat16, 126.0)])
+def test_only_tokens_that_may_be_the_largest_are_computed_again(
+    dtype, second, options, monkeypatch
+):
+    """One token of one text: the second score is 1.6% lower, or 1.2% if the weight is exact."""
     computed = []
 
     def counting_csr(row, column, values, shape):
@@ -150,13 +153,35 @@ def test_only_tokens_that_may_be_the_largest_are_computed_again(bias, monkeypatc
         return csr(row, column, values, shape)
 
     monkeypatch.setattr(fast_head, "csr", counting_csr)
-    hidden = torch.tensor([[[100.0], [60.0], [-3.0]], [[-3.0], [-100.0], [-60.0]]])
-    tensors = {"hidden": hidden, "weight": torch.ones(30, 1)}
-    if bias is not None:
-        tensors["bias"] = torch.full((30,), bias)
+    hidden = torch.tensor([[[127.5], [second], [-3.0]], [[-3.0], [-127.5], [-second]]])
+    tensors = {"hidden": hidden, "weight": torch.ones(30, 1, dtype=dtype)}
+    shapes = {"bias": (30,), "gate": (2, 30)}
+    tensors |= {name: torch.full(shapes[name], value) for name, value in options.items()}
     out = agree(tensors)
     assert (out > 0).any(1).tolist() == [True, False]
     assert sum(computed) == 30
+
+
+def test_a_tile_with_too_many_candidates_is_not_screened():
+    """More than a fifth of its products: 7 of 20 columns are active, at all tokens."""
+    attended = torch.arange(8) < torch.tensor([[4], [8]])
+    packed = fast_head._pack(attended)
+    states = torch.ones(len(packed.token), 1)
+    for active, is_dense in ((7, True), (3, False)):
+        rows = torch.where(torch.arange(20) < active, 1.0, -1.0)[:, None]
+        for force in (False, True):
+            screen = fast_head._Screen(states, packed, rows.dtype, force=force)
+            found = screen.candidates(rows, None, None)
+            assert (found is None) == (is_dense and not force)
+
+
+@pytest.mark.parametrize("exponent", [-149, -100, -70, -63, -10, 0, 10, 60])
+def test_the_norm_of_a_row_is_not_underestimated_where_squares_underflow(exponent):
+    x = torch.full((2, 5), 2.0**exponent)
+    bound = fast_head._norm_bound(x).double()
+    assert (bound >= x.double().norm(dim=1) * (1 - 1e-6)).all()
+    if exponent >= -10:
+        torch.testing.assert_close(bound, x.double().norm(dim=1), rtol=1e-6, atol=0)
 
 
 def test_the_bound_covers_a_sum_that_loses_all_small_terms():
