@@ -15,18 +15,20 @@ $$|h \cdot w - \hat h \cdot \hat w| = |(h - \hat h) \cdot w + \hat h \cdot (w - 
 
 $h - \hat h$ is exact in fp32 and its norm is computed. The error of a sum of $H$ products in fp32,
 in any order, is at most $\gamma \lVert \hat h \rVert \lVert \hat w \rVert$ with
-$\gamma = 2 H \, 2^{-24}$, twice the usual bound, as $\lVert \hat w \rVert$ may be
-$(1 + u) \lVert w \rVert$. The fp32 score has the same error bound. Hence the fp32 score differs
-from the bf16 product, before the rounding of its output, by at most
+$\gamma = 2 H \, 2^{-24}$. This is twice the usual bound: $\lVert \hat w \rVert$ may be
+$(1 + u) \lVert w \rVert$, and the surplus exceeds the rounding errors of the norms and of $M$. The
+fp32 score has the same error bound. Hence the fp32 score differs from the bf16 product, before the
+rounding of its output, by at most
 
 $$M = \lVert w \rVert \bigl(\lVert h - \hat h \rVert + (u + 2 \gamma) \lVert \hat h \rVert\bigr),$$
 
 and the rounding of the output $y$ adds $u |y|$. With $c = 1.01 u$ (the factor covers the rounding
 of the bound itself) a score lies in $y \pm (c |y| + M)$. $y + c |y|$ grows with $y$, so a text's
 largest score is at most $\max y + c |\max y| + \max M$. If this plus the bias is not positive, the
-entry is inactive. For other entries only tokens whose upper bound reaches the lower bound of the
-largest can be the arg-max; these few are computed in fp32. Each square that underflows is covered
-by $2^{-126}$; where $\lVert h \rVert \lVert w \rVert$ is near overflow, every token is computed.
+entry is inactive: rounding does not change the sign of a sum. For other entries only tokens whose
+upper bound reaches the lower bound of the largest can be the arg-max; these few are computed in
+fp32. Each square that underflows is covered by $2^{-126}$; where $\lVert h \rVert \lVert w \rVert$
+is near overflow, every token is computed.
 """
 
 import itertools
@@ -99,7 +101,7 @@ def _packed_logits(
     with autocast_off(hidden.device):
         entries = _maxima(hidden, weight, bias, attended, gate, dtype, every, screen, tile)
     length = max(hidden.shape[1], 1)
-    index = entries.token.long() // length, entries.column.long()
+    index = entries.token // length, entries.column
     logits.fill_(-torch.inf)[index] = entries.logit
     place.zero_()[index] = (entries.token % length).to(place.dtype)
     return logits, place
@@ -167,7 +169,6 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     hidden, weight, bias, _, attended, dtype, _, sparse_grad, _, _ = inputs
     ctx.save_for_backward(output[1], hidden, weight, bias, attended)
     ctx.dtype, ctx.sparse_grad = dtype, sparse_grad
-    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
@@ -180,7 +181,7 @@ def _backward(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> tuple[Any,
     if torch.is_grad_enabled():  # create_graph=True
         around = sources(attended)
         of_both = spread(upstream, place, hidden, weight, *around, ctx.dtype, needs[:2], None)
-        found = *of_both, None if bias is None else upstream.sum(0).to(bias.dtype)
+        found = *of_both, None if bias is None else upstream.sum(0)
     elif ctx.sparse_grad and can_bring_its_gradient(upstream):
         found = _gradients(upstream, place, hidden, weight, bias, needs, sparse_grad=True)
     else:
@@ -197,7 +198,7 @@ packed_logits.register_autograd(_backward, setup_context=_keep)
 
 
 class _Entries(NamedTuple):
-    """Entries of ``[B, V]``, sorted by column, with the position and value of their maximum."""
+    """Entries of ``[B, V]`` with the position and value of their maximum."""
 
     column: Tensor  # [m] int32
     token: Tensor  # [m] int32, index into the B * S positions
@@ -223,7 +224,7 @@ def _pack(attended: Tensor) -> _Packed:
     quantum = 4 if batch <= 16 else max(4, length // 64 * 4)
     rounded = (lengths + quantum - 1) // quantum * quantum
     # Attended positions come first, in order.
-    order = attended.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+    order = attended.logical_not().to(torch.uint8).argsort(stable=True)
     by_length = rounded.argsort(stable=True)
     tokens, rows, groups = [], [], []
     first_row = first_token = 0
@@ -298,15 +299,15 @@ def _maxima(
 
 
 def _is_active(logit: Tensor, gate: Tensor | None) -> Tensor:
-    if gate is not None:  # 0 times -inf (forbidden) would be NaN
-        logit = logit.clamp(min=torch.finfo(logit.dtype).min) * gate
+    if gate is not None:
+        logit = logit * gate
     return ~(logit <= 0)  # NaN counts as active, so that it is visible
 
 
 def _maxima_of_tile(
     scores: Tensor, packed: _Packed, bias: Tensor | None, gate: Tensor | None, every: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return columns, packed tokens and logits of a tile's entries ``[T, n]``, sorted by column."""
+    """Return columns, packed tokens and logits of a tile's entries ``[T, n]``."""
     height = scores.shape[0]
     views = [
         scores[:, first : first + (stop - start) * size].view(height, stop - start, size)
@@ -323,11 +324,8 @@ def _maxima_of_tile(
         tokens.append(view[column, text].argmax(-1) + (first + text * size))
         columns.append(column)
         texts.append(text + start)
-    column, token, text = torch.cat(columns), torch.cat(tokens), torch.cat(texts)
-    if len(views) > 1:
-        order = column.argsort(stable=True)
-        column, token, text = column[order], token[order], text[order]
-    return column, token, logit[column, text]
+    column = torch.cat(columns)
+    return column, torch.cat(tokens), logit[column, torch.cat(texts)]
 
 
 def _screening_pays(states: Tensor, vocab_size: int) -> bool:
@@ -362,7 +360,7 @@ class _Screen:
             .amax(-1)
             for start, stop, first, size in packed.groups
         ]
-        self.slack, self.norm = torch.cat(largest, dim=1) * 1.01
+        self.slack, self.norm = torch.cat(largest, dim=1)
 
     def candidates(
         self, rows: Tensor, bias: Tensor | None, gate: Tensor | None
@@ -380,7 +378,7 @@ class _Screen:
         c = 1.01 * _BF16_ROUNDOFF
         upper = highest + c * highest.abs() + slack
         if bias is not None:
-            upper = upper + bias + 2.0**-22 * bias.abs()
+            upper = upper + bias
         wanted = ~(upper <= 0)
         if gate is not None:
             wanted = (wanted & (~(gate <= 0) | ~upper.isfinite())) | gate.isnan()
@@ -418,7 +416,7 @@ class _Screen:
         starts = torch.ones_like(entry, dtype=torch.bool)
         starts[1:] = entry[1:] != entry[:-1]
         number = starts.cumsum(0) - 1
-        best = score.new_full((int(number[-1]) + 1 if number.numel() else 0,), -torch.inf)
+        best = torch.full_like(score, -torch.inf)  # there are at most as many entries as scores
         best.scatter_reduce_(0, number, score, "amax")
         hit = ((score == best[number]) | score.isnan()).nonzero()[:, 0]
         number = number[hit]
@@ -434,9 +432,9 @@ class _Screen:
 
 
 def _norm_bound(x: Tensor) -> Tensor:
-    """Return upper bounds of the row norms that cover rounding and underflow of squares."""
+    """Return the row norms, with as much as the underflow of squares may have hidden."""
     squares: Tensor = torch.linalg.vector_norm(x, dim=1).square()
-    return (squares + x.shape[1] * 2.0**-126).sqrt() * (1 + x.shape[1] * 2.0**-23)
+    return (squares + x.shape[1] * 2.0**-126).sqrt()
 
 
 def _bf16_product(rows: Tensor, states: Tensor) -> Tensor:
@@ -498,5 +496,5 @@ def _gradients(
     if needs[2] and bias is not None:
         of_bias = sum_bags(
             torch.zeros_like(token), coefficient.new_ones(1, 1), bounds, coefficient
-        )[:, 0].to(bias.dtype)
+        )[:, 0]
     return of_hidden, of_weight, of_bias

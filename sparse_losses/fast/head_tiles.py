@@ -66,6 +66,7 @@ def sources(attended: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     if attended is None:
         return None, None
     position = torch.arange(attended.shape[1], device=attended.device)
+    # Inductor finds wrong positions in a maximum over bool (PyTorch's issues 174069 and 184893).
     has_any, some = attended.view(torch.uint8).max(1, keepdim=True)
     return torch.where(attended, position, some), has_any.logical_not()
 
@@ -263,7 +264,6 @@ def _keep_maxima(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
     hidden, weight, source, absent, operands, _, _, tile = inputs
     ctx.save_for_backward(output[1], hidden, weight, source, absent)
     ctx.operands, ctx.tile = operands, tile
-    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # avoids zeros as the gradient of positions
 
 
@@ -271,8 +271,7 @@ def _backward_of_maxima(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> 
     if upstream is None:
         return (None,) * 8
     needs = list(ctx.needs_input_grad[:2])
-    found = spread(upstream, *ctx.saved_tensors, ctx.operands, needs, ctx.tile)
-    return *_needed(found, needs), *[None] * 6
+    return *spread(upstream, *ctx.saved_tensors, ctx.operands, needs, ctx.tile), *[None] * 6
 
 
 def _keep_picked(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -284,7 +283,7 @@ def _keep_picked(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward_of_picked(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
     needs = list(ctx.needs_input_grad[1:3])
     found = spread(upstream, *ctx.saved_tensors, ctx.operands, needs, ctx.tile)
-    return None, *_needed(found, needs), *[None] * 5
+    return None, *found, *[None] * 5
 
 
 def _keep_spread(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -316,10 +315,6 @@ def _backward_of_spread(ctx: Any, of_hidden: Tensor, of_weight: Tensor) -> tuple
                 upstream, place, hidden, of_weight, *common, [True, False], ctx.tile
             )
     return by_upstream, None, by_hidden, by_weight, *[None] * 5
-
-
-def _needed(found: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
-    return [gradient if need else None for gradient, need in zip(found, needs, strict=True)]
 
 
 maxima.register_autograd(_backward_of_maxima, setup_context=_keep_maxima)

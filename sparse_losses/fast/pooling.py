@@ -42,10 +42,8 @@ class _Pool(torch.autograd.Function):
             if last - first > position.numel():  # a mask with holes
                 block = block.index_select(0, position - first)
             highest = block.amax(0)
-            wanted = torch.ones_like(highest, dtype=torch.bool)
-            if not return_logits:
-                wanted = ~(highest <= 0)  # NaN counts as active, so that it is visible
-            column = wanted.nonzero()[:, 0]
+            # NaN counts as active, so that it is visible.
+            column = (~(highest <= 0) | return_logits).nonzero()[:, 0]
             if column.numel() * 3 > vocab_size:
                 place = block.max(0).indices[column]
             else:
@@ -54,7 +52,7 @@ class _Pool(torch.autograd.Function):
             rows.append(torch.full_like(column, row))
             columns.append(column)
             maxima.append(highest[column])
-        nothing = attended.nonzero()[:0, 0]
+        nothing = torch.zeros(0, dtype=torch.int64, device=logits.device)
         row_index = torch.cat([nothing, *rows])
         column_index = torch.cat([nothing, *columns])
         token_index = torch.cat([nothing, *tokens])

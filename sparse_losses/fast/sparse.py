@@ -40,8 +40,7 @@ def _silence_the_beta_notice() -> None:
     # PyTorch warns once per process that CSR is in beta; here its use is an implementation detail.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        zero = torch.zeros(1, dtype=torch.int64)
-        torch.sparse_csr_tensor(zero, zero[:0], torch.zeros(0), (0, 0))
+        torch.eye(1).to_sparse_csr()
 
 
 def sum_bags(index: Tensor, table: Tensor, bounds: Tensor, weight: Tensor | None = None) -> Tensor:

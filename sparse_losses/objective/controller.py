@@ -334,8 +334,6 @@ class SparsityController:
             change = min(change, -math.log(2.0))
         elif self._dead > (self._first_dead or 0.0) + self.dead_share:
             change = min(change, 0.0)
-        if self._steps <= self.ignore_steps:  # the weight may fall already, but not rise
-            change = min(change, 0.0)
         low, high = math.log(SMALLEST_SHARE), math.log(self.maximum / self.start)
         self._log_ratio = min(max(self._log_ratio + change, low), high)
         self._write()

@@ -1,12 +1,12 @@
 """Products over non-zeros, step by step, against dense matrices."""
 
-import warnings
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparse_losses.fast import sparse
 from sparse_losses.fast.sparse import (
     bounds_of,
     column_tiles,
@@ -43,24 +43,16 @@ def test_entries_by_row_are_a_csr_matrix():
     assert torch.equal(found.to_dense(), X)
 
 
-def test_pytorchs_notice_of_csr_is_not_for_users(monkeypatch):
-    made = torch.sparse_csr_tensor
-
-    def warns(*arguments, **options):
-        warnings.warn("in beta", stacklevel=2)
-        return made(*arguments, **options)
-
-    silenced = []
-    monkeypatch.setattr(torch, "sparse_csr_tensor", warns)
-    sparse._silence_the_beta_notice.cache_clear()
-    sparse._silence_the_beta_notice()
-    monkeypatch.setattr(torch, "sparse_csr_tensor", lambda *_, **__: silenced.append("made"))
-    sparse._silence_the_beta_notice.cache_clear()
-    sparse._silence_the_beta_notice()
-    assert silenced == ["made"]
-    monkeypatch.setattr(sparse, "_silence_the_beta_notice", lambda: silenced.append("silenced"))
-    csr(torch.tensor([0]), torch.tensor([0]), torch.ones(1), (1, 1))
-    assert silenced == ["made", "silenced", "made"]
+def test_pytorchs_notice_of_csr_is_not_for_users():
+    """PyTorch shows the notice for the first CSR tensor of a process."""
+    code = """
+import warnings, torch
+from sparse_losses.fast.sparse import csr
+warnings.simplefilter("error")
+index = torch.tensor([0])
+csr(index, index, torch.ones(1), (1, 1))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_bags_are_sums_of_weighted_rows_of_a_table():

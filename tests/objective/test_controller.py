@@ -161,6 +161,18 @@ def test_a_crash_is_made_up_for_once():
     assert training.active == pytest.approx(64, rel=0.1)
 
 
+def test_several_measurements_of_one_crash_lower_the_weight_once():
+    """By the deepest of them, where the gain is so small that nothing else moves the weight."""
+    objective, controller = _controller(gain=1e-9, start=1.0)
+    depths = []
+    for active in (900, 900, 300, 100, 40, 20, 20, 20):
+        _look(controller, _rows(active))
+        depths.append(controller._crash())
+    assert sum(depths) > 1.2 * max(depths)  # more than one measurement sees it
+    log_weight = math.log(objective.weights["document_flops"])
+    assert log_weight == pytest.approx(-max(depths), abs=1e-6)
+
+
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("target", [50, 100])
 def test_a_fall_that_ends_above_the_target_is_no_crash(every, target):
@@ -213,6 +225,28 @@ def test_texts_without_tokens_do_not_stop_it(dead):
         active = int((plant.step()[0] > 0).sum())
         _look(controller, _rows(active, dead(rng), 50))
     assert active == pytest.approx(100, rel=0.1)
+
+
+@pytest.mark.parametrize(("change", "is_crash"), [(-0.5, True), (-0.1, False)])
+def test_a_fall_that_has_slowed_down_is_no_crash(change, is_crash):
+    """The trend of 10% a step lags behind; in the last five steps it was 10% or 2% a step."""
+    _, controller = _controller(target_active=100, every=5)
+    _look(controller, _rows(105), times=5)
+    state = controller.state_dict() | {"trend": -0.1, "change": change}
+    _, resumed = _controller(target_active=101, every=5)
+    resumed.load_state_dict(state)
+    assert resumed.report()["status"].startswith("backing off: active") == is_crash
+
+
+@pytest.mark.parametrize(("more", "is_crash"), [(1.0, False), (1.01, True)])
+def test_a_crash_is_a_fall_by_more_than_a_third_within_eight_steps(more, is_crash):
+    _, controller = _controller(target_active=100)
+    _look(controller, _rows(60))
+    fall = -math.log(1.5) / 8 * more
+    state = controller.state_dict() | {"trend": fall, "change": fall}
+    _, resumed = _controller(target_active=101)
+    resumed.load_state_dict(state)
+    assert resumed.report()["status"].startswith("backing off: active") == is_crash
 
 
 def test_a_fall_by_the_weights_own_pace_or_by_chance_is_no_crash():
@@ -524,7 +558,8 @@ def test_a_step_without_a_batch_is_an_error():
         ({"gain": 0.0}, "`gain`"),
         ({"window": 0.5}, "`window`"),
         ({"every": 0}, "`every`"),
-        ({"dead_share": 5.0}, "`dead_share`"),
+        ({"dead_share": 1.0}, "`dead_share`"),
+        ({"dead_share": -0.1}, "`dead_share`"),
         ({"term": "info_nce"}, "`term`"),
         ({"objective": SpladeObjective({"info_nce": 1.0})}, "`start`, got 0"),
     ],
@@ -565,7 +600,40 @@ def test_a_state_of_another_target_is_reported_and_counts_against_the_new_one(ca
 
 def test_a_list_of_schedules_shows_the_state():
     _, controller = _controller(target_active=40)
+    assert "document_flops: ? active of 40 wanted" in str(controller)
+    _look(controller, _rows(60))
+    assert "document_flops: 60.0 active of 40 wanted" in str(controller)
     assert repr([controller]) == f"[SparsityController({controller})]"
+
+
+def test_before_the_first_measurement_there_is_nothing_to_report_and_a_state_to_load():
+    _, controller = _controller(target_active=40)
+    report = controller.report()
+    assert [report[n] for n in ("active", "dead_rows", "mean_activation")] == [None] * 3
+    _, other = _controller(target_active=30)
+    other.load_state_dict(controller.state_dict())
+    assert other.report() == {**report, "target": 30}
+
+
+def test_large_counts_survive_a_state():
+    """Above 2^24 not every integer is an fp32 number."""
+    _, controller = _controller()
+    counts = [2.0**24 + 1, 3.0, 0.0, 2.0**24 + 1, 1.0]
+    state = controller.state_dict() | {"seen": counts, "sent": counts}
+    controller.load_state_dict(state)
+    assert controller.state_dict() == state
+
+
+@pytest.mark.parametrize(("status", "stays"), [("unreachable: too sparse", True), ("", False)])
+def test_an_unreachable_target_stays_so_until_dimensions_clearly_come_back(status, stays):
+    """A trend that would not have been reported is not yet a reason to withdraw the report."""
+    _, controller = _controller(target_active=500)
+    _look(controller, _rows(40))
+    slowly_up = 1.5 * 0.1 / controller.horizon
+    state = controller.state_dict() | {"log_ratio": -5.0, "trend": slowly_up, "status": status}
+    _, resumed = _controller(target_active=501)
+    resumed.load_state_dict(state)
+    assert resumed.report()["status"].startswith("unreachable") == stays
 
 
 def test_the_state_of_something_else_is_an_error():
@@ -603,7 +671,7 @@ def test_the_state_of_something_else_is_an_error():
         ("sent", [1.0] * 6),
         ("of_a_later_version", 1),
         ("is_dying", "no"),
-        ("log_ratio", 20.0),  # above the maximum
+        ("log_ratio", 14.0),  # above the maximum, which is a million times the start
         ("change", None),
         ("active", "many"),
         ("active", 0.0),
@@ -645,6 +713,12 @@ def test_the_largest_start_has_a_finite_maximum():
     _look(controller, _rows(900), times=40)
     assert objective.weights["document_flops"] <= controller.maximum < math.inf
     assert objective.weights["document_flops"] == pytest.approx(controller.maximum)
+
+
+def test_a_single_row_without_a_batch_is_an_error():
+    _, controller = _controller()
+    with pytest.raises(ValueError, match=r"expected `activations` of shape \[\.\.\., V\], got"):
+        controller.observe(_rows(3)[0])
 
 
 def test_a_target_beyond_the_vocabulary_is_an_error():

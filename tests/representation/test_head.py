@@ -593,8 +593,10 @@ def test_one_graph_serves_every_batch_size():
 @pytest.mark.parametrize("operator", ["head_maxima", "head_picked", "head_spread"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_operators_keep_their_word(operator, masked):
+    """Also where the states are fp32 and the results fp64."""
     tensors = generic(6)
-    hidden, weight = tensors["hidden"].requires_grad_(), tensors["weight"].requires_grad_()
+    hidden = tensors["hidden"].float().requires_grad_()
+    weight = tensors["weight"].float().requires_grad_()
     around = head_tiles.sources(tensors["attention_mask"].bool() if masked else None)
     place = torch.randint(0, 4, (2, 9), dtype=torch.uint8)
     upstream = torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
@@ -609,7 +611,10 @@ def test_the_operators_keep_their_word(operator, masked):
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_packed_operators_keep_their_word(biased):
+    """Also where states and weight are fp32 and the results fp64."""
     tensors = generic(6)
+    for name in ("hidden", "weight"):
+        tensors[name] = tensors[name].float()
     leaves = watch(tensors, "hidden", "weight", "bias")
     if not biased:
         leaves["bias"] = None
@@ -695,7 +700,8 @@ def test_only_the_definition_holds_the_logits_of_every_position(impl, options, o
 
 
 @pytest.mark.parametrize(
-    ("length", "dtype"), [(1, "uint8"), (256, "uint8"), (257, "int16"), ((1 << 15) + 1, "int32")]
+    ("length", "dtype"),
+    [(1, "uint8"), (256, "uint8"), (257, "int16"), (1 << 15, "int16"), ((1 << 15) + 1, "int32")],
 )
 def test_a_place_is_kept_in_the_smallest_integer_that_holds_it(length, dtype):
     hidden = torch.zeros(1, length, 1)
@@ -710,6 +716,24 @@ def test_a_place_is_kept_in_the_smallest_integer_that_holds_it(length, dtype):
     assert hidden.grad[0, :, 0].nonzero().flatten().tolist() == [length - 1]
 
 
+def test_positions_are_kept_and_gradients_made_only_for_those_who_need_them():
+    tensors = generic(8)
+    hidden, weight, f64 = tensors["hidden"], tensors["weight"], torch.float64
+    around = head_tiles.sources(None)
+    _, place = head_tiles.maxima(hidden, weight, *around, f64, f64, False, None)
+    assert place.numel() == 0
+    highest, place = head_tiles.maxima(hidden, weight, *around, f64, f64, True, None)
+    for needs in ([True, False], [False, True]):
+        found = head_tiles.spread(highest, place, hidden, weight, *around, f64, needs, None)
+        sizes = [x.numel() if need else 0 for x, need in zip((hidden, weight), needs, strict=True)]
+        assert [each.numel() for each in found] == sizes
+
+
+def test_a_tile_has_a_row_even_if_its_scores_exceed_the_budget():
+    states, weight = torch.empty(1 << 29, 1, device="meta"), torch.empty(3, 1, device="meta")
+    assert [len(rows) for _, rows in head_tiles._tiles(weight, states, 4, None)] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
     ("tokens", "width"), [(1, 1), (16384, 768), (1 << 21, 1), (1, 1 << 21)], ids=str
@@ -722,6 +746,54 @@ def test_the_scores_and_the_rows_of_a_tile_stay_within_the_budget(tokens, width,
     is_all = len(rows) == len(weight)
     assert len(rows) * max(tokens, width) * size <= head_tiles.BYTES
     assert is_all or (len(rows) + 1) * max(tokens, width) * size > head_tiles.BYTES
+
+
+def test_a_half_precision_weight_is_cast_in_blocks():
+    """The gradient of the states is summed in fp32, without an fp32 copy of the weight."""
+    block, width = fast_head.BLOCK, 64
+    weight = torch.ones(3 * block, width, dtype=torch.bfloat16)
+    hidden = torch.ones(1, 1, width, dtype=torch.bfloat16)
+    upstream = torch.ones(1, len(weight))
+    place = torch.zeros(1, len(weight), dtype=torch.uint8)
+    with Operations() as seen:
+        found = fast_head._packed_gradients(
+            upstream, place, hidden, weight, None, [True, False, False]
+        )
+    assert seen.largest == block * width
+    assert (found[0] == len(weight)).all()
+    of_weight = fast_head._packed_gradients(
+        upstream, place, hidden, weight, None, [False, True, False]
+    )[1]
+    assert (of_weight == 1).all()
+
+
+def test_the_packed_head_keeps_active_entries_only():
+    tensors = with_gate(example(torch.float32))
+    attended = tensors.pop("attention_mask") != 0
+    given = (tensors[name] for name in ("hidden", "weight", "bias", "gate"))
+    logits, _ = fast_head.packed_logits(*given, attended, torch.float32, False, False, False, None)
+    out = splade_head(**tensors, attention_mask=attended)
+    assert torch.equal(logits > -torch.inf, out > 0)
+    assert 0 < (out > 0).sum() < out.numel()
+
+
+# Who passes no gradient on
+
+
+def test_a_head_without_a_gradient_gives_its_inputs_none(head):
+    class Silent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return None
+
+    tensors = example()
+    leaves = watch(tensors)
+    Silent.apply(head(**tensors)).sum().backward()
+    assert all(leaf.grad is None for leaf in leaves.values())
 
 
 # NaN in, NaN out

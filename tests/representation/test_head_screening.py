@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sparse_losses.fast import head as fast_head
 from sparse_losses.fast.head import _packed_logits, packed_head
+from sparse_losses.fast.sparse import csr
 from tests.representation import head_oracle as oracle
 
 
@@ -118,6 +120,83 @@ def test_screening_multiplies_in_bf16(screening):
     with Dtypes() as seen:
         run({"hidden": states, "weight": weight, "bias": torch.full((64,), -6.0)}, screening, None)
     assert ((torch.bfloat16, (64, 32)) in seen.seen) == screening
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "vocab", "is_fast", "pays"),
+    [
+        (torch.float32, "cpu", 64, True, True),
+        (torch.float32, "cpu", 63, True, False),  # a product of fewer than 2^24 multiplications
+        (torch.float64, "cpu", 64, True, False),
+        (torch.float32, "meta", 64, True, False),
+        (torch.float32, "cpu", 64, False, False),
+    ],
+)
+def test_only_large_fp32_products_of_a_cpu_with_fast_bf16_are_screened(
+    dtype, device, vocab, is_fast, pays, monkeypatch
+):
+    monkeypatch.setattr(fast_head, "multiplies_bf16", lambda: is_fast)
+    states = torch.empty(1 << 12, 1 << 6, dtype=dtype, device=device)
+    assert fast_head._screening_pays(states, vocab) == pays
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": -70.0}, {"gate": 1.0}], ids=str)
+@pytest.mark.parametrize(("dtype", "second"), [(torch.float32, 125.5), (torch.bfloat16, 126.0)])
+def test_only_tokens_that_may_be_the_largest_are_computed_again(
+    dtype, second, options, monkeypatch
+):
+    """One token of one text: the second score is 1.6% lower, or 1.2% if the weight is exact."""
+    computed = []
+
+    def counting_csr(row, column, values, shape):
+        computed.append(values.numel())
+        return csr(row, column, values, shape)
+
+    monkeypatch.setattr(fast_head, "csr", counting_csr)
+    hidden = torch.tensor([[[127.5], [second], [-3.0]], [[-3.0], [-127.5], [-second]]])
+    tensors = {"hidden": hidden, "weight": torch.ones(30, 1, dtype=dtype)}
+    shapes = {"bias": (30,), "gate": (2, 30)}
+    tensors |= {name: torch.full(shapes[name], value) for name, value in options.items()}
+    out = agree(tensors)
+    assert (out > 0).any(1).tolist() == [True, False]
+    assert sum(computed) == 30
+
+
+def test_a_tile_with_too_many_candidates_is_not_screened():
+    """More than a fifth of its products: 7 of 20 columns are active, at all tokens."""
+    attended = torch.arange(8) < torch.tensor([[4], [8]])
+    packed = fast_head._pack(attended)
+    states = torch.ones(len(packed.token), 1)
+    for active, is_dense in ((7, True), (3, False)):
+        rows = torch.where(torch.arange(20) < active, 1.0, -1.0)[:, None]
+        for force in (False, True):
+            screen = fast_head._Screen(states, packed, rows.dtype, force=force)
+            found = screen.candidates(rows, None, None)
+            assert (found is None) == (is_dense and not force)
+
+
+@pytest.mark.parametrize("exponent", [-149, -100, -70, -63, -10, 0, 10, 60])
+def test_the_norm_of_a_row_is_not_underestimated_where_squares_underflow(exponent):
+    x = torch.full((2, 5), 2.0**exponent)
+    bound = fast_head._norm_bound(x).double()
+    assert (bound >= x.double().norm(dim=1) * (1 - 1e-6)).all()
+    if exponent >= -10:
+        torch.testing.assert_close(bound, x.double().norm(dim=1), rtol=1e-6, atol=0)
+
+
+def test_the_bound_covers_a_sum_that_loses_all_small_terms():
+    """In fp32, 2^24 + 1/2 is 2^24: summed in order, 766 halves vanish between two large terms."""
+    hidden, weight = torch.ones(1, 768), torch.full((1, 768), 0.5)
+    hidden[0, [0, -1]] = weight[0, 0] = 4096.0
+    weight[0, -1] = -4096.0
+    assert torch.equal(hidden.bfloat16().float(), hidden)
+    products = (hidden * weight)[0]
+    lost = (products.double().sum() - np.cumsum(products.numpy())[-1]).item()
+    assert lost == 383.0
+    packed = fast_head._pack(torch.ones(1, 1, dtype=torch.bool))
+    states = hidden.index_select(0, packed.token)
+    screen = fast_head._Screen(states, packed, torch.bfloat16, force=True)
+    assert screen.slack.item() * weight.norm().item() >= lost
 
 
 # Generic data
@@ -286,16 +365,20 @@ def test_the_arg_max_when_every_rounding_favours_the_wrong_token():
     agree({"hidden": hidden, "weight": weight.repeat(30, 1)})
 
 
-def test_the_arg_max_when_only_the_rounding_of_the_result_is_large():
-    """257.0039 becomes 258 and 257.0077 becomes 256."""
-    hidden = torch.tensor([[[256.0, UP], [255.0, 2 * (1 + 2.0**-8 - 2.0**-12)], [0.0, 0.0]]])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_arg_max_when_only_the_rounding_of_the_result_is_large(sign):
+    """257.0039 becomes 258 and 257.0077 becomes 256, and so do the negative scores."""
+    near = [[256.0, UP], [255.0, 2 * (1 + 2.0**-8 - 2.0**-12)]]
+    hidden = torch.cat([sign * torch.tensor([near]), torch.tensor([[[-400.0, 0.0]]])], dim=1)
     weight = torch.ones(30, 2, dtype=torch.bfloat16)
     low = hidden[0].bfloat16().double().sum(-1).bfloat16()
-    assert low.tolist() == [258.0, 256.0, 0.0]
-    assert hidden[0, 1].sum() > hidden[0, 0].sum()
-    found = run({"hidden": hidden, "weight": weight}, True)
-    assert found["hidden"].any(-1).tolist() == [[False, True, False]]
-    agree({"hidden": hidden, "weight": weight})
+    assert low.tolist() == [sign * 258.0, sign * 256.0, -400.0]
+    exact = hidden[0].double().sum(-1)
+    assert (exact[1] > exact[0]) == (sign > 0)
+    tensors = {"hidden": hidden, "weight": weight, "bias": torch.full((30,), 300.0)}
+    found = run(tensors, True)
+    assert found["hidden"].any(-1).tolist() == [[sign < 0, sign > 0, False]]
+    agree(tensors)
 
 
 def digits(rng: np.random.Generator, width: int, decoys: int) -> tuple:

@@ -1,5 +1,7 @@
 """The head on the simulated accelerator: no wait, few launches, halves multiplied as halves."""
 
+import math
+
 import pytest
 import torch
 
@@ -208,6 +210,22 @@ def test_one_tile_is_held_at_a_time():
     with shape_only():
         ours, _ = step(splade_head, large(64, 256, 30522))
     assert head_tiles.BYTES <= ours.peak_bytes < 2 * head_tiles.BYTES
+    of_the_mask = 1
+    tiles = math.ceil(4 * 64 * 256 * 30522 / head_tiles.BYTES)  # as few as hold the fp32 scores
+    assert ours.names["max"] == tiles + of_the_mask
+
+
+def test_the_gradient_of_frozen_states_takes_no_memory():
+    peaks = []
+    for learned in (["hidden", "weight"], ["weight"]):
+        with shape_only():
+            tensors = large(64, 256, 30522)
+            watch(tensors, *learned)
+            with counting() as counts:
+                splade_head(**tensors).sum().backward()
+        peaks.append(counts.peak_bytes)
+    of_a_number = 4 + 4 + 2  # a tile's product and the sum in fp32, and the result in bf16
+    assert peaks[0] - peaks[1] >= 64 * 256 * 768 * of_a_number
 
 
 # The encoder

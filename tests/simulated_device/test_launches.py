@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.losses import NAMES, cases
+from benchmarks.losses import NAMES, benchmark, cases
 from benchmarks.report.reckoned import table
 from benchmarks.run import reckoned
 from benchmarks.schema import Case
@@ -37,6 +37,15 @@ def test_ours_launches_no_more_than_the_plain_formula_and_never_waits(loss: str)
         ours, plain = found["ours"], found["eager"]
         assert (ours.status, ours.waits) == ("ok", 0), case.name
         assert 0 < ours.launches <= allowed(case, plain.launches), case.name
+
+
+def test_self_reconstruction_processes_all_rows_at_once():
+    """Blocks of rows fit the caches of a CPU; on an accelerator they would only add launches."""
+    sizes = [{"B": rows, "S": 128, "V": 250_002} for rows in (1, 512)]
+    each = [Case(benchmark("self_reconstruction"), size) for size in sizes]
+    one, many = (reckoned.count(case, ("ours",))["ours"] for case in each)
+    assert one.status == many.status == "ok"
+    assert one.launches == many.launches
 
 
 def test_counting_by_shapes_is_counting_what_is_computed():

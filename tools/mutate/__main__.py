@@ -1,13 +1,15 @@
 """Mutation tests of the package: `python -m tools.mutate [--only PATTERN] [--seed SEED]`.
 
-Each file of targets.toml is changed at one place at a time, and the tests that reach the place run
-until one fails. It is done in a copy of the repository, one process for all mutants of a file: what
-a mutant needs is imported once, and a fork of that process gets the changed function. Only what is
-read while modules are imported (decorators, constants) is imported anew.
+Every file that targets.toml names is changed at one place at a time. Each change is a mutant. The
+tests that reach the changed place run until one of them fails; then the mutant is killed.
 
-What was found is kept in .cache/mutate, by the hash of the file and its tests; a run that was
-stopped goes on where it was. docs/results/mutation.csv has a line a file, and survivors.toml says
-of every survivor that is known why no test can fail.
+All this happens in a copy of the repository. One process imports the package and the tests once.
+For every mutant it forks, and the fork replaces the changed function. Code that runs during the
+import (decorators, constants) cannot be replaced afterwards, so its mutants get a new process.
+
+The results are cached in .cache/mutate. The cache key is a hash of the file and its tests, so an
+interrupted run resumes where it stopped. docs/results/mutation.csv has one row per file.
+survivors.toml explains why no test can fail for a mutant.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import filecmp
 import functools
 import gc
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -45,16 +48,16 @@ FIELDS = ["file", "mutants", "killed", "timed_out", "survived", "equivalent", "s
 FIELDS += ["seed", "hash", "python", "torch", "mutmut"]
 REASONS = tomllib.loads((HERE / "survivors.toml").read_text(encoding="utf-8"))
 KILLED, SURVIVED, TIMED_OUT, IMPORTED = "killed", "survived", "timed out", "to be imported"
-OTHERWISE = 42  # what a child leaves with that cannot swap the code
+OTHERWISE = 42  # exit status of a child that cannot swap the code
 WANTED = 0.95
-Selection = dict[str, str]  # a file or folder of tests, and what their names must match
+Selection = dict[str, str]  # file or folder of tests -> pattern for the names of the tests
 OPTIONS = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist"]
-OPTIONS += ["-W", "ignore:Module already imported"]  # Hypothesis, before pytest
-LIMIT = 900  # wall-clock seconds of a mutant, on a machine that others use
+OPTIONS += ["-W", "ignore:Module already imported"]  # Hypothesis is imported before pytest
+LIMIT = 900  # wall-clock seconds per mutant; large, as the machine may be busy
 
 
 def main() -> int:
-    """Runs the sessions of the chosen files and reports on all files of the table."""
+    """Run all sessions of the chosen files and report their scores."""
     arguments = _arguments()
     targets = tomllib.loads((HERE / "targets.toml").read_text(encoding="utf-8"))
     chosen = {n: t for n, t in targets.items() if any(part in n for part in arguments.only)}
@@ -70,15 +73,17 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", default=[""], help="parts of files' names")
-    parser.add_argument("--seed", default="0", help="of the samples of long files")
+    parser.add_argument(
+        "--only", nargs="*", default=[""], help="parts of file paths; run only files that match"
+    )
+    parser.add_argument("--seed", default="0", help="seed of the sample of a long file's mutants")
     parser.add_argument(
         "--survivors",
         action="store_true",
-        help="trust kills by older tests and reasons, try other survivors again",
+        help="trust cached kills by older tests, and survivors.toml; run all other mutants",
     )
-    parser.add_argument("--fast", action="store_true", help="no tests that compile or are slow")
-    parser.add_argument("--first", action="store_true", help="no second session, such as of ranks")
+    parser.add_argument("--fast", action="store_true", help="skip tests that compile or are slow")
+    parser.add_argument("--first", action="store_true", help="run only the first session per file")
     return parser.parse_args()
 
 
@@ -98,28 +103,31 @@ def _copy_tree() -> None:
     os.chdir(TREE)
     others = {str(ROOT), *(p for p in sys.path if (Path(p or ".") / "sparse_losses").is_dir())}
     sys.path[:] = [str(TREE), *(p for p in sys.path if p and p not in others)]
+    importlib.invalidate_caches()  # Python remembers that a folder of PYTHONPATH did not exist
 
 
 class _File:
-    """One file of the package: its mutants, its tests, and what was found of them."""
+    """One file of the package with its mutants, its tests and the results so far."""
 
     def __init__(self, name: str, sessions: list[Selection], arguments: argparse.Namespace) -> None:
         self.name, self.arguments = name, arguments
         self.sessions = sessions[:1] if arguments.first else sessions
         self.path = TREE / name
         self.source = self.path.read_text(encoding="utf-8")
-        self.mutants = sampled(mutants_of(self.source), self.source, f"{arguments.seed}:{name}")
+        mutants = mutants_of(self.source)
+        self.mutants = sampled(mutants, self.source, f"{arguments.seed}:{name}")
         self.hashes = [_hash(name, session) for session in sessions]
         self.cache = _cache(name)
         self.found = _cached(name, self.hashes, arguments.survivors)
         self.reasons = REASONS.get(name, {})
+        self.outdated = self.reasons.keys() - {mutant.key for mutant in mutants}
         self.session, self.tests, self.measured = 0, Selection(), CACHE
         self.seconds: dict[str, float] = {}
         self.lines: dict[str, set[int]] = {}
-        self.kills: Counter[str] = Counter()  # by test
+        self.kills: Counter[str] = Counter()  # kills per test
 
     def run(self) -> None:
-        """Each session takes on what survived the one before."""
+        """Run the sessions; each one tries the mutants that survived the session before it."""
         for session, tests in enumerate(self.sessions):
             self.session = session
             self.tests = {path: names for path, names in tests.items() if path != "lines"}
@@ -131,7 +139,7 @@ class _File:
                 self._run_session(todo)
 
     def _is_open(self, mutant: Mutant, session: int) -> bool:
-        """Whether this session has something to say of a mutant that it has not said."""
+        """Return whether this session has to try the mutant."""
         if not re.search(self.sessions[session].get("lines", ""), mutant.before):
             return False
         outcome, last = self.found.get(mutant.key, (IMPORTED, session))
@@ -152,23 +160,23 @@ class _File:
             self.found = _cached(self.name, self.hashes, self.arguments.survivors)
 
     def _pytest(self, run: Callable[[Tests], None], limit: int, trace: bool = False) -> int | None:
-        """A process of its own, which imports the package and leaves the collected tests to run."""
+        """Import the package and collect the tests in a new process, and pass them to ``run``."""
         tests = Tests(self.path, self.tests, run)
 
         def start() -> int:
             sys.settrace(tests.trace if trace else None)
-            sys.dont_write_bytecode = not trace  # a mutant must leave none
+            sys.dont_write_bytecode = not trace  # the bytecode of a mutant must not stay
             return int(pytest.main([*OPTIONS, *self.tests], plugins=[tests]))
 
         return in_child(start, limit)
 
     def _swap_all(self, todo: list[Mutant], tests: Tests) -> None:
-        """Where all is imported: measures the tests, then tries the mutants, each in a fork."""
+        """Measure the imported tests, then try each mutant in a fork."""
         sys.settrace(None)
         sys.dont_write_bytecode = True
         at_import = set(tests.lines)
         tests.functions = functions_of(self.path)
-        gc.freeze()  # else every fork copies what it collects
+        gc.freeze()  # otherwise the first collection in a fork copies all memory pages
         if not self.measured.exists():
             work = functools.partial(tests.measure, self.measured, self.arguments.fast)
             in_child(work, 24 * 3600)
@@ -176,7 +184,7 @@ class _File:
         for mutant in todo:
             if self.found.get(mutant.key) == (IMPORTED, self.session):
                 continue
-            self.path.write_text(mutant.source, encoding="utf-8")  # for ranks of their own
+            self.path.write_text(mutant.source, encoding="utf-8")  # for tests that start processes
             if at_import & body_of(tests.functions, mutant.function):
                 code: int | None = OTHERWISE  # what it made, such as a closure, is there already
             else:
@@ -193,7 +201,7 @@ class _File:
         self._run(mutant, tests)
 
     def _run(self, mutant: Mutant, tests: Tests) -> None:
-        """Those that reach the mutant; first those that killed many for the time they take."""
+        """Run the tests that reach the mutant; those with most kills per second run first."""
         place = set(range(mutant.first, mutant.last + 1)) if mutant.function else None
         chosen = []
         for item in tests.items:
@@ -203,7 +211,7 @@ class _File:
             elsewhere = SLOW.search(item.name) or "tests/distributed" in item.nodeid
             if place is None or elsewhere or place & self.lines[item.nodeid]:
                 chosen.append((seconds, item))
-        if not chosen and place is not None:  # a process that a test starts may reach it
+        if not chosen and place is not None:  # a process that a test starts may still reach it
             chosen = [(self.seconds[i.nodeid], i) for i in tests.items if i.nodeid in self.seconds]
         chosen.sort(key=lambda pair: pair[0] / (0.05 + self.kills[pair[1].nodeid]))
         tests.run_items([item for _, item in chosen], self.seconds)
@@ -218,9 +226,9 @@ class _File:
             print(json.dumps(line, ensure_ascii=False), file=file)
 
     def report(self, order: list[str]) -> bool:
-        """Writes its row of the table; whether too few are killed or one lives without a reason."""
+        """Write the row of this file; return whether it needs better tests or explanations."""
         outcomes = [self.found[mutant.key][0] for mutant in self.mutants]
-        done = KILLED, TIMED_OUT  # and not what waits for its turn in a later session
+        done = KILLED, TIMED_OUT  # all others may still be tried in a later session
         alive = [m for m, o in zip(self.mutants, outcomes, strict=True) if o not in done]
         unexplained = [m for m in alive if m.key not in self.reasons]
         equivalent = len(alive) - len(unexplained)
@@ -242,7 +250,9 @@ class _File:
         for mutant in unexplained:
             print(f"no test fails: {self.name}:{mutant.first} {mutant.function} [{mutant.key}]")
             print(f"    {mutant.before}\n    {mutant.after}", flush=True)
-        return bool(unexplained) or score < WANTED
+        for key in self.outdated:
+            print(f"survivors.toml explains a mutant that no longer exists: {self.name} [{key}]")
+        return bool(unexplained or self.outdated) or score < WANTED
 
 
 def _measured(path: Path) -> tuple[dict[str, float], dict[str, set[int]]]:
@@ -253,7 +263,7 @@ def _measured(path: Path) -> tuple[dict[str, float], dict[str, set[int]]]:
 
 
 def _hash(name: str, session: Selection) -> str:
-    """Of the file and of all that its tests are made of."""
+    """Hash the file, its tests and the helpers of the tests."""
     text = [name, json.dumps(session), (TREE / name).read_text(encoding="utf-8")]
     helpers = [f"tests/{stem}.py" for stem in ("cases", "oracles", "strategies", "conftest")]
     for path in (TREE / each for each in [*session, *helpers] if each != "lines"):
@@ -267,7 +277,7 @@ def _cache(name: str) -> Path:
 
 
 def _cached(name: str, hashes: list[str], trust: bool) -> dict[str, tuple[str, int]]:
-    """The latest outcome of each mutant with these tests, and the session that it is of."""
+    """Return the latest cached outcome of each mutant, and the session it comes from."""
     found: dict[str, tuple[str, int]] = {}
     if _cache(name).exists():
         for line in map(json.loads, _cache(name).read_text(encoding="utf-8").splitlines()):

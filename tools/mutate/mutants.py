@@ -1,8 +1,8 @@
-"""The mutants of a file: those of mutmut's operators that are not plain, and five of ours.
+"""The mutants of a file, by the operators of mutmut and five of our own.
 
-A mutant is worth its time where a careless test passes it. Left out are changed wording and types,
-what fails at its first call (``None`` for an argument or for what is assigned), and the dimension 1
-for -1, which is 2 in another mutant.
+A mutant is useful if a careless test would miss it. Some kinds are therefore left out: changes of
+messages and types, changes that fail at the first call (such as ``None`` in place of an argument),
+and the dimension 1 in place of -1, which is the same dimension of a matrix.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation import mutators
 
-SMALL = 150  # lines; of a longer file a sample is taken
+SMALL = 150  # lines; a longer file gets a random sample of its mutants
 SAMPLE = 100
 WITHOUT = {
     mutators.operator_string,
@@ -28,7 +28,8 @@ OPERATORS = [
     (kind, change) for kind, change in mutators.mutation_operators if change not in WITHOUT
 ]
 Span = tuple[tuple[int, int], tuple[int, int]]
-UNSEEN = {"strict", "device"}  # asserts; is of accelerators, where `make test-sim` looks
+# `strict` only asserts, and `device` matters only on accelerators, which `make test-sim` covers.
+UNSEEN = {"strict", "device"}
 UNTESTED_CALLS = {"TypeVar", "ParamSpec", "cast", "warn"}
 MODULES = {"cst", "dist", "functools", "inspect", "itertools", "math", "nn", "nnf", "np", "os"}
 MODULES |= {"torch", "warnings"}
@@ -40,21 +41,21 @@ class Mutant:
 
     first: int  # line
     last: int
-    function: str  # the outermost one around it, with its class; empty where there is none
+    function: str  # qualified name of the outermost function around it; empty at module level
     before: str
     after: str
     source: str
-    nth: int = 0  # of those that read the same
+    nth: int = 0  # number among mutants with the same text
 
     @property
     def key(self) -> str:
-        """A name that stays where only other lines change."""
+        """A name that stays the same if only other lines change."""
         where = "\0".join((self.function, self.before, self.after)) + "\0" * self.nth
         return hashlib.sha256(where.encode()).hexdigest()[:12]
 
 
 def mutants_of(source: str) -> list[Mutant]:
-    """All mutants of a file, in its order, each once."""
+    """Return all mutants of a file, in order and without duplicates."""
     wrapper = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
     visitor = _Visitor()
     wrapper.visit(visitor)
@@ -76,7 +77,7 @@ def mutants_of(source: str) -> list[Mutant]:
 
 
 def sampled(mutants: list[Mutant], source: str, seed: str) -> list[Mutant]:
-    """All of a small file's mutants; of a longer file's a sample; in order, if they compile."""
+    """Return the mutants that compile: all in a small file, a random sample in a longer one."""
     order = list(range(len(mutants)))
     size = len(mutants)
     if source.count("\n") >= SMALL:
@@ -94,9 +95,9 @@ class _Visitor(cst.CSTVisitor):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[Span, str, cst.CSTNode]] = []  # place, function, what replaces it
+        self.found: list[tuple[Span, str, cst.CSTNode]] = []  # place, function, replacement
         self.scope: list[str] = []  # classes and functions
-        self.functions: list[str] = []  # qualified names of those whose bodies we are in
+        self.functions: list[str] = []  # qualified names of the enclosing functions
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         if _is_wording(node):
@@ -123,7 +124,7 @@ class _Visitor(cst.CSTVisitor):
 
 
 def _is_wording(node: cst.CSTNode) -> bool:
-    """Whether a node and all in it are types, texts, or an assertion that never fails."""
+    """Return whether a node contains only types, messages or calls that no test checks."""
     match node:
         case cst.Annotation() | cst.Raise() | cst.FormattedString() | cst.BaseString():
             return True
@@ -143,7 +144,7 @@ def _is_wording(node: cst.CSTNode) -> bool:
 
 
 def _changes(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
-    """What to replace, the node or a part of it, and by what."""
+    """Yield pairs of the node to replace (this one or a part of it) and its replacement."""
     for kind, change in OPERATORS:
         if isinstance(node, kind) and not _is_dimension(node):
             for new in change(node):
@@ -164,7 +165,7 @@ def _changes(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
 
 
 def _is_dimension(node: cst.CSTNode) -> bool:
-    """Whether it is ``-1``, to which ``+1`` would be the same dimension of a matrix."""
+    """Return whether it is ``-1``: as a dimension of a matrix, ``+1`` would be the same."""
     match node:
         case cst.UnaryOperation(operator=cst.Minus(), expression=cst.Integer()):
             return True

@@ -1,4 +1,4 @@
-"""The tests of one file as a pytest session that forks for every mutant, once all is imported."""
+"""A pytest session that imports everything once and then forks for every mutant."""
 
 import contextlib
 import gc
@@ -21,38 +21,38 @@ import pytest
 
 from tools.mutate.mutants import Mutant
 
-# Tests that trace the package into a graph run none of its lines, and take seconds.
+# Tests that compile a graph take seconds, and the trace does not see which lines they run.
 SLOW = re.compile("compil|one_graph|inductor")
 SLOW_SECONDS = 2.0
-BROKEN = 99  # what a child leaves with whose own code has failed
+BROKEN = 99  # exit status of a child after an error of this tool
 
 
 def is_slow(item: pytest.Item, seconds: float) -> bool:
-    """Whether only what survived the others is worth this test."""
+    """Return whether ``--fast`` leaves this test out."""
     return seconds > SLOW_SECONDS or SLOW.search(item.name) is not None
 
 
 class Tests:
-    """A plugin: selects the tests, measures them, and leaves the rest to ``run``."""
+    """A plugin that selects and measures the tests and then calls ``run``."""
 
     def __init__(self, path: Path, wanted: dict[str, str], run: Callable[["Tests"], None]) -> None:
         self.path, self.wanted, self.run = path, wanted, run
         self.items: list[pytest.Item] = []
-        self.lines: set[int] = set()  # of the file, as they run
+        self.lines: set[int] = set()  # lines of the file that have run
         self.reports: list[pytest.TestReport] = []
         self.in_child = False
-        self.functions: list[FunctionType] = []  # of the file
-        self.failed = mmap.mmap(-1, 4)  # written by a child: the number of its failed test, from 1
+        self.functions: list[FunctionType] = []  # functions of the file
+        self.failed = mmap.mmap(-1, 4)  # a child writes the number of its failed test here, from 1
 
     def trace(self, frame: FrameType, event: str, arg: object) -> Any:
-        """For ``sys.settrace``: notes the file's lines, and looks into no other file."""
+        """Record the lines of the file that run; a function for ``sys.settrace``."""
         if frame.f_code.co_filename != str(self.path):
             return None
         self.lines.add(frame.f_lineno)
         return self.trace
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """The same examples at every run, and no search for a smaller one: a failure is enough."""
+        """Let Hypothesis draw the same examples in every run and never shrink a failure."""
         phases = hypothesis.Phase.explicit, hypothesis.Phase.generate
         hypothesis.settings.register_profile(
             "mutate",
@@ -66,7 +66,7 @@ class Tests:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keeps what the file's entry in targets.toml asks for."""
+        """Keep the tests that targets.toml selects."""
         items[:] = [item for item in items if self._is_wanted(item)]
         self.items = items
 
@@ -75,7 +75,7 @@ class Tests:
         return any(name.startswith(p) and re.search(r, item.name) for p, r in self.wanted.items())
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Instead of pytest's own, which says what cannot be imported."""
+        """Call ``run`` instead of the tests, unless a module cannot be imported."""
         if session.testsfailed:
             return None
         self.run(self)
@@ -83,7 +83,7 @@ class Tests:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-        """The first failure ends a child, before pytest shows it."""
+        """End a child at its first failure, before pytest formats it."""
         error = call.excinfo
         if not (self.in_child and error) or error.errisinstance(pytest.skip.Exception):
             return
@@ -96,13 +96,13 @@ class Tests:
         self.reports.append(report)
 
     def take_failed(self) -> str | None:
-        """The name of the test by which a child has ended, once."""
+        """Return the name of the test that failed in the last child, and forget it."""
         number = int.from_bytes(self.failed[:], "big")
         self.failed[:] = bytes(4)
         return self.items[number - 1].nodeid if number else None
 
     def run_items(self, items: Sequence[pytest.Item], seconds: dict[str, float]) -> NoReturn:
-        """In a child: one after another, until one fails or takes far longer than it should."""
+        """Run tests in a child until one fails or takes far longer than without the mutant."""
         self.in_child = True
         for item, after in itertools.pairwise([*items, None]):
             signal.setitimer(signal.ITIMER_PROF, 10 + 10 * seconds.get(item.nodeid, 1.0))
@@ -110,7 +110,7 @@ class Tests:
         _leave(0)
 
     def measure(self, into: Path, leave_out_slow: bool) -> NoReturn:
-        """In a child: what each test takes and which lines it reaches; a failure is said."""
+        """Write the time of each test, the lines that it reaches, and the tests that fail."""
         seconds, lines, failed = {}, {}, []
         items = [i for i in self.items if not (leave_out_slow and SLOW.search(i.name))]
         for item, after in itertools.pairwise([*items, None]):
@@ -129,7 +129,7 @@ class Tests:
 
 
 def in_child(work: Callable[[], object], limit: int) -> int | None:
-    """The exit code of a fork that does ``work``, 1 after a crash, ``None`` past a limit of time.
+    """Call ``work`` in a fork; return its exit status, 1 after a crash, ``None`` after a timeout.
 
     ``limit`` is in wall-clock seconds.
     """
@@ -161,7 +161,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def swap(path: Path, old: Sequence[FunctionType], mutant: Mutant) -> bool:
-    """Puts a mutant's code into the functions that are there; whether that could be done."""
+    """Put the code of a mutant into the existing functions; return whether this was possible."""
     code = compile(mutant.source, str(path), "exec")
     if not mutant.function:
         return _transplant(path, old, code)
@@ -170,13 +170,13 @@ def swap(path: Path, old: Sequence[FunctionType], mutant: Mutant) -> bool:
     try:
         for function in targets:
             function.__code__ = new[0]
-    except ValueError:  # another number of free variables
+    except ValueError:  # the number of free variables differs
         return False
     return len(new) == 1 and bool(targets)
 
 
 def _transplant(path: Path, old: Sequence[FunctionType], code: CodeType) -> bool:
-    """Runs the module again, elsewhere, and takes over its defaults and plain constants."""
+    """Run the changed module in a new namespace and copy its defaults and plain constants."""
     module = next(m for m in sys.modules.values() if getattr(m, "__file__", None) == str(path))
     namespace = dict(vars(module))
     try:
@@ -197,7 +197,7 @@ def _transplant(path: Path, old: Sequence[FunctionType], code: CodeType) -> bool
 
 
 def _functions(code: CodeType) -> list[CodeType]:
-    """The code of functions and of classes' methods, not of what is in them."""
+    """Return the code of functions and methods, without nested functions."""
     found = []
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -207,7 +207,7 @@ def _functions(code: CodeType) -> list[CodeType]:
 
 
 def functions_of(path: Path) -> list[FunctionType]:
-    """All functions that were defined in a file."""
+    """Return all functions that were defined in a file."""
     return [
         thing
         for thing in gc.get_objects()
