@@ -69,6 +69,11 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "query_positive_activation": ("positive.input_ids", "positive.attention_mask"),
     "document_positive_activation": ("anchor.input_ids", "anchor.attention_mask"),
 }
+# Where what is missing can come from, for the message of an error.
+SOURCES = {
+    "teacher_scores": ": BM25Teacher computes them; or leave the term out",
+    "teacher_anchor_scores": ": see SpladeCollator(score_anchors=True); or leave the term out",
+}
 
 # The classes of the losses.
 LOSSES: dict[str, tuple[type[nn.Module], ...]] = {
@@ -537,7 +542,7 @@ class SpladeObjective(nn.Module):
                 if value is None:
                     raise ValueError(
                         f"the term {term!r} (weight {self.weights[term]}) needs `batch.{path}`, "
-                        "got None"
+                        f"got None{SOURCES.get(path, '')}"
                     )
             if term.endswith("language_penalty") and self.language_penalty is None:
                 raise ValueError(

@@ -1,4 +1,5 @@
 import math
+import re
 
 import pytest
 import torch
@@ -297,6 +298,15 @@ def test_a_missing_input_names_the_term(term, change, missing):
     message = rf"term '{term}' \(weight 2.5\) needs `batch.{missing}`, got None"
     with pytest.raises(ValueError, match=message):
         objective(_batch("one")._replace(**change))
+
+
+def test_missing_teacher_scores_name_their_sources():
+    for term, field, source in (
+        ("distillation", "teacher_scores", "BM25Teacher"),
+        ("context_distillation", "teacher_anchor_scores", "SpladeCollator(score_anchors=True)"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(source)):
+            SpladeObjective({term: 1.0})(_batch("one")._replace(**{field: None}))
 
 
 @pytest.mark.parametrize(
