@@ -14,8 +14,10 @@ CORPORA = {"docstrings": ("o", "C0"), "debian": ("s", "C1")}
 
 def draw(figure: Figure) -> None:
     """Draw the reached sparsity by the target, and recall of trained and calibrated models."""
-    trained = read_rows(RESULTS / "targets-250.csv")
-    calibrated = read_rows(RESULTS / "targets-250-calibrated.csv")
+    trained, calibrated = (
+        [row for row in read_rows(RESULTS / name) if row["steps"] == 250]
+        for name in ("targets.csv", "targets-calibrated.csv")
+    )
     left, right = figure.subplots(1, 2)
     left.fill_between([25, 160], [22.5, 144], [27.5, 176], color="C2", alpha=0.2, linewidth=0)
     for corpus, (marker, colour) in CORPORA.items():

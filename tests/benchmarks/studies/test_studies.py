@@ -144,15 +144,18 @@ def test_a_calibrated_model_is_one_with_another_bias():
     texts = pair_texts(corpus.test, 0)
     given = [targets.lifted_logits(run, side) for side in texts]
     for threshold in (0.7, -0.3):
-        found = targets.figures(threshold, [given])
+        both = [targets.figures(threshold, [given], name) for name in ("cosine", "dot")]
         with torch.no_grad():
             run.model.bias.sub_(threshold)
         queries, documents = (run.encode(side) for side in texts)
         with torch.no_grad():
             run.model.bias.add_(threshold)
-        assert found["active"] == (documents > 0).sum(1).double().mean().item()
-        assert found["active_query"] == (queries > 0).sum(1).double().mean().item()
-        assert found["mrr_10"] == pytest.approx(ranking(cosine(queries, documents)).mrr_10)
+        for found, scores in zip(
+            both, (cosine(queries, documents), queries @ documents.T), strict=True
+        ):
+            assert found["active"] == (documents > 0).sum(1).double().mean().item()
+            assert found["active_query"] == (queries > 0).sum(1).double().mean().item()
+            assert found["mrr_10"] == pytest.approx(ranking(scores).mrr_10)
 
 
 def test_a_target_keeps_what_was_said_on_the_way(small, monkeypatch):
