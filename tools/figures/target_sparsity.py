@@ -10,6 +10,7 @@ from benchmarks.studies.targets import read_rows
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 TICKS = [32, 64, 128]
 CORPORA = {"docstrings": ("o", "C0"), "debian": ("s", "C1")}
+BESIDE = 1.09  # ratio of neighbouring places on the left axis, so that no mark hides another
 
 
 def draw(figure: Figure) -> None:
@@ -19,12 +20,18 @@ def draw(figure: Figure) -> None:
         for name in ("targets.csv", "targets-calibrated.csv")
     )
     left, right = figure.subplots(1, 2)
-    left.fill_between([25, 160], [22.5, 144], [27.5, 176], color="C2", alpha=0.2, linewidth=0)
+    for target in TICKS:
+        width = [target / BESIDE**2, target * BESIDE**2]
+        left.fill_between(width, 0.9 * target, 1.1 * target, color="C2", alpha=0.2, linewidth=0)
+    places = (BESIDE**place for place in (-1.5, -0.5, 0.5, 1.5))
     for corpus, (marker, colour) in CORPORA.items():
         mark = {"marker": marker, "color": colour, "linestyle": "", "markersize": 6}
         own = [row for row in trained if row["corpus"] == corpus and row["target"] in TICKS]
         for start, fill in (("dense", "full"), ("sparse", "none")):
-            points = [(row["target"], row["active"]) for row in own if row["start"] == start]
+            place = next(places)
+            points = [
+                (place * row["target"], row["active"]) for row in own if row["start"] == start
+            ]
             label = f"{corpus}, {start} start"
             left.plot(*zip(*points, strict=True), fillstyle=fill, label=label, **mark)
         thinned = [
