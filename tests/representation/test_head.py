@@ -287,6 +287,16 @@ def test_padding_and_the_order_of_positions_change_nothing(head):
     assert torch.equal(padded, clean)
 
 
+def test_a_large_batch_of_long_texts(head):
+    """Of which the packed head rounds up the lengths to multiples of 8, not 4."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(20, 130, 4, generator=generator, dtype=torch.float64)
+    weight = torch.randn(10, 4, generator=generator, dtype=torch.float64)
+    mask = torch.arange(130) < torch.randint(1, 131, (20, 1), generator=generator)
+    expected = EXACT(hidden, weight, None, mask)[0]
+    torch.testing.assert_close(head(hidden, weight, None, mask), expected, rtol=1e-12, atol=0)
+
+
 # Who wants a gradient
 
 
