@@ -777,6 +777,17 @@ def test_a_half_precision_weight_is_cast_in_blocks():
     assert (of_weight == 1).all()
 
 
+@pytest.mark.parametrize("needed", ["hidden", "weight", "bias"])
+def test_the_packed_head_computes_no_gradient_that_is_not_needed(needed):
+    tensors = generic(8)
+    inputs = {name: tensors[name] for name in ("hidden", "weight", "bias")}
+    needs = [name == needed for name in inputs]
+    upstream, place = torch.ones(2, 9).double(), torch.zeros(2, 9, dtype=torch.uint8)
+    found = fast_head.packed_gradients(upstream, place, *inputs.values(), needs)
+    for gradient, (name, x) in zip(found, inputs.items(), strict=True):
+        assert gradient.numel() == (x.numel() if name == needed else 0)
+
+
 def test_the_packed_head_keeps_active_entries_only():
     tensors = with_gate(example(torch.float32))
     attended = tensors.pop("attention_mask") != 0
