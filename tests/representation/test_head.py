@@ -287,6 +287,16 @@ def test_padding_and_the_order_of_positions_change_nothing(head):
     assert torch.equal(padded, clean)
 
 
+def test_a_large_batch_of_long_texts(head):
+    """Of which the packed head rounds up the lengths to multiples of 8, not 4."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(20, 130, 4, generator=generator, dtype=torch.float64)
+    weight = torch.randn(10, 4, generator=generator, dtype=torch.float64)
+    mask = torch.arange(130) < torch.randint(1, 131, (20, 1), generator=generator)
+    expected = EXACT(hidden, weight, None, mask)[0]
+    torch.testing.assert_close(head(hidden, weight, None, mask), expected, rtol=1e-12, atol=0)
+
+
 # Who wants a gradient
 
 
@@ -765,6 +775,17 @@ def test_a_half_precision_weight_is_cast_in_blocks():
         upstream, place, hidden, weight, None, [False, True, False]
     )[1]
     assert (of_weight == 1).all()
+
+
+@pytest.mark.parametrize("needed", ["hidden", "weight", "bias"])
+def test_the_packed_head_computes_no_gradient_that_is_not_needed(needed):
+    tensors = generic(8)
+    inputs = {name: tensors[name] for name in ("hidden", "weight", "bias")}
+    needs = [name == needed for name in inputs]
+    upstream, place = torch.ones(2, 9).double(), torch.zeros(2, 9, dtype=torch.uint8)
+    found = fast_head.packed_gradients(upstream, place, *inputs.values(), needs)
+    for gradient, (name, x) in zip(found, inputs.items(), strict=True):
+        assert gradient.numel() == (x.numel() if name == needed else 0)
 
 
 def test_the_packed_head_keeps_active_entries_only():

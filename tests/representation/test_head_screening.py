@@ -157,9 +157,11 @@ def test_only_tokens_that_may_be_the_largest_are_computed_again(
     tensors = {"hidden": hidden, "weight": torch.ones(30, 1, dtype=dtype)}
     shapes = {"bias": (30,), "gate": (2, 30)}
     tensors |= {name: torch.full(shapes[name], value) for name, value in options.items()}
+    if "gate" in tensors:
+        tensors["gate"][:, ::2] = 0.0
     out = agree(tensors)
     assert (out > 0).any(1).tolist() == [True, False]
-    assert sum(computed) == 30
+    assert sum(computed) == (15 if "gate" in tensors else 30)
 
 
 def test_a_tile_with_too_many_candidates_is_not_screened():
@@ -498,6 +500,12 @@ def test_nan_and_what_is_as_large_as_infinity(name, index, value):
     kept[of_index] = False
     assert torch.equal(screened[kept] > 0, clean[kept] > 0)
     torch.testing.assert_close(screened[kept], clean[kept])
+
+
+def test_a_score_that_bf16_rounds_to_minus_infinity_is_active_with_a_large_bias():
+    hidden, bias = torch.full((1, 1, 1), -3.4e38), torch.full((20,), 3.4028e38)
+    assert hidden.bfloat16().isinf()
+    assert (agree({"hidden": hidden, "weight": torch.ones(20, 1), "bias": bias}) > 80).all()
 
 
 def test_numbers_that_bf16_rounds_to_infinity():

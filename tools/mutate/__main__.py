@@ -283,7 +283,9 @@ def _cached(name: str, hashes: list[str], trust: bool) -> dict[str, tuple[str, i
         for line in map(json.loads, _cache(name).read_text(encoding="utf-8").splitlines()):
             is_explained = line["outcome"] == SURVIVED and line["key"] in REASONS.get(name, {})
             is_settled = line["outcome"] in (KILLED, TIMED_OUT) or is_explained
-            if line["hash"] in hashes or (trust and is_settled):
+            # A survivor of a later session counts only if it survives the current first one too.
+            follows = line["outcome"] != SURVIVED or not line["session"] or line["key"] in found
+            if (line["hash"] in hashes and follows) or (trust and is_settled):
                 found[line["key"]] = line["outcome"], line["session"]
     return found
 
