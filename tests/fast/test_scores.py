@@ -125,3 +125,6 @@ def test_info_nce_of_shared_scores_is_that_of_the_vectors(impl, ids, negative):
         )
         (gradient,) = torch.autograd.grad(of_constants, t)
         torch.testing.assert_close(gradient, found[1][3])
+        scores = candidate_scores(a, p, negative, cosine=True)
+        value = info_nce_of_shared_scores(scores, 0.3, by, positive_ids=ids, **options)
+        torch.testing.assert_close(torch.autograd.grad(value, (a, p)), tuple(found[1][1:3]))

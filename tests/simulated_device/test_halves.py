@@ -21,7 +21,7 @@ EPS = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 @pytest.fixture(autouse=True, params=HALVES, ids=str)
 def dtype(request):
     """The device is asked once a process whether it returns fp32: not in what is counted."""
-    device = torch.empty(0, device="sim").device  # with its index, as of any tensor there
+    device = torch.empty(0, device="sim").device  # with its index, as of every tensor
     assert products.returns_fp32(device, request.param)
     return request.param
 
@@ -107,7 +107,11 @@ def test_every_product_is_of_halves_but_the_gradient_in_fp16(dtype):
     anchor, positive, _ = (
         None if x is None else x.to("sim").requires_grad_() for x in inputs(dtype, "none")
     )
-    for loss in (info_nce_loss, n_pair_loss):
+
+    def of_shared_scores(anchor, positive):
+        return candidate_scores(anchor, positive, None, cosine=True).sum()
+
+    for loss in (info_nce_loss, n_pair_loss, of_shared_scores):
         with simulated_device.counting() as counts:
             loss(anchor, positive).backward()
         share = 1 if dtype == torch.bfloat16 else 1 / 3  # the scores; their gradient stays in fp32
@@ -116,7 +120,8 @@ def test_every_product_is_of_halves_but_the_gradient_in_fp16(dtype):
 
 def test_shared_scores_have_the_gradient_of_their_definition(dtype):
     for cosine, negatives in itertools.product([False, True], ["none", "shared", "each"]):
-        tensors = inputs(dtype, negatives)
+        query, key, negative = inputs(dtype, negatives)
+        tensors = query, key[:5], negative  # each query is scored with all keys
         found = {}
         for device, kind in (("cpu", torch.float64), ("sim", dtype)):
             leaves = [None if x is None else x.to(device, kind).requires_grad_() for x in tensors]
@@ -141,3 +146,14 @@ def test_second_derivatives_are_those_of_the_definition():
         (again,) = torch.autograd.grad(by_query.square().sum(), leaves[1])
         found.append(again.cpu().double())
     assert distance(found[1], found[0]) < 0.05
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+def test_a_nan_shows_in_shared_scores_and_their_gradient(dtype, cosine):
+    query, key, _ = inputs(dtype, "none")
+    key[1, 2] = torch.nan
+    query = query.to("sim").requires_grad_()
+    scores = candidate_scores(query, key.to("sim"), None, cosine=cosine)
+    (gradient,) = torch.autograd.grad(scores.sum(), query)
+    assert scores.detach().cpu().isnan().all(0).tolist() == [n == 1 for n in range(7)]
+    assert gradient.cpu().isnan().any(1).all()
