@@ -96,7 +96,7 @@ def self_reconstruction_loss(
     if balanced:
         num_targets = first_occurrences(ids, attended)[1].sum(-1).to(x.dtype)
         num_others = (num_kept - num_targets).clamp(min=1)
-        divisor, ratio = 2 * num_others, num_others / num_targets.clamp(min=1)
+        divisor, ratio = 2 * num_others, num_others / num_targets  # not read without targets
     num_rows = row_divisor(x, reduction, gather=gather)
     by_rows = balanced or num_rows is None  # row values or divisors per row
     options = {"by_rows": by_rows}

@@ -94,3 +94,9 @@ def test_ids_come_in_a_tensor_of_any_shape():
     assert check_ids("ids", torch.tensor([[1, 2], [3, 3]])).tolist() == [1, 2, 3, 3]
     assert check_ids("ids", torch.tensor([])) == ()
     assert id_mask("ids", torch.tensor(2), V, torch.device("cpu")).nonzero().tolist() == [[2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_ids_may_be_unsigned(dtype):
+    mask = id_mask("ids", torch.tensor([2, 4]).to(dtype), V, torch.device("cpu"))
+    assert mask.nonzero().tolist() == [[2], [4]]

@@ -827,6 +827,14 @@ def test_references_labels_and_similarities_come_together(missing, present):
         nws_loss(**{**problem(), missing: None})
 
 
+@pytest.mark.parametrize("name", ["key", "queue"])
+def test_keys_or_a_queue_alone_need_similarities(name):
+    inputs = {**problem(), name: None, f"{name}_labels": None}
+    assert nws_loss(**inputs).any()
+    with pytest.raises(ValueError, match="expected `label_similarity` with `key` or `queue`"):
+        nws_loss(**{**inputs, "label_similarity": None})
+
+
 def test_a_mask_needs_a_queue():
     inputs = problem()
     del inputs["queue"], inputs["queue_labels"]

@@ -197,6 +197,22 @@ def test_no_positions_at_all():
     torch.testing.assert_close(self_reconstruction_loss(x, empty, empty), expected)
 
 
+@pytest.mark.parametrize("balanced", [False, True])
+def test_blocks_take_one_column_and_refuse_none(balanced):
+    x, ids = torch.randn(2, 1, dtype=torch.float64), torch.zeros(2, 1, dtype=torch.long)
+    mask = torch.tensor([[1], [0]])
+    rows = self_reconstruction_loss(
+        x, ids, mask, balanced=balanced, impl="blocks", reduction="none"
+    )
+    cost = torch.nn.functional.softplus(torch.tensor([-1, 1]) * x[:, 0])
+    torch.testing.assert_close(rows, cost / 2 if balanced else cost)
+    for columns in (0, 3):
+        refused = torch.randn(2, columns), ids[:, :0], mask[:, :0]
+        message = f"V and S of at least 1, got {columns} and 0, with impl"
+        with pytest.raises(ValueError, match=message):
+            self_reconstruction_loss(*refused, balanced=balanced, impl="blocks")
+
+
 def test_every_token_attended_has_no_other_side():
     x = torch.randn(1, 4, dtype=torch.float64)
     ids = torch.arange(4)[None]
