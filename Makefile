@@ -67,7 +67,7 @@ test-lightning-ir: $(LIGHTNING_IR)/.ready  ## what needs lightning-ir, in an env
 	  tests/lightning_ir sparse_losses/integrations/lightning_ir.py docs/lightning_ir.md $(ARGS)
 
 # Without other people's trainers, and without the kernel, whose Triton wants a newer PyTorch.
-OF_THE_PACKAGE = tests/_core tests/distributed tests/losses tests/objective tests/representation \
+OF_THE_PACKAGE = tests/_core tests/distributed tests/fast tests/losses tests/objective tests/representation \
   tests/vocabulary tests/test_presets.py tests/test_queue.py
 test-oldest: $(OLDEST)/.ready  ## the package on the oldest PyTorch that it takes, in an environment of its own
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile \

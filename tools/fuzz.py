@@ -715,6 +715,8 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "sim", "cuda"], default="cpu")
     parser.add_argument("--failures", type=Path, default=FAILURES, help="where failures go")
     args = parser.parse_args()
+    if args.minutes is not None and not args.minutes > 0:
+        parser.error(f"argument --minutes: expected a number > 0, got {args.minutes:g}")
     if args.calls is None and args.minutes is None:
         args.calls = 20_000
     torch.set_num_threads(1)

@@ -53,7 +53,8 @@ def replaced_files(folder: str | os.PathLike[str], *, last: str, instead_of: str
     one by one, by one writer at a time (on Windows, writers are not kept apart). ``last`` is
     removed before the others and written after them. A reader that finds the same ``last`` before
     and after it read the others has no mixture. Old files that match ``instead_of`` are deleted;
-    all other files stay.
+    all other files stay. A file keeps its permissions; a link among them becomes a file, because
+    a cache of downloaded models links to files that others share.
     """
     target = Path(os.path.realpath(folder))
     target.mkdir(parents=True, exist_ok=True)
@@ -65,6 +66,10 @@ def replaced_files(folder: str | os.PathLike[str], *, last: str, instead_of: str
         for path in written:
             with open(path, "rb+") as file:
                 os.fsync(file)
+        for path in written:
+            place = target / path.relative_to(unfinished)
+            if place.is_file() and not place.is_symlink():
+                shutil.copymode(place, path)
         with _only_writer(target):
             (target / last).unlink(missing_ok=True)
             for stale in target.glob(instead_of):

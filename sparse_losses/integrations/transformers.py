@@ -121,6 +121,9 @@ class SpladeCollator:
         """Return the fields of ``SpladeBatch``, texts as ``input_ids`` and ``attention_mask``."""
         if len(rows) == 0:
             raise ValueError("expected at least one row, got none")
+        for row in rows:
+            if not isinstance(row, Mapping):
+                raise TypeError(f"expected rows as dicts of columns, got {row!r}")
         known = (*TEXTS, *NUMBERS)
         names = [name for name in known if name in rows[0]]
         for row in rows:

@@ -34,6 +34,11 @@ CRASH, AHEAD = 1.5, 8
 STILL, PATIENCE = 0.02, 0.25  # a relative change that is none; the share of the pace until then
 FAR = 0.6  # log(active / target) above which a fall is no reason to lower the weight
 ROOM = 0.1  # the relative distance from the target that counts as on target
+LARGEST_LOG = 3000.0  # beyond any logarithm of a ratio of two numbers of Python
+STATUSES = (
+    *("waiting", "sparsifying", "relaxing", "on target"),
+    *("backing off", "unreachable", "collapsed"),
+)
 SHRUNK = 0.1  # the share of the first mean activation below which activations have shrunk
 
 
@@ -132,6 +137,10 @@ class SparsityController:
         every: int = 5,
         dead_share: float = 0.01,
     ) -> None:
+        if not isinstance(objective, SpladeObjective):
+            raise TypeError(
+                f"expected `objective` to be a SpladeObjective, got {type(objective).__name__}"
+            )
         check_choice("term", term, ("document_flops", "query_flops"))
         check_number("target_active", target_active, minimum=0.0, exclusive=True)
         if term in objective.scheduled:
@@ -148,6 +157,7 @@ class SparsityController:
                 )
             start = held
         check_number("start", start, minimum=0.0, exclusive=True)
+        start = float(start)  # plain numbers: a state with NumPy's is not loaded by torch.load
         if maximum is None:
             maximum = min(1e6 * start, sys.float_info.max)
         check_number("maximum", maximum, minimum=start)
@@ -159,10 +169,11 @@ class SparsityController:
         check_number("dead_share", dead_share, minimum=0.0)
         if dead_share >= 1:
             raise ValueError(f"expected `dead_share` in [0, 1), got {dead_share!r}")
-        self.objective, self.term, self.target_active = objective, term, target_active
-        self.start, self.maximum = start, maximum
-        self.ignore_steps, self.gain, self.horizon = ignore_steps, gain, horizon
-        self.window, self.every, self.dead_share = window, every, dead_share
+        self.objective, self.term, self.target_active = objective, term, float(target_active)
+        self.start, self.maximum = start, float(maximum)
+        self.ignore_steps, self.every = int(ignore_steps), int(every)
+        self.gain, self.horizon, self.window = float(gain), float(horizon), float(window)
+        self.dead_share = float(dead_share)
         self.checkpoint: str | None = None
 
         # Both tensors hold active entries, live rows, dead rows, sum of the activations, batches:
@@ -508,17 +519,18 @@ class SparsityController:
         if state["term"] != self.term:
             raise ValueError(f"expected the state for {self.term!r}, got one for {state['term']!r}")
         _check_state(state)
+        target, error = state["target"], state["error"]
+        if error is not None:
+            error += math.log(target) - math.log(self.target_active)
         self._steps, self._log_ratio = state["steps"], state["log_ratio"]
-        self._active, self._error = state["active"], state["error"]
-        if (target := state["target"]) != self.target_active:
+        self._active, self._error = state["active"], error
+        if target != self.target_active:
             _log.warning(
                 "%s: the target is %g, in the loaded state it was %g",
                 self.term,
                 self.target_active,
                 target,
             )
-            if self._error is not None:
-                self._error += math.log(target / self.target_active)
         self._change, self._trend, self._cut = state["change"], state["trend"], state["cut"]
         self._dead, self._usually_dead, self._first_dead = state["dead"]
         self._is_dying, self._silent_steps = state["is_dying"], state["silent_steps"]
@@ -549,12 +561,15 @@ def _check_state(state: Mapping[str, Any]) -> None:
     check_number("maximum", state["maximum"], minimum=state["start"])
     check_number("mean_activation", state["mean_activation"], minimum=0.0)
     check_flag(is_dying=state["is_dying"])
-    if not isinstance(state["status"], str):
-        raise TypeError(
-            f"expected `status` of the state to be a string, got {type(state['status']).__name__}"
-        )
-    for name in ("log_ratio", "change", "trend", "cut"):
-        check_number(name, state[name])
+    if str(state["status"]).partition(":")[0] not in STATUSES:
+        raise ValueError(f"expected a `status` of {', '.join(STATUSES)}, got {state['status']!r}")
+    for name in ("log_ratio", "change", "trend", "cut", "error"):
+        if state[name] is not None or name != "error":
+            check_number(name, state[name])
+            if abs(state[name]) > LARGEST_LOG:
+                raise ValueError(
+                    f"expected {name!r} of the state within {LARGEST_LOG:g} of 0, got {state[name]}"
+                )
     if state["log_ratio"] > math.log(state["maximum"] / state["start"]) + 1e-9:
         raise ValueError(
             f"expected a weight of at most {state['maximum']:g} in the state, got `log_ratio` "
@@ -572,7 +587,6 @@ def _check_state(state: Mapping[str, Any]) -> None:
                 f"{state['error']} and {state[name]}"
             )
     if has_measured:
-        check_number("error", state["error"])
         check_number("active", state["active"], minimum=0.0, exclusive=True)
 
 

@@ -134,12 +134,15 @@ def score_candidates(
 
 def _check_texts(name: str, texts: object) -> None:
     keys = ("input_ids", "attention_mask")
-    if isinstance(texts, Mapping) and all(key in texts for key in keys):
-        return
     got = type(texts).__name__
-    if isinstance(texts, Mapping):
+    if isinstance(texts, Mapping) and all(key in texts for key in keys):
+        wrong = [key for key in keys if not isinstance(texts[key], Tensor)]
+        if not wrong:
+            return
+        got = f"{wrong[0]} as a {type(texts[wrong[0]]).__name__}"
+    elif isinstance(texts, Mapping):
         got = f"a {got} with {', '.join(map(str, texts)) or 'nothing'}"
-    raise TypeError(f"expected `{name}` as a dict with {' and '.join(keys)}, got {got}")
+    raise TypeError(f"expected `{name}` as a dict with the tensors {' and '.join(keys)}, got {got}")
 
 
 def _scores(teacher: Teacher, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:

@@ -4,6 +4,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -632,7 +633,8 @@ class SpladeEncoder(nn.Module):
                 ``revision``.
 
         Raises:
-            OSError: if there is no such folder, it is incomplete, or it was overwritten meanwhile.
+            OSError: if there is no such folder, or it is incomplete, damaged, or was overwritten
+                meanwhile.
             ValueError: if sentence-transformers saved it with modules that compute something else.
 
         Warns:
@@ -658,7 +660,8 @@ class SpladeEncoder(nn.Module):
 
         written = _identity(find(SETTINGS))
         settings, tensors = _read_settings(name, find(SETTINGS), find(TENSORS))
-        theirs = read_modules(name, find)
+        with _named_damage(name):
+            theirs = read_modules(name, find)
         if expansion is None:
             expansion = settings.get("expansion", True)
         if idf_weights is None:
@@ -667,17 +670,21 @@ class SpladeEncoder(nn.Module):
             idf_weights = None
 
         trust = {k: options[k] for k in ("trust_remote_code",) if k in options}
-        tokenizer = AutoTokenizer.from_pretrained(name, **hub, **trust)
-        model = _masked_lm(name, has_logits=expansion, **options)
+        with _named_damage(name):
+            tokenizer = AutoTokenizer.from_pretrained(name, **hub, **trust)
+            model = _masked_lm(name, has_logits=expansion, **options)
 
         def part(name: str) -> dict[str, Tensor]:
             start = f"{name}."
             return {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
 
-        if (gate is None or gate is True) and settings.get("gate"):
+        if (gate is None or gate is True) and settings.get("gate") is not None:
             config = model.config
-            gate = ContextGate(config.hidden_size, config.vocab_size, **settings["gate"])
-            gate.load_state_dict(part("gate"))
+            try:
+                gate = ContextGate(config.hidden_size, config.vocab_size, **settings["gate"])
+                gate.load_state_dict(part("gate"))
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise OSError(f"{name} is damaged: its gate does not load: {error}") from error
         encoder = cls(
             model,
             tokenizer,
@@ -747,6 +754,17 @@ def _identity(file: str | None) -> tuple[int, int] | None:
         return None
     state = os.stat(file)
     return state.st_ino, state.st_mtime_ns
+
+
+@contextmanager
+def _named_damage(name: str) -> Iterator[None]:
+    """Name the folder in errors about damaged files, which do not say which one it is."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise OSError(f"{name} is damaged: {error!r}") from error
 
 
 def _masked_lm(name: str, *, has_logits: bool, **options: Any) -> Any:
@@ -821,11 +839,15 @@ def _read_settings(
         stored = load_file(tensors)
     except Exception as error:
         raise OSError(f"{name} is damaged: {error!r}") from error
-    if made_by != FORMAT:
+    if isinstance(made_by, int) and made_by > FORMAT:
         raise OSError(
             f"expected {name} in format {FORMAT}, got {made_by}: a newer version of "
             "sparse-losses wrote it"
         )
+    kinds = {"expansion": bool, "idf_weights": bool, "gate": dict | None, "max_length": int | None}
+    wrong = [key for key, kind in kinds.items() if not isinstance(found.get(key, ...), kind)]
+    if made_by != FORMAT or wrong:
+        raise OSError(f"{name} is damaged: wrong {', '.join(wrong) or 'format'} in {SETTINGS}")
     wanted = {
         "idf_weights": found["idf_weights"],
         "gate": found["gate"] is not None,

@@ -215,6 +215,21 @@ def test_a_folder_behind_a_link_is_the_one_that_is_written(tmp_path):
     assert (tmp_path / "there" / "first").read_text() == "old"
 
 
+def test_files_of_a_folder_keep_their_mode_and_a_link_leaves_what_others_share(tmp_path):
+    """A cache of downloaded models links to files that other snapshots share."""
+    folder, shared = tmp_path / "folder", tmp_path / "shared"
+    make_folder(folder)
+    (folder / "inner/most/second").chmod(0o640)
+    shared.write_text("of others")
+    (folder / "first").unlink()
+    (folder / "first").symlink_to(shared)
+    make_folder(folder, "new")
+    assert stat.S_IMODE((folder / "inner/most/second").stat().st_mode) == 0o640
+    assert not (folder / "first").is_symlink()
+    assert contents(folder) == dict.fromkeys(("first", "inner/most/second", "last"), "new")
+    assert shared.read_text() == "of others"
+
+
 @pytest.mark.parametrize("fails", ["write", "fsync"])
 def test_a_full_disk_leaves_the_old_folder_and_no_other(tmp_path, monkeypatch, fails):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -506,6 +506,8 @@ def test_a_collator_checks_its_settings():
         SpladeCollator(tokenizer, teacher="bm25")
     with pytest.raises(ValueError, match="expected at least one row, got none"):
         SpladeCollator(tokenizer)([])
+    with pytest.raises(TypeError, match=r"expected rows as dicts of columns, got 'abc'"):
+        SpladeCollator(tokenizer)(["abc"])
 
 
 @pytest.mark.parametrize("metric", ["info_nce", "eval_document_flops", "eval_some_info_nce"])

@@ -1,8 +1,10 @@
 import copy
 import itertools
+import json
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -598,6 +600,40 @@ def test_a_state_of_another_target_is_reported_and_counts_against_the_new_one(ca
     assert state["target"] == 30
 
 
+def test_the_smallest_target_in_a_state_is_a_number_like_others():
+    _, controller = _controller(target_active=40)
+    _look(controller, _rows(60))
+    state = controller.state_dict() | {"target": 5e-324}
+    _, other = _controller(target_active=64)
+    other.load_state_dict(state)
+    change = math.log(5e-324) - math.log(64)
+    assert other.state_dict()["error"] == pytest.approx(state["error"] + change)
+
+
+def test_a_state_holds_plain_numbers_whatever_it_was_made_with(tmp_path):
+    """``torch.load`` and JSON refuse NumPy's, which a sweep over an array brings."""
+    objective = SpladeObjective({"document_flops": np.float32(0.125)})
+    numbers = {"gain": 0.06, "horizon": 25.0, "window": 8.0, "dead_share": 0.01}
+    controller = SparsityController(
+        objective,
+        target_active=np.int64(40),
+        ignore_steps=np.int64(0),
+        every=np.int64(1),
+        **{name: np.float64(number) for name, number in numbers.items()},
+    )
+    for active in (900, 600, 700):
+        _look(controller, _rows(active), times=5)
+    state = controller.state_dict()
+    torch.save(state, tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True) == state
+    assert json.loads(json.dumps(state))["target"] == 40
+
+
+def test_something_that_is_no_objective_is_an_error():
+    with pytest.raises(TypeError, match="`objective` to be a SpladeObjective, got dict"):
+        SparsityController({"document_flops": 0.1}, target_active=3)
+
+
 def test_a_list_of_schedules_shows_the_state():
     _, controller = _controller(target_active=40)
     assert "document_flops: ? active of 40 wanted" in str(controller)
@@ -624,7 +660,9 @@ def test_large_counts_survive_a_state():
     assert controller.state_dict() == state
 
 
-@pytest.mark.parametrize(("status", "stays"), [("unreachable: too sparse", True), ("", False)])
+@pytest.mark.parametrize(
+    ("status", "stays"), [("unreachable: too sparse", True), ("relaxing", False)]
+)
 def test_an_unreachable_target_stays_so_until_dimensions_clearly_come_back(status, stays):
     """A trend that would not have been reported is not yet a reason to withdraw the report."""
     _, controller = _controller(target_active=500)
@@ -686,6 +724,9 @@ def test_the_state_of_something_else_is_an_error():
         ("seen", [1.0, "x", 0.0, 1.0, 1.0]),
         ("sent", [-1.0, 0.0, 0.0, 0.0, 0.0]),
         ("status", 3),
+        ("status", "fine"),
+        ("error", 1e308),
+        ("trend", -1e308),
         ("mean_activation", None),
         ("last_healthy_step", 2.5),
     ],

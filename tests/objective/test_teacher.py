@@ -74,6 +74,7 @@ def test_bm25_teacher_is_no_part_of_what_is_saved_or_learned():
             "`document` as .* and attention_mask, got a dict with input_ids",
         ),
         (column(2), {}, "got a dict with nothing"),
+        ({**column(2), "input_ids": [[1]]}, column(2), "`query` .*, got input_ids as a list"),
     ],
 )
 def test_texts_that_are_no_columns_are_errors(query, document, message):

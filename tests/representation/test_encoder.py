@@ -477,12 +477,17 @@ def test_what_is_saved_comes_back(architecture, variant, tmp_path):
 
 
 def test_a_damaged_folder_does_not_load(tmp_path):
-    encoder = make(idf_weights=True)
+    encoder = make(idf_weights=True, gate=True)
     encoder.save_pretrained(tmp_path)
     file = tmp_path / "sparse_losses.json"
     settings = json.loads(file.read_text())
     for broken, match in [
         ("{", "is damaged"),
+        ('{"format": 1}', "is damaged: wrong expansion, idf_weights, gate, max_length"),
+        (json.dumps({**settings, "format": "1"}), "is damaged: wrong format"),
+        (json.dumps({**settings, "gate": True}), "is damaged: wrong gate"),
+        (json.dumps({**settings, "gate": {"depth": 2}}), "is damaged: its gate does not load"),
+        (json.dumps({**settings, "gate": {"gate_hidden": 5}}), "is damaged: its gate does not"),
         (json.dumps({**settings, "format": 2}), "in format 1, got 2: a newer version"),
         ("[]", "is damaged"),
         (json.dumps({**settings, "idf_weights": False}), "do not belong together"),
@@ -495,6 +500,11 @@ def test_a_damaged_folder_does_not_load(tmp_path):
         encoder.save_pretrained(tmp_path)
         (tmp_path / missing).unlink()
         with pytest.raises(OSError, match=f"is incomplete: it has .*, but not {missing}"):
+            SpladeEncoder.from_pretrained(tmp_path)
+    for cut in ("modules.json", "config_sentence_transformers.json", "model.safetensors"):
+        encoder.save_pretrained(tmp_path)
+        (tmp_path / cut).write_bytes((tmp_path / cut).read_bytes()[:9])
+        with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
             SpladeEncoder.from_pretrained(tmp_path)
 
 

@@ -61,6 +61,8 @@ def main() -> int:
     arguments = _arguments()
     targets = tomllib.loads((HERE / "targets.toml").read_text(encoding="utf-8"))
     chosen = {n: t for n, t in targets.items() if any(part in n for part in arguments.only)}
+    if unknown := [part for part in arguments.only if not any(part in n for n in targets)]:
+        sys.exit(f"expected --only with parts of the names in targets.toml, got {unknown}")
     torch.set_num_threads(1)
     _copy_tree()
     is_wrong = False
