@@ -6,6 +6,7 @@ and the gradients themselves; time is that of the slowest rank.
 
 import argparse
 import csv
+import os
 import sys
 import tempfile
 import time
@@ -70,6 +71,7 @@ def work(rank: int, world: int, folder: str, rounds: int, sizes: Sequence[tuple[
     if rank == 0:
         torch.save(rows, Path(folder, "rows.pt"))
     dist.destroy_process_group()
+    os._exit(0)  # at the interpreter's own end a thread of gloo may abort (PyTorch's issue 190489)
 
 
 def measure(batch: int, columns: int, rounds: int) -> list[dict[str, object]]:

@@ -4,6 +4,7 @@ import logging
 import math
 import sys
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -169,7 +170,9 @@ class SparsityController:
         check_number("dead_share", dead_share, minimum=0.0)
         if dead_share >= 1:
             raise ValueError(f"expected `dead_share` in [0, 1), got {dead_share!r}")
-        self.objective, self.term, self.target_active = objective, term, float(target_active)
+        is_whole = isinstance(target_active, Integral)
+        self.target_active = int(target_active) if is_whole else float(target_active)
+        self.objective, self.term = objective, term
         self.start, self.maximum = start, float(maximum)
         self.ignore_steps, self.every = int(ignore_steps), int(every)
         self.gain, self.horizon, self.window = float(gain), float(horizon), float(window)

@@ -98,7 +98,7 @@ def leave() -> NoReturn:
     A thread of gloo may still hold the last tensor that was sent. Where it lets go of it while the
     interpreter ends, it asks for the interpreter's lock, is unwound through C++ that allows no
     exception, and aborts the process: "terminate called without an active exception". That is
-    PyTorch's, at least to 2.13, `destroy_process_group` or not (docs/contributing.md).
+    PyTorch's, at least to 2.13, `destroy_process_group` or not (its issue 190489).
     """
     sys.stdout.flush()
     sys.stderr.flush()

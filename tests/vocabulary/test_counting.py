@@ -505,6 +505,7 @@ def test_wrong_datasets_are_named(tokenizer, tmp_path, capsys):
 def test_wrong_commands_are_named(tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path, output = text_file(tmp_path / "a.txt"), tmp_path / "df.npz"
+    terminal = os.ttyname(os.openpty()[1])  # a device that nobody misses
     (tmp_path / "empty").mkdir()
     (tmp_path / "wrong.json").write_text("{}")
     for inputs, made_with, out, options, says in [
@@ -522,7 +523,7 @@ def test_wrong_commands_are_named(tokenizer, tmp_path, monkeypatch, capsys):
         ([path], tokenizer, tmp_path, [], "to be a regular file, got the folder"),
         ([path], tokenizer, path, ["--overwrite"], "expected --output to differ"),
         ([path], tokenizer, path / "df.npz", [], "cannot write to the folder"),
-        ([path], tokenizer, "/dev/null", ["--overwrite"], "a regular file, got the device"),
+        ([path], tokenizer, terminal, ["--overwrite"], "a regular file, got the device"),
     ]:
         refused(capsys, says, *inputs, tokenizer=made_with, output=out, options=options)
     assert not output.exists()
