@@ -151,7 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = study_parser(
         "recipe",
         "Train the demo's model with one part of our presets changed at a time and write how "
-        "each ranks the validation queries. In total 288 trainings, about eight hours on a core.",
+        f"each ranks the validation queries. In total {6 * len(VARIANTS)} trainings, about eight "
+        "hours on a core.",
         list(VARIANTS),
         steps=250,
         corpora=True,

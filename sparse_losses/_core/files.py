@@ -66,7 +66,6 @@ def replaced_files(folder: str | os.PathLike[str], *, last: str, instead_of: str
         for path in written:
             with open(path, "rb+") as file:
                 os.fsync(file)
-        for path in written:
             place = target / path.relative_to(unfinished)
             if place.is_file() and not place.is_symlink():
                 shutil.copymode(place, path)

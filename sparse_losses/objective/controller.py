@@ -35,12 +35,10 @@ CRASH, AHEAD = 1.5, 8
 STILL, PATIENCE = 0.02, 0.25  # a relative change that is none; the share of the pace until then
 FAR = 0.6  # log(active / target) above which a fall is no reason to lower the weight
 ROOM = 0.1  # the relative distance from the target that counts as on target
-LARGEST_LOG = 3000.0  # beyond any logarithm of a ratio of two numbers of Python
-STATUSES = (
-    *("waiting", "sparsifying", "relaxing", "on target"),
-    *("backing off", "unreachable", "collapsed"),
-)
 SHRUNK = 0.1  # the share of the first mean activation below which activations have shrunk
+LARGEST_LOG = 3000.0  # no ratio of two floats has a larger logarithm
+STATUSES = ["waiting", "sparsifying", "relaxing", "on target"]
+STATUSES += ["backing off", "unreachable", "collapsed"]  # what follows a colon is the reason
 
 
 class CollapseError(RuntimeError):
@@ -566,13 +564,13 @@ def _check_state(state: Mapping[str, Any]) -> None:
     check_flag(is_dying=state["is_dying"])
     if str(state["status"]).partition(":")[0] not in STATUSES:
         raise ValueError(f"expected a `status` of {', '.join(STATUSES)}, got {state['status']!r}")
-    for name in ("log_ratio", "change", "trend", "cut", "error"):
-        if state[name] is not None or name != "error":
-            check_number(name, state[name])
-            if abs(state[name]) > LARGEST_LOG:
-                raise ValueError(
-                    f"expected {name!r} of the state within {LARGEST_LOG:g} of 0, got {state[name]}"
-                )
+    has_measured = state["error"] is not None
+    for name in ("log_ratio", "change", "trend", "cut", *["error"] * has_measured):
+        check_number(name, state[name])
+        if abs(state[name]) > LARGEST_LOG:
+            raise ValueError(
+                f"expected {name!r} of the state within {LARGEST_LOG:g} of 0, got {state[name]}"
+            )
     if state["log_ratio"] > math.log(state["maximum"] / state["start"]) + 1e-9:
         raise ValueError(
             f"expected a weight of at most {state['maximum']:g} in the state, got `log_ratio` "
@@ -582,7 +580,6 @@ def _check_state(state: Mapping[str, Any]) -> None:
     for name, size in {"first": 2, "seen": 5, "sent": 5}.items():
         if state[name] is not None:
             _check_numbers(state, name, size, positive=name == "first")
-    has_measured = state["error"] is not None
     for name in ("active", "first"):  # they come with the first measurement
         if (state[name] is not None) != has_measured:
             raise ValueError(

@@ -15,7 +15,7 @@ from tests.representation import tiny_models
 
 ROWS, STEPS, V = 3, 3, 24
 needs_sharding_on_cpu = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="PyTorch 2.6 shards on a GPU alone"
+    not hasattr(torch.cpu.Stream, "record_event"), reason="PyTorch 2.6 cannot shard on a CPU"
 )
 
 
