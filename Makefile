@@ -1,6 +1,5 @@
 # Two commands: `make demo` trains and evaluates, `make test` tests; each sets itself up first.
 VENV ?= .venv
-LIGHTNING_IR = .venv-lightning-ir
 OLDEST = .venv-oldest
 PYTHON ?= python3
 ARGS ?=
@@ -16,9 +15,8 @@ PIP = $(PY) -m pip --disable-pip-version-check -q
 # Idle threads that spin starve the busy ones on small machines.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: help demo ablation bench bench-reckoned bench-peers bench-gpu compatibility figures
-.PHONY: test test-sim test-lightning-ir test-oldest fuzz mutate
-.PHONY: site serve site-zensical test-site notebooks test-notebooks test-triton compile-kernels lint wheel clean
+.PHONY: help demo bench bench-peers bench-gpu compatibility figures test test-oldest fuzz mutate
+.PHONY: site serve site-zensical test-site notebooks test-notebooks lint wheel clean
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -31,9 +29,6 @@ ablation: $(VENV)/.demo  ## every loss of the demo switched off in turn, three s
 bench: $(VENV)/.demo  ## every loss beside its plain formula (ARGS="--suite full --only nws")
 	$(PY) -m benchmarks $(ARGS)
 
-bench-reckoned: $(VENV)/.dev  ## launches, waits, bytes and products on a simulated accelerator
-	$(PY) -m benchmarks.studies.reckoned $(ARGS)
-
 bench-peers: $(VENV)/.demo  ## install the packages that the benchmarks compare with
 	$(PIP) install -c constraints.txt --group bench
 
@@ -44,42 +39,22 @@ bench-gpu: $(VENV)/.dev  ## all that a GPU is asked for, 25 minutes: make CUDA=1
 test: $(VENV)/.dev  ## all tests on the CPU (ARGS="-k info_nce")
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Left to the CPU: what takes long and is the same on every device. In processes of their own: what
-# sees an accelerator moves its tensors there.
-ON_SIM = not (compile or graph or check or second or vmap or refused or pickling)
-test-sim: $(VENV)/.dev  ## launches, waits and the contract on a simulated accelerator; needs a C++ compiler
-	$(if $(ARGS),,OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests/simulated_device)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --device sim -k "$(ON_SIM)" tests/losses/test_contract.py \
-	  tests/representation/test_head.py tests/representation/test_pooling.py \
-	  tests/objective/test_objective.py $(ARGS)
+fuzz: $(VENV)/.dev  ## the property tests with more, and more extreme, random problems
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --hypothesis-profile fuzz tests/losses $(ARGS)
 
-test-triton: $(VENV)/.dev  ## the head's kernel: in Triton's interpreter where there is no GPU
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) tests/representation/test_triton_head.py $(ARGS)
-
-fuzz: $(VENV)/.dev  ## random calls against their formulas (ARGS="--minutes 60", "--device sim")
-	OMP_NUM_THREADS=1 $(PY) -m tools.fuzz $(ARGS)
-
-compile-kernels: $(VENV)/.dev  ## the head's kernel down to machine code for a GPU that need not be there
-	$(PY) -m tools.compile_kernels $(ARGS)
-
-test-lightning-ir: $(LIGHTNING_IR)/.ready  ## what needs lightning-ir, in an environment of its own
-	OMP_NUM_THREADS=1 $(LIGHTNING_IR)/bin/python -m pytest \
-	  tests/lightning_ir sparse_losses/integrations/lightning_ir.py docs/lightning_ir.md $(ARGS)
-
-# Without other people's trainers, and without the kernel, whose Triton wants a newer PyTorch.
+# Without other people's trainers.
 OF_THE_PACKAGE = tests/_core tests/distributed tests/fast tests/losses tests/objective tests/representation \
   tests/vocabulary tests/test_presets.py tests/test_queue.py
 test-oldest: $(OLDEST)/.ready  ## the package on the oldest PyTorch that it takes, in an environment of its own
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile \
 	  $(OF_THE_PACKAGE) $(ARGS)
 
-mutate: $(VENV)/.mutate  ## does a test fail where a line is wrong? (ARGS="--only losses/ --seed 1")
-	OMP_NUM_THREADS=1 CI=1 PYTHONPATH=build/mutate $(PY) -m tools.mutate $(ARGS)
+mutate: $(VENV)/.mutate  ## does a test fail where a line is wrong? (ARGS="sparse_losses.losses.flops*")
+	OMP_NUM_THREADS=1 CI=1 $(VENV)/bin/mutmut run $(ARGS)
 
 compatibility: $(VENV)/.dev  ## what works with what: run those tests, write docs/compatibility.md
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests -m works_with \
 	  --compatibility build/compatibility/main.json
-	$(MAKE) test-lightning-ir ARGS="-m works_with --compatibility $(abspath build/compatibility)/lightning-ir.json"
 	$(PY) tools/compatibility.py build/compatibility/*.json
 
 figures: $(VENV)/.docs  ## draw the pictures of the docs anew (ARGS="info_nce"); the site draws them by itself
@@ -129,7 +104,7 @@ wheel: $(VENV)/.dev  ## build the wheel and use it away from the sources
 	cd build/wheel && PYTHONPATH=site $(abspath $(PY)) $(abspath tools/check_wheel.py)
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(LIGHTNING_IR) $(OLDEST) build dist docs/figures .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist docs/figures .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -153,14 +128,6 @@ $(VENV)/.docs: $(VENV)/.dev
 
 $(VENV)/.mutate: $(VENV)/.dev
 	$(PIP) install -c constraints.txt --group mutate
-	touch $@
-
-$(LIGHTNING_IR)/.ready: VENV = $(LIGHTNING_IR)
-$(LIGHTNING_IR)/.ready: constraints-lightning-ir.txt pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints-lightning-ir.txt pip
-	$(PIP) install $(TORCH_SOURCE) --no-deps -c constraints-lightning-ir.txt torch
-	$(PIP) install -c constraints-lightning-ir.txt -e '.[lightning-ir]' --group test-lightning-ir
 	touch $@
 
 $(OLDEST)/.ready: VENV = $(OLDEST)

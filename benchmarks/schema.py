@@ -136,8 +136,8 @@ class Variant:
 
 
 def ways(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names in the table ``WAYS`` of a function's module, if it has one."""
-    return tuple(way.name for way in getattr(inspect.getmodule(function), "WAYS", ()))
+    """Return the names in the table ``IMPLEMENTATIONS`` of a function's module, if it has one."""
+    return tuple(way.name for way in getattr(inspect.getmodule(function), "IMPLEMENTATIONS", ()))
 
 
 def ours(

@@ -357,7 +357,7 @@ class Case:
     free: tuple[tuple[str, int], ...] = ()  # dimensions that no other tensor shares
     invalidate: tuple[str, float] | None = None  # row tensor and the value that voids a row
     private: tuple[str, ...] = ()  # row tensors that no other row looks at
-    takes_way: bool = False  # whether a way beside the definition takes the call
+    takes_implementation: bool = False  # whether a way beside the definition takes the call
     impl: str | None = None  # how it is computed; by default without the argument
 
     @property
@@ -644,7 +644,7 @@ def _info_nce(name: str, negative=None, ids=False, mask=False, **kwargs) -> Case
         invalidate=("positive_mask", 0) if mask else None,
         private=(() if symmetric else ("anchor",))
         + (("negative",) if negative == "per_row" else ()),
-        takes_way=kwargs.get("in_batch", True)
+        takes_implementation=kwargs.get("in_batch", True)
         and not mask
         and not (ids and kwargs.get("decoupled", False) and not negative),
     )
@@ -659,7 +659,7 @@ def _pair_case(stem: str, name: str, negative=None, **kwargs) -> Case:
         differentiable=("anchor", "positive") + (("negative",) if negative else ()),
         rows=("anchor", "positive") + (("negative",) if negative in ("row", "per_row") else ()),
         free={"shared": (("negative", 0),), "per_row": (("negative", 1),)}.get(negative, ()),
-        takes_way=(
+        takes_implementation=(
             negative is None if stem == "n_pair" else kwargs.get("similarity") != "euclidean"
         ),
     )
@@ -679,7 +679,7 @@ def _nws_case(name: str, key=False, queue=False, mask=False, similar=True, **kwa
         + (("queue_mask",) if mask else ()),
         invalidate=("query_labels", 0),
         private=("query",),
-        takes_way=True,
+        takes_implementation=True,
     )
 
 
@@ -697,7 +697,7 @@ def _token_case(stem: str, name: str, weight: bool = False, **kwargs) -> Case:
         free=() if weight else (("activations", 1),),
         invalidate=(mask, 0) if prefix else None,
         private=("activations",),
-        takes_way=True,
+        takes_implementation=True,
     )
 
 
@@ -712,7 +712,7 @@ def _score_case(name: str, mask: bool = False, infinite: bool = False, **kwargs)
         masks=("candidate_mask",) if mask else (),
         invalidate=("candidate_mask", 0) if mask else None,
         private=("student_scores", "teacher_scores"),
-        takes_way=True,
+        takes_implementation=True,
     )
 
 
@@ -757,7 +757,7 @@ def _layer_case(stem: str, name: str, **kwargs: Any) -> Case:
         free=(("logits", 2),),
         invalidate=("attention_mask", 0),
         private=("logits",),
-        takes_way=stem == "splade_pool",
+        takes_implementation=stem == "splade_pool",
     )
 
 
@@ -776,7 +776,7 @@ def _head_case(name: str, bias=False, mask=False, gate=False, **kwargs: Any) -> 
         free=() if mask else free,
         invalidate=("attention_mask", 0) if mask else None,
         private=("hidden",) if mask else (),
-        takes_way=True,
+        takes_implementation=True,
     )
 
 
@@ -790,7 +790,7 @@ def _objective_case(name: str, negative: bool = False) -> Case:
         rows=(*sides, "document_ids", "document_mask"),
         square=("context",) if negative else ("teacher", "context"),
         masks=("document_mask",),
-        takes_way=True,
+        takes_implementation=True,
     )
 
 
@@ -799,7 +799,7 @@ def _by_every_way(cases: tuple[Case, ...], *ways: str) -> tuple[Case, ...]:
     found = []
     for case in cases:
         names = ("definition", *(ways or case.loss.ways))
-        twice = case.takes_way and case.loss.ways
+        twice = case.takes_implementation and case.loss.ways
         found += [replace(case, impl=i) for i in names] if twice else [case]
     return tuple(found)
 
@@ -845,7 +845,7 @@ BASE_CASES = (
             differentiable=("x1", "x2"),
             rows=("x1", "x2", "same"),
             masks=("same",),
-            takes_way=True,
+            takes_implementation=True,
         )
         for name, margin in (("apart", 1.0), ("inside_margin", 6.0))
     ),

@@ -79,7 +79,6 @@ class _Compatibility:
             "sentence-transformers",
             "accelerate",
             "lightning",
-            "lightning-ir",
         ):
             try:
                 versions[package] = importlib.metadata.version(package)

@@ -226,7 +226,6 @@ def _optional() -> set[str]:
     listed = {re.split(r"[^\w-]", item)[0].replace("-", "_") for group in extras for item in group}
     return listed | {
         "lightning",
-        "lightning_ir",
         "regex",
         "safetensors",
         "sentence_transformers",

@@ -1,30 +1,12 @@
 """Run tests that create tensors on the CPU on another device: ``pytest --device cuda``."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
 import torch
 
-__all__ = ["on_device", "why_not_there"]
-
-# Messages of parts of the package or of PyTorch that do not support the device.
-NOT_THERE = re.compile(
-    r"expected [\w ]+ on the CPU, got .*\bsim:0"  # an implementation for the CPU, chosen by name
-    r"|Sparse(Csr)?sim|has no layout Sparse"
-    r"|NYI devices other than CPU"  # torch.library.opcheck
-    r"|RuntimeError: expected `\w+` in \[0, V\)"  # an assertion on the device, not a ValueError
-    r"|InductorError"  # Inductor does not support the device; backend="aot_eager" does
-)
-
-
-def why_not_there(error: BaseException, device: str) -> str | None:
-    """Return the reason to skip a test if an error says that the simulated device lacks a part."""
-    said = f"{type(error).__name__}: {error}"
-    if device == "sim" and not isinstance(error, AssertionError) and NOT_THERE.search(said):
-        return said.splitlines()[0][:150]
-    return None
+__all__ = ["on_device"]
 
 
 @contextmanager

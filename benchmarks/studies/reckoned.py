@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--only", default="", help="losses, separated by commas")
     options.add_argument("--output", type=Path, default=RESULTS / "reckoned.csv")
     args = options.parse_args(arguments)
-    if reason := simulated_device.why_not():
+    if reason := simulated_device.unsupported_reason():
         print(reason, file=sys.stderr)
         return 2
     rows: list[Row] = []

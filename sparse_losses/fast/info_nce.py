@@ -16,29 +16,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_losses._core.implementations import Arguments, Options
 from sparse_losses._core.softmax import softplus
-from sparse_losses._core.ways import Arguments, Options
 from sparse_losses.distributed import gather_rows, num_ranks, rank, scatter_sum, sum_over_ranks
 from sparse_losses.fast.scores import DenseScores
 
 __all__ = [
     "blockwise_info_nce",
     "contrast",
+    "dense_unsupported_reason",
     "direct_info_nce",
     "in_both_directions",
     "info_nce_of_scores",
     "losses",
+    "own_gradient_unsupported_reason",
     "rows_of_a_block",
     "softmax",
     "too_many_scores",
-    "why_no_gradient",
-    "why_not_dense",
 ]
 
 Gradients = list[Tensor | None]
 
 
-def why_no_gradient(arguments: Arguments, options: Options) -> str | None:
+def own_gradient_unsupported_reason(arguments: Arguments, options: Options) -> str | None:
     """Return why the ways with their own gradient do not support the call, or ``None``."""
     anchor, _, negative, temperature = arguments
     if not options["in_batch"]:
@@ -61,11 +61,11 @@ def why_no_gradient(arguments: Arguments, options: Options) -> str | None:
     return None
 
 
-def why_not_dense(arguments: Arguments, options: Options) -> str | None:
-    """Like ``why_no_gradient``, but tensors must also be dense."""
+def dense_unsupported_reason(arguments: Arguments, options: Options) -> str | None:
+    """Like ``own_gradient_unsupported_reason``, but tensors must also be dense."""
     if any(isinstance(x, Tensor) and x.layout != torch.strided for x in arguments):
         return "dense tensors"
-    return why_no_gradient(arguments, options)
+    return own_gradient_unsupported_reason(arguments, options)
 
 
 def too_many_scores(arguments: Arguments, options: Options) -> bool:
@@ -119,7 +119,7 @@ def in_both_directions(
 
     With ``gather`` this rank's rows are the queries and all ranks' rows the keys. DDP divides
     gradients by the number of ranks W, so they are returned W times as large. All keys are
-    candidates: ``why_no_gradient`` excludes ``in_batch=False`` and ``positive_mask``, which are
+    candidates: ``own_gradient_unsupported_reason`` excludes ``in_batch=False`` and ``positive_mask``, which are
     parameters only because every way is called with all options of the loss.
     """
     contrast = functools.partial(one_direction, cosine=similarity == "cosine", decoupled=decoupled)

@@ -7,12 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_losses._core.implementations import Arguments, Options
 from sparse_losses._core.products import as_single
-from sparse_losses._core.ways import Arguments, Options
-from sparse_losses.fast.info_nce import contrast, in_both_directions, why_no_gradient
+from sparse_losses.fast.info_nce import (
+    contrast,
+    in_both_directions,
+    own_gradient_unsupported_reason,
+)
 from sparse_losses.fast.sparse import NonZeros, non_zeros, product, product_by_columns
 
-__all__ = ["nonzeros_info_nce", "nonzeros_pay", "why_not_nonzeros"]
+__all__ = ["nonzeros_info_nce", "nonzeros_unsupported_reason", "prefers_nonzeros"]
 
 # Used below this density with at least this number of rows; for fewer rows, the limit is
 # proportionally smaller. It was chosen by hand. benchmarks/results/aims-run-1.csv has cases on both
@@ -22,17 +26,17 @@ FEWEST_COLUMNS = 4096
 SAMPLED_ROWS = 16
 
 
-def why_not_nonzeros(arguments: Arguments, options: Options) -> str | None:
+def nonzeros_unsupported_reason(arguments: Arguments, options: Options) -> str | None:
     """Return why sparse products do not support the call, or ``None``."""
     negative = arguments[2]
     if negative is not None and negative.ndim == 3:
         return "no negatives per row"
     if arguments[0].device.type == "meta":
         return "tensors with values"
-    return why_no_gradient(arguments, options)
+    return own_gradient_unsupported_reason(arguments, options)
 
 
-def nonzeros_pay(arguments: Arguments, options: Options) -> bool:
+def prefers_nonzeros(arguments: Arguments, options: Options) -> bool:
     """Whether an input is CSR or, on the CPU, a sample of the inputs has few non-zeros."""
     inputs: list[Tensor] = [x for x in arguments[:3] if x is not None]
     if any(x.layout != torch.strided for x in inputs):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sparse_losses._core.checks import check_choice, check_flag, check_integer
 from sparse_losses._core.extras import from_extra
 from sparse_losses._core.files import replaced_file
-from sparse_losses._core.later import Later
+from sparse_losses._core.host_copy import HostCopy
 from sparse_losses.objective import (
     Diagnostics,
     SparsityController,
@@ -285,13 +285,13 @@ class _Means:
             total, count = self.sums.get(name, (torch.zeros_like(value), 0))
             self.sums[name] = total + share * value, count + share
 
-    def take(self, accelerator: Any) -> Later[dict[str, float]]:
+    def take(self, accelerator: Any) -> HostCopy[dict[str, float]]:
         """Return and reset the means over all processes, which must have the same names."""
         sums, self.sums = self.sums, {}
         if not sums:
-            return Later(torch.empty(0), lambda _: {})
+            return HostCopy(torch.empty(0), lambda _: {})
         means = torch.stack([total / count for total, count in sums.values()])
-        return Later(
+        return HostCopy(
             accelerator.reduce(means, "mean"),
             lambda values: dict(zip(sums, values.tolist(), strict=True)),
         )
@@ -398,7 +398,7 @@ class SpladeTrainer(Trainer):  # type: ignore[misc]
         args.remove_unused_columns = False  # it would keep only the encoder's argument names
         self.schedules, self.diagnostics = list(schedules), dict(diagnostics or {})
         self._means = {True: _Means(), False: _Means()}  # keys: whether in training
-        self._sent: dict[str, Later[Any]] = {}  # numbers for the next log, by the names' prefix
+        self._sent: dict[str, HostCopy[Any]] = {}  # numbers for the next log, by the names' prefix
         super().__init__(_Towers(model, objective, return_logits), args, data_collator, **options)
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import values_can_be_checked
+from sparse_losses._core.implementations import Arguments, Implementation, Options, always, compute
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.ways import Arguments, Options, Way, always, compute
 from sparse_losses.distributed import maximum_over_ranks, sum_over_ranks
 from sparse_losses.fast.distillation import direct_distillation
 
@@ -107,7 +107,7 @@ def distillation_loss(
         absent = teacher_scores == -torch.inf
     tensors = (student_scores, teacher_scores, absent, temperature)
     options = {"alpha_kl": alpha_kl, "alpha_mse": alpha_mse, "by_row": by_row, "gather": gather}
-    return compute(_definition, WAYS, impl, tensors, options)
+    return compute(_definition, IMPLEMENTATIONS, impl, tensors, options)
 
 
 def _definition(
@@ -198,7 +198,14 @@ def _why_not_direct(arguments: Arguments, options: Options) -> str | None:
     return "a number as `temperature`" if isinstance(arguments[3], Tensor) else None
 
 
-WAYS = (Way("direct", why_not=_why_not_direct, pays=always, compute=direct_distillation),)
+IMPLEMENTATIONS = (
+    Implementation(
+        "direct",
+        unsupported_reason=_why_not_direct,
+        is_preferred=always,
+        compute=direct_distillation,
+    ),
+)
 
 
 class DistillationLoss(LossModule):

@@ -5,30 +5,29 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sparse_losses._core.implementations import Implementation, always, compute
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.products import as_single
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.softmax import contrastive_rows
-from sparse_losses._core.ways import Way, always, compute, never
 from sparse_losses.distributed import gather_rows, num_ranks, rank
 from sparse_losses.fast.info_nce import (
     blockwise_info_nce,
+    dense_unsupported_reason,
     direct_info_nce,
     too_many_scores,
-    why_not_dense,
 )
 from sparse_losses.fast.info_nce_nonzeros import (
     nonzeros_info_nce,
-    nonzeros_pay,
-    why_not_nonzeros,
+    nonzeros_unsupported_reason,
+    prefers_nonzeros,
 )
-from sparse_losses.fast.info_nce_ring import ring_info_nce, why_not_ring
 
 __all__ = ["InfoNCEFromScoresLoss", "InfoNCELoss", "info_nce_from_scores", "info_nce_loss"]
 
 Similarity = Literal["cosine", "dot"]
-Impl = Literal["auto", "definition", "direct", "blocks", "nonzeros", "ring"]
+Impl = Literal["auto", "definition", "direct", "blocks", "nonzeros"]
 
 
 @loss(
@@ -95,7 +94,6 @@ def info_nce_loss(
             scores at a time (selected for more than 2^21 scores on a CPU, 2^26 elsewhere);
             ``"direct"`` holds all scores at once. ``"definition"``, the formula operation by
             operation, is used otherwise, under ``torch.compile`` and under ``torch.func``.
-            ``"ring"`` needs ``gather``; it holds the rows of one other rank at a time.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -130,7 +128,9 @@ def info_nce_loss(
         "gather": gather,
         "reduction": reduction,
     }
-    return compute(_definition, WAYS, impl, (anchor, positive, negative, temperature), options)
+    return compute(
+        _definition, IMPLEMENTATIONS, impl, (anchor, positive, negative, temperature), options
+    )
 
 
 def _definition(
@@ -284,12 +284,26 @@ def _check(
         )
 
 
-# In order of preference. "ring" saves memory but costs time: it is selected by name only.
-WAYS = (
-    Way("nonzeros", why_not=why_not_nonzeros, pays=nonzeros_pay, compute=nonzeros_info_nce),
-    Way("blocks", why_not=why_not_dense, pays=too_many_scores, compute=blockwise_info_nce),
-    Way("direct", why_not=why_not_dense, pays=always, compute=direct_info_nce),
-    Way("ring", why_not=why_not_ring, pays=never, compute=ring_info_nce),
+# In order of preference.
+IMPLEMENTATIONS = (
+    Implementation(
+        "nonzeros",
+        unsupported_reason=nonzeros_unsupported_reason,
+        is_preferred=prefers_nonzeros,
+        compute=nonzeros_info_nce,
+    ),
+    Implementation(
+        "blocks",
+        unsupported_reason=dense_unsupported_reason,
+        is_preferred=too_many_scores,
+        compute=blockwise_info_nce,
+    ),
+    Implementation(
+        "direct",
+        unsupported_reason=dense_unsupported_reason,
+        is_preferred=always,
+        compute=direct_info_nce,
+    ),
 )
 
 

@@ -5,11 +5,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sparse_losses._core.implementations import Arguments, Implementation, Options, always, compute
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.products import as_single
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import contrastive_rows
-from sparse_losses._core.ways import Arguments, Options, Way, always, compute
 from sparse_losses.distributed import gather_rows, rank
 from sparse_losses.fast.info_nce import blockwise_info_nce, direct_info_nce, too_many_scores
 
@@ -72,7 +72,7 @@ def n_pair_loss(
         "gather": gather,
         "reduction": reduction,
     }
-    return compute(_definition, WAYS, impl, (anchor, positive, negative, 1.0), options)
+    return compute(_definition, IMPLEMENTATIONS, impl, (anchor, positive, negative, 1.0), options)
 
 
 def _definition(
@@ -114,9 +114,16 @@ def _why_not(arguments: Arguments, options: Options) -> str | None:
 
 
 # The ways of InfoNCE compute this loss at temperature 1.
-WAYS = (
-    Way("blocks", why_not=_why_not, pays=too_many_scores, compute=blockwise_info_nce),
-    Way("direct", why_not=_why_not, pays=always, compute=direct_info_nce),
+IMPLEMENTATIONS = (
+    Implementation(
+        "blocks",
+        unsupported_reason=_why_not,
+        is_preferred=too_many_scores,
+        compute=blockwise_info_nce,
+    ),
+    Implementation(
+        "direct", unsupported_reason=_why_not, is_preferred=always, compute=direct_info_nce
+    ),
 )
 
 

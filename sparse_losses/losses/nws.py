@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_shapes, check_zero_one, values_can_be_checked
+from sparse_losses._core.implementations import Arguments, Implementation, Options, always, compute
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.products import as_single
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.softmax import masked_logsumexp, negative_log_softmax, softplus
-from sparse_losses._core.ways import Arguments, Options, Way, always, compute
 from sparse_losses.distributed import gather_rows
 from sparse_losses.fast.label_lists import largest_of_labels
 from sparse_losses.fast.nws import direct_nws
@@ -153,7 +153,7 @@ def nws_loss(
         "gather": gather,
         "reduction": reduction,
     }
-    return compute(_definition, WAYS, impl, (*given, *instances), options)
+    return compute(_definition, IMPLEMENTATIONS, impl, (*given, *instances), options)
 
 
 def _definition(
@@ -324,7 +324,11 @@ def _why_not_direct(arguments: Arguments, options: Options) -> str | None:
     return None
 
 
-WAYS = (Way("direct", why_not=_why_not_direct, pays=always, compute=direct_nws),)
+IMPLEMENTATIONS = (
+    Implementation(
+        "direct", unsupported_reason=_why_not_direct, is_preferred=always, compute=direct_nws
+    ),
+)
 
 
 class NWSLoss(LossModule):

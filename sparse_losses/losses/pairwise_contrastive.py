@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from sparse_losses._core.implementations import Arguments, Implementation, Options, always, compute
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
-from sparse_losses._core.ways import Arguments, Options, Way, always, compute
 from sparse_losses.fast.pairwise_contrastive import direct_pairwise_contrastive
 
 __all__ = ["PairwiseContrastiveLoss", "pairwise_contrastive_loss"]
@@ -64,7 +64,7 @@ def pairwise_contrastive_loss(
     References:
         Dimensionality Reduction by Learning an Invariant Mapping, eq. 4 (without its halves).
     """
-    values = compute(_definition, WAYS, impl, (x1, x2, same), {"margin": margin})
+    values = compute(_definition, IMPLEMENTATIONS, impl, (x1, x2, same), {"margin": margin})
     return reduce(values, reduction, gather=gather)
 
 
@@ -82,7 +82,14 @@ def _why_not(arguments: Arguments, options: Options) -> str | None:
     return None  # it supports every call
 
 
-WAYS = (Way("direct", why_not=_why_not, pays=always, compute=direct_pairwise_contrastive),)
+IMPLEMENTATIONS = (
+    Implementation(
+        "direct",
+        unsupported_reason=_why_not,
+        is_preferred=always,
+        compute=direct_pairwise_contrastive,
+    ),
+)
 
 
 class PairwiseContrastiveLoss(LossModule):

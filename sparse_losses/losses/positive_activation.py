@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_shapes, values_can_be_checked
+from sparse_losses._core.implementations import Arguments, Implementation, Options, always, compute
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce, row_divisor
 from sparse_losses._core.softmax import softplus
 from sparse_losses._core.token_ids import TokenIds, attended_ids, check_ids, id_mask
-from sparse_losses._core.ways import Arguments, Options, Way, always, compute
 from sparse_losses.fast.positive_activation import direct_positive_activation
 
 __all__ = ["PositiveActivationLoss", "positive_activation_loss"]
@@ -96,7 +96,7 @@ def positive_activation_loss(
             weight = weight / largest.clamp(min=torch.finfo(weight.dtype).tiny)
     divisor = row_divisor(activations, reduction, valid, gather)
     arguments = activations, ids, attended, weight, divisor
-    value = compute(_definition, WAYS, impl, arguments, {"saturating": saturating})
+    value = compute(_definition, IMPLEMENTATIONS, impl, arguments, {"saturating": saturating})
     return value if divisor is not None else reduce(value, reduction, valid, gather, zeroed=True)
 
 
@@ -128,7 +128,14 @@ def _why_not_direct(arguments: Arguments, options: Options) -> str | None:
     return "`token_weight` without a gradient" if arguments[3].requires_grad else None
 
 
-WAYS = (Way("direct", why_not=_why_not_direct, pays=always, compute=direct_positive_activation),)
+IMPLEMENTATIONS = (
+    Implementation(
+        "direct",
+        unsupported_reason=_why_not_direct,
+        is_preferred=always,
+        compute=direct_positive_activation,
+    ),
+)
 
 
 def _check_weight(token_weight: Tensor | None) -> None:

@@ -5,6 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sparse_losses._core.implementations import Arguments, Implementation, Options, always, compute
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce, row_divisor
 from sparse_losses._core.softmax import softplus
@@ -15,7 +16,6 @@ from sparse_losses._core.token_ids import (
     first_occurrences,
     id_mask,
 )
-from sparse_losses._core.ways import Arguments, Options, Way, always, compute
 from sparse_losses.fast.self_reconstruction import blockwise_self_reconstruction
 
 __all__ = ["SelfReconstructionLoss", "self_reconstruction_loss"]
@@ -100,7 +100,7 @@ def self_reconstruction_loss(
     num_rows = row_divisor(x, reduction, gather=gather)
     by_rows = balanced or num_rows is None  # row values or divisors per row
     options = {"by_rows": by_rows}
-    sums = compute(_definition, WAYS, impl, (x, ids, attended, ignored, ratio), options)
+    sums = compute(_definition, IMPLEMENTATIONS, impl, (x, ids, attended, ignored, ratio), options)
     if num_rows is None or by_rows:
         return reduce(sums / divisor, reduction, gather=gather)
     return sums / (num_kept * num_rows)
@@ -136,7 +136,14 @@ def _why_not_blocks(arguments: Arguments, options: Options) -> str | None:
     return None
 
 
-WAYS = (Way("blocks", why_not=_why_not_blocks, pays=always, compute=blockwise_self_reconstruction),)
+IMPLEMENTATIONS = (
+    Implementation(
+        "blocks",
+        unsupported_reason=_why_not_blocks,
+        is_preferred=always,
+        compute=blockwise_self_reconstruction,
+    ),
+)
 
 
 class SelfReconstructionLoss(LossModule):

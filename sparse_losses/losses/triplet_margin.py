@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from sparse_losses._core.implementations import Arguments, Implementation, Options, always, compute
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
-from sparse_losses._core.ways import Arguments, Options, Way, always, compute
 from sparse_losses.fast.triplet_margin import direct_triplet_margin
 
 __all__ = ["TripletMarginLoss", "triplet_margin_loss"]
@@ -67,7 +67,7 @@ def triplet_margin_loss(
         FaceNet: A Unified Embedding for Face Recognition and Clustering, section 3.1.
     """
     options = {"margin": margin, "similarity": similarity}
-    values = compute(_definition, WAYS, impl, (anchor, positive, negative), options)
+    values = compute(_definition, IMPLEMENTATIONS, impl, (anchor, positive, negative), options)
     has_negatives = negative.ndim == 2 or negative.shape[1] > 0
     valid = None if has_negatives else torch.zeros_like(values).bool()
     return reduce(values, reduction, valid, gather)
@@ -103,7 +103,11 @@ def _why_not(arguments: Arguments, options: Options) -> str | None:
     return None if has_negatives else "a negative in every row"
 
 
-WAYS = (Way("direct", why_not=_why_not, pays=always, compute=direct_triplet_margin),)
+IMPLEMENTATIONS = (
+    Implementation(
+        "direct", unsupported_reason=_why_not, is_preferred=always, compute=direct_triplet_margin
+    ),
+)
 
 
 class TripletMarginLoss(LossModule):

@@ -17,7 +17,7 @@ from sparse_losses._core.checks import (
     check_number,
     check_rows,
 )
-from sparse_losses._core.later import Later
+from sparse_losses._core.host_copy import HostCopy
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import num_ranks, sum_over_ranks
 from sparse_losses.objective.batch import SpladeBatch
@@ -181,7 +181,7 @@ class SparsityController:
         # `_new` of this rank since the last step, `_seen` of all ranks since the last measurement.
         self._new: Tensor | None = None
         self._seen: Tensor | None = None
-        self._sent: Later[list[float]] | None = None  # a measurement on its way to the host
+        self._sent: HostCopy[list[float]] | None = None  # a measurement on its way to the host
         self._steps = 0
         self._log_ratio = 0.0  # log(weight / start)
         # The smoothed log(active / target): its level, its last change, and its trend.
@@ -233,7 +233,7 @@ class SparsityController:
         self._share()
         if self._steps % self.every == 0:
             seen = torch.zeros(5) if self._seen is None else self._seen
-            self._sent, self._seen = Later(seen, Tensor.tolist), None
+            self._sent, self._seen = HostCopy(seen, Tensor.tolist), None
             if self._sent.is_here:
                 self._decide()
 
@@ -544,7 +544,7 @@ class SparsityController:
         self._seen = None if seen is None else torch.tensor(seen, dtype=torch.float64)
         sent = state["sent"]
         values = torch.tensor(sent or [], dtype=torch.float64)
-        self._sent = None if sent is None else Later(values, Tensor.tolist)
+        self._sent = None if sent is None else HostCopy(values, Tensor.tolist)
         self._new = None
         if self._error is not None and target != self.target_active:
             self._status = self._found(self._crash())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_integer, check_shapes
-from sparse_losses._core.later import Later
+from sparse_losses._core.host_copy import HostCopy
 from sparse_losses._core.precision import compute_dtype, widest_dtype
 from sparse_losses._core.token_ids import (
     TokenIds,
@@ -254,15 +254,15 @@ class Diagnostics:
         """Return the numbers of all batches so far; waits for the device."""
         return self.report_later().read()
 
-    def report_later(self) -> Later[Report]:
+    def report_later(self) -> HostCopy[Report]:
         """Start copying the numbers to the host; ``.read()`` the report one or more steps later.
 
         A later ``read`` does not wait, and later updates and resets do not change the report.
         """
         if self._columns is None or self._numbers is None or self._range is None:
-            return Later(torch.empty(0), lambda _: Report())
+            return HostCopy(torch.empty(0), lambda _: Report())
         numbers, extremes = self._numbers, self._range.to(self._columns.dtype)
-        return Later(torch.cat([self._columns.flatten(), numbers, extremes]), self._report)
+        return HostCopy(torch.cat([self._columns.flatten(), numbers, extremes]), self._report)
 
     def _report(self, values: Tensor) -> Report:
         """Compute the report from the whole state in one tensor."""

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparse_losses._core.implementations import Arguments, Implementation, Options, always, compute
 from sparse_losses._core.reduction import Reduction
-from sparse_losses._core.ways import Arguments, Options, Way, always, compute
 from sparse_losses.distributed import rank, sum_over_ranks
-from sparse_losses.fast.info_nce import info_nce_of_scores, why_no_gradient
+from sparse_losses.fast.info_nce import info_nce_of_scores, own_gradient_unsupported_reason
 from sparse_losses.losses import info_nce_from_scores
 from sparse_losses.objective.batch import SpladeBatch, Texts
 
@@ -28,7 +28,7 @@ def info_nce_of_shared_scores(
     scores: Tensor, temperature: float | Tensor, impl: str, **options: Any
 ) -> Tensor:
     """Compute InfoNCE of scores ``[B, C]`` whose first B columns are the rows' positives."""
-    return compute(_definition, WAYS, impl, (scores, temperature), options)
+    return compute(_definition, IMPLEMENTATIONS, impl, (scores, temperature), options)
 
 
 def _definition(
@@ -55,10 +55,17 @@ def _definition(
 def _why_not_direct(arguments: Arguments, options: Options) -> str | None:
     scores, temperature = arguments
     dense = {**options, "in_batch": True, "positive_mask": None, "gather": False}
-    return why_no_gradient((scores, None, None, temperature), dense)
+    return own_gradient_unsupported_reason((scores, None, None, temperature), dense)
 
 
-WAYS = (Way("direct", why_not=_why_not_direct, pays=always, compute=info_nce_of_scores),)
+IMPLEMENTATIONS = (
+    Implementation(
+        "direct",
+        unsupported_reason=_why_not_direct,
+        is_preferred=always,
+        compute=info_nce_of_scores,
+    ),
+)
 
 
 def over_pairs(

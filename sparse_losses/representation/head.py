@@ -16,10 +16,10 @@ from sparse_losses._core.checks import (
     check_shapes,
     values_can_be_checked,
 )
+from sparse_losses._core.implementations import Implementation, choose
 from sparse_losses._core.loss import loss
 from sparse_losses._core.own_gradient import is_transformed
 from sparse_losses._core.precision import compute_dtype
-from sparse_losses._core.ways import Way, choose
 from sparse_losses.fast.head import packed_head
 from sparse_losses.fast.head_tiles import product_dtype, tiled_head
 from sparse_losses.representation._masked_lm import head_of
@@ -124,7 +124,7 @@ def splade_head(
         "return_logits": return_logits,
         "sparse_grad": sparse_grad,
     }
-    way = choose(WAYS, impl, tensors, options)
+    way = choose(IMPLEMENTATIONS, impl, tensors, options)
     compute: Callable[..., Any] = _definition if way is None else way.compute
     activations, pooled = compute(*tensors, **options)
     return (activations, pooled) if return_logits else activations
@@ -215,10 +215,10 @@ def _triton_head(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
 
 
 # In order of preference. "triton" is never chosen: no measurement shows it ahead of "tiles".
-WAYS = (
-    Way("triton", _why_not_triton, lambda *_: False, _triton_head, compiles=True),
-    Way("packed", lambda *_: None, _packing_pays, packed_head, compiles=True),
-    Way("tiles", _why_not_tiles, lambda *_: True, tiled_head, compiles=True),
+IMPLEMENTATIONS = (
+    Implementation("triton", _why_not_triton, lambda *_: False, _triton_head, compiles=True),
+    Implementation("packed", lambda *_: None, _packing_pays, packed_head, compiles=True),
+    Implementation("tiles", _why_not_tiles, lambda *_: True, tiled_head, compiles=True),
 )
 
 

@@ -8,9 +8,9 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.activation import splade_activation
+from sparse_losses._core.implementations import Implementation, choose
 from sparse_losses._core.loss import loss
 from sparse_losses._core.precision import compute_dtype
-from sparse_losses._core.ways import Way, choose
 from sparse_losses.fast.pooling import nonzeros_pool
 
 __all__ = ["splade_pool", "token_weights"]
@@ -58,7 +58,7 @@ def splade_pool(
     References:
         SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval, eq. 6.
     """
-    way = choose(WAYS, impl, (logits, attention_mask), {})
+    way = choose(IMPLEMENTATIONS, impl, (logits, attention_mask), {})
     compute: Callable[..., Any] = _definition if way is None else way.compute
     dtype = compute_dtype(logits=logits)
     activations, pooled = compute(logits, attention_mask, dtype=dtype, return_logits=return_logits)
@@ -82,7 +82,7 @@ def _why_not_nonzeros(tensors: Sequence[Any], options: Mapping[str, Any]) -> str
     return None if device.type == "cpu" else f"logits on the CPU, got {device},"
 
 
-WAYS = (Way("nonzeros", _why_not_nonzeros, lambda *_: True, nonzeros_pool),)
+IMPLEMENTATIONS = (Implementation("nonzeros", _why_not_nonzeros, lambda *_: True, nonzeros_pool),)
 
 
 @loss(logits="B S V, uncast", attention_mask="B S, mask")

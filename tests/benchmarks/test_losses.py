@@ -68,7 +68,7 @@ def test_every_way_of_the_package_is_a_variant():
         assert named <= names, stem
 
 
-WAYS = (SimpleNamespace(name="blocks"), SimpleNamespace(name="triton"))
+IMPLEMENTATIONS = (SimpleNamespace(name="blocks"), SimpleNamespace(name="triton"))
 
 
 def _loss(x: torch.Tensor, impl: str = "auto") -> torch.Tensor:

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from sparse_losses.fast.info_nce_ring import ring_info_nce
 
 from sparse_losses import LabelQueue, distributed
 from sparse_losses.distributed import (
@@ -24,7 +25,6 @@ from sparse_losses.distributed import (
 )
 from sparse_losses.fast import info_nce, info_nce_ring
 from sparse_losses.fast.info_nce import too_many_scores
-from sparse_losses.fast.info_nce_ring import ring_info_nce
 from sparse_losses.functional import info_nce_loss
 from tests.cases import CASES
 from tests.distributed.test_gather import check, part, variants, whole

@@ -184,10 +184,12 @@ def test_every_way_is_the_definition_or_says_why_not(case):
     call = case.function()
     expected = alive(call(**tensors, impl="definition"))
     for way in case.loss.ways:
-        if not case.takes_way and way == case.loss.ways[0]:
+        if not case.takes_implementation and way == case.loss.ways[0]:
             with pytest.raises(ValueError, match=f'expected .* with impl="{way}"; impl="auto"'):
                 call(**tensors, impl=way)
-        elif case.takes_way and (way != "nonzeros" or tensors.get("negative", expected).ndim < 3):
+        elif case.takes_implementation and (
+            way != "nonzeros" or tensors.get("negative", expected).ndim < 3
+        ):
             value = call(**tensors, impl=way)
             torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
             wanted = gradients(expected, leaves)
@@ -202,7 +204,7 @@ def test_every_way_is_the_definition_or_says_why_not(case):
     [
         case
         for case in CASES
-        if case.takes_way
+        if case.takes_implementation
         and case.impl == "auto"
         and case.stem in LOSSES
         and case.stem != "distillation"
@@ -843,7 +845,7 @@ def test_gradcheck(case):
 # Second derivatives are the definition's: of the cases that a way takes, one a loss.
 @over(
     [c for c in CASES if c.impl != "auto"]
-    + [c for c in (*FIRST.values(), *LAYER_CASES) if c.takes_way]
+    + [c for c in (*FIRST.values(), *LAYER_CASES) if c.takes_implementation]
 )
 def test_gradgradcheck(case):
     reduction = {} if case.impl is None else none(case)  # a way may take means alone

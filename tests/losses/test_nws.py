@@ -521,7 +521,7 @@ def follow(inputs, impl, **options):
     return [value.detach(), *gradients]
 
 
-WAYS = ("definition", "direct")
+IMPLEMENTATIONS = ("definition", "direct")
 
 
 def inputs_of(seed, dtype, count=4, temperature=0.3, batch=7, rows=5):
@@ -552,7 +552,7 @@ OPTIONS = [
 
 
 def same_both_ways(inputs, **options):
-    plain, actual = (follow(inputs, impl, **options) for impl in WAYS)
+    plain, actual = (follow(inputs, impl, **options) for impl in IMPLEMENTATIONS)
     assert plain[0] != 0
     for expected, tensor in zip(plain, actual, strict=True):
         torch.testing.assert_close(tensor, expected, rtol=1e-9, atol=1e-11)
@@ -593,7 +593,7 @@ def test_several_blocks_are_the_same_both_ways(aggregation, count, density, monk
         same_both_ways(inputs, decoupled=decoupled, eps=eps, aggregation=aggregation)
 
 
-@pytest.mark.parametrize("impl", WAYS)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_the_nan_of_a_row_without_negatives_is_hidden(impl):
     """Decoupled and exact; the other rows have prototypes to compete with."""
     inputs = inputs_of(0, torch.float64)
@@ -616,7 +616,7 @@ def test_both_ways_hide_the_nan_of_rows_that_are_not_valid_and_no_other(decouple
     inputs["query_labels"][4] = 0
     inputs["query"][4] = torch.nan
     options = {"decoupled": decoupled, "eps": eps}
-    plain, actual = (follow(inputs, impl, **options) for impl in WAYS)
+    plain, actual = (follow(inputs, impl, **options) for impl in IMPLEMENTATIONS)
     assert not actual[1][4].any()
     for expected, tensor in zip(plain, actual, strict=True):
         assert torch.isfinite(tensor).all()
@@ -624,7 +624,7 @@ def test_both_ways_hide_the_nan_of_rows_that_are_not_valid_and_no_other(decouple
     for name, row in (("query", 1), ("key", 0), ("queue", 2), ("prototype", 3)):
         spoilt = {**inputs, name: inputs[name].clone()}
         spoilt[name][row] = torch.nan
-        for impl in WAYS:
+        for impl in IMPLEMENTATIONS:
             assert follow(spoilt, impl, **options)[0].isnan(), (name, impl)
 
 
@@ -659,7 +659,7 @@ def test_blocks_never_hold_all_queries_by_references(aggregation, monkeypatch):
     inputs["prototype"].requires_grad_()
     everything = 2000 * (40 + 60 + 12)
     largest = {}
-    for impl in WAYS:
+    for impl in IMPLEMENTATIONS:
         with Recorder() as seen:
             options = {"aggregation": aggregation, "impl": impl, "reduction": "mean"}
             nws_loss(**{**inputs, **options}).backward()
@@ -758,7 +758,7 @@ def test_shapes_can_be_computed_without_values(mode):
     assert gradient.shape == (2, 5)
 
 
-@pytest.mark.parametrize("impl", WAYS)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_what_is_made_in_inference_mode_can_be_learned_from(impl):
     inputs = {**problem(), "reduction": "mean"}
     inputs["query"].requires_grad_()
@@ -782,7 +782,7 @@ def test_what_is_made_in_inference_mode_can_be_learned_from(impl):
 # A queue without a mask
 
 
-@pytest.mark.parametrize("impl", WAYS)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_without_a_mask_the_slots_that_were_never_filled_are_none(impl):
     inputs = {**problem(), "reduction": "mean", "impl": impl}
     expected = nws_loss(**inputs)
@@ -792,7 +792,7 @@ def test_without_a_mask_the_slots_that_were_never_filled_are_none(impl):
     assert expected != 0
 
 
-@pytest.mark.parametrize("impl", WAYS)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("filled", ["features", "labels", "nan", "mask"])
 def test_a_slot_with_features_or_labels_or_in_the_mask_is_filled(impl, filled):
     inputs = {**problem(), "reduction": "mean", "impl": impl}
@@ -885,7 +885,7 @@ def test_similarities_outside_zero_one_are_refused(value):
 
 @pytest.mark.parametrize("value", [1 + 1e-6, 1 + 5e-7, -5e-7, -1e-6])
 @pytest.mark.parametrize("aggregation", ["mean", "max"])
-@pytest.mark.parametrize("impl", WAYS)
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_similarities_may_be_off_by_rounding(value, aggregation, impl):
     """And then `a` is clamped to [0, 1]: neither more than a full negative nor less than none."""
     inputs = {**problem(), "temperature": 0.1, "reduction": "mean"}

@@ -71,7 +71,7 @@ def by(impl: str):
     return functools.partial(value_and_gradients, impl=impl)
 
 
-WAYS = {
+IMPLEMENTATIONS = {
     "nonzeros": by("nonzeros"),
     "direct": by("direct"),
     "blocks": by("blocks"),
@@ -82,7 +82,7 @@ WAYS = {
 
 @pytest.mark.parametrize(
     ("way", "negative"),
-    [x for x in itertools.product(WAYS, NEGATIVES) if x != ("nonzeros", "per_row")],
+    [x for x in itertools.product(IMPLEMENTATIONS, NEGATIVES) if x != ("nonzeros", "per_row")],
 )
 def test_every_way_is_the_definition(way, negative):
     temperature = torch.tensor(0.4, dtype=torch.float64)
@@ -93,7 +93,7 @@ def test_every_way_is_the_definition(way, negative):
         if ids is not None and negative == "none" and options["decoupled"]:
             continue  # a row may be left without a negative: that is the definition's
         expected = value_and_gradients(leaves, **options, positive_ids=ids, impl="definition")
-        found = WAYS[way](leaves, **options, positive_ids=ids)
+        found = IMPLEMENTATIONS[way](leaves, **options, positive_ids=ids)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
         assert all(g.any() for g in found[1].values())
 
@@ -354,8 +354,10 @@ def test_sparse_products_are_the_dense_ones(rows, width, density, seed):
 )
 def test_auto_takes_the_nonzeros_of_wide_inputs_with_few(rows, width, density, pays):
     x = vectors(0, rows, width, density)
-    assert info_nce_nonzeros.nonzeros_pay((x, x, None, 0.1), {}) == pays
-    assert info_nce_nonzeros.nonzeros_pay((x, x.to_sparse_csr(), None, 0.1), {}), "what CSR is for"
+    assert info_nce_nonzeros.prefers_nonzeros((x, x, None, 0.1), {}) == pays
+    assert info_nce_nonzeros.prefers_nonzeros((x, x.to_sparse_csr(), None, 0.1), {}), (
+        "what CSR is for"
+    )
 
 
 @pytest.mark.parametrize("loss", [info_nce_loss, n_pair_loss])

@@ -55,11 +55,11 @@ TILES = {
 
 
 PLAIN = {"definition": functools.partial(splade_head, impl="definition")}
-WAYS = PLAIN | PACKED | TILES
+IMPLEMENTATIONS = PLAIN | PACKED | TILES
 EXACT = functools.partial(splade_head, impl="definition", return_logits=True)
 
 
-@pytest.fixture(params=WAYS.values(), ids=WAYS.keys())
+@pytest.fixture(params=IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys())
 def head(request):
     return request.param
 
@@ -465,7 +465,7 @@ def test_second_derivatives_when_one_input_comes_from_another(head, through):
 
 def test_third_derivatives_of_the_tiles_are_those_of_the_definition():
     found = []
-    for function in (WAYS["definition"], *TILES.values()):
+    for function in (IMPLEMENTATIONS["definition"], *TILES.values()):
         tensors = generic(5)
         leaves = watch(tensors)
         gradient = gradients(weigh(function(**tensors)), leaves, create_graph=True)

@@ -7,8 +7,8 @@ import torch
 
 import sparse_losses
 import sparse_losses.functional as F
-from sparse_losses._core import ways as chooser
-from sparse_losses._core.ways import Way, always, choose, compute, never
+from sparse_losses._core import implementations as chooser
+from sparse_losses._core.implementations import Implementation, always, choose, compute, never
 from tests.cases import FIRST, LOSSES
 
 
@@ -16,7 +16,7 @@ def definition(x, factor, **_):
     return factor * x.square().sum()
 
 
-def way(name, *, why=None, pays=True):
+def way(name, *, why=None, is_preferred=True):
     """A way that leaves its name in `seen`; its gradient is right, its value tells it apart."""
     seen = []
 
@@ -24,7 +24,7 @@ def way(name, *, why=None, pays=True):
         seen.append(name)
         return factor * x.square().sum(), [2 * factor * x if needs[0] else None, None]
 
-    return Way(name, lambda *_: why, lambda *_: pays, computed), seen
+    return Implementation(name, lambda *_: why, lambda *_: pays, computed), seen
 
 
 def call(ways, impl, x=None, factor=3.0):
@@ -33,7 +33,10 @@ def call(ways, impl, x=None, factor=3.0):
 
 
 def test_auto_takes_the_first_that_can_and_pays():
-    (cannot, a), (too_small, b) = way("cannot", why="a miracle"), way("too_small", pays=False)
+    (cannot, a), (too_small, b) = (
+        way("cannot", why="a miracle"),
+        way("too_small", is_preferred=False),
+    )
     (first, c), (second, d) = way("first"), way("second")
     x = torch.arange(3.0, requires_grad=True)
     call((cannot, too_small, first, second), "auto", x).backward()
@@ -42,7 +45,7 @@ def test_auto_takes_the_first_that_can_and_pays():
 
 
 def test_a_way_is_taken_by_its_name_whether_it_pays_or_not():
-    (other, a), (slow, b) = way("other"), way("slow", pays=False)
+    (other, a), (slow, b) = way("other"), way("slow", is_preferred=False)
     call((other, slow), "slow")
     assert (a, b) == ([], ["slow"])
 
@@ -100,7 +103,7 @@ def test_in_a_graph_a_way_that_can_be_traced_is_taken_but_not_under_a_transform(
 def test_where_it_cannot_run_a_way_is_asked_only_by_its_name(monkeypatch):
     monkeypatch.setattr(chooser, "can_bring_its_gradient", lambda *_: False)
     cannot, seen = way("cannot", why="a miracle")
-    asked = cannot._replace(why_not=lambda *_: seen.append("asked") or "a miracle")
+    asked = cannot._replace(unsupported_reason=lambda *_: seen.append("asked") or "a miracle")
     assert choose((asked,), "auto", (), {}) is choose((asked,), "definition", (), {}) is None
     assert seen == []
     with pytest.raises(ValueError, match="expected a miracle"):
@@ -109,7 +112,7 @@ def test_where_it_cannot_run_a_way_is_asked_only_by_its_name(monkeypatch):
 
 def test_some_ways_always_pay_and_some_never():
     first, second = (
-        way(name)[0]._replace(pays=pays) for name, pays in (("a", never), ("b", always))
+        way(name)[0]._replace(is_preferred=pays) for name, pays in (("a", never), ("b", always))
     )
     assert choose((first, second), "auto", (), {}) is second
     assert choose((first,), "auto", (), {}) is None
@@ -141,4 +144,4 @@ def test_impl_lists_what_a_function_has(loss):
 
 
 def _table_of(function):
-    return __import__(function.__module__, fromlist=["WAYS"]).WAYS
+    return __import__(function.__module__, fromlist=["IMPLEMENTATIONS"]).IMPLEMENTATIONS

@@ -6,12 +6,12 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Later"]
+__all__ = ["HostCopy"]
 
 T = TypeVar("T")
 
 
-class Later(Generic[T]):
+class HostCopy(Generic[T]):
     """The present values of a tensor, copied to the host while the device continues to work.
 
     A CPU tensor is cloned at once. A tensor on an accelerator is copied into pinned memory without

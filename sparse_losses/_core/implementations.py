@@ -13,28 +13,28 @@ from sparse_losses._core.own_gradient import (
 )
 from sparse_losses.distributed import average_grad_over_ranks
 
-__all__ = ["Arguments", "Options", "Way", "always", "choose", "compute", "never"]
+__all__ = ["Arguments", "Implementation", "Options", "always", "choose", "compute", "never"]
 
 Arguments: TypeAlias = Sequence[Any]
 Options: TypeAlias = Mapping[str, Any]
 
 
-class Way(NamedTuple):
+class Implementation(NamedTuple):
     """One way to compute the value of a definition together with its gradient.
 
     Attributes:
         name: the value of ``impl`` that selects it.
-        why_not: maps ``(arguments, options)`` to ``None`` if the way supports the call, else to
+        unsupported_reason: maps ``(arguments, options)`` to ``None`` if the way supports the call, else to
             the words that follow "expected" in the error.
-        pays: maps ``(arguments, options)`` to whether ``impl="auto"`` selects it.
+        is_preferred: maps ``(arguments, options)`` to whether ``impl="auto"`` selects it.
         compute: maps ``(needs, *arguments, **options)`` to the value and the gradients, in order.
             Callers of ``choose`` alone define their own signature.
         compiles: whether ``torch.compile`` can trace it; default False.
     """
 
     name: str
-    why_not: Callable[[Arguments, Options], str | None]
-    pays: Callable[[Arguments, Options], bool]
+    unsupported_reason: Callable[[Arguments, Options], str | None]
+    is_preferred: Callable[[Arguments, Options], bool]
     compute: Callable[..., Any]
     compiles: bool = False
 
@@ -49,7 +49,9 @@ def never(arguments: Arguments, options: Options) -> bool:
     return False
 
 
-def choose(ways: Sequence[Way], impl: str, arguments: Arguments, options: Options) -> Way | None:
+def choose(
+    ways: Sequence[Implementation], impl: str, arguments: Arguments, options: Options
+) -> Implementation | None:
     """Return the way named by ``impl``, or for ``"auto"`` the first that supports it and pays.
 
     ``None`` means the definition. It is used under ``torch.func`` and, unless the way compiles,
@@ -64,17 +66,17 @@ def choose(ways: Sequence[Way], impl: str, arguments: Arguments, options: Option
         can_run = is_eager or (way.compiles and is_plain)
         if impl != way.name and not (impl == "auto" and can_run):
             continue
-        why = way.why_not(arguments, options)
+        why = way.unsupported_reason(arguments, options)
         if why is not None and impl == way.name:
             raise ValueError(f'expected {why} with impl="{impl}"; impl="auto" selects one that can')
-        if can_run and why is None and (impl == way.name or way.pays(arguments, options)):
+        if can_run and why is None and (impl == way.name or way.is_preferred(arguments, options)):
             return way
     return None
 
 
 def compute(
     definition: Callable[..., Tensor],
-    ways: Sequence[Way],
+    ways: Sequence[Implementation],
     impl: str,
     arguments: Arguments,
     options: Options,
