@@ -13,6 +13,7 @@ import pytest
 
 import sparse_losses
 import sparse_losses.functional as F
+from tests import oracles
 from tests.cases import CASES, LOSSES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,12 +25,12 @@ FLOORS = {
     "distributed": 0,
     "_core": 1,
     "fast": 2,
-    **dict.fromkeys(("losses", "vocabulary", "representation", "queue"), 3),
+    **dict.fromkeys(("losses", "vocabulary", "representation", "queue", "metrics"), 3),
     "objective": 4,
     "presets": 5,  # data for the objective, which knows none of it
     "functional": 6,
     "": 6,  # the package itself
-    **dict.fromkeys(("integrations", "demo"), 7),
+    "integrations": 7,
 }
 GROUND = ["_core", "distributed", "fast"]
 
@@ -82,6 +83,26 @@ def test_imports_run_one_way(path):
 def test_the_import_rule_sees_imports():
     assert rooms_of(imported(PACKAGE / "losses" / "n_pair.py")) == {"_core", "distributed", "fast"}
     assert rooms_of(imported(PACKAGE / "functional.py")) >= {"losses", "vocabulary"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_string_names_a_module_above(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node)
+    }
+    strings = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in docstrings
+    ]
+    named = {name for text in strings for name in re.findall(r"sparse_losses\.(\w+)", text)}
+    above = {name for name in named if FLOORS.get(name, 0) > FLOORS[room(path)]}
+    assert above - {"functional"} == set()
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -139,56 +160,44 @@ def test_every_loss_is_in_the_table_of_cases():
     assert len({case.id for case in CASES}) == len(CASES)
 
 
+def read(*parts: str) -> str:
+    return ROOT.joinpath(*parts).read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("stem", STEMS)
-def test_adding_a_loss_touches_its_test_exports_and_changelog(stem):
+def test_a_loss_has_its_nine_places(stem):
+    """File, oracle, row, test, benchmark, page, exports, navigation, changelog."""
     function, module = f"{stem}_loss", LOSSES[stem].module
-    assert (ROOT / "tests" / "losses" / f"test_{stem}.py").exists()
-    assert function in F.__all__
-    assert {function, module} <= set(sparse_losses.__all__)
-    assert f"`{function}`" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     source = importlib.import_module(f"sparse_losses.losses.{stem}")
     assert {function, module} <= set(source.__all__)
+    assert callable(getattr(oracles, stem))
+    assert [case for case in CASES if case.stem == stem]
+    assert (ROOT / "tests" / "losses" / f"test_{stem}.py").exists()
+    assert (ROOT / "benchmarks" / "losses" / f"{stem}.py").exists()
+    page = read("docs", "losses", f"{stem}.md")
+    assert {f"::: sparse_losses.{name}" for name in (function, module)} <= set(page.splitlines())
     assert inspect.getmodule(getattr(F, function)) is source
+    assert {function, module} <= set(sparse_losses.__all__)
+    assert re.search(rf"^ +- .*: losses/{stem}\.md$", read("mkdocs.yml"), re.MULTILINE)
+    assert f"`{function}`" in read("CHANGELOG.md")
 
 
-# The line that computes the formula of each, and of the head.
-FORMULAS = {
-    "losses/distillation.py": "alpha_kl * ",
-    "losses/flops.py": "squared_mean.sum()",
-    "losses/idf_flops.py": "token_penalty * (mean.abs() + beta * squared_mean)",
-    "losses/info_nce.py": "contrastive_rows(",
-    "losses/language_penalty.py": "activations @ token_penalty",
-    "losses/margin_mse.py": "nnf.mse_loss(student_margin, teacher_margin",
-    "losses/min_activation.py": "nnf.relu(-mean + threshold)",
-    "losses/n_pair.py": "contrastive_rows(",
-    "losses/nws.py": "masked_logsumexp(weighted",
-    "losses/pairwise_contrastive.py": "nnf.relu(-distance + margin).square()",
-    "losses/positive_activation.py": "(share * cost).sum(-1)",
-    "losses/self_reconstruction.py": "cost = softplus(signed)",
-    "losses/triplet_margin.py": "nnf.relu(far - near + margin)",
-    "representation/head.py": "splade_activation(",
-}
-LONG = {"losses/info_nce.py", "losses/nws.py", "representation/head.py"}
+LONGEST = 60  # lines of a function without its docstring and signature
 
 
-def formula_distance(file: str) -> int:
-    """Lines from the end of the function's docstring to the line that computes its formula."""
-    source = (PACKAGE / file).read_text(encoding="utf-8")
-    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    end = next(f.body[0].end_lineno for f in functions if not f.name.startswith("_"))
-    lines = source.splitlines()
-    return next(n for n, line in enumerate(lines[end:], 1) if FORMULAS[file] in line)
-
-
-@pytest.mark.parametrize("file", FORMULAS)
-def test_the_formula_is_computed_within_a_screen_of_its_docstring(file):
-    assert formula_distance(file) <= 60
-    length = len((PACKAGE / file).read_text(encoding="utf-8").splitlines())
-    assert length <= (450 if file in LONG else 250)
-
-
-def test_every_loss_has_its_formula_line():
-    assert {Path(file).stem for file in FORMULAS} == {*STEMS, "head"}
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_functions_are_short(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [
+        n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    lengths = {}
+    for function in functions:
+        first, *rest = function.body
+        body = rest if ast.get_docstring(function, clean=False) else [first, *rest]
+        if body:
+            lengths[function.name] = body[-1].end_lineno - body[0].lineno + 1
+    assert {name: lines for name, lines in lengths.items() if lines > LONGEST} == {}
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -241,7 +250,7 @@ def test_importing_the_package_imports_no_optional_dependency():
     assert {"sparse_losses", "torch"} <= loaded
     assert not loaded & _optional()
     rooms = {n.split(".")[1] for n in run.stdout.split() if n.startswith("sparse_losses.")}
-    assert not rooms & {"demo", "integrations"}
+    assert "integrations" not in rooms
 
 
 LAZY = {  # what an extra brings, imported only inside a function
@@ -250,7 +259,6 @@ LAZY = {  # what an extra brings, imported only inside a function
     "vocabulary/counting.py": {"datasets", "tokenizers", "transformers"},
     "vocabulary/__main__.py": {"rich"},
 }
-TRITON = "fast/triton_head.py"  # imported only where `impl="triton"` asks for it
 
 
 def _imports(nodes) -> set[str]:
@@ -265,7 +273,7 @@ def _imports(nodes) -> set[str]:
 
 def test_the_runtime_needs_torch_and_numpy_only():
     for path in FILES:
-        if room(path) in ("demo", "integrations") or path == PACKAGE / TRITON:
+        if room(path) == "integrations":
             continue
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         lazy = LAZY.get(path.relative_to(PACKAGE).as_posix(), set())

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from tools.translations import DOCS, ROOT, body, expand, front_matter, split_code
+from tools.markdown import DOCS, ROOT, body, expand, front_matter, split_code
 
 NOT_ENGLISH = ("ko/", "ja/")
 NOT_WHOLE = ("api/", "changelog.md")  # too long; llms.txt links to them

@@ -20,7 +20,7 @@ from typing import Any
 import jupytext
 
 from tools.llms import address
-from tools.translations import DOCS, FENCE, body, expand
+from tools.markdown import DOCS, FENCE, body, expand
 
 GUIDES = [
     DOCS / "quickstart.md",

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tools.translations import split_code
+from tools.markdown import split_code
 
 jupytext = pytest.importorskip("jupytext")
 nbformat = pytest.importorskip("nbformat")

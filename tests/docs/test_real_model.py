@@ -8,7 +8,7 @@ import torch
 
 from sparse_losses import SpladeEncoder
 from tests.representation.tiny_models import KINDS, masked_lm, tokenizer
-from tools.translations import DOCS, split_code
+from tools.markdown import DOCS, split_code
 
 PAGE = DOCS / "guides" / "real_model.md"
 ENGLISH = [

@@ -1,0 +1,105 @@
+"""How the docs' pages are read: front matter, included sections, code blocks, translations."""
+
+import re
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+LANGUAGES = ("ko", "ja")
+FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
+INCLUDE = re.compile(
+    r'^(?P<indent>[ \t]*)--8<-- "(?P<path>[^":]+)(?::(?P<section>[\w-]+))?"[ \t]*$'
+)
+MARKER = re.compile(r"--8<-- \[(?P<end>start|end):\s*(?P<section>[\w-]+)\]")
+FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w-]*)")
+
+
+def pages() -> list[Path]:
+    """Return the translated pages."""
+    return sorted(page for language in LANGUAGES for page in DOCS.glob(f"{language}/**/*.md"))
+
+
+def front_matter(text: str) -> dict[str, str]:
+    """Return the keys and values of a page's front matter."""
+    match = FRONT_MATTER.match(text)
+    lines = match[1].splitlines() if match else []
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def body(text: str) -> str:
+    """Return a page without its front matter."""
+    return FRONT_MATTER.sub("", text, count=1)
+
+
+def original(page: Path) -> Path:
+    """Return the English page.
+
+    Raises:
+        ValueError: if the page names none, or a missing one.
+    """
+    name = front_matter(page.read_text(encoding="utf-8")).get("translation_of", "")
+    if not name or not (DOCS / name).is_file():
+        raise ValueError(f"{page}: expected a page of docs/ in translation_of, got {name!r}")
+    return DOCS / name
+
+
+def expand(text: str) -> str:
+    """Return a page's text with its snippets expanded, and without the marks of sections.
+
+    Raises:
+        ValueError: for a missing file or section.
+    """
+    lines: list[str] = []
+    for line in text.splitlines():
+        include = INCLUDE.match(line)
+        if include:
+            section = expand(_section(include["path"], include["section"]))
+            lines += [include["indent"] + each for each in section.splitlines()]
+        elif not MARKER.search(line):
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _section(path: str, section: str | None) -> str:
+    file = next((base / path for base in (DOCS, ROOT) if (base / path).is_file()), None)
+    if file is None:
+        raise ValueError(f"expected a file {path} to include, got none")
+    text = file.read_text(encoding="utf-8")
+    if section is None:
+        return text
+    taken: list[str] = []
+    inside = ended = False
+    for line in text.splitlines():
+        mark = MARKER.search(line)
+        if mark and mark["section"] == section:
+            inside = mark["end"] == "start"
+            ended |= not inside
+        elif inside:
+            taken.append(line)
+    if not ended:
+        raise ValueError(f"expected a section {section} in {path}, got none")
+    return textwrap.dedent("\n".join(taken)) + "\n"
+
+
+def split_code(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """Return a page without its fenced blocks, and the blocks (language, text)."""
+    prose: list[str] = []
+    blocks: list[tuple[str, str]] = []
+    fence = language = ""
+    inside: list[str] = []
+    for line in text.splitlines():
+        if fence:
+            if line.strip() == fence:
+                indent = min((len(x) - len(x.lstrip()) for x in inside if x.strip()), default=0)
+                blocks.append((language, "".join(f"{each[indent:]}\n" for each in inside)))
+                fence = ""
+            else:
+                inside.append(line)
+            continue
+        opening = FENCE.match(line)
+        if opening:
+            fence, language, inside = opening["fence"], opening["language"], []
+        else:
+            prose.append(line)
+    return "\n".join(prose) + "\n", blocks
