@@ -8,15 +8,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from sparse_losses.demo.options import UserError
-
 HELD_OUT = 600
 MINIMUM_PAIRS = 100
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """A query, the document that answers it, and the number of its task."""
+    """A query, the document that it should find, and the number of its task."""
 
     task: int
     query: str
@@ -68,77 +66,67 @@ def split(
     """Split whole groups into test, validation and training rows, in the order of their md5.
 
     A held-out set takes one complete row of a group and drops the others, so that every query has
-    one right answer. The split depends only on names, not on a seed.
+    one right document. The split depends only on names, not on a seed.
     """
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         groups[row.group].append(row)
-    train: list[Row] = []
-    test: list[Row] = []
-    validation: list[Row] = []
+    corpus = Corpus(tasks, [], [], [], sources)
     for group in sorted(groups, key=lambda name: hashlib.md5(name.encode()).hexdigest()):
         complete = [row for row in groups[group] if len(row.pairs) == len(tasks)]
-        if complete and len(test) < held_out:
-            test.append(complete[0])
-        elif complete and len(validation) < held_out:
-            validation.append(complete[0])
+        if complete and len(corpus.test) < held_out:
+            corpus.test.append(complete[0])
+        elif complete and len(corpus.validation) < held_out:
+            corpus.validation.append(complete[0])
         else:
-            train.extend(groups[group])
-    return Corpus(tasks, train, validation, test, sources)
+            corpus.train.extend(groups[group])
+    return corpus
 
 
 def read_pairs(path: Path) -> Corpus:
     """Read the user's own pairs from lines of ``query<TAB>document``.
 
     Lines that share a query or a document form one group. A tenth of the pairs, at most 600, is
-    held out for validation, and another tenth for the test.
-
-    Raises:
-        UserError: the file cannot be read, a line is not such a pair, or there are too few.
+    held out for validation, and another tenth for the test. A file that does not serve ends the
+    program with a message.
     """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"error: cannot read {path} as UTF-8 text: {error}") from error
     pairs: dict[tuple[str, str], None] = {}
-    above: dict[str, str] = {}  # a union-find whose roots are the smallest members of the groups
+    parents: dict[str, str] = {}  # a union-find whose roots are the smallest members of the groups
 
     def root(item: str) -> str:
-        while (parent := above.setdefault(item, item)) != item:
-            above[item] = above[parent]  # keeps chains short
+        while (parent := parents.setdefault(item, item)) != item:
+            parents[item] = parents[parent]  # keeps chains short
             item = parent
         return item
 
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        number = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise UserError(f"{path}, line {number}: expected UTF-8 text ({error.reason})") from error
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
+    for number, line in enumerate(lines, start=1):
+        fields = [" ".join(field.split()) for field in line.split("\t")]
+        if not any(fields):
             continue
-        fields = line.split("\t")
         if len(fields) != 2 or not all(any(map(str.isalnum, field)) for field in fields):
-            raise UserError(
-                f"{path}, line {number}: expected a query, one tab and a document, each with a "
-                f"letter or a digit, got {line[:60]!r}"
+            raise SystemExit(
+                f"error: expected a query, one tab and a document in line {number} of {path}, each "
+                f"with a letter or a digit, got {line[:60]!r}"
             )
-        query, document = (" ".join(field.split()) for field in fields)
+        query, document = fields
         low, high = sorted(map(root, (f"query {query.lower()}", f"document {document.lower()}")))
-        above[high] = low
+        parents[high] = low
         pairs[query, document] = None
-    if len(pairs) < MINIMUM_PAIRS:
-        raise UserError(
-            f"{path}: expected at least {MINIMUM_PAIRS} different pairs for training and test, got "
-            f"{len(pairs)}; a useful retriever needs a few thousand"
-        )
-    rows = []
-    for query, document in pairs:
-        pair = Pair(0, query, document)
-        rows.append(Row(query, root(f"query {query.lower()}"), (pair,), document))
+    rows = [
+        Row(query, root(f"query {query.lower()}"), (Pair(0, query, document),), document)
+        for query, document in pairs
+    ]
     source = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:12]}
     corpus = split(rows, ("query → document",), source, held_out=min(HELD_OUT, len(pairs) // 10))
-    if len(corpus.train) < MINIMUM_PAIRS // 2 or len(corpus.validation) < MINIMUM_PAIRS // 20:
-        raise UserError(
-            f"{path}: only {len(corpus.train)} pairs are left for training without the test pairs, "
-            "because most lines share a query or a document; add more different pairs"
+    enough = len(corpus.train) >= MINIMUM_PAIRS // 2
+    if len(pairs) < MINIMUM_PAIRS or len(corpus.validation) < MINIMUM_PAIRS // 20 or not enough:
+        raise SystemExit(
+            f"error: expected at least {MINIMUM_PAIRS} different pairs in {path}, of which most "
+            f"share neither query nor document, got {len(pairs)} pairs, {len(corpus.train)} of "
+            "them for training; a useful retriever needs a few thousand"
         )
     return corpus

@@ -10,37 +10,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_losses import splade_head
-from sparse_losses.demo.options import MAX_LENGTH
-from sparse_losses.demo.tokens import Batch
+from examples.demo.tokens import MAX_LENGTH
+from sparse_losses import SpladeHead
+
+SPELLING = 0.5  # share of a token's initial embedding that depends on its spelling
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-    """Sizes and initial values of the transformer.
-
-    Attributes:
-        spelling: share of a token's initial embedding that depends on its spelling.
-        bias: initial bias of every dimension; at 0 all of them are faintly active.
-    """
+    """Sizes of the transformer, and the initial ``bias`` of every dimension."""
 
     hidden: int = 128
     layers: int = 2
     heads: int = 4
     max_length: int = MAX_LENGTH
-    spelling: float = 0.5
-    bias: float = 0.0
+    bias: float = 0.0  # all dimensions are faintly active; with -2 about a hundred
 
 
 class SparseEncoder(nn.Module):
-    """Token embeddings, a few attention layers, and the same embeddings as output weights.
+    """Token embeddings, a few attention layers, and the same embeddings in the head.
 
     Initially the model is *lexical*: embeddings are nearly orthogonal and the layers add little to
     them (a tenth of each branch), so an untrained text vector already holds its own tokens. Half of
     an embedding is shared with tokens of similar spelling, so that ``neighbors`` finds ``neighbor``
     from the start (as in "Enriching Word Vectors with Subword Information"). Rare tokens have
-    longer vectors than common ones and so a larger weight. The model is also *dense*: with a bias
-    of 0 half of all tokens are faintly active.
+    longer vectors than common ones and so a larger weight.
     """
 
     def __init__(self, vocabulary: Sequence[str], idf: Tensor, size: ModelSize) -> None:
@@ -50,23 +44,21 @@ class SparseEncoder(nn.Module):
         length = (0.3 + 0.7 * relative).unsqueeze(1)
         own = F.normalize(torch.randn(vocab_size, hidden), dim=1)
         spelt = F.normalize(_spelling(vocabulary, hidden), dim=1)
-        direction = math.sqrt(1 - size.spelling) * own + math.sqrt(size.spelling) * spelt
+        direction = math.sqrt(1 - SPELLING) * own + math.sqrt(SPELLING) * spelt
         self.scale = math.sqrt(hidden)
         self.embedding = nn.Parameter(F.normalize(direction, dim=1) * length)
         self.position = nn.Parameter(torch.randn(size.max_length, hidden) * 0.1)
         self.layers = nn.ModuleList(Layer(hidden, size.heads) for _ in range(size.layers))
         self.bias = nn.Parameter(torch.full((vocab_size,), size.bias))
+        self.head = SpladeHead(self.embedding, self.bias)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return activations ``[B, V]``: ``max_s log1p(relu(hidden_s . embedding_v + bias_v))``."""
-        states = F.embedding(batch.input_ids, self.embedding) * self.scale
-        states = states + self.position[: batch.input_ids.shape[1]]
-        mask = batch.attention_mask.bool()[:, None, None, :]
+        states = F.embedding(input_ids, self.embedding) * self.scale
+        states = states + self.position[: input_ids.shape[1]]
         for layer in self.layers:
-            states = layer(states, mask)
-        activations = splade_head(states, self.embedding, self.bias, batch.attention_mask)
-        assert isinstance(activations, Tensor)  # not a pair with the logits
-        return activations
+            states = layer(states, attention_mask.bool()[:, None, None, :])
+        return self.head(states, attention_mask)
 
 
 def _spelling(vocabulary: Sequence[str], hidden: int) -> Tensor:
@@ -106,5 +98,4 @@ class Layer(nn.Module):
         query, key, value = split.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         states = states + 0.1 * self.output(mixed.transpose(1, 2).reshape(batch, length, hidden))
-        fed: Tensor = self.feed(self.feed_norm(states))
-        return states + 0.1 * fed
+        return states + 0.1 * self.feed(self.feed_norm(states))

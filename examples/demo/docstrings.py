@@ -21,8 +21,8 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from sparse_losses.demo.corpus import Corpus, Pair, Row, split
-from sparse_losses.demo.texts import cut, is_prose, unique, without_name
+from examples.demo.corpus import Corpus, Pair, Row, split
+from examples.demo.texts import cut, is_prose, unique, without_name
 
 PACKAGES = ("torch", "numpy", "sympy", "networkx")
 TASKS = ("name → document", "summary → rest")
@@ -61,14 +61,10 @@ def load() -> Corpus:
 
 def versions() -> dict[str, str]:
     """Return the versions of the sources, to be printed with every figure."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        if importlib.util.find_spec(package):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
-# Harvest -----------------------------------------------------------------------------------------
+    installed = [package for package in PACKAGES if importlib.util.find_spec(package)]
+    return {"python": platform.python_version()} | {
+        package: importlib.metadata.version(package) for package in installed
+    }
 
 
 def harvest() -> Iterator[Docstring]:
@@ -140,8 +136,6 @@ def _c_docstring(name: str, value: object) -> Iterator[Docstring]:
     if isinstance(text, str) and not has_source and (callable(value) or inspect.isroutine(value)):
         yield name.removeprefix("builtins."), inspect.cleandoc(text)
 
-
-# Cleaning ----------------------------------------------------------------------------------------
 
 _SIGNATURE = re.compile(r"\s*[\w.*]+\s?\([^\n]*\)\s*(->\s*[^\n]+)?(?:\n|$)")
 _OPEN_SIGNATURE = re.compile(r"\s*[\w.]+\([^()]*\)\s*(->[^\n]*)?\n")
@@ -258,17 +252,11 @@ def _inline(text: str) -> str:
     return " ".join(text.split())
 
 
-# Pairs -------------------------------------------------------------------------------------------
-
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def spoken(name: str) -> str:
-    """Return an identifier as words.
-
-    >>> spoken("from_pandas_edgelist"), spoken("SMTPNotSupportedError")
-    ('from pandas edgelist', 'SMTP Not Supported Error')
-    """
+    """Return an identifier as words: `SMTPNotSupported` becomes `SMTP Not Supported`."""
     return " ".join(_CAMEL.sub(" ", name.replace("_", " ")).split())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
 
@@ -10,9 +9,8 @@ import torch
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 
-from sparse_losses.demo.options import MAX_LENGTH
-
 VOCAB_SIZE = 8_000
+MAX_LENGTH = 64
 PAD, UNK, CLS, SEP = range(4)
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 _FUNCTION_WORDS = """
@@ -28,20 +26,13 @@ with within without would yet you your s t d e g
 _LETTER = r"[^\W_]"
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Token ids of some texts, padded to the longest, and a mask that is 1 at tokens."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-
-
-def pad(rows: Sequence[Sequence[int]]) -> Batch:
-    """Pad and stack lists of ids of different lengths."""
+def pad(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Return token ids padded to the longest row, and a mask that is 1 at tokens."""
     longest = max(map(len, rows))
     input_ids = torch.tensor([[*row, *[PAD] * (longest - len(row))] for row in rows])
     lengths = torch.tensor([len(row) for row in rows])
-    return Batch(input_ids, (torch.arange(longest) < lengths.unsqueeze(1)).long())
+    mask = torch.arange(longest) < lengths.unsqueeze(1)
+    return {"input_ids": input_ids, "attention_mask": mask.long()}
 
 
 class Tokens:
@@ -83,13 +74,13 @@ class Tokens:
         tokenizer.train_from_iterator(texts, trainer)
         return cls(_tokenizer(tokenizer.get_vocab(with_added_tokens=False)), max_length)
 
-    def vocabulary(self) -> list[str]:
-        """Return all tokens in the order of their ids."""
-        return [self.name(token) for token in range(self.vocab_size)]
-
     def name(self, token: int) -> str:
         """Return the spelling of a token; ``##`` marks the continuation of a word."""
         return str(self.tokenizer.id_to_token(token))
+
+    def vocabulary(self) -> list[str]:
+        """Return all tokens in the order of their ids."""
+        return [self.name(token) for token in range(self.vocab_size)]
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Return begin mark, tokens and end mark of each text."""
@@ -102,12 +93,12 @@ class Tokens:
 
     def words(self, texts: Sequence[str]) -> list[list[str]]:
         """Return the whole words of the part of each text that the model sees."""
-        found = []
+        words = []
         for text, encoding in zip(texts, self.tokenizer.encode_batch(list(texts)), strict=True):
             offsets = encoding.offsets[: self.max_length - 2]
             seen = text[: offsets[-1][1]] if offsets else ""
-            found.append(re.findall(f"{_LETTER}+", seen.lower()))
-        return found
+            words.append(re.findall(f"{_LETTER}+", seen.lower()))
+        return words
 
 
 def _tokenizer(vocabulary: dict[str, int]) -> Tokenizer:

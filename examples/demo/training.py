@@ -9,6 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from examples.demo.corpus import Corpus, pair_texts
+from examples.demo.evaluation import Ranking, ranking, similarities
+from examples.demo.model import ModelSize, SparseEncoder
+from examples.demo.tokens import VOCAB_SIZE, Tokens, pad
 from sparse_losses import (
     RECOMMENDED,
     BM25Teacher,
@@ -16,43 +20,27 @@ from sparse_losses import (
     DocumentFrequency,
     Finding,
     Preset,
-    SparsityController,
     SpladeBatch,
     Texts,
-    TrainingSchedule,
     advise,
     gradient_report,
 )
-from sparse_losses.demo.corpus import Corpus, pair_texts
-from sparse_losses.demo.evaluation import Ranking, ranking, similarities
-from sparse_losses.demo.model import ModelSize, SparseEncoder
-from sparse_losses.demo.objective import loss_of, switched_off
-from sparse_losses.demo.options import STEPS, UserError
-from sparse_losses.demo.tokens import VOCAB_SIZE, Tokens, pad
 
-LOOKED_AT = 128  # held-out texts per measurement; with half as many its variance is too large
+STEPS = 500
+HELD_OUT_ROWS = 128  # per look of a controller; with half as many its variance is too large
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """All settings that determine the figures of a run on given data and one thread.
-
-    Attributes:
-        preset: weights and numbers of the losses; ``target_active`` replaces its targets.
-        target_active: active dimensions per document; ``None`` keeps the preset's weight fixed.
-        target_active_query: the same for the queries.
-    """
+    """All settings that determine the figures of a run on given data and one thread."""
 
     steps: int = STEPS
     seed: int = 0
-    without: tuple[str, ...] = ()
-    target_active: int | None = None
-    target_active_query: int | None = None
+    preset: Preset = RECOMMENDED
     batch_size: int = 32
     learning_rate: float = 1e-3
     vocab_size: int = VOCAB_SIZE
     size: ModelSize = dataclasses.field(default_factory=ModelSize)
-    preset: Preset = RECOMMENDED
     probe_every: int = 50
     probe_rows: int = 200
 
@@ -91,11 +79,15 @@ class Run:
         self.queries, self.documents = self.tokens.ids(queries), self.tokens.ids(documents)
         self.df = DocumentFrequency(self.tokens.vocab_size)
         for start in range(0, len(pairs), 1000):
-            texts = pad(self.documents[start : start + 1000])
-            self.df.update(texts.input_ids, texts.attention_mask)
-        self.idf = self.df.idf()
+            self.df.update(**pad(self.documents[start : start + 1000]))
         self.teacher = BM25Teacher(self.df, special_token_ids=self.tokens.special_ids)
         self.probe_texts = pair_texts(corpus.validation[: settings.probe_rows], task=0)
+        self.held_out = {
+            side: self.tokens.ids(
+                [getattr(p, side) for row in corpus.validation for p in row.pairs]
+            )
+            for side in ("query", "document")
+        }
 
         drawn = settings.steps * settings.batch_size
         generator = torch.Generator().manual_seed(settings.seed)
@@ -106,32 +98,16 @@ class Run:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.learning_rate, weight_decay=0.0
         )
-        targets = {
-            "document_flops": settings.target_active,
-            "query_flops": settings.target_active_query,
+        self.special = {
+            "special_token_ids": self.tokens.special_ids,
+            "stopword_ids": self.tokens.stopword_ids,
         }
-        wanted = {term: target for term, target in targets.items() if target is not None}
-        if wanted and "flops" in settings.without:
-            raise UserError("--target-active adjusts the weight of flops: drop --without flops")
-        preset = switched_off(settings.preset, settings.without).replace(target_active=wanted)
-        self.objective = preset.objective(
-            idf=self.idf,
-            special_token_ids=self.tokens.special_ids,
-            stopword_ids=self.tokens.stopword_ids,
-        )
+        self.objective = settings.preset.objective(idf=self.df.idf(), **self.special)
         self.distils = "distillation" in self.objective.weights
-        self.controllers: dict[str, SparsityController] = {}
-        self.held_out: dict[str, list[list[int]]] = {}
-        for part in preset.schedules(self.objective, steps=settings.steps):
-            if isinstance(part, TrainingSchedule):
-                self.schedule = part
-                continue
-            side = part.term.removesuffix("_flops")
-            self.controllers[side] = part
-            self.held_out[side] = self.tokens.ids(
-                [getattr(pair, side) for row in corpus.validation for pair in row.pairs]
-            )
+        schedules = settings.preset.schedules(self.objective, steps=settings.steps)
+        self.schedule, *controllers = schedules
         self.schedule.attach(self.optimizer)
+        self.controllers = {one.term.removesuffix("_flops"): one for one in controllers}
         self.step = 0
         self.seconds = 0.0
         self.history: list[Step] = []
@@ -140,10 +116,7 @@ class Run:
     def untrained(self) -> SparseEncoder:
         """Return the model as it was before the first step."""
         torch.manual_seed(self.settings.seed)
-        size = self.settings.size
-        if "spelling" in self.settings.without:
-            size = dataclasses.replace(size, spelling=0.0)
-        return SparseEncoder(self.tokens.vocabulary(), self.idf, size)
+        return SparseEncoder(self.tokens.vocabulary(), self.df.idf(), self.settings.size)
 
     def train(self, report: Callable[[Step], None] = lambda step: None) -> None:
         """Take the remaining steps; ``report`` may raise an error to stop between two steps."""
@@ -163,7 +136,7 @@ class Run:
         batch = self.batch(self.step)
         total, terms = self.loss(batch)
         self.optimizer.zero_grad()
-        total.backward()  # type: ignore[no-untyped-call]  # has no types in PyTorch
+        total.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 5.0)
         self.optimizer.step()
         self.step += 1
@@ -171,37 +144,32 @@ class Run:
             # The target is for held-out texts: their documents are longer than those in training.
             if self.step % controller.every == 0:
                 texts = self.held_out[side]
-                first = self.step * LOOKED_AT
-                looked_at = [texts[(first + n) % len(texts)] for n in range(LOOKED_AT)]
+                first = self.step * HELD_OUT_ROWS
+                rows = [texts[(first + n) % len(texts)] for n in range(HELD_OUT_ROWS)]
                 with torch.no_grad():
-                    controller.observe(self.model(pad(looked_at)))
+                    controller.observe(self.model(**pad(rows)))
             controller.step()
-        query, document = (
+        active = [
             (texts.activations > 0).sum(1).double().mean().item()
             for texts in (batch.anchor, batch.positive)
-        )
-        self.history.append(Step(self.step, terms, query, document))
+        ]
+        self.history.append(Step(self.step, terms, *active))
 
     def loss(self, batch: SpladeBatch) -> tuple[Tensor, dict[str, float]]:
         """Return the value to minimise, and its weighted terms."""
-        total, found = self.objective(batch)
-        terms: dict[str, float] = {}
-        for name, value in found.items():
-            weighted = self.objective.weights[name] * value.item()
-            terms[loss_of(name)] = terms.get(loss_of(name), 0.0) + weighted
-        return total, terms
+        total, terms = self.objective(batch)
+        weights = self.objective.weights
+        return total, {name: weights[name] * value.item() for name, value in terms.items()}
 
     def batch(self, step: int) -> SpladeBatch:
         """Return the texts of a step, encoded by the present model."""
         size = self.settings.batch_size
         chosen = self.order[step * size :][:size].tolist()
         texts = [pad([side[index] for index in chosen]) for side in (self.queries, self.documents)]
-        query, document = (Texts(self.model(x), x.input_ids, x.attention_mask) for x in texts)
         return SpladeBatch(
-            query,
-            document,
+            *(Texts(self.model(**side), **side) for side in texts),
             positive_ids=self.group_ids[chosen],
-            teacher_scores=self.teacher(*map(vars, texts)) if self.distils else None,
+            teacher_scores=self.teacher(*texts) if self.distils else None,
         )
 
     def findings(self) -> dict[str, list[Finding]]:
@@ -215,26 +183,22 @@ class Run:
         self.objective.weights.update({n: self.schedule.base[n] for n in self.schedule.warmups})
         gradients = gradient_report(self.objective, batch)
         self.objective.weights.update(weights)
-        found = {}
+        findings = {}
         for side, texts, other in (
             ("document", batch.positive, batch.anchor),
             ("query", batch.anchor, batch.positive),
         ):
-            diagnostics = Diagnostics(
-                self.tokens.vocab_size,
-                special_token_ids=self.tokens.special_ids,
-                stopword_ids=self.tokens.stopword_ids,
-            )
+            diagnostics = Diagnostics(self.tokens.vocab_size, **self.special)
             diagnostics.update(texts, other_side=other)
-            found[side] = advise(diagnostics.report(), gradients, side=side)
-        return found
+            findings[side] = advise(diagnostics.report(), gradients, side=side)
+        return findings
 
     def encode(self, texts: Sequence[str], model: SparseEncoder | None = None) -> Tensor:
         """Return vectors ``[texts, V]`` without gradient, by this run's model by default."""
         model = model or self.model
         rows = self.tokens.ids(texts)
         with torch.no_grad():
-            return torch.cat([model(pad(rows[i : i + 64])) for i in range(0, len(rows), 64)])
+            return torch.cat([model(**pad(rows[i : i + 64])) for i in range(0, len(rows), 64)])
 
     def probe(self) -> Probe:
         """Rank some validation queries."""

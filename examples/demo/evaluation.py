@@ -7,16 +7,17 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import bm25s
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_losses.demo.corpus import Corpus, pair_texts
-from sparse_losses.demo.tokens import Tokens
+from examples.demo.corpus import Corpus, pair_texts
+from examples.demo.tokens import Tokens
 
 if TYPE_CHECKING:
-    from sparse_losses.demo.training import Run
+    from examples.demo.training import Run
 
 UNTRAINED, MODEL = "untrained model", "this model"
 BM25_WORDS, BM25_SUBWORDS = "BM25, words", "BM25, same subwords"
@@ -44,30 +45,24 @@ def ranks(scores: Tensor) -> Tensor:
 
 
 def ranking(scores: Tensor) -> Ranking:
-    """Return the figures of a square score matrix with the right answers on its diagonal."""
+    """Return the figures of a score matrix with the right documents on its diagonal."""
     rank = ranks(scores)
-    found = rank <= 10
     return Ranking(
         recall_1=(rank <= 1).double().mean().item(),
-        recall_10=found.double().mean().item(),
-        mrr_10=torch.where(found, 1 / rank, torch.zeros_like(rank)).mean().item(),
+        recall_10=(rank <= 10).double().mean().item(),
+        mrr_10=torch.where(rank <= 10, 1 / rank, 0.0).mean().item(),
     )
 
 
-def cosine(queries: Tensor, documents: Tensor) -> Tensor:
-    """Return cosine similarities ``[queries, documents]``; an empty vector has 0 with all."""
-    return F.normalize(queries, dim=1) @ F.normalize(documents, dim=1).T
-
-
 def similarities(queries: Tensor, documents: Tensor, name: str) -> Tensor:
-    """Return dot products or cosines ``[queries, documents]``."""
-    return cosine(queries, documents) if name == "cosine" else queries @ documents.T
+    """Return dot products or cosines ``[queries, documents]``; an empty vector has 0 with all."""
+    if name == "cosine":
+        queries, documents = F.normalize(queries, dim=1), F.normalize(documents, dim=1)
+    return queries @ documents.T
 
 
 def bm25_scores(queries: Sequence[Sequence[str]], documents: Sequence[Sequence[str]]) -> Tensor:
     """Return scores ``[queries, documents]`` of bm25s with its default k1 and b."""
-    import bm25s
-
     logging.getLogger("bm25s").setLevel(logging.WARNING)
     index = bm25s.BM25()
     index.index([list(document) for document in documents], show_progress=False)
@@ -101,8 +96,7 @@ class Anatomy:
 def anatomy(vectors: Tensor, rows: Sequence[Sequence[int]], tokens: Tokens, df: Tensor) -> Anatomy:
     """Return statistics of vectors ``[texts, V]`` with token ids ``rows``; ``df`` is ``[V]``.
 
-    Only dimensions above zero count among the ten highest. A token is rare if at most five
-    training documents hold it.
+    Only dimensions above zero count among the ten highest.
     """
     values, top = vectors.topk(min(10, vectors.shape[1]), dim=1)
     filled = values > 0
@@ -114,8 +108,8 @@ def anatomy(vectors: Tensor, rows: Sequence[Sequence[int]], tokens: Tokens, df: 
     rare = (df[top] <= RARE) & ~inside.gather(1, top) & ~torch.isin(top, special)
     inside[:, special] = False
 
-    def share(which: Tensor) -> float:
-        return ((which & filled).sum() / slots).item()
+    def share(chosen: Tensor) -> float:
+        return ((chosen & filled).sum() / slots).item()
 
     return Anatomy(
         active=(vectors > 0).sum(1).double().mean().item(),
@@ -144,24 +138,22 @@ def measure(run: Run, corpus: Corpus) -> list[TaskFigures]:
     untrained, similarity = run.untrained(), run.settings.preset.similarity
     figures = []
     for number, task in enumerate(corpus.tasks):
-        queries, documents = pair_texts(corpus.test, number)
+        sides = pair_texts(corpus.test, number)
         before, after = (
-            [run.encode(texts, model) for texts in (queries, documents)]
-            for model in (untrained, run.model)
+            [run.encode(texts, model) for texts in sides] for model in (untrained, run.model)
         )
-        found = [similarities(query, document, similarity) for query, document in (before, after)]
         rankings = {
-            UNTRAINED: ranking(found[0]),
-            BM25_WORDS: ranking(bm25_scores(*map(run.tokens.words, (queries, documents)))),
-            BM25_SUBWORDS: ranking(bm25_scores(*map(run.tokens.pieces, (queries, documents)))),
-            MODEL: ranking(found[1]),
+            UNTRAINED: ranking(similarities(*before, similarity)),
+            BM25_WORDS: ranking(bm25_scores(*map(run.tokens.words, sides))),
+            BM25_SUBWORDS: ranking(bm25_scores(*map(run.tokens.pieces, sides))),
+            MODEL: ranking(similarities(*after, similarity)),
         }
         looks = [
             anatomy(vectors, run.tokens.ids(texts), run.tokens, run.df.df)
-            for side, texts in enumerate((queries, documents))
-            for vectors in (before[side], after[side])
+            for texts, *both in zip(sides, before, after, strict=True)
+            for vectors in both
         ]
-        figures.append(TaskFigures(task, len(queries), rankings, *looks))
+        figures.append(TaskFigures(task, len(sides[0]), rankings, *looks))
     return figures
 
 
@@ -169,12 +161,8 @@ def top_tokens(run: Run, texts: Sequence[str], count: int = 8) -> list[list[tupl
     """Return the highest dimensions of each text, by name."""
     values, tokens = run.encode(texts).topk(min(count, run.tokens.vocab_size), dim=1)
     return [
-        [
-            (run.tokens.name(token), round(value, 2))
-            for token, value in zip(row_tokens, row_values, strict=True)
-            if value > 0
-        ]
-        for row_tokens, row_values in zip(tokens.tolist(), values.tolist(), strict=True)
+        [(run.tokens.name(t), round(v, 2)) for t, v in zip(*row, strict=True) if v > 0]
+        for row in zip(tokens.tolist(), values.tolist(), strict=True)
     ]
 
 
@@ -182,23 +170,23 @@ class Index:
     """A search index of all texts of a corpus as sparse vectors."""
 
     def __init__(self, run: Run, corpus: Corpus) -> None:
-        self._run = run
-        self._is_cosine = run.settings.preset.similarity == "cosine"
-        self._rows = corpus.rows
-        texts = [row.text for row in self._rows]
+        self.run = run
+        self.rows = corpus.rows
+        texts = [row.text for row in self.rows]
         parts = (self._encode(texts[start : start + 500]) for start in range(0, len(texts), 500))
-        self._vectors = torch.cat([part.to_sparse() for part in parts])
+        self.vectors = torch.cat([part.to_sparse() for part in parts])
 
     def _encode(self, texts: Sequence[str]) -> Tensor:
-        vectors = self._run.encode(texts)
-        return F.normalize(vectors, dim=1) if self._is_cosine else vectors
+        vectors = self.run.encode(texts)
+        is_cosine = self.run.settings.preset.similarity == "cosine"
+        return F.normalize(vectors, dim=1) if is_cosine else vectors
 
     def search(self, question: str, count: int = 5) -> list[tuple[float, str, str]]:
-        """Return score, title and text of the best answers that share a token with it."""
-        scores = torch.sparse.mm(self._vectors, self._encode([question]).T).squeeze(1)
-        values, found = scores.topk(min(count, len(self._rows)))
+        """Return score, title and text of the best rows that share a token with the question."""
+        scores = torch.sparse.mm(self.vectors, self._encode([question]).T).squeeze(1)
+        values, best = scores.topk(min(count, len(self.rows)))
         return [
-            (value, self._rows[index].title, self._rows[index].text)
-            for value, index in zip(values.tolist(), found.tolist(), strict=True)
+            (value, self.rows[index].title, self.rows[index].text)
+            for value, index in zip(values.tolist(), best.tolist(), strict=True)
             if value > 0
         ]
