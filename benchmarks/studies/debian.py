@@ -12,9 +12,8 @@ import re
 import subprocess
 from collections.abc import Iterable, Iterator
 
-from sparse_losses.demo.corpus import Corpus, Pair, Row, split
-from sparse_losses.demo.options import UserError
-from sparse_losses.demo.texts import cut, is_prose, unique, without_name
+from examples.demo.corpus import Corpus, Pair, Row, split
+from examples.demo.texts import cut, is_prose, unique, without_name
 
 TASKS = ("title → description",)
 SOURCES = 10_000  # the number of texts in the docstrings
@@ -33,11 +32,7 @@ Package = tuple[str, str, str]  # name, source, and description as apt prints it
 
 
 def load() -> Corpus:
-    """Read apt's lists, clean, drop duplicates and split; the same lists give the same corpus.
-
-    Raises:
-        UserError: there is no apt here, or it has no descriptions.
-    """
+    """Read apt's lists, clean, drop duplicates and split; the same lists give the same corpus."""
     return to_corpus(read_packages())
 
 
@@ -58,8 +53,9 @@ def read_packages() -> Iterator[Package]:
     named = ("indextargets", *_LANGUAGE, "--format", "$(FILENAME)", "Created-By: Translations")
     lists = _run("apt-get", *named).split()
     if not lists:
-        raise UserError(
-            f"apt has no descriptions on this machine; run this as its administrator: {UPDATE}"
+        raise SystemExit(
+            "error: apt has no descriptions on this machine; run this as its administrator: "
+            f"{UPDATE}"
         )
     for path in lists:
         for record in _records(_run("/usr/lib/apt/apt-helper", "cat-file", path)):
@@ -70,15 +66,15 @@ def read_packages() -> Iterator[Package]:
 
 def _run(*command: str) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, check=True)
+        process = subprocess.run(command, capture_output=True, check=True)
     except FileNotFoundError as error:
-        raise UserError(
-            f"--corpus debian reads the lists of apt, and there is no {command[0]} on this "
+        raise SystemExit(
+            f"error: Debian's texts are in the lists of apt, and there is no {command[0]} on this "
             "machine: take a Debian or Ubuntu, or its image for containers"
         ) from error
     except subprocess.CalledProcessError as error:
-        raise UserError(f"{command[0]} failed: {error.stderr.decode().strip()}") from error
-    return done.stdout.decode(errors="replace")
+        raise SystemExit(f"error: {command[0]}: {error.stderr.decode().strip()}") from error
+    return process.stdout.decode(errors="replace")
 
 
 def _records(text: str) -> Iterator[dict[str, str]]:
@@ -97,11 +93,7 @@ def _records(text: str) -> Iterator[dict[str, str]]:
 
 
 def clean(description: str) -> tuple[str, list[str]]:
-    r"""Return a description's title and its paragraphs, each on one line, without indented lists.
-
-    >>> clean("sorts lines\n Reads and\n sorts them.\n .\n   -r backwards\n See sort(1).")
-    ('sorts lines', ['Reads and sorts them.', 'See sort(1).'])
-    """
+    """Return a description's title and its paragraphs, each on one line, without indented lists."""
     title, *lines = description.split("\n")
     paragraphs: list[list[str]] = [[]]
     for line in lines:
@@ -114,11 +106,7 @@ def clean(description: str) -> tuple[str, list[str]]:
 
 
 def family(source: str) -> str:
-    """Return a source's name without its release: the name of its group in a split.
-
-    >>> [family(name) for name in ("gcc-12-cross", "llvm-toolchain-14", "libpng1.6", "sed")]
-    ['gcc', 'llvm-toolchain', 'libpng', 'sed']
-    """
+    """Return a source's name without its release: the name of its group in a split."""
     return _VERSION.sub("", source) or source
 
 
