@@ -314,6 +314,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     options.add_argument("--output", type=Path, help="default: results/DEVICE-training.csv")
     options.add_argument("--budget", type=float, default=8.0, help="seconds per batch size")
+    options.add_argument("--fresh", action="store_true", help="discard the rows of earlier runs")
     options.add_argument("--tiny", action="store_true", help="a tiny model, as a smoke test")
     return options
 
@@ -329,7 +330,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shape = TINY if args.tiny else Shape()
     common = circumstances(device, "training_step", None)
     common |= {key: str(value) for key, value in asdict(shape).items() if "pairs" not in key}
-    table = Table(args.output or RESULTS / f"{args.device}-training.csv", common)
+    path = args.output or RESULTS / f"{args.device}-training.csv"
+    table = Table(path, common, fresh=args.fresh)
     measured = heads(device)
     cases = {f"pairs={pairs}": pairs for pairs in shape.pairs}
     todo = [c for c in [*cases, "largest"] if {*measured} - table.present("training_step", c)]

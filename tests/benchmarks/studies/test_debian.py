@@ -3,8 +3,7 @@ import subprocess
 
 import pytest
 
-from sparse_losses.demo import debian
-from sparse_losses.demo.options import UserError
+from benchmarks.studies import debian
 
 
 def _description(title: str, topic: str, *more: str) -> str:
@@ -25,7 +24,7 @@ def test_a_row_holds_title_and_description():
     assert row.text == f"Sorts all the lines. {pair.document}"
 
 
-def test_the_title_does_not_stand_in_the_description():
+def test_the_title_is_removed_from_the_description():
     text = _description("Sorts all the lines", "line", " It sorts all the lines, quickly.")
     ((pair,),) = (row.pairs for row in debian.to_rows([("sorter", "sorter", text)]))
     assert pair.document.endswith("It , quickly.")
@@ -41,6 +40,16 @@ def test_the_title_does_not_stand_in_the_description():
 def test_a_source_and_its_releases_are_one_row(names, kept):
     packages = [_package(name, f"t{n}", debian.family(names[0])) for n, name in enumerate(names)]
     assert [row.title for row in debian.to_rows(packages)] == [kept]
+
+
+def test_lists_and_addresses_are_no_prose():
+    text = "sorts lines\n Reads and\n sorts them.\n .\n   -r backwards\n See http://a.b sort(1)."
+    assert debian.clean(text) == ("sorts lines", ["Reads and sorts them.", "See sort(1)."])
+
+
+def test_a_family_is_a_name_without_release():
+    names = ("gcc-12-cross", "llvm-toolchain-14", "libpng1.6", "sed")
+    assert [debian.family(name) for name in names] == ["gcc", "llvm-toolchain", "libpng", "sed"]
 
 
 def test_releases_of_a_source_are_one_group():
@@ -74,20 +83,20 @@ def test_a_title_has_one_answer_and_a_description_one_title():
 
 
 def test_the_digest_is_of_the_texts():
-    made = [_package(f"p{chr(97 + n)}", chr(97 + n) * 3) for n in range(5)]
-    one, again = debian.to_corpus(made), debian.to_corpus(reversed(made))
+    packages = [_package(f"p{chr(97 + n)}", chr(97 + n) * 3) for n in range(5)]
+    one, again = debian.to_corpus(packages), debian.to_corpus(reversed(packages))
     assert one.sources == again.sources
     assert one.sources["debian"].startswith("5 packages, sha256 ")
-    assert debian.to_corpus([*made[:4], _package("pe", "zzz")]).sources != one.sources
+    assert debian.to_corpus([*packages[:4], _package("pe", "zzz")]).sources != one.sources
 
 
-def _apt(answers):
+def _apt(outputs):
     """Stands for the commands of apt, by their last words."""
 
     def run(command, **_):
-        for end, answer in answers.items():
+        for end, output in outputs.items():
             if command[-1].endswith(end):
-                return subprocess.CompletedProcess(command, 0, answer.encode(), b"")
+                return subprocess.CompletedProcess(command, 0, output.encode(), b"")
         raise FileNotFoundError
 
     return run
@@ -118,24 +127,24 @@ Description-en: no longer available
 
 
 def test_packages_are_read_from_apts_lists(monkeypatch):
-    answers = {"dumpavail": AVAILABLE, "Translations": "/list\n", "/list": LISTED}
-    monkeypatch.setattr(subprocess, "run", _apt(answers))
+    outputs = {"dumpavail": AVAILABLE, "Translations": "/list\n", "/list": LISTED}
+    monkeypatch.setattr(subprocess, "run", _apt(outputs))
     assert list(debian.read_packages()) == [
         ("sed", "sed", "stream editor\n Edits streams.\n .\n And files."),
         ("libx1", "x", "an X"),
     ]
 
 
-def test_without_descriptions_or_apt_it_says_how_to_get_them(monkeypatch):
+def test_without_descriptions_or_apt_the_error_names_the_remedy(monkeypatch):
     monkeypatch.setattr(subprocess, "run", _apt({"dumpavail": AVAILABLE, "Translations": ""}))
-    with pytest.raises(UserError, match="apt-get update -o Acquire::Languages=en"):
+    with pytest.raises(SystemExit, match="apt-get update -o Acquire::Languages=en"):
         debian.load()
     monkeypatch.setattr(subprocess, "run", _apt({}))
-    with pytest.raises(UserError, match="there is no apt-cache on this machine: take a Debian"):
+    with pytest.raises(SystemExit, match="there is no apt-cache on this machine: take a Debian"):
         debian.load()
 
 
 @pytest.mark.skipif(shutil.which("apt-cache") is None, reason="needs apt")
-def test_a_failure_of_apt_is_told():
-    with pytest.raises(UserError, match="apt-cache failed: "):
+def test_a_failure_of_apt_is_reported():
+    with pytest.raises(SystemExit, match="error: apt-cache: "):
         debian._run("apt-cache", "--no-such-option")

@@ -1,7 +1,8 @@
 import random
 
-from sparse_losses.demo.corpus import Pair, Row
+from examples.demo.corpus import Pair, Row
 
+TINY = {"batch_size": 8, "vocab_size": 400, "probe_every": 5, "probe_rows": 20}
 TOPICS = {
     "graph": "node edge path shortest weight neighbour cycle tree vertex connected",
     "matrix": "row column inverse determinant rank eigenvalue diagonal transpose norm trace",
@@ -17,10 +18,10 @@ def make_rows(count: int = 240) -> list[Row]:
     for number in range(count):
         topic = rng.choice(sorted(TOPICS))
         words = TOPICS[topic].split()
-        asked = rng.sample(words, 2)
-        text = " ".join([*rng.sample(words, 5), *asked, f"x{number}", "of the", topic])
-        name = f"{' '.join(asked)} x{number}"
-        pairs = (Pair(0, name, text), Pair(1, f"the {topic} {asked[0]} x{number}", text))
+        shared = rng.sample(words, 2)
+        text = " ".join([*rng.sample(words, 5), *shared, f"x{number}", "of the", topic])
+        name = f"{' '.join(shared)} x{number}"
+        pairs = (Pair(0, name, text), Pair(1, f"the {topic} {shared[0]} x{number}", text))
         rows.append(Row(name, name, pairs, text))
     return rows
 

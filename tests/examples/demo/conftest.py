@@ -1,24 +1,15 @@
 import importlib.util
 
 import pytest
-import torch
 
-EXTRA = ("tokenizers", "bm25s", "rich", "matplotlib")
-if any(importlib.util.find_spec(name) is None for name in EXTRA):
+PACKAGES = ("tokenizers", "bm25s", "rich", "matplotlib")
+if any(importlib.util.find_spec(name) is None for name in PACKAGES):
     collect_ignore_glob = ["test_*.py"]
 else:
-    from sparse_losses.demo.corpus import Corpus, split
-    from sparse_losses.demo.model import ModelSize
-    from sparse_losses.demo.training import Settings
-    from tests.demo.artificial import make_rows
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    from examples.demo.corpus import Corpus, split
+    from examples.demo.model import ModelSize
+    from examples.demo.training import Settings
+    from tests.examples.demo.artificial import TINY, make_rows
 
 
 @pytest.fixture(scope="session")
@@ -28,11 +19,4 @@ def corpus() -> "Corpus":
 
 @pytest.fixture
 def settings() -> "Settings":
-    return Settings(
-        steps=12,
-        batch_size=8,
-        vocab_size=400,
-        size=ModelSize(hidden=32, layers=1, heads=2),
-        probe_every=5,
-        probe_rows=20,
-    )
+    return Settings(steps=12, size=ModelSize(hidden=32, layers=1, heads=2), **TINY)

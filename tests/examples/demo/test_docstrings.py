@@ -2,8 +2,8 @@ import re
 
 import pytest
 
-from sparse_losses.demo import docstrings
-from sparse_losses.demo.corpus import split
+from examples.demo import docstrings
+from examples.demo.corpus import split
 
 NUMPY_STYLE = """\
 mean_of(a, axis=None) -> float
@@ -68,16 +68,20 @@ def test_clean_keeps_prose_and_drops_everything_else():
         ),
     ],
 )
-def test_clean_drops_code_headings_and_half_characters(text, summary, body):
+def test_clean_drops_code_headings_and_lone_surrogates(text, summary, body):
     assert docstrings.clean(text) == (summary, body)
 
 
 @pytest.mark.parametrize(
-    "words", ["connected_components: connected components", "HTTPServer: HTTP Server", "ndim: ndim"]
+    ("name", "words"),
+    [
+        ("from_pandas_edgelist", "from pandas edgelist"),
+        ("SMTPNotSupportedError", "SMTP Not Supported Error"),
+        ("ndim", "ndim"),
+    ],
 )
-def test_spoken(words):
-    name, spoken = words.split(": ")
-    assert docstrings.spoken(name) == spoken
+def test_an_identifier_becomes_words(name, words):
+    assert docstrings.spoken(name) == words
 
 
 def _docstring(summary: str, topic: str) -> str:
@@ -85,7 +89,7 @@ def _docstring(summary: str, topic: str) -> str:
     return f"{summary}\n\nThe rest is about {words}."
 
 
-def test_the_answer_does_not_leak_into_query_or_document():
+def test_a_name_leaks_into_neither_query_nor_document():
     text = _docstring("Sort the list with sorted, see Sorted and sorted_list.", "order")
     (row,) = docstrings.to_rows([("builtins.sorted", text)])
     name, summary = row.pairs
@@ -100,13 +104,13 @@ def test_aliases_re_exports_and_near_duplicates_are_one_row():
     text = _docstring("Return the greatest of all the numbers.", "great")
     reworded = text.replace("numbers", "values")
     other = _docstring("Return the smallest of all the numbers.", "small")
-    found = {"core.amax": text, "amax": text, "nanmax": reworded, "amin": other}
-    rows = docstrings.to_rows([(f"pkg.{name}", each) for name, each in found.items()])
+    texts = {"core.amax": text, "amax": text, "nanmax": reworded, "amin": other}
+    rows = docstrings.to_rows([(f"pkg.{name}", each) for name, each in texts.items()])
     assert [row.title for row in rows] == ["pkg.amax", "pkg.amin"]
 
 
 def test_a_leaf_name_is_never_on_both_sides_of_the_split():
-    found = [
+    entries = [
         (
             f"pkg.{owner}.leaf_{leaf}",
             _docstring(f"Do the thing {owner} to {leaf}.", f"{owner}{leaf}"),
@@ -114,7 +118,7 @@ def test_a_leaf_name_is_never_on_both_sides_of_the_split():
         for leaf in "abcdefghijklmnop"
         for owner in ("first", "second", "third")
     ]
-    rows = docstrings.to_rows(found)
+    rows = docstrings.to_rows(entries)
     assert len(rows) == 48
     corpus = split(rows, docstrings.TASKS, {}, held_out=4)
     sides = [{row.group for row in side} for side in (corpus.train, corpus.validation, corpus.test)]
@@ -136,8 +140,7 @@ def test_sources_are_parsed_not_imported(tmp_path):
     for folder in ("tests", "_private"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "module.py").write_text('def never():\n    "No."\n')
-    found = dict(docstrings.parse_folder(tmp_path, "pkg"))
-    assert found == {
+    assert dict(docstrings.parse_folder(tmp_path, "pkg")) == {
         "pkg.seen": "Public.",
         "pkg.Box": "A box.",
         "pkg.Box.open": "Opens.",
@@ -145,7 +148,7 @@ def test_sources_are_parsed_not_imported(tmp_path):
     }
 
 
-def test_c_functions_are_found_by_looking():
+def test_c_functions_are_inspected():
     names = {name for name, _ in docstrings.inspect_namespace("builtins")}
     assert {"sorted", "str.strip", "dict.setdefault"} <= names
     names = {name for name, _ in docstrings.inspect_namespace("torch.linalg")}

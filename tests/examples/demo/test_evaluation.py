@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
-from sparse_losses.demo.evaluation import anatomy, bm25_scores, ranking, similarities
-from sparse_losses.demo.tokens import Tokens
+from examples.demo.evaluation import Anatomy, Ranking, anatomy, bm25_scores, ranking, similarities
+from examples.demo.tokens import Tokens
 
 
 def test_ranking_against_a_hand_count():
@@ -12,15 +12,14 @@ def test_ranking_against_a_hand_count():
     scores[1, 1] = 0.095  # columns 10 and 11 are above: rank 3
     # row 0 has rank 12, which counts nothing; row i: rank 12 - i
     expected = [12, 3, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1]
-    found = ranking(scores)
-    assert found.recall_1 == pytest.approx(1 / 12)
-    assert found.recall_10 == pytest.approx(11 / 12)
-    assert found.mrr_10 == pytest.approx(sum(1 / rank for rank in expected[1:]) / 12)
+    figures = ranking(scores)
+    assert figures.recall_1 == pytest.approx(1 / 12)
+    assert figures.recall_10 == pytest.approx(11 / 12)
+    assert figures.mrr_10 == pytest.approx(sum(1 / rank for rank in expected[1:]) / 12)
 
 
-def test_scoring_everything_alike_earns_nothing():
-    found = ranking(torch.ones(40, 40))
-    assert (found.recall_1, found.recall_10, found.mrr_10) == (0.0, 0.0, 0.0)
+def test_a_constant_score_gains_nothing():
+    assert ranking(torch.ones(40, 40)) == Ranking(0.0, 0.0, 0.0)
 
 
 def test_only_the_dot_product_depends_on_lengths():
@@ -57,19 +56,18 @@ def test_anatomy_against_a_hand_count():
     vectors[0, [2, the, pie]] = torch.tensor([1.0, 2.0, 3.0])  # 2 is [CLS]
     vectors[1, rare] = 0.5
     rows = [[2, the, pie, 3], [2, pie, 3]]
-    found = anatomy(vectors, rows, tokens, df)
-    assert found.active == 2.0
-    assert found.stopwords == pytest.approx(1 / 4)
-    assert found.special == pytest.approx(1 / 4)
-    assert found.rare == pytest.approx(1 / 4)
-    assert found.own == pytest.approx(2 / 3)  # the, pie; not the second text's pie
+    look = anatomy(vectors, rows, tokens, df)
+    assert look.active == 2.0
+    assert look.stopwords == pytest.approx(1 / 4)
+    assert look.special == pytest.approx(1 / 4)
+    assert look.rare == pytest.approx(1 / 4)
+    assert look.own == pytest.approx(2 / 3)  # the, pie; not the second text's pie
 
 
-def test_anatomy_of_silence_and_of_a_rare_token_which_is_no_junk_where_the_text_has_it():
+def test_rare_tokens_of_the_text_itself_do_not_count_and_empty_vectors_have_no_shares():
     tokens = Tokens.learn(["apple pie"] * 3, vocab_size=60)
     df, vectors = torch.zeros(tokens.vocab_size), torch.zeros(1, tokens.vocab_size)
-    found = anatomy(vectors, [[2, 3]], tokens, df)
-    assert (found.active, found.stopwords, found.special, found.own) == (0, 0, 0, 0)
+    assert anatomy(vectors, [[2, 3]], tokens, df) == Anatomy(0.0, 0.0, 0.0, 0.0, 0.0)
     (row,) = tokens.ids(["pie"])
     vectors[0, row[1]] = 1.0
     assert anatomy(vectors, [row], tokens, df).rare == 0.0

@@ -1,4 +1,4 @@
-from sparse_losses.demo.tokens import CLS, SEP, Tokens, pad
+from examples.demo.tokens import CLS, SEP, Tokens, pad
 
 TEXTS = ["Reads the configuration file.", "from_edgelist: a graph, from a list of edges"] * 4
 
@@ -16,9 +16,9 @@ def test_marks_truncation_and_padding():
     assert len(cut) == 10
     assert cut[-1] == SEP
     batch = pad([short, cut])
-    assert batch.attention_mask.sum(1).tolist() == [len(short), 10]
-    assert batch.input_ids[0, len(short) :].eq(0).all()
-    assert batch.input_ids[1].tolist() == cut
+    assert batch["attention_mask"].sum(1).tolist() == [len(short), 10]
+    assert batch["input_ids"][0, len(short) :].eq(0).all()
+    assert batch["input_ids"][1].tolist() == cut
 
 
 def test_words_and_pieces_see_the_same_part_of_a_text():
