@@ -181,13 +181,9 @@ def clean(docstring: str) -> tuple[str, str]:
     are removed; notes and the descriptions of arguments are kept.
     """
     docstring = docstring.encode(errors="ignore").decode()  # removes lone surrogates
-    paragraphs: list[list[str]] = [[]]
-    for line in _prose_lines(_without_signature(docstring)):
-        if line.strip():
-            paragraphs[-1].append(line)
-        elif paragraphs[-1]:
-            paragraphs.append([])
-    texts = [text for lines in paragraphs if (text := _inline(" ".join(lines)))]
+    prose = "\n".join(_prose_lines(_without_signature(docstring)))
+    paragraphs = re.split(r"\n(?:[^\S\n]*\n)+", prose)
+    texts = [text for each in paragraphs if (text := _inline(each.replace("\n", " ")))]
     if not texts:
         return "", ""
     summary, *rest = _SENTENCE_END.split(texts[0], maxsplit=1)
@@ -212,17 +208,13 @@ def _prose_lines(text: str) -> Iterator[str]:
             if not stripped or indent > dropped_indent:
                 continue
             dropped_indent = None
-        if in_doctest:
+        if in_doctest or stripped.startswith(">>>"):
             in_doctest = bool(stripped)
-            continue
-        if stripped.startswith(">>>"):
-            in_doctest = True
             continue
         following = lines[number + 1] if number + 1 < len(lines) else ""
         underlined = bool(stripped and _UNDERLINE.match(following))
         heading = stripped.rstrip(":").lower()
-        is_heading = underlined or (heading in _SECTIONS and len(stripped) < 24)
-        if is_heading:
+        if underlined or (heading in _SECTIONS and len(stripped) < 24):
             in_dropped_section = heading in _DROPPED_SECTIONS
             if stripped.endswith("::"):
                 dropped_indent = indent
