@@ -19,14 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.studies.files import publish, write_csv
-from benchmarks.studies.runs import (
-    Result,
-    markdown,
-    run_all,
-    sources_of,
-    spread,
-    study_parser,
-)
+from benchmarks.studies.runs import Result, markdown, run_all, sources_of, spread, study_parser
 from examples.demo.corpus import Corpus, Row, pair_texts
 from examples.demo.evaluation import bm25_scores, ranks, similarities
 from examples.demo.training import Run, Settings

@@ -20,13 +20,7 @@ from benchmarks.studies.against_sentence_transformers import (
     with_target,
 )
 from benchmarks.studies.files import publish, write_csv
-from benchmarks.studies.runs import (
-    Result,
-    markdown,
-    run_all,
-    sources_of,
-    study_parser,
-)
+from benchmarks.studies.runs import Result, markdown, run_all, sources_of, study_parser
 from examples.demo.corpus import Corpus
 from examples.demo.model import ModelSize
 from examples.demo.training import Run, Settings

@@ -18,13 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.studies.files import publish, write_csv
-from benchmarks.studies.runs import (
-    Result,
-    markdown,
-    run_all,
-    sources_of,
-    study_parser,
-)
+from benchmarks.studies.runs import Result, markdown, run_all, sources_of, study_parser
 from examples.demo.corpus import Corpus, pair_texts
 from examples.demo.evaluation import ranking, similarities
 from examples.demo.model import ModelSize
@@ -34,7 +28,7 @@ from sparse_losses import RECOMMENDED, calibrate_threshold
 STARTS = {"dense": 0.0, "sparse": -2.0}  # the bias; with -2 about 100 dimensions are active
 TARGETS = (32, 64, 128, 256)
 CALIBRATED = (32, 64, 128)
-GIVEN = 1000  # maximal number of documents for the calibration of a threshold
+CALIBRATION_TEXTS = 1000  # maximal number of documents for the calibration of a threshold
 SPLITS = ("train", "validation")  # held-out documents are longer than those of training
 LIFT = 4.0  # added to all logits in encoding, so that a threshold may be negative
 VARIANTS: dict[str, tuple[str, int | None]] = {
@@ -42,7 +36,7 @@ VARIANTS: dict[str, tuple[str, int | None]] = {
     for start, target in itertools.product(STARTS, (None, *TARGETS))
 }
 DEFAULT = [name for name, (_, target) in VARIANTS.items() if target in (32, 64, 128)]
-SAID_AT = 100  # step by which the controller should report an unreachable target
+EARLY = 100  # step by which the controller should report an unreachable target
 WORDS = ("corpus", "sources", "start", "given", "said_early", "status")
 RUN = ("corpus", "start", "steps", "target", "seed")  # columns that identify a training
 
@@ -70,7 +64,7 @@ def run_one(settings: Settings, corpus: Corpus) -> Result:
     early: dict[str, Any] = {}
 
     def listen(step: Step) -> None:
-        if step.step == SAID_AT:
+        if step.step == EARLY:
             early.update({side: one.report() for side, one in run.controllers.items()})
 
     run.train(listen)
@@ -82,7 +76,9 @@ def run_one(settings: Settings, corpus: Corpus) -> Result:
     trained_to = settings.preset.target_active.get("document_flops", 0)
     for name in SPLITS:
         documents = [pair.document for row in getattr(corpus, name) for pair in row.pairs]
-        lifted = lifted_logits(run, documents[:: max(len(documents) // GIVEN, 1)][:GIVEN])
+        lifted = lifted_logits(
+            run, documents[:: max(len(documents) // CALIBRATION_TEXTS, 1)][:CALIBRATION_TEXTS]
+        )
         for target in CALIBRATED:
             if target <= trained_to:
                 threshold = calibrate_threshold(lifted.log1p(), target) - LIFT
@@ -159,7 +155,7 @@ def _row(corpus: str, result: Result) -> dict[str, Any]:
     """Return the row of a training: its settings, active dimensions and ranking."""
     start, target = VARIANTS[result["variant"]]
 
-    def said(when: str) -> str:
+    def status(when: str) -> str:
         return str(result[when].get("document", {"status": ""})["status"])
 
     return {
@@ -170,8 +166,8 @@ def _row(corpus: str, result: Result) -> dict[str, Any]:
         "target": target,
         "seed": result["seed"],
         **result["trained"],
-        "said_early": said("early"),
-        "status": said("controllers"),
+        "said_early": status("early"),
+        "status": status("controllers"),
         "seconds": result["seconds"],
     }
 

@@ -1,4 +1,4 @@
-"""``make demo``: train a sparse retriever, compare it with BM25 on test queries, ask it questions.
+"""Train a sparse retriever, compare it with BM25 on test queries, and ask it questions.
 
 The pairs come from the docstrings of the installed Python, torch, numpy, sympy and networkx;
 nothing is downloaded. It takes about five minutes on one core.
@@ -52,21 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
-    options = argparse.ArgumentParser(
-        prog="python -m examples.demo",
-        description=__doc__.partition(": ")[2],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    options = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
     add = options.add_argument
-    add("--steps", type=whole(1), default=STEPS, help="training steps")
-    add("--seed", type=whole(0), default=0, help="seed of initial weights and batches")
+    add("--steps", type=whole(1), default=STEPS, help="training steps (default: %(default)s)")
+    add("--seed", type=whole(0), default=0, help="seed of weights and batches (default: 0)")
+    terms = RECOMMENDED.weights
     add(
         "--without",
         nargs="+",
-        choices=RECOMMENDED.weights,
+        choices=terms,
         default=[],
         metavar="TERM",
-        help=f"terms to switch off, out of {', '.join(RECOMMENDED.weights)}",
+        help=f"terms of the loss to switch off, out of {', '.join(terms)}",
     )
     add(
         "--target-active",
@@ -74,28 +71,14 @@ def parser() -> argparse.ArgumentParser:
         default=int(RECOMMENDED.target_active["document_flops"]),
         metavar="N",
         help="adjust the documents' FLOPS weight so that a document keeps N active dimensions; 0 "
-        "keeps the weight fixed",
+        "keeps the weight fixed (default: %(default)s)",
     )
-    add(
-        "--pairs",
-        type=Path,
-        metavar="FILE.tsv",
-        help="train on your own pairs instead: one 'query<TAB>document' per line, in UTF-8",
-    )
-    add(
-        "--query",
-        action="append",
-        metavar="TEXT",
-        help="a question for the trained model; repeatable (without it a few examples, and a "
-        "prompt if stdin is a terminal)",
-    )
-    add(
-        "--output",
-        type=Path,
-        default=Path("sparse-losses-demo"),
-        metavar="FOLDER",
-        help="the folder for figures and picture",
-    )
+    pairs = "train on your own pairs: one 'query<TAB>document' per line, in UTF-8"
+    add("--pairs", type=Path, metavar="FILE.tsv", help=pairs)
+    question = "a question for the trained model; repeatable (default: a few, and a prompt)"
+    add("--query", action="append", metavar="TEXT", help=question)
+    folder = "the folder for figures and picture (default: %(default)s)"
+    add("--output", type=Path, default=Path("sparse-losses-demo"), metavar="FOLDER", help=folder)
     return options
 
 

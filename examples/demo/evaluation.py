@@ -167,23 +167,17 @@ def top_tokens(run: Run, texts: Sequence[str], count: int = 8) -> list[list[tupl
 
 
 class Index:
-    """A search index of all texts of a corpus as sparse vectors."""
+    """A search index of all texts of a corpus as sparse vectors, ranked by dot products."""
 
     def __init__(self, run: Run, corpus: Corpus) -> None:
-        self.run = run
-        self.rows = corpus.rows
+        self.run, self.rows = run, corpus.rows
         texts = [row.text for row in self.rows]
-        parts = (self._encode(texts[start : start + 500]) for start in range(0, len(texts), 500))
+        parts = (run.encode(texts[start : start + 500]) for start in range(0, len(texts), 500))
         self.vectors = torch.cat([part.to_sparse() for part in parts])
-
-    def _encode(self, texts: Sequence[str]) -> Tensor:
-        vectors = self.run.encode(texts)
-        is_cosine = self.run.settings.preset.similarity == "cosine"
-        return F.normalize(vectors, dim=1) if is_cosine else vectors
 
     def search(self, question: str, count: int = 5) -> list[tuple[float, str, str]]:
         """Return score, title and text of the best rows that share a token with the question."""
-        scores = torch.sparse.mm(self.vectors, self._encode([question]).T).squeeze(1)
+        scores = torch.sparse.mm(self.vectors, self.run.encode([question]).T).squeeze(1)
         values, best = scores.topk(min(count, len(self.rows)))
         return [
             (value, self.rows[index].title, self.rows[index].text)

@@ -111,7 +111,7 @@ def test_a_calibrated_model_is_one_with_another_bias(small, corpus):
 
 def test_the_early_report_is_kept(small, corpus, monkeypatch):
     small(targets)
-    monkeypatch.setattr(targets, "SAID_AT", 3)
+    monkeypatch.setattr(targets, "EARLY", 3)
     result = targets.run_one(targets.settings_of("dense, target 32", 0, 6), corpus)
     assert result["early"]["document"]["step"] == 3
     assert result["controllers"]["document"]["step"] == 6
