@@ -21,10 +21,7 @@ help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 demo: $(VENV)/.demo  ## train a sparse retriever on your Python's documentation (ARGS="--help")
-	$(PY) -m sparse_losses.demo $(ARGS)
-
-ablation: $(VENV)/.demo  ## every loss of the demo switched off in turn, three seeds
-	$(PY) -m benchmarks.studies.ablation --jobs $(JOBS) $(ARGS)
+	$(PY) -m examples.demo $(ARGS)
 
 bench: $(VENV)/.demo  ## every loss beside its plain formula (ARGS="--suite full --only nws")
 	$(PY) -m benchmarks $(ARGS)
@@ -115,7 +112,7 @@ $(VENV)/.torch: constraints.txt
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(PIP) install -c constraints.txt -e '.[demo]'
+	$(PIP) install -c constraints.txt -e . --group demo
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo

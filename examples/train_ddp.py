@@ -9,6 +9,7 @@ one line of JSON a step.
 """
 
 import argparse
+import ast
 import json
 import os
 import sys
@@ -71,9 +72,10 @@ def read_pairs(path: Path | None) -> list[tuple[str, str]]:
                         f"{path}, got {line.strip()[:60]!r} ({error})"
                     ) from error
         return pairs
-    from sparse_losses.demo.docstrings import parse_folder
-
-    texts = [text for _, text in parse_folder(Path(sysconfig.get_path("stdlib")), "")]
+    trees = [ast.parse(p.read_bytes()) for p in Path(sysconfig.get_path("stdlib")).glob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    kinds = ast.FunctionDef, ast.ClassDef
+    texts = [ast.get_docstring(node) or "" for node in nodes if isinstance(node, kinds)]
     pairs = [text.split("\n\n", 1) for text in texts if "\n\n" in text]
     return [(summary, body[:500]) for summary, body in pairs]
 

@@ -108,7 +108,7 @@ def test_the_check_of_the_wheel_sees_what_is_too_much_and_what_is_missing():
     data = [f"sparse_losses/{name}" for name in check_wheel.DATA]
     right = [*data, "sparse_losses/a.py", "sparse_losses-1.dist-info/METADATA"]
     assert check_wheel.wrong_in_wheel(right) == []
-    for name in ("tests/a.py", "sparse_losses/demo/figures.csv", "sparse_losses/a.svg"):
+    for name in ("tests/a.py", "examples/demo/__main__.py", "sparse_losses/a.svg"):
         assert check_wheel.wrong_in_wheel([*right, name]) == [f"{name} is in the wheel"]
     assert check_wheel.wrong_in_wheel(right[1:]) == [f"{data[0].rpartition('/')[2]} is missing"]
     tracked = ["a.py", "tests/b.py", ".ci/run"]

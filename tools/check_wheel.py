@@ -60,14 +60,6 @@ def main() -> None:
         value, torch.tensor(2.0).mul(-2.0).add(4.0).sub(2.0).exp().mul(2).log1p()
     )
     language_token_ids(["a", "가", "я"])  # reads the Unicode table in the wheel
-    help_text = subprocess.run(
-        [sys.executable, "-m", "sparse_losses.demo", "--help"],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    if "--query" not in help_text:
-        sys.exit(f"expected --query in the demo's help text, got\n{help_text}")
     print(f"sparse-losses {sparse_losses.__version__} works from its wheel")
 
 

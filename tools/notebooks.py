@@ -32,7 +32,6 @@ DOWNLOADS = {"real_model"}  # tests/docs/test_real_model.py runs it with tiny mo
 EXTRAS = {
     "sentence_transformers": "sentence-transformers",
     "transformers": "transformers",
-    "sparse_losses.demo": "demo",
 }
 TRAINERS = ("accelerate", "lightning")  # packages that no extra brings
 BLOCK = re.compile(

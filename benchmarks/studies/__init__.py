@@ -1,1 +1,1 @@
-"""Studies of several trainings of the demo's model; the documentation has a page for each."""
+"""Studies: several trainings of the demo's model, or what a loss costs as one size grows."""

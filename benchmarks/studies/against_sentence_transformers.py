@@ -8,32 +8,22 @@ queries. All others are also trained with BM25 as a teacher, theirs by `SparseDi
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import importlib.util
 import itertools
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
-from benchmarks.studies.runs import (
-    Result,
-    markdown,
-    run_each_corpus,
-    spread,
-    study_parser,
-    write_csv,
-)
-from sparse_losses import COSINE, RECOMMENDED, Preset, SpladeBatch, Texts
-from sparse_losses._core.files import replaced_file
-from sparse_losses.demo.corpus import Corpus, Row, pair_texts
-from sparse_losses.demo.evaluation import bm25_scores, ranks, similarities
-from sparse_losses.demo.options import UserError, guarded
-from sparse_losses.demo.training import Run, Settings
+from benchmarks.studies.files import publish, write_csv
+from benchmarks.studies.runs import Result, markdown, run_all, sources_of, spread, study_parser
+from examples.demo.corpus import Corpus, Row, pair_texts
+from examples.demo.evaluation import bm25_scores, ranks, similarities
+from examples.demo.training import Run, Settings
+from sparse_losses import COSINE, RECOMMENDED, Preset, SpladeBatch
 
 OURS, THEIRS = "sparse-losses", "sentence-transformers"
 TARGETS = (32, 64, 128)
@@ -51,53 +41,41 @@ FIGURES = ("ndcg_10", "mrr_10", "recall_100", "active_query", "active_document",
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
-    """The settings of one training; all others are those of the demo, and the same for all.
+class Arm(Settings):
+    """The settings of one training; those of the demo are the same for all but the preset.
 
     Attributes:
         system: whose losses are used.
         similarity: used in training and ranking.
         number: the target of ours, or the weight of both regularisers of theirs.
         teacher: whether BM25 is distilled.
-        preset: the preset of ours.
     """
 
-    system: str
-    similarity: str
-    number: float
-    teacher: bool
-    steps: int
-    seed: int
-    preset: Preset | None = None
+    system: str = OURS
+    similarity: str = "dot"
+    number: float = 0.0
+    teacher: bool = False
 
-    def training(self) -> Settings:
-        """Return the demo's settings."""
-        settings = Settings(steps=self.steps, seed=self.seed, probe_every=self.steps)
-        if self.preset is None:
-            return settings
-        query = int(self.preset.target_active.get("query_flops", 0)) or None
-        return dataclasses.replace(
-            settings,
-            preset=self.preset,
-            target_active=int(self.number),
-            target_active_query=query,
-        )
+
+def with_target(preset: Preset, target: int) -> Preset:
+    """Return the preset with this target for the documents."""
+    return preset.replace(target_active={**preset.target_active, "document_flops": target})
 
 
 def _variants(weights: dict[str, tuple[float, ...]]) -> dict[str, tuple[str, str, float, bool]]:
-    named = {}
+    variants = {}
     for teacher in (False, True):
         ending = TEACHER if teacher else ""
         for target in TARGETS:
-            named[f"ours, target {target}{ending}"] = (OURS, "dot", target, teacher)
-            named[f"ours, cosine, target {target}{ending}"] = (OURS, "cosine", target, teacher)
+            variants[f"ours, target {target}{ending}"] = (OURS, "dot", target, teacher)
+            variants[f"ours, cosine, target {target}{ending}"] = (OURS, "cosine", target, teacher)
         if not teacher:
-            named[TWO_SIDED] = (OURS, "dot", TWO_TARGETS["document_flops"], teacher)
+            variants[TWO_SIDED] = (OURS, "dot", TWO_TARGETS["document_flops"], teacher)
         for similarity, values in weights.items():
             for weight in values:
                 name = f"theirs, {similarity}, weight {weight:g}{ending}"
-                named[name] = (THEIRS, similarity, weight, teacher)
-    return named
+                variants[name] = (THEIRS, similarity, weight, teacher)
+    return variants
 
 
 VARIANTS = _variants(WEIGHTS)
@@ -107,16 +85,19 @@ class TheirRun(Run):
     """The same training with the losses and the callback of sentence-transformers."""
 
     def __init__(self, corpus: Corpus, arm: Arm) -> None:
-        super().__init__(corpus, arm.training())
+        super().__init__(corpus, arm)
         from sentence_transformers.sparse_encoder import losses
         from sentence_transformers.sparse_encoder.callbacks.splade_callbacks import (
             SpladeRegularizerWeightSchedulerCallback,
         )
+        from sentence_transformers.util import cos_sim, dot_score
         from transformers import TrainerState
 
         vectors = nn.Identity()  # batches already contain vectors
         main = losses.SparseMultipleNegativesRankingLoss(
-            vectors, scale=SCALES[arm.similarity], similarity_fct=_similarity(arm.similarity)
+            vectors,
+            scale=SCALES[arm.similarity],
+            similarity_fct=cos_sim if arm.similarity == "cosine" else dot_score,
         )
         self.splade = losses.SpladeLoss(
             vectors,
@@ -133,7 +114,7 @@ class TheirRun(Run):
         """Return the sum of the terms of their loss, as their trainer does."""
         self.state.global_step = self.step
         self.callback.on_step_begin(None, self.state, None)
-        features = [_features(texts) for texts in (batch.anchor, batch.positive)]
+        features = [{"sentence_embedding": x.activations} for x in (batch.anchor, batch.positive)]
         terms = self.splade(features, batch.teacher_scores)
         return torch.stack(list(terms.values())).sum(), {n: x.item() for n, x in terms.items()}
 
@@ -176,58 +157,50 @@ class WithTeacher(nn.Module):
         }
 
 
-def _similarity(name: str) -> Any:
-    from sentence_transformers.util import cos_sim, dot_score
-
-    return {"cosine": cos_sim, "dot": dot_score}[name]
-
-
-def _features(texts: Texts) -> dict[str, Tensor | None]:
-    return {
-        "input_ids": texts.input_ids,
-        "attention_mask": texts.attention_mask,
-        "sentence_embedding": texts.activations,
-    }
-
-
 def settings_of(variant: str, seed: int, steps: int) -> Arm:
     """Return the settings of one of `VARIANTS`."""
     system, similarity, number, teacher = VARIANTS[variant]
-    preset = None
+    preset = PRESETS[similarity].replace(target_active={})
     if system == OURS:
-        preset = PRESETS[similarity]
+        targets = TWO_TARGETS if variant == TWO_SIDED else {"document_flops": int(number)}
+        preset = preset.replace(target_active=targets)
         preset = preset if teacher else preset.without("distillation")
-        if variant == TWO_SIDED:
-            preset = preset.replace(target_active=TWO_TARGETS)
-    return Arm(system, similarity, number, teacher, steps, seed, preset)
+    return Arm(
+        steps,
+        seed,
+        preset,
+        probe_every=steps,
+        system=system,
+        similarity=similarity,
+        number=number,
+        teacher=teacher,
+    )
 
 
 def start(arm: Arm, corpus: Corpus) -> Run:
     """Return the run of an arm, before its first step."""
-    return Run(corpus, arm.training()) if arm.system == OURS else TheirRun(corpus, arm)
+    return Run(corpus, arm) if arm.system == OURS else TheirRun(corpus, arm)
 
 
 def run_one(arm: Arm, corpus: Corpus) -> Result:
     """Train once and rank all held-out documents for the test queries."""
     run = start(arm, corpus)
     run.train()
-    baselines = [baseline(run, corpus, name) for name in BASELINES]
     return {
         "sources": corpus.sources,
         "seconds": round(run.seconds, 1),
         "controllers": {side: one.report() for side, one in run.controllers.items()},
-        "test": evaluate(run, corpus, corpus.test, arm.similarity),
-        "baselines": dict(zip(BASELINES, baselines, strict=True)),
+        "test": evaluate(run, corpus, corpus.test),
+        "baselines": {name: baseline(run, corpus, name) for name in BASELINES},
     }
 
 
-def evaluate(run: Run, corpus: Corpus, rows: Sequence[Row], similarity: str) -> dict[str, float]:
+def evaluate(run: Run, corpus: Corpus, rows: Sequence[Row]) -> dict[str, float]:
     """Return the figures of the queries of `rows` over all held-out documents; means of tasks."""
     figures = []
     for task in range(len(corpus.tasks)):
-        queries, documents = _texts(corpus, rows, task)
-        query, document = run.encode(queries), run.encode(documents)
-        scores = similarities(query, document, similarity)
+        query, document = map(run.encode, _texts(corpus, rows, task))
+        scores = similarities(query, document, run.settings.preset.similarity)
         on_query, on_document = ((x > 0).double() for x in (query, document))
         figures.append(
             _ranked(scores)
@@ -260,11 +233,9 @@ def _texts(corpus: Corpus, rows: Sequence[Row], task: int) -> tuple[list[str], l
 def _ranked(scores: Tensor) -> dict[str, float]:
     """Return the figures of scores `[Q, D]`; only document i is relevant for query i."""
     rank = ranks(scores)
-    near = rank <= 10
-    nothing = torch.zeros_like(rank)
     return {
-        "ndcg_10": torch.where(near, 1 / torch.log2(1 + rank), nothing).mean().item(),
-        "mrr_10": torch.where(near, 1 / rank, nothing).mean().item(),
+        "ndcg_10": torch.where(rank <= 10, 1 / torch.log2(1 + rank), 0.0).mean().item(),
+        "mrr_10": torch.where(rank <= 10, 1 / rank, 0.0).mean().item(),
         "recall_100": (rank <= 100).double().mean().item(),
     }
 
@@ -273,38 +244,29 @@ def _means(figures: Sequence[dict[str, float]]) -> dict[str, float]:
     return {key: statistics.mean(one[key] for one in figures) for key in figures[0]}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, then write the tables; return an exit code as the demo does."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is missing, then write the tables."""
     parser = study_parser(
         "against_sentence_transformers",
         "Train the demo's model with our presets and with the losses of "
         "sentence-transformers, and write the ranking quality and cost of each. In total 198 "
         "trainings, four to five hours on one core; with --quick 50, about an hour on one core.",
         list(VARIANTS),
-        steps=250,
-        corpora=True,
+        steps=[250],
     )
     parser.add_argument("--quick", action="store_true", help="one seed, three weights")
-    return guarded(_run, parser, arguments)
-
-
-def _run(options: argparse.Namespace) -> None:
-    try:
-        import sentence_transformers  # noqa: F401  # check that it is installed
-    except ImportError as error:
-        raise UserError("this study needs sentence-transformers: make bench-peers") from error
+    options = parser.parse_args(arguments)
+    if importlib.util.find_spec("sentence_transformers") is None:
+        raise SystemExit("error: this study needs sentence-transformers: make bench-peers")
     if options.quick:
         options.seeds = options.seeds[:1]
         options.only = [name for name in options.only if name in _variants(QUICK)]
     rows = []
-    for corpus, results in run_each_corpus(options, list(VARIANTS), settings_of, run_one):
+    for corpus, results in run_all(options, list(VARIANTS), settings_of, run_one):
         rows += [_row(corpus, name, None, one) for name, one in results[0]["baselines"].items()]
         rows += [_row(corpus, one["variant"], one, one["test"]) for one in results]
     write_csv(options.output / "against_sentence_transformers.csv", rows)
-    table = summary(rows)
-    with replaced_file(options.output / "against_sentence_transformers.md", text=True) as page:
-        page.write(table)
-    Console().print(table, markup=False, highlight=False, soft_wrap=True)
+    publish(options.output / "against_sentence_transformers.md", summary(rows))
 
 
 def _row(
@@ -313,7 +275,7 @@ def _row(
     settings = result["settings"] if result else {}
     return {
         "corpus": corpus,
-        "sources": " ".join(f"{k} {v}" for k, v in result["sources"].items()) if result else "",
+        "sources": sources_of(result) if result else "",
         "variant": variant,
         "system": settings.get("system", "BM25"),
         "similarity": settings.get("similarity", ""),
@@ -330,9 +292,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     forms = {"active_query": "{:.0f}", "active_document": "{:.0f}", "products": "{:.2f}"}
     headings = ("seeds", "nDCG@10", "active, query", "active, document", "products")
     tables = []
-    for corpus, of_corpus in itertools.groupby(rows, lambda row: row["corpus"]):
+    for corpus, corpus_rows in itertools.groupby(rows, lambda row: row["corpus"]):
         cells = []
-        for variant, group in itertools.groupby(of_corpus, lambda row: row["variant"]):
+        for variant, group in itertools.groupby(corpus_rows, lambda row: row["variant"]):
             own = list(group)
             ranked = spread([float(row["ndcg_10"]) for row in own], "{:.3f}")
             if own[0]["seed"] == "":  # BM25
@@ -346,4 +308,4 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

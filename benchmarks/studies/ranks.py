@@ -5,7 +5,6 @@ and the gradients themselves; time is that of the slowest rank.
 """
 
 import argparse
-import csv
 import os
 import sys
 import tempfile
@@ -24,8 +23,8 @@ from benchmarks.report.merge import markdown
 from benchmarks.run.memory import peak_bytes
 from benchmarks.run.table import RESULTS, circumstances
 from benchmarks.run.timing import Samples
-from sparse_losses._core.files import replaced_file
-from sparse_losses.distributed import agree_across_ranks, gather_rows, sum_over_ranks
+from benchmarks.studies.files import write_csv
+from sparse_losses.distributed import gather_rows, sum_over_ranks
 from sparse_losses.functional import info_nce_loss
 
 __all__ = ["SIZES", "VARIANTS", "main", "report"]
@@ -47,7 +46,6 @@ VARIANTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "eager": eager,
     "gather=True": lambda a, p: info_nce_loss(a, p, gather=True),
     'impl="blocks"': lambda a, p: info_nce_loss(a, p, gather=True, impl="blocks"),
-    'impl="ring"': lambda a, p: info_nce_loss(a, p, gather=True, impl="ring"),
 }
 
 
@@ -62,12 +60,6 @@ def work(rank: int, world: int, folder: str, rounds: int, sizes: Sequence[tuple[
         timeout=timedelta(minutes=5),
     )
     rows = [row for size in sizes for row in measure(*size, rounds)]
-    x = torch.zeros(8, 8)
-    check = [
-        _seconds(lambda: agree_across_ranks("info_nce_loss", True, x, B=8)) for _ in range(201)
-    ]
-    about = {"ranks": world, "rows": 8, "columns": 8, "variant": "size check"}
-    rows.append(about | _times(Samples({"eager": check, "size check": check}), "size check"))
     if rank == 0:
         torch.save(rows, Path(folder, "rows.pt"))
     dist.destroy_process_group()
@@ -88,9 +80,9 @@ def measure(batch: int, columns: int, rounds: int) -> list[dict[str, object]]:
     wanted = runs["eager"]()
     peaks = {}
     for name, run in runs.items():
-        for found, expected in zip(run(), wanted, strict=True):
+        for gradient, expected in zip(run(), wanted, strict=True):
             # The inputs are dense tensors, so zeros have gradients as well.
-            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-6)
         peaks[name] = torch.tensor(peak_bytes(run, CPU), dtype=torch.float64)
         dist.all_reduce(peaks[name], dist.ReduceOp.MAX)
     names = list(runs)
@@ -100,18 +92,18 @@ def measure(batch: int, columns: int, rounds: int) -> list[dict[str, object]]:
         for name in names[shift:] + names[:shift]:
             seconds[name].append(_seconds(runs[name]))
     samples = Samples(seconds)
-    return [
-        {
-            "ranks": dist.get_world_size(),
-            "rows": batch,
-            "columns": columns,
-            "variant": name,
-            **_times(samples, name),
+    rows: list[dict[str, object]] = []
+    for name in names:
+        row = {"ranks": dist.get_world_size(), "rows": batch, "columns": columns, "variant": name}
+        times, ratio = samples.times(name), samples.ratios(name, "eager")
+        numbers = times.columns("seconds") | ratio.columns("speedup")
+        row |= {"rounds": rounds, **{key: float(f"{x:.6g}") for key, x in numbers.items()}}
+        row |= {
             "peak_bytes": int(peaks[name][0]),
             "peak_bytes_without_gradients": int(peaks[name][1]),
         }
-        for name in names
-    ]
+        rows.append(row)
+    return rows
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -124,48 +116,32 @@ def _seconds(run: Callable[[], object]) -> float:
     return took.item()
 
 
-def _times(samples: Samples, name: str) -> dict[str, object]:
-    times, ratio = samples.times(name), samples.ratios(name, "eager")
-    found = times.columns("seconds") | ratio.columns("speedup")
-    rounds = {"rounds": len(samples.seconds[name])}
-    return rounds | {key: float(f"{value:.6g}") for key, value in found.items()}
-
-
 def report(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a Markdown table of rows as measured or as read from the CSV."""
-    lines = []
-    for row in rows:
-        peak = row.get("peak_bytes_without_gradients")
-        lines.append(
-            (
-                row["ranks"],
-                f"{row['rows']} x {row['columns']}",
-                f"`{row['variant']}`",
-                f"{1e3 * float(row['seconds']):.3g} ms",
-                f"{float(row['speedup_q1']):.2f}-{float(row['speedup_q3']):.2f}" if peak else "",
-                f"{int(peak) / 2**20:.1f} MiB" if peak else "",
-            )
+    lines = [
+        (
+            row["ranks"],
+            f"{row['rows']} x {row['columns']}",
+            f"`{row['variant']}`",
+            f"{1e3 * float(row['seconds']):.3g} ms",
+            f"{float(row['speedup_q1']):.2f}-{float(row['speedup_q3']):.2f}",
+            f"{int(row['peak_bytes_without_gradients']) / 2**20:.1f} MiB",
         )
+        for row in rows
+        if row["variant"] in VARIANTS
+    ]
     heading = ("ranks", "rows of each", "variant", "time", "x eager, quartiles", "extra memory")
     return markdown(heading, lines)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
-    options = argparse.ArgumentParser(
-        prog="python -m benchmarks.studies.ranks", description=__doc__
-    )
-    options.add_argument("--rounds", type=int, default=7)
-    options.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    options.add_argument("--tiny", action="store_true", help="one small size, a smoke test")
-    options.add_argument("--output", type=Path, default=RESULTS / "ranks.csv")
-    return options
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the CSV."""
-    args = parser().parse_args(arguments)
-    start = time.perf_counter()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.ranks")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--tiny", action="store_true", help="one small size, a smoke test")
+    parser.add_argument("--output", type=Path, default=RESULTS / "ranks.csv")
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     sizes = ((4, 8),) if args.tiny else SIZES
     rows = []
@@ -174,13 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             mp.spawn(work, (world, folder, args.rounds, sizes), nprocs=world)
             rows += torch.load(Path(folder, "rows.pt"), weights_only=True)
     common = circumstances(CPU, "ranks", None)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    with replaced_file(args.output, text=True) as lines:
-        writer = csv.DictWriter(lines, [*rows[0], *common], restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row | common for row in rows)
+    write_csv(args.output, [row | common for row in rows])
     print(report(rows))
-    print(f"{args.output}: {time.perf_counter() - start:.0f} s")
     return 0
 
 

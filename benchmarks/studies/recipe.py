@@ -6,34 +6,29 @@ spread over seeds. The test queries are reserved for the comparison with other p
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import statistics
-import sys
 from collections.abc import Sequence
 
-from rich.console import Console
 from torch import Tensor
 
 from benchmarks.studies.against_sentence_transformers import (
     FIGURES,
-    OURS,
     TWO_TARGETS,
-    Arm,
     evaluate,
+    with_target,
 )
-from benchmarks.studies.runs import Result, markdown, run_each_corpus, study_parser, write_csv
+from benchmarks.studies.files import publish, write_csv
+from benchmarks.studies.runs import Result, markdown, run_all, sources_of, study_parser
+from examples.demo.corpus import Corpus
+from examples.demo.model import ModelSize
+from examples.demo.training import Run, Settings
 from sparse_losses import COSINE, RECOMMENDED, PositiveActivationLoss, Preset, SpladeBatch
-from sparse_losses._core.files import replaced_file
-from sparse_losses.demo.corpus import Corpus
-from sparse_losses.demo.objective import loss_of
-from sparse_losses.demo.options import guarded
-from sparse_losses.demo.training import Run, Settings
 
 TARGETS = (32, 64)
 TOKEN_LOSSES = ("self_reconstruction", "positive_activation", "min_activation")
-TOKEN_TERMS = [term for term in COSINE.weights if loss_of(term) in TOKEN_LOSSES]
+TOKEN_TERMS = [term for term in COSINE.weights if term.partition("_")[2] in TOKEN_LOSSES]
 KL = RECOMMENDED.replace(
     weights={"distillation": 1.0}, alpha_kl=1.0, alpha_mse=0.0, teacher_scale=COSINE.teacher_scale
 )
@@ -79,25 +74,14 @@ CHANGES: dict[str, Preset] = {
     "dot product in place of cosine": DOT,
     "dot product in place of cosine, without the token terms": DOT.without(*TOKEN_TERMS),
 }
-VARIANTS = {
-    f"{name}, target {target}": (preset, target)
-    for name, preset in CHANGES.items()
-    for target in TARGETS
-}
+VARIANTS = {f"{name}, target {target}": (name, target) for name in CHANGES for target in TARGETS}
 
 
 @dataclasses.dataclass(frozen=True)
-class Trial(Arm):
-    """The settings of one training with a change."""
+class Trial(Settings):
+    """The settings of one training, with the name of the change."""
 
     change: str = "as recommended"
-
-    def training(self) -> Settings:
-        """Return the demo's settings."""
-        settings = super().training()
-        if self.change == "a sparse start":
-            return dataclasses.replace(settings, size=dataclasses.replace(settings.size, bias=-2.0))
-        return settings
 
 
 class BetweenSides(Run):
@@ -109,8 +93,8 @@ class BetweenSides(Run):
         """Return the value to minimise, and the weighted terms of the objective."""
         total, terms = super().loss(batch)
         query, document = (texts.activations.mean(0) for texts in (batch.anchor, batch.positive))
-        risen = min(1.0, 2 * self.step / self.settings.steps) ** 2  # as the queries' FLOPS does
-        return total + self.WEIGHT * risen * (query * document).sum(), terms
+        share = min(1.0, 2 * self.step / self.settings.steps) ** 2  # as the queries' FLOPS rises
+        return total + self.WEIGHT * share * (query * document).sum(), terms
 
 
 class RarePositives(Run):
@@ -119,7 +103,7 @@ class RarePositives(Run):
     def __init__(self, corpus: Corpus, settings: Settings) -> None:
         super().__init__(corpus, settings)
         self.objective.positive_activation = PositiveActivationLoss(
-            self.idf.float(), saturating=True, ignore_token_ids=self.tokens.special_ids
+            self.df.idf().float(), saturating=True, ignore_token_ids=self.tokens.special_ids
         )
 
 
@@ -128,62 +112,52 @@ RUNS = {"FLOPS between the sides": BetweenSides, "positives weighted by IDF": Ra
 
 def settings_of(variant: str, seed: int, steps: int) -> Trial:
     """Return the settings of one of `VARIANTS`."""
-    preset, target = VARIANTS[variant]
-    teacher = "distillation" in preset.weights
-    change = variant.partition(", target ")[0]
-    return Trial(OURS, preset.similarity, target, teacher, steps, seed, preset, change)
+    change, target = VARIANTS[variant]
+    size = ModelSize(bias=-2.0) if change == "a sparse start" else ModelSize()
+    preset = with_target(CHANGES[change], target)
+    return Trial(steps, seed, preset, size=size, probe_every=steps, change=change)
 
 
-def run_one(arm: Trial, corpus: Corpus) -> Result:
+def run_one(trial: Trial, corpus: Corpus) -> Result:
     """Train once and rank all held-out documents for the validation queries."""
-    run = RUNS.get(arm.change, Run)(corpus, arm.training())
+    run = RUNS.get(trial.change, Run)(corpus, trial)
     run.train()
     return {
         "sources": corpus.sources,
         "seconds": round(run.seconds, 1),
         "controllers": {side: one.report() for side, one in run.controllers.items()},
-        "validation": evaluate(run, corpus, corpus.validation, arm.similarity),
+        "validation": evaluate(run, corpus, corpus.validation),
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, then write the table; return an exit code as the demo does."""
-    parser = study_parser(
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is missing, then write the table."""
+    options = study_parser(
         "recipe",
         "Train the demo's model with one part of our presets changed at a time and write how "
         f"each ranks the validation queries. In total {6 * len(VARIANTS)} trainings, about eight "
         "hours on a core.",
         list(VARIANTS),
-        steps=250,
-        corpora=True,
-    )
-    return guarded(_run, parser, arguments)
-
-
-def _run(options: argparse.Namespace) -> None:
+        steps=[250],
+    ).parse_args(arguments)
     rows = []
-    for corpus, results in run_each_corpus(options, list(VARIANTS), settings_of, run_one):
+    for corpus, results in run_all(options, list(VARIANTS), settings_of, run_one):
         for result in results:
-            name, _, target = result["variant"].partition(", target ")
-            figures = {key: round(value, 4) for key, value in result["validation"].items()}
-            sources = " ".join(f"{key} {value}" for key, value in result["sources"].items())
-            row = {"corpus": corpus, "sources": sources, "change": name, "target": int(target)}
-            rows.append(row | {"seed": result["seed"], **figures})
+            change, target = VARIANTS[result["variant"]]
+            row = {"corpus": corpus, "sources": sources_of(result), "change": change}
+            row |= {"target": target, "seed": result["seed"]}
+            rows.append(row | {key: round(x, 4) for key, x in result["validation"].items()})
     write_csv(options.output / "recipe.csv", rows)
     cells = []
-    for key, group in itertools.groupby(
-        rows, lambda row: (row["corpus"], row["change"], str(row["target"]))
-    ):
+    keys = ("corpus", "change", "target")
+    for key, group in itertools.groupby(rows, lambda row: [str(row[name]) for name in keys]):
         own_rows = list(group)
         by_seed = " ".join(f"{row['ndcg_10']:.3f}" for row in own_rows)
         means = [statistics.mean(row[name] for row in own_rows) for name in FIGURES[3:]]
         cells.append([*key, by_seed, *(f"{mean:.1f}" for mean in means)])
     headings = ("nDCG@10 by seed", "active q", "active d", "products per pair")
-    table = markdown(("corpus", "change", "target", *headings), cells, left=2)
-    with replaced_file(options.output / "recipe.md", text=True) as page:
-        page.write(table)
-    Console().print(table, markup=False, highlight=False, soft_wrap=True)
+    publish(options.output / "recipe.md", markdown((*keys, *headings), cells, left=2))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,17 +1,16 @@
-"""Code shared by the studies: options, stored trainings, tables of means and deviations."""
+"""Code shared by the studies that train the demo's model: options, stored trainings, tables."""
 
 from __future__ import annotations
 
 import argparse
-import copy
-import csv
 import dataclasses
+import functools
 import itertools
 import json
 import multiprocessing
 import signal
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,13 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from sparse_losses._core.files import replaced_file
-from sparse_losses.demo import docstrings
-from sparse_losses.demo.command import LOADERS
-from sparse_losses.demo.options import CORPORA, UserError, whole, writable_folder
+from benchmarks.studies import debian
+from benchmarks.studies.files import replace_text
+from examples.demo import docstrings
+from examples.demo.__main__ import whole
 
 Result = dict[str, Any]
+LOADERS = {"docstrings": docstrings.load, "debian": debian.load}
 
 
 def study_parser(
@@ -32,62 +32,30 @@ def study_parser(
     description: str,
     variants: Sequence[str],
     *,
-    steps: int | Sequence[int],
+    steps: Sequence[int],
     only: Sequence[str] = (),
-    corpora: bool = False,
 ) -> argparse.ArgumentParser:
-    """Return the parser of a study; it trains the variants ``only`` by default.
-
-    With several numbers of ``steps``, every variant is trained for each. With ``corpora`` there is
-    an option to select the texts.
-    """
+    """Return the parser of a study; it trains the variants ``only`` by default."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.studies.{name}",
         description=f"{description} Finished runs are kept: repeat the command to continue where "
         "it stopped.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--seeds",
-        type=whole(0),
-        nargs="+",
-        default=[0, 1, 2],
-        metavar="SEED",
-        help="train every variant with each seed (default: 0 1 2)",
-    )
-    add("--jobs", type=whole(1), default=1, help="parallel trainings (default: %(default)s)")
-    add(
-        "--steps",
-        type=whole(1),
-        nargs=None if isinstance(steps, int) else "+",
-        default=steps,
-        help="steps per training (default: %(default)s)",
-    )
-    add(
-        "--output",
-        type=Path,
-        default=Path(name),
-        metavar="FOLDER",
-        help="folder for runs, tables and plots (default: %(default)s)",
-    )
+    add("--seeds", type=whole(0), nargs="+", default=[0, 1, 2], help="seeds of every variant")
+    add("--jobs", type=whole(1), default=1, help="parallel trainings")
+    add("--steps", type=whole(1), nargs="+", default=steps, help="steps per training")
+    add("--output", type=Path, default=Path(name), help="folder for runs and tables")
     add(
         "--only",
         nargs="+",
         choices=variants,
         default=list(only or variants),
         metavar="VARIANT",
-        help=f"variants to train, out of {', '.join(map(repr, variants))} (default: "
-        + (", ".join(map(repr, only)) or "all")
-        + ")",
+        help=f"variants to train, out of {', '.join(map(repr, variants))}",
     )
-    if corpora:
-        add(
-            "--corpora",
-            nargs="+",
-            choices=CORPORA,
-            default=list(CORPORA),
-            help="the texts to train on, with a folder for each (default: all)",
-        )
+    add("--corpora", nargs="+", choices=LOADERS, default=list(LOADERS), help="texts to train on")
     return parser
 
 
@@ -96,59 +64,50 @@ def run_all(
     variants: Sequence[str],
     settings_of: Callable[[str, int, int], Any],
     run_one: Callable[[Any, Any], Result],
-    load: Callable[[], Any] = docstrings.load,
-) -> list[Result]:
-    """Train the requested runs that are missing; return all results in the output folder.
+) -> Iterator[tuple[str, list[Result]]]:
+    """Train the requested runs that are missing; yield all results of each corpus and length.
 
     Args:
         options: parsed by ``study_parser``.
         variants: all variants, in the order of the results.
         settings_of: maps a variant, a seed and a number of steps to a dataclass of settings.
         run_one: maps settings and corpus to a result with its ``sources``, in another process.
-        load: returns the corpus.
-
-    Raises:
-        UserError: if the folder has runs with other settings or other installed versions.
     """
-    folder = writable_folder(options.output / "runs")
-    jobs = []
-    for variant, seed in itertools.product(options.only, options.seeds):
-        path = folder / f"{variant.replace(' ', '-')}-{seed}.json"
-        if not path.exists():
-            jobs.append((run_one, path, variant, seed, settings_of(variant, seed, options.steps)))
-    if jobs:
-        corpus = load()
-        with multiprocessing.get_context("spawn").Pool(options.jobs, _start) as pool:
-            finished = pool.imap_unordered(_work, [(*job, corpus) for job in jobs])
-            for _ in track(finished, description="runs", total=len(jobs)):
-                pass
+    for name in options.corpora:
+        load = functools.cache(LOADERS[name])
+        for steps in options.steps:
+            Console().print(f"{name}, {steps} steps", highlight=False)
+            folder = options.output / f"{name}-{steps}"
+            folder.mkdir(parents=True, exist_ok=True)
+            jobs = []
+            for variant, seed in itertools.product(options.only, options.seeds):
+                path = folder / f"{variant.replace(' ', '-')}-{seed}.json"
+                if not path.exists():
+                    settings = settings_of(variant, seed, steps)
+                    jobs.append((run_one, path, variant, seed, settings, load()))
+            if jobs:
+                with multiprocessing.get_context("spawn").Pool(options.jobs, _start) as pool:
+                    for _ in track(pool.imap_unordered(_work, jobs), "runs", total=len(jobs)):
+                        pass
+            results = _read(folder, functools.partial(settings_of, steps=steps))
+            order = [(variants.index(one["variant"]), one["seed"]) for one in results]
+            yield name, [results[n] for n in sorted(range(len(results)), key=order.__getitem__)]
+
+
+def _read(folder: Path, settings_of: Callable[[str, int], Any]) -> list[Result]:
+    """Return the stored results; exit if other settings or installed versions made one."""
     results = []
     for path in folder.glob("*.json"):
         result = json.loads(path.read_text(encoding="utf-8"))
-        settings = settings_of(result["variant"], result["seed"], options.steps)
-        if result["settings"] != json.loads(json.dumps(dataclasses.asdict(settings))):
-            raise UserError(
-                f"{path} was made with other settings; choose another --output or delete it"
+        settings = dataclasses.asdict(settings_of(result["variant"], result["seed"]))
+        if result["settings"] != json.loads(json.dumps(settings)):
+            raise SystemExit(
+                f"error: {path} was made with other settings; choose another --output or delete it"
             )
         results.append(result)
     if len({json.dumps(result["sources"]) for result in results}) > 1:
-        raise UserError(f"runs in {folder} are from different installed versions; delete old ones")
-    return sorted(results, key=lambda one: (variants.index(one["variant"]), one["seed"]))
-
-
-def run_each_corpus(
-    options: argparse.Namespace,
-    variants: Sequence[str],
-    settings_of: Callable[[str, int, int], Any],
-    run_one: Callable[[Any, Any], Result],
-) -> Iterator[tuple[str, list[Result]]]:
-    """Call ``run_all`` for every corpus in ``options``, each with a folder of its own."""
-    for corpus in options.corpora:
-        Console().print(corpus, highlight=False)
-        own = copy.copy(options)
-        own.output = options.output / corpus
-        load = LOADERS[corpus].load
-        yield corpus, run_all(own, variants, settings_of, run_one, load=load)
+        raise SystemExit(f"error: runs in {folder} are from different installed versions")
+    return results
 
 
 def _start() -> None:
@@ -156,34 +115,16 @@ def _start() -> None:
     torch.set_num_threads(1)
 
 
-def _work(job: tuple[Callable[[Any, Any], Result], Path, str, int, Any, Any]) -> Result:
+def _work(job: tuple[Callable[[Any, Any], Result], Path, str, int, Any, Any]) -> None:
     run_one, path, variant, seed, settings, corpus = job
-    made = {"variant": variant, "seed": seed, "settings": dataclasses.asdict(settings)}
-    made |= run_one(settings, corpus)
-    write_json(path, made)
-    return made
+    result = {"variant": variant, "seed": seed, "settings": dataclasses.asdict(settings)}
+    result |= run_one(settings, corpus)
+    replace_text(path, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write figures as JSON; an incomplete file never replaces the old one."""
-    with replaced_file(path, text=True) as file:
-        file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows that have the same columns."""
-    with replaced_file(path, text=True) as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def by_variant(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Group rows by variant, in order of first appearance."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(row["variant"], []).append(row)
-    return groups
+def sources_of(result: Result) -> str:
+    """Return the versions of the texts of a run, as one cell."""
+    return " ".join(f"{name} {version}" for name, version in result["sources"].items())
 
 
 def spread(values: Sequence[float], form: str) -> str:

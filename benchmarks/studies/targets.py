@@ -7,38 +7,28 @@ after training with training to the same sparsity.
 
 from __future__ import annotations
 
-import argparse
-import copy
 import csv
-import functools
 import itertools
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib import rc_context
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
-from rich.console import Console
 from torch import Tensor
 
-from benchmarks.studies.runs import Result, markdown, run_all, study_parser, write_csv
-from sparse_losses import calibrate_threshold
-from sparse_losses._core.files import replaced_file
-from sparse_losses.demo.command import LOADERS
-from sparse_losses.demo.corpus import Corpus, pair_texts
-from sparse_losses.demo.evaluation import ranking, similarities
-from sparse_losses.demo.model import ModelSize
-from sparse_losses.demo.options import STEPS, guarded
-from sparse_losses.demo.training import Run, Settings, Step
+from benchmarks.studies.files import publish, write_csv
+from benchmarks.studies.runs import Result, markdown, run_all, sources_of, study_parser
+from examples.demo.corpus import Corpus, pair_texts
+from examples.demo.evaluation import ranking, similarities
+from examples.demo.model import ModelSize
+from examples.demo.training import STEPS, Run, Settings, Step
+from sparse_losses import RECOMMENDED, calibrate_threshold
 
 STARTS = {"dense": 0.0, "sparse": -2.0}  # the bias; with -2 about 100 dimensions are active
 TARGETS = (32, 64, 128, 256)
 CALIBRATED = (32, 64, 128)
-GIVEN = 1000  # maximal number of documents for the calibration of a threshold
+CALIBRATION_TEXTS = 1000  # maximal number of documents for the calibration of a threshold
 SPLITS = ("train", "validation")  # held-out documents are longer than those of training
 LIFT = 4.0  # added to all logits in encoding, so that a threshold may be negative
 VARIANTS: dict[str, tuple[str, int | None]] = {
@@ -46,23 +36,9 @@ VARIANTS: dict[str, tuple[str, int | None]] = {
     for start, target in itertools.product(STARTS, (None, *TARGETS))
 }
 DEFAULT = [name for name, (_, target) in VARIANTS.items() if target in (32, 64, 128)]
-SAID_AT = 100  # step by which the controller should report an unreachable target
+EARLY = 100  # step by which the controller should report an unreachable target
 WORDS = ("corpus", "sources", "start", "given", "said_early", "status")
 RUN = ("corpus", "start", "steps", "target", "seed")  # columns that identify a training
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, then write table and plot; return an exit code as the demo does."""
-    parser = study_parser(
-        "targets",
-        "Train the demo's model with RECOMMENDED, at its FLOPS weight and with a controller of the "
-        "documents' active dimensions, on two corpora, from a dense and a sparse start.",
-        list(VARIANTS),
-        steps=(STEPS // 2, STEPS),
-        only=DEFAULT,
-        corpora=True,
-    )
-    return guarded(_run, parser, arguments)
 
 
 def settings_of(variant: str, seed: int, steps: int) -> Settings:
@@ -71,7 +47,7 @@ def settings_of(variant: str, seed: int, steps: int) -> Settings:
     return Settings(
         steps=steps,
         seed=seed,
-        target_active=target,
+        preset=RECOMMENDED.replace(target_active={"document_flops": target} if target else {}),
         size=ModelSize(bias=STARTS[start]),
         probe_every=steps,  # the probes are not used
         probe_rows=1,
@@ -88,7 +64,7 @@ def run_one(settings: Settings, corpus: Corpus) -> Result:
     early: dict[str, Any] = {}
 
     def listen(step: Step) -> None:
-        if step.step == SAID_AT:
+        if step.step == EARLY:
             early.update({side: one.report() for side, one in run.controllers.items()})
 
     run.train(listen)
@@ -97,15 +73,18 @@ def run_one(settings: Settings, corpus: Corpus) -> Result:
         for number in range(len(corpus.tasks))
     ]
     calibrated = []
+    trained_to = settings.preset.target_active.get("document_flops", 0)
     for name in SPLITS:
         documents = [pair.document for row in getattr(corpus, name) for pair in row.pairs]
-        given = lifted_logits(run, documents[:: max(len(documents) // GIVEN, 1)][:GIVEN])
+        lifted = lifted_logits(
+            run, documents[:: max(len(documents) // CALIBRATION_TEXTS, 1)][:CALIBRATION_TEXTS]
+        )
         for target in CALIBRATED:
-            if settings.target_active is not None and target <= settings.target_active:
-                threshold = calibrate_threshold(given.log1p(), target) - LIFT
-                found = {"threshold": threshold, "active_given": active(given, threshold)}
-                found |= figures(threshold, tests, settings.preset.similarity)
-                calibrated.append({"to": target, "given": name, **found})
+            if target <= trained_to:
+                threshold = calibrate_threshold(lifted.log1p(), target) - LIFT
+                row = {"to": target, "given": name, "threshold": threshold}
+                row |= {"active_given": active(lifted, threshold)}
+                calibrated.append(row | figures(threshold, tests, settings.preset.similarity))
     return {
         "sources": corpus.sources,
         "seconds": round(run.seconds, 1),
@@ -149,48 +128,46 @@ def figures(
     }
 
 
-def _run(options: argparse.Namespace) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is missing, then write the tables."""
+    options = study_parser(
+        "targets",
+        "Train the demo's model with RECOMMENDED, at its FLOPS weight and with a controller of the "
+        "documents' active dimensions, on two corpora, from a dense and a sparse start.",
+        list(VARIANTS),
+        steps=[STEPS // 2, STEPS],
+        only=DEFAULT,
+    ).parse_args(arguments)
     rows, calibrated = [], []
-    for corpus in options.corpora:
-        load = functools.cache(LOADERS[corpus].load)
-        for steps in options.steps:
-            Console().print(f"{corpus}, {steps} steps", highlight=False)
-            own = copy.copy(options)
-            own.steps, own.output = steps, options.output / f"{corpus}-{steps}"
-            results = run_all(own, list(VARIANTS), settings_of, run_one, load=load)
-            for result in results:
-                row = _row(corpus, result)
-                rows.append(row)
-                calibrated += [
-                    {**{key: row[key] for key in RUN}, **one} for one in result["calibrated"]
-                ]
+    for corpus, results in run_all(options, list(VARIANTS), settings_of, run_one):
+        for result in results:
+            row = _row(corpus, result)
+            rows.append(row)
+            calibrated += [{key: row[key] for key in RUN} | one for one in result["calibrated"]]
     write_csv(options.output / "targets.csv", rows)
     if calibrated:
         write_csv(options.output / "calibrated.csv", calibrated)
     table = asked_and_got(rows) + "\n" + calibration(calibrated, rows)
-    with replaced_file(options.output / "targets.md", text=True) as page:
-        page.write(table)
-    draw(options.output / "front.svg", rows)
-    Console().print(table, markup=False, highlight=False, soft_wrap=True)
+    publish(options.output / "targets.md", table)
 
 
 def _row(corpus: str, result: Result) -> dict[str, Any]:
     """Return the row of a training: its settings, active dimensions and ranking."""
     start, target = VARIANTS[result["variant"]]
 
-    def said(when: str) -> str:
+    def status(when: str) -> str:
         return str(result[when].get("document", {"status": ""})["status"])
 
     return {
         "corpus": corpus,
-        "sources": " ".join(f"{name} {version}" for name, version in result["sources"].items()),
+        "sources": sources_of(result),
         "start": start,
         "steps": result["settings"]["steps"],
         "target": target,
         "seed": result["seed"],
         **result["trained"],
-        "said_early": said("early"),
-        "status": said("controllers"),
+        "said_early": status("early"),
+        "status": status("controllers"),
         "seconds": result["seconds"],
     }
 
@@ -251,9 +228,9 @@ def calibration(calibrated: Sequence[dict[str, Any]], rows: Sequence[dict[str, A
             if (row["corpus"], row["steps"], row["target"]) == (corpus, steps, to)
         ]
         misses = [_miss(own, "active_given"), _miss(own, "active"), _miss(train, "active")]
-        found = [_mean(own, name) for name in ("recall_10", "mrr_10")]
-        found += [_mean(same, name) if trained != to else "" for name in ("recall_10", "mrr_10")]
-        cells.append([*map(str, key), str(len(own)), *misses, *found])
+        ranked = [_mean(own, name) for name in ("recall_10", "mrr_10")]
+        ranked += [_mean(same, name) if trained != to else "" for name in ("recall_10", "mrr_10")]
+        cells.append([*map(str, key), str(len(own)), *misses, *ranked])
     missed = ("miss, texts given", "miss, held out", "miss, given training texts")
     recall = ("R@10", "MRR@10", "R@10, trained to it", "MRR@10, trained to it")
     asked = ("corpus", "steps", "trained to", "calibrated to", "runs")
@@ -269,37 +246,5 @@ def _mean(rows: Sequence[dict[str, Any]], name: str) -> str:
     return f"{statistics.mean(row[name] for row in rows):.3f}" if rows else ""
 
 
-def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Plot recall against active dimensions, one mark per training; targets are dotted lines."""
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    corpora = list(dict.fromkeys(row["corpus"] for row in rows))
-    targets = sorted({row["target"] for row in rows if row["target"]})
-    panels = figure.subplots(1, len(corpora), sharex=True, squeeze=False)[0]
-    for axis, corpus in zip(panels, corpora, strict=True):
-        marks = dict(zip(itertools.product(STARTS, (True, False)), "os^D", strict=True))
-        for (start, steered), marker in marks.items():
-            own = [
-                row
-                for row in rows
-                if (row["corpus"], row["start"], bool(row["target"])) == (corpus, start, steered)
-            ]
-            label = f"{start} start, {'steered' if steered else 'a fixed weight'}"
-            active, recall = ([row[key] for row in own] for key in ("active", "recall_10"))
-            if own:
-                axis.scatter(active, recall, marker=marker, label=label, zorder=3)
-        for target in targets:
-            axis.axvline(target, linestyle=":", color="grey", linewidth=1)
-        axis.set_xscale("log")
-        axis.set_xticks(targets, [str(target) for target in targets])
-        axis.xaxis.set_minor_locator(NullLocator())
-        axis.set_xlabel("active dimensions of held-out documents")
-        axis.set_ylabel("Recall@10")
-        axis.set_title(corpus, fontsize=10)
-        axis.grid(visible=True, axis="y", alpha=0.25)
-    panels[0].legend(fontsize=8)
-    with rc_context({"svg.hashsalt": "sparse-losses", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

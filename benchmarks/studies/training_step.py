@@ -9,7 +9,6 @@ constant.
 
 import argparse
 import gc
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,15 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 import sparse_losses
 from benchmarks.losses import flops, info_nce, splade_head
 from benchmarks.report.merge import markdown
 from benchmarks.run import timing
-from benchmarks.run.available import runs_triton, why_missing
+from benchmarks.run.available import why_missing
 from benchmarks.run.measure import Result
 from benchmarks.run.table import RESULTS, Table, circumstances
 
@@ -74,14 +71,12 @@ class Row:
     row = Result.row
 
 
-def heads(device: torch.device, *, tiny: bool) -> dict[str, Head]:
-    """Return the heads: the plain formula, ours by default and with its kernel, and peers."""
-    found: dict[str, Head] = {"eager": splade_head.plain, "ours": sparse_losses.splade_head}
-    if runs_triton(device.type, "tiny" if tiny else ""):
-        found["ours, triton"] = partial(sparse_losses.splade_head, impl="triton")
+def heads(device: torch.device) -> dict[str, Head]:
+    """Return the heads: the plain formula, ours, and peers."""
+    heads: dict[str, Head] = {"eager": splade_head.plain, "ours": sparse_losses.splade_head}
     if why_missing("sparton", device.type) is None:
-        found["sparton"] = splade_head.sparton
-    return found
+        heads["sparton"] = splade_head.sparton
+    return heads
 
 
 class Step:
@@ -232,42 +227,42 @@ def largest(fits: Callable[[int], bool], first: int, most: int) -> int:
 ALLOWED_VALUE, ALLOWED_GRADIENT = 2e-2, 0.3  # the arg-max of bf16 scores varies
 
 
-def _compare(step: Step, found: Mapping[str, Head], pairs: int) -> dict[str, dict[str, Any]]:
+def _compare(step: Step, heads: Mapping[str, Head], pairs: int) -> dict[str, dict[str, Any]]:
     """Compare value and gradient of every head with eager's; the status says whether they agree."""
-    about: dict[str, dict[str, Any]] = {}
-    wanted = step.gradient("eager", found["eager"], pairs)
-    for name, head in found.items():
-        about[name] = {"status": "ok"}
+    checked: dict[str, dict[str, Any]] = {}
+    expected, expected_gradient = step.gradient("eager", heads["eager"], pairs)
+    for name, head in heads.items():
+        checked[name] = {"status": "ok"}
         try:
             value, gradient = step.gradient(name, head, pairs)
         except Exception as error:
             line = (str(error).splitlines() or [""])[0][:150]
-            about[name]["status"] = f"failed: {type(error).__name__}: {line}"
+            checked[name]["status"] = f"failed: {type(error).__name__}: {line}"
             step.forget()
             continue
-        difference = ((gradient - wanted[1]).norm() / wanted[1].norm()).item()
-        about[name] |= {"value": value, "gradient_difference": difference}
-        off = abs(value - wanted[0]) / abs(wanted[0])
+        difference = ((gradient - expected_gradient).norm() / expected_gradient.norm()).item()
+        checked[name] |= {"value": value, "gradient_difference": difference}
+        off = abs(value - expected) / abs(expected)
         if not (off <= ALLOWED_VALUE and difference <= ALLOWED_GRADIENT):
-            about[name]["status"] = f"MISMATCH: value off by {off:.1e}, gradient {difference:.1e}"
-    return about
+            checked[name]["status"] = f"MISMATCH: value off by {off:.1e}, gradient {difference:.1e}"
+    return checked
 
 
 def _times(
     step: Step,
-    found: Mapping[str, Head],
+    heads: Mapping[str, Head],
     case: str,
     pairs: int,
-    about: Mapping[str, Mapping[str, Any]],
+    checked: Mapping[str, Mapping[str, Any]],
     *,
     budget: float,
 ) -> list[Row]:
     """Return one row per head with the time of its step, interleaved with the others."""
     rows: dict[str, Row] = {}
     runs: dict[str, Callable[[int], Tensor]] = {}
-    for name, head in found.items():
-        rows[name] = Row("training_step", case, name, pairs=pairs, **about[name])
-        if about[name]["status"] != "ok":
+    for name, head in heads.items():
+        rows[name] = Row("training_step", case, name, pairs=pairs, **checked[name])
+        if rows[name].status != "ok":
             continue
         run = step.run(name, head, pairs)
         try:
@@ -293,82 +288,6 @@ def _times(
     return list(rows.values())
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
-    options = argparse.ArgumentParser(
-        prog="python -m benchmarks.studies.training_step", description=__doc__
-    )
-    options.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    options.add_argument("--output", type=Path, help="default: results/DEVICE-training.csv")
-    options.add_argument("--only", default="", help="heads, separated by semicolons")
-    options.add_argument("--budget", type=float, default=8.0, help="seconds per batch size")
-    options.add_argument("--fresh", action="store_true", help="discard the rows of earlier runs")
-    options.add_argument("--tiny", action="store_true", help="a tiny model, as a smoke test")
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what the CSV lacks and print the table; return 1 if a head differs or failed."""
-    args = parser().parse_args(arguments)
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device is available; --device cpu --tiny runs a smoke test")
-    if device.type == "cpu" and not args.tiny:
-        raise SystemExit("a step of this size needs --device cuda; on a CPU use --tiny")
-    if importlib.util.find_spec("transformers") is None:
-        raise SystemExit("transformers is not installed: pip install sparse-losses[transformers]")
-
-    shape = TINY if args.tiny else Shape()
-    console = Console(width=None if Console().is_terminal else 120)
-    common = circumstances(device, "training_step", None)
-    sizes = asdict(shape)
-    about = {key: str(value) for key, value in sizes.items() if not key.endswith("pairs")}
-    try:
-        table = Table(
-            args.output or RESULTS / f"{args.device}-training.csv", common | about, fresh=args.fresh
-        )
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    found = heads(device, tiny=args.tiny)
-    if args.only:
-        wanted = {"eager", *args.only.split(";")}
-        found = {name: head for name, head in found.items() if name in wanted}
-    cases = {f"pairs={pairs}": pairs for pairs in shape.pairs}
-    todo = [case for case in [*cases, "largest"] if {*found} - table.present("training_step", case)]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    if todo:
-        with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-            bar = progress.add_task("the model", total=len(cases) + len(found))
-            step = Step(shape, device)
-            checked = _compare(step, found, shape.pairs[0])
-            for case, pairs in cases.items():
-                progress.update(bar, description=f"a step, {case}")
-                if case in todo:
-                    table.add(_times(step, found, case, pairs, checked, budget=args.budget))
-                progress.advance(bar)
-            for name, head in found.items():
-                progress.update(bar, description=f"the largest batch, {name}")
-                if name not in table.present("training_step", "largest"):
-                    table.add([_largest(step, name, head, checked[name], args.budget / 2)])
-                progress.advance(bar)
-    rows = [row for row in table.rows if row["variant"] in found]
-    lines = [
-        (
-            row["case"],
-            row["variant"],
-            row["pairs"],
-            f"{1e3 * float(row['seconds']):.4g}" if row["seconds"] else "",
-            f"{float(row['tokens_per_second']):.3g}" if row["tokens_per_second"] else "",
-            f"{float(row['peak_bytes']) / 2**30:.3g}" if row["peak_bytes"] else "",
-            row["status"],
-        )
-        for row in rows
-    ]
-    print(markdown(("case", "head", "pairs", "step, ms", "tokens/s", "GiB", "status"), lines))
-    return int(any(row["status"].startswith(("MISMATCH", "failed")) for row in rows))
-
-
 def _largest(step: Step, name: str, head: Head, checked: Mapping[str, Any], budget: float) -> Row:
     """Measure the largest number of pairs that fits, and the time of that step."""
     row = Row("training_step", "largest", name, status=checked["status"])
@@ -387,6 +306,47 @@ def _largest(step: Step, name: str, head: Head, checked: Mapping[str, Any], budg
     if pairs == step.shape.most_pairs and timed.status == "ok":
         timed = replace(timed, status="ok, where the search ends")
     return timed
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    options = argparse.ArgumentParser(prog="python -m benchmarks.studies.training_step")
+    options.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    options.add_argument("--output", type=Path, help="default: results/DEVICE-training.csv")
+    options.add_argument("--budget", type=float, default=8.0, help="seconds per batch size")
+    options.add_argument("--fresh", action="store_true", help="discard the rows of earlier runs")
+    options.add_argument("--tiny", action="store_true", help="a tiny model, as a smoke test")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what the CSV lacks and print the table; return 1 if a head differs or failed."""
+    args = parser().parse_args(arguments)
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device is available; --device cpu --tiny runs a smoke test")
+    if device.type == "cpu" and not args.tiny:
+        raise SystemExit("a step of this size needs --device cuda; on a CPU use --tiny")
+    shape = TINY if args.tiny else Shape()
+    common = circumstances(device, "training_step", None)
+    common |= {key: str(value) for key, value in asdict(shape).items() if "pairs" not in key}
+    path = args.output or RESULTS / f"{args.device}-training.csv"
+    table = Table(path, common, fresh=args.fresh)
+    measured = heads(device)
+    cases = {f"pairs={pairs}": pairs for pairs in shape.pairs}
+    todo = [c for c in [*cases, "largest"] if {*measured} - table.present("training_step", c)]
+    if todo:
+        step = Step(shape, device)
+        checked = _compare(step, measured, shape.pairs[0])
+        for case, pairs in cases.items():
+            if case in todo:
+                table.add(_times(step, measured, case, pairs, checked, budget=args.budget))
+        for name in [x for x in measured if x not in table.present("training_step", "largest")]:
+            table.add([_largest(step, name, measured[name], checked[name], args.budget / 2)])
+    columns = ("case", "variant", "pairs", "seconds", "tokens_per_second", "peak_bytes", "status")
+    rows = [row for row in table.rows if row["variant"] in measured]
+    print(markdown(columns, [[row[name] for name in columns] for row in rows]))
+    return int(any(row["status"].startswith(("MISMATCH", "failed")) for row in rows))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ GUIDES = pytest.mark.parametrize("page", notebooks.GUIDES, ids=lambda page: page
 BROUGHT = {
     "transformers": {"tokenizers", "transformers"},
     "sentence-transformers": {"datasets", "sentence_transformers", "tokenizers", "transformers"},
-    "demo": {"bm25s", "matplotlib", "tokenizers"},
 }
 
 

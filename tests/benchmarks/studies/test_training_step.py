@@ -1,6 +1,5 @@
 """The training step is measured, resumed and checked, as far as a CPU can show it."""
 
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -8,8 +7,6 @@ import torch
 
 pytest.importorskip("rich")
 pytest.importorskip("transformers")
-with contextlib.suppress(ImportError):  # a test below takes the choice of the interpreter away
-    import sparse_losses.fast.triton_head  # noqa: F401
 
 from benchmarks.run.table import read
 from benchmarks.studies import training_step
@@ -18,16 +15,16 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("limit", [0, 1, 3, 8, 37, 64, 1000])
-def test_the_largest_that_fits_is_found(limit: int):
+def test_the_largest_size_that_fits(limit: int):
     tried: list[int] = []
 
     def fits(size: int) -> bool:
         tried.append(size)
         return size <= limit
 
-    found = training_step.largest(fits, 4, 64)
-    assert found <= limit
-    assert found >= min(limit, 64) - max(1, min(limit, 64) // 8)
+    size = training_step.largest(fits, 4, 64)
+    assert size <= limit
+    assert size >= min(limit, 64) - max(1, min(limit, 64) // 8)
     assert len(tried) == len(set(tried))
     assert max(tried) <= 64
     with pytest.raises(SystemExit, match="--tiny"):
@@ -35,12 +32,11 @@ def test_the_largest_that_fits_is_found(limit: int):
 
 
 def _step(words: list[str], output: Path) -> tuple[int, list[dict[str, str]]]:
-    given = ["--device", "cpu", "--tiny", "--budget", "0.01", "--output", str(output)]
-    return training_step.main([*given, *words]), read(output)
+    options = ["--device", "cpu", "--tiny", "--budget", "0.01", "--output", str(output)]
+    return training_step.main([*options, *words]), read(output)
 
 
-def test_a_step_is_measured_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def test_a_step_is_measured_and_resumed(tmp_path: Path, capsys):
     code, rows = _step([], tmp_path / "step.csv")
     assert code == 0
     keys = [(row["case"], row["variant"]) for row in rows]
@@ -59,7 +55,7 @@ def test_a_step_is_measured_and_resumed(tmp_path: Path, monkeypatch: pytest.Monk
     assert [(row["case"], row["variant"]) for row in again] == keys
 
 
-def test_a_head_that_gives_something_else_is_not_timed(tmp_path: Path, monkeypatch):
+def test_a_wrong_head_is_not_timed(tmp_path: Path, monkeypatch):
     from benchmarks.losses.splade_head import plain
 
     def wrong(*tensors: torch.Tensor) -> torch.Tensor:
@@ -68,22 +64,11 @@ def test_a_head_that_gives_something_else_is_not_timed(tmp_path: Path, monkeypat
     def broken(*tensors: torch.Tensor) -> torch.Tensor:
         raise ValueError("expected a GPU")
 
-    found = {"eager": plain, "wrong": wrong, "broken": broken}
-    monkeypatch.setattr(training_step, "heads", lambda device, *, tiny: found)
+    heads = {"eager": plain, "wrong": wrong, "broken": broken}
+    monkeypatch.setattr(training_step, "heads", lambda device: heads)
     code, rows = _step([], tmp_path / "step.csv")
     assert code == 1
     status = {(row["case"], row["variant"]): row for row in rows}
     assert status["pairs=2", "wrong"]["status"].startswith("MISMATCH")
     assert status["largest", "broken"]["status"] == "failed: ValueError: expected a GPU"
     assert status["largest", "wrong"]["seconds"] == ""
-
-
-def test_a_step_by_the_kernel(monkeypatch: pytest.MonkeyPatch):
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter was not chosen when the kernel was defined")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    step = training_step.Step(training_step.Shape(64, 16, 1, 1, 8, 0.2, (1,), 1), CPU)
-    found = training_step.heads(CPU, tiny=True)
-    assert [*found] == ["eager", "ours", "ours, triton"]
-    checked = training_step._compare(step, found, 1)
-    assert {about["status"] for about in checked.values()} == {"ok"}

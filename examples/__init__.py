@@ -1,0 +1,1 @@
+"""Examples that run from the root of the repository; none is part of the package."""

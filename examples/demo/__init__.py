@@ -1,0 +1,1 @@
+"""Train a sparse retriever on your own Python's documentation and search it: ``make demo``."""

@@ -1,0 +1,150 @@
+import shutil
+import subprocess
+
+import pytest
+
+from benchmarks.studies import debian
+
+
+def _description(title: str, topic: str, *more: str) -> str:
+    words = [f"{topic}{chr(97 + i % 26)}{chr(97 + i * 7 % 26)}" for i in range(30)]
+    lines = [f" {' '.join(words[start : start + 10])}" for start in (0, 10, 20)]
+    return "\n".join([title, *lines, *more])
+
+
+def _package(name: str, topic: str, source: str | None = None, *more: str):
+    return name, source or name, _description(f"tool that does {topic}", topic, *more)
+
+
+def test_a_row_holds_title_and_description():
+    (row,) = debian.to_rows([("sorter", "sorter", _description("Sorts all the lines", "line"))])
+    (pair,) = row.pairs
+    assert (row.title, row.group, pair.query) == ("sorter", "sorter", "Sorts all the lines")
+    assert pair.document.startswith("lineaa linebh")
+    assert row.text == f"Sorts all the lines. {pair.document}"
+
+
+def test_the_title_is_removed_from_the_description():
+    text = _description("Sorts all the lines", "line", " It sorts all the lines, quickly.")
+    ((pair,),) = (row.pairs for row in debian.to_rows([("sorter", "sorter", text)]))
+    assert pair.document.endswith("It , quickly.")
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        (("libpng-dev", "libpng-tools", "libpng-doc"), "libpng-tools"),
+        (("gcc-11-base", "gcc-12"), "gcc-12"),
+    ],
+)
+def test_a_source_and_its_releases_are_one_row(names, kept):
+    packages = [_package(name, f"t{n}", debian.family(names[0])) for n, name in enumerate(names)]
+    assert [row.title for row in debian.to_rows(packages)] == [kept]
+
+
+def test_lists_and_addresses_are_no_prose():
+    text = "sorts lines\n Reads and\n sorts them.\n .\n   -r backwards\n See http://a.b sort(1)."
+    assert debian.clean(text) == ("sorts lines", ["Reads and sorts them.", "See sort(1)."])
+
+
+def test_a_family_is_a_name_without_release():
+    names = ("gcc-12-cross", "llvm-toolchain-14", "libpng1.6", "sed")
+    assert [debian.family(name) for name in names] == ["gcc", "llvm-toolchain", "libpng", "sed"]
+
+
+def test_releases_of_a_source_are_one_group():
+    packages = [_package(f"llvm-{n}", f"topic{n}", f"llvm-toolchain-{n}") for n in (13, 14)]
+    (row,) = debian.to_rows(packages)
+    assert row.group == "llvm-toolchain"
+
+
+@pytest.mark.parametrize("word", ["transitional", "dummy package", "metapackage"])
+def test_packages_that_only_name_others_are_left_out(word):
+    packages = [_package("old", "old", None, f" This is a {word}."), _package("new", "new")]
+    assert [row.title for row in debian.to_rows(packages)] == ["new"]
+
+
+@pytest.mark.parametrize(("sources", "stays"), [(2, True), (3, False)])
+def test_a_paragraph_that_three_sources_share_is_left_out(sources, stays):
+    shared = (" .", " Haskell is a language.")
+    packages = [_package(f"{c}tool", c * 3, None, *shared) for c in "abc"[:sources]]
+    for row in debian.to_rows(packages):
+        assert ("Haskell" in row.pairs[0].document) == stays
+
+
+def test_a_title_has_one_answer_and_a_description_one_title():
+    first, other = (
+        _description("Reads all the mail", "mail"),
+        _description("Reads all the mail", "b"),
+    )
+    twin = _description("Shows all the mail", "mail")
+    packages = [(name, name, text) for name, text in (("a", first), ("b", other), ("c", twin))]
+    assert [row.title for row in debian.to_rows(packages)] == ["a"]
+
+
+def test_the_digest_is_of_the_texts():
+    packages = [_package(f"p{chr(97 + n)}", chr(97 + n) * 3) for n in range(5)]
+    one, again = debian.to_corpus(packages), debian.to_corpus(reversed(packages))
+    assert one.sources == again.sources
+    assert one.sources["debian"].startswith("5 packages, sha256 ")
+    assert debian.to_corpus([*packages[:4], _package("pe", "zzz")]).sources != one.sources
+
+
+def _apt(outputs):
+    """Stands for the commands of apt, by their last words."""
+
+    def run(command, **_):
+        for end, output in outputs.items():
+            if command[-1].endswith(end):
+                return subprocess.CompletedProcess(command, 0, output.encode(), b"")
+        raise FileNotFoundError
+
+    return run
+
+
+AVAILABLE = """\
+Package: sed
+Version: 4
+Description: stream editor
+
+Package: libx1
+Source: x (1.2)
+"""
+LISTED = """\
+Package: sed
+Description-md5: 1
+Description-en: stream editor
+ Edits streams.
+ .
+ And files.
+
+Package: libx1
+Description-en: an X
+
+Package: removed
+Description-en: no longer available
+"""
+
+
+def test_packages_are_read_from_apts_lists(monkeypatch):
+    outputs = {"dumpavail": AVAILABLE, "Translations": "/list\n", "/list": LISTED}
+    monkeypatch.setattr(subprocess, "run", _apt(outputs))
+    assert list(debian.read_packages()) == [
+        ("sed", "sed", "stream editor\n Edits streams.\n .\n And files."),
+        ("libx1", "x", "an X"),
+    ]
+
+
+def test_without_descriptions_or_apt_the_error_names_the_remedy(monkeypatch):
+    monkeypatch.setattr(subprocess, "run", _apt({"dumpavail": AVAILABLE, "Translations": ""}))
+    with pytest.raises(SystemExit, match="apt-get update -o Acquire::Languages=en"):
+        debian.load()
+    monkeypatch.setattr(subprocess, "run", _apt({}))
+    with pytest.raises(SystemExit, match="there is no apt-cache on this machine: take a Debian"):
+        debian.load()
+
+
+@pytest.mark.skipif(shutil.which("apt-cache") is None, reason="needs apt")
+def test_a_failure_of_apt_is_reported():
+    with pytest.raises(SystemExit, match="error: apt-cache: "):
+        debian._run("apt-cache", "--no-such-option")

@@ -1,0 +1,117 @@
+"""The studies' stored runs, and the tables of the study of targets."""
+
+import csv
+import json
+
+import pytest
+import torch
+
+from benchmarks.studies import runs, targets
+from examples.demo.corpus import pair_texts
+from examples.demo.evaluation import ranking, similarities
+from examples.demo.training import Run
+
+
+def _rows(path):
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+
+
+def _arguments(folder, *variants, steps=("3",), seeds=("0",)):
+    words = ["--seeds", *seeds, "--steps", *steps, "--corpora", "docstrings"]
+    return [*words, "--output", str(folder), "--only", *variants]
+
+
+@pytest.mark.parametrize("wrong", [["--only", "nothing"], ["--steps", "0"], ["--seeds", "-1"]])
+def test_wrong_options_are_refused_by_the_parser(wrong, capsys):
+    with pytest.raises(SystemExit):
+        targets.main(wrong)
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_finished_runs_are_kept_and_others_refused(small, tmp_path, monkeypatch):
+    small(targets)
+    arguments = _arguments(tmp_path, "dense, target 32")
+    targets.main(arguments)
+    monkeypatch.setattr(targets, "run_one", lambda *job: pytest.fail("ran again"))
+    targets.main(arguments)
+    (path,) = (tmp_path / "docstrings-3").glob("*.json")
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace('"batch_size": 8', '"batch_size": 9'), encoding="utf-8")
+    with pytest.raises(SystemExit, match="other settings"):
+        targets.main(arguments)
+    other = text.replace('"artificial": "1"', '"other": "2"').replace('"seed": 0', '"seed": 1')
+    path.write_text(text, encoding="utf-8")
+    path.with_name("dense,-target-32-1.json").write_text(other, encoding="utf-8")
+    with pytest.raises(SystemExit, match="different installed versions"):
+        targets.main(arguments)
+
+
+def test_a_spread_is_mean_and_deviation():
+    assert runs.spread([1.0, 3.0], "{:.1f}") == "2.0 ± 1.4"
+    assert runs.spread([1.0], "{:.1f}") == "1.0"
+
+
+def test_targets_are_rows_and_a_table(small, tmp_path, capsys):
+    small(targets)
+    variants = ["dense, a fixed weight", "sparse, target 64"]
+    targets.main(_arguments(tmp_path, *variants, steps=("12", "13"), seeds=("0", "1")))
+    table = (tmp_path / "targets.md").read_text(encoding="utf-8")
+    assert table in capsys.readouterr().out
+    results = [
+        json.loads((tmp_path / f"docstrings-12/sparse,-target-64-{seed}.json").read_text("utf-8"))
+        for seed in (0, 1)
+    ]
+    active = [one["trained"]["active"] for one in results]
+    miss = max((one / 64 - 1 for one in active), key=abs)
+    got = f"| {active[0]:.1f} {active[1]:.1f} | {miss:+.1%} |"
+    assert f"| docstrings | sparse | 12 | 64 {got}" in table
+    assert results[0]["controllers"]["document"]["status"] in table
+    rows = _rows(tmp_path / "targets.csv")
+    assert [(row["steps"], row["target"]) for row in rows[::2]] == [
+        (steps, target) for steps in ("12", "13") for target in ("", "64")
+    ]
+    assert [float(row["active"]) for row in rows[2:4]] == active
+    assert rows[0]["sources"] == "artificial 1"
+
+    read = [targets.read_rows(tmp_path / name) for name in ("targets.csv", "calibrated.csv")]
+    tables = targets.asked_and_got(read[0]), targets.calibration(read[1], read[0])
+    assert table == "\n".join(tables)
+    assert [(row["steps"], row["seed"], row["given"], row["to"]) for row in read[1]] == [
+        (steps, seed, split, to)
+        for steps in (12, 13)
+        for seed in (0, 1)
+        for split in ("train", "validation")
+        for to in (32, 64)
+    ]
+    for row in read[1]:
+        assert row["active_given"] == pytest.approx(row["to"], rel=0.02)
+    worst = [max((row["active"] / 32 - 1 for row in read[1][n:8:4]), key=abs) for n in (2, 0)]
+    line = next(one for one in table.splitlines() if one.startswith("| docstrings | 12 | 64 | 32 "))
+    assert " | ".join(f"{one:+.1%}" for one in worst) in line
+
+
+def test_a_calibrated_model_is_one_with_another_bias(small, corpus):
+    small(targets)
+    run = Run(corpus, targets.settings_of("dense, target 32", 0, 3))
+    texts = pair_texts(corpus.test, 0)
+    lifted = [targets.lifted_logits(run, side) for side in texts]
+    for threshold in (0.7, -0.3):
+        with torch.no_grad():
+            run.model.bias.sub_(threshold)
+        queries, documents = (run.encode(side) for side in texts)
+        with torch.no_grad():
+            run.model.bias.add_(threshold)
+        for name in ("cosine", "dot"):
+            figures = targets.figures(threshold, [lifted], name)
+            assert figures["active"] == (documents > 0).sum(1).double().mean().item()
+            assert figures["active_query"] == (queries > 0).sum(1).double().mean().item()
+            expected = ranking(similarities(queries, documents, name)).mrr_10
+            assert figures["mrr_10"] == pytest.approx(expected)
+
+
+def test_the_early_report_is_kept(small, corpus, monkeypatch):
+    small(targets)
+    monkeypatch.setattr(targets, "EARLY", 3)
+    result = targets.run_one(targets.settings_of("dense, target 32", 0, 6), corpus)
+    assert result["early"]["document"]["step"] == 3
+    assert result["controllers"]["document"]["step"] == 6

@@ -1,0 +1,22 @@
+import importlib.util
+
+import pytest
+
+PACKAGES = ("tokenizers", "bm25s", "rich", "matplotlib")
+if any(importlib.util.find_spec(name) is None for name in PACKAGES):
+    collect_ignore_glob = ["test_*.py"]
+else:
+    from examples.demo.corpus import Corpus, split
+    from examples.demo.model import ModelSize
+    from examples.demo.training import Settings
+    from tests.examples.demo.artificial import TINY, make_rows
+
+
+@pytest.fixture(scope="session")
+def corpus() -> "Corpus":
+    return split(make_rows(), ("name → document", "summary → rest"), {"artificial": "1"}, 40)
+
+
+@pytest.fixture
+def settings() -> "Settings":
+    return Settings(steps=12, size=ModelSize(hidden=32, layers=1, heads=2), **TINY)

@@ -1,0 +1,120 @@
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.demo import __main__ as command
+from examples.demo import docstrings
+from examples.demo.model import ModelSize
+from tests.examples.demo.artificial import TINY, write_pairs
+
+
+@pytest.fixture
+def pairs(tmp_path) -> Path:
+    path = tmp_path / "pairs.tsv"
+    write_pairs(path)
+    return path
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The command with a model that trains in a second."""
+    real = command.settings_of
+    size = ModelSize(hidden=32, layers=1, heads=2)
+    monkeypatch.setattr(
+        command,
+        "settings_of",
+        lambda options: dataclasses.replace(real(options), size=size, **TINY),
+    )
+
+
+def test_pairs_become_answers_picture_and_figures(tiny, pairs, tmp_path, capsys):
+    folder = tmp_path / "new" / "folder"
+    arguments = ["--pairs", str(pairs), "--output", str(folder), "--steps", "10", "--seed", "3"]
+    command.main([*arguments, "--query", "shortest path", "--query", "zzzz [b]"])
+    printed = " ".join(capsys.readouterr().out.split())
+    for expected in (
+        "BM25, words",
+        "untrained model",
+        "MRR@10",
+        "? shortest path",
+        "? zzzz [b]",
+        "step 10, document: ",
+        "active of 64 wanted",
+        "cut at 62 subwords",
+    ):
+        assert expected in printed
+    figures = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+    assert figures["settings"]["seed"] == 3
+    assert figures["settings"]["preset"]["target_active"] == {"document_flops": 64}
+    assert len(figures["history"]) == 10
+    assert list(figures["sources"]) == ["pairs.tsv"]
+    assert list(figures["answers"]) == ["shortest path", "zzzz [b]"]
+    systems = {"untrained model", "BM25, words", "BM25, same subwords", "this model"}
+    assert set(figures["test"][0]["rankings"]) == systems
+    assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in folder.iterdir()) == ["figures.json", "training.png"]
+
+
+def test_terms_and_target_are_those_of_the_options():
+    options = command.parser().parse_args(["--without", "document_flops", "query_flops"])
+    preset = command.settings_of(options).preset
+    assert preset.weights.keys() == {"info_nce", "distillation"}
+    assert preset.target_active == {}
+    options = command.parser().parse_args(["--target-active", "0"])
+    assert command.settings_of(options).preset.target_active == {}
+
+
+def _error(*arguments) -> str:
+    with pytest.raises(SystemExit) as info:
+        command.main(arguments)
+    message = str(info.value)
+    assert message.startswith("error: ")
+    assert "\n" not in message
+    return message
+
+
+def test_mistakes_are_reported_in_one_line_before_work_begins(tmp_path, pairs, monkeypatch):
+    monkeypatch.setattr(docstrings, "load", lambda: pytest.fail("work began"))
+    for folder in (pairs, pairs / "below"):
+        assert "cannot write to the folder" in _error("--output", str(folder))
+    absent = ("--pairs", str(tmp_path / "absent"), "--output", str(tmp_path))
+    assert "cannot read" in _error(*absent)
+
+
+def test_a_missing_package_is_named_with_its_remedy():
+    code = "import sys; sys.modules['bm25s'] = None; import examples.demo.__main__"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert run.stderr.startswith("error: the demo needs bm25s; `make demo` installs it")
+    assert run.stderr.count("\n") == 1
+
+
+def test_ctrl_c_ends_the_command(tmp_path, capsys, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(docstrings, "load", interrupted)
+    with pytest.raises(SystemExit) as info:
+        command.main(["--output", str(tmp_path)])
+    assert info.value.code == 130
+    assert capsys.readouterr().err == "\nInterrupted.\n"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--steps", "0"],
+        ["--without", "sleep"],
+        ["--steps", "two"],
+        ["--seed", "-1"],
+        ["--seed", str(2**63)],
+    ],
+)
+def test_wrong_options_are_refused_by_the_parser(wrong, capsys):
+    with pytest.raises(SystemExit):
+        command.main(wrong)
+    assert wrong[0] in capsys.readouterr().err

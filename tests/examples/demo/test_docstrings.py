@@ -1,0 +1,156 @@
+import re
+
+import pytest
+
+from examples.demo import docstrings
+from examples.demo.corpus import split
+
+NUMPY_STYLE = """\
+mean_of(a, axis=None) -> float
+
+Compute the average of `a` along an axis. It is also known as the :func:`~stats.centre`.
+
+.. math:: \\\\frac{1}{n} \\\\sum_i a_i
+
+The result is **always** a double, see https://example.org/page for more.
+
+.. versionadded:: 1.2
+   Not interesting.
+
+.. note::
+    Missing values are counted as zero.
+
+Parameters
+----------
+a : array_like
+    Values to be averaged.
+
+See Also
+--------
+median : something else entirely
+
+Examples
+--------
+Call it so:
+
+>>> mean_of([1, 2])
+1.5
+
+References
+----------
+.. [1] Somebody, "A book".
+"""
+
+
+def test_clean_keeps_prose_and_drops_everything_else():
+    summary, body = docstrings.clean(NUMPY_STYLE)
+    assert summary == "Compute the average of a along an axis."
+    assert body.startswith("It is also known as the stats.centre. The result is always a double")
+    assert "Missing values are counted as zero." in body
+    assert "Values to be averaged." in body
+    assert "Call it so" in body
+    for junk in ("->", "frac", "http", "interesting", "----", "else entirely", "1.5", "Somebody"):
+        assert junk not in body, junk
+    assert not re.search(r"Parameters|Examples|References|See Also|versionadded", body)
+
+
+@pytest.mark.parametrize(
+    ("text", "summary", "body"),
+    [
+        ("", "", ""),
+        ("f(x)\n\n>>> f(1)\n", "", ""),
+        ("A \ud800 broken one.", "A broken one.", ""),
+        (
+            "Opens it.\n\nArgs:\n    path (str): where it is\n\n"
+            "Use it thus::\n\n    open(p)\n\nDone.",
+            "Opens it.",
+            "path (str): where it is Use it thus Done.",
+        ),
+    ],
+)
+def test_clean_drops_code_headings_and_lone_surrogates(text, summary, body):
+    assert docstrings.clean(text) == (summary, body)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("from_pandas_edgelist", "from pandas edgelist"),
+        ("SMTPNotSupportedError", "SMTP Not Supported Error"),
+        ("ndim", "ndim"),
+    ],
+)
+def test_an_identifier_becomes_words(name, words):
+    assert docstrings.spoken(name) == words
+
+
+def _docstring(summary: str, topic: str) -> str:
+    words = " ".join(f"{topic}{chr(97 + i % 26)}{chr(97 + i * 7 % 26)}" for i in range(30))
+    return f"{summary}\n\nThe rest is about {words}."
+
+
+def test_a_name_leaks_into_neither_query_nor_document():
+    text = _docstring("Sort the list with sorted, see Sorted and sorted_list.", "order")
+    (row,) = docstrings.to_rows([("builtins.sorted", text)])
+    name, summary = row.pairs
+    assert name.query == "sorted"
+    for leaking in (name.document, summary.query, summary.document):
+        assert not re.search(r"\bsorted\b", leaking, re.IGNORECASE)
+    assert "sorted_list" in name.document  # another object's name stays
+    assert "Sort the list" not in summary.document
+
+
+def test_aliases_re_exports_and_near_duplicates_are_one_row():
+    text = _docstring("Return the greatest of all the numbers.", "great")
+    reworded = text.replace("numbers", "values")
+    other = _docstring("Return the smallest of all the numbers.", "small")
+    texts = {"core.amax": text, "amax": text, "nanmax": reworded, "amin": other}
+    rows = docstrings.to_rows([(f"pkg.{name}", each) for name, each in texts.items()])
+    assert [row.title for row in rows] == ["pkg.amax", "pkg.amin"]
+
+
+def test_a_leaf_name_is_never_on_both_sides_of_the_split():
+    entries = [
+        (
+            f"pkg.{owner}.leaf_{leaf}",
+            _docstring(f"Do the thing {owner} to {leaf}.", f"{owner}{leaf}"),
+        )
+        for leaf in "abcdefghijklmnop"
+        for owner in ("first", "second", "third")
+    ]
+    rows = docstrings.to_rows(entries)
+    assert len(rows) == 48
+    corpus = split(rows, docstrings.TASKS, {}, held_out=4)
+    sides = [{row.group for row in side} for side in (corpus.train, corpus.validation, corpus.test)]
+    assert [len(side) for side in sides] == [8, 4, 4]
+    assert len(set.union(*sides)) == 16
+    assert len(corpus.train) == 24
+    assert len(corpus.test) == 4  # one of the three namesakes: a query has one right answer
+
+
+def test_sources_are_parsed_not_imported(tmp_path):
+    (tmp_path / "_impl.py").write_text(
+        'raise RuntimeError("imported")\n'
+        'def seen():\n    "Public."\n'
+        'def _hidden():\n    "Private."\n'
+        'class Box:\n    "A box."\n    def open(self):\n        "Opens."\n'
+    )
+    (tmp_path / "broken.py").write_text("def (:\n")
+    (tmp_path / "escape.py").write_text('def odd():\n    "A \\d."\n')
+    for folder in ("tests", "_private"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "module.py").write_text('def never():\n    "No."\n')
+    assert dict(docstrings.parse_folder(tmp_path, "pkg")) == {
+        "pkg.seen": "Public.",
+        "pkg.Box": "A box.",
+        "pkg.Box.open": "Opens.",
+        "pkg.escape.odd": "A \\d.",
+    }
+
+
+def test_c_functions_are_inspected():
+    names = {name for name, _ in docstrings.inspect_namespace("builtins")}
+    assert {"sorted", "str.strip", "dict.setdefault"} <= names
+    names = {name for name, _ in docstrings.inspect_namespace("torch.linalg")}
+    assert "torch.linalg.inv" in names
+    assert list(docstrings.inspect_namespace("no_such_module.part")) == []
