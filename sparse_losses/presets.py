@@ -8,53 +8,31 @@ here and must be set before use.
 """
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
+import sparse_losses.losses as modules
 from sparse_losses._core.checks import check_choice, check_integer, check_number
 from sparse_losses._core.token_ids import TokenIds
-from sparse_losses.losses import (
-    DistillationLoss,
-    FlopsLoss,
-    IdfFlopsLoss,
-    InfoNCELoss,
-    LanguagePenaltyLoss,
-    MinActivationLoss,
-    SelfReconstructionLoss,
-    TripletMarginLoss,
-)
 from sparse_losses.objective.controller import SparsityController
-from sparse_losses.objective.objective import NEEDS, SpladeObjective
-from sparse_losses.objective.schedules import (
-    Curriculum,
-    Phase,
-    ReadOnly,
-    TrainingSchedule,
-    Warmup,
-)
+from sparse_losses.objective.objective import SpladeObjective
+from sparse_losses.objective.schedules import Curriculum, Phase, ReadOnly, TrainingSchedule, Warmup
+from sparse_losses.objective.terms import NEEDS
 from sparse_losses.vocabulary import idf_penalty, language_penalty
 
 __all__ = ["COSINE", "RECOMMENDED", "V22", "V23", "V25", "V26", "V28", "Preset"]
 
-# The fields that must be set for each loss.
-_NUMBERS = {
-    "info_nce": ("temperature",),
-    "triplet_margin": ("margin",),
-    "distillation": ("distillation_temperature", "alpha_kl", "alpha_mse"),
-    "context_distillation": ("distillation_temperature", "alpha_kl", "alpha_mse"),
-    "min_activation": ("top_k", "threshold"),
-    "language_penalty": ("language_penalty",),
-}
-
-# The fields that are dicts, for the message of an error.
-_EXAMPLES = {
-    "weights": {"document_flops": 0.1},
-    "warmup": {"document_flops": 0.5},
-    "target_active": {"document_flops": 64},
-    "training": {"batch_size": 32},
-    "ours": {"sides": "..."},
+# The fields that are arguments of a loss. One that is used needs them all.
+_KD = {"temperature": "distillation_temperature", "alpha_kl": "alpha_kl", "alpha_mse": "alpha_mse"}
+_LOSSES: dict[str, tuple[type[nn.Module], dict[str, str]]] = {
+    "info_nce": (modules.InfoNCELoss, {n: n for n in ("temperature", "similarity", "symmetric")}),
+    "triplet_margin": (modules.TripletMarginLoss, {"margin": "margin"}),
+    "distillation": (modules.DistillationLoss, _KD),
+    "context_distillation": (modules.DistillationLoss, _KD),
+    "min_activation": (modules.MinActivationLoss, {n: n for n in ("top_k", "threshold")}),
 }
 
 
@@ -62,27 +40,14 @@ _EXAMPLES = {
 class Preset:
     """Weights and hyperparameters of a run; change them with ``replace`` and ``without``.
 
+    Fields that are not listed are arguments of the losses, of ``SpladeObjective`` and of
+    ``idf_penalty``; ``None`` is their default, or a number that must be set.
+
     Attributes:
-        name: the preset's name.
         weights: weights by the names of the terms, as in ``SpladeObjective``.
-        temperature: temperature of InfoNCE.
-        similarity: similarity of InfoNCE and of the scores in distillation.
-        symmetric: whether InfoNCE also compares every positive with all anchors.
-        margin: margin of the triplet loss.
         teacher: the source of the teacher's scores: ``"bm25"`` (a ``BM25Teacher``), or the name of
             a model, which the preset does not load.
-        score_scale: factor on the student's scores in distillation; ``None``: 1.
-        teacher_scale: factor on the teacher's scores; ``None``: the same as ``score_scale``.
-        distillation_temperature: temperature $T$ of distillation.
-        alpha_kl: weight of the KL divergence in distillation.
-        alpha_mse: weight of the z-score MSE in distillation.
-        beta: share of the squares in IDF-FLOPS.
         idf_alpha: steepness of the token penalties; ``None``: plain FLOPS, without penalties.
-        special_penalty: penalty of special tokens; ``None``: that of other tokens.
-        stopword_penalty: factor on the penalty of stopwords.
-        top_k: number of largest activations whose mean enters minimum activation.
-        threshold: value that minimum activation requires of this mean.
-        balanced: whether self-reconstruction gives the tokens of a text half of its value.
         language_penalty: penalty of tokens of other languages.
         curriculum: phases by epoch.
         warmup: by term: the share of all optimiser steps, in (0, 1], in which its weight rises
@@ -93,17 +58,14 @@ class Preset:
         ours: fields that the source leaves open, with our reading.
 
     Examples:
-        >>> import torch
-        >>> from sparse_losses import V26
-        >>> objective = V26.objective(idf=torch.rand(100), special_token_ids=[0, 1])
-        >>> objective.weights["info_nce"], objective.info_nce.temperature
-        (3.0, 0.07)
-        >>> print(V26)  # doctest: +ELLIPSIS
-        V26
-          weight of info_nce                      3
-        ...
-          1 to 8: temperature 0.08, info_nce 2.5, distillation 2.5
-        ...
+        >>> from sparse_losses import RECOMMENDED
+        >>> recipe = RECOMMENDED.replace(temperature=0.5, weights={"query_flops": 0.2})
+        >>> objective = recipe.without("distillation").objective()
+        >>> objective.weights, objective.info_nce.temperature
+        ({'info_nce': 1.0, 'document_flops': 0.1, 'query_flops': 0.2}, 0.5)
+        >>> schedule, controller = recipe.schedules(objective, steps=1000)
+        >>> schedule.warmups, controller.target_active
+        ({'query_flops': Warmup(steps=500, shape='quadratic')}, 64)
     """
 
     name: str
@@ -133,73 +95,44 @@ class Preset:
     ours: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, example in _EXAMPLES.items():
-            given = getattr(self, name)
-            if not isinstance(given, Mapping):
-                raise TypeError(f"expected `{name}` as a dict such as {example}, got {given!r}")
-            object.__setattr__(self, name, ReadOnly(given))
-        for term, weight in self.weights.items():
-            check_choice("weights", term, list(NEEDS))
-            check_number(f"weights[{term!r}]", weight)
-        terms = {"warmup": list(NEEDS), "target_active": ["document_flops", "query_flops"]}
-        for name, known in terms.items():
+        for name in ("weights", "warmup", "target_active", "training", "ours"):
+            if not isinstance(value := getattr(self, name), Mapping):
+                example = {"document_flops": 0.5}
+                raise TypeError(f"expected `{name}` as a dict such as {example}, got {value!r}")
+            object.__setattr__(self, name, ReadOnly(value))
+        for name, above in (("weights", -math.inf), ("warmup", 0.0), ("target_active", 0.0)):
+            terms = ("document_flops", "query_flops") if name == "target_active" else (*NEEDS,)
             for term, number in getattr(self, name).items():
-                check_choice(name, term, known)
-                check_number(f"{name}[{term!r}]", number, minimum=0.0, exclusive=True)
-        if late := {term: share for term, share in self.warmup.items() if share > 1}:
-            raise ValueError(f"expected `warmup` as shares in (0, 1], got {late}")
-        phases = () if self.curriculum is None else self.curriculum.phases
-        if both := [term for term in self.target_active if any(term in p.weights for p in phases)]:
-            raise ValueError(
-                "expected each weight to be set by a phase or by a controller, got a phase and a "
-                f"`target_active` for {', '.join(both)}"
-            )
+                check_choice(name, term, terms)
+                check_number(f"{name}[{term!r}]", number, minimum=above, exclusive=True)
+        if any(share > 1 for share in self.warmup.values()):
+            raise ValueError(f"expected `warmup` as shares in (0, 1], got {self.warmup}")
 
     def replace(self, *, weights: Mapping[str, float] | None = None, **changes: Any) -> "Preset":
-        """Return a copy with other numbers; the given weights replace those of the same names.
+        """Return a copy with other numbers; weights replace those of the same names.
 
-        If the preset has a curriculum, its phases override temperature and weights: also pass
-        ``curriculum=None``, or a curriculum of your own, to train with your numbers. A weight of
-        0 removes the term, as ``without`` does. Other mappings (``warmup``, ``target_active``)
-        are replaced as a whole.
-
-        Examples:
-            >>> from sparse_losses import V26
-            >>> ours = V26.replace(weights={"document_flops": 0.01})
-            >>> ours.weights["document_flops"], ours.weights["info_nce"]
-            (0.01, 3.0)
+        The phases' temperature and weights hold over yours: to train with yours, pass also
+        ``curriculum=None``. A weight of 0 removes the term, as ``without`` does. Other mappings
+        (``warmup``, ``target_active``) are replaced as a whole.
         """
-        given = dict(weights or {})
-        for name in given:
-            check_choice("weights", name, list(NEEDS))
-        changed = dataclasses.replace(self, weights={**self.weights, **given}, **changes)
-        off = [name for name, weight in given.items() if weight == 0]
-        return changed.without(*off) if off else changed
+        numbers = dict(weights or {})
+        changed = dataclasses.replace(self, weights={**self.weights, **numbers}, **changes)
+        return changed.without(*(term for term, weight in numbers.items() if weight == 0))
 
     def without(self, *terms: str) -> "Preset":
-        """Return a copy without these terms: no weight, phase, warm-up or target names them.
+        """Return a copy in which no weight, phase, warm-up or target names these terms.
 
-        Its objective lacks them too, and a schedule does not start a term that the objective lacks,
-        whatever its curriculum.
-
-        Examples:
-            >>> from sparse_losses import V26
-            >>> alone = V26.without("distillation")  # no teacher
-            >>> "distillation" in alone.weights, alone.curriculum.at(1).weights
-            (False, {'info_nce': 2.5})
+        A schedule does not start a term that the objective lacks, whatever its curriculum.
         """
         for term in terms:
-            check_choice("terms", term, list(NEEDS))
+            check_choice("terms", term, (*NEEDS,))
 
         def rest(numbers: Mapping[str, float]) -> dict[str, float]:
-            return {name: number for name, number in numbers.items() if name not in terms}
+            return {term: number for term, number in numbers.items() if term not in terms}
 
         curriculum = self.curriculum
         if curriculum is not None:
-            phases = [
-                dataclasses.replace(phase, weights=rest(phase.weights))
-                for phase in curriculum.phases
-            ]
+            phases = [dataclasses.replace(p, weights=rest(p.weights)) for p in curriculum.phases]
             curriculum = dataclasses.replace(curriculum, phases=phases)
         return dataclasses.replace(
             self,
@@ -209,30 +142,17 @@ class Preset:
             target_active=rest(self.target_active),
         )
 
-    def missing(self) -> list[str]:
-        """Return the fields that an active term needs and that are not set.
-
-        Examples:
-            >>> from sparse_losses import V22
-            >>> V22.missing()
-            ['temperature', 'margin', 'top_k', 'threshold']
-        """
-        return self._missing(())
-
-    def _missing(self, passed: Collection[str]) -> list[str]:
-        """Return the missing fields of the losses that are not passed to ``objective``."""
-        needed: dict[str, None] = {}
-        for loss in self._losses():
-            if loss not in passed:
-                needed |= dict.fromkeys(_NUMBERS.get(loss, ()))
+    def missing(self, passed: Collection[str] = ()) -> list[str]:
+        """Return the fields that must be set; none for the losses ``passed`` to ``objective``."""
+        needed: list[str] = []
+        for term, weight in self.weights.items():
+            loss = term.removeprefix("query_").removeprefix("document_")
+            if weight and loss not in passed:
+                needed += _LOSSES[loss][1].values() if loss in _LOSSES else ()
+                needed += ["language_penalty"] * (loss == "language_penalty")
         if self.idf_alpha is not None and "flops" not in passed:
-            needed |= dict.fromkeys(("beta", "stopword_penalty"))
-        return [name for name in needed if getattr(self, name) is None]
-
-    def _losses(self) -> list[str]:
-        """Return the losses of the terms whose weight is not 0."""
-        terms = [term for term, weight in self.weights.items() if weight]
-        return [term.removeprefix("query_").removeprefix("document_") for term in terms]
+            needed += ["beta", "stopword_penalty"]
+        return [name for name in dict.fromkeys(needed) if getattr(self, name) is None]
 
     def objective(
         self,
@@ -243,102 +163,63 @@ class Preset:
         allowed_token_ids: TokenIds | None = None,
         vocab_size: int | None = None,
         hide_stopwords: bool = False,
-        **losses: Any,
+        **options: Any,
     ) -> SpladeObjective:
-        """Return the objective with this preset's numbers.
-
-        ``RECOMMENDED`` needs no argument: it has no token penalties and no losses of tokens, so
-        ``idf``, ``special_token_ids`` and ``stopword_ids`` change nothing there (``stopword_ids``
-        only with ``hide_stopwords``).
+        """Return the objective with this preset's numbers; ``RECOMMENDED`` needs no argument.
 
         Args:
             idf: inverse document frequency ``[V]``; needed with ``idf_alpha``.
-            special_token_ids: the tokens that get ``special_penalty``; also passed to
-                ``SpladeObjective``, whose token losses ignore them.
-            stopword_ids: the tokens that get ``stopword_penalty``.
+            special_token_ids: they get ``special_penalty``, and the losses of tokens ignore them.
+            stopword_ids: they get ``stopword_penalty``.
             allowed_token_ids: the tokens of the wanted languages; needed with ``language_penalty``.
             vocab_size: ``V``; needed with ``allowed_token_ids`` if there is no ``idf``.
-            hide_stopwords: whether to hide the stopwords from InfoNCE and FLOPS, as
-                ``SpladeObjective(stopword_ids=...)`` does.
-            **losses: arguments of ``SpladeObjective`` that replace the preset's: ``flops``,
-                ``score_scale``, ``gather``, ...
+            hide_stopwords: whether to hide them from InfoNCE and FLOPS, as ``SpladeObjective`` can.
+            **options: arguments of ``SpladeObjective`` that replace the preset's.
 
         Raises:
             ValueError: for a missing number or argument.
         """
-        if missing := self._missing([name for name, loss in losses.items() if loss is not None]):
+        if missing := self.missing([name for name, loss in options.items() if loss is not None]):
             raise ValueError(
                 f"expected all numbers of {self.name}, got None for {', '.join(missing)}: set "
                 f"{self.name}.replace({', '.join(f'{name}=...' for name in missing)})"
             )
-        made: dict[str, Any] = {}
-        if self.temperature is not None:
-            made["info_nce"] = InfoNCELoss(
-                temperature=self.temperature, similarity=self.similarity, symmetric=self.symmetric
-            )
-        if self.margin is not None:
-            made["triplet_margin"] = TripletMarginLoss(margin=self.margin)
-        t, kl, mse = self.distillation_temperature, self.alpha_kl, self.alpha_mse
-        if t is not None and kl is not None and mse is not None:
-            for name in ("distillation", "context_distillation"):
-                made[name] = DistillationLoss(temperature=t, alpha_kl=kl, alpha_mse=mse)
-        if self.top_k is not None and self.threshold is not None:
-            made["min_activation"] = MinActivationLoss(top_k=self.top_k, threshold=self.threshold)
-        for name in ("score_scale", "teacher_scale"):
-            if getattr(self, name) is not None:
-                made[name] = getattr(self, name)
-        if self.balanced:
-            made["self_reconstruction"] = SelfReconstructionLoss(
-                ignore_token_ids=special_token_ids, balanced=True
-            )
-        if "flops" not in losses:
-            made["flops"] = self._flops(idf, special_token_ids, stopword_ids)
-        penalises = "language_penalty" in self._losses() and "language_penalty" not in losses
-        if self.language_penalty is not None and penalises:
-            if vocab_size is None and idf is not None:
-                vocab_size = idf.shape[0]
-            if allowed_token_ids is None or vocab_size is None:
+        made: dict[str, Any] = {"special_token_ids": special_token_ids}
+        for name, (loss, fields) in _LOSSES.items():
+            numbers = {argument: getattr(self, field) for argument, field in fields.items()}
+            if None not in numbers.values():
+                made[name] = loss(**numbers)
+        made["self_reconstruction"] = modules.SelfReconstructionLoss(
+            ignore_token_ids=special_token_ids, balanced=self.balanced
+        )
+        made |= {n: getattr(self, n) for n in ("score_scale", "teacher_scale") if getattr(self, n)}
+        if hide_stopwords:
+            made["stopword_ids"] = stopword_ids
+        if self.idf_alpha is not None and "flops" not in options:
+            if idf is None:
+                raise ValueError(f"{self.name} weighs FLOPS by token and needs `idf` of shape [V]")
+            penalty: dict[str, Any] = {"stopword_penalty": self.stopword_penalty}
+            if self.special_penalty is not None:
+                penalty["special_token_ids"] = special_token_ids
+                penalty["special_penalty"] = self.special_penalty
+            weights = idf_penalty(idf, alpha=self.idf_alpha, stopword_ids=stopword_ids, **penalty)
+            made["flops"] = modules.IdfFlopsLoss(weights, beta=self.beta or 0.0)
+        is_penalised = any(w and n.endswith("language_penalty") for n, w in self.weights.items())
+        if is_penalised and "language_penalty" not in options:
+            size = idf.shape[0] if vocab_size is None and idf is not None else vocab_size
+            if allowed_token_ids is None or size is None or self.language_penalty is None:
                 raise ValueError(
                     f"{self.name} penalises other languages and needs `allowed_token_ids` and "
                     "`vocab_size` (or `idf`)"
                 )
-            check_integer("vocab_size", vocab_size, minimum=1)
-            made["language_penalty"] = LanguagePenaltyLoss(
-                language_penalty(
-                    vocab_size,
-                    allowed_token_ids,
-                    special_token_ids=special_token_ids,
-                    penalty=self.language_penalty,
-                )
+            others = language_penalty(
+                size,
+                allowed_token_ids,
+                special_token_ids=special_token_ids,
+                penalty=self.language_penalty,
             )
-        made["special_token_ids"] = special_token_ids
-        if hide_stopwords:
-            made["stopword_ids"] = stopword_ids
-        return SpladeObjective(self.weights, **(made | losses))
-
-    def _flops(
-        self, idf: Tensor | None, special_token_ids: TokenIds, stopword_ids: TokenIds
-    ) -> FlopsLoss | IdfFlopsLoss:
-        if self.idf_alpha is None:
-            return FlopsLoss()
-        if idf is None:
-            raise ValueError(f"{self.name} weighs FLOPS by token and needs `idf` of shape [V]")
-        assert self.beta is not None
-        assert self.stopword_penalty is not None
-        special: dict[str, Any] = {}
-        if self.special_penalty is not None:
-            special = {
-                "special_token_ids": special_token_ids,
-                "special_penalty": self.special_penalty,
-            }
-        penalty = idf_penalty(
-            idf,
-            alpha=self.idf_alpha,
-            stopword_ids=stopword_ids,
-            stopword_penalty=self.stopword_penalty,
-            **special,
-        )
-        return IdfFlopsLoss(penalty, beta=self.beta)
+            made["language_penalty"] = modules.LanguagePenaltyLoss(others)
+        return SpladeObjective(self.weights, **(made | options))
 
     def schedules(
         self,
@@ -347,10 +228,9 @@ class Preset:
         steps: int | None = None,
         steps_per_epoch: int | None = None,
     ) -> list[TrainingSchedule | SparsityController]:
-        """Return what sets the objective's weights in training; ``attach`` each to the optimiser.
+        """Return a ``TrainingSchedule``, then one ``SparsityController`` per target.
 
-        The list holds a ``TrainingSchedule`` with the phases and warm-ups, then one
-        ``SparsityController`` per target.
+        They set the objective's weights in training: ``attach`` each to the optimiser.
 
         Args:
             objective: the objective of this preset.
@@ -359,19 +239,8 @@ class Preset:
 
         Raises:
             ValueError: for a missing or wrong number of steps, or a term that the objective lacks.
-
-        Examples:
-            >>> from sparse_losses import RECOMMENDED
-            >>> objective = RECOMMENDED.objective()
-            >>> schedule, controller = RECOMMENDED.schedules(objective, steps=1000)
-            >>> schedule.warmups
-            {'query_flops': Warmup(steps=500, shape='quadratic')}
-            >>> controller.term, controller.target_active
-            ('document_flops', 64)
         """
-        rising = {
-            term: share for term, share in self.warmup.items() if term not in self.target_active
-        }
+        rising = {t: share for t, share in self.warmup.items() if t not in self.target_active}
         if rising and steps is None:
             raise ValueError(
                 f"expected `steps` of the whole training for the warm-up of {', '.join(rising)}, "
@@ -395,30 +264,17 @@ class Preset:
 
     def __str__(self) -> str:
         """Return one line per number, with `?` for numbers that must be set."""
-        missing = self.missing()
-        lines = [self.name]
-        lines += [f"  weight of {name:30}{weight:g}" for name, weight in self.weights.items()]
-        for field in dataclasses.fields(self)[2:]:
-            value = getattr(self, field.name)
-            if isinstance(value, (Mapping, Curriculum)):
-                continue
-            if (value is not None and value is not False) or field.name in missing:
-                shown = "?" if value is None else f"{value:g}" if _is_number(value) else value
-                lines.append(f"  {field.name:40}{shown}")
-        if self.curriculum is not None:
-            lines += [f"  {phase}" for phase in self.curriculum.phases]
-        lines += [
-            f"  {f'{label} of {term}':40}{number:g}"
-            for label, numbers in (("warmup", self.warmup), ("target active", self.target_active))
-            for term, number in numbers.items()
-        ]
-        lines += [f"  {name:40}{value}" for name, value in self.training.items()]
-        lines += [f"  ours: {name}: {reading}" for name, reading in self.ours.items()]
-        return "\n".join(lines)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+        missing, rows = self.missing(), []
+        for field in dataclasses.fields(self)[1:]:
+            name, value = field.name, getattr(self, field.name)
+            if isinstance(value, Mapping):
+                rows += [(f"{name}: {key}", number) for key, number in value.items()]
+            elif isinstance(value, Curriculum):
+                rows += [(f"{name}: {phase}", "") for phase in value.phases]
+            elif name in missing or (value is not None and value is not False):
+                rows.append((name, "?" if value is None else value))
+        lines = [f"  {label:42}{value}".rstrip() for label, value in rows]
+        return "\n".join([self.name, *lines])
 
 
 # Every number is one line, with its reason. Figures are nDCG@10 on the docstrings and on Debian's
@@ -446,8 +302,7 @@ RECOMMENDED = Preset(
     target_active={"document_flops": 64},
 )
 
-# docs/demo.md has an ablation of these losses.
-COSINE = Preset(
+COSINE = Preset(  # docs/demo.md has an ablation of these losses
     name="COSINE",
     weights={
         "info_nce": 1.0,
@@ -480,72 +335,40 @@ COSINE = Preset(
     target_active={"document_flops": 64},
 )
 
-_SIDES = {
+# "Loss weights by version" of the notes: V22, V23, V25, V26.
+_WEIGHTS = {
+    "info_nce": (2.0, 2.5, 3.0, 3.0),
+    "query_self_reconstruction": (4.0, 1.0, 0.5, 0.5),
+    "query_positive_activation": (10.0, 3.0, 2.0, 2.0),
+    "triplet_margin": (2.5, 0.0, 0.0, 0.0),
+    "query_flops": (0.005, 0.003, 0.002, 0.010),
+    "query_min_activation": (1.0, 1.0, 1.0, 1.0),
+    "distillation": (None, 1.0, 2.0, 2.0),
+}
+_OURS = {
     "sides": "the notes raise the anchors' positive tokens and name no side of the other terms, "
     "which are query_... here; the documents are indexed, so consider document_... too",
     "special tokens": "the token losses ignore them, because FLOPS lowers them",
     "short texts": "min activation averages no more activations than a text has tokens",
 }
-_PLAIN = {**_SIDES, "idf_alpha": "none: IDF-aware FLOPS begins with V25"}
+_PLAIN = {**_OURS, "idf_alpha": "none: IDF-aware FLOPS begins with V25"}
 
-V22 = Preset(
-    name="V22",
-    weights={
-        "info_nce": 2.0,
-        "query_self_reconstruction": 4.0,
-        "query_positive_activation": 10.0,
-        "triplet_margin": 2.5,
-        "query_flops": 0.005,
-        "query_min_activation": 1.0,
-    },
-    ours=_PLAIN,
-)
 
-V23 = Preset(
-    name="V23",
-    weights={
-        "info_nce": 2.5,
-        "query_self_reconstruction": 1.0,
-        "query_positive_activation": 3.0,
-        "triplet_margin": 0.0,
-        "query_flops": 0.003,
-        "query_min_activation": 1.0,
-        "distillation": 1.0,
-    },
-    ours=_PLAIN,
-)
+def _weights(version: int) -> dict[str, float]:
+    return {name: row[version] for name, row in _WEIGHTS.items() if row[version] is not None}
 
+
+V22 = Preset(name="V22", weights=_weights(0), ours=_PLAIN)
+V23 = Preset(name="V23", weights=_weights(1), ours=_PLAIN)
 V25 = Preset(
-    name="V25",
-    weights={
-        "info_nce": 3.0,
-        "query_self_reconstruction": 0.5,
-        "query_positive_activation": 2.0,
-        "triplet_margin": 0.0,
-        "query_flops": 0.002,
-        "query_min_activation": 1.0,
-        "distillation": 2.0,
-    },
-    beta=0.3,
-    idf_alpha=2.5,
-    stopword_penalty=5.0,
-    ours=_SIDES,
+    name="V25", weights=_weights(2), beta=0.3, idf_alpha=2.5, stopword_penalty=5.0, ours=_OURS
 )
-
 V26 = Preset(
     name="V26",
-    teacher="BAAI/bge-m3",
-    weights={
-        "info_nce": 3.0,
-        "query_self_reconstruction": 0.5,
-        "query_positive_activation": 2.0,
-        "triplet_margin": 0.0,
-        "query_flops": 0.010,
-        "query_min_activation": 1.0,
-        "distillation": 2.0,
-    },
+    weights=_weights(3),
     temperature=0.07,
     margin=0.3,
+    teacher="BAAI/bge-m3",
     distillation_temperature=3.0,
     alpha_kl=0.7,
     alpha_mse=0.3,
@@ -562,9 +385,8 @@ V26 = Preset(
             Phase(18, 25, temperature=0.04, weights={"info_nce": 3.0, "distillation": 0.8}),
         ]
     ),
-    ours=_SIDES,
+    ours=_OURS,
 )
-
 V28 = V26.replace(
     name="V28",
     weights={"query_language_penalty": 0.5, "context_distillation": 1.0},
@@ -579,7 +401,7 @@ V28 = V26.replace(
         "context_gate_dropout": 0.1,
     },
     ours={
-        **_SIDES,
+        **_OURS,
         "context_distillation": "named without a formula: here distillation of the anchors' scores "
         "with one another",
         "unchanged": "numbers that the notes on V28 do not repeat are V26's",

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from sparse_losses.objective.diagnostics import GradientReport
+from sparse_losses.objective.gradient_report import GradientReport
 
 __all__ = ["Finding", "advise"]
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_integer, check_learnable, check_number
-from sparse_losses.objective.objective import NEEDS, SpladeObjective
+from sparse_losses.objective.objective import SpladeObjective
+from sparse_losses.objective.terms import NEEDS
 
 __all__ = [
     "Curriculum",

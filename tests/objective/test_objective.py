@@ -27,7 +27,7 @@ from sparse_losses.functional import (
     self_reconstruction_loss,
     triplet_margin_loss,
 )
-from sparse_losses.objective.objective import NEEDS
+from sparse_losses.objective.terms import NEEDS
 
 B, V, S, N = 5, 40, 6, 3
 
