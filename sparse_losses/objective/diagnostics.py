@@ -168,9 +168,7 @@ class Diagnostics:
         columns = torch.stack([x.relu().sum(0, dtype=wide), is_active.sum(0, dtype=wide), top])
         is_live = is_on_top[:, 0]
         count = is_active.sum(1) * is_live
-        recalls = self._recall(is_active, input_ids, attention_mask)
         others = (None, None) if other_side is None else other_side[1:3]
-        recalls += self._recall(is_active, *others)
         numbers = torch.stack(
             [
                 torch.full_like(count[0], size["B"]),
@@ -178,7 +176,8 @@ class Diagnostics:
                 count.sum(),
                 (values[:, 0] <= 0).sum(),
                 (count > self.vocab_size / 4).sum(),
-                *recalls,
+                *self._recall(is_active, input_ids, attention_mask),
+                *self._recall(is_active, *others),
             ]
         ).to(wide)
         live = torch.where(is_live, count, self.vocab_size)

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ __all__ = [
     "ReadOnly",
     "TrainingSchedule",
     "Warmup",
+    "controllers_of",
     "count_steps",
     "was_skipped",
 ]
@@ -195,6 +197,11 @@ class TrainingSchedule:
             raise ValueError(
                 f"expected numbers as weights to be scheduled, got {tensors} as tensors"
             )
+        if steered := sorted(self._names.intersection(controllers_of(objective))):
+            raise ValueError(
+                "expected each weight to be set by a schedule or by a SparsityController, got both "
+                f"for {', '.join(steered)}"
+            )
         for name in self.warmups:
             if not self._is_on(name):
                 raise ValueError(
@@ -321,6 +328,16 @@ class TrainingSchedule:
         elif phase.temperature is not None:
             with torch.no_grad():
                 info_nce.temperature.fill_(phase.temperature)
+
+
+# By objective and term; weak, so that a controller that was deleted makes room for another.
+_CONTROLLERS: WeakKeyDictionary[SpladeObjective, WeakValueDictionary[str, Any]]
+_CONTROLLERS = WeakKeyDictionary()
+
+
+def controllers_of(objective: SpladeObjective) -> WeakValueDictionary[str, Any]:
+    """Return the controllers of the objective's weights by term."""
+    return _CONTROLLERS.setdefault(objective, WeakValueDictionary())
 
 
 def count_steps(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:

@@ -56,9 +56,7 @@ NO_TERMS = ("n_pair", "nws", "pairwise_contrastive")
 SOURCES = {
     "teacher_scores": ": BM25Teacher computes them; or leave the term out",
     "teacher_anchor_scores": (
-        ": let a teacher score the anchors with one another, SpladeBatch("
-        "teacher_anchor_scores=...), or the same field of SpladeBatch.from_columns; or leave the "
-        "term out"
+        ": SpladeBatch.from_columns(score_anchors=True) computes them; or leave the term out"
     ),
 }
 
