@@ -492,15 +492,10 @@ class SparsityController:
             raise TypeError(
                 f"expected the state of a SparsityController, got {type(state).__name__}"
             )
-        known = self.state_dict().keys()
-        if missing := sorted(known - state.keys()):
+        if others := sorted(map(str, self.state_dict().keys() ^ state.keys())):
             raise ValueError(
-                f"expected the state of a SparsityController, got one without {', '.join(missing)}"
-            )
-        if unknown := sorted(map(str, state.keys() - known)):
-            raise ValueError(
-                "expected the state of this version's SparsityController, got one with "
-                f"{', '.join(unknown)}"
+                "expected the state of this version's SparsityController, got one that lacks or "
+                f"adds {', '.join(others)}"
             )
         if state["term"] != self.term:
             raise ValueError(f"expected the state for {self.term!r}, got one for {state['term']!r}")

@@ -294,15 +294,10 @@ class TrainingSchedule:
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"expected the state of a TrainingSchedule, got {type(state).__name__}")
-        if "steps_taken" not in state:
+        if state.keys() - {"temperature"} != {"steps_taken"}:
             raise ValueError(
-                "expected the state of a TrainingSchedule, with 'steps_taken', got one with "
-                f"{', '.join(map(repr, state))}"
-            )
-        if unknown := sorted(map(str, state.keys() - {"steps_taken", "temperature"})):
-            raise ValueError(
-                "expected the state of this version's TrainingSchedule, got one with "
-                f"{', '.join(unknown)}"
+                "expected the state of this version's TrainingSchedule, with 'steps_taken', got "
+                f"one with {', '.join(map(repr, state))}"
             )
         check_integer("steps_taken", state["steps_taken"], minimum=0)
         if "temperature" in state:
@@ -360,8 +355,8 @@ def count_steps(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a ``GradScaler`` made a fused optimiser skip its step."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
 
 
 def _scheduled(curriculum: Curriculum | None) -> Iterable[str]:

@@ -61,14 +61,14 @@ def test_a_symptom_names_the_setting_its_direction_and_the_evidence(symptom, cha
     assert any(number in finding.evidence for number in shown)
 
 
-def test_the_other_side():
+def test_findings_name_the_weights_of_their_side():
     (finding,) = advise({"dead_rows": 0.5}, side="query")
     assert finding.changes[0] == ("query_flops", "down")
     with pytest.raises(ValueError, match="`side`"):
         advise({}, side="anchor")
 
 
-def test_collapse_is_foreseen_in_the_gradients():
+def test_dominant_flops_gradients_are_reported():
     gradients = _gradients(info_nce=0.1, query_flops=15.0, document_flops=15.0)
     (finding,) = advise(HEALTHY, gradients)
     assert finding.changes[0] == ("document_flops", "down")
@@ -223,13 +223,13 @@ def test_overfitting_begins_at_eight_losses_and_two_standard_errors(count, error
     assert ("overfitting" in found) == (count == 8 and error > 2)
 
 
-def test_two_that_fight():
+def test_terms_with_opposed_gradients_conflict():
     (finding,) = advise(HEALTHY, _gradients(cosine=-0.8, info_nce=1.0, document_flops=0.5))
     assert finding.changes == (("info_nce", "down"),)
     assert "-0.80" in finding.evidence
 
 
-def test_an_unstable_loss():
+def test_an_oscillating_loss_is_reported():
     losses = [1.0 + (-1) ** n * 0.5 for n in range(12)]
     (finding,) = advise(HEALTHY, losses=losses)
     assert finding.changes == (("distillation", "up"), ("distillation.temperature", "up"))
@@ -246,7 +246,7 @@ def test_noise_is_neither_oscillation_nor_overfitting():
     assert said.count("overfitting") < 10
 
 
-def test_overfitting():
+def test_a_rising_validation_loss_is_overfitting():
     losses = [math.exp(-n / 5) for n in range(20)]
     validation = [1 + (n - 8) ** 2 / 100 for n in range(20)]
     (finding,) = advise(HEALTHY, losses=losses, validation_losses=validation)
@@ -262,8 +262,8 @@ def test_the_most_severe_comes_first():
     assert "document_flops down" in str(findings[0])
 
 
-def test_a_report_is_asked_for():
-    with pytest.raises(TypeError, match=r"as Diagnostics.report\(\) gives it, got Diagnostics"):
+def test_diagnostics_in_place_of_their_report_are_an_error():
+    with pytest.raises(TypeError, match=r"from Diagnostics.report\(\), got Diagnostics"):
         advise(Diagnostics(5))
 
 

@@ -146,7 +146,7 @@ def test_a_term_that_was_set_to_0_stays_off_in_every_phase():
         TrainingSchedule(objective, phases, warmups={"query_flops": Warmup(2)})
 
 
-def test_a_phase_may_put_a_term_off():
+def test_a_phase_may_postpone_a_term():
     objective = SpladeObjective({"info_nce": 1.0, "query_flops": 0.1})
     phases = Curriculum([Phase(0, 0, weights={"query_flops": 0.0}), Phase(1, 9)], unit="step")
     schedule = TrainingSchedule(objective, phases)
@@ -186,7 +186,7 @@ def test_phases_and_warmups_do_not_change_once_they_are_made():
             setattr(one, name, 9)
 
 
-def test_a_phase_says_its_temperature_and_all_weights():
+def test_a_phase_prints_its_temperature_and_all_weights():
     weights = {"info_nce": 2.5, "distillation": 1.0}
     assert str(Phase(1, 2, temperature=0.08, weights=weights)) == (
         "1 to 2: temperature 0.08, info_nce 2.5, distillation 1"
@@ -194,7 +194,7 @@ def test_a_phase_says_its_temperature_and_all_weights():
     assert str(Phase(3, 4, weights={"info_nce": 3.0})) == "3 to 4: info_nce 3"
 
 
-def test_it_counts_optimiser_steps_and_not_batches():
+def test_optimiser_steps_count_and_not_batches():
     objective = SpladeObjective({"query_flops": 1.0})
     schedule = TrainingSchedule(objective, warmups={"query_flops": Warmup(10)})
     parameter = torch.nn.Parameter(torch.ones(3))
@@ -214,7 +214,7 @@ def test_it_counts_optimiser_steps_and_not_batches():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_skipped_step_of_a_scaler_is_none(fused):
+def test_a_step_that_a_scaler_skips_does_not_count(fused):
     schedule = TrainingSchedule(SpladeObjective({}))
     parameter = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.AdamW([parameter], fused=fused)
@@ -228,7 +228,7 @@ def test_a_skipped_step_of_a_scaler_is_none(fused):
     assert schedule.steps_taken == 1
 
 
-def test_two_masters_of_a_weight_are_an_error():
+def test_a_scheduled_weight_changed_by_other_code_is_an_error():
     objective = _objective()
     schedule = _schedule(objective)
     objective.weights["query_flops"] = 7.0
@@ -296,10 +296,9 @@ def test_wrong_input_is_an_error(make, message):
 
 def test_the_state_of_something_else_is_not_loaded():
     schedule = TrainingSchedule(SpladeObjective({"query_flops": 1.0}))
-    with pytest.raises(ValueError, match="'steps_taken', got one with 'steps', 'term'"):
-        schedule.load_state_dict({"steps": 3, "term": "query_flops"})
-    with pytest.raises(ValueError, match=r"expected the state of this version's .* with later"):
-        schedule.load_state_dict({"steps_taken": 3, "later": 1})
+    for state in ({"steps": 3}, {"steps_taken": 3, "later": 1}):
+        with pytest.raises(ValueError, match=f"'steps_taken', got one with '{next(iter(state))}'"):
+            schedule.load_state_dict(state)
     with pytest.raises(TypeError, match="the state of a TrainingSchedule, got NoneType"):
         schedule.load_state_dict(None)
     for damaged in (
