@@ -16,12 +16,12 @@ def recall(scores, positive, k):
     """Loops over the positives of each query; half of the tied candidates rank above."""
     shares = []
     for row, wanted in zip(scores, positive, strict=True):
-        found = 0
+        hits = 0
         for own in (score for score, is_wanted in zip(row, wanted, strict=True) if is_wanted):
             above, tied = sum(s > own for s in row), sum(s == own for s in row) - 1
-            found += 1 + above + tied / 2 <= k
+            hits += 1 + above + tied / 2 <= k
         if any(wanted):
-            shares.append(found / sum(wanted))
+            shares.append(hits / sum(wanted))
     return sum(shares) / len(shares) if shares else 0.0
 
 
@@ -42,7 +42,7 @@ def test_scoring_everything_alike_finds_nothing():
 def test_recall_of_one_positive_a_query():
     scores = torch.tensor([[0.9, 0.1, 0.5], [0.2, 0.3, 0.9], [0.1, 0.2, 0.3]])
     positive = torch.tensor([0, 1, 0])
-    found = [recall_at_k(scores, positive, k).item() for k in (1, 2, 3)]
-    assert found == pytest.approx([1 / 3, 2 / 3, 1.0])
+    recalls = [recall_at_k(scores, positive, k).item() for k in (1, 2, 3)]
+    assert recalls == pytest.approx([1 / 3, 2 / 3, 1.0])
     with pytest.raises(ValueError, match="at most C = 3, got 4"):
         recall_at_k(scores, positive, 4)

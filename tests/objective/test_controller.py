@@ -97,9 +97,9 @@ def test_a_short_training_ends_within_10_percent_of_its_target(target, steps, de
         SpladeObjective({"document_flops": 0.03}), target_active=target, ignore_steps=20, every=5
     )
     training = _Training(objective, steps, dense, lag, response)
-    said = [_look(controller, training.step()) for _ in range(steps)]
+    statuses = [_look(controller, training.step()) for _ in range(steps)]
     assert training.active == pytest.approx(target, rel=0.1)
-    assert said[-1] == "on target"
+    assert statuses[-1] == "on target"
 
 
 @pytest.mark.parametrize("dense", [900.0, 140.0])
@@ -108,8 +108,8 @@ def test_an_unreachable_target_is_reported_by_step_100(dense):
         SpladeObjective({"document_flops": 0.03}), target_active=128, ignore_steps=20, every=5
     )
     training = _Training(objective, 250, dense, 10, 0.7, alone=80.0)
-    said = [_look(controller, training.step()) for _ in range(250)]
-    assert said[99] == said[-1] == "unreachable: too sparse at almost no weight"
+    statuses = [_look(controller, training.step()) for _ in range(250)]
+    assert statuses[99] == statuses[-1] == "unreachable: too sparse at almost no weight"
 
 
 @pytest.mark.parametrize("target", [20, 400])
@@ -145,13 +145,13 @@ def test_in_a_crash_the_weight_falls_faster_than_it_may_rise():
     objective, controller = _controller(start=10.0, every=5)
     for active, is_crash in ((900, False), (890, False), (150, None), (12, True)):
         before = _weight(objective)
-        said = {_look(controller, _rows(active)) for _ in range(10)}
+        statuses = {_look(controller, _rows(active)) for _ in range(10)}
         change = math.log(_weight(objective) / before)
         if is_crash is None:  # on its way through the target, and not there yet
             assert change <= 0
             continue
         assert (change < -2 * 10 * controller.gain) == is_crash, active
-        assert any(status.startswith("backing off") for status in said) == is_crash
+        assert any(status.startswith("backing off") for status in statuses) == is_crash
     assert controller.report()["active"] == pytest.approx(12, rel=0.1), "hardly any average"
 
 
@@ -196,10 +196,10 @@ def test_a_fall_that_ends_above_the_target_is_no_crash(every, target):
 )
 def test_a_few_odd_batches_are_no_crash(usual, odd, steps, is_crash):
     _, controller = _controller(start=10.0, every=1)
-    said = [
+    statuses = [
         _look(controller, _rows(odd if 20 <= step < 20 + steps else usual)) for step in range(60)
     ]
-    assert any(status.startswith("backing off") for status in said) == is_crash
+    assert any(status.startswith("backing off") for status in statuses) == is_crash
 
 
 @pytest.mark.parametrize("every", [1, 5])
@@ -255,20 +255,6 @@ def test_a_crash_is_a_fall_by_more_than_a_third_within_eight_steps(more, is_cras
     assert resumed.report()["status"].startswith("backing off: active") == is_crash
 
 
-def test_a_fall_by_the_weights_own_pace_or_by_chance_is_no_crash():
-    objective, controller = _controller(start=1.0, target_active=100)
-    rng = random.Random(0)
-    weights = [_weight(objective)]
-    active = 900.0
-    for _ in range(200):
-        active = max(active * math.exp(-0.05), 100.0)
-        status = _look(controller, _rows(round(active * math.exp(rng.gauss(0, 0.1)))))
-        weights.append(_weight(objective))
-        assert not status.startswith("backing off")
-    ratios = [b / a for a, b in itertools.pairwise(weights)]
-    assert min(ratios) >= math.exp(-2 * controller.gain) * (1 - 1e-9)
-
-
 def test_no_error_accumulates_at_a_bound():
     objective, controller = _controller(maximum=0.02, window=1.0, horizon=0.0)
     _look(controller, _rows(900), times=500)
@@ -285,24 +271,24 @@ def test_a_target_that_is_too_dense_is_reported_as_unreachable():
 
 
 def test_a_closing_gate_is_reported_as_shrinking_activations():
-    """A model whose only way to please FLOPS is a scale: all dimensions stay."""
+    """The only parameter is a scale, so all dimensions stay."""
     torch.manual_seed(0)
     table, log_gate = torch.rand(8, 200), torch.nn.Parameter(torch.zeros(()))
     objective = SpladeObjective({"document_flops": 0.1})
     controller = SparsityController(objective, target_active=20, ignore_steps=0)
     optimizer = torch.optim.Adam([log_gate], lr=0.05)
     controller.attach(optimizer)
-    said = []
+    statuses = []
     for _ in range(150):
         texts = Texts(log_gate.exp() * table)
         total, _ = objective(SpladeBatch(texts, texts))
         optimizer.zero_grad()
         total.backward()
         optimizer.step()
-        said.append(controller.report()["status"])
+        statuses.append(controller.report()["status"])
     assert log_gate.item() < math.log(0.1)
-    assert said[10] == "sparsifying"
-    assert said[-1] == "unreachable: activations shrink but stay active"
+    assert statuses[10] == "sparsifying"
+    assert statuses[-1] == "unreachable: activations shrink but stay active"
     assert controller.report()["mean_activation"] < 0.05
 
 
@@ -426,11 +412,11 @@ def test_when_all_rows_are_dead_it_names_the_checkpoint():
 def test_a_target_is_not_unreachable_while_dimensions_rise():
     """From the bottom, where hardly any weight is left, dimensions come back."""
     _, controller = _controller(target_active=100)
-    said = []
+    statuses = []
     for step in range(400):
         active = 900 if step < 3 else 2 if step < 80 else min(2 + (step - 80) / 3, 95)
-        said.append(_look(controller, _rows(round(active))))
-    assert {status for status in said[100:250] if status} <= {"relaxing"}
+        statuses.append(_look(controller, _rows(round(active))))
+    assert {status for status in statuses[100:250] if status} <= {"relaxing"}
 
 
 def test_a_resumed_run_steers_as_the_first_one_would():
@@ -453,11 +439,13 @@ def test_a_resumed_run_steers_as_the_first_one_would():
 
 
 @pytest.mark.parametrize(("target", "status"), [(256, "relaxing"), (16, "sparsifying")])
-def test_a_resumed_run_with_another_target_measures_its_error_from_that(target, status):
+def test_a_resumed_run_with_another_target_steers_to_that(target, status, caplog):
     _, controller = _controller(target_active=64, every=5)
     assert _look(controller, _rows(64), times=200) == "on target"
     objective, resumed = _controller(target_active=target, every=5)
     resumed.load_state_dict(controller.state_dict())
+    assert f"the target is {target}, in the loaded state it was 64" in caplog.text
+    assert resumed.state_dict()["error"] == pytest.approx(math.log(64 / target), abs=1e-6)
     report, before = resumed.report(), _weight(objective)
     assert report["active"] == pytest.approx(64)
     assert report["status"] == status
@@ -609,28 +597,6 @@ def test_brakes_act_in_the_ignored_steps_too():
             assert left < 0.9
         else:
             assert left == pytest.approx(held)
-
-
-def test_a_state_of_another_target_is_reported_and_counts_against_the_new_one(caplog):
-    _, controller = _controller(target_active=40)
-    _look(controller, _rows(60))
-    _, other = _controller(target_active=30)
-    other.load_state_dict(controller.state_dict())
-    assert "the target is 30, in the loaded state it was 40" in caplog.text
-    state = other.state_dict()
-    assert state["active"] == pytest.approx(60)
-    assert state["error"] == pytest.approx(math.log(60 / 30))
-    assert state["target"] == 30
-
-
-def test_the_smallest_target_in_a_state_is_a_number_like_others():
-    _, controller = _controller(target_active=40)
-    _look(controller, _rows(60))
-    state = controller.state_dict() | {"target": 5e-324}
-    _, other = _controller(target_active=64)
-    other.load_state_dict(state)
-    change = math.log(5e-324) - math.log(64)
-    assert other.state_dict()["error"] == pytest.approx(state["error"] + change)
 
 
 def test_a_state_holds_plain_numbers_whatever_it_was_made_with(tmp_path):

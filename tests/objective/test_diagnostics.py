@@ -99,9 +99,9 @@ def test_the_report_is_what_loops_count(seed, rows):
 
     on_top = [sorted({j for j in range(V) if r[j] > 0}, key=lambda j: -r[j])[:3] for r in x]
     shares = {j: sum(j in top for top in on_top) / rows for j in range(V)}
-    found = diagnostics.top_tokens(4)
-    assert list(found.values()) == sorted((s for s in shares.values() if s), reverse=True)[:4]
-    assert all(shares[j] == pytest.approx(share) for j, share in found.items())
+    top = diagnostics.top_tokens(4)
+    assert list(top.values()) == sorted((s for s in shares.values() if s), reverse=True)[:4]
+    assert all(shares[j] == pytest.approx(share) for j, share in top.items())
 
 
 def test_the_top_of_nothing_is_nothing():
