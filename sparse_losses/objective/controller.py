@@ -94,7 +94,8 @@ class SparsityController:
     cannot recover, and ``CollapseError`` is raised.
 
     Args:
-        objective: the objective whose weight is adjusted; no schedule may set the same weight.
+        objective: the objective whose weight is adjusted; no schedule and no other controller may
+            set the same weight.
         term: ``"document_flops"`` or ``"query_flops"``.
         target_active: active dimensions per text, > 0 and below the vocabulary's size.
         start: the first $\lambda$; default: the objective's weight.

@@ -151,7 +151,8 @@ class TrainingSchedule:
     temperature is copied into a temperature that is a tensor or ``nn.Parameter``.
 
     Args:
-        objective: the objective whose weights are set; ``objective.scheduled`` names them.
+        objective: the objective whose weights are set; ``objective.scheduled`` names them. No
+            controller may set the same ones.
         curriculum: phases by epoch (which need ``steps_per_epoch``) or by step.
         warmups: the warm-up of each term by its name.
         steps_per_epoch: optimiser steps per epoch: fewer than batches if gradients are accumulated.

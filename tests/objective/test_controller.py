@@ -173,7 +173,7 @@ def test_several_measurements_of_one_crash_lower_the_weight_once():
     depths = []
     for active in (900, 900, 300, 100, 40, 20, 20, 20):
         _look(controller, _rows(active))
-        depths.append(controller._crash())
+        depths.append(controller._crash())  # private: no report has it
     assert sum(depths) > 1.2 * max(depths)  # more than one measurement sees it
     log_weight = math.log(_weight(objective))
     assert log_weight == pytest.approx(-max(depths), abs=1e-6)

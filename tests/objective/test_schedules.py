@@ -207,7 +207,7 @@ def test_a_scheduled_weight_changed_by_other_code_is_an_error():
 
 
 @pytest.mark.parametrize("start", [None, 0.5])
-def test_a_controller_on_a_scheduled_term_names_the_schedule(start):
+def test_a_term_has_one_schedule_or_one_controller(start):
     options = {"target_active": 10, "start": start}
     for schedule in (
         {"warmups": {"query_flops": Warmup(4)}},
@@ -217,7 +217,9 @@ def test_a_controller_on_a_scheduled_term_names_the_schedule(start):
         TrainingSchedule(objective, **schedule)
         with pytest.raises(ValueError, match=r"weight of 'query_flops'.* TrainingSchedule sets it"):
             SparsityController(objective, "query_flops", **options)
-        SparsityController(objective, "document_flops", **options)
+        steering = SparsityController(objective, "document_flops", **options)
+        with pytest.raises(ValueError, match="by a SparsityController, got both for document_fl"):
+            TrainingSchedule(objective, warmups={steering.term: Warmup(4)})
 
 
 def test_weights_that_are_not_scheduled_may_be_changed():
