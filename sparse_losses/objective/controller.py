@@ -35,6 +35,9 @@ STILL, PATIENCE = 0.02, 0.25  # a relative change that is none; the share of the
 FAR = 0.6  # log(active / target) above which a fall is no reason to lower the weight
 ROOM = 0.1  # the relative distance from the target that counts as on target
 SHRUNK = 0.1  # the share of the first mean activation below which activations have shrunk
+# The attributes that make up a state, with an underscore before each.
+STATE = ["steps", "log_ratio", "active", "error", "change", "trend", "cut", "is_dying"]
+STATE += ["silent_steps", "last_healthy_step", "status", "first", "mean_activation"]
 # The entries of a state that are lists, with their lengths, and those that may be None.
 LISTS = {"dead": 3, "first": 2, "seen": 5, "sent": 5}
 OPTIONAL = {"active", "error", "last_healthy_step", "first", "seen", "sent"}
@@ -459,24 +462,12 @@ class SparsityController:
         return {
             "term": self.term,
             "target": self.target_active,
-            "steps": self._steps,
-            "log_ratio": self._log_ratio,
-            "active": self._active,
-            "error": self._error,
-            "change": self._change,
-            "trend": self._trend,
-            "cut": self._cut,
-            "dead": [self._dead, self._usually_dead, self._first_dead],
-            "is_dying": self._is_dying,
-            "silent_steps": self._silent_steps,
-            "last_healthy_step": self._last_healthy_step,
-            "status": self._status,
-            "first": self._first,
-            "mean_activation": self._mean_activation,
-            "seen": None if seen is None else seen.tolist(),
-            "sent": None if self._sent is None else self._sent.read(),
             "start": self.start,
             "maximum": self.maximum,
+            **{name: getattr(self, f"_{name}") for name in STATE},
+            "dead": [self._dead, self._usually_dead, self._first_dead],
+            "seen": None if seen is None else seen.tolist(),
+            "sent": None if self._sent is None else self._sent.read(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -501,11 +492,12 @@ class SparsityController:
         if state["term"] != self.term:
             raise ValueError(f"expected the state for {self.term!r}, got one for {state['term']!r}")
         _check_state(state)
-        target, error = state["target"], state["error"]
-        if error is not None:
-            error += math.log(target) - math.log(self.target_active)
-        self._steps, self._log_ratio = state["steps"], state["log_ratio"]
-        self._active, self._error = state["active"], error
+        for name in STATE:
+            setattr(self, f"_{name}", state[name])
+        self._dead, self._usually_dead, self._first_dead = state["dead"]
+        self.start, self.maximum, target = state["start"], state["maximum"], state["target"]
+        if self._error is not None:
+            self._error += math.log(target) - math.log(self.target_active)
         if target != self.target_active:
             _log.warning(
                 "%s: the target is %g, in the loaded state it was %g",
@@ -513,13 +505,6 @@ class SparsityController:
                 self.target_active,
                 target,
             )
-        self._change, self._trend, self._cut = state["change"], state["trend"], state["cut"]
-        self._dead, self._usually_dead, self._first_dead = state["dead"]
-        self._is_dying, self._silent_steps = state["is_dying"], state["silent_steps"]
-        self._last_healthy_step = state["last_healthy_step"]
-        self._status, self.start, self.maximum = state["status"], state["start"], state["maximum"]
-        self._first = None if state["first"] is None else tuple(state["first"])
-        self._mean_activation = state["mean_activation"]
         seen, sent = (
             None if state[name] is None else torch.tensor(state[name], dtype=torch.float64)
             for name in ("seen", "sent")
