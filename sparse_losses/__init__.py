@@ -31,6 +31,7 @@ from sparse_losses.losses import (
     self_reconstruction_loss,
     triplet_margin_loss,
 )
+from sparse_losses.metrics import context_overlap, recall_at_k
 from sparse_losses.objective import (
     BM25Teacher,
     CollapseError,
@@ -49,9 +50,7 @@ from sparse_losses.objective import (
     Warmup,
     advise,
     cached_backward,
-    context_overlap,
     gradient_report,
-    recall_at_k,
 )
 from sparse_losses.presets import COSINE, RECOMMENDED, V22, V23, V25, V26, V28, Preset
 from sparse_losses.queue import LabelQueue

@@ -17,13 +17,8 @@ from sparse_losses.losses import (
     self_reconstruction_loss,
     triplet_margin_loss,
 )
-from sparse_losses.objective import (
-    advise,
-    cached_backward,
-    context_overlap,
-    gradient_report,
-    recall_at_k,
-)
+from sparse_losses.metrics import context_overlap, recall_at_k
+from sparse_losses.objective import advise, cached_backward, gradient_report
 from sparse_losses.queue import LabelQueue
 from sparse_losses.representation import (
     calibrate_threshold,

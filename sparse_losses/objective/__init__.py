@@ -4,14 +4,8 @@ from sparse_losses.objective.advice import Finding, advise
 from sparse_losses.objective.batch import SpladeBatch, Texts
 from sparse_losses.objective.caching import cached_backward
 from sparse_losses.objective.controller import CollapseError, SparsityController
-from sparse_losses.objective.diagnostics import (
-    Diagnostics,
-    GradientReport,
-    Report,
-    context_overlap,
-    gradient_report,
-    recall_at_k,
-)
+from sparse_losses.objective.diagnostics import Diagnostics, Report
+from sparse_losses.objective.gradient_report import GradientReport, gradient_report
 from sparse_losses.objective.objective import ObjectiveOutput, SpladeObjective
 from sparse_losses.objective.schedules import Curriculum, Phase, TrainingSchedule, Warmup
 from sparse_losses.objective.teacher import BM25Teacher
@@ -34,7 +28,5 @@ __all__ = [
     "Warmup",
     "advise",
     "cached_backward",
-    "context_overlap",
     "gradient_report",
-    "recall_at_k",
 ]

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from sparse_losses.objective.diagnostics import GradientReport
+from sparse_losses.objective.gradient_report import GradientReport
 
 __all__ = ["Finding", "advise"]
 
@@ -81,21 +81,19 @@ def advise(
 document_min_activation up
     """
     if not isinstance(report, Mapping):
-        raise TypeError(
-            f"expected `report` as Diagnostics.report() gives it, got {type(report).__name__}"
-        )
+        raise TypeError(f"expected `report` from Diagnostics.report(), got {type(report).__name__}")
     if side not in ("query", "document"):
         raise ValueError(f"expected `side` to be 'query' or 'document', got {side!r}")
     return [
-        *_of_sparsity(report, gradients, side),
-        *_of_size(report, side),
-        *_of_tokens(report, side),
-        *_of_gradients(gradients),
-        *_of_losses(losses, validation_losses, side),
+        *_sparsity_findings(report, gradients, side),
+        *_size_findings(report, side),
+        *_token_findings(report, side),
+        *_gradient_findings(gradients),
+        *_loss_findings(losses, validation_losses, side),
     ]
 
 
-def _of_sparsity(
+def _sparsity_findings(
     report: Mapping[str, float], gradients: GradientReport | None, side: str
 ) -> Iterator[Finding]:
     flops = f"{side}_flops"
@@ -146,7 +144,7 @@ def _alike(report: Mapping[str, float]) -> float:
     return (live * with_itself - 1) / (live - 1)
 
 
-def _of_size(report: Mapping[str, float], side: str) -> Iterator[Finding]:
+def _size_findings(report: Mapping[str, float], side: str) -> Iterator[Finding]:
     value = report.get("mean_activation", SMALL_ACTIVATION)
     if value < SMALL_ACTIVATION and report.get("dead_rows", 0.0) < 1:
         yield Finding(
@@ -160,7 +158,7 @@ def _of_size(report: Mapping[str, float], side: str) -> Iterator[Finding]:
         )
 
 
-def _of_tokens(report: Mapping[str, float], side: str) -> Iterator[Finding]:
+def _token_findings(report: Mapping[str, float], side: str) -> Iterator[Finding]:
     flops = f"{side}_flops"
     if (value := report.get("stopword_top", 0.0)) > STOPWORDS_ON_TOP:
         yield Finding(
@@ -200,7 +198,7 @@ def _of_tokens(report: Mapping[str, float], side: str) -> Iterator[Finding]:
         )
 
 
-def _of_gradients(gradients: GradientReport | None) -> Iterator[Finding]:
+def _gradient_findings(gradients: GradientReport | None) -> Iterator[Finding]:
     if gradients is None:
         return
     shares = _shares(gradients)
@@ -215,7 +213,7 @@ def _of_gradients(gradients: GradientReport | None) -> Iterator[Finding]:
             )
 
 
-def _of_losses(
+def _loss_findings(
     losses: Sequence[float], validation_losses: Sequence[float], side: str
 ) -> Iterator[Finding]:
     for name, values in (("loss", losses), ("validation loss", validation_losses)):

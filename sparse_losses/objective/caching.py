@@ -207,8 +207,8 @@ def _split(
     if size is not None:
         check_integer("mini_batch_size", size, minimum=1)
     if not isinstance(columns, (list, tuple)) or not columns:
-        came = "none" if isinstance(columns, (list, tuple)) else type(columns).__name__
-        raise TypeError(f"expected `columns` to be a list of at least one column, got {came}")
+        received = "none" if isinstance(columns, (list, tuple)) else type(columns).__name__
+        raise TypeError(f"expected `columns` to be a list of at least one column, got {received}")
     encoders = encoder if isinstance(encoder, (list, tuple)) else [encoder] * len(columns)
     if len(encoders) != len(columns):
         raise ValueError(
@@ -217,8 +217,6 @@ def _split(
     split: list[list[_MiniBatch]] = []
     for i, (encode, column) in enumerate(zip(encoders, columns, strict=True)):
         parts = column if isinstance(column, (list, tuple)) else _slices(i, column, size)
-        if not parts:
-            raise ValueError(f"expected a mini-batch in column {i}, got an empty list")
         split.append([_MiniBatch(i, encode, inputs, _rows(i, inputs)) for inputs in parts])
     return split
 
@@ -249,9 +247,9 @@ def _rows(column: int, inputs: Any) -> int:
     shapes = {name: list(x.shape) for name, x in named.items() if isinstance(x, Tensor)}
     rows = {shape[0] if shape else None for shape in shapes.values()}
     if len(rows) != 1 or None in rows:
-        came = ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items())
+        received = ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items())
         raise ValueError(
-            f"expected one number of rows in all of column {column}, got {came or 'no tensor'}"
+            f"expected one number of rows in all of column {column}, got {received or 'no tensor'}"
         )
     return next(iter(shapes.values()))[0]
 
@@ -269,11 +267,11 @@ def _encode(column: Sequence[_MiniBatch]) -> tuple[list[Tensor | None], Any]:
                 "expected `encoder` to return the same structure for all mini-batches of column "
                 f"{batch.column}, got {structures[0][0]} and {structure}, or None in other places"
             )
-    joined = [_join(batch.column, leaves) for leaves in zip(*outputs, strict=True)]
+    joined = [_join(leaves) for leaves in zip(*outputs, strict=True)]
     return joined, structures[0][0]
 
 
-def _join(column: int, parts: tuple[Tensor | None, ...]) -> Tensor | None:
+def _join(parts: tuple[Tensor | None, ...]) -> Tensor | None:
     """Concatenate one output of the encoder over all mini-batches."""
     tensors = [part for part in parts if part is not None]
     if not tensors:
@@ -282,12 +280,6 @@ def _join(column: int, parts: tuple[Tensor | None, ...]) -> Tensor | None:
     carries_gradient = first.is_floating_point()
     if not carries_gradient and first.ndim > 1:
         return cat_padded(*tensors)
-    for tensor in tensors:
-        if tensor.shape[1:] != first.shape[1:]:
-            raise ValueError(
-                "expected representations that differ in their number of rows only from all "
-                f"mini-batches of column {column}, got {list(first.shape)} and {list(tensor.shape)}"
-            )
     whole = torch.cat(tensors) if len(tensors) > 1 else first
     return whole.detach().requires_grad_(carries_gradient)
 

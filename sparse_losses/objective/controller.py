@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sparse_losses._core.checks import (
     check_choice,
-    check_flag,
     check_integer,
     check_number,
     check_rows,
@@ -22,7 +21,7 @@ from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import num_ranks, sum_over_ranks
 from sparse_losses.objective.batch import SpladeBatch
 from sparse_losses.objective.objective import SpladeObjective
-from sparse_losses.objective.schedules import count_steps, was_skipped
+from sparse_losses.objective.schedules import controllers_of, count_steps, was_skipped
 
 __all__ = ["CollapseError", "SparsityController"]
 
@@ -36,9 +35,12 @@ STILL, PATIENCE = 0.02, 0.25  # a relative change that is none; the share of the
 FAR = 0.6  # log(active / target) above which a fall is no reason to lower the weight
 ROOM = 0.1  # the relative distance from the target that counts as on target
 SHRUNK = 0.1  # the share of the first mean activation below which activations have shrunk
-LARGEST_LOG = 3000.0  # no ratio of two floats has a larger logarithm
-STATUSES = ["waiting", "sparsifying", "relaxing", "on target"]
-STATUSES += ["backing off", "unreachable", "collapsed"]  # what follows a colon is the reason
+# The attributes that make up a state, with an underscore before each.
+STATE = ["steps", "log_ratio", "active", "error", "change", "trend", "cut", "is_dying"]
+STATE += ["silent_steps", "last_healthy_step", "status", "first", "mean_activation"]
+# The entries of a state that are lists, with their lengths, and those that may be None.
+LISTS = {"dead": 3, "first": 2, "seen": 5, "sent": 5}
+OPTIONAL = {"active", "error", "last_healthy_step", "first", "seen", "sent"}
 
 
 class CollapseError(RuntimeError):
@@ -95,7 +97,8 @@ class SparsityController:
     cannot recover, and ``CollapseError`` is raised.
 
     Args:
-        objective: the objective whose weight is adjusted; no schedule may set the same weight.
+        objective: the objective whose weight is adjusted; no schedule and no other controller may
+            set the same weight.
         term: ``"document_flops"`` or ``"query_flops"``.
         target_active: active dimensions per text, > 0 and below the vocabulary's size.
         start: the first $\lambda$; default: the objective's weight.
@@ -142,21 +145,8 @@ class SparsityController:
             )
         check_choice("term", term, ("document_flops", "query_flops"))
         check_number("target_active", target_active, minimum=0.0, exclusive=True)
-        if term in objective.scheduled:
-            raise ValueError(
-                f"expected only the controller to set the weight of {term!r}, got an objective "
-                f"whose TrainingSchedule sets it too: create both again, without {term!r} in the "
-                "schedule's warm-ups and phases"
-            )
-        if start is None:
-            held = objective.weights.get(term, 0.0)
-            if isinstance(held, Tensor) or held == 0:
-                raise ValueError(
-                    f"expected a number > 0 as objective.weights[{term!r}], or `start`, got {held}"
-                )
-            start = held
-        check_number("start", start, minimum=0.0, exclusive=True)
-        start = float(start)  # plain numbers: a state with NumPy's is not loaded by torch.load
+        _check_only_master(objective, term)
+        start = _start_weight(objective, term, start)
         if maximum is None:
             maximum = min(1e6 * start, sys.float_info.max)
         check_number("maximum", maximum, minimum=start)
@@ -194,11 +184,12 @@ class SparsityController:
         self._dead = self._usually_dead = 0.0
         self._first_dead: float | None = None
         self._is_dying, self._silent_steps = False, 0
-        self._first: tuple[float, float] | None = None  # active dimensions, mean activation
+        self._first: tuple[float, ...] | None = None  # active dimensions, mean activation
         self._mean_activation = 0.0
         self._last_healthy_step: int | None = None
         self._status = "waiting"
         self._write()
+        controllers_of(objective)[term] = self
 
     def observe(self, activations: Tensor) -> None:
         """Count a batch ``[..., V]`` without a device wait; the batches of a step add up."""
@@ -230,7 +221,7 @@ class SparsityController:
         if self._sent is not None:
             self._decide()  # before the count: the measurement belongs to the last step
         self._steps += 1
-        self._share()
+        self._sum_over_ranks()
         if self._steps % self.every == 0:
             seen = torch.zeros(5) if self._seen is None else self._seen
             self._sent, self._seen = HostCopy(seen, Tensor.tolist), None
@@ -270,7 +261,7 @@ class SparsityController:
         if self._steps > self.ignore_steps or self._crash() > 0 or self._is_dying:
             self._steer()
 
-    def _share(self) -> None:
+    def _sum_over_ranks(self) -> None:
         """Add what all ranks observed since the last step.
 
         This happens at every step, so that all ranks have the same state and any may save it. A
@@ -349,15 +340,14 @@ class SparsityController:
         low, high = math.log(SMALLEST_SHARE), math.log(self.maximum / self.start)
         self._log_ratio = min(max(self._log_ratio + change, low), high)
         self._write()
-        status = self._found(crash)
+        status = self._status_now(crash)
         if status != self._status:
             self._status = status
-            level = (
-                logging.WARNING if status.startswith(("unreachable", "backing")) else logging.INFO
-            )
+            is_warning = status.startswith(("unreachable", "backing"))
+            level = logging.WARNING if is_warning else logging.INFO
             _log.log(level, "after step %d: %s", self._steps, self)
 
-    def _found(self, crash: float) -> str:
+    def _status_now(self, crash: float) -> str:
         """Return the status of the last measurement."""
         assert self._error is not None
         high = math.log(self.maximum / self.start)
@@ -456,8 +446,7 @@ class SparsityController:
         active = "?" if self._active is None else f"{self._active:.1f}"
         return (
             f"{self.term}: {active} active of {self.target_active:g} wanted, "
-            f"weight {self._written:.4g}, "
-            f"{self._status}"
+            f"weight {self._written:.4g}, {self._status}"
         )
 
     def __repr__(self) -> str:
@@ -473,24 +462,12 @@ class SparsityController:
         return {
             "term": self.term,
             "target": self.target_active,
-            "steps": self._steps,
-            "log_ratio": self._log_ratio,
-            "active": self._active,
-            "error": self._error,
-            "change": self._change,
-            "trend": self._trend,
-            "cut": self._cut,
-            "dead": [self._dead, self._usually_dead, self._first_dead],
-            "is_dying": self._is_dying,
-            "silent_steps": self._silent_steps,
-            "last_healthy_step": self._last_healthy_step,
-            "status": self._status,
-            "first": self._first,
-            "mean_activation": self._mean_activation,
-            "seen": None if seen is None else seen.tolist(),
-            "sent": None if self._sent is None else self._sent.read(),
             "start": self.start,
             "maximum": self.maximum,
+            **{name: getattr(self, f"_{name}") for name in STATE},
+            "dead": [self._dead, self._usually_dead, self._first_dead],
+            "seen": None if seen is None else seen.tolist(),
+            "sent": None if self._sent is None else self._sent.read(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -507,24 +484,20 @@ class SparsityController:
             raise TypeError(
                 f"expected the state of a SparsityController, got {type(state).__name__}"
             )
-        known = self.state_dict().keys()
-        if missing := sorted(known - state.keys()):
+        if others := sorted(map(str, self.state_dict().keys() ^ state.keys())):
             raise ValueError(
-                f"expected the state of a SparsityController, got one without {', '.join(missing)}"
-            )
-        if unknown := sorted(map(str, state.keys() - known)):
-            raise ValueError(
-                "expected the state of this version's SparsityController, got one with "
-                f"{', '.join(unknown)}"
+                "expected the state of this version's SparsityController, got one that lacks or "
+                f"adds {', '.join(others)}"
             )
         if state["term"] != self.term:
             raise ValueError(f"expected the state for {self.term!r}, got one for {state['term']!r}")
         _check_state(state)
-        target, error = state["target"], state["error"]
-        if error is not None:
-            error += math.log(target) - math.log(self.target_active)
-        self._steps, self._log_ratio = state["steps"], state["log_ratio"]
-        self._active, self._error = state["active"], error
+        for name in STATE:
+            setattr(self, f"_{name}", state[name])
+        self._dead, self._usually_dead, self._first_dead = state["dead"]
+        self.start, self.maximum, target = state["start"], state["maximum"], state["target"]
+        if self._error is not None:
+            self._error += math.log(target) - math.log(self.target_active)
         if target != self.target_active:
             _log.warning(
                 "%s: the target is %g, in the loaded state it was %g",
@@ -532,82 +505,60 @@ class SparsityController:
                 self.target_active,
                 target,
             )
-        self._change, self._trend, self._cut = state["change"], state["trend"], state["cut"]
-        self._dead, self._usually_dead, self._first_dead = state["dead"]
-        self._is_dying, self._silent_steps = state["is_dying"], state["silent_steps"]
-        self._last_healthy_step = state["last_healthy_step"]
-        self._status, self.start, self.maximum = state["status"], state["start"], state["maximum"]
-        first = state["first"]
-        self._first = None if first is None else (first[0], first[1])
-        self._mean_activation = state["mean_activation"]
-        seen = state["seen"]
-        self._seen = None if seen is None else torch.tensor(seen, dtype=torch.float64)
-        sent = state["sent"]
-        values = torch.tensor(sent or [], dtype=torch.float64)
-        self._sent = None if sent is None else HostCopy(values, Tensor.tolist)
-        self._new = None
+        seen, sent = (
+            None if state[name] is None else torch.tensor(state[name], dtype=torch.float64)
+            for name in ("seen", "sent")
+        )
+        self._new, self._seen = None, seen
+        self._sent = None if sent is None else HostCopy(sent, Tensor.tolist)
         if self._error is not None and target != self.target_active:
-            self._status = self._found(self._crash())
+            self._status = self._status_now(self._crash())
         self._write()
 
 
 def _check_state(state: Mapping[str, Any]) -> None:
-    """Raise for values that no controller has."""
-    for name in ("steps", "silent_steps"):
-        check_integer(name, state[name], minimum=0)
-    if state["last_healthy_step"] is not None:
-        check_integer("last_healthy_step", state["last_healthy_step"], minimum=0)
-    for name in ("start", "target"):
-        check_number(name, state[name], minimum=0.0, exclusive=True)
-    check_number("maximum", state["maximum"], minimum=state["start"])
-    check_number("mean_activation", state["mean_activation"], minimum=0.0)
-    check_flag(is_dying=state["is_dying"])
-    if str(state["status"]).partition(":")[0] not in STATUSES:
-        raise ValueError(f"expected a `status` of {', '.join(STATUSES)}, got {state['status']!r}")
-    has_measured = state["error"] is not None
-    for name in ("log_ratio", "change", "trend", "cut", *["error"] * has_measured):
-        check_number(name, state[name])
-        if abs(state[name]) > LARGEST_LOG:
-            raise ValueError(
-                f"expected {name!r} of the state within {LARGEST_LOG:g} of 0, got {state[name]}"
-            )
-    if state["log_ratio"] > math.log(state["maximum"] / state["start"]) + 1e-9:
-        raise ValueError(
-            f"expected a weight of at most {state['maximum']:g} in the state, got `log_ratio` "
-            f"{state['log_ratio']:g} above a start of {state['start']:g}"
-        )
-    _check_numbers(state, "dead", 3, most=1.0)
-    for name, size in {"first": 2, "seen": 5, "sent": 5}.items():
-        if state[name] is not None:
-            _check_numbers(state, name, size, positive=name == "first")
-    for name in ("active", "first"):  # they come with the first measurement
-        if (state[name] is not None) != has_measured:
-            raise ValueError(
-                f"expected `error` and {name!r} of the state to be both None or both numbers, got "
-                f"{state['error']} and {state[name]}"
-            )
-    if has_measured:
-        check_number("active", state["active"], minimum=0.0, exclusive=True)
-
-
-def _check_numbers(
-    state: Mapping[str, Any],
-    name: str,
-    size: int,
-    *,
-    positive: bool = False,
-    most: float = math.inf,
-) -> None:
-    """Raise unless an entry holds so many finite numbers >= 0."""
-    values = state[name]
-    if not isinstance(values, (list, tuple)) or len(values) != size:
-        raise ValueError(f"expected {size} numbers as {name!r} of the state, got {values}")
-    for place, value in enumerate(values):
-        if value is None and (name, place) == ("dead", 2):  # the first share, not yet measured
+    """Raise for a number that is not finite, or a list of another length."""
+    for name, value in state.items():
+        size = LISTS.get(name)
+        if name in ("term", "status", "is_dying") or (value is None and name in OPTIONAL):
             continue
-        check_number(f"{name}[{place}]", value, minimum=0.0, exclusive=positive)
-        if value > most:
-            raise ValueError(f"expected `{name}[{place}]` of at most {most:g}, got {value}")
+        if size and (not isinstance(value, (list, tuple)) or len(value) != size):
+            raise ValueError(f"expected {size} numbers as {name!r} of the state, got {value}")
+        for place, number in enumerate(value if size else [value]):
+            if (name, place) == ("dead", 2) and number is None:  # the first share, not yet measured
+                continue
+            above = 0.0 if name in ("start", "target", "active", "first") else -math.inf
+            check_number(
+                f"{name}[{place}]" if size else name, number, minimum=above, exclusive=True
+            )
+
+
+def _start_weight(objective: SpladeObjective, term: str, start: float | None) -> float:
+    """Return the first weight as a plain number: ``torch.load`` refuses a state with NumPy's."""
+    if start is None:
+        held = objective.weights.get(term, 0.0)
+        if isinstance(held, Tensor) or held == 0:
+            raise ValueError(
+                f"expected a number > 0 as objective.weights[{term!r}], or `start`, got {held}"
+            )
+        start = held
+    check_number("start", start, minimum=0.0, exclusive=True)
+    return float(start)
+
+
+def _check_only_master(objective: SpladeObjective, term: str) -> None:
+    """Raise if a schedule or another controller sets the weight."""
+    if term in objective.scheduled:
+        raise ValueError(
+            f"expected only the controller to set the weight of {term!r}, got an objective "
+            f"whose TrainingSchedule sets it too: create both again, without {term!r} in the "
+            "schedule's warm-ups and phases"
+        )
+    if term in controllers_of(objective):
+        raise ValueError(
+            f"expected one controller of {term!r}, got a second one of the same objective: "
+            "steer another term, or delete the first, or create the objective again"
+        )
 
 
 def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -1,15 +1,13 @@
-"""Statistics of the vectors of a training run, and each loss's share in their gradient."""
+"""Statistics of the vectors of a training run."""
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_integer, check_shapes
 from sparse_losses._core.host_copy import HostCopy
-from sparse_losses._core.precision import compute_dtype, widest_dtype
+from sparse_losses._core.precision import widest_dtype
 from sparse_losses._core.token_ids import (
     TokenIds,
     as_mask,
@@ -23,17 +21,9 @@ from sparse_losses.distributed import (
     num_ranks,
     sum_over_ranks,
 )
-from sparse_losses.objective.batch import SpladeBatch, Texts
-from sparse_losses.objective.objective import SpladeObjective
+from sparse_losses.objective.batch import Texts
 
-__all__ = [
-    "Diagnostics",
-    "GradientReport",
-    "Report",
-    "context_overlap",
-    "gradient_report",
-    "recall_at_k",
-]
+__all__ = ["Diagnostics", "Report"]
 
 
 class Report(dict[str, float]):
@@ -178,14 +168,7 @@ class Diagnostics:
         columns = torch.stack([x.relu().sum(0, dtype=wide), is_active.sum(0, dtype=wide), top])
         is_live = is_on_top[:, 0]
         count = is_active.sum(1) * is_live
-        recalls = [
-            found
-            for ids, mask in (
-                (input_ids, attention_mask),
-                (None, None) if other_side is None else other_side[1:3],
-            )
-            for found in self._recall(is_active, ids, mask)
-        ]
+        others = (None, None) if other_side is None else other_side[1:3]
         numbers = torch.stack(
             [
                 torch.full_like(count[0], size["B"]),
@@ -193,7 +176,8 @@ class Diagnostics:
                 count.sum(),
                 (values[:, 0] <= 0).sum(),
                 (count > self.vocab_size / 4).sum(),
-                *recalls,
+                *self._recall(is_active, input_ids, attention_mask),
+                *self._recall(is_active, *others),
             ]
         ).to(wide)
         live = torch.where(is_live, count, self.vocab_size)
@@ -318,190 +302,8 @@ class Diagnostics:
         if self._columns is None or self._numbers is None:
             return {}
         share, ids = (self._columns[2] / self._numbers[0]).cpu().sort(descending=True, stable=True)
-        found = zip(ids[:k].tolist(), share[:k].tolist(), strict=True)
-        return {token: part for token, part in found if part > 0}
-
-
-def context_overlap(one: Tensor, other: Tensor) -> Tensor:
-    r"""Jaccard overlap $|A_i \cap B_i| / |A_i \cup B_i|$ of the active tokens of paired rows.
-
-    For pairs that share a keyword but not its context, 1 minus the mean overlap is the context
-    discrimination of the notes on V28.
-
-    Args:
-        one: ``[B, V]``.
-        other: ``[B, V]``.
-
-    Returns:
-        ``[B]``, fp32; 0 where both rows are empty.
-
-    Examples:
-        >>> import torch
-        >>> from sparse_losses import context_overlap
-        >>> context_overlap(torch.tensor([[1.0, 2.0, 0.0]]), torch.tensor([[0.0, 3.0, 1.0]]))
-        tensor([0.3333])
-    """
-    check_shapes(one=(one, "B V"), other=(other, "B V"))
-    a, b = one > 0, other > 0
-    union = (a | b).sum(1)
-    return (a & b).sum(1) / union.clamp(min=1)
-
-
-def recall_at_k(scores: Tensor, positive: Tensor, k: int) -> Tensor:
-    """Share of a query's positives among its ``k`` best candidates, the mean over queries.
-
-    Args:
-        scores: ``[Q, C]``.
-        positive: ``[Q]``, the column of the one positive; or ``[Q, C]`` 0/1.
-        k: 1 to ``C``.
-
-    Returns:
-        0-d, fp32. Queries without positives are left out. Half of the tied candidates rank above
-        the positive, so that a constant score gains nothing.
-
-    Examples:
-        >>> import torch
-        >>> from sparse_losses import recall_at_k
-        >>> recall_at_k(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1]), k=1)
-        tensor(0.5000)
-    """
-    size = check_shapes(scores=(scores, "Q C"), positive=(positive, "Q or Q C"))
-    check_integer("k", k, minimum=1)
-    if k > size["C"]:
-        raise ValueError(f"expected `k` of at most C = {size['C']}, got {k}")
-    if positive.ndim == 1:
-        columns = torch.arange(size["C"], device=scores.device)
-        positive = positive[:, None] == columns
-    positive = as_mask("positive", positive)
-    scores = scores.contiguous()  # searchsorted warns of a transposed tensor
-    ordered = scores.sort(1).values
-    not_above = torch.searchsorted(ordered, scores, right=True)
-    below = torch.searchsorted(ordered, scores)
-    rank = 1 + (size["C"] - not_above) + (not_above - below - 1) / 2
-    found = positive & (rank <= k)
-    total = positive.sum(1)
-    valid = total > 0
-    return ((found.sum(1) / total.clamp(min=1)) * valid).sum() / valid.sum().clamp(min=1)
-
-
-class GradientReport(NamedTuple):
-    """The size of each term's gradient at the representation, and the angles between them.
-
-    Attributes:
-        norms: norm of the gradient of every active term, times its weight, with respect to all
-            activations of the batch, or to the logits of texts that have them.
-        cosines: cosine of the gradients of each pair of terms: -1 if they are opposed, 0 if they
-            have nothing in common, as terms of different sides here (in the encoder they may).
-
-    Examples:
-        >>> from sparse_losses import GradientReport
-        >>> print(GradientReport({"a": 3.0, "b": 1.0}, {("a", "b"): -0.5}))
-                norm  share   cosine with      1
-        1 a         3    75%
-        2 b         1    25%                -0.50
-    """
-
-    norms: dict[str, float]
-    cosines: dict[tuple[str, str], float]
-
-    def as_dict(self) -> dict[str, float]:
-        """Return a flat dict, for a logger."""
-        flat = {f"norm/{name}": value for name, value in self.norms.items()}
-        return flat | {f"cosine/{a}/{b}": value for (a, b), value in self.cosines.items()}
-
-    def __str__(self) -> str:
-        """Return a table of the norm, its share, and the cosines with the terms above."""
-        total = sum(self.norms.values()) or 1.0
-        names = list(self.norms)
-        digits = len(str(len(names)))
-        labels = [f"{number:>{digits}} {name}" for number, name in enumerate(names, start=1)]
-        width = max(map(len, labels), default=0)
-        numbers = "".join(f"{number:>7}" for number in range(1, len(names)))
-        lines = [f"{'':{width}}      norm  share   cosine with{numbers}".rstrip()]
-        for row, (name, label) in enumerate(zip(names, labels, strict=True)):
-            # A cosine of 0 is shown as a dot.
-            cosines = [self.cosines[other, name] for other in names[:row]]
-            cells = "".join(f"{c:>7.2f}" if c else f"{'.':>7}" for c in cosines)
-            share = self.norms[name] / total
-            line = f"{label:{width}}  {self.norms[name]:8.2g}  {share:5.0%}              {cells}"
-            lines.append(line.rstrip())
-        return "\n".join(lines)
-
-
-def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> GradientReport:
-    """Norms and cosines of the terms' gradients at the representation.
-
-    This takes one forward pass of the losses and one backward pass per term, to the activations
-    only: the encoder does not run, and no ``.grad`` changes. Memory holds one gradient of the
-    batch per term.
-
-    Args:
-        objective: the objective with the active terms and their present weights.
-        batch: the batch; it is detached.
-
-    Examples:
-        >>> import torch
-        >>> from sparse_losses import SpladeBatch, SpladeObjective, Texts, gradient_report
-        >>> objective = SpladeObjective({"info_nce": 1.0, "query_flops": 0.1})
-        >>> batch = SpladeBatch(Texts(torch.rand(4, 50)), Texts(torch.rand(4, 50)))
-        >>> report = gradient_report(objective, batch)
-        >>> sorted(report.norms)
-        ['info_nce', 'query_flops']
-    """
-    leaves: list[Tensor] = []
-
-    def leaf(x: Tensor) -> Tensor:
-        x = x.detach().to(compute_dtype(activations=x))
-        leaves.append(x.requires_grad_())
-        return leaves[-1]
-
-    def leaf_texts(texts: Texts) -> Texts:
-        if texts.logits is None:
-            return texts._replace(activations=leaf(texts.activations))
-        # The given activations, with the gradient of log1p(relu(logits)): one leaf for both.
-        logits = leaf(texts.logits)
-        with torch.enable_grad():
-            slope = logits.relu().log1p()
-            activations = texts.activations.detach() + (slope - slope.detach())
-        return texts._replace(activations=activations, logits=logits)
-
-    negative = None if batch.negative is None else leaf_texts(batch.negative)
-    batch = batch._replace(
-        anchor=leaf_texts(batch.anchor), positive=leaf_texts(batch.positive), negative=negative
-    )
-    with torch.enable_grad():
-        found = objective.terms(batch)
-        terms = {name: objective.weights[name] * term for name, term in found.items()}
-    gradients = [
-        torch.autograd.grad(term, leaves, retain_graph=True, materialize_grads=True)
-        if term.requires_grad
-        else [torch.zeros_like(leaf) for leaf in leaves]
-        for term in terms.values()
-    ]
-    products = _products(gradients)
-    names = list(terms)
-    norms = {name: math.sqrt(products[row][row]) for row, name in enumerate(names)}
-    cosines = {}
-    for row, b in enumerate(names):
-        for column, a in enumerate(names[:row]):
-            length = norms[a] * norms[b]
-            cosines[a, b] = products[row][column] / length if length else 0.0
-    return GradientReport(norms, cosines)
-
-
-def _products(gradients: Sequence[Sequence[Tensor]]) -> list[list[float]]:
-    """Return the dot products of all pairs of gradients, in fp64, a piece at a time."""
-    if not gradients:
-        return []
-    device = gradients[0][0].device
-    wide = widest_dtype(device)
-    total = torch.zeros(len(gradients), len(gradients), dtype=wide, device=device)
-    for tensors in zip(*gradients, strict=True):
-        for pieces in zip(*(x.flatten().split(1 << 18) for x in tensors), strict=True):
-            rows = torch.stack(pieces).to(wide)
-            total += rows @ rows.T
-    products: list[list[float]] = total.tolist()
-    return products
+        top = zip(ids[:k].tolist(), share[:k].tolist(), strict=True)
+        return {token: part for token, part in top if part > 0}
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:

@@ -1,6 +1,5 @@
 """The weighted sum of many losses over one batch."""
 
-import difflib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -8,8 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_choice, check_flag, check_number, check_shapes
-from sparse_losses._core.loss import LossModule
+from sparse_losses._core.checks import check_choice, check_flag, check_number
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.token_ids import TokenIds, check_ids
 from sparse_losses.distributed import (
@@ -40,54 +38,17 @@ from sparse_losses.objective.shared_scores import (
     scored_candidates,
     takes_scores,
 )
+from sparse_losses.objective.terms import (
+    LOSSES,
+    NEEDS,
+    check_batch,
+    check_loss,
+    check_needs,
+    check_texts,
+    check_weights,
+)
 
-__all__ = ["NEEDS", "ObjectiveOutput", "SpladeObjective"]
-
-# Losses of labelled features, which a batch of texts does not have.
-NO_TERMS = ("n_pair", "nws", "pairwise_contrastive")
-
-# Every term, and the parts of the batch that it requires.
-NEEDS: dict[str, tuple[str, ...]] = {
-    "info_nce": (),
-    "triplet_margin": ("negative",),
-    "distillation": ("teacher_scores",),
-    "context_distillation": ("teacher_anchor_scores",),
-    "margin_mse": ("negative", "teacher_scores"),
-    "query_flops": (),
-    "document_flops": (),
-    "query_min_activation": (),
-    "document_min_activation": (),
-    "query_language_penalty": (),
-    "document_language_penalty": (),
-    "query_self_reconstruction": ("anchor.input_ids", "anchor.attention_mask"),
-    "document_self_reconstruction": (
-        "positive.input_ids",
-        "positive.attention_mask",
-        "negative.input_ids",  # if there are negatives
-        "negative.attention_mask",
-    ),
-    "query_positive_activation": ("positive.input_ids", "positive.attention_mask"),
-    "document_positive_activation": ("anchor.input_ids", "anchor.attention_mask"),
-}
-# Where what is missing can come from, for the message of an error.
-SOURCES = {
-    "teacher_scores": ": BM25Teacher computes them; or leave the term out",
-    "teacher_anchor_scores": ": see SpladeCollator(score_anchors=True); or leave the term out",
-}
-
-# The classes of the losses.
-LOSSES: dict[str, tuple[type[nn.Module], ...]] = {
-    "info_nce": (InfoNCELoss,),
-    "triplet_margin": (TripletMarginLoss,),
-    "distillation": (DistillationLoss,),
-    "context_distillation": (DistillationLoss,),
-    "margin_mse": (MarginMSELoss,),
-    "flops": (FlopsLoss, IdfFlopsLoss),
-    "min_activation": (MinActivationLoss,),
-    "self_reconstruction": (SelfReconstructionLoss,),
-    "positive_activation": (PositiveActivationLoss,),
-    "language_penalty": (LanguagePenaltyLoss,),
-}
+__all__ = ["ObjectiveOutput", "SpladeObjective"]
 
 # The losses that need the vectors of one side only.
 ON_TEXTS = ("flops", "min_activation", "language_penalty", "self_reconstruction")
@@ -204,10 +165,11 @@ class SpladeObjective(nn.Module):
         impl: Literal["auto", "definition"] = "auto",
     ) -> None:
         super().__init__()
-        check_choice("impl", impl, ("auto", "definition"))
-        check_number("score_scale", score_scale, minimum=0.0, exclusive=True)
+        check_flag(gather=gather)
         special = _sorted_ids("special_token_ids", special_token_ids)
         stopwords = _sorted_ids("stopword_ids", stopword_ids)
+        if len(stopwords) and int(stopwords[0]) < 0:
+            raise ValueError(f"expected `stopword_ids` >= 0, got {int(stopwords[0])}")
         self.weights: dict[str, float | Tensor] = dict(weights)
         self.scheduled: set[str] = set()  # the weights that a TrainingSchedule sets
         self.info_nce = info_nce or InfoNCELoss()
@@ -224,54 +186,22 @@ class SpladeObjective(nn.Module):
             ignore_token_ids=special
         )
         self.language_penalty = language_penalty
-        check_flag(gather=gather)
-        self.gather = gather
-        self.impl: Literal["auto", "definition"] = impl
-        for name, classes in LOSSES.items():
-            _check_loss(name, getattr(self, name), classes)
-        for name, module in self.named_children():
-            if getattr(module, "reduction", "mean") == "none":
-                raise ValueError(f"expected `{name}` to reduce to one number, got reduction='none'")
-        if len(stopwords) and int(stopwords[0]) < 0:
-            raise ValueError(f"expected `stopword_ids` >= 0, got {int(stopwords[0])}")
-        self._largest_stopword_id = int(stopwords[-1]) if len(stopwords) else -1
+        for name in LOSSES:
+            check_loss(name, getattr(self, name))
         self.register_buffer("special_token_ids", special)
         self.register_buffer("stopword_ids", stopwords)
-        if teacher_scale is not None:
-            check_number("teacher_scale", teacher_scale, minimum=0.0, exclusive=True)
+        self._largest_stopword_id = int(stopwords[-1]) if len(stopwords) else -1
         self.score_scale, self.teacher_scale = score_scale, teacher_scale
-        self.active()
+        self.gather = gather
+        self.impl: Literal["auto", "definition"] = impl
+        self._check_settings()
+        check_weights(self.weights)
 
-    def active(self) -> list[str]:
-        """Return the terms that are computed, in the order of their computation.
-
-        Raises:
-            ValueError: for a name that is no term.
-        """
-        for name, weight in self.weights.items():
-            if name not in NEEDS:
-                near = difflib.get_close_matches(name, NEEDS, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                if name in NO_TERMS:
-                    hint = f": add {name}_loss to the objective's total yourself"
-                raise ValueError(
-                    f"expected weights of {', '.join(NEEDS)}, got one of {name!r}{hint}"
-                )
-            if not isinstance(weight, Tensor):
-                check_number(f"weights[{name!r}]", weight)
-            elif weight.ndim:
-                raise ValueError(
-                    f"expected weights[{name!r}] to be a number or a 0-d tensor, got one of shape "
-                    f"{list(weight.shape)}"
-                )
-        return [name for name in NEEDS if _counts(self.weights.get(name, 0.0))]
-
-    def forward(self, batch: SpladeBatch) -> ObjectiveOutput:
+    def forward(self, batch: SpladeBatch, *others: object) -> ObjectiveOutput:
         """Return the weighted sum and the value of every active term."""
-        check_choice("impl", self.impl, ("auto", "definition"))
-        check_number("score_scale", self.score_scale, minimum=0.0, exclusive=True)
-        if self.teacher_scale is not None:
-            check_number("teacher_scale", self.teacher_scale, minimum=0.0, exclusive=True)
+        if others:  # Python's own error would not say what is expected
+            check_texts(batch, *others)
+        self._check_settings()
         terms = self.terms(batch)
         total: Tensor | None = None
         for name, term in terms.items():
@@ -287,6 +217,13 @@ class SpladeObjective(nn.Module):
             total = x.flatten()[:0].to(compute_dtype(activations=x)).sum()
         return ObjectiveOutput(total, {name: term.detach() for name, term in terms.items()})
 
+    def _check_settings(self) -> None:
+        """Check the settings that are no loss's own; they may be assigned between steps."""
+        check_choice("impl", self.impl, ("auto", "definition"))
+        check_number("score_scale", self.score_scale, minimum=0.0, exclusive=True)
+        if self.teacher_scale is not None:
+            check_number("teacher_scale", self.teacher_scale, minimum=0.0, exclusive=True)
+
     def terms(self, batch: SpladeBatch) -> dict[str, Tensor]:
         """Return the active terms, without their weights, each with its graph.
 
@@ -294,24 +231,32 @@ class SpladeObjective(nn.Module):
             ValueError: for an active term that lacks a loss or an input.
         """
         active = self.active()
-        self._check_inputs(active, batch)
-        gathers = self._spans_ranks(active, batch)
+        check_texts(batch)
+        check_batch(batch)
+        check_needs(
+            active,
+            self.weights,
+            batch,
+            has_language_penalty=self.language_penalty is not None,
+            has_special_tokens=len(self.special_token_ids) > 0,
+        )
+        gathers = self._agree_across_ranks(active, batch)
         with autocast_off(batch.anchor.activations.device):
             if not gathers or torch.compiler.is_compiling():
                 return self._terms(active, batch)
             with skip_size_check():  # the sizes were compared above, once for all terms
                 return self._terms(active, batch)
 
-    def _call(self, loss: nn.Module, *tensors: Tensor | None, **options: Any) -> Tensor:
-        """Call a loss with the objective's ``gather`` and ``impl``."""
-        if self.gather:
-            options["gather"] = True
-        if self.impl == "definition" and hasattr(loss, "impl"):
-            options["impl"] = "definition"
-        value: Tensor = loss(*tensors, **options)
-        return value
+    def active(self) -> list[str]:
+        """Return the terms that are computed, in the order of their computation.
 
-    def _spans_ranks(self, active: Sequence[str], batch: SpladeBatch) -> bool:
+        Raises:
+            ValueError: for a name that is no term.
+        """
+        check_weights(self.weights)
+        return [name for name in NEEDS if _counts(self.weights.get(name, 0.0))]
+
+    def _agree_across_ranks(self, active: Sequence[str], batch: SpladeBatch) -> bool:
         """Return whether other ranks take part, after checking that terms and sizes agree."""
         x = batch.anchor.activations
         others = None if batch.negative is None else batch.negative.activations
@@ -331,26 +276,17 @@ class SpladeObjective(nn.Module):
         return agree_across_ranks(call, self.gather, *vectors, **sizes)
 
     def _terms(self, active: Sequence[str], batch: SpladeBatch) -> dict[str, Tensor]:
-        # Positives and negatives are joined only where a term needs it: joining copies them.
-        sides = {"query": batch.anchor}
-        if {f"document_{name}" for name in ON_TEXTS} & {*active}:
-            sides["document"] = _together(batch.positive, batch.negative)
-        flops = {f"{side}_flops" for side in sides} & {*active}
-        shown, of_flops = None, sides
-        if len(self.stopword_ids) > 0 and ("info_nce" in active or flops):
-            hidden = None if batch.negative is None else self._hide(batch.negative)
-            # Not by `_replace`, which PyTorch 2.6 cannot compile.
-            shown = SpladeBatch(
-                self._hide(batch.anchor), self._hide(batch.positive), hidden, *batch[3:]
-            )
-            of_flops = {"query": shown.anchor}
-            if "document_flops" in flops:
-                of_flops["document"] = _together(shown.positive, shown.negative)
-        terms = self._of_scores(active, batch, shown)
-        for side, texts in sides.items():
-            if f"{side}_flops" in flops:
-                terms[f"{side}_flops"] = self._call(self.flops, of_flops[side].activations)
-            terms.update(self._of_texts(active, side, texts))  # PyTorch 2.6 cannot compile `|=`
+        shown = None  # to InfoNCE and FLOPS, where they do not see all
+        if len(self.stopword_ids) > 0 and {"info_nce", "query_flops", "document_flops"} & {*active}:
+            shown = self._without_stopwords(batch)
+        terms = self._score_terms(active, batch, shown)
+        for side in ("query", "document"):
+            if {f"{side}_{name}" for name in ON_TEXTS} & {*active}:
+                texts = _side(batch, side)
+                if f"{side}_flops" in active:
+                    x = texts if shown is None else _side(shown, side)
+                    terms[f"{side}_flops"] = self._call(self.flops, x.activations)
+                terms.update(self._text_terms(active, side, texts))  # 2.6 cannot compile `|=`
         for side, one, other in (
             ("query", batch.anchor, batch.positive),
             ("document", batch.positive, batch.anchor),
@@ -364,7 +300,7 @@ class SpladeObjective(nn.Module):
                 )
         return terms
 
-    def _of_scores(
+    def _score_terms(
         self, active: Sequence[str], batch: SpladeBatch, shown: SpladeBatch | None
     ) -> dict[str, Tensor]:
         """Return the terms on scores; InfoNCE gets ``shown`` where stopwords are hidden."""
@@ -400,23 +336,6 @@ class SpladeObjective(nn.Module):
             )
         if "margin_mse" in active and scores is not None and teacher_scores is not None:
             terms["margin_mse"] = self._margin_mse(scores, batch, teacher_scores, ranks)
-        return terms
-
-    def _of_texts(self, active: Sequence[str], side: str, texts: Texts) -> dict[str, Tensor]:
-        """Return the terms on the vectors of one side and their own tokens."""
-        terms: dict[str, Tensor] = {}
-        activations, input_ids, attention_mask, logits = texts
-        signed = activations if logits is None else logits
-        if f"{side}_min_activation" in active:
-            counts = token_counts(input_ids, attention_mask, self.special_token_ids)
-            terms[f"{side}_min_activation"] = self._call(self.min_activation, signed, counts)
-        if f"{side}_language_penalty" in active and self.language_penalty is not None:
-            penalty = self._call(self.language_penalty, activations)
-            terms[f"{side}_language_penalty"] = penalty
-        if f"{side}_self_reconstruction" in active:
-            terms[f"{side}_self_reconstruction"] = self._call(
-                self.self_reconstruction, signed, input_ids, attention_mask
-            )
         return terms
 
     def _info_nce(self, batch: SpladeBatch, scores: Tensor | None) -> Tensor:
@@ -486,93 +405,46 @@ class SpladeObjective(nn.Module):
             gathers=self.gather or bool(self.margin_mse.gather),
         )
 
-    def _hide(self, texts: Texts) -> Texts:
-        """Set the activations of stopwords to 0."""
-        self._check_stopwords(texts.activations.shape[-1])
-        return Texts(texts.activations.index_fill(-1, self.stopword_ids, 0.0), *texts[1:])
+    def _text_terms(self, active: Sequence[str], side: str, texts: Texts) -> dict[str, Tensor]:
+        """Return the terms on the vectors of one side and their own tokens."""
+        terms: dict[str, Tensor] = {}
+        activations, input_ids, attention_mask, logits = texts
+        signed = activations if logits is None else logits
+        if f"{side}_min_activation" in active:
+            counts = token_counts(input_ids, attention_mask, self.special_token_ids)
+            terms[f"{side}_min_activation"] = self._call(self.min_activation, signed, counts)
+        if f"{side}_language_penalty" in active and self.language_penalty is not None:
+            penalty = self._call(self.language_penalty, activations)
+            terms[f"{side}_language_penalty"] = penalty
+        if f"{side}_self_reconstruction" in active:
+            terms[f"{side}_self_reconstruction"] = self._call(
+                self.self_reconstruction, signed, input_ids, attention_mask
+            )
+        return terms
 
-    def _check_stopwords(self, vocab_size: int) -> None:
+    def _without_stopwords(self, batch: SpladeBatch) -> SpladeBatch:
+        vocab_size = batch.anchor.activations.shape[-1]
         if self._largest_stopword_id >= vocab_size:
             raise ValueError(
                 f"expected `stopword_ids` below V = {vocab_size}, got {self._largest_stopword_id}"
             )
+        # Not by `_replace`, which PyTorch 2.6 cannot compile.
+        negative = None if batch.negative is None else self._hide(batch.negative)
+        return SpladeBatch(
+            self._hide(batch.anchor), self._hide(batch.positive), negative, *batch[3:]
+        )
 
-    def _check_inputs(self, active: Sequence[str], batch: SpladeBatch) -> None:
-        if not isinstance(batch, SpladeBatch):
-            raise TypeError(f"expected `batch` to be a SpladeBatch, got {type(batch).__name__}")
-        for side in ("anchor", "positive", "negative"):
-            texts = getattr(batch, side)
-            if not isinstance(texts, Texts) and not (side == "negative" and texts is None):
-                raise TypeError(f"expected `batch.{side}` to be Texts, got {type(texts).__name__}")
-        shapes: dict[str, tuple[Tensor | None, str]] = {
-            "anchor.activations": (batch.anchor.activations, "B V"),
-            "positive.activations": (batch.positive.activations, "B V"),
-            "positive_ids": (batch.positive_ids, "B, optional"),
-            "teacher_scores": (batch.teacher_scores, "B C, optional"),
-            "teacher_anchor_scores": (batch.teacher_anchor_scores, "B A, optional"),
-        }
-        ids = batch.positive_ids
-        check_choice("batch.teacher_candidates", batch.teacher_candidates, ("own", "batch", None))
-        if isinstance(ids, Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
-            raise TypeError(f"expected `positive_ids` to be integers, got {ids.dtype}")
-        if batch.negative is not None:
-            shapes["negative.activations"] = (batch.negative.activations, "N V or B N V")
-        check_shapes(**shapes)
-        for name in ("teacher_scores", "teacher_anchor_scores"):
-            teacher = getattr(batch, name)
-            if teacher is not None and teacher.dtype == torch.bool:
-                raise TypeError(f"expected `{name}` to be numbers, got {teacher.dtype}")
-        for side in ("anchor", "positive", "negative"):
-            texts = getattr(batch, side)
-            if texts is not None:
-                rows = "B N" if texts.activations.ndim == 3 else "B"
-                shapes = {f"{side}.activations": (texts.activations, f"{rows} V")}
-                shapes[f"{side}.logits"] = (texts.logits, f"{rows} V, optional")
-                for name in ("input_ids", "attention_mask"):
-                    shapes[f"{side}.{name}"] = (getattr(texts, name), f"{rows} S, optional")
-                check_shapes(**shapes)
-        self._check_both_or_neither(active, batch)
-        for term in active:
-            for path in NEEDS[term]:
-                value: object = batch
-                for part in path.split("."):
-                    if part == "negative" and "." in path and batch.negative is None:
-                        break
-                    value = getattr(value, part)
-                if value is None:
-                    raise ValueError(
-                        f"the term {term!r} (weight {self.weights[term]}) needs `batch.{path}`, "
-                        f"got None{SOURCES.get(path, '')}"
-                    )
-            if term.endswith("language_penalty") and self.language_penalty is None:
-                raise ValueError(
-                    f"the term {term!r} (weight {self.weights[term]}) needs "
-                    "SpladeObjective(language_penalty=LanguagePenaltyLoss(...)), got None"
-                )
-            if term in ("triplet_margin", "margin_mse") and batch.negative is not None:
-                came = batch.negative.activations.shape
-                if len(came) == 2 and came[0] != len(batch.anchor.activations):
-                    raise ValueError(
-                        f"the term {term!r} needs each anchor's own negatives, [B, N, V] or one "
-                        f"each [B, V], with B = {len(batch.anchor.activations)}, got {list(came)}"
-                    )
+    def _hide(self, texts: Texts) -> Texts:
+        return Texts(texts.activations.index_fill(-1, self.stopword_ids, 0.0), *texts[1:])
 
-    def _check_both_or_neither(self, active: Sequence[str], batch: SpladeBatch) -> None:
-        """Check that an input that changes a term is given for positives and negatives alike."""
-        wanted: dict[str, tuple[str, ...]] = {
-            "document_min_activation": ("attention_mask", "logits"),
-            "document_self_reconstruction": ("logits",),
-        }
-        if len(self.special_token_ids) > 0 and batch.positive.attention_mask is not None:
-            wanted["document_min_activation"] += ("input_ids",)  # without ids all tokens count
-        for term in (term for term in wanted if term in active and batch.negative is not None):
-            for name in wanted[term]:
-                known = [getattr(x, name) is not None for x in (batch.positive, batch.negative)]
-                if known[0] != known[1]:
-                    raise ValueError(
-                        f"the term {term!r} needs `{name}` of positives and negatives, "
-                        "or of neither"
-                    )
+    def _call(self, loss: nn.Module, *tensors: Tensor | None, **options: Any) -> Tensor:
+        """Call a loss with the objective's ``gather`` and ``impl``."""
+        if self.gather:
+            options["gather"] = True
+        if self.impl == "definition" and hasattr(loss, "impl"):
+            options["impl"] = "definition"
+        value: Tensor = loss(*tensors, **options)
+        return value
 
     def extra_repr(self) -> str:
         """Return the weights and the settings that differ from the default."""
@@ -586,15 +458,6 @@ class SpladeObjective(nn.Module):
         return ", ".join(parts)
 
 
-def _check_loss(name: str, loss: object, classes: tuple[type[nn.Module], ...]) -> None:
-    """Raise for a loss of another class; a module of the user's own is not refused."""
-    is_another = isinstance(loss, LossModule) and not isinstance(loss, classes)
-    if loss is not None and (is_another or not isinstance(loss, nn.Module)):
-        wanted = " or ".join(each.__name__ for each in classes)
-        came = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
-        raise TypeError(f"expected `{name}` to be an instance of {wanted}, got {came}")
-
-
 def _scaled(scores: Tensor, scale: float) -> Tensor:
     return scores if scale == 1.0 else scale * scores
 
@@ -604,10 +467,14 @@ def _counts(weight: float | Tensor) -> bool:
     return isinstance(weight, Tensor) or weight != 0
 
 
-def _together(positive: Texts, negative: Texts | None) -> Texts:
+def _side(batch: SpladeBatch, side: str) -> Texts:
+    """Return the anchors, or positives and negatives as one, which copies them."""
+    if side == "query":
+        return batch.anchor
+    negative = batch.negative
     if negative is None:
-        return positive
-    return positive.join(negative.flatten() if negative.activations.ndim == 3 else negative)
+        return batch.positive
+    return batch.positive.join(negative.flatten() if negative.activations.ndim == 3 else negative)
 
 
 def _sorted_ids(name: str, token_ids: TokenIds) -> Tensor:

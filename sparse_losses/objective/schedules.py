@@ -3,12 +3,14 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_integer, check_learnable, check_number
-from sparse_losses.objective.objective import NEEDS, SpladeObjective
+from sparse_losses.objective.objective import SpladeObjective
+from sparse_losses.objective.terms import NEEDS
 
 __all__ = [
     "Curriculum",
@@ -16,6 +18,7 @@ __all__ = [
     "ReadOnly",
     "TrainingSchedule",
     "Warmup",
+    "controllers_of",
     "count_steps",
     "was_skipped",
 ]
@@ -148,7 +151,8 @@ class TrainingSchedule:
     temperature is copied into a temperature that is a tensor or ``nn.Parameter``.
 
     Args:
-        objective: the objective whose weights are set; ``objective.scheduled`` names them.
+        objective: the objective whose weights are set; ``objective.scheduled`` names them. No
+            controller may set the same ones.
         curriculum: phases by epoch (which need ``steps_per_epoch``) or by step.
         warmups: the warm-up of each term by its name.
         steps_per_epoch: optimiser steps per epoch: fewer than batches if gradients are accumulated.
@@ -193,6 +197,11 @@ class TrainingSchedule:
         if tensors := [n for n in self._names if isinstance(self.base.get(n), Tensor)]:
             raise ValueError(
                 f"expected numbers as weights to be scheduled, got {tensors} as tensors"
+            )
+        if steered := sorted(self._names.intersection(controllers_of(objective))):
+            raise ValueError(
+                "expected each weight to be set by a schedule or by a SparsityController, got both "
+                f"for {', '.join(steered)}"
             )
         for name in self.warmups:
             if not self._is_on(name):
@@ -286,15 +295,10 @@ class TrainingSchedule:
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"expected the state of a TrainingSchedule, got {type(state).__name__}")
-        if "steps_taken" not in state:
+        if state.keys() - {"temperature"} != {"steps_taken"}:
             raise ValueError(
-                "expected the state of a TrainingSchedule, with 'steps_taken', got one with "
-                f"{', '.join(map(repr, state))}"
-            )
-        if unknown := sorted(map(str, state.keys() - {"steps_taken", "temperature"})):
-            raise ValueError(
-                "expected the state of this version's TrainingSchedule, got one with "
-                f"{', '.join(unknown)}"
+                "expected the state of this version's TrainingSchedule, with 'steps_taken', got "
+                f"one with {', '.join(map(repr, state))}"
             )
         check_integer("steps_taken", state["steps_taken"], minimum=0)
         if "temperature" in state:
@@ -322,6 +326,16 @@ class TrainingSchedule:
                 info_nce.temperature.fill_(phase.temperature)
 
 
+# By objective and term; weak, so that a controller that was deleted makes room for another.
+_CONTROLLERS: WeakKeyDictionary[SpladeObjective, WeakValueDictionary[str, Any]]
+_CONTROLLERS = WeakKeyDictionary()
+
+
+def controllers_of(objective: SpladeObjective) -> WeakValueDictionary[str, Any]:
+    """Return the controllers of the objective's weights by term."""
+    return _CONTROLLERS.setdefault(objective, WeakValueDictionary())
+
+
 def count_steps(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
     """Register an object's method to be called after every step.
 
@@ -342,8 +356,8 @@ def count_steps(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a ``GradScaler`` made a fused optimiser skip its step."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
 
 
 def _scheduled(curriculum: Curriculum | None) -> Iterable[str]:

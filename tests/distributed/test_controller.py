@@ -39,34 +39,35 @@ def test_the_state_is_that_of_one_process_also_resumed_within_a_window(saved_by)
     steps = 3 * EVERY + 1
     expected = steer(0, 1, steps, None)
     *sums, count = expected.pop("seen")  # of an open window, with the number of its batches
-    for found in run_ranks(2, steer, 2, steps, saved_by):
-        assert found.pop("seen") == pytest.approx([*sums, 2 * count])  # two a step
-        assert found.keys() == expected.keys()
+    for state in run_ranks(2, steer, 2, steps, saved_by):
+        assert state.pop("seen") == pytest.approx([*sums, 2 * count])  # two a step
+        assert state.keys() == expected.keys()
         for name, value in expected.items():
             is_number = isinstance(value, (float, list, tuple))
-            assert found[name] == (pytest.approx(value) if is_number else value), name
+            assert state[name] == (pytest.approx(value) if is_number else value), name
 
 
 def observe_on_some(rank: int, observers: tuple[int, ...]) -> tuple[str, float]:
     made = controller()
-    said = ""
+    message = ""
     for _ in range(EVERY):
         if rank in observers:
             made.observe(torch.ones(2, V))
         try:
             made.step()
         except RuntimeError as error:
-            said = str(error)
-    return said, made.objective.weights["document_flops"]
+            message = str(error)
+    return message, made.objective.weights["document_flops"]
 
 
 def test_a_rank_that_observes_nothing_leaves_nobody_waiting():
-    found = run_ranks(2, observe_on_some, (1,))
-    assert found[0] == found[1]
-    assert found[0][0] == ""
-    assert found[0][1] > 0.1, "too dense: the weight rose, on both ranks"
+    one, other = run_ranks(2, observe_on_some, (1,))
+    assert one == other
+    message, weight = one
+    assert message == ""
+    assert weight > 0.1, "too dense: the weight rose, on both ranks"
 
 
 def test_without_any_observation_every_rank_says_so():
-    for said, _ in run_ranks(2, observe_on_some, ()):
-        assert "expected `observe(activations)` before `step()`, got none" in said
+    for message, _ in run_ranks(2, observe_on_some, ()):
+        assert "expected `observe(activations)` before `step()`, got none" in message

@@ -36,13 +36,13 @@ def test_all_reduce_gives_the_report_of_all_texts():
         expected.update(batch(rank))
     first = dict(expected.report()), expected.top_tokens(4)
     expected.update(batch(world - 1))
-    for found in run_ranks(world, two_windows, world):
-        assert found[0] == {}
+    for reports in run_ranks(world, two_windows, world):
+        assert reports[0] == {}
         for name, value in first[0].items():
-            torch.testing.assert_close(found[1][0][name], value)
-        assert found[1][1] == first[1]
+            torch.testing.assert_close(reports[1][0][name], value)
+        assert reports[1][1] == first[1]
         for name, value in expected.report().items():
-            torch.testing.assert_close(found[2][name], value)
+            torch.testing.assert_close(reports[2][name], value)
 
 
 def test_without_a_process_group_nothing_happens():

@@ -19,7 +19,7 @@ from sparse_losses import (
     SpladeObjective,
     Texts,
 )
-from sparse_losses.objective.objective import NEEDS
+from sparse_losses.objective.terms import NEEDS
 from tests.distributed.ranks import run_ranks
 
 B, V, S, N = 4, 30, 6, 3  # of each rank

@@ -6,7 +6,7 @@ import torch
 
 from sparse_losses import Diagnostics, GradientReport
 from sparse_losses.functional import advise
-from sparse_losses.objective.advice import _alike
+from sparse_losses.objective.advice import _alike  # no finding shows its value below a half
 
 HEALTHY = {
     "dead_rows": 0.0,
@@ -38,7 +38,7 @@ def test_a_healthy_run_gets_no_advice():
     assert advise({}) == []
 
 
-# The table of the notes: problem, symptom, what to turn and which way; below it ours.
+# The table of the notes: problem, symptom, what to change and in which direction; below it ours.
 @pytest.mark.parametrize(
     ("symptom", "changes"),
     [
@@ -61,24 +61,11 @@ def test_a_symptom_names_the_setting_its_direction_and_the_evidence(symptom, cha
     assert any(number in finding.evidence for number in shown)
 
 
-def test_the_other_side():
+def test_findings_name_the_weights_of_their_side():
     (finding,) = advise({"dead_rows": 0.5}, side="query")
     assert finding.changes[0] == ("query_flops", "down")
     with pytest.raises(ValueError, match="`side`"):
         advise({}, side="anchor")
-
-
-def test_collapse_is_foreseen_in_the_gradients():
-    gradients = _gradients(info_nce=0.1, query_flops=15.0, document_flops=15.0)
-    (finding,) = advise(HEALTHY, gradients)
-    assert finding.changes[0] == ("document_flops", "down")
-    assert "100% of the gradient" in finding.evidence
-
-
-def test_a_dense_run_under_strong_pressure_is_not_told_to_press_harder():
-    gradients = _gradients(info_nce=0.1, document_flops=30.0)
-    findings = advise({**HEALTHY, "dense_rows": 1.0}, gradients)
-    assert ("document_flops", "up") not in [c for f in findings for c in f.changes]
 
 
 def test_what_rules_a_dense_text_is_not_yet_a_collapse():
@@ -87,7 +74,9 @@ def test_what_rules_a_dense_text_is_not_yet_a_collapse():
     loud, too_loud = (_gradients(info_nce=1.0, document_flops=norm) for norm in (12.0, 120.0))
     assert advise(dense, loud) == []
     assert advise(HEALTHY, loud)[0].changes[0] == ("document_flops", "down")
-    assert advise(dense, too_loud)[0].changes[0] == ("document_flops", "down")
+    (finding,) = advise(dense, too_loud)
+    assert finding.changes[0] == ("document_flops", "down")
+    assert "99% of the gradient" in finding.evidence
 
 
 COLLAPSED = {"texts": 32.0, "active_dimensions": 4.0, "index_flops": 3.2, "input_recall": 0.02}
@@ -111,8 +100,8 @@ def test_a_collapse_without_a_dead_row_is_named():
     ],
 )
 def test_texts_that_are_alike_have_not_always_collapsed(change):
-    found = symptoms({**HEALTHY, **COLLAPSED, **change})
-    assert "texts have collapsed onto the same tokens" not in found
+    findings = symptoms({**HEALTHY, **COLLAPSED, **change})
+    assert "texts have collapsed onto the same tokens" not in findings
 
 
 def test_dead_rows_do_not_make_texts_less_alike():
@@ -181,22 +170,22 @@ GRADIENT_THRESHOLDS = [
 
 @pytest.mark.parametrize(("symptom", "healthy", "ill"), THRESHOLDS)
 def test_a_symptom_begins_at_its_threshold(symptom, healthy, ill):
-    said = [symptoms({**HEALTHY, **report}) for report in (healthy, ill)]
-    assert [symptom in each for each in said] == [False, True]
+    reported = [symptoms({**HEALTHY, **report}) for report in (healthy, ill)]
+    assert [symptom in each for each in reported] == [False, True]
 
 
 @pytest.mark.parametrize(("symptom", "report", "healthy", "ill"), GRADIENT_THRESHOLDS)
 def test_a_symptom_of_gradients_begins_at_its_threshold(symptom, report, healthy, ill):
-    said = [symptoms({**HEALTHY, **report}, each) for each in (healthy, ill)]
-    assert [symptom in each for each in said] == [False, True]
+    reported = [symptoms({**HEALTHY, **report}, each) for each in (healthy, ill)]
+    assert [symptom in each for each in reported] == [False, True]
 
 
 @pytest.mark.parametrize("count", [7, 8])
 @pytest.mark.parametrize("swing", [0.24, 0.26])
 def test_oscillation_begins_at_eight_losses_and_a_quarter_of_the_level(count, swing):
     losses = [1 + swing / 2 * (-1) ** n for n in range(count)]  # which move by `swing` at a time
-    found = advise(HEALTHY, losses=losses)
-    assert bool(found) == (count == 8 and swing > 0.25)
+    findings = advise(HEALTHY, losses=losses)
+    assert bool(findings) == (count == 8 and swing > 0.25)
 
 
 @pytest.mark.parametrize(("straight", "oscillates"), [(2, False), (1, True)])
@@ -219,17 +208,17 @@ def test_overfitting_begins_at_eight_losses_and_two_standard_errors(count, error
     half = [10 + error * doubt * n + r for n, r in enumerate(noise)]
     validation = ([10.0] * 4 + half)[8 - count :]
     losses = [1 / (n + 1) for n in range(count)]
-    found = symptoms({}, losses=losses, validation_losses=validation)
-    assert ("overfitting" in found) == (count == 8 and error > 2)
+    findings = symptoms({}, losses=losses, validation_losses=validation)
+    assert ("overfitting" in findings) == (count == 8 and error > 2)
 
 
-def test_two_that_fight():
+def test_terms_with_opposed_gradients_conflict():
     (finding,) = advise(HEALTHY, _gradients(cosine=-0.8, info_nce=1.0, document_flops=0.5))
     assert finding.changes == (("info_nce", "down"),)
     assert "-0.80" in finding.evidence
 
 
-def test_an_unstable_loss():
+def test_an_oscillating_loss_is_reported():
     losses = [1.0 + (-1) ** n * 0.5 for n in range(12)]
     (finding,) = advise(HEALTHY, losses=losses)
     assert finding.changes == (("distillation", "up"), ("distillation.temperature", "up"))
@@ -237,16 +226,16 @@ def test_an_unstable_loss():
 
 def test_noise_is_neither_oscillation_nor_overfitting():
     rng = random.Random(0)
-    said = []
+    reported = []
     for _ in range(200):
         losses = [max(rng.gauss(1.0, 0.4), 0.05) for _ in range(20)]
         validation = [rng.gauss(1.0, 0.1) for _ in range(20)]
-        said += symptoms(HEALTHY, losses=losses, validation_losses=validation)
-    assert said.count("the loss oscillates") < 10
-    assert said.count("overfitting") < 10
+        reported += symptoms(HEALTHY, losses=losses, validation_losses=validation)
+    assert reported.count("the loss oscillates") < 10
+    assert reported.count("overfitting") < 10
 
 
-def test_overfitting():
+def test_a_rising_validation_loss_is_overfitting():
     losses = [math.exp(-n / 5) for n in range(20)]
     validation = [1 + (n - 8) ** 2 / 100 for n in range(20)]
     (finding,) = advise(HEALTHY, losses=losses, validation_losses=validation)
@@ -262,8 +251,8 @@ def test_the_most_severe_comes_first():
     assert "document_flops down" in str(findings[0])
 
 
-def test_a_report_is_asked_for():
-    with pytest.raises(TypeError, match=r"as Diagnostics.report\(\) gives it, got Diagnostics"):
+def test_diagnostics_in_place_of_their_report_are_an_error():
+    with pytest.raises(TypeError, match=r"from Diagnostics.report\(\), got Diagnostics"):
         advise(Diagnostics(5))
 
 

@@ -1,4 +1,4 @@
-"""Gradient caching gives the plain gradient: of every encoder, loss and way to train."""
+"""Gradient caching gives the plain gradient, of every encoder and loss."""
 
 import functools
 import weakref
@@ -36,9 +36,6 @@ from tests.objective.cached import (
 )
 
 X = torch.ones(5, 4)
-
-
-# The same gradient.
 
 
 @given(
@@ -205,9 +202,6 @@ def test_gradients_are_freed_column_by_column():
     assert gone == [[True, True]] * 4
 
 
-# Ways to train.
-
-
 @pytest.mark.works_with("PyTorch", "cached", "accumulation")
 def test_gradients_add_up_over_calls_and_with_what_was_there():
     (ours,), (theirs,) = twins(Encoder().double())
@@ -322,6 +316,7 @@ def test_an_encoder_with_gradient_checkpointing_and_dropout(reentrant):
 
 
 def test_generators_of_an_accelerator_are_replayed(monkeypatch):
+    """The accelerator is simulated, because most machines have none."""
     states, started = [10, 20], [True]  # of a device with two generators
     module = SimpleNamespace(
         is_initialized=lambda: started[0],
@@ -386,8 +381,8 @@ def test_the_real_encoder_with_signed_logits():
         return objective(SpladeBatch(*texts))
 
     torch.manual_seed(1)
-    given = [{**column, "return_logits": True} for column in columns]
-    total, terms = cached_backward(ours, given, loss, mini_batch_size=3)
+    inputs = [{**column, "return_logits": True} for column in columns]
+    total, terms = cached_backward(ours, inputs, loss, mini_batch_size=3)
     torch.manual_seed(1)
     pooled = []
     for column in columns:
@@ -399,9 +394,6 @@ def test_the_real_encoder_with_signed_logits():
     torch.testing.assert_close(total, expected.total.detach())
     torch.testing.assert_close(terms, expected.terms)
     close(gradients(ours), gradients(theirs), 1e-4)
-
-
-# Errors.
 
 
 def call(encoder=None, columns=None, loss=None, **settings):
@@ -416,11 +408,8 @@ def call(encoder=None, columns=None, loss=None, **settings):
     ("arguments", "error", "message"),
     [
         ({"columns": X}, TypeError, r"expected `columns` to be a list .* got Tensor"),
-        ({"columns": {"x": X}}, TypeError, r"expected `columns` to be a list .* got dict"),
         ({"columns": []}, TypeError, r"at least one column, got none"),
-        ({"columns": [[]]}, ValueError, r"a mini-batch in column 0, got an empty list"),
         ({"columns": [["a text"]]}, TypeError, r"column 0 to be a tensor, .* got str"),
-        ({"columns": ["a text"]}, TypeError, r"column 0 to be a tensor, .* got str"),
         (
             {"columns": [X, {"input_ids": X, "mask": X[:4]}]},
             ValueError,
@@ -432,16 +421,9 @@ def call(encoder=None, columns=None, loss=None, **settings):
         ({"columns": [{"a": [1]}]}, ValueError, r"one number of rows .* got no tensor"),
         ({"mini_batch_size": None}, ValueError, r"expected `mini_batch_size`, or a list"),
         ({"mini_batch_size": 0}, ValueError, r"`mini_batch_size` to be an integer >= 1, got 0"),
-        ({"mini_batch_size": 2.0}, TypeError, r"`mini_batch_size` to be an integer, got float"),
         ({"encoder": [nn.Identity()] * 2}, ValueError, r"one for each of 1 columns, got 2"),
         ({"encoder": lambda x: x[:1]}, ValueError, r"each of 2 rows of column 0, .* \[1, 4\]"),
-        ({"encoder": lambda x: x.sum()}, ValueError, r"each of 2 rows .* tensor of shape \[\]"),
         ({"encoder": lambda x: (x, "?")}, TypeError, r"tensors and None for column 0, got str"),
-        (
-            {"encoder": lambda x: x[:, : len(x)]},
-            ValueError,
-            r"differ in their number of rows only .* \[2, 2\] and \[1, 1\]",
-        ),
         (
             {"encoder": lambda x: (x, None) if len(x) > 1 else (x, x)},
             ValueError,
@@ -455,6 +437,6 @@ def call(encoder=None, columns=None, loss=None, **settings):
         ({"encoder": torch.no_grad()(nn.Linear(4, V))}, ValueError, r"under torch.no_grad"),
     ],
 )
-def test_errors_say_what_was_expected_and_what_came(arguments, error, message):
+def test_wrong_inputs_are_errors(arguments, error, message):
     with pytest.raises(error, match=message):
         call(**arguments)

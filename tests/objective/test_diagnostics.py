@@ -8,13 +8,9 @@ from hypothesis import strategies as st
 
 from sparse_losses import (
     Diagnostics,
-    InfoNCELoss,
-    SpladeBatch,
-    SpladeObjective,
     Texts,
     advise,
 )
-from sparse_losses.functional import context_overlap, gradient_report, recall_at_k
 
 V = 20
 SPECIAL, STOP, ALLOWED = [0, 1], [2, 3, 4], list(range(14))
@@ -103,9 +99,9 @@ def test_the_report_is_what_loops_count(seed, rows):
 
     on_top = [sorted({j for j in range(V) if r[j] > 0}, key=lambda j: -r[j])[:3] for r in x]
     shares = {j: sum(j in top for top in on_top) / rows for j in range(V)}
-    found = diagnostics.top_tokens(4)
-    assert list(found.values()) == sorted((s for s in shares.values() if s), reverse=True)[:4]
-    assert all(shares[j] == pytest.approx(share) for j, share in found.items())
+    top = diagnostics.top_tokens(4)
+    assert list(top.values()) == sorted((s for s in shares.values() if s), reverse=True)[:4]
+    assert all(shares[j] == pytest.approx(share) for j, share in top.items())
 
 
 def test_the_top_of_nothing_is_nothing():
@@ -211,126 +207,3 @@ def test_a_report_prints_one_line_a_number():
 def test_another_vocabulary_is_an_error():
     with pytest.raises(ValueError, match=rf"\[B, {V}\], got \[3, 5\]"):
         Diagnostics(V).update(torch.rand(3, 5))
-
-
-def test_the_overlap_of_contexts():
-    one = torch.tensor([[1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0] * 4, [2.0, 0, 0, 1.0]])
-    other = torch.tensor([[0.0, 3.0, 1.0, 1.0], [0.0, 1.0, 0.0, 0.0], [0.0] * 4, [1.0, 0, 0, 9.0]])
-    torch.testing.assert_close(context_overlap(one, other), torch.tensor([0.25, 0.0, 0.0, 1.0]))
-
-
-def recall(scores, positive, k):
-    """Loops over the positives of each query; half of the tied candidates rank above."""
-    shares = []
-    for row, wanted in zip(scores, positive, strict=True):
-        found = 0
-        for own in (score for score, is_wanted in zip(row, wanted, strict=True) if is_wanted):
-            above, tied = sum(s > own for s in row), sum(s == own for s in row) - 1
-            found += 1 + above + tied / 2 <= k
-        if any(wanted):
-            shares.append(found / sum(wanted))
-    return sum(shares) / len(shares) if shares else 0.0
-
-
-@given(st.integers(0, 10**6), st.integers(1, 6))
-def test_recall_counts_positives_among_the_best(seed, k):
-    generator = torch.Generator().manual_seed(seed)
-    scores = (torch.rand(5, 6, generator=generator) * 4).round()  # with ties
-    positive = torch.randint(0, 2, (5, 6), generator=generator)
-    positive[0] = 0
-    expected = recall(scores.tolist(), positive.tolist(), k)
-    assert recall_at_k(scores, positive, k).item() == pytest.approx(expected, abs=1e-6)
-
-
-def test_scoring_everything_alike_finds_nothing():
-    assert recall_at_k(torch.zeros(5, 100), torch.arange(5), 10) == 0.0
-
-
-def test_recall_of_one_positive_a_query():
-    scores = torch.tensor([[0.9, 0.1, 0.5], [0.2, 0.3, 0.9], [0.1, 0.2, 0.3]])
-    positive = torch.tensor([0, 1, 0])
-    found = [recall_at_k(scores, positive, k).item() for k in (1, 2, 3)]
-    assert found == pytest.approx([1 / 3, 2 / 3, 1.0])
-    with pytest.raises(ValueError, match="at most C = 3, got 4"):
-        recall_at_k(scores, positive, 4)
-
-
-WEIGHTS = {"info_nce": 3.0, "query_flops": 0.7, "document_flops": 0.2, "triplet_margin": 1.0}
-
-
-SIDES = ("anchor", "positive", "negative")
-
-
-def _batch(logits=False):
-    def texts(*shape):
-        pooled = torch.randn(*shape, V)
-        return Texts(
-            pooled.relu().log1p(),
-            torch.randint(0, V, (*shape, 5)),
-            torch.ones(*shape, 5, dtype=torch.int64),
-            pooled if logits else None,
-        )
-
-    return SpladeBatch(texts(6), texts(6), texts(6, 2))
-
-
-@pytest.mark.parametrize("logits", [False, True])
-def test_the_gradient_report_agrees_with_autograd(logits):
-    weights = {**WEIGHTS, "document_self_reconstruction": 2.0, "query_min_activation": 1.0}
-    objective = SpladeObjective(weights, info_nce=InfoNCELoss(temperature=0.5))
-    objective.min_activation.threshold = 5.0
-    batch = _batch(logits)
-    report = gradient_report(objective, batch)
-
-    gradients = {}
-    for name, weight in weights.items():
-        alone = SpladeObjective({name: weight}, info_nce=InfoNCELoss(temperature=0.5))
-        alone.min_activation.threshold = 5.0
-        leaves = [(t.activations if t.logits is None else t.logits).clone() for t in batch[:3]]
-        parts = iter([x.requires_grad_() for x in leaves])
-
-        def again(texts, parts=parts):
-            leaf = next(parts)
-            if texts.logits is None:
-                return texts._replace(activations=leaf)
-            return texts._replace(activations=leaf.relu().log1p(), logits=leaf)
-
-        alone(batch._replace(**{s: again(getattr(batch, s)) for s in SIDES})).total.backward()
-        gradients[name] = torch.cat(
-            [(torch.zeros_like(x) if x.grad is None else x.grad).flatten() for x in leaves]
-        ).double()
-    assert set(report.norms) == set(weights)
-    for name, gradient in gradients.items():
-        assert report.norms[name] == pytest.approx(gradient.norm().item(), rel=1e-6)
-    for (a, b), cosine in report.cosines.items():
-        expected = torch.nn.functional.cosine_similarity(gradients[a], gradients[b], dim=0)
-        assert cosine == pytest.approx(expected.item(), abs=1e-6)
-    assert len(report.cosines) == len(weights) * (len(weights) - 1) / 2
-
-
-def test_the_gradient_report_leaves_the_run_alone():
-    encoder = torch.nn.Linear(4, V)
-    hidden = encoder(torch.randn(6, 4))
-    batch = SpladeBatch(Texts(hidden.relu()), Texts(hidden.relu()))
-    objective = SpladeObjective({"info_nce": 1.0, "query_flops": 1.0})
-    calls = []
-    encoder.register_full_backward_hook(lambda *_: calls.append(1))
-    with torch.no_grad():
-        report = gradient_report(objective, batch)
-    assert report.norms["info_nce"] > 0
-    assert calls == []
-    assert encoder.weight.grad is None
-    assert set(report.as_dict()) == {
-        "norm/info_nce",
-        "norm/query_flops",
-        "cosine/info_nce/query_flops",
-    }
-    assert "query_flops" in str(report)
-
-
-def test_a_term_at_rest_has_no_gradient_and_no_cosine():
-    objective = SpladeObjective({"info_nce": 1.0, "query_min_activation": 1.0})
-    objective.min_activation.threshold = 0.0
-    report = gradient_report(objective, _batch())
-    assert report.norms["query_min_activation"] == 0.0
-    assert report.cosines["info_nce", "query_min_activation"] == 0.0

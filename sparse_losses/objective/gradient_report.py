@@ -1,0 +1,137 @@
+"""Each term's share in the gradient at the representation."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparse_losses._core.precision import compute_dtype, widest_dtype
+from sparse_losses.objective.batch import SpladeBatch, Texts
+from sparse_losses.objective.objective import SpladeObjective
+from sparse_losses.objective.terms import check_texts
+
+__all__ = ["GradientReport", "gradient_report"]
+
+
+class GradientReport(NamedTuple):
+    """The size of each term's gradient at the representation, and the angles between them.
+
+    Attributes:
+        norms: norm of the gradient of every active term, times its weight, with respect to all
+            activations of the batch, or to the logits of texts that have them.
+        cosines: cosine of the gradients of each pair of terms: -1 if they are opposed, 0 if they
+            have nothing in common, as terms of different sides here (in the encoder they may).
+
+    Examples:
+        >>> from sparse_losses import GradientReport
+        >>> print(GradientReport({"a": 3.0, "b": 1.0}, {("a", "b"): -0.5}))
+                norm  share   cosine with      1
+        1 a         3    75%
+        2 b         1    25%                -0.50
+    """
+
+    norms: dict[str, float]
+    cosines: dict[tuple[str, str], float]
+
+    def as_dict(self) -> dict[str, float]:
+        """Return a flat dict, for a logger."""
+        flat = {f"norm/{name}": value for name, value in self.norms.items()}
+        return flat | {f"cosine/{a}/{b}": value for (a, b), value in self.cosines.items()}
+
+    def __str__(self) -> str:
+        """Return a table of the norm, its share, and the cosines with the terms above."""
+        total = sum(self.norms.values()) or 1.0
+        names = list(self.norms)
+        digits = len(str(len(names)))
+        labels = [f"{number:>{digits}} {name}" for number, name in enumerate(names, start=1)]
+        width = max(map(len, labels), default=0)
+        numbers = "".join(f"{number:>7}" for number in range(1, len(names)))
+        lines = [f"{'':{width}}      norm  share   cosine with{numbers}".rstrip()]
+        for row, (name, label) in enumerate(zip(names, labels, strict=True)):
+            # A cosine of 0 is shown as a dot.
+            cosines = [self.cosines[other, name] for other in names[:row]]
+            cells = "".join(f"{c:>7.2f}" if c else f"{'.':>7}" for c in cosines)
+            share = self.norms[name] / total
+            line = f"{label:{width}}  {self.norms[name]:8.2g}  {share:5.0%}              {cells}"
+            lines.append(line.rstrip())
+        return "\n".join(lines)
+
+
+def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> GradientReport:
+    """Norms and cosines of the terms' gradients at the representation.
+
+    This takes one forward pass of the losses and one backward pass per term, to the activations
+    only: the encoder does not run, and no ``.grad`` changes. Memory holds one gradient of the
+    batch per term.
+
+    Args:
+        objective: the objective with the active terms and their present weights.
+        batch: the batch; it is detached.
+
+    Examples:
+        >>> import torch
+        >>> from sparse_losses import SpladeBatch, SpladeObjective, Texts, gradient_report
+        >>> objective = SpladeObjective({"info_nce": 1.0, "query_flops": 0.1})
+        >>> batch = SpladeBatch(Texts(torch.rand(4, 50)), Texts(torch.rand(4, 50)))
+        >>> report = gradient_report(objective, batch)
+        >>> sorted(report.norms)
+        ['info_nce', 'query_flops']
+    """
+    check_texts(batch)
+    leaves: list[Tensor] = []
+
+    def leaf(x: Tensor) -> Tensor:
+        x = x.detach().to(compute_dtype(activations=x))
+        leaves.append(x.requires_grad_())
+        return leaves[-1]
+
+    def leaf_texts(texts: Texts) -> Texts:
+        if texts.logits is None:
+            return texts._replace(activations=leaf(texts.activations))
+        # The batch's activations, with the gradient of log1p(relu(logits)): one leaf for both.
+        logits = leaf(texts.logits)
+        with torch.enable_grad():
+            slope = logits.relu().log1p()
+            activations = texts.activations.detach() + (slope - slope.detach())
+        return texts._replace(activations=activations, logits=logits)
+
+    negative = None if batch.negative is None else leaf_texts(batch.negative)
+    batch = batch._replace(
+        anchor=leaf_texts(batch.anchor), positive=leaf_texts(batch.positive), negative=negative
+    )
+    with torch.enable_grad():
+        terms = {
+            name: objective.weights[name] * term for name, term in objective.terms(batch).items()
+        }
+    gradients = [
+        torch.autograd.grad(term, leaves, retain_graph=True, materialize_grads=True)
+        if term.requires_grad
+        else [torch.zeros_like(leaf) for leaf in leaves]
+        for term in terms.values()
+    ]
+    products = _products(gradients)
+    names = list(terms)
+    norms = {name: math.sqrt(products[row][row]) for row, name in enumerate(names)}
+    cosines = {}
+    for row, b in enumerate(names):
+        for column, a in enumerate(names[:row]):
+            length = norms[a] * norms[b]
+            cosines[a, b] = products[row][column] / length if length else 0.0
+    return GradientReport(norms, cosines)
+
+
+def _products(gradients: Sequence[Sequence[Tensor]]) -> list[list[float]]:
+    """Return the dot products of all pairs of gradients, in fp64, a piece at a time."""
+    if not gradients:
+        return []
+    device = gradients[0][0].device
+    wide = widest_dtype(device)
+    total = torch.zeros(len(gradients), len(gradients), dtype=wide, device=device)
+    for tensors in zip(*gradients, strict=True):
+        for pieces in zip(*(x.flatten().split(1 << 18) for x in tensors), strict=True):
+            rows = torch.stack(pieces).to(wide)
+            total += rows @ rows.T
+    products: list[list[float]] = total.tolist()
+    return products

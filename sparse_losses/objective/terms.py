@@ -1,0 +1,210 @@
+"""The terms of an objective: their names, their losses, and what each needs of a batch."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from sparse_losses._core.checks import check_choice, check_number, check_shapes
+from sparse_losses._core.loss import LossModule
+from sparse_losses.losses import (
+    DistillationLoss,
+    FlopsLoss,
+    IdfFlopsLoss,
+    InfoNCELoss,
+    LanguagePenaltyLoss,
+    MarginMSELoss,
+    MinActivationLoss,
+    PositiveActivationLoss,
+    SelfReconstructionLoss,
+    TripletMarginLoss,
+)
+from sparse_losses.objective.batch import SpladeBatch, Texts
+
+__all__ = ["NEEDS", "check_batch", "check_loss", "check_needs", "check_texts", "check_weights"]
+
+SIDES = ("anchor", "positive", "negative")
+
+# Every term, and the parts of the batch that it requires.
+NEEDS: dict[str, tuple[str, ...]] = {
+    "info_nce": (),
+    "triplet_margin": ("negative",),
+    "distillation": ("teacher_scores",),
+    "context_distillation": ("teacher_anchor_scores",),
+    "margin_mse": ("negative", "teacher_scores"),
+    "query_flops": (),
+    "document_flops": (),
+    "query_min_activation": (),
+    "document_min_activation": (),
+    "query_language_penalty": (),
+    "document_language_penalty": (),
+    "query_self_reconstruction": ("anchor.input_ids", "anchor.attention_mask"),
+    "document_self_reconstruction": (
+        "positive.input_ids",
+        "positive.attention_mask",
+        "negative.input_ids",  # if there are negatives
+        "negative.attention_mask",
+    ),
+    "query_positive_activation": ("positive.input_ids", "positive.attention_mask"),
+    "document_positive_activation": ("anchor.input_ids", "anchor.attention_mask"),
+}
+# Losses of labelled features, which a batch of texts does not have.
+NO_TERMS = ("n_pair", "nws", "pairwise_contrastive")
+
+# Where what is missing can come from, for the message of an error.
+SOURCES = {
+    "teacher_scores": ": BM25Teacher computes them; or leave the term out",
+    "teacher_anchor_scores": (
+        ": SpladeBatch.from_columns(score_anchors=True) computes them; or leave the term out"
+    ),
+}
+
+# The classes of the losses.
+LOSSES: dict[str, tuple[type[nn.Module], ...]] = {
+    "info_nce": (InfoNCELoss,),
+    "triplet_margin": (TripletMarginLoss,),
+    "distillation": (DistillationLoss,),
+    "context_distillation": (DistillationLoss,),
+    "margin_mse": (MarginMSELoss,),
+    "flops": (FlopsLoss, IdfFlopsLoss),
+    "min_activation": (MinActivationLoss,),
+    "self_reconstruction": (SelfReconstructionLoss,),
+    "positive_activation": (PositiveActivationLoss,),
+    "language_penalty": (LanguagePenaltyLoss,),
+}
+
+
+def check_weights(weights: Mapping[str, float | Tensor]) -> None:
+    """Raise for a name that is no term, or a weight that is no number."""
+    for name, weight in weights.items():
+        if name not in NEEDS:
+            near = difflib.get_close_matches(name, NEEDS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            if name in NO_TERMS:
+                hint = f": add {name}_loss to the objective's total yourself"
+            raise ValueError(f"expected weights of {', '.join(NEEDS)}, got one of {name!r}{hint}")
+        if not isinstance(weight, Tensor):
+            check_number(f"weights[{name!r}]", weight)
+        elif weight.ndim:
+            raise ValueError(
+                f"expected weights[{name!r}] to be a number or a 0-d tensor, got one of shape "
+                f"{list(weight.shape)}"
+            )
+
+
+def check_loss(name: str, loss: object) -> None:
+    """Raise for a loss of another class, or one that returns rows; your own modules are accepted.
+
+    ``None`` is accepted too.
+    """
+    classes = LOSSES[name]
+    is_another = isinstance(loss, LossModule) and not isinstance(loss, classes)
+    if loss is not None and (is_another or not isinstance(loss, nn.Module)):
+        expected = " or ".join(each.__name__ for each in classes)
+        received = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
+        raise TypeError(f"expected `{name}` to be an instance of {expected}, got {received}")
+    if getattr(loss, "reduction", "mean") == "none":
+        raise ValueError(f"expected `{name}` to reduce to one number, got reduction='none'")
+
+
+def check_texts(batch: object, *others: object) -> None:
+    """Raise unless the objective received one ``SpladeBatch`` of ``Texts``."""
+    expected = "SpladeBatch(Texts(activations, ...), Texts(activations, ...))"
+    if others or not isinstance(batch, SpladeBatch):
+        received = ", ".join(type(each).__name__ for each in (batch, *others))
+        raise TypeError(f"expected `batch` to be a SpladeBatch, {expected}, got {received}")
+    for side in SIDES:
+        texts = getattr(batch, side)
+        if not isinstance(texts, Texts) and not (side == "negative" and texts is None):
+            raise TypeError(
+                f"expected `batch.{side}` to be Texts, {expected}, got {type(texts).__name__}"
+            )
+
+
+def check_batch(batch: SpladeBatch) -> None:
+    """Raise unless the tensors of a batch belong together."""
+    ids, teachers = batch.positive_ids, ("teacher_scores", "teacher_anchor_scores")
+    check_choice("batch.teacher_candidates", batch.teacher_candidates, ("own", "batch", None))
+    if isinstance(ids, Tensor) and (ids.is_floating_point() or ids.dtype == torch.bool):
+        raise TypeError(f"expected `positive_ids` to be integers, got {ids.dtype}")
+    shapes: dict[str, tuple[Tensor | None, str]] = {
+        "anchor.activations": (batch.anchor.activations, "B V"),
+        "positive.activations": (batch.positive.activations, "B V"),
+        "positive_ids": (ids, "B, optional"),
+        "teacher_scores": (batch.teacher_scores, "B C, optional"),
+        "teacher_anchor_scores": (batch.teacher_anchor_scores, "B A, optional"),
+    }
+    if batch.negative is not None:
+        shapes["negative.activations"] = (batch.negative.activations, "N V or B N V")
+    check_shapes(**shapes)
+    for name in teachers:
+        scores = getattr(batch, name)
+        if scores is not None and scores.dtype == torch.bool:
+            raise TypeError(f"expected `{name}` to be numbers, got {scores.dtype}")
+    for side in SIDES:
+        texts = getattr(batch, side)
+        if texts is not None:
+            rows = "B N" if texts.activations.ndim == 3 else "B"
+            shapes = {f"{side}.activations": (texts.activations, f"{rows} V")}
+            shapes[f"{side}.logits"] = (texts.logits, f"{rows} V, optional")
+            for name in ("input_ids", "attention_mask"):
+                shapes[f"{side}.{name}"] = (getattr(texts, name), f"{rows} S, optional")
+            check_shapes(**shapes)
+
+
+def check_needs(
+    active: Sequence[str],
+    weights: Mapping[str, float | Tensor],
+    batch: SpladeBatch,
+    *,
+    has_language_penalty: bool,
+    has_special_tokens: bool,
+) -> None:
+    """Raise for an active term that lacks a loss or an input; the error names its weight."""
+    _check_both_or_neither(active, batch, has_special_tokens)
+    for term in active:
+        weight = weights[term]
+        for path in NEEDS[term]:
+            if path.startswith("negative.") and batch.negative is None:
+                continue
+            part: object = batch
+            for name in path.split("."):
+                part = getattr(part, name)
+            if part is None:
+                raise ValueError(
+                    f"the term {term!r} (weight {weight}) needs `batch.{path}`, "
+                    f"got None{SOURCES.get(path, '')}"
+                )
+        if term.endswith("language_penalty") and not has_language_penalty:
+            raise ValueError(
+                f"the term {term!r} (weight {weight}) needs "
+                "SpladeObjective(language_penalty=LanguagePenaltyLoss(...)), got None"
+            )
+        if term in ("triplet_margin", "margin_mse") and batch.negative is not None:
+            shape, size = batch.negative.activations.shape, len(batch.anchor.activations)
+            if len(shape) == 2 and shape[0] != size:
+                raise ValueError(
+                    f"the term {term!r} needs each anchor's own negatives, [B, N, V] or one "
+                    f"each [B, V], with B = {size}, got {list(shape)}"
+                )
+
+
+def _check_both_or_neither(
+    active: Sequence[str], batch: SpladeBatch, has_special_tokens: bool
+) -> None:
+    """Check that positives and negatives both have an input that changes a term, or neither."""
+    inputs: dict[str, Sequence[str]] = {
+        "document_min_activation": ("attention_mask", "logits"),
+        "document_self_reconstruction": ("logits",),
+    }
+    if has_special_tokens and batch.positive.attention_mask is not None:  # else all tokens count
+        inputs["document_min_activation"] = ("attention_mask", "logits", "input_ids")
+    if batch.negative is None:
+        return
+    for term in inputs:
+        for name in inputs[term] if term in active else ():
+            if (getattr(batch.positive, name) is None) != (getattr(batch.negative, name) is None):
+                raise ValueError(
+                    f"the term {term!r} needs `{name}` of positives and negatives, or of neither"
+                )

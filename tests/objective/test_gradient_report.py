@@ -1,0 +1,85 @@
+import pytest
+import torch
+
+from sparse_losses import InfoNCELoss, SpladeBatch, SpladeObjective, Texts, gradient_report
+
+V = 20
+WEIGHTS = {"info_nce": 3.0, "query_flops": 0.7, "document_flops": 0.2, "triplet_margin": 1.0}
+
+
+SIDES = ("anchor", "positive", "negative")
+
+
+def _batch(logits=False):
+    def texts(*shape):
+        pooled = torch.randn(*shape, V)
+        return Texts(
+            pooled.relu().log1p(),
+            torch.randint(0, V, (*shape, 5)),
+            torch.ones(*shape, 5, dtype=torch.int64),
+            pooled if logits else None,
+        )
+
+    return SpladeBatch(texts(6), texts(6), texts(6, 2))
+
+
+@pytest.mark.parametrize("logits", [False, True])
+def test_the_gradient_report_agrees_with_autograd(logits):
+    weights = {**WEIGHTS, "document_self_reconstruction": 2.0, "query_min_activation": 1.0}
+    objective = SpladeObjective(weights, info_nce=InfoNCELoss(temperature=0.5))
+    objective.min_activation.threshold = 5.0
+    batch = _batch(logits)
+    report = gradient_report(objective, batch)
+
+    gradients = {}
+    for name, weight in weights.items():
+        alone = SpladeObjective({name: weight}, info_nce=InfoNCELoss(temperature=0.5))
+        alone.min_activation.threshold = 5.0
+        leaves = [(t.activations if t.logits is None else t.logits).clone() for t in batch[:3]]
+        parts = iter([x.requires_grad_() for x in leaves])
+
+        def again(texts, parts=parts):
+            leaf = next(parts)
+            if texts.logits is None:
+                return texts._replace(activations=leaf)
+            return texts._replace(activations=leaf.relu().log1p(), logits=leaf)
+
+        alone(batch._replace(**{s: again(getattr(batch, s)) for s in SIDES})).total.backward()
+        gradients[name] = torch.cat(
+            [(torch.zeros_like(x) if x.grad is None else x.grad).flatten() for x in leaves]
+        ).double()
+    assert set(report.norms) == set(weights)
+    for name, gradient in gradients.items():
+        assert report.norms[name] == pytest.approx(gradient.norm().item(), rel=1e-6)
+    for (a, b), cosine in report.cosines.items():
+        expected = torch.nn.functional.cosine_similarity(gradients[a], gradients[b], dim=0)
+        assert cosine == pytest.approx(expected.item(), abs=1e-6)
+    assert len(report.cosines) == len(weights) * (len(weights) - 1) / 2
+
+
+def test_the_gradient_report_leaves_the_run_alone():
+    encoder = torch.nn.Linear(4, V)
+    hidden = encoder(torch.randn(6, 4))
+    batch = SpladeBatch(Texts(hidden.relu()), Texts(hidden.relu()))
+    objective = SpladeObjective({"info_nce": 1.0, "query_flops": 1.0})
+    calls = []
+    encoder.register_full_backward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        report = gradient_report(objective, batch)
+    assert report.norms["info_nce"] > 0
+    assert calls == []
+    assert encoder.weight.grad is None
+    assert set(report.as_dict()) == {
+        "norm/info_nce",
+        "norm/query_flops",
+        "cosine/info_nce/query_flops",
+    }
+    assert "query_flops" in str(report)
+
+
+def test_a_term_at_rest_has_no_gradient_and_no_cosine():
+    objective = SpladeObjective({"info_nce": 1.0, "query_min_activation": 1.0})
+    objective.min_activation.threshold = 0.0
+    report = gradient_report(objective, _batch())
+    assert report.norms["query_min_activation"] == 0.0
+    assert report.cosines["info_nce", "query_min_activation"] == 0.0
