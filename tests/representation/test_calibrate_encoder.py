@@ -7,10 +7,13 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from sparse_losses import SpladeEncoder, calibrate_threshold
-from tests.representation.test_encoder import VARIANTS, make
-from tests.representation.tiny_models import CORPUS, ISSUE, TEXTS, pair
+from tests.representation.tiny_models import CORPUS, ISSUE, TEXTS, VARIANTS, make, pair
 
 DOCUMENTS = [*CORPUS[:7], "dogs over the fox", "추천 메뉴", "U.S.A. weight"]
+
+
+def bias_of(encoder):
+    return encoder.head.bias if encoder.expansion else encoder.importance[-1].bias
 
 
 def active(encoder, texts=DOCUMENTS):
@@ -31,11 +34,11 @@ def test_texts_keep_as_many_dimensions_as_were_asked_for(architecture, variant, 
     with torch.no_grad():
         if not encoder.expansion:  # logits of both signs
             encoder.importance[-1].bias.fill_(-0.1)
-    before, bias = active(encoder), encoder._bias().clone()
+    before, bias = active(encoder), bias_of(encoder).clone()
     t = encoder.calibrate(DOCUMENTS, target)
     assert active(encoder) == pytest.approx(target, rel=0.02)
     assert (t > 0) == (target < before)
-    torch.testing.assert_close(encoder._bias(), bias - t)
+    torch.testing.assert_close(bias_of(encoder), bias - t)
 
 
 def test_the_threshold_is_that_of_the_activations_without_gate_and_idf_weights():
@@ -57,9 +60,9 @@ def test_a_model_in_half_precision_keeps_as_many_too(dtype, spread, target):
         encoder.head.bias.normal_(std=spread, generator=torch.Generator().manual_seed(0))
         encoder.head.bias += 1.0
     encoder.to(dtype)
-    bias = encoder._bias().clone()
+    bias = bias_of(encoder).clone()
     t = encoder.calibrate(DOCUMENTS, target)
-    assert torch.equal(encoder._bias(), bias - t)
+    assert torch.equal(bias_of(encoder), bias - t)
     assert active(encoder) == pytest.approx(target, rel=0.02)
 
 
@@ -176,10 +179,10 @@ def test_wrong_input_is_an_error_and_the_bias_stays(options, texts, target, mess
     options = dict(options)
     call = {"batch_size": options.pop("batch_size")} if "batch_size" in options else {}
     encoder = make(**options)
-    bias = encoder._bias().clone()
+    bias = bias_of(encoder).clone()
     with pytest.raises(ValueError, match=message):
         encoder.calibrate(texts, target, **call)
-    assert torch.equal(encoder._bias(), bias)
+    assert torch.equal(bias_of(encoder), bias)
 
 
 def test_logits_that_are_no_numbers_are_an_error():
