@@ -185,12 +185,12 @@ def test_top_tokens_of_vectors_equal_those_of_their_texts(layout, dtype):
     elif layout == torch.sparse_coo:
         inputs = vectors.to_sparse()
     names = encoder.tokenizer.convert_ids_to_tokens(list(range(encoder.vocab_size)))
-    for row, found in zip(vectors.tolist(), encoder.top_tokens(inputs, 3), strict=True):
+    for row, top in zip(vectors.tolist(), encoder.top_tokens(inputs, 3), strict=True):
         largest = sorted(range(len(row)), key=lambda j: (-row[j], j))[:3]
-        assert list(found.items()) == [(names[j], row[j]) for j in largest]
+        assert list(top.items()) == [(names[j], row[j]) for j in largest]
     if dtype == torch.float32:
         assert encoder.top_tokens(inputs, 3) == encoder.top_tokens(TEXTS, 3)
-        assert [len(found) for found in encoder.top_tokens(inputs, 10_000)] == [
+        assert [len(top) for top in encoder.top_tokens(inputs, 10_000)] == [
             int((row > 0).sum()) for row in vectors
         ]
 
@@ -231,8 +231,8 @@ def test_token_weights_equal_the_formula(variant, cells, monkeypatch):
         if encoder.gate is not None:
             gate = encoder.gate(hidden, batch["attention_mask"])
         scores = encoder.importance(hidden) if not encoder.expansion else encoder.model(**batch)[0]
-    found = encoder.token_weights(texts, batch_size=2)
-    for i, weights in enumerate(found):
+    result = encoder.token_weights(texts, batch_size=2)
+    for i, weights in enumerate(result):
         count = int(batch["attention_mask"][i].sum())
         names = encoder.tokenizer.convert_ids_to_tokens(ids[i][:count])
         assert [name for name, _ in weights] == names
@@ -247,7 +247,7 @@ def test_token_weights_equal_the_formula(variant, cells, monkeypatch):
                 best = max(best, float(factor[j]) * math.log1p(max(0.0, logit)))
             assert weight == pytest.approx(best, rel=1e-4, abs=1e-5)
     largest = encoder.encode(texts, output="dense").amax(1).tolist()
-    assert [max(w for _, w in weights) for weights in found] == pytest.approx(largest, rel=1e-5)
+    assert [max(w for _, w in weights) for weights in result] == pytest.approx(largest, rel=1e-5)
 
 
 def test_token_weights_of_odd_texts():
@@ -267,8 +267,8 @@ def test_token_weights_of_odd_texts():
         encoder.token_weights(TEXTS, batch_size=0)
     half = make(gate=True).to(torch.bfloat16)
     largest = half.encode(TEXTS, output="dense").amax(1).tolist()
-    found = [max(weight for _, weight in text) for text in half.token_weights(TEXTS)]
-    assert found == pytest.approx(largest, rel=0.02)
+    result = [max(weight for _, weight in text) for text in half.token_weights(TEXTS)]
+    assert result == pytest.approx(largest, rel=0.02)
     with torch.no_grad():
         encoder.head.bias.fill_(math.nan)
     with pytest.raises(ValueError, match="expected finite activations, got others in text"):
