@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as nnf
@@ -229,28 +229,6 @@ class SpladeEncoder(nn.Module):
             numbers = order[first : first + batch_size]
             yield numbers, self.tokenize([texts[i] for i in numbers])
 
-    @overload
-    def encode(
-        self,
-        texts: Sequence[str],
-        *,
-        output: Literal["csr", "dense"] = ...,
-        batch_size: int = ...,
-        max_active_dims: int | None = ...,
-        normalize: bool = ...,
-        show_progress: bool | None = ...,
-    ) -> Tensor: ...
-    @overload
-    def encode(
-        self,
-        texts: Sequence[str],
-        *,
-        output: Literal["tokens"],
-        batch_size: int = ...,
-        max_active_dims: int | None = ...,
-        normalize: bool = ...,
-        show_progress: bool | None = ...,
-    ) -> list[dict[str, float]]: ...
     def encode(
         self,
         texts: Sequence[str],
@@ -260,7 +238,7 @@ class SpladeEncoder(nn.Module):
         max_active_dims: int | None = None,
         normalize: bool = False,
         show_progress: bool | None = None,
-    ) -> Tensor | list[dict[str, float]]:
+    ) -> Any:
         """Return the vectors of texts, in their order, on the CPU, in evaluation mode.
 
         The whole encoder is in evaluation mode meanwhile: do not train it in another thread.
@@ -268,7 +246,7 @@ class SpladeEncoder(nn.Module):
         Args:
             texts: Strings. Longer ones are cut at ``max_length`` tokens.
             output: ``"csr"`` or ``"dense"``: a tensor ``[N, V]``, sparse in CSR layout or dense.
-                ``"tokens"``: dicts of the positive weights by token, the largest first.
+                ``"tokens"``: a list of dicts of positive weights by token, the largest first.
             batch_size: Texts per batch; texts of similar length share a batch.
             max_active_dims: The largest number of weights to keep per text; ``None``: all.
             normalize: Whether to scale the weights kept to a Euclidean length of 1, which an index
@@ -344,7 +322,10 @@ class SpladeEncoder(nn.Module):
         """
         check_integer("k", k, minimum=1)
         if not isinstance(texts_or_vectors, Tensor):
-            return self.encode(texts_or_vectors, output="tokens", max_active_dims=k, **options)
+            top: list[dict[str, float]] = self.encode(
+                texts_or_vectors, output="tokens", max_active_dims=k, **options
+            )
+            return top
         if options:
             raise TypeError(f"expected no options with vectors, got {', '.join(options)}")
         vectors = texts_or_vectors.detach()
@@ -364,13 +345,12 @@ class SpladeEncoder(nn.Module):
 
         $$w_s = \max_j u_j \log\bigl(1 + \mathrm{ReLU}(g_j \, \ell_{sj})\bigr)$$
 
-        The weights show which words of a text its vector comes from: the largest $w_s$ is the
-        largest weight of the vector. With ``expansion=False`` a position activates its own token
-        only, and special tokens have a weight of 0. ``[B, S, V]`` is never stored.
+        The largest $w_s$ is the largest weight of the text's vector. With ``expansion=False`` a
+        position activates its own token only, and special tokens have a weight of 0.
 
         Args:
             texts: Strings. Longer ones are cut at ``max_length`` tokens.
-            batch_size: Texts per batch; texts of similar length share a batch.
+            batch_size: Texts per batch.
 
         Returns:
             For each text its tokens in order, with special tokens but without padding, each with
@@ -421,22 +401,18 @@ class SpladeEncoder(nn.Module):
     def calibrate(
         self, texts: Sequence[str], target_active: float, *, batch_size: int = 32
     ) -> float:
-        r"""Shift the bias so that texts keep ``target_active`` dimensions each, on average.
+        """Shift the bias so that texts keep ``target_active`` dimensions each, on average.
 
-        After training, this adjusts the sparsity to what an index needs. A threshold of the logits,
-        chosen as by ``calibrate_threshold``, is subtracted from the bias of the vocabulary
-        projection, or of the importance layer with ``expansion=False``. As part of the bias it is
-        saved and exported with the model.
-
-        The pooled logits are computed in evaluation mode, signed and before the gate, which does
-        not change their sign. Dimensions with an idf weight of 0 are not counted. A bias in half
-        precision takes few values: the result may miss the target by a few percent where many
-        logits are nearly equal.
+        A threshold of the pooled logits, chosen as by ``calibrate_threshold``, is subtracted from
+        the bias of the vocabulary projection, or of the importance layer with ``expansion=False``.
+        It is saved and exported with the model. The gate does not change it, and dimensions with
+        an idf weight of 0 are not counted. A bias in half precision takes few values: the result
+        may miss the target by a few percent where many logits are nearly equal.
 
         Args:
             texts: Strings like those to be encoded, such as a sample of the documents.
             target_active: Active dimensions per text, on average, > 0.
-            batch_size: Texts per batch; texts of similar length share a batch.
+            batch_size: Texts per batch.
 
         Returns:
             The number that was subtracted, before rounding; it is negative if fewer than
@@ -444,9 +420,9 @@ class SpladeEncoder(nn.Module):
 
         Raises:
             TypeError: for anything but a sequence of strings.
-            ValueError: if there are no texts, if ``target_active`` exceeds the dimensions that can
-                be active, if a logit is not a number, or if the model has no bias and its config no
-                ``decoder_bias`` to add one. The bias is then unchanged.
+            ValueError: if there are no texts, if fewer dimensions can be active, if a logit is not
+                a number, or if the model has no bias and its config no ``decoder_bias`` to add one.
+                The bias is then unchanged.
 
         Examples:
             ``encoder.calibrate(documents[:1000], target_active=64)``
@@ -551,7 +527,7 @@ def _importance(hidden_size: int) -> nn.Sequential:
 
 
 def _max_length(max_length: int | None, model: Any, tokenizer: Any) -> int:
-    """Return the given maximum, or else the limit of model and tokenizer."""
+    """Return the maximum, by default the limit of model and tokenizer."""
     positions = [
         # RoBERTa and its descendants number positions from the padding index on.
         module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
@@ -582,10 +558,10 @@ def _gate(gate: object, hidden_size: int, vocab_size: int) -> ContextGate | None
         return ContextGate(hidden_size, vocab_size, num_heads=heads)
     if not isinstance(gate, ContextGate):
         raise TypeError(f"expected `gate` to be a ContextGate, True, False or None, got {gate!r}")
-    if (gate.hidden_size, gate.vocab_size) != (hidden_size, vocab_size):
+    sizes = gate.hidden_size, gate.vocab_size
+    if sizes != (hidden_size, vocab_size):
         raise ValueError(
-            f"expected `gate` of hidden_size {hidden_size} and vocab_size {vocab_size}, got "
-            f"{gate.hidden_size} and {gate.vocab_size}"
+            f"expected `gate` of hidden and vocab_size {(hidden_size, vocab_size)}, got {sizes}"
         )
     return gate
 
@@ -593,14 +569,9 @@ def _gate(gate: object, hidden_size: int, vocab_size: int) -> ContextGate | None
 def _checked_idf_weights(idf_weights: Tensor, vocab_size: int) -> Tensor:
     """Return a copy in fp32."""
     check_shapes(idf_weights=(idf_weights, "V"))
-    if idf_weights.shape[0] != vocab_size:
-        raise ValueError(
-            f"expected `idf_weights` of the vocabulary's size {vocab_size}, got "
-            f"{idf_weights.shape[0]}"
-        )
     copied = idf_weights.detach().clone(memory_format=torch.contiguous_format).float()
-    if not (copied.isfinite() & (copied >= 0)).all():
-        raise ValueError("expected `idf_weights` to be finite and >= 0")
+    if len(copied) != vocab_size or not (copied.isfinite() & (copied >= 0)).all():
+        raise ValueError(f"expected `idf_weights` to be V = {vocab_size} finite numbers >= 0")
     return copied
 
 

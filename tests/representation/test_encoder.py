@@ -368,10 +368,10 @@ def test_wrong_arguments():
     size = len(words)
     for options, error, match in [
         ({"gate": "yes"}, TypeError, "expected `gate` to be a ContextGate, True, False or None"),
-        ({"gate": ContextGate(16, size + 1)}, ValueError, f"vocab_size {size}, got 16 and"),
-        ({"idf_weights": torch.ones(3)}, ValueError, f"vocabulary's size {size}, got 3"),
-        ({"idf_weights": -torch.ones(size)}, ValueError, "`idf_weights` to be finite and >= 0"),
-        ({"idf_weights": torch.full((size,), math.inf)}, ValueError, "finite and >= 0"),
+        ({"gate": ContextGate(16, size + 1)}, ValueError, rf"\(16, {size}\), got \(16, "),
+        ({"idf_weights": torch.ones(3)}, ValueError, f"V = {size} finite numbers"),
+        ({"idf_weights": -torch.ones(size)}, ValueError, "`idf_weights` to be V"),
+        ({"idf_weights": torch.full((size,), math.inf)}, ValueError, "finite numbers >= 0"),
         ({"expansion": 1}, TypeError, "expected `expansion` to be True or False"),
         ({"max_length": 2}, ValueError, "`max_length` to be an integer >= 3, got 2"),
         ({"max_length": 41}, ValueError, "at most the model's 40 positions, got 41"),
