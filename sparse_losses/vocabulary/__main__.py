@@ -24,20 +24,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sparse-losses-vocabulary",
-        description="Count the documents that contain each token, for idf_penalty.",
-        epilog="example: %(prog)s count a.jsonl --tokenizer tokenizer.json --output df.npz",
-    )
+    about = "Count the documents that contain each token, for idf_penalty."
+    parser = argparse.ArgumentParser(prog="sparse-losses-vocabulary", description=about)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     count = commands.add_parser("count", help="count; repeat the command to continue a stopped one")
     count.set_defaults(run=_count)
     add = count.add_argument
     kinds = "text (a document per line), JSONL (.jsonl, .ndjson, .json), both also as .gz, "
     add("inputs", nargs="+", help=kinds + "or a folder of Dataset.save_to_disk")
-    add(
-        "--tokenizer", required=True, metavar="T", help="tokenizer.json, or a name for transformers"
-    )
+    add("--tokenizer", required=True, metavar="T", help="tokenizer.json, or a transformers name")
     add("--field", action="append", metavar="F", help="JSON field or column with text, repeatable")
     add("--max-length", type=int, metavar="L", help="truncate documents to L tokens")
     add("--vocab-size", type=int, metavar="V", help="the model's, if larger than the tokenizer's")

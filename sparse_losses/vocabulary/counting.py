@@ -11,8 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sparse_losses._core.checks import check_integer
 from sparse_losses._core.extras import from_extra
 from sparse_losses._core.files import replaced_file
@@ -34,8 +32,7 @@ def find_inputs(names: Sequence[str]) -> dict[str, list[int]]:
             if path.resolve() in {other.resolve() for other in inputs}:
                 raise ValueError(f"expected every input once, got {path} again")
             files = [file.stat() for file in ([path] if path.is_file() else path.iterdir())]
-            size, time = sum(file.st_size for file in files), max(f.st_mtime_ns for f in files)
-            inputs[path] = [size, time]
+            inputs[path] = [sum(f.st_size for f in files), max(f.st_mtime_ns for f in files)]
     return {str(path): inputs[path] for path in sorted(inputs)}
 
 
@@ -102,10 +99,9 @@ class Count:
         self.counter = DocumentFrequency(vocab_size or smallest, tokenizer_sha256=fingerprint)
         self.tokenizer, self.fields, self.max_length = tokenizer, fields, max_length
         self.done: dict[str, list[int]] = {}
-        # `to_str` covers how a text is split.
         code = tokenizer.to_str() if hasattr(tokenizer, "to_str") else fingerprint
-        code = hashlib.sha256(code.encode()).hexdigest()
-        self.settings = [code, fields, self.counter.vocab_size, max_length]
+        code_sha256 = hashlib.sha256(code.encode()).hexdigest()  # also of how a text is split
+        self.settings = [code_sha256, fields, self.counter.vocab_size, max_length]
 
     def add(self, name: str, size: int, report: Callable[[int], object]) -> None:
         """Count a whole input; ``report`` is called with the bytes read for each batch."""
@@ -116,8 +112,7 @@ class Count:
                 encodings = self.tokenizer.encode_batch_fast(documents, add_special_tokens=False)
                 ids = [encoding.ids for encoding in encodings]
             else:
-                options = {"add_special_tokens": False, "verbose": False}
-                ids = self.tokenizer(documents, **options)["input_ids"]
+                ids = self.tokenizer(documents, add_special_tokens=False, verbose=False).input_ids
             self.counter._update_ragged([document[: self.max_length] for document in ids])
             report(batch[-1][1] - before)
             before = batch[-1][1]
@@ -146,9 +141,7 @@ class Count:
         except ValueError as error:
             raise ValueError(f"{path} is damaged: start over with --restart") from error
         if settings != self.settings or any(inputs.get(name) != done[name] for name in done):
-            raise ValueError(
-                f"{path} holds an unfinished count of other inputs, or with another tokenizer or "
-                "other options: start over with --restart"
-            )
-        self.done, self.counter.df = done, torch.tensor(df, dtype=torch.int64)
+            unfinished = f"{path} holds an unfinished count of other inputs or with other options"
+            raise ValueError(f"{unfinished}: start over with --restart")
+        self.done, self.counter.df = done, self.counter.df.new_tensor(df)
         self.counter.num_documents, self.counter.num_tokens = documents, tokens
