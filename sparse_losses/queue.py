@@ -130,40 +130,16 @@ class LabelQueue(nn.Module):
 
 
 def _check_state(queue: LabelQueue, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-    """Raise for a state that no queue of this size has; PyTorch itself checks the shapes.
+    """Raise for counts that no queue of this size has; PyTorch itself checks names and shapes.
 
     A NaN in the features is no reason: ``enqueue`` stores it too, and later rows replace it.
     """
-    found = {name: state.get(prefix + name) for name in ("features", "labels", "pointer", "fill")}
-    # PyTorch reports what is missing or is not a tensor; a meta tensor has no values yet.
-    known = {name: x for name, x in found.items() if isinstance(x, Tensor) and not x.is_meta}
-    if "features" in known and not known["features"].is_floating_point():
-        raise TypeError(
-            "expected `features` of a LabelQueue to be floating point, got "
-            f"{known['features'].dtype}"
-        )
-    if "labels" in known:
-        labels = known["labels"]
-        if labels.is_complex():
-            raise TypeError(f"expected `labels` of a LabelQueue to be real, got {labels.dtype}")
-        wrong = labels[(labels != 0) & (labels != 1)]
-        if len(wrong):
-            raise ValueError(
-                f"expected `labels` of a LabelQueue to be 0 or 1, got {wrong[0].item():g}"
-            )
-    counts: dict[str, int] = {}
     for name, most in (("pointer", queue.size - 1), ("fill", queue.size)):
-        if name not in known or known[name].numel() != 1:
+        saved = state.get(prefix + name)
+        if not isinstance(saved, Tensor) or saved.is_meta or saved.numel() != 1:
             continue
-        number = known[name].item()
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= most:
+        if saved.dtype == torch.bool or saved.item() not in range(most + 1):
             raise ValueError(
                 f"expected `{name}` of a LabelQueue of {queue.size} rows to be an integer in "
-                f"[0, {most}], got {number}"
+                f"[0, {most}], got {saved.item()}"
             )
-        counts[name] = number
-    if len(counts) == 2 and counts["fill"] not in (queue.size, counts["pointer"]):
-        raise ValueError(
-            f"expected `pointer` of a LabelQueue with {counts['fill']} of {queue.size} rows to be "
-            f"{counts['fill']}, got {counts['pointer']}"
-        )

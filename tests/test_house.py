@@ -254,10 +254,10 @@ def test_importing_the_package_imports_no_optional_dependency():
 
 
 LAZY = {  # what an extra brings, imported only inside a function
-    "representation/encoder.py": {"safetensors", "tqdm", "transformers"},
-    "representation/_sentence_transformers.py": {"safetensors"},
+    "representation/encoder.py": {"tqdm"},
+    "representation/folder.py": {"safetensors", "transformers"},
     "vocabulary/counting.py": {"datasets", "tokenizers", "transformers"},
-    "vocabulary/__main__.py": {"rich"},
+    "vocabulary/__main__.py": {"tqdm"},
 }
 
 

@@ -77,7 +77,7 @@ def test_training_resumes_from_the_state_dict_in_the_middle(size, before, after)
     assert torch.equal(resumed.features, queue.features)
 
 
-def test_everything_is_a_buffer_and_nothing_a_parameter():
+def test_state_is_buffers_without_parameters():
     queue = LabelQueue(4, D, L)
     assert set(queue.state_dict()) == {"features", "labels", "pointer", "fill"}
     assert list(queue.parameters()) == []
@@ -102,9 +102,9 @@ def test_features_are_stored_without_their_graph_and_as_copies():
     queue = LabelQueue(2, D, L)
     queue.enqueue(features * 2, torch.ones(2, L))
     assert not queue.features.requires_grad
-    given_away = torch.ones(2, D)
-    queue.enqueue(given_away, torch.ones(2, L))
-    given_away.fill_(7)
+    passed = torch.ones(2, D)
+    queue.enqueue(passed, torch.ones(2, L))
+    passed.fill_(7)
     assert (queue.features == 1).all()
 
 
@@ -154,7 +154,7 @@ def test_one_row_of_one_number_and_one_label_is_a_queue():
         LabelQueue(1, 1, 1, gather="no")
 
 
-def test_what_pytorch_says_of_a_state_comes_from_pytorch():
+def test_names_and_shapes_of_a_state_are_checked_by_pytorch():
     queue = fill(LabelQueue(4, D, L), [3])
     state = queue.state_dict()
     for name in ("pointer", "fill"):
@@ -169,9 +169,10 @@ def test_what_pytorch_says_of_a_state_comes_from_pytorch():
 
 
 @pytest.mark.parametrize(
-    ("name", "bad"), [("pointer", -5), ("pointer", 4), ("fill", -1), ("fill", 5), ("fill", 2.5)]
+    ("name", "bad"),
+    [("pointer", -5), ("pointer", 4), ("pointer", True), ("fill", -1), ("fill", 5), ("fill", 2.5)],
 )
-def test_counts_that_no_queue_has_are_not_loaded(name, bad):
+def test_impossible_counts_are_not_loaded(name, bad):
     queue = torch.nn.ModuleList([fill(LabelQueue(4, D, L), [3])])
     state = {key: value.clone() for key, value in queue.state_dict().items()}
     state[f"0.{name}"] = torch.tensor(bad)
@@ -183,7 +184,7 @@ def test_counts_that_no_queue_has_are_not_loaded(name, bad):
     assert again[0].fill == 3
 
 
-def test_nothing_looks_at_a_value_on_the_device():
+def test_no_value_is_read_from_the_device():
     """Fake tensors have no values: reading one, as a host sync does, is an error."""
     with FakeTensorMode():
         queue = LabelQueue(4, D, L)
@@ -193,7 +194,7 @@ def test_nothing_looks_at_a_value_on_the_device():
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_it_compiles_without_a_graph_break_and_keeps_the_same_rows(dynamic):
+def test_compiles_without_a_graph_break_and_keeps_the_same_rows(dynamic):
     torch.compiler.reset()
     queue = LabelQueue(5, D, L)
 
@@ -217,7 +218,7 @@ def queue_options(queue):
     return {"queue": queue.features, "queue_labels": queue.labels, "queue_mask": queue.mask}
 
 
-def test_empty_slots_are_no_references_to_nws():
+def test_nws_ignores_empty_slots():
     query, prototype = torch.randn(3, D), torch.randn(L, D)
     labels = torch.tensor([[1, 0], [0, 1], [1, 1]])
     options = {"label_similarity": torch.tensor([[1.0, 0.3], [0.3, 1.0]])}
@@ -236,7 +237,7 @@ def test_empty_slots_are_no_references_to_nws():
     assert not torch.allclose(part, without)
 
 
-def test_overwriting_features_that_a_graph_kept_is_an_error_and_not_a_wrong_gradient():
+def test_overwriting_features_that_a_graph_needs_is_an_error():
     queue = fill(LabelQueue(4, D, L), [4])
     scores = torch.ones(2, D, requires_grad=True) @ queue.features.T
     fill(queue, [1])
@@ -244,7 +245,7 @@ def test_overwriting_features_that_a_graph_kept_is_an_error_and_not_a_wrong_grad
         scores.sum().backward()
 
 
-def test_nws_goes_back_after_enqueuing():
+def test_nws_backward_works_after_enqueuing():
     queue = fill(LabelQueue(4, D, L), [4])
     query = torch.randn(2, D, requires_grad=True)
     labels, prototype = torch.eye(L), torch.randn(L, D)
@@ -258,7 +259,7 @@ def test_nws_goes_back_after_enqueuing():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_queue_loads_what_it_has_saved_and_forgets_it(bad):
+def test_state_with_nan_loads_and_is_overwritten(bad):
     """A checkpoint after a batch with a NaN can be resumed."""
     queue = fill(LabelQueue(4, D, L), [3])
     queue.enqueue(torch.full((1, D), bad), torch.ones(1, L))
@@ -267,25 +268,6 @@ def test_a_queue_loads_what_it_has_saved_and_forgets_it(bad):
     assert torch.equal(resumed.features.isfinite(), queue.features.isfinite())
     assert not resumed.features.isfinite().all()
     assert rows(fill(resumed, [4])) == model(4, [4])
-
-
-@pytest.mark.parametrize(
-    ("name", "bad", "error", "message"),
-    [
-        ("features", torch.zeros(4, D).cfloat(), TypeError, "`features`.*floating.*complex64"),
-        ("features", torch.zeros(4, D).long(), TypeError, "`features`.*floating.*int64"),
-        ("labels", torch.zeros(4, L).cfloat(), TypeError, "`labels`.*real.*complex64"),
-        ("labels", torch.full((4, L), 7.0), ValueError, "`labels`.* 0 or 1, got 7"),
-        ("labels", torch.full((4, L), math.nan), ValueError, "`labels`.* 0 or 1, got nan"),
-        ("pointer", torch.tensor(True), ValueError, r"`pointer`.*integer in \[0, 3\], got True"),
-        ("fill", torch.tensor(1), ValueError, "`pointer`.* 1 of 4 rows to be 1, got 3"),
-    ],
-)
-def test_a_state_that_no_queue_has_is_not_loaded(name, bad, error, message):
-    queue = fill(LabelQueue(4, D, L), [3])
-    with pytest.raises(error, match=message):
-        queue.load_state_dict({**queue.state_dict(), name: bad})
-    assert rows(queue) == model(4, [3])
 
 
 def test_a_queue_from_inference_mode_is_filled_outside():

@@ -2,13 +2,20 @@
 
 import math
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_number, check_rows
+from sparse_losses._core.token_ids import as_mask
+from sparse_losses.representation._masked_lm import evaluating
 
-__all__ = ["calibrate_threshold", "threshold", "threshold_of_rounded"]
+if TYPE_CHECKING:
+    from sparse_losses.representation.encoder import SpladeEncoder
+
+__all__ = ["calibrate_threshold", "shift_bias"]
 
 LARGEST = math.log(sys.float_info.max)  # of an activation: the logarithm of the largest number
 
@@ -61,10 +68,87 @@ def calibrate_threshold(activations: Tensor, target_active: float) -> float:
         )
     if kept == 0:
         raise ValueError(f"expected enough rows to keep at least one entry, got {len(rows)}")
-    return max(threshold(values, kept), 0.0)
+    return max(_threshold(values, kept), 0.0)
 
 
-def threshold(values: Tensor, kept: int) -> float:
+def shift_bias(
+    encoder: "SpladeEncoder", texts: Sequence[str], target_active: float, batch_size: int
+) -> float:
+    """Subtract from the bias what leaves ``target_active`` dimensions per text, and return it."""
+    check_number("target_active", target_active, minimum=0.0, exclusive=True)
+    kept = round(target_active * len(texts))
+    if kept == 0:
+        raise ValueError(
+            f"expected enough texts to keep at least one dimension, got {len(texts)} texts and "
+            f"a `target_active` of {target_active}"
+        )
+    # Enough logits to find the gap below the threshold even if equal texts have equal entries.
+    largest, possible, held = torch.empty(0, dtype=torch.float64), 0, 2 * kept + len(texts)
+    tokens = torch.empty(0, dtype=torch.int64)
+    with torch.inference_mode(), evaluating(encoder):
+        for _, batch in encoder._batches(texts, batch_size):
+            logits, own = _ungated_logits(encoder, **batch)
+            possible += len(logits)
+            logits, index = logits.topk(min(held, len(logits)))
+            tokens = torch.cat([tokens, own[index].cpu()])
+            largest, order = torch.cat([largest, logits.double().cpu()]).sort(descending=True)
+            largest, tokens = largest[:held], tokens[order][:held]
+    if kept > possible:
+        raise ValueError(
+            f"expected `target_active` of at most {possible / len(texts):.4g}, the mean that "
+            f"can be active, got {target_active}"
+        )
+    bias = _bias(encoder)
+    own_bias = bias.detach().cpu()[tokens if encoder.expansion else torch.zeros_like(tokens)]
+    t = max(_threshold(largest, kept), largest[-1].item() - 1.0)
+    t = _threshold_of_rounded(largest, kept, t, own_bias)
+    with torch.no_grad():
+        bias.sub_(t)
+    return t
+
+
+def _ungated_logits(
+    encoder: "SpladeEncoder", input_ids: Tensor, attention_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return all texts' logits that can be active, before the gate, and their tokens."""
+    hidden = encoder._hidden(input_ids, attention_mask)
+    logits: Tensor
+    if encoder.expansion:
+        _, logits = encoder.head(hidden, attention_mask, return_logits=True)
+        logits = logits[as_mask("attention_mask", attention_mask).any(1)]
+    else:
+        logits = encoder._token_logits(hidden, input_ids, attention_mask, absent=-torch.inf)
+    tokens = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
+    if encoder.idf_weights is not None:
+        counted = encoder.idf_weights > 0
+        logits, tokens = logits[:, counted], tokens[:, counted]
+    if logits.isnan().any() or logits.isposinf().any():
+        raise ValueError("expected finite logits, got others")
+    can_be = logits > -torch.inf
+    return logits[can_be], tokens[can_be]
+
+
+def _bias(encoder: "SpladeEncoder") -> Tensor:
+    """Return the bias of all logits; if there is none, add it to the model and its config."""
+    if not encoder.expansion:
+        last = encoder.importance[-1]
+        assert isinstance(last, nn.Linear)
+        return last.bias
+    if encoder.head.bias is None:
+        if not hasattr(encoder.model.config, "decoder_bias"):
+            raise ValueError(
+                "expected a model whose output embeddings have a bias, or whose config has a "
+                f"`decoder_bias` to add one, got {type(encoder.model).__name__}"
+            )
+        projection = encoder.model.get_output_embeddings()
+        projection.bias = nn.Parameter(projection.weight.new_zeros(encoder.vocab_size))
+        encoder.head.bias = projection.bias
+        encoder.model.config.decoder_bias = True
+    assert encoder.head.bias is not None
+    return encoder.head.bias
+
+
+def _threshold(values: Tensor, kept: int) -> float:
     """Return the middle of the gap below the first ``kept`` of the descending ``values``.
 
     Equal entries are kept or dropped together, whichever is nearer to ``kept``; at least one is
@@ -78,7 +162,7 @@ def threshold(values: Tensor, kept: int) -> float:
     return values[kept - 1].item() / 2 + values[kept].item() / 2  # the sum could overflow
 
 
-def threshold_of_rounded(values: Tensor, kept: int, exact: float, bias: Tensor) -> float:
+def _threshold_of_rounded(values: Tensor, kept: int, exact: float, bias: Tensor) -> float:
     """Return the threshold next to ``exact`` that keeps nearest to ``kept`` of the ``values``.
 
     Each of the ``values`` contains its entry of ``bias``; the threshold is subtracted from that,

@@ -1,23 +1,12 @@
-"""The command line: count document frequencies of files and datasets, merge and show them."""
-
-from __future__ import annotations
+"""The command line: count document frequencies of files and datasets, and show them."""
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from sparse_losses.vocabulary.counting import Count, UserError, find_sources, load_tokenizer, need
+from sparse_losses.vocabulary.counting import Count, find_inputs, load_tokenizer
 from sparse_losses.vocabulary.document_frequency import DocumentFrequency
-
-LINE_SECONDS = 10.0  # between two lines of progress if stderr is not a terminal
-
-
-def _say(text: str) -> None:  # stdout is for results
-    print(text, file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,186 +14,88 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
-    except (UserError, OSError) as error:  # such as a full disk or a removed file
-        _say(f"error: {error}")
+    except (ValueError, OSError, ModuleNotFoundError) as error:  # such as a full disk
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt as interrupt:
-        _say(f"\n{interrupt or 'Interrupted.'}")
+    except KeyboardInterrupt:
+        print("\nStopped: repeat the command to continue after whole inputs.", file=sys.stderr)
         return 130
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m sparse_losses.vocabulary",
-        description="Count the documents that contain each token, for idf_penalty. Count the "
-        "training texts once and load the file with DocumentFrequency.load. To continue an "
-        "interrupted count, repeat the command; the result is the same.",
-        epilog="example: %(prog)s count corpus.jsonl --tokenizer tokenizer.json --output df.npz",
-    )
+    about = "Count the documents that contain each token, for idf_penalty."
+    parser = argparse.ArgumentParser(prog="sparse-losses-vocabulary", description=about)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(run: Callable[..., None], name: str, short: str) -> Any:
-        made = commands.add_parser(name, help=short, description=f"{short.capitalize()}.")
-        made.set_defaults(run=run)
-        if run is not _show:
-            result = "the .npz file to write the counts to"
-            made.add_argument("--output", required=True, type=Path, metavar="FILE", help=result)
-            made.add_argument("--overwrite", action="store_true", help="replace the output")
-        return made.add_argument
-
-    add = command(_count, "count", "count the documents that contain each token")
-    kinds = "a text file (one document per line, blank lines are skipped), a JSONL file (.jsonl, "
-    kinds += ".ndjson, .json), either also as .gz, or a folder written by Dataset.save_to_disk"
-    add("inputs", nargs="+", metavar="INPUT", help=kinds)
-    known = (
-        "a tokenizer.json, or a folder or hub name for transformers; no special tokens are added"
-    )
-    add("--tokenizer", required=True, metavar="T", help=known)
-    texts = "JSON field or column with the text (default: text); may be repeated"
-    add("--field", action="append", default=[], metavar="NAME", help=texts)
-    cut = "truncate documents to L tokens, as your model does (default: no truncation)"
-    add("--max-length", type=_positive, metavar="L", help=cut)
-    wider = "the model's vocabulary size, if larger than the tokenizer's"
-    add("--vocab-size", type=_positive, metavar="V", help=wider)
+    count = commands.add_parser("count", help="count; repeat the command to continue a stopped one")
+    count.set_defaults(run=_count)
+    add = count.add_argument
+    kinds = "text (a document per line), JSONL (.jsonl, .ndjson, .json), both also as .gz, "
+    add("inputs", nargs="+", help=kinds + "or a folder of Dataset.save_to_disk")
+    add("--tokenizer", required=True, metavar="T", help="tokenizer.json, or a transformers name")
+    add("--field", action="append", metavar="F", help="JSON field or column with text, repeatable")
+    add("--max-length", type=int, metavar="L", help="truncate documents to L tokens")
+    add("--vocab-size", type=int, metavar="V", help="the model's, if larger than the tokenizer's")
+    add("--output", required=True, type=Path, metavar="FILE", help="the .npz file to write")
+    add("--overwrite", action="store_true", help="replace the output")
     add("--restart", action="store_true", help="start over instead of continuing")
-
-    add = command(_merge, "merge", "add up counts of different documents")
-    add("files", nargs="+", type=Path, metavar="FILE", help="counts made with the same tokenizer")
-
-    add = command(_show, "show", "show the most frequent tokens, such as stopwords")
-    add("file", type=Path, metavar="FILE", help="the counts")
-    add("--tokenizer", metavar="T", help="the tokenizer of the counts, to name the tokens")
-    add("--top", type=_positive, default=20, metavar="N", help="how many (default: %(default)s)")
+    show = commands.add_parser("show", help="show the most frequent tokens, such as stopwords")
+    show.set_defaults(run=_show)
+    show.add_argument("file", type=Path, help="the counts")
+    show.add_argument("--tokenizer", metavar="T", help="their tokenizer, to name the tokens")
+    show.add_argument("--top", type=int, default=20, help="how many (default: %(default)s)")
     return parser
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _check_output(options: argparse.Namespace, inputs: Sequence[str | Path]) -> None:
-    """Check before any work that the output can be written."""
-    output: Path = options.output
-    if output.exists() and not output.is_file():
-        kind = "folder" if output.is_dir() else "device"
-        raise UserError(f"expected --output to be a regular file, got the {kind} {output}")
-    if output.resolve() in [Path(name).resolve() for name in inputs]:
-        raise UserError(f"expected --output to differ from the inputs, got {output} for both")
-    if output.exists() and not options.overwrite:
-        raise UserError(f"{output} exists: add --overwrite, or choose another --output")
-    probe = output.with_name(f".{output.name}.write-test")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        raise UserError(f"cannot write to the folder {output.parent}: {error.strerror}") from error
-
-
 def _count(options: argparse.Namespace) -> None:
-    need("rich")
-    _check_output(options, options.inputs)
-    sources = find_sources(options.inputs, options.field)
-    sizes = options.vocab_size, options.max_length
-    count = Count(sources, load_tokenizer(options.tokenizer), options.output, *sizes)
-    if options.restart:
-        count.discard()
-    elif count.resume():
-        share = f"{100 * count.read / max(count.size, 1):.0f}% of the input"
-        _say(f"Continuing after {count.kept:,} documents, {share}.")
-    started, counter = time.monotonic(), count.counter
-    try:
-        with _progress(count) as report:
-            count.run(report)
-    except KeyboardInterrupt as interrupt:
-        kept = f"{count.kept:,} documents are kept in {count.partial}"
-        kept = kept if count.kept else "nothing was saved yet"
-        raise KeyboardInterrupt(f"Stopped; {kept}. Repeat the command to continue.") from interrupt
-    _check_output(options, options.inputs)  # another process may have written it
-    counter.save(options.output)
-    count.discard()
+    from tqdm.auto import tqdm
+
+    output: Path = options.output
+    if output.resolve() in [Path(name).resolve() for name in options.inputs]:
+        raise ValueError(f"expected --output to differ from the inputs, got {output} for both")
+    if output.exists() and not (output.is_file() and options.overwrite):
+        raise ValueError(f"{output} exists: add --overwrite, or choose another --output")
+    inputs, tokenizer = find_inputs(options.inputs), load_tokenizer(options.tokenizer)
+    count = Count(tokenizer, options.field or ["text"], options.vocab_size, options.max_length)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    state = output.with_name(f"{output.name}.partial")
+    if state.exists() and not options.restart:
+        count.load(state, inputs)
+        print(f"Continuing after {count.counter.num_documents:,} documents.", file=sys.stderr)
+    left = {name: size for name, (size, _) in inputs.items() if name not in count.done}
+    sizes = {"total": sum(left.values()), "unit": "B", "unit_scale": True}
+    with tqdm(**sizes, desc="Counting", mininterval=1 if sys.stderr.isatty() else 10) as progress:
+        for name, size in left.items():
+            count.add(name, size, progress.update)
+            count.done[name] = inputs[name]
+            count.save(state)
+    if count.counter.num_documents == 0:
+        state.unlink()
+        raise ValueError(f"expected at least one document, got none in {', '.join(options.inputs)}")
+    count.counter.save(output)
+    state.unlink()
+    print(f"{_summary(count.counter)}. Wrote {output}.", file=sys.stderr)
+
+
+def _summary(counter: DocumentFrequency) -> str:
     seen = f"{int((counter.df > 0).sum()):,} of {counter.vocab_size:,} tokens seen"
-    duration = f"in {time.monotonic() - started:.0f} s"
-    _say(f"{counter.num_documents:,} documents, {seen}, {duration}. Wrote {options.output}.")
-    if count.blank:
-        _say(f"Blank lines skipped: {count.blank:,}.")
-    if count.empty:
-        _say(f"Documents without tokens (included in the count): {count.empty:,}.")
-
-
-@contextmanager
-def _progress(count: Count) -> Iterator[Callable[[], None]]:
-    """Show a progress bar on a terminal; elsewhere print a line every ten seconds."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = BarColumn(), TextColumn("{task.description} · left"), TimeRemainingColumn()
-    started = said = time.monotonic()
-    before, hidden = count.kept, not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("", total=max(count.size, 1))
-
-        def report() -> None:
-            nonlocal said
-            documents, now = count.counter.num_documents, time.monotonic()
-            share = f"{100 * count.read / max(count.size, 1):.0f}%"
-            speed = f"{(documents - before) / max(now - started, 1e-9):,.0f} per second"
-            line = f"{share} · {documents:,} documents · {speed}"
-            bar.update(task, completed=count.read, description=line)
-            if hidden and now - said >= LINE_SECONDS:
-                said = now
-                _say(line)
-
-        yield report
-
-
-def _merge(options: argparse.Namespace) -> None:
-    files: list[Path] = options.files
-    _check_output(options, files)
-    if len({path.resolve() for path in files}) < len(files):
-        raise UserError("expected every file once, got one twice: its documents would count twice")
-    first, *others = map(_load, files)
-    for path, other in zip(files[1:], others, strict=True):
-        try:
-            first.merge(other)
-        except ValueError as error:
-            raise UserError(f"cannot merge {files[0]} and {path}: {error}") from error
-    first.save(options.output)
-    print(f"{first.num_documents:,} documents of {len(files)} files. Wrote {options.output}.")
-
-
-def _load(path: Path, tokenizer: Any = None) -> DocumentFrequency:
-    try:
-        return DocumentFrequency.load(path, tokenizer=tokenizer)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    return f"{counter.num_documents:,} documents, {seen}"
 
 
 def _show(options: argparse.Namespace) -> None:
-    _load(options.file)  # fail early, as loading a tokenizer may take long
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
-    counter = _load(options.file, tokenizer)
-    vocabulary = tokenizer.get_vocab() if tokenizer else {}
-    names = {index: token for token, index in vocabulary.items()}
-    seen = int((counter.df > 0).sum())
-    head = f"{counter.num_documents:,} documents, {seen:,} of {counter.vocab_size:,} tokens seen"
-    print(f"{head}, tokenizer {(counter.tokenizer_sha256 or 'not known')[:16]}")
-    if not counter.num_documents:
-        return
-    if counter.num_tokens is not None:
+    counter = DocumentFrequency.load(options.file, tokenizer=tokenizer)
+    names = {index: token for token, index in tokenizer.get_vocab().items()} if tokenizer else {}
+    print(f"{_summary(counter)}, tokenizer {(counter.tokenizer_sha256 or 'not known')[:16]}")
+    if counter.num_documents and counter.num_tokens is not None:
         print(f"{counter.mean_length:.1f} tokens per document")
-    idf = counter.idf()
     print(f"\n{'id':>8} {'df':>15} {'of documents':>12} {'idf':>6}  {'token' if names else ''}")
-    order = counter.df.argsort(descending=True, stable=True)
-    for index in order[: min(options.top, seen)].tolist():
+    order = counter.df.argsort(descending=True, stable=True)[: options.top]
+    for index in order[counter.df[order] > 0].tolist():
         df, token = int(counter.df[index]), names.get(index, "")
+        share, idf = df / counter.num_documents, counter.idf()[index]
         token = token if token.isprintable() else ascii(token)
-        share = df / counter.num_documents
-        print(f"{index:>8} {df:>15,} {share:>12.1%} {idf[index]:>6.2f}  {token}")
+        print(f"{index:>8} {df:>15,} {share:>12.1%} {idf:>6.2f}  {token}")
 
 
 if __name__ == "__main__":

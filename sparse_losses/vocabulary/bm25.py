@@ -108,13 +108,13 @@ def bm25_scores(
         own = query[:, None].expand(-1, document.shape[1], -1)
         return _look_up(own, document, weight).sum(-1)
     blocks = 1 + len(document) * query.numel() // LOOKUPS
-    found = [
+    columns = [
         _look_up(query.flatten().expand(len(ids), -1), ids, weights)
         .view(len(ids), *query.shape)
         .sum(-1)
         for ids, weights in zip(document.chunk(blocks), weight.chunk(blocks), strict=True)
     ]
-    return torch.cat(found).T
+    return torch.cat(columns).T
 
 
 def check_bm25(*, mean_length: float, k1: float, b: float) -> None:

@@ -7,7 +7,7 @@ import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import IO, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from sparse_losses._core.files import replaced_file
 from sparse_losses._core.token_ids import as_mask, attended_ids, first_occurrences
 
 __all__ = ["DocumentFrequency", "tokenizer_sha256"]
+
+LONGEST = 1 << 16  # bytes of a fingerprint in a file
 
 
 class DocumentFrequency:
@@ -70,13 +72,12 @@ class DocumentFrequency:
 
     def __init__(self, vocab_size: int, *, tokenizer_sha256: str | None = None) -> None:
         check_integer("vocab_size", vocab_size, minimum=1)
-        if tokenizer_sha256 is not None and not isinstance(tokenizer_sha256, str):
+        if tokenizer_sha256 is not None and not (
+            isinstance(tokenizer_sha256, str) and tokenizer_sha256
+        ):
             raise TypeError(
-                "expected `tokenizer_sha256` to be a string or None, "
-                f"got {type(tokenizer_sha256).__name__}"
+                f"expected `tokenizer_sha256` to be a fingerprint or None, got {tokenizer_sha256!r}"
             )
-        if tokenizer_sha256 == "":
-            raise ValueError("expected `tokenizer_sha256` to be a fingerprint or None, got ''")
         self.vocab_size = int(vocab_size)
         self.tokenizer_sha256 = tokenizer_sha256
         self.df = torch.zeros(self.vocab_size, dtype=torch.int64)
@@ -210,15 +211,16 @@ class DocumentFrequency:
         Raises:
             ValueError: If ``path`` exists and is not a regular file.
         """
-        known = {} if self.num_tokens is None else {"num_tokens": np.int64(self.num_tokens)}
-        write_archive(
-            path,
-            **known,  # first: a damaged directory may lose its last entry unnoticed
-            df=self.df.numpy(),
-            num_documents=np.int64(self.num_documents),
-            vocab_size=np.int64(self.vocab_size),
-            tokenizer_sha256=np.str_(self.tokenizer_sha256 or ""),
-        )
+        arrays: dict[str, Any] = {
+            "df": self.df.numpy(),
+            "num_documents": np.int64(self.num_documents),
+            "vocab_size": np.int64(self.vocab_size),
+            "tokenizer_sha256": np.str_(self.tokenizer_sha256 or ""),
+        }
+        if self.num_tokens is not None:  # first: a damaged directory may lose its last entry
+            arrays = {"num_tokens": np.int64(self.num_tokens), **arrays}
+        with replaced_file(path) as file:  # NumPy appends .npz to a name, but not to an open file
+            np.savez_compressed(file, **arrays)
 
     @classmethod
     def load(
@@ -253,44 +255,43 @@ class DocumentFrequency:
         expected = None if tokenizer is None else tokenizer_sha256(tokenizer)
         with open(path, "rb") as file:
             try:
-                counter = cls._read(file)
+                with zipfile.ZipFile(file) as archive:
+                    counter = cls._read_sizes(archive)
+                    if vocab_size in (None, counter.vocab_size):  # before the counts are unpacked
+                        counter._read_counts(archive)
             except Exception as error:  # a damaged archive fails in many ways
                 raise ValueError(f"{path} is not a DocumentFrequency file: {error}") from error
-        fingerprint = counter.tokenizer_sha256
-        if expected not in (None, fingerprint):
-            came = f"{fingerprint!r}" if fingerprint else "no fingerprint"
-            raise ValueError(
-                f"expected {path} to be counted with the tokenizer {expected!r}, got {came}"
-            )
         if vocab_size not in (None, counter.vocab_size):
             raise ValueError(
                 f"expected {path} to have V = {vocab_size}, got V = {counter.vocab_size}"
             )
+        if expected not in (None, counter.tokenizer_sha256):
+            got = repr(counter.tokenizer_sha256) if counter.tokenizer_sha256 else "no fingerprint"
+            raise ValueError(
+                f"expected {path} to be counted with the tokenizer {expected!r}, got {got}"
+            )
         return counter
 
     @classmethod
-    def _read(cls, file: IO[bytes]) -> "DocumentFrequency":
-        if not zipfile.is_zipfile(file):
-            raise ValueError("it is not an .npz archive")
-        with zipfile.ZipFile(file) as archive:
-            names = {name.removesuffix(".npy") for name in archive.namelist()}
-            if names - {"num_tokens"} != {"df", "num_documents", "vocab_size", "tokenizer_sha256"}:
-                raise ValueError(f"it contains {', '.join(sorted(names)) or 'nothing'}")
-            vocab_size = int(read_array(archive, "vocab_size", "iu", ()))
-            num_documents = int(read_array(archive, "num_documents", "iu", ()))
-            fingerprint = str(read_array(archive, "tokenizer_sha256", "U", ()))
-            num_tokens = None
-            if "num_tokens" in names:  # missing in files of older versions
-                num_tokens = int(read_array(archive, "num_tokens", "iu", ()))
-            df = read_array(archive, "df", "i", (vocab_size,)).astype(np.int64)
-        if df.min(initial=0) < 0 or df.max(initial=0) > num_documents:
-            raise ValueError(f"`df` is not in [0, num_documents] with {num_documents = }")
-        if num_tokens is not None and num_tokens < df.sum():
-            raise ValueError(f"num_tokens is {num_tokens}, less than the sum of `df`, {df.sum()}")
-        counter = cls(vocab_size, tokenizer_sha256=fingerprint or None)
-        counter.df, counter.num_documents = torch.from_numpy(df), num_documents
-        counter.num_tokens = num_tokens
+    def _read_sizes(cls, archive: zipfile.ZipFile) -> "DocumentFrequency":
+        """Return the counter of an archive but for ``df``, which takes no memory yet."""
+        names = {name.removesuffix(".npy") for name in archive.namelist()}
+        if names - {"num_tokens"} != {"df", "num_documents", "vocab_size", "tokenizer_sha256"}:
+            raise ValueError(f"it contains {', '.join(sorted(names)) or 'nothing'}")
+        fingerprint = str(_read_array(archive, "tokenizer_sha256", "U"))
+        counter = cls(1, tokenizer_sha256=fingerprint or None)
+        counter.vocab_size = int(_read_array(archive, "vocab_size", "iu"))
+        counter.num_documents = int(_read_array(archive, "num_documents", "iu"))
+        counter.num_tokens = None  # missing in files of older versions
+        if "num_tokens" in names:
+            counter.num_tokens = int(_read_array(archive, "num_tokens", "iu"))
         return counter
+
+    def _read_counts(self, archive: zipfile.ZipFile) -> None:
+        df = _read_array(archive, "df", "i", (self.vocab_size,)).astype(np.int64)
+        if df.min() < 0 or df.max() > self.num_documents:
+            raise ValueError(f"expected `df` in [0, {self.num_documents}], the number of documents")
+        self.df = torch.from_numpy(df)
 
     @property
     def _identity(self) -> tuple[int, str | None]:
@@ -327,29 +328,19 @@ def tokenizer_sha256(tokenizer: _HasVocabulary) -> str:
     return hashlib.sha256(vocabulary.encode()).hexdigest()
 
 
-def write_archive(path: str | os.PathLike[str], **arrays: Any) -> None:
-    """Write an ``.npz`` archive atomically, under exactly this name."""
-    with replaced_file(path) as file:  # NumPy appends .npz to a name, but not to an open file
-        np.savez_compressed(file, **arrays)
-
-
-def read_array(
-    archive: zipfile.ZipFile, name: str, kinds: str, shape: tuple[int, ...]
+def _read_array(
+    archive: zipfile.ZipFile, name: str, kinds: str, shape: tuple[int, ...] = ()
 ) -> np.ndarray[Any, Any]:
     """Read an array; check its header first, so that a false size allocates no memory."""
     with archive.open(f"{name}.npy") as member:
-        if (version := np.lib.format.read_magic(member)) != (1, 0):
-            raise ValueError(f"expected `{name}` in NumPy's format (1, 0), got {version}")
-        found, _, dtype = np.lib.format.read_array_header_1_0(member)
-        if found != shape or dtype.kind not in kinds:
-            expected = "text" if kinds == "U" else "integers"
+        np.lib.format.read_magic(member)
+        shape_there, _, dtype = np.lib.format.read_array_header_1_0(member)
+        if shape_there != shape or dtype.kind not in kinds or dtype.itemsize > LONGEST:
             raise ValueError(
-                f"expected `{name}` to be {expected} {list(shape)}, got {dtype} {list(found)}"
+                f"expected `{name}` to be {'text' if kinds == 'U' else 'integers'} {list(shape)}, "
+                f"got {dtype} {list(shape_there)}"
             )
-        size = dtype.itemsize * math.prod(shape)
-        content = member.read(size + 1)  # reading past the end verifies the checksum
-    if len(content) != size:
-        raise ValueError(f"expected `{name}` to have the {size} bytes of its header, got other")
+        content = member.read(dtype.itemsize * math.prod(shape) + 1)  # the end has the checksum
     return np.ndarray(shape, dtype, content)
 
 
@@ -367,8 +358,6 @@ def _on_cpu(values: Tensor | np.ndarray[Any, Any]) -> Tensor:
 
 
 def _check_same_vocabulary(one: tuple[int, str | None], other: tuple[int, str | None]) -> None:
-    for name, expected, came in zip(("vocab_size", "tokenizer_sha256"), one, other, strict=True):
-        if expected != came:
-            raise ValueError(
-                f"expected counters of the same `{name}`, got {expected!r} and {came!r}"
-            )
+    for name, ours, theirs in zip(("vocab_size", "tokenizer_sha256"), one, other, strict=True):
+        if ours != theirs:
+            raise ValueError(f"expected counters of the same `{name}`, got {ours!r} and {theirs!r}")

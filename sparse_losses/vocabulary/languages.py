@@ -107,9 +107,9 @@ def _characters(names: Sequence[str], allow_common: bool) -> np.ndarray[Any, np.
     known = _scripts()
     for name in names:
         if name not in known:
-            by_folded = {other.casefold(): other for other in known}
-            close = difflib.get_close_matches(str(name).casefold(), by_folded)
-            hint = " or ".join(repr(by_folded[folded]) for folded in close) or "such as 'Latin'"
+            folded_names = {other.casefold(): other for other in known}
+            close = difflib.get_close_matches(str(name).casefold(), folded_names)
+            hint = " or ".join(repr(folded_names[folded]) for folded in close) or "such as 'Latin'"
             raise ValueError(
                 f"expected `scripts` to be long names of Unicode scripts ({hint}), got {name!r}"
             )

@@ -7,10 +7,13 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from sparse_losses import SpladeEncoder, calibrate_threshold
-from tests.representation.test_encoder import VARIANTS, make
-from tests.representation.tiny_models import CORPUS, ISSUE, TEXTS, pair
+from tests.representation.tiny_models import CORPUS, ISSUE, TEXTS, VARIANTS, make, pair
 
 DOCUMENTS = [*CORPUS[:7], "dogs over the fox", "추천 메뉴", "U.S.A. weight"]
+
+
+def bias_of(encoder):
+    return encoder.head.bias if encoder.expansion else encoder.importance[-1].bias
 
 
 def active(encoder, texts=DOCUMENTS):
@@ -26,19 +29,19 @@ def active(encoder, texts=DOCUMENTS):
         *((architecture, "gate", 33.3) for architecture in ISSUE[1:]),
     ],
 )
-def test_texts_keep_as_many_dimensions_as_were_asked_for(architecture, variant, target):
+def test_calibrated_texts_keep_the_target(architecture, variant, target):
     encoder = make(architecture, **VARIANTS[variant])
     with torch.no_grad():
         if not encoder.expansion:  # logits of both signs
             encoder.importance[-1].bias.fill_(-0.1)
-    before, bias = active(encoder), encoder._bias().clone()
+    before, bias = active(encoder), bias_of(encoder).clone()
     t = encoder.calibrate(DOCUMENTS, target)
     assert active(encoder) == pytest.approx(target, rel=0.02)
     assert (t > 0) == (target < before)
-    torch.testing.assert_close(encoder._bias(), bias - t)
+    torch.testing.assert_close(bias_of(encoder), bias - t)
 
 
-def test_the_threshold_is_that_of_the_activations_without_gate_and_idf_weights():
+def test_threshold_ignores_gate_and_idf_weights():
     plain = make()
     idf_weights = torch.full((plain.vocab_size,), 0.5)
     model = copy.deepcopy(plain.model)
@@ -51,19 +54,19 @@ def test_the_threshold_is_that_of_the_activations_without_gate_and_idf_weights()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("spread", [0.0, 0.1])  # of the bias before
 @pytest.mark.parametrize("target", [12, 20, 33.3, 60])
-def test_a_model_in_half_precision_keeps_as_many_too(dtype, spread, target):
+def test_model_in_half_precision_keeps_the_target(dtype, spread, target):
     encoder = make()
     with torch.no_grad():
         encoder.head.bias.normal_(std=spread, generator=torch.Generator().manual_seed(0))
         encoder.head.bias += 1.0
     encoder.to(dtype)
-    bias = encoder._bias().clone()
+    bias = bias_of(encoder).clone()
     t = encoder.calibrate(DOCUMENTS, target)
-    assert torch.equal(encoder._bias(), bias - t)
+    assert torch.equal(bias_of(encoder), bias - t)
     assert active(encoder) == pytest.approx(target, rel=0.02)
 
 
-def test_other_texts_keep_about_as_many():
+def test_other_texts_keep_the_target_within_a_tenth():
     encoder = make("xlm-roberta")
     generator = torch.Generator().manual_seed(0)
     words = list(encoder.tokenizer.get_vocab())
@@ -76,7 +79,7 @@ def test_other_texts_keep_about_as_many():
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
-def test_the_batch_size_does_not_matter_nor_does_training_mode(batch_size):
+def test_batch_size_and_training_mode_have_no_effect(batch_size):
     encoder = make("modernbert")
     other = copy.deepcopy(encoder).train()
     other.model.base_model.eval()
@@ -86,7 +89,7 @@ def test_the_batch_size_does_not_matter_nor_does_training_mode(batch_size):
     assert [module.training for module in other.modules()] == modes
 
 
-def test_the_logits_of_all_positions_are_never_there():
+def test_logits_of_all_positions_are_never_computed():
     encoder = make()
 
     def refuse(*_):
@@ -97,7 +100,7 @@ def test_the_logits_of_all_positions_are_never_there():
     assert active(encoder) == pytest.approx(16, rel=0.02)
 
 
-def test_equal_texts_stay_or_go_together():
+def test_equal_texts_are_kept_or_dropped_together():
     encoder = make()
     encoder.calibrate([TEXTS[0]] * 7, 10.2)  # 71 entries: ten tokens of seven texts are nearest
     assert active(encoder, [TEXTS[0]]) == 10
@@ -105,7 +108,7 @@ def test_equal_texts_stay_or_go_together():
     assert active(encoder, [TEXTS[0]]) == 1
 
 
-def test_all_dimensions_can_be_wanted():
+def test_target_may_be_all_dimensions():
     encoder, tokens = make(), make(expansion=False)
     encoder.calibrate(DOCUMENTS, encoder.vocab_size)
     assert active(encoder) == encoder.vocab_size
@@ -119,7 +122,7 @@ def test_all_dimensions_can_be_wanted():
     [("bert", {}), ("modernbert", {}), ("modernbert", {"decoder_bias": False})],
 )
 @pytest.mark.parametrize("gated", [True, False])
-def test_it_survives_saving_and_every_export(architecture, settings, tied, gated, tmp_path):
+def test_calibration_survives_saving_and_export(architecture, settings, tied, gated, tmp_path):
     SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
     model, words = pair(architecture, tie_word_embeddings=tied, **settings)
     encoder = SpladeEncoder(model, words, gate=gated).eval()
@@ -145,14 +148,14 @@ def test_it_survives_saving_and_every_export(architecture, settings, tied, gated
         )
 
 
-def test_without_expansion_it_survives_saving(tmp_path):
+def test_calibration_without_expansion_survives_saving(tmp_path):
     encoder = make(expansion=False, gate=True)
     encoder.calibrate(DOCUMENTS, 2)
     encoder.save_pretrained(tmp_path)
     assert active(SpladeEncoder.from_pretrained(tmp_path)) == pytest.approx(2, rel=0.02)
 
 
-def test_a_model_that_has_no_bias_and_cannot_say_so_is_an_error():
+def test_model_without_bias_and_decoder_bias_is_an_error():
     model, words = pair("bert")
     model.get_output_embeddings().bias = None
     encoder = SpladeEncoder(model, words)
@@ -172,17 +175,17 @@ def test_a_model_that_has_no_bias_and_cannot_say_so_is_an_error():
         ({"batch_size": 0}, DOCUMENTS, 3, "`batch_size`"),
     ],
 )
-def test_wrong_input_is_an_error_and_the_bias_stays(options, texts, target, message):
+def test_wrong_input_is_an_error_and_the_bias_is_unchanged(options, texts, target, message):
     options = dict(options)
     call = {"batch_size": options.pop("batch_size")} if "batch_size" in options else {}
     encoder = make(**options)
-    bias = encoder._bias().clone()
+    bias = bias_of(encoder).clone()
     with pytest.raises(ValueError, match=message):
         encoder.calibrate(texts, target, **call)
-    assert torch.equal(encoder._bias(), bias)
+    assert torch.equal(bias_of(encoder), bias)
 
 
-def test_logits_that_are_no_numbers_are_an_error():
+def test_nan_logits_are_an_error():
     encoder = make()
     with torch.no_grad():
         encoder.head.bias[3] = torch.nan
@@ -190,6 +193,6 @@ def test_logits_that_are_no_numbers_are_an_error():
         encoder.calibrate(DOCUMENTS, 9)
 
 
-def test_one_text_is_no_list_of_texts():
+def test_single_string_is_an_error():
     with pytest.raises(TypeError, match="list of strings"):
         make().calibrate("서울 맛집", 9)

@@ -12,13 +12,13 @@ def _texts(rows, vocab, generator):
 
 @pytest.mark.parametrize("target", [1, 7.5, 32, 64, 100.25])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_as_many_stay_as_were_asked_for(target, dtype):
+def test_threshold_keeps_the_target(target, dtype):
     x = _texts(40, 500, torch.Generator().manual_seed(0)).to(dtype)
     t = calibrate_threshold(x, target)
     assert (x.expm1() > t).sum().item() == round(target * 40)
 
 
-def test_other_texts_of_the_kind_keep_as_many_within_a_tenth():
+def test_other_texts_keep_the_target_within_a_tenth():
     generator = torch.Generator().manual_seed(1)
     spread = torch.rand(2000, generator=generator)
     seen, others = (
@@ -28,7 +28,7 @@ def test_other_texts_of_the_kind_keep_as_many_within_a_tenth():
     assert (others.expm1() > t).sum(1).double().mean().item() == pytest.approx(32, rel=0.1)
 
 
-def test_the_threshold_is_a_logit_in_the_middle_of_the_gap():
+def test_threshold_is_in_the_middle_of_the_gap():
     logits = torch.tensor([[8.0, 5.0, 3.0, -1.0]], dtype=torch.float64)
     assert calibrate_threshold(logits.relu().log1p(), 1) == pytest.approx(6.5)
     assert calibrate_threshold(logits.relu().log1p(), 2) == pytest.approx(4.0)
@@ -36,13 +36,13 @@ def test_the_threshold_is_a_logit_in_the_middle_of_the_gap():
 
 
 @pytest.mark.parametrize(("target", "kept"), [(1, 1), (2, 1), (3, 4), (4, 4), (5, 5)])
-def test_equal_entries_stay_or_go_together(target, kept):
+def test_equal_entries_are_kept_or_dropped_together(target, kept):
     logits = torch.tensor([[8.0, 3.0, 3.0, 3.0, 1.0]], dtype=torch.float64)
     t = calibrate_threshold(logits.log1p(), target)
     assert (logits > t + 1e-12).sum().item() == kept
 
 
-def test_where_all_are_equal_all_stay():
+def test_all_equal_entries_are_kept():
     x = torch.full((2, 4), 2.0).log1p()
     assert calibrate_threshold(x, 1) == 0.0
 

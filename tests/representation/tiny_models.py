@@ -1,4 +1,4 @@
-"""Masked language models and tokenizers of the real architectures, small and untrained."""
+"""Encoders, models and tokenizers of the real architectures, small and untrained."""
 
 import json
 import random
@@ -23,6 +23,8 @@ from transformers import (
     XLMRobertaConfig,
     XLMRobertaForMaskedLM,
 )
+
+from sparse_losses import SpladeEncoder
 
 TEXTS = [
     "서울 맛집 추천",
@@ -136,3 +138,23 @@ def pair(architecture: str, **settings):
     """A model and its tokenizer."""
     words = tokenizer(KINDS.get(architecture, "unigram"))
     return masked_lm(architecture, len(words), **settings), words
+
+
+VARIANTS = {
+    "plain": {},
+    "gate": {"gate": True},
+    "idf": {"idf_weights": True},
+    "input tokens": {"expansion": False},
+    "all": {"expansion": False, "gate": True, "idf_weights": True},
+}
+
+
+def make(architecture="bert", **options):
+    """An encoder; with ``idf_weights=True`` of random ones, one of them 0."""
+    torch.manual_seed(0)
+    model, words = pair(architecture)
+    if options.get("idf_weights"):
+        weights = torch.rand(len(words))
+        weights[7] = 0.0
+        options["idf_weights"] = weights
+    return SpladeEncoder(model, words, **options).eval()

@@ -55,7 +55,7 @@ def attended(rows):
     st.floats(0, 1),
     st.sets(st.integers(0, V - 1)),
 )
-def test_every_pair_is_the_formula(queries, documents, mean_length, k1, b, ignored):
+def test_scores_equal_the_formula(queries, documents, mean_length, k1, b, ignored):
     options = {"mean_length": mean_length, "k1": k1, "b": b}
     expected = loop(attended(queries), attended(documents), ignored=ignored, **options)
     got = bm25_scores(
@@ -66,7 +66,7 @@ def test_every_pair_is_the_formula(queries, documents, mean_length, k1, b, ignor
 
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 3))
-def test_each_query_with_its_own_documents(data, batch, count):
+def test_own_documents_of_each_query_equal_the_formula(data, batch, count):
     def draw(size):
         return data.draw(
             st.lists(texts.flatmap(lambda t: st.just(t[0])), min_size=size, max_size=size)
@@ -81,7 +81,7 @@ def test_each_query_with_its_own_documents(data, batch, count):
     np.testing.assert_allclose(got, own, rtol=1e-5, atol=1e-6)
 
 
-def test_documents_are_independent_of_how_many_there_are():
+def test_scores_do_not_depend_on_the_number_of_documents():
     """Thousands are taken in blocks, which end within these."""
     torch.manual_seed(0)
     query, documents = torch.randint(V, (64, 64)), torch.randint(V, (1500, 4))
@@ -96,7 +96,7 @@ def test_documents_are_independent_of_how_many_there_are():
 @pytest.mark.parametrize(
     ("query", "document"), [((0, 3), (2, 3)), ((2, 0), (2, 3)), ((2, 3), (0, 3)), ((2, 3), (2, 0))]
 )
-def test_nothing_scores_nothing(query, document):
+def test_empty_query_or_document_scores_zero(query, document):
     ids = [torch.zeros(shape, dtype=torch.long) for shape in (query, document)]
     got = bm25_scores(ids[0], torch.ones(query), ids[1], torch.ones(document), IDF, mean_length=2)
     assert got.shape == (query[0], document[0])
@@ -104,7 +104,7 @@ def test_nothing_scores_nothing(query, document):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_float32_without_gradient_of_any_idf(dtype):
+def test_result_is_float32_without_gradient(dtype):
     ids = torch.tensor([[1, 2, 3]])
     idf = IDF.to(dtype).requires_grad_()
     got = bm25_scores(ids, ids > 0, ids, ids > 0, idf, mean_length=3)
@@ -113,7 +113,7 @@ def test_float32_without_gradient_of_any_idf(dtype):
     assert got.item() == pytest.approx(idf.detach().double()[1:4].sum().item(), rel=1e-6)
 
 
-def test_it_agrees_with_the_counter_that_it_takes_its_numbers_from():
+def test_agrees_with_document_frequency():
     documents = torch.tensor([[1, 2, 2], [3, 1, 0]])
     counter = DocumentFrequency(V)
     counter.update(documents, documents > 0)
@@ -130,7 +130,7 @@ def test_it_agrees_with_the_counter_that_it_takes_its_numbers_from():
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_it_compiles_into_one_graph(own):
+def test_compiles_as_one_graph(own):
     ids = torch.tensor([[1, 2, 3], [4, 4, 0]])
     documents = ids[:, None].expand(2, 2, 3) if own else ids
 
@@ -163,7 +163,7 @@ def test_it_compiles_into_one_graph(own):
     ],
 )
 def test_wrong_inputs_are_named(changes, error, message):
-    given = {
+    inputs = {
         "query_input_ids": torch.ones(2, 3, dtype=int),
         "query_attention_mask": torch.ones(2, 3),
         "document_input_ids": torch.ones(3, 3, dtype=int),
@@ -172,17 +172,17 @@ def test_wrong_inputs_are_named(changes, error, message):
         "mean_length": 2.0,
     }
     with pytest.raises(error, match=message):
-        bm25_scores(**given | changes)
+        bm25_scores(**inputs | changes)
 
 
-def test_of_another_batch_size_are_refused():
+def test_other_batch_sizes_are_refused():
     ids = torch.ones(2, 3, dtype=int)
     other = torch.ones(3, 2, 3, dtype=int)
     with pytest.raises(ValueError, match="B = 2 from `query_input_ids`"):
         bm25_scores(ids, ids, other, other, IDF, mean_length=2)
 
 
-def test_a_huge_k1_is_the_limit_of_the_formula():
+def test_huge_k1_is_the_limit_of_the_formula():
     ids = torch.tensor([[1, 1, 2]])
     options = {"mean_length": 3.0, "b": 0.0}
     score, limit = (

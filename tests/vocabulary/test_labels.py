@@ -48,7 +48,7 @@ def loop(labels, method):
 
 @pytest.mark.parametrize("method", METHODS)
 @given(multi_hot())
-def test_the_similarity_is_the_formula_for_every_pair(method, labels):
+def test_similarity_equals_the_formula(method, labels):
     got = label_similarity(labels.double(), method=method)
     assert got.dtype == torch.float64
     np.testing.assert_allclose(got, loop(labels, method), rtol=1e-10, atol=1e-12)
@@ -56,7 +56,7 @@ def test_the_similarity_is_the_formula_for_every_pair(method, labels):
 
 @pytest.mark.parametrize("method", METHODS)
 @given(multi_hot())
-def test_the_similarity_is_symmetric_in_the_unit_interval_with_diagonal_one(method, labels):
+def test_similarity_is_symmetric_in_the_unit_interval_with_diagonal_one(method, labels):
     got = label_similarity(labels, method=method)
     assert torch.equal(got, got.T)
     assert ((got >= 0) & (got <= 1)).all()
@@ -71,7 +71,7 @@ def test_many_labels_are_symmetric_to_the_last_bit(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_labels_that_only_occur_together_are_one_and_never_together_zero(method):
+def test_labels_always_together_give_one_and_never_together_zero(method):
     labels = torch.tensor([[1, 1, 0], [1, 1, 0], [0, 0, 1]])
     got = label_similarity(labels, method=method)
     assert got.tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
@@ -83,7 +83,7 @@ def test_npmi_of_independent_labels_is_one_half():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_labels_never_seen_are_like_themselves_only(method):
+def test_unseen_labels_are_similar_to_themselves_only(method):
     labels = torch.tensor([[1, 0, 0], [1, 0, 0]])
     assert torch.equal(label_similarity(labels, method=method), torch.eye(3))
 

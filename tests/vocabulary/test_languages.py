@@ -1,4 +1,4 @@
-"""Language tokens: three kinds of vocabulary, one answer; parts of characters are Common."""
+"""Language tokens of three kinds of vocabulary agree; parts of characters are Common."""
 
 import importlib.util
 import itertools
@@ -80,7 +80,7 @@ def test_a_token_is_kept_iff_its_text_uses_no_other_script(kind, scripts):
 
 
 @pytest.mark.parametrize("kind", MARKS)
-def test_without_common_every_character_is_of_a_named_script_and_the_mark_is_no_character(kind):
+def test_without_common_all_characters_must_be_of_a_named_script(kind):
     texts = ["서울", "Seoul", "don't", "2024", "café", "cafe\N{COMBINING ACUTE ACCENT}", "🙂", "—"]
     vocabulary = [MARKS[kind](text, starts) for text in texts for starts in (True, False)]
     ids = language_token_ids(vocabulary, ["Latin"], allow_common=False)
@@ -103,7 +103,7 @@ def test_unassigned_and_private_characters_have_no_script():
     assert kept(["\ud800", "a"], "Latin") == ["a"]
 
 
-def test_a_letter_of_another_kinds_mark_stays_a_letter():
+def test_mark_of_another_kind_is_a_letter():
     # Maltese writes Ġ, and a hash is a character where no token is marked with two.
     assert kept(["▁Ġenn", "▁a", "Ġ", "##x"], "Latin") == ["▁Ġenn", "▁a", "Ġ", "##x"]
     assert kept(["▁a", "▁b", "##x"], "Latin", allow_common=False) == ["▁a", "▁b"]
@@ -133,7 +133,7 @@ PARTS = [
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("space", [b"", b" "])
-def test_a_part_of_a_character_is_common_whatever_it_may_become(part, space):
+def test_part_of_a_character_is_common(part, space):
     vocabulary = ["Ġa", spell_bytes(space + part)]
     for scripts in (["Hangul"], ["Latin"], []):
         assert vocabulary[1] in kept(vocabulary, *scripts)
@@ -216,7 +216,7 @@ def test_byte_level_is_known_by_its_alphabet_where_nothing_is_marked():
         (3, "got 3"),
     ],
 )
-def test_an_unknown_script_is_named_with_close_ones(name, suggestion):
+def test_unknown_script_is_an_error_with_close_names(name, suggestion):
     with pytest.raises(ValueError, match="`scripts`") as raised:
         language_token_ids(["a"], ["Latin", name])
     assert suggestion in str(raised.value)
@@ -236,7 +236,7 @@ def test_wrong_types_are_named():
 # The table ---------------------------------------------------------------------------------------
 
 
-def test_the_ranges_are_sorted_disjoint_and_as_long_as_can_be():
+def test_ranges_are_sorted_disjoint_and_maximal():
     owners = {}
     for name, ends in _scripts().items():
         assert len(ends) % 2 == 0

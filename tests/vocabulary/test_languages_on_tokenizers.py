@@ -34,7 +34,7 @@ def names(code):
     from babel.units import get_unit_name
 
     locale = babel.Locale.parse(code)
-    found = [
+    values = [
         *locale.languages.values(),
         *locale.territories.values(),
         *locale.scripts.values(),
@@ -43,7 +43,7 @@ def names(code):
         *locale.days["format"]["wide"].values(),
         *filter(None, (get_unit_name(unit, locale=locale) for unit in UNITS)),
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(values))
 
 
 def everything():
@@ -103,16 +103,16 @@ def byte_level_bpe():
     return tokenizer
 
 
-def of_transformers(name, **options):
+def train_like(name, **options):
     made = getattr(transformers, name)(**options)
     return made.train_new_from_iterator([everything()], 3000, show_progress=False)
 
 
 BUILDERS = {
     "unigram": unigram_with_byte_fallback,
-    "t5": lambda: of_transformers("T5Tokenizer", extra_ids=3),
+    "t5": lambda: train_like("T5Tokenizer", extra_ids=3),
     "wordpiece": wordpiece,
-    "bert": lambda: of_transformers("BertTokenizer"),  # lower case, accents and syllables apart
+    "bert": lambda: train_like("BertTokenizer"),  # lower case, accents and syllables apart
     "byte-level": byte_level_bpe,
 }
 
@@ -142,25 +142,25 @@ def encode(tokenizer, text):
 
 
 @functools.cache
-def byte_of_spelling():
+def byte_spellings():
     """By what the byte-level pre-tokenizer makes of characters that use all bytes UTF-8 uses."""
     spell = tk.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    found = {}
+    result = {}
     for code in (*range(0x800), *range(0x800, 0x110000, 0x800)):
         if not 0xD800 <= code < 0xE000:  # surrogates have no UTF-8
             data = chr(code).encode()
-            found.update(zip(spell.pre_tokenize_str(chr(code))[0][0], data, strict=True))
-    return found
+            result.update(zip(spell.pre_tokenize_str(chr(code))[0][0], data, strict=True))
+    return result
 
 
 @functools.cache
-def texts_of(kind):
+def decoded_texts(kind):
     """For every token: its whole characters, and whether it has parts of characters beside them."""
     tokenizer = built(kind)
     anchor = encode(tokenizer, "a")  # a first token is decoded differently from the others
     special = special_ids(tokenizer)
     before = tokenizer.decode(anchor)
-    found = {}
+    result = {}
     for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         if index in special:
             continue
@@ -169,7 +169,7 @@ def texts_of(kind):
         text, parts = decoded.removeprefix(before), False
         if "\N{REPLACEMENT CHARACTER}" in text:
             if kind == "byte-level":
-                data = bytes(byte_of_spelling().get(letter, 0xFF) for letter in token)
+                data = bytes(byte_spellings().get(letter, 0xFF) for letter in token)
             else:
                 data = bytes.fromhex(token[3:5])
             whole = b"".join(CHARACTER.findall(data))
@@ -178,8 +178,8 @@ def texts_of(kind):
         elif kind == "byte-level":
             assert text == tokenizer.decode([index])
         text = text.removeprefix(" ") or ("" if parts else " ")
-        found[index] = text, parts
-    return found
+        result[index] = text, parts
+    return result
 
 
 def expected(kind, scripts, allow_common=True):
@@ -187,7 +187,7 @@ def expected(kind, scripts, allow_common=True):
     pattern = regex.compile("(" + "|".join(rf"\p{{Script={name}}}" for name in chosen) + ")*")
     return [
         index
-        for index, (text, parts) in texts_of(kind).items()
+        for index, (text, parts) in decoded_texts(kind).items()
         if pattern.fullmatch(text) and (allow_common or not parts)
     ]
 
@@ -197,18 +197,18 @@ CHOICES = [["Hangul", "Latin"], ["Hangul"], ["Han", "Hiragana", "Katakana"], ["T
 
 @pytest.mark.parametrize("allow_common", [True, False])
 @pytest.mark.parametrize("scripts", CHOICES, ids=lambda scripts: "+".join(scripts) or "none")
-def test_a_token_is_kept_iff_all_it_decodes_to_is_in_the_scripts(kind, scripts, allow_common):
+def test_kept_tokens_are_those_that_decode_to_the_scripts(kind, scripts, allow_common):
     ids = language_token_ids(built(kind), scripts, allow_common=allow_common).tolist()
     assert ids == expected(kind, scripts, allow_common)
-    assert len(ids) < len(texts_of(kind)) / 2
+    assert len(ids) < len(decoded_texts(kind)) / 2
     assert bool(ids) == bool(scripts or allow_common)
 
 
 @pytest.mark.parametrize("code", SCRIPTS)
-def test_no_text_in_the_wanted_scripts_holds_a_token_that_is_left_out(kind, code):
+def test_texts_in_the_scripts_use_kept_tokens_only(kind, code):
     tokenizer = built(kind)
-    wanted = [*SCRIPTS[code], "Common", "Inherited"]
-    pattern = regex.compile("(" + "|".join(rf"\p{{Script={name}}}" for name in wanted) + ")+")
+    allowed = [*SCRIPTS[code], "Common", "Inherited"]
+    pattern = regex.compile("(" + "|".join(rf"\p{{Script={name}}}" for name in allowed) + ")+")
     texts = [name for name in names(code) if pattern.fullmatch(name)]
     assert len(texts) > 500
     used = {index for text in texts for index in encode(tokenizer, text)} - special_ids(tokenizer)
@@ -218,10 +218,10 @@ def test_no_text_in_the_wanted_scripts_holds_a_token_that_is_left_out(kind, code
 def test_byte_level_korean_needs_parts_of_characters():
     kind = "byte-level"
     tokens = [index for name in names("ko") for index in encode(built(kind), name)]
-    begun = sum(texts_of(kind).get(index, (" ", False))[1] for index in tokens)
+    begun = sum(decoded_texts(kind).get(index, (" ", False))[1] for index in tokens)
     assert begun > len(tokens) / 10
     left_out = set(tokens) - set(language_token_ids(built(kind)).tolist())
-    assert {texts_of(kind)[index][1] for index in left_out} <= {False}
+    assert {decoded_texts(kind)[index][1] for index in left_out} <= {False}
 
 
 class TransformersLike:
@@ -246,11 +246,11 @@ class TransformersLike:
 def test_all_interfaces_agree_up_to_special_tokens(kind):
     tokenizer = built(kind)
     vocabulary, special = tokenizer.get_vocab(), sorted(special_ids(tokenizer))
-    wanted = language_token_ids(tokenizer)
+    ids = language_token_ids(tokenizer)
     like = TransformersLike(vocabulary, special)
-    assert torch.equal(language_token_ids(like), wanted)
+    assert torch.equal(language_token_ids(like), ids)
     # A plain vocabulary does not say that <unk> is special: it is Latin.
-    with_special = sorted([*special, *wanted.tolist()])
+    with_special = sorted([*special, *ids.tolist()])
     assert language_token_ids(vocabulary).tolist() == with_special
     as_list = sorted(vocabulary, key=vocabulary.get)
     assert language_token_ids(as_list).tolist() == with_special

@@ -53,7 +53,7 @@ def loop(
     st.floats(0, 1),
     st.sampled_from(["exponential", "linear"]),
 )
-def test_the_penalty_is_the_formula_for_every_token(data, idf, alpha, sp, st_, low, shape):
+def test_penalty_equals_the_formula(data, idf, alpha, sp, st_, low, shape):
     options = {
         "alpha": alpha,
         "special_token_ids": data.draw(ids_below(len(idf))),
@@ -68,7 +68,7 @@ def test_the_penalty_is_the_formula_for_every_token(data, idf, alpha, sp, st_, l
 
 
 @given(values, st.floats(0, 8), st.sampled_from(["exponential", "linear"]))
-def test_the_penalty_lies_between_its_ends_and_falls_with_idf(idf, alpha, shape):
+def test_penalty_lies_between_its_ends_and_falls_with_idf(idf, alpha, shape):
     assume(len(set(idf)) > 1)
     idf = torch.tensor(sorted(idf), dtype=torch.float64)
     weight = idf_penalty(idf, alpha=alpha, shape=shape)
@@ -79,7 +79,7 @@ def test_the_penalty_lies_between_its_ends_and_falls_with_idf(idf, alpha, shape)
 
 
 @given(values, st.floats(0, 8), st.floats(0.01, 4))
-def test_the_exponential_penalty_falls_with_alpha_and_the_linear_does_not_know_it(idf, alpha, more):
+def test_exponential_penalty_falls_with_alpha_and_linear_ignores_it(idf, alpha, more):
     idf = torch.tensor(idf, dtype=torch.float64)
     assert (idf_penalty(idf, alpha=alpha + more) <= idf_penalty(idf, alpha=alpha)).all()
     linear = [idf_penalty(idf, alpha=a, shape="linear") for a in (alpha, alpha + more)]
@@ -87,7 +87,7 @@ def test_the_exponential_penalty_falls_with_alpha_and_the_linear_does_not_know_i
 
 
 @given(values, st.floats(-1e6, 1e6))
-def test_special_tokens_do_not_change_the_others_whatever_their_idf(idf, extreme):
+def test_idf_of_special_tokens_does_not_change_the_others(idf, extreme):
     alone = idf_penalty(torch.tensor(idf, dtype=torch.float64))
     with_special = idf_penalty(
         torch.tensor([extreme, *idf], dtype=torch.float64), special_token_ids=[0]
@@ -97,14 +97,14 @@ def test_special_tokens_do_not_change_the_others_whatever_their_idf(idf, extreme
 
 
 @given(values, st.floats(0.1, 10), st.floats(-5, 5))
-def test_the_penalty_does_not_depend_on_the_scale_and_origin_of_idf(idf, scale, shift):
+def test_penalty_is_invariant_to_scale_and_origin_of_idf(idf, scale, shift):
     idf = torch.tensor(idf, dtype=torch.float64)
     assume(idf.max() - idf.min() > 0.1 or idf.max() == idf.min())
     moved = idf * scale + shift if idf.max() > idf.min() else idf
     torch.testing.assert_close(idf_penalty(moved), idf_penalty(idf), rtol=1e-9, atol=1e-9)
 
 
-def test_one_special_token_would_squeeze_the_others_were_it_not_exempt():
+def test_special_tokens_are_exempt_from_the_normalisation():
     idf = torch.tensor([1000.0, 1.0, 2.0])
     exempt = idf_penalty(idf, special_token_ids=[0])
     assert exempt[2].item() == pytest.approx(math.exp(-4))
@@ -112,7 +112,7 @@ def test_one_special_token_would_squeeze_the_others_were_it_not_exempt():
 
 
 @pytest.mark.parametrize("special_penalty", [0.0, 0.5, 1.0, 100.0])
-def test_special_tokens_are_set_whatever_the_value_also_as_stopwords_and_below_the_minimum(
+def test_special_tokens_are_set_also_as_stopwords_and_below_the_minimum(
     special_penalty,
 ):
     weight = idf_penalty(
@@ -129,7 +129,7 @@ def test_a_minimum_of_one_makes_all_penalties_one():
     assert idf_penalty(IDF, minimum=1).tolist() == [1.0] * len(IDF)
 
 
-def test_the_minimum_comes_before_the_stopword_factor():
+def test_minimum_applies_before_the_stopword_factor():
     weight = idf_penalty(IDF, minimum=0.2, stopword_ids=[4])
     assert weight[4].item() == pytest.approx(0.2 * 15)
     assert weight.min() == 0.2
@@ -138,7 +138,7 @@ def test_the_minimum_comes_before_the_stopword_factor():
 
 @pytest.mark.parametrize("shape", ["exponential", "linear"])
 @pytest.mark.parametrize("idf", [torch.full((4,), 3.0), torch.tensor([3.0, 3.0, 3.0, 99.0])])
-def test_a_constant_idf_gives_one_before_the_factors(idf, shape):
+def test_constant_idf_gives_one_before_the_factors(idf, shape):
     weight = idf_penalty(idf, special_token_ids=[3], stopword_ids=[0], shape=shape)
     assert weight.tolist() == [15, 1, 1, 100]
 
@@ -246,7 +246,7 @@ def test_wrong_arguments_are_named(idf, options, error, name):
 
 
 @given(st.data(), st.integers(1, 8), st.floats(0, 1000, width=32))
-def test_the_language_penalty_spares_allowed_and_special_tokens_only(data, size, penalty):
+def test_language_penalty_is_zero_for_allowed_and_special_tokens_only(data, size, penalty):
     allowed, special = data.draw(ids_below(size)), data.draw(ids_below(size))
     got = language_penalty(size, allowed, special_token_ids=special, penalty=penalty)
     assert got.dtype == torch.float32

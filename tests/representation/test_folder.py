@@ -1,0 +1,335 @@
+"""Folders: what is saved is loaded again, also by others; what is damaged is refused by name."""
+
+import copy
+import errno
+import json
+import os
+import re
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers.utils import logging
+
+from sparse_losses import ContextGate, SpladeEncoder
+from tests.representation.tiny_models import ISSUE, TEXTS, VARIANTS, make, pair
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "variant"),
+    [*(("bert", name) for name in VARIANTS), *((name, "all") for name in ISSUE[1:])],
+)
+def test_loaded_encoder_equals_the_saved_one(architecture, variant, tmp_path):
+    encoder = make(architecture, max_length=17, **VARIANTS[variant])
+    if variant == "gate":
+        sizes = {"gate_hidden": 24, "num_heads": 2, "dropout": 0.3}
+        encoder.gate = ContextGate(16, encoder.vocab_size, **sizes).eval()
+    encoder.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = SpladeEncoder.from_pretrained(tmp_path)
+    assert not loaded.training
+    assert loaded.max_length == 17
+    assert repr(loaded.gate) == repr(encoder.gate)
+    assert loaded.state_dict().keys() == encoder.state_dict().keys()
+    for name, tensor in encoder.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+    ours, theirs = (e.encode(TEXTS, output="dense") for e in (encoder, loaded))
+    assert torch.equal(ours, theirs)
+    assert ours.any()
+    # Twice into the same folder, into one inside another, and as a copy that keeps its ties.
+    loaded.save_pretrained(tmp_path)
+    loaded.save_pretrained(tmp_path / "best")
+    inside = SpladeEncoder.from_pretrained(tmp_path, subfolder="best")
+    again = copy.deepcopy(SpladeEncoder.from_pretrained(str(tmp_path)))
+    for other in (inside, again):
+        assert torch.equal(other.encode(TEXTS, output="dense"), ours)
+        if other.expansion:
+            assert other.head.weight is other.model.get_output_embeddings().weight
+
+
+def test_idf_weights_are_copied(tmp_path):
+    model, words = pair("bert")
+    weights = torch.rand(len(words), 2)[:, 0]  # of every second place
+    encoder = SpladeEncoder(model, words, idf_weights=weights)
+    kept = weights.clone()
+    weights.zero_()
+    assert torch.equal(encoder.idf_weights, kept)
+    encoder.save_pretrained(tmp_path)
+    assert torch.equal(SpladeEncoder.from_pretrained(tmp_path).idf_weights, kept)
+
+
+@pytest.mark.parametrize("expansion", [True, False])
+def test_half_precision_is_kept(expansion, tmp_path):
+    encoder = make(gate=True, idf_weights=True, expansion=expansion)
+    encoder.save_pretrained(tmp_path)
+    half = SpladeEncoder.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    vectors = half.encode(TEXTS, output="dense")
+    assert vectors.dtype == torch.float32
+    torch.testing.assert_close(vectors, encoder.encode(TEXTS, output="dense"), atol=0.1, rtol=0.1)
+    half.save_pretrained(tmp_path)
+    again = SpladeEncoder.from_pretrained(tmp_path)
+    assert {p.dtype for p in again.parameters()} == {torch.bfloat16}
+    assert torch.equal(again.encode(TEXTS, output="dense"), vectors)
+
+
+def test_arguments_replace_or_drop_saved_parts(tmp_path):
+    encoder = make(gate=True, idf_weights=True)
+    encoder.save_pretrained(tmp_path)
+    assert SpladeEncoder.from_pretrained(tmp_path, gate=False).gate is None
+    assert SpladeEncoder.from_pretrained(tmp_path, idf_weights=False).idf_weights is None
+    own = ContextGate(16, encoder.vocab_size)
+    other = SpladeEncoder.from_pretrained(
+        tmp_path, gate=own, idf_weights=torch.ones(own.vocab_size)
+    )
+    assert other.gate is own
+    assert (other.idf_weights == 1).all()
+    kept = SpladeEncoder.from_pretrained(tmp_path, gate=True)
+    assert torch.equal(kept.gate.query, encoder.gate.query)
+    words = SpladeEncoder.from_pretrained(tmp_path, expansion=False, max_length=9)
+    assert not words.expansion
+    assert words.max_length == 9
+
+
+@pytest.mark.parametrize("architecture", ISSUE)
+def test_a_plain_masked_language_model_loads(architecture, tmp_path):
+    model, words = pair(architecture)
+    model.save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    encoder = SpladeEncoder.from_pretrained(tmp_path)
+    expected = SpladeEncoder(model, words).encode(TEXTS, output="dense")
+    assert torch.equal(encoder.encode(TEXTS, output="dense"), expected)
+    # And ours is one.
+    encoder.save_pretrained(tmp_path / "ours")
+    theirs = AutoModelForMaskedLM.from_pretrained(tmp_path / "ours")
+    batch = AutoTokenizer.from_pretrained(tmp_path / "ours")(["a"], return_tensors="pt")
+    assert torch.equal(theirs(**batch).logits, model(**batch).logits)
+
+
+def test_missing_weights_are_a_warning(tmp_path):
+    model, words = pair("bert")
+    model.base_model.save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"has no weights for cls.*they are random"):
+        SpladeEncoder.from_pretrained(tmp_path)
+    verbosity = logging.get_verbosity()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SpladeEncoder.from_pretrained(tmp_path, expansion=False)
+    assert logging.get_verbosity() == verbosity
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["embeddings.word_embeddings.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match="has no weights for bert.embeddings.word_embeddings"):
+        SpladeEncoder.from_pretrained(tmp_path, expansion=False)
+
+
+GATE = {"gate_hidden": 256, "num_heads": 4, "dropout": 0.1}
+SETTINGS = {"format": 1, "expansion": True, "max_length": 40, "idf_weights": True, "gate": GATE}
+POOLING = "1_SpladePooling/config.json"
+PROMPTS = "config_sentence_transformers.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("sparse_losses.json", "{", "is damaged"),
+        ("sparse_losses.json", [], "expected sparse_losses.json to hold a dict, got a list"),
+        ("sparse_losses.json", {"format": 1}, "expected expansion, gate, idf_weights, max_length"),
+        ("sparse_losses.json", {**SETTINGS, "format": 2}, "in format 1, got 2"),
+        ("sparse_losses.json", {**SETTINGS, "format": "1"}, "in format 1, got '1'"),
+        ("sparse_losses.json", {**SETTINGS, "gate": True}, "is damaged"),
+        ("sparse_losses.json", {**SETTINGS, "gate": {"depth": 2}}, "is damaged"),
+        ("sparse_losses.json", {**SETTINGS, "gate": {"gate_hidden": 5}}, "is damaged"),
+        ("sparse_losses.json", {**SETTINGS, "idf_weights": False}, "do not belong together"),
+        ("sparse_losses.json", {**SETTINGS, "expansion": False}, "is damaged"),
+        ("modules.json", {"idx": 0}, "expected modules.json to hold a list, got a dict"),
+        ("modules.json", [{"path": ""}], "a text as `type` and as `path` in modules.json"),
+        ("modules.json", [{"type": "a.IdfWeights"}], "a text as `type` and as `path`"),
+        ("modules.json", [{"type": 1, "path": ""}], "a text as `type` and as `path`"),
+        ("modules.json", ["IdfWeights"], "a text as `type` and as `path`"),
+        (POOLING, ["max"], f"expected {POOLING} to hold a dict, got a list"),
+        (PROMPTS, ["prompt"], f"expected {PROMPTS} to hold a dict, got a list"),
+    ],
+)
+def test_damaged_json_is_an_error_that_names_the_folder(file, content, message, tmp_path):
+    make(idf_weights=True, gate=True).save_pretrained(tmp_path)
+    text = content if isinstance(content, str) else json.dumps(content)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(OSError, match=f"{tmp_path.name} .*{re.escape(message)}"):
+        SpladeEncoder.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "path", ["../other", "/other", "inner/../../other", "..\\other", "C:other"]
+)
+def test_modules_outside_the_folder_are_refused(path, tmp_path):
+    """What is there is not read, even where it would do."""
+    make(idf_weights=True).save_pretrained(tmp_path / "other")
+    folder, others = tmp_path / "folder", tmp_path / "other" / "2_IdfWeights"
+    make().save_pretrained(folder)
+    others.rename(tmp_path / "other" / "weights")
+    entry = {"type": "some.IdfWeights", "path": f"{path}/weights"}
+    (folder / "modules.json").write_text(json.dumps([entry]))
+    with pytest.raises(OSError, match=r"folder is damaged: expected paths inside it in modules"):
+        SpladeEncoder.from_pretrained(folder)
+
+
+def test_incomplete_or_truncated_folder_is_an_error_that_names_it(tmp_path):
+    encoder = make(idf_weights=True, gate=True)
+    weights = "2_IdfWeights/model.safetensors"
+    for missing in ("sparse_losses.json", "sparse_losses.safetensors", weights):
+        encoder.save_pretrained(tmp_path)
+        (tmp_path / missing).unlink()
+        with pytest.raises(OSError, match=f"{tmp_path.name} is incomplete: it has no {missing}"):
+            SpladeEncoder.from_pretrained(tmp_path)
+    files = ["modules.json", PROMPTS, "model.safetensors", "sparse_losses.safetensors", weights]
+    for file in files:
+        encoder.save_pretrained(tmp_path)
+        (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:9])
+        with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
+            SpladeEncoder.from_pretrained(tmp_path)
+
+
+def test_full_disk_leaves_the_old_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "encoder"
+    old, new = make(gate=True), make(idf_weights=True)
+    old.save_pretrained(folder)
+    (folder / "notes.txt").write_text("mine")
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+    def full(*_, **__):
+        raise FULL
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sparse_losses.representation.folder.json.dumps", full)
+        with pytest.raises(OSError, match="No space left"):
+            new.save_pretrained(folder)
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+    assert os.listdir(tmp_path) == ["encoder"]
+    new.save_pretrained(folder)
+    assert SpladeEncoder.from_pretrained(folder).gate is None
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_partly_replaced_folder_does_not_load(tmp_path, monkeypatch, after):
+    old, new = make(gate=True), make(gate=True)
+    old.save_pretrained(tmp_path)
+    replace, done = os.replace, []
+
+    def stops(*paths):
+        if len(done) == after:
+            raise FULL
+        done.append(paths)
+        replace(*paths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sparse_losses.representation.folder.os.replace", stops)
+        with pytest.raises(OSError, match="No space left"):
+            new.save_pretrained(tmp_path)
+    with pytest.raises(OSError, match="is incomplete"):
+        SpladeEncoder.from_pretrained(tmp_path)
+
+
+def test_stale_shards_are_deleted(tmp_path):
+    encoder = make()
+    encoder.model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    encoder.save_pretrained(tmp_path)
+    assert [file.name for file in tmp_path.glob("model*")] == ["model.safetensors"]
+    SpladeEncoder.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ISSUE)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sentence_transformers_gives_the_same_vectors(architecture, weighted, tmp_path):
+    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
+
+    encoder = make(architecture, idf_weights=weighted or None)
+    encoder.save_pretrained(tmp_path)
+    # Idf weights are a module of ours, which they run only if told to.
+    theirs = SparseEncoder(str(tmp_path), trust_remote_code=weighted, device="cpu")
+    assert theirs.max_seq_length == encoder.max_length
+    texts = [text for text in TEXTS if text] + ["dog " * 500]
+    vectors = theirs.encode(texts, convert_to_sparse_tensor=False).cpu()
+    torch.testing.assert_close(vectors, encoder.encode(texts, output="dense"))
+    # What they save again, we read again.
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    back = SpladeEncoder.from_pretrained(tmp_path / "theirs")
+    torch.testing.assert_close(vectors, back.encode(texts, output="dense"))
+    if weighted:
+        with pytest.raises(ValueError, match="trust_remote_code=True"):
+            SparseEncoder(str(tmp_path), device="cpu")
+        reloaded = SparseEncoder(str(tmp_path / "theirs"), trust_remote_code=True, device="cpu")
+        again = reloaded.encode(texts, convert_to_sparse_tensor=False).cpu()
+        torch.testing.assert_close(again, vectors)
+
+
+def test_sentence_transformers_refuses_a_folder_without_expansion(tmp_path):
+    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
+
+    make().save_pretrained(tmp_path)
+    make(expansion=False).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"references the module class 'sparse_losses"):
+        SparseEncoder(str(tmp_path), device="cpu")
+    with pytest.raises(ValueError, match=r"load it with SpladeEncoder.from_pretrained"):
+        SparseEncoder(str(tmp_path), device="cpu", trust_remote_code=True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("pooling_strategy", "sum"), ("activation_function", "log1p_relu")]
+)
+def test_other_poolings_of_sentence_transformers_are_refused(setting, value, tmp_path):
+    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    make().save_pretrained(tmp_path)
+    theirs = SparseEncoder(str(tmp_path), device="cpu")
+    theirs[1] = SpladePooling(**{setting: value})
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    with pytest.raises(ValueError, match=f"{setting} '.*', got '{value}'"):
+        SpladeEncoder.from_pretrained(tmp_path / "theirs")
+
+
+def test_prompts_of_sentence_transformers_stay_and_are_a_warning(tmp_path):
+    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
+
+    encoder = make()
+    encoder.save_pretrained(tmp_path)
+    theirs = SparseEncoder(str(tmp_path), device="cpu", prompts={"q": "ask: "})
+    theirs.default_prompt_name = "q"
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    with pytest.warns(UserWarning, match="default prompt 'q'"):
+        back = SpladeEncoder.from_pretrained(tmp_path / "theirs")
+    back.save_pretrained(tmp_path / "theirs")
+    again = SparseEncoder(str(tmp_path / "theirs"), device="cpu")
+    assert again.prompts["q"] == "ask: "
+    expected = again.encode(["dog"], convert_to_sparse_tensor=False).cpu()
+    torch.testing.assert_close(expected, encoder.encode(["ask: dog"], output="dense"))
+
+
+def test_idf_weights_are_a_module_in_a_model_of_sentence_transformers(tmp_path):
+    """Their trainer loads the checkpoints of their own modules only without further ado."""
+    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
+    from sentence_transformers.base.modules import Module
+
+    from sparse_losses.integrations.sentence_transformers import IdfWeights
+
+    encoder = make(idf_weights=True)
+    encoder.save_pretrained(tmp_path)
+    plain = SpladeEncoder.from_pretrained(tmp_path, idf_weights=False)
+    plain.save_pretrained(tmp_path)
+    module = IdfWeights(encoder.vocab_size)
+    module.weight.copy_(encoder.idf_weights)
+    assert isinstance(module, Module)
+    theirs = SparseEncoder(modules=[*SparseEncoder(str(tmp_path), device="cpu"), module])
+    vectors = theirs.encode(["dog"], convert_to_sparse_tensor=False).cpu()
+    torch.testing.assert_close(vectors, encoder.encode(["dog"], output="dense"))
+    module.save(tmp_path / "alone")
+    assert torch.equal(IdfWeights.load(str(tmp_path / "alone")).weight, encoder.idf_weights)
