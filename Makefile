@@ -15,7 +15,7 @@ PIP = $(PY) -m pip --disable-pip-version-check -q
 # Idle threads that spin starve the busy ones on small machines.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: help demo bench bench-peers bench-gpu compatibility figures test test-oldest fuzz mutate
+.PHONY: help demo bench bench-peers bench-calculated bench-gpu compatibility figures test test-oldest fuzz mutate
 .PHONY: site serve site-zensical test-site notebooks test-notebooks lint wheel clean
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -31,6 +31,9 @@ bench: $(VENV)/.demo  ## every loss beside its plain formula (ARGS="--suite full
 
 bench-peers: $(VENV)/.demo  ## install the packages that the benchmarks compare with
 	$(PIP) install -c constraints.txt --group bench
+
+bench-calculated: $(VENV)/.dev  ## launches, bytes and times on a GPU, counted on meta tensors
+	$(PY) -m benchmarks.studies.calculated $(ARGS)
 
 bench-gpu: $(VENV)/.dev  ## all that a GPU is asked for, 25 minutes: make CUDA=1 bench-gpu (ARGS="losses")
 	PYTHON=$(PY) benchmarks/gpu.sh $(ARGS)

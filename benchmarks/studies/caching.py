@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from benchmarks.report.merge import markdown
+from benchmarks.report import markdown
 from benchmarks.run.memory import peak_bytes
 from benchmarks.run.table import RESULTS, circumstances
 from sparse_losses import SpladeBatch, SpladeHead, SpladeObjective, Texts

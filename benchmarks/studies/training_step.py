@@ -24,13 +24,12 @@ from torch import Tensor
 
 import sparse_losses
 from benchmarks.losses import flops, info_nce, splade_head
-from benchmarks.report.merge import markdown
+from benchmarks.report import markdown
 from benchmarks.run import timing
-from benchmarks.run.available import runs_triton, why_missing
 from benchmarks.run.measure import Result
 from benchmarks.run.table import RESULTS, Table, circumstances
 
-__all__ = ["Shape", "Step", "heads", "largest", "main"]
+__all__ = ["HEADS", "Shape", "Step", "largest", "main"]
 
 FLOPS_WEIGHT = 1e-3
 Head = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -74,14 +73,7 @@ class Row:
     row = Result.row
 
 
-def heads(device: torch.device, *, tiny: bool) -> dict[str, Head]:
-    """Return the heads: the plain formula, ours by default and with its kernel, and peers."""
-    found: dict[str, Head] = {"eager": splade_head.plain, "ours": sparse_losses.splade_head}
-    if runs_triton(device.type, "tiny" if tiny else ""):
-        found["ours, triton"] = partial(sparse_losses.splade_head, impl="triton")
-    if why_missing("sparton", device.type) is None:
-        found["sparton"] = splade_head.sparton
-    return found
+HEADS: dict[str, Head] = {"eager": splade_head.plain, "ours": sparse_losses.splade_head}
 
 
 class Step:
@@ -330,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    found = heads(device, tiny=args.tiny)
+    found = HEADS
     if args.only:
         wanted = {"eager", *args.only.split(";")}
         found = {name: head for name, head in found.items() if name in wanted}

@@ -1,6 +1,5 @@
 """The training step is measured, resumed and checked, as far as a CPU can show it."""
 
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -8,8 +7,6 @@ import torch
 
 pytest.importorskip("rich")
 pytest.importorskip("transformers")
-with contextlib.suppress(ImportError):  # a test below takes the choice of the interpreter away
-    import sparse_losses.fast.triton_head  # noqa: F401
 
 from benchmarks.run.table import read
 from benchmarks.studies import training_step
@@ -39,8 +36,7 @@ def _step(words: list[str], output: Path) -> tuple[int, list[dict[str, str]]]:
     return training_step.main([*given, *words]), read(output)
 
 
-def test_a_step_is_measured_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def test_a_step_is_measured_and_resumed(tmp_path: Path, capsys):
     code, rows = _step([], tmp_path / "step.csv")
     assert code == 0
     keys = [(row["case"], row["variant"]) for row in rows]
@@ -69,21 +65,10 @@ def test_a_head_that_gives_something_else_is_not_timed(tmp_path: Path, monkeypat
         raise ValueError("expected a GPU")
 
     found = {"eager": plain, "wrong": wrong, "broken": broken}
-    monkeypatch.setattr(training_step, "heads", lambda device, *, tiny: found)
+    monkeypatch.setattr(training_step, "HEADS", found)
     code, rows = _step([], tmp_path / "step.csv")
     assert code == 1
     status = {(row["case"], row["variant"]): row for row in rows}
     assert status["pairs=2", "wrong"]["status"].startswith("MISMATCH")
     assert status["largest", "broken"]["status"] == "failed: ValueError: expected a GPU"
     assert status["largest", "wrong"]["seconds"] == ""
-
-
-def test_a_step_by_the_kernel(monkeypatch: pytest.MonkeyPatch):
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter was not chosen when the kernel was defined")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    step = training_step.Step(training_step.Shape(64, 16, 1, 1, 8, 0.2, (1,), 1), CPU)
-    found = training_step.heads(CPU, tiny=True)
-    assert [*found] == ["eager", "ours", "ours, triton"]
-    checked = training_step._compare(step, found, 1)
-    assert {about["status"] for about in checked.values()} == {"ok"}
