@@ -53,7 +53,7 @@ test-oldest: $(OLDEST)/.ready  ## the package on the oldest PyTorch that it take
 	  $(OF_THE_PACKAGE) $(ARGS)
 
 mutate: $(VENV)/.mutate  ## does a test fail where a line is wrong? (ARGS="sparse_losses.losses.flops*")
-	OMP_NUM_THREADS=1 CI=1 $(VENV)/bin/mutmut run $(ARGS)
+	OMP_NUM_THREADS=1 CI=1 $(PY) -m tools.mutate $(ARGS)
 
 compatibility: $(VENV)/.dev  ## what works with what: run those tests, write docs/compatibility.md
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests -m works_with \
@@ -107,7 +107,7 @@ wheel: $(VENV)/.dev  ## build the wheel and use it away from the sources
 	cd build/wheel && PYTHONPATH=site $(abspath $(PY)) $(abspath tools/check_wheel.py)
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(OLDEST) build dist docs/figures .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist mutants docs/figures .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
