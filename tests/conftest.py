@@ -27,7 +27,7 @@ _common = {
 settings.register_profile("dev", **_common)
 settings.register_profile("ci", derandomize=True, **_common)
 # `make fuzz`: new problems each time, whatever the environment; a failure prints how to repeat it.
-settings.register_profile("fuzz", **_common | {"max_examples": 1000}, print_blob=True)
+settings.register_profile("fuzz", **_common | {"max_examples": 300}, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 

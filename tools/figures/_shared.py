@@ -27,7 +27,7 @@ def plain_ticks(axis: Axis, values: Sequence[float]) -> None:
     """Put the only ticks of a logarithmic axis at these values, written as numbers."""
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     axis.set_major_locator(FixedLocator(values))
-    axis.set_ticklabels([f"{value:g}" for value in values])
+    axis.set_ticklabels([f"{v / 1e3:.3g}k" if v >= 1e4 else f"{v:g}" for v in values])
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
 
