@@ -41,12 +41,12 @@ def script_ranges(names: Iterable[str]) -> dict[str, list[int]]:
 
 def unicode_version() -> str:
     """Return the Unicode version from the metadata of ``regex``; its module does not state it."""
-    found = re.search(
+    match = re.search(
         r"supports Unicode (\d+(?:\.\d+)*)", distribution("regex").read_text("METADATA") or ""
     )
-    if found is None:
+    if match is None:
         raise SystemExit("expected the Unicode version in the metadata of regex, got none")
-    return found[1]
+    return match[1]
 
 
 def main(new: Iterable[str] = ()) -> None:
