@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,9 +24,7 @@ __all__ = ["work"]
 
 def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
     """Measure what the CSV lacks; return 1 if a variant differs or ours failed."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
+    console = Console(width=None if Console().is_terminal else 120)
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device is available")
@@ -38,19 +37,15 @@ def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
             console.print(f"{package}: {reason}, skipped")
     rates = ceilings.measure(device, copy_mib=16 if args.suite == "tiny" else 256)
     common = circumstances(device, args.suite, rates)
-    console.print(
-        f"{common['device']} ({common['capability']}), {common['threads']} threads: copies "
-        f"{common['copy_gb_per_s']} GB/s, multiplies {common['matmul_gflop_per_s']} GFLOP/s"
-        + (f" in fp32, {common['bf16_gflop_per_s']} in bf16" if device.type == "cuda" else "")
-    )
+    console.print(", ".join(f"{name} {value}" for name, value in common.items() if value))
     try:
         table = Table(output, common, fresh=args.fresh)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    # The aims are usually measured in several runs, with fewer rounds each.
-    limits = Limits(budget, min_rounds=2 if args.suite == "aims" else 3)
+    limits = Limits(budget)
     passes = (TRAINING,) if args.training_only else (FORWARD, TRAINING)
+    options: dict[str, Any] = {"compiled": not args.no_compile, "passes": passes}
     todo = cases(args.suite, [name for name in args.only.split(",") if name])
     wrong = set()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -58,20 +53,17 @@ def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
         bar = progress.add_task("", total=len(todo))
         for case in todo:
             label = f"{case.loss} {case.name}"
-
-            def say(what: str, label: str = label) -> None:
-                progress.update(bar, description=f"{label}: {what}")
-
             variants = available.variants(case, compiled=not args.no_compile)
             missing = {each.name for each in variants} - table.present(case.loss, case.name)
             if missing:
-                compiled = not args.no_compile
+
+                def say(what: str, label: str = label) -> None:
+                    progress.update(bar, description=f"{label}: {what}")
+
                 try:
                     with warnings.catch_warnings():
                         warnings.simplefilter("ignore")  # of the compiler and the peers
-                        results = measure(
-                            case, device, rates, limits, compiled=compiled, passes=passes, say=say
-                        )
+                        results = measure(case, device, rates, limits, **options, say=say)
                 except Exception as error:
                     results = _failed(case, passes, sorted(missing), error)
                 rows = table.add(results)
