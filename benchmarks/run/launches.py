@@ -57,18 +57,24 @@ class Operation(NamedTuple):
 
 
 class Launches(TorchDispatchMode):
-    """Record the operations on meta tensors, forward and backward.
+    """Record the operations on a device, forward and backward.
+
+    Args:
+        device: ``"meta"``, or ``"cpu"`` for what needs values.
 
     Attributes:
         operations: in the order of their launches.
         peak_bytes: maximal memory of tensors made meanwhile and still alive.
         largest: number of elements of the largest tensor made meanwhile.
+        custom: names of our own operators that ran.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "meta") -> None:
         super().__init__()
+        self.device = device
         self.operations: list[Operation] = []
         self.peak_bytes = self.largest = 0
+        self.custom: set[str] = set()
         self._alive: dict[StorageWeakRef, int] = {}
 
     @property
@@ -96,6 +102,7 @@ class Launches(TorchDispatchMode):
         kwargs = kwargs or {}
         with self:
             if function in WRAPPED:
+                self.custom.add(function._overloadpacket.__name__)
                 return WRAPPED[function](*args, **kwargs)
             outputs = function.decompose(*args, **kwargs)  # `matmul` is `mm` or `bmm`
             if outputs is not NotImplemented:
@@ -103,7 +110,7 @@ class Launches(TorchDispatchMode):
         outputs = function(*args, **kwargs)
         name = function._overloadpacket.__name__
         received, made = _tensors((args, kwargs)), _tensors(outputs)
-        if made and not function.is_view and made[0].device.type == "meta":
+        if made and not function.is_view and made[0].device.type == self.device:
             self._remember(received, made)
             if name not in NO_LAUNCH:
                 count_flops = FLOPS.get(function._overloadpacket)
@@ -125,7 +132,8 @@ class Launches(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+    leaves = tree_leaves(tree)
+    return [x for x in leaves if isinstance(x, Tensor) and x.layout == torch.strided]
 
 
 def _bytes(name: str, received: Sequence[Tensor], made: Sequence[Tensor]) -> int:

@@ -26,7 +26,8 @@ def test_any_magnitude_in_fp32_is_as_in_fp64(stem, seed, data):
         if tensors.get(name) is None:
             continue
         scale = data.draw(st.sampled_from(MAGNITUDES), label=name)
-        tensors[name] = (tensors[name] * scale).requires_grad_(name in case.differentiable)
+        x = tensors[name].abs() if name == "activations" else tensors[name]  # whose sum may cancel
+        tensors[name] = (x * scale).requires_grad_(name in case.differentiable)
     exact = dict(tensors)
     for name, x in tensors.items():
         if x is not None and x.is_floating_point():
