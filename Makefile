@@ -15,7 +15,7 @@ PIP = $(PY) -m pip --disable-pip-version-check -q
 # Idle threads that spin starve the busy ones on small machines.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: help demo bench bench-peers bench-gpu compatibility figures test test-oldest fuzz mutate
+.PHONY: help demo bench bench-peers bench-calculated bench-gpu compatibility figures test test-oldest fuzz mutate
 .PHONY: site serve site-zensical test-site notebooks test-notebooks lint wheel clean
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -28,6 +28,9 @@ bench: $(VENV)/.demo  ## every loss beside its plain formula (ARGS="--suite full
 
 bench-peers: $(VENV)/.demo  ## install the packages that the benchmarks compare with
 	$(PIP) install -c constraints.txt --group bench
+
+bench-calculated: $(VENV)/.dev  ## launches, bytes and times on a GPU, counted on meta tensors
+	$(PY) -m benchmarks.studies.calculated $(ARGS)
 
 bench-gpu: $(VENV)/.dev  ## all that a GPU is asked for, 25 minutes: make CUDA=1 bench-gpu (ARGS="losses")
 	PYTHON=$(PY) benchmarks/gpu.sh $(ARGS)
@@ -47,7 +50,7 @@ test-oldest: $(OLDEST)/.ready  ## the package on the oldest PyTorch that it take
 	  $(OF_THE_PACKAGE) $(ARGS)
 
 mutate: $(VENV)/.mutate  ## does a test fail where a line is wrong? (ARGS="sparse_losses.losses.flops*")
-	OMP_NUM_THREADS=1 CI=1 $(VENV)/bin/mutmut run $(ARGS)
+	OMP_NUM_THREADS=1 CI=1 $(PY) -m tools.mutate $(ARGS)
 
 compatibility: $(VENV)/.dev  ## what works with what: run those tests, write docs/compatibility.md
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests -m works_with \
@@ -101,7 +104,7 @@ wheel: $(VENV)/.dev  ## build the wheel and use it away from the sources
 	cd build/wheel && PYTHONPATH=site $(abspath $(PY)) $(abspath tools/check_wheel.py)
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) $(OLDEST) build dist docs/figures .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist mutants docs/figures .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

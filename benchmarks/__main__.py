@@ -1,12 +1,11 @@
 """``python -m benchmarks``: measure, write a CSV, and print the results."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
-from benchmarks.run.processes import start
 
 RESULTS = Path(__file__).parent / "results"
 BUDGET = {"tiny": 0.05, "aims": 0.4, "quick": 0.4, "gpu": 0.3, "full": 1.0}
@@ -34,32 +33,28 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
     options.add_argument("--threads", type=int, help="PyTorch threads (default: its own choice)")
     options.add_argument("--list", action="store_true", help="list the cases and exit")
-    options.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start the worker processes, or run as one of them."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    """Run a suite, or list its cases."""
     args = parser().parse_args(arguments)
-    output = args.output or RESULTS / f"{args.device}-{args.suite}.csv"
-    if args.worker:
-        from benchmarks.run.worker import work
-
-        return work(args, output, budget=BUDGET[args.suite])
+    # Spinning idle threads slow down the busy ones on small machines; read when PyTorch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if args.list:
         from benchmarks.losses import cases
 
         for case in cases(args.suite, [name for name in args.only.split(",") if name]):
             print(f"{case.loss:22}{case.name}")
         return 0
+    from benchmarks.run.worker import work
+
+    output = args.output or RESULTS / f"{args.device}-{args.suite}.csv"
     begin = time.perf_counter()
-    failed = start(arguments)
-    if failed not in (0, 1):
-        return failed
+    code = work(args, output, budget=BUDGET[args.suite])
     if output.exists():
         print(f"{output}: {time.perf_counter() - begin:.0f} s")
-    return failed
+    return code
 
 
 if __name__ == "__main__":

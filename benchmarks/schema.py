@@ -17,7 +17,7 @@ __all__ = [
     "ACTIVATION_SIZES",
     "BERT",
     "DTYPES",
-    "PRODUCT_WAYS",
+    "PRODUCT_IMPLEMENTATIONS",
     "XLM",
     "Aim",
     "Benchmark",
@@ -27,11 +27,11 @@ __all__ = [
     "Sizes",
     "Variant",
     "case_name",
+    "implementations",
     "is_dense",
     "ours",
     "peer",
     "product_flops",
-    "ways",
 ]
 
 Sizes = Mapping[str, Any]
@@ -48,10 +48,12 @@ class Maker:
     device: torch.device
     dtype: torch.dtype = torch.float32
     seed: int = 0
-    generator: torch.Generator = field(init=False)
+    generator: torch.Generator | None = field(init=False)
 
     def __post_init__(self) -> None:
-        generator = torch.Generator(self.device).manual_seed(self.seed)
+        generator = None  # meta tensors have no values
+        if self.device.type != "meta":
+            generator = torch.Generator(self.device).manual_seed(self.seed)
         object.__setattr__(self, "generator", generator)
 
     def normal(self, *shape: int) -> Tensor:
@@ -70,7 +72,7 @@ class Maker:
         """Draw sparse activations: column ``j`` of a random order is active with probability ~ 1/j.
 
         A few columns are active in nearly every row, as in a retriever's vectors. Probabilities are
-        capped at 0.95; the scale is found by bisection.
+        capped at 0.95; bisection gives the scale.
         """
         rank = torch.arange(1, columns + 1, device="cpu", dtype=torch.float64)
         low, high = 0.0, float(columns)
@@ -120,7 +122,7 @@ def is_dense(sizes: Sizes) -> bool:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compute a loss."""
+    """One implementation of a loss."""
 
     name: str
     call: Callable[..., Any]
@@ -132,40 +134,39 @@ class Variant:
     at_stored_entries: bool = False  # gradients exist only at the stored entries
     needs_plain_memory: bool = False  # needs about as much memory as the plain formula
     package: str = ""  # of a peer
-    is_triton: bool = False  # needs a GPU, does not support fp64
 
 
-def ways(function: Callable[..., Any]) -> tuple[str, ...]:
+def implementations(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names in the table ``IMPLEMENTATIONS`` of a function's module, if it has one."""
-    return tuple(way.name for way in getattr(inspect.getmodule(function), "IMPLEMENTATIONS", ()))
+    table = getattr(inspect.getmodule(function), "IMPLEMENTATIONS", ())
+    return tuple(each.name for each in table)
 
 
 def ours(
     function: Callable[..., Tensor], when: Mapping[str, When] | None = None
 ) -> tuple[Variant, ...]:
-    """Return the variants of our function: default, compiled, definition and every other way.
+    """Return the variants of our function: default, compiled, and every implementation.
 
     Args:
         function: a public function.
-        when: for which sizes a way is measured; by default all.
+        when: for which sizes an implementation is measured; by default all.
     """
-    found = [
+    variants = [
         Variant("ours", function),
         Variant("ours, compiled", function, compiled=True, needs_plain_memory=True),
     ]
-    if names := ways(function):
-        by_definition = functools.partial(function, impl="definition")
-        found.append(Variant("ours, definition", by_definition, needs_plain_memory=True))
-        found += [
+    if names := implementations(function):
+        definition = functools.partial(function, impl="definition")
+        variants.append(Variant("ours, definition", definition, needs_plain_memory=True))
+        variants += [
             Variant(
                 f"ours, {name}",
                 functools.partial(function, impl=name),
                 when=(when or {}).get(name, _always),
-                is_triton=name == "triton",
             )
             for name in names
         ]
-    return tuple(found)
+    return tuple(variants)
 
 
 def peer(package: str, call: Callable[..., Tensor], when: When = _always) -> Variant:
@@ -192,13 +193,11 @@ class Aim:
     @property
     def wanted(self) -> str:
         """Return the bound in words."""
-        kinds = {
-            "speedup": f">= {self.bound:g}x eager",
-            "against": f">= {self.bound:g}x {self.other}",
-            "time": f"<= {self.bound:.3g} of eager's time",
-            "memory": f"<= {self.bound:.3g} of eager's memory",
-        }
-        return kinds.get(self.figure, f"<= {self.bound:g} {self.figure}")
+        if self.is_lower_bound:
+            return f">= {self.bound:g}x {self.other}"
+        if self.figure == "MiB":
+            return f"<= {self.bound:g} MiB"
+        return f"<= {self.bound:.3g} of eager's {self.figure}"
 
 
 @dataclass(frozen=True)
@@ -214,9 +213,11 @@ class Benchmark:
     quick: Sequence[Sizes]
     full: Sequence[Sizes]  # in addition to quick
     gpu: Sequence[Sizes]
-    reckoned: Sequence[Sizes] = ()  # counted on the simulated device, in addition to quick and gpu
+    calculated: Sequence[Sizes] = ()  # counted on meta tensors, in addition to quick and gpu
     aims: Sequence[Aim] = ()
-    crossover: Sequence[Sizes] = ()  # measured with the aims: sizes around the crossover of ways
+    crossover: Sequence[
+        Sizes
+    ] = ()  # measured with the aims: sizes around the crossover of products
     options: Callable[[Sizes], dict[str, Any]] = lambda sizes: {}
     num_flops: Callable[[Sizes, Inputs, bool], float] = lambda sizes, inputs, backward: 0.0
     plain_bytes: Callable[[Sizes], float] | None = None
@@ -232,7 +233,6 @@ class Case:
 
     benchmark: Benchmark
     sizes: Sizes
-    suite: str = ""
 
     @property
     def loss(self) -> str:
@@ -278,7 +278,7 @@ class Case:
         """Return the plain formula, the same compiled, then ours and the peers."""
         options = self.benchmark.options(self.sizes)
         plain = functools.partial(self.benchmark.plain, **options)
-        found = [
+        variants = [
             Variant("eager", plain, "eager", needs_plain_memory=True),
             Variant("torch.compile", plain, "compile", compiled=True, needs_plain_memory=True),
         ]
@@ -286,8 +286,8 @@ class Case:
             if variant.kind == "ours" and options:
                 variant = replace(variant, call=functools.partial(variant.call, **options))
             if variant.when(self.sizes):
-                found.append(variant)
-        return found
+                variants.append(variant)
+        return variants
 
     def floor(self, inputs: Inputs, *, backward: bool) -> tuple[float, float]:
         """Return the bytes and operations that every implementation needs."""
@@ -352,8 +352,8 @@ def _is_worth(sizes: Sizes) -> bool:
     return sizes.get("density", 1.0) <= 0.2
 
 
-# Sizes for which the ways of a product of two batches are measured; "ring" needs several ranks.
-PRODUCT_WAYS: dict[str, When] = {"nonzeros": _is_worth, "ring": lambda sizes: False}
+# Sizes for which the implementations of a product of two batches are measured.
+PRODUCT_IMPLEMENTATIONS: dict[str, When] = {"nonzeros": _is_worth}
 
 # Sizes of the losses that read `[B, V]` once.
 ACTIVATION_SIZES: dict[str, list[Sizes]] = {

@@ -26,6 +26,8 @@ _common = {
 }
 settings.register_profile("dev", **_common)
 settings.register_profile("ci", derandomize=True, **_common)
+# `make fuzz`: new problems each time, whatever the environment; a failure prints how to repeat it.
+settings.register_profile("fuzz", **_common | {"max_examples": 300}, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
@@ -57,19 +59,19 @@ def pytest_collection_modifyitems(items):
 
 
 class _Compatibility:
-    """Collects, on the process that workers report to, what the marked tests found."""
+    """Collects, on the process that workers report to, the outcomes of the marked tests."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self.found: dict[str, dict[str, object]] = {}
+        self.outcomes: dict[str, dict[str, object]] = {}
 
     def pytest_runtest_logreport(self, report):
-        said = [value for name, value in report.user_properties if name == "works_with"]
-        if not said or (report.when != "call" and report.outcome == "passed"):
+        marks = [value for name, value in report.user_properties if name == "works_with"]
+        if not marks or (report.when != "call" and report.outcome == "passed"):
             return
-        entry = {"works_with": said, "outcome": report.outcome}
-        if self.found.get(report.nodeid, entry)["outcome"] != "failed":
-            self.found[report.nodeid] = entry
+        entry = {"works_with": marks, "outcome": report.outcome}
+        if self.outcomes.get(report.nodeid, entry)["outcome"] != "failed":
+            self.outcomes[report.nodeid] = entry
 
     def pytest_sessionfinish(self):
         versions = {}
@@ -84,7 +86,7 @@ class _Compatibility:
                 versions[package] = importlib.metadata.version(package)
             except importlib.metadata.PackageNotFoundError:
                 continue
-        record = {"versions": versions, "tests": dict(sorted(self.found.items()))}
+        record = {"versions": versions, "tests": dict(sorted(self.outcomes.items()))}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

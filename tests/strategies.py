@@ -9,6 +9,10 @@ sizes = st.integers(1, 5)
 temperatures = st.floats(0.02, 5.0)
 similarities = st.sampled_from(["cosine", "dot"])
 
+# What a cosine does not see. Squares of the outer ones leave the range of fp32.
+MAGNITUDES = (1e-30, 1e-20, 1e-8, 1e-3, 1.0, 1e4, 1e10, 1e19, 1e30)
+SMALL = (1e-37, 1e-30, 1e-8, 1e-3)  # the same for what is summed with numbers around 1
+
 
 def draw(seed: int, *shape: int) -> torch.Tensor:
     """Standard normal numbers, in float64."""
@@ -24,22 +28,26 @@ def multi_hot(inputs: dict, prefix: str = "") -> torch.Tensor:
 
 
 @st.composite
-def vectors(draw, rows: int, width: int, lattice: bool | None = None) -> np.ndarray:
-    """Draw ``rows`` vectors: generic ones, or small integers with ties and zero rows."""
+def vectors(draw, rows: int, width: int, similarity: str = "dot") -> np.ndarray:
+    """Draw ``rows`` vectors: generic, integers with ties and zero rows, of extreme magnitudes."""
     rng = np.random.default_rng(draw(seeds))
-    lattice = draw(st.booleans()) if lattice is None else lattice
-    if lattice:
-        return rng.integers(-1, 2, size=(rows, width)).astype(np.float64)
-    return rng.normal(size=(rows, width)) * draw(st.sampled_from([0.3, 1.0, 2.0]))
+    x = rng.normal(size=(rows, width)) * draw(st.sampled_from([0.3, 1.0, 2.0]))
+    match draw(st.sampled_from(["generic", "ties", "scaled"])):
+        case "ties":
+            x = rng.integers(-1, 2, size=(rows, width)).astype(np.float64)
+        case "scaled":
+            x *= rng.choice(MAGNITUDES if similarity == "cosine" else SMALL, size=(rows, 1))
+    return x
 
 
 @st.composite
 def activations(draw, min_rows: int = 1, min_vocab: int = 1) -> np.ndarray:
-    """Draw non-negative sparse rows, as a SPLADE head gives them."""
+    """Draw non-negative sparse rows, as a SPLADE head gives them; some columns tiny."""
     rng = np.random.default_rng(draw(seeds))
     shape = (draw(st.integers(min_rows, 6)), draw(st.integers(min_vocab, 12)))
     active = rng.random(shape) < draw(st.sampled_from([0.0, 0.2, 0.7, 1.0]))
-    return np.log1p(rng.gamma(1.0, 2.0, size=shape)) * active
+    scale = rng.choice([1.0, 1.0, *SMALL], size=(1, shape[1]))
+    return np.log1p(rng.gamma(1.0, 2.0, size=shape)) * scale * active
 
 
 @st.composite
@@ -47,19 +55,21 @@ def info_nce_problems(draw) -> tuple[dict, dict]:
     """Draw the tensors and hyperparameters of an InfoNCE call, every option included."""
     rng = np.random.default_rng(draw(seeds))
     batch, width = draw(sizes), draw(st.integers(2, 4))
-    tensors = {"anchor": draw(vectors(batch, width)), "positive": draw(vectors(batch, width))}
-    kind = draw(st.sampled_from([None, "shared", "per_row"]))
-    if kind is not None:
+    similarity = draw(similarities)
+    tensors = {name: draw(vectors(batch, width, similarity)) for name in ("anchor", "positive")}
+    negatives = draw(st.sampled_from([None, "shared", "per row"]))
+    if negatives is not None:
         count = draw(st.integers(1, 4))
-        flat = draw(vectors(count if kind == "shared" else count * batch, width))
-        tensors["negative"] = flat if kind == "shared" else flat.reshape(batch, count, width)
+        is_shared = negatives == "shared"
+        flat = draw(vectors(count if is_shared else count * batch, width, similarity))
+        tensors["negative"] = flat if is_shared else flat.reshape(batch, count, width)
     options = {
         "temperature": draw(temperatures),
-        "similarity": draw(similarities),
+        "similarity": similarity,
         "symmetric": draw(st.booleans()),
         "decoupled": draw(st.booleans()),
     }
-    options["in_batch"] = draw(st.booleans()) if kind is not None else True
+    options["in_batch"] = draw(st.booleans()) if negatives is not None else True
     if draw(st.booleans()):
         tensors["positive_ids"] = rng.integers(0, 3, size=batch)
     if options["in_batch"] and draw(st.booleans()):
@@ -83,15 +93,15 @@ def nws_problems(draw) -> tuple[dict, dict]:
     similar = np.maximum(similar, similar.T)
     np.fill_diagonal(similar, 1.0)
     tensors = {
-        "query": draw(vectors(batch, width)),
+        "query": draw(vectors(batch, width, "cosine")),
         "query_labels": _labels(rng, batch, labels, density),
-        "prototype": draw(vectors(labels, width)),
+        "prototype": draw(vectors(labels, width, "cosine")),
         "label_similarity": similar,
     }
     for name in ("key", "queue"):
         if draw(st.booleans()):
             rows = draw(st.integers(0, 5))
-            tensors[name] = draw(vectors(rows, width))
+            tensors[name] = draw(vectors(rows, width, "cosine"))
             tensors[f"{name}_labels"] = _labels(rng, rows, labels, density)
             if name == "queue" and draw(st.booleans()):
                 tensors["queue_mask"] = rng.random(rows) < 0.6

@@ -31,8 +31,8 @@ def pins(name):
 
 
 def floor(package):
-    (found,) = (d for d in PROJECT["dependencies"] if d.startswith(f"{package}>="))
-    return found.removeprefix(f"{package}>=")
+    (requirement,) = (d for d in PROJECT["dependencies"] if d.startswith(f"{package}>="))
+    return requirement.removeprefix(f"{package}>=")
 
 
 def test_the_citation_names_the_version():
@@ -42,7 +42,7 @@ def test_the_citation_names_the_version():
         assert version == sparse_losses.__version__, name
 
 
-def test_a_version_is_released_with_its_section_of_the_changelog():
+def test_release_notes_are_the_section_of_the_changelog():
     text = "# Changelog\n\n## Unreleased\n\n## 1.10.0 - today\n\nTen.\n\n### Added\n\n- a\n"
     text += "\n## 1.1\n\nOne.\n"
     assert notes(text, "1.10.0") == "Ten.\n\n### Added\n\n- a\n"
@@ -54,17 +54,17 @@ def test_a_version_is_released_with_its_section_of_the_changelog():
 
 def test_every_classifier_is_a_row_of_the_workflow():
     rows = workflow("tests.yml")["jobs"]["versions"]["strategy"]["matrix"]["include"]
-    said = {
+    classified = {
         kind: {c.removeprefix(kind) for c in PROJECT["classifiers"] if c.startswith(kind)}
         for kind in ("Programming Language :: Python :: ", "Operating System :: ")
     }
-    pythons, systems = said.values()
+    pythons, systems = classified.values()
     assert pythons == {row["python"] for row in rows if row["torch"] == "newest"} != set()
     assert min(pythons) == PROJECT["requires-python"].removeprefix(">=")
     runners = {"MacOS": "macos", "Microsoft :: Windows": "windows", "POSIX :: Linux": "ubuntu"}
     for torch in (f"{floor('torch')}.*", "newest"):
-        found = {row["os"].removesuffix("-latest") for row in rows if row["torch"] == torch}
-        assert found == {runners[system] for system in systems}
+        tested = {row["os"].removesuffix("-latest") for row in rows if row["torch"] == torch}
+        assert tested == {runners[system] for system in systems}
 
 
 def test_the_oldest_environment_has_the_oldest_versions():
@@ -104,7 +104,7 @@ def test_the_sdist_lists_everything_that_is_tracked():
         assert (ROOT / name.removeprefix("/")).exists(), name
 
 
-def test_the_check_of_the_wheel_sees_what_is_too_much_and_what_is_missing():
+def test_check_wheel_finds_extra_and_missing_files():
     data = [f"sparse_losses/{name}" for name in check_wheel.DATA]
     right = [*data, "sparse_losses/a.py", "sparse_losses-1.dist-info/METADATA"]
     assert check_wheel.wrong_in_wheel(right) == []
@@ -150,7 +150,7 @@ def put_wheel(folder, name, version, requires=()):
         (None, True),
     ],
 )
-def test_installing_the_package_changes_no_pytorch_that_it_can_use(tmp_path, installed, replaced):
+def test_installing_the_package_keeps_a_supported_pytorch(tmp_path, installed, replaced):
     pytest.importorskip("pip")
     for name, version in (("torch", "2.15.0"), ("numpy", "2.4.6")):  # what an index would offer
         put_wheel(tmp_path, name, version)
@@ -164,5 +164,5 @@ def test_installing_the_package_changes_no_pytorch_that_it_can_use(tmp_path, ins
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--dry-run"]
     command += ["--isolated", "--no-index", "--find-links", str(tmp_path), "--report", "-", "-q"]
     run = subprocess.run([*command, "sparse-losses"], capture_output=True, text=True, check=True)
-    found = {each["metadata"]["name"] for each in json.loads(run.stdout)["install"]}
-    assert found == {"sparse-losses"} | ({"torch"} if replaced else set())
+    installed = {each["metadata"]["name"] for each in json.loads(run.stdout)["install"]}
+    assert installed == {"sparse-losses"} | ({"torch"} if replaced else set())

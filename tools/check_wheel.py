@@ -5,7 +5,6 @@
 FOLDER holds the wheel, the sdist, and the installed wheel in `site`.
 """
 
-import importlib.resources
 import subprocess
 import sys
 import tarfile
@@ -24,14 +23,14 @@ NOT_SHIPPED = {".ci", ".gitignore"}
 
 def wrong_in_wheel(names: list[str]) -> list[str]:
     """Return messages about files that do not belong in the wheel or are missing."""
-    found = [name for name in names if ".dist-info/" not in name]
+    files = [name for name in names if ".dist-info/" not in name]
     wrong = [
         name
-        for name in found
+        for name in files
         if not name.startswith("sparse_losses/")
         or not (name.endswith(".py") or name.rpartition("/")[2] in DATA)
     ]
-    missing = DATA - {name.rpartition("/")[2] for name in found}
+    missing = DATA - {name.rpartition("/")[2] for name in files}
     return [*(f"{name} is in the wheel" for name in wrong), *(f"{n} is missing" for n in missing)]
 
 
@@ -53,12 +52,8 @@ def main() -> None:
     with tarfile.open(sdist) as archive:
         if lacks := missing_in_sdist(archive.getnames(), listed.stdout.splitlines()):
             sys.exit(f"the sdist lacks {', '.join(lacks)}")
-    if not importlib.resources.files("sparse_losses").joinpath("py.typed").is_file():
-        sys.exit("py.typed is missing from the wheel")
     value = info_nce_loss(torch.eye(3), torch.eye(3), temperature=0.5)
-    torch.testing.assert_close(
-        value, torch.tensor(2.0).mul(-2.0).add(4.0).sub(2.0).exp().mul(2).log1p()
-    )
+    torch.testing.assert_close(value, (2 * torch.tensor(-2.0).exp()).log1p())
     language_token_ids(["a", "가", "я"])  # reads the Unicode table in the wheel
     print(f"sparse-losses {sparse_losses.__version__} works from its wheel")
 

@@ -25,16 +25,12 @@ text { font: 15px system-ui, sans-serif; fill: #1f2933 }
 def measured() -> dict[str, tuple[float, float]]:
     """Return peak MiB and seconds of the head by variant, forward and backward."""
     with RESULTS.open(encoding="utf-8") as file:
-        rows = [
-            row
+        variants = {
+            row["variant"]: (float(row["peak_bytes"]) / 2**20, float(row["seconds"]))
             for row in csv.DictReader(file)
             if (row["loss"], row["case"], row["pass"]) == ("splade_head", CASE, "forward+backward")
-        ]
-    found = {row["variant"]: row for row in rows}
-    return {
-        name: (float(found[name]["peak_bytes"]) / 2**20, float(found[name]["seconds"]))
-        for name in NAMES
-    }
+        }
+    return {name: variants[name] for name in NAMES}
 
 
 def panel(left: int, title: str, values: list[float], texts: list[str]) -> list[str]:
@@ -42,9 +38,9 @@ def panel(left: int, title: str, values: list[float], texts: list[str]) -> list[
     lines = [f'<text class="title" x="{left}" y="16">{title}</text>']
     for number, (value, text) in enumerate(zip(values, texts, strict=True)):
         y, width = 28 + 30 * number, 120 * value / max(values)
-        kind = "ours" if number == len(values) - 1 else "bar"
+        style = "ours" if number == len(values) - 1 else "bar"
         lines.append(
-            f'<rect class="{kind}" x="{left}" y="{y}" width="{width:.1f}" height="20" rx="2"/>'
+            f'<rect class="{style}" x="{left}" y="{y}" width="{width:.1f}" height="20" rx="2"/>'
         )
         lines.append(f'<text x="{left + width + 6:.1f}" y="{y + 15}">{text}</text>')
     return lines

@@ -1,48 +1,29 @@
 """Write sparse_losses/vocabulary/unicode_scripts.json from the Unicode database of ``regex``.
 
 Run ``python tools/generate_unicode_scripts.py`` after an update of ``regex``. If a new version of
-Unicode adds a script, an error names its first character: add the script's long name below.
+Unicode adds a script, an error names its first character: add the script's long name in
+PropertyValueAliases.txt to the command.
 """
 
 import json
 import re
 import sys
+from collections.abc import Iterable
 from importlib.metadata import distribution
 from pathlib import Path
 
 import regex
 
 TARGET = Path(__file__).parents[1] / "sparse_losses" / "vocabulary" / "unicode_scripts.json"
-
-# The scripts that have characters, by their long names in PropertyValueAliases.txt.
-NAMES = """
-Adlam Ahom Anatolian_Hieroglyphs Arabic Armenian Avestan Balinese Bamum Bassa_Vah Batak Bengali
-Beria_Erfe Bhaiksuki Bopomofo Brahmi Braille Buginese Buhid Canadian_Aboriginal Carian
-Caucasian_Albanian Chakma Cham Cherokee Chorasmian Common Coptic Cuneiform Cypriot Cypro_Minoan
-Cyrillic Deseret Devanagari Dives_Akuru Dogra Duployan Egyptian_Hieroglyphs Elbasan Elymaic Ethiopic
-Garay Georgian Glagolitic Gothic Grantha Greek Gujarati Gunjala_Gondi Gurmukhi Gurung_Khema Han
-Hangul Hanifi_Rohingya Hanunoo Hatran Hebrew Hiragana Imperial_Aramaic Inherited
-Inscriptional_Pahlavi Inscriptional_Parthian Javanese Jurchen Kaithi Kannada Katakana Kawi Kayah_Li
-Kharoshthi Khitan_Small_Script Khmer Khojki Khudawadi Kirat_Rai Lao Latin Lepcha Limbu Linear_A
-Linear_B Lisu Lycian Lydian Mahajani Makasar Malayalam Mandaic Manichaean Marchen Masaram_Gondi
-Medefaidrin Meetei_Mayek Mende_Kikakui Meroitic_Cursive Meroitic_Hieroglyphs Miao Modi Mongolian Mro
-Multani Myanmar Nabataean Nag_Mundari Nandinagari New_Tai_Lue Newa Nko Nushu Nyiakeng_Puachue_Hmong
-Ogham Ol_Chiki Ol_Onal Old_Hungarian Old_Italic Old_North_Arabian Old_Permic Old_Persian Old_Sogdian
-Old_South_Arabian Old_Turkic Old_Uyghur Oriya Osage Osmanya Pahawh_Hmong Palmyrene Pau_Cin_Hau
-Phags_Pa Phoenician Proto_Cuneiform Psalter_Pahlavi Rejang Runic Samaritan Saurashtra Seal Sharada
-Shavian Siddham Sidetic SignWriting Sinhala Sogdian Sora_Sompeng Soyombo Sundanese Sunuwar
-Syloti_Nagri Syriac Tagalog Tagbanwa Tai_Le Tai_Tham Tai_Viet Tai_Yo Takri Tamil Tangsa Tangut
-Telugu Thaana Thai Tibetan Tifinagh Tirhuta Todhri Tolong_Siki Toto Tulu_Tigalari Ugaritic Vai
-Vithkuqi Wancho Warang_Citi Yezidi Yi Zanabazar_Square
-"""
+KNOWN = tuple(json.loads(TARGET.read_text(encoding="utf-8"))["scripts"])
 
 
-def script_ranges() -> dict[str, list[int]]:
+def script_ranges(names: Iterable[str]) -> dict[str, list[int]]:
     """Return the first and last code point of each run of every script, in one flat list."""
     characters = "".join(map(chr, range(sys.maxunicode + 1)))
     left = bytearray(b"\1") * len(characters)
     scripts = {}
-    for name in [*NAMES.split(), "Unknown"]:
+    for name in [*names, "Unknown"]:
         runs = []
         for run in regex.finditer(rf"\p{{Script={name}}}+", characters):
             if not all(left[run.start() : run.end()]):
@@ -60,15 +41,15 @@ def script_ranges() -> dict[str, list[int]]:
 
 def unicode_version() -> str:
     """Return the Unicode version from the metadata of ``regex``; its module does not state it."""
-    found = re.search(
+    match = re.search(
         r"supports Unicode (\d+(?:\.\d+)*)", distribution("regex").read_text("METADATA") or ""
     )
-    if found is None:
+    if match is None:
         raise SystemExit("expected the Unicode version in the metadata of regex, got none")
-    return found[1]
+    return match[1]
 
 
-def main() -> None:
+def main(new: Iterable[str] = ()) -> None:
     """Write one line per script, so that a diff between versions is readable."""
     head = {
         "unicode_version": unicode_version(),
@@ -80,7 +61,7 @@ def main() -> None:
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     scripts = [
         f"    {json.dumps(name)}: {json.dumps(runs, separators=(',', ':'))}"
-        for name, runs in sorted(script_ranges().items())
+        for name, runs in sorted(script_ranges({*KNOWN, *new}).items())
     ]
     body = ",\n".join(scripts)
     TARGET.write_text(
@@ -89,4 +70,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

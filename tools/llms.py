@@ -30,9 +30,9 @@ _Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
 
 def settings() -> dict[str, Any]:
     """Return the settings in mkdocs.yml."""
-    found = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
-    assert isinstance(found, dict)
-    return found
+    config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
+    assert isinstance(config, dict)
+    return config
 
 
 def pages(nav: list[Any], title: str = "") -> Iterator[tuple[str, str]]:
@@ -73,17 +73,17 @@ def address(path: str) -> str:
     return os.environ.get("SITE_URL", "") + place or "."
 
 
-def short(said: dict[str, Any]) -> str:
+def short(config: dict[str, Any]) -> str:
     """Return the text of llms.txt."""
-    lines = [f"# {said['site_name']}", "", f"> {said['site_description']}"]
+    lines = [f"# {config['site_name']}", "", f"> {config['site_description']}"]
     first: list[str] = []
-    for entry in said["nav"]:
+    for entry in config["nav"]:
         ((section, below),) = entry.items()
-        found = [("", below)] if isinstance(below, str) else list(pages(below, section))
-        found = [(title or section, path) for title, path in found]
-        if found[0][1].startswith(NOT_ENGLISH):
+        entries = [("", below)] if isinstance(below, str) else list(pages(below, section))
+        entries = [(title or section, path) for title, path in entries]
+        if entries[0][1].startswith(NOT_ENGLISH):
             continue
-        listed = [f"- [{title}]({address(path)}): {description(path)}" for title, path in found]
+        listed = [f"- [{title}]({address(path)}): {description(path)}" for title, path in entries]
         if isinstance(below, str):
             first += listed
         else:
@@ -92,9 +92,9 @@ def short(said: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def full(said: dict[str, Any]) -> str:
+def full(config: dict[str, Any]) -> str:
     """Return the text of llms-full.txt."""
-    paths = [path for _, path in pages(said["nav"])]
+    paths = [path for _, path in pages(config["nav"])]
     kept = [path for path in paths if not path.startswith(NOT_ENGLISH + NOT_WHOLE)]
     return "\n\n".join(f"<!-- {address(path)} -->\n\n{text_of(path)}" for path in kept) + "\n"
 
@@ -102,9 +102,9 @@ def full(said: dict[str, Any]) -> str:
 def main(arguments: list[str]) -> int:
     """Write both files."""
     (site,) = map(Path, arguments)
-    said = settings()
-    (site / "llms.txt").write_text(short(said), encoding="utf-8")
-    (site / "llms-full.txt").write_text(full(said), encoding="utf-8")
+    config = settings()
+    (site / "llms.txt").write_text(short(config), encoding="utf-8")
+    (site / "llms-full.txt").write_text(full(config), encoding="utf-8")
     return 0
 
 

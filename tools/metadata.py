@@ -18,12 +18,12 @@ LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 def with_addresses(text: str, repository: str, branch: str = "main") -> str:
     """Return Markdown whose relative links point to files of a repository on a branch."""
 
-    def absolute(found: re.Match[str]) -> str:
-        target = found["target"]
+    def absolute(match: re.Match[str]) -> str:
+        target = match["target"]
         if re.match(r"[a-z]+:|#", target):
-            return found[0]
-        kind = "raw" if found["picture"] else "blob"
-        return f"{found['picture']}[{found['text']}]({repository}/{kind}/{branch}/{target})"
+            return match[0]
+        view = "raw" if match["picture"] else "blob"
+        return f"{match['picture']}[{match['text']}]({repository}/{view}/{branch}/{target})"
 
     return LINK.sub(absolute, text)
 

@@ -60,17 +60,17 @@ def unfolded(text: str) -> str:
     fenced = False
     while lines:
         line = lines.pop(0)
-        found = None if fenced else FOLDED.match(line)
+        match = None if fenced else FOLDED.match(line)
         fenced ^= bool(FENCE.match(line))
-        if found is None:
+        if match is None:
             kept.append(line)
             continue
         inside: list[str] = []
-        indent = found["indent"] + "    "
+        indent = match["indent"] + "    "
         while lines and (not lines[0].strip() or lines[0].startswith(indent)):
             inside.append(lines.pop(0))
-        title = found["title"] or (found["kind"] or "").capitalize()
-        kept += [f"{found['indent']}**{title}**", "", unfolded(textwrap.dedent("\n".join(inside)))]
+        title = match["title"] or (match["kind"] or "").capitalize()
+        kept += [f"{match['indent']}**{title}**", "", unfolded(textwrap.dedent("\n".join(inside)))]
     return "\n".join(kept)
 
 
@@ -89,13 +89,13 @@ def linked(text: str, page: Path) -> str:
     here, api = page.relative_to(DOCS).as_posix(), api_pages()
     known = bool(os.environ.get("SITE_URL"))
 
-    def absolute(found: re.Match[str]) -> str:
-        sign, words, to, name = found.groups()
+    def absolute(match: re.Match[str]) -> str:
+        sign, words, to, name = match.groups()
         if name is not None:
             owner = name if name in api else name.rpartition(".")[0]
             to = f"{api[owner]}#{name}" if owner in api else ""  # tests have no page here
         elif "://" in to:
-            return found[0]
+            return match[0]
         elif to.startswith("#"):
             to = here + to
         else:
@@ -159,19 +159,19 @@ def notebook(page: Path) -> Any:
 
 
 def main(arguments: list[str]) -> int:
-    """Write all notebooks and scripts, and run the scripts where that is asked for."""
+    """Write all notebooks and scripts, and run the scripts if requested."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--run", action="store_true", help="run every script")
-    asked = parser.parse_args(arguments)
-    asked.folder.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args(arguments)
+    options.folder.mkdir(parents=True, exist_ok=True)
     for page in GUIDES:
         made = notebook(page)
         name = page.stem.replace("_", "-")
-        jupytext.write(made, asked.folder / f"{name}.ipynb")
-        script = asked.folder / f"{name}.py"
+        jupytext.write(made, options.folder / f"{name}.ipynb")
+        script = options.folder / f"{name}.py"
         jupytext.write(made, script, fmt="py:percent")
-        if asked.run and page.stem not in DOWNLOADS:
+        if options.run and page.stem not in DOWNLOADS:
             print(script, flush=True)
             subprocess.run([sys.executable, script], check=True)
     return 0

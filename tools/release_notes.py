@@ -17,10 +17,10 @@ def notes(changelog: str, version: str) -> str:
         SystemExit: If there is no section, or an empty one.
     """
     heading = rf"^## \[?{re.escape(version)}\]?(?: [^\n]*)?$"
-    found = re.search(heading + r"\n(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
-    if found is None or not found[1].strip():
+    match = re.search(heading + r"\n(.*?)(?=^## |\Z)", changelog, re.MULTILINE | re.DOTALL)
+    if match is None or not match[1].strip():
         raise SystemExit(f"expected a section `## {version}` in CHANGELOG.md, got none with text")
-    return found[1].strip() + "\n"
+    return match[1].strip() + "\n"
 
 
 if __name__ == "__main__":

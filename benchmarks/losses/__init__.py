@@ -15,8 +15,9 @@ FIRST_ON_A_GPU = ("splade_head", "info_nce", "nws", "distillation")
 
 def benchmark(loss: str) -> Benchmark:
     """Return the benchmark of a loss."""
-    found: Benchmark = importlib.import_module(f"benchmarks.losses.{loss}").BENCHMARK
-    return found
+    module = importlib.import_module(f"benchmarks.losses.{loss}")
+    described: Benchmark = module.BENCHMARK
+    return described
 
 
 def cases(suite: str, only: Sequence[str] = ()) -> list[Case]:
@@ -24,8 +25,8 @@ def cases(suite: str, only: Sequence[str] = ()) -> list[Case]:
 
     Args:
         suite: ``tiny``, ``quick``, ``full`` (includes quick), ``aims`` (the sizes with aims, and
-            those around the crossover of two ways), ``gpu`` or ``reckoned`` (quick, gpu, and some
-            that are only counted).
+            those around the crossover of two products), ``gpu`` or ``calculated`` (quick, gpu, and
+            some that are only counted).
         only: names of losses; by default all.
     """
     if unknown := set(only) - set(NAMES):
@@ -33,11 +34,7 @@ def cases(suite: str, only: Sequence[str] = ()) -> list[Case]:
     names = [name for name in NAMES if name in only or not only]
     if suite == "gpu":
         names.sort(key=lambda name: name not in FIRST_ON_A_GPU)
-    found = []
-    for name in names:
-        each = benchmark(name)
-        found += [Case(each, sizes, suite) for sizes in _sizes(each, suite)]
-    return found
+    return [Case(each, sizes) for each in map(benchmark, names) for sizes in _sizes(each, suite)]
 
 
 def _sizes(each: Benchmark, suite: str) -> Sequence[Sizes]:
@@ -47,6 +44,6 @@ def _sizes(each: Benchmark, suite: str) -> Sequence[Sizes]:
         }
         return [sizes for sizes in _sizes(each, "full") if case_name(sizes) in wanted]
     small = {"tiny": each.tiny, "quick": each.quick, "gpu": each.gpu}
-    if suite == "reckoned":
-        return [*each.quick, *each.gpu, *each.reckoned]
+    if suite == "calculated":
+        return [*each.quick, *each.gpu, *each.calculated]
     return small.get(suite, [*each.quick, *each.full])

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
@@ -52,7 +51,7 @@ def inputs(sizes: Sizes, make: Maker) -> Inputs:
     return {"student_scores": student, "teacher_scores": teacher}
 
 
-def _given(_: Tensor, scores: Tensor) -> Tensor:
+def _scores_only(_: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
@@ -60,26 +59,13 @@ def _given(_: Tensor, scores: Tensor) -> Tensor:
 def _distill_kl() -> Any:
     from sentence_transformers.sentence_transformer.losses import DistillKLDivLoss
 
-    return DistillKLDivLoss(None, similarity_fct=_given, temperature=3.0)  # type: ignore[arg-type]
+    return DistillKLDivLoss(None, similarity_fct=_scores_only, temperature=3.0)  # type: ignore[arg-type]
 
 
 def sentence_transformers(student_scores: Tensor, teacher_scores: Tensor) -> Tensor:
     """DistillKLDivLoss, with one column per candidate."""
     columns = list(student_scores.unbind(1))
     return _distill_kl().compute_loss_from_embeddings([columns[0], *columns], teacher_scores)
-
-
-@functools.cache
-def _liger_kl() -> Any:
-    from liger_kernel.transformers import LigerKLDIVLoss
-
-    return LigerKLDIVLoss(reduction="batchmean", log_target=False)
-
-
-def liger(student_scores: Tensor, teacher_scores: Tensor) -> Tensor:
-    """LigerKLDIVLoss of softened distributions."""
-    student = torch.log_softmax(student_scores / 3.0, dim=-1)
-    return 9.0 * _liger_kl()(student, torch.softmax(teacher_scores / 3.0, dim=-1))
 
 
 def _scores(rows: int, columns: int, part: str, **more: Any) -> Sizes:
@@ -98,7 +84,6 @@ BENCHMARK = Benchmark(
             sentence_transformers,
             lambda sizes: sizes["part"] == "KL" and sizes["C"] <= 16,
         ),
-        peer("liger-kernel", liger, lambda sizes: sizes["part"] == "KL"),
     ),
     tiny=[_scores(4, 6, part) for part in _PARTS],
     quick=[_scores(1024, 8, "KL"), *[_scores(1024, 1024, part) for part in ("KL", "z-MSE")]],

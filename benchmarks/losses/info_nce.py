@@ -10,7 +10,7 @@ from torch import Tensor
 import sparse_losses
 from benchmarks.schema import (
     BERT,
-    PRODUCT_WAYS,
+    PRODUCT_IMPLEMENTATIONS,
     XLM,
     Aim,
     Benchmark,
@@ -94,19 +94,6 @@ def info_nce_pytorch(anchor: Tensor, positive: Tensor) -> Tensor:
     return info_nce(anchor, positive, temperature=0.07)
 
 
-@functools.cache
-def _liger() -> Any:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    return LigerFusedLinearCrossEntropyLoss()
-
-
-def liger(anchor: Tensor, positive: Tensor) -> Tensor:
-    """The fused linear cross-entropy, with the positives as the weight of the projection."""
-    targets = torch.arange(len(anchor), device=anchor.device)
-    return _liger()(nnf.normalize(positive), nnf.normalize(anchor) / 0.07, targets)
-
-
 _DENSE = {"B": 4096, "D": 768}
 _SPARSE = {"B": 1024, "V": BERT, "density": 0.005}
 
@@ -116,18 +103,17 @@ BENCHMARK = Benchmark(
     ("anchor", "positive"),
     plain,
     (
-        *ours(sparse_losses.info_nce_loss, PRODUCT_WAYS),
+        *ours(sparse_losses.info_nce_loss, PRODUCT_IMPLEMENTATIONS),
         Variant(
             "ours, CSR input",
             sparse_losses.info_nce_loss,
             prepare=_to_csr,
-            when=PRODUCT_WAYS["nonzeros"],
+            when=PRODUCT_IMPLEMENTATIONS["nonzeros"],
             at_stored_entries=True,
         ),
         peer("sentence-transformers", sentence_transformers, _is_dense_or_typical),
         peer("pytorch-metric-learning", metric_learning, _is_dense_or_typical),
         peer("info-nce-pytorch", info_nce_pytorch, _is_dense_or_typical),
-        peer("liger-kernel", liger, is_dense),
     ),
     tiny=[{"B": 5, "D": 8}, {"B": 6, "V": 60, "density": 0.2}],
     quick=[
@@ -146,7 +132,7 @@ BENCHMARK = Benchmark(
         {"B": 1024, "D": 768, "dtype": "fp32"},
         {"B": 1024, "V": BERT, "density": 0.005, "dtype": "fp32"},
     ],
-    reckoned=[
+    calculated=[
         {**sizes, "dtype": dtype}
         for sizes in ({"B": 2048, "D": 768}, {"B": 64, "V": BERT, "density": 0.005})
         for dtype in ("bf16", "fp32")

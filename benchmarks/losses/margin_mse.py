@@ -28,7 +28,7 @@ def inputs(sizes: Sizes, make: Maker) -> Inputs:
     return {name: make.normal(sizes["B"]) for name in names}
 
 
-def _given(_: Tensor, scores: Tensor) -> Tensor:
+def _scores_only(_: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
@@ -36,7 +36,7 @@ def _given(_: Tensor, scores: Tensor) -> Tensor:
 def _margin_mse() -> Any:
     from sentence_transformers.sentence_transformer.losses import MarginMSELoss
 
-    return MarginMSELoss(None, similarity_fct=_given)  # type: ignore[arg-type]
+    return MarginMSELoss(None, similarity_fct=_scores_only)  # type: ignore[arg-type]
 
 
 def sentence_transformers(
@@ -45,7 +45,7 @@ def sentence_transformers(
     teacher_positive: Tensor,
     teacher_negative: Tensor,
 ) -> Tensor:
-    """MarginMSELoss, given scores in place of embeddings."""
+    """MarginMSELoss with scores in place of embeddings."""
     embeddings = [student_positive, student_positive, student_negative]
     margin = teacher_positive - teacher_negative
     return _margin_mse().compute_loss_from_embeddings(embeddings, margin)

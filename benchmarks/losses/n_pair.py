@@ -10,7 +10,6 @@ from torch import Tensor
 import sparse_losses
 from benchmarks.schema import (
     BERT,
-    PRODUCT_WAYS,
     Benchmark,
     Inputs,
     Maker,
@@ -55,27 +54,14 @@ def sentence_transformers(anchor: Tensor, positive: Tensor) -> Tensor:
     return _multiple_negatives().compute_loss_from_embeddings([anchor, positive], None)
 
 
-@functools.cache
-def _liger() -> Any:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    return LigerFusedLinearCrossEntropyLoss()
-
-
-def liger(anchor: Tensor, positive: Tensor) -> Tensor:
-    """The fused linear cross-entropy."""
-    return _liger()(positive, anchor, torch.arange(len(anchor), device=anchor.device))
-
-
 BENCHMARK = Benchmark(
     "n_pair",
     inputs,
     ("anchor", "positive"),
     plain,
     (
-        *ours(sparse_losses.n_pair_loss, PRODUCT_WAYS),
+        *ours(sparse_losses.n_pair_loss),
         peer("sentence-transformers", sentence_transformers),
-        peer("liger-kernel", liger, is_dense),
     ),
     tiny=[{"B": 5, "D": 8}, {"B": 6, "V": 60, "density": 0.2}],
     quick=[{"B": rows, "D": 768} for rows in (64, 1024)],

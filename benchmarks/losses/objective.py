@@ -92,8 +92,8 @@ def _objective(made: Inputs) -> Callable[..., Tensor]:
         queries = sparse_losses.Texts(query, more["query_ids"], more["query_mask"])
         documents = sparse_losses.Texts(document, more["document_ids"], more["document_mask"])
         batch = sparse_losses.SpladeBatch(queries, documents, teacher_scores=teacher_scores)
-        found: Tensor = objective(batch).total
-        return found
+        value: Tensor = objective(batch).total
+        return value
 
     return total
 

@@ -1,7 +1,6 @@
 """The head: projection to the vocabulary and pooling."""
 
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as nnf
@@ -22,7 +21,7 @@ from benchmarks.schema import (
     peer,
 )
 
-__all__ = ["BENCHMARK", "draw_hidden", "draw_weight", "plain", "pooled", "sparton"]
+__all__ = ["BENCHMARK", "draw_hidden", "draw_weight", "plain", "pooled"]
 
 
 def plain(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
@@ -80,20 +79,6 @@ def sentence_transformers(
     return splade_pool.sentence_transformers(nnf.linear(hidden, weight, bias), attention_mask)
 
 
-@functools.cache
-def _sparton(vocabulary: int, width: int) -> Any:
-    from sparton import SpartonHead
-
-    with torch.device("meta"):
-        return SpartonHead(vocabulary, width, use_bias=True)
-
-
-def sparton(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
-    """SpartonHead with the given weights."""
-    parameters = {"weight": weight, "bias": bias}
-    return torch.func.functional_call(_sparton(*weight.shape), parameters, (hidden, attention_mask))
-
-
 def _size(rows: int, length: int, vocabulary: int, density: float, width: int = 768) -> Sizes:
     return {"B": rows, "S": length, "V": vocabulary, "H": width, "density": density}
 
@@ -117,7 +102,6 @@ BENCHMARK = Benchmark(
             "ours, sparse_grad", functools.partial(sparse_losses.splade_head, sparse_grad=True)
         ),
         peer("sentence-transformers", sentence_transformers),
-        peer("sparton", sparton),
     ),
     tiny=[_size(3, 5, 40, 0.3, width=8)],
     quick=[_size(1, 32, BERT, 0.05), _size(4, 64, BERT, 0.05)],
@@ -128,7 +112,7 @@ BENCHMARK = Benchmark(
         _gpu(8, 128, BERT, 0.01, "fp32"),
         _gpu(2, 32, BERT, 0.01, "bf16"),
     ],
-    reckoned=[_gpu(64, 256, vocabulary, 0.01, "bf16") for vocabulary in (BERT, XLM)],
+    calculated=[_gpu(64, 256, vocabulary, 0.01, "bf16") for vocabulary in (BERT, XLM)],
     aims=[
         Aim("head", _BY_DENSITY[0.5], "speedup", 3.5),
         Aim("head", _BY_DENSITY[0.05], "speedup", 7.0),

@@ -1,18 +1,19 @@
 """The aims, which are targets for measured figures, and whether they are met."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.losses import NAMES, benchmark
-from benchmarks.report.merge import Key, Merged
 from benchmarks.run.measure import TRAINING
-from benchmarks.schema import Aim, case_name
+from benchmarks.run.table import Row
+from benchmarks.schema import case_name
 
-__all__ = ["Verdict", "judge", "one_rule_for_all"]
+__all__ = ["MIB", "Verdict", "judge"]
 
 MIB = 2**20
 RULE = "every loss, above 1e5 elements"
+Variants = Mapping[str, Row]
 
 
 @dataclass(frozen=True)
@@ -26,79 +27,75 @@ class Verdict:
     verdict: str
 
 
-def judge(merged: Sequence[Merged]) -> list[Verdict]:
-    """Judge every aim, then the rules for all losses."""
-    rows = {row.key: row for row in merged}
-    lines = []
+def judge(rows: Sequence[Row]) -> list[Verdict]:
+    """Judge every aim by the training passes of a run, then the rules for all losses."""
+    cases: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        if row["pass"] == TRAINING and row["status"].startswith("ok"):
+            cases.setdefault((row["loss"], row["case"]), {})[row["variant"]] = row
+    verdicts = []
     for loss in NAMES:
         for aim in benchmark(loss).aims:
             case = case_name(aim.sizes)
-            value, runs = _measured(aim, rows, (loss, case, TRAINING))
+            value = _figure(aim.figure, cases.get((loss, case), {}), aim.variant, aim.other)
             is_met = value >= aim.bound if aim.is_lower_bound else value <= aim.bound
             unknown = math.isnan(value)
-            lines.append(
+            verdicts.append(
                 Verdict(
                     f"{aim.text} ({aim.variant})",
                     f"{loss}, {case}",
                     aim.wanted,
-                    "-" if unknown else f"{value:.3g}{runs}",
+                    "-" if unknown else f"{value:.3g}",
                     "not measured" if unknown else "met" if is_met else "missed",
                 )
             )
-    return lines + one_rule_for_all(merged) + _crossover(rows)
+    return verdicts + _rule_for_all(cases) + _crossover(cases)
 
 
-def _measured(aim: Aim, rows: dict[Key, Merged], about: tuple[str, str, str]) -> tuple[float, str]:
-    """Return the figure (NaN if not measured) and the lowest and highest of several runs."""
-    row = rows.get((*about, aim.variant))
-    if row is None or row.runs == 0:
-        return math.nan, ""
-    if aim.figure == "memory":
-        return row.memory_ratio, ""
-    if aim.figure == "MiB":
-        return row.peak_bytes / MIB, ""
-    if aim.figure == "against":
-        other = rows.get((*about, aim.other))
-        return (row.speedup.median / other.speedup.median if other else math.nan), ""
-    ends = (row.speedup.low, row.speedup.high)
-    value = row.speedup.median
-    if aim.figure == "time":
-        value, ends = 1 / value, (1 / ends[1], 1 / ends[0])
-    return value, f" ({ends[0]:.3g}-{ends[1]:.3g})" if row.runs > 1 else ""
+def _figure(figure: str, variants: Variants, name: str = "ours", other: str = "eager") -> float:
+    """Return a figure of a variant; NaN if it was not measured."""
+    if name not in variants or other not in variants:
+        return math.nan
+    own, base = variants[name], variants[other]
+    if figure == "memory":
+        return float(own["peak_bytes"]) / float(base["peak_bytes"])
+    if figure == "MiB":
+        return float(own["peak_bytes"]) / MIB
+    speedup = float(own["speedup"])
+    return {"time": 1 / speedup, "against": speedup / float(base["speedup"])}.get(figure, speedup)
 
 
-def one_rule_for_all(merged: Sequence[Merged], above: int = 100_000) -> list[Verdict]:
+def _rule_for_all(cases: Mapping[tuple[str, str], Variants], above: int = 100_000) -> list[Verdict]:
     """Judge that no loss is slower or needs more memory than eager above 1e5 elements."""
-    lines = []
-    tests: tuple[tuple[str, Callable[[Merged], float], Callable[[float], bool]], ...] = (
-        (">= 1x eager", lambda row: row.speedup.median, lambda value: value < 1),
-        ("<= 1 of eager's memory", lambda row: row.memory_ratio, lambda value: value > 1.001),
-    )
-    for wanted, figure, is_worse in tests:
-        ours = [
-            row
-            for row in merged
-            if row.key[3] == "ours" and row.elements > above and not math.isnan(figure(row))
-        ]
-        worse = [row for row in ours if is_worse(figure(row))]
-        for row in worse:
-            case, found = ", ".join(row.key[:3]), f"{figure(row):.3g}"
-            lines.append(Verdict(RULE, case, wanted, found, "missed"))
-        verdict = "met" if ours and not worse else "missed" if worse else "not measured"
-        whole = f"{len(ours)} cases and passes"
-        count = f"{len(ours) - len(worse)} of {len(ours)}"
-        lines.append(Verdict(RULE, whole, wanted, count, verdict))
-    return lines
+    verdicts = []
+    for wanted, figure, most in (
+        (">= 1x eager", "time", 1.0),
+        ("<= 1 of eager's memory", "memory", 1.001),
+    ):
+        figures = {
+            about: _figure(figure, variants)
+            for about, variants in cases.items()
+            if "ours" in variants and int(variants["ours"]["elements"]) > above
+        }
+        figures = {about: value for about, value in figures.items() if not math.isnan(value)}
+        worse = {about: value for about, value in figures.items() if value > most}
+        for about, value in worse.items():
+            shown = f"{1 / value if figure == 'time' else value:.3g}"
+            verdicts.append(Verdict(RULE, f"{', '.join(about)}", wanted, shown, "missed"))
+        verdict = "missed" if worse else "met" if figures else "not measured"
+        count = f"{len(figures) - len(worse)} of {len(figures)}"
+        verdicts.append(Verdict(RULE, f"{len(figures)} cases", wanted, count, verdict))
+    return verdicts
 
 
-def _crossover(rows: dict[Key, Merged]) -> list[Verdict]:
+def _crossover(cases: Mapping[tuple[str, str], Variants]) -> list[Verdict]:
     """Report the density at which InfoNCE's sparse products stop being faster than dense ones."""
-    found = []
+    figures = []
     for sizes in sorted(benchmark("info_nce").crossover, key=lambda sizes: sizes["density"]):
-        about = ("info_nce", case_name(sizes), TRAINING)
-        sparse, dense = (rows.get((*about, f"ours, {way}")) for way in ("nonzeros", "direct"))
-        if sparse and dense and sparse.runs and dense.runs:
-            ratio = dense.seconds.median / sparse.seconds.median
-            found.append(f"{100 * sizes['density']:g}%: {ratio:.2f}")
-    said = ("InfoNCE, nonzeros over direct", "info_nce, B=256 V=30522")
-    return [Verdict(*said, "1 near 12%", ", ".join(found), "see figures")] if found else []
+        variants = cases.get(("info_nce", case_name(sizes)), {})
+        if {"ours, nonzeros", "ours, direct"} <= set(variants):
+            sparse, dense = (variants[f"ours, {name}"] for name in ("nonzeros", "direct"))
+            ratio = float(dense["seconds"]) / float(sparse["seconds"])
+            figures.append(f"{100 * sizes['density']:g}%: {ratio:.2f}")
+    about = ("InfoNCE, nonzeros over direct", "info_nce, B=256 V=30522", "1 near 12%")
+    return [Verdict(*about, ", ".join(figures), "see figures")] if figures else []

@@ -7,17 +7,14 @@ import re
 import sys
 
 from benchmarks.losses import benchmark
+from benchmarks.report import markdown
 from benchmarks.report.aims import MIB, judge
-from benchmarks.report.merge import markdown, merge
-from benchmarks.report.reckoned import figure
-from benchmarks.report.reckoned import table as reckoned_table
-from benchmarks.run import reckoned as counting
 from benchmarks.run.measure import TRAINING
 from benchmarks.run.table import RESULTS, ROOT, Row, largest_cases, read
 from benchmarks.schema import case_name
 from sparse_losses._core.files import replaced_file
 
-__all__ = ["AIMS", "PAGE", "aims", "main", "memory", "objective", "peers", "reckoned"]
+__all__ = ["AIMS", "PAGE", "aims", "calculated", "main", "memory", "objective", "peers"]
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 AIMS = RESULTS / "aims.md"
@@ -32,15 +29,15 @@ PEERS = (
 
 
 def aims() -> str:
-    """Every aim, from the runs in ``aims-run-*.csv``."""
+    """Every aim, from ``aims-run-1.csv``."""
     lines = [
         (
-            verdict.aim,
-            verdict.case,
-            verdict.wanted,
-            verdict.measured + (" **missed**" if verdict.verdict == "missed" else ""),
+            each.aim,
+            each.case,
+            each.wanted,
+            each.measured + " **missed**" * (each.verdict == "missed"),
         )
-        for verdict in judge(merge([read(path) for path in sorted(RESULTS.glob("aims-run-*.csv"))]))
+        for each in judge(read(RESULTS / "aims-run-1.csv"))
     ]
     return markdown(("aim", "case", "wanted", "measured"), lines)
 
@@ -69,21 +66,21 @@ def _over(row: Row | None, ours: Row) -> str:
 
 def memory() -> str:
     """Peak memory and times of the plain formula, of sentence-transformers and of ours."""
-    found: dict[tuple[str, str], dict[str, Row]] = {}
+    cases: dict[tuple[str, str], dict[str, Row]] = {}
     for row in read(RESULTS / "aims-run-1.csv"):
         if row["pass"] == TRAINING:
-            found.setdefault((row["loss"], row["case"]), {})[row["variant"]] = row
+            cases.setdefault((row["loss"], row["case"]), {})[row["variant"]] = row
     names = ("eager", "sentence-transformers", "ours")
     for sizes in benchmark("info_nce").crossover:  # they serve to choose a default
-        found.pop(("info_nce", case_name(sizes)), None)
+        cases.pop(("info_nce", case_name(sizes)), None)
     lines = []
-    for about, variants in found.items():
+    for about, variants in cases.items():
         rows = [variants.get(name) for name in names]
-        peaks = ["-" if row is None else figure(float(row["peak_bytes"]) / MIB) for row in rows]
+        peaks = ["-" if row is None else _figure(float(row["peak_bytes"]) / MIB) for row in rows]
         times = ["-" if row is None else _time(float(row["seconds"])) for row in rows]
         lines.append((*about, *peaks, *times))
-    kinds = ("plain", "sentence-transformers", "ours")
-    heading = [f"{kind}, {unit}" for unit in ("MiB", "time") for kind in kinds]
+    labels = ("plain", "sentence-transformers", "ours")
+    heading = [f"{label}, {unit}" for unit in ("MiB", "time") for label in labels]
     return markdown(("loss", "case", *heading), lines)
 
 
@@ -105,17 +102,35 @@ def objective() -> str:
     return markdown((*heading, "memory without gradients, eager and ours"), lines)
 
 
-def reckoned() -> str:
-    """Calculated figures from ``reckoned.csv``: each loss's largest case, by dtype."""
-    rows = counting.read(RESULTS / "reckoned.csv")
+def calculated() -> str:
+    """Calculated figures from ``calculated.csv``: each loss's largest case, by dtype."""
+    cases: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in read(RESULTS / "calculated.csv"):
+        cases.setdefault((row["loss"], row["case"]), {})[row["variant"]] = row
     largest: dict[tuple[str, str], tuple[int, str]] = {}
-    for row in rows:
-        dtype = row.case.split()[-1]
-        if row.variant == "eager" and dtype in ("fp32", "bf16"):  # sizes for a GPU name their dtype
-            kind, size = (row.loss, dtype), (row.bytes, row.case)
-            largest[kind] = max(largest.get(kind, size), size)
-    cases = {(loss, case) for (loss, _), (_, case) in largest.items()}
-    return reckoned_table([row for row in rows if (row.loss, row.case) in cases])
+    for (loss, case), variants in cases.items():
+        dtype = case.split()[-1]
+        if dtype in ("fp32", "bf16"):  # sizes for a GPU name their dtype
+            size = int(variants["eager"]["bytes"]), case
+            largest[loss, dtype] = max(largest.get((loss, dtype), size), size)
+    lines = []
+    for (loss, _), (_, case) in largest.items():
+        variants = cases[loss, case]
+        rows = [variants.get(name) for name in ("eager", "ours", "sentence-transformers")]
+        launches = ["-" if row is None else row["launches"] for row in rows]
+        peaks = ["-" if row is None else _figure(int(row["peak_bytes"]) / MIB) for row in rows]
+        ratios = [
+            f"{float(variants['eager'][column]) / float(variants['ours'][column]):.2f}"
+            for column in ("h100_seconds", "a10g_seconds")
+        ]
+        lines.append((loss, case, "; ".join(launches), "; ".join(peaks), *ratios))
+    heading = ("loss", "case", "launches: plain; ours; peer", "peak, MiB: plain; ours; peer")
+    return markdown((*heading, "plain over ours, H100", "A10G"), lines)
+
+
+def _figure(number: float) -> str:
+    """Format three digits, or all digits of a whole number."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _time(seconds: float) -> str:
@@ -125,7 +140,7 @@ def _time(seconds: float) -> str:
 def main() -> int:
     """Replace every table by the one under the same heading."""
     for path, tables in (
-        (PAGE, (peers(), memory(), objective(), reckoned())),
+        (PAGE, (peers(), memory(), objective(), calculated())),
         (AIMS, (aims(),)),
     ):
         page = path.read_text(encoding="utf-8")

@@ -1,12 +1,12 @@
 """The rates of this machine for copies and matrix products, measured in the same run."""
 
-import itertools
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from benchmarks.run import timing
 
 __all__ = ["Ceilings", "measure"]
 
@@ -32,32 +32,19 @@ def measure(device: torch.device, *, copy_mib: int = 256, side: int = 2048) -> C
     is_cuda = device.type == "cuda"
     if is_cuda:
         copy_mib, side = 4 * copy_mib, 4 * side
+
+    def least_seconds(run: Callable[[], object]) -> float:
+        run()  # pages memory in, or compiles
+        runs, first = {"run": lambda _: run()}, {"run": 1.0}
+        samples = timing.interleave(runs, device, budget=60.0, first=first, max_rounds=7)
+        return min(samples.seconds["run"])
+
     source = torch.ones(copy_mib * 2**18, device=device)
     target = torch.zeros_like(source)
-    copying = _best(lambda: target.copy_(source), device)
+    rates = [2 * source.nbytes / least_seconds(lambda: target.copy_(source))]
     a, b = torch.randn(2, side, side, device=device)
-    multiplying = _best(lambda: a @ b, device)
-    rates = [2 * source.numel() * 4 / copying, 2 * side**3 / multiplying]
+    rates.append(2 * side**3 / least_seconds(lambda: a @ b))
     if is_cuda:
-        a, b = a.bfloat16(), b.bfloat16()
-        rates.append(2 * side**3 / _best(lambda: a @ b, device))
+        half = a.bfloat16(), b.bfloat16()
+        rates.append(2 * side**3 / least_seconds(lambda: half[0] @ half[1]))
     return Ceilings(*rates)
-
-
-def _best(function: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
-    """Return the least seconds; the first call, which pages memory in or compiles, is not timed."""
-    function()
-    if device.type == "cuda":
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        for event in events[:-1]:
-            event.record()
-            function()
-        events[-1].record()
-        torch.cuda.synchronize(device)
-        return min(one.elapsed_time(next_) for one, next_ in itertools.pairwise(events)) / 1e3
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)

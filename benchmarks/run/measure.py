@@ -3,7 +3,7 @@
 import gc
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,34 +13,25 @@ from benchmarks.run import memory, timing
 from benchmarks.run.available import variants as available_variants
 from benchmarks.run.ceilings import Ceilings
 from benchmarks.run.check import (
-    Found,
     Mismatch,
+    Outputs,
     Ready,
     Reference,
     check,
     check_rounded,
     compare,
-    for_variant,
     ready,
     rounded_reference,
 )
 from benchmarks.schema import DTYPES, Benchmark, Case, Inputs, Maker, Variant
 
-__all__ = ["FORWARD", "TRAINING", "Broken", "Limits", "Result", "guarded", "is_broken", "measure"]
+__all__ = ["FORWARD", "TRAINING", "Limits", "Result", "measure"]
 
 FORWARD, TRAINING = "forward", "forward+backward"
 SLOW = 20.0  # seconds per call from which one round is enough
 
 # Small copies that passed in this process. The values keep the benchmarks, and so their ids, alive.
 _PASSED: dict[tuple[int, str, str, str], Benchmark] = {}
-
-
-class Broken(RuntimeError):
-    """A variant left the GPU in a state in which this process cannot continue."""
-
-    def __init__(self, variant: str, status: str) -> None:
-        super().__init__(status)
-        self.variant, self.status = variant, status
 
 
 @dataclass(frozen=True)
@@ -96,49 +87,42 @@ def measure(
     *,
     compiled: bool = True,
     passes: Sequence[str] = (FORWARD, TRAINING),
-    without: Collection[str] = (),
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Result]:
     """Return all rows of a case.
 
     A variant that differs from the plain formula, fails, or needs too much memory is not timed; the
     status of its row says why.
-
-    Raises:
-        Broken: if a variant broke the process; a new process can continue ``without`` it.
     """
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()  # free the blocks of the last case
     # Without a reset, the ninth size of a formula falls back to eager.
     torch._dynamo.reset()
-    found = available_variants(case, device.type, compiled=compiled)
-    variants = [variant for variant in found if variant.name not in without]
+    variants = available_variants(case, compiled=compiled)
     status = {variant.name: "ok" for variant in variants}
     _check_small_copies(case, variants, device, status)
 
     # On a GPU inputs are rotated, so that a repetition does not find them in the cache.
     copies = 3 if device.type == "cuda" and case.elements < 2**26 else 1
     inputs = [case.inputs(Maker(device, seed=seed)) for seed in range(copies)]
-    warm = _WarmUp(case, inputs, device, passes)
-    needed, there = case.plain_bytes(), memory.available_bytes(device)
+    warm_up = _WarmUp(case, inputs, device, passes)
+    needed, available = case.plain_bytes(), memory.available_bytes(device)
     for variant in variants:
-        if variant.needs_plain_memory and needed > 0.9 * there:
+        if variant.needs_plain_memory and needed > 0.9 * available:
             status[variant.name] = f"skipped: needs about {needed / 2**30:.0f} GiB"
     if case.dtype.itemsize == 2:
-        say("fp64")
-        in_double = needed * 8 / case.dtype.itemsize
-        fits = in_double < 0.5 * there
-        warm.exact = next(v for v in variants if fits or not v.needs_plain_memory)
+        fits = needed * 8 / case.dtype.itemsize < 0.5 * available
+        warm_up.exact = next(v for v in variants if fits or not v.needs_plain_memory)
     for variant in variants:
         if status[variant.name] == "ok":
             say(variant.name)
-            guarded(status, variant, warm.up, variant)
-    warm.wanted = None
+            _guarded(status, variant, warm_up, variant)
+    warm_up.expected = None
     results = []
     for pass_ in passes:
         say(pass_)
-        results += _one_pass(case, pass_, variants, status, warm, ceilings, limits)
+        results += _one_pass(case, pass_, variants, status, warm_up, ceilings, limits)
     return results
 
 
@@ -148,16 +132,15 @@ def _check_small_copies(
     """Check small copies once per process, in fp64 and, if it is a half, in the case's dtype."""
     for tiny in case.benchmark.tiny:
         small = replace(case, sizes={**tiny, "dtype": case.sizes.get("dtype", "fp32")})
-        plain, *others = available_variants(small, device.type)
+        plain, *others = available_variants(small)
         for variant in others:
             key = id(case.benchmark), small.name, variant.name, device.type
             if variant.name not in status or key in _PASSED:
                 continue
-            if not variant.is_triton:
-                maker = Maker(device, torch.float64)
-                guarded(status, variant, check, small, [plain, variant], maker)
-            if case.dtype.itemsize == 2 or variant.is_triton:
-                guarded(status, variant, check_rounded, small, [plain, variant], Maker(device))
+            maker = Maker(device, torch.float64)
+            _guarded(status, variant, check, small, [plain, variant], maker)
+            if case.dtype.itemsize == 2:
+                _guarded(status, variant, check_rounded, small, [plain, variant], Maker(device))
             if status[variant.name] == "ok":
                 _PASSED[key] = case.benchmark
 
@@ -170,40 +153,37 @@ class _WarmUp:
     ) -> None:
         self.case, self.inputs, self.device = case, inputs, device
         self.ready: dict[str, Ready] = {}
-        self.first: dict[str, dict[str, float]] = {pass_: {} for pass_ in passes}
-        self.wanted: Reference | None = None
+        self.seconds: dict[str, dict[str, float]] = {pass_: {} for pass_ in passes}
+        self.expected: Reference | None = None
         self.exact: Variant | None = None  # computes the reference in fp64
 
-    def up(self, variant: Variant) -> None:
+    def __call__(self, variant: Variant) -> None:
         """Call a variant once and compare the result; if it is right, call it in every pass."""
         prepared = ready(self.case, variant, self.inputs)
         start = time.perf_counter()
-        found = prepared.both()
+        outputs = prepared.both()
         took = time.perf_counter() - start
-        if self.wanted is not None:
-            wanted = for_variant(variant, self.wanted)
-            compare(self.case, variant, self.inputs[0], found, wanted)
+        if self.expected is not None:
+            compare(self.case, variant, self.inputs[0], outputs, self.expected)
         else:  # the plain formula, or the first that fits
-            self.wanted = self._reference(variant, found)
-        del found
-        for pass_ in self.first:
+            self.expected = self._reference(variant, outputs)
+        del outputs
+        for pass_ in self.seconds:
             run = prepared.train if pass_ == TRAINING else prepared.forward
-            # A slow variant is warm already, unless it is compiled: a pass may not be compiled yet.
-            self.first[pass_][variant.name] = took
-            compiles = variant.compiled and pass_ == FORWARD
-            for _ in range(2 if took < 0.25 else int(compiles)):
-                self.first[pass_][variant.name] = self._seconds(run)
-            if variant.compiled and took >= 0.25:  # most of it was compilation
-                self.first[pass_][variant.name] = self._seconds(run)
+            # A slow variant is warm already, unless it is compiled: a pass may not be compiled
+            # yet, and most of the first call was compilation.
+            repeats = 2 if took < 0.25 or variant.compiled else 0
+            times = [took, *(self._seconds(run) for _ in range(repeats))]
+            self.seconds[pass_][variant.name] = times[-1]
         self.ready[variant.name] = prepared
 
-    def _reference(self, variant: Variant, found: Found) -> Reference:
+    def _reference(self, variant: Variant, outputs: Outputs) -> Reference:
         tolerance = self.case.benchmark.tolerance
-        if self.exact is not None:
-            wanted = rounded_reference(self.case, self.exact, self.inputs[0], variant, found)
-            # The arg-max may differ between scores that are equal in the dtype.
-            return replace(wanted, tolerance=max(tolerance, wanted.tolerance))
-        return Reference(found, tolerance)
+        if self.exact is None:
+            return Reference(outputs, tolerance)
+        expected = rounded_reference(self.case, self.exact, self.inputs[0], variant, outputs)
+        # The arg-max may differ between scores that are equal in the dtype.
+        return replace(expected, tolerance=max(tolerance, expected.tolerance))
 
     def _seconds(self, run: Callable[[], object]) -> float:
         start = time.perf_counter()
@@ -218,26 +198,26 @@ def _one_pass(
     pass_: str,
     variants: Sequence[Variant],
     status: dict[str, str],
-    warm: _WarmUp,
+    warm_up: _WarmUp,
     ceilings: Ceilings,
     limits: Limits,
 ) -> list[Result]:
     """Measure memory, then times, of all variants whose status is ok."""
     is_training = pass_ == TRAINING
-    measured = {v.name: warm.ready[v.name] for v in variants if status[v.name] == "ok"}
+    measured = {v.name: warm_up.ready[v.name] for v in variants if status[v.name] == "ok"}
     runs = {name: each.train if is_training else each.forward for name, each in measured.items()}
-    first = {name: warm.first[pass_][name] for name in runs}
+    first = {name: warm_up.seconds[pass_][name] for name in runs}
     # A forward pass returns no gradients to subtract from the peak.
     peaks = {
         name: memory.peak_bytes(
-            lambda run=run: run(0) if is_training else _forget(run(0)), warm.device
+            lambda run=run: run(0) if is_training else _forget(run(0)), warm_up.device
         )
         for name, run in runs.items()
     }
     is_slow = max(first.values(), default=0.0) > SLOW
     samples = timing.interleave(
         runs,
-        warm.device,
+        warm_up.device,
         budget=limits.budget,
         first=first,
         min_rounds=1 if is_slow else limits.min_rounds,
@@ -272,7 +252,7 @@ def _forget(_: object) -> tuple[()]:
     return ()
 
 
-def guarded(
+def _guarded(
     status: dict[str, str], variant: Variant, run: Callable[..., object], *args: Any
 ) -> None:
     """Run and record an error as the status, so that the suite continues; it fails at its end."""
@@ -283,18 +263,5 @@ def guarded(
     except Mismatch as error:
         status[variant.name] = f"MISMATCH: {error}"
     except Exception as error:
-        line = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        line = (str(error).strip().splitlines() or [""])[0]
         status[variant.name] = f"failed: {type(error).__name__}: {line[:150]}"
-        if is_broken():
-            raise Broken(variant.name, status[variant.name]) from error
-
-
-def is_broken() -> bool:
-    """Whether the GPU context is unusable, as after an illegal memory access."""
-    if not torch.cuda.is_initialized():
-        return False
-    try:
-        torch.cuda.synchronize()
-    except Exception:
-        return True
-    return False

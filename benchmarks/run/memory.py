@@ -71,8 +71,8 @@ def storages(tensor: Tensor) -> dict[int, int]:
         parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     else:
         parts = [tensor]
-    found = (part.untyped_storage() for part in parts)
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
+    owned = (part.untyped_storage() for part in parts)
+    return {storage.data_ptr(): storage.nbytes() for storage in owned}
 
 
 def _peak_on_cuda(run: Callable[[], Tensors], device: torch.device) -> tuple[int, int]:

@@ -1,8 +1,6 @@
 """The CSV: one row per variant, with everything needed to interpret the figures."""
 
 import csv
-import functools
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -30,63 +28,54 @@ IDENTITY = ("device", "capability", "threads", "git_commit", "torch", "suite")
 def _git_commit() -> str:
     """Return the commit of package and suite, marked if either was changed since.
 
-    An environment variable may give it if the sources come without git history.
+    An environment variable may name it if the sources come without git history.
     """
-    if given := os.environ.get("SPARSE_LOSSES_COMMIT"):
-        return given
-    paths = ["sparse_losses", "benchmarks/*.py"]
+    if named := os.environ.get("SPARSE_LOSSES_COMMIT"):
+        return named
+    commit = _output("git", "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "status", "--porcelain", "--", "sparse_losses", "benchmarks/*.py")
+    return (commit or "unknown") + ("-changed" if changed else "")
+
+
+def _output(*words: str) -> str:
+    """Return what a command prints; nothing if it fails."""
     try:
-        commit = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("status", "--porcelain", "--", *paths)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return commit + ("-changed" if changed else "")
-
-
-def _git(*words: str) -> str:
-    run = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+        run = subprocess.run(
+            words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
     return run.stdout.strip()
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 
 
-def _capability(device: torch.device) -> str:
-    if device.type == "cuda":
-        return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+def _cpu() -> tuple[str, str]:
+    """Return the processor's name and those of its flags that matter for products."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return torch.backends.cpu.get_cpu_capability()
-    lines = (line for line in text.splitlines() if line.startswith(("flags", "Features")))
-    words = set(next(lines, "").split())
-    return " ".join(flag for flag in _FLAGS if flag in words)
-
-
-@functools.cache
-def _versions(device_type: str) -> str:
-    return " ".join(
-        f"{name}=={version}" for name, version in available.versions(device_type).items()
-    )
+        text = ""
+    parts = (line.partition(":") for line in text.splitlines())
+    fields = {key.strip(): value.strip() for key, _, value in parts}
+    words = fields.get("flags", fields.get("Features", "")).split()
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    flags = [flag for flag in _FLAGS if flag in words]
+    return name, " ".join(flags) or torch.backends.cpu.get_cpu_capability()
 
 
 def circumstances(device: torch.device, suite: str, ceilings: Ceilings | None) -> Row:
     """Return the columns that are the same for all rows of a run."""
     is_cuda = device.type == "cuda"
+    name, capability = _cpu()
+    if is_cuda:
+        name = torch.cuda.get_device_name(device)
+        capability = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     row = {
         "suite": suite,
-        "device": torch.cuda.get_device_name(device) if is_cuda else _processor(),
-        "capability": _capability(device),
+        "device": name,
+        "capability": capability,
         "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),
@@ -94,10 +83,10 @@ def circumstances(device: torch.device, suite: str, ceilings: Ceilings | None) -
         "numpy": np.__version__,
         "sparse_losses": sparse_losses.__version__,
         "git_commit": _git_commit(),
-        "peers": _versions(device.type),
+        "peers": available.versions(),
     }
     if is_cuda:
-        row |= _gpu(device)
+        row |= {"cuda": str(torch.version.cuda), "clocks": _clocks()}
     if ceilings is not None:
         if is_cuda:
             row["bf16_gflop_per_s"] = f"{ceilings.bf16_flops_per_second / 1e9:.4g}"
@@ -106,29 +95,12 @@ def circumstances(device: torch.device, suite: str, ceilings: Ceilings | None) -
     return row
 
 
-def _gpu(device: torch.device) -> Row:
-    """Return further columns for a GPU; the clocks are the present ones."""
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = ""
-    names = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
-    words = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    if uuid is not None:
-        words.append(f"--id=GPU-{uuid}")
-    try:
-        run = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20)
-        driver, *clocks = (word.strip() for word in run.stdout.splitlines()[0].split(","))
-    except (OSError, IndexError, subprocess.SubprocessError):
-        driver, clocks = "", []
-    said = ", ".join(f"{name} {value}" for name, value in zip(names[1:], clocks, strict=False))
-    return {
-        "cuda": str(torch.version.cuda),
-        "triton": triton,
-        "driver": driver,
-        "clocks": said,
-    }
+def _clocks() -> str:
+    """Return the driver and the present clocks of the first GPU, as nvidia-smi writes them."""
+    names = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit"
+    lines = _output("nvidia-smi", f"--query-gpu={names}", "--format=csv").splitlines()
+    pairs = zip(*(line.split(", ") for line in lines[:2]), strict=False)
+    return ", ".join(" ".join(pair) for pair in pairs)
 
 
 def _identity(row: Mapping[str, str]) -> tuple[str, ...]:
@@ -163,13 +135,13 @@ class Table:
         self.rows = read(path)
         other = {_identity(row) for row in self.rows} - {_identity(common)}
         if other:
-            differ = [
+            different = [
                 f"{name} is {theirs!r} there and {ours!r} now"
                 for name, theirs, ours in zip(IDENTITY, min(other), _identity(common), strict=True)
                 if theirs != ours
             ]
             raise ValueError(
-                f"{path} holds rows of another run: {', '.join(differ)}; "
+                f"{path} holds rows of another run: {', '.join(different)}; "
                 "choose another --output, or start again with --fresh"
             )
 

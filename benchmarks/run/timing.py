@@ -78,7 +78,6 @@ def interleave(
     names = list(runs)
     number = {name: max(1, min(1000, round(shortest / max(first[name], 1e-7)))) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
@@ -90,8 +89,7 @@ def interleave(
             for name in names[shift:] + names[:shift]:
                 seconds[name].append(take(runs[name], number[name]))
     finally:
-        if was_enabled:
-            gc.enable()
+        gc.enable()
     return Samples(seconds)
 
 

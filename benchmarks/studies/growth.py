@@ -16,7 +16,7 @@ import torch
 from rich.progress import track
 
 from benchmarks.losses import benchmark
-from benchmarks.report.merge import markdown
+from benchmarks.report import markdown
 from benchmarks.run import ceilings
 from benchmarks.run.ceilings import Ceilings
 from benchmarks.run.measure import TRAINING, Limits, measure

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from benchmarks.report.merge import markdown
+from benchmarks.report import markdown
 from benchmarks.run.memory import peak_bytes
 from benchmarks.run.table import RESULTS, circumstances
 from benchmarks.run.timing import Samples

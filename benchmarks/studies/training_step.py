@@ -21,13 +21,12 @@ from torch import Tensor
 
 import sparse_losses
 from benchmarks.losses import flops, info_nce, splade_head
-from benchmarks.report.merge import markdown
+from benchmarks.report import markdown
 from benchmarks.run import timing
-from benchmarks.run.available import why_missing
 from benchmarks.run.measure import Result
 from benchmarks.run.table import RESULTS, Table, circumstances
 
-__all__ = ["Shape", "Step", "heads", "largest", "main"]
+__all__ = ["HEADS", "Shape", "Step", "largest", "main"]
 
 FLOPS_WEIGHT = 1e-3
 Head = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -71,12 +70,7 @@ class Row:
     row = Result.row
 
 
-def heads(device: torch.device) -> dict[str, Head]:
-    """Return the heads: the plain formula, ours, and peers."""
-    heads: dict[str, Head] = {"eager": splade_head.plain, "ours": sparse_losses.splade_head}
-    if why_missing("sparton", device.type) is None:
-        heads["sparton"] = splade_head.sparton
-    return heads
+HEADS: dict[str, Head] = {"eager": splade_head.plain, "ours": sparse_losses.splade_head}
 
 
 class Step:
@@ -332,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     common |= {key: str(value) for key, value in asdict(shape).items() if "pairs" not in key}
     path = args.output or RESULTS / f"{args.device}-training.csv"
     table = Table(path, common, fresh=args.fresh)
-    measured = heads(device)
+    measured = HEADS
     cases = {f"pairs={pairs}": pairs for pairs in shape.pairs}
     todo = [c for c in [*cases, "largest"] if {*measured} - table.present("training_step", c)]
     if todo:

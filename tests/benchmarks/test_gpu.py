@@ -1,4 +1,4 @@
-"""What runs on a GPU, as far as a CPU can show it."""
+"""The script for a GPU, as far as a CPU can run it."""
 
 import os
 import subprocess
@@ -24,12 +24,12 @@ def run(folder: Path, python: str, *parts: str) -> subprocess.CompletedProcess[s
     return subprocess.run(words, env=env, capture_output=True, text=True, check=False)
 
 
-def test_every_part_is_a_command_that_understands_its_options(tmp_path: Path):
+def test_every_part_is_a_valid_command(tmp_path: Path):
     ran = run(tmp_path, "echo")
     assert ran.returncode == 0
-    said = {part: f"== {part}: done" in ran.stdout for part in ("tests", "losses", "training")}
-    assert all(said.values())
-    calls = {part: (tmp_path / f"{part}.log").read_text().split() for part in said}
+    is_done = {part: f"== {part}: done" in ran.stdout for part in ("tests", "losses", "training")}
+    assert all(is_done.values())
+    calls = {part: (tmp_path / f"{part}.log").read_text().split() for part in is_done}
     for part, parser in (("losses", command.parser()), ("training", training_step.parser())):
         assert parser.parse_args(calls[part][2:]).device == "cuda"
     assert calls["losses"][1] == "benchmarks"
@@ -39,7 +39,7 @@ def test_every_part_is_a_command_that_understands_its_options(tmp_path: Path):
     assert all((ROOT / file).exists() for file in files)
 
 
-def test_the_parts_that_are_named_are_run_and_a_failure_is_told(tmp_path: Path):
+def test_named_parts_run_and_a_failure_is_reported(tmp_path: Path):
     ran = run(tmp_path, "false", "losses")
     assert ran.returncode == 1
     assert "== losses: FAILED" in ran.stdout

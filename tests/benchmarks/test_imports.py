@@ -31,15 +31,15 @@ def module(path: Path) -> str:
 
 def imported(path: Path) -> set[str]:
     """Return the modules of the benchmarks that a file imports, at any depth."""
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "imports of the benchmarks are absolute"
             names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name for name in names if name in MODULES} or {node.module}
-    return found & MODULES
+            modules |= {name for name in names if name in MODULES} or {node.module}
+    return modules & MODULES
 
 
 MODULES = {module(path) for path in FILES}

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import sparse_losses
 from benchmarks.losses import NAMES, benchmark, cases
 from benchmarks.run import available
 from benchmarks.run.check import check, check_rounded
-from benchmarks.schema import DTYPES, Case, Maker, Variant, case_name, ours, ways
+from benchmarks.schema import DTYPES, Case, Maker, Variant, case_name, implementations
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -28,63 +27,35 @@ def with_dtype(case: Case, dtype: str) -> Case:
     return replace(case, sizes={**case.sizes, "dtype": dtype})
 
 
-def of_the_package(case: Case) -> list[Variant]:
-    """Return the plain formula and ours, but for Triton's, which has no fp64."""
-    found = available.variants(case, "cpu")
-    return [variant for variant in found if variant.kind != "peer" and not variant.is_triton]
+def plain_and_ours(case: Case) -> list[Variant]:
+    return [variant for variant in available.variants(case) if variant.kind != "peer"]
 
 
 @pytest.mark.parametrize("suite", ["tiny", "quick", "full", "gpu"])
 def test_every_loss_has_cases_in_every_suite(suite: str):
-    found = [(case.loss, case.name) for case in cases(suite)]
-    assert {loss for loss, _ in found} == STEMS | BESIDE == set(NAMES)
-    assert len(found) == len(set(found))
+    names = [(case.loss, case.name) for case in cases(suite)]
+    assert {loss for loss, _ in names} == STEMS | BESIDE == set(NAMES)
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("loss", NAMES)
 def test_every_loss_is_measured_by_default_and_compiled(loss: str):
     each = benchmark(loss)
     assert each.loss == loss
-    found = {variant.name: variant for variant in Case(each, each.tiny[0]).variants()}
-    assert [*found][:4] == ["eager", "torch.compile", "ours", "ours, compiled"]
-    assert found["torch.compile"].compiled
-    assert found["ours, compiled"].compiled
+    variants = {variant.name: variant for variant in Case(each, each.tiny[0]).variants()}
+    assert [*variants][:4] == ["eager", "torch.compile", "ours", "ours, compiled"]
+    assert variants["torch.compile"].compiled
+    assert variants["ours, compiled"].compiled
     assert len({case.elements for case in cases("full", [loss])}) >= 3
 
 
-def test_every_way_of_the_package_is_a_variant():
-    found = {
-        loss: {variant.name for case in cases("full", [loss]) for variant in case.variants()}
-        for loss in ("info_nce", "splade_head")
-    }
-    wanted = {"definition", "direct", "blocks", "nonzeros", "CSR input"}
-    assert {f"ours, {way}" for way in wanted} <= found["info_nce"]
-    wanted = {"definition", "packed", "tiles", "triton", "sparse_grad"}
-    assert {f"ours, {way}" for way in wanted} <= found["splade_head"]
-    for stem in STEMS:
-        function = getattr(sparse_losses, f"{stem}_loss")
+def test_every_implementation_is_a_variant():
+    for stem in (*STEMS, "splade_head", "splade_pool"):
+        function = getattr(sparse_losses, stem if stem in BESIDE else f"{stem}_loss")
         names = {v.name for case in cases("full", [stem]) for v in case.variants()}
-        named = {f"ours, {way}" for way in ways(function) if way != "ring"}
-        assert named <= names, stem
-
-
-IMPLEMENTATIONS = (SimpleNamespace(name="blocks"), SimpleNamespace(name="triton"))
-
-
-def _loss(x: torch.Tensor, impl: str = "auto") -> torch.Tensor:
-    return torch.tensor({"auto": 0, "definition": 1, "blocks": 2, "triton": 3}[impl])
-
-
-def test_ways_are_read_from_the_table_of_the_module():
-    assert ways(_loss) == ("blocks", "triton")
-    assert ways(torch.relu) == ()
-    found = {v.name: v for v in ours(_loss, {"blocks": lambda sizes: sizes["B"] > 2})}
-    names = ["ours", "ours, compiled", "ours, definition", "ours, blocks", "ours, triton"]
-    assert [*found] == names
-    x = torch.ones(1)
-    assert [int(variant.call(x)) for variant in found.values()] == [0, 0, 1, 2, 3]
-    assert not found["ours, blocks"].when({"B": 2})
-    assert [name for name, variant in found.items() if variant.is_triton] == ["ours, triton"]
+        assert {f"ours, {name}" for name in implementations(function)} <= names, stem
+    assert implementations(sparse_losses.info_nce_loss)
+    assert implementations(torch.relu) == ()
 
 
 def test_every_aim_names_a_variant_and_a_case_of_the_full_suite():
@@ -101,16 +72,16 @@ def test_every_aim_names_a_variant_and_a_case_of_the_full_suite():
     assert {case.loss for case in cases("aims")} < set(NAMES)
 
 
-def test_the_suite_for_a_gpu_begins_with_what_has_most_to_show():
-    found = cases("gpu")
-    assert {case.loss for case in found[:12]} <= {"splade_head", "info_nce", "nws", "distillation"}
-    sizes = {(case.loss, case.name) for case in found}
+def test_gpu_suite_starts_with_the_most_important_losses():
+    gpu = cases("gpu")
+    assert {case.loss for case in gpu[:12]} <= {"splade_head", "info_nce", "nws", "distillation"}
+    sizes = {(case.loss, case.name) for case in gpu}
     assert ("info_nce", "B=65536 D=768 bf16") in sizes
     assert ("splade_head", "B=32 S=256 V=250002 H=768 1% mask=67% bf16") in sizes
-    assert all(case.sizes["dtype"] in DTYPES for case in found)
+    assert all(case.sizes["dtype"] in DTYPES for case in gpu)
 
 
-def test_a_loss_that_is_not_there_is_named():
+def test_unknown_loss_is_refused():
     with pytest.raises(SystemExit, match=r"no such loss: flop; there are .*flops"):
         cases("quick", ["flop", "flops"])
 
@@ -118,41 +89,15 @@ def test_a_loss_that_is_not_there_is_named():
 @pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant):UserWarning")
 @pytest.mark.parametrize("case", TINY, ids=label)
 def test_every_variant_computes_the_plain_formula(case: Case):
-    check(case, of_the_package(case), Maker(CPU, torch.float64))
+    check(case, plain_and_ours(case), Maker(CPU, torch.float64))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant):UserWarning")
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("case", TINY, ids=label)
-def test_no_variant_is_further_from_fp64_than_the_formula(case: Case, dtype: str):
+def test_no_variant_is_less_accurate_than_the_plain_formula(case: Case, dtype: str):
     case = with_dtype(case, dtype)
-    check_rounded(case, of_the_package(case), Maker(CPU))
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_nor_is_the_kernel_of_the_head(dtype: str, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter was not chosen when the kernel was defined")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    (case,) = cases("tiny", ["splade_head"])
-    case = with_dtype(case, dtype)
-    plain, *others = available.variants(case, "cpu")
-    (kernel,) = [variant for variant in others if variant.is_triton]
-    check_rounded(case, [plain, kernel], Maker(CPU))
-
-
-def test_without_a_gpu_only_the_interpreter_runs_the_kernel_and_tiny_cases_only(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    pytest.importorskip("triton")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    found = [v for case in cases("tiny", ["splade_head"]) for v in available.variants(case, "cpu")]
-    assert found
-    assert not [variant for variant in found if variant.is_triton]
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert [available.runs_triton("cpu", suite) for suite in ("tiny", "quick")] == [True, False]
-    assert available.runs_triton("cuda", "gpu")
+    check_rounded(case, plain_and_ours(case), Maker(CPU))
 
 
 # Inputs.
@@ -208,7 +153,7 @@ def test_the_floor_reads_inputs_and_writes_gradients_once():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant):UserWarning")
-def test_products_are_counted_where_both_entries_are_there():
+def test_products_are_counted_where_both_entries_are_nonzero():
     dense = Case(benchmark("info_nce"), {"B": 5, "D": 8})
     assert dense.floor(dense.inputs(Maker(CPU)), backward=False)[1] == 2 * 5 * 5 * 8
     assert dense.floor(dense.inputs(Maker(CPU)), backward=True)[1] == 3 * 2 * 5 * 5 * 8

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
         (pages.peers, pages.PAGE),
         (pages.memory, pages.PAGE),
         (pages.objective, pages.PAGE),
-        (pages.reckoned, pages.PAGE),
+        (pages.calculated, pages.PAGE),
         (pages.aims, pages.AIMS),
     ],
 )
@@ -32,19 +32,19 @@ def test_benchmarks_shows_what_was_measured(make, page):
     )
 
 
-def test_the_peers_are_put_over_ours():
+def test_peers_are_divided_by_ours():
     rows = {(row["loss"], row["case"], row["variant"], row["pass"]): row for row in PEERS}
     case = ("flops", "B=64 V=30522 5%")
     ours, eager = (rows[*case, name, "forward+backward"] for name in ("ours", "eager"))
     ratios = [float(eager[x]) / float(ours[x]) for x in ("seconds", "peak_bytes")]
-    said = re.search(r"\| flops \| B=64 V=30522 5% \| ([\d.]+), ([\d.]+) \|", pages.peers())
-    assert [float(number) for number in said.groups()] == pytest.approx(ratios, abs=0.005)
+    numbers = re.search(r"\| flops \| B=64 V=30522 5% \| ([\d.]+), ([\d.]+) \|", pages.peers())
+    assert [float(number) for number in numbers.groups()] == pytest.approx(ratios, abs=0.005)
 
 
 PEERS = read(RESULTS / "cpu-quick.csv")
 
 
-def test_the_tables_are_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tables_are_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     before = pages.PAGE.read_text(encoding="utf-8")
     page = tmp_path / "page.md"
     page.write_text(before.replace("| flops |", "| another |"), encoding="utf-8")
@@ -75,10 +75,10 @@ def test_the_exponents_of_growth_are_those_of_its_points():
     assert f"commit {rows[0]['git_commit']}," in written
 
 
-def test_large_batches_shows_what_caching_measured():
+def test_large_batches_shows_the_results_of_caching():
     text = (ROOT / "docs" / "large_batches.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"^\| pairs \| mini-batch \|.*\n\|[-:| ]+\|\n((?:\|.*\n)+)", text, re.M)
-    found = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
+    shown = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
     expected = [
         [
             row["pairs"],
@@ -88,7 +88,7 @@ def test_large_batches_shows_what_caching_measured():
         ]
         for row in read(RESULTS / "caching.csv")
     ]
-    assert found == expected
+    assert shown == expected
 
 
 def test_no_picture_of_results_is_kept():

@@ -3,6 +3,7 @@
 import torch
 
 from sparse_losses.functional import distillation_loss
+from tools.figures._shared import slopes
 
 X = "student's lead / teacher's lead"
 PANELS = {"value": "each part of the loss", "gradient": "gradient by the best candidate's score"}
@@ -17,25 +18,14 @@ def curves(*, lead: float, temperature: float, candidates: int) -> dict:
 
     The student has the teacher's scores except for the best one.
     """
-    x = [-1 + 4 * i / 121 for i in range(122)]  # the grid avoids 0 and 1
     steps = torch.arange(candidates - 1, dtype=torch.float64) / (candidates - 1)
     teacher = torch.cat([torch.ones(1, dtype=torch.float64), -steps])[None] * lead
-    result = {"x": x, "value": {}, "gradient": {}}
-    for series, alpha_kl in (("KL", 1.0), ("z-scores", 0.0)):
-        values, gradients = [], []
-        for share in x:
-            student = teacher.clone()
-            student[0, 0] = share * lead
-            student.requires_grad_()
-            loss = distillation_loss(
-                student,
-                teacher,
-                temperature=temperature,
-                alpha_kl=alpha_kl,
-                alpha_mse=1.0 - alpha_kl,
-            )
-            (gradient,) = torch.autograd.grad(loss, student)
-            values.append(loss.item())
-            gradients.append(gradient[0, 0].item())
-        result["value"][series], result["gradient"][series] = values, gradients
-    return result
+
+    def loss(best: torch.Tensor, alpha_kl: float) -> torch.Tensor:
+        options = {"temperature": temperature, "alpha_kl": alpha_kl, "alpha_mse": 1 - alpha_kl}
+        students = [torch.cat([score[None, None], teacher[:, 1:]], dim=1) for score in best]
+        return torch.stack([distillation_loss(row, teacher, **options) for row in students])
+
+    x = [-1 + 4 * i / 121 for i in range(122)]  # the grid avoids 0 and 1
+    losses = {"KL": lambda best: loss(best, 1.0), "z-scores": lambda best: loss(best, 0.0)}
+    return slopes([share * lead for share in x], losses) | {"x": x}

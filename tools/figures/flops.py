@@ -23,8 +23,8 @@ def binomial(rows: int, share: float) -> torch.Tensor:
     """Return the probabilities that 0 to `rows` rows are active."""
     k = torch.arange(rows + 1, dtype=torch.float64)
     n = torch.tensor(float(rows), dtype=torch.float64)
-    ways = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
-    return (ways + k * np.log(share) + (n - k) * np.log1p(-share)).exp()
+    choices = torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
+    return (choices + k * np.log(share) + (n - k) * np.log1p(-share)).exp()
 
 
 def average(rows: int, share: float, estimator: str, first_is_active: bool) -> tuple[float, float]:

@@ -1,17 +1,12 @@
 """Ranking and sparsity of ours and of sentence-transformers, from the study's committed results."""
 
-import csv
-import statistics
-from itertools import groupby
-from pathlib import Path
+from statistics import mean
 
 from matplotlib import rcParams
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-NAME = "against_sentence_transformers.csv"
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / NAME
-TICKS = [16, 32, 64, 128, 256]
+from tools.figures._shared import Row, plain_ticks, results
+
 LINES = {  # system, similarity, teacher: label, colour, marker, line
     ("sparse-losses", "dot", "True"): ("ours, teacher", "C0", "o", "-"),
     ("sparse-losses", "dot", "False"): ("ours", "C0", "s", "--"),
@@ -28,8 +23,7 @@ BASELINES = {"BM25, words": "-.", "BM25, same subwords": ":"}
 
 def draw(figure: Figure) -> None:
     """Draw one panel per corpus; a mark is the mean over a setting's seeds."""
-    with RESULTS.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = results("against_sentence_transformers.csv")
     corpora = list(dict.fromkeys(row["corpus"] for row in rows))
     panels = figure.subplots(1, len(corpora), squeeze=False)[0]
     for axes, corpus in zip(panels, corpora, strict=True):
@@ -55,10 +49,7 @@ def draw(figure: Figure) -> None:
                     linewidth=1,
                 )
         axes.set(title=corpus, xlabel="active dimensions of a document", ylabel="nDCG@10")
-        axes.set_xscale("log")
-        axes.xaxis.set_ticks(TICKS)
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        plain_ticks(axes.xaxis, [16, 32, 64, 128, 256])
     handles = {
         label: handle
         for axes in panels
@@ -67,22 +58,18 @@ def draw(figure: Figure) -> None:
     figure.legend(handles.values(), handles, loc="outside right upper", fontsize=8)
 
 
-def form(row: dict[str, str]) -> tuple[str, str, str]:
+def form(row: Row) -> tuple[str, str, str]:
     """Return the key of a run in `LINES`."""
     system = "two targets" if "queries" in row["variant"] else row["system"]
     return system, row["similarity"], row["teacher"]
 
 
-def front(rows: list[dict[str, str]]) -> list[tuple[float, float]]:
+def front(rows: list[Row]) -> list[tuple[float, ...]]:
     """Return active dimensions and nDCG@10 of every setting, means over its seeds."""
-    ordered = sorted(rows, key=lambda row: row["variant"])
-    points = []
-    for _, group in groupby(ordered, lambda row: row["variant"]):
-        own = list(group)
-        points.append(
-            (
-                statistics.mean(float(row["active_document"]) for row in own),
-                statistics.mean(float(row["ndcg_10"]) for row in own),
-            )
+    return sorted(
+        tuple(
+            mean(float(row[column]) for row in rows if row["variant"] == variant)
+            for column in ("active_document", "ndcg_10")
         )
-    return sorted(points)
+        for variant in {row["variant"] for row in rows}
+    )

@@ -1,11 +1,9 @@
 """Time and memory as one size doubles: benchmarks/results/growth.csv."""
 
-import csv
-from pathlib import Path
-
 from matplotlib.figure import Figure
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+from tools.figures._shared import plain_ticks, results
+
 PANELS = {"seconds": ("time, ms", 1e-3), "peak_bytes": ("memory, MiB", 2.0**20)}
 LABELS = {"eager": "plain formula", "ours": "ours"}
 
@@ -13,8 +11,7 @@ LABELS = {"eager": "plain formula", "ours": "ours"}
 def draw(figure: Figure) -> None:
     """Draw two panels per axis on logarithmic scales: the slope of a line is its exponent."""
     figure.set_size_inches(8.4, 10)
-    with (RESULTS / "growth.csv").open(encoding="utf-8") as lines:
-        rows = list(csv.DictReader(lines))
+    rows = results("growth.csv")
     axes_of = list(dict.fromkeys((row["loss"], row["axis"]) for row in rows))
     panels = figure.subplots(-(-len(axes_of) // 2), 4).flat
     for loss, axis in axes_of:
@@ -31,24 +28,14 @@ def draw(figure: Figure) -> None:
                     markersize=4,
                     label=label,
                 )
-            panel.set_xscale("log")
+            plain_ticks(panel.xaxis, sorted({float(row["value"]) for row in own}))
             panel.set_yscale("log")
-            values = sorted({float(row["value"]) for row in own})
-            panel.set_xticks(values, [_plain(value) for value in values])
-            panel.set_xticks([], minor=True)
             low, high = panel.get_ylim()
-            steps = [
-                m * 10.0**e for e in range(-3, 6) for m in ((1, 2, 5) if high < 50 * low else (1,))
-            ]
-            shown = [step for step in steps if low <= step <= high]
-            panel.set_yticks(shown, [_plain(step) for step in shown])
-            panel.set_yticks([], minor=True)
+            factors = (1, 2, 5) if high < 50 * low else (1,)
+            steps = [factor * 10.0**power for power in range(-3, 6) for factor in factors]
+            plain_ticks(panel.yaxis, [step for step in steps if low <= step <= high])
             panel.set_title(f"{loss}: {title}", fontsize=8)
             panel.set_xlabel(axis, fontsize=8)
             panel.tick_params(labelsize=7)
     handles, labels = panel.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=2)
-
-
-def _plain(value: float) -> str:
-    return f"{value / 1e3:.3g}k" if value >= 1e4 else f"{value:g}"

@@ -2,10 +2,11 @@
 
 import numpy as np
 import torch
-from torch.func import grad, vmap
+from torch.func import vmap
 
 from sparse_losses import idf_penalty
 from sparse_losses.functional import flops_loss, idf_flops_loss
+from tools.figures._shared import slopes
 
 X = "mean activation of the token"
 PANELS = {"value": "cost of the token", "gradient": "pull, times B"}
@@ -15,16 +16,10 @@ TOKENS = {"most frequent token": 0.0, "in the middle": 0.5, "rarest": 1.0}  # id
 
 def curves(*, alpha: float, beta: float) -> dict:
     """Return the curves of three tokens with penalties of `idf_penalty`, in one text (B = 1)."""
-    x = np.linspace(0.01, 2.01, 201)
     idf = torch.tensor(list(TOKENS.values()), dtype=torch.float64)
-    value, gradient = {}, {}
-
-    def add(name, loss):
-        leaf = torch.tensor(x)
-        value[name] = vmap(loss)(leaf).numpy()
-        gradient[name] = vmap(grad(loss))(leaf).numpy()
-
-    for name, w in zip(TOKENS, idf_penalty(idf, alpha=alpha), strict=True):
-        add(name, lambda a, w=w: idf_flops_loss(a[None, None], w[None], beta=beta))
-    add("FLOPS", lambda a: flops_loss(a[None, None]))
-    return {"x": x, "value": value, "gradient": gradient}
+    losses = {
+        name: lambda x, w=w: vmap(lambda a: idf_flops_loss(a[None, None], w[None], beta=beta))(x)
+        for name, w in zip(TOKENS, idf_penalty(idf, alpha=alpha), strict=True)
+    }
+    losses["FLOPS"] = vmap(lambda a: flops_loss(a[None, None]))
+    return slopes(np.linspace(0.01, 2.01, 201), losses)

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from sparse_losses.functional import n_pair_loss
+from tools.figures._shared import slopes
 
 X = "cosine of anchor and positive"
 PANELS = {"value": "loss, in nats", "gradient": "gradient by their dot product"}
@@ -14,17 +15,11 @@ LINES = {
 
 def curves(*, length: float, negatives: int) -> dict:
     """Return the curves; anchor and positive both have `length`."""
-    x = (np.arange(200) + 0.5) / 100 - 1
-    dot = torch.tensor(length**2 * x, requires_grad=True)
-    loss = n_pair_loss(
-        torch.ones(200, 1, dtype=torch.float64),
-        dot[:, None],
-        torch.zeros(negatives, 1, dtype=torch.float64),
-        reduction="none",
+    anchor = torch.ones(200, 1, dtype=torch.float64)
+    negative = torch.zeros(negatives, 1, dtype=torch.float64)
+    cosine = (np.arange(200) + 0.5) / 100 - 1
+    curves = slopes(
+        length**2 * cosine,
+        {"": lambda dot: n_pair_loss(anchor, dot[:, None], negative, reduction="none")},
     )
-    (gradient,) = torch.autograd.grad(loss.sum(), dot)
-    return {
-        "x": x,
-        "value": {"": loss.detach().numpy()},
-        "gradient": {"": gradient.numpy()},
-    }
+    return curves | {"x": cosine}

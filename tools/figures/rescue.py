@@ -1,24 +1,16 @@
 """Runs with bad weights, without and with a controller: `docs/results/rescue-steps.csv`."""
 
-import csv
-from pathlib import Path
-
 from matplotlib.figure import Figure
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+from tools.figures._shared import results
+
 PANELS = {"collapse": "FLOPS weights a hundred times", "never sparse": "a thousandth of them"}
 TARGET = 128  # --target-active of the runs with a controller
 
 
-def rows(name: str) -> list[dict[str, str]]:
-    """Return the rows of a committed result."""
-    with (RESULTS / name).open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def draw(figure: Figure) -> None:
     """Draw active dimensions by step, a line per seed; a mark where the cause was first named."""
-    steps, runs = rows("rescue-steps.csv"), rows("rescue.csv")
+    steps, runs = results("rescue-steps.csv"), results("rescue.csv")
     both = figure.subplots(1, 2, sharey=True)
     for axes, (name, title) in zip(both, PANELS.items(), strict=True):
         for number, (suffix, label) in enumerate({"": "as it is", ", steered": "steered"}.items()):

@@ -1,13 +1,10 @@
 """Targets and the sparsity after 250 steps of training, from the results of the target study."""
 
-from pathlib import Path
-
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 from benchmarks.studies.targets import read_rows
+from tools.figures._shared import ROOT, plain_ticks
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 TICKS = [32, 64, 128]
 CORPORA = {"docstrings": ("o", "C0"), "debian": ("s", "C1")}
 BESIDE = 1.09  # ratio of neighbouring places on the left axis, so that no mark hides another
@@ -16,7 +13,7 @@ BESIDE = 1.09  # ratio of neighbouring places on the left axis, so that no mark 
 def draw(figure: Figure) -> None:
     """Draw the reached sparsity by the target, and recall of trained and calibrated models."""
     trained, calibrated = (
-        [row for row in read_rows(RESULTS / name) if row["steps"] == 250]
+        [row for row in read_rows(ROOT / "docs" / "results" / name) if row["steps"] == 250]
         for name in ("targets.csv", "targets-calibrated.csv")
     )
     left, right = figure.subplots(1, 2)
@@ -49,8 +46,5 @@ def draw(figure: Figure) -> None:
     right.set(title="Recall@10", xlabel="active dimensions of a document", ylim=(0.6, 1.0))
     left.legend(loc="upper left", fontsize=8)
     right.legend(loc="lower right", fontsize=8)
-    for axes, axis in ((left, left.xaxis), (left, left.yaxis), (right, right.xaxis)):
-        (axes.set_xscale if axis.axis_name == "x" else axes.set_yscale)("log")
-        axis.set_ticks(TICKS)
-        axis.set_major_formatter(ScalarFormatter())
-        axis.set_minor_formatter(NullFormatter())
+    for axis in (left.xaxis, left.yaxis, right.xaxis):
+        plain_ticks(axis, TICKS)

@@ -1,15 +1,13 @@
 """Recall during the demo's training, and ranking quality by target, of the recommended preset."""
 
-import csv
 import json
-import statistics
 from itertools import cycle
-from pathlib import Path
+from statistics import mean
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+from tools.figures._shared import ROOT, plain_ticks, results
+
 TARGETS = [32, 64, 128]
 CORPORA = {"docstrings": ("o", "-"), "debian": ("s", "--")}
 
@@ -17,7 +15,7 @@ CORPORA = {"docstrings": ("o", "-"), "debian": ("s", "--")}
 def validation() -> dict[int, list[tuple[int, float]]]:
     """Return Recall@10 of the validation queries by step, of each seed."""
     runs = {}
-    for path in sorted(RESULTS.glob("demo-seed-*.json")):
+    for path in sorted((ROOT / "docs" / "results").glob("demo-seed-*.json")):
         run = json.loads(path.read_text(encoding="utf-8"))
         runs[run["settings"]["seed"]] = [
             (row["step"], row["ranking"]["recall_10"]) for row in run["validation"]
@@ -25,21 +23,15 @@ def validation() -> dict[int, list[tuple[int, float]]]:
     return runs
 
 
-def study() -> dict[tuple[str, str], dict[str, float]]:
-    """Return active dimensions and nDCG@10 by corpus and variant, means over the seeds."""
-    with (RESULTS / "against_sentence_transformers.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    return {
-        (row["corpus"], row["variant"]): {
-            key: statistics.mean(
-                float(one[key] or "nan")
-                for one in rows
-                if (one["corpus"], one["variant"]) == (row["corpus"], row["variant"])
-            )
-            for key in ("active_document", "ndcg_10")
-        }
-        for row in rows
-    }
+def study(corpus: str, variant: str) -> tuple[float, float]:
+    """Return active dimensions and nDCG@10 of a variant, means over the seeds."""
+    rows = [
+        row
+        for row in results("against_sentence_transformers.csv")
+        if (row["corpus"], row["variant"]) == (corpus, variant)
+    ]
+    active = mean(float(row["active_document"] or "nan") for row in rows)
+    return active, mean(float(row["ndcg_10"]) for row in rows)
 
 
 def draw(figure: Figure) -> None:
@@ -51,12 +43,12 @@ def draw(figure: Figure) -> None:
     left.set(title="Recall@10, name task (validation)", xlabel="step")
     left.legend(loc="lower right")
 
-    found = study()
     for corpus, (marker, dash) in CORPORA.items():
-        runs = [found[corpus, f"ours, target {target}, BM25 as teacher"] for target in TARGETS]
-        active, ranked = ([run[key] for run in runs] for key in ("active_document", "ndcg_10"))
-        (line,) = right.plot(active, ranked, marker=marker, linestyle=dash, label=corpus)
-        height = found[corpus, "BM25, same subwords"]["ndcg_10"]
+        points = [study(corpus, f"ours, target {x}, BM25 as teacher") for x in TARGETS]
+        (line,) = right.plot(
+            *zip(*points, strict=True), marker=marker, linestyle=dash, label=corpus
+        )
+        _, height = study(corpus, "BM25, same subwords")
         right.axhline(height, color=line.get_color(), linewidth=1, linestyle=":")
         right.annotate(
             "BM25",
@@ -70,10 +62,7 @@ def draw(figure: Figure) -> None:
     right.set(
         title=f"nDCG@10 with targets of {', '.join(map(str, TARGETS))} (test)",
         xlabel="active dimensions of a document, of 8,000",
-        xscale="log",
         ylim=(0.5, 0.95),
     )
-    right.set_xticks(TARGETS)
-    right.xaxis.set_major_formatter(ScalarFormatter())
-    right.xaxis.set_minor_formatter(NullFormatter())
+    plain_ticks(right.xaxis, TARGETS)
     right.legend(loc="upper right")

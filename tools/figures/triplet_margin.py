@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from sparse_losses.functional import triplet_margin_loss
+from tools.figures._shared import slopes
 
 X = "cosine of anchor and positive"
 PANELS = {"value": "loss", "gradient": "gradient by that cosine"}
@@ -16,16 +17,11 @@ LINES = {
 
 def curves(*, margin: float, hardest: float, spread: float) -> dict:
     """Return the curves; six negatives from `hardest` down by `spread`, none on the grid."""
-    x = ((np.arange(200) + 0.5) - 100) / 100
-    cosine = torch.tensor(x, requires_grad=True)
-    negatives = hardest - spread * np.arange(6) / 5
-    loss = triplet_margin_loss(
-        torch.ones(200, 1, dtype=torch.float64),
-        cosine[:, None],
-        torch.tensor(negatives)[None, :, None].expand(200, 6, 1),
-        margin=margin,
-        similarity="dot",
-        reduction="none",
-    )
-    (gradient,) = torch.autograd.grad(loss.sum(), cosine)
-    return {"x": x, "value": {"": loss.detach().numpy()}, "gradient": {"": gradient.numpy()}}
+    anchor = torch.ones(200, 1, dtype=torch.float64)
+    negatives = torch.tensor(hardest - spread * np.arange(6) / 5)[None, :, None].expand(200, 6, 1)
+    options = {"margin": margin, "similarity": "dot", "reduction": "none"}
+
+    def loss(cosine: torch.Tensor) -> torch.Tensor:
+        return triplet_margin_loss(anchor, cosine[:, None], negatives, **options)
+
+    return slopes(((np.arange(200) + 0.5) - 100) / 100, {"": loss})

@@ -65,7 +65,7 @@ def test_a_wrong_head_is_not_timed(tmp_path: Path, monkeypatch):
         raise ValueError("expected a GPU")
 
     heads = {"eager": plain, "wrong": wrong, "broken": broken}
-    monkeypatch.setattr(training_step, "heads", lambda device: heads)
+    monkeypatch.setattr(training_step, "HEADS", heads)
     code, rows = _step([], tmp_path / "step.csv")
     assert code == 1
     status = {(row["case"], row["variant"]): row for row in rows}
