@@ -1,0 +1,133 @@
+"""The kernel launches of a call, counted on meta tensors.
+
+A meta tensor has a shape, a dtype and no values: any size can be counted, and whatever would wait
+for an accelerator to read a value raises here. An operation that PyTorch dispatches is one launch,
+except views and fresh memory, which are none.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from sparse_losses.fast import head, head_tiles
+
+__all__ = ["Launches", "Operation", "training_launches"]
+
+NO_LAUNCH = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+NO_LAUNCH |= {"detach", "lift_fresh", "_unsafe_view", "_reshape_alias", "resize_"}
+SEVERAL = {"logsumexp": 9, "mse_loss": 2}  # operations of more than one kernel
+
+# A custom operator hides what it launches; the function that it wraps does not.
+WRAPPED: dict[Any, Callable[..., Any]] = {
+    torch.ops.sparse_losses.head_maxima.default: head_tiles._maxima,
+    torch.ops.sparse_losses.head_picked.default: head_tiles._picked,
+    torch.ops.sparse_losses.head_spread.default: head_tiles._spread,
+    torch.ops.sparse_losses.head_packed.default: head._packed_logits,
+    torch.ops.sparse_losses.head_packed_backward.default: head._packed_gradients,
+}
+
+
+class Operation(NamedTuple):
+    """One operation on the device.
+
+    Attributes:
+        name: PyTorch's name, such as ``mm``.
+        launches: number of kernels.
+        bytes: read and written, each tensor once.
+        flops: of a matrix product; else 0.
+        dtype: of its first tensor: that of a product's operands.
+    """
+
+    name: str
+    launches: int
+    bytes: int
+    flops: int
+    dtype: torch.dtype
+
+
+class Launches(TorchDispatchMode):
+    """Record the operations on meta tensors, forward and backward.
+
+    Attributes:
+        operations: in the order of their launches.
+        peak_bytes: maximal memory of tensors made meanwhile and still alive.
+        largest: number of elements of the largest tensor made meanwhile.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.peak_bytes = self.largest = 0
+        self._alive: dict[StorageWeakRef, int] = {}
+
+    @property
+    def count(self) -> int:
+        """Return the number of launches."""
+        return sum(each.launches for each in self.operations)
+
+    @property
+    def names(self) -> Counter[str]:
+        """Return how often each operation was launched."""
+        return Counter(each.name for each in self.operations)
+
+    @property
+    def flops(self) -> Counter[torch.dtype]:
+        """Return the floating-point operations of products, by the dtype of their operands."""
+        total: Counter[torch.dtype] = Counter()
+        for each in self.operations:
+            total[each.dtype] += each.flops
+        return +total
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation and record it."""
+        kwargs = kwargs or {}
+        if function in WRAPPED:
+            with self:
+                return WRAPPED[function](*args, **kwargs)
+        outputs = function(*args, **kwargs)
+        name = function._overloadpacket.__name__
+        received, made = _tensors((args, kwargs)), _tensors(outputs)
+        if made and not function.is_view and made[0].device.type == "meta":
+            self._remember(received, made)
+            if name not in NO_LAUNCH:
+                count_flops = flop_registry.get(function._overloadpacket)
+                flops = count_flops(*args, **kwargs, out_val=outputs) if count_flops else 0
+                size = sum(x.nbytes for x in {id(x): x for x in received + made}.values())
+                dtype = (received or made)[0].dtype
+                self.operations.append(Operation(name, SEVERAL.get(name, 1), size, flops, dtype))
+        return outputs
+
+    def _remember(self, received: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        old = {StorageWeakRef(x.untyped_storage()) for x in received}
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            if (key := StorageWeakRef(storage)) not in old:
+                self._alive[key] = storage.nbytes()
+                self.largest = max(self.largest, tensor.numel())
+        self._alive = {key: size for key, size in self._alive.items() if not key.expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(self._alive.values()))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def training_launches(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Launches:
+    """Count a call with its gradient; what it caches is made by a call before."""
+    for _ in range(2):
+        with Launches() as counted:
+            outputs = _tensors(function(*args, **kwargs))
+            torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+            del outputs
+        for leaf in _tensors((args, kwargs)):
+            leaf.grad = None
+    return counted
