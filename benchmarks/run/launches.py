@@ -22,7 +22,8 @@ __all__ = ["Launches", "Operation", "training_launches"]
 
 NO_LAUNCH = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 NO_LAUNCH |= {"detach", "lift_fresh", "_unsafe_view", "_reshape_alias", "resize_"}
-SEVERAL = {"logsumexp": 9, "mse_loss": 2}  # operations of more than one kernel
+# Operations of several kernels that are one operation to PyTorch's dispatcher.
+SEVERAL = {"logsumexp": 9, "binary_cross_entropy_with_logits": 6, "mse_loss": 2}
 
 # A custom operator hides what it launches; the function that it wraps does not.
 WRAPPED: dict[Any, Callable[..., Any]] = {
@@ -90,9 +91,12 @@ class Launches(TorchDispatchMode):
     ) -> Any:
         """Run an operation and record it."""
         kwargs = kwargs or {}
-        if function in WRAPPED:
-            with self:
+        with self:
+            if function in WRAPPED:
                 return WRAPPED[function](*args, **kwargs)
+            outputs = function.decompose(*args, **kwargs)  # `matmul` is `mm` or `bmm`
+            if outputs is not NotImplemented:
+                return outputs
         outputs = function(*args, **kwargs)
         name = function._overloadpacket.__name__
         received, made = _tensors((args, kwargs)), _tensors(outputs)
