@@ -54,7 +54,10 @@ class Operation(NamedTuple):
 
 
 class Launches(TorchDispatchMode):
-    """Record the operations on meta tensors, forward and backward.
+    """Record the operations on a device, forward and backward.
+
+    Args:
+        device: ``"meta"``, or ``"cpu"`` for what needs values.
 
     Attributes:
         operations: in the order of their launches.
@@ -62,8 +65,9 @@ class Launches(TorchDispatchMode):
         largest: number of elements of the largest tensor made meanwhile.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "meta") -> None:
         super().__init__()
+        self.device = device
         self.operations: list[Operation] = []
         self.peak_bytes = self.largest = 0
         self._alive: dict[StorageWeakRef, int] = {}
@@ -100,7 +104,7 @@ class Launches(TorchDispatchMode):
         outputs = function(*args, **kwargs)
         name = function._overloadpacket.__name__
         received, made = _tensors((args, kwargs)), _tensors(outputs)
-        if made and not function.is_view and made[0].device.type == "meta":
+        if made and not function.is_view and made[0].device.type == self.device:
             self._remember(received, made)
             if name not in NO_LAUNCH:
                 count_flops = flop_registry.get(function._overloadpacket)
@@ -111,8 +115,8 @@ class Launches(TorchDispatchMode):
         return outputs
 
     def _remember(self, received: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        old = {StorageWeakRef(x.untyped_storage()) for x in received}
-        for tensor in made:
+        old = {StorageWeakRef(x.untyped_storage()) for x in received if x.layout == torch.strided}
+        for tensor in (x for x in made if x.layout == torch.strided):
             storage = tensor.untyped_storage()
             if (key := StorageWeakRef(storage)) not in old:
                 self._alive[key] = storage.nbytes()
