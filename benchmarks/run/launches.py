@@ -63,6 +63,7 @@ class Launches(TorchDispatchMode):
         operations: in the order of their launches.
         peak_bytes: maximal memory of tensors made meanwhile and still alive.
         largest: number of elements of the largest tensor made meanwhile.
+        custom: names of our own operators that ran.
     """
 
     def __init__(self, device: str = "meta") -> None:
@@ -70,6 +71,7 @@ class Launches(TorchDispatchMode):
         self.device = device
         self.operations: list[Operation] = []
         self.peak_bytes = self.largest = 0
+        self.custom: set[str] = set()
         self._alive: dict[StorageWeakRef, int] = {}
 
     @property
@@ -97,6 +99,7 @@ class Launches(TorchDispatchMode):
         kwargs = kwargs or {}
         with self:
             if function in WRAPPED:
+                self.custom.add(function._overloadpacket.__name__)
                 return WRAPPED[function](*args, **kwargs)
             outputs = function.decompose(*args, **kwargs)  # `matmul` is `mm` or `bmm`
             if outputs is not NotImplemented:
@@ -115,8 +118,8 @@ class Launches(TorchDispatchMode):
         return outputs
 
     def _remember(self, received: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        old = {StorageWeakRef(x.untyped_storage()) for x in received if x.layout == torch.strided}
-        for tensor in (x for x in made if x.layout == torch.strided):
+        old = {StorageWeakRef(x.untyped_storage()) for x in received}
+        for tensor in made:
             storage = tensor.untyped_storage()
             if (key := StorageWeakRef(storage)) not in old:
                 self._alive[key] = storage.nbytes()
@@ -126,7 +129,8 @@ class Launches(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+    leaves = tree_leaves(tree)
+    return [x for x in leaves if isinstance(x, Tensor) and x.layout == torch.strided]
 
 
 def training_launches(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Launches:

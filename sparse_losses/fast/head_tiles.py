@@ -173,10 +173,14 @@ def _bytes_of_a_score(states: Tensor) -> int:
 
 def _tiles(weight: Tensor, states: Tensor, bytes_of_a_score: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the weight's rows whose scores stay within the memory budget."""
-    height = max(BYTES // (max(states.shape) * bytes_of_a_score), 1)
+    height = _tile_height(states, bytes_of_a_score)
     for start in range(0, len(weight), height):
         part = slice(start, start + height)
         yield part, weight[part].to(states.dtype)
+
+
+def _tile_height(states: Tensor, bytes_of_a_score: int) -> int:
+    return max(BYTES // (max(states.shape) * bytes_of_a_score), 1)
 
 
 # ------------------------------------------------------------------------------------------------
