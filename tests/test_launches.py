@@ -84,7 +84,7 @@ def test_head_launches_11_a_tile_and_a_gate_adds_19(monkeypatch):
     inputs |= {"attention_mask": meta(3, 5, dtype=torch.bool)}
     alone = training_launches(sl.splade_head, **inputs).count
     assert training_launches(sl.splade_head, gate=meta(3, 48), **inputs).count == alone + 19
-    monkeypatch.setattr(head_tiles, "BYTES", 15 * 4 * 8)  # six tiles: no other way at this size
+    monkeypatch.setattr(head_tiles, "BYTES", 15 * 4 * 8)  # six tiles, at a size this small
     assert training_launches(sl.splade_head, **inputs).count == alone + 5 * 11
 
 

@@ -60,7 +60,7 @@ def gradients(hidden, weight, bias, mask, gate, upstream, upstream_logits=None) 
     """Return the gradients of ``sum(upstream * activations)``, plus that of the logits."""
     top, position = maxima(hidden, weight, mask)
     batch, vocab = top.shape
-    found = {
+    grads = {
         "hidden": np.zeros(np.shape(hidden)),
         "weight": np.zeros(np.shape(weight)),
         "bias": np.zeros(vocab),
@@ -75,11 +75,11 @@ def gradients(hidden, weight, bias, mask, gate, upstream, upstream_logits=None) 
         outer = 0.0 if upstream_logits is None else float(upstream_logits[i][j])
         if g * ungated > 0:
             outer += float(upstream[i][j]) / (1.0 + g * ungated)
-        found["gate"][i, j] += outer * ungated
-        found["bias"][j] += outer * g
-        found["hidden"][i, s] += outer * g * np.asarray(weight[j], np.float64)
-        found["weight"][j] += outer * g * np.asarray(hidden[i][s], np.float64)
-    return found
+        grads["gate"][i, j] += outer * ungated
+        grads["bias"][j] += outer * g
+        grads["hidden"][i, s] += outer * g * np.asarray(weight[j], np.float64)
+        grads["weight"][j] += outer * g * np.asarray(hidden[i][s], np.float64)
+    return grads
 
 
 # ------------------------------------------------------------------------------------------------

@@ -669,11 +669,11 @@ def test_gradients_that_are_not_needed_are_not_computed():
     for needed in inputs:
         needs = [name == needed for name in inputs]
         sizes = [x.numel() if need else 0 for x, need in zip(inputs.values(), needs, strict=True)]
-        by_packed = packed_head.packed_gradients(upstream, place, *inputs.values(), needs)
-        assert [each.numel() for each in by_packed] == sizes
+        from_packed = packed_head.packed_gradients(upstream, place, *inputs.values(), needs)
+        assert [each.numel() for each in from_packed] == sizes
         both = tensors["hidden"], tensors["weight"], None, None, torch.float64
-        by_tiles = head_tiles.spread(upstream, place, *both, needs[:2])
-        assert [each.numel() for each in by_tiles] == sizes[:2]
+        from_tiles = head_tiles.spread(upstream, place, *both, needs[:2])
+        assert [each.numel() for each in from_tiles] == sizes[:2]
 
 
 def test_tile_has_a_row_even_if_its_scores_exceed_the_budget():
