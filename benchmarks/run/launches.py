@@ -25,6 +25,9 @@ NO_LAUNCH |= {"detach", "lift_fresh", "_unsafe_view", "_reshape_alias", "resize_
 # Operations of several kernels that are one operation to PyTorch's dispatcher.
 SEVERAL = {"logsumexp": 9, "binary_cross_entropy_with_logits": 6, "mse_loss": 2}
 
+# PyTorch's own counter lacks the product that is added in place.
+FLOPS = {**flop_registry, torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm]}
+
 # A custom operator hides what it launches; the function that it wraps does not.
 WRAPPED: dict[Any, Callable[..., Any]] = {
     torch.ops.sparse_losses.head_maxima.default: head_tiles._maxima,
@@ -41,7 +44,7 @@ class Operation(NamedTuple):
     Attributes:
         name: PyTorch's name, such as ``mm``.
         launches: number of kernels.
-        bytes: read and written, each tensor once.
+        bytes: read and written.
         flops: of a matrix product; else 0.
         dtype: of its first tensor: that of a product's operands.
     """
@@ -110,9 +113,9 @@ class Launches(TorchDispatchMode):
         if made and not function.is_view and made[0].device.type == self.device:
             self._remember(received, made)
             if name not in NO_LAUNCH:
-                count_flops = flop_registry.get(function._overloadpacket)
+                count_flops = FLOPS.get(function._overloadpacket)
                 flops = count_flops(*args, **kwargs, out_val=outputs) if count_flops else 0
-                size = sum(x.nbytes for x in {id(x): x for x in received + made}.values())
+                size = _bytes(name, _tensors(args), made)
                 dtype = (received or made)[0].dtype
                 self.operations.append(Operation(name, SEVERAL.get(name, 1), size, flops, dtype))
         return outputs
@@ -131,6 +134,17 @@ class Launches(TorchDispatchMode):
 def _tensors(tree: Any) -> list[Tensor]:
     leaves = tree_leaves(tree)
     return [x for x in leaves if isinstance(x, Tensor) and x.layout == torch.strided]
+
+
+def _bytes(name: str, received: Sequence[Tensor], made: Sequence[Tensor]) -> int:
+    """Return the bytes read and written; an expanded tensor is read from its smaller storage."""
+    if name.startswith(("gather", "scatter")):  # only what the index names
+        index = max(received[1:], key=lambda x: x.numel() * (not x.is_floating_point()))
+        return index.nbytes + 2 * index.numel() * received[0].element_size()
+    if name in ("fill_", "zero_", "copy_"):  # what was there is not read
+        received = received[1:]
+    read = {id(x): min(x.nbytes, x.untyped_storage().nbytes()) for x in received}
+    return sum(read.values()) + sum(x.nbytes for x in made)
 
 
 def training_launches(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Launches:

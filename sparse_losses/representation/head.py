@@ -153,7 +153,7 @@ Tensors = Sequence[Any]
 Options = Mapping[str, Any]
 
 
-def _no_tiles_reason(tensors: Tensors, options: Options) -> str | None:
+def _tiles_unsupported_reason(tensors: Tensors, options: Options) -> str | None:
     batch, length, _ = tensors[0].shape
     if batch == 0 or length == 0:
         return f"at least one position, got {[batch, length]},"
@@ -169,7 +169,7 @@ def _prefers_packed(tensors: Tensors, options: Options) -> bool:
 
 IMPLEMENTATIONS = (
     Implementation("packed", lambda *_: None, _prefers_packed, packed_head, compiles=True),
-    Implementation("tiles", _no_tiles_reason, lambda *_: True, tiled_head, compiles=True),
+    Implementation("tiles", _tiles_unsupported_reason, lambda *_: True, tiled_head, compiles=True),
 )
 
 

@@ -79,7 +79,7 @@ def _definition(
     return splade_activation(highest.to(dtype), None, None, absent, return_logits)
 
 
-def _no_nonzeros_reason(tensors: Sequence[Any], options: Mapping[str, Any]) -> str | None:
+def _nonzeros_unsupported_reason(tensors: Sequence[Any], options: Mapping[str, Any]) -> str | None:
     device = tensors[0].device
     return None if device.type == "cpu" else f"logits on the CPU, got {device},"
 
@@ -89,7 +89,7 @@ def _prefers_nonzeros(tensors: Sequence[Any], options: Mapping[str, Any]) -> boo
 
 
 IMPLEMENTATIONS = (
-    Implementation("nonzeros", _no_nonzeros_reason, _prefers_nonzeros, nonzeros_pool),
+    Implementation("nonzeros", _nonzeros_unsupported_reason, _prefers_nonzeros, nonzeros_pool),
 )
 
 
