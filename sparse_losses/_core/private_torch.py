@@ -7,7 +7,6 @@ __all__ = [
     "assert_on_device",
     "forward_mode_is_active",
     "is_batched",
-    "multiplies_bf16",
     "transforms_are_active",
 ]
 
@@ -31,12 +30,3 @@ def is_batched(tensor: Tensor) -> bool:
     """Whether a tensor is batched by ``vmap``; in-place operations are then impossible."""
     functorch = torch._C._functorch
     return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
-
-
-def multiplies_bf16() -> bool:
-    """Whether the CPU multiplies bf16 faster than fp32; PyTorch has no public query."""
-    return (
-        bool(torch.backends.mkldnn.enabled)
-        and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-        and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    )

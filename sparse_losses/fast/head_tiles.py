@@ -41,16 +41,12 @@ def tiled_head(
     dtype: torch.dtype,
     return_logits: bool = False,
     sparse_grad: bool = False,
-    tile: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return activations and, if requested, pooled logits; options are those of ``splade_head``.
-
-    ``tile`` overrides the number of vocabulary tokens per tile.
-    """
+    """Return activations and, if requested, pooled logits; options are those of ``splade_head``."""
     source, absent = sources(attended)
     keeps_places = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     operands = product_dtype(hidden, weight, dtype)
-    highest, _ = maxima(hidden, weight, source, absent, operands, dtype, keeps_places, tile)
+    highest, _ = maxima(hidden, weight, source, absent, operands, dtype, keeps_places)
     return splade_activation(highest, bias, gate, absent, return_logits)
 
 
@@ -86,13 +82,12 @@ def _maxima(
     operands: torch.dtype,
     dtype: torch.dtype,
     keeps_places: bool,
-    tile: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the largest scores ``[B, V]`` and, if requested, their positions."""
     highest, place = _empty_maxima(hidden, weight, dtype, keeps_places)
     with autocast_off(hidden.device):
         states = _states(hidden, source, absent, operands)
-        for part, rows in _tiles(weight, states, _bytes_of_a_score(states), tile):
+        for part, rows in _tiles(weight, states, _bytes_of_a_score(states)):
             if not keeps_places:
                 highest[:, part] = _scores(rows, states, len(hidden)).amax(2).T
                 continue
@@ -110,16 +105,15 @@ def _picked(
     absent: Tensor | None,
     operands: torch.dtype,
     dtype: torch.dtype,
-    tile: int | None,
 ) -> Tensor:
     """Return the scores ``[B, V]`` at the positions ``place``."""
-    found = hidden.new_empty(place.shape, dtype=dtype)
+    scores = hidden.new_empty(place.shape, dtype=dtype)
     with autocast_off(hidden.device):
         states = _states(hidden, source, absent, operands)
-        for part, rows in _tiles(weight, states, _bytes_of_a_score(states), tile):
+        for part, rows in _tiles(weight, states, _bytes_of_a_score(states)):
             index = place[:, part].T.long()[..., None]
-            found[:, part] = _scores(rows, states, len(hidden)).gather(2, index)[..., 0].T
-    return found
+            scores[:, part] = _scores(rows, states, len(hidden)).gather(2, index)[..., 0].T
+    return scores
 
 
 def _spread(
@@ -131,28 +125,27 @@ def _spread(
     absent: Tensor | None,
     operands: torch.dtype,
     needs: Sequence[bool],
-    tile: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of hidden states and weight; empty where not needed."""
-    of_hidden, of_weight = _empty_gradients(hidden, weight, needs)
+    grad_hidden, grad_weight = _empty_gradients(hidden, weight, needs)
     with autocast_off(hidden.device):
         states = _states(hidden, source, absent, operands)
         factors = upstream.to(operands)
         total = hidden.new_zeros(states.shape if needs[0] else 0, dtype=upstream.dtype)
-        for part, rows in _tiles(weight, states, states.element_size(), tile):
+        for part, rows in _tiles(weight, states, states.element_size()):
             index = place[:, part].T.long()[..., None]
             at_places = states.new_zeros(len(rows), *hidden.shape[:2])
             at_places = at_places.scatter_(2, index, factors[:, part].T[..., None]).flatten(1)
             if needs[0]:
                 total += _product(at_places.T, rows)
             if needs[1] and weight.dtype == operands:
-                torch.mm(at_places, states, out=of_weight[part])
+                torch.mm(at_places, states, out=grad_weight[part])
             elif needs[1]:
-                of_weight[part] = at_places @ states
+                grad_weight[part] = at_places @ states
             del at_places  # free it before the next tile is allocated
         if needs[0]:
-            of_hidden = total.view(hidden.shape).to(hidden.dtype)
-    return of_hidden, of_weight
+            grad_hidden = total.view(hidden.shape).to(hidden.dtype)
+    return grad_hidden, grad_weight
 
 
 def _states(
@@ -178,15 +171,16 @@ def _bytes_of_a_score(states: Tensor) -> int:
     return 4 if returns_fp32(states.device, states.dtype) else states.element_size()
 
 
-def _tiles(
-    weight: Tensor, states: Tensor, bytes_of_a_score: int, tile: int | None
-) -> Iterator[tuple[slice, Tensor]]:
+def _tiles(weight: Tensor, states: Tensor, bytes_of_a_score: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the weight's rows whose scores stay within the memory budget."""
-    if tile is None:
-        tile = max(BYTES // (max(states.shape) * bytes_of_a_score), 1)
-    for start in range(0, len(weight), tile):
-        part = slice(start, start + tile)
+    height = _tile_height(states, bytes_of_a_score)
+    for start in range(0, len(weight), height):
+        part = slice(start, start + height)
         yield part, weight[part].to(states.dtype)
+
+
+def _tile_height(states: Tensor, bytes_of_a_score: int) -> int:
+    return max(BYTES // (max(states.shape) * bytes_of_a_score), 1)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -226,7 +220,6 @@ def _(
     operands: torch.dtype,
     dtype: torch.dtype,
     keeps_places: bool,
-    tile: int | None,
 ) -> tuple[Tensor, Tensor]:
     return _empty_maxima(hidden, weight, dtype, keeps_places)
 
@@ -240,7 +233,6 @@ def _(
     absent: Tensor | None,
     operands: torch.dtype,
     dtype: torch.dtype,
-    tile: int | None,
 ) -> Tensor:
     return hidden.new_empty(place.shape, dtype=dtype)
 
@@ -255,66 +247,60 @@ def _(
     absent: Tensor | None,
     operands: torch.dtype,
     needs: Sequence[bool],
-    tile: int | None,
 ) -> tuple[Tensor, Tensor]:
     return _empty_gradients(hidden, weight, needs)
 
 
 def _keep_maxima(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    hidden, weight, source, absent, operands, _, _, tile = inputs
+    hidden, weight, source, absent, operands, _, _ = inputs
     ctx.save_for_backward(output[1], hidden, weight, source, absent)
-    ctx.operands, ctx.tile = operands, tile
+    ctx.operands = operands
     ctx.set_materialize_grads(False)  # avoids zeros as the gradient of positions
 
 
 def _backward_of_maxima(ctx: Any, upstream: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     if upstream is None:
-        return (None,) * 8
+        return (None,) * 7
     needs = list(ctx.needs_input_grad[:2])
-    return *spread(upstream, *ctx.saved_tensors, ctx.operands, needs, ctx.tile), *[None] * 6
+    return *spread(upstream, *ctx.saved_tensors, ctx.operands, needs), *[None] * 5
 
 
 def _keep_picked(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, operands, _, tile = inputs
+    *tensors, operands, _ = inputs
     ctx.save_for_backward(*tensors)
-    ctx.operands, ctx.tile = operands, tile
+    ctx.operands = operands
 
 
 def _backward_of_picked(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
     needs = list(ctx.needs_input_grad[1:3])
-    found = spread(upstream, *ctx.saved_tensors, ctx.operands, needs, ctx.tile)
-    return None, *found, *[None] * 5
+    gradients = spread(upstream, *ctx.saved_tensors, ctx.operands, needs)
+    return None, *gradients, *[None] * 4
 
 
 def _keep_spread(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, operands, needs, tile = inputs
+    *tensors, operands, needs = inputs
     ctx.save_for_backward(*tensors)
-    ctx.operands, ctx.needs, ctx.tile = operands, needs, tile
+    ctx.operands, ctx.needs = operands, needs
 
 
-def _backward_of_spread(ctx: Any, of_hidden: Tensor, of_weight: Tensor) -> tuple[Any, ...]:
-    """Differentiate ``spread``, which is linear in ``upstream``, hidden states and weight each."""
+def _backward_of_spread(ctx: Any, to_hidden: Tensor, to_weight: Tensor) -> tuple[Any, ...]:
+    """Differentiate ``spread``, which is linear in ``upstream``, hidden states and weight each.
+
+    ``to_hidden`` and ``to_weight`` are the incoming gradients of its two results.
+    """
     upstream, place, hidden, weight, source, absent = ctx.saved_tensors
     common = source, absent, ctx.operands
-    by_upstream = torch.zeros_like(upstream)
-    by_hidden = by_weight = None
+    grad_upstream = torch.zeros_like(upstream)
+    grad_hidden = grad_weight = None
     if ctx.needs[0]:
-        by_upstream = by_upstream + picked(
-            place, of_hidden, weight, *common, upstream.dtype, ctx.tile
-        )
+        grad_upstream = grad_upstream + picked(place, to_hidden, weight, *common, upstream.dtype)
         if ctx.needs_input_grad[3]:
-            _, by_weight = spread(
-                upstream, place, of_hidden, weight, *common, [False, True], ctx.tile
-            )
+            _, grad_weight = spread(upstream, place, to_hidden, weight, *common, [False, True])
     if ctx.needs[1]:
-        by_upstream = by_upstream + picked(
-            place, hidden, of_weight, *common, upstream.dtype, ctx.tile
-        )
+        grad_upstream = grad_upstream + picked(place, hidden, to_weight, *common, upstream.dtype)
         if ctx.needs_input_grad[2]:
-            by_hidden, _ = spread(
-                upstream, place, hidden, of_weight, *common, [True, False], ctx.tile
-            )
-    return by_upstream, None, by_hidden, by_weight, *[None] * 5
+            grad_hidden, _ = spread(upstream, place, hidden, to_weight, *common, [True, False])
+    return grad_upstream, None, grad_hidden, grad_weight, *[None] * 4
 
 
 maxima.register_autograd(_backward_of_maxima, setup_context=_keep_maxima)

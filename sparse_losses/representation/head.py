@@ -1,9 +1,6 @@
 """The SPLADE head: from hidden states to sparse vectors without storing ``[B, S, V]``."""
 
-import importlib.util
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,7 +15,6 @@ from sparse_losses._core.checks import (
 )
 from sparse_losses._core.implementations import Implementation, choose
 from sparse_losses._core.loss import loss
-from sparse_losses._core.own_gradient import is_transformed
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses.fast.head import packed_head
 from sparse_losses.fast.head_tiles import product_dtype, tiled_head
@@ -27,19 +23,7 @@ from sparse_losses.representation._masked_lm import head_of
 __all__ = ["SpladeHead", "splade_head"]
 
 
-def _has_triton() -> bool:
-    """Whether a recent Triton is installed; the one that comes with PyTorch 2.6 is too old."""
-    spec = importlib.util.find_spec("triton")
-    if spec is None or spec.origin is None:
-        return False
-    return Path(spec.origin).with_name("tools").joinpath("tensor_descriptor.py").is_file()
-
-
-_HAS_TRITON = _has_triton()
-# The tests run the kernel on the CPU in Triton's interpreter, which is slow.
-_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-Impl = Literal["auto", "definition", "packed", "tiles", "triton"]
+Impl = Literal["auto", "definition", "packed", "tiles"]
 
 
 @loss(
@@ -87,9 +71,8 @@ def splade_head(
             ``nn.Embedding(sparse=True)`` does (by ``"packed"``). Compiled, the gradient is dense.
         impl: how to compute the value; all implementations give the same value and gradient.
             ``"definition"`` stores the logits of all positions. ``"packed"`` is for the CPU and
-            skips padding and inactive entries. ``"tiles"`` never waits for the device. ``"triton"``
-            is a kernel for NVIDIA GPUs that ``"auto"`` does not choose. ``"auto"`` uses
-            ``"packed"`` on the CPU and for ``sparse_grad``, else ``"tiles"``.
+            skips padding and inactive entries. ``"tiles"`` never waits for the device. ``"auto"``
+            uses ``"packed"`` on the CPU and for ``sparse_grad``, else ``"tiles"``.
 
     Returns:
         Activations ``[B, V]`` >= 0, fp32 (fp64 if a tensor is fp64); with ``return_logits`` a pair
@@ -124,8 +107,8 @@ def splade_head(
         "return_logits": return_logits,
         "sparse_grad": sparse_grad,
     }
-    way = choose(IMPLEMENTATIONS, impl, tensors, options)
-    compute: Callable[..., Any] = _definition if way is None else way.compute
+    chosen = choose(IMPLEMENTATIONS, impl, tensors, options)
+    compute: Callable[..., Any] = _definition if chosen is None else chosen.compute
     activations, pooled = compute(*tensors, **options)
     return (activations, pooled) if return_logits else activations
 
@@ -170,7 +153,7 @@ Tensors = Sequence[Any]
 Options = Mapping[str, Any]
 
 
-def _why_not_tiles(tensors: Tensors, options: Options) -> str | None:
+def _tiles_unsupported_reason(tensors: Tensors, options: Options) -> str | None:
     batch, length, _ = tensors[0].shape
     if batch == 0 or length == 0:
         return f"at least one position, got {[batch, length]},"
@@ -179,46 +162,14 @@ def _why_not_tiles(tensors: Tensors, options: Options) -> str | None:
     return None
 
 
-def _packing_pays(tensors: Tensors, options: Options) -> bool:
+def _prefers_packed(tensors: Tensors, options: Options) -> bool:
     is_sparse = options["sparse_grad"] and not torch.compiler.is_compiling()
     return bool(tensors[0].device.type == "cpu" or is_sparse)
 
 
-def _why_not_triton(tensors: Tensors, options: Options) -> str | None:
-    if not _HAS_TRITON:
-        return "the package `triton`, 3.6 or newer (pip install 'sparse-losses[kernels]')"
-    device = tensors[0].device
-    if not _runs_triton(device):
-        return f"an NVIDIA GPU of compute capability 8.0 or newer, got {device},"
-    if options["dtype"] == torch.float64:
-        return "fp32, fp16 or bf16 tensors, got torch.float64,"
-    if is_transformed():
-        return "no torch.func transform"
-    if options["sparse_grad"]:
-        return "sparse_grad=False"
-    return _why_not_tiles(tensors, options)
-
-
-def _runs_triton(device: torch.device) -> bool:
-    if _IS_INTERPRETED:
-        return device.type in ("cpu", "cuda")
-    if device.type != "cuda" or torch.version.cuda is None:
-        return False
-    # The compiler cannot trace the query; on an older GPU the kernel itself fails to compile.
-    return torch.compiler.is_compiling() or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _triton_head(*tensors: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    from sparse_losses.fast.triton_head import triton_head  # Triton is optional
-
-    return triton_head(*tensors, **options)
-
-
-# In order of preference. "triton" is never chosen: no measurement shows it ahead of "tiles".
 IMPLEMENTATIONS = (
-    Implementation("triton", _why_not_triton, lambda *_: False, _triton_head, compiles=True),
-    Implementation("packed", lambda *_: None, _packing_pays, packed_head, compiles=True),
-    Implementation("tiles", _why_not_tiles, lambda *_: True, tiled_head, compiles=True),
+    Implementation("packed", lambda *_: None, _prefers_packed, packed_head, compiles=True),
+    Implementation("tiles", _tiles_unsupported_reason, lambda *_: True, tiled_head, compiles=True),
 )
 
 

@@ -11,7 +11,7 @@ from sparse_losses._core.activation import splade_activation
 from sparse_losses._core.implementations import Implementation, choose
 from sparse_losses._core.loss import loss
 from sparse_losses._core.precision import compute_dtype
-from sparse_losses.fast.pooling import nonzeros_pool
+from sparse_losses.fast.pooling import nonzeros_pool, prefers_nonzeros
 
 __all__ = ["splade_pool", "token_weights"]
 
@@ -37,7 +37,8 @@ def splade_pool(
         return_logits: also return the maximum itself, signed, for losses that must reach inactive
             tokens.
         impl: ``"definition"`` computes operation by operation; ``"nonzeros"``, on the CPU only, has
-            its own gradient over active entries; ``"auto"`` uses ``"nonzeros"`` on the CPU.
+            its own gradient over active entries; ``"auto"`` uses ``"nonzeros"`` on the CPU, except
+            for few logits a text and for short texts that activate half of the vocabulary.
 
     Returns:
         Activations ``[B, V]`` >= 0, fp32 (fp64 for fp64 logits); with ``return_logits`` a pair with
@@ -58,10 +59,11 @@ def splade_pool(
     References:
         SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval, eq. 6.
     """
-    way = choose(IMPLEMENTATIONS, impl, (logits, attention_mask), {})
-    compute: Callable[..., Any] = _definition if way is None else way.compute
-    dtype = compute_dtype(logits=logits)
-    activations, pooled = compute(logits, attention_mask, dtype=dtype, return_logits=return_logits)
+    tensors = logits, attention_mask
+    options = {"dtype": compute_dtype(logits=logits), "return_logits": return_logits}
+    chosen = choose(IMPLEMENTATIONS, impl, tensors, options)
+    compute: Callable[..., Any] = _definition if chosen is None else chosen.compute
+    activations, pooled = compute(*tensors, **options)
     return (activations, pooled) if return_logits else activations
 
 
@@ -77,12 +79,18 @@ def _definition(
     return splade_activation(highest.to(dtype), None, None, absent, return_logits)
 
 
-def _why_not_nonzeros(tensors: Sequence[Any], options: Mapping[str, Any]) -> str | None:
+def _nonzeros_unsupported_reason(tensors: Sequence[Any], options: Mapping[str, Any]) -> str | None:
     device = tensors[0].device
     return None if device.type == "cpu" else f"logits on the CPU, got {device},"
 
 
-IMPLEMENTATIONS = (Implementation("nonzeros", _why_not_nonzeros, lambda *_: True, nonzeros_pool),)
+def _prefers_nonzeros(tensors: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    return prefers_nonzeros(tensors[0], tensors[1], options["return_logits"])
+
+
+IMPLEMENTATIONS = (
+    Implementation("nonzeros", _nonzeros_unsupported_reason, _prefers_nonzeros, nonzeros_pool),
+)
 
 
 @loss(logits="B S V, uncast", attention_mask="B S, mask")

@@ -79,13 +79,3 @@ def test_assert_on_device_fails_with_its_message():
     private_torch.assert_on_device(torch.tensor(True), "fine")
     with pytest.raises(RuntimeError, match="not fine"):
         private_torch.assert_on_device(torch.tensor(False), "not fine")
-
-
-def test_multiplies_bf16_is_known_without_a_product(monkeypatch):
-    """May go when PyTorch tells what the CPU multiplies fast."""
-    assert isinstance(private_torch.multiplies_bf16(), bool)
-    for name, has in (("_is_avx512_bf16_supported", True), ("_is_amx_tile_supported", False)):
-        monkeypatch.setattr(torch.cpu, name, lambda has=has: has)
-    assert private_torch.multiplies_bf16() is torch.backends.mkldnn.is_available()
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert private_torch.multiplies_bf16() is False

@@ -57,29 +57,35 @@ def activations(pooled: np.ndarray) -> np.ndarray:
 
 
 def gradients(hidden, weight, bias, mask, gate, upstream, upstream_logits=None) -> dict:
-    """Return the gradients of ``sum(upstream * activations)``, plus that of the logits."""
+    """Return the gradients of ``sum(upstream * activations)``, plus that of the logits.
+
+    Each is a pair with the sum of its terms' magnitudes, to which rounding errors are relative.
+    """
     top, position = maxima(hidden, weight, mask)
     batch, vocab = top.shape
-    found = {
-        "hidden": np.zeros(np.shape(hidden)),
-        "weight": np.zeros(np.shape(weight)),
-        "bias": np.zeros(vocab),
-        "gate": np.zeros((batch, vocab)),
-    }
+    shapes = {"hidden": np.shape(hidden), "weight": np.shape(weight)}
+    shapes |= {"bias": (vocab,), "gate": (batch, vocab)}
+    grads = {name: (np.zeros(shape), np.zeros(shape)) for name, shape in shapes.items()}
+
     for i, j in np.ndindex(batch, vocab):
         s = position[i, j]
         if s < 0:
             continue
         g = 1.0 if gate is None else float(gate[i][j])
         ungated = top[i, j] + (0.0 if bias is None else float(bias[j]))
-        outer = 0.0 if upstream_logits is None else float(upstream_logits[i][j])
+        outer = [0.0 if upstream_logits is None else float(upstream_logits[i][j])]
         if g * ungated > 0:
-            outer += float(upstream[i][j]) / (1.0 + g * ungated)
-        found["gate"][i, j] += outer * ungated
-        found["bias"][j] += outer * g
-        found["hidden"][i, s] += outer * g * np.asarray(weight[j], np.float64)
-        found["weight"][j] += outer * g * np.asarray(hidden[i][s], np.float64)
-    return found
+            outer.append(float(upstream[i][j]) / (1.0 + g * ungated))
+        for name, index, factor in (
+            ("gate", (i, j), np.asarray(ungated)),
+            ("bias", j, np.asarray(g)),
+            ("hidden", (i, s), g * np.asarray(weight[j], np.float64)),
+            ("weight", j, g * np.asarray(hidden[i][s], np.float64)),
+        ):
+            total, size = grads[name]
+            total[index] += sum(outer) * factor
+            size[index] += sum(map(abs, outer)) * np.abs(factor)
+    return grads
 
 
 # ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ def _hidden():
     return hidden, mask
 
 
-def _by_loops(gate, hidden, mask):
+def gate_with_loops(gate, hidden, mask):
     """Attention of one query, head by head, and the rest."""
     weight, bias = gate.attention.in_proj_weight, gate.attention.in_proj_bias
     width, rows = H // 2, []
@@ -42,15 +42,15 @@ def _by_loops(gate, hidden, mask):
     return torch.stack(rows)
 
 
-def test_the_gate_is_its_formula():
+def test_gate_is_its_formula():
     gate, (hidden, mask) = _gate(), _hidden()
-    torch.testing.assert_close(gate(hidden, mask), _by_loops(gate, hidden, mask))
+    torch.testing.assert_close(gate(hidden, mask), gate_with_loops(gate, hidden, mask))
     torch.testing.assert_close(
-        gate(hidden), _by_loops(gate, hidden, torch.ones(B, S, dtype=torch.int64))
+        gate(hidden), gate_with_loops(gate, hidden, torch.ones(B, S, dtype=torch.int64))
     )
 
 
-def test_it_commutes_with_the_maximum():
+def test_gate_commutes_with_the_maximum():
     gate, (hidden, mask) = _gate(), _hidden()
     head = SpladeHead(torch.nn.Parameter(torch.randn(V, H, dtype=torch.float64)))
     g = gate(hidden, mask)
@@ -58,44 +58,44 @@ def test_it_commutes_with_the_maximum():
     torch.testing.assert_close(head(hidden, mask, gate=g), splade_pool(gated_logits, mask))
 
 
-def test_masked_states_do_not_count_nor_does_their_nan():
+def test_masked_states_are_ignored_with_their_nan():
     gate, (hidden, mask) = _gate(), _hidden()
     expected = gate(hidden, mask)
     hidden[0, 5] = torch.nan
     hidden.requires_grad_()
-    found = gate(hidden, mask)
-    torch.testing.assert_close(found, expected)
-    found.sum().backward()
+    result = gate(hidden, mask)
+    torch.testing.assert_close(result, expected)
+    result.sum().backward()
     assert hidden.grad.isfinite().all()
     assert not hidden.grad[0, 4:].any()
 
 
-def test_a_text_without_tokens_has_a_gate_and_no_gradient():
+def test_text_without_tokens_has_a_gate_and_no_gradient():
     gate, (hidden, mask) = _gate(), _hidden()
     mask[2] = 0
     hidden.requires_grad_()
-    found = gate(hidden, mask)
-    assert found.isfinite().all()
-    found[2].sum().backward()
+    result = gate(hidden, mask)
+    assert result.isfinite().all()
+    result[2].sum().backward()
     assert not hidden.grad.any()
 
 
-def test_every_parameter_learns():
+def test_every_parameter_has_a_gradient():
     gate, (hidden, mask) = _gate().train(), _hidden()
     gate(hidden, mask).square().sum().backward()
     assert all(parameter.grad.any() for parameter in gate.parameters())
 
 
-def test_the_same_word_may_pass_in_one_text_and_not_in_another():
+def test_gate_of_a_word_depends_on_its_text():
     gate = _gate()
     word = torch.randn(1, 1, H, dtype=torch.float64).expand(2, 1, H)
     others = torch.randn(2, S, H, dtype=torch.float64)
-    found = gate(torch.cat([word, others], 1))
-    assert (found[0] - found[1]).abs().max() > 1e-3
-    assert ((found > 0) & (found < 1)).all()
+    result = gate(torch.cat([word, others], 1))
+    assert (result[0] - result[1]).abs().max() > 1e-3
+    assert ((result > 0) & (result < 1)).all()
 
 
-def test_it_compiles_in_one_graph():
+def test_gate_compiles_into_one_graph():
     gate, (hidden, mask) = _gate(), _hidden()
     compiled = torch.compile(gate, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(hidden, mask), gate(hidden, mask))
@@ -109,22 +109,22 @@ def test_it_compiles_in_one_graph():
         ({"gate_hidden": 0}, "`gate_hidden`"),
     ],
 )
-def test_wrong_input_is_an_error(options, message):
+def test_wrong_hyperparameter_is_an_error(options, message):
     with pytest.raises(ValueError, match=message):
         ContextGate(**{"hidden_size": 8, "vocab_size": 5, **options})
 
 
 @pytest.mark.parametrize("shape", [(0, 4, H), (2, 0, H), (0, 0, H)])
-def test_no_text_and_no_token(shape):
-    found = _gate()(torch.zeros(shape, dtype=torch.float64), torch.ones(shape[:2]))
-    assert found.shape == (shape[0], V)
-    assert found.isfinite().all()
+def test_no_texts_or_no_tokens(shape):
+    result = _gate()(torch.zeros(shape, dtype=torch.float64), torch.ones(shape[:2]))
+    assert result.shape == (shape[0], V)
+    assert result.isfinite().all()
 
 
 @pytest.mark.parametrize(
     ("hidden", "mask", "message"),
     [((2, 3, H + 1), (2, 3), f"H = {H}, got"), ((2, 3, H), (2, 4), "attention_mask")],
 )
-def test_wrong_shapes_are_an_error(hidden, mask, message):
+def test_wrong_shape_is_an_error(hidden, mask, message):
     with pytest.raises(ValueError, match=message):
         _gate()(torch.zeros(hidden, dtype=torch.float64), torch.ones(mask))

@@ -1,11 +1,13 @@
-"""The head: from hidden states to sparse vectors, without the logits in between."""
+"""The head: from hidden states to sparse vectors, without the logits in between.
 
-import collections
+What it has in common with the losses is in the contract (tests/losses/test_contract.py), its
+launches are counted in tests/test_launches.py.
+"""
+
 import copy
 import functools
 import pickle
 from types import SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,59 +15,34 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.run.launches import Launches
 from sparse_losses import SpladeHead
 from sparse_losses._core.loss import _as_layer
-from sparse_losses._core.precision import compute_dtype
-from sparse_losses.fast import head as fast_head
+from sparse_losses.fast import head as packed_head
 from sparse_losses.fast import head_tiles
-from sparse_losses.fast.head import packed_head
-from sparse_losses.fast.head_tiles import tiled_head
 from sparse_losses.functional import splade_head
 from tests.representation import head_oracle as oracle
 from tests.strategies import seeds
 
 RAGGED = torch.tensor([[1, 0, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 1, 0]])
-
-
-def forced(function, **options):
-    """Call a way's own function as the public one calls it, with what only tests say."""
-
-    def head(hidden, weight, bias=None, attention_mask=None, *, gate=None, **own):
-        named = {"hidden": hidden, "weight": weight, "bias": bias, "gate": gate}
-        dtype = compute_dtype(**named)
-        bias, gate = (None if x is None else x.to(dtype) for x in (bias, gate))
-        mask = None if attention_mask is None else attention_mask != 0
-        with torch.autocast("cpu", enabled=False):
-            found = function(hidden, weight, bias, mask, gate, dtype=dtype, **own, **options)
-        return found if own.get("return_logits") else found[0]
-
-    return head
-
-
-PACKED = {
-    "packed": functools.partial(splade_head, impl="packed"),
-    "screened, tiles of 7": forced(packed_head, screen=True, tile=7),
-}
-TILES = {
-    "tiles": functools.partial(splade_head, impl="tiles"),
-    "tiles of 7": forced(tiled_head, tile=7),
-}
-
-
-PLAIN = {"definition": functools.partial(splade_head, impl="definition")}
-IMPLEMENTATIONS = PLAIN | PACKED | TILES
+PACKED = ["packed", "packed, 7 columns a tile"]
+TILES = ["tiles", "tiles, 7 columns a tile"]
 EXACT = functools.partial(splade_head, impl="definition", return_logits=True)
 
 
-@pytest.fixture(params=IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys())
-def head(request):
-    return request.param
+@pytest.fixture(params=["definition", *PACKED, *TILES])
+def head(request, monkeypatch):
+    """Every implementation, also with tiles that are small enough for an oracle's vocabulary."""
+    impl, *small = request.param.split(", ")
+    if small:
+        for module in (packed_head, head_tiles):
+            monkeypatch.setattr(module, "_tile_height", lambda *_: 7)
+    return functools.partial(splade_head, impl=impl)
 
 
-packed = pytest.mark.parametrize("head", PACKED.values(), ids=PACKED.keys())
-NO_TILES = PLAIN | PACKED
+def only(*names):
+    return pytest.mark.parametrize("head", names, indirect=True)
 
 
 def to_tensors(arrays: dict, dtype: torch.dtype) -> dict:
@@ -81,8 +58,8 @@ NAMES = ("hidden", "weight", "bias", "attention_mask", "gate")
 
 
 def pooled_by_oracle(tensors: dict) -> np.ndarray:
-    given = (tensors.get(name) for name in NAMES)
-    return oracle.logits(*(None if x is None else x.detach().double().numpy() for x in given))
+    arguments = (tensors.get(name) for name in NAMES)
+    return oracle.logits(*(None if x is None else x.detach().double().numpy() for x in arguments))
 
 
 def example(dtype=torch.float64, vocab=23, width=8, **others) -> dict:
@@ -141,7 +118,7 @@ def close(actual: dict, expected: dict, rtol: float = 1e-5, atol: float = 2e-5) 
 
 
 @given(oracle.problems(), st.sampled_from([torch.float32, torch.float64]))
-def test_values_are_the_formula(head, arrays, dtype):
+def test_values_are_those_of_the_formula(head, arrays, dtype):
     tensors = to_tensors(arrays, dtype)
     expected = pooled_by_oracle(tensors)
     activations, pooled = head(**tensors, return_logits=True)
@@ -154,7 +131,7 @@ def test_values_are_the_formula(head, arrays, dtype):
 
 
 @given(oracle.problems(), st.sampled_from([torch.float32, torch.float64]), st.booleans(), seeds)
-def test_gradients_are_the_formula(head, arrays, dtype, return_logits, seed):
+def test_gradients_are_those_of_the_formula(head, arrays, dtype, return_logits, seed):
     tensors = to_tensors(arrays, dtype)
     leaves = watch(tensors)
     rng = np.random.default_rng(seed)
@@ -167,16 +144,17 @@ def test_gradients_are_the_formula(head, arrays, dtype, return_logits, seed):
     value = (activations * torch.from_numpy(upstream)).sum()
     if return_logits:
         value = value + (pooled * torch.from_numpy(upstream_logits)).sum()
-    tolerance = 1e-4 if dtype == torch.float32 else 1e-11
+    tolerance = 16 * torch.finfo(dtype).eps
     for name, gradient in gradients(value, leaves).items():
         assert gradient.dtype == dtype
-        np.testing.assert_allclose(gradient, expected[name], rtol=tolerance, atol=tolerance)
+        total, size = expected[name]
+        assert (np.abs(gradient.double().numpy() - total) <= tolerance * size).all(), name
 
 
 # Which position, and what has a gradient
 
 
-def test_a_tie_goes_to_the_lowest_attended_position(head):
+def test_first_of_equal_scores_gets_the_gradient(head):
     row = torch.tensor([0.5, 1.25, -3.0])
     hidden = torch.stack([row, row, -row, row]).expand(2, 4, 3).clone().requires_grad_()
     weight = torch.eye(3).repeat(4, 1).requires_grad_()
@@ -189,7 +167,7 @@ def test_a_tie_goes_to_the_lowest_attended_position(head):
     torch.testing.assert_close(hidden.grad[1], torch.stack([nothing, one, minus, nothing]))
 
 
-def test_the_signed_maximum_repairs_what_relu_cannot(head):
+def test_pooled_logits_have_a_gradient_where_activations_have_none(head):
     tensors = example(bias=torch.full((23,), -1000.0, dtype=torch.float64))
     leaves = watch(tensors)
     out, pooled = head(**tensors, return_logits=True)
@@ -205,7 +183,7 @@ def test_the_signed_maximum_repairs_what_relu_cannot(head):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
-def test_a_masked_position_hides_everything(head, bad):
+def test_masked_position_hides_everything(head, bad):
     tensors = example(torch.float32)
     expected_leaves = watch(expected_tensors := dict(tensors))
     clean = head(**expected_tensors)
@@ -214,14 +192,14 @@ def test_a_masked_position_hides_everything(head, bad):
     leaves = watch(tensors)
     out = head(**tensors)
     assert torch.equal(out, clean)
-    found = gradients(weigh(out), leaves)
-    close(found, expected, 1e-6, 1e-6)
-    assert not found["hidden"][RAGGED == 0].any()
-    assert found["hidden"][RAGGED == 1].any()
+    actual = gradients(weigh(out), leaves)
+    close(actual, expected, 1e-6, 1e-6)
+    assert not actual["hidden"][RAGGED == 0].any()
+    assert actual["hidden"][RAGGED == 1].any()
 
 
 @pytest.mark.parametrize("return_logits", [False, True])
-def test_a_fully_masked_text_between_others_is_zero_without_gradient(head, return_logits):
+def test_fully_masked_text_is_zero_without_gradient(head, return_logits):
     tensors = with_gate(example())
     tensors["attention_mask"] = RAGGED * torch.tensor([[1], [0], [1]])
     tensors["bias"] = tensors["bias"].abs() + 1
@@ -236,13 +214,12 @@ def test_a_fully_masked_text_between_others_is_zero_without_gradient(head, retur
         out, expected = out[1], expected[1]
     assert not out[1].any()
     assert torch.equal(out[[0, 2]], expected)
-    found = gradients(out.sum(), leaves)
-    others_found = gradients(expected.sum(), other_leaves)
-    for name, gradient in found.items():
+    others_gradients = gradients(expected.sum(), other_leaves)
+    for name, gradient in gradients(out.sum(), leaves).items():
         if name in ("hidden", "gate"):
             assert not gradient[1].any()
             gradient = gradient[[0, 2]]
-        torch.testing.assert_close(gradient, others_found[name], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradient, others_gradients[name], rtol=1e-12, atol=1e-12)
         assert gradient.any()
 
 
@@ -251,8 +228,9 @@ def test_a_fully_masked_text_between_others_is_zero_without_gradient(head, retur
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (0, 0)], ids=str)
-@pytest.mark.parametrize("head", NO_TILES.values(), ids=NO_TILES.keys())
-def test_empty_batches_and_empty_texts(head, shape, gated):
+@pytest.mark.parametrize("create_graph", [False, True])
+@only("definition", *PACKED)
+def test_no_texts_or_no_positions_give_zeros(head, shape, gated, create_graph):
     tensors = {
         "hidden": torch.zeros(*shape, 3, requires_grad=True),
         "weight": torch.ones(9, 3, requires_grad=True),
@@ -264,13 +242,11 @@ def test_empty_batches_and_empty_texts(head, shape, gated):
         assert out.shape == pooled.shape == (shape[0], 9)
         assert not out.any()
         assert not pooled.any()
-        (out.sum() + pooled.sum()).backward()
-        alone = head(**tensors, attention_mask=mask, gate=gate)
-        assert alone.shape == (shape[0], 9)
-        alone.sum().backward()
-        for tensor in tensors.values():
-            assert tensor.grad is None or not tensor.grad.any()
-    assert head(torch.ones(1, 1, 3), *list(tensors.values())[1:]).all()
+        assert head(**tensors, attention_mask=mask, gate=gate).shape == (shape[0], 9)
+        first = gradients(out.sum() + pooled.sum(), tensors, create_graph=create_graph)
+        assert not any(gradient.any() for gradient in first.values())
+        if create_graph:
+            sum(gradient.square().sum() for gradient in first.values()).backward()
 
 
 def test_padding_and_the_order_of_positions_change_nothing(head):
@@ -287,8 +263,8 @@ def test_padding_and_the_order_of_positions_change_nothing(head):
     assert torch.equal(padded, clean)
 
 
-def test_a_large_batch_of_long_texts(head):
-    """Of which the packed head rounds up the lengths to multiples of 8, not 4."""
+def test_many_long_texts(head):
+    """The packed head rounds up their lengths to multiples of 8, not 4."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(20, 130, 4, generator=generator, dtype=torch.float64)
     weight = torch.randn(10, 4, generator=generator, dtype=torch.float64)
@@ -297,21 +273,20 @@ def test_a_large_batch_of_long_texts(head):
     torch.testing.assert_close(head(hidden, weight, None, mask), expected, rtol=1e-12, atol=0)
 
 
-# Who wants a gradient
+# Gradients of some inputs, and of none
 
 
 @pytest.mark.parametrize("return_logits", [False, True])
 @pytest.mark.parametrize("wanted", ["hidden", "weight", "bias", "gate", "hidden bias"])
-def test_only_what_is_wanted_gets_a_gradient(head, wanted, return_logits):
+def test_only_inputs_that_require_a_gradient_get_one(head, wanted, return_logits):
     everything = with_gate(example(torch.float32))
     some, nothing = dict(everything), dict(everything)
     all_leaves, leaves = watch(everything), watch(some, *wanted.split())
-    expected, found = (
+    expected, actual = (
         gradients(weigh_all(head(**tensors, return_logits=return_logits)), wants)
         for tensors, wants in ((everything, all_leaves), (some, leaves))
     )
-    assert found.keys() == set(wanted.split())
-    for name, gradient in found.items():
+    for name, gradient in actual.items():
         assert gradient.any()
         torch.testing.assert_close(gradient, expected[name], rtol=1e-6, atol=1e-6)
     quiet = head(**nothing)
@@ -321,45 +296,55 @@ def test_only_what_is_wanted_gets_a_gradient(head, wanted, return_logits):
     assert torch.equal(inside, quiet)
 
 
-def test_two_runs_give_the_same_bits(head):
-    """Two runs, and two backward passes of one; the inputs are left as they were."""
+def test_two_runs_and_two_backward_passes_give_the_same_bits(head):
     generator = torch.Generator().manual_seed(5)
     sizes = {"hidden": (4, 9, 24), "weight": (211, 24), "bias": (211,), "gate": (4, 211)}
-    leaves = {n: torch.rand(size, generator=generator) for n, size in sizes.items()}
-    leaves["weight"] -= 0.5
-    before = {name: leaf.clone() for name, leaf in leaves.items()}
-    for leaf in leaves.values():
-        leaf.requires_grad_()
+    tensors = {n: torch.rand(size, generator=generator) for n, size in sizes.items()}
+    tensors["weight"] -= 0.5
+    leaves = watch(tensors)
     runs = []
     for _ in range(2):
-        value = weigh(head(**leaves))
+        value = weigh(head(**tensors))
         for _ in range(2):
-            value.backward(retain_graph=True)
-            runs.append({name: leaf.grad.clone() for name, leaf in leaves.items()})
-            for leaf in leaves.values():
-                leaf.grad.zero_()  # it belongs to the leaf: nobody else may still need it
-                leaf.grad = None
-    for name, leaf in leaves.items():
-        assert torch.equal(leaf.detach(), before[name])
+            runs.append(
+                {n: x.clone() for n, x in gradients(value, leaves, retain_graph=True).items()}
+            )
+    for name in leaves:
         assert runs[0][name].any()
         assert all(torch.equal(run[name], runs[0][name]) for run in runs)
+
+
+def test_no_gradient_from_above_gives_none(head):
+    class Silent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return None
+
+    tensors = example()
+    leaves = watch(tensors)
+    Silent.apply(head(**tensors)).sum().backward()
+    assert all(leaf.grad is None for leaf in leaves.values())
 
 
 # Sparse gradients
 
 
-@packed
+@only(*PACKED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("return_logits", [False, True])
 @pytest.mark.parametrize("silent", ["half", "all"])
-def test_a_sparse_gradient_has_the_rows_of_the_active_entries(head, dtype, return_logits, silent):
+def test_sparse_gradient_has_the_rows_with_active_entries(head, dtype, return_logits, silent):
     tensors = example(dtype)
     tensors["bias"] -= 80 * (torch.arange(23) % 2 == 0) if silent == "half" else 1e4
     leaves = watch(tensors)
     out = head(**tensors, return_logits=return_logits, sparse_grad=True)
     dense = gradients(weigh_all(head(**tensors, return_logits=return_logits)), leaves)
-    found = gradients(weigh_all(out), leaves)
-    gradient = found["weight"]
+    sparse = gradients(weigh_all(out), leaves)
+    gradient = sparse["weight"]
     assert gradient.layout == torch.sparse_coo
     assert gradient.is_coalesced()
     assert gradient.dtype == dtype
@@ -367,10 +352,10 @@ def test_a_sparse_gradient_has_the_rows_of_the_active_entries(head, dtype, retur
     active = (out[0] if return_logits else out).any(0) | torch.tensor(return_logits)
     assert return_logits or 0 < active.sum() < 23 or (silent == "all" and not active.any())
     assert torch.equal(gradient.indices()[0], active.nonzero()[:, 0])
-    close({name: g.to_dense() for name, g in found.items()}, dense, 1e-2, 1e-6)
+    close({name: g.to_dense() for name, g in sparse.items()}, dense, 1e-2, 1e-6)
 
 
-@packed
+@only(*PACKED)
 @pytest.mark.parametrize("sparse", [False, True])
 def test_tied_embeddings_get_both_gradients(head, sparse):
     embedding = nn.Embedding(23, 8, sparse=sparse, dtype=torch.float64)
@@ -389,7 +374,7 @@ def test_tied_embeddings_get_both_gradients(head, sparse):
 
 
 @pytest.mark.cpu_only
-def test_a_dot_product_beyond_fp16_is_a_number(head):
+def test_dot_product_beyond_fp16_is_finite(head):
     hidden = torch.full((1, 2, 4), 6e4, dtype=torch.float16)
     weight = torch.full((3, 4), 100.0, dtype=torch.float16)
     weight[1] *= -1
@@ -410,7 +395,8 @@ def test_half_precision_gradients_are_summed_in_fp32(head):
     assert one.grad.item() == 150.0
 
 
-def test_a_layer_arrives_in_the_dtype_of_autocast_but_not_on_the_cpu(monkeypatch):
+def test_layer_is_cast_to_the_dtype_of_autocast_except_on_the_cpu(monkeypatch):
+    """With a stand-in for a tensor on a GPU, where the tests have none."""
     x = torch.ones(2, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert _as_layer(x).dtype == torch.float32
@@ -443,7 +429,7 @@ def generic(seed: int = 0, sizes=(2, 4, 9, 3)) -> dict:
 
 
 @pytest.mark.parametrize("through", ["weight", "gate"])
-def test_second_derivatives_when_one_input_comes_from_another(head, through):
+def test_second_derivatives_where_one_input_depends_on_another(head, through):
     """Tied embeddings: the hidden states come from the weight; or the gate from the states."""
     start = generic(4)
     ids = torch.tensor([[1, 5, 2, 0], [3, 3, 8, 1]])
@@ -463,73 +449,41 @@ def test_second_derivatives_when_one_input_comes_from_another(head, through):
         torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
 
 
-def test_third_derivatives_of_the_tiles_are_those_of_the_definition():
-    found = []
-    for function in (IMPLEMENTATIONS["definition"], *TILES.values()):
+@only(*TILES)
+def test_third_derivatives_of_the_tiles_are_those_of_the_definition(head):
+    results = []
+    for function in (functools.partial(splade_head, impl="definition"), head):
         tensors = generic(5)
         leaves = watch(tensors)
         gradient = gradients(weigh(function(**tensors)), leaves, create_graph=True)
         for _ in range(2):
             value = sum(each.square().sum() for each in gradient.values())
             gradient = gradients(value, leaves, create_graph=True)
-        found.append(gradient)
-    for other in found[1:]:
-        assert all(each.any() for each in other.values())
-        close(other, found[0], 1e-9, 1e-9)
+        results.append(gradient)
+    assert all(each.any() for each in results[1].values())
+    close(results[1], results[0], 1e-9, 1e-9)
 
 
 # The choice
 
 
-class Operations(TorchDispatchMode):
-    """Count what is computed, by name, and remember the largest tensor; views are not computed.
-
-    ``within`` looks into our operators.
-    """
-
-    PLAIN: ClassVar[dict] = {
-        torch.ops.sparse_losses.head_maxima.default: head_tiles._maxima,
-        torch.ops.sparse_losses.head_spread.default: head_tiles._spread,
-        torch.ops.sparse_losses.head_picked.default: head_tiles._picked,
-        torch.ops.sparse_losses.head_packed.default: fast_head._packed_logits,
-        torch.ops.sparse_losses.head_packed_backward.default: fast_head._packed_gradients,
-    }
-
-    def __init__(self, within=True) -> None:
-        super().__init__()
-        self.count, self.largest, self.within = collections.Counter(), 0, within
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.within and func in self.PLAIN:
-            with self:
-                return self.PLAIN[func](*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in args if is_dense(x)}
-        results = [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if is_dense(x)]
-        self.largest = max([self.largest, *(x.numel() for x in results)])
-        is_new = any(x.untyped_storage().data_ptr() not in given for x in results)
-        if func._schema.is_mutable or (is_new and "empty" not in func._schema.name):
-            self.count[func._schema.name] += 1
-        return out
-
-
-def is_dense(x) -> bool:
-    return isinstance(x, torch.Tensor) and x.layout == torch.strided
-
-
 @pytest.mark.cpu_only
-@pytest.mark.parametrize(
-    ("impl", "is_tiles", "is_packed"),
-    [("definition", 0, 0), ("packed", 0, 1), ("auto", 0, 1), ("tiles", 1, 0)],
-)
-def test_the_name_decides_which_way_runs(impl, is_tiles, is_packed):
-    with Operations(within=False) as seen:
-        splade_head(**example(torch.float32), impl=impl)
-    assert seen.count["sparse_losses::head_maxima"] == is_tiles
-    assert seen.count["sparse_losses::head_packed"] == is_packed
+def test_auto_is_packed_on_the_cpu_and_tiles_elsewhere():
+    tensors = example(torch.float32)
+    there = {name: x.to("meta") for name, x in tensors.items()}
+    for inputs, impl, expected in (
+        (tensors, "definition", set()),
+        (tensors, "packed", {"head_packed"}),
+        (tensors, "tiles", {"head_maxima"}),
+        (tensors, "auto", {"head_packed"}),
+        (there, "auto", {"head_maxima"}),
+    ):
+        with Launches() as seen:
+            splade_head(**inputs, impl=impl)
+        assert seen.custom == expected
 
 
-def test_a_way_that_cannot_take_the_call_says_why():
+def test_implementation_that_cannot_take_the_call_says_why():
     tensors = example(torch.float32)
     for impl in ("tiles", "definition"):
         with pytest.raises(ValueError, match=f'expected sparse_grad=False with impl="{impl}"'):
@@ -540,7 +494,7 @@ def test_a_way_that_cannot_take_the_call_says_why():
         lambda: splade_head(**tensors, impl="torch"),
         lambda: SpladeHead(tensors["weight"], impl="torch"),
     ):
-        with pytest.raises(ValueError, match="'definition', 'packed', 'tiles', 'triton', got 'to"):
+        with pytest.raises(ValueError, match="'definition', 'packed', 'tiles', got 'torch'"):
             make()
 
 
@@ -561,7 +515,7 @@ COMPILED = {
     ],
     ids=str,
 )
-def test_it_compiles_into_one_graph(options, backend, dtype):
+def test_options_compile_into_one_graph(options, backend, dtype):
     torch._dynamo.reset()
     flags = dict(COMPILED[options])
     tensors = example(dtype)
@@ -571,10 +525,10 @@ def test_it_compiles_into_one_graph(options, backend, dtype):
     out = torch.compile(splade_head, fullgraph=True, backend=backend)(**tensors, **flags)
     expected = splade_head(**tensors, **(flags | {"sparse_grad": False}))
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    found = gradients(weigh_all(out), leaves)
-    assert all(not gradient.is_sparse and gradient.any() for gradient in found.values())
+    actual = gradients(weigh_all(out), leaves)
+    assert all(not gradient.is_sparse and gradient.any() for gradient in actual.values())
     rtol = max(torch.finfo(dtype).eps, 1e-5)
-    close(found, gradients(weigh_all(expected), leaves), rtol=rtol, atol=rtol)
+    close(actual, gradients(weigh_all(expected), leaves), rtol=rtol, atol=rtol)
 
 
 def test_one_graph_serves_every_batch_size():
@@ -602,8 +556,8 @@ def test_one_graph_serves_every_batch_size():
 
 @pytest.mark.parametrize("operator", ["head_maxima", "head_picked", "head_spread"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_operators_keep_their_word(operator, masked):
-    """Also where the states are fp32 and the results fp64."""
+def test_operators_of_the_tiles_pass_opcheck(operator, masked, monkeypatch):
+    """With fp32 states and fp64 results, and two tiles."""
     tensors = generic(6)
     hidden = tensors["hidden"].float().requires_grad_()
     weight = tensors["weight"].float().requires_grad_()
@@ -612,16 +566,18 @@ def test_the_operators_keep_their_word(operator, masked):
     upstream = torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
     f64 = torch.float64
     arguments = {
-        "head_maxima": (hidden, weight, *around, f64, f64, True, 4),
-        "head_picked": (place, hidden, weight, *around, f64, f64, 4),
-        "head_spread": (upstream, place, hidden, weight, *around, f64, [True, True], 4),
+        "head_maxima": (hidden, weight, *around, f64, f64, True),
+        "head_picked": (place, hidden, weight, *around, f64, f64),
+        "head_spread": (upstream, place, hidden, weight, *around, f64, [True, True]),
     }
+    monkeypatch.setattr(head_tiles, "_tile_height", lambda *_: 5)
     torch.library.opcheck(getattr(torch.ops.sparse_losses, operator).default, arguments[operator])
 
 
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_packed_operators_keep_their_word(biased):
-    """Also where states and weight are fp32 and the results fp64."""
+def test_operators_of_the_packed_head_pass_opcheck(biased, monkeypatch):
+    """With fp32 states, fp64 results and two tiles."""
+    monkeypatch.setattr(packed_head, "_tile_height", lambda *_: 5)
     tensors = generic(6)
     for name in ("hidden", "weight"):
         tensors[name] = tensors[name].float()
@@ -630,7 +586,7 @@ def test_the_packed_operators_keep_their_word(biased):
         leaves["bias"] = None
     attended, f64 = tensors["attention_mask"].bool(), torch.float64
     operators = torch.ops.sparse_losses
-    forward = (*leaves.values(), tensors["gate"], attended, f64, False, False, None, 4)
+    forward = (*leaves.values(), tensors["gate"], attended, f64, False, False)
     torch.library.opcheck(operators.head_packed.default, forward)
     place = torch.randint(0, 4, (2, 9), dtype=torch.uint8)
     backward = (torch.randn(2, 9, dtype=f64), place, *leaves.values(), [True, True, biased])
@@ -638,26 +594,7 @@ def test_the_packed_operators_keep_their_word(biased):
     torch.library.opcheck(operators.head_packed_backward.default, detached)
 
 
-# Launches and memory
-
-
-def test_a_tile_makes_few_launches_and_none_waits():
-    """At most 16 a tile, forward and backward, and 24 besides, of what is no view."""
-    waits = {"_local_scalar_dense", "nonzero", "item", "masked_select", "_unique2"}
-    counts = []
-    for tiles in (1, 5):
-        tensors = example(torch.float32, vocab=7 * tiles)
-        leaves = watch(tensors)
-        mask = tensors.pop("attention_mask") != 0
-        with Operations() as seen:
-            out, _ = tiled_head(*leaves.values(), mask, None, dtype=torch.float32, tile=7)
-            out.backward(torch.ones_like(out))
-        assert all(leaf.grad.any() for leaf in leaves.values())
-        assert not {f"aten::{name}" for name in waits} & seen.count.keys()
-        counts.append(sum(seen.count.values()))
-    each = (counts[1] - counts[0]) / 4
-    assert 8 <= each <= 16
-    assert counts[0] - each <= 24
+# Memory
 
 
 @pytest.mark.parametrize(
@@ -673,7 +610,7 @@ def test_a_tile_makes_few_launches_and_none_waits():
     ids=str,
 )
 def test_only_the_definition_holds_the_logits_of_every_position(impl, options, order, monkeypatch):
-    monkeypatch.setattr(head_tiles, "BYTES", 1 << 24)
+    monkeypatch.setattr(head_tiles, "BYTES", 1 << 24)  # a tile as large as these logits otherwise
     batch, length, width, vocab = 16, 64, 8, 20000
     flags = {**options, "impl": impl}
     tensors = {
@@ -693,16 +630,16 @@ def test_only_the_definition_holds_the_logits_of_every_position(impl, options, o
 
     with (
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        Operations() as seen,
+        Launches("cpu") as seen,
     ):
         out = splade_head(**tensors, **flags)
         value = sum(each.sum() for each in out) if flags.get("return_logits") else out.sum()
-        found = gradients(value, leaves, create_graph=order == 2)
+        results = gradients(value, leaves, create_graph=order == 2)
         if order == 2:
-            squares = sum(each.to_dense().square().sum() for each in found.values())
-            found = gradients(squares, leaves)
-    assert all(each.to_dense().any() for each in found.values())
-    assert seen.largest >= batch * vocab  # it sees what there is
+            squares = sum(each.to_dense().square().sum() for each in results.values())
+            results = gradients(squares, leaves)
+    assert all(each.to_dense().any() for each in results.values())
+    assert seen.largest >= batch * vocab
     is_held = seen.largest >= batch * length * vocab / 2
     assert is_held == (impl == "definition")
     if impl != "definition" and order == 1:
@@ -713,108 +650,66 @@ def test_only_the_definition_holds_the_logits_of_every_position(impl, options, o
     ("length", "dtype"),
     [(1, "uint8"), (256, "uint8"), (257, "int16"), (1 << 15, "int16"), ((1 << 15) + 1, "int32")],
 )
-def test_a_place_is_kept_in_the_smallest_integer_that_holds_it(length, dtype):
+def test_position_is_kept_in_the_smallest_integer_that_holds_it(length, dtype):
     hidden = torch.zeros(1, length, 1)
     hidden[0, -1] = 1.0
     around = head_tiles.sources(None)
     hidden.requires_grad_()
-    _, place = head_tiles.maxima(
-        hidden, torch.ones(1, 1), *around, torch.float32, torch.float32, True, None
-    )
+    f32 = torch.float32
+    _, place = head_tiles.maxima(hidden, torch.ones(1, 1), *around, f32, f32, True)
     assert place.dtype == getattr(torch, dtype)
     splade_head(hidden, torch.ones(1, 1), impl="tiles").sum().backward()
     assert hidden.grad[0, :, 0].nonzero().flatten().tolist() == [length - 1]
 
 
-def test_positions_are_kept_and_gradients_made_only_for_those_who_need_them():
+def test_gradients_that_are_not_needed_are_not_computed():
+    """Autograd drops them without a trace, so the operators are called themselves."""
     tensors = generic(8)
-    hidden, weight, f64 = tensors["hidden"], tensors["weight"], torch.float64
-    around = head_tiles.sources(None)
-    _, place = head_tiles.maxima(hidden, weight, *around, f64, f64, False, None)
-    assert place.numel() == 0
-    highest, place = head_tiles.maxima(hidden, weight, *around, f64, f64, True, None)
-    for needs in ([True, False], [False, True]):
-        found = head_tiles.spread(highest, place, hidden, weight, *around, f64, needs, None)
-        sizes = [x.numel() if need else 0 for x, need in zip((hidden, weight), needs, strict=True)]
-        assert [each.numel() for each in found] == sizes
+    inputs = {name: tensors[name] for name in ("hidden", "weight", "bias")}
+    upstream, place = torch.ones(2, 9).double(), torch.zeros(2, 9, dtype=torch.uint8)
+    for needed in inputs:
+        needs = [name == needed for name in inputs]
+        sizes = [x.numel() if need else 0 for x, need in zip(inputs.values(), needs, strict=True)]
+        from_packed = packed_head.packed_gradients(upstream, place, *inputs.values(), needs)
+        assert [each.numel() for each in from_packed] == sizes
+        both = tensors["hidden"], tensors["weight"], None, None, torch.float64
+        from_tiles = head_tiles.spread(upstream, place, *both, needs[:2])
+        assert [each.numel() for each in from_tiles] == sizes[:2]
 
 
-def test_a_tile_has_a_row_even_if_its_scores_exceed_the_budget():
+def test_tile_has_a_row_even_if_its_scores_exceed_the_budget():
     states, weight = torch.empty(1 << 29, 1, device="meta"), torch.empty(3, 1, device="meta")
-    assert [len(rows) for _, rows in head_tiles._tiles(weight, states, 4, None)] == [1, 1, 1]
+    assert [len(rows) for _, rows in head_tiles._tiles(weight, states, 4)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
     ("tokens", "width"), [(1, 1), (16384, 768), (1 << 21, 1), (1, 1 << 21)], ids=str
 )
-def test_the_scores_and_the_rows_of_a_tile_stay_within_the_budget(tokens, width, size):
+def test_scores_and_rows_of_a_tile_stay_within_the_budget(tokens, width, size):
     states = torch.empty(tokens, width, device="meta")
     weight = torch.empty(20000, width, device="meta")
-    part, rows = next(head_tiles._tiles(weight, states, size, None))
+    part, rows = next(head_tiles._tiles(weight, states, size))
     assert part.start == 0
     is_all = len(rows) == len(weight)
     assert len(rows) * max(tokens, width) * size <= head_tiles.BYTES
     assert is_all or (len(rows) + 1) * max(tokens, width) * size > head_tiles.BYTES
 
 
-def test_a_half_precision_weight_is_cast_in_blocks():
+def test_half_precision_weight_is_cast_in_blocks():
     """The gradient of the states is summed in fp32, without an fp32 copy of the weight."""
-    block, width = fast_head.BLOCK, 64
+    block, width = packed_head.BLOCK, 64
     weight = torch.ones(3 * block, width, dtype=torch.bfloat16)
     hidden = torch.ones(1, 1, width, dtype=torch.bfloat16)
     upstream = torch.ones(1, len(weight))
     place = torch.zeros(1, len(weight), dtype=torch.uint8)
-    with Operations() as seen:
-        found = fast_head._packed_gradients(
-            upstream, place, hidden, weight, None, [True, False, False]
-        )
+    inputs = upstream, place, hidden, weight, None
+    with Launches("cpu") as seen:
+        grad_hidden, _, _ = packed_head.packed_gradients(*inputs, [True, False, False])
     assert seen.largest == block * width
-    assert (found[0] == len(weight)).all()
-    of_weight = fast_head._packed_gradients(
-        upstream, place, hidden, weight, None, [False, True, False]
-    )[1]
-    assert (of_weight == 1).all()
-
-
-@pytest.mark.parametrize("needed", ["hidden", "weight", "bias"])
-def test_the_packed_head_computes_no_gradient_that_is_not_needed(needed):
-    tensors = generic(8)
-    inputs = {name: tensors[name] for name in ("hidden", "weight", "bias")}
-    needs = [name == needed for name in inputs]
-    upstream, place = torch.ones(2, 9).double(), torch.zeros(2, 9, dtype=torch.uint8)
-    found = fast_head.packed_gradients(upstream, place, *inputs.values(), needs)
-    for gradient, (name, x) in zip(found, inputs.items(), strict=True):
-        assert gradient.numel() == (x.numel() if name == needed else 0)
-
-
-def test_the_packed_head_keeps_active_entries_only():
-    tensors = with_gate(example(torch.float32))
-    attended = tensors.pop("attention_mask") != 0
-    given = (tensors[name] for name in ("hidden", "weight", "bias", "gate"))
-    logits, _ = fast_head.packed_logits(*given, attended, torch.float32, False, False, False, None)
-    out = splade_head(**tensors, attention_mask=attended)
-    assert torch.equal(logits > -torch.inf, out > 0)
-    assert 0 < (out > 0).sum() < out.numel()
-
-
-# Who passes no gradient on
-
-
-def test_a_head_without_a_gradient_gives_its_inputs_none(head):
-    class Silent(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, upstream):
-            return None
-
-    tensors = example()
-    leaves = watch(tensors)
-    Silent.apply(head(**tensors)).sum().backward()
-    assert all(leaf.grad is None for leaf in leaves.values())
+    assert (grad_hidden == len(weight)).all()
+    _, grad_weight, _ = packed_head.packed_gradients(*inputs, [False, True, False])
+    assert (grad_weight == 1).all()
 
 
 # NaN in, NaN out
@@ -823,7 +718,7 @@ def test_a_head_without_a_gradient_gives_its_inputs_none(head):
 @pytest.mark.parametrize("where", ["hidden", "weight", "bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("return_logits", [False, True])
-def test_a_nan_shows_where_it_belongs_and_nowhere_else(head, where, dtype, return_logits):
+def test_nan_shows_where_it_belongs_and_nowhere_else(head, where, dtype, return_logits):
     """That of a state in its text, that of a token in its column of texts that attend to any."""
 
     def run(tensors):
@@ -848,7 +743,7 @@ def test_a_nan_shows_where_it_belongs_and_nowhere_else(head, where, dtype, retur
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_nan_of_the_gate_shows(head, dtype):
+def test_nan_of_the_gate_shows(head, dtype):
     tensors = example(dtype)
     clean, pooled = head(**tensors, return_logits=True)
     tensors["gate"] = torch.ones_like(clean)
@@ -860,16 +755,25 @@ def test_a_nan_of_the_gate_shows(head, dtype):
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_closed_gate_hides_no_nan_and_a_forbidden_token_makes_none(head):
+def test_closed_gate_hides_no_nan_and_forbidden_token_makes_none(head):
     hidden = torch.ones(1, 2, 3)
     gate = torch.zeros(1, 4, requires_grad=True)
     bias = torch.tensor([0.0, -torch.inf, 1.0, 0.0])
-    out = head(hidden, torch.ones(4, 3), bias, gate=gate)
+    out, logits = head(hidden, torch.ones(4, 3), bias, gate=gate, return_logits=True)
     assert not out.any()
-    out.sum().backward()
-    assert gate.grad.isfinite().all()
+    assert logits[0, 1] == -torch.inf
+    for value in (out.sum(), out.sum() + logits[:, [0, 2, 3]].sum()):
+        (gradient,) = torch.autograd.grad(value, gate, retain_graph=True)
+        assert gradient.isfinite().all()
+        assert gradient[0, 1] == 0
     hidden[0, 1, 0] = torch.nan
     assert head(hidden, torch.ones(4, 3), gate=gate).isnan().all()
+
+
+def test_nan_of_the_bias_shows_in_its_gradient_under_a_gate(head):
+    bias = torch.tensor([0, torch.nan, 0, 0]).requires_grad_()
+    head(torch.ones(1, 3, 2), torch.ones(4, 2), bias, gate=torch.full((1, 4), 0.5)).sum().backward()
+    assert bias.grad.isnan().tolist() == [False, True, False, False]
 
 
 # Errors
@@ -879,31 +783,19 @@ def test_a_closed_gate_hides_no_nan_and_a_forbidden_token_makes_none(head):
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"hidden": torch.ones(3, 8)}, ValueError, ["hidden", "[3, 8]"]),
-        ({"hidden": torch.ones(3, 5, 8).long()}, TypeError, ["hidden", "int64"]),
         ({"hidden": [[[1.0] * 8] * 5] * 3}, TypeError, ["hidden", "list"]),
-        ({"hidden": None}, TypeError, ["hidden"]),
         ({"weight": torch.ones(23, 7)}, ValueError, ["weight", "[23, 7]", "8"]),
-        ({"weight": torch.ones(8, 23)}, ValueError, ["weight", "[8, 23]"]),
-        ({"weight": torch.ones(23, 8, device="meta")}, ValueError, ["weight", "meta"]),
-        ({"bias": torch.ones(22)}, ValueError, ["bias", "[22]", "23"]),
-        ({"bias": torch.ones(23).long()}, TypeError, ["bias", "int64"]),
         ({"bias": 0.5}, TypeError, ["bias", "float"]),
-        ({"attention_mask": torch.ones(3, 4)}, ValueError, ["attention_mask", "[3, 4]", "5"]),
-        ({"attention_mask": torch.ones(1, 5)}, ValueError, ["attention_mask", "[1, 5]"]),
-        ({"attention_mask": -2 * RAGGED}, ValueError, ["attention_mask", "-2"]),
         ({"attention_mask": (1.0 - RAGGED) * -1e4}, ValueError, ["attention_mask", "-10000"]),
-        ({"attention_mask": [[1] * 5] * 3}, TypeError, ["attention_mask", "list"]),
-        ({"gate": torch.ones(23)}, ValueError, ["gate", "[23]"]),
         ({"gate": torch.ones(1, 23)}, ValueError, ["gate", "[1, 23]", "3"]),
-        ({"gate": torch.ones(3, 23).long()}, TypeError, ["gate", "int64"]),
         ({"gate": torch.full((3, 23), 1.5)}, ValueError, ["gate", "1.5"]),
         ({"gate": torch.full((3, 23), -0.25)}, ValueError, ["gate", "-0.25"]),
         ({"return_logits": "False"}, TypeError, ["return_logits", "'False'"]),
         ({"sparse_grad": 1}, TypeError, ["sparse_grad"]),
+        ({"weight": torch.ones(0, 8), "bias": None}, ValueError, ["weight", "V = 0"]),
     ],
 )
-def test_errors_name_the_argument_and_show_what_came(change, error, words):
+def test_error_names_the_argument_and_what_was_received(change, error, words):
     with pytest.raises(error) as caught:
         splade_head(**{**example(torch.float32), **change})
     message = str(caught.value)
@@ -925,7 +817,7 @@ kinds = pytest.mark.parametrize("kind", ["parameter", "plain"])
 
 
 @kinds
-def test_the_module_equals_the_function_also_copied_pickled_and_loaded(kind):
+def test_module_equals_the_function_also_copied_pickled_and_loaded(kind):
     module, rest = module_and_rest(kind)
     options = {"return_logits": True, "gate": with_gate(example())["gate"]}
     make = nn.Parameter if kind == "parameter" else torch.clone
@@ -943,7 +835,7 @@ def test_the_module_equals_the_function_also_copied_pickled_and_loaded(kind):
     assert torch.equal(module(rest["hidden"]), expected)
 
 
-def test_a_parameter_stays_that_very_parameter():
+def test_module_keeps_the_parameter_itself():
     embedding, bias = nn.Embedding(23, 8), nn.Parameter(torch.zeros(23))
     module = SpladeHead(embedding.weight, bias)
     assert module.weight is embedding.weight
@@ -965,7 +857,7 @@ def test_a_parameter_stays_that_very_parameter():
     assert module.weight is embedding.weight
 
 
-def test_a_plain_tensor_is_frozen():
+def test_plain_tensor_becomes_a_frozen_buffer():
     module, rest = module_and_rest("plain")
     assert not list(module.parameters())
     assert set(dict(module.named_buffers())) == {"weight", "bias"}
@@ -980,38 +872,9 @@ def test_a_plain_tensor_is_frozen():
     assert set(dict(mixed.named_buffers())) == {"bias"}
 
 
-def test_a_vocabulary_of_nothing_is_refused_and_a_width_of_nothing_is_the_bias():
-    with pytest.raises(ValueError, match="weight"):
-        splade_head(torch.ones(2, 3, 4), torch.ones(0, 4))
+def test_hidden_states_of_width_0_leave_the_bias():
     bias = torch.tensor([-1.0, 0.0, 1.0], requires_grad=True)
     activations = splade_head(torch.ones(2, 3, 0), torch.ones(3, 0), bias)
     activations.sum().backward()
     torch.testing.assert_close(activations[1].detach(), torch.log1p(torch.tensor([0.0, 0.0, 1.0])))
     torch.testing.assert_close(bias.grad, torch.tensor([0.0, 0.0, 1.0]))
-
-
-@pytest.mark.parametrize("impl", ["definition", "packed", "tiles"])
-def test_a_forbidden_token_sends_no_nan_into_the_gate(impl):
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(1, 3, 2).double(), torch.randn(4, 2).double()
-    bias = torch.tensor([-torch.inf, 0, 0, 0]).double()
-    gate = torch.rand(1, 4).double().requires_grad_()
-    activations, logits = splade_head(
-        hidden, weight, bias, gate=gate, return_logits=True, impl=impl
-    )
-    assert logits[0, 0] == -torch.inf
-    for value in (activations.sum(), activations.sum() + logits[:, 1:].sum()):
-        (gradient,) = torch.autograd.grad(value, gate, retain_graph=True)
-        assert gradient.isfinite().all()
-        assert gradient[0, 0] == 0
-
-
-@pytest.mark.parametrize("impl", ["definition", "packed", "tiles"])
-def test_a_nan_bias_shows_in_its_gradient_under_a_gate(impl):
-    hidden, weight = torch.ones(1, 3, 2).double(), torch.ones(4, 2).double()
-    bias = torch.tensor([0, torch.nan, 0, 0]).double().requires_grad_()
-    gate = torch.full((1, 4), 0.5).double()
-    (gradient,) = torch.autograd.grad(
-        splade_head(hidden, weight, bias, gate=gate, impl=impl).sum(), bias
-    )
-    assert gradient.isnan().tolist() == [False, True, False, False]

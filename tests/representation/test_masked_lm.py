@@ -22,7 +22,7 @@ def inputs(rows=3, length=9):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_equals_pooling_of_the_models_logits(architecture):
+def test_head_equals_pooling_of_the_models_logits(architecture):
     model, batch = masked_lm(architecture, V), inputs()
     head = SpladeHead.from_masked_lm(model)
     upstream = torch.randn(3, V, generator=torch.Generator().manual_seed(1))
@@ -46,7 +46,7 @@ def test_equals_pooling_of_the_models_logits(architecture):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_shares_the_parameters_and_leaves_the_model_alone(architecture):
+def test_head_shares_the_parameters_and_leaves_the_model_alone(architecture):
     model, batch = masked_lm(architecture, V), inputs()
     model.train()
     frozen = next(m for m in model.modules() if isinstance(m, torch.nn.LayerNorm))
@@ -66,7 +66,7 @@ def test_shares_the_parameters_and_leaves_the_model_alone(architecture):
     assert model.eval()(**batch).logits.shape == (3, 9, V)
 
 
-def test_the_twin_of_a_head_follows_its_model():
+def test_head_follows_its_model_to_another_dtype():
     model, batch = masked_lm("bert", V), inputs()
     head = SpladeHead.from_masked_lm(model)
     model.double()
@@ -87,7 +87,7 @@ def test_half_precision_and_sparse_gradients():
     assert head.weight.grad.layout == torch.sparse_coo
 
 
-def test_a_transform_by_hand():
+def test_transform_is_applied_first():
     layer, hidden = torch.nn.Linear(4, 4), torch.randn(2, 3, 4)
     weight = torch.randn(7, 4)
     head = SpladeHead(weight, transform=layer)
@@ -95,7 +95,7 @@ def test_a_transform_by_hand():
     assert set(dict(head.named_parameters())) == {"transform.weight", "transform.bias"}
 
 
-def test_what_is_no_masked_language_model():
+def test_other_models_are_refused():
     with pytest.raises(
         TypeError, match=r"expected `model` to be a masked language model.*BertModel"
     ):
@@ -108,14 +108,14 @@ def test_what_is_no_masked_language_model():
         SpladeHead.from_masked_lm(unusual)
 
 
-def test_logits_that_are_not_the_projections_alone():
+def test_model_that_changes_the_projections_output_is_refused():
     model = masked_lm("distilbert", V)
     model.vocab_projector.register_forward_hook(lambda module, args, output: output * 2)
     with pytest.raises(TypeError, match="its logits are not the output of its output embeddings"):
         SpladeHead.from_masked_lm(model)
 
 
-def test_a_model_with_a_nan_has_a_head():
+def test_model_with_a_nan_has_a_head():
     model = masked_lm("bert", V)
     with torch.no_grad():
         model.get_output_embeddings().bias[3] = float("nan")
@@ -124,7 +124,7 @@ def test_a_model_with_a_nan_has_a_head():
     assert head(hidden)[0, 3].isnan()
 
 
-def test_a_model_that_returns_tuples():
+def test_model_that_returns_tuples():
     model, batch = masked_lm("xlm-roberta", V, return_dict=False), inputs()
     head = SpladeHead.from_masked_lm(model)
     expected = splade_pool(model(**batch)[0], batch["attention_mask"])

@@ -1,0 +1,234 @@
+"""Launches of the default implementations, forward and backward, counted on meta tensors.
+
+A meta tensor has no values: whatever would wait for an accelerator to read one raises here.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import sparse_losses as sl
+from benchmarks.losses import (
+    NAMES,
+    cases,
+    distillation,
+    flops,
+    idf_flops,
+    info_nce,
+    min_activation,
+    positive_activation,
+    self_reconstruction,
+)
+from benchmarks.run.launches import Launches, training_launches
+from benchmarks.schema import Maker
+from sparse_losses.fast import head_tiles
+
+LAYERS = ("splade_head", "end_to_end", "objective")  # they have bounds of their own
+NO_MORE_THAN_PLAIN = ("info_nce", "nws", "flops", "idf_flops")
+B, S, V, H = 4, 12, 60, 8
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    tensor = torch.empty(*shape, device="meta", dtype=dtype)
+    return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def on_meta(tensors: dict) -> dict:
+    return {
+        name: x.detach().to("meta").requires_grad_(x.requires_grad)
+        for name, x in tensors.items()
+        if name != "upstream"
+    }
+
+
+def text(*leading: int, length: int = S) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(meta(*leading, length, dtype=torch.int64) for _ in range(2))
+
+
+# ------------------------------------------------------------------------------------------------
+# Losses and layers
+
+
+@pytest.mark.parametrize("loss", [name for name in NAMES if name not in LAYERS])
+def test_loss_launches_few_more_than_the_plain_formula(loss):
+    for case in cases("tiny", [loss]):
+        calls = {variant.name: variant.call for variant in case.variants()}
+        inputs = on_meta(case.inputs(Maker(torch.device("cpu"))))
+        plain, ours = (training_launches(calls[name], **inputs).count for name in ("eager", "ours"))
+        bound = plain if loss in NO_MORE_THAN_PLAIN else max(1.5 * plain, 36)
+        assert 0 < ours <= bound, case.name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [30_522, 250_002])
+@pytest.mark.parametrize("options", [{}, {"return_logits": True}, {"attention_mask": None}])
+def test_head_launches_at_most_16_a_tile_and_24_besides(options, vocab, dtype):
+    inputs = {
+        "hidden": meta(64, 256, 768, dtype=dtype),
+        "weight": meta(vocab, 768, dtype=dtype),
+        "bias": meta(vocab, dtype=dtype),
+        "attention_mask": meta(64, 256, dtype=torch.bool),
+    }
+    counted = training_launches(sl.splade_head, **(inputs | options))
+    tiles = math.ceil(64 * 256 * 4 * vocab / head_tiles.BYTES)
+    assert counted.names["max"] - ("attention_mask" not in options) == tiles
+    assert counted.count <= 16 * tiles + 24
+    assert set(counted.flops) == {dtype}
+    assert counted.peak_bytes < 64 * 256 * vocab * dtype.itemsize  # the plain formula's logits
+
+
+def test_head_launches_11_a_tile_and_a_gate_adds_19(monkeypatch):
+    inputs = {"hidden": meta(3, 5, H), "weight": meta(48, H), "bias": meta(48)}
+    inputs |= {"attention_mask": meta(3, 5, dtype=torch.bool)}
+    alone = training_launches(sl.splade_head, **inputs).count
+    assert training_launches(sl.splade_head, gate=meta(3, 48), **inputs).count == alone + 19
+    monkeypatch.setattr(head_tiles, "BYTES", 15 * 4 * 8)  # six tiles, at a size this small
+    assert training_launches(sl.splade_head, **inputs).count == alone + 5 * 11
+
+
+def test_head_for_inference_takes_the_maximum_without_its_position():
+    with torch.no_grad(), Launches() as counted:
+        sl.splade_head(meta(B, S, H), meta(V, H), gate=meta(B, V))
+    assert (counted.names["amax"], counted.names["max"]) == (1, 0)
+
+
+def test_frozen_hidden_states_take_no_memory_for_a_gradient():
+    hidden, weight = meta(64, 256, 768), meta(30_522, 768)
+    peaks = [
+        training_launches(sl.splade_head, x, weight).peak_bytes for x in (hidden, hidden.detach())
+    ]
+    assert peaks[0] - peaks[1] >= 2 * hidden.nbytes  # the sum over tiles, and a tile's product
+
+
+# ------------------------------------------------------------------------------------------------
+# The objective, and all that a training step adds
+
+
+def plain_recommended(query, document, teacher, query_ids, document_ids, penalty):
+    scores = query @ document.T
+    return (
+        info_nce.plain(query, document, temperature=1.0, similarity="dot")
+        + distillation.plain(scores, teacher, temperature=1.0, alpha_kl=0.0, alpha_mse=1.0)
+        + flops.plain(query)
+        + flops.plain(document)
+    )
+
+
+def plain_v26(query, document, teacher, query_ids, document_ids, penalty):
+    unit = [nn.functional.normalize(x, dim=-1) for x in (query, document)]
+    return (
+        info_nce.plain(query, document)
+        + distillation.plain(unit[0] @ unit[1].T, teacher)
+        + self_reconstruction.plain(query, *query_ids)
+        + positive_activation.plain(query, *document_ids)
+        + min_activation.plain(query)
+        + idf_flops.plain(query, penalty)
+    )
+
+
+@pytest.mark.parametrize(
+    ("preset", "plain"),
+    [(sl.RECOMMENDED, plain_recommended), (sl.V26, plain_v26)],
+    ids=["RECOMMENDED", "V26"],
+)
+def test_objective_launches_at_most_1_4_times_its_plain_formulas(preset, plain):
+    objective = preset.objective(idf=torch.linspace(0.5, 5, V)).to("meta")
+
+    def total(query, document, teacher, query_ids, document_ids, penalty):
+        texts = sl.Texts(query, *query_ids), sl.Texts(document, *document_ids)
+        return objective(sl.SpladeBatch(*texts, teacher_scores=teacher)).total
+
+    inputs = meta(B, V), meta(B, V), meta(B, B).detach(), text(B), text(B), meta(V).detach()
+    assert (
+        0 < training_launches(total, *inputs).count <= 1.4 * training_launches(plain, *inputs).count
+    )
+
+
+class Step:
+    """A training step with every term, NWS with a queue, diagnostics and a controller."""
+
+    def __init__(self) -> None:
+        token_losses = ("flops", "min_activation", "language_penalty", "self_reconstruction")
+        weights = {"info_nce": 1.0, "triplet_margin": 0.1, "margin_mse": 0.1}
+        weights |= {"distillation": 0.1, "context_distillation": 0.1}
+        weights |= {
+            f"{side}_{loss}": 0.01
+            for side in ("query", "document")
+            for loss in (*token_losses, "positive_activation")
+        }
+        self.objective = sl.SpladeObjective(
+            weights,
+            language_penalty=sl.LanguagePenaltyLoss(torch.ones(V)),
+            special_token_ids=[0, 1],
+            stopword_ids=[2],
+        ).to("meta")
+        self.controller = sl.SparsityController(self.objective, target_active=8)
+        self.diagnostics = sl.Diagnostics(V, stopword_ids=[2])
+        self.nws = sl.NWSLoss(torch.eye(5)).to("meta")
+        self.queue = sl.LabelQueue(8, V, 5).to("meta")
+
+    def __call__(self, hidden, weight, prototype):
+        query, document = (
+            sl.Texts(sl.splade_head(x, weight, None, mask), ids, mask)
+            for x in hidden
+            for ids, mask in [text(len(x))]
+        )
+        negative = sl.Texts(document.activations[B:].unflatten(0, (B, 1)), *text(B, 1))
+        positive = sl.Texts(*(None if x is None else x[:B] for x in document))
+        batch = sl.SpladeBatch(
+            query,
+            positive,
+            negative,
+            teacher_scores=meta(B, 2).detach(),
+            teacher_anchor_scores=meta(B, B).detach(),
+            teacher_candidates="own",
+        )
+        labels = torch.ones(B, 5, device="meta")
+        queued = {"queue": self.queue.features.clone(), "queue_labels": self.queue.labels.clone()}
+        nws = self.nws(query.activations, labels, prototype, queue_mask=self.queue.mask, **queued)
+        self.queue.enqueue(query.activations, labels)
+        self.controller.observe(document.activations)
+        self.diagnostics.update(positive, other_side=query)
+        return self.objective(batch).total + nws
+
+
+def test_training_step_reads_no_value():
+    """What is read, ``Diagnostics.report_later`` and ``controller.step``, goes by ``HostCopy``."""
+    hidden = [meta(rows, S, H) for rows in (B, 2 * B)]
+    counted = training_launches(Step(), hidden, meta(V, H), meta(5, V))
+    assert counted.count > 200
+
+
+def test_bm25_scores_read_no_value():
+    query, document = text(B), text(B, 3)
+    scores = sl.bm25_scores(*query, *document, meta(V).detach(), mean_length=11.0)
+    assert scores.shape == (B, 3)
+
+
+# ------------------------------------------------------------------------------------------------
+# The counter
+
+
+def test_counter_sees_launches_bytes_products_and_memory():
+    x, y = meta(4, 8), meta(8, 16)
+    with Launches() as counted:
+        z = (x @ y).view(-1)
+        z = z.logsumexp(0)
+    assert [(each.name, each.launches) for each in counted.operations] == [
+        ("mm", 1),
+        ("logsumexp", 9),
+    ]
+    assert counted.count == 10
+    assert counted.operations[0].bytes == 4 * (4 * 8 + 8 * 16 + 4 * 16)
+    assert counted.flops == {torch.float32: 2 * 4 * 8 * 16}
+    assert counted.peak_bytes == 4 * (4 * 16 + 1)
+    assert counted.largest == 4 * 16
+
+
+def test_counter_raises_where_a_value_is_read():
+    with Launches():
+        for read in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, bool):
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                read(meta(1).sum())
