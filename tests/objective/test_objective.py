@@ -303,7 +303,7 @@ def test_a_missing_input_names_the_term(term, change, missing):
 def test_missing_teacher_scores_name_their_sources():
     for term, field, source in (
         ("distillation", "teacher_scores", "BM25Teacher"),
-        ("context_distillation", "teacher_anchor_scores", "SpladeCollator(score_anchors=True)"),
+        ("context_distillation", "teacher_anchor_scores", "from_columns(score_anchors=True)"),
     ):
         with pytest.raises(ValueError, match=re.escape(source)):
             SpladeObjective({term: 1.0})(_batch("one")._replace(**{field: None}))
