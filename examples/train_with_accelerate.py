@@ -1,7 +1,7 @@
 """Train a SPLADE encoder with accelerate.
 
-    python examples/train_with_accelerate.py
-    accelerate launch --num-processes 2 examples/train_with_accelerate.py
+python examples/train_with_accelerate.py
+accelerate launch --num-processes 2 examples/train_with_accelerate.py
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Train a SPLADE encoder on several devices, in plain PyTorch.
 
-    torchrun --nproc-per-node 2 examples/train_with_ddp.py
+torchrun --nproc-per-node 2 examples/train_with_ddp.py
 """
 
 import os
@@ -79,7 +79,8 @@ def train(
             start = ((step * accumulate + part) * ranks + rank) * batch_size
             rows = [tiny.TRAIN[(start + i) % len(tiny.TRAIN)] for i in range(batch_size)]
             columns = {s: encoder.tokenize([r[s] for r in rows]) for s in rows[0]}
-            with nullcontext() if part == accumulate - 1 else model.no_sync():
+            is_last = part == accumulate - 1
+            with nullcontext() if is_last else model.no_sync():
                 with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
                     total, terms = model(columns)
                 scaler.scale(total / accumulate).backward()

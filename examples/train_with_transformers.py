@@ -1,7 +1,7 @@
 """Train a SPLADE model with the Trainer of transformers.
 
-    python examples/train_with_transformers.py
-    torchrun --nproc-per-node 2 examples/train_with_transformers.py
+python examples/train_with_transformers.py
+torchrun --nproc-per-node 2 examples/train_with_transformers.py
 """
 
 import sys
@@ -34,8 +34,8 @@ class SpladeTrainer(Trainer):
         self.objective = objective.to(self.args.device)
         self.label_names, self.can_return_loss = [], True  # an evaluation needs no labels
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # noqa: ANN001, ANN201
-        def encode(input_ids, attention_mask):  # noqa: ANN001, ANN202
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        def encode(input_ids, attention_mask):
             logits = model(input_ids=input_ids, attention_mask=attention_mask).logits
             return splade_pool(logits, attention_mask)
 
