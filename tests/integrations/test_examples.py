@@ -1,4 +1,4 @@
-"""Every example trains, resumes with the same state, logs, and prints held-out active dimensions."""
+"""Every example trains, resumes with equal state, logs, and prints held-out active dimensions."""
 
 import os
 import re
