@@ -140,15 +140,10 @@ def overlap(query, document):
 def test_teacher_scores_all_candidates(splade, negative):
     columns = {**PAIRS, "negative": negative}
     batch = SpladeBatch.from_columns(splade, columns, teacher=overlap, score_anchors=True)
-    expected, first = torch.eye(4), torch.tensor([1.0, 0.0, 0.0, 0.0])
-    if negative == ["a f"] * 4:
-        expected = torch.cat([expected, first[:, None].expand(4, 4)], 1)
-    elif negative is not None:
-        last = torch.tensor([0.0, 0.0, 0.0, 0.0])
-        expected = torch.cat([expected, first[:, None], last[:, None]], 1)
-    expected = expected.double()
-    if negative == [["a f", "h"]] * 4:
-        expected[3, 5] = 0.0
+    shared = torch.tensor([1.0, 0.0, 0.0, 0.0])[:, None]  # of "a f"
+    others = {None: [], 1: [shared.expand(4, 4)], 2: [shared, torch.zeros(4, 1)]}
+    count = None if negative is None else 1 if isinstance(negative[0], str) else 2
+    expected = torch.cat([torch.eye(4), *others[count]], 1).double()
     torch.testing.assert_close(batch.teacher_scores, expected)
     torch.testing.assert_close(batch.teacher_anchor_scores, torch.eye(4).double())
     assert batch.teacher_candidates == "batch"

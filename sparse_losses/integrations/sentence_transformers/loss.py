@@ -31,6 +31,13 @@ with from_extra("sentence-transformers"):
 
 __all__ = ["SentenceTransformersLoss"]
 
+USED_BY: dict[str, tuple[type, ...]] = {
+    "similarity": (DistillationLoss, MarginMSELoss),
+    "labels_are_positive_ids": (InfoNCELoss, SpladeObjective),
+    "teacher": (SpladeObjective,),
+    "prototype": (NWSLoss,),
+}
+
 
 # The type checker sees their classes as Any, and a subclass of Any is an error.
 class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc]
@@ -102,7 +109,16 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         mini_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        _check_options(loss, similarity, labels_are_positive_ids, teacher, prototype)
+        check_flag(labels_are_positive_ids=labels_are_positive_ids)
+        _check_options(
+            loss,
+            similarity=similarity,
+            labels_are_positive_ids=labels_are_positive_ids or None,
+            teacher=teacher,
+            prototype=prototype,
+        )
+        if similarity is not None:
+            check_choice("similarity", similarity, ("dot", "cosine"))
         if mini_batch_size is not None:
             check_integer("mini_batch_size", mini_batch_size, minimum=1)
         self.model = model  # the trainer replaces it by the compiled or distributed model
@@ -175,17 +191,9 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         self, columns: Sequence[dict[str, Any]], vectors: Sequence[Tensor], labels: Tensor | None
     ) -> Tensor | ObjectiveOutput:
         texts = [texts_of_column(x, column) for x, column in zip(vectors, columns, strict=True)]
-        return compute_loss(
-            self.loss,
-            Columns(
-                texts,
-                labels,
-                self.similarity,
-                self.labels_are_positive_ids,
-                self.teacher,
-                self.prototype,
-            ),
-        )
+        flag, teacher, prototype = self.labels_are_positive_ids, self.teacher, self.prototype
+        options = Columns(texts, labels, self.similarity, flag, teacher, prototype)
+        return compute_loss(self.loss, options)
 
     def _named(self, value: Tensor | ObjectiveOutput) -> Tensor | dict[str, Tensor]:
         """Return the values by name: the trainer adds them up and logs each."""
@@ -235,35 +243,16 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         )
 
 
-def _check_options(
-    loss: nn.Module,
-    similarity: str | None,
-    labels_are_positive_ids: bool,
-    teacher: Teacher | None,
-    prototype: Tensor | None,
-) -> None:
-    """Raise an error for a loss or an option that does not fit."""
+def _check_options(loss: nn.Module, **options: object) -> None:
+    """Raise an error for a loss, or for an option that it does not use."""
     name = type(loss).__name__
     if not isinstance(loss, tuple(COMPUTE)):
         raise TypeError(f"expected a loss of sparse_losses or a SpladeObjective, got {name}")
     if getattr(loss, "reduction", "mean") == "none":
         raise ValueError("expected a loss that reduces to one number, got reduction='none'")
-    if similarity is not None:
-        check_choice("similarity", similarity, ("dot", "cosine"))
-        if not isinstance(loss, (DistillationLoss, MarginMSELoss)):
-            raise ValueError(
-                "expected `similarity` for DistillationLoss or MarginMSELoss only, got "
-                f"{similarity!r} for {name}"
-            )
-    check_flag(labels_are_positive_ids=labels_are_positive_ids)
-    if labels_are_positive_ids and not isinstance(loss, (InfoNCELoss, SpladeObjective)):
-        raise ValueError(
-            f"expected `labels_are_positive_ids` for InfoNCELoss or a SpladeObjective, got {name}"
-        )
-    if teacher is not None and not isinstance(loss, SpladeObjective):
-        raise ValueError(f"expected `teacher` for a SpladeObjective, got one for {name}")
-    if isinstance(loss, NWSLoss) != (prototype is not None):
-        raise ValueError(
-            "expected `prototype` for NWSLoss and for no other loss, got "
-            f"{'None' if prototype is None else 'one'} for {name}"
-        )
+    for option, value in options.items():
+        if value is not None and not isinstance(loss, USED_BY[option]):
+            users = " or ".join(user.__name__ for user in USED_BY[option])
+            raise ValueError(f"expected `{option}` for {users} only, got one for {name}")
+    if isinstance(loss, NWSLoss) and options["prototype"] is None:
+        raise ValueError(f"expected `prototype` for {name}, got None")
