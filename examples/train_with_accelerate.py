@@ -61,7 +61,7 @@ def start() -> tuple[tuple[Any, ...], list[Any]]:
     objective = SpladeObjective(
         {"info_nce": 1.0, "query_flops": 0.01, "document_flops": 0.01},
         info_nce=InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.1))),
-        gather=True,  # of several devices
+        gather=True,  # candidates and means of all devices
     )
     model = Training(encoder, objective)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -78,7 +78,7 @@ def train(folder: Path, *, epochs: int, resume: Path | None = None) -> lightning
     objective = SpladeObjective(
         {"info_nce": 1.0, "query_flops": 0.01, "document_flops": 0.01},
         info_nce=InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.1))),
-        gather=True,  # of several devices
+        gather=True,  # candidates and means of all devices
     )
     schedules = [
         TrainingSchedule(objective, warmups={"query_flops": Warmup(20, "quadratic")}),

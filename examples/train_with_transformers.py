@@ -49,7 +49,7 @@ def train(folder: Path, *, steps: int = 40, resume: Path | None = None) -> Splad
     objective = SpladeObjective(
         {"info_nce": 1.0, "query_flops": 0.01, "document_flops": 0.01},
         info_nce=InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.1))),
-        gather=True,  # of several devices
+        gather=True,  # candidates and means of all devices
     )
     optimizer = torch.optim.AdamW(
         [
@@ -75,7 +75,6 @@ def train(folder: Path, *, steps: int = 40, resume: Path | None = None) -> Splad
             eval_steps=20,
             per_device_train_batch_size=8,
             remove_unused_columns=False,  # the collator needs the texts
-            ddp_broadcast_buffers=False,  # the model runs twice per step
             report_to="none",
             use_cpu=not torch.cuda.is_available(),
         ),
@@ -100,8 +99,9 @@ def main(folder: Path) -> None:
         assert f"document_flops/{name}" in logs[-1]
     resumed = train(folder, resume=folder / "checkpoint-20")
     assert logs[-1] == [entry for entry in resumed.state.log_history if "loss" in entry][-1]
-    encoder = SpladeEncoder.from_pretrained(folder / "checkpoint-40")
-    print(f"held-out active dimensions: {tiny.active_dimensions(encoder):.1f}")
+    if trainer.is_world_process_zero():
+        encoder = SpladeEncoder.from_pretrained(folder / "checkpoint-40")
+        print(f"held-out active dimensions: {tiny.active_dimensions(encoder):.1f}")
 
 
 if __name__ == "__main__":

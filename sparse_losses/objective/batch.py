@@ -24,7 +24,7 @@ class Texts(NamedTuple):
         input_ids: token ids ``[B, S]`` (``[B, N, S]`` with activations ``[B, N, V]``).
         attention_mask: 0/1, in the shape of ``input_ids``.
         logits: signed pooled logits, in the shape of ``activations``. Self-reconstruction and
-            minimum activation use them where they are given, and then reach inactive tokens too.
+            minimum activation use them where present, and then reach inactive tokens too.
 
     Examples:
         >>> import torch

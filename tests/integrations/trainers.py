@@ -194,7 +194,7 @@ def by_hugging_face(
     """Likewise; the trainer's model is the masked language model."""
     encoder = setting.encoder()
     parameters = [*encoder.model.parameters(), *objective.parameters()]
-    settings = {"remove_unused_columns": False, "ddp_broadcast_buffers": False, **options}
+    settings = {"remove_unused_columns": False, **options}
     diagnostics = {"document": Diagnostics(setting.VOCAB_SIZE)}
     trainer = InOrder(
         encoder.model,
