@@ -41,7 +41,7 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
     - **Several processes.** The learned parameters start alike on all of them, and their gradients
       are averaged before every step of the optimiser. (The trainer does so for its model only.)
     - **The log** has beside the trainer's ``loss``, as means since the last log: the terms of the
-      objective without their weights (``terms/info_nce``; in an evaluation
+      objective without their weights (``terms/info_nce``; in an evaluation during training
       ``eval_terms/info_nce``) and the diagnostics (``document/active_dimensions``); and of every
       controller ``document_flops/target``, ``active``, ``weight`` and ``status``.
 

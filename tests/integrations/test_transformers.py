@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from sparse_losses import Diagnostics, InfoNCELoss, SparsityController, SpladeEncoder
 from sparse_losses.integrations.transformers import TrainingState
@@ -162,6 +163,29 @@ def test_terms_are_logged_as_means_of_the_window(tmp_path):
     assert logs[1]["document_flops/target"] == 30
     assert logs[1]["document_flops/weight"] == 0.01  # the first 20 steps
     assert logs[1]["document_flops/status"] == report["status"] == "waiting"
+
+
+class Seen(TrainerCallback):
+    """A callback that writes the log elsewhere."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, *_, logs, **__):
+        self.logs.append(dict(logs))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_callbacks_see_the_numbers_of_one_before_them(tmp_path, is_first):
+    objective = setting.objective()
+    trainer = make(tmp_path, objective, state=TrainerCallback(), max_steps=1)
+    seen, state = Seen(), TrainingState(loss=objective)
+    trainer.add_callback(seen)
+    callbacks = trainer.callback_handler.callbacks
+    callbacks.insert(0 if is_first else len(callbacks), state)
+    trainer.train()
+    assert ("terms/info_nce" in seen.logs[0]) == is_first
+    assert "terms/info_nce" in logs_of(trainer)[0]
 
 
 def test_unmeasured_number_of_a_controller_is_not_logged(tmp_path):
