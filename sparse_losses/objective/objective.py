@@ -72,7 +72,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 # Where what is missing can come from, for the message of an error.
 SOURCES = {
     "teacher_scores": ": BM25Teacher computes them; or leave the term out",
-    "teacher_anchor_scores": ": SpladeBatch.from_columns(score_anchors=True) computes them; or leave the term out",
+    "teacher_anchor_scores": ": see SpladeBatch.from_columns(score_anchors=True); or leave it out",
 }
 
 # The classes of the losses.
