@@ -77,10 +77,6 @@ def test_a_test_that_failed_backs_nothing(tmp_path):
     merged = compatibility.merge([str(path)])
     assert merged["tests/a.py::test_one"]["outcome"] == "failed"
     page = compatibility.render(merged)
-    assert "[✓][tests.a.test_two]" in page
-    assert "test_one" not in page
     (row,) = [line for line in page.splitlines() if "✓" in line]
     assert row.startswith("| bf16 |")
-    assert row.split("|")[2:-1].index(" [✓][tests.a.test_two] ") == list(
-        compatibility.TRAINERS
-    ).index("Lightning")
+    assert row.split("|")[2:-1].index(" ✓ ") == list(compatibility.TRAINERS).index("Lightning")

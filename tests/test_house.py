@@ -296,5 +296,5 @@ def test_nothing_is_unpickled():
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                     calls.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)}")
-    assert len(calls) >= 3
+    assert len(calls) >= 2
     assert [call for call in calls if "weights_only=True" not in call] == []

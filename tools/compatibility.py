@@ -34,7 +34,6 @@ TRAINERS = {  # the columns, with the packages whose versions they show
     "Hugging Face Trainer": ["transformers", "accelerate"],
     "accelerate": ["accelerate"],
     "Lightning": ["lightning"],
-    "lightning-ir": ["lightning-ir", "transformers"],
 }
 
 HEAD = """---
@@ -43,7 +42,7 @@ description: Which trainers work with half precision, compilation, several devic
 
 # Compatibility
 
-A mark links to a test that trains with the real package and compares weights or losses with a plain
+A mark stands for tests that train with the real package and compare weights or losses with a plain
 loop. An empty cell is untested. Everything ran on CPUs; two devices are two gloo processes.
 
 """
@@ -58,45 +57,35 @@ def merge(paths: list[str]) -> dict[str, Any]:
     tests: dict[str, Any] = {}
     for path in paths:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
-        for name, found in record["tests"].items():
+        for name, test in record["tests"].items():
             # All parameters of a test function share one entry.
             entry = tests.setdefault(
                 name.partition("[")[0],
                 {"works_with": [], "outcome": "passed", "versions": record["versions"]},
             )
-            for said in found["works_with"]:
-                if said not in entry["works_with"]:
-                    entry["works_with"].append(said)
-            if found["outcome"] != "passed":
-                entry["outcome"] = found["outcome"]
+            for mark in test["works_with"]:
+                if mark not in entry["works_with"]:
+                    entry["works_with"].append(mark)
+            if test["outcome"] != "passed":
+                entry["outcome"] = test["outcome"]
     return dict(sorted(tests.items()))
 
 
 def render(tests: dict[str, Any]) -> str:
     """Return the page."""
-    backing: dict[tuple[str, str], list[str]] = {}
+    backing: set[tuple[str, str]] = set()
     versions: dict[str, dict[str, str]] = {}
-    for name, found in tests.items():
-        if found["outcome"] != "passed":
+    for test in tests.values():
+        if test["outcome"] != "passed":
             continue
-        for trainer, *features in found["works_with"]:
-            versions[trainer] = found["versions"]
-            for feature in features:
-                backing.setdefault((trainer, feature), []).append(name)
-
-    def features_of(name: str) -> tuple[int, list[int]]:
-        said = {feature for _, *features in tests[name]["works_with"] for feature in features}
-        return len(said), sorted(map(list(FEATURES).index, said))
-
-    def mark(trainer: str, feature: str) -> str:
-        """Return a link to the test with the fewest features; on a tie the first in order."""
-        names = backing.get((trainer, feature), [])
-        return _link(min(names, key=features_of)) if names else ""
+        for trainer, *features in test["works_with"]:
+            versions[trainer] = test["versions"]
+            backing |= {(trainer, feature) for feature in features}
 
     lines = ['<div class="dense-table" markdown>', ""]
     lines += ["| | " + " | ".join(TRAINERS) + " |", "|---|" + ":---:|" * len(TRAINERS)]
     for feature, title in FEATURES.items():
-        cells = [mark(trainer, feature) for trainer in TRAINERS]
+        cells = ["✓" if (trainer, feature) in backing else "" for trainer in TRAINERS]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     with_versions = [
         ", ".join(f"{package} {versions[trainer][package]}" for package in packages)
@@ -108,13 +97,6 @@ def render(tests: dict[str, Any]) -> str:
     return HEAD + "\n".join(lines) + "\n" + FOOT
 
 
-def _link(name: str) -> str:
-    """Return a mark that links to the test's source."""
-    path, _, function = name.partition("::")
-    module = path.removesuffix(".py").replace("/", ".")
-    return f"[✓][{module}.{function.rpartition('::')[2]}]"
-
-
 def main() -> None:
     """Merge the given records and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -123,7 +105,7 @@ def main() -> None:
     if arguments.record:
         tests = merge(arguments.record)
         RECORD.write_text(json.dumps(tests, indent=1) + "\n", encoding="utf-8")
-        failed = [name for name, found in tests.items() if found["outcome"] == "failed"]
+        failed = [name for name, test in tests.items() if test["outcome"] == "failed"]
         if failed:
             print("these tests failed and are left out of the table:", *failed, sep="\n  ")
     PAGE.write_text(render(json.loads(RECORD.read_text(encoding="utf-8"))), encoding="utf-8")

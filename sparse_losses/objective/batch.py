@@ -1,16 +1,19 @@
 """The input of an objective: the vectors of a batch and the tokens of its texts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from sparse_losses._core.checks import check_flag, check_integer
 from sparse_losses._core.token_ids import as_mask
+from sparse_losses.objective.teacher import Teacher, score_candidates
 
 __all__ = ["SpladeBatch", "Texts", "cat_padded", "token_counts"]
 
 SIDES = ("anchor", "positive", "negative")
+SCORES = ("teacher_scores", "teacher_anchor_scores")
 
 
 class Texts(NamedTuple):
@@ -21,7 +24,7 @@ class Texts(NamedTuple):
         input_ids: token ids ``[B, S]`` (``[B, N, S]`` with activations ``[B, N, V]``).
         attention_mask: 0/1, in the shape of ``input_ids``.
         logits: signed pooled logits, in the shape of ``activations``. Self-reconstruction and
-            minimum activation use them where they are given, and then reach inactive tokens too.
+            minimum activation use them where present, and then reach inactive tokens too.
 
     Examples:
         >>> import torch
@@ -100,17 +103,41 @@ class SpladeBatch(NamedTuple):
 
     @classmethod
     def from_columns(
-        cls, encoder: Callable[..., Any], columns: Mapping[str, Any], **options: Any
+        cls,
+        encoder: Callable[..., Any],
+        columns: Mapping[str, Any],
+        *,
+        tokenizer: Any = None,
+        max_length: int | None = None,
+        teacher: Teacher | None = None,
+        score_anchors: bool = False,
+        **options: Any,
     ) -> "SpladeBatch":
-        """Encode the columns of texts that a collator made.
+        """Encode columns of texts, tokenized or not.
 
         Args:
             encoder: maps ``input_ids`` and ``attention_mask`` ``[N, S]`` to activations ``[N, V]``,
                 or to activations and logits.
-            columns: the fields of a batch by name: ``anchor``, ``positive`` and ``negative`` as
-                dicts of ``input_ids`` and ``attention_mask`` ``[B, S]`` (negatives also
-                ``[B, N, S]``); other fields are passed on unchanged.
+            columns: the fields of a batch by name. ``anchor``, ``positive`` and ``negative`` are
+                lists of texts (negatives also one list per row, all of the same length), or dicts
+                of ``input_ids`` and ``attention_mask`` ``[B, S]`` (negatives also ``[B, N, S]``).
+                ``positive_ids`` and scores may be lists. Other fields are passed on unchanged.
+            tokenizer: the tokenizer of the texts; default: ``encoder.tokenizer``.
+            max_length: the largest number of tokens per text; default: ``encoder.max_length``, or
+                the tokenizer's limit.
+            teacher: a ``BM25Teacher``, or another function of queries and documents that returns
+                their scores ``[Q, D]``. Both are dicts of ``input_ids``, ``attention_mask`` and,
+                where they were not tokenized, ``texts``. It scores all candidates of the batch.
+            score_anchors: whether the teacher also scores every anchor with every anchor, for the
+                term ``context_distillation``.
             **options: arguments of the encoder, such as ``return_logits=True``.
+
+        Raises:
+            ValueError: for a column without texts, with anything else beside texts, or with lists
+                of different lengths; for ids or scores of another type; for a ``max_length``
+                without room for a token; for scores beside a ``teacher``.
+            TypeError: for texts without a tokenizer, an unknown field, or a teacher that returns no
+                scores.
 
         Examples:
             >>> import torch
@@ -119,23 +146,108 @@ class SpladeBatch(NamedTuple):
             ...     return torch.nn.functional.one_hot(input_ids, 9).amax(-2).float()
             >>> ids = torch.tensor([[3, 4], [5, 6]])
             >>> column = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            >>> scores = torch.eye(2)
-            >>> columns = {"anchor": column, "positive": column, "teacher_scores": scores}
+            >>> columns = {"anchor": column, "positive": column, "positive_ids": [7, 8]}
             >>> SpladeBatch.from_columns(encoder, columns).positive.activations.shape
             torch.Size([2, 9])
         """
+        check_flag(score_anchors=score_anchors)
         fields = dict(columns)
+        tokenizer = getattr(encoder, "tokenizer", None) if tokenizer is None else tokenizer
+        max_length = getattr(encoder, "max_length", None) if max_length is None else max_length
+        for side in SIDES:
+            column = fields.get(side)
+            if column is not None and not isinstance(column, Mapping):
+                fields[side] = _tokenize(side, column, tokenizer, max_length, _device(encoder))
+        for name in ("positive_ids", *SCORES):
+            column = fields.get(name)
+            if column is not None and not isinstance(column, Tensor):
+                fields[name] = _as_tensor(name, column, _device(encoder))
+        if teacher is not None:
+            fields |= _taught(teacher, fields, score_anchors)
         for side in SIDES:
             if fields.get(side) is not None:
-                fields[side] = _encoded(encoder, fields[side], options)
+                fields[side] = _encode(encoder, fields[side], options)
         return cls(**fields)
 
 
-def _encoded(
-    encoder: Callable[..., Any], column: Mapping[str, Tensor], options: Mapping[str, Any]
+def _device(encoder: Callable[..., Any]) -> torch.device:
+    """Return the device of a module's parameters; the CPU for another function."""
+    parameters = encoder.parameters() if isinstance(encoder, nn.Module) else iter(())
+    parameter = next(parameters, None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _tokenize(
+    side: str, column: Sequence[Any], tokenizer: Any, max_length: int | None, device: torch.device
+) -> dict[str, Any]:
+    """Return ids and mask of texts ``[B, S]``, or of a list of texts per row ``[B, N, S]``."""
+    if tokenizer is None:
+        raise TypeError(f"expected `tokenizer` for the texts of {side!r}, got None")
+    if max_length is not None:
+        least = tokenizer.num_special_tokens_to_add(pair=False) + 1
+        check_integer("max_length", max_length, minimum=least)
+    rows = list(column)
+    is_nested = side == "negative" and any(isinstance(row, (list, tuple)) for row in rows)
+    lists = [list(row) if isinstance(row, (list, tuple)) else [row] for row in rows]
+    texts = [text for texts in lists for text in texts] if is_nested else rows
+    wrong = [text for text in texts if not isinstance(text, str)]
+    if wrong or not texts:
+        got = repr(wrong[0]) if wrong else "none"
+        raise ValueError(f"expected {side!r} to be texts, got {got}")
+    if is_nested and len({len(own) for own in lists}) > 1:
+        raise ValueError(
+            f"expected the same number of texts of {side!r} in every row, got "
+            f"{[len(own) for own in lists]}"
+        )
+    batch = tokenizer(
+        texts,
+        padding=True,
+        padding_side="right",  # as in SpladeEncoder.tokenize
+        truncation=True,
+        max_length=max_length,
+        return_tensors="pt",
+    )
+    tensors = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
+    if is_nested:
+        tensors = {key: tensor.unflatten(0, (len(rows), -1)) for key, tensor in tensors.items()}
+    return {**tensors, "texts": texts}
+
+
+def _as_tensor(name: str, column: Any, device: torch.device) -> Tensor:
+    """Return a column of integers, or of rows of scores, as a tensor."""
+    is_ids = name == "positive_ids"
+    try:
+        if is_ids:
+            tensor = torch.as_tensor(column)
+        else:
+            rows = [torch.as_tensor(row, dtype=torch.float32) for row in column]
+            tensor = torch.stack(rows).detach()
+    except (TypeError, ValueError, RuntimeError) as error:  # PyTorch's do not name the column
+        kind = "integers" if is_ids else "rows of as many numbers each"
+        raise ValueError(f"expected {name!r} to be {kind}, got {column!r}") from error
+    if is_ids and tensor.is_floating_point():
+        raise ValueError(f"expected {name!r} to be integers, got {column!r}")
+    return tensor.to(device)
+
+
+def _taught(teacher: Teacher, fields: Mapping[str, Any], score_anchors: bool) -> dict[str, Any]:
+    """Return a teacher's scores of the batch."""
+    if present := [name for name in SCORES if fields.get(name) is not None]:
+        raise ValueError(f"expected columns without scores beside `teacher`, got {present}")
+    anchor = fields["anchor"]
+    scores = score_candidates(teacher, anchor, fields["positive"], fields.get("negative"))
+    taught: dict[str, Any] = {"teacher_scores": scores, "teacher_candidates": "batch"}
+    if score_anchors:
+        taught["teacher_anchor_scores"] = score_candidates(teacher, anchor, anchor)
+    return taught
+
+
+def _encode(
+    encoder: Callable[..., Any], column: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Texts:
     rows = column["input_ids"].shape[:-1]
-    flat = {name: tensor.flatten(0, -2) for name, tensor in column.items()}
+    tensors = {name: value for name, value in column.items() if isinstance(value, Tensor)}
+    flat = {name: tensor.flatten(0, -2) for name, tensor in tensors.items()}
     output = encoder(**flat, **options)
     activations, logits = output if isinstance(output, tuple) else (output, None)
     return Texts(

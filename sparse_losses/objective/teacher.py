@@ -12,7 +12,7 @@ from sparse_losses.vocabulary.bm25 import check_bm25
 
 __all__ = ["BM25Teacher", "Teacher", "score_candidates"]
 
-# A function of queries and documents, as columns of a collator, that returns scores [Q, D].
+# A function of queries and documents, dicts with token ids, that returns scores [Q, D].
 Teacher = Callable[[Mapping[str, Any], Mapping[str, Any]], Tensor]
 
 
@@ -22,8 +22,8 @@ class BM25Teacher(nn.Module):
     $$s_{qd} = \mathrm{BM25}(q, d)$$
 
     ``bm25_scores`` computes it from the token ids of a batch. Pass it as ``teacher`` to
-    ``SpladeCollator``, ``SpladeTrainer`` or ``SentenceTransformersLoss``; in your own loop, call it
-    and pass the result as ``SpladeBatch(teacher_scores=...)``.
+    ``SpladeBatch.from_columns`` or ``SentenceTransformersLoss``; or call it and pass the result as
+    ``SpladeBatch(teacher_scores=...)``.
 
     The mean length of a document excludes the special tokens, each counted once per document.
 
@@ -126,9 +126,9 @@ def score_candidates(
                 name: value.flatten(0, 1) if isinstance(value, Tensor) else value
                 for name, value in negative.items()
             }
-            of_all = _scores(teacher, anchor, flat).reshape(size, *ids.shape[:2])
-            row = torch.arange(size, device=of_all.device)
-            scores.append(of_all[row, row])  # only each anchor's own negatives
+            scores_of_all = _scores(teacher, anchor, flat).reshape(size, *ids.shape[:2])
+            row = torch.arange(size, device=scores_of_all.device)
+            scores.append(scores_of_all[row, row])  # only each anchor's own negatives
     return torch.cat(scores, 1)
 
 
@@ -146,16 +146,16 @@ def _check_texts(name: str, texts: object) -> None:
 
 
 def _scores(teacher: Teacher, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
-    wanted = [len(query["input_ids"]), len(document["input_ids"])]
-    found = teacher(query, document)
+    expected = [len(query["input_ids"]), len(document["input_ids"])]
+    output = teacher(query, document)
     try:
-        scores = torch.as_tensor(found).detach()
+        scores = torch.as_tensor(output).detach()
     except (TypeError, ValueError, RuntimeError):  # PyTorch's errors do not name the teacher
-        came = type(found).__name__
-        raise TypeError(f"expected the teacher to return a tensor of scores, got {came}") from None
-    if list(scores.shape) != wanted:
+        kind = type(output).__name__
+        raise TypeError(f"expected the teacher to return a tensor of scores, got {kind}") from None
+    if list(scores.shape) != expected:
         raise ValueError(
-            f"expected the teacher's scores of queries and documents, {wanted}, got "
+            f"expected the teacher's scores of queries and documents, {expected}, got "
             f"{list(scores.shape)}"
         )
     return scores

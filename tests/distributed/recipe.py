@@ -1,95 +1,78 @@
-"""Runs examples/train_ddp.py several times in one process a rank: imports cost more than training.
+"""What the ranks of test_recipe.py run; and how a process of a test ends."""
 
-``torchrun tests/distributed/recipe.py FILE``: the file is a list of runs, each with its arguments,
-the file that it prints to and, at most, one thing that goes wrong or is different.
-"""
-
-import contextlib
-import functools
-import importlib.util
-import json
 import os
-import runpy
-import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from sparse_losses import InfoNCELoss, SpladeObjective
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_ddp.py"
+
+def example() -> Any:
+    """The module examples/train_with_ddp.py."""
+    folder = str(Path(__file__).resolve().parents[2] / "examples")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    import train_with_ddp
+
+    return train_with_ddp
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("train_ddp", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+def run(
+    rank: int,
+    folder: Path,
+    *,
+    dropout: float = 0.0,
+    exact: bool = True,
+    compiled: bool = False,
+    decomposes: bool = False,
+    stop_at: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train as the example does; return its last state."""
+    script = example()
+    training = script.start()
+    training.encoder = script.tiny.encoder(dropout)
+    if exact:
+        training.encoder.double()
+    if decomposes:  # the mean over a batch is the mean over its parts
+        weights = {"query_self_reconstruction": 1.0, "document_min_activation": 0.5}
+        weights |= {"query_flops": 1e-30, "document_flops": 1e-30}
+        # DDP waits for the gradient of every parameter, so the temperature is none.
+        training.objective = SpladeObjective(weights, info_nce=InfoNCELoss(), gather=True)
+    if compiled:  # PyTorch's own operations: code for them takes a minute
+        torch._dynamo.reset()
+        training.compile(backend="aot_eager")
+    if stop_at is not None:
+        training.register_forward_pre_hook(Stop(stop_at))
+    return script.train(training, folder, **options)
 
 
-class Stopped(Exception):
-    pass
+class Stop:
+    """Raise an error at a forward pass."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, *_: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise InterruptedError
 
 
-def at_backward_pass(script, number: int, do) -> None:
-    """Calls ``do`` in the middle of the backward pass of that number."""
-    forward, calls = script.Training.forward, []
-
-    def wrapped(self, *args):
-        output = forward(self, *args)
-        calls.append(None)
-        if len(calls) == number:
-            output.total.register_hook(do)
-        return output
-
-    script.Training.forward = wrapped
-
-
-def of_one_text_at_a_time(weights, **options) -> SpladeObjective:
-    """An objective whose mean over a batch is the mean over its parts."""
-    weights = {"query_self_reconstruction": 1.0, "document_min_activation": 0.5}
-    weights |= {"query_flops": 1e-30, "document_flops": 1e-30}
-    # Of no temperature: DDP waits for the gradient of every parameter.
-    return SpladeObjective(weights, **options | {"info_nce": InfoNCELoss()})
-
-
-def stop(_) -> None:
-    raise Stopped
-
-
-def kill(_) -> None:
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def hang(_) -> None:
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def run(arguments: list[str], output: str, **different) -> None:
-    script = load()
-    for name, do in (("stop_at", stop), ("kill_at", kill), ("hang_at", hang)):
-        if name in different:
-            at_backward_pass(script, different[name], do)
-    # In one graph, by PyTorch's own operations: code for them takes a minute.
-    compiled = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
-    script.Training.compile = compiled
-    if different.get("decomposes"):
-        script.SpladeObjective = of_one_text_at_a_time
-    path = Path(f"{output}-{os.environ['RANK']}")
-    with path.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+def run_both(rank: int, folder: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the last state of every run; of a stopped one, that of the run that resumes it."""
+    states = {}
+    for name, options in runs.items():
         try:
-            script.main(arguments)
-        except Stopped:
-            pass
-        except SystemExit as mistake:
-            if not different.get("is_mistake"):
-                raise
-            print(mistake)
+            states[name] = run(rank, folder / name, **options)
+        except InterruptedError:
+            last = max((folder / name).glob("step-*.pt"))
+            again = {key: value for key, value in options.items() if key != "stop_at"}
+            states[name] = run(rank, folder / name, **again, resume=last)
+    return states
 
 
 def leave() -> NoReturn:
@@ -103,24 +86,3 @@ def leave() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    if sys.argv[1].endswith(".py"):  # a script as it stands, with its arguments
-        script, *words = sys.argv[1:]
-        sys.argv = [script, *words]
-        runpy.run_path(script, run_name="__main__")
-        return
-    runs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    if len(runs) > 1:  # one process group for all of them
-        dist.init_process_group("gloo")
-        dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None
-    for each in runs:
-        torch._dynamo.reset()
-        run(**each)
-
-
-if __name__ == "__main__":
-    main()
-    leave()

@@ -121,4 +121,4 @@ def test_the_page_trains_saves_and_evaluates(architecture, tmp_path, monkeypatch
         (checkpoint,) = Path(trainer).glob("checkpoint-*")
         assert checkpoint.name == "checkpoint-2"
     log = page["trainer"].state.log_history[0]
-    assert {"info_nce", "distillation", "document_flops/weight"} <= log.keys()
+    assert {"terms/info_nce", "terms/distillation", "document_flops/weight"} <= log.keys()

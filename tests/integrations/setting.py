@@ -1,6 +1,7 @@
 """What the trainers' tests train: a tiny encoder, texts, a plain loop to compare with."""
 
-import re
+import importlib
+import sys
 from pathlib import Path
 
 import torch
@@ -19,7 +20,6 @@ from sparse_losses import (
     TrainingSchedule,
     Warmup,
 )
-from sparse_losses.integrations.transformers import SpladeCollator
 from tests.representation.tiny_models import masked_lm
 
 RATE, VOCAB_SIZE = 0.03, 120
@@ -28,7 +28,7 @@ WORDS = TEXT.split()
 
 
 def tokenizer():
-    """Of a fixed vocabulary: what is trained on the spot is another in every process."""
+    """A fixed vocabulary: one that is trained on the spot differs by process."""
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]"}
     special["sep_token"] = "[SEP]"
     vocabulary = {token: i for i, token in enumerate([*special.values(), *WORDS])}
@@ -45,22 +45,13 @@ def encoder(dropout=0.0, **options):
 
 
 def rows(count=16):
-    """Pairs that share words, a mined negative, the teacher's scores of the two."""
+    """Pairs that share words, and a mined negative."""
     numbers = torch.Generator().manual_seed(1)
-    found = []
-    for i in range(count):
+    rows = []
+    for _ in range(count):
         a, b, c, d = (WORDS[int(k)] for k in torch.randint(0, len(WORDS), (4,), generator=numbers))
-        scores = torch.rand(2, generator=numbers).tolist()
-        found.append(
-            {
-                "anchor": f"{a} {b}",
-                "positive": f"{a} {b} {c}",
-                "negative": [f"{c} {d} {d}"],
-                "teacher_scores": scores,
-                "positive_ids": i,
-            }
-        )
-    return found
+        rows.append({"anchor": f"{a} {b}", "positive": f"{a} {b} {c}", "negative": f"{c} {d} {d}"})
+    return rows
 
 
 def objective(**options):
@@ -81,11 +72,14 @@ def row_by_row():
 
 
 def collate(rows):
-    """The texts of rows, tokenized, a negative each."""
-    texts = [{"anchor": row["anchor"], "positive": row["positive"]} for row in rows]
-    negatives = [{"negative": row["negative"][0]} for row in rows]
-    columns = [one | other for one, other in zip(texts, negatives, strict=True)]
-    return SpladeCollator(tokenizer(), 16)(columns)
+    """The columns of texts, tokenized."""
+    words = tokenizer()
+    options = {"padding": True, "truncation": True, "max_length": 16, "return_tensors": "pt"}
+    columns = {name: words([row[name] for row in rows], **options) for name in rows[0]}
+    return {
+        name: {key: column[key] for key in ("input_ids", "attention_mask")}
+        for name, column in columns.items()
+    }
 
 
 def loader(rows, batch_size, collate_fn=collate, **options):
@@ -119,22 +113,16 @@ def steered(objective):
 
 
 def batch_of(encoder, inputs):
-    """What a collator made, encoded: written out, to compare with."""
-
-    def texts(column):
-        ids, mask = column["input_ids"], column["attention_mask"]
-        if ids.ndim == 2:
-            return Texts(encoder(ids, mask), ids, mask)
-        flat = encoder(ids.flatten(0, 1), mask.flatten(0, 1))
-        return Texts(flat.view(*ids.shape[:2], -1), ids, mask)
-
-    known = {k: v for k, v in inputs.items() if not isinstance(v, dict)}
-    negative = texts(inputs["negative"]) if "negative" in inputs else None
-    return SpladeBatch(texts(inputs["anchor"]), texts(inputs["positive"]), negative, **known)
+    """Tokenized columns, encoded one by one."""
+    texts = {
+        side: Texts(encoder(**column), *[column[key] for key in ("input_ids", "attention_mask")])
+        for side, column in inputs.items()
+    }
+    return SpladeBatch(**texts)
 
 
 def loss_of_columns(objective, columns, *vectors):
-    """The objective of vectors, in the order of the columns that they come from."""
+    """The objective of vectors, in the order of their columns."""
     texts = {
         name: Texts(activations, **column)
         for (name, column), activations in zip(columns.items(), vectors, strict=True)
@@ -160,14 +148,12 @@ def plain_loop(encoder, objective, batches, *, schedules=(), bf16=False):
     return totals
 
 
-def recipe(beginning):
-    """What a block of docs/trainers.md defines: the one that has this text in it."""
-    page = Path(__file__).resolve().parents[2] / "docs" / "trainers.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    (block,) = [block for block in blocks if beginning in block]
-    defined = {}
-    exec(compile(block, f"<{page.name}>", "exec"), defined)
-    return defined
+def example(name):
+    """The module of an example."""
+    folder = str(Path(__file__).resolve().parents[2] / "examples")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)
 
 
 def weights(*modules):

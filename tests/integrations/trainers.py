@@ -1,4 +1,4 @@
-"""The recipes of docs/trainers.md and the trainers made of transformers' own, one function each."""
+"""The trainers of the examples and of sentence-transformers, one function each."""
 
 import functools
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from sentence_transformers import (
 from torch.utils.data import DistributedSampler, SequentialSampler
 
 from sparse_losses import Diagnostics, SpladeEncoder
-from sparse_losses.integrations.sentence_transformers import LossState, SentenceTransformersLoss
-from sparse_losses.integrations.transformers import SpladeTrainer
+from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
+from sparse_losses.integrations.transformers import TrainingState
 from tests.integrations import setting
 
 sgd = functools.partial(torch.optim.SGD, lr=setting.RATE)
@@ -53,24 +53,26 @@ def by_accelerate(
     rank=None,  # which it knows
     **options,
 ):
-    """Trains as the page says, on sixteen rows."""
-    recipe = setting.recipe("def train(accelerator")
-    model = recipe["Towers"](setting.encoder(), objective)
+    """Train as the example does, on sixteen rows."""
+    example = setting.example("train_with_accelerate")
+    model = example.Training(setting.encoder(), objective)
     optimizer = optimizer(model.parameters())
     if options.pop("compiled", False):
         options["dynamo_backend"] = "aot_eager"
     accelerator = kind(cpu=True, gradient_accumulation_steps=accumulation, **options)
-    resume = None if resume is None else str(resume)
-    rows = setting.loader(setting.rows(16), batch_size)
-    last = recipe["train"](
-        accelerator, model, optimizer, rows, schedules, epochs=epochs, resume=resume
-    )
+    for schedule in schedules:
+        schedule.attach(optimizer)
+        accelerator.register_for_checkpointing(schedule)
+    prepared = accelerator.prepare(model, optimizer, setting.loader(setting.rows(16), batch_size))
+    if resume is not None:
+        accelerator.load_state(str(resume))
+    last = example.train(accelerator, *prepared, epochs=epochs)
     save = functools.partial(accelerator.save_state, safe_serialization=False)
     return Run(model.encoder, objective, [last["total"]], last, optimizer, save)
 
 
 class Losses(lightning.Callback):
-    """What was logged, batch by batch."""
+    """The log, batch by batch."""
 
     def __init__(self):
         self.seen = []
@@ -93,7 +95,7 @@ def by_lightning(
     rank=None,
     **options,
 ):
-    """Likewise; the epochs before those it resumes from are two."""
+    """Likewise; a resumed run has two epochs before."""
     ranks = 1 if rank is None else 2
     sampler = DistributedSampler(
         range(16), ranks, rank or 0, shuffle=False
@@ -105,9 +107,8 @@ def by_lightning(
         objective.compile(backend="aot_eager")
     if options.pop("mixed_precision", "no") == "bf16":
         options["precision"] = "bf16-mixed"
-    module = (kind or setting.recipe("class Retriever")["Retriever"])(
-        encoder, objective, schedules, optimizer
-    )
+    kind = kind or setting.example("train_with_lightning").Retriever
+    module = kind(encoder, objective, schedules, optimizer)
     losses = Losses()
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -129,7 +130,7 @@ def by_lightning(
     return Run(encoder, objective, totals, losses.seen[-1], optimizer, trainer.save_checkpoint)
 
 
-class InOrder(SpladeTrainer):
+class InOrder(setting.example("train_with_transformers").SpladeTrainer):
     def _get_train_sampler(self, dataset=None):
         return SequentialSampler(self.train_dataset)
 
@@ -145,7 +146,7 @@ def settings_of(
     mixed_precision="no",
     **settings,
 ):
-    """What the functions here are told, in the words of ``TrainingArguments``."""
+    """The functions' arguments, in the words of ``TrainingArguments``."""
     if compiled:
         settings |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     if optimizer is adamw:
@@ -163,19 +164,20 @@ def settings_of(
 
 
 def run_of(trainer, encoder, objective, folder, resume, scaler):
-    """Trains by the Trainer of transformers, or one that is made of it."""
+    """Train with the Trainer of transformers, or one that inherits from it."""
     if scaler is not None:
         trainer.accelerator.scaler = scaler
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     totals = [entry["loss"] for entry in logged]
+    terms = {name.removeprefix("terms/"): value for name, value in sorted(logged[-1].items())}
 
     def save(path):
         if trainer.is_world_process_zero():
             (folder / f"checkpoint-{trainer.state.global_step}").rename(path)
         trainer.accelerator.wait_for_everyone()
 
-    return Run(encoder, objective, totals, logged[-1], trainer.optimizer, save)
+    return Run(encoder, objective, totals, terms, trainer.optimizer, save)
 
 
 def by_hugging_face(
@@ -189,16 +191,19 @@ def by_hugging_face(
     rank=None,  # which it knows
     **options,
 ):
-    """Likewise."""
+    """Likewise; the trainer's model is the masked language model."""
     encoder = setting.encoder()
+    parameters = [*encoder.model.parameters(), *objective.parameters()]
+    settings = {"remove_unused_columns": False, **options}
+    diagnostics = {"document": Diagnostics(setting.VOCAB_SIZE)}
     trainer = InOrder(
-        encoder,
-        setting.arguments(folder, **settings_of(resume=resume, **options)),
+        encoder.model,
+        setting.arguments(folder, **settings_of(resume=resume, **settings)),
         objective=objective,
-        schedules=schedules,
-        diagnostics={"document": Diagnostics(setting.VOCAB_SIZE)},
         data_collator=collate,
         train_dataset=setting.rows(16),
+        optimizers=(options.get("optimizer", sgd)(parameters), None),
+        callbacks=[TrainingState(*schedules, loss=objective, diagnostics=diagnostics)],
     )
     return run_of(trainer, encoder, objective, folder, resume, scaler)
 
@@ -214,22 +219,21 @@ def by_sentence_transformers(
     rank=None,  # which it knows
     **options,
 ):
-    """Likewise; what it logs of a term has the term's weight."""
+    """Likewise."""
     settings = settings_of(resume=resume, batch_sampler=setting.in_order, **options)
     args = setting.arguments(folder, SparseEncoderTrainingArguments, **settings)
     with args.main_process_first():
         if args.process_index == 0:
             setting.encoder().save_pretrained(folder / "start")
     model = SparseEncoder(str(folder / "start"), device="cpu")
-    rows = [row | {"negative": row["negative"][0]} for row in setting.rows(16)]
-    columns = {name: [row[name] for row in rows] for name in ("anchor", "positive", "negative")}
+    loss = SentenceTransformersLoss(model, objective, mini_batch_size=mini_batch_size)
     trainer = SparseEncoderTrainer(
         model=model,
         args=args,
-        train_dataset=Dataset.from_dict(columns),
-        loss=SentenceTransformersLoss(model, objective, mini_batch_size=mini_batch_size),
+        train_dataset=Dataset.from_list(setting.rows(16)),
+        loss=loss,
+        callbacks=[TrainingState(*schedules, loss=loss)],
     )
-    trainer.add_callback(LossState(trainer, *schedules, checkpoint=resume))
     encoder = SpladeEncoder(model[0].auto_model, model.tokenizer)
     return run_of(trainer, encoder, objective, folder, resume, scaler)
 
@@ -250,7 +254,7 @@ def compare(
     tolerance=1e-5,
     **options,
 ):
-    """Compares a run with PyTorch's own loop."""
+    """Compare a run with PyTorch's own loop."""
     encoder = setting.encoder()
     batches = list(setting.loader(setting.rows(16), batch_size, collate_fn=collate)) * epochs
     totals = setting.plain_loop(encoder, reference, batches, schedules=schedules, **options)

@@ -1,11 +1,23 @@
 """Columns of texts to a batch."""
 
+import numpy as np
 import pytest
 import torch
 
-from sparse_losses import SpladeBatch
+from sparse_losses import (
+    RECOMMENDED,
+    V26,
+    V28,
+    BM25Teacher,
+    DocumentFrequency,
+    SpladeBatch,
+    SpladeEncoder,
+    SpladeObjective,
+)
+from tests.representation import tiny_models
 
 B, N, S, V = 3, 2, 4, 9
+PAIRS = {"anchor": list("abcd"), "positive": ["a e", "b f", "c g", "d h"]}
 
 
 def column(*rows):
@@ -17,6 +29,11 @@ def encoder(input_ids, attention_mask, return_logits=False):
     assert input_ids.ndim == attention_mask.ndim == 2
     hot = torch.nn.functional.one_hot(input_ids, V).amax(1).float()
     return (hot, hot - 0.5) if return_logits else hot
+
+
+@pytest.fixture(scope="module")
+def splade():
+    return SpladeEncoder(*tiny_models.pair("bert"), max_length=12).eval()
 
 
 @pytest.mark.parametrize("return_logits", [False, True])
@@ -46,3 +63,139 @@ def test_unknown_columns_are_an_error():
         SpladeBatch.from_columns(
             encoder, {"anchor": column(B), "positive": column(B), "labels": torch.zeros(B)}
         )
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_texts_are_tokenized_as_the_encoder_does(splade, own):
+    texts = ["서울 맛집", ""]
+    long = ["a " * 100, "sparse"]
+    negatives = ["", "over the", "one weight a", "a"]
+    columns = {"anchor": texts, "positive": long}
+    columns["negative"] = [negatives[:2], negatives[2:]] if own else negatives
+    batch = SpladeBatch.from_columns(splade, columns)
+    for side, expected in (("anchor", texts), ("positive", long), ("negative", negatives)):
+        got, ids = getattr(batch, side), splade.tokenize(expected)
+        shape = (2, 2) if own and side == "negative" else (len(expected),)
+        assert torch.equal(got.input_ids, ids["input_ids"].view(*shape, -1))
+        assert torch.equal(got.attention_mask, ids["attention_mask"].view(*shape, -1))
+        vectors = splade(**ids).view(*shape, -1)
+        torch.testing.assert_close(got.activations, vectors, rtol=1e-5, atol=1e-6)
+
+
+def test_tokenizer_and_length_may_be_arguments(splade):
+    columns = {"anchor": ["a " * 9], "positive": ["the"]}
+    options = {"tokenizer": splade.tokenizer, "max_length": 5}
+    batch = SpladeBatch.from_columns(lambda **x: splade(**x), columns, **options)
+    assert batch.anchor.input_ids.shape == (1, 5)
+    with pytest.raises(TypeError, match=r"`tokenizer` for the texts of 'anchor', got None"):
+        SpladeBatch.from_columns(encoder, columns)
+    special = splade.tokenizer.num_special_tokens_to_add(pair=False)
+    with pytest.raises(ValueError, match=f"`max_length` .* >= {special + 1}, got {special}"):
+        SpladeBatch.from_columns(splade, columns, max_length=special)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"anchor": []}, "'anchor' to be texts, got none"),
+        ({"positive": ["b", None]}, "'positive' to be texts, got None"),
+        ({"anchor": [["a"], ["b"]]}, r"'anchor' to be texts, got \['a'\]"),
+        ({"negative": [["a"], ["b", "c"]]}, r"texts of 'negative' in every row, got \[1, 2\]"),
+        ({"negative": [["a"], [None]]}, "'negative' to be texts, got None"),
+        ({"negative": [[], []]}, "'negative' to be texts, got none"),
+        ({"negative": [{"c"}, {"d"}]}, r"'negative' to be texts, got \{'c'\}"),
+        ({"positive_ids": [0.25, 0.75]}, r"'positive_ids' to be integers, got \[0.25, 0.75\]"),
+        ({"positive_ids": [0, None]}, r"'positive_ids' to be integers, got \[0, None\]"),
+        ({"positive_ids": [0, "x"]}, "'positive_ids' to be integers"),
+        ({"positive_ids": [0, 2**63]}, "'positive_ids' to be integers"),
+        ({"teacher_scores": [[1.0, 2.0], [3.0]]}, "rows of as many numbers each, got"),
+        ({"teacher_scores": [[1.0, None], [1.0, 2.0]]}, "'teacher_scores' to be rows"),
+        ({"teacher_anchor_scores": [None, None]}, "'teacher_anchor_scores' to be rows"),
+    ],
+)
+def test_wrong_columns_are_errors(splade, change, message):
+    with pytest.raises(ValueError, match=message):
+        SpladeBatch.from_columns(splade, {"anchor": ["a", "b"], "positive": ["c", "d"], **change})
+
+
+@pytest.mark.parametrize("convert", [torch.tensor, np.array, list])
+def test_ids_and_scores_may_be_lists(splade, convert):
+    scores = [[1.0, 2.0], [3.0, 4.0]]
+    columns = {"anchor": ["a", "b"], "positive": ["c", "d"], "positive_ids": convert([3, 4])}
+    columns["teacher_scores"] = [convert(row) for row in scores]
+    batch = SpladeBatch.from_columns(splade, columns)
+    assert batch.positive_ids.tolist() == [3, 4]
+    assert not batch.positive_ids.is_floating_point()
+    assert batch.teacher_scores.dtype == torch.float32
+    assert batch.teacher_scores.tolist() == scores
+
+
+def overlap(query, document):
+    """A teacher of texts: the number of letters that they share."""
+    rows = [[len({*q} & {*d} - {" "}) for d in document["texts"]] for q in query["texts"]]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("negative", [None, ["a f"] * 4, [["a f", "h"]] * 4])
+def test_teacher_scores_all_candidates(splade, negative):
+    columns = {**PAIRS, "negative": negative}
+    batch = SpladeBatch.from_columns(splade, columns, teacher=overlap, score_anchors=True)
+    shared = torch.tensor([1.0, 0.0, 0.0, 0.0])[:, None]  # of "a f"
+    others = {None: [], 1: [shared.expand(4, 4)], 2: [shared, torch.zeros(4, 1)]}
+    count = None if negative is None else 1 if isinstance(negative[0], str) else 2
+    expected = torch.cat([torch.eye(4), *others[count]], 1).double()
+    torch.testing.assert_close(batch.teacher_scores, expected)
+    torch.testing.assert_close(batch.teacher_anchor_scores, torch.eye(4).double())
+    assert batch.teacher_candidates == "batch"
+    assert SpladeBatch.from_columns(splade, PAIRS, teacher=overlap).teacher_anchor_scores is None
+
+
+def test_teacher_replaces_no_scores(splade):
+    columns = {**PAIRS, "teacher_scores": [[1.0] * 4] * 4}
+    with pytest.raises(ValueError, match=r"beside `teacher`, got \['teacher_scores'\]"):
+        SpladeBatch.from_columns(splade, columns, teacher=overlap)
+
+
+@pytest.mark.parametrize("output", [None, "none", ["a"]])
+def test_teacher_that_returns_no_scores_is_an_error(splade, output):
+    with pytest.raises(
+        TypeError, match=r"expected the teacher to return .*, got (NoneTy|str|list)"
+    ):
+        SpladeBatch.from_columns(splade, PAIRS, teacher=lambda query, document: output)
+
+
+@pytest.mark.parametrize(
+    ("preset", "teacher"),
+    [
+        (V26, overlap),
+        (V28.without("query_language_penalty"), overlap),
+        (V26, "bm25"),
+        (RECOMMENDED.replace(target_active={"document_flops": 10}), "bm25"),
+    ],
+    ids=["V26", "V28", "V26 with BM25", "RECOMMENDED"],
+)
+def test_preset_reads_the_scores_of_a_teacher(splade, preset, teacher):
+    counts = DocumentFrequency(splade.vocab_size)
+    counts.update(**splade.tokenize(PAIRS["positive"]))
+    special = splade.tokenizer.all_special_ids
+    if teacher == "bm25":
+        teacher = BM25Teacher(counts, special_token_ids=special)
+    objective = preset.objective(idf=counts.idf(), special_token_ids=special)
+    anchors = "context_distillation" in preset.weights
+    batch = SpladeBatch.from_columns(splade, PAIRS, teacher=teacher, score_anchors=anchors)
+    total, terms = objective(batch)
+    assert total.isfinite()
+    assert {name for name, weight in preset.weights.items() if weight} <= terms.keys()
+    changed = batch._replace(teacher_scores=-batch.teacher_scores)
+    assert objective(changed).terms["distillation"] != terms["distillation"]
+
+
+def test_scores_beside_negatives_may_be_ambiguous(splade):
+    """Four scores of four rows with three negatives: of all positives, or of the own candidates."""
+    columns = {**PAIRS, "negative": [["ab", "cd", "x"]] * 4, "teacher_scores": torch.rand(4, 4)}
+    objective = SpladeObjective({"distillation": 1.0})
+    with pytest.raises(ValueError, match="teacher_candidates"):
+        objective(SpladeBatch.from_columns(splade, columns))
+    for candidates in ("own", "batch"):
+        columns["teacher_candidates"] = candidates
+        assert objective(SpladeBatch.from_columns(splade, columns)).total.isfinite()

@@ -1,4 +1,4 @@
-"""Teachers that score a batch as it comes."""
+"""Teachers that score the texts of a batch."""
 
 import copy
 
@@ -77,7 +77,7 @@ def test_bm25_teacher_is_no_part_of_what_is_saved_or_learned():
         ({**column(2), "input_ids": [[1]]}, column(2), "`query` .*, got input_ids as a list"),
     ],
 )
-def test_texts_that_are_no_columns_are_errors(query, document, message):
+def test_wrong_texts_are_errors(query, document, message):
     with pytest.raises(TypeError, match=message):
         BM25Teacher(counted(column(5)))(query, document)
 
@@ -133,8 +133,8 @@ def test_all_candidates_of_a_batch_are_scored(negatives):
     size = {None: 3, (4,): 7, (3, 2): 5}[negatives]
     assert scores.shape == (3, size)
 
-    def vectors(of):
-        return None if of is None else Texts(torch.rand(*of["input_ids"].shape[:-1], V))
+    def vectors(column):
+        return None if column is None else Texts(torch.rand(*column["input_ids"].shape[:-1], V))
 
     batch = SpladeBatch(*map(vectors, (anchor, positive, negative)), teacher_scores=scores)
     batch = batch._replace(teacher_candidates="batch")

@@ -20,16 +20,16 @@ def assert_equal(theirs: Tensor, ours: Tensor, *tensors: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     expected = torch.autograd.grad(theirs, tensors)
     assert all(gradient.abs().sum() > 0 for gradient in expected)
-    found = torch.autograd.grad(ours, tensors)
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+    gradients = torch.autograd.grad(ours, tensors)
+    torch.testing.assert_close(gradients, expected, rtol=1e-8, atol=1e-10)
 
 
 def assert_follows(formula: Callable[..., float], ours: Tensor, *tensors: Tensor) -> None:
     """``ours`` is the NumPy formula of the tensors; its gradient the formula's differences."""
     arrays = [tensor.detach().numpy().copy() for tensor in tensors]
     torch.testing.assert_close(ours.item(), float(formula(*arrays)), rtol=1e-10, atol=1e-12)
-    found = torch.autograd.grad(ours, tensors)
-    for array, gradient in zip(arrays, found, strict=True):
+    gradients = torch.autograd.grad(ours, tensors)
+    for array, gradient in zip(arrays, gradients, strict=True):
         expected, step = np.zeros_like(array), 1e-5
         for index in np.ndindex(array.shape):
             was = array[index]

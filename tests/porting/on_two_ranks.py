@@ -32,14 +32,14 @@ def values_and_gradients(rank, losses, gather):
     """Gradients are averaged over the ranks, as DistributedDataParallel does."""
     weights = torch.eye(V, dtype=torch.float64).add(0.1).requires_grad_()
     rows = slice(None) if rank is None else slice(rank * Q, (rank + 1) * Q)
-    found = {}
+    results = {}
     for name, loss in losses(vectors(weights, rows), gather).items():
         (gradient,) = torch.autograd.grad(loss, weights, retain_graph=True)
         if rank is not None:
             dist.all_reduce(gradient)
             gradient /= dist.get_world_size()
-        found[name] = loss.item(), gradient
-    return found
+        results[name] = loss.item(), gradient
+    return results
 
 
 def on_rank(rank):

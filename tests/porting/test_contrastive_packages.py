@@ -76,7 +76,7 @@ def test_info_nce_of_the_batch(info_nce_package, columns):
 
 
 @pytest.mark.parametrize(("mode", "shape"), [("unpaired", (N, V)), ("paired", (Q, N, V))])
-def test_info_nce_of_given_negatives(info_nce_package, columns, mode, shape):
+def test_info_nce_of_explicit_negatives(info_nce_package, columns, mode, shape):
     """Then the other rows' positives are no candidates."""
     negatives = activations(*shape, seed=7)
     theirs = info_nce_package.InfoNCE(temperature=T, negative_mode=mode)

@@ -63,7 +63,7 @@ def test_naver_flops_of_positives_and_negatives_averaged(triplets):
 
 
 def test_the_average_is_the_joint_flops_and_a_quarter_of_the_squared_difference(triplets):
-    """No factor turns one into the other: the average asks both sides for the same tokens too."""
+    """No factor turns one into the other: the average also compares the tokens of both sides."""
     positive, negative = triplets[1:]
     average = (flops_loss(positive) + flops_loss(negative)) / 2
     joint = flops_loss(torch.cat([positive, negative]))

@@ -135,8 +135,8 @@ def test_margin_mse(columns, labels, negatives):
     columns = columns[: 2 + negatives]
     teacher = 5 * activations(Q, 1 + negatives, seed=9).detach()
     margins = teacher[:, :1] - teacher[:, 1:]
-    given = teacher if labels == "scores" else margins
-    theirs = SparseMarginMSELoss(None).compute_loss_from_embeddings(columns, given)
+    target = teacher if labels == "scores" else margins
+    theirs = SparseMarginMSELoss(None).compute_loss_from_embeddings(columns, target)
     scores = scores_of(columns)
     positive = scores[:, :1].expand(-1, negatives)
     if labels == "scores":
@@ -183,7 +183,7 @@ def test_triplet_on_cosines(columns):
 
 
 def test_triplet_on_distances_is_another_loss(columns):
-    """Theirs takes distances, ours their squares, unless it is given squares."""
+    """Theirs takes distances, ours their squares, unless its distance is squared."""
     theirs = SparseTripletLoss(None).compute_loss_from_embeddings(columns[:3], None)
     ours = TripletMarginLoss(margin=5.0, similarity="euclidean")
     assert (theirs - ours(*columns[:3])).abs() > 0.1
@@ -225,5 +225,5 @@ def test_several_devices():
         torch.testing.assert_close(rank["ours"]["flops"][1], gradient)
         assert rank["ours"]["flops"][0] == pytest.approx(value)
         torch.testing.assert_close(rank["theirs"]["flops"], rank["ours alone"]["flops"])
-    # FLOPS of each device's own rows asks for more than FLOPS of all.
+    # FLOPS of each device's own rows is larger than FLOPS of all.
     assert sum(rank["theirs"]["flops"][0] for rank in ranks) / 2 > 1.01 * value

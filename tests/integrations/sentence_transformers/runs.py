@@ -86,10 +86,12 @@ def train(model, loss, data, path, resume=None, callbacks=(), **settings):
     trainer_class = SparseEncoderTrainer if of_sparse else SentenceTransformerTrainer
     kind = SparseEncoderTrainingArguments if of_sparse else SentenceTransformerTrainingArguments
     trainer = trainer_class(
-        model=model, args=arguments(path, kind, **settings), train_dataset=data, loss=loss
+        model=model,
+        args=arguments(path, kind, **settings),
+        train_dataset=data,
+        loss=loss,
+        callbacks=list(callbacks),
     )
-    for make in callbacks:
-        trainer.add_callback(make(trainer))
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 

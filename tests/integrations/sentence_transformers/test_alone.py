@@ -83,21 +83,21 @@ def test_a_dict_of_losses_takes_each_its_dataset(sparse, tmp_path):
     assert_same_weights(model, reference)
 
 
-def test_margins_do_where_only_they_matter(sparse):
+def test_labels_may_be_margins_where_only_margins_matter(sparse):
     vectors = [torch.rand(ROWS, VOCABULARY) for _ in range(4)]
     margins = SCORES[:, :1] - SCORES[:, 1:]
     expected = mse_of_margins([Texts(x) for x in vectors], SCORES)
     for loss in (MarginMSELoss(), SpladeObjective({"margin_mse": 1.0}, info_nce=DOT)):
         wrapped = SentenceTransformersLoss(sparse(), loss)
         for labels in (SCORES, margins):
-            found = wrapped.compute_loss_from_embeddings(vectors, labels)
-            found = found if torch.is_tensor(found) else found["margin_mse"]
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            value = wrapped.compute_loss_from_embeddings(vectors, labels)
+            value = value if torch.is_tensor(value) else value["margin_mse"]
+            torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
     one = SentenceTransformersLoss(sparse(), MarginMSELoss())
-    found = [
+    value = [
         one.compute_loss_from_embeddings(vectors[:3], x) for x in (margins[:, 0], SCORES[:, :2])
     ]
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*value)
     # The z-score of a batch moves with the rows' levels.
     for loss in (DistillationLoss(), SpladeObjective({"margin_mse": 1.0, "distillation": 1.0})):
         wrapped = SentenceTransformersLoss(sparse(), loss)
@@ -111,11 +111,11 @@ def test_labels_may_be_ids_of_the_positives(sparse):
     expected = InfoNCELoss()(*vectors, positive_ids=ids)
     for loss in (InfoNCELoss(), SpladeObjective({"info_nce": 1.0})):
         wrapped = SentenceTransformersLoss(sparse(), loss, labels_are_positive_ids=True)
-        found = wrapped.compute_loss_from_embeddings(vectors, ids)
-        assert (found if torch.is_tensor(found) else found["info_nce"]) == expected
+        value = wrapped.compute_loss_from_embeddings(vectors, ids)
+        assert (value if torch.is_tensor(value) else value["info_nce"]) == expected
         unread = SentenceTransformersLoss(sparse(), loss)
-        found = unread.compute_loss_from_embeddings(vectors, ids)
-        assert (found if torch.is_tensor(found) else found["info_nce"]) != expected
+        value = unread.compute_loss_from_embeddings(vectors, ids)
+        assert (value if torch.is_tensor(value) else value["info_nce"]) != expected
 
 
 def test_contrastive_is_theirs_without_the_half(sparse):
@@ -123,6 +123,6 @@ def test_contrastive_is_theirs_without_the_half(sparse):
     metric = dense_losses.SiameseDistanceMetric.EUCLIDEAN
     other = dense_losses.ContrastiveLoss(model, distance_metric=metric, margin=4.0)
     ours = SentenceTransformersLoss(model, PairwiseContrastiveLoss(margin=4.0))
-    found = ours.compute_loss_from_embeddings(vectors, SAME[:6])
+    value = ours.compute_loss_from_embeddings(vectors, SAME[:6])
     expected = 2.0 * other.compute_loss_from_embeddings(vectors, SAME[:6])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(value, expected)

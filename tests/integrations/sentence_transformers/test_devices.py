@@ -1,11 +1,12 @@
-"""Two processes train as one does: what the table of tests/integrations/test_loops.py lacks."""
+"""Two processes train as one: what the table of tests/integrations/test_loops.py lacks."""
 
 import pytest
 import torch
 from sentence_transformers.sparse_encoder import losses as theirs
 
 from sparse_losses import FlopsLoss, InfoNCELoss, NWSLoss
-from sparse_losses.integrations.sentence_transformers import LossState, SentenceTransformersLoss
+from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
+from sparse_losses.integrations.transformers import TrainingState
 from tests.distributed.ranks import as_torchrun_would
 from tests.integrations.sentence_transformers.runs import (
     MULTI_HOT,
@@ -28,12 +29,13 @@ def in_splade(folder, path, batch_size, **settings):
     temperature = torch.nn.Parameter(torch.tensor(0.5))
     base = SentenceTransformersLoss(model, InfoNCELoss(temperature=temperature, gather=True))
     cached = {"kind": theirs.CachedSpladeLoss, "mini_batch_size": 1}
+    loss = splade(model, base, FlopsLoss(gather=True), **cached)
     trainer = train(
         model,
-        splade(model, base, FlopsLoss(gather=True), **cached),
+        loss,
         dataset(3).select(range(8)),
         f"{path}/splade",
-        callbacks=[LossState],
+        callbacks=[TrainingState(loss=loss)],
         per_device_train_batch_size=batch_size,
         num_train_epochs=1,
         **settings,
@@ -47,12 +49,13 @@ def drawn(rank, folder, path):
     prototype = torch.nn.Parameter(torch.randn(5, VOCABULARY))
     start = prototype.detach().clone()
     model = sparse_encoder(folder)
+    loss = SentenceTransformersLoss(model, NWSLoss(SIMILARITY), prototype=prototype)
     train(
         model,
-        SentenceTransformersLoss(model, NWSLoss(SIMILARITY), prototype=prototype),
+        loss,
         dataset(1, MULTI_HOT).select(range(8)),
         f"{path}/drawn",
-        callbacks=[LossState],
+        callbacks=[TrainingState(loss=loss)],
         per_device_train_batch_size=2,
         max_steps=2,
         ddp_backend="gloo",
@@ -63,8 +66,8 @@ def drawn(rank, folder, path):
 def on_device(rank, folder, path):
     """One of two processes, each with every other batch of two."""
     model, learned, values = in_splade(folder, path, 2, ddp_backend="gloo")
-    found = model.state_dict(), learned, values
-    torch.save((found, drawn(rank, folder, path)), f"{path}/{rank}.pt")
+    splade_run = model.state_dict(), learned, values
+    torch.save((splade_run, drawn(rank, folder, path)), f"{path}/{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +93,8 @@ def test_their_cached_loss_on_two_devices_trains_as_one_on_the_global_batch(
     assert by_two[0][0][2] == pytest.approx(values, rel=1e-3, abs=1e-3)
 
 
-def test_what_devices_draw_is_learned_as_one(by_two):
-    (first, first_learned), (second, second_learned) = (found for _, found in by_two)
+def test_prototypes_of_several_devices_are_learned_as_one(by_two):
+    (first, first_learned), (second, second_learned) = (prototypes for _, prototypes in by_two)
     assert not torch.equal(first, second)
     torch.testing.assert_close(first_learned, second_learned, rtol=0.0, atol=0.0)
     assert 0.0 < (first_learned - first).abs().max() < (second_learned - second).abs().max()

@@ -64,8 +64,8 @@ def test_within_splade_loss_as_loss_and_regulariser(kind, name, sparse, tmp_path
     values = plain_loop(reference, whole, columns, labels)
     assert logged(trainer) == pytest.approx(values, rel=1e-3, abs=1e-3)
     names = ("base_loss", "document_regularizer_loss", "query_regularizer_loss")
-    for found, expected in zip(names, zip(*terms, strict=True), strict=True):
-        assert logged(trainer, found) == pytest.approx(expected, rel=1e-3, abs=1e-3)
+    for term, expected in zip(names, zip(*terms, strict=True), strict=True):
+        assert logged(trainer, term) == pytest.approx(expected, rel=1e-3, abs=1e-3)
     assert_same_weights(model, reference)
     assert_moved(model, sparse())
 

@@ -1,4 +1,4 @@
-"""What is not in the model: learned, scheduled, steered, saved and resumed.
+"""State that is not in the model: learned, scheduled, controlled, saved and resumed.
 
 A whole run with all of it, resumed, is a row of tests/integrations/test_loops.py.
 """
@@ -14,7 +14,8 @@ from sparse_losses import (
     TrainingSchedule,
     Warmup,
 )
-from sparse_losses.integrations.sentence_transformers import LossState, SentenceTransformersLoss
+from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
+from sparse_losses.integrations.transformers import TrainingState
 from tests.integrations.sentence_transformers.runs import (
     NAME,
     assert_same_weights,
@@ -26,23 +27,22 @@ from tests.integrations.sentence_transformers.runs import (
 )
 
 
-def run_with_state(model, path, resume=None, keep=True, **settings):
-    """A temperature that is learned, a schedule and a controller, saved every other step."""
+def run_with_state(model, path, **settings):
+    """Learn a temperature, with a schedule and a controller; save every other step."""
     ours = SpladeObjective(
         {"info_nce": 1.0, "document_flops": 0.02, "query_flops": 0.01}, info_nce=learning()
     )
     schedule = TrainingSchedule(ours, warmups={"query_flops": Warmup(5, "quadratic")})
     controller = SparsityController(ours, "document_flops", target_active=20)
-    kept = [lambda trainer: LossState(trainer, schedule, controller)]
     saved = {"save_strategy": "steps", "save_steps": 2}
     loss = SentenceTransformersLoss(model, ours)
-    callbacks = kept if keep else ()
-    trainer = train(model, loss, dataset(2), path, resume, callbacks, **saved, **settings)
+    callbacks = [TrainingState(schedule, controller, loss=loss)]
+    trainer = train(model, loss, dataset(2), path, None, callbacks, **saved, **settings)
     return trainer, ours, schedule
 
 
 @pytest.mark.works_with(NAME, "fp32", "resume")
-def test_what_a_loss_learned_is_resumed_alone_too(sparse, tmp_path):
+def test_learned_parameters_of_a_dict_of_losses_are_resumed(sparse, tmp_path):
     runs = []
     for resume in (None, str(tmp_path / "checkpoint-2")):
         model = sparse()
@@ -52,7 +52,10 @@ def test_what_a_loss_learned_is_resumed_alone_too(sparse, tmp_path):
         }
         data = DatasetDict({"pairs": dataset(2), "splade": dataset(3)})
         settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
-        settings |= {"multi_dataset_batch_sampler": "round_robin", "callbacks": [LossState]}
+        settings |= {
+            "multi_dataset_batch_sampler": "round_robin",
+            "callbacks": [TrainingState(loss=loss)],
+        }
         trainer = train(model, loss, data, tmp_path, resume=resume, **settings)
         learned = [loss["pairs"].loss.temperature, loss["splade"].loss.loss.temperature]
         runs.append((logged(trainer), [x.item() for x in learned], model))
@@ -61,18 +64,6 @@ def test_what_a_loss_learned_is_resumed_alone_too(sparse, tmp_path):
     assert len({0.5, *learned}) == 3
     assert resumed_values == values
     assert_same_weights(same, model, rtol=0, atol=0)
-
-
-def test_state_that_is_not_there_is_an_error(sparse, tmp_path):
-    run_with_state(sparse(), tmp_path, max_steps=2, keep=False)
-    middle = str(tmp_path / "checkpoint-2")
-    with pytest.raises(FileNotFoundError, match=r"sparse_losses.pt in .*checkpoint-2, .* got none"):
-        run_with_state(sparse(), tmp_path, resume=middle)
-    run_with_state(sparse(), tmp_path, max_steps=2)
-    model, ours = sparse(), SpladeObjective({"info_nce": 1.0}, info_nce=learning())
-    loss, kept = SentenceTransformersLoss(model, ours), [lambda trainer: LossState(trainer)]
-    with pytest.raises(ValueError, match=r"temperature'\] and 0 schedules .* got .*'\] and 2"):
-        train(model, loss, dataset(2), tmp_path, resume=middle, callbacks=kept)
 
 
 def test_their_warm_up_resumes_over_our_regularisers(sparse, tmp_path):

@@ -109,7 +109,7 @@ def test_a_teacher_goes_with_ids_of_the_positives_and_needs_token_ids(sparse):
 
 @pytest.mark.works_with(NAME, "cached", "accumulation")
 @pytest.mark.parametrize("mini_batch_size", [None, 3])
-def test_what_a_loss_learns_is_trained(mini_batch_size, sparse, tmp_path):
+def test_learned_temperature_is_trained(mini_batch_size, sparse, tmp_path):
     model, reference, temperature = sparse(), sparse(), torch.nn.Parameter(torch.tensor(0.5))
     ours = SentenceTransformersLoss(model, learning(), mini_batch_size=mini_batch_size)
     train(model, ours, dataset(2), tmp_path, gradient_accumulation_steps=2)
@@ -161,17 +161,17 @@ def test_activation_checkpointing_and_caching_go_together(use_reentrant, cache, 
 @pytest.mark.xfail(
     strict=True, reason="their cache does not divide it; docs/sentence_transformers.md"
 )
-def test_what_a_loss_learns_within_their_cache_is_divided_by_the_accumulated_batches(
+def test_gradient_of_a_temperature_in_their_cache_is_divided_by_accumulated_batches(
     sparse, tmp_path
 ):
-    found = []
+    moved = []
     for kind in ({}, {"kind": theirs.CachedSpladeLoss, "mini_batch_size": 3}):
         model = sparse()
         base = SentenceTransformersLoss(model, learning())
         loss = splade(model, base, **kind)
         train(model, loss, dataset(2), tmp_path, gradient_accumulation_steps=2, num_train_epochs=1)
-        found.append(base.loss.temperature.item() - 0.5)
-    assert found[1] == pytest.approx(found[0], rel=1e-2)
+        moved.append(base.loss.temperature.item() - 0.5)
+    assert moved[1] == pytest.approx(moved[0], rel=1e-2)
 
 
 def test_keys_alone_have_no_gradient_to_cache(sparse, tmp_path):
@@ -197,7 +197,7 @@ def test_the_evaluation_loss_is_the_loss(name, mini_batch_size, sparse, tmp_path
         assert "eval_info_nce" in trainer.state.log_history[-1]
 
 
-def test_the_model_card_tells_of_the_loss(sparse, tmp_path):
+def test_model_card_describes_the_loss(sparse, tmp_path):
     model = sparse()
     base = SentenceTransformersLoss(model, InfoNCELoss(temperature=0.123))
     regulariser = SentenceTransformersLoss(model, FlopsLoss())
@@ -219,7 +219,7 @@ def test_the_model_card_tells_of_the_loss(sparse, tmp_path):
     cards = [folder / "README.md" for folder in (tmp_path, tmp_path / "saved")]
     card, other = (path.read_text("utf-8") for path in cards)
     assert "sparse_losses.integrations.sentence_transformers.SentenceTransformersLoss" in card
-    for said in (
+    for text in (
         '"document_self_reconstruction": 0.3',
         "InfoNCELoss(temperature=0.5, similarity='cosine'",
         '"mini_batch_size": 7',
@@ -234,11 +234,11 @@ def test_the_model_card_tells_of_the_loss(sparse, tmp_path):
         "#### SentenceTransformersLoss",
         "@software{sparse_losses,",
     ):
-        assert said in card, said
-        assert said in other, said
+        assert text in card, text
+        assert text in other, text
 
 
-def test_the_citation_is_the_repositorys(sparse):
+def test_citation_is_the_repositorys(sparse):
     ours = SentenceTransformersLoss(sparse(), FlopsLoss()).citation
     root = Path(__file__).resolve().parents[3]
     known = (root / "CITATION.cff").read_text("utf-8")
@@ -255,20 +255,20 @@ WRONG = {
         lambda m: InfoNCELoss(),
         {"similarity": "dot"},
         ValueError,
-        "got 'dot' for InfoNCELoss",
+        "`similarity` for DistillationLoss or MarginMSELoss only, got one for InfoNCELoss",
     ),
     "ids for a loss without negatives": (
         lambda m: FlopsLoss(),
         {"labels_are_positive_ids": True},
         ValueError,
-        "got FlopsLoss",
+        "got one for FlopsLoss",
     ),
-    "no prototypes": (lambda m: NWSLoss(None), {}, ValueError, "got None for NWSLoss"),
+    "no prototypes": (lambda m: NWSLoss(None), {}, ValueError, "`prototype` for NWSLoss, got None"),
     "a teacher": (
         lambda m: InfoNCELoss(),
         {"teacher": print},
         ValueError,
-        "`teacher` for a SpladeObjective, got one for InfoNCELoss",
+        "`teacher` for SpladeObjective only, got one for InfoNCELoss",
     ),
     "prototypes": (
         lambda m: FlopsLoss(),
@@ -281,7 +281,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_adapted_says_so(name, sparse):
+def test_wrong_options_are_errors(name, sparse):
     make, options, error, message = WRONG[name]
     model = sparse()
     with pytest.raises(error, match=message):
@@ -314,7 +314,7 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_columns_that_do_not_fit_say_so(name, sparse):
+def test_wrong_columns_are_errors(name, sparse):
     loss, columns, labels, message = UNFIT[name]
     with pytest.raises(ValueError, match=message):
         adapter(sparse(), loss).compute_loss_from_embeddings(random_columns(columns), labels)
@@ -333,6 +333,6 @@ def test_an_empty_batch_is_zero(name, sparse):
 
 
 def test_no_term_at_all_is_zero(sparse):
-    found = adapter(sparse(), SpladeObjective({})).compute_loss_from_embeddings(random_columns(2))
-    assert found == 0
-    found.backward()
+    value = adapter(sparse(), SpladeObjective({})).compute_loss_from_embeddings(random_columns(2))
+    assert value == 0
+    value.backward()

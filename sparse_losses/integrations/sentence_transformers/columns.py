@@ -1,0 +1,242 @@
+"""What each loss computes from a trainer's columns: anchors, positives, negatives, and labels."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sparse_losses import (
+    DistillationLoss,
+    FlopsLoss,
+    IdfFlopsLoss,
+    InfoNCELoss,
+    LanguagePenaltyLoss,
+    MarginMSELoss,
+    MinActivationLoss,
+    NPairLoss,
+    NWSLoss,
+    ObjectiveOutput,
+    PairwiseContrastiveLoss,
+    PositiveActivationLoss,
+    SelfReconstructionLoss,
+    SpladeBatch,
+    SpladeObjective,
+    Texts,
+    TripletMarginLoss,
+)
+from sparse_losses._core.precision import compute_dtype
+from sparse_losses._core.similarity import normalize
+from sparse_losses.objective.teacher import Teacher, score_candidates
+
+__all__ = ["COMPUTE", "Columns", "compute_loss", "texts_of_column"]
+
+
+class Columns(NamedTuple):
+    """The columns of a batch, their labels, and the options of ``SentenceTransformersLoss``."""
+
+    texts: Sequence[Texts]
+    labels: Tensor | None
+    similarity: str = "dot"
+    labels_are_positive_ids: bool = False
+    teacher: Teacher | None = None
+    prototype: Tensor | None = None
+
+    @property
+    def vectors(self) -> list[Tensor]:
+        """The vectors of the columns."""
+        return [texts.activations for texts in self.texts]
+
+
+def compute_loss(loss: nn.Module, columns: Columns) -> Tensor | ObjectiveOutput:
+    """Return the value of a loss, or the output of an objective."""
+    least, compute = next(COMPUTE[kind] for kind in type(loss).__mro__ if kind in COMPUTE)
+    name, count = type(loss).__name__, len(columns.texts)
+    if count < min(least, 2):
+        raise ValueError(f"{name} expected two columns or more (anchors, positives), got {count}")
+    if count < least:
+        raise ValueError(f"{name} expected a column of negatives, got only two columns")
+    value: Tensor | ObjectiveOutput = compute(loss, columns)
+    return value
+
+
+def texts_of_column(activations: Tensor, column: Mapping[str, Any]) -> Texts:
+    """Return the vectors of a column, with its token ids if they have one row per vector."""
+    ids, mask = column.get("input_ids"), column.get("attention_mask")
+    for x in (ids, mask):
+        if x is None or x.ndim != 2 or len(x) != len(activations):
+            return Texts(activations)
+    return Texts(activations, ids, mask)
+
+
+def _regularizer(loss: Any, columns: Columns) -> Any:
+    return loss(torch.cat(columns.vectors))
+
+
+def _self_reconstruction(loss: Any, columns: Columns) -> Any:
+    joined = reduce(Texts.join, columns.texts)
+    return loss(joined.activations, *_ids_and_mask(type(loss).__name__, joined))
+
+
+def _positive_activation(loss: Any, columns: Columns) -> Any:
+    anchor, positive, *_ = columns.texts
+    return loss(anchor.activations, *_ids_and_mask(type(loss).__name__, positive))
+
+
+def _nws(loss: Any, columns: Columns) -> Any:
+    (query, *keys), labels = columns.vectors, columns.labels
+    if labels is None or len(keys) > 1:
+        raise ValueError(
+            f"{type(loss).__name__} expected labels [B, L] and one column or two (queries, keys), "
+            f"got {_shape(labels)} and {1 + len(keys)} columns"
+        )
+    if not keys:
+        return loss(query, labels, columns.prototype)
+    return loss(query, labels, columns.prototype, key=keys[0], key_labels=labels)
+
+
+def _info_nce(loss: Any, columns: Columns) -> Any:
+    anchor, positive, *negatives = columns.vectors
+    join = torch.cat if loss.in_batch else _stack
+    positive_ids = columns.labels if columns.labels_are_positive_ids else None
+    negative = join(negatives) if negatives else None
+    return loss(anchor, positive, negative, positive_ids=positive_ids)
+
+
+def _n_pair(loss: Any, columns: Columns) -> Any:
+    anchor, positive, *negatives = columns.vectors
+    return loss(anchor, positive, torch.cat(negatives) if negatives else None)
+
+
+def _pairwise(loss: Any, columns: Columns) -> Any:
+    if len(columns.texts) > 2 or columns.labels is None:
+        raise ValueError(
+            f"{type(loss).__name__} expected two columns and labels [B], got "
+            f"{len(columns.texts)} and {_shape(columns.labels)}"
+        )
+    return loss(*columns.vectors, columns.labels)
+
+
+def _triplet(loss: Any, columns: Columns) -> Any:
+    anchor, positive, *negatives = columns.vectors
+    return loss(anchor, positive, _stack(negatives))
+
+
+def _distillation(loss: Any, columns: Columns) -> Any:
+    student = _student_scores(columns)
+    return loss(student, _teacher_scores(type(loss).__name__, columns.labels, student))
+
+
+def _margin_mse(loss: Any, columns: Columns) -> Any:
+    student = _student_scores(columns)
+    teacher = _teacher_scores(type(loss).__name__, columns.labels, student, or_margins=True)
+
+    def pairs(scores: Tensor) -> tuple[Tensor, Tensor]:
+        positive, negatives = scores[:, :1], scores[:, 1:]
+        return positive.expand_as(negatives).flatten(), negatives.flatten()
+
+    return loss(*pairs(student), *pairs(teacher))
+
+
+def _objective(loss: SpladeObjective, columns: Columns) -> Any:
+    anchor, positive, *others = columns.texts
+    negative = others[0] if others else None
+    if len(others) > 1:
+        joined = reduce(Texts.join, others)
+        known = {name: x for name, x in joined._asdict().items() if x is not None}
+        stacked = {name: _stack(x.chunk(len(others))) for name, x in known.items()}
+        negative = joined._replace(**stacked)
+    batch = SpladeBatch(anchor, positive, negative)
+    if columns.labels_are_positive_ids:
+        batch = batch._replace(positive_ids=columns.labels)
+    active = {*loss.active()}
+    distilled = {"distillation", "margin_mse"} & active
+    if columns.teacher is not None:
+        batch = batch._replace(**_taught(columns.teacher, batch, active))
+    elif distilled and not columns.labels_are_positive_ids:
+        candidates = anchor.activations.new_empty(len(anchor.activations), 1 + len(others))
+        or_margins = "distillation" not in distilled
+        scores = _teacher_scores("SpladeObjective", columns.labels, candidates, or_margins)
+        batch = batch._replace(teacher_scores=scores, teacher_candidates="own")
+    return loss(batch)
+
+
+# By the class of the loss: the least number of columns, and what it computes.
+COMPUTE: dict[type, tuple[int, Callable[[Any, Columns], Any]]] = {
+    SpladeObjective: (2, _objective),
+    InfoNCELoss: (2, _info_nce),
+    NPairLoss: (2, _n_pair),
+    TripletMarginLoss: (3, _triplet),
+    PairwiseContrastiveLoss: (2, _pairwise),
+    DistillationLoss: (3, _distillation),
+    MarginMSELoss: (3, _margin_mse),
+    NWSLoss: (1, _nws),
+    FlopsLoss: (1, _regularizer),
+    IdfFlopsLoss: (1, _regularizer),
+    MinActivationLoss: (1, _regularizer),
+    LanguagePenaltyLoss: (1, _regularizer),
+    SelfReconstructionLoss: (1, _self_reconstruction),
+    PositiveActivationLoss: (2, _positive_activation),
+}
+
+
+def _stack(columns: Sequence[Tensor]) -> Tensor:
+    """Stack ``n`` columns ``[B, V]`` to ``[B, n, V]``."""
+    return torch.stack(list(columns), dim=1)
+
+
+def _student_scores(columns: Columns) -> Tensor:
+    """Return the scores of the anchors with their positives and negatives, ``[B, 1 + n]``."""
+    vectors = columns.vectors
+    dtype = compute_dtype(**{f"column_{i}": x for i, x in enumerate(vectors)})
+    vectors = [x.to(dtype) for x in vectors]
+    if columns.similarity == "cosine":
+        vectors = [normalize(x) for x in vectors]
+    return _stack([(vectors[0] * x).sum(-1) for x in vectors[1:]])
+
+
+def _teacher_scores(
+    name: str, labels: Tensor | None, student: Tensor, or_margins: bool = False
+) -> Tensor:
+    """Return scores ``[B, 1 + n]``; for margins, scores with these differences."""
+    rows, candidates = student.shape
+    if labels is not None and labels.shape == (rows, candidates):
+        return labels.to(student.dtype)
+    if or_margins and labels is not None and labels.shape == (rows,):
+        labels = labels[:, None]
+    if not or_margins or labels is None or labels.shape != (rows, candidates - 1):
+        margins = f", or [{rows}, {candidates - 1}], its margins" if or_margins else ""
+        raise ValueError(
+            f"{name} expected labels [{rows}, {candidates}], the teacher's scores of positive and "
+            f"negatives{margins}, got {_shape(labels)}"
+        )
+    return torch.nn.functional.pad(-labels.to(student.dtype), (1, 0))
+
+
+def _taught(teacher: Teacher, batch: SpladeBatch, active: set[str]) -> dict[str, Any]:
+    """Return the teacher's scores for the terms that need them."""
+    sides = [texts for texts in batch[:3] if texts is not None]
+    for texts in sides:
+        _ids_and_mask("`teacher`", texts)
+    anchor, *documents = [texts._asdict() for texts in sides]
+    scores: dict[str, Any] = {}
+    if {"distillation", "margin_mse"} & active:
+        scores["teacher_scores"] = score_candidates(teacher, anchor, *documents)
+        scores["teacher_candidates"] = "batch"
+    if "context_distillation" in active:
+        scores["teacher_anchor_scores"] = score_candidates(teacher, anchor, anchor)
+    return scores
+
+
+def _ids_and_mask(name: str, texts: Texts) -> tuple[Tensor, Tensor]:
+    if texts.input_ids is None or texts.attention_mask is None:
+        raise ValueError(
+            f"{name} expected token ids and attention masks [B, S] with the vectors, got none "
+            "(SpladeLoss passes on vectors only: use a term of a SpladeObjective instead)"
+        )
+    return texts.input_ids, texts.attention_mask
+
+
+def _shape(labels: Tensor | None) -> str:
+    return "None" if labels is None else str(list(labels.shape))

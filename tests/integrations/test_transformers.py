@@ -1,0 +1,277 @@
+"""TrainingState in the Trainer of transformers: what the table of test_loops.py does not say."""
+
+import json
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from sparse_losses import Diagnostics, InfoNCELoss, SparsityController, SpladeEncoder
+from sparse_losses.integrations.transformers import TrainingState
+from tests.integrations import setting
+from tests.integrations.trainers import adamw, by_hugging_face, compare
+
+VOCAB_SIZE = setting.VOCAB_SIZE
+EXACT = {"rtol": 0.0, "atol": 0.0}
+works_with = pytest.mark.works_with
+TRAINER = "Hugging Face Trainer"
+SpladeTrainer = setting.example("train_with_transformers").SpladeTrainer
+
+
+def make(folder, objective, *schedules, encoder=None, state=None, optimized=None, **settings):
+    """A trainer with the callback; of a model and a learned temperature."""
+    encoder = setting.encoder() if encoder is None else encoder
+    if state is None:
+        diagnostics = {side: Diagnostics(VOCAB_SIZE) for side in ("query", "document")}
+        state = TrainingState(*schedules, loss=objective, diagnostics=diagnostics)
+    parameters = [*encoder.model.parameters(), *objective.parameters()]
+    trainer = SpladeTrainer(
+        encoder.model,
+        setting.arguments(folder, remove_unused_columns=False, **settings),
+        objective=objective,
+        processing_class=encoder.tokenizer,
+        data_collator=setting.collate,
+        train_dataset=setting.rows(40),
+        eval_dataset=setting.rows(7),
+        optimizers=(adamw(parameters if optimized is None else optimized), None),
+        callbacks=[state],
+    )
+    return trainer
+
+
+def logs_of(trainer, name="loss"):
+    """The log, without the times."""
+    entries = [entry for entry in trainer.state.log_history if name in entry]
+    timed = ("runtime", "per_second")
+    return [{k: v for k, v in entry.items() if not k.endswith(timed)} for entry in entries]
+
+
+@works_with(TRAINER, "accumulation")
+def test_last_step_of_fewer_batches_is_their_mean(tmp_path):
+    run = by_hugging_face(tmp_path, setting.row_by_row(), accumulation=3, epochs=1)
+    assert len(run.totals) == 2
+    compare(run, setting.row_by_row(), batch_size=12, epochs=1)
+
+
+@works_with(TRAINER, "resume")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_accumulation_steps": 2},
+        {"accelerator_config": {"use_seedable_sampler": False}},  # PyTorch's own
+    ],
+)
+def test_shuffled_rows_and_dropout_resume_to_the_bit(tmp_path, settings):
+    def run(resume=None):
+        objective = setting.objective()
+        schedules = setting.steered(objective)
+        trainer = make(
+            tmp_path,
+            objective,
+            *schedules,
+            encoder=setting.encoder(dropout=0.1),
+            max_steps=8,
+            save_strategy="steps",
+            save_steps=4,
+            lr_scheduler_type="linear",
+            **settings,
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        weights = setting.weights(trainer.model, objective)
+        return weights, logs_of(trainer), [one.state_dict() for one in schedules], schedules
+
+    weights, logs, states, (schedule, controller) = run()
+    moved = tmp_path / "elsewhere"
+    (tmp_path / "checkpoint-4").rename(moved)
+    then_weights, then_logs, then_states, _ = run(str(moved))
+    torch.testing.assert_close(then_weights, weights, **EXACT)
+    assert then_logs == logs
+    assert then_states == states
+    assert schedule.steps_taken == 8
+    assert controller.checkpoint == str(tmp_path / "checkpoint-8")
+
+
+def test_checkpoint_is_a_folder_of_the_model_and_a_file_of_numbers(tmp_path):
+    encoder, objective = setting.encoder(), setting.objective()
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    make(tmp_path, objective, *setting.steered(objective), encoder=encoder, **settings).train()
+    folder = tmp_path / "checkpoint-2"
+    saved = SpladeEncoder.from_pretrained(folder)
+    texts = ["서울 맛집", "a learned sparse retriever"]
+    encoder.eval()
+    one, other = (x.encode(texts, output="dense") for x in (saved, encoder))
+    torch.testing.assert_close(one, other, **EXACT)
+    state = json.loads((folder / "trainer_state.json").read_text("utf-8"))
+    saved = state["stateful_callbacks"]["TrainingState"]
+    assert saved["schedules"][0]["steps_taken"] == 2
+    assert saved["learned"] == ["loss.info_nce.temperature"]
+
+
+@works_with(TRAINER, "resume")
+def test_best_model_comes_back_with_the_parameters_of_its_loss(tmp_path):
+    objective = setting.objective()
+    trainer = make(
+        tmp_path,
+        objective,
+        max_steps=6,
+        save_strategy="steps",
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="terms/info_nce",
+        greater_is_better=True,  # so that the first is the best
+    )
+    trainer.train()
+    assert trainer.state.best_global_step == 2
+    name = "eval_terms/info_nce"
+    before = [entry[name] for entry in logs_of(trainer, name)]
+    assert trainer.evaluate()["eval_loss"] == logs_of(trainer, name)[0]["eval_loss"]
+    assert before[0] > before[-1]
+
+
+@works_with(TRAINER, "fp32")
+def test_terms_are_logged_as_means_of_the_window(tmp_path):
+    """An evaluation in between is no part of it."""
+    objective = setting.objective()
+    controller = SparsityController(objective, target_active=30, every=1)
+    trainer = make(
+        tmp_path,
+        objective,
+        controller,
+        max_steps=5,
+        gradient_accumulation_steps=2,
+        logging_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+    )
+    outputs = []
+    objective.register_forward_hook(
+        lambda *args: outputs.append(args[-1]) if torch.is_grad_enabled() else None
+    )
+    trainer.train()
+    logs = logs_of(trainer)
+    assert len(logs) == 2
+    for entry, window in zip(logs, (outputs[:4], outputs[4:8]), strict=True):
+        for name in ("info_nce", "query_flops", "document_flops"):
+            values = [output.terms[name].item() for output in window]
+            assert entry[f"terms/{name}"] == pytest.approx(sum(values) / 4)
+        assert entry["loss"] == pytest.approx(sum(o.total.item() for o in window) / 4)
+        assert entry["query/texts"] == entry["document/texts"] == 16
+        assert 0 < entry["query/active_dimensions"] < entry["document/largest"]
+    report = controller.report()
+    assert logs[1]["document_flops/target"] == 30
+    assert logs[1]["document_flops/weight"] == 0.01  # the first 20 steps
+    assert logs[1]["document_flops/status"] == report["status"] == "waiting"
+
+
+class Seen(TrainerCallback):
+    """A callback that writes the log elsewhere."""
+
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, *_, logs, **__):
+        self.logs.append(dict(logs))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_callbacks_see_the_numbers_of_one_before_them(tmp_path, is_first):
+    objective = setting.objective()
+    trainer = make(tmp_path, objective, state=TrainerCallback(), max_steps=1)
+    seen, state = Seen(), TrainingState(loss=objective)
+    trainer.add_callback(seen)
+    callbacks = trainer.callback_handler.callbacks
+    callbacks.insert(0 if is_first else len(callbacks), state)
+    trainer.train()
+    assert ("terms/info_nce" in seen.logs[0]) == is_first
+    assert "terms/info_nce" in logs_of(trainer)[0]
+
+
+def test_unmeasured_number_of_a_controller_is_not_logged(tmp_path):
+    objective = setting.objective()
+    controller = SparsityController(objective, target_active=30, every=3)
+    trainer = make(tmp_path, objective, controller)
+    trainer.train()
+    logs = logs_of(trainer)
+    assert ["document_flops/active" in entry for entry in logs] == [False, False, True, True]
+    assert all(entry["document_flops/status"] == "waiting" for entry in logs)
+
+
+def test_evaluation_terms_are_means_over_rows(tmp_path):
+    """As the loss is; the last batch has fewer rows."""
+    objective, rows = setting.objective(), setting.rows(7)
+    settings = {"eval_on_start": True, "per_device_eval_batch_size": 4}
+    trainer = make(tmp_path, objective, max_steps=1, **settings)
+    trainer.train()
+    metrics = logs_of(trainer, "eval_loss")[0]
+    encoder, reference = setting.encoder().eval(), setting.objective()
+    with torch.no_grad():
+        four, three = (
+            reference(setting.batch_of(encoder, setting.collate(some)))
+            for some in (rows[:4], rows[4:])
+        )
+    mean = (4 * four.total.item() + 3 * three.total.item()) / 7
+    assert metrics["eval_loss"] == pytest.approx(mean, rel=1e-5)
+    for name, term in four.terms.items():
+        mean = (4 * term.item() + 3 * three.terms[name].item()) / 7
+        assert metrics[f"eval_terms/{name}"] == pytest.approx(mean, rel=1e-5)
+    assert not objective._forward_hooks, "nothing stays attached"
+
+
+def test_activation_checkpointing_changes_nothing(tmp_path):
+    run = by_hugging_face(tmp_path / "1", setting.objective(), activation_checkpointing=True)
+    plain = by_hugging_face(tmp_path / "2", setting.objective())
+    assert run.encoder.model.is_activation_checkpointing
+    assert run.totals == pytest.approx(plain.totals, rel=1e-6)
+    weights = (setting.weights(x.encoder, x.objective) for x in (run, plain))
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_that_are_not_optimised_are_an_error(tmp_path):
+    encoder, objective = setting.encoder(), setting.objective()
+    trainer = make(tmp_path, objective, encoder=encoder, optimized=encoder.model.parameters())
+    with pytest.raises(ValueError, match=r"one without \['loss.info_nce.temperature'\]: pass the"):
+        trainer.train()
+
+
+def test_loss_within_the_model_is_the_models(tmp_path):
+    """Then the trainer saves and averages it."""
+    encoder, objective = setting.encoder(), setting.objective()
+    encoder.model.objective = objective
+    state = TrainingState(loss=objective)
+    trainer = make(
+        tmp_path, objective, encoder=encoder, state=state, optimized=encoder.parameters()
+    )
+    trainer.train()
+    assert state.state()["learned"] == []
+
+
+def test_checkpoint_of_another_run_is_an_error(tmp_path):
+    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    objective = setting.objective()
+    first = make(tmp_path, objective, *setting.steered(objective), **saved)
+    first.train()
+    objective = setting.objective()
+    other = make(tmp_path, objective, *setting.steered(objective)[:1], **saved)
+    with pytest.raises(ValueError, match=r"state of 1 schedules .*, got one with 2 and"):
+        other.train(resume_from_checkpoint=True)
+    silent = {"state": TrainingState(), **saved}
+    make(tmp_path / "silent", setting.objective(), **silent).train()
+    objective = setting.objective()
+    trainer = make(tmp_path / "silent", objective, *setting.steered(objective), **saved)
+    with pytest.raises(
+        ValueError, match=r"of 2 schedules .*temperature'\], got one with 0 and \[\]"
+    ):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_diagnostics_are_of_a_side():
+    with pytest.raises(ValueError, match="diagnostics"):
+        TrainingState(diagnostics={"queries": Diagnostics(VOCAB_SIZE)})
+
+
+def test_losses_may_be_a_dict():
+    """The names of data sets may have dots."""
+    losses = {"a.b": InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.5)))}
+    assert list(TrainingState(loss=losses).losses) == ["a.b"]
