@@ -85,7 +85,7 @@ class IdfFlopsLoss(LossModule):
     ) -> None:
         super().__init__(idf_flops_loss, beta=beta, estimator=estimator, gather=gather)
         check_shapes(token_penalty=(token_penalty, "V"))
-        self.register_buffer("token_penalty", token_penalty.detach())
+        self.register_constant("token_penalty", token_penalty)
 
     def forward(self, activations: Tensor, *, gather: bool | None = None) -> Tensor:
         """Return the loss; the tensors are those of the function."""

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_losses
 import sparse_losses.functional as F
-from sparse_losses._core import ways
+from sparse_losses._core import implementations
 from tests.cases import (
     BASE_CASES,
     CASES_AND_LAYERS,
@@ -223,7 +223,7 @@ def test_every_way_computes_only_the_gradients_that_are_needed(case, monkeypatch
             asked.append((needs, [g is not None for g in found]))
         return value
 
-    monkeypatch.setattr(ways, "with_own_gradient", ask)
+    monkeypatch.setattr(implementations, "with_own_gradient", ask)
     tensors = case.tensors()
     watch(case, tensors)
     case.function()(**tensors)
