@@ -118,6 +118,9 @@ def _softened_kl(
 ) -> Tensor:
     """Return ``weight * T^2`` times the mean KL of the rows that have candidates."""
     limits = torch.finfo(student.dtype)
+    if absent is not None and isinstance(temperature, Tensor):
+        # Its gradient multiplies by the scores: 0 * inf is NaN.
+        student, teacher = student.masked_fill(absent, 0.0), teacher.masked_fill(absent, 0.0)
     s, t = student / temperature, teacher / temperature
     if absent is not None:
         s, t = s.masked_fill(absent, limits.min), t.masked_fill(absent, limits.min)
