@@ -17,6 +17,7 @@ from tests import oracles
 from tests.representation import head_oracle
 
 B, D, V, S, N, C, L = 4, 5, 11, 6, 3, 5, 4
+MARGINS = ("student_positive", "student_negative", "teacher_positive", "teacher_negative")
 Arrays = dict[str, np.ndarray]
 
 
@@ -98,35 +99,30 @@ LOSSES = {
         Loss(
             "pairwise_contrastive",
             "PairwiseContrastiveLoss",
-            "(x1, x2, same, *, margin=1.0, gather=False, impl='auto', reduction='mean')",
-            bad=(("margin", _NAN), ("margin", "1"), ("impl", "blocks")),
-            ways=("direct",),
+            "(x1, x2, same, *, margin=1.0, gather=False, reduction='mean')",
+            bad=(("margin", _NAN), ("margin", "1")),
         ),
         Loss(
             "triplet_margin",
             "TripletMarginLoss",
             "(anchor, positive, negative, *, margin=0.3, similarity='cosine', "
-            "gather=False, impl='auto', reduction='mean')",
-            bad=(("margin", _NAN), ("similarity", "manhattan"), ("impl", "blocks")),
-            ways=("direct",),
+            "gather=False, reduction='mean')",
+            bad=(("margin", _NAN), ("similarity", "manhattan")),
         ),
         Loss(
             "self_reconstruction",
             "SelfReconstructionLoss",
             "(activations, input_ids, attention_mask, *, ignore_token_ids=None, balanced=False, "
-            "gather=False, impl='auto', reduction='mean')",
-            bad=(*_BAD_IDS, ("impl", "direct"), ("balanced", 1)),
-            ways=("blocks",),
+            "gather=False, reduction='mean')",
+            bad=(*_BAD_IDS, ("balanced", 1)),
         ),
         Loss(
             "positive_activation",
             "PositiveActivationLoss",
             "(activations, positive_input_ids, positive_attention_mask, token_weight=None, *, "
-            "saturating=False, ignore_token_ids=None, gather=False, impl='auto', "
-            "reduction='mean')",
+            "saturating=False, ignore_token_ids=None, gather=False, reduction='mean')",
             constructor=("token_weight",),
-            bad=(*_BAD_IDS, ("impl", "blocks"), ("saturating", 1)),
-            ways=("direct",),
+            bad=(*_BAD_IDS, ("saturating", 1)),
         ),
         Loss(
             "flops",
@@ -164,10 +160,8 @@ LOSSES = {
             "distillation",
             "DistillationLoss",
             "(student_scores, teacher_scores, *, temperature=3.0, alpha_kl=0.7, alpha_mse=0.3, "
-            "standardize='batch', candidate_mask=None, gather=False, impl='auto')",
-            ways=("direct",),
+            "standardize='batch', candidate_mask=None, gather=False)",
             bad=(
-                ("impl", "blocks"),
                 *_BAD_TEMPERATURES,
                 ("standardize", "column"),
                 ("alpha_kl", -1.0),
@@ -576,8 +570,13 @@ def _score_table(candidates: bool = False, several: bool = False):
 
 
 def _margins(rng: np.random.Generator, batch: int) -> Arrays:
-    names = ("student_positive", "student_negative", "teacher_positive", "teacher_negative")
-    return {name: rng.normal(size=batch) for name in names}
+    return {name: rng.normal(size=batch) for name in MARGINS}
+
+
+def _margins_with_absent(rng: np.random.Generator, batch: int) -> Arrays:
+    arrays = _margins(rng, batch)
+    arrays["teacher_negative"][:1] = -np.inf
+    return arrays
 
 
 def _logits(rng: np.random.Generator, batch: int) -> Arrays:
@@ -659,9 +658,7 @@ def _pair_case(stem: str, name: str, negative=None, **kwargs) -> Case:
         differentiable=("anchor", "positive") + (("negative",) if negative else ()),
         rows=("anchor", "positive") + (("negative",) if negative in ("row", "per_row") else ()),
         free={"shared": (("negative", 0),), "per_row": (("negative", 1),)}.get(negative, ()),
-        takes_implementation=(
-            negative is None if stem == "n_pair" else kwargs.get("similarity") != "euclidean"
-        ),
+        takes_implementation=stem == "n_pair" and negative is None,
     )
 
 
@@ -697,7 +694,6 @@ def _token_case(stem: str, name: str, weight: bool = False, **kwargs) -> Case:
         free=() if weight else (("activations", 1),),
         invalidate=(mask, 0) if prefix else None,
         private=("activations",),
-        takes_implementation=True,
     )
 
 
@@ -712,7 +708,6 @@ def _score_case(name: str, mask: bool = False, infinite: bool = False, **kwargs)
         masks=("candidate_mask",) if mask else (),
         invalidate=("candidate_mask", 0) if mask else None,
         private=("student_scores", "teacher_scores"),
-        takes_implementation=True,
     )
 
 
@@ -845,7 +840,6 @@ BASE_CASES = (
             differentiable=("x1", "x2"),
             rows=("x1", "x2", "same"),
             masks=("same",),
-            takes_implementation=True,
         )
         for name, margin in (("apart", 1.0), ("inside_margin", 6.0))
     ),
@@ -888,12 +882,17 @@ BASE_CASES = (
     _score_case("masked_row", mask=True, standardize="row", alpha_kl=0.4, alpha_mse=1.2),
     _score_case("infinite", infinite=True),
     _score_case("infinite_row", infinite=True, mask=True, standardize="row"),
-    Case(
-        "margin_mse",
-        "plain",
-        _margins,
-        differentiable=("student_positive", "student_negative"),
-        rows=("student_positive", "student_negative", "teacher_positive", "teacher_negative"),
+    *(
+        Case(
+            "margin_mse",
+            name,
+            make,
+            differentiable=MARGINS[:2],
+            rows=MARGINS,
+            invalidate=("teacher_positive", -np.inf),
+            private=MARGINS[:2],
+        )
+        for name, make in (("plain", _margins), ("infinite", _margins_with_absent))
     ),
 )
 
