@@ -1,6 +1,6 @@
 """Positive activation with its gradient, computed at the token ids of the positive only."""
 
-from collections.abc import Sequence
+from collections.abc import Set
 
 import torch
 from torch import Tensor
@@ -11,15 +11,15 @@ __all__ = ["direct_positive_activation"]
 
 
 def direct_positive_activation(
-    needs: Sequence[bool],
+    needs: Set[str],
+    *,
     x: Tensor,
     ids: Tensor,
     attended: Tensor,
     weight: Tensor,
     divisor: Tensor | int | None,
-    *,
     saturating: bool,
-) -> tuple[Tensor, list[Tensor | None]]:
+) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Return the row losses ``[B]``, or their sum over ``divisor``, and the gradient of ``x``."""
     tiny = torch.finfo(x.dtype).tiny
     # The occurrences of an id are counted in the buffer of the gradient, and only in columns that
@@ -38,5 +38,5 @@ def direct_positive_activation(
     else:
         cost = share * target
     value = cost.sum(-1) if divisor is None else cost.sum()
-    gradient = buffer.zero_().scatter_add_(1, ids, share) if needs[0] else None
-    return value, [gradient, None, None, None, None]
+    gradient = buffer.zero_().scatter_add_(1, ids, share) if "x" in needs else None
+    return value, {"x": gradient}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import values_can_be_checked
-from sparse_losses._core.implementations import Arguments, Implementation, Options, always, compute
+from sparse_losses._core.implementations import Arguments, Implementation, always
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses.distributed import maximum_over_ranks, sum_over_ranks
 from sparse_losses.fast.distillation import direct_distillation
@@ -107,7 +107,7 @@ def distillation_loss(
         absent = teacher_scores == -torch.inf
     tensors = (student_scores, teacher_scores, absent, temperature)
     options = {"alpha_kl": alpha_kl, "alpha_mse": alpha_mse, "by_row": by_row, "gather": gather}
-    return compute(_definition, IMPLEMENTATIONS, impl, tensors, options)
+    return _definition(*tensors, **options)
 
 
 def _definition(
@@ -192,7 +192,7 @@ def _z_scores(
     return found
 
 
-def _why_not_direct(arguments: Arguments, options: Options) -> str | None:
+def _why_not_direct(arguments: Arguments, options: Arguments) -> str | None:
     if options["gather"]:
         return "gather=False"
     return "a number as `temperature`" if isinstance(arguments[3], Tensor) else None

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.implementations import Arguments, Implementation, Options, always, compute
+from sparse_losses._core.implementations import Arguments, Implementation, always
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses.fast.pairwise_contrastive import direct_pairwise_contrastive
@@ -64,7 +64,7 @@ def pairwise_contrastive_loss(
     References:
         Dimensionality Reduction by Learning an Invariant Mapping, eq. 4 (without its halves).
     """
-    values = compute(_definition, IMPLEMENTATIONS, impl, (x1, x2, same), {"margin": margin})
+    values = _definition(x1, x2, same, margin=margin)
     return reduce(values, reduction, gather=gather)
 
 
@@ -78,7 +78,7 @@ def _definition(x1: Tensor, x2: Tensor, same: Tensor, *, margin: float) -> Tenso
     return torch.where(same, squared_distance, nnf.relu(-distance + margin).square())
 
 
-def _why_not(arguments: Arguments, options: Options) -> str | None:
+def _why_not(arguments: Arguments, options: Arguments) -> str | None:
     return None  # it supports every call
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_shapes, values_can_be_checked
-from sparse_losses._core.implementations import Arguments, Implementation, Options, always, compute
+from sparse_losses._core.implementations import Arguments, Implementation, always, compute
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce, row_divisor
 from sparse_losses._core.softmax import softplus
@@ -95,8 +95,15 @@ def positive_activation_loss(
             largest = weight.detach().amax(-1, keepdim=True)
             weight = weight / largest.clamp(min=torch.finfo(weight.dtype).tiny)
     divisor = row_divisor(activations, reduction, valid, gather)
-    arguments = activations, ids, attended, weight, divisor
-    value = compute(_definition, IMPLEMENTATIONS, impl, arguments, {"saturating": saturating})
+    arguments = {
+        "x": activations,
+        "ids": ids,
+        "attended": attended,
+        "weight": weight,
+        "divisor": divisor,
+        "saturating": saturating,
+    }
+    value = compute(_definition, IMPLEMENTATIONS, impl, arguments)
     return value if divisor is not None else reduce(value, reduction, valid, gather, zeroed=True)
 
 
@@ -124,14 +131,14 @@ def _definition(
     return rows if divisor is None else rows.sum() / divisor
 
 
-def _why_not_direct(arguments: Arguments, options: Options) -> str | None:
-    return "`token_weight` without a gradient" if arguments[3].requires_grad else None
+def _unsupported_reason(arguments: Arguments) -> str | None:
+    return "`token_weight` without a gradient" if arguments["weight"].requires_grad else None
 
 
 IMPLEMENTATIONS = (
     Implementation(
         "direct",
-        unsupported_reason=_why_not_direct,
+        unsupported_reason=_unsupported_reason,
         is_preferred=always,
         compute=direct_positive_activation,
     ),

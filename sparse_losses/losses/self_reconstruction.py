@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparse_losses._core.implementations import Arguments, Implementation, Options, always, compute
+from sparse_losses._core.implementations import Arguments, Implementation, always
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce, row_divisor
 from sparse_losses._core.softmax import softplus
@@ -100,7 +100,7 @@ def self_reconstruction_loss(
     num_rows = row_divisor(x, reduction, gather=gather)
     by_rows = balanced or num_rows is None  # row values or divisors per row
     options = {"by_rows": by_rows}
-    sums = compute(_definition, IMPLEMENTATIONS, impl, (x, ids, attended, ignored, ratio), options)
+    sums = _definition(x, ids, attended, ignored, ratio, **options)
     if num_rows is None or by_rows:
         return reduce(sums / divisor, reduction, gather=gather)
     return sums / (num_kept * num_rows)
@@ -129,7 +129,7 @@ def _definition(
     return cost.sum(-1) if by_rows else cost.sum()
 
 
-def _why_not_blocks(arguments: Arguments, options: Options) -> str | None:
+def _why_not_blocks(arguments: Arguments, options: Arguments) -> str | None:
     x, ids = arguments[:2]
     if x.shape[1] == 0 or ids.shape[1] == 0:
         return f"V and S of at least 1, got {x.shape[1]} and {ids.shape[1]},"

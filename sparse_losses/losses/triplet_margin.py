@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.implementations import Arguments, Implementation, Options, always, compute
+from sparse_losses._core.implementations import Arguments, Implementation, always
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
@@ -67,7 +67,7 @@ def triplet_margin_loss(
         FaceNet: A Unified Embedding for Face Recognition and Clustering, section 3.1.
     """
     options = {"margin": margin, "similarity": similarity}
-    values = compute(_definition, IMPLEMENTATIONS, impl, (anchor, positive, negative), options)
+    values = _definition(anchor, positive, negative, **options)
     has_negatives = negative.ndim == 2 or negative.shape[1] > 0
     valid = None if has_negatives else torch.zeros_like(values).bool()
     return reduce(values, reduction, valid, gather)
@@ -95,7 +95,7 @@ def _definition(
     return nnf.relu(far - near + margin).mean(-1)
 
 
-def _why_not(arguments: Arguments, options: Options) -> str | None:
+def _why_not(arguments: Arguments, options: Arguments) -> str | None:
     if options["similarity"] == "euclidean":
         return 'similarity="cosine" or "dot"'
     negative = arguments[2]

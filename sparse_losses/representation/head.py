@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,7 +16,7 @@ from sparse_losses._core.checks import (
     check_shapes,
     values_can_be_checked,
 )
-from sparse_losses._core.implementations import Implementation, choose
+from sparse_losses._core.implementations import Arguments, Implementation, choose
 from sparse_losses._core.loss import loss
 from sparse_losses._core.own_gradient import is_transformed
 from sparse_losses._core.precision import compute_dtype
@@ -118,15 +118,19 @@ def splade_head(
     _check_gate(gate)
     if impl == "definition" and sparse_grad:
         raise ValueError('expected sparse_grad=False with impl="definition"')
-    tensors = hidden, weight, bias, attention_mask, gate
-    options: dict[str, Any] = {
+    arguments: dict[str, Any] = {
+        "hidden": hidden,
+        "weight": weight,
+        "bias": bias,
+        "attended": attention_mask,
+        "gate": gate,
         "dtype": compute_dtype(hidden=hidden, weight=weight, bias=bias, gate=gate),
         "return_logits": return_logits,
         "sparse_grad": sparse_grad,
     }
-    way = choose(IMPLEMENTATIONS, impl, tensors, options)
+    way = choose(IMPLEMENTATIONS, impl, arguments)
     compute: Callable[..., Any] = _definition if way is None else way.compute
-    activations, pooled = compute(*tensors, **options)
+    activations, pooled = compute(**arguments)
     return (activations, pooled) if return_logits else activations
 
 
@@ -166,37 +170,33 @@ def _check_gate(gate: Tensor | None) -> None:
         )
 
 
-Tensors = Sequence[Any]
-Options = Mapping[str, Any]
-
-
-def _why_not_tiles(tensors: Tensors, options: Options) -> str | None:
-    batch, length, _ = tensors[0].shape
+def _why_not_tiles(arguments: Arguments) -> str | None:
+    batch, length, _ = arguments["hidden"].shape
     if batch == 0 or length == 0:
         return f"at least one position, got {[batch, length]},"
-    if options["sparse_grad"] and not torch.compiler.is_compiling():
+    if arguments["sparse_grad"] and not torch.compiler.is_compiling():
         return "sparse_grad=False"
     return None
 
 
-def _packing_pays(tensors: Tensors, options: Options) -> bool:
-    is_sparse = options["sparse_grad"] and not torch.compiler.is_compiling()
-    return bool(tensors[0].device.type == "cpu" or is_sparse)
+def _packing_pays(arguments: Arguments) -> bool:
+    is_sparse = arguments["sparse_grad"] and not torch.compiler.is_compiling()
+    return bool(arguments["hidden"].device.type == "cpu" or is_sparse)
 
 
-def _why_not_triton(tensors: Tensors, options: Options) -> str | None:
+def _why_not_triton(arguments: Arguments) -> str | None:
     if not _HAS_TRITON:
         return "the package `triton`, 3.6 or newer (pip install 'sparse-losses[kernels]')"
-    device = tensors[0].device
+    device = arguments["hidden"].device
     if not _runs_triton(device):
         return f"an NVIDIA GPU of compute capability 8.0 or newer, got {device},"
-    if options["dtype"] == torch.float64:
+    if arguments["dtype"] == torch.float64:
         return "fp32, fp16 or bf16 tensors, got torch.float64,"
     if is_transformed():
         return "no torch.func transform"
-    if options["sparse_grad"]:
+    if arguments["sparse_grad"]:
         return "sparse_grad=False"
-    return _why_not_tiles(tensors, options)
+    return _why_not_tiles(arguments)
 
 
 def _runs_triton(device: torch.device) -> bool:

@@ -1,6 +1,6 @@
 """SPLADE pooling: from vocabulary logits at every position to one sparse vector per text."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -8,7 +8,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.activation import splade_activation
-from sparse_losses._core.implementations import Implementation, choose
+from sparse_losses._core.implementations import Arguments, Implementation, choose
 from sparse_losses._core.loss import loss
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses.fast.pooling import nonzeros_pool
@@ -58,7 +58,7 @@ def splade_pool(
     References:
         SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval, eq. 6.
     """
-    way = choose(IMPLEMENTATIONS, impl, (logits, attention_mask), {})
+    way = choose(IMPLEMENTATIONS, impl, {"logits": logits, "attention_mask": attention_mask})
     compute: Callable[..., Any] = _definition if way is None else way.compute
     dtype = compute_dtype(logits=logits)
     activations, pooled = compute(logits, attention_mask, dtype=dtype, return_logits=return_logits)
@@ -77,8 +77,8 @@ def _definition(
     return splade_activation(highest.to(dtype), None, None, absent, return_logits)
 
 
-def _why_not_nonzeros(tensors: Sequence[Any], options: Mapping[str, Any]) -> str | None:
-    device = tensors[0].device
+def _why_not_nonzeros(arguments: Arguments) -> str | None:
+    device = arguments["logits"].device
     return None if device.type == "cpu" else f"logits on the CPU, got {device},"
 
 
