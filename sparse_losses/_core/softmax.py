@@ -30,8 +30,10 @@ def contrastive_rows(
         return _mean_where(positive_mask, terms)
     # The log-sum-exp is of differences: large scores that differ little keep their digits.
     if one_positive:
-        own = torch.where(positive_mask, scores, 0.0).sum(-1, keepdim=True)
-        gap = masked_logsumexp(scores - own, negative_mask)
+        own = torch.where(positive_mask, scores, 0.0).sum(-1)
+        shift = own.detach()
+        # The last difference is 0. It has the gradient of the positive, and its NaN.
+        gap = masked_logsumexp(scores - shift[:, None], negative_mask) + (shift - own)
     else:
         if scores.shape[-1]:
             scores = scores - _finite(scores.detach().amax(-1, keepdim=True))

@@ -147,9 +147,9 @@ def _one_direction(
         rows = slice(start, min(start + rows_at_once, num_rows))
         block, place = scores.block(rows), start + first
         own_ids = None if ids is None else ids[place : rows.stop + first]
-        block.sub_(block.diagonal(place).clone()[:, None])
-        _hide(block, place, own_ids, ids)
-        losses, gradient, slope = _terms(block, 1, decoupled)
+        own = block.diagonal(place).clone()
+        _hide(block.sub_(own[:, None]), place, own_ids, ids)
+        losses, gradient, slope = _terms(block, own, 1, decoupled)
         values.append(losses.sum())
         if needs_gradient:
             slope = slope.mul_(weight)
@@ -173,8 +173,8 @@ def _both_directions(
     by_row = block.sub_(own[:, None])
     for differences in (by_row, by_column):
         _hide(differences, 0, ids, ids)
-    losses, gradient, slope = _terms(by_row, 1, decoupled)
-    more, gradient_by_column, slope_by_column = _terms(by_column, 0, decoupled)
+    losses, gradient, slope = _terms(by_row, own, 1, decoupled)
+    more, gradient_by_column, slope_by_column = _terms(by_column, own, 0, decoupled)
     if needs_gradient:
         slope, slope_by_column = slope.mul_(weight), slope_by_column.mul_(weight)
         gradient.mul_(slope[:, None]).add_(gradient_by_column.mul_(slope_by_column))
@@ -191,9 +191,12 @@ def _hide(block: Tensor, place: int, own_ids: Tensor | None, ids: Tensor | None)
         block[:, : len(ids)].masked_fill_(own_ids[:, None] == ids, lowest)
 
 
-def _terms(differences: Tensor, dim: int, decoupled: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _terms(
+    differences: Tensor, own: Tensor, dim: int, decoupled: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses, softmax over the negatives, and minus the slope at the positives."""
     probabilities, gap = softmax(differences, dim)
+    gap.add_(own - own)  # the NaN of a positive without a negative
     if decoupled:
         return gap, probabilities, torch.ones_like(gap)
     return softplus(gap), probabilities, gap.sigmoid()
