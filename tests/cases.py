@@ -22,6 +22,7 @@ from tests import oracles
 from tests.representation import head_oracle
 
 B, D, V, S, N, C, L = 4, 5, 11, 6, 3, 5, 4
+MARGINS = ("student_positive", "student_negative", "teacher_positive", "teacher_negative")
 Arrays = dict[str, np.ndarray]
 
 
@@ -125,11 +126,9 @@ LOSSES = {
             "positive_activation",
             "PositiveActivationLoss",
             "(activations, positive_input_ids, positive_attention_mask, token_weight=None, *, "
-            "saturating=False, ignore_token_ids=None, gather=False, impl='auto', "
-            "reduction='mean')",
+            "saturating=False, ignore_token_ids=None, gather=False, reduction='mean')",
             constructor=("token_weight",),
-            bad=(*_BAD_IDS, ("impl", "blocks"), ("saturating", 1)),
-            implementations=("direct",),
+            bad=(*_BAD_IDS, ("saturating", 1)),
         ),
         Loss(
             "flops",
@@ -588,8 +587,13 @@ def _score_table(candidates: bool = False, several: bool = False):
 
 
 def _margins(rng: np.random.Generator, batch: int) -> Arrays:
-    names = ("student_positive", "student_negative", "teacher_positive", "teacher_negative")
-    return {name: rng.normal(size=batch) for name in names}
+    return {name: rng.normal(size=batch) for name in MARGINS}
+
+
+def _margins_with_absent(rng: np.random.Generator, batch: int) -> Arrays:
+    arrays = _margins(rng, batch)
+    arrays["teacher_negative"][:1] = -np.inf
+    return arrays
 
 
 def _logits(rng: np.random.Generator, batch: int) -> Arrays:
@@ -707,7 +711,6 @@ def _token_case(stem: str, name: str, weight: bool = False, **kwargs) -> Case:
         free=() if weight else (("activations", 1),),
         invalidate=(mask, 0) if prefix else None,
         private=("activations",),
-        implementations=("direct",) if prefix else (),
     )
 
 
@@ -903,12 +906,17 @@ BASE_CASES = (
     _score_case("masked_row", mask=True, standardize="row", alpha_kl=0.4, alpha_mse=1.2),
     _score_case("infinite", infinite=True),
     _score_case("infinite_row", infinite=True, mask=True, standardize="row"),
-    Case(
-        "margin_mse",
-        "plain",
-        _margins,
-        differentiable=("student_positive", "student_negative"),
-        rows=("student_positive", "student_negative", "teacher_positive", "teacher_negative"),
+    *(
+        Case(
+            "margin_mse",
+            name,
+            make,
+            differentiable=MARGINS[:2],
+            rows=MARGINS,
+            invalidate=("teacher_positive", -np.inf),
+            private=MARGINS[:2],
+        )
+        for name, make in (("plain", _margins), ("infinite", _margins_with_absent))
     ),
 )
 

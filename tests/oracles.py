@@ -440,11 +440,13 @@ def distillation(
 
 
 def margin_mse(student_positive, student_negative, teacher_positive, teacher_negative) -> Rows:
-    """``((s+ - s-) - (t+ - t-))^2``."""
+    """``((s+ - s-) - (t+ - t-))^2``; not valid where a teacher's score is ``-inf``."""
+    rows: list[float | None] = []
     columns = (student_positive, student_negative, teacher_positive, teacher_negative)
-    return _rows(
-        [float(((sp - sn) - (tp - tn)) ** 2) for sp, sn, tp, tn in zip(*columns, strict=True)]
-    )
+    for sp, sn, tp, tn in zip(*columns, strict=True):
+        is_absent = tp == -np.inf or tn == -np.inf
+        rows.append(None if is_absent else float(((sp - sn) - (tp - tn)) ** 2))
+    return _rows(rows)
 
 
 # ------------------------------------------------------------------------------------------------

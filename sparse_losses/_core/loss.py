@@ -273,6 +273,14 @@ class LossModule(nn.Module):
             setattr(self, name, value)
         self.check_hyperparameters()
 
+    def register_constant(self, name: str, tensor: Tensor | None) -> None:
+        """Register a buffer without a gradient; autograd cannot save one made in inference mode."""
+        tensor = None if tensor is None else tensor.detach()
+        if tensor is not None and tensor.is_inference():
+            with torch.inference_mode(False):
+                tensor = tensor.clone()
+        self.register_buffer(name, tensor)
+
     def check_hyperparameters(self) -> None:
         """Raise for a hyperparameter that the function would refuse."""
         values = self.hyperparameters()

@@ -43,15 +43,15 @@ class LabelLists:
         self._label_bounds = bounds_of(label, like.shape[1])
 
     @classmethod
-    def where_they_pay(cls, labels: Sequence[Tensor], like: Tensor) -> "LabelLists | None":
+    def for_few_labels(cls, labels: Sequence[Tensor], like: Tensor) -> "LabelLists | None":
         """Return lists for labels ``[N_k, L]``, or ``None`` if more than one in eight is set."""
         size = sum(map(len, labels))
-        found, start = [], 0
+        pairs, start = [], 0
         for part in labels:
             row, label = part.nonzero().int().unbind(1)
-            found.append((row + start, label))
+            pairs.append((row + start, label))
             start += len(part)
-        row, label = (torch.cat(part) for part in zip(*found, strict=True))
+        row, label = (torch.cat(part) for part in zip(*pairs, strict=True))
         return cls(row, label, size, like) if 8 * len(row) <= size * like.shape[1] else None
 
     @property

@@ -117,8 +117,8 @@ def _instances(
         all_features[-len(mask) :].masked_fill_(is_empty, 0.0)
         is_absent = is_empty[:, 0].to(y.dtype)
         labels[-1] = labels[-1].masked_fill(is_empty, 0)
-    found = LabelLists.where_they_pay(labels, y) if y.device.type == "cpu" else None
-    return all_features, found or DenseLabels(torch.cat(labels).to(y.dtype)), is_absent
+    lists = LabelLists.for_few_labels(labels, y) if y.device.type == "cpu" else None
+    return all_features, lists or DenseLabels(torch.cat(labels).to(y.dtype)), is_absent
 
 
 class _Weights:
@@ -192,13 +192,13 @@ class _Weights:
 
     def without_negatives(self, rows: slice, is_absent: Tensor | None) -> Tensor:
         """Return a mask of the rows without negatives in the denominator ``[c, 1]``."""
-        found, shared = self.y[rows].amin(1, keepdim=True) > 0, self.shared(rows)
+        has_all_labels, shared = self.y[rows].amin(1, keepdim=True) > 0, self.shared(rows)
         if shared is None:
-            return found
+            return has_all_labels
         negatives = self.negatives(rows, shared)
         if is_absent is not None:
             negatives[-len(is_absent) :].add_(is_absent[:, None], alpha=-self.far)
-        return found & (negatives.amax(0)[:, None] < -self.far / 2)
+        return has_all_labels & (negatives.amax(0)[:, None] < -self.far / 2)
 
 
 def _rows(

@@ -1,22 +1,19 @@
 """Knowledge distillation of scores: softened KL plus z-score MSE."""
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.checks import values_can_be_checked
-from sparse_losses._core.implementations import Arguments, Implementation, always
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses.distributed import maximum_over_ranks, sum_over_ranks
-from sparse_losses.fast.distillation import direct_distillation
 
 __all__ = ["DistillationLoss", "distillation_loss"]
 
 Standardize = Literal["batch", "row"]
-Impl = Literal["auto", "definition", "direct"]
 
 
 @loss(
@@ -37,7 +34,6 @@ def distillation_loss(
     standardize: Standardize = "batch",
     candidate_mask: Tensor | None = None,
     gather: bool = False,
-    impl: Impl = "auto",
 ) -> Tensor:
     r"""Match the student's scores of a candidate list to the teacher's.
 
@@ -64,9 +60,6 @@ def distillation_loss(
             fewer than three candidates then have $z = 0$: two always have z-scores of +-0.7071.
         candidate_mask: ``[B, C]`` bool, int or float 0/1; marks the entries that count.
         gather: whether all statistics are over all ranks' rows (``sparse_losses.distributed``).
-        impl: ``"definition"`` evaluates the formula operation by operation; ``"direct"`` computes
-            value and gradient together (``temperature`` is a number, no ``gather``); ``"auto"``
-            selects direct where it is supported.
 
     Returns:
         0-d, fp32 (fp64 for fp64 inputs), >= 0; 0 without candidates. The KL is divided by the
@@ -100,112 +93,131 @@ def distillation_loss(
         )
     if len(student_scores) == 0 or not (alpha_kl > 0 or alpha_mse > 0):
         return student_scores[:0].sum()  # 0 and part of the graph
-    absent = None
+    candidate = None  # all are
     if candidate_mask is not None:
-        absent = ~candidate_mask | (teacher_scores == -torch.inf)
+        candidate = candidate_mask & (teacher_scores != -torch.inf)
     elif not values_can_be_checked(teacher_scores) or teacher_scores.amin() == -torch.inf:
-        absent = teacher_scores == -torch.inf
-    tensors = (student_scores, teacher_scores, absent, temperature)
-    options = {"alpha_kl": alpha_kl, "alpha_mse": alpha_mse, "by_row": by_row, "gather": gather}
-    return _definition(*tensors, **options)
+        candidate = teacher_scores != -torch.inf
+
+    absent = None if candidate is None else ~candidate
+    scores = student_scores, teacher_scores, candidate, absent
+    if not alpha_mse > 0:
+        return _softened_kl(alpha_kl, *scores, temperature, gather)
+    mse = _z_score_mse(alpha_mse, *scores, by_row, gather)
+    return _softened_kl(alpha_kl, *scores, temperature, gather) + mse if alpha_kl > 0 else mse
 
 
-def _definition(
+def _softened_kl(
+    weight: float,
     student: Tensor,
     teacher: Tensor,
+    candidate: Tensor | None,
     absent: Tensor | None,
     temperature: float | Tensor,
-    *,
-    alpha_kl: float,
-    alpha_mse: float,
+    gather: bool,
+) -> Tensor:
+    """Return ``weight * T^2`` times the mean KL of the rows that have candidates."""
+    limits = torch.finfo(student.dtype)
+    if absent is not None and isinstance(temperature, Tensor):
+        # Its gradient multiplies by the scores: 0 * inf is NaN.
+        student, teacher = student.masked_fill(absent, 0.0), teacher.masked_fill(absent, 0.0)
+    s, t = student / temperature, teacher / temperature
+    if absent is not None:
+        s, t = s.masked_fill(absent, limits.min), t.masked_fill(absent, limits.min)
+    log_q = s.log_softmax(-1)
+    # p is at least the smallest normal number, so that q / p does not overflow.
+    log_p = t.log_softmax(-1).clamp(min=math.log(limits.tiny))
+    x = log_q - log_p
+    if absent is not None:
+        x = x.masked_fill(absent, 0.0)
+    # The sum of p log(p / q) - p + q, where q - p sums to 0: in this form the gradient keeps its
+    # digits where p and q are nearly equal and where one entry has nearly all of the probability.
+    kl = (log_p.exp() * (x.expm1() - x)).sum()
+
+    rows = (
+        kl.new_full((), len(student))
+        if candidate is None
+        else candidate.any(-1).sum(dtype=kl.dtype)
+    )
+    if gather:
+        kl, rows = sum_over_ranks(kl), sum_over_ranks(rows)
+    # Beyond this limit both distributions are equal, and T^2 is infinite: 0 * inf is NaN.
+    most = limits.max**0.5 / 2
+    if isinstance(temperature, Tensor):
+        temperature = temperature.clamp(max=most)
+    else:
+        temperature = min(temperature, most)
+    return kl / (rows.clamp(min=1) / (weight * temperature * temperature))
+
+
+def _z_score_mse(
+    weight: float,
+    student: Tensor,
+    teacher: Tensor,
+    candidate: Tensor | None,
+    absent: Tensor | None,
     by_row: bool,
     gather: bool,
 ) -> Tensor:
-    candidate = torch.ones_like(student, dtype=torch.bool) if absent is None else ~absent
-    student, teacher = (torch.where(candidate, x, 0.0) for x in (student, teacher))
-    # On a CPU, a product with 0 and 1 takes a fraction of the time of `where`. `far_below` excludes
-    # entries that are not candidates; -inf would make a row without candidates NaN.
-    member = candidate.to(student.dtype)
-    far_below = (1 - member) * torch.finfo(student.dtype).min
-    over_ranks = sum_over_ranks if gather else _unchanged
+    """Return ``weight`` times the mean squared difference of the candidates' z-scores."""
+    dims = (-1,) if by_row else (-2, -1)
+    across_ranks = gather and not by_row  # one matrix of all ranks' rows
+    if candidate is None:
+        size = student.shape[1] if by_row else student.numel()
+        count = student.new_full((1, 1), size).expand(len(student) if by_row else 1, 1)
+    else:
+        count = candidate.sum(dims, keepdim=True, dtype=student.dtype)
+    count = sum_over_ranks(count) if across_ranks else count
+    if by_row:
+        divisor = sum_over_ranks(count.sum()) if gather else count.sum()
+        if absent is not None:  # the z of a row of two are always +-0.7071: they say nothing
+            absent = absent | (count < 2.5)
+    # Fewer than two candidates have z = 0 and need no division by 0.
+    count = count.clamp(min=1.5)
+    divisor = divisor.clamp(min=1.0) if by_row else count.squeeze()
 
-    value = student.new_zeros(())
-    if alpha_kl > 0:
-        log_q, log_p = ((x / temperature + far_below).log_softmax(-1) for x in (student, teacher))
-        rows = over_ranks(candidate.any(-1).sum()).clamp(min=1)
-        kl = over_ranks(_divergence(log_p, log_q, candidate).sum()) / rows
-        # Beyond this limit both distributions are equal, and T^2 is infinite: 0 * inf is NaN.
-        most = torch.finfo(kl.dtype).max ** 0.5 / 2
-        squared = (kl.new_ones(()) * temperature).clamp(max=most).square()
-        value = value + alpha_kl * (squared * kl)
-    if alpha_mse > 0:
-        z_student, z_teacher = _z_scores((student, teacher), member, far_below, by_row, gather)
-        mse = over_ranks((z_student - z_teacher).square().sum())
-        mse = mse / over_ranks(candidate.sum()).clamp(min=1)
-        value = value + alpha_mse * mse
-    return value
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x
-
-
-def _divergence(log_p: Tensor, log_q: Tensor, candidate: Tensor) -> Tensor:
-    """Return ``p log(p / q) - p + q``, each >= 0, as ``p (expm1(x) - x)`` with ``x = log(q / p)``.
-
-    ``q - p`` sums to 0. At a high temperature both distributions are nearly uniform, and the terms
-    ``p log(p / q)`` alone cancel to rounding errors, which T^2 multiplies.
-    """
-    # p is at least the smallest normal number, so that q / p does not overflow.
-    log_p = log_p.clamp(min=math.log(torch.finfo(log_p.dtype).tiny))
-    x = torch.where(candidate, log_q - log_p, 0.0)
-    return log_p.exp() * (torch.expm1(x) - x)
+    if student.is_cpu:
+        z_student, z_teacher = (
+            _z_scores(scores, absent, count, dims, across_ranks) for scores in (student, teacher)
+        )
+    else:  # half of the launches, but the teacher's side is also part of the backward pass
+        both = _z_scores(torch.stack([student, teacher]), absent, count, dims, across_ranks)
+        z_student, z_teacher = both[0], both[1].detach()
+    error = nnf.mse_loss(z_student, z_teacher, reduction="sum")
+    if gather:
+        error = sum_over_ranks(error)
+    return error / (divisor / weight)
 
 
 def _z_scores(
-    both: Sequence[Tensor], member: Tensor, far_below: Tensor, by_row: bool, gather: bool
-) -> list[Tensor]:
-    """Return the z-scores of the candidates; elsewhere scores and ``member`` are 0, and z is 0."""
-    dims = (-1,) if by_row else (-2, -1)
-    of_matrix = gather and not by_row  # one matrix of the rows of all ranks
-    over_ranks = sum_over_ranks if of_matrix else _unchanged
-    largest_of_ranks = maximum_over_ranks if of_matrix else _unchanged
-    count = over_ranks(member.sum(dims, keepdim=True))
-    some, size = count.clamp(min=1), member.numel()  # divided by the size, no sum overflows
-    scaled, found = [], []
-    for scores in both:  # in two loops, so that compiled code computes both sides in one pass
-        half = scores.detach() * 0.5  # the range of halves does not overflow
-        highest = largest_of_ranks((half + far_below).amax(dims, keepdim=True))
-        lowest = -largest_of_ranks((far_below - half).amax(dims, keepdim=True))
-        rough_mean = over_ranks((half * (1 / size)).sum(dims, keepdim=True)) * (size / some)
-        # Equal scores carry no information, nor does a row of two, whose z are always +-0.7071.
-        says_nothing = (highest <= lowest) | (count < (3 if by_row else 2))
-        # z does not depend on shift and scale, so the gradient treats them as constants.
-        scale = torch.where(says_nothing, 0.0, 1 / (highest - lowest).clamp(min=1e-30))
-        scaled.append(((scores * 0.5 - rough_mean) * member * scale, 0.5e-8 * scale))
-    for x, least in scaled:
-        mean = over_ranks(x.sum(dims, keepdim=True)) / some
-        squares = over_ranks(x.square().sum(dims, keepdim=True)) - mean.square() * count
-        # A range of 1 makes them at least 1/2, but for rounding.
-        deviation = (squares.clamp(min=0.25) / (count - 1).clamp(min=1)).sqrt()
-        found.append((x - mean) * member * (deviation + least).reciprocal())
-    return found
+    scores: Tensor,
+    absent: Tensor | None,
+    count: Tensor,
+    dims: tuple[int, ...],
+    across_ranks: bool,
+) -> Tensor:
+    """Return the z-scores of the candidates; 0 elsewhere and where all candidates are equal."""
+    # z does not depend on shift and scale, so the gradient treats them as constants. A lowest score
+    # of 0 makes equal scores exactly 0; a range of 1 keeps their squares from under- and overflow.
+    x = scores * 0.5  # the range of halves does not overflow
+    lowest = x.detach() if absent is None else x.detach().masked_fill(absent, torch.inf)
+    lowest = lowest.amin(dims, keepdim=True)
+    x = x - (-maximum_over_ranks(-lowest) if across_ranks else lowest)
+    if absent is not None:
+        x = x.masked_fill(absent, 0.0)
+    largest = x.detach().amax(dims, keepdim=True)
+    largest = maximum_over_ranks(largest) if across_ranks else largest
+    x = x / largest.clamp(min=1e-30)
 
-
-def _why_not_direct(arguments: Arguments, options: Arguments) -> str | None:
-    if options["gather"]:
-        return "gather=False"
-    return "a number as `temperature`" if isinstance(arguments[3], Tensor) else None
-
-
-IMPLEMENTATIONS = (
-    Implementation(
-        "direct",
-        unsupported_reason=_why_not_direct,
-        is_preferred=always,
-        compute=direct_distillation,
-    ),
-)
+    sums = x.sum(dims, keepdim=True)
+    centred = x - (sum_over_ranks(sums) if across_ranks else sums) / count
+    if absent is not None:
+        centred = centred.masked_fill(absent, 0.0)
+    norm = torch.linalg.vector_norm(centred, dim=dims, keepdim=True)
+    if across_ranks:  # a range of 1 makes the sum at least 1/2; without it there is no gradient
+        norm = sum_over_ranks(norm.square()).clamp(min=0.25).sqrt()
+    # Equal scores are divided by infinity, so that they have no gradient either.
+    return centred / torch.add(norm * (count - 1).rsqrt(), largest.reciprocal(), alpha=0.5e-8)
 
 
 class DistillationLoss(LossModule):
@@ -229,7 +241,6 @@ class DistillationLoss(LossModule):
         alpha_mse: float = 0.3,
         standardize: Standardize = "batch",
         gather: bool = False,
-        impl: Impl = "auto",
     ) -> None:
         super().__init__(
             distillation_loss,
@@ -238,7 +249,6 @@ class DistillationLoss(LossModule):
             alpha_mse=alpha_mse,
             standardize=standardize,
             gather=gather,
-            impl=impl,
         )
 
     def forward(
@@ -248,10 +258,9 @@ class DistillationLoss(LossModule):
         *,
         candidate_mask: Tensor | None = None,
         gather: bool | None = None,
-        impl: Impl | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        options = self.hyperparameters(gather=gather, impl=impl)
+        options = self.hyperparameters(gather=gather)
         return distillation_loss(
             student_scores, teacher_scores, candidate_mask=candidate_mask, **options
         )

@@ -28,8 +28,11 @@ def flops_loss(
 
     Both estimators sum over ``V``: a weight tuned for one vocabulary does not fit another.
 
+    Activations must be >= 0, which is not checked: signed logits of opposite signs cancel in the
+    mean, and the loss and its gradient can vanish while every row is dense.
+
     Args:
-        activations: ``[B, V]`` floating.
+        activations: ``[B, V]`` floating, >= 0.
         estimator: ``"biased"`` (as in the paper) or ``"unbiased"`` (needs ``B >= 2``).
         gather: whether the means are over the rows of all ranks, which must all have the same
             number of rows (see ``sparse_losses.distributed``); only sums ``[V]`` are exchanged.

@@ -26,9 +26,10 @@ def idf_flops_loss(
     $x_{ij}$ is the activation of token $j$ in row $i$, $w$ the ``token_penalty`` (see
     ``idf_penalty``). Near zero the gradient of the second sum vanishes, that of the first does not.
     ``estimator="unbiased"`` replaces $m_j^2$ as in ``flops_loss``; the first sum has no bias.
+    Activations must be >= 0, which is not checked: values of opposite signs cancel in $m_j$.
 
     Args:
-        activations: ``[B, V]`` floating.
+        activations: ``[B, V]`` floating, >= 0.
         token_penalty: ``[V]``, ``w``; cast to the dtype of the computation.
         beta: weight of the squared part, >= 0.
         estimator: ``"biased"`` or ``"unbiased"`` (needs ``B >= 2``).
@@ -85,7 +86,7 @@ class IdfFlopsLoss(LossModule):
     ) -> None:
         super().__init__(idf_flops_loss, beta=beta, estimator=estimator, gather=gather)
         check_shapes(token_penalty=(token_penalty, "V"))
-        self.register_buffer("token_penalty", token_penalty.detach())
+        self.register_constant("token_penalty", token_penalty)
 
     def forward(self, activations: Tensor, *, gather: bool | None = None) -> Tensor:
         """Return the loss; the tensors are those of the function."""

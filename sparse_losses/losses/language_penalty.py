@@ -67,7 +67,7 @@ class LanguagePenaltyLoss(LossModule):
     ) -> None:
         super().__init__(language_penalty_loss, gather=gather, reduction=reduction)
         check_shapes(token_penalty=(token_penalty, "V"))
-        self.register_buffer("token_penalty", token_penalty.detach())
+        self.register_constant("token_penalty", token_penalty)
 
     def forward(self, activations: Tensor, *, gather: bool | None = None) -> Tensor:
         """Return the loss; the tensors are those of the function."""

@@ -1,8 +1,10 @@
 """MarginMSE: match the teacher's margin of positive over negative (Hofstaetter et al., 2020)."""
 
+import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from sparse_losses._core.checks import values_can_be_checked
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 
@@ -30,15 +32,16 @@ def margin_mse_loss(
 
     $s^+$, $s^-$ are the student's scores of positive and negative, $t^+$, $t^-$ the teacher's. A
     constant added to the scores of either model changes nothing; a factor does.
+    A teacher's score of ``-inf`` means that the candidate is not there: the row is not valid.
 
     Args:
         student_positive: ``[B]`` floating.
         student_negative: ``[B]``.
-        teacher_positive: ``[B]``; detached.
-        teacher_negative: ``[B]``; detached.
+        teacher_positive: ``[B]``; detached. ``-inf`` marks a row that does not count.
+        teacher_negative: ``[B]``; detached; ``-inf`` likewise.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
             same number of rows (see ``sparse_losses.distributed``).
-        reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
+        reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
         fp32 (fp64 for fp64 inputs), 0-d or ``[B]``, >= 0.
@@ -60,11 +63,12 @@ def margin_mse_loss(
     """
     student_margin = student_positive - student_negative
     teacher_margin = teacher_positive - teacher_negative
-    # One launch includes the reduction, but the mean of no row is NaN and ranks are unsupported.
-    if student_margin.shape[0] > 0 and not gather:
-        return nnf.mse_loss(student_margin, teacher_margin, reduction=reduction)
-    squares = nnf.mse_loss(student_margin, teacher_margin, reduction="none")
-    return reduce(squares, reduction, gather=gather)
+    if values_can_be_checked(teacher_margin) and teacher_margin.isfinite().all():
+        squares = nnf.mse_loss(student_margin, teacher_margin, reduction="none")
+        return reduce(squares, reduction, gather=gather)
+    valid = (teacher_positive != -torch.inf) & (teacher_negative != -torch.inf)
+    difference = torch.where(valid, student_margin - teacher_margin, 0.0)
+    return reduce(difference.square(), reduction, valid, gather, zeroed=True)
 
 
 class MarginMSELoss(LossModule):

@@ -395,10 +395,9 @@ class NWSLoss(LossModule):
         )
         check_shapes(label_similarity=(label_similarity, "L L, optional"))
         if label_similarity is not None:
-            label_similarity = label_similarity.detach()
             if type(label_similarity) is Tensor and label_similarity.device.type != "meta":
                 _check_similarity(label_similarity)  # a single sync is acceptable
-        self.register_buffer("label_similarity", label_similarity)
+        self.register_constant("label_similarity", label_similarity)
 
     def forward(
         self,

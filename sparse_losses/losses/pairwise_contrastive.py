@@ -1,20 +1,15 @@
 """Contrastive loss on labelled pairs (Hadsell, Chopra and LeCun, 2006)."""
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.implementations import Arguments, Implementation, always
+from sparse_losses._core.checks import values_can_be_checked
 from sparse_losses._core.loss import LossModule, loss
+from sparse_losses._core.precision import widest_dtype
 from sparse_losses._core.reduction import Reduction, reduce
-from sparse_losses.fast.pairwise_contrastive import direct_pairwise_contrastive
 
 __all__ = ["PairwiseContrastiveLoss", "pairwise_contrastive_loss"]
-
-
-Impl = Literal["auto", "definition", "direct"]
 
 
 @loss(x1="B D", x2="B D", same="B, mask", margin=">= 0")
@@ -25,7 +20,6 @@ def pairwise_contrastive_loss(
     *,
     margin: float = 1.0,
     gather: bool = False,
-    impl: Impl = "auto",
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Pull pairs of the same class together; push pairs of different classes a margin apart.
@@ -43,8 +37,6 @@ def pairwise_contrastive_loss(
         margin: ``m``, in units of the Euclidean distance, >= 0.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
             same number of rows (see ``sparse_losses.distributed``).
-        impl: ``"definition"`` evaluates the formula operation by operation; ``"direct"`` computes
-            value and gradient together; ``"auto"`` selects direct where it is supported.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -64,32 +56,24 @@ def pairwise_contrastive_loss(
     References:
         Dimensionality Reduction by Learning an Invariant Mapping, eq. 4 (without its halves).
     """
-    values = _definition(x1, x2, same, margin=margin)
-    return reduce(values, reduction, gather=gather)
-
-
-def _definition(x1: Tensor, x2: Tensor, same: Tensor, *, margin: float) -> Tensor:
-    """Loss of every pair ``[B]``."""
-    squared_distance = (x1 - x2).square().sum(-1)
+    squared_distance = _squared_distance(x1, x2)
     # The slope of the square root at 0 is infinite.
     is_zero = squared_distance == 0
-    distance = torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, squared_distance).sqrt())
+    distance = squared_distance.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
     # `margin - distance` would compile a new graph for every margin.
-    return torch.where(same, squared_distance, nnf.relu(-distance + margin).square())
+    values = torch.where(same, squared_distance, nnf.relu(-distance + margin).square())
+    return reduce(values.to(x1.dtype), reduction, gather=gather)
 
 
-def _why_not(arguments: Arguments, options: Arguments) -> str | None:
-    return None  # it supports every call
-
-
-IMPLEMENTATIONS = (
-    Implementation(
-        "direct",
-        unsupported_reason=_why_not,
-        is_preferred=always,
-        compute=direct_pairwise_contrastive,
-    ),
-)
+def _squared_distance(x1: Tensor, x2: Tensor) -> Tensor:
+    """Return ``[B]``, in fp64 where squares in fp32 would underflow or overflow."""
+    if values_can_be_checked(x1) and values_can_be_checked(x2) and len(x1) > 0:
+        squares = nnf.mse_loss(x1, x2, reduction="none").sum(-1)  # its gradient is one pass
+        low, high = squares.aminmax()
+        if low > 1e-30 and high < 1e30:
+            return squares
+    wide = widest_dtype(x1.device)
+    return nnf.mse_loss(x1.to(wide), x2.to(wide), reduction="none").sum(-1)
 
 
 class PairwiseContrastiveLoss(LossModule):
@@ -108,11 +92,10 @@ class PairwiseContrastiveLoss(LossModule):
         *,
         margin: float = 1.0,
         gather: bool = False,
-        impl: Impl = "auto",
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__(
-            pairwise_contrastive_loss, margin=margin, gather=gather, impl=impl, reduction=reduction
+            pairwise_contrastive_loss, margin=margin, gather=gather, reduction=reduction
         )
 
     def forward(
@@ -122,8 +105,7 @@ class PairwiseContrastiveLoss(LossModule):
         same: Tensor,
         *,
         gather: bool | None = None,
-        impl: Impl | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        options = self.hyperparameters(gather=gather, impl=impl)
+        options = self.hyperparameters(gather=gather)
         return pairwise_contrastive_loss(x1, x2, same, **options)

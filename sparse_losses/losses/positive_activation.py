@@ -1,22 +1,21 @@
 """Positive activation: an anchor should activate the tokens of its positive."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_shapes, values_can_be_checked
-from sparse_losses._core.implementations import Arguments, Implementation, always, compute
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.reduction import Reduction, reduce, row_divisor
+from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import softplus
-from sparse_losses._core.token_ids import TokenIds, attended_ids, check_ids, id_mask
-from sparse_losses.fast.positive_activation import direct_positive_activation
+from sparse_losses._core.token_ids import (
+    TokenIds,
+    attended_ids,
+    check_ids,
+    first_occurrences,
+    id_mask,
+)
 
 __all__ = ["PositiveActivationLoss", "positive_activation_loss"]
-
-
-Impl = Literal["auto", "definition", "direct"]
 
 
 @loss(
@@ -34,7 +33,6 @@ def positive_activation_loss(
     saturating: bool = False,
     ignore_token_ids: TokenIds | None = None,
     gather: bool = False,
-    impl: Impl = "auto",
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Negative mean of an anchor's activations at the tokens of its positive.
@@ -55,8 +53,6 @@ def positive_activation_loss(
         ignore_token_ids: ids left out of $T_i$, such as the special tokens.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
             same number of rows (see ``sparse_losses.distributed``).
-        impl: ``"definition"`` evaluates the formula operation by operation; ``"direct"`` computes
-            value and gradient together; ``"auto"`` selects direct where it is supported.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -80,69 +76,29 @@ def positive_activation_loss(
         From the notes of a Korean neural sparse retriever (its versions V22 to V26).
     """
     _check_weight(token_weight)
-    attended, vocab_size = positive_attention_mask, activations.shape[1]
+    x, attended, vocab_size = activations, positive_attention_mask, activations.shape[1]
     ids = attended_ids(
         "positive_input_ids", positive_input_ids, attended, vocab_size, gathered=True
     )
     ignored = id_mask("ignore_token_ids", ignore_token_ids, vocab_size, ids.device)
     if ignored is not None:
         attended = attended & ~ignored[ids]
-    weight = attended if token_weight is None else torch.where(attended, token_weight[ids], 0.0)
-    valid = weight.any(-1)  # a NaN weight is valid, so that it is visible
+    ids, is_target = first_occurrences(ids, attended)
+    weight = is_target.to(x.dtype)
+    valid = is_target.any(-1)
     if token_weight is not None:
-        attended = attended & valid[:, None]
+        weight = torch.where(is_target, token_weight[ids], 0.0)
+        valid = weight.any(-1)  # a NaN weight is valid, so that it is visible
+        is_target = is_target & valid[:, None]
         if weight.shape[1]:  # a mean sees no scale, and sums of scaled weights stay in range
             largest = weight.detach().amax(-1, keepdim=True)
             weight = weight / largest.clamp(min=torch.finfo(weight.dtype).tiny)
-    divisor = row_divisor(activations, reduction, valid, gather)
-    arguments = {
-        "x": activations,
-        "ids": ids,
-        "attended": attended,
-        "weight": weight,
-        "divisor": divisor,
-        "saturating": saturating,
-    }
-    value = compute(_definition, IMPLEMENTATIONS, impl, arguments)
-    return value if divisor is not None else reduce(value, reduction, valid, gather, zeroed=True)
 
-
-def _definition(
-    x: Tensor,
-    ids: Tensor,
-    attended: Tensor,
-    weight: Tensor,
-    divisor: Tensor | int | None,
-    *,
-    saturating: bool,
-) -> Tensor:
-    """Loss of every row ``[B]``, 0 where nothing is attended, or their sum over ``divisor``.
-
-    ``weight`` is ``[B, S]``.
-    """
-    # An id that occurs k times in a row gets one k-th of its weight at each position.
-    count = torch.zeros_like(x).scatter_add(1, ids, attended.to(x.dtype)).gather(1, ids)
-    weight = weight / count.clamp(min=1)
-    total = weight.sum(-1, keepdim=True)
-    share = weight / torch.where(total != 0, total, 1.0)
-    target = torch.where(attended, x.gather(1, ids), 0.0)
+    target = x.gather(1, ids).masked_fill(~is_target, 0.0)
     cost = softplus(-target) if saturating else -target
-    rows = (share * cost).sum(-1)
-    return rows if divisor is None else rows.sum() / divisor
-
-
-def _unsupported_reason(arguments: Arguments) -> str | None:
-    return "`token_weight` without a gradient" if arguments["weight"].requires_grad else None
-
-
-IMPLEMENTATIONS = (
-    Implementation(
-        "direct",
-        unsupported_reason=_unsupported_reason,
-        is_preferred=always,
-        compute=direct_positive_activation,
-    ),
-)
+    total = weight.sum(-1).clamp(min=torch.finfo(weight.dtype).tiny)  # 0 in a row that is not valid
+    values = (weight * cost).sum(-1) / total
+    return reduce(values, reduction, valid, gather, zeroed=True)
 
 
 def _check_weight(token_weight: Tensor | None) -> None:
@@ -175,7 +131,6 @@ class PositiveActivationLoss(LossModule):
         saturating: bool = False,
         ignore_token_ids: TokenIds | None = None,
         gather: bool = False,
-        impl: Impl = "auto",
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__(
@@ -183,13 +138,11 @@ class PositiveActivationLoss(LossModule):
             saturating=saturating,
             ignore_token_ids=check_ids("ignore_token_ids", ignore_token_ids),
             gather=gather,
-            impl=impl,
             reduction=reduction,
         )
         check_shapes(token_weight=(token_weight, "V, optional"))
         _check_weight(token_weight)
-        weight = None if token_weight is None else token_weight.detach()
-        self.register_buffer("token_weight", weight)
+        self.register_constant("token_weight", token_weight)
 
     def forward(
         self,
@@ -198,7 +151,6 @@ class PositiveActivationLoss(LossModule):
         positive_attention_mask: Tensor,
         *,
         gather: bool | None = None,
-        impl: Impl | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
         return positive_activation_loss(
@@ -206,5 +158,5 @@ class PositiveActivationLoss(LossModule):
             positive_input_ids,
             positive_attention_mask,
             self.token_weight,
-            **self.hyperparameters(gather=gather, impl=impl),
+            **self.hyperparameters(gather=gather),
         )

@@ -1,13 +1,10 @@
 """Self-reconstruction: a text should activate its own tokens."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from sparse_losses._core.implementations import Arguments, Implementation, always
 from sparse_losses._core.loss import LossModule, loss
-from sparse_losses._core.reduction import Reduction, reduce, row_divisor
+from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import softplus
 from sparse_losses._core.token_ids import (
     TokenIds,
@@ -16,12 +13,8 @@ from sparse_losses._core.token_ids import (
     first_occurrences,
     id_mask,
 )
-from sparse_losses.fast.self_reconstruction import blockwise_self_reconstruction
 
 __all__ = ["SelfReconstructionLoss", "self_reconstruction_loss"]
-
-
-Impl = Literal["auto", "definition", "blocks"]
 
 
 @loss(activations="B V", input_ids="B S, token ids", attention_mask="B S, mask")
@@ -33,7 +26,6 @@ def self_reconstruction_loss(
     ignore_token_ids: TokenIds | None = None,
     balanced: bool = False,
     gather: bool = False,
-    impl: Impl = "auto",
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Binary cross-entropy between a row's scores and the set of tokens in its text.
@@ -59,9 +51,6 @@ def self_reconstruction_loss(
         balanced: whether to weigh both sides equally, as above; an empty side counts as 0.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
             same number of rows (see ``sparse_losses.distributed``).
-        impl: ``"definition"`` evaluates the formula operation by operation; ``"blocks"`` computes
-            value and gradient together, some rows at a time; ``"auto"`` selects blocks where it is
-            supported.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -86,36 +75,11 @@ def self_reconstruction_loss(
     x, attended, vocab_size = activations, attention_mask, activations.shape[1]
     ids = attended_ids("input_ids", input_ids, attended, vocab_size, gathered=True)
     ignored = id_mask("ignore_token_ids", ignore_token_ids, vocab_size, x.device)
-    num_kept: float | Tensor = max(vocab_size, 1)
+    num_kept: int | Tensor = max(vocab_size, 1)
     if ignored is not None:
         attended = attended & ~ignored[ids]
         num_kept = (~ignored).sum().clamp(min=1)
-    # Value of a row: (sum over the others + ratio * sum over the targets) / divisor.
-    divisor: float | Tensor = num_kept
-    ratio: float | Tensor = 1.0
-    if balanced:
-        num_targets = first_occurrences(ids, attended)[1].sum(-1).to(x.dtype)
-        num_others = (num_kept - num_targets).clamp(min=1)
-        divisor, ratio = 2 * num_others, num_others / num_targets  # not read without targets
-    num_rows = row_divisor(x, reduction, gather=gather)
-    by_rows = balanced or num_rows is None  # row values or divisors per row
-    options = {"by_rows": by_rows}
-    sums = _definition(x, ids, attended, ignored, ratio, **options)
-    if num_rows is None or by_rows:
-        return reduce(sums / divisor, reduction, gather=gather)
-    return sums / (num_kept * num_rows)
 
-
-def _definition(
-    x: Tensor,
-    ids: Tensor,
-    attended: Tensor,
-    ignored: Tensor | None,
-    ratio: float | Tensor,
-    *,
-    by_rows: bool,
-) -> Tensor:
-    """Sum over the others plus ``ratio`` times the sum over the targets, ``[B]`` or in total."""
     # -1 at the targets, 1 elsewhere. Compiled code multiplies by bytes in a fraction of the time in
     # which it reads booleans. Positions that are not attended write 1 to column 0.
     sign = torch.ones_like(x, dtype=torch.int8)
@@ -124,26 +88,13 @@ def _definition(
     if ignored is not None:
         signed = torch.where(ignored, -torch.inf, signed)  # softplus(-inf) = 0
     cost = softplus(signed)
-    if isinstance(ratio, Tensor):
-        cost = torch.where(sign < 0, ratio[:, None], 1.0) * cost
-    return cost.sum(-1) if by_rows else cost.sum()
-
-
-def _why_not_blocks(arguments: Arguments, options: Arguments) -> str | None:
-    x, ids = arguments[:2]
-    if x.shape[1] == 0 or ids.shape[1] == 0:
-        return f"V and S of at least 1, got {x.shape[1]} and {ids.shape[1]},"
-    return None
-
-
-IMPLEMENTATIONS = (
-    Implementation(
-        "blocks",
-        unsupported_reason=_why_not_blocks,
-        is_preferred=always,
-        compute=blockwise_self_reconstruction,
-    ),
-)
+    if not balanced:
+        return reduce(cost.sum(-1) / num_kept, reduction, gather=gather)
+    num_targets = first_occurrences(ids, attended)[1].sum(-1).to(x.dtype)
+    num_others = (num_kept - num_targets).clamp(min=1)
+    ratio = num_others / num_targets  # infinite without targets, where it is not read
+    cost = torch.where(sign < 0, ratio[:, None], 1.0) * cost
+    return reduce(cost.sum(-1) / (2 * num_others), reduction, gather=gather)
 
 
 class SelfReconstructionLoss(LossModule):
@@ -164,7 +115,6 @@ class SelfReconstructionLoss(LossModule):
         ignore_token_ids: TokenIds | None = None,
         balanced: bool = False,
         gather: bool = False,
-        impl: Impl = "auto",
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__(
@@ -172,7 +122,6 @@ class SelfReconstructionLoss(LossModule):
             ignore_token_ids=check_ids("ignore_token_ids", ignore_token_ids),
             balanced=balanced,
             gather=gather,
-            impl=impl,
             reduction=reduction,
         )
 
@@ -183,8 +132,7 @@ class SelfReconstructionLoss(LossModule):
         attention_mask: Tensor,
         *,
         gather: bool | None = None,
-        impl: Impl | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        options = self.hyperparameters(gather=gather, impl=impl)
+        options = self.hyperparameters(gather=gather)
         return self_reconstruction_loss(activations, input_ids, attention_mask, **options)

@@ -6,15 +6,11 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.implementations import Arguments, Implementation, always
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
-from sparse_losses.fast.triplet_margin import direct_triplet_margin
 
 __all__ = ["TripletMarginLoss", "triplet_margin_loss"]
-
-Impl = Literal["auto", "definition", "direct"]
 
 
 @loss(anchor="B D", positive="B D", negative="B D or B N D", margin="finite")
@@ -26,7 +22,6 @@ def triplet_margin_loss(
     margin: float = 0.3,
     similarity: Literal["cosine", "dot", "euclidean"] = "cosine",
     gather: bool = False,
-    impl: Impl = "auto",
     reduction: Reduction = "mean",
 ) -> Tensor:
     r"""Hinge loss: the positive should be more similar than the negative by a margin.
@@ -44,9 +39,6 @@ def triplet_margin_loss(
         similarity: ``"cosine"`` (of the rows, normalised here), ``"dot"`` or ``"euclidean"``.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
             same number of rows (see ``sparse_losses.distributed``).
-        impl: ``"definition"`` evaluates the formula operation by operation; ``"direct"`` computes
-            value and gradient together (not for ``"euclidean"``); ``"auto"`` selects direct
-            where it is supported.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
 
     Returns:
@@ -66,48 +58,29 @@ def triplet_margin_loss(
     References:
         FaceNet: A Unified Embedding for Face Recognition and Clustering, section 3.1.
     """
-    options = {"margin": margin, "similarity": similarity}
-    values = _definition(anchor, positive, negative, **options)
-    has_negatives = negative.ndim == 2 or negative.shape[1] > 0
-    valid = None if has_negatives else torch.zeros_like(values).bool()
-    return reduce(values, reduction, valid, gather)
-
-
-def _definition(
-    anchor: Tensor, positive: Tensor, negative: Tensor, *, margin: float, similarity: str
-) -> Tensor:
-    """Loss of every row ``[B]``."""
-    is_one = negative.ndim == 2
-    if not is_one and negative.shape[1] == 0:  # no row is valid, but all of them stay in the graph
-        return torch.cat([anchor[:, None], positive[:, None], negative], dim=1).sum((1, 2))
-    if similarity == "euclidean":
-        near = -(anchor - positive).square().sum(-1, keepdim=True)
-        far = -(anchor.unsqueeze(1) - (negative[:, None] if is_one else negative)).square().sum(-1)
-    else:
-        if similarity == "cosine":
-            anchor, positive, negative = normalize(anchor), normalize(positive), normalize(negative)
-        near = (anchor * positive).sum(-1, keepdim=True)
-        if is_one:  # a stack of one would compile to a matrix product
-            far = (anchor * negative).sum(-1, keepdim=True)
-        else:
-            far = torch.einsum("bd,bnd->bn", anchor, negative)
+    if negative.ndim == 3 and negative.shape[1] == 0:  # no row is valid, but all are in the graph
+        values = torch.cat([anchor[:, None], positive[:, None], negative], dim=1).sum((1, 2))
+        return reduce(values, reduction, torch.zeros_like(values).bool(), gather)
+    if similarity == "cosine":
+        anchor, positive, negative = normalize(anchor), normalize(positive), normalize(negative)
+    near, far = _similarities(anchor, positive, negative, similarity == "euclidean")
     # The number comes last: `margin - near` would compile a new graph for every margin.
-    return nnf.relu(far - near + margin).mean(-1)
+    return reduce(nnf.relu(far - near + margin).mean(-1), reduction, gather=gather)
 
 
-def _why_not(arguments: Arguments, options: Arguments) -> str | None:
-    if options["similarity"] == "euclidean":
-        return 'similarity="cosine" or "dot"'
-    negative = arguments[2]
-    has_negatives = negative.ndim == 2 or negative.shape[1] > 0
-    return None if has_negatives else "a negative in every row"
-
-
-IMPLEMENTATIONS = (
-    Implementation(
-        "direct", unsupported_reason=_why_not, is_preferred=always, compute=direct_triplet_margin
-    ),
-)
+def _similarities(
+    anchor: Tensor, positive: Tensor, negative: Tensor, squared_distance: bool
+) -> tuple[Tensor, Tensor]:
+    """Return ``sim(a, p)`` as ``[B, 1]`` and ``sim(a, n)`` as ``[B, N]``."""
+    is_one = negative.ndim == 2
+    if squared_distance:
+        near = -(anchor - positive).square().sum(-1, keepdim=True)
+        far = -(anchor[:, None] - (negative[:, None] if is_one else negative)).square().sum(-1)
+        return near, far
+    near = (anchor * positive).sum(-1, keepdim=True)
+    if is_one:  # a stack of one would compile to a matrix product
+        return near, (anchor * negative).sum(-1, keepdim=True)
+    return near, torch.einsum("bd,bnd->bn", anchor, negative)
 
 
 class TripletMarginLoss(LossModule):
@@ -127,7 +100,6 @@ class TripletMarginLoss(LossModule):
         margin: float = 0.3,
         similarity: Literal["cosine", "dot", "euclidean"] = "cosine",
         gather: bool = False,
-        impl: Impl = "auto",
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__(
@@ -135,7 +107,6 @@ class TripletMarginLoss(LossModule):
             margin=margin,
             similarity=similarity,
             gather=gather,
-            impl=impl,
             reduction=reduction,
         )
 
@@ -146,8 +117,7 @@ class TripletMarginLoss(LossModule):
         negative: Tensor,
         *,
         gather: bool | None = None,
-        impl: Impl | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        options = self.hyperparameters(gather=gather, impl=impl)
+        options = self.hyperparameters(gather=gather)
         return triplet_margin_loss(anchor, positive, negative, **options)

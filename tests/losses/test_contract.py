@@ -209,6 +209,23 @@ def test_constructor_tensors_are_buffers_that_follow_the_module(case):
     assert name in module.state_dict()
 
 
+@over(WITH_CONSTANTS)
+def test_a_module_built_in_inference_mode_trains(case):
+    tensors = case.tensors()
+    leaves = watch(case, tensors)
+    (name,) = case.loss.constructor
+    with torch.inference_mode():
+        made = {**tensors, name: tensors[name].clone()}
+        module, rest = case.module(made)
+    assert made[name].is_inference()
+    value, expected = module(**rest), alive(case.function()(**tensors))
+    assert torch.equal(value, expected)
+    for gradient, wanted in zip(
+        gradients(value, leaves).values(), gradients(expected, leaves).values(), strict=True
+    ):
+        torch.testing.assert_close(gradient, wanted)
+
+
 @over([c for c in BASE_CASES if c.kwargs])
 def test_hyperparameters_are_plain_attributes_that_schedules_assign_and_repr_shows(case):
     tensors = case.tensors()
@@ -1063,11 +1080,12 @@ def test_self_reconstruction_never_builds_its_target(options):
         value.backward()
     assert x.grad.any()
     assert batch * vocab <= seen.largest <= batch * vocab
-    assert built == []
+    # Bytes: the signs before the targets are written, and where they are negative.
+    assert set(built) <= {"aten.ones_like.default", "aten.lt.Scalar"}
 
 
 @pytest.mark.parametrize("saturating", [True, False])
-def test_positive_activation_holds_its_gradient_and_no_mask(saturating):
+def test_positive_activation_holds_nothing_as_large_as_the_activations(saturating):
     batch, length, vocab = 8, 10, 4000
     x = torch.rand(batch, vocab, requires_grad=True)
     ids = torch.randint(0, vocab, (batch, length))
@@ -1075,17 +1093,8 @@ def test_positive_activation_holds_its_gradient_and_no_mask(saturating):
         value = F.positive_activation_loss(
             x, ids, torch.ones_like(ids), torch.rand(vocab), saturating=saturating
         )
-        built = list(seen.targets)
+        assert seen.large == set()
+        assert 0 < seen.largest < batch * vocab
         value.backward()
     assert x.grad.any()
-    assert built == ["aten.zero_.default"]
-    assert seen.large == {x.grad.data_ptr()}
-    assert seen.largest == batch * vocab
-
-
-def test_the_recorder_notices_a_target():
-    x = torch.rand(3, 7)
-    with Recorder(target_size=21) as seen:
-        torch.zeros_like(x).scatter_(1, torch.tensor([[1], [2], [3]]), 1.0)
-    assert seen.largest == 21
-    assert seen.targets
+    assert seen.largest == batch * vocab  # the gradient

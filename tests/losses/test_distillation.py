@@ -15,7 +15,6 @@ from tests.losses.test_contract import counting
 from tests.strategies import draw, score_problems, seeds
 
 modes = pytest.mark.parametrize("standardize", ["batch", "row"])
-ways = pytest.mark.parametrize("impl", ["definition", "direct"])
 
 
 @given(score_problems())
@@ -172,33 +171,31 @@ def test_a_minus_infinite_teacher_score_is_a_masked_candidate(seed, standardize)
     assert not left[~mask].any()
 
 
-@ways
 @modes
-def test_a_masked_candidate_hides_everything(standardize, impl):
+def test_a_masked_candidate_hides_everything(standardize):
     s, z = draw(0, 3, 5), draw(1, 3, 5)
     mask = torch.ones(3, 5)
     mask[0, 1] = mask[2, 4] = 0
-    plain = distillation_loss(s, z, candidate_mask=mask, standardize=standardize, impl=impl)
+    plain = distillation_loss(s, z, candidate_mask=mask, standardize=standardize)
     for bad in (torch.nan, torch.inf, -torch.inf, 1e300):
         a, b = (v.masked_fill(mask == 0, bad).requires_grad_() for v in (s, z))
-        loss = distillation_loss(a, b, candidate_mask=mask, standardize=standardize, impl=impl)
+        loss = distillation_loss(a, b, candidate_mask=mask, standardize=standardize)
         torch.testing.assert_close(loss, plain)
         loss.backward()
         assert torch.isfinite(a.grad).all()
         assert not a.grad[mask == 0].any()
         assert a.grad[mask == 1].any()
-    assert not torch.allclose(distillation_loss(s, z, standardize=standardize, impl=impl), plain)
+    assert not torch.allclose(distillation_loss(s, z, standardize=standardize), plain)
 
 
-@ways
 @modes
-def test_a_student_score_under_a_minus_infinite_teacher_is_hidden(standardize, impl):
+def test_a_student_score_under_a_minus_infinite_teacher_is_hidden(standardize):
     s, z = draw(0, 3, 5), draw(1, 3, 5)
     z[0, 1] = -torch.inf
-    plain = distillation_loss(s, z, standardize=standardize, impl=impl)
+    plain = distillation_loss(s, z, standardize=standardize)
     s[0, 1] = torch.nan
     s.requires_grad_()
-    loss = distillation_loss(s, z, standardize=standardize, impl=impl)
+    loss = distillation_loss(s, z, standardize=standardize)
     loss.backward()
     torch.testing.assert_close(loss, plain)
     assert torch.isfinite(s.grad).all()
@@ -222,16 +219,13 @@ def test_a_masked_row_or_column_is_as_if_it_were_not_there(standardize, along):
 # Constant scores
 
 
-@ways
 @modes
 @pytest.mark.parametrize("constant", [0.0, 0.3, -1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_constant_scores_have_a_zero_z_and_no_gradient_from_the_mse(
-    standardize, constant, dtype, impl
-):
+def test_constant_scores_have_a_zero_z_and_no_gradient_from_the_mse(standardize, constant, dtype):
     s = torch.full((3, 4), constant, dtype=dtype, requires_grad=True)
     z = draw(0, 3, 4).to(dtype).requires_grad_()
-    options = {"standardize": standardize, "alpha_mse": 1.0, "impl": impl}
+    options = {"standardize": standardize, "alpha_mse": 1.0}
     loss = distillation_loss(s, z, alpha_kl=0.0, **options)
     # the other side's z has unit unbiased variance: 3 of 4 degrees of freedom in a row, 11 of 12
     expected = pytest.approx(3 / 4 if standardize == "row" else 11 / 12, rel=1e-5)
@@ -269,10 +263,9 @@ def test_a_row_with_two_candidates_has_no_z_in_row_mode():
     assert s.grad[1].any()
 
 
-@ways
-def test_two_candidates_of_a_matrix_have_z_scores(impl):
+def test_two_candidates_of_a_matrix_have_z_scores():
     """Of one over the root of 2 and minus that, whichever the scores are."""
-    options = {"alpha_kl": 0.0, "alpha_mse": 1.0, "impl": impl}
+    options = {"alpha_kl": 0.0, "alpha_mse": 1.0}
     teacher = torch.tensor([[5.0, 1.0]])
     for student, expected in (([0.3, 0.1], 0.0), ([0.1, 0.3], 2.0)):
         loss = distillation_loss(torch.tensor([student]), teacher, **options)
@@ -289,13 +282,12 @@ def test_nearly_constant_scores_keep_a_bounded_gradient_direction():
 # Digits
 
 
-@ways
 @modes
 @pytest.mark.parametrize("scale", [1e-25, 1e-12, 1e12, 1e20, 1e37])
-def test_the_mse_part_neither_overflows_nor_underflows(standardize, scale, impl):
+def test_the_mse_part_neither_overflows_nor_underflows(standardize, scale):
     s, z = (scale * draw(0, 3, 4)).float().requires_grad_(), (scale * draw(1, 3, 4)).float()
     options = {"alpha_kl": 0.0, "alpha_mse": 1.0, "standardize": standardize}
-    loss = distillation_loss(s, z, impl=impl, **options)
+    loss = distillation_loss(s, z, **options)
     exact = s.detach().double().requires_grad_()
     reference = textbook(exact, z.double(), 1.0, **options)
     assert loss.item() == pytest.approx(reference.item(), rel=1e-5, abs=0)
@@ -305,23 +297,21 @@ def test_the_mse_part_neither_overflows_nor_underflows(standardize, scale, impl)
     assert expected.any()
 
 
-@ways
 @pytest.mark.parametrize("scale", [1.0, 50.0, 1e4])
-def test_extreme_scores_stay_finite(scale, impl):
+def test_extreme_scores_stay_finite(scale):
     s, z = (scale * draw(0, 3, 4)).float().requires_grad_(), (scale * draw(1, 3, 4)).float()
-    loss = distillation_loss(s, z, temperature=1.0, alpha_mse=0.0, alpha_kl=1.0, impl=impl)
+    loss = distillation_loss(s, z, temperature=1.0, alpha_mse=0.0, alpha_kl=1.0)
     expected = textbook(s.detach().double(), z.double(), 1.0, 1.0, 0.0, "batch")
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
     assert torch.autograd.grad(loss, s)[0].isfinite().all()
 
 
-@ways
 @modes
 @pytest.mark.parametrize("temperature", [1.0, 1e4])
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
 @pytest.mark.parametrize("alphas", [(1.0, 0.0), (0.0, 1.0)], ids=["kl", "mse"])
 def test_single_precision_keeps_the_digits_of_small_differences(
-    standardize, temperature, offset, alphas, impl
+    standardize, temperature, offset, alphas
 ):
     s = (draw(0, 7, 50) + offset).float()
     z = (s + 0.1 * draw(1, 7, 50)).float()
@@ -335,7 +325,6 @@ def test_single_precision_keeps_the_digits_of_small_differences(
         alpha_kl=alphas[0],
         alpha_mse=alphas[1],
         standardize=standardize,
-        impl=impl,
     )
     # Scores are rounded to 1e-7 of the offset, log-probabilities to 1e-7: that is what differences
     # of 0.1, and of 0.1 / T, lose. `p log(p / q)` alone would lose the value, (0.1 / T)^2 / 2.
@@ -346,17 +335,14 @@ def test_single_precision_keeps_the_digits_of_small_differences(
     assert (gradient.double() - expected).norm() <= close * expected.norm()
 
 
-@ways
 @pytest.mark.parametrize("lead", [8.0, 12.0, 30.0, 60.0])
-def test_an_easy_row_keeps_the_digits_of_its_gradient(lead, impl):
+def test_an_easy_row_keeps_the_digits_of_its_gradient(lead):
     # By itself, minus the others' sum would be the difference of two numbers next to 1.
     s = torch.tensor([[lead, 0.0, 0.5, -1.0]], requires_grad=True)
     z = torch.tensor([[lead + 1, 0.0, 0.3, -1.0]])
     found = []
     for x in (s, s.detach().double().requires_grad_()):
-        loss = distillation_loss(
-            x, z.to(x.dtype), temperature=1.0, alpha_kl=1.0, alpha_mse=0.0, impl=impl
-        )
+        loss = distillation_loss(x, z.to(x.dtype), temperature=1.0, alpha_kl=1.0, alpha_mse=0.0)
         found.append(torch.autograd.grad(loss, x)[0].double())
     torch.testing.assert_close(*found, rtol=2e-5, atol=0)
 
@@ -375,24 +361,22 @@ def test_agreement_is_zero_to_the_last_bit(standardize):
 # A part whose weight is 0 is not computed
 
 
-@ways
 @pytest.mark.parametrize("temperature", [1e20, 3e38])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_huge_temperature_leaves_the_mse(impl, temperature, dtype):
+def test_a_huge_temperature_leaves_the_mse(temperature, dtype):
     """T^2 is infinite in fp32, and both distributions are uniform: 0 * inf would be NaN."""
     found = []
     for alpha_kl in (0.0, 0.7):
         s = draw(0, 3, 4).to(dtype).requires_grad_()
-        options = {"temperature": temperature, "alpha_kl": alpha_kl, "impl": impl}
+        options = {"temperature": temperature, "alpha_kl": alpha_kl}
         loss = distillation_loss(s, draw(1, 3, 4).to(dtype), **options)
         found.append((loss.detach(), *torch.autograd.grad(loss, s)))
     torch.testing.assert_close(*found)
     assert found[0][1].any()
 
 
-@ways
-def test_the_temperature_is_a_scale_as_long_as_its_square_is_a_number(impl):
-    options = {"alpha_kl": 1.0, "alpha_mse": 0.0, "impl": impl}
+def test_the_temperature_is_a_scale_as_long_as_its_square_is_a_number():
+    options = {"alpha_kl": 1.0, "alpha_mse": 0.0}
     s, z = draw(0, 3, 4).float(), draw(1, 3, 4).float()
     expected = distillation_loss(s, z, temperature=1.0, **options)
     scale = 9e18
@@ -408,37 +392,31 @@ def test_a_huge_learned_temperature_has_a_finite_gradient():
 
 @modes
 def test_one_score_that_differs_by_a_rounding_has_its_z_score(standardize):
-    """All but one of the scores are equal; the definition's rough mean may round to either."""
     s = torch.full((4, 64), 1000.0)
     s[1, 5] = s[1, 5].nextafter(torch.tensor(torch.inf))
     z = draw(0, 4, 64).float()
     options = {"alpha_kl": 0.0, "alpha_mse": 1.0, "standardize": standardize}
-    exact = distillation_loss(s.double(), z.double(), impl="definition", **options)
-    for impl in ("definition", "direct"):
-        loss = distillation_loss(s, z, impl=impl, **options)
-        assert loss.item() == pytest.approx(exact.item(), rel=1e-4)
+    exact = distillation_loss(s.double(), z.double(), **options)
+    assert distillation_loss(s, z, **options).item() == pytest.approx(exact.item(), rel=1e-4)
 
 
-@ways
-def test_a_student_that_rules_out_a_candidate_is_infinitely_wrong(impl):
-    options = {"temperature": 1.0, "alpha_kl": 1.0, "alpha_mse": 0.0, "impl": impl}
+def test_a_student_that_rules_out_a_candidate_is_infinitely_wrong():
+    options = {"temperature": 1.0, "alpha_kl": 1.0, "alpha_mse": 0.0}
     student = torch.tensor([[0.0, -torch.inf]])
     assert distillation_loss(student, torch.zeros(1, 2), **options) == torch.inf
 
 
-@ways
-def test_scores_whose_range_overflows_have_a_kl(impl):
+def test_scores_whose_range_overflows_have_a_kl():
     student = torch.tensor([[1.0, 0.0, 0.0]])
     teacher = torch.tensor([[3e38, -3e38, 0.0]])
-    options = {"alpha_kl": 1.0, "alpha_mse": 0.0, "impl": impl}
+    options = {"alpha_kl": 1.0, "alpha_mse": 0.0}
     loss = distillation_loss(student, teacher, temperature=1.0, **options)
     assert loss.item() == pytest.approx(math.log(1 + 2 / math.e), rel=1e-6)
 
 
-@ways
-def test_scores_whose_exponentials_overflow_have_z_scores(impl):
+def test_scores_whose_exponentials_overflow_have_z_scores():
     student = torch.tensor([[3e38, 1.0, 0.0]])
-    options = {"temperature": 1e-3, "alpha_mse": 1.0, "impl": impl}
+    options = {"temperature": 1e-3, "alpha_mse": 1.0}
     teacher = torch.tensor([[1.0, 0.0, 0.0]])
     loss = distillation_loss(student, teacher, alpha_kl=0.0, **options)
     assert loss.item() == pytest.approx(0.0, abs=1e-6)
@@ -487,11 +465,10 @@ def test_too_few_candidates_are_refused(width, standardize):
     assert distillation_loss(*few, standardize=standardize) > 0
 
 
-@pytest.mark.parametrize("impl", ["definition", "direct"])
 @pytest.mark.parametrize("standardize", ["batch", "row"])
-def test_z_scores_of_a_range_beyond_fp32_are_those_of_the_scaled_scores(impl, standardize):
+def test_z_scores_of_a_range_beyond_fp32_are_those_of_the_scaled_scores(standardize):
     """The range of [-3e38, 3e38] is infinite in fp32; z sees no scale."""
-    options = {"alpha_kl": 0.0, "alpha_mse": 1.0, "standardize": standardize, "impl": impl}
+    options = {"alpha_kl": 0.0, "alpha_mse": 1.0, "standardize": standardize}
     teacher = torch.tensor([[3e38, -3e38, 0.0, 1e38], [-3e38, 1e38, 3e38, 2e38]])
     student = torch.tensor([[1.0, 3.0, -2.0, 0.5], [0.0, 1.0, 5.0, -1.0]], requires_grad=True)
     small = student.detach().clone().requires_grad_()
@@ -505,9 +482,8 @@ def test_z_scores_of_a_range_beyond_fp32_are_those_of_the_scaled_scores(impl, st
 
 
 @modes
-@ways
-def test_scores_whose_sum_overflows_have_z_scores(standardize, impl):
-    options = {"alpha_kl": 0.0, "alpha_mse": 1.0, "standardize": standardize, "impl": impl}
+def test_scores_whose_sum_overflows_have_z_scores(standardize):
+    options = {"alpha_kl": 0.0, "alpha_mse": 1.0, "standardize": standardize}
     student = torch.tensor([[1.0, 3.0, -2.0, 0.5]])
     teacher = torch.tensor([[3.0, 2.0, 3.2, 2.5]])
     expected = distillation_loss(student, teacher, **options)
@@ -515,12 +491,11 @@ def test_scores_whose_sum_overflows_have_z_scores(standardize, impl):
 
 
 @modes
-@ways
 @pytest.mark.parametrize("spread", [1e-20, 1e-40, 0.0])
-def test_scores_that_hardly_differ_have_a_finite_gradient(standardize, impl, spread):
+def test_scores_that_hardly_differ_have_a_finite_gradient(standardize, spread):
     student = (spread * torch.arange(4.0).expand(3, 4)).requires_grad_()
     loss = distillation_loss(
-        student, torch.rand(3, 4), alpha_kl=0.0, alpha_mse=1.0, standardize=standardize, impl=impl
+        student, torch.rand(3, 4), alpha_kl=0.0, alpha_mse=1.0, standardize=standardize
     )
     (gradient,) = torch.autograd.grad(loss, student)
     assert loss.isfinite()

@@ -141,3 +141,9 @@ def test_unbiased_keeps_the_digits_of_a_column_that_is_nearly_one_rows(batch):
         torch.testing.assert_close(gradient.double(), expected, rtol=1e-6, atol=0)
     pair = flops_loss(torch.tensor([[8.0], [1e-5]]), **options)
     assert pair.item() == pytest.approx(8e-5, rel=1e-6)
+
+
+def test_signed_logits_cancel_in_the_mean():
+    x = torch.tensor([[2.0, -3.0], [-2.0, 3.0]])  # what the documentation warns of
+    assert flops_loss(x) == 0.0
+    assert idf_flops_loss(x, torch.ones(2)) == 0.0

@@ -1,5 +1,7 @@
 """MarginMSE: its formula, its theorems, its edges."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,11 @@ from sparse_losses.functional import distillation_loss, margin_mse_loss
 from tests.cases import assert_follows_the_formula
 from tests.strategies import seeds
 
+student = st.floats(-50, 50)
+teacher = student | st.just(-math.inf)
 
-@given(st.lists(st.tuples(*[st.floats(-50, 50)] * 4), max_size=6))
+
+@given(st.lists(st.tuples(student, student, teacher, teacher), max_size=6))
 def test_value_is_the_formula_for_any_scores(rows):
     columns = np.array(rows, dtype=np.float64).reshape(-1, 4).T
     names = ("student_positive", "student_negative", "teacher_positive", "teacher_negative")
@@ -72,3 +77,27 @@ def test_the_hot_limit_of_distillation_over_two_candidates_is_an_eighth_of_it(se
     student, teacher = torch.stack([sp, sn], dim=1), torch.stack([tp, tn], dim=1)
     hot = distillation_loss(student, teacher, temperature=1e3, alpha_kl=1.0, alpha_mse=0.0)
     assert 8 * hot.item() == pytest.approx(margin_mse_loss(sp, sn, tp, tn).item(), rel=1e-2)
+
+
+@pytest.mark.parametrize("absent", [(1, 0), (0, 1), (1, 1)], ids=["positive", "negative", "both"])
+def test_minus_infinity_of_the_teacher_leaves_the_row_out(absent):
+    sp, sn, tp, tn = draw(0)
+    expected = margin_mse_loss(sp[1:], sn[1:], tp[1:], tn[1:])
+    for scores, is_absent in zip((tp, tn), absent, strict=True):
+        scores[0] = -torch.inf if is_absent else scores[0]
+    leaves = [x.requires_grad_() for x in (sp, sn)]
+    for hidden in (sp[0].item(), torch.nan, torch.inf):
+        with torch.no_grad():
+            sp[0] = hidden
+        loss = margin_mse_loss(sp, sn, tp, tn)
+        torch.testing.assert_close(loss, expected)
+        for gradient in torch.autograd.grad(loss, leaves):
+            assert gradient[0] == 0
+            assert gradient[1:].isfinite().all()
+            assert gradient[1:].any()
+
+
+def test_plus_infinity_of_the_teacher_is_not_hidden():
+    sp, sn, tp, tn = draw(0)
+    tp[0] = torch.inf
+    assert margin_mse_loss(sp, sn, tp, tn) == torch.inf

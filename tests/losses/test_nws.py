@@ -691,7 +691,7 @@ def test_products_with_labels_are_products(dtype, count, density):
     some = [labels(seed, rows, count, density, filled=False) for seed, rows in ((1, 6), (2, 9))]
     hot = torch.cat(some).to(dtype)
     values = draw(0, 5, count).abs().round(decimals=1).to(dtype)  # with ties
-    lists = LabelLists.where_they_pay(some, values)
+    lists = LabelLists.for_few_labels(some, values)
     assert (lists is not None) == (8 * hot.sum() <= hot.numel())
     product = hot @ values.T
     for way in (DenseLabels(hot), lists or DenseLabels(hot)):
@@ -707,9 +707,9 @@ def test_lists_are_made_of_three_tensors_and_up_to_one_label_in_eight():
     for n, part in enumerate(parts):
         part[-1, 2 * n : 2 * n + 2] = 1
     like = torch.zeros(3, 8)
-    assert LabelLists.where_they_pay(parts, like) is None  # 6 of 40
+    assert LabelLists.for_few_labels(parts, like) is None  # 6 of 40
     parts[2][1, 5] = 0
-    lists = LabelLists.where_they_pay(parts, like)  # 5 of 40
+    lists = LabelLists.for_few_labels(parts, like)  # 5 of 40
     assert torch.equal(lists.dense, torch.cat(parts))
     assert lists.count.T.tolist() == [[2, 0, 2, 0, 1]]
     indices = [

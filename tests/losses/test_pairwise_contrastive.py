@@ -151,10 +151,34 @@ def test_half_the_margin_is_where_both_answers_cost_the_same(seed, margin):
     assert same[2] > different[2]
 
 
-@pytest.mark.parametrize("impl", ["definition", "direct"])
-def test_a_distance_that_overflows_is_an_infinite_value_and_no_nan(impl):
+def test_a_distance_that_overflows_is_an_infinite_value_and_no_nan():
     x1, x2 = torch.tensor([[3e38, 0.0]], requires_grad=True), torch.zeros(1, 2)
-    loss = pairwise_contrastive_loss(x1, x2, torch.tensor([True]), impl=impl)
+    loss = pairwise_contrastive_loss(x1, x2, torch.tensor([True]))
     loss.backward()
     assert loss == torch.inf
     assert x1.grad.tolist() == [[torch.inf, 0.0]]
+
+
+@pytest.mark.parametrize("width", [1, 2, 5])
+@pytest.mark.parametrize("distance", [2e-22, 5.9e-39, 1e-42, 1e20, 1e37])
+def test_distances_whose_squares_leave_fp32_have_the_gradient_of_fp64(width, distance):
+    direction = torch.nn.functional.normalize(draw(0, 1, width))
+    x1 = (distance * direction).float().requires_grad_()
+    x2 = torch.zeros(1, width)
+    exact = x1.detach().double().requires_grad_()
+    for same in (True, False):
+        options = {"margin": 1.0 if distance < 1 else 4 * distance}
+        loss = pairwise_contrastive_loss(x1, x2, torch.tensor([same]), **options)
+        reference = pairwise_contrastive_loss(exact, x2.double(), torch.tensor([same]), **options)
+        torch.testing.assert_close(loss.double(), reference.float().double(), rtol=1e-6, atol=0)
+        (gradient,) = torch.autograd.grad(loss, x1)
+        (expected,) = torch.autograd.grad(reference, exact)
+        torch.testing.assert_close(gradient, expected.float(), rtol=1e-6, atol=1e-44)
+        assert gradient.any()
+
+
+def test_a_tiny_distance_of_different_classes_has_the_slope_of_the_margin():
+    x1 = torch.tensor([[5.8e-39], [2e-22], [1.0]], requires_grad=True)
+    loss = pairwise_contrastive_loss(x1, torch.zeros(3, 1), torch.zeros(3), margin=2.0)
+    loss.backward()
+    assert (3 * x1.grad[:, 0]).tolist() == pytest.approx([-4.0, -4.0, -2.0])

@@ -12,7 +12,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from sparse_losses._core import token_ids
 from sparse_losses.functional import self_reconstruction_loss
 from tests.cases import assert_follows_the_formula, to_tensors
-from tests.losses.test_contract import Recorder
 from tests.strategies import multi_hot, token_problems
 
 
@@ -198,19 +197,12 @@ def test_no_positions_at_all():
 
 
 @pytest.mark.parametrize("balanced", [False, True])
-def test_blocks_take_one_column_and_refuse_none(balanced):
+def test_a_vocabulary_may_have_one_token(balanced):
     x, ids = torch.randn(2, 1, dtype=torch.float64), torch.zeros(2, 1, dtype=torch.long)
     mask = torch.tensor([[1], [0]])
-    rows = self_reconstruction_loss(
-        x, ids, mask, balanced=balanced, impl="blocks", reduction="none"
-    )
+    rows = self_reconstruction_loss(x, ids, mask, balanced=balanced, reduction="none")
     cost = torch.nn.functional.softplus(torch.tensor([-1, 1]) * x[:, 0])
     torch.testing.assert_close(rows, cost / 2 if balanced else cost)
-    for columns in (0, 3):
-        refused = torch.randn(2, columns), ids[:, :0], mask[:, :0]
-        message = f"V and S of at least 1, got {columns} and 0, with impl"
-        with pytest.raises(ValueError, match=message):
-            self_reconstruction_loss(*refused, balanced=balanced, impl="blocks")
 
 
 def test_every_token_attended_has_no_other_side():
@@ -235,54 +227,24 @@ def test_ignored_ids_come_in_any_container(kind):
     torch.testing.assert_close(empty, self_reconstruction_loss(x, ids, mask))
 
 
-@pytest.mark.parametrize("impl", ["definition", "blocks"])
 @pytest.mark.parametrize("balanced", [False, True])
-def test_an_infinite_score_of_a_target_costs_nothing(balanced, impl):
+def test_an_infinite_score_of_a_target_costs_nothing(balanced):
     """``log(1 + exp(-inf))`` is 0, and so is its slope; other infinite scores cost infinity."""
     x = torch.tensor([[torch.inf, 1.0, -torch.inf]], requires_grad=True)
     ids, mask = torch.tensor([[0, 0]]), torch.ones(1, 2)
-    loss = self_reconstruction_loss(x, ids, mask, balanced=balanced, impl=impl)
+    loss = self_reconstruction_loss(x, ids, mask, balanced=balanced)
     share = 1 / 4 if balanced else 1 / 3
     assert loss.item() == pytest.approx(share * math.log1p(math.e))
     (gradient,) = torch.autograd.grad(loss, x)
     assert gradient[0].tolist() == pytest.approx([0.0, share / (1 + math.exp(-1)), 0.0])
-    wrong = self_reconstruction_loss(x, ids + 1, mask, balanced=balanced, impl=impl)
+    wrong = self_reconstruction_loss(x, ids + 1, mask, balanced=balanced)
     assert wrong == torch.inf
 
 
-@pytest.mark.parametrize(("batch", "vocab"), [(1, 600_000), (2, 600_000), (2, (1 << 20) + 1)])
-def test_blocks_of_one_row_are_the_definition(batch, vocab):
-    x = torch.randn(batch, vocab, requires_grad=True)
-    ids = torch.tensor([[0, 5, 5], [vocab - 1, 7, 3]])[:batch]
-    found = []
-    for impl in ("definition", "blocks"):
-        loss = self_reconstruction_loss(
-            x, ids, torch.ones_like(ids), ignore_token_ids=[7], balanced=True, impl=impl
-        )
-        found.append((loss.detach(), *torch.autograd.grad(loss, x)))
-    torch.testing.assert_close(*found)
-    assert found[0][1].any()
-
-
-@pytest.mark.cpu_only
-@pytest.mark.parametrize(("batch", "vocab", "rows"), [(5, 400_000, 2), (2, (1 << 20) + 1, 1)])
-def test_a_cpu_holds_some_rows_at_a_time_and_without_a_gradient_no_more(batch, vocab, rows):
-    x = torch.linspace(-3, 3, batch * vocab).view(batch, vocab)
-    ids = torch.tensor([[0, 5, 5], [vocab - 1, 7, 3]])[torch.arange(batch) % 2]
-    mask = torch.ones_like(ids)
-    for reduction in ("mean", "none"):
-        expected = self_reconstruction_loss(x, ids, mask, reduction=reduction, impl="definition")
-        with Recorder() as seen:
-            loss = self_reconstruction_loss(x, ids, mask, reduction=reduction, impl="blocks")
-        torch.testing.assert_close(loss, expected)
-        assert seen.largest == rows * vocab
-
-
-@pytest.mark.parametrize("impl", ["definition", "blocks"])
 @pytest.mark.parametrize("balanced", [True, False])
-def test_where_every_token_is_ignored_nothing_is_left(impl, balanced):
+def test_where_every_token_is_ignored_nothing_is_left(balanced):
     x, ids = torch.rand(2, 3, requires_grad=True), torch.tensor([[0, 1], [2, 2]])
-    options = {"ignore_token_ids": range(3), "balanced": balanced, "impl": impl}
+    options = {"ignore_token_ids": range(3), "balanced": balanced}
     loss = self_reconstruction_loss(x, ids, torch.ones_like(ids), **options)
     loss.backward()
     assert loss.item() == 0.0

@@ -141,17 +141,19 @@ def test_a_collapse_costs_the_margin_and_has_no_gradient(kind):
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])  # 0: one negative, without a dimension for it
-@pytest.mark.parametrize("kind", ["cosine", "dot"])
-def test_a_row_with_a_nan_has_the_gradient_of_the_definition(kind, count):
-    found = []
-    for impl in ("direct", "definition"):
-        shapes = (3, 4), (3, 4), (3, count, 4) if count else (3, 4)
-        tensors = [draw(seed, *shape) for seed, shape in enumerate(shapes)]
-        tensors[0][1, 2] = torch.nan
-        tensors = [x.requires_grad_() for x in tensors]
-        rows = triplet_margin_loss(
-            *tensors, margin=9.0, similarity=kind, reduction="none", impl=impl
-        )
-        found.append([rows, *torch.autograd.grad(rows.sum(), tensors)])
-    assert found[0][0].isnan().tolist() == [False, True, False]
-    torch.testing.assert_close(*found, equal_nan=True)
+@pytest.mark.parametrize("kind", ["cosine", "dot", "euclidean"])
+def test_a_nan_stays_in_its_row(kind, count):
+    shapes = (3, 4), (3, 4), (3, count, 4) if count else (3, 4)
+    clean = [draw(seed, *shape).requires_grad_() for seed, shape in enumerate(shapes)]
+    poisoned = [x.detach().clone().requires_grad_() for x in clean]
+    with torch.no_grad():
+        poisoned[0][1, 2] = torch.nan
+    options = {"margin": 9.0, "similarity": kind, "reduction": "none"}
+    rows, expected = (triplet_margin_loss(*tensors, **options) for tensors in (poisoned, clean))
+    assert rows.isnan().tolist() == [False, True, False]
+    kept = [0, 2]
+    torch.testing.assert_close(rows[kept], expected[kept])
+    gradients = torch.autograd.grad(rows.sum(), poisoned)
+    for gradient, wanted in zip(gradients, torch.autograd.grad(expected.sum(), clean), strict=True):
+        torch.testing.assert_close(gradient[kept], wanted[kept])
+    assert gradients[1][1].isnan().any()
