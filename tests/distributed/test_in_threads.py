@@ -68,7 +68,7 @@ def _hidden_nan(rank):
     ids[-1] = ids[0]  # the last rank's last document is that of the first anchor
     positive[-1, 0] = torch.nan
     mine = slice(2 * rank, 2 * rank + 2)
-    found = []
+    results = []
     for impl in ("definition", "auto"):
         query = anchor[mine].clone().requires_grad_()
         options = {"positive_ids": ids[mine], "gather": True, "impl": impl}
@@ -76,8 +76,8 @@ def _hidden_nan(rank):
         assert loss.isnan(), "other anchors see the NaN"
         first, second = torch.autograd.grad(loss, query)[0]
         assert second.isnan().any()
-        found.append(bool(first.isfinite().all()))
-    return found
+        results.append(bool(first.isfinite().all()))
+    return results
 
 
 def test_a_document_that_ids_hide_hides_its_nan():
@@ -89,7 +89,7 @@ def test_a_document_that_ids_hide_hides_its_nan():
 def _local(own):
     """InfoNCE of a rank's own rows, by each implementation, with its gradients."""
     anchor, positive, negative = (draw(10 * own + seed, 3, 4).requires_grad_() for seed in range(3))
-    found = []
+    results = []
     for impl, options in (
         ("direct", {"symmetric": True}),
         ("blocks", {}),
@@ -99,8 +99,8 @@ def _local(own):
         ("definition", {"in_batch": False}),
     ):
         value = info_nce_loss(anchor, positive, negative, **options, impl=impl)
-        found += [value, *torch.autograd.grad(value, (anchor, positive, negative))]
-    return found
+        results += [value, *torch.autograd.grad(value, (anchor, positive, negative))]
+    return results
 
 
 def test_without_gather_the_other_ranks_change_nothing():
@@ -126,18 +126,18 @@ def test_the_width_of_a_positive_mask_is_that_of_all_ranks():
 def _collectives(own):
     assert (rank(), num_ranks()) == (own, 2)
     x = torch.tensor([[1.0, 10.0]]) * (own + 1)
-    found = []
+    results = []
     for function in (gather_rows, sum_over_ranks, average_grad_over_ranks, scatter_sum):
         leaf = x.expand(2, 2).clone().requires_grad_()
         value = function(leaf)
         weight = torch.arange(1.0, 1 + value.numel()).view_as(value) * (own + 1)
         (gradient,) = torch.autograd.grad((value * weight).sum(), leaf)
-        found += [value.tolist(), gradient.tolist()]
-    found.append(maximum_over_ranks(x * torch.tensor([1.0, -1.0])).tolist())
+        results += [value.tolist(), gradient.tolist()]
+    results.append(maximum_over_ranks(x * torch.tensor([1.0, -1.0])).tolist())
     flags = gather_rows(torch.tensor([own == 1]))
     assert flags.dtype == torch.bool
-    found.append(flags.tolist())
-    return found
+    results.append(flags.tolist())
+    return results
 
 
 def test_every_collective_and_its_gradient():
@@ -168,9 +168,9 @@ def _from_anywhere(own):
 
 def test_collectives_take_any_memory_and_leave_it():
     zero, one = ((torch.arange(8.0).view(4, 2) + own).T for own in range(2))
-    for own, found in enumerate(run_threads(2, _from_anywhere)):
+    for own, results in enumerate(run_threads(2, _from_anywhere)):
         total = (zero + one).tolist()
-        assert found == [[*zero.tolist(), *one.tolist()], total, [total[own]], one.tolist()]
+        assert results == [[*zero.tolist(), *one.tolist()], total, [total[own]], one.tolist()]
 
 
 def test_the_new_names_of_pytorch_are_used_where_it_has_them():
@@ -209,19 +209,19 @@ def test_ranks_agree_on_their_call_and_its_sizes():
         (lambda own: {"B": 3, "N": 3 + own}, "N", ""),
         (lambda own: {"`x`": 3 + own}, "`x`", ""),
     ):
-        found = run_threads(2, lambda own, sizes=sizes: _said(own, x, **sizes(own)))
+        results = run_threads(2, lambda own, sizes=sizes: _said(own, x, **sizes(own)))
         assert (
-            found
+            results
             == [
                 f"expected the same {name} on every rank for a call with gather=True, got "
                 f"3 on rank 0, 4 on rank 1{hint}"
             ]
             * 2
         )
-    found = run_threads(
+    results = run_threads(
         2, lambda own: _said(own, x, call=f"call {own}", B=3, **({"N": 4} if own else {}))
     )
-    assert found == [
+    assert results == [
         f"expected every rank to be in call {own} with gather=True, as rank {own} is, got ranks "
         f"[{1 - own}] in another loss"
         for own in range(2)
@@ -292,21 +292,6 @@ def test_sizes_are_compared_once(monkeypatch):
     assert run_threads(2, skipping) == [(True, "expected")] * 2
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert run_threads(2, lambda own: _said(own, x, B=own)) == [True, True]
-
-
-def _fill(own, gather, dtypes=(torch.float32, torch.float32)):
-    queue = LabelQueue(5, 3, 2, gather=gather)
-    for step in range(2):
-        features = torch.arange(12.0).view(4, 3) + 100 * step
-        labels = torch.tensor([[1, 0], [0, 1], [1, 1], [0, 0]])
-        mine = slice(2 * own, 2 * own + 2) if gather else slice(None)
-        queue.enqueue(features[mine], labels[mine].to(dtypes[own]))
-    return {name: buffer.tolist() for name, buffer in queue.state_dict().items()}
-
-
-def test_a_queue_holds_the_rows_of_all_ranks():
-    assert run_threads(2, _fill, True) == [_fill(0, False)] * 2
-    assert run_threads(2, _fill, True, (torch.bool, torch.int64)) == [_fill(0, False)] * 2
 
 
 def test_a_queue_refuses_rows_that_are_not_alike():
