@@ -123,9 +123,9 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             is_wrong = len(arguments) < len(args) + len(kwargs)  # too many, or a duplicate
             if is_wrong or first not in arguments:
                 return function(*args, **kwargs)  # Python raises the error
-            sizes = check_tensors(tensors, arguments)
             if kwargs:
                 declaration.check(kwargs)
+            sizes = check_tensors(tensors, arguments)
             dtype = _cast(steps, arguments)
             data = arguments[first]
             for name in learnable:

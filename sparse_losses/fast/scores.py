@@ -85,6 +85,7 @@ class DenseScores:
         hide_nan: bool = False,
     ) -> None:
         self.needs, self.temperature, self.num_keys = needs, temperature, len(key)
+        self.begin()
         self.is_nan = None
         if hide_nan:
             self.is_nan = key.isnan().any(1)
@@ -100,7 +101,6 @@ class DenseScores:
         if needs and query.dtype == torch.float16:
             self.back_query, self.back_key = self.query.single(), self.key.single()
             self.back_each = None if self.each is None else self.each.single()
-        self.begin()
 
     def begin(self) -> None:
         """Reset the gradients."""
