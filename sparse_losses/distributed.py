@@ -6,7 +6,8 @@ W times the loss, and DistributedDataParallel divides by W when it averages grad
 the gradient of one process with the whole batch.
 """
 
-import zlib
+import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,8 +35,6 @@ if dist.is_available():
     _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# The largest number of sizes that ranks compare before a call, besides its name.
-NUM_SIZES = 16
 _skips_size_check = ContextVar("skips_size_check", default=False)
 
 
@@ -114,15 +113,17 @@ def maximum_over_ranks(x: Tensor) -> Tensor:
     return largest
 
 
-def agree_across_ranks(call: str, gather: object, *data: Tensor | None, **sizes: int) -> bool:
-    """Return whether other ranks take part in a call with ``gather``; if so, check their sizes.
+def agree_across_ranks(call: str, gather: object, *data: Tensor | None, **values: object) -> bool:
+    """Return whether other ranks take part in a call with ``gather``; if so, check their values.
 
-    The ranks also compare the width of the widest dtype, which is sent. Compiled code compares
-    nothing: the caller must ensure equal sizes.
+    ``values`` are the sizes, flags, choices and numbers that must be equal on all ranks; the width
+    of the widest dtype, which is sent, is compared too. One number per rank is exchanged: a hash.
+    Only if hashes differ do the ranks exchange the values, for the error. Compiled code compares
+    nothing: the caller must ensure equal values.
 
     Raises:
         TypeError: for a ``gather`` that is no bool.
-        ValueError: on every rank, if the ranks have different sizes or are in different calls.
+        ValueError: on every rank, if the ranks have different values or are in different calls.
     """
     if not isinstance(gather, bool):
         raise TypeError(f"expected `gather` to be True or False, got {gather!r}")
@@ -133,7 +134,7 @@ def agree_across_ranks(call: str, gather: object, *data: Tensor | None, **sizes:
         return True
     if not _skips_size_check.get():
         width = max([4, *(x.element_size() for x in present if x.is_floating_point())])
-        _check_agreement(call, present[0].device, {**sizes, "precision, in bytes,": width})
+        _check_agreement(call, present[0].device, {**values, "precision, in bytes,": width})
     return True
 
 
@@ -147,20 +148,25 @@ def skip_size_check() -> Iterator[None]:
         _skips_size_check.reset(token)
 
 
-def _check_agreement(call: str, device: torch.device, sizes: dict[str, int]) -> None:
-    own = [zlib.crc32(call.encode()), *sizes.values()]
-    own += [0] * (1 + NUM_SIZES - len(own))
-    mine = torch.tensor(own, device=device)
-    everyone = gather_rows(mine.unsqueeze(0)).tolist()
-    if elsewhere := [r for r, theirs in enumerate(everyone) if theirs[0] != own[0]]:
+def _check_agreement(call: str, device: torch.device, values: dict[str, object]) -> None:
+    own = json.dumps([call, {name: str(value) for name, value in values.items()}]).encode()
+    mine = int.from_bytes(hashlib.blake2b(own, digest_size=8).digest(), "little", signed=True)
+    hashes = gather_rows(torch.tensor([mine], device=device)).tolist()
+    if hashes.count(mine) == len(hashes):
+        return
+    size = torch.tensor([len(own)], device=device)
+    longest = int(gather_rows(size).max())
+    text = torch.tensor([*own, *[32] * (longest - len(own))], dtype=torch.uint8, device=device)
+    everyone = [json.loads(bytes(row)) for row in gather_rows(text[None]).tolist()]
+    if elsewhere := [r for r, (theirs, _) in enumerate(everyone) if theirs != call]:
         raise ValueError(
             f"expected every rank to be in {call} with gather=True, as rank {rank()} is, got ranks "
             f"{elsewhere} in another loss"
         )
-    for place, name in enumerate(sizes, start=1):
-        came = [theirs[place] for theirs in everyone]
-        if len(set(came)) > 1:
-            listed = ", ".join(f"{size} on rank {r}" for r, size in enumerate(came))
+    for name in values:
+        received = [theirs[name] for _, theirs in everyone]
+        if len(set(received)) > 1:
+            listed = ", ".join(f"{value} on rank {r}" for r, value in enumerate(received))
             hint = "; the last batch of an epoch? Drop it (drop_last=True)" if name == "B" else ""
             raise ValueError(
                 f"expected the same {name} on every rank for {call} with gather=True, got "

@@ -1,8 +1,13 @@
-"""One table of named calls, one for every option of every loss, pooling, head and objective.
+"""One table of calls, a row for every option of every loss, pooling, head and objective.
 
-The contract tests loop over :data:`CASES_AND_LAYERS`; what a loss calls its tensors, what is
-differentiable, which rows belong to the batch and which oracle knows the answer is said here and
-nowhere else. To add a loss: add its oracle, its :class:`Loss` row and its cases.
+The contract tests (tests/losses/test_contract.py) and the tests on several ranks loop over it. To
+add a loss:
+
+1. Write its oracle in tests/oracles.py, in NumPy loops, named like the loss. It takes the arrays
+   and hyperparameters; where the loss has a ``reduction``, it returns values and validity of rows.
+2. Add a ``Loss`` to ``LOSSES``: its signature, written out, and hyperparameters it must refuse.
+3. Add one ``Case`` or more to ``BASE_CASES``, the plainest first: a function that makes the arrays
+   for any batch size, hyperparameters, and facts about the tensors (the fields of ``Case``).
 """
 
 import itertools
@@ -29,10 +34,11 @@ class Loss:
     module: str
     signature: str  # of the function, written out: users rely on it
     constructor: tuple[str, ...] = ()  # tensors that the module keeps as buffers
-    ways: tuple[str, ...] = ()  # beside the definition; the first takes every case marked so
+    keyword_tensors: tuple[str, ...] = ()  # tensors of `forward` that are keyword-only
+    implementations: tuple[str, ...] = ()  # names beside the definition
     function: str = ""  # where it is not `<stem>_loss`
     bad: tuple[tuple[str, Any], ...] = ()  # hyperparameters that must be refused
-    answer: Callable[..., float] | None = None  # of a layer: what `weigh` makes of its output
+    layer_oracle: Callable[..., float] | None = None  # of a layer: of what `weigh` returns
     call: Callable[..., torch.Tensor] | None = None  # where it is no function of the package
 
     def __post_init__(self) -> None:
@@ -44,7 +50,7 @@ class Loss:
 
     @property
     def oracle(self) -> Callable[..., Any]:
-        return self.answer or getattr(oracles, self.stem)
+        return self.layer_oracle or getattr(oracles, self.stem)
 
 
 def weigh(*outputs: Any) -> Any:
@@ -81,7 +87,8 @@ LOSSES = {
                 ("symmetric", "False"),
                 ("decoupled", None),
             ),
-            ways=("direct", "blocks", "nonzeros"),
+            implementations=("direct", "blocks", "nonzeros"),
+            keyword_tensors=("positive_ids", "positive_mask"),
         ),
         Loss(
             "info_nce_from_scores",
@@ -93,8 +100,7 @@ LOSSES = {
         Loss(
             "n_pair",
             "NPairLoss",
-            "(anchor, positive, negative=None, *, gather=False, impl='auto', reduction='mean')",
-            ways=("direct", "blocks"),
+            "(anchor, positive, negative=None, *, gather=False, reduction='mean')",
         ),
         Loss(
             "pairwise_contrastive",
@@ -161,6 +167,7 @@ LOSSES = {
             "DistillationLoss",
             "(student_scores, teacher_scores, *, temperature=3.0, alpha_kl=0.7, alpha_mse=0.3, "
             "standardize='batch', candidate_mask=None, gather=False)",
+            keyword_tensors=("candidate_mask",),
             bad=(
                 *_BAD_TEMPERATURES,
                 ("standardize", "column"),
@@ -195,23 +202,24 @@ LOSSES = {
                 ("eps", _NAN),
                 ("impl", "cuda"),
             ),
-            ways=("direct",),
+            implementations=("direct",),
+            keyword_tensors=("key", "key_labels", "queue", "queue_labels", "queue_mask"),
         ),
     )
 }
 
 
 def _pooled(logits: Any, attention_mask: Any, return_logits: bool = False) -> float:
-    found = [oracles.splade_pool(logits, attention_mask)]
+    outputs = [oracles.splade_pool(logits, attention_mask)]
     if return_logits:
-        found.append(oracles.pooled_logits(logits, attention_mask))
-    return weigh(*found).item()
+        outputs.append(oracles.pooled_logits(logits, attention_mask))
+    return weigh(*outputs).item()
 
 
 def _headed(return_logits: bool = False, attention_mask: Any = None, **arrays: Any) -> float:
     logits = head_oracle.logits(mask=attention_mask, **arrays)
-    found = [head_oracle.activations(logits)]
-    return weigh(*found, *([logits] if return_logits else [])).item()
+    outputs = [head_oracle.activations(logits)]
+    return weigh(*outputs, *([logits] if return_logits else [])).item()
 
 
 OBJECTIVE = {
@@ -262,7 +270,7 @@ def _objective_of(
     return objective(batch).total
 
 
-def _objective_answer(
+def _objective_oracle(
     query, document, document_ids, document_mask, teacher, context, penalty, negative=None
 ) -> float:
     def cosines(a, b):
@@ -303,7 +311,7 @@ def _objective_answer(
     return sum(weights[name] * value for name, value in terms.items())
 
 
-# They give a vector a text, or a number a token, and have no module that is called alike.
+# They return a vector a text, or a number a token, and have no module of that name.
 LAYERS = {
     layer.stem: layer
     for layer in (
@@ -311,27 +319,36 @@ LAYERS = {
             "splade_pool",
             "",
             "(logits, attention_mask, *, return_logits=False, impl='auto')",
-            ways=("nonzeros",),
+            implementations=("nonzeros",),
             function="splade_pool",
-            answer=_pooled,
+            layer_oracle=_pooled,
         ),
         Loss(
             "token_weights",
             "",
             "(logits, attention_mask)",
             function="token_weights",
-            answer=lambda *args, **arrays: weigh(oracles.token_weights(*args, **arrays)).item(),
+            layer_oracle=lambda *args, **arrays: weigh(
+                oracles.token_weights(*args, **arrays)
+            ).item(),
         ),
         Loss(
             "splade_head",
             "",
             "(hidden, weight, bias=None, attention_mask=None, *, gate=None, return_logits=False, "
             "sparse_grad=False, impl='auto')",
-            ways=("packed", "tiles"),
+            implementations=("packed", "tiles"),
             function="splade_head",
-            answer=_headed,
+            layer_oracle=_headed,
         ),
-        Loss("objective", "", "", ways=("auto",), answer=_objective_answer, call=_objective_of),
+        Loss(
+            "objective",
+            "",
+            "",
+            implementations=("auto",),
+            layer_oracle=_objective_oracle,
+            call=_objective_of,
+        ),
     )
 }
 
@@ -351,7 +368,7 @@ class Case:
     free: tuple[tuple[str, int], ...] = ()  # dimensions that no other tensor shares
     invalidate: tuple[str, float] | None = None  # row tensor and the value that voids a row
     private: tuple[str, ...] = ()  # row tensors that no other row looks at
-    takes_implementation: bool = False  # whether a way beside the definition takes the call
+    implementations: tuple[str, ...] = ()  # those of the loss that support the call
     impl: str | None = None  # how it is computed; by default without the argument
 
     @property
@@ -376,9 +393,9 @@ class Case:
         return to_tensors(self.arrays(batch, seed), dtype)
 
     def expected(self, arrays: Arrays, reduction: str = "mean") -> Any:
-        """Ask the oracle."""
-        answer = self.loss.oracle(**arrays, **self.kwargs)
-        return oracles.reduce_rows(*answer, reduction) if self.loss.reduces else answer
+        """Return the oracle's value."""
+        value = self.loss.oracle(**arrays, **self.kwargs)
+        return oracles.reduce_rows(*value, reduction) if self.loss.reduces else value
 
     def function(self) -> Callable[..., torch.Tensor]:
         """Return the functional loss with this case's hyperparameters."""
@@ -388,10 +405,10 @@ class Case:
         impl = {} if self.impl is None else {"impl": self.impl}
 
         def call(**arguments: Any) -> torch.Tensor:
-            found = function(**{**self.kwargs, **impl, **arguments})
-            if self.loss.answer is None or self.loss.call:
-                return found
-            return weigh(*found) if isinstance(found, tuple) else weigh(found)
+            outputs = function(**{**self.kwargs, **impl, **arguments})
+            if self.loss.layer_oracle is None or self.loss.call:
+                return outputs
+            return weigh(*outputs) if isinstance(outputs, tuple) else weigh(outputs)
 
         return call
 
@@ -625,7 +642,10 @@ def _objective(negative: bool = False):
 # The table
 
 
-def _info_nce(name: str, negative=None, ids=False, mask=False, **kwargs) -> Case:
+ALL, DENSE = ("direct", "blocks", "nonzeros"), ("direct", "blocks")
+
+
+def _info_nce(name: str, implementations, negative=None, ids=False, mask=False, **kwargs) -> Case:
     kwargs = {"temperature": 0.3, **kwargs}
     symmetric = kwargs.get("symmetric", False)
     return Case(
@@ -643,9 +663,7 @@ def _info_nce(name: str, negative=None, ids=False, mask=False, **kwargs) -> Case
         invalidate=("positive_mask", 0) if mask else None,
         private=(() if symmetric else ("anchor",))
         + (("negative",) if negative == "per_row" else ()),
-        takes_implementation=kwargs.get("in_batch", True)
-        and not mask
-        and not (ids and kwargs.get("decoupled", False) and not negative),
+        implementations=implementations,
     )
 
 
@@ -658,7 +676,6 @@ def _pair_case(stem: str, name: str, negative=None, **kwargs) -> Case:
         differentiable=("anchor", "positive") + (("negative",) if negative else ()),
         rows=("anchor", "positive") + (("negative",) if negative in ("row", "per_row") else ()),
         free={"shared": (("negative", 0),), "per_row": (("negative", 1),)}.get(negative, ()),
-        takes_implementation=stem == "n_pair" and negative is None,
     )
 
 
@@ -676,7 +693,7 @@ def _nws_case(name: str, key=False, queue=False, mask=False, similar=True, **kwa
         + (("queue_mask",) if mask else ()),
         invalidate=("query_labels", 0),
         private=("query",),
-        takes_implementation=True,
+        implementations=("direct",),
     )
 
 
@@ -752,7 +769,7 @@ def _layer_case(stem: str, name: str, **kwargs: Any) -> Case:
         free=(("logits", 2),),
         invalidate=("attention_mask", 0),
         private=("logits",),
-        takes_implementation=stem == "splade_pool",
+        implementations=LAYERS[stem].implementations,
     )
 
 
@@ -771,7 +788,7 @@ def _head_case(name: str, bias=False, mask=False, gate=False, **kwargs: Any) -> 
         free=() if mask else free,
         invalidate=("attention_mask", 0) if mask else None,
         private=("hidden",) if mask else (),
-        takes_implementation=True,
+        implementations=("packed", "tiles"),
     )
 
 
@@ -785,45 +802,52 @@ def _objective_case(name: str, negative: bool = False) -> Case:
         rows=(*sides, "document_ids", "document_mask"),
         square=("context",) if negative else ("teacher", "context"),
         masks=("document_mask",),
-        takes_implementation=True,
+        implementations=("auto",),
     )
 
 
-def _by_every_way(cases: tuple[Case, ...], *ways: str) -> tuple[Case, ...]:
-    """A case that a way takes comes by the definition and by these, or by all ways by name."""
-    found = []
-    for case in cases:
-        names = ("definition", *(ways or case.loss.ways))
-        twice = case.takes_implementation and case.loss.ways
-        found += [replace(case, impl=i) for i in names] if twice else [case]
-    return tuple(found)
+def _by_implementation(cases: tuple[Case, ...], *impls: str) -> tuple[Case, ...]:
+    """Each case by the definition and by ``impls``, or by its implementations, where it has any."""
+    return tuple(
+        replace(case, impl=impl)
+        for case in cases
+        for impl in (
+            ("definition", *(impls or case.implementations)) if case.implementations else (None,)
+        )
+    )
 
 
 BASE_CASES = (
-    _info_nce("plain"),
-    _info_nce("cold", temperature=0.05),
-    _info_nce("dot", similarity="dot", temperature=1.5),
-    _info_nce("shared", negative="shared"),
-    _info_nce("per_row", negative="per_row"),
-    _info_nce("shared_only", negative="shared", in_batch=False),
-    _info_nce("per_row_only", negative="per_row", in_batch=False),
-    _info_nce("per_row_only_decoupled", negative="per_row", in_batch=False, decoupled=True),
-    _info_nce("symmetric", symmetric=True),
-    _info_nce("symmetric_shared", negative="shared", symmetric=True),
-    _info_nce("symmetric_per_row", negative="per_row", symmetric=True, similarity="dot"),
-    _info_nce("symmetric_per_row_only", negative="per_row", symmetric=True, in_batch=False),
-    _info_nce("ids", ids=True),
-    _info_nce("ids_symmetric_decoupled", ids=True, symmetric=True, decoupled=True),
-    _info_nce("positives", mask=True),
-    _info_nce("positives_shared", mask=True, negative="shared"),
-    _info_nce("positives_symmetric", mask=True, symmetric=True, negative="per_row"),
-    _info_nce("positives_decoupled", mask=True, decoupled=True, negative="shared"),
-    _info_nce("positives_ids", mask=True, ids=True, negative="shared"),
+    _info_nce("plain", ALL),
+    _info_nce("cold", ALL, temperature=0.05),
+    _info_nce("dot", ALL, similarity="dot", temperature=1.5),
+    _info_nce("shared", ALL, negative="shared"),
+    _info_nce("per_row", DENSE, negative="per_row"),
+    _info_nce("shared_only", (), negative="shared", in_batch=False),
+    _info_nce("per_row_only", (), negative="per_row", in_batch=False),
+    _info_nce("per_row_only_decoupled", (), negative="per_row", in_batch=False, decoupled=True),
+    _info_nce("symmetric", ALL, symmetric=True),
+    _info_nce("symmetric_shared", ALL, negative="shared", symmetric=True),
+    _info_nce("symmetric_per_row", DENSE, negative="per_row", symmetric=True, similarity="dot"),
+    _info_nce("symmetric_per_row_only", (), negative="per_row", symmetric=True, in_batch=False),
+    _info_nce("ids", ALL, ids=True),
+    _info_nce("ids_symmetric_decoupled", (), ids=True, symmetric=True, decoupled=True),
+    _info_nce("positives", (), mask=True),
+    _info_nce("positives_shared", (), mask=True, negative="shared"),
+    _info_nce("positives_symmetric", (), mask=True, symmetric=True, negative="per_row"),
+    _info_nce("positives_decoupled", (), mask=True, decoupled=True, negative="shared"),
+    _info_nce("positives_ids", (), mask=True, ids=True, negative="shared"),
     _info_nce(
-        "positives_ids_symmetric_decoupled", "shared", True, True, symmetric=True, decoupled=True
+        "positives_ids_symmetric_decoupled",
+        (),
+        "shared",
+        ids=True,
+        mask=True,
+        symmetric=True,
+        decoupled=True,
     ),
-    _info_nce("decoupled", decoupled=True),
-    _info_nce("decoupled_dot", decoupled=True, similarity="dot", negative="per_row"),
+    _info_nce("decoupled", ALL, decoupled=True),
+    _info_nce("decoupled_dot", DENSE, decoupled=True, similarity="dot", negative="per_row"),
     _from_scores_case("one"),
     _from_scores_case("several", several=True),
     _from_scores_case("candidates", candidates=True, several=True),
@@ -909,20 +933,20 @@ LAYER_CASES = (
 # Its errors name its own arguments: tests/objective/test_objective.py.
 OBJECTIVE_CASES = (_objective_case("pairs"), _objective_case("negatives", negative=True))
 
-CASES = _by_every_way(BASE_CASES, "auto")
-CASES_AND_LAYERS = CASES + _by_every_way(LAYER_CASES) + _by_every_way(OBJECTIVE_CASES)
+CASES = _by_implementation(BASE_CASES, "auto")
+CASES_AND_LAYERS = CASES + _by_implementation(LAYER_CASES + OBJECTIVE_CASES)
 FIRST = {case.stem: case for case in reversed(BASE_CASES)}  # one case a loss, its plainest
 
 
 def assert_follows_the_formula(stem: str, arrays: Arrays, **options: Any) -> None:
-    """Compare every way and reduction with the oracle, to 1e-9."""
+    """Compare the definition, ``impl="auto"`` and every reduction with the oracle, to 1e-9."""
     case, tensors = Case(stem, "", dict, options), to_tensors(arrays)
     loss, function = case.loss, case.function()
-    answer = loss.oracle(**arrays, **options)
-    ways = ({"impl": "definition"}, {"impl": "auto"}) if loss.ways else ({},)
+    expected = loss.oracle(**arrays, **options)
+    impls = ({"impl": "definition"}, {"impl": "auto"}) if loss.implementations else ({},)
     reductions = ("none", "mean", "sum") if loss.reduces else (None,)
-    for reduction, by in itertools.product(reductions, ways):
-        reduced = answer if reduction is None else oracles.reduce_rows(*answer, reduction)
-        by = by if reduction is None else {**by, "reduction": reduction}
-        value = function(**tensors, **by)
+    for reduction, impl in itertools.product(reductions, impls):
+        reduced = expected if reduction is None else oracles.reduce_rows(*expected, reduction)
+        impl = impl if reduction is None else {**impl, "reduction": reduction}
+        value = function(**tensors, **impl)
         np.testing.assert_allclose(value.numpy(), reduced, rtol=1e-9, atol=1e-9)

@@ -43,14 +43,16 @@ def declared(text: str) -> Declared:
 
 
 def check_shapes(**tensors: tuple[Tensor | None, str]) -> dict[str, int]:
-    """Call ``check_tensors`` on tensors given with their declarations: ``x=(x, "B V")``."""
+    """Call ``check_tensors`` on tensors with their declarations: ``x=(x, "B V")``."""
     return check_tensors(
         {name: declared(text) for name, (_, text) in tensors.items()},
         {name: tensor for name, (tensor, _) in tensors.items()},
     )
 
 
-def check_tensors(declaration: Mapping[str, Declared], given: Mapping[str, Any]) -> dict[str, int]:
+def check_tensors(
+    declaration: Mapping[str, Declared], arguments: Mapping[str, Any]
+) -> dict[str, int]:
     """Check tensors against their declarations; return the size of each named dimension.
 
     The first tensor with a dimension sets its size. Only ``optional`` tensors may be ``None``, only
@@ -60,22 +62,22 @@ def check_tensors(declaration: Mapping[str, Declared], given: Mapping[str, Any])
     first: dict[str, str] = {}
     owner, one = "", None
     for name, (shapes, remarks) in declaration.items():
-        tensor: Any = given.get(name)
+        tensor: Any = arguments.get(name)
         if tensor is None and "optional" in remarks:
             continue
         if type(tensor) not in PLAIN:
             tensor = _checked_type(name, tensor)
         if tensor.layout != torch.strided or tensor.is_complex() or tensor.is_nested:
             _check_layout(name, tensor, remarks)
-        came = tensor.shape
+        received = tensor.shape
         shape = shapes[0]
         for other in shapes[1:]:  # PyTorch 2.6 cannot compile `next` with a default
-            if len(shape) != len(came):
+            if len(shape) != len(received):
                 shape = other
-        if len(shape) != len(came):
+        if len(shape) != len(received):
             wanted = " or ".join("[" + ", ".join(s) + "]" for s in shapes)
-            raise ValueError(f"expected `{name}` of shape {wanted}, got {list(came)}")
-        for letter, size in zip(shape, came, strict=True):
+            raise ValueError(f"expected `{name}` of shape {wanted}, got {list(received)}")
+        for letter, size in zip(shape, received, strict=True):
             before = sizes.get(letter)
             if before == size:
                 continue
@@ -83,7 +85,7 @@ def check_tensors(declaration: Mapping[str, Declared], given: Mapping[str, Any])
                 known = [str(sizes[o]) if first.get(o, name) != name else o for o in shape]
                 raise ValueError(
                     f"expected `{name}` of shape [{', '.join(shape)}] = [{', '.join(known)}] "
-                    f"({letter} = {before} from `{first[letter]}`), got {list(came)}"
+                    f"({letter} = {before} from `{first[letter]}`), got {list(received)}"
                 )
             sizes[letter], first[letter] = size, name
         if one is None:
@@ -109,11 +111,10 @@ def _checked_type(name: str, tensor: object) -> Tensor:
         hint = ""
         if isinstance(tensor, list) and tensor and isinstance(tensor[0], dict):
             hint = (
-                "; in a trainer of sentence-transformers, wrap the loss: SentenceTransformersLoss "
-                "of sparse_losses.integrations.sentence_transformers"
+                "; in a trainer of sentence-transformers, wrap the loss in SentenceTransformersLoss"
             )
-        came = type(tensor).__name__
-        raise TypeError(f"expected `{name}` to be a torch.Tensor, got {came}{hint}")
+        received = type(tensor).__name__
+        raise TypeError(f"expected `{name}` to be a torch.Tensor, got {received}{hint}")
     if type(tensor).__name__ == "DTensor":
         raise TypeError(
             f"expected `{name}` to be a plain tensor, got a DTensor: hand over "

@@ -1,6 +1,5 @@
-"""Selection among the ways to compute a loss: its definition and the faster alternatives."""
+"""Selection of one implementation of a loss: its definition or a faster alternative."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,10 +12,9 @@ from sparse_losses._core.own_gradient import (
 )
 from sparse_losses.distributed import average_grad_over_ranks
 
-__all__ = ["Arguments", "Implementation", "Options", "always", "choose", "compute", "never"]
+__all__ = ["Arguments", "Implementation", "always", "choose", "compute"]
 
-Arguments: TypeAlias = Sequence[Any]
-Options: TypeAlias = Mapping[str, Any]
+Arguments: TypeAlias = Mapping[str, Any]  # tensors and hyperparameters, by name
 
 
 class Implementation(NamedTuple):
@@ -24,76 +22,70 @@ class Implementation(NamedTuple):
 
     Attributes:
         name: the value of ``impl`` that selects it.
-        unsupported_reason: maps ``(arguments, options)`` to ``None`` if the way supports the call, else to
-            the words that follow "expected" in the error.
-        is_preferred: maps ``(arguments, options)`` to whether ``impl="auto"`` selects it.
-        compute: maps ``(needs, *arguments, **options)`` to the value and the gradients, in order.
-            Callers of ``choose`` alone define their own signature.
-        compiles: whether ``torch.compile`` can trace it; default False.
+        unsupported_reason: maps the arguments to ``None`` if it supports the call, else to the
+            words that follow "expected" in the error.
+        is_preferred: maps the arguments to whether ``impl="auto"`` selects it.
+        compute: is called as ``compute(needs, **arguments)``, where ``needs`` are the names of the
+            tensors that need a gradient; returns the value and the gradients by name. (Callers of
+            ``choose`` alone define their own signature.)
+        compiles: whether ``torch.compile`` can trace it.
     """
 
     name: str
-    unsupported_reason: Callable[[Arguments, Options], str | None]
-    is_preferred: Callable[[Arguments, Options], bool]
+    unsupported_reason: Callable[[Arguments], str | None]
+    is_preferred: Callable[[Arguments], bool]
     compute: Callable[..., Any]
     compiles: bool = False
 
 
-def always(arguments: Arguments, options: Options) -> bool:
-    """``pays`` of a way that is faster wherever it supports the call."""
+def always(arguments: Arguments) -> bool:
+    """``is_preferred`` of an implementation that is faster wherever it supports the call."""
     return True
 
 
-def never(arguments: Arguments, options: Options) -> bool:
-    """``pays`` of a way that is selected by name only."""
-    return False
-
-
 def choose(
-    ways: Sequence[Implementation], impl: str, arguments: Arguments, options: Options
+    implementations: Sequence[Implementation], impl: str, arguments: Arguments
 ) -> Implementation | None:
-    """Return the way named by ``impl``, or for ``"auto"`` the first that supports it and pays.
+    """Return the one named ``impl``, or for ``"auto"`` the first supported and preferred one.
 
-    ``None`` means the definition. It is used under ``torch.func`` and, unless the way compiles,
-    under ``torch.compile``; a way named by ``impl`` is checked there all the same.
+    ``None`` means the definition. It is used under ``torch.func`` and, unless the implementation
+    compiles, under ``torch.compile``; one that is named by ``impl`` is checked there all the same.
 
     Raises:
-        ValueError: if the way named by ``impl`` does not support the call.
+        ValueError: if the implementation named by ``impl`` does not support the call.
     """
-    is_eager = can_bring_its_gradient(*arguments)
+    is_eager = can_bring_its_gradient(*arguments.values())
     is_plain = is_eager or not is_transformed()
-    for way in ways:
-        can_run = is_eager or (way.compiles and is_plain)
-        if impl != way.name and not (impl == "auto" and can_run):
+    for implementation in implementations:
+        can_run = is_eager or (implementation.compiles and is_plain)
+        is_named = impl == implementation.name
+        if not is_named and not (impl == "auto" and can_run):
             continue
-        why = way.unsupported_reason(arguments, options)
-        if why is not None and impl == way.name:
-            raise ValueError(f'expected {why} with impl="{impl}"; impl="auto" selects one that can')
-        if can_run and why is None and (impl == way.name or way.is_preferred(arguments, options)):
-            return way
+        reason = implementation.unsupported_reason(arguments)
+        if reason is not None and is_named:
+            raise ValueError(
+                f'expected {reason} with impl="{impl}"; impl="auto" selects one that can'
+            )
+        if can_run and reason is None and (is_named or implementation.is_preferred(arguments)):
+            return implementation
     return None
 
 
 def compute(
     definition: Callable[..., Tensor],
-    ways: Sequence[Implementation],
+    implementations: Sequence[Implementation],
     impl: str,
     arguments: Arguments,
-    options: Options,
 ) -> Tensor:
-    """Return ``definition(*arguments, **options)``, computed by the way that ``choose`` selects.
+    """Return ``definition(**arguments)``, computed by the implementation that is chosen.
 
     With ``create_graph=True`` the gradient is computed again, through the definition.
 
     Raises:
-        ValueError: if the way named by ``impl`` does not support the call.
+        ValueError: if the implementation named by ``impl`` does not support the call.
     """
-    way = choose(ways, impl, arguments, options)
-    if way is None:
-        return definition(*arguments, **options)
-    value = with_own_gradient(
-        functools.partial(definition, **options),
-        functools.partial(way.compute, **options),
-        *arguments,
-    )
-    return average_grad_over_ranks(value) if options.get("gather") else value
+    implementation = choose(implementations, impl, arguments)
+    if implementation is None:
+        return definition(**arguments)
+    value = with_own_gradient(definition, implementation.compute, arguments)
+    return average_grad_over_ranks(value) if arguments.get("gather") else value

@@ -52,16 +52,17 @@ from sparse_losses._core.checks import (
     check_number,
     check_tensors,
     declared,
+    values_can_be_checked,
 )
 from sparse_losses._core.own_gradient import can_bring_its_gradient
-from sparse_losses._core.precision import autocast_off, compute_dtype, is_without_autocast
+from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.products import HALVES, returns_fp32
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.distributed import agree_across_ranks
 
 __all__ = ["LossModule", "loss"]
 
-AS_THEY_CAME = ("labels", "token ids")
+UNCHANGED = ("labels", "token ids")
 NO_DATA = ("mask", "integer")
 LEARNABLE = "> 0, learnable"
 PADDED = "S"  # the padded length differs between ranks
@@ -75,6 +76,7 @@ class _Declaration(NamedTuple):
     numbers: Mapping[str, str]
     flags: tuple[str, ...]
     choices: Mapping[str, tuple[object, ...]]
+    defaults: Mapping[str, Any]
 
     def check(self, hyperparameters: Mapping[str, Any]) -> None:
         """Raise for an invalid flag, choice or number."""
@@ -85,57 +87,59 @@ class _Declaration(NamedTuple):
             if name in hyperparameters:
                 check_choice(name, hyperparameters[name], allowed)
         for name, bound in self.numbers.items():
-            if name in hyperparameters:
-                _check_bound(name, hyperparameters[name], bound)
+            if name not in hyperparameters:
+                continue
+            value = hyperparameters[name]
+            if bound == LEARNABLE:
+                check_learnable(name, value)
+            elif bound.startswith("integer"):
+                check_integer(name, value, minimum=int(bound.removeprefix("integer >= ")))
+            elif bound == "finite":
+                check_number(name, value)
+            else:
+                check_number(name, value, minimum=float(bound.removeprefix(">= ")))
 
 
-def _check_bound(name: str, value: object, bound: str) -> None:
-    if bound == LEARNABLE:
-        check_learnable(name, value)
-    elif bound.startswith("integer"):
-        check_integer(name, value, minimum=int(bound.removeprefix("integer >= ")))
-    elif bound == "finite":
-        check_number(name, value)
-    else:
-        check_number(name, value, minimum=float(bound.removeprefix(">= ")))
-
-
-def loss(**arguments: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declare the arguments of a loss: its body runs with them checked and cast, autocast off."""
-    tensors = {name: declared(text) for name, text in arguments.items() if text[0].isupper()}
-    numbers = {name: text for name, text in arguments.items() if name not in tensors}
+    tensors = {name: declared(text) for name, text in declarations.items() if text[0].isupper()}
+    numbers = {name: text for name, text in declarations.items() if name not in tensors}
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         hints = get_type_hints(function)
-        parameters = inspect.signature(function).parameters.values()
-        names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        parameters = inspect.signature(function).parameters
+        names = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
         choices = {n: get_args(h) for n, h in hints.items() if get_origin(h) is Literal}
         flags = tuple(n for n, h in hints.items() if h is bool and n not in ("gather", "return"))
-        declaration = _Declaration(tensors, numbers, flags, choices)
+        defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+        declaration = _Declaration(tensors, numbers, flags, choices, defaults)
         learnable = [name for name, bound in numbers.items() if bound == LEARNABLE]
         steps, first = _steps(tensors), names[0]
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             # PyTorch 2.6 compiles strict=False as strict=True.
-            given: dict[str, Any] = {**dict(zip(names, args)), **kwargs}  # noqa: B905
-            is_wrong = len(given) < len(args) + len(kwargs)  # too many, or a duplicate
-            if is_wrong or first not in given:
+            arguments: dict[str, Any] = {**dict(zip(names, args)), **kwargs}  # noqa: B905
+            is_wrong = len(arguments) < len(args) + len(kwargs)  # too many, or a duplicate
+            if is_wrong or first not in arguments:
                 return function(*args, **kwargs)  # Python raises the error
-            sizes = check_tensors(tensors, given)
             if kwargs:
                 declaration.check(kwargs)
-            dtype = _cast(steps, given)
+            sizes = check_tensors(tensors, arguments)
+            dtype = _cast(steps, arguments)
+            data = arguments[first]
             for name in learnable:
-                if isinstance(given.get(name), Tensor):
-                    given[name] = _beside(name, given[name], first, given[first]).to(dtype)
-            if given.get("gather", False) is not False:
-                _agree(function.__name__, declaration, given, sizes)
-            if is_without_autocast(given[first]):
+                if isinstance(arguments.get(name), Tensor):
+                    arguments[name] = _beside(name, arguments[name], first, data).to(dtype)
+            if arguments.get("gather", False) is not False:
+                _agree(function.__name__, declaration, arguments, sizes)
+            # This test is cheaper than entering the context.
+            is_plain = data.is_cpu and not torch.compiler.is_compiling()
+            if is_plain and not torch.is_autocast_enabled("cpu"):
                 # mypy cannot type a call by keywords alone.
-                return function(**given)  # type: ignore[call-arg]
-            with autocast_off(given[first].device):
-                return function(**given)  # type: ignore[call-arg]  # as above
+                return function(**arguments)  # type: ignore[call-arg]
+            with autocast_off(data.device):
+                return function(**arguments)  # type: ignore[call-arg]  # as above
 
         checked.declaration = declaration  # type: ignore[attr-defined]  # for the module
         return checked
@@ -165,7 +169,7 @@ class _Step(NamedTuple):
 def _steps(tensors: Mapping[str, Declared]) -> list[_Step]:
     steps = []
     for name, (_, remarks) in tensors.items():
-        if remarks.isdisjoint(AS_THEY_CAME):
+        if remarks.isdisjoint(UNCHANGED):
             kinds = (*NO_DATA, "layer", "halves", "uncast")
             kind = next((kind for kind in kinds if kind in remarks), "cast")
             is_data = kind not in NO_DATA and "constant" not in remarks
@@ -173,35 +177,35 @@ def _steps(tensors: Mapping[str, Declared]) -> list[_Step]:
     return steps
 
 
-def _cast(steps: Sequence[_Step], given: dict[str, Any]) -> torch.dtype:
-    """Detach, cast and convert the tensors in ``given``; return the dtype to compute in."""
+def _cast(steps: Sequence[_Step], arguments: dict[str, Any]) -> torch.dtype:
+    """Detach, cast and convert the tensors in ``arguments``; return the dtype to compute in."""
     data: dict[str, Tensor] = {}
     cast, halves = [], []
     for name, kind, is_data, is_detached in steps:
-        tensor = given.get(name)
+        tensor = arguments.get(name)
         if tensor is None:
             continue
         if is_data and tensor.dtype != torch.float32:
             data[name] = tensor
         if is_detached:
-            given[name] = tensor.detach()
+            arguments[name] = tensor.detach()
         if kind == "cast":
             cast.append(name)
         elif kind == "mask":
-            given[name] = as_mask(name, tensor)
+            arguments[name] = as_mask(name, tensor)
         elif kind == "integer":
             if tensor.is_floating_point() or tensor.dtype == torch.bool:
                 raise TypeError(f"expected `{name}` to be integers, got {tensor.dtype}")
         elif kind == "layer":
-            given[name] = _as_layer(tensor)
+            arguments[name] = _as_layer(tensor)
         elif kind == "halves":
             halves.append(name)
-    dtype = compute_dtype(**data)
-    if halves and not _multiplied_as_halves([given[name] for name in halves]):
+    dtype = compute_dtype(**data) if data else torch.float32
+    if halves and not _multiplied_as_halves([arguments[name] for name in halves]):
         cast += halves
     for name in cast:
-        if given[name].dtype != dtype:  # this test is cheaper than a call of `to`
-            given[name] = given[name].to(dtype)
+        if arguments[name].dtype != dtype:  # this test is cheaper than a call of `to`
+            arguments[name] = arguments[name].to(dtype)
     return dtype
 
 
@@ -226,23 +230,25 @@ def _as_layer(tensor: Tensor) -> Tensor:
 
 
 def _agree(
-    call: str, declaration: _Declaration, given: Mapping[str, Any], sizes: Mapping[str, int]
+    call: str, declaration: _Declaration, arguments: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> None:
-    """Raise unless all ranks make the same call with the same sizes."""
-    tensors, choices = declaration.tensors, declaration.choices
-    letters = {letter for shapes, _ in tensors.values() for shape in shapes for letter in shape}
-    compared = {letter: sizes.get(letter, 0) for letter in sorted(letters - {PADDED})}
-    for name, (shapes, remarks) in tensors.items():
-        tensor = given.get(name)
-        if len(shapes) > 1:
-            compared[f"number of dimensions of `{name}`"] = 0 if tensor is None else tensor.ndim
-        elif "optional" in remarks:
-            compared[f"number of `{name}`"] = 0 if tensor is None else 1
-    data = [given[name] for name in tensors if given.get(name) is not None]
-    if "impl" in choices:  # each way communicates differently
-        place = choices["impl"].index(given.get("impl", "auto"))
-        compared['`impl`, counted from 0 for "auto",'] = place
-    agree_across_ranks(call, given["gather"], *data, **compared)
+    """Raise unless all ranks make the same call with the same sizes and hyperparameters."""
+    tensors = declaration.tensors
+    present = [arguments[name] for name in tensors if arguments.get(name) is not None]
+    compared: dict[str, object] = {}
+    if not torch.compiler.is_compiling():  # a number may be symbolic there
+        letters = {letter for shapes, _ in tensors.values() for shape in shapes for letter in shape}
+        compared = {letter: sizes.get(letter, 0) for letter in sorted(letters - {PADDED})}
+        for name, (shapes, remarks) in tensors.items():
+            tensor = arguments.get(name)
+            if len(shapes) > 1:
+                ndim = 0 if tensor is None else tensor.ndim
+                compared[f"number of dimensions of `{name}`"] = ndim
+            elif "optional" in remarks:
+                compared[f"number of `{name}`"] = 0 if tensor is None else 1
+        for name in (*declaration.flags, *declaration.choices, *declaration.numbers):
+            compared[f"`{name}`"] = _shown(arguments.get(name, declaration.defaults.get(name)))
+    agree_across_ranks(call, arguments["gather"], *present, **compared)
 
 
 class LossModule(nn.Module):
@@ -277,22 +283,29 @@ class LossModule(nn.Module):
 
     def check_hyperparameters(self) -> None:
         """Raise for a hyperparameter that the function would refuse."""
-        found = self.hyperparameters()
-        self._declaration.check(found)
-        check_flag(gather=found.get("gather", False))
+        values = self.hyperparameters()
+        self._declaration.check(values)
+        check_flag(gather=values.get("gather", False))
 
     def hyperparameters(self, **overrides: Any) -> dict[str, Any]:
         """Return the hyperparameters by name; overrides that are not ``None`` take precedence."""
-        found = {name: getattr(self, name) for name in self._names}
-        found.update((name, value) for name, value in overrides.items() if value is not None)
-        return found
+        values = {name: getattr(self, name) for name in self._names}
+        values.update((name, value) for name, value in overrides.items() if value is not None)
+        return values
 
     def extra_repr(self) -> str:
         """Return the hyperparameters as ``name=value``."""
         values = {name: getattr(self, name) for name in self._names}
-        return ", ".join(f"{name}={_shown(value)}" for name, value in values.items())
+        return ", ".join(f"{name}={_repr(value)}" for name, value in values.items())
+
+
+def _repr(value: Any) -> str:
+    has_values = isinstance(value, Tensor) and value.device.type != "meta"
+    return repr(value.tolist()) if has_values else repr(value)
 
 
 def _shown(value: Any) -> str:
-    has_values = isinstance(value, Tensor) and value.device.type != "meta"
-    return repr(value.tolist()) if has_values else repr(value)
+    """Return the representation of a hyperparameter; a tensor is read only where that is free."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return repr(value.tolist()) if values_can_be_checked(value) else "a tensor"

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-__all__ = ["autocast_off", "compute_dtype", "is_without_autocast", "widest_dtype"]
+__all__ = ["autocast_off", "compute_dtype", "widest_dtype"]
 
 
 def autocast_off(device: torch.device) -> AbstractContextManager[None]:
@@ -19,13 +19,6 @@ def autocast_off(device: torch.device) -> AbstractContextManager[None]:
     else:  # entering the context costs as much as a small loss
         is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if is_on else nullcontext()
-
-
-def is_without_autocast(tensor: Tensor) -> bool:
-    """Whether autocast is off for a CPU tensor; cheaper than entering ``autocast_off``."""
-    return (
-        tensor.is_cpu and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
-    )
 
 
 def compute_dtype(**tensors: Tensor | None) -> torch.dtype:

@@ -1,11 +1,14 @@
 """All private PyTorch names that this package uses; a test per name fails once it can go."""
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 __all__ = [
     "assert_on_device",
-    "forward_mode_is_active",
+    "forward_level",
     "is_batched",
     "transforms_are_active",
 ]
@@ -16,14 +19,11 @@ def assert_on_device(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
-def transforms_are_active() -> bool:
-    """Whether a transform of ``torch.func`` is active; PyTorch has no public query."""
-    return bool(torch._C._are_functorch_transforms_active())
+# Whether a transform of `torch.func` is active; PyTorch has no public query.
+transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
-
-def forward_mode_is_active() -> bool:
-    """Whether forward-mode derivatives are active; PyTorch has no public query."""
-    return bool(torch.autograd.forward_ad._current_level >= 0)
+# The level of forward-mode derivatives, -1 where they are inactive; PyTorch has no public query.
+forward_level = functools.partial(getattr, torch.autograd.forward_ad, "_current_level")
 
 
 def is_batched(tensor: Tensor) -> bool:

@@ -17,8 +17,8 @@ def row_divisor(
 ) -> Tensor | int | None:
     """Return the divisor of the sum of row values, or ``None`` if ``reduce`` is needed.
 
-    A way with its own gradient can apply the divisor early, to a small tensor; the gradients of
-    unreduced row values are scaled in an additional pass over the full gradient.
+    An implementation with its own gradient can apply the divisor early, to a small tensor; the
+    gradients of unreduced row values are scaled in an additional pass over the full gradient.
     """
     if reduction == "none" or (gather and num_ranks() > 1):
         return None

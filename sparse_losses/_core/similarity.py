@@ -88,15 +88,15 @@ def half_rows(*inputs: Tensor) -> list[HalfRows]:
     torch.threshold_(length, 0.0, 1e300)  # the gradient of a zero row is divided by 1e300
     norm, _ = torch.frexp(length)
     scale = norm / length
-    found = []
+    rows = []
     parts = zip(
         inputs, shapes, torch.split(norm.float(), sizes), torch.split(scale, sizes), strict=True
     )
     for x, shape, its_norm, its_scale in parts:
         power = its_scale.view(shape)
         values = torch.mul(x, power, out=torch.empty_like(x))
-        found.append(HalfRows(values, its_norm.view(shape), power))
-    return found
+        rows.append(HalfRows(values, its_norm.view(shape), power))
+    return rows
 
 
 def through_unit_rows_(gradient: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:

@@ -1,10 +1,15 @@
 """Log-sum-exp functions that are accurate in value and gradient."""
 
+import functools
+
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
 __all__ = ["contrastive_rows", "masked_logsumexp", "negative_log_softmax", "softplus"]
+
+# `log(1 + exp(x))` to full precision; PyTorch's default returns `x` from 20.
+softplus = functools.partial(nnf.softplus, threshold=50.0)
 
 
 def contrastive_rows(
@@ -20,47 +25,57 @@ def contrastive_rows(
     With ``decoupled`` the denominator has no positives. ``one_positive`` promises that no row has
     more than one positive, which saves operations.
     """
-    if decoupled or one_positive:
-        if one_positive:
-            own = torch.where(positive_mask, scores, 0.0).sum(-1)
-        else:
-            own = _mean_where(positive_mask, scores)
-        gap = masked_logsumexp(scores, negative_mask) - own
-        return gap if decoupled else softplus(gap)
-    return _mean_where(positive_mask, negative_log_softmax(scores, positive_mask | negative_mask))
+    if not (decoupled or one_positive):
+        terms = negative_log_softmax(scores, positive_mask | negative_mask)
+        return _mean_where(positive_mask, terms)
+    # The log-sum-exp is of differences: large scores that differ little keep their digits.
+    if one_positive:
+        own = torch.where(positive_mask, scores, 0.0).sum(-1)
+        shift = own.detach()
+        # The last difference is 0. It has the gradient of the positive, and its NaN.
+        gap = masked_logsumexp(scores - shift[:, None], negative_mask) + (shift - own)
+    else:
+        if scores.shape[-1]:
+            scores = scores - _finite(scores.detach().amax(-1, keepdim=True))
+        gap = masked_logsumexp(scores, negative_mask) - _mean_where(positive_mask, scores)
+    return gap if decoupled else softplus(gap)
 
 
 def _mean_where(mask: Tensor, values: Tensor) -> Tensor:
     return torch.where(mask, values, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
-def softplus(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return ``log(1 + exp(x))`` to full precision (PyTorch's default returns ``x`` from 20)."""
-    if out is None:
-        return nnf.softplus(x, threshold=50.0)
-    return nnf.softplus(x, 1, 50.0, out=out)  # type: ignore[call-arg]  # torch's stub lacks it
-
-
 def masked_logsumexp(scores: Tensor, mask: Tensor) -> Tensor:
-    """Return ``log(sum(exp(scores)))`` over the last dimension where ``mask``; ``-inf`` if none."""
-    # The gradient of a log-sum-exp is NaN if all scores are -inf, so use the lowest number.
+    """Return ``log(sum(exp(scores)))`` over the last dimension where ``mask``.
+
+    If there is none it is about the lowest finite number. The gradient of ``torch.logsumexp`` is
+    ``exp(scores - result)``, which loses the digits of large scores and is NaN if all are ``-inf``;
+    here the largest score is subtracted in both directions.
+    """
     lowest = torch.finfo(scores.dtype).min
-    total = torch.where(mask, scores, lowest).logsumexp(-1)
-    return torch.where(total == lowest, -torch.inf, total)
+    if scores.shape[-1] == 0:
+        return scores.sum(-1) + lowest
+    scores = torch.where(mask, scores, lowest)
+    largest = _finite(scores.detach().amax(-1, keepdim=True))
+    return (scores - largest).exp().sum(-1).log() + largest.squeeze(-1)
+
+
+def _finite(largest: Tensor) -> Tensor:
+    """Bound what is subtracted: infinity minus infinity is NaN."""
+    return largest.clamp(max=torch.finfo(largest.dtype).max)
 
 
 def negative_log_softmax(scores: Tensor, mask: Tensor) -> Tensor:
     """Return ``-log softmax`` over the last dimension where ``mask``; undefined elsewhere.
 
     ``logsumexp(scores) - score`` cancels if a candidate has nearly all of the probability. Only
-    the largest can, so its term is computed as ``softplus(logsumexp(the others) - score)``.
+    the largest can; its term is ``log(1 + sum(exp(other - largest)))``, and it is kept out of what
+    has a gradient through the differences.
     """
     if scores.shape[-1] == 0:  # an empty batch has no largest candidate
         return scores
-    some = mask.any(-1, keepdim=True)
-    scores = torch.where(mask, scores, torch.where(some, -torch.inf, 0.0).to(scores.dtype))
-    largest = torch.zeros_like(mask).scatter(-1, scores.argmax(-1, keepdim=True), True)
-    top = torch.where(largest, scores, 0.0).sum(-1, keepdim=True)
-    rest = masked_logsumexp(scores, mask & ~largest).unsqueeze(-1)
-    excess = softplus(rest - top)
-    return torch.where(largest, excess, (top - scores) + excess)  # in the order that cancels least
+    lowest = torch.finfo(scores.dtype).min
+    largest, index = torch.where(mask, scores, lowest).max(-1, keepdim=True)
+    others, gaps = mask.scatter(-1, index, False), scores - largest
+    excess = torch.where(others, gaps, -torch.inf).exp().sum(-1, keepdim=True).log1p()
+    return excess - torch.where(others, gaps, 0.0)

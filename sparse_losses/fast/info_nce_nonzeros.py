@@ -1,85 +1,70 @@
 """InfoNCE with products over the non-zeros of its inputs only."""
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparse_losses._core.implementations import Arguments, Options
 from sparse_losses._core.products import as_single
-from sparse_losses.fast.info_nce import (
-    contrast,
-    in_both_directions,
-    own_gradient_unsupported_reason,
-)
+from sparse_losses.fast.info_nce import compute_info_nce
 from sparse_losses.fast.sparse import NonZeros, non_zeros, product, product_by_columns
 
-__all__ = ["nonzeros_info_nce", "nonzeros_unsupported_reason", "prefers_nonzeros"]
+__all__ = ["FEWEST_COLUMNS", "has_few_nonzeros", "nonzeros_info_nce"]
 
 # Used below this density with at least this number of rows; for fewer rows, the limit is
-# proportionally smaller. It was chosen by hand. benchmarks/results/aims-run-1.csv has cases on both
-# sides: with 0.5% and 1,024 rows a sixth of the time of "direct", with 10% and 256 rows 1.3 times.
+# proportionally smaller: on one thread of an Intel Xeon both take the same time at 1% with 64 rows
+# of a vocabulary of 30,522, at 3% with 128 and at 8% with 256. Dense products gain more from a
+# second thread: 128 rows of 2% take 51 ms dense and 38 sparse on one thread, 29 and 34 on two.
 DENSEST, ROWS_FOR_DENSEST = 0.12, 512
 FEWEST_COLUMNS = 4096
 SAMPLED_ROWS = 16
 
 
-def nonzeros_unsupported_reason(arguments: Arguments, options: Options) -> str | None:
-    """Return why sparse products do not support the call, or ``None``."""
-    negative = arguments[2]
-    if negative is not None and negative.ndim == 3:
-        return "no negatives per row"
-    if arguments[0].device.type == "meta":
-        return "tensors with values"
-    return own_gradient_unsupported_reason(arguments, options)
-
-
-def prefers_nonzeros(arguments: Arguments, options: Options) -> bool:
-    """Whether an input is CSR or, on the CPU, a sample of the inputs has few non-zeros."""
-    inputs: list[Tensor] = [x for x in arguments[:3] if x is not None]
-    if any(x.layout != torch.strided for x in inputs):
-        return True
-    rows, columns = inputs[0].shape
-    if inputs[0].device.type != "cpu" or columns < FEWEST_COLUMNS:
-        return False
+def has_few_nonzeros(*inputs: Tensor) -> bool:
+    """Whether a sample of dense inputs has few non-zeros; reads values."""
+    rows = len(inputs[0])
     sample = [x[:: max(x.shape[0] // SAMPLED_ROWS, 1)] for x in inputs]
-    found = sum(int(x.count_nonzero()) for x in sample)
+    num_nonzeros = sum(int(x.count_nonzero()) for x in sample)
     densest = DENSEST * min(1.0, rows / ROWS_FOR_DENSEST)
-    return found < densest * sum(x.numel() for x in sample)
+    densest /= 1 if torch.get_num_threads() == 1 else 2
+    return num_nonzeros < densest * sum(x.numel() for x in sample)
 
 
-def nonzeros_info_nce(needs: Sequence[bool], *arguments: Any, **options: Any) -> Any:
+def nonzeros_info_nce(needs: Set[str], **arguments: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Return value and gradients of InfoNCE by sparse products; all scores are held at once."""
-    by_nonzeros = functools.partial(contrast, kind=_SparseScores)
-    single = [as_single(x) if isinstance(x, Tensor) else x for x in arguments]
-    return in_both_directions(by_nonzeros, needs, *single, **options)
+    single: Any = {n: as_single(x) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    return compute_info_nce(needs, NonzeroScores, in_blocks=False, **single)
 
 
-class _SparseScores:
-    """Scores from non-zeros; gradients are dense, or for a CSR input restricted to its pattern."""
+class NonzeroScores:
+    """``Scores`` from non-zeros; the gradient of a CSR input is restricted to its pattern."""
 
     def __init__(
         self,
-        needs: Sequence[bool],
-        anchor: Tensor,
-        positive: Tensor,
-        negative: Tensor | None,
+        needs: Set[str],
+        query: Tensor,
+        key: Tensor,
+        negative: Tensor | None = None,
+        *,
         temperature: float | Tensor,
         cosine: bool,
-        hides: bool,
+        hide_nan: bool,
     ) -> None:
-        self.needs, self.temperature = needs, temperature
-        self.tensors, self.num_positives = (anchor, positive, negative), len(positive)
-        self.represented = [self._represent(x, cosine) for x in self.tensors if x is not None]
+        self.needs, self.temperature, self.num_keys = needs, temperature, len(key)
+        self.inputs = {"query": query, "key": key}
+        if negative is not None:
+            self.inputs["negative"] = negative
+        self.rows = {name: self._represent(x, cosine) for name, x in self.inputs.items()}
         # Products over non-zeros may skip a NaN, so rows that contain one are marked.
-        self.is_nan = [self._rows_with_nan(entries) for entries, _ in self.represented]
-        if hides:  # a NaN of an excluded key must not reach a gradient
-            keys, length = self.represented[1]
-            kept = keys.value.masked_fill(self.is_nan[1][keys.row], 0.0)
-            self.represented[1] = keys._replace(value=kept), length
-        self.found: list[Tensor | None] = [None] * 4
+        self.is_nan = {
+            name: self._rows_with_nan(entries) for name, (entries, _) in self.rows.items()
+        }
+        if hide_nan:  # a NaN of an excluded key must not reach a gradient
+            keys, length = self.rows["key"]
+            kept = keys.value.masked_fill(self.is_nan["key"][keys.row], 0.0)
+            self.rows["key"] = keys._replace(value=kept), length
+        self.grads: dict[str, Tensor | None] = dict.fromkeys(("query", "key", "negative"))
 
     @staticmethod
     def _represent(x: Tensor, cosine: bool) -> tuple[NonZeros, Tensor | None]:
@@ -97,45 +82,44 @@ class _SparseScores:
 
     @staticmethod
     def _rows_with_nan(entries: NonZeros) -> Tensor:
-        found = entries.value.new_zeros(entries.shape[0], dtype=torch.bool)
-        found[entries.row[entries.value.isnan()]] = True
-        return found
+        is_nan = entries.value.new_zeros(entries.shape[0], dtype=torch.bool)
+        is_nan[entries.row[entries.value.isnan()]] = True
+        return is_nan
 
-    def _scores(self, number: int) -> Tensor:
-        scores = product(self.represented[0][0], self.represented[number][0])
-        is_nan = self.is_nan[0][:, None] | self.is_nan[number]
+    def _scores(self, name: str) -> Tensor:
+        scores = product(self.rows["query"][0], self.rows[name][0])
+        is_nan = self.is_nan["query"][:, None] | self.is_nan[name]
         return scores.div_(self.temperature).masked_fill_(is_nan, torch.nan)
 
     def block(self, rows: slice) -> Tensor:
-        """Return all scores, divided by the temperature ``[B, B + N]``."""
-        if len(self.represented) < 3:
-            return self._scores(1)
-        return torch.cat([self._scores(1), self._scores(2)], dim=1)
+        """Return all scores."""
+        parts = [self._scores(name) for name in self.inputs if name != "query"]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def back(self, rows: slice, gradient: Tensor) -> None:
-        """Store the input gradients, given the scores' gradient times the temperature."""
-        gradients = gradient.tensor_split([self.num_positives], dim=1)[: len(self.represented) - 1]
-        if self.needs[0] or self.needs[3]:
-            along = self._gradient(0, list(zip(gradients, (1, 2), strict=False)))
-            if self.needs[3]:
-                self.found[3] = -along
-        for number, g in enumerate(gradients, start=1):
-            if self.needs[number]:
-                self._gradient(number, [(g.T, 0)])
+    def backward(self, rows: slice, gradient: Tensor) -> None:
+        """Store the gradients of the inputs."""
+        parts = gradient.tensor_split([self.num_keys], dim=1)
+        grad_scores = dict(zip(("key", "negative"), parts, strict=True))
+        if not self.needs.isdisjoint(("query", "temperature")):
+            terms = [(g, name) for name, g in grad_scores.items() if name in self.inputs]
+            along = self._gradient("query", terms)
+            self.grads["temperature"] = -along
+        for name, g in grad_scores.items():
+            if name in self.needs:
+                self._gradient(name, [(g.T, "query")])
 
-    def _gradient(self, number: int, terms: list[tuple[Tensor, int]]) -> Tensor:
+    def _gradient(self, name: str, terms: list[tuple[Tensor, str]]) -> Tensor:
         """Store the gradient of one input, ``sum_k g_k @ x_k``; return minus the temperature's."""
-        tensor = self.tensors[number]
-        assert tensor is not None
-        entries, length = self.represented[number]
+        tensor = self.inputs[name]
+        entries, length = self.rows[name]
         dense = torch.empty_like(tensor) if tensor.layout == torch.strided else None
         at_entries = torch.empty_like(entries.value)
         first = 0
-        tiles = [product_by_columns(g, self.represented[k][0]) for g, k in terms]
+        tiles = [product_by_columns(g, self.rows[other][0]) for g, other in terms]
         for parts in zip(*tiles, strict=True):
             start, stop, tile = parts[0]
-            for _, _, other in parts[1:]:
-                tile += other
+            for _, _, more in parts[1:]:
+                tile += more
             last = int(torch.searchsorted(entries.column, stop))
             here = slice(first, last)
             at_entries[here] = tile[entries.column[here] - start, entries.row[here]]
@@ -161,10 +145,9 @@ class _SparseScores:
                 tensor.shape,
                 check_invariants=False,
             )
-        if self.needs[number]:
-            self.found[number] = dense
+        self.grads[name] = dense
         return along.sum() / self.temperature
 
-    def gradients(self) -> list[Tensor | None]:
-        """Return the gradients of anchor, positive, negative and temperature."""
-        return self.found
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Return the gradients of the inputs."""
+        return {name: g if name in self.needs else None for name, g in self.grads.items()}

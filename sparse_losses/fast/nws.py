@@ -10,7 +10,7 @@ such entries has a finite softmax, and on a CPU an addition is many times as fas
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ Part = tuple[Tensor | None, Tensor | None, Tensor | None]  # features, labels, m
 
 
 def direct_nws(
-    needs: Sequence[bool],
+    needs: Set[str],
+    *,
     query: Tensor,
     prototype: Tensor,
     temperature: float | Tensor,
@@ -41,7 +42,6 @@ def direct_nws(
     queue: Tensor | None,
     queue_labels: Tensor | None,
     queue_mask: Tensor | None,
-    *,
     alpha: float,
     beta: float,
     aggregation: str,
@@ -49,7 +49,7 @@ def direct_nws(
     eps: float,
     gather: bool,
     reduction: str,
-) -> tuple[Tensor, list[Tensor | None]]:
+) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Return the value of NWS and the gradients of query, prototype and temperature."""
     dtype = torch.float32 if query.dtype in HALVES else query.dtype
     y = query_labels.to(dtype)
@@ -65,26 +65,26 @@ def direct_nws(
     if decoupled and eps == 0:  # rows without negatives
         is_void |= torch.cat([weights.without_negatives(rows, is_absent) for rows in blocks])
     scores = DenseScores(
-        [needs[0], needs[1], False, needs[2]],
+        {{"prototype": "key"}.get(name, name) for name in needs},
         query.masked_fill(is_void, 0.0),
         prototype,
         instances,
-        temperature,
+        temperature=temperature,
         cosine=True,
-        hides=False,
     )
     del instances
     values = []
     for rows in blocks:
-        value, gradient = _rows(scores.block(rows), weights, rows, is_absent)
+        value, grad_scores = _rows(scores.block(rows), weights, rows, is_absent)
         values.append(value)
-        if any(needs):
-            scores.back(rows, gradient)
-    gradients = [x for i, x in enumerate(scores.gradients()) if i != 2]
+        if needs:
+            scores.backward(rows, grad_scores)
+    gradients = scores.gradients()
+    gradients["prototype"] = gradients.pop("key")
 
     # A NaN that no valid row uses must not reach a gradient.
     none_valid = is_void.all()
-    hidden = is_void, none_valid, none_valid
+    hidden = {"query": is_void, "prototype": none_valid, "temperature": none_valid}
     value = (torch.cat(values) if len(values) > 1 else values[0]).masked_fill_(is_void[:, 0], 0.0)
     value = sum_over_ranks(value.sum()) if gather else value.sum()
     divisor: float | Tensor = temperature
@@ -95,9 +95,10 @@ def direct_nws(
         divisor = num_valid * temperature
     if gather:  # DDP divides gradients by the number of ranks
         divisor = divisor / num_ranks()
-    for found, is_hidden in zip(gradients, hidden, strict=True):
-        if found is not None:
-            found.div_(divisor).masked_fill_(is_hidden, 0.0)
+    for name, is_hidden in hidden.items():
+        gradient = gradients[name]
+        if gradient is not None:
+            gradient.div_(divisor).masked_fill_(is_hidden, 0.0)
     return value, gradients
 
 

@@ -5,23 +5,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparse_losses._core.implementations import Implementation, always, compute
+from sparse_losses._core.implementations import Arguments, Implementation, always, compute
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.products import as_single
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.softmax import contrastive_rows
 from sparse_losses.distributed import gather_rows, num_ranks, rank
-from sparse_losses.fast.info_nce import (
-    blockwise_info_nce,
-    dense_unsupported_reason,
-    direct_info_nce,
-    too_many_scores,
-)
+from sparse_losses.fast.info_nce import blockwise_info_nce, direct_info_nce, most_scores
 from sparse_losses.fast.info_nce_nonzeros import (
+    FEWEST_COLUMNS,
+    has_few_nonzeros,
     nonzeros_info_nce,
-    nonzeros_unsupported_reason,
-    prefers_nonzeros,
 )
 
 __all__ = ["InfoNCEFromScoresLoss", "InfoNCELoss", "info_nce_from_scores", "info_nce_loss"]
@@ -90,10 +85,11 @@ def info_nce_loss(
         impl: how the value is computed; value and gradient are the same. ``"auto"`` selects the
             first of these that supports the call and is expected to be faster: ``"nonzeros"``
             multiplies only the non-zeros (selected for CSR tensors, and on the CPU if a sample of
-            wide inputs has fewer than about 12% non-zeros); ``"blocks"`` holds some rows of the
-            scores at a time (selected for more than 2^21 scores on a CPU, 2^26 elsewhere);
-            ``"direct"`` holds all scores at once. ``"definition"``, the formula operation by
-            operation, is used otherwise, under ``torch.compile`` and under ``torch.func``.
+            wide inputs has few: below about 6% for 512 rows or more, less for fewer rows);
+            ``"blocks"`` holds some rows of the scores at a time (selected for more than 2^21 scores
+            on a CPU, 2^26 elsewhere); ``"direct"`` holds all scores at once. ``"definition"``, the
+            formula operation by operation, is used otherwise, under ``torch.compile`` and under
+            ``torch.func``.
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
@@ -118,7 +114,11 @@ def info_nce_loss(
         Learning, eq. 2 (``positive_mask``). Decoupled Contrastive Learning (``decoupled``).
     """
     _check(len(anchor), negative, positive_mask, in_batch, gather)
-    options = {
+    arguments = {
+        "anchor": anchor,
+        "positive": positive,
+        "negative": negative,
+        "temperature": temperature,
         "similarity": similarity,
         "symmetric": symmetric,
         "in_batch": in_batch,
@@ -128,9 +128,7 @@ def info_nce_loss(
         "gather": gather,
         "reduction": reduction,
     }
-    return compute(
-        _definition, IMPLEMENTATIONS, impl, (anchor, positive, negative, temperature), options
-    )
+    return compute(_definition, IMPLEMENTATIONS, impl, arguments)
 
 
 def _definition(
@@ -148,7 +146,7 @@ def _definition(
     gather: bool,
     reduction: Reduction,
 ) -> Tensor:
-    """Reference implementation, used where no other way applies and for second derivatives.
+    """The formula, operation by operation.
 
     With ``gather`` the queries are this rank's rows, the keys are the rows of all ranks.
     """
@@ -172,19 +170,25 @@ def _definition(
     ]
     all_valid = positive_mask is None and not (decoupled and num_negatives == 0)
     valid = None if all_valid else _valid_rows(masks, decoupled)
-    total = anchor.new_zeros(())
-    for (query, key, _), (is_positive, is_negative) in zip(directions, masks, strict=True):
-        key = gather_rows(key, gather and in_batch)
-        has_ids = positive_ids is not None
-        scores = _scores(query, key, negative, valid, similarity, in_batch, has_ids)
-        total = total + contrastive_rows(  # the formula of a row: _core/softmax.py
-            scores / temperature,
-            is_positive,
-            is_negative,
-            decoupled=decoupled,
-            one_positive=positive_mask is None,
+    # Both directions share one product where each is the other's transpose.
+    shares = valid is None and negative is None and positive_ids is None and in_batch and not gather
+    values: list[Tensor] = []
+    scores = anchor
+    for number, (query, key, _) in enumerate(directions):
+        if number == 1 and shares:
+            scores = scores.T
+        else:
+            key = gather_rows(key, gather and in_batch)
+            has_ids = positive_ids is not None
+            scores = _scores(query, key, negative, valid, similarity, in_batch, has_ids)
+            scores = scores / temperature
+        values.append(  # the formula of a row: _core/softmax.py
+            contrastive_rows(
+                scores, *masks[number], decoupled=decoupled, one_positive=positive_mask is None
+            )
         )
-    return reduce(total / len(directions), reduction, valid, gather)
+    mean = (values[0] + values[1]) / 2 if symmetric else values[0]
+    return reduce(mean, reduction, valid, gather)
 
 
 def _positives_and_negatives(
@@ -284,26 +288,71 @@ def _check(
         )
 
 
+def _unsupported_reason(arguments: Arguments) -> str | None:
+    """Return why implementations with their own gradient do not support the call, or ``None``."""
+    anchor, temperature = arguments["anchor"], arguments["temperature"]
+    if not arguments["in_batch"]:
+        return "in_batch=True"
+    if arguments["positive_mask"] is not None:
+        return "no `positive_mask`"
+    if arguments["reduction"] == "none":
+        return 'reduction="mean" or "sum"'
+    if min(anchor.shape) == 0:
+        return f"B and D of at least 1, got {list(anchor.shape)},"
+    if arguments["decoupled"] and _number_of(arguments["negative"]) == 0:
+        batch = len(anchor) * (num_ranks() if arguments["gather"] else 1)
+        if arguments["positive_ids"] is not None or batch < 2:
+            return "a negative in every row"
+    limits = torch.finfo(torch.float64 if anchor.dtype == torch.float64 else torch.float32)
+    if isinstance(temperature, Tensor):
+        if temperature.device != anchor.device:
+            return f"`temperature` on {anchor.device}, where `anchor` is, got {temperature.device}"
+    elif not limits.tiny <= temperature <= limits.max:
+        return f"`temperature` from {limits.tiny:.2g} to {limits.max:.2g}, got {temperature},"
+    return None
+
+
+def _dense_unsupported_reason(arguments: Arguments) -> str | None:
+    if any(x.layout != torch.strided for x in _inputs(arguments)):
+        return "dense tensors"
+    return _unsupported_reason(arguments)
+
+
+def _nonzeros_unsupported_reason(arguments: Arguments) -> str | None:
+    negative = arguments["negative"]
+    if negative is not None and negative.ndim == 3:
+        return "no negatives per row"
+    if arguments["anchor"].device.type == "meta":
+        return "tensors with values"
+    return _unsupported_reason(arguments)
+
+
+def _prefers_nonzeros(arguments: Arguments) -> bool:
+    inputs = _inputs(arguments)
+    if any(x.layout != torch.strided for x in inputs):
+        return True
+    is_wide = inputs[0].is_cpu and inputs[0].shape[1] >= FEWEST_COLUMNS
+    return is_wide and has_few_nonzeros(*inputs)
+
+
+def _exceeds_a_block(arguments: Arguments) -> bool:
+    """Whether the full score matrix is larger than a block."""
+    anchor = arguments["anchor"]
+    keys = len(anchor) * (num_ranks() if arguments["gather"] else 1)
+    num_scores: int = len(anchor) * (keys + _number_of(arguments["negative"]))
+    return num_scores > most_scores(anchor.device)
+
+
+def _inputs(arguments: Arguments) -> list[Tensor]:
+    inputs = (arguments["anchor"], arguments["positive"], arguments["negative"])
+    return [x for x in inputs if x is not None]
+
+
 # In order of preference.
 IMPLEMENTATIONS = (
-    Implementation(
-        "nonzeros",
-        unsupported_reason=nonzeros_unsupported_reason,
-        is_preferred=prefers_nonzeros,
-        compute=nonzeros_info_nce,
-    ),
-    Implementation(
-        "blocks",
-        unsupported_reason=dense_unsupported_reason,
-        is_preferred=too_many_scores,
-        compute=blockwise_info_nce,
-    ),
-    Implementation(
-        "direct",
-        unsupported_reason=dense_unsupported_reason,
-        is_preferred=always,
-        compute=direct_info_nce,
-    ),
+    Implementation("nonzeros", _nonzeros_unsupported_reason, _prefers_nonzeros, nonzeros_info_nce),
+    Implementation("blocks", _dense_unsupported_reason, _exceeds_a_block, blockwise_info_nce),
+    Implementation("direct", _dense_unsupported_reason, always, direct_info_nce),
 )
 
 
@@ -419,15 +468,17 @@ def info_nce_from_scores(
         Representation Learning with Contrastive Predictive Coding, eq. 4. Supervised Contrastive
         Learning, eq. 2.
     """
-    if candidate_mask is None:
-        candidate_mask = torch.ones_like(positive_mask)
-    is_positive, is_negative = positive_mask & candidate_mask, ~positive_mask & candidate_mask
+    is_positive, is_negative = positive_mask, ~positive_mask
+    if candidate_mask is not None:
+        is_positive, is_negative = is_positive & candidate_mask, is_negative & candidate_mask
     valid = is_positive.any(-1)
     if decoupled:
         valid = valid & is_negative.any(-1)
-    scores = torch.where(valid[:, None], scores, 0.0)  # zero before the formula: 0 * NaN is NaN
+        scores = torch.where(valid[:, None], scores, 0.0)  # or 0 * NaN would reach the gradient
+    else:
+        is_negative = is_negative & valid[:, None]  # the row is 0: it has no candidate
     values = contrastive_rows(scores, is_positive, is_negative, decoupled=decoupled)
-    return reduce(values, reduction, valid, gather)
+    return reduce(values, reduction, valid, gather, zeroed=not decoupled)
 
 
 class InfoNCEFromScoresLoss(LossModule):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_shapes, check_zero_one, values_can_be_checked
-from sparse_losses._core.implementations import Arguments, Implementation, Options, always, compute
+from sparse_losses._core.implementations import Arguments, Implementation, always, compute
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.products import as_single
 from sparse_losses._core.reduction import Reduction, reduce
@@ -142,9 +142,17 @@ def nws_loss(
         queue_mask = queue.any(-1) | (queue_labels.amax(-1) != 0)
     if key is not None and key_labels is not None and gather:
         key, key_labels = gather_rows(key), gather_rows(key_labels != 0)
-    given = query, prototype, temperature, query_labels, label_similarity
-    instances = key, key_labels, queue, queue_labels, queue_mask
-    options = {
+    arguments = {
+        "query": query,
+        "prototype": prototype,
+        "temperature": temperature,
+        "query_labels": query_labels,
+        "label_similarity": label_similarity,
+        "key": key,
+        "key_labels": key_labels,
+        "queue": queue,
+        "queue_labels": queue_labels,
+        "queue_mask": queue_mask,
         "alpha": alpha,
         "beta": beta,
         "aggregation": aggregation,
@@ -153,7 +161,7 @@ def nws_loss(
         "gather": gather,
         "reduction": reduction,
     }
-    return compute(_definition, IMPLEMENTATIONS, impl, (*given, *instances), options)
+    return compute(_definition, IMPLEMENTATIONS, impl, arguments)
 
 
 def _definition(
@@ -162,7 +170,12 @@ def _definition(
     temperature: float | Tensor,
     query_labels: Tensor,
     label_similarity: Tensor | None,
-    *instances: Tensor | None,
+    key: Tensor | None,
+    key_labels: Tensor | None,
+    queue: Tensor | None,
+    queue_labels: Tensor | None,
+    queue_mask: Tensor | None,
+    *,
     alpha: float,
     beta: float,
     aggregation: str,
@@ -172,7 +185,7 @@ def _definition(
     reduction: Reduction,
 ) -> Tensor:
     """The formula, with references in the order prototypes, keys, queue."""
-    features, y_r, filled = _instances(prototype, *instances)
+    features, y_r, filled = _instances(prototype, key, key_labels, queue, queue_labels, queue_mask)
     y = query_labels.to(features.dtype)
     count = y.sum(-1, keepdim=True).clamp(min=1)  # rows without labels are not valid
     shared = y @ y_r.T
@@ -313,9 +326,9 @@ def _check_similarity(label_similarity: Tensor) -> None:
         )
 
 
-def _why_not_direct(arguments: Arguments, options: Options) -> str | None:
-    query, _, temperature, *_ = arguments
-    if options["reduction"] == "none":
+def _unsupported_reason(arguments: Arguments) -> str | None:
+    query, temperature = arguments["query"], arguments["temperature"]
+    if arguments["reduction"] == "none":
         return 'reduction="mean" or "sum"'
     if isinstance(temperature, Tensor) and temperature.device != query.device:
         return f"`temperature` on {query.device}, where `query` is, got {temperature.device}"
@@ -326,7 +339,7 @@ def _why_not_direct(arguments: Arguments, options: Options) -> str | None:
 
 IMPLEMENTATIONS = (
     Implementation(
-        "direct", unsupported_reason=_why_not_direct, is_preferred=always, compute=direct_nws
+        "direct", unsupported_reason=_unsupported_reason, is_preferred=always, compute=direct_nws
     ),
 )
 
@@ -381,8 +394,9 @@ class NWSLoss(LossModule):
             reduction=reduction,
         )
         check_shapes(label_similarity=(label_similarity, "L L, optional"))
-        if type(label_similarity) is Tensor and label_similarity.device.type != "meta":
-            _check_similarity(label_similarity)  # a single sync is acceptable
+        if label_similarity is not None:
+            if type(label_similarity) is Tensor and label_similarity.device.type != "meta":
+                _check_similarity(label_similarity)  # a single sync is acceptable
         self.register_constant("label_similarity", label_similarity)
 
     def forward(

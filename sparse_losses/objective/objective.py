@@ -16,7 +16,6 @@ from sparse_losses.distributed import (
     num_ranks,
     skip_size_check,
 )
-from sparse_losses.fast.scores import candidate_scores
 from sparse_losses.losses import (
     DistillationLoss,
     FlopsLoss,
@@ -36,6 +35,7 @@ from sparse_losses.objective.shared_scores import (
     over_pairs,
     own_candidates,
     scored_candidates,
+    shared_scores,
     takes_scores,
 )
 from sparse_losses.objective.terms import (
@@ -352,13 +352,12 @@ class SpladeObjective(nn.Module):
                 positive_ids=batch.positive_ids,
             )
         loss.check_hyperparameters()
-        options = {
+        options: dict[str, Any] = {
             "symmetric": loss.symmetric,
-            "positive_ids": batch.positive_ids,
             "decoupled": loss.decoupled,
             "reduction": loss.reduction,
         }
-        return info_nce_of_shared_scores(scores, loss.temperature, self.impl, **options)
+        return info_nce_of_shared_scores(scores, loss.temperature, batch.positive_ids, **options)
 
     def _ranks_of_teacher(self, anchor: Texts, negative: Texts | None, teacher: Tensor) -> int:
         """Return how many ranks' candidates the teacher scored: 1 (this rank's) or all."""
@@ -379,7 +378,7 @@ class SpladeObjective(nn.Module):
             if others is not None and others.ndim == 2:  # own negatives are not gathered
                 others = gather_rows(others)
         is_cosine = self.info_nce.similarity == "cosine"
-        return candidate_scores(query, key, others, cosine=is_cosine)
+        return shared_scores(query, key, others, cosine=is_cosine)
 
     def _margin_mse(
         self, scores: Tensor, batch: SpladeBatch, teacher: Tensor, ranks: int

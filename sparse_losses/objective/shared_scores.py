@@ -7,10 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.implementations import Arguments, Implementation, Options, always, compute
+from sparse_losses._core.own_gradient import can_bring_its_gradient
+from sparse_losses._core.precision import autocast_off, compute_dtype
+from sparse_losses._core.private_torch import is_batched
+from sparse_losses._core.products import returns_fp32
 from sparse_losses._core.reduction import Reduction
+from sparse_losses._core.similarity import normalize
 from sparse_losses.distributed import rank, sum_over_ranks
-from sparse_losses.fast.info_nce import info_nce_of_scores, own_gradient_unsupported_reason
+from sparse_losses.fast.scores import DenseScores
 from sparse_losses.losses import info_nce_from_scores
 from sparse_losses.objective.batch import SpladeBatch, Texts
 
@@ -20,52 +24,100 @@ __all__ = [
     "over_pairs",
     "own_candidates",
     "scored_candidates",
+    "shared_scores",
     "takes_scores",
 ]
 
 
+def shared_scores(query: Tensor, key: Tensor, negative: Tensor | None, *, cosine: bool) -> Tensor:
+    """Return scores ``[B, C]`` of each query with all keys, then the negatives; differentiable.
+
+    Negatives are ``[N, D]``, shared by all queries, or ``[B, N, D]``, ``N`` for each query. Halves
+    are multiplied as halves where the device returns their product in fp32.
+    """
+    inputs = [x for x in (query, key, negative) if x is not None]
+    dtype = query.dtype
+    if (
+        all(x.dtype == dtype for x in inputs)
+        and can_bring_its_gradient(*inputs)
+        and returns_fp32(query.device, dtype)
+    ):
+        # `Function.apply` is untyped in PyTorch.
+        scores: Tensor = _HalfScores.apply(query, key, negative, cosine)  # type: ignore[no-untyped-call]
+        return scores
+    return _single_scores(query, key, negative, cosine)
+
+
+def _single_scores(query: Tensor, key: Tensor, negative: Tensor | None, cosine: bool) -> Tensor:
+    named = {"query": query, "key": key, "negative": negative}
+    dtype = compute_dtype(**named)
+    inputs = [x.to(dtype) for x in named.values() if x is not None]
+    if cosine:
+        unit = normalize(inputs[0])
+        inputs = [unit, *(unit if x is inputs[0] else normalize(x) for x in inputs[1:])]
+    query, key, *others = inputs
+    scores = [query @ key.T]
+    for other in others:
+        is_shared = other.ndim == 2
+        scores.append(query @ other.T if is_shared else torch.einsum("bd,bnd->bn", query, other))
+    return torch.cat(scores, dim=1) if others else scores[0]
+
+
+class _HalfScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, negative: Tensor | None, cosine: bool
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, negative)
+        ctx.cosine = cosine
+        names = ("query", "key", "negative")
+        ctx.needs = {n for n, need in zip(names, ctx.needs_input_grad, strict=False) if need}
+        ctx.scores = DenseScores(ctx.needs, query, key, negative, temperature=1.0, cosine=cosine)
+        scores: Tensor = ctx.scores.block(slice(None))
+        return scores
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        inputs: tuple[Any, ...] = ctx.saved_tensors
+        with autocast_off(upstream.device):
+            if torch.is_grad_enabled() or is_batched(upstream):
+                with torch.enable_grad():
+                    aliases: list[Any] = [None if x is None else x.view_as(x) for x in inputs]
+                    query, key, negative = aliases
+                    value = _single_scores(query, key, negative, ctx.cosine)
+                wanted = [x for x in aliases if x is not None and x.requires_grad]
+                gradients = iter(torch.autograd.grad(value, wanted, upstream, create_graph=True))
+                return *(next(gradients) if n else None for n in ctx.needs_input_grad[:3]), None
+            ctx.scores.begin()
+            ctx.scores.backward(slice(None), upstream.clone())
+            by_name = ctx.scores.gradients()
+        gradients = (by_name[name] for name in ("query", "key", "negative"))
+        return *(None if g is None else g.to(inputs[0].dtype) for g in gradients), None
+
+
 def info_nce_of_shared_scores(
-    scores: Tensor, temperature: float | Tensor, impl: str, **options: Any
-) -> Tensor:
-    """Compute InfoNCE of scores ``[B, C]`` whose first B columns are the rows' positives."""
-    return compute(_definition, IMPLEMENTATIONS, impl, (scores, temperature), options)
-
-
-def _definition(
     scores: Tensor,
     temperature: float | Tensor,
+    positive_ids: Tensor | None,
     *,
     symmetric: bool,
-    positive_ids: Tensor | None,
     decoupled: bool,
     reduction: Reduction,
 ) -> Tensor:
-    """Apply the row formula with the diagonal as positives."""
-    scores, size = scores / temperature, len(scores)
+    """Compute InfoNCE of scores ``[B, C]`` whose first B columns are the rows' positives."""
+    scores = scores / temperature
     is_positive = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
-    candidates = torch.ones_like(is_positive)
+    candidates = None
     if positive_ids is not None:
+        candidates = torch.ones_like(is_positive)
         same = positive_ids[:, None] == positive_ids
-        candidates[:, :size] = ~same | is_positive[:, :size]
-    of = functools.partial(info_nce_from_scores, decoupled=decoupled, reduction=reduction)
-    value = of(scores, is_positive, candidates)
-    return (value + of(scores.T, is_positive.T, candidates.T)) / 2 if symmetric else value
-
-
-def _why_not_direct(arguments: Arguments, options: Options) -> str | None:
-    scores, temperature = arguments
-    dense = {**options, "in_batch": True, "positive_mask": None, "gather": False}
-    return own_gradient_unsupported_reason((scores, None, None, temperature), dense)
-
-
-IMPLEMENTATIONS = (
-    Implementation(
-        "direct",
-        unsupported_reason=_why_not_direct,
-        is_preferred=always,
-        compute=info_nce_of_scores,
-    ),
-)
+        candidates[:, : len(scores)] = ~same | is_positive[:, : len(scores)]
+    loss = functools.partial(info_nce_from_scores, decoupled=decoupled, reduction=reduction)
+    value = loss(scores, is_positive, candidates)
+    if not symmetric:
+        return value
+    # Both masks are symmetric.
+    return (value + loss(scores.T, is_positive, candidates)) / 2
 
 
 def over_pairs(
@@ -113,15 +165,15 @@ COLUMNS = {
 }
 
 
-def candidates(scores: Tensor, batch: SpladeBatch, came: torch.Size, ranks: int) -> Tensor:
+def candidates(scores: Tensor, batch: SpladeBatch, shape: torch.Size, ranks: int) -> Tensor:
     """Select the student's scores of the candidates that the teacher scored."""
-    scored = scored_candidates(scores, batch, came, ranks)
+    scored = scored_candidates(scores, batch, shape, ranks)
     if scored == "own":
         return own_candidates(scores, batch.negative, ranks)
     return scores if scored == "all" else scores[:, : len(scores)]
 
 
-def scored_candidates(scores: Tensor, batch: SpladeBatch, came: torch.Size, ranks: int) -> str:
+def scored_candidates(scores: Tensor, batch: SpladeBatch, shape: torch.Size, ranks: int) -> str:
     """Return what the teacher scored: ``"all"`` candidates, ``"positives"``, or each one's own."""
     size, wanted = len(scores), batch.teacher_candidates
     negative = None if batch.negative is None else batch.negative.activations
@@ -132,16 +184,14 @@ def scored_candidates(scores: Tensor, batch: SpladeBatch, came: torch.Size, rank
             shapes["positives"] = (size, size)
     if wanted != "batch" and negative is not None and len(negative) == size:
         shapes["own"] = (size, 1 + (negative.shape[1] if negative.ndim == 3 else 1))
-    fitting = [name for name, shape in shapes.items() if shape == came]
+    fitting = [name for name, expected in shapes.items() if expected == shape]
     if fitting == ["positives", "own"]:
         raise ValueError(
             'expected `batch.teacher_candidates` to be "batch" or "own", got None: '
-            f"`teacher_scores` {list(came)} fit the batch's positives and each anchor's own"
+            f"`teacher_scores` {list(shape)} fit the batch's positives and each anchor's own"
         )
     if not fitting:
-        found = " or ".join(f"{list(shape)} ({COLUMNS[name]})" for name, shape in shapes.items())
-        raise ValueError(
-            f"expected `batch.teacher_scores` of shape {found or '[B, 1 + N] with own negatives'}"
-            f", got {list(came)}"
-        )
+        expected = " or ".join(f"{list(x)} ({COLUMNS[name]})" for name, x in shapes.items())
+        expected = expected or "[B, 1 + N] with own negatives"
+        raise ValueError(f"expected `batch.teacher_scores` of shape {expected}, got {list(shape)}")
     return fitting[0]

@@ -1,6 +1,6 @@
 """The SPLADE head: from hidden states to sparse vectors without storing ``[B, S, V]``."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,7 +13,7 @@ from sparse_losses._core.checks import (
     check_shapes,
     values_can_be_checked,
 )
-from sparse_losses._core.implementations import Implementation, choose
+from sparse_losses._core.implementations import Arguments, Implementation, choose
 from sparse_losses._core.loss import loss
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses.fast.head import packed_head
@@ -101,15 +101,19 @@ def splade_head(
     _check_gate(gate)
     if impl == "definition" and sparse_grad:
         raise ValueError('expected sparse_grad=False with impl="definition"')
-    tensors = hidden, weight, bias, attention_mask, gate
-    options: dict[str, Any] = {
+    arguments: dict[str, Any] = {
+        "hidden": hidden,
+        "weight": weight,
+        "bias": bias,
+        "attended": attention_mask,
+        "gate": gate,
         "dtype": compute_dtype(hidden=hidden, weight=weight, bias=bias, gate=gate),
         "return_logits": return_logits,
         "sparse_grad": sparse_grad,
     }
-    chosen = choose(IMPLEMENTATIONS, impl, tensors, options)
+    chosen = choose(IMPLEMENTATIONS, impl, arguments)
     compute: Callable[..., Any] = _definition if chosen is None else chosen.compute
-    activations, pooled = compute(*tensors, **options)
+    activations, pooled = compute(**arguments)
     return (activations, pooled) if return_logits else activations
 
 
@@ -149,22 +153,18 @@ def _check_gate(gate: Tensor | None) -> None:
         )
 
 
-Tensors = Sequence[Any]
-Options = Mapping[str, Any]
-
-
-def _tiles_unsupported_reason(tensors: Tensors, options: Options) -> str | None:
-    batch, length, _ = tensors[0].shape
+def _tiles_unsupported_reason(arguments: Arguments) -> str | None:
+    batch, length, _ = arguments["hidden"].shape
     if batch == 0 or length == 0:
         return f"at least one position, got {[batch, length]},"
-    if options["sparse_grad"] and not torch.compiler.is_compiling():
+    if arguments["sparse_grad"] and not torch.compiler.is_compiling():
         return "sparse_grad=False"
     return None
 
 
-def _prefers_packed(tensors: Tensors, options: Options) -> bool:
-    is_sparse = options["sparse_grad"] and not torch.compiler.is_compiling()
-    return bool(tensors[0].device.type == "cpu" or is_sparse)
+def _prefers_packed(arguments: Arguments) -> bool:
+    is_sparse = arguments["sparse_grad"] and not torch.compiler.is_compiling()
+    return bool(arguments["hidden"].device.type == "cpu" or is_sparse)
 
 
 IMPLEMENTATIONS = (

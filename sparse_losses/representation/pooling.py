@@ -1,6 +1,6 @@
 """SPLADE pooling: from vocabulary logits at every position to one sparse vector per text."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -8,7 +8,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.activation import splade_activation
-from sparse_losses._core.implementations import Implementation, choose
+from sparse_losses._core.implementations import Arguments, Implementation, choose
 from sparse_losses._core.loss import loss
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses.fast.pooling import nonzeros_pool, prefers_nonzeros
@@ -59,11 +59,15 @@ def splade_pool(
     References:
         SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval, eq. 6.
     """
-    tensors = logits, attention_mask
-    options = {"dtype": compute_dtype(logits=logits), "return_logits": return_logits}
-    chosen = choose(IMPLEMENTATIONS, impl, tensors, options)
+    arguments: dict[str, Any] = {
+        "logits": logits,
+        "attended": attention_mask,
+        "dtype": compute_dtype(logits=logits),
+        "return_logits": return_logits,
+    }
+    chosen = choose(IMPLEMENTATIONS, impl, arguments)
     compute: Callable[..., Any] = _definition if chosen is None else chosen.compute
-    activations, pooled = compute(*tensors, **options)
+    activations, pooled = compute(**arguments)
     return (activations, pooled) if return_logits else activations
 
 
@@ -79,13 +83,13 @@ def _definition(
     return splade_activation(highest.to(dtype), None, None, absent, return_logits)
 
 
-def _nonzeros_unsupported_reason(tensors: Sequence[Any], options: Mapping[str, Any]) -> str | None:
-    device = tensors[0].device
+def _nonzeros_unsupported_reason(arguments: Arguments) -> str | None:
+    device = arguments["logits"].device
     return None if device.type == "cpu" else f"logits on the CPU, got {device},"
 
 
-def _prefers_nonzeros(tensors: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    return prefers_nonzeros(tensors[0], tensors[1], options["return_logits"])
+def _prefers_nonzeros(arguments: Arguments) -> bool:
+    return prefers_nonzeros(arguments["logits"], arguments["attended"], arguments["return_logits"])
 
 
 IMPLEMENTATIONS = (

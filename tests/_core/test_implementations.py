@@ -1,4 +1,7 @@
-"""The chooser: which way is taken, when it is the definition, and what is said where none can."""
+"""The choice of an implementation: which one is taken, and what is said where none supports a call.
+
+Uses the dispatcher itself, with implementations made for the test.
+"""
 
 import typing
 
@@ -7,141 +10,119 @@ import torch
 
 import sparse_losses
 import sparse_losses.functional as F
-from sparse_losses._core import implementations as chooser
-from sparse_losses._core.implementations import Implementation, always, choose, compute, never
+from sparse_losses._core import implementations as module
+from sparse_losses._core.implementations import Implementation, always, choose, compute
 from tests.cases import FIRST, LOSSES
 
 
-def definition(x, factor, **_):
+def definition(x, factor, gather=False):
     return factor * x.square().sum()
 
 
-def way(name, *, why=None, is_preferred=True):
-    """A way that leaves its name in `seen`; its gradient is right, its value tells it apart."""
-    seen = []
+def implementation(name, *, reason=None, is_preferred=True, compiles=False):
+    """Return an implementation, and a list to which each computation adds its name."""
+    calls = []
 
-    def computed(needs, x, factor, **_):
-        seen.append(name)
-        return factor * x.square().sum(), [2 * factor * x if needs[0] else None, None]
+    def computed(needs, x, factor, gather=False):
+        calls.append(name)
+        return factor * x.square().sum(), {"x": 2 * factor * x if "x" in needs else None}
 
-    return Implementation(name, lambda *_: why, lambda *_: pays, computed), seen
+    made = Implementation(name, lambda _: reason, lambda _: is_preferred, computed, compiles)
+    return made, calls
 
 
-def call(ways, impl, x=None, factor=3.0):
+def call(implementations, impl, x=None):
     x = torch.arange(3.0, requires_grad=True) if x is None else x
-    return compute(definition, ways, impl, (x, factor), {})
+    return compute(definition, implementations, impl, {"x": x, "factor": 3.0})
 
 
-def test_auto_takes_the_first_that_can_and_pays():
-    (cannot, a), (too_small, b) = (
-        way("cannot", why="a miracle"),
-        way("too_small", is_preferred=False),
+def test_auto_takes_the_first_that_is_supported_and_preferred():
+    (unsupported, a), (slow, b) = (
+        implementation("unsupported", reason="a miracle"),
+        implementation("slow", is_preferred=False),
     )
-    (first, c), (second, d) = way("first"), way("second")
+    (first, c), (second, d) = implementation("first"), implementation("second")
     x = torch.arange(3.0, requires_grad=True)
-    call((cannot, too_small, first, second), "auto", x).backward()
+    call((unsupported, slow, first, second), "auto", x).backward()
     assert (a, b, c, d) == ([], [], ["first"], [])
     assert x.grad.tolist() == [0, 6, 12]
+    assert always({})
 
 
-def test_a_way_is_taken_by_its_name_whether_it_pays_or_not():
-    (other, a), (slow, b) = way("other"), way("slow", is_preferred=False)
+def test_a_named_implementation_is_taken_even_if_not_preferred():
+    (other, a), (slow, b) = implementation("other"), implementation("slow", is_preferred=False)
     call((other, slow), "slow")
     assert (a, b) == ([], ["slow"])
 
 
-def test_a_way_that_cannot_says_why():
-    cannot, seen = way("cannot", why="a miracle")
-    with pytest.raises(
-        ValueError, match='expected a miracle with impl="cannot"; impl="auto" selects'
-    ):
-        call((cannot,), "cannot")
-    assert call((cannot,), "auto") == 15
-    assert seen == []
-
-
-def test_the_definition_is_taken_by_its_name():
-    taken, seen = way("taken")
-    assert call((taken,), "definition") == 15
-    assert seen == []
+def test_a_named_implementation_that_does_not_support_the_call_is_refused():
+    unsupported, calls = implementation("unsupported", reason="a miracle")
+    expected = 'expected a miracle with impl="unsupported"; impl="auto" selects'
+    with pytest.raises(ValueError, match=expected):
+        call((unsupported,), "unsupported")
+    assert call((unsupported,), "auto") == call((unsupported,), "definition") == 15
+    assert calls == []
 
 
 def test_transforms_second_derivatives_and_the_compiler_take_the_definition():
-    taken, seen = way("taken")
+    taken, calls = implementation("taken")
     x = torch.arange(3.0)
     for impl in ("auto", "taken"):
         torch.func.grad(lambda x, impl=impl: call((taken,), impl, x))(x)
-        torch.autograd.forward_ad.enter_dual_level()
-        call((taken,), impl, torch.autograd.forward_ad.make_dual(x, x))
-        torch.autograd.forward_ad.exit_dual_level()
+        with torch.autograd.forward_ad.dual_level():
+            call((taken,), impl, torch.autograd.forward_ad.make_dual(x, x))
         torch._dynamo.reset()
         compiled = torch.compile(
             lambda x, impl=impl: call((taken,), impl, x), backend="eager", fullgraph=True
         )
         assert compiled(x) == 15
-    assert seen == []
+    assert calls == []
     leaf = torch.arange(3.0, requires_grad=True)
     (gradient,) = torch.autograd.grad(call((taken,), "auto", leaf), leaf, create_graph=True)
     (second,) = torch.autograd.grad(gradient.sum(), leaf)
-    assert seen == ["taken"]
+    assert calls == ["taken"]
     assert second.tolist() == [6, 6, 6]
 
 
-def test_in_a_graph_a_way_that_can_be_traced_is_taken_but_not_under_a_transform(monkeypatch):
-    plain, _ = way("plain")
-    traced = plain._replace(name="traced", compiles=True)
-    assert not plain.compiles
-    monkeypatch.setattr(chooser, "can_bring_its_gradient", lambda *_: False)
+def test_compiled_only_an_implementation_that_compiles_is_taken(monkeypatch):
+    plain, _ = implementation("plain")
+    traced, _ = implementation("traced", compiles=True)
+    # As in a graph, where a test could not look at what is chosen.
+    monkeypatch.setattr(module, "can_bring_its_gradient", lambda *_: False)
     for is_transformed in (False, True):
-        monkeypatch.setattr(chooser, "is_transformed", lambda answer=is_transformed: answer)
+        monkeypatch.setattr(module, "is_transformed", lambda value=is_transformed: value)
         for impl in ("auto", "traced"):
-            taken = choose((plain, traced), impl, (), {})
-            assert taken is (None if is_transformed else traced)
-        assert choose((plain, traced), "plain", (), {}) is None
-
-
-def test_where_it_cannot_run_a_way_is_asked_only_by_its_name(monkeypatch):
-    monkeypatch.setattr(chooser, "can_bring_its_gradient", lambda *_: False)
-    cannot, seen = way("cannot", why="a miracle")
-    asked = cannot._replace(unsupported_reason=lambda *_: seen.append("asked") or "a miracle")
-    assert choose((asked,), "auto", (), {}) is choose((asked,), "definition", (), {}) is None
-    assert seen == []
+            assert choose((plain, traced), impl, {}) is (None if is_transformed else traced)
+        assert choose((plain, traced), "plain", {}) is None
+    unsupported, _ = implementation("unsupported", reason="a miracle")
+    assert choose((unsupported,), "auto", {}) is None
     with pytest.raises(ValueError, match="expected a miracle"):
-        choose((asked,), "cannot", (), {})
-
-
-def test_some_ways_always_pay_and_some_never():
-    first, second = (
-        way(name)[0]._replace(is_preferred=pays) for name, pays in (("a", never), ("b", always))
-    )
-    assert choose((first, second), "auto", (), {}) is second
-    assert choose((first,), "auto", (), {}) is None
-    assert choose((first,), "a", (), {}) is first
+        choose((unsupported,), "unsupported", {})
 
 
 def test_the_gradient_is_averaged_over_ranks_where_their_rows_are_gathered(monkeypatch):
-    monkeypatch.setattr(chooser, "average_grad_over_ranks", lambda value: value + 100)
-    taken, _ = way("taken")
+    # A stand-in that shows in the value: there is one rank here.
+    monkeypatch.setattr(module, "average_grad_over_ranks", lambda value: value + 100)
+    taken, _ = implementation("taken")
     x = torch.arange(3.0, requires_grad=True)
     for options, expected in (({}, 15), ({"gather": False}, 15), ({"gather": True}, 115)):
-        assert compute(definition, (taken,), "auto", (x, 3.0), options) == expected
-        assert compute(definition, (taken,), "definition", (x, 3.0), options) == 15
+        arguments = {"x": x, "factor": 3.0, **options}
+        assert compute(definition, (taken,), "auto", arguments) == expected
+        assert compute(definition, (taken,), "definition", arguments) == 15
 
 
-@pytest.mark.parametrize("loss", [x for x in LOSSES.values() if x.ways], ids=lambda x: x.stem)
-def test_impl_lists_what_a_function_has(loss):
+@pytest.mark.parametrize(
+    "loss", [x for x in LOSSES.values() if x.implementations], ids=lambda x: x.stem
+)
+def test_impl_lists_the_implementations_of_a_loss(loss):
     function = getattr(F, loss.function)
     allowed = typing.get_args(typing.get_type_hints(function)["impl"])
-    table = typing.get_type_hints(getattr(sparse_losses, loss.module).__init__)["impl"]
-    ways = {w.name for w in _table_of(function)}
-    assert set(allowed) == {"auto", "definition", *ways}
-    assert typing.get_args(table) == allowed
+    of_module = typing.get_type_hints(getattr(sparse_losses, loss.module).__init__)["impl"]
+    table = __import__(function.__module__, fromlist=["IMPLEMENTATIONS"]).IMPLEMENTATIONS
     assert allowed[:2] == ("auto", "definition")
+    assert set(allowed[2:]) == {x.name for x in table} == set(loss.implementations)
+    assert typing.get_args(of_module) == allowed
     case = FIRST[loss.stem]
     listed = ", ".join(repr(name) for name in allowed)
     with pytest.raises(ValueError, match=f"expected `impl` to be one of {listed}, got 'fast'"):
         case.function()(**case.tensors(), impl="fast")
-
-
-def _table_of(function):
-    return __import__(function.__module__, fromlist=["IMPLEMENTATIONS"]).IMPLEMENTATIONS

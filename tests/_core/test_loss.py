@@ -1,4 +1,4 @@
-"""The declaration: what arrives in a body, what is refused, and what it costs a reader."""
+"""The declaration of a loss's arguments: what its body receives and what is refused."""
 
 import copy
 import inspect
@@ -48,12 +48,21 @@ def example_loss(
     return x.sum() if x.layout == torch.strided else x.to_dense().sum()
 
 
-@loss(x="B S", other="N S or B N S, optional", weight="B, optional")
+@loss(
+    x="B S",
+    other="N S or B N S, optional",
+    weight="B, optional",
+    margin=">= 0",
+    scale="> 0, learnable",
+)
 def gathered_loss(
     x: torch.Tensor,
     other: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     *,
+    flag: bool = False,
+    margin: float = 1.0,
+    scale: float | torch.Tensor = 1.0,
     gather: bool = False,
     impl: Literal["auto", "one", "another"] = "auto",
 ) -> torch.Tensor:
@@ -85,7 +94,7 @@ def test_a_learned_number_has_the_dtype_of_the_data():
     assert seen["scale"].dtype == torch.float64
 
 
-def test_masks_arrive_as_bool_teachers_without_a_gradient_ids_as_they_came():
+def test_masks_arrive_as_bool_teachers_without_a_gradient_ids_unchanged():
     mask, ids = torch.tensor([1.0, 0.0]), torch.tensor([1, 2], dtype=torch.int16)
     teacher = torch.ones(2, requires_grad=True)
     example_loss(x(), mask=mask, ids=ids, tokens=ids, teacher=teacher)
@@ -202,8 +211,13 @@ SHARED, OF_EACH_ROW = {"other": torch.ones(2, 3)}, {"other": torch.ones(2, 2, 3)
             "number of dimensions of `other` on every rank .* 2 on rank 0, 3 on rank 1",
         ),
         ({}, {"weight": torch.ones(2)}, "number of `weight` .* 0 on rank 0, 1 on rank 1"),
-        ({"impl": "one"}, {"impl": "another"}, "`impl`, .* 1 on rank 0, 2 on rank 1"),
-        ({"impl": "one"}, {}, "`impl`, .* 1 on rank 0, 0 on rank 1"),
+        ({"impl": "one"}, {"impl": "another"}, "`impl` .* 'one' on rank 0, 'another' on rank 1"),
+        ({"impl": "one"}, {}, "`impl` .* 'one' on rank 0, 'auto' on rank 1"),
+        ({"flag": True}, {}, "`flag` .* True on rank 0, False on rank 1"),
+        ({"margin": 0.5}, {"margin": 0.6}, "`margin` .* 0.5 on rank 0, 0.6 on rank 1"),
+        ({"margin": 0.5}, {}, "`margin` .* 0.5 on rank 0, 1.0 on rank 1"),
+        ({"scale": torch.tensor(0.5)}, {"scale": 0.25}, "`scale` .* 0.5 on rank 0, 0.25 on rank"),
+        ({"scale": torch.tensor(0.5)}, {"scale": torch.tensor(0.5)}, ""),
         ({}, {"x": x(dtype=torch.float64)}, "precision, in bytes, .* 4 on rank 0, 8 on rank 1"),
         ({"x": torch.ones(2, 4)}, {}, ""),  # S may differ
         ({}, {}, ""),
@@ -283,7 +297,7 @@ def test_a_nested_tensor_is_refused_with_what_to_do(layout):
 
 def test_a_bare_loss_in_a_trainer_of_sentence_transformers_names_the_adapter():
     columns = [{"input_ids": torch.ones(2, 3)}, {"input_ids": torch.ones(2, 3)}]
-    with pytest.raises(TypeError, match=r"got list; .* wrap the loss: SentenceTransformersLoss of"):
+    with pytest.raises(TypeError, match=r"got list; .* wrap the loss in SentenceTransformersLoss"):
         sparse_losses.InfoNCELoss()(columns, None)
     with pytest.raises(TypeError, match=r"got list$"):
         sparse_losses.InfoNCELoss()([1.0], None)

@@ -1,4 +1,7 @@
-"""A value that brings its gradient: when, scaled how, computed how often, and again by autograd."""
+"""A value computed together with its gradient: when, scaled how, and how often.
+
+Uses ``with_own_gradient`` itself, with functions made for the test.
+"""
 
 import weakref
 
@@ -15,23 +18,23 @@ from sparse_losses._core.own_gradient import (
 
 
 class Squares:
-    """``factor * x ** 2`` summed per row, or over all rows, and what was asked of it."""
+    """``factor * x ** 2`` summed per row, or over all rows, and the needs of each computation."""
 
     def __init__(self, by_row=False):
-        self.by_row, self.asked = by_row, []
+        self.by_row, self.needs = by_row, []
 
     def definition(self, x, factor, other=None):
         rows = (factor * x.float().square()).reshape(len(x), -1).sum(-1)
         return rows if self.by_row else rows.sum()
 
     def compute(self, needs, x, factor, other=None):
-        self.asked.append(list(needs))
+        self.needs.append(set(needs))
         assert not torch.is_autocast_enabled("cpu")
         value = self.definition(x, factor)
-        return value, [2 * factor * x.float() if needs[0] else None, None]
+        return value, {"x": 2 * factor * x.float() if "x" in needs else None}
 
-    def __call__(self, *arguments):
-        return with_own_gradient(self.definition, self.compute, *arguments)
+    def __call__(self, x, factor):
+        return with_own_gradient(self.definition, self.compute, {"x": x, "factor": factor})
 
 
 def leaf(*shape, dtype=torch.float32):
@@ -59,39 +62,39 @@ def test_the_gradient_of_rows_is_scaled_row_by_row(shape, dtype):
 
 
 @pytest.mark.parametrize("by_row", [False, True])
-def test_several_ways_back_at_once_are_each_way_back(by_row):
+def test_batched_backward_equals_single_backwards(by_row):
     x, squares = leaf(2, 3), Squares(by_row)
     value = squares(x, 2.0)
     several = torch.arange(1.0, 4.0)[:, None].expand(3, 2) * torch.tensor([1.0, 10.0])
     several = several if by_row else several[:, 0]
-    found = torch.autograd.grad(value, x, several, is_grads_batched=True, retain_graph=True)[0]
-    for upstream, gradient in zip(several, found, strict=True):
+    grads = torch.autograd.grad(value, x, several, is_grads_batched=True, retain_graph=True)[0]
+    for upstream, gradient in zip(several, grads, strict=True):
         expected = torch.autograd.grad(value, x, upstream, retain_graph=True)[0]
         assert torch.equal(gradient, expected)
 
 
-def test_it_is_computed_once_and_again_for_a_second_way_back_alone():
+def test_it_is_computed_once_and_again_only_for_a_second_backward():
     x, squares = leaf(2, 3), Squares()
-    value = squares(x, 2.0, None)
+    value = squares(x, 2.0)
     (first,) = torch.autograd.grad(value, x, retain_graph=True)
-    assert squares.asked == [[True, False, False]]
+    assert squares.needs == [{"x"}]
     with torch.autocast("cpu", torch.bfloat16):
         (second,) = torch.autograd.grad(value, x)
-    assert squares.asked == [[True, False, False]] * 2
+    assert squares.needs == [{"x"}] * 2
     assert torch.equal(first, second)
 
 
-def test_a_leaf_keeps_the_very_tensor():
+def test_a_leaf_keeps_the_tensor_itself():
     made = []
 
     def compute(needs, x):
         gradient = torch.ones(2)
         made.append(gradient.data_ptr())
-        return x.detach().sum(), [gradient]
+        return x.detach().sum(), {"x": gradient}
 
     for factor in (1.0, 2.0):
         x = leaf(2)
-        (factor * with_own_gradient(torch.sum, compute, x)).backward()
+        (factor * with_own_gradient(lambda x: x.sum(), compute, {"x": x})).backward()
         assert x.grad.data_ptr() == made.pop()
         assert x.grad.tolist() == [factor, factor]
 
@@ -106,7 +109,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_one_of_a_plain_way_back_is_not_multiplied_by():
+def test_an_upstream_of_one_is_not_multiplied():
     for upstream, multiplies in ((1.0, False), (2.0, True)):
         x = leaf(2, 3)
         value = Squares()(x, 2.0)
@@ -124,18 +127,19 @@ def test_a_gradient_is_rounded_to_halves_as_it_is_scaled():
     assert not any("copy" in name for name in seen.names)
 
 
-def test_gradients_of_the_last_arguments_may_be_left_out():
-    x = leaf(3)
-    several = [torch.ones(3, requires_grad=True) for _ in range(3)]
+def test_gradients_may_be_left_out():
+    x, other = leaf(3), leaf(3)
     value = with_own_gradient(
-        lambda x, *_: x.sum(), lambda needs, x, *_: (x.sum(), [torch.ones(3)]), x, *several
+        lambda x, other: x.sum(),
+        lambda needs, x, other: (x.sum(), {"x": torch.ones(3)}),
+        {"x": x, "other": other},
     )
     value.backward()
     assert x.grad.tolist() == [1.0] * 3
-    assert all(each.grad is None for each in several)
+    assert other.grad is None
 
 
-def test_arguments_are_let_go_after_the_way_back():
+def test_arguments_are_freed_after_backward():
     x = leaf(2, 3)
     argument = x * 1
     value, gone = Squares()(argument, 2.0), weakref.ref(argument)
@@ -145,7 +149,7 @@ def test_arguments_are_let_go_after_the_way_back():
     assert value.requires_grad
 
 
-def test_an_argument_that_changed_is_an_error_of_a_second_way_back_alone():
+def test_a_changed_argument_is_an_error_only_for_a_second_backward():
     x, factor, squares = leaf(2, 3), torch.full((2, 3), 2.0), Squares()
     value = squares(x, factor)
     factor.zero_()
@@ -154,12 +158,12 @@ def test_an_argument_that_changed_is_an_error_of_a_second_way_back_alone():
         torch.autograd.grad(value, x)
 
 
-def test_without_a_graph_no_gradient_is_asked_for():
+def test_without_a_graph_no_gradient_is_computed():
     x, squares = leaf(2, 3), Squares()
     with torch.no_grad():
         assert not squares(x, 2.0).requires_grad
     assert not squares(x.detach(), 2.0).requires_grad
-    assert squares.asked == [[False, False]] * 2
+    assert squares.needs == [set()] * 2
 
 
 def test_the_second_derivative_is_the_definitions():
@@ -169,10 +173,11 @@ def test_the_second_derivative_is_the_definitions():
     def value(x, y):
         return with_own_gradient(
             lambda x, y, unused: (x * y.square()).sum(),
-            lambda needs, x, y, unused: ((x * y.square()).sum(), [y.square(), 2 * x * y]),
-            x,
-            y,
-            torch.ones(1, requires_grad=True),
+            lambda needs, x, y, unused: (
+                (x * y.square()).sum(),
+                {"x": y.square(), "y": 2 * x * y},
+            ),
+            {"x": x, "y": y, "unused": torch.ones(1, requires_grad=True)},
         )
 
     # One input depends on the other: that path is autograd's to add, once.
@@ -186,7 +191,7 @@ def test_the_second_derivative_is_the_definitions():
         assert torch.autograd.grad(gradient.sum(), x)[0].tolist() == [[12.0] * 3] * 2
 
 
-def test_what_is_sparse_or_was_made_for_inference_takes_part():
+def test_inference_tensors_may_be_arguments():
     with torch.inference_mode():
         factor = torch.full((2, 3), 2.0)
     x, squares = leaf(2, 3), Squares()
@@ -206,10 +211,13 @@ def test_sparse_and_dense_arguments_that_depend_on_another_have_second_derivativ
 
     def compute(needs, x, dense, sparse):
         filled = sparse.to_dense()
-        return product(x, dense, sparse), [2 * x * dense * filled, x.square() * filled, None]
+        return product(x, dense, sparse), {
+            "x": 2 * x * dense * filled,
+            "dense": x.square() * filled,
+        }
 
     dense, sparse = 1.0 * x, torch.eye(2, 3).to_sparse_csr().requires_grad_()
-    value = with_own_gradient(product, compute, x, dense, sparse)
+    value = with_own_gradient(product, compute, {"x": x, "dense": dense, "sparse": sparse})
     (gradient,) = torch.autograd.grad(value, x, create_graph=True)
     (second,) = torch.autograd.grad(gradient.sum(), x)
     assert torch.equal(gradient, 3 * x.square() * torch.eye(2, 3))
@@ -226,9 +234,10 @@ def test_a_dense_argument_may_be_made_of_a_sparse_one():
 
     def compute(needs, sparse, dense):
         filled = sparse.to_dense()
-        return product(sparse, dense), [None, 2 * dense * filled]
+        return product(sparse, dense), {"dense": 2 * dense * filled}
 
-    value = with_own_gradient(product, compute, sparse, 1 * sparse.to_dense())
+    arguments = {"sparse": sparse, "dense": 1 * sparse.to_dense()}
+    value = with_own_gradient(product, compute, arguments)
     (gradient,) = torch.autograd.grad(value, sparse, create_graph=True)
     assert torch.equal(gradient.to_dense(), 12 * torch.eye(2, 3))
 
@@ -237,7 +246,7 @@ class Subclass(torch.Tensor):
     """May need its own operations."""
 
 
-def test_a_gradient_is_brought_in_eager_mode_only(monkeypatch):
+def test_a_gradient_is_computed_forward_in_eager_mode_only(monkeypatch):
     x = torch.ones(2)
     assert can_bring_its_gradient(x, torch.nn.Parameter(x), None, 3.0, "dot")
     assert not can_bring_its_gradient(x, x.as_subclass(Subclass))
@@ -251,7 +260,7 @@ def test_a_gradient_is_brought_in_eager_mode_only(monkeypatch):
     assert not can_bring_its_gradient(x)
 
 
-def test_while_a_graph_is_traced_nobody_asks_for_transforms(monkeypatch):
+def test_while_compiling_transforms_are_not_queried(monkeypatch):
     """The queries cannot be traced."""
     monkeypatch.setattr(own_gradient, "transforms_are_active", lambda: True)
     assert is_transformed()

@@ -45,12 +45,12 @@ def test_transforms_are_active_inside_a_transform_only():
     assert not hasattr(torch.func, "is_active")
 
 
-def test_forward_mode_is_active_inside_a_dual_level_only():
+def test_forward_level_is_negative_outside_a_dual_level():
     """May go when `torch.autograd.forward_ad` has a public question of this kind."""
-    assert not private_torch.forward_mode_is_active()
+    assert private_torch.forward_level() < 0
     with torch.autograd.forward_ad.dual_level():
-        assert private_torch.forward_mode_is_active()
-    assert not private_torch.forward_mode_is_active()
+        assert private_torch.forward_level() >= 0
+    assert private_torch.forward_level() < 0
     assert not hasattr(torch.autograd.forward_ad, "is_active")
 
 

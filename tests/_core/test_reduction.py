@@ -1,4 +1,7 @@
-"""Row values to one number: which rows count, and what is divided by, here and over ranks."""
+"""Reduction of row values: which rows count, and the divisor, on one rank and several.
+
+The second rank is a stand-in (`monkeypatch`): a real one would need a process.
+"""
 
 import pytest
 import torch
@@ -24,21 +27,25 @@ def two_ranks(monkeypatch):
 
 @pytest.mark.parametrize("gather", [False, True])
 def test_on_one_rank(gather):
-    def by(reduction, valid=None):
+    def value(reduction, valid=None):
         return reduce(VALUES, reduction, valid, gather).tolist()
 
-    assert (by("none"), by("sum"), by("mean")) == ([1, 2, 4], 7, pytest.approx(7 / 3))
-    assert (by("none", VALID), by("sum", VALID), by("mean", VALID)) == ([1, 0, 4], 5, 2.5)
-    assert (by("none", NONE), by("sum", NONE), by("mean", NONE)) == ([0, 0, 0], 0, 0)
+    assert (value("none"), value("sum"), value("mean")) == ([1, 2, 4], 7, pytest.approx(7 / 3))
+    assert (value("none", VALID), value("sum", VALID), value("mean", VALID)) == ([1, 0, 4], 5, 2.5)
+    assert (value("none", NONE), value("sum", NONE), value("mean", NONE)) == ([0, 0, 0], 0, 0)
 
 
 def test_on_two_ranks(two_ranks):
-    def by(reduction, valid=None):
+    def value(reduction, valid=None):
         return reduce(VALUES, reduction, valid, True).tolist()
 
-    assert (by("none"), by("sum"), by("mean")) == ([1, 2, 4], 77, pytest.approx(77 / 6))
-    assert (by("none", VALID), by("sum", VALID), by("mean", VALID)) == ([1, 0, 4], 55, 55 / 4)
-    assert (by("sum", NONE), by("mean", NONE)) == (0, 0)
+    assert (value("none"), value("sum"), value("mean")) == ([1, 2, 4], 77, pytest.approx(77 / 6))
+    assert (value("none", VALID), value("sum", VALID), value("mean", VALID)) == (
+        [1, 0, 4],
+        55,
+        55 / 4,
+    )
+    assert (value("sum", NONE), value("mean", NONE)) == (0, 0)
     assert reduce(VALUES, "sum").item() == 7
     assert reduce(VALUES, "mean", VALID).item() == 2.5
 
@@ -58,7 +65,7 @@ def test_a_mean_of_one_row_or_none():
         assert torch.autograd.grad(mean, values)[0].tolist() == [1.0] * len(values)
 
 
-def test_a_nan_counts_where_its_row_does():
+def test_a_nan_shows_where_its_row_is_valid():
     values = torch.tensor([1.0, torch.nan, 4.0])
     assert reduce(values, "mean", VALID).item() == 2.5
     assert reduce(values, "mean", ~VALID).isnan()

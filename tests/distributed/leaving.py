@@ -80,7 +80,6 @@ def diagnose() -> None:
 CALLS: dict[str, Callable[[], torch.Tensor | None]] = {
     **{stem: of_a_loss(stem) for stem in LOSSES},
     **{f"{stem}, definition": of_a_loss(stem, impl="definition") for stem in ("info_nce", "nws")},
-    "ring": of_a_loss("info_nce", impl="ring"),
     "objective": objective,
     "queue": lambda: LabelQueue(9, V, 2, gather=True).enqueue(
         batch()[1].detach(), torch.ones(4, 2)
@@ -93,7 +92,7 @@ CALLS: dict[str, Callable[[], torch.Tensor | None]] = {
     "scatter_sum": lambda: distributed.scatter_sum(batch()[0]).sum(),
     "maximum_over_ranks": lambda: distributed.maximum_over_ranks(batch()[0]).sum(),
 }
-IN_BACKWARD = ("info_nce", "ring", "objective")  # whose gradients communicate
+IN_BACKWARD = ("info_nce", "objective")  # whose gradients communicate
 
 
 def tried(function: Callable[[], Any]) -> tuple[str, float]:
@@ -138,11 +137,10 @@ def leave_slowly() -> None:
 
 def scenarios() -> dict[str, tuple[int, Callable[[bool], dict[str, Any]]]]:
     found: dict[str, Any] = {}
-    ways = {"exits": leave_at_once, "raises": leave_by_an_error}
-    for kind, leave in ways.items():
+    for kind, leave in {"exits": leave_at_once, "raises": leave_by_an_error}.items():
         found[kind] = 2, lambda leaves, do=leave: stay(leaves, do, tuple(CALLS))
     for name in CALLS:
-        if name in ("info_nce", "ring", "queue", "controller", "diagnostics", "document_frequency"):
+        if name in ("info_nce", "queue", "controller", "diagnostics", "document_frequency"):
             one = lambda leaves, name=name: stay(leaves, leave_slowly, (name,))  # noqa: E731  # binds the name of this turn
             found[f"is silent in {name}"] = 2, one
     for name in IN_BACKWARD:

@@ -36,10 +36,9 @@ def compare_voided(rank: int, world: int) -> dict[str, str]:
         name, value = case.invalidate
         arrays[name][0] = value
         arrays[name][-len(arrays[name]) // world :] = value  # all rows of the last rank
-        mine = part(case, arrays, rank, world)
         for reduction in ("mean", "sum") if case.loss.reduces else (None,):
             try:
-                check(case, arrays, mine, rank, world, reduction, None, learned=False)
+                check(case, rank, world, reduction, arrays)
                 found[f"{case.id}-{reduction}"] = ""
             except AssertionError as error:
                 found[f"{case.id}-{reduction}"] = str(error)
@@ -59,9 +58,8 @@ def small_batches(rank: int, world: int) -> None:
     torch.manual_seed(0)
     anchor, positive = torch.randn(2, world, 5, dtype=torch.float64)
     mine = slice(rank, rank + 1)
-    for impl in ("auto", "ring"):
-        value = F.info_nce_loss(anchor[mine], positive[mine], gather=True, impl=impl)
-        close(value, F.info_nce_loss(anchor, positive))
+    value = F.info_nce_loss(anchor[mine], positive[mine], gather=True)
+    close(value, F.info_nce_loss(anchor, positive))
     x = anchor.abs()
     close(
         F.flops_loss(x[mine], estimator="unbiased", gather=True),
@@ -81,23 +79,14 @@ def small_batches(rank: int, world: int) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         half = anchor.to(dtype), positive.to(dtype)
         expected = F.info_nce_loss(*half)
-        for impl in ("auto", "ring"):
-            with torch.autocast("cpu", torch.bfloat16):
-                value = F.info_nce_loss(half[0][mine], half[1][mine], gather=True, impl=impl)
-            assert value.dtype == torch.float32
-            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+        with torch.autocast("cpu", torch.bfloat16):
+            value = F.info_nce_loss(half[0][mine], half[1][mine], gather=True)
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_one_row_a_rank_none_and_half_precision():
     run_ranks(2, small_batches, 2)
-
-
-def impls_of(stem: str) -> list[dict[str, str]]:
-    """How a loss of the table may be computed over several ranks."""
-    if not LOSSES[stem].ways:
-        return [{}]
-    ring = ["ring"] if stem == "info_nce" else []
-    return [{"impl": impl} for impl in ("definition", "auto", *ring)]
 
 
 CURVED = ("info_nce", "n_pair", "nws", "flops", "distillation")
@@ -118,12 +107,13 @@ def compare_derivatives(rank: int, world: int) -> None:
         arrays = whole(FIRST[stem], world, seed=7)
         mine = part(FIRST[stem], arrays, rank, world)
         first, second = (x.chunk(world)[rank] for x in derivatives(stem, arrays, False))
-        for impl in impls_of(stem):
+        impls = ("definition", "auto") if LOSSES[stem].implementations else ()
+        for impl in [{"impl": impl} for impl in impls] or [{}]:
             # Every rank's gradient is W times that of one process, its square W^2 times.
             close(derivatives(stem, mine, True, **impl)[1] / world**2, second)
-            # Whichever way it is computed, a weight of each rank's own counts as their mean.
-            found, _ = derivatives(stem, mine, True, 1.0 + rank, **impl)
-            close(found / world, first * (1 + (world - 1) / 2))
+            # A weight of each rank's own counts as their mean.
+            gradient, _ = derivatives(stem, mine, True, 1.0 + rank, **impl)
+            close(gradient / world, first * (1 + (world - 1) / 2))
 
 
 def test_second_derivatives():
@@ -202,20 +192,18 @@ def train(rank: int, world: int) -> None:
 
     torch.manual_seed(0)
     batches = torch.randn(5, 2, 3 * world, 8, dtype=torch.float64)
-    for impl in ("auto", "ring"):
-        results = []
-        for is_one in (True, False):
-            torch.manual_seed(1)
-            model = torch.nn.Linear(8, 16, dtype=torch.float64)
-            temperature = torch.nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
-            options = {} if is_one else {"gather": True, "impl": impl}
-            loss = sparse_losses.InfoNCELoss(temperature=temperature, **options)
-            wrapped = model if is_one else torch.nn.parallel.DistributedDataParallel(model)
-            rows = slice(None) if is_one else slice(3 * rank, 3 * rank + 3)
-            value = step(wrapped, loss, rows, not is_one)
-            results.append([value, temperature.detach(), *model.parameters()])
-        for one, many in zip(*results, strict=True):
-            close(many, one)
+    results = []
+    for is_one in (True, False):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(8, 16, dtype=torch.float64)
+        temperature = torch.nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
+        loss = sparse_losses.InfoNCELoss(temperature=temperature, gather=not is_one)
+        wrapped = model if is_one else torch.nn.parallel.DistributedDataParallel(model)
+        rows = slice(None) if is_one else slice(3 * rank, 3 * rank + 3)
+        value = step(wrapped, loss, rows, not is_one)
+        results.append([value, temperature.detach(), *model.parameters()])
+    for one, many in zip(*results, strict=True):
+        close(many, one)
 
 
 @pytest.mark.works_with("PyTorch", "fp32", "devices")
@@ -232,7 +220,6 @@ def unequal(rank: int) -> dict[str, str]:
     for stem, case in FIRST.items():
         tensors = to_tensors(case.arrays(3 + rank))
         found[stem] = caught(case.function(), **tensors, gather=True)
-    found["ring"] = caught(F.info_nce_loss, x, x, gather=True, impl="ring")
     queue = sparse_losses.LabelQueue(8, 5, 2, gather=True)
     found["queue"] = caught(queue.enqueue, x, torch.ones(3 + rank, 2))
     found["other"] = caught(F.info_nce_loss if rank else F.n_pair_loss, x, x, gather=True)
@@ -249,9 +236,11 @@ def unequal(rank: int) -> dict[str, str]:
     scores = torch.rand(3, 4)
     teacher = scores.double() if rank else scores
     found["teacher"] = caught(F.distillation_loss, scores, teacher, gather=True)
-    found["ring alone"] = caught(
-        F.info_nce_loss, x[:3], x[:3], gather=True, impl="ring" if rank else "auto"
+    found["impl"] = caught(
+        F.info_nce_loss, x[:3], x[:3], gather=True, impl="blocks" if rank else "auto"
     )
+    found["flag"] = caught(F.info_nce_loss, x[:3], x[:3], gather=True, symmetric=rank == 1)
+    found["number"] = caught(F.info_nce_loss, x[:3], x[:3], gather=True, temperature=1.0 + rank)
     half = x[:3].bfloat16() if rank else x[:3]
     found["half"] = caught(F.flops_loss, half, gather=True)  # computed in fp32 on both
     found["negatives"] = caught(F.info_nce_loss, x[:3], x[:3], x if rank else None, gather=True)
@@ -267,7 +256,7 @@ def unequal(rank: int) -> dict[str, str]:
 
 def test_unequal_calls_are_errors_on_every_rank_that_name_the_sizes():
     for rank, found in enumerate(run_ranks(2, unequal)):
-        for name in (*FIRST, "ring", "queue"):
+        for name in (*FIRST, "queue"):
             assert "3 on rank 0, 4 on rank 1" in found[name], (name, found[name])
         assert "another loss" in found["other"]
         assert f"rank {rank}" in found["other"]
@@ -279,8 +268,11 @@ def test_unequal_calls_are_errors_on_every_rank_that_name_the_sizes():
         assert "`positive_ids`" in found["ids"]
         assert "precision, in bytes" in found["wide"]
         assert "precision, in bytes" in found["teacher"]
-        assert "`impl`" in found["ring alone"]
-        assert "0 on rank 0, 5 on rank 1" in found["ring alone"]
+        assert "the same `impl`" in found["impl"]
+        assert "'auto' on rank 0, 'blocks' on rank 1" in found["impl"]
+        assert "the same `symmetric`" in found["flag"]
+        assert "False on rank 0, True on rank 1" in found["flag"]
+        assert "1.0 on rank 0, 2.0 on rank 1" in found["number"]
         assert found["half"] == ""
         assert "the same N on every rank" in found["negatives"]
         assert "got 0 on rank 0, 4 on rank 1" in found["negatives"]
@@ -292,14 +284,3 @@ def test_unequal_calls_are_errors_on_every_rank_that_name_the_sizes():
         assert f"got ranks [{1 - rank}] in another" in found["terms"]
         assert "[B, 2 B] = [3, 6]" in found["mask"]
         assert found["after"] == ""
-
-
-def test_the_ring_says_what_it_cannot():
-    x = torch.rand(3, 5)
-    for options in (
-        {"reduction": "none"},
-        {"positive_mask": torch.eye(3)},
-        {"in_batch": False, "negative": x},
-    ):
-        said = caught(F.info_nce_loss, x, x, gather=True, impl="ring", **options)
-        assert 'with impl="ring"; impl="auto" selects one that can' in said

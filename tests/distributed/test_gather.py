@@ -1,10 +1,11 @@
 """`gather=True`: value on every rank, and gradients after averaging, of one process with all rows.
 
-For 2 ranks every case of the losses' table, by every way, and for 3 one case a loss, in fp64. The
-ranks work through all of it in one go; each test looks up one line of what they found.
+In fp64, for the plainest case of every loss on 2 and 3 ranks; tests/distributed/test_in_threads.py
+has all cases. The ranks work through all of it at once; each test looks up one result.
 """
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from tests.cases import CASES, FIRST, Case, to_tensors
 from tests.distributed.ranks import run_ranks
 
 ROWS = 3  # of each rank
-BY_RANKS = {2: CASES, 3: tuple(FIRST.values())}  # one rank is the contract's
+WORLDS = (2, 3)  # one rank is the contract's
+PLAINEST = [case for case in CASES if replace(case, impl=None) in FIRST.values()]
 PARTS = {"key": 0, "key_labels": 0}  # split over the ranks though they are no rows of the batch
 
 
@@ -44,17 +46,8 @@ def part(case: Case, arrays: dict[str, np.ndarray], rank: int, world: int) -> di
     return mine
 
 
-def variants(case: Case, world: int):
-    """Reductions that a case is tried with, and InfoNCE's ring, which is there for this."""
-    reductions = ("mean", "sum", "none") if world == 2 else ("mean",)
-    for reduction in reductions if case.loss.reduces else (None,):
-        yield reduction, None
-        if case.stem == "info_nce" and case.impl == "auto" and reduction != "none":
-            yield reduction, "ring"
-
-
-def key_of(case: Case, reduction: str | None, impl: str | None) -> str:
-    return f"{case.id}-{reduction}-{impl}"
+def reductions(case: Case) -> tuple[str | None, ...]:
+    return ("mean", "sum", "none") if case.loss.reduces else (None,)
 
 
 def evaluate(case: Case, arrays: dict, reduction: str | None, learned: bool, **options: Any):
@@ -68,31 +61,31 @@ def evaluate(case: Case, arrays: dict, reduction: str | None, learned: bool, **o
     if reduction:
         options["reduction"] = reduction
     value = case.function()(**tensors, **options)
-    found = torch.autograd.grad(value.sum(), list(leaves.values()), allow_unused=True)
-    return value.detach(), dict(zip(leaves, found, strict=True))
+    grads = torch.autograd.grad(value.sum(), list(leaves.values()), allow_unused=True)
+    return value.detach(), dict(zip(leaves, grads, strict=True))
 
 
 def compare(rank: int, world: int) -> dict[str, str]:
-    """What went wrong, by variant; an empty text where nothing did."""
-    found = {}
-    for case in BY_RANKS[world]:
-        arrays = whole(case, world, seed=3)
-        mine = part(case, arrays, rank, world)
-        learned = "temperature" in case.loss.signature
-        for reduction, impl in variants(case, world):
+    """The difference, by case and reduction; an empty text where there is none."""
+    differences = {}
+    for case in PLAINEST:
+        for reduction in reductions(case):
             try:
-                check(case, arrays, mine, rank, world, reduction, impl, learned)
-                wrong = ""
+                check(case, rank, world, reduction)
+                difference = ""
             except AssertionError as error:
-                wrong = str(error)
-            found[key_of(case, reduction, impl)] = wrong
-    return found
+                difference = str(error)
+            differences[f"{case.id}-{reduction}"] = difference
+    return differences
 
 
-def check(case, arrays, mine, rank, world, reduction, impl, learned) -> None:
+def check(case: Case, rank: int, world: int, reduction: str | None, arrays: Any = None) -> None:
+    """Compare a rank's call with one process; with a learned temperature by default."""
+    learned = arrays is None and "temperature" in case.loss.signature
+    arrays = arrays or whole(case, world, seed=3)
+    mine = part(case, arrays, rank, world)
     expected, expected_gradients = evaluate(case, arrays, reduction, learned)
-    by = {} if impl is None else {"impl": impl}
-    value, gradients = evaluate(case, mine, reduction, learned, gather=True, **by)
+    value, gradients = evaluate(case, mine, reduction, learned, gather=True)
     close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
     rows = slice(rank * ROWS, (rank + 1) * ROWS)
     close(value, expected[rows] if reduction == "none" else expected, msg=lambda m: f"value: {m}")
@@ -118,14 +111,14 @@ def results(world: int) -> list[dict[str, str]]:
     return run_ranks(world, compare, world)
 
 
-TRIED = [
-    (world, key_of(case, *variant))
-    for world, cases in BY_RANKS.items()
-    for case in cases
-    for variant in variants(case, world)
+COMPARED = [
+    (world, f"{case.id}-{reduction}")
+    for world in WORLDS
+    for case in PLAINEST
+    for reduction in reductions(case)
 ]
 
 
-@pytest.mark.parametrize(("world", "name"), TRIED)
+@pytest.mark.parametrize(("world", "name"), COMPARED)
 def test_value_and_averaged_gradients_are_those_of_one_process(world, name):
-    assert [found[name] for found in results(world)] == [""] * world
+    assert [differences[name] for differences in results(world)] == [""] * world

@@ -1,6 +1,6 @@
-"""``gather=True`` on two ranks that are threads: what tests/distributed/test_gather.py says too.
+"""``gather=True`` on ranks that are threads: every case of the table, and every collective.
 
-There the ranks are processes and work through all cases at once; here a case is a test.
+tests/distributed/test_gather.py has the plainest cases on ranks that are processes.
 """
 
 import itertools
@@ -8,11 +8,9 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from sparse_losses.fast.info_nce_ring import ring_info_nce
 
 from sparse_losses import LabelQueue, distributed
 from sparse_losses.distributed import (
-    NUM_SIZES,
     agree_across_ranks,
     average_grad_over_ranks,
     gather_rows,
@@ -23,66 +21,17 @@ from sparse_losses.distributed import (
     skip_size_check,
     sum_over_ranks,
 )
-from sparse_losses.fast import info_nce, info_nce_ring
-from sparse_losses.fast.info_nce import too_many_scores
 from sparse_losses.functional import info_nce_loss
 from tests.cases import CASES
-from tests.distributed.test_gather import check, part, variants, whole
+from tests.distributed.test_gather import check, reductions
 from tests.distributed.threads import run_threads
 from tests.strategies import draw
 
 
-def _check(own, case, reduction, impl):
-    arrays = whole(case, 2, seed=3)
-    learned = "temperature" in case.loss.signature
-    check(case, arrays, part(case, arrays, own, 2), own, 2, reduction, impl, learned)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_value_and_averaged_gradients_are_those_of_one_process(case):
-    for reduction, impl in variants(case, 2):
-        run_threads(2, _check, case, reduction, impl)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", ["shared", "symmetric_per_row", "ids"])
-def test_the_ring_passes_keys_on_twice_and_their_gradients_once(name, world, monkeypatch):
-    """While each rank holds one row of scores at a time."""
-    monkeypatch.setattr(info_nce, "most_scores", lambda device: 1)
-    (case,) = (case for case in CASES if case.id == f"info_nce-{name}-auto")
-    arrays, passed = whole(case, world, seed=11), []
-    pass_on = info_nce_ring._ring_exchange
-    monkeypatch.setattr(info_nce_ring, "_ring_exchange", lambda *x: passed.append(x) or pass_on(*x))
-
-    def around(own):
-        mine = part(case, arrays, own, world)
-        check(case, arrays, mine, own, world, "mean", "ring", learned=True)
-
-    run_threads(world, around)
-    others = world - 1
-    once = others + others + world  # the keys, again with their gradients, which come home
-    assert len(passed) == world * once * (2 if "symmetric" in name else 1)
-
-
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("size", [None, (2, 4), (3, 2, 4), (3, 0, 4)], ids=str)
-def test_the_ring_computes_the_gradients_that_are_needed_and_no_other(size, symmetric):
-    options = {"similarity": "cosine", "decoupled": False, "reduction": "mean", "gather": True}
-    options |= {"symmetric": symmetric, "in_batch": True, "positive_mask": None}
-
-    def around(own):
-        anchor, positive = draw(own, 2, 3, 4)
-        negative = None if size is None else draw(2 + own, *size)
-        inputs = anchor, positive, negative, 0.3
-        expected, gradients = ring_info_nce([True] * 4, *inputs, positive_ids=None, **options)
-        for needs in itertools.product([False, True], repeat=4):
-            value, found = ring_info_nce(needs, *inputs, positive_ids=None, **options)
-            torch.testing.assert_close(value, expected)
-            wanted = [g if need else None for need, g in zip(needs, gradients, strict=True)]
-            torch.testing.assert_close(found, wanted)
-        assert all(gradients[n].any() for n in (0, 1, 3))
-
-    run_threads(2, around)
+    for reduction in reductions(case):
+        run_threads(2, lambda own, reduction=reduction: check(case, own, 2, reduction))
 
 
 def _stored_by_columns(rank):
@@ -97,16 +46,15 @@ def _stored_by_columns(rank):
         whole_anchor, whole_positive = (x.clone().requires_grad_() for x in (anchor, positive))
         expected = info_nce_loss(whole_anchor, whole_positive, others, similarity=similarity)
         wanted = torch.autograd.grad(expected, (whole_anchor, whole_positive))
-        for impl in ("auto", "ring"):
-            leaves = [by_columns(x).requires_grad_() for x in (anchor, positive)]
-            if rank:  # not every rank's rows are stored alike
-                leaves[1] = positive[mine].clone().requires_grad_()
-            own = None if others is None else by_columns(others)
-            value = info_nce_loss(*leaves, own, similarity=similarity, gather=True, impl=impl)
-            torch.testing.assert_close(value, expected)
-            found = torch.autograd.grad(value, leaves)
-            for gradient, of_whole in zip(found, wanted, strict=True):
-                torch.testing.assert_close(gradient / world, of_whole[mine])
+        leaves = [by_columns(x).requires_grad_() for x in (anchor, positive)]
+        if rank:  # not every rank's rows are stored alike
+            leaves[1] = positive[mine].clone().requires_grad_()
+        own = None if others is None else by_columns(others)
+        value = info_nce_loss(*leaves, own, similarity=similarity, gather=True)
+        torch.testing.assert_close(value, expected)
+        gradients = torch.autograd.grad(value, leaves)
+        for gradient, whole_gradient in zip(gradients, wanted, strict=True):
+            torch.testing.assert_close(gradient / world, whole_gradient[mine])
 
 
 def test_rows_may_be_stored_by_columns():
@@ -114,22 +62,22 @@ def test_rows_may_be_stored_by_columns():
 
 
 def _hidden_nan(rank):
-    """Whether the gradient by this rank's first anchor is finite, computed in several ways."""
+    """Whether the gradient by this rank's first anchor is finite, by each implementation."""
     anchor, positive = draw(0, 2, 4, 5)
     ids = torch.arange(4)
     ids[-1] = ids[0]  # the last rank's last document is that of the first anchor
     positive[-1, 0] = torch.nan
     mine = slice(2 * rank, 2 * rank + 2)
-    found = []
-    for impl in ("definition", "auto", "ring"):
+    results = []
+    for impl in ("definition", "auto"):
         query = anchor[mine].clone().requires_grad_()
         options = {"positive_ids": ids[mine], "gather": True, "impl": impl}
         loss = info_nce_loss(query, positive[mine], **options)
         assert loss.isnan(), "other anchors see the NaN"
         first, second = torch.autograd.grad(loss, query)[0]
         assert second.isnan().any()
-        found.append(bool(first.isfinite().all()))
-    return found
+        results.append(bool(first.isfinite().all()))
+    return results
 
 
 def test_a_document_that_ids_hide_hides_its_nan():
@@ -139,9 +87,9 @@ def test_a_document_that_ids_hide_hides_its_nan():
 
 
 def _local(own):
-    """InfoNCE of a rank's own rows, in several ways, with its gradients."""
+    """InfoNCE of a rank's own rows, by each implementation, with its gradients."""
     anchor, positive, negative = (draw(10 * own + seed, 3, 4).requires_grad_() for seed in range(3))
-    found = []
+    results = []
     for impl, options in (
         ("direct", {"symmetric": True}),
         ("blocks", {}),
@@ -151,27 +99,14 @@ def _local(own):
         ("definition", {"in_batch": False}),
     ):
         value = info_nce_loss(anchor, positive, negative, **options, impl=impl)
-        found += [value, *torch.autograd.grad(value, (anchor, positive, negative))]
-    return found
+        results += [value, *torch.autograd.grad(value, (anchor, positive, negative))]
+    return results
 
 
 def test_without_gather_the_other_ranks_change_nothing():
     expected = [_local(0), _local(1)]
     torch.testing.assert_close(run_threads(2, _local), expected)
     assert expected[0][0] != expected[1][0]
-
-
-def test_the_scores_of_all_ranks_are_counted():
-    """A block holds 2^21 on a CPU."""
-
-    def is_more(own, rows, gather):
-        x = torch.empty(rows, 1)
-        return too_many_scores((x, x, None, 1.0), {"gather": gather})
-
-    rows = 1 << 10
-    assert run_threads(2, is_more, rows, True) == [False, False]
-    assert run_threads(2, is_more, rows + 1, True) == [True, True]
-    assert run_threads(2, is_more, rows + 1, False) == [False, False]
 
 
 def test_the_width_of_a_positive_mask_is_that_of_all_ranks():
@@ -191,18 +126,18 @@ def test_the_width_of_a_positive_mask_is_that_of_all_ranks():
 def _collectives(own):
     assert (rank(), num_ranks()) == (own, 2)
     x = torch.tensor([[1.0, 10.0]]) * (own + 1)
-    found = []
+    results = []
     for function in (gather_rows, sum_over_ranks, average_grad_over_ranks, scatter_sum):
         leaf = x.expand(2, 2).clone().requires_grad_()
         value = function(leaf)
         weight = torch.arange(1.0, 1 + value.numel()).view_as(value) * (own + 1)
         (gradient,) = torch.autograd.grad((value * weight).sum(), leaf)
-        found += [value.tolist(), gradient.tolist()]
-    found.append(maximum_over_ranks(x * torch.tensor([1.0, -1.0])).tolist())
+        results += [value.tolist(), gradient.tolist()]
+    results.append(maximum_over_ranks(x * torch.tensor([1.0, -1.0])).tolist())
     flags = gather_rows(torch.tensor([own == 1]))
     assert flags.dtype == torch.bool
-    found.append(flags.tolist())
-    return found
+    results.append(flags.tolist())
+    return results
 
 
 def test_every_collective_and_its_gradient():
@@ -233,9 +168,9 @@ def _from_anywhere(own):
 
 def test_collectives_take_any_memory_and_leave_it():
     zero, one = ((torch.arange(8.0).view(4, 2) + own).T for own in range(2))
-    for own, found in enumerate(run_threads(2, _from_anywhere)):
+    for own, results in enumerate(run_threads(2, _from_anywhere)):
         total = (zero + one).tolist()
-        assert found == [[*zero.tolist(), *one.tolist()], total, [total[own]], one.tolist()]
+        assert results == [[*zero.tolist(), *one.tolist()], total, [total[own]], one.tolist()]
 
 
 def test_the_new_names_of_pytorch_are_used_where_it_has_them():
@@ -272,21 +207,21 @@ def test_ranks_agree_on_their_call_and_its_sizes():
     for sizes, name, hint in (
         (lambda own: {"B": 3 + own}, "B", "; the last batch of an epoch? Drop it (drop_last=True)"),
         (lambda own: {"B": 3, "N": 3 + own}, "N", ""),
-        (lambda own: {**{f"x{n}": n for n in range(NUM_SIZES - 2)}, "Z": 3 + own}, "Z", ""),
+        (lambda own: {"`x`": 3 + own}, "`x`", ""),
     ):
-        found = run_threads(2, lambda own, sizes=sizes: _said(own, x, **sizes(own)))
+        results = run_threads(2, lambda own, sizes=sizes: _said(own, x, **sizes(own)))
         assert (
-            found
+            results
             == [
                 f"expected the same {name} on every rank for a call with gather=True, got "
                 f"3 on rank 0, 4 on rank 1{hint}"
             ]
             * 2
         )
-    found = run_threads(
+    results = run_threads(
         2, lambda own: _said(own, x, call=f"call {own}", B=3, **({"N": 4} if own else {}))
     )
-    assert found == [
+    assert results == [
         f"expected every rank to be in call {own} with gather=True, as rank {own} is, got ranks "
         f"[{1 - own}] in another loss"
         for own in range(2)
@@ -309,6 +244,43 @@ def test_the_widest_dtype_that_is_sent_is_compared():
     assert "got 4 on rank 0, 8 on rank 1" in wrong[0]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"symmetric": True}, "`symmetric` .* False on rank 0, True on rank 1"),
+        ({"decoupled": True}, "`decoupled` .* False on rank 0, True on rank 1"),
+        ({"similarity": "dot"}, "`similarity` .* 'cosine' on rank 0, 'dot' on rank 1"),
+        ({"temperature": 0.08}, "`temperature` .* 0.07 on rank 0, 0.08 on rank 1"),
+        ({"temperature": torch.tensor(0.5)}, "`temperature` .* 0.07 on rank 0, 0.5 on rank 1"),
+        ({"impl": "definition"}, "`impl` .* 'auto' on rank 0, 'definition' on rank 1"),
+    ],
+    ids=lambda x: str(next(iter(x))) if isinstance(x, dict) else "",
+)
+def test_flags_choices_and_numbers_that_differ_are_refused(options, expected):
+    x = torch.ones(3, 2)
+
+    def call(own):
+        info_nce_loss(x, x, gather=True, **(options if own else {}))
+
+    with pytest.raises(ValueError, match=f"expected the same {expected}"):
+        run_threads(2, call)
+
+
+def test_the_comparison_exchanges_one_number(monkeypatch):
+    x, temperature = torch.ones(3, 2), torch.tensor(0.5)
+    exchanged = []
+
+    def call(own):
+        info_nce_loss(x, x, temperature=temperature, gather=True)
+
+    # Nothing public tells how much is sent.
+    monkeypatch.setattr(
+        distributed, "gather_rows", lambda x, *_: exchanged.append(x.numel()) or gather_rows(x)
+    )
+    run_threads(2, call)
+    assert exchanged == [1, 1]
+
+
 def test_sizes_are_compared_once(monkeypatch):
     x = torch.ones(3)
 
@@ -320,21 +292,6 @@ def test_sizes_are_compared_once(monkeypatch):
     assert run_threads(2, skipping) == [(True, "expected")] * 2
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert run_threads(2, lambda own: _said(own, x, B=own)) == [True, True]
-
-
-def _fill(own, gather, dtypes=(torch.float32, torch.float32)):
-    queue = LabelQueue(5, 3, 2, gather=gather)
-    for step in range(2):
-        features = torch.arange(12.0).view(4, 3) + 100 * step
-        labels = torch.tensor([[1, 0], [0, 1], [1, 1], [0, 0]])
-        mine = slice(2 * own, 2 * own + 2) if gather else slice(None)
-        queue.enqueue(features[mine], labels[mine].to(dtypes[own]))
-    return {name: buffer.tolist() for name, buffer in queue.state_dict().items()}
-
-
-def test_a_queue_holds_the_rows_of_all_ranks():
-    assert run_threads(2, _fill, True) == [_fill(0, False)] * 2
-    assert run_threads(2, _fill, True, (torch.bool, torch.int64)) == [_fill(0, False)] * 2
 
 
 def test_a_queue_refuses_rows_that_are_not_alike():

@@ -41,7 +41,6 @@ OBJECTIVES = {
         "info_nce": InfoNCELoss(decoupled=True, reduction="sum"),
         "margin_mse": MarginMSELoss(reduction="sum"),
     },
-    "ring": lambda: {"info_nce": InfoNCELoss(impl="ring")},
 }
 # Negatives, and whose scores of the teacher's may stand beside them.
 FORMS = {

@@ -1,14 +1,10 @@
 """Ranks that are threads of this process: a collective is a meeting at a barrier.
 
-A message from one rank to another waits in a queue.
-
 A real group costs seconds to start (tests/distributed/ranks.py); this one nothing, so that every
 loss can be tried with it wherever one of its lines changes.
 """
 
 import functools
-import itertools
-import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,14 +22,14 @@ TIMEOUT = 10.0  # seconds of a rank that waits for another
 
 def run_threads(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Return ``function(rank, *args)`` of every rank; the first error is raised again."""
-    found: list[Any] = [None] * world_size
+    results: list[Any] = [None] * world_size
     errors: list[BaseException] = []
     group = _Group(world_size)
 
     def work(rank: int) -> None:
         group.local.rank = rank
         try:
-            found[rank] = function(rank, *args)
+            results[rank] = function(rank, *args)
         except BaseException as error:
             errors.append(error)
             group.abort()  # or the others would wait
@@ -48,7 +44,7 @@ def run_threads(world_size: int, function: Callable[..., Any], *args: Any) -> li
         raise next(
             (e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0]
         )
-    return found
+    return results
 
 
 class _Group:
@@ -57,14 +53,10 @@ class _Group:
         self.barrier = threading.Barrier(world_size, timeout=TIMEOUT)
         self.local = threading.local()
         self.sent: list[Tensor | None] = [None] * world_size
-        pairs = itertools.product(range(world_size), repeat=2)
-        self.mail: dict[Any, Any] = {pair: queue.SimpleQueue() for pair in pairs}
 
     def abort(self) -> None:
         """Let every rank that waits fail."""
         self.barrier.abort()
-        for box in self.mail.values():
-            box.put(None)
 
     def everyones(self, x: Tensor) -> list[Tensor]:
         """What every rank sent, which must be alike, and in memory as it is read."""
@@ -86,17 +78,6 @@ class _Group:
         combine = torch.maximum if op == dist.ReduceOp.MAX else torch.add
         x.copy_(functools.reduce(combine, self.everyones(x)))
 
-    def exchange(self, operations: list[tuple[Any, Tensor, int]]) -> list["_Receipt"]:
-        """Send at once; a tensor that is received has its values after ``wait``."""
-        receipts = []
-        for operation, x, peer in operations:
-            assert x.is_contiguous()
-            if operation is dist.isend:
-                self.mail[self.local.rank, peer].put(x.detach().clone())
-            else:
-                receipts.append(_Receipt(self.mail[peer, self.local.rank], x.fill_(-1)))
-        return receipts
-
     @contextmanager
     def installed(self) -> Iterator[None]:
         with (
@@ -106,23 +87,9 @@ class _Group:
                 get_world_size=lambda: self.size,
                 get_rank=lambda: self.local.rank,
                 all_reduce=self.all_reduce,
-                P2POp=lambda *operation: operation,
-                batch_isend_irecv=self.exchange,
             ),
             mock.patch.multiple(
                 ours, _all_gather=self.all_gather, _reduce_scatter=self.reduce_scatter
             ),
         ):
             yield
-
-
-class _Receipt:
-    def __init__(self, box: Any, x: Tensor) -> None:
-        self.box, self.x = box, x
-
-    def wait(self) -> None:
-        sent = self.box.get(timeout=TIMEOUT)
-        if sent is None:
-            raise threading.BrokenBarrierError
-        assert (sent.shape, sent.dtype) == (self.x.shape, self.x.dtype)
-        self.x.copy_(sent)

@@ -1,15 +1,16 @@
-"""Products over non-zeros, step by step, against dense matrices."""
+"""Products over non-zeros, step by step, against dense matrices.
+
+Reaches into fast/: the head, pooling, the encoder and InfoNCE share these functions.
+"""
 
 import subprocess
 import sys
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_losses.fast.sparse import (
     bounds_of,
-    column_tiles,
     csr,
     non_zeros,
     product,
@@ -30,17 +31,17 @@ def some(rows, columns, seed=0):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_bounds_are_where_each_value_begins_and_the_end(dtype):
     index = torch.tensor([0, 0, 2], dtype=dtype)
-    found = bounds_of(index, 4)
-    assert (found.dtype, found.tolist()) == (dtype, [0, 2, 2, 3, 3])
+    result = bounds_of(index, 4)
+    assert (result.dtype, result.tolist()) == (dtype, [0, 2, 2, 3, 3])
     assert bounds_of(index[:0], 2).tolist() == [0, 0, 0]
 
 
 def test_entries_by_row_are_a_csr_matrix():
     row, column = X.nonzero().unbind(1)
-    found = csr(row, column, X[row, column], (3, 5))
-    assert found.layout == torch.sparse_csr
-    assert found.crow_indices().tolist() == [0, 2, 4, 6]
-    assert torch.equal(found.to_dense(), X)
+    result = csr(row, column, X[row, column], (3, 5))
+    assert result.layout == torch.sparse_csr
+    assert result.crow_indices().tolist() == [0, 2, 4, 6]
+    assert torch.equal(result.to_dense(), X)
 
 
 def test_pytorchs_notice_of_csr_is_not_for_users():
@@ -73,12 +74,12 @@ def test_bags_are_sums_of_weighted_rows_of_a_table():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_non_zeros_are_sorted_by_column_then_row_and_know_their_place_by_row(stored, dtype):
     x = X.to(dtype)
-    found = non_zeros(x if stored == "dense" else x.to_sparse_csr())
-    assert found.column.tolist() == [0, 1, 1, 3, 3, 4]
-    assert found.row.tolist() == [1, 0, 1, 0, 2, 2]
-    assert found.value.tolist() == [1, 2, 5, -3, 4, 6]
-    assert found.original.tolist() == [2, 0, 3, 1, 4, 5]
-    assert (found.value.dtype, found.shape) == (dtype, (3, 5))
+    result = non_zeros(x if stored == "dense" else x.to_sparse_csr())
+    assert result.column.tolist() == [0, 1, 1, 3, 3, 4]
+    assert result.row.tolist() == [1, 0, 1, 0, 2, 2]
+    assert result.value.tolist() == [1, 2, 5, -3, 4, 6]
+    assert result.original.tolist() == [2, 0, 3, 1, 4, 5]
+    assert (result.value.dtype, result.shape) == (dtype, (3, 5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -98,56 +99,20 @@ def test_non_zeros_of_any_piece_of_memory(dtype, width):
     for start in (1, 2, 3):
         pieces += (whole.view(-1)[start : start + 60].view(-1, 2),)
     for piece in pieces:
-        found = non_zeros(piece)
+        result = non_zeros(piece)
         dense = torch.zeros(piece.shape, dtype=dtype)
-        dense[found.row, found.column] = found.value
+        dense[result.row, result.column] = result.value
         assert torch.equal(dense, piece)
-        assert found.value.all()
+        assert result.value.all()
         row, column = piece.nonzero().unbind(1)
-        assert torch.equal(row[found.original], found.row)
-        assert torch.equal(column[found.original], found.column)
-
-
-class Searches(TorchDispatchMode):
-    """The dtypes of what is searched for numbers other than 0."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.nonzero.default:
-            self.dtypes.append(args[0].dtype)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_pairs_of_numbers_are_searched_where_they_can_be(dtype):
-    """It takes half the time if few are not 0."""
-    pair = {2: torch.int32, 4: torch.int64}.get(dtype.itemsize, dtype)
-    with Searches() as seen:
-        non_zeros(some(4, 6).to(dtype))
-        non_zeros(some(3, 5).to(dtype))
-    assert seen.dtypes == [pair, dtype]
+        assert torch.equal(row[result.original], result.row)
+        assert torch.equal(column[result.original], result.column)
 
 
 def test_a_nan_is_not_zero():
     x = X.clone()
     x[0, 0] = torch.nan
     assert non_zeros(x).value.isnan().sum() == 1
-
-
-@pytest.mark.parametrize("width", [1, 2, 3, 5, 7])
-def test_tiles_are_some_columns_each(width):
-    tiles = list(column_tiles(non_zeros(X), width))
-    starts = list(range(0, 5, width))
-    assert [(start, stop) for start, stop, _ in tiles] == [(s, min(s + width, 5)) for s in starts]
-    for start, stop, tile in tiles:
-        assert tile.shape == (3, stop - start)
-        dense = torch.zeros(tile.shape)
-        dense[tile.row, tile.column] = tile.value
-        assert torch.equal(dense, X[:, start:stop])
-    assert torch.cat([tile.original for *_, tile in tiles]).tolist() == [2, 0, 3, 1, 4, 5]
 
 
 @pytest.mark.parametrize(("rows", "others", "columns"), [(3, 4, 5), (2, 20_000, 200), (4, 3, 0)])
@@ -161,12 +126,3 @@ def test_products_are_those_of_the_dense_matrices(rows, others, columns):
     assert widest == min(columns, 64 if rows > 16384 else columns)
     for start, stop, part in parts:
         torch.testing.assert_close(part, (g.T @ b[:, start:stop]).T)
-
-
-@pytest.mark.parametrize(
-    ("rows", "width"), [(0, 1 << 20), (1, 1 << 20), (1024, 1024), (1 << 15, 64)]
-)
-def test_a_tile_of_the_table_has_a_million_numbers_or_64_columns(rows, width):
-    b = non_zeros(torch.zeros(1, 1 << 21)) if rows < 2 else non_zeros(torch.zeros(1, 3000))
-    (start, stop, _), *_ = product_by_columns(torch.zeros(rows, 1), b)
-    assert (start, stop) == (0, width)

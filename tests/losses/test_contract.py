@@ -1,4 +1,4 @@
-"""What every loss keeps (docs/contract.md), pooling, head and objective with them, case by case."""
+"""What every loss promises (docs/contract.md), and pooling, head and objective, case by case."""
 
 import copy
 import inspect
@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_losses
 import sparse_losses.functional as F
-from sparse_losses._core import implementations
 from tests.cases import (
     BASE_CASES,
     CASES_AND_LAYERS,
@@ -30,10 +29,10 @@ from tests.cases import (
     to_arrays,
 )
 
-# CASES has a case twice where a way beside the definition takes it, a layer's by each way. What no
-# way has a say in runs over ONCE: arguments are checked and converted before one is chosen, and
-# compiled, under transforms and for second derivatives it is the definition
-# (tests/_core/test_ways.py).
+# CASES has a case twice where an implementation beside the definition supports it, a layer's by
+# each of them. What does not depend on the implementation runs over ONCE: arguments are checked and
+# converted before one is chosen, and compiled, under transforms and for second derivatives it is
+# the definition (tests/_core/test_implementations.py).
 CASES = CASES_AND_LAYERS
 ONCE = BASE_CASES + LAYER_CASES
 TRANSFORMED = ONCE + OBJECTIVE_CASES
@@ -120,11 +119,9 @@ def _split(loss):
     """Split the function's parameters into tensors and hyperparameters."""
     parameters = inspect.signature(getattr(F, loss.function)).parameters
     tensors = {
-        p.name: p
-        for p in parameters.values()
-        if p.kind is p.POSITIONAL_OR_KEYWORD
-        or p.name.startswith(("key", "queue", "positive_"))
-        or p.name == "candidate_mask"
+        name: p
+        for name, p in parameters.items()
+        if p.kind is p.POSITIONAL_OR_KEYWORD or name in loss.keyword_tensors
     }
     return tensors, {n: p for n, p in parameters.items() if n not in tensors}
 
@@ -162,74 +159,37 @@ def test_a_call_overrides_gather_and_impl_for_that_call(loss):
     tensors = case.tensors()
     module, rest = case.module(tensors)
     expected = alive(module(**rest))
-    # Without other ranks it is the same number, but maybe by another way.
+    # Without other ranks it is the same number, maybe by another implementation.
     close = {"rtol": 1e-12, "atol": 1e-12}
     torch.testing.assert_close(module(**rest, gather=True), expected, **close)
     assert module.gather is False
     torch.testing.assert_close(case.function()(**tensors, gather=True), expected, **close)
     with pytest.raises(TypeError, match="expected `gather` to be True or False"):
         module(**rest, gather="yes")
-    if loss.ways:
-        found = module(**rest, impl="definition")
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    if loss.implementations:
+        value = module(**rest, impl="definition")
+        torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
         assert module.impl == "auto"
         with pytest.raises(ValueError, match="expected `impl` to be one of 'auto', 'definition'"):
             module(**rest, impl="quickly")
 
 
-@over([case for case in ONCE if case.loss.ways])
-def test_every_way_is_the_definition_or_says_why_not(case):
+@over([case for case in ONCE if case.loss.implementations])
+def test_every_implementation_equals_the_definition_or_is_refused_with_a_reason(case):
     tensors = case.tensors()
     leaves = watch(case, tensors)
     call = case.function()
     expected = alive(call(**tensors, impl="definition"))
-    for way in case.loss.ways:
-        if not case.takes_implementation and way == case.loss.ways[0]:
-            with pytest.raises(ValueError, match=f'expected .* with impl="{way}"; impl="auto"'):
-                call(**tensors, impl=way)
-        elif case.takes_implementation and (
-            way != "nonzeros" or tensors.get("negative", expected).ndim < 3
-        ):
-            value = call(**tensors, impl=way)
-            torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
-            wanted = gradients(expected, leaves)
-            for name, gradient in gradients(value, leaves).items():
-                torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-11)
-            expected = call(**tensors, impl="definition")
-
-
-# Distillation's gradient costs next to nothing beside its value, and shared negatives are stacked
-# below the positives.
-@over(
-    [
-        case
-        for case in CASES
-        if case.takes_implementation
-        and case.impl == "auto"
-        and case.stem in LOSSES
-        and case.stem != "distillation"
-        and "shared" not in case.name
-    ]
-)
-def test_every_way_computes_only_the_gradients_that_are_needed(case, monkeypatch):
-    asked = []
-
-    def ask(definition, compute, *arguments):
-        leaves = [isinstance(x, torch.Tensor) and x.requires_grad for x in arguments]
-        for needed in (None, *(n for n, is_leaf in enumerate(leaves) if is_leaf)):
-            needs = [n == needed for n in range(len(arguments))]
-            with torch.no_grad():
-                value, found = compute(needs, *arguments)
-            asked.append((needs, [g is not None for g in found]))
-        return value
-
-    monkeypatch.setattr(implementations, "with_own_gradient", ask)
-    tensors = case.tensors()
-    watch(case, tensors)
-    case.function()(**tensors)
-    assert len(asked) == 1 + len(case.differentiable)
-    for needs, found in asked:
-        assert found == needs[: len(found)]
+    wanted = gradients(expected, leaves)
+    for impl in case.loss.implementations:
+        if impl not in case.implementations:
+            with pytest.raises(ValueError, match=f'expected .* with impl="{impl}"; impl="auto"'):
+                call(**tensors, impl=impl)
+            continue
+        value = call(**tensors, impl=impl)
+        torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
+        for name, gradient in gradients(value, leaves).items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-11)
 
 
 @over(WITH_CONSTANTS)
@@ -300,7 +260,7 @@ def test_a_module_survives_copying_pickling_and_its_state_dict(case):
 
 
 @over(ONCE)
-def test_value_is_the_formula_by_every_way_and_reduction(case):
+def test_value_is_the_formula_for_every_reduction_and_batch_size(case):
     for batch in range(case.fewest_rows, B + 1):
         assert_follows_the_formula(case.stem, case.arrays(batch), **case.kwargs)
     assert case.expected(case.arrays()) != 0.0
@@ -345,11 +305,11 @@ def test_a_row_that_is_not_valid_is_zero_without_gradient(case):
     leaves = watch(case, tensors)
     with torch.autograd.set_detect_anomaly(True):  # an error for a NaN that is hidden later, too
         value = case.function()(**tensors, **none(case))
-        found = gradients(scalar(value), leaves)
+        grads = gradients(scalar(value), leaves)
     if case.loss.reduces:
         assert value[2] == 0.0
         assert (value.detach() != 0).sum() >= B - 2
-    for name, gradient in found.items():
+    for name, gradient in grads.items():
         assert torch.isfinite(gradient).all()
         assert gradient.any()
         if name in case.private:
@@ -377,7 +337,7 @@ def test_a_row_that_is_not_valid_hides_its_nan(case):
 
 
 def _nothing_valid() -> dict:
-    """Other ways to have no valid row: no negatives, no references to compete, no weight."""
+    """Problems without a valid row: no negatives, no references to compete, no weight."""
     void = {}
     case = next(c for c in BASE_CASES if c.id == "info_nce-decoupled")
     void["decoupled_alone"] = case, case.tensors(batch=1)
@@ -404,9 +364,9 @@ def _nothing_valid() -> dict:
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("way", _nothing_valid())
-def test_rows_without_anything_to_compare_are_zero_and_hide_their_nan(way, reduction):
-    case, tensors = _nothing_valid()[way]
+@pytest.mark.parametrize("problem", _nothing_valid())
+def test_rows_without_anything_to_compare_are_zero_and_hide_their_nan(problem, reduction):
+    case, tensors = _nothing_valid()[problem]
     for name in case.differentiable:
         if name in case.rows:
             tensors[name][:] = torch.nan
@@ -438,8 +398,8 @@ def test_too_few_rows_are_refused(case):
         _refuses(case, case.tensors(batch), "estimator", exception=ValueError)
 
 
-# By name, the head's tiles refuse a batch without a position; in the objective distillation refuses
-# a batch without a candidate.
+# The head's tiles refuse a batch without a position; in the objective distillation refuses one
+# without a candidate.
 @over(
     [
         case
@@ -652,8 +612,8 @@ def test_an_assigned_number_compiles_at_most_one_more_graph(case, name, backend)
         setattr(module, name, number)
         value, expected = compiled(**rest), module(**rest)
         torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
-        found, wanted = gradients(value, leaves), gradients(expected, leaves)
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+        actual, wanted = gradients(value, leaves), gradients(expected, leaves)
+        torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-12)
         values.add(value.item())
         if len(values) == 2:
             settled = len(graphs)
@@ -684,7 +644,7 @@ def test_another_dimension_is_refused(case):
         tensors = case.tensors()
         tensors[name] = tensors[name].unsqueeze(0)
         message = _refuses(case, tensors, name)
-        assert str(list(tensors[name].shape))[1:-1] in message, "what came is not shown"
+        assert str(list(tensors[name].shape))[1:-1] in message, "the received shape is not shown"
 
 
 @over(ONCE)
@@ -852,20 +812,20 @@ def _as_function(case: Case, tensors: dict, **options) -> tuple:
 
 @over(CASES)
 def test_gradcheck(case):
-    # Some ways give means alone, and some rows too; test_every_way compares them entry by entry.
+    # `auto` is slow for rows; test_every_implementation compares it entry by entry.
     for options in ({}, none(case)) if case.impl == "auto" else (none(case),):
         function, leaves = _as_function(case, case.tensors(), **options)
         assert torch.autograd.gradcheck(function, leaves, fast_mode=case.impl == "auto")
         assert all(g.any() for g in torch.autograd.grad(scalar(function(*leaves)), leaves))
 
 
-# Second derivatives are the definition's: of the cases that a way takes, one a loss.
+# Second derivatives are the definition's: by `auto`, one case a loss.
 @over(
     [c for c in CASES if c.impl != "auto"]
-    + [c for c in (*FIRST.values(), *LAYER_CASES) if c.takes_implementation]
+    + [c for c in (*FIRST.values(), *LAYER_CASES) if c.implementations]
 )
 def test_gradgradcheck(case):
-    reduction = {} if case.impl is None else none(case)  # a way may take means alone
+    reduction = {} if case.impl is None else none(case)  # `auto` may support means alone
     function, leaves = _as_function(case, case.tensors(batch=3), **reduction)
     alive(function(*leaves))
     assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
@@ -1138,11 +1098,3 @@ def test_positive_activation_holds_nothing_as_large_as_the_activations(saturatin
         value.backward()
     assert x.grad.any()
     assert seen.largest == batch * vocab  # the gradient
-
-
-def test_the_recorder_notices_a_target():
-    x = torch.rand(3, 7)
-    with Recorder(target_size=21) as seen:
-        torch.zeros_like(x).scatter_(1, torch.tensor([[1], [2], [3]]), 1.0)
-    assert seen.largest == 21
-    assert seen.targets

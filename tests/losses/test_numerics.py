@@ -139,6 +139,56 @@ def test_an_easy_row_of_n_pair_keeps_its_digits(dtype):
     assert reference < 1e-6
 
 
+LARGE_SCORES = {
+    "one": {},
+    "several": {"positives": 3},
+    "decoupled": {"decoupled": True},
+    "several_decoupled": {"positives": 3, "decoupled": True},
+}
+
+
+@pytest.mark.parametrize("options", LARGE_SCORES.values(), ids=LARGE_SCORES)
+@pytest.mark.parametrize("spread", [1.0, 30.0])
+@pytest.mark.parametrize("size", [1e3, 1e5, 1e7])
+def test_large_scores_that_differ_little_keep_their_digits(size, spread, options):
+    torch.manual_seed(0)
+    scores = size + spread * torch.randn(8, 16)
+    options, mask = dict(options), torch.eye(8, 16, dtype=torch.bool)
+    for shift in range(1, options.pop("positives", 1)):
+        mask |= mask.roll(3 * shift, 1)
+    leaf, exact = scores.requires_grad_(), scores.detach().double().requires_grad_()
+    value, expected = (F.info_nce_from_scores(x, mask, **options) for x in (leaf, exact))
+    assert value.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
+    (gradient,), (wanted,) = torch.autograd.grad(value, leaf), torch.autograd.grad(expected, exact)
+    assert (gradient.double() - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+@pytest.mark.parametrize("impl", ["definition", "direct", "blocks", "nonzeros"])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("temperature", [1e-3, 1e-5, 1e-9])
+def test_a_batch_of_equal_vectors_has_the_value_and_gradient_of_equal_scores(
+    temperature, symmetric, impl
+):
+    a, p = (torch.full((8, 16), 0.5, requires_grad=True) for _ in range(2))
+    loss = F.info_nce_loss(a, p, temperature=temperature, symmetric=symmetric, impl=impl)
+    assert loss.item() == pytest.approx(math.log(8), rel=1e-6)
+    for gradient in torch.autograd.grad(loss, (a, p)):
+        # A unit in the last place of the sum of a row's probabilities, over the temperature.
+        assert gradient.abs().max() <= 1e-7 / temperature
+
+
+def test_n_pair_of_large_dots_keeps_the_digits_of_cross_entropy():
+    torch.manual_seed(0)
+    a, p = torch.full((8, 1), 300.0), 300 + torch.randint(-3, 4, (8, 1)) / 256
+    a, p = a.requires_grad_(), p.requires_grad_()  # the dots are exact
+    expected = torch.nn.functional.cross_entropy(a @ p.T, torch.arange(8))
+    torch.testing.assert_close(F.n_pair_loss(a, p), expected, rtol=1e-6, atol=0)
+    wanted = torch.autograd.grad(expected, p)
+    torch.testing.assert_close(
+        torch.autograd.grad(F.n_pair_loss(a, p), p), wanted, rtol=1e-5, atol=1e-6
+    )
+
+
 @pytest.mark.parametrize("gap", [15.0, 19.0, 21.0, 25.0, 30.0])
 def test_a_hard_row_keeps_the_digits_beyond_its_gap_in_fp64(gap):
     one = torch.ones(1, 1, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""InfoNCE by blocks of rows and through the non-zeros: the same loss, whatever multiplies."""
+"""InfoNCE by its implementations: the same value and gradient, whatever multiplies."""
 
 import functools
 import itertools
@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sparse_losses.functional as F
-from sparse_losses.fast import info_nce_nonzeros, sparse
-from sparse_losses.fast.info_nce import contrast, direct_info_nce, in_both_directions
+from sparse_losses.fast import info_nce as fast
+from sparse_losses.fast import sparse
+from sparse_losses.fast.info_nce_nonzeros import has_few_nonzeros, nonzeros_info_nce
 from sparse_losses.functional import info_nce_loss, n_pair_loss
 from tests.losses.test_contract import Recorder
 
@@ -48,43 +49,33 @@ OPTIONS = [
 ]
 
 
-def by_rows_at_once(rows: int):
+def in_blocks_of(rows: int):
     """InfoNCE in blocks of so many rows, whatever the size of the scores."""
 
-    def call(leaves: dict, positive_ids=None, **options):
-        kind = functools.partial(contrast, rows_at_once=lambda *_: rows)
-        order = ("anchor", "positive", "negative", "temperature")
-        value, gradients = in_both_directions(
-            kind,
-            [name in leaves for name in order],
-            *(leaves.get(name) for name in order),
-            positive_ids=positive_ids,
-            gather=False,
-            **options,
-        )
-        return value, {n: g for n, g in zip(order, gradients, strict=True) if n in leaves}
+    def call(leaves: dict, **options):
+        # Only many thousand rows have several blocks by themselves.
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(fast, "rows_of_a_block", lambda *_: rows)
+            return value_and_gradients(leaves, impl="blocks", **options)
 
     return call
 
 
-def by(impl: str):
-    return functools.partial(value_and_gradients, impl=impl)
-
-
 IMPLEMENTATIONS = {
-    "nonzeros": by("nonzeros"),
-    "direct": by("direct"),
-    "blocks": by("blocks"),
-    "three_rows": by_rows_at_once(3),
-    "one_row": by_rows_at_once(1),
+    "nonzeros": functools.partial(value_and_gradients, impl="nonzeros"),
+    "direct": functools.partial(value_and_gradients, impl="direct"),
+    "blocks": functools.partial(value_and_gradients, impl="blocks"),
+    "three_rows": in_blocks_of(3),
+    "one_row": in_blocks_of(1),
 }
-
-
-@pytest.mark.parametrize(
-    ("way", "negative"),
+over_implementations = pytest.mark.parametrize(
+    ("implementation", "negative"),
     [x for x in itertools.product(IMPLEMENTATIONS, NEGATIVES) if x != ("nonzeros", "per_row")],
 )
-def test_every_way_is_the_definition(way, negative):
+
+
+@over_implementations
+def test_every_implementation_equals_the_definition_for_all_options(implementation, negative):
     temperature = torch.tensor(0.4, dtype=torch.float64)
     leaves = {"anchor": vectors(0), "positive": vectors(1), "temperature": temperature}
     leaves |= NEGATIVES[negative]
@@ -93,52 +84,47 @@ def test_every_way_is_the_definition(way, negative):
         if ids is not None and negative == "none" and options["decoupled"]:
             continue  # a row may be left without a negative: that is the definition's
         expected = value_and_gradients(leaves, **options, positive_ids=ids, impl="definition")
-        found = IMPLEMENTATIONS[way](leaves, **options, positive_ids=ids)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-        assert all(g.any() for g in found[1].values())
-
-
-COMPUTED = {
-    "nonzeros": info_nce_nonzeros.nonzeros_info_nce,
-    "direct": direct_info_nce,
-    "three_rows": functools.partial(
-        in_both_directions, functools.partial(contrast, rows_at_once=lambda *_: 3)
-    ),
-}
+        result = IMPLEMENTATIONS[implementation](leaves, **options, positive_ids=ids)
+        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
+        assert all(g.any() for g in result[1].values())
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize(
-    ("way", "negative"),
-    [x for x in itertools.product(COMPUTED, NEGATIVES) if x != ("nonzeros", "per_row")],
-)
-def test_a_gradient_is_the_same_whichever_others_are_needed(way, negative, symmetric):
+@over_implementations
+def test_a_gradient_does_not_depend_on_which_others_are_needed(implementation, negative, symmetric):
     temperature = torch.tensor(0.4, dtype=torch.float64)
-    inputs = vectors(0), vectors(1), NEGATIVES[negative].get("negative"), temperature
-    options = {"similarity": "cosine", "decoupled": False, "gather": False, "reduction": "mean"}
-    compute = functools.partial(COMPUTED[way], **options, positive_ids=None, symmetric=symmetric)
-    expected, gradients = compute([True] * 4, *inputs)
-    for x, gradient in zip(inputs, gradients, strict=True):
-        assert (x is None) == (gradient is None)
-        assert x is None or gradient.shape == x.shape
-    for needs in itertools.product([False, True], repeat=4):
-        value, found = compute(needs, *inputs)
-        torch.testing.assert_close(value, expected)
-        for need, one, other in zip(needs, found, gradients, strict=True):
-            assert not need or (one is None) == (other is None)
-            if need and other is not None:
-                torch.testing.assert_close(one, other)
-        assert found[2] is None or needs[2], "the negatives are many: no work for nothing"
+    inputs = {"anchor": vectors(0), "positive": vectors(1), "temperature": temperature}
+    inputs |= NEGATIVES[negative]
+    _, expected = IMPLEMENTATIONS[implementation](inputs, symmetric=symmetric)
+    for size in range(1, len(inputs)):
+        for needed in itertools.combinations(inputs, size):
+            kept = {name: inputs[name] for name in needed}
+            others = {name: x for name, x in inputs.items() if name not in needed}
+            _, gradients = IMPLEMENTATIONS[implementation](kept, symmetric=symmetric, **others)
+            torch.testing.assert_close(gradients, {name: expected[name] for name in needed})
+
+
+def test_only_the_gradients_that_are_needed_are_computed():
+    """Asked of the implementation itself: autograd drops what it does not need."""
+    arguments = {"anchor": vectors(0), "positive": vectors(1), "negative": vectors(2, N)}
+    options = {"temperature": torch.tensor(0.4), "similarity": "cosine", "symmetric": False}
+    options |= {"positive_ids": None, "decoupled": False, "gather": False, "reduction": "mean"}
+    names = (*arguments, "temperature")
+    for compute in (fast.direct_info_nce, fast.blockwise_info_nce, nonzeros_info_nce):
+        for needs in itertools.chain.from_iterable(
+            itertools.combinations(names, size) for size in range(5)
+        ):
+            _, gradients = compute(frozenset(needs), **arguments, **options)
+            assert {name for name, g in gradients.items() if g is not None} == {*needs}
 
 
 @pytest.mark.parametrize(
-    ("impl", "options", "why"),
+    ("impl", "options", "reason"),
     [
         ("direct", {"reduction": "none"}, 'reduction="mean" or "sum"'),
         ("blocks", {"positive_mask": torch.eye(B)}, "no `positive_mask`"),
         ("direct", {"in_batch": False, "negative": vectors(2, N)}, "in_batch=True"),
         ("nonzeros", {"negative": vectors(2, B * N).view(B, N, V)}, "no negatives per row"),
-        ("ring", {}, "gather=True"),
         (
             "direct",
             {"decoupled": True, "positive_ids": torch.arange(B)},
@@ -146,16 +132,12 @@ def test_a_gradient_is_the_same_whichever_others_are_needed(way, negative, symme
         ),
     ],
 )
-def test_a_way_that_cannot_take_the_call_says_why(impl, options, why):
-    with pytest.raises(ValueError, match=f'expected {why} with impl="{impl}"; impl="auto" selects'):
+def test_an_unsupported_call_is_refused_with_the_reason(impl, options, reason):
+    with pytest.raises(
+        ValueError, match=f'expected {reason} with impl="{impl}"; impl="auto" selects'
+    ):
         info_nce_loss(vectors(0), vectors(1), **options, impl=impl)
     assert info_nce_loss(vectors(0), vectors(1), **options).isfinite().all()
-
-
-def test_a_ring_of_one_rank_is_the_local_loss():
-    leaves = {"anchor": vectors(0), "positive": vectors(1)}
-    found = value_and_gradients(leaves, gather=True, impl="ring")
-    torch.testing.assert_close(found, value_and_gradients(leaves))
 
 
 def _stored(gradient: torch.Tensor) -> torch.Tensor:
@@ -213,9 +195,9 @@ def test_the_length_of_a_row_neither_overflows_nor_vanishes(sign):
             k: torch.where(torch.arange(B)[:, None] == i, x * scale, x)
             for i, (k, x) in enumerate(leaves.items(), start=1)
         }
-        value, found = value_and_gradients(rows, impl="nonzeros")
+        value, result = value_and_gradients(rows, impl="nonzeros")
         torch.testing.assert_close(value, expected)
-        for row, (name, gradient) in enumerate(found.items(), start=1):
+        for row, (name, gradient) in enumerate(result.items(), start=1):
             gradient[row] *= scale  # the gradient of a cosine is of degree -1
             torch.testing.assert_close(gradient, wanted[name])
 
@@ -226,10 +208,10 @@ def test_sparse_products_are_the_same_by_a_few_columns_at_a_time(stored, monkeyp
     expected = value_and_gradients(leaves, impl="definition")
     monkeypatch.setattr(sparse, "_tile_width", lambda rows: 5)
     if stored:
-        value, found = value_and_gradients({k: x.to_sparse_csr() for k, x in leaves.items()})
-        found = {k: _stored(gradient) for k, gradient in found.items()}
+        value, result = value_and_gradients({k: x.to_sparse_csr() for k, x in leaves.items()})
+        result = {k: _stored(gradient) for k, gradient in result.items()}
         wanted = {k: gradient[leaves[k] != 0] for k, gradient in expected[1].items()}
-        torch.testing.assert_close((value, found), (expected[0], wanted))
+        torch.testing.assert_close((value, result), (expected[0], wanted))
     else:
         torch.testing.assert_close(value_and_gradients(leaves, impl="nonzeros"), expected)
 
@@ -253,7 +235,7 @@ def test_one_side_may_be_csr_and_gradients_accumulate():
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_where_csr_products_do_not_reach_the_dense_ones_answer(options):
+def test_csr_tensors_are_made_dense_where_sparse_products_do_not_support_the_call(options):
     expected = info_nce_loss(vectors(0), vectors(1), **options)
     rows = {k: v.to_sparse_csr() for k, v in options.items() if k == "negative" and v.ndim == 2}
     csr = vectors(0).to_sparse_csr(), vectors(1).to_sparse_csr()
@@ -268,11 +250,11 @@ def test_sparse_products_take_any_piece_of_memory(offset, width, dtype):
     memory[offset:] = vectors(0, width=width).reshape(-1).to(dtype)
     piece = memory[offset:].view(B, width)
     positive = vectors(1, width=width).to(dtype)
-    found = info_nce_loss(piece, positive, impl="nonzeros")
-    torch.testing.assert_close(found, info_nce_loss(piece, positive, impl="definition"))
+    result = info_nce_loss(piece, positive, impl="nonzeros")
+    torch.testing.assert_close(result, info_nce_loss(piece, positive, impl="definition"))
     spread = torch.stack([piece, torch.ones_like(piece)], dim=2)[:, :, 0]
     for other in (piece.T.contiguous().T, spread):
-        torch.testing.assert_close(found, info_nce_loss(other, positive, impl="nonzeros"))
+        torch.testing.assert_close(result, info_nce_loss(other, positive, impl="nonzeros"))
 
 
 def test_minus_zero_is_zero_and_nothing_but_zeros_is_a_batch():
@@ -318,9 +300,11 @@ def test_far_negatives_beside_a_batch_that_ids_hide_have_a_gradient(impl):
     """The largest score of nothing is called 0, here thousands above those that count."""
     leaves = {"anchor": vectors(0) + 0.1, "positive": vectors(1), "negative": -vectors(2, N) - 0.1}
     options = {"positive_ids": torch.zeros(B, dtype=int), "temperature": 1e-4, "decoupled": True}
-    found, expected = (value_and_gradients(leaves, **options, impl=i) for i in (impl, "definition"))
-    torch.testing.assert_close(found, expected)
-    assert all(gradient.any() for gradient in found[1].values())
+    result, expected = (
+        value_and_gradients(leaves, **options, impl=i) for i in (impl, "definition")
+    )
+    torch.testing.assert_close(result, expected)
+    assert all(gradient.any() for gradient in result[1].values())
 
 
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
@@ -337,37 +321,26 @@ def test_a_nan_that_meets_no_other_entry_shows(similarity, poisoned):
 def test_sparse_products_are_the_dense_ones(rows, width, density, seed):
     anchor, positive = vectors(seed, rows, width, density), vectors(seed + 1, rows, width, density)
     leaves = {"anchor": anchor, "positive": positive}
-    found = value_and_gradients(leaves, impl="nonzeros")
+    result = value_and_gradients(leaves, impl="nonzeros")
     expected = value_and_gradients(leaves, impl="definition")
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(
-    ("rows", "width", "density", "pays"),
-    [
-        (512, 4096, 0.05, True),
-        (512, 4096, 0.25, False),
-        (512, 4095, 0.05, False),
-        (32, 4096, 0.05, False),  # of few rows the densest is less
-    ],
+    ("rows", "density", "expected"), [(512, 0.03, True), (512, 0.25, False), (32, 0.03, False)]
 )
-def test_auto_takes_the_nonzeros_of_wide_inputs_with_few(rows, width, density, pays):
-    x = vectors(0, rows, width, density)
-    assert info_nce_nonzeros.prefers_nonzeros((x, x, None, 0.1), {}) == pays
-    assert info_nce_nonzeros.prefers_nonzeros((x, x.to_sparse_csr(), None, 0.1), {}), (
-        "what CSR is for"
-    )
+def test_few_nonzeros_are_fewer_for_fewer_rows(rows, density, expected):
+    assert has_few_nonzeros(*(vectors(seed, rows, 4096, density) for seed in range(2))) == expected
 
 
-@pytest.mark.parametrize("loss", [info_nce_loss, n_pair_loss])
-def test_the_score_matrix_of_a_large_batch_is_never_held_whole(loss):
+def test_the_score_matrix_of_a_large_batch_is_never_held_whole():
     rows = 2200
     anchor, positive = (torch.randn(rows, 8, requires_grad=True) for _ in range(2))
     sizes = []
     for impl in ("auto", "direct"):
         with Recorder() as seen:
-            loss(anchor, positive, impl=impl).backward()
+            info_nce_loss(anchor, positive, impl=impl).backward()
         sizes.append(seen.largest)
     assert anchor.grad.any()
     assert sizes[0] < rows * rows
@@ -442,7 +415,7 @@ def test_a_sparse_layout_is_refused_where_it_has_no_meaning(function):
 
 @pytest.mark.parametrize("impl", ["definition", "direct"])
 @pytest.mark.parametrize("temperature", [1e-22, 1e-3, 1e22])
-def test_no_temperature_overflows_in_one_way_alone(impl, temperature):
+def test_no_temperature_overflows(impl, temperature):
     torch.manual_seed(0)
     anchor, positive = (torch.randn(8, 16, requires_grad=True) for _ in range(2))
     info_nce_loss(anchor, positive, temperature=temperature, impl=impl).backward()

@@ -1,13 +1,16 @@
-"""Scores that several losses share: their values, their gradients, and InfoNCE of them."""
+"""Scores that several losses share: their values and gradients, and InfoNCE of them.
+
+The objective alone calls these functions; there they would be tested through all of its terms.
+"""
 
 import itertools
 
 import pytest
 import torch
 
-from sparse_losses.fast.scores import candidate_scores
 from sparse_losses.functional import info_nce_loss
-from sparse_losses.objective.shared_scores import info_nce_of_shared_scores
+from sparse_losses.objective import shared_scores as module
+from sparse_losses.objective.shared_scores import info_nce_of_shared_scores, shared_scores
 from tests.strategies import draw
 
 B, D, N = 5, 4, 3
@@ -38,16 +41,16 @@ def test_scores_and_gradients_are_those_of_the_formula(negative, cosine, num_key
     leaves = leaves_of(draw(0, B, D), draw(1, num_keys, D), negative)
     wanted = [x for x in leaves if x is not None]
     expected = by_formula(*leaves, cosine=cosine)
-    scores = candidate_scores(*leaves, cosine=cosine)
+    scores = shared_scores(*leaves, cosine=cosine)
     torch.testing.assert_close(scores, expected)
     upstream = draw(3, *scores.shape)
     gradients = torch.autograd.grad(expected, wanted, upstream)
     for _ in range(2):  # a second time from the same graph
-        found = torch.autograd.grad(scores, wanted, upstream, retain_graph=True)
-        torch.testing.assert_close(found, gradients)
+        grads = torch.autograd.grad(scores, wanted, upstream, retain_graph=True)
+        torch.testing.assert_close(grads, gradients)
     for leaf, gradient in zip(wanted, gradients, strict=True):  # of one input alone
         inputs = [x if x is leaf or x is None else x.detach() for x in leaves]
-        scores = candidate_scores(*inputs, cosine=cosine)
+        scores = shared_scores(*inputs, cosine=cosine)
         torch.testing.assert_close(torch.autograd.grad(scores, leaf, upstream)[0], gradient)
 
 
@@ -56,41 +59,69 @@ def test_scores_and_gradients_are_those_of_the_formula(negative, cosine, num_key
 def test_second_derivatives_and_jacobians_are_those_of_the_formula(negative, cosine):
     leaves = leaves_of(draw(0, B, D), draw(1, B, D), negative)
     wanted = [x for x in leaves if x is not None]
-    found, jacobians = [], []
-    for function in (candidate_scores, by_formula):
+    seconds, jacobians = [], []
+    for function in (shared_scores, by_formula):
         scores = function(*leaves, cosine=cosine)
         gradients = torch.autograd.grad(scores.square().sum(), wanted, create_graph=True)
         squares = sum(g.square().sum() for g in gradients)
-        found.append(torch.autograd.grad(squares, wanted))
+        seconds.append(torch.autograd.grad(squares, wanted))
         rows = torch.eye(scores.numel(), dtype=scores.dtype).view(-1, *scores.shape)
         scores = function(*leaves, cosine=cosine)
         jacobians.append(torch.autograd.grad(scores, wanted, rows, is_grads_batched=True))
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*seconds)
     torch.testing.assert_close(*jacobians)
-    assert all(x.any() for x in found[0])
+    assert all(x.any() for x in seconds[0])
 
 
 @over_similarities
 def test_one_tensor_may_be_query_and_key(cosine):
     (x,) = leaves_of(draw(0, B, D))
     scores, expected = (
-        candidate_scores(x, x, None, cosine=cosine),
+        shared_scores(x, x, None, cosine=cosine),
         by_formula(x, x, None, cosine=cosine),
     )
     torch.testing.assert_close(scores, expected)
     upstream = draw(3, B, B)
-    found = [torch.autograd.grad(s, x, upstream)[0] for s in (scores, expected)]
-    torch.testing.assert_close(*found)
+    grads = [torch.autograd.grad(s, x, upstream)[0] for s in (scores, expected)]
+    torch.testing.assert_close(*grads)
 
 
 @over_similarities
 def test_vectors_of_different_precision_have_scores_in_the_wider_one(cosine):
     query, key = draw(0, B, D).bfloat16(), draw(1, B, D).float()
     for inputs in ((query, key), (key, query)):
-        scores = candidate_scores(*inputs, None, cosine=cosine)
+        scores = shared_scores(*inputs, None, cosine=cosine)
         assert scores.dtype == torch.float32
         exact = by_formula(*(x.double() for x in inputs), None, cosine=cosine)
         torch.testing.assert_close(scores.double(), exact, rtol=1e-6, atol=1e-6)
+
+
+@over_negatives
+@over_similarities
+def test_halves_are_multiplied_as_halves_where_the_device_returns_fp32(
+    negative, cosine, monkeypatch
+):
+    # No CPU does; `product` casts there, so that value and gradient can be compared.
+    monkeypatch.setattr(module, "returns_fp32", lambda device, dtype: True)
+    inputs = [None if x is None else x.bfloat16() for x in (draw(0, B, D), draw(1, B, D), negative)]
+    leaves = leaves_of(*inputs)
+    exact = leaves_of(*(None if x is None else x.double() for x in inputs))
+    wanted, references = ([x for x in some if x is not None] for some in (leaves, exact))
+    scores, expected = (
+        shared_scores(*leaves, cosine=cosine),
+        by_formula(*exact, cosine=cosine),
+    )
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=1e-5)
+    upstream = draw(3, *scores.shape)
+    gradients = torch.autograd.grad(expected, references, upstream)
+    for _ in range(2):  # a second time from the same graph
+        grads = torch.autograd.grad(scores, wanted, upstream.float(), retain_graph=True)
+        for gradient, reference in zip(grads, gradients, strict=True):
+            assert gradient.dtype == torch.bfloat16
+            assert (gradient.double() - reference).norm() <= 0.01 * reference.norm()
+    (graph,) = torch.autograd.grad(scores.square().sum(), wanted[:1], create_graph=True)
+    assert torch.autograd.grad(graph.float().square().sum(), wanted)[0].isfinite().all()
 
 
 OPTIONS = [
@@ -103,28 +134,18 @@ OPTIONS = [
 
 @pytest.mark.parametrize("negative", [None, draw(2, N, D)], ids=["none", "shared"])
 @pytest.mark.parametrize("ids", [None, torch.tensor([0, 1, 1, 2, 3])], ids=["alone", "duplicates"])
-@pytest.mark.parametrize("impl", ["direct", "definition"])
-def test_info_nce_of_shared_scores_is_that_of_the_vectors(impl, ids, negative):
+def test_info_nce_of_shared_scores_is_that_of_the_vectors(ids, negative):
     for options in OPTIONS:
         if options["symmetric"] and negative is not None:
             continue  # the second direction has other scores
-        found = []
+        results = []
         for shared in (False, True):
             temperature = torch.tensor(0.3, dtype=torch.float64)
             a, p, t = leaves_of(draw(0, B, D), draw(1, B, D), temperature)
             if shared:
-                scores = candidate_scores(a, p, negative, cosine=True)
-                by = "auto" if ids is not None and options["decoupled"] else impl
-                value = info_nce_of_shared_scores(scores, t, by, positive_ids=ids, **options)
+                scores = shared_scores(a, p, negative, cosine=True)
+                value = info_nce_of_shared_scores(scores, t, ids, **options)
             else:
                 value = info_nce_loss(a, p, negative, temperature=t, positive_ids=ids, **options)
-            found.append([value.detach(), *torch.autograd.grad(value, (a, p, t))])
-        torch.testing.assert_close(*found)
-        of_constants = info_nce_of_shared_scores(
-            scores.detach(), t, by, positive_ids=ids, **options
-        )
-        (gradient,) = torch.autograd.grad(of_constants, t)
-        torch.testing.assert_close(gradient, found[1][3])
-        scores = candidate_scores(a, p, negative, cosine=True)
-        value = info_nce_of_shared_scores(scores, 0.3, by, positive_ids=ids, **options)
-        torch.testing.assert_close(torch.autograd.grad(value, (a, p)), tuple(found[1][1:3]))
+            results.append([value.detach(), *torch.autograd.grad(value, (a, p, t))])
+        torch.testing.assert_close(*results)
