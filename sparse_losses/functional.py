@@ -1,22 +1,19 @@
 """All functions of the package: ``import sparse_losses.functional as F``."""
 
-from sparse_losses.losses import (
-    distillation_loss,
-    flops_loss,
-    idf_flops_loss,
-    info_nce_from_scores,
-    info_nce_loss,
-    language_penalty_loss,
-    margin_mse_loss,
-    min_activation_loss,
-    mutual_information_lower_bound,
-    n_pair_loss,
-    nws_loss,
-    pairwise_contrastive_loss,
-    positive_activation_loss,
-    self_reconstruction_loss,
-    triplet_margin_loss,
-)
+from sparse_losses.losses._mutual_information import mutual_information_lower_bound
+from sparse_losses.losses.distillation import distillation_loss
+from sparse_losses.losses.flops import flops_loss
+from sparse_losses.losses.idf_flops import idf_flops_loss
+from sparse_losses.losses.info_nce import info_nce_from_scores, info_nce_loss
+from sparse_losses.losses.language_penalty import language_penalty_loss
+from sparse_losses.losses.margin_mse import margin_mse_loss
+from sparse_losses.losses.min_activation import min_activation_loss
+from sparse_losses.losses.n_pair import n_pair_loss
+from sparse_losses.losses.nws import nws_loss
+from sparse_losses.losses.pairwise_contrastive import pairwise_contrastive_loss
+from sparse_losses.losses.positive_activation import positive_activation_loss
+from sparse_losses.losses.self_reconstruction import self_reconstruction_loss
+from sparse_losses.losses.triplet_margin import triplet_margin_loss
 from sparse_losses.metrics import context_overlap, recall_at_k
 from sparse_losses.objective import advise, cached_backward, gradient_report
 from sparse_losses.queue import LabelQueue

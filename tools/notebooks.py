@@ -76,7 +76,7 @@ def unfolded(text: str) -> str:
 
 def api_pages() -> dict[str, str]:
     """Return the page of every name in the API reference."""
-    pages = sorted(DOCS.glob("api/**/*.md"))
+    pages = sorted([*DOCS.glob("api/*.md"), *DOCS.glob("losses/*.md")])
     return {
         name: page.relative_to(DOCS).as_posix()
         for page in pages

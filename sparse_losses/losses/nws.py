@@ -394,9 +394,8 @@ class NWSLoss(LossModule):
             reduction=reduction,
         )
         check_shapes(label_similarity=(label_similarity, "L L, optional"))
-        if label_similarity is not None:
-            if type(label_similarity) is Tensor and label_similarity.device.type != "meta":
-                _check_similarity(label_similarity)  # a single sync is acceptable
+        if type(label_similarity) is Tensor and label_similarity.device.type != "meta":
+            _check_similarity(label_similarity)  # a single sync is acceptable
         self.register_constant("label_similarity", label_similarity)
 
     def forward(

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_integer, check_number
 from sparse_losses._core.token_ids import TokenIds
-from sparse_losses.losses import IdfFlopsLoss, LanguagePenaltyLoss, SelfReconstructionLoss
+from sparse_losses.losses.idf_flops import IdfFlopsLoss
+from sparse_losses.losses.language_penalty import LanguagePenaltyLoss
+from sparse_losses.losses.self_reconstruction import SelfReconstructionLoss
 from sparse_losses.objective.controller import SparsityController
 from sparse_losses.objective.objective import SpladeObjective
 from sparse_losses.objective.schedules import Curriculum, ReadOnly, TrainingSchedule, Warmup

@@ -15,7 +15,7 @@ from sparse_losses._core.reduction import Reduction
 from sparse_losses._core.similarity import normalize
 from sparse_losses.distributed import rank, sum_over_ranks
 from sparse_losses.fast.scores import DenseScores
-from sparse_losses.losses import info_nce_from_scores
+from sparse_losses.losses.info_nce import info_nce_from_scores
 from sparse_losses.objective.batch import SpladeBatch, Texts
 
 __all__ = [

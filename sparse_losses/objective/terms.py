@@ -8,18 +8,16 @@ from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_number, check_shapes
 from sparse_losses._core.loss import LossModule
-from sparse_losses.losses import (
-    DistillationLoss,
-    FlopsLoss,
-    IdfFlopsLoss,
-    InfoNCELoss,
-    LanguagePenaltyLoss,
-    MarginMSELoss,
-    MinActivationLoss,
-    PositiveActivationLoss,
-    SelfReconstructionLoss,
-    TripletMarginLoss,
-)
+from sparse_losses.losses.distillation import DistillationLoss
+from sparse_losses.losses.flops import FlopsLoss
+from sparse_losses.losses.idf_flops import IdfFlopsLoss
+from sparse_losses.losses.info_nce import InfoNCELoss
+from sparse_losses.losses.language_penalty import LanguagePenaltyLoss
+from sparse_losses.losses.margin_mse import MarginMSELoss
+from sparse_losses.losses.min_activation import MinActivationLoss
+from sparse_losses.losses.positive_activation import PositiveActivationLoss
+from sparse_losses.losses.self_reconstruction import SelfReconstructionLoss
+from sparse_losses.losses.triplet_margin import TripletMarginLoss
 from sparse_losses.objective.batch import SpladeBatch, Texts
 
 __all__ = ["NEEDS", "check_batch", "check_loss", "check_needs", "check_texts", "check_weights"]

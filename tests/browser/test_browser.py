@@ -149,7 +149,6 @@ def test_without_scripts_the_picture_stays(chromium, address, with_plot):
     [
         ("temperature", "losses/"),
         ("temperature", "faq/"),
-        ("info_nce_loss", "api/losses/info_nce/"),
         ("info_nce_loss", "losses/info_nce/"),
         ("NWSLoss", "losses/nws/"),
         ("collapse", "guides/troubleshooting/"),

@@ -28,7 +28,6 @@ HEADINGS = [
     "When not to use it",
     "Picture",
     "Details",
-    "Source and citation",
     "API",
 ]
 WORDS_ABOVE_DETAILS = 900
@@ -305,14 +304,18 @@ def test_a_loss_page_has_the_order_of_all_the_docstrings_formulas_and_properties
     formulas = ["".join(f.split()) for f in re.findall(r"\$\$(.+?)\$\$", doc, re.DOTALL)]
     assert formulas
     assert [formula for formula in formulas if formula not in written] == []
-    assert len(table_rows(section(section(prose, "Details"), "Properties"))) >= 3
+    details = section(prose, "Details")
+    assert (
+        len(re.findall(r"^ +(?:- |\| (?!property|-))", section(details, "Properties"), re.M)) >= 3
+    )
+    assert "bibtex" in read(DOCS / "losses" / f"{stem}.md") or "No paper" in details
 
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_a_loss_page_is_short_down_to_its_details(stem):
     """And what is below them is in collapsed blocks, or it is a line of links."""
     above, _, rest = loss_page(stem).partition("\n## Details\n")
-    details = rest.partition("\n## Source and citation\n")[0]
+    details = rest.partition("\n## API\n")[0]
     assert len(words(above)) <= WORDS_ABOVE_DETAILS
     assert re.search(r"^description: \S.{40,}$", read(DOCS / "losses" / f"{stem}.md"), re.MULTILINE)
     paragraphs = re.split(r"\n\s*\n", details.strip())
