@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import math
 import os
-import zipfile
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal, Protocol
@@ -18,9 +16,16 @@ from sparse_losses._core.checks import check_choice, check_integer, check_shapes
 from sparse_losses._core.files import replaced_file
 from sparse_losses._core.token_ids import as_mask, attended_ids, first_occurrences
 
-__all__ = ["DocumentFrequency", "tokenizer_sha256"]
+__all__ = ["DocumentFrequency", "HasVocabulary", "tokenizer_sha256"]
 
-LONGEST = 1 << 16  # bytes of a fingerprint in a file
+ARRAYS = {"df", "num_documents", "vocab_size", "tokenizer_sha256"}  # of a file
+
+
+class HasVocabulary(Protocol):
+    """A tokenizer of ``transformers`` or ``tokenizers``."""
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """Return the ids by token."""
 
 
 class DocumentFrequency:
@@ -211,14 +216,11 @@ class DocumentFrequency:
         Raises:
             ValueError: If ``path`` exists and is not a regular file.
         """
-        arrays: dict[str, Any] = {
-            "df": self.df.numpy(),
-            "num_documents": np.int64(self.num_documents),
-            "vocab_size": np.int64(self.vocab_size),
-            "tokenizer_sha256": np.str_(self.tokenizer_sha256 or ""),
-        }
+        numbers = {"num_documents": self.num_documents, "vocab_size": self.vocab_size}
         if self.num_tokens is not None:  # first: a damaged directory may lose its last entry
-            arrays = {"num_tokens": np.int64(self.num_tokens), **arrays}
+            numbers = {"num_tokens": self.num_tokens, **numbers}
+        arrays: dict[str, Any] = {name: np.int64(number) for name, number in numbers.items()}
+        arrays |= {"df": self.df.numpy(), "tokenizer_sha256": np.str_(self.tokenizer_sha256 or "")}
         with replaced_file(path) as file:  # NumPy appends .npz to a name, but not to an open file
             np.savez_compressed(file, **arrays)
 
@@ -227,7 +229,7 @@ class DocumentFrequency:
         cls,
         path: str | os.PathLike[str],
         *,
-        tokenizer: "_HasVocabulary | None" = None,
+        tokenizer: HasVocabulary | None = None,
         vocab_size: int | None = None,
     ) -> "DocumentFrequency":
         """Load a file written by ``save``, without unpickling.
@@ -255,10 +257,7 @@ class DocumentFrequency:
         expected = None if tokenizer is None else tokenizer_sha256(tokenizer)
         with open(path, "rb") as file:
             try:
-                with zipfile.ZipFile(file) as archive:
-                    counter = cls._read_sizes(archive)
-                    if vocab_size in (None, counter.vocab_size):  # before the counts are unpacked
-                        counter._read_counts(archive)
+                counter = cls._read(np.load(file, allow_pickle=False))
             except Exception as error:  # a damaged archive fails in many ways
                 raise ValueError(f"{path} is not a DocumentFrequency file: {error}") from error
         if vocab_size not in (None, counter.vocab_size):
@@ -273,36 +272,32 @@ class DocumentFrequency:
         return counter
 
     @classmethod
-    def _read_sizes(cls, archive: zipfile.ZipFile) -> "DocumentFrequency":
-        """Return the counter of an archive but for ``df``, which takes no memory yet."""
-        names = {name.removesuffix(".npy") for name in archive.namelist()}
-        if names - {"num_tokens"} != {"df", "num_documents", "vocab_size", "tokenizer_sha256"}:
-            raise ValueError(f"it contains {', '.join(sorted(names)) or 'nothing'}")
-        fingerprint = str(_read_array(archive, "tokenizer_sha256", "U"))
-        counter = cls(1, tokenizer_sha256=fingerprint or None)
-        counter.vocab_size = int(_read_array(archive, "vocab_size", "iu"))
-        counter.num_documents = int(_read_array(archive, "num_documents", "iu"))
-        counter.num_tokens = None  # missing in files of older versions
-        if "num_tokens" in names:
-            counter.num_tokens = int(_read_array(archive, "num_tokens", "iu"))
+    def _read(cls, archive: Any) -> "DocumentFrequency":
+        """Return the counter of an open archive."""
+        if {*archive.files} - {"num_tokens"} != ARRAYS or archive.zip.testzip() is not None:
+            raise ValueError(f"it contains {', '.join(archive.files)}, or its checksum is wrong")
+        arrays = {name: archive[name] for name in archive.files}
+        for name, array in arrays.items():
+            kinds = "U" if name == "tokenizer_sha256" else "iu"
+            if array.dtype.kind not in kinds or array.ndim != (name == "df"):
+                raise ValueError(f"got {array.dtype} {list(array.shape)} as `{name}`")
+        fingerprint = str(arrays["tokenizer_sha256"]) or None
+        counter = cls(int(arrays["vocab_size"]), tokenizer_sha256=fingerprint)
+        counter.num_documents = int(arrays["num_documents"])
+        # Files of older versions have no number of tokens.
+        counter.num_tokens = int(arrays["num_tokens"]) if "num_tokens" in arrays else None
+        df = torch.from_numpy(arrays["df"].astype(np.int64))
+        if len(df) != counter.vocab_size or df.min() < 0 or df.max() > counter.num_documents:
+            raise ValueError(f"expected V counts in [0, {counter.num_documents}] as `df`")
+        counter.df = df
         return counter
-
-    def _read_counts(self, archive: zipfile.ZipFile) -> None:
-        df = _read_array(archive, "df", "i", (self.vocab_size,)).astype(np.int64)
-        if df.min() < 0 or df.max() > self.num_documents:
-            raise ValueError(f"expected `df` in [0, {self.num_documents}], the number of documents")
-        self.df = torch.from_numpy(df)
 
     @property
     def _identity(self) -> tuple[int, str | None]:
         return self.vocab_size, self.tokenizer_sha256
 
 
-class _HasVocabulary(Protocol):
-    def get_vocab(self) -> Mapping[str, int]: ...
-
-
-def tokenizer_sha256(tokenizer: _HasVocabulary) -> str:
+def tokenizer_sha256(tokenizer: HasVocabulary) -> str:
     """Return the fingerprint of a tokenizer's vocabulary, for ``DocumentFrequency``.
 
     Args:
@@ -326,22 +321,6 @@ def tokenizer_sha256(tokenizer: _HasVocabulary) -> str:
         )
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(vocabulary.encode()).hexdigest()
-
-
-def _read_array(
-    archive: zipfile.ZipFile, name: str, kinds: str, shape: tuple[int, ...] = ()
-) -> np.ndarray[Any, Any]:
-    """Read an array; check its header first, so that a false size allocates no memory."""
-    with archive.open(f"{name}.npy") as member:
-        np.lib.format.read_magic(member)
-        shape_there, _, dtype = np.lib.format.read_array_header_1_0(member)
-        if shape_there != shape or dtype.kind not in kinds or dtype.itemsize > LONGEST:
-            raise ValueError(
-                f"expected `{name}` to be {'text' if kinds == 'U' else 'integers'} {list(shape)}, "
-                f"got {dtype} {list(shape_there)}"
-            )
-        content = member.read(dtype.itemsize * math.prod(shape) + 1)  # the end has the checksum
-    return np.ndarray(shape, dtype, content)
 
 
 def _total(*numbers: int | None) -> int | None:

@@ -6,11 +6,13 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from sparse_losses.vocabulary.document_frequency import HasVocabulary
 
 __all__ = ["language_token_ids"]
 
@@ -24,12 +26,8 @@ _BYTE_LEVEL, _SENTENCEPIECE, _WORDPIECE = "Ġ", "▁", "##"
 _BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 
-class _HasVocabulary(Protocol):
-    def get_vocab(self) -> Mapping[str, int]: ...
-
-
 def language_token_ids(
-    tokenizer: _HasVocabulary | Mapping[str, int] | Sequence[str],
+    tokenizer: HasVocabulary | Mapping[str, int] | Sequence[str],
     scripts: Sequence[str] = ("Hangul", "Latin"),
     *,
     allow_common: bool = True,
@@ -123,7 +121,7 @@ def _characters(names: Sequence[str], allow_common: bool) -> np.ndarray[Any, np.
 
 
 def _vocabulary(
-    tokenizer: _HasVocabulary | Mapping[str, int] | Sequence[str],
+    tokenizer: HasVocabulary | Mapping[str, int] | Sequence[str],
 ) -> tuple[list[tuple[str, int]], set[int]]:
     """Return the (token, id) pairs and the ids of known special tokens."""
     special: set[int] = set()
