@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_flag, check_integer, check_shapes
@@ -19,8 +18,6 @@ from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead
 
 __all__ = ["SpladeEncoder"]
-
-CELLS = 1 << 24  # activations of positions computed at once: 64 MB in fp32
 
 
 class SpladeEncoder(nn.Module):
@@ -110,7 +107,6 @@ class SpladeEncoder(nn.Module):
         self.max_length = _max_length(max_length, model, tokenizer)
         special = torch.tensor(tokenizer.all_special_ids, dtype=torch.int64, device=like.device)
         self.register_buffer("_special_ids", special, persistent=False)
-        self._names: dict[int, str] = {}
 
     @property
     def device(self) -> torch.device:
@@ -236,7 +232,6 @@ class SpladeEncoder(nn.Module):
         output: Literal["csr", "dense", "tokens"] = "csr",
         batch_size: int = 32,
         max_active_dims: int | None = None,
-        normalize: bool = False,
         show_progress: bool | None = None,
     ) -> Any:
         """Return the vectors of texts, in their order, on the CPU, in evaluation mode.
@@ -249,8 +244,6 @@ class SpladeEncoder(nn.Module):
                 ``"tokens"``: a list of dicts of positive weights by token, the largest first.
             batch_size: Texts per batch; texts of similar length share a batch.
             max_active_dims: The largest number of weights to keep per text; ``None``: all.
-            normalize: Whether to scale the weights kept to a Euclidean length of 1, which an index
-                that scores by dot products needs after training with cosines.
             show_progress: Whether to show a progress bar; ``None``: in a terminal.
 
         Raises:
@@ -263,7 +256,6 @@ class SpladeEncoder(nn.Module):
         check_choice("output", output, ("csr", "dense", "tokens"))
         if max_active_dims is not None:
             check_integer("max_active_dims", max_active_dims, minimum=1)
-        check_flag(normalize=normalize)
         vectors: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(texts)
         disable = None if show_progress is None else not show_progress
         with (
@@ -277,11 +269,6 @@ class SpladeEncoder(nn.Module):
                 for i, entries in zip(numbers, _entries(activations), strict=True):
                     vectors[i] = _largest(*entries, max_active_dims)
                 progress.update(len(numbers))
-        if normalize:  # in fp64, so that no square leaves the range of fp32
-            vectors = [
-                (ids, nnf.normalize(weights.double(), dim=0, eps=1e-300).float())
-                for ids, weights in vectors
-            ]
         if output == "tokens":
             return [self._named(*entries) for entries in vectors]
         counts = torch.tensor([len(ids) for ids, _ in vectors]).long()
@@ -299,10 +286,9 @@ class SpladeEncoder(nn.Module):
 
     def _spelled(self, ids: Sequence[int]) -> list[str]:
         """Return tokens as the vocabulary spells them."""
-        if len(self._names) != len(self.tokenizer):
-            self._names = {i: name for name, i in self.tokenizer.get_vocab().items()}
+        names = self.tokenizer.convert_ids_to_tokens(list(ids))
         # A model may have more rows than its tokenizer has tokens.
-        return [self._names.get(i, f"[{i}]") for i in ids]
+        return [f"[{i}]" if name is None else name for i, name in zip(ids, names, strict=True)]
 
     def top_tokens(
         self, texts_or_vectors: Sequence[str] | Tensor, k: int = 20, **options: Any
@@ -378,25 +364,17 @@ class SpladeEncoder(nn.Module):
         """Return the largest activation of every position, ``[B, S]``."""
         hidden = self._hidden(input_ids, attention_mask)
         gate = None if self.gate is None else self.gate(hidden, attention_mask)
-        text = torch.arange(len(hidden), device=hidden.device)[:, None].expand_as(input_ids)
+        idf = hidden.new_ones(self.vocab_size) if self.idf_weights is None else self.idf_weights
         if not self.expansion:
             logits = self._position_logits(hidden)
-            logits = logits if gate is None else logits * gate[text, input_ids]
-            weights = logits.relu().log1p()
-            if self.idf_weights is not None:
-                weights = weights * self.idf_weights[input_ids]
+            logits = logits if gate is None else logits * gate.gather(1, input_ids)
+            weights = logits.relu().log1p() * idf[input_ids]
             return weights.masked_fill(torch.isin(input_ids, self._special_ids), 0.0)
-        # The head gets each position as a text of one token.
-        some = max(1, CELLS // self.vocab_size)
-        largest = []
-        for states, rows in zip(
-            torch.split(hidden.flatten(0, 1), some), torch.split(text.flatten(), some), strict=True
-        ):
-            activations = self.head(states[:, None], gate=None if gate is None else gate[rows])
-            if self.idf_weights is not None:
-                activations = activations * self.idf_weights
-            largest.append(activations.amax(1))
-        return torch.cat(largest).view(input_ids.shape)
+        rows = []
+        for i, states in enumerate(hidden):  # the head gets each position as a text of one token
+            factor = None if gate is None else gate[i].expand(len(states), -1)
+            rows.append((self.head(states[:, None], gate=factor) * idf).amax(1))
+        return torch.stack(rows)
 
     def calibrate(
         self, texts: Sequence[str], target_active: float, *, batch_size: int = 32
@@ -527,18 +505,17 @@ def _importance(hidden_size: int) -> nn.Sequential:
 
 
 def _max_length(max_length: int | None, model: Any, tokenizer: Any) -> int:
-    """Return the maximum, by default the limit of model and tokenizer."""
+    """Return the largest number of tokens, by default the limit of model and tokenizer."""
     positions = [
         # RoBERTa and its descendants number positions from the padding index on.
         module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
         for name, module in model.named_modules()
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
     ]
-    longest = getattr(model.config, "max_position_embeddings", None)
-    longest = min([*positions, *([] if longest is None else [longest])], default=None)
     if max_length is None:
+        known = getattr(model.config, "max_position_embeddings", None)
         # The limit of a tokenizer is 1e30 if it is unknown.
-        return int(min(tokenizer.model_max_length, longest or tokenizer.model_max_length))
+        return int(min([*positions, *([known] if known else []), tokenizer.model_max_length]))
     special = tokenizer.num_special_tokens_to_add(pair=False)
     check_integer("max_length", max_length, minimum=special + 1)
     if positions and max_length > min(positions):

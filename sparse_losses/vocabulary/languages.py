@@ -4,7 +4,7 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -105,15 +105,13 @@ def _characters(names: Sequence[str], allow_common: bool) -> np.ndarray[Any, np.
     known = _scripts()
     for name in names:
         if name not in known:
-            folded_names = {other.casefold(): other for other in known}
-            close = difflib.get_close_matches(str(name).casefold(), folded_names)
-            hint = " or ".join(repr(folded_names[folded]) for folded in close) or "such as 'Latin'"
+            close = difflib.get_close_matches(str(name).title(), known)
+            hint = " or ".join(map(repr, close)) or "such as 'Latin'"
             raise ValueError(
                 f"expected `scripts` to be long names of Unicode scripts ({hint}), got {name!r}"
             )
-    chosen = {*names, "Common", "Inherited"} if allow_common else {*names}
     allowed = np.zeros(0x110000, dtype=np.bool_)
-    for name in chosen:
+    for name in {*names, "Common", "Inherited"} if allow_common else {*names}:
         ends = known[name]
         for first, last in zip(ends[::2], ends[1::2], strict=True):
             allowed[first : last + 1] = True
@@ -125,13 +123,13 @@ def _vocabulary(
 ) -> tuple[list[tuple[str, int]], set[int]]:
     """Return the (token, id) pairs and the ids of known special tokens."""
     special: set[int] = set()
-    pairs: Iterable[tuple[str, int]]
+    pairs: list[tuple[str, int]]
     if isinstance(tokenizer, Mapping):
-        pairs = tokenizer.items()
+        pairs = list(tokenizer.items())
     elif isinstance(tokenizer, Sequence) and not isinstance(tokenizer, str):
-        pairs = ((token, index) for index, token in enumerate(tokenizer))
+        pairs = [(token, index) for index, token in enumerate(tokenizer)]
     elif hasattr(tokenizer, "get_vocab"):
-        pairs = tokenizer.get_vocab().items()
+        pairs = list(tokenizer.get_vocab().items())
         special.update(getattr(tokenizer, "all_special_ids", ()))
         # It is a property in `transformers` and a method in `tokenizers`.
         added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -143,7 +141,6 @@ def _vocabulary(
             "expected `tokenizer` to have `get_vocab()`, or to be a dict or a list of tokens, "
             f"got {type(tokenizer).__name__}"
         )
-    pairs = list(pairs)
     for token, index in pairs:
         if not isinstance(token, str):
             raise TypeError(
@@ -154,18 +151,17 @@ def _vocabulary(
 
 def _word_marker(tokens: list[str]) -> str:
     """Return the marker that most tokens start with; it tells how the vocabulary spells text."""
-    markers = (_BYTE_LEVEL, _SENTENCEPIECE, _WORDPIECE)
     # Only before a letter, as any vocabulary may contain "###", a Markdown heading.
     marked = {
         marker: sum(
             token.startswith(marker) and token[len(marker) :][:1].isalnum() for token in tokens
         )
-        for marker in markers
+        for marker in (_BYTE_LEVEL, _SENTENCEPIECE, _WORDPIECE)
     }
     if not any(marked.values()):
         # Text without spaces gives no markers, but byte-level BPE has a token for every byte.
         return _BYTE_LEVEL if _BYTE_ALPHABET.issubset(tokens) else _SENTENCEPIECE
-    return max(marked, key=lambda marker: marked[marker])
+    return max(marked, key=marked.__getitem__)
 
 
 def _decode(token: str, marker: str) -> str:
