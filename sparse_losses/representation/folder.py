@@ -29,6 +29,7 @@ HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 THEIRS = "sentence_transformers.sparse_encoder.models"
 POOLING = {"pooling_strategy": "max", "activation_function": "relu"}
+KNOWN = ("MLMTransformer", "Transformer", "SpladePooling", "IdfWeights", "WithoutExpansion")
 
 
 class IdfWeights(nn.Module):
@@ -128,10 +129,6 @@ class Folder:
             raise OSError(f"{self.name} is incomplete: it has no {file}")
         return path
 
-    def damaged(self, reason: str) -> OSError:
-        """Return an error to raise."""
-        return OSError(f"{self.name} is damaged: {reason}")
-
     def json(self, file: str, kind: type = dict, *, required: bool = False) -> Any:
         """Return the content of a JSON file, empty if the folder has no such file."""
         path = self.find(file, required=required)
@@ -140,8 +137,10 @@ class Folder:
         with named_damage(self.name, ValueError):  # no JSON, or no UTF-8
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(content, kind):
-            got = type(content).__name__
-            raise self.damaged(f"expected {file} to hold a {kind.__name__}, got a {got}")
+            got, wanted = type(content).__name__, kind.__name__
+            raise OSError(
+                f"{self.name} is damaged: expected {file} to hold a {wanted}, got a {got}"
+            )
         return content
 
     def tensors(self, file: str) -> dict[str, Tensor]:
@@ -162,9 +161,9 @@ class Folder:
         if (version := settings.get("format")) != FORMAT:
             raise OSError(f"expected {self.name} in format {FORMAT}, got {version!r}")
         if missing := {"expansion", "gate", "idf_weights", "max_length"} - settings.keys():
-            raise self.damaged(f"expected {', '.join(sorted(missing))} in {SETTINGS}")
+            raise OSError(f"{self.name} is damaged: {SETTINGS} lacks {', '.join(sorted(missing))}")
         if settings["idf_weights"] != ("idf_weights" in tensors):
-            raise self.damaged("its two files do not belong together")
+            raise OSError(f"{self.name} is damaged: its two files do not belong together")
         return settings, tensors
 
     def read_modules(self) -> Tensor | None:
@@ -175,18 +174,19 @@ class Folder:
         """
         idf_weights = None
         for entry in self.json(MODULES, list):
-            kind, path = self._module(entry)
-            if kind == "IdfWeights":
-                with named_damage(self.name, KeyError):
+            with named_damage(self.name, TypeError, KeyError, AttributeError, ValueError):
+                kind, path = entry["type"].rsplit(".", 1)[-1], entry["path"]
+                place = PureWindowsPath(path)  # it knows both kinds of slashes
+                if place.anchor or ".." in place.parts:
+                    raise ValueError(f"expected paths inside it in {MODULES}, got {path!r}")
+                if kind == "IdfWeights":
                     idf_weights = self.tensors(f"{path}/model.safetensors")["weight"]
-            elif kind == "SpladePooling":
-                settings = self.json(f"{path}/config.json")
-                for key, ours in POOLING.items():
-                    if settings.get(key, ours) != ours:
-                        raise ValueError(
-                            f"expected {self.name} to have {key} {ours!r}, got {settings[key]!r}"
-                        )
-            elif kind not in ("MLMTransformer", "Transformer", "WithoutExpansion"):
+            settings = self.json(f"{path}/config.json") if kind == "SpladePooling" else {}
+            for key in POOLING.keys() & settings.keys():
+                if settings[key] != POOLING[key]:
+                    expected = f"{key} {POOLING[key]!r}, got {settings[key]!r}"
+                    raise ValueError(f"expected {self.name} to have {expected}")
+            if kind not in KNOWN:
                 raise ValueError(f"expected {self.name} to have known modules only, got {kind}")
         if prompt := self.json(PROMPTS).get("default_prompt_name"):
             warnings.warn(
@@ -196,33 +196,19 @@ class Folder:
             )
         return idf_weights
 
-    def _module(self, entry: object) -> tuple[str, str]:
-        """Return the class name and the folder of an entry of the list of modules."""
-        match entry:
-            case {"type": str(kind), "path": str(path)}:
-                place = PureWindowsPath(path)  # it knows both kinds of slashes
-                if place.anchor or ".." in place.parts:
-                    raise self.damaged(f"expected paths inside it in {MODULES}, got {path!r}")
-                return kind.rsplit(".", 1)[-1], path
-        raise self.damaged(
-            f"expected modules with a text as `type` and as `path` in {MODULES}, got {entry!r}"
-        )
-
     def read_model(self, *, has_logits: bool, **options: Any) -> tuple[Any, Any]:
         """Return the masked language model and its tokenizer; warn of weights that are missing."""
         from safetensors import SafetensorError
         from transformers import AutoModelForMaskedLM, AutoTokenizer
         from transformers.utils import logging
 
-        trust = {key: options[key] for key in ("trust_remote_code",) if key in options}
+        own = {**self.hub, "trust_remote_code": options.get("trust_remote_code")}
         verbosity = logging.get_verbosity()
-        if (
-            not has_logits
-        ):  # no layers before the logits are needed, so no warning that they are new
+        if not has_logits:  # the layers before the logits may be new
             logging.set_verbosity_error()
         try:
             with named_damage(self.name, SafetensorError, json.JSONDecodeError):
-                tokenizer = AutoTokenizer.from_pretrained(self.name, **self.hub, **trust)
+                tokenizer = AutoTokenizer.from_pretrained(self.name, **own)
                 model, report = AutoModelForMaskedLM.from_pretrained(
                     self.name, output_loading_info=True, **options
                 )
@@ -288,17 +274,14 @@ def _write_modules(
     folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int
 ) -> None:
     """Write the modules of sentence-transformers, and the files that are not part of the model."""
-    modules: list[tuple[str, str]] = []
     if not settings["expansion"]:
         # Their modules cannot compute this; without an entry they would build another model.
-        modules.append(("", f"{__name__}.{WithoutExpansion.__name__}"))
+        modules = [("", f"{__name__}.{WithoutExpansion.__name__}")]
     else:
-        modules.append(("", f"{THEIRS}.MLMTransformer"))
-        modules.append(("1_SpladePooling", f"{THEIRS}.SpladePooling"))
+        modules = [("", f"{THEIRS}.MLMTransformer"), ("1_SpladePooling", f"{THEIRS}.SpladePooling")]
         pooling = {**POOLING, "word_embedding_dimension": vocab_size}
-        _write_json(
-            folder / "sentence_bert_config.json", {"max_seq_length": settings["max_length"]}
-        )
+        longest = {"max_seq_length": settings["max_length"]}
+        _write_json(folder / "sentence_bert_config.json", longest)
         _write_json(folder / "1_SpladePooling" / "config.json", pooling)
         _write_json(folder / PROMPTS, {"model_type": "SparseEncoder"})
     if settings["expansion"] and settings["idf_weights"]:

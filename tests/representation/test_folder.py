@@ -140,7 +140,7 @@ PROMPTS = "config_sentence_transformers.json"
     [
         ("sparse_losses.json", "{", "is damaged"),
         ("sparse_losses.json", [], "expected sparse_losses.json to hold a dict, got a list"),
-        ("sparse_losses.json", {"format": 1}, "expected expansion, gate, idf_weights, max_length"),
+        ("sparse_losses.json", {"format": 1}, "lacks expansion, gate, idf_weights, max_length"),
         ("sparse_losses.json", {**SETTINGS, "format": 2}, "in format 1, got 2"),
         ("sparse_losses.json", {**SETTINGS, "format": "1"}, "in format 1, got '1'"),
         ("sparse_losses.json", {**SETTINGS, "gate": True}, "is damaged"),
@@ -149,10 +149,10 @@ PROMPTS = "config_sentence_transformers.json"
         ("sparse_losses.json", {**SETTINGS, "idf_weights": False}, "do not belong together"),
         ("sparse_losses.json", {**SETTINGS, "expansion": False}, "is damaged"),
         ("modules.json", {"idx": 0}, "expected modules.json to hold a list, got a dict"),
-        ("modules.json", [{"path": ""}], "a text as `type` and as `path` in modules.json"),
-        ("modules.json", [{"type": "a.IdfWeights"}], "a text as `type` and as `path`"),
-        ("modules.json", [{"type": 1, "path": ""}], "a text as `type` and as `path`"),
-        ("modules.json", ["IdfWeights"], "a text as `type` and as `path`"),
+        ("modules.json", [{"path": ""}], "is damaged"),
+        ("modules.json", [{"type": "a.IdfWeights"}], "is damaged"),
+        ("modules.json", [{"type": 1, "path": ""}], "is damaged"),
+        ("modules.json", ["IdfWeights"], "is damaged"),
         (POOLING, ["max"], f"expected {POOLING} to hold a dict, got a list"),
         (PROMPTS, ["prompt"], f"expected {PROMPTS} to hold a dict, got a list"),
     ],
@@ -176,7 +176,7 @@ def test_modules_outside_the_folder_are_refused(path, tmp_path):
     others.rename(tmp_path / "other" / "weights")
     entry = {"type": "some.IdfWeights", "path": f"{path}/weights"}
     (folder / "modules.json").write_text(json.dumps([entry]))
-    with pytest.raises(OSError, match=r"folder is damaged: expected paths inside it in modules"):
+    with pytest.raises(OSError, match=r"folder is damaged: .*expected paths inside it in modules"):
         SpladeEncoder.from_pretrained(folder)
 
 
