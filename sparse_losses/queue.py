@@ -1,8 +1,5 @@
 """A queue of features and labels of earlier batches, as further references for a loss."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -78,8 +75,6 @@ class LabelQueue(nn.Module):
             self.register_buffer("labels", torch.zeros(size, num_labels))
             self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
             self.register_buffer("fill", torch.zeros((), dtype=torch.int64))
-        # PyTorch's method has no types.
-        self.register_load_state_dict_pre_hook(_check_state)  # type: ignore[no-untyped-call]
 
     @property
     def mask(self) -> Tensor:
@@ -111,8 +106,7 @@ class LabelQueue(nn.Module):
         features, labels = features.to(self.features.dtype), labels.to(self.labels.dtype)
         sizes = {"B": features.shape[0], "D": self.dim, "L": self.num_labels}
         if agree_across_ranks("LabelQueue.enqueue", self.gather, features, **sizes):
-            features = gather_rows(features)
-            labels = gather_rows(labels)
+            features, labels = gather_rows(features), gather_rows(labels)
         batch_size = features.shape[0]
         kept = min(batch_size, self.size)
         age = torch.arange(batch_size - kept, batch_size, device=self.pointer.device)
@@ -124,22 +118,5 @@ class LabelQueue(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the sizes."""
-        return (
-            f"size={self.size}, dim={self.dim}, num_labels={self.num_labels}, gather={self.gather}"
-        )
-
-
-def _check_state(queue: LabelQueue, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-    """Raise for counts that no queue of this size has; PyTorch itself checks names and shapes.
-
-    A NaN in the features is no reason: ``enqueue`` stores it too, and later rows replace it.
-    """
-    for name, most in (("pointer", queue.size - 1), ("fill", queue.size)):
-        saved = state.get(prefix + name)
-        if not isinstance(saved, Tensor) or saved.is_meta or saved.numel() != 1:
-            continue
-        if saved.dtype == torch.bool or saved.item() not in range(most + 1):
-            raise ValueError(
-                f"expected `{name}` of a LabelQueue of {queue.size} rows to be an integer in "
-                f"[0, {most}], got {saved.item()}"
-            )
+        names = ("size", "dim", "num_labels", "gather")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)

@@ -1,6 +1,5 @@
 """LabelQueue: the last ``size`` rows, whatever the batches, also after a restart and compiled."""
 
-import copy
 import io
 import math
 
@@ -152,36 +151,6 @@ def test_one_row_of_one_number_and_one_label_is_a_queue():
     assert (queue.features.item(), queue.labels.item(), queue.mask.item()) == (5.0, 1.0, True)
     with pytest.raises(TypeError, match="`gather`"):
         LabelQueue(1, 1, 1, gather="no")
-
-
-def test_names_and_shapes_of_a_state_are_checked_by_pytorch():
-    queue = fill(LabelQueue(4, D, L), [3])
-    state = queue.state_dict()
-    for name in ("pointer", "fill"):
-        with pytest.raises(RuntimeError, match="size mismatch for " + name):
-            queue.load_state_dict({**state, name: torch.zeros(2, 1).long()})
-        with pytest.raises(RuntimeError, match="received <class 'int'>"):
-            queue.load_state_dict({**state, name: 3})
-    with pytest.raises(RuntimeError, match=r'Missing key.* "pointer"'):
-        queue.load_state_dict({n: x for n, x in state.items() if n != "pointer"})
-    with pytest.raises(ValueError, match="expected `fill` of a LabelQueue"):
-        queue.load_state_dict({"features": state["features"], "fill": torch.tensor(9)})
-
-
-@pytest.mark.parametrize(
-    ("name", "bad"),
-    [("pointer", -5), ("pointer", 4), ("pointer", True), ("fill", -1), ("fill", 5), ("fill", 2.5)],
-)
-def test_impossible_counts_are_not_loaded(name, bad):
-    queue = torch.nn.ModuleList([fill(LabelQueue(4, D, L), [3])])
-    state = {key: value.clone() for key, value in queue.state_dict().items()}
-    state[f"0.{name}"] = torch.tensor(bad)
-    with pytest.raises(ValueError, match=rf"expected `{name}` .* 4 rows .* in \[0, .*, got {bad}"):
-        queue.load_state_dict(state)
-    assert queue[0].pointer == queue[0].fill == 3
-    again = copy.deepcopy(queue)
-    again.load_state_dict(queue.state_dict())
-    assert again[0].fill == 3
 
 
 def test_no_value_is_read_from_the_device():

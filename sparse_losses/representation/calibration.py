@@ -50,21 +50,18 @@ def calibrate_threshold(activations: Tensor, target_active: float) -> float:
     check_number("target_active", target_active, minimum=0.0, exclusive=True)
     check_rows("activations", activations)
     rows = activations.detach().flatten(0, -2)
-    if not bool(rows.isfinite().all()):
-        raise ValueError("expected finite `activations`, got a NaN or an infinity")
-    values = rows[rows > 0].double().cpu().sort(descending=True).values
-    if len(values) and values[0] > LARGEST:
+    wrong = rows[~(rows.isfinite() & (rows <= LARGEST))]
+    if len(wrong):
         raise ValueError(
-            f"expected `activations` log(1 + z) of logits z, at most {LARGEST:.2f}, got "
-            f"{values[0].item():g}"
+            "expected `activations` to be log(1 + z) of finite logits z, so at most "
+            f"{LARGEST:.2f}, got {wrong[0].item():g}"
         )
-    values = values.expm1()
+    values = rows[rows > 0].double().cpu().sort(descending=True).values.expm1()
     kept = round(target_active * len(rows))
     if kept > len(values):
-        active = len(values) / len(rows)
         raise ValueError(
-            f"expected `target_active` of at most {active:.4g}, the mean that are active, got "
-            f"{target_active}"
+            f"expected `target_active` of at most {len(values) / len(rows):.4g}, the mean that are "
+            f"active, got {target_active}"
         )
     if kept == 0:
         raise ValueError(f"expected enough rows to keep at least one entry, got {len(rows)}")

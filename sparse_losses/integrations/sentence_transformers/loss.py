@@ -110,15 +110,9 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
     ) -> None:
         super().__init__()
         check_flag(labels_are_positive_ids=labels_are_positive_ids)
-        _check_options(
-            loss,
-            similarity=similarity,
-            labels_are_positive_ids=labels_are_positive_ids or None,
-            teacher=teacher,
-            prototype=prototype,
-        )
-        if similarity is not None:
-            check_choice("similarity", similarity, ("dot", "cosine"))
+        options = {"similarity": similarity, "teacher": teacher, "prototype": prototype}
+        _check_options(loss, **options, labels_are_positive_ids=labels_are_positive_ids or None)
+        check_choice("similarity", similarity, (None, "dot", "cosine"))
         if mini_batch_size is not None:
             check_integer("mini_batch_size", mini_batch_size, minimum=1)
         self.model = model  # the trainer replaces it by the compiled or distributed model
@@ -220,15 +214,13 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
                 "weights": {name: float(weight) for name, weight in weights.items()},
                 **{name: repr(getattr(self.loss, name)) for name in sorted(names)},
             }
-        if isinstance(self.loss, (DistillationLoss, MarginMSELoss)):
-            config["similarity"] = self.similarity
-        if self.teacher is not None:
-            config["teacher"] = repr(self.teacher)
-        if self.labels_are_positive_ids:
-            config["labels_are_positive_ids"] = True
-        if self.mini_batch_size is not None:
-            config["mini_batch_size"] = self.mini_batch_size
-        return config
+        options = {
+            "similarity": self.similarity if isinstance(self.loss, USED_BY["similarity"]) else None,
+            "teacher": None if self.teacher is None else repr(self.teacher),
+            "labels_are_positive_ids": self.labels_are_positive_ids,
+            "mini_batch_size": self.mini_batch_size,
+        }
+        return config | {name: value for name, value in options.items() if value}
 
     @property
     def citation(self) -> str:
