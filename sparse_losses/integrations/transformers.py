@@ -33,17 +33,17 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     It works in the ``Trainer`` of transformers and in the trainers of sentence-transformers.
 
-    - **Steps.** Schedules and controllers are attached to the optimiser during training: they count
-      its steps, not the batches that are accumulated, and no step that a ``GradScaler`` skips.
-    - **Checkpoints.** Every checkpoint has their states and the learned parameters of ``loss`` in
-      its ``trainer_state.json``. ``train(resume_from_checkpoint=...)`` restores them on every
-      process, ``load_best_model_at_end`` the parameters.
+    - **Steps.** Schedules and controllers count the optimiser's steps: not the batches that are
+      accumulated, and no step that a ``GradScaler`` skips.
+    - **Checkpoints.** ``trainer_state.json`` has their states and the learned parameters of
+      ``loss``. ``train(resume_from_checkpoint=...)`` restores them on every process,
+      ``load_best_model_at_end`` the parameters.
     - **Several processes.** The learned parameters start alike on all of them, and their gradients
       are averaged before every step of the optimiser. (The trainer does so for its model only.)
-    - **The log** has beside the trainer's ``loss``, as means since the last log: the terms of the
-      objective without their weights (``terms/info_nce``; in an evaluation during training
-      ``eval_terms/info_nce``) and the diagnostics (``document/active_dimensions``); and of every
-      controller ``document_flops/target``, ``active``, ``weight`` and ``status``.
+    - **The log** has, as means since the last log, the terms of the objective without their weights
+      (``terms/info_nce``; in an evaluation ``eval_terms/info_nce``) and the diagnostics
+      (``document/active_dimensions``); and of every controller ``document_flops/target``,
+      ``active``, ``weight`` and ``status``.
 
     Numbers are logged to the console and ``trainer.state.log_history``. Callbacks that precede this
     one, such as those of TensorBoard and W&B, do not see them: for these, add it by
@@ -182,13 +182,7 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             if isinstance(one, SparsityController):
                 one.checkpoint = str(Path(args.output_dir, f"checkpoint-{state.global_step}"))
 
-    def _observe(
-        self,
-        objective: SpladeObjective,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: ObjectiveOutput,
-    ) -> None:
+    def _observe(self, _: nn.Module, args: Any, kwargs: Any, output: ObjectiveOutput) -> None:
         batch: SpladeBatch = args[0] if args else kwargs["batch"]
         # As the trainer's own loss: a mean over batches in training, over rows in an evaluation.
         is_training = torch.is_grad_enabled()
@@ -198,20 +192,19 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             new = torch.stack([value.detach().float() * share, torch.full_like(value, share)])
             sums[name] = sums[name] + new if name in sums else new
         for side, diagnostics in self.diagnostics.items() if is_training else ():
-            one, other = batch.anchor, batch.positive
-            one, other = (one, other) if side == "query" else (other, one)
+            sides = (batch.anchor, batch.positive)
+            one, other = sides if side == "query" else reversed(sides)
             diagnostics.update(one, other_side=other)
 
     def _means(self, is_training: bool, prefix: str, device: torch.device) -> dict[str, float]:
         """Return the means of the terms over all processes, and forget them."""
         sums, self._terms[is_training] = self._terms[is_training], {}
         # A process may have had no batch of a term, or of any.
-        names = sorted({name for one in self._objectives() for name in one.weights})
         zero = torch.zeros(2, device=device)
-        if not names:
-            return {}
-        pairs = sum_over_ranks(torch.stack([sums.get(name, zero) for name in names])).tolist()
-        named = zip(names, pairs, strict=True)
+        names = sorted({name for one in self._objectives() for name in one.weights})
+        pairs = [sums.get(name, zero) for name in names]
+        summed = sum_over_ranks(torch.stack(pairs)).tolist() if pairs else []
+        named = zip(names, summed, strict=True)
         return {f"{prefix}terms/{name}": total / n for name, (total, n) in named if n}
 
     def _reports(self) -> Iterator[tuple[str, float | str]]:
@@ -227,9 +220,7 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
                     if value is not None:  # before the first measurement
                         yield f"{one.term}/{name}", value
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         """Add the numbers to the log of training or of an evaluation."""
         numbers: dict[str, Any]
         losses = [name for name in logs if name.endswith("_loss")]
@@ -243,9 +234,7 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         logs.update(numbers)
         state.log_history[-1].update(numbers)
 
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: dict[str, Any], **_: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **_: Any) -> None:
         """Add the terms to the metrics that the trainer returns and compares."""
         metrics.update(self._evaluated)
         self._evaluated = {}
