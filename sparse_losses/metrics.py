@@ -16,11 +16,14 @@ def context_overlap(one: Tensor, other: Tensor) -> Tensor:
     discrimination of the notes on V28.
 
     Args:
-        one: ``[B, V]``.
+        one: ``[B, V]``; a token is active where it is > 0.
         other: ``[B, V]``.
 
     Returns:
         ``[B]``, fp32; 0 where both rows are empty.
+
+    Raises:
+        ValueError: for other shapes.
 
     Examples:
         >>> import torch
@@ -45,6 +48,9 @@ def recall_at_k(scores: Tensor, positive: Tensor, k: int) -> Tensor:
     Returns:
         0-d, fp32. Queries without positives are left out. Half of the tied candidates rank above
         the positive, so that a constant score gains nothing.
+
+    Raises:
+        ValueError: for other shapes, a ``k`` outside its range, or positives that are not 0/1.
 
     Examples:
         >>> import torch

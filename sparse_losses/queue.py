@@ -36,6 +36,10 @@ class LabelQueue(nn.Module):
         labels: ``[Q, L]``, multi-hot, in the dtype of the features; likewise zeros.
         mask: ``[Q]`` bool, the filled slots.
 
+    Raises:
+        ValueError: If a size is below 1.
+        TypeError: If a size is no integer, or ``gather`` no bool.
+
     Examples:
         >>> import torch
         >>> from sparse_losses import LabelQueue

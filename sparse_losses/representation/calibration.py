@@ -27,7 +27,7 @@ def calibrate_threshold(activations: Tensor, target_active: float) -> float:
     of $z$, so it can be subtracted from a bias: $e^x - 1 > t$ holds for that many entries per row.
 
     Args:
-        activations: pooled vectors ``[..., V]``, without idf weights or gate.
+        activations: pooled vectors ``[..., V]``, floating, without idf weights or gate.
         target_active: mean number of entries to keep per row, > 0.
 
     Returns:

@@ -44,6 +44,10 @@ class SpladeEncoder(nn.Module):
 
     Create the encoder after ``resize_token_embeddings``, which replaces the matrix.
 
+    Raises:
+        TypeError: for another kind of model, gate or flag.
+        ValueError: for a gate, idf weights, a maximum or a tokenizer that do not fit the model.
+
     Examples:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
         >>> from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
@@ -467,7 +471,7 @@ class SpladeEncoder(nn.Module):
         return encoder.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Writes everything ``from_pretrained`` reads, as safetensors and JSON.
+        """Write everything ``from_pretrained`` reads, as safetensors and JSON.
 
         The folder is one of ``transformers`` with more files in it: ``AutoModelForMaskedLM`` loads
         it, and so does the ``SparseEncoder`` of sentence-transformers, which gives the same vectors

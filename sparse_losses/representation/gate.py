@@ -28,8 +28,13 @@ class ContextGate(nn.Module):
         dropout: dropout of the attention and between the maps, in [0, 1).
 
     Shape:
-        - Input: ``hidden`` ``[B, S, H]``, ``attention_mask`` ``[B, S]`` 0/1 or ``None``.
-        - Output: ``[B, V]``.
+        - Input: ``hidden`` ``[B, S, H]`` in the dtype of the parameters, ``attention_mask``
+          ``[B, S]`` 0/1 or ``None``.
+        - Output: ``[B, V]`` in that dtype.
+
+    Raises:
+        ValueError: for sizes, a dropout or shapes that do not fit.
+        TypeError: for sizes that are no integers.
 
     Examples:
         >>> import torch
@@ -53,12 +58,8 @@ class ContextGate(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        for name, value in (
-            ("hidden_size", hidden_size),
-            ("vocab_size", vocab_size),
-            ("gate_hidden", gate_hidden),
-            ("num_heads", num_heads),
-        ):
+        sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size}
+        for name, value in {**sizes, "gate_hidden": gate_hidden, "num_heads": num_heads}.items():
             check_integer(name, value, minimum=1)
         check_number("dropout", dropout, minimum=0.0)
         if dropout >= 1:

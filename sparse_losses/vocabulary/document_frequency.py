@@ -90,11 +90,9 @@ class DocumentFrequency:
         self.num_tokens: int | None = 0
 
     def __repr__(self) -> str:
-        fingerprint = self.tokenizer_sha256
-        return (
-            f"DocumentFrequency(vocab_size={self.vocab_size}, num_documents={self.num_documents}"
-            + (f", tokenizer_sha256={fingerprint!r})" if fingerprint else ")")
-        )
+        counts = f"vocab_size={self.vocab_size}, num_documents={self.num_documents}"
+        fingerprint = f", tokenizer_sha256={self.tokenizer_sha256!r}" * bool(self.tokenizer_sha256)
+        return f"DocumentFrequency({counts}{fingerprint})"
 
     @property
     def mean_length(self) -> float:
@@ -153,6 +151,7 @@ class DocumentFrequency:
 
         Raises:
             ValueError: If the vocabulary sizes or the tokenizer fingerprints differ.
+            TypeError: If ``other`` is no DocumentFrequency.
         """
         if not isinstance(other, DocumentFrequency):
             raise TypeError(
@@ -179,9 +178,7 @@ class DocumentFrequency:
         dist.all_gather_object(ranks, (self._identity, self.num_tokens))
         for identity, _ in ranks:
             _check_same_vocabulary(ranks[0][0], identity)
-        device = torch.device("cpu")
-        if dist.get_backend() == "nccl":  # NCCL needs GPU tensors
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"  # NCCL needs GPU tensors
         counts = torch.cat([self.df, torch.tensor([self.num_documents])]).to(device)
         dist.all_reduce(counts)
         self.df, self.num_documents = counts[:-1].cpu(), int(counts[-1])
@@ -306,6 +303,9 @@ def tokenizer_sha256(tokenizer: HasVocabulary) -> str:
 
     Returns:
         SHA-256 of the (token, id) pairs in sorted order, 64 hexadecimal digits.
+
+    Raises:
+        TypeError: If the tokenizer has no ``get_vocab()``.
 
     Examples:
         >>> from sparse_losses.vocabulary.document_frequency import tokenizer_sha256
