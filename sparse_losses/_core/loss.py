@@ -276,7 +276,8 @@ class LossModule(nn.Module):
     def register_constant(self, name: str, tensor: Tensor | None) -> None:
         """Register a buffer without a gradient; autograd cannot save one made in inference mode."""
         tensor = None if tensor is None else tensor.detach()
-        if tensor is not None and tensor.is_inference():
+        # The compiler cannot trace the question, and makes no inference tensors.
+        if tensor is not None and not torch.compiler.is_compiling() and tensor.is_inference():
             with torch.inference_mode(False):
                 tensor = tensor.clone()
         self.register_buffer(name, tensor)

@@ -19,6 +19,7 @@ from sparse_losses._core.token_ids import as_mask, attended_ids, first_occurrenc
 __all__ = ["DocumentFrequency", "HasVocabulary", "tokenizer_sha256"]
 
 ARRAYS = {"df", "num_documents", "vocab_size", "tokenizer_sha256"}  # of a file
+SMALL = 4096  # bytes, more than an array of one number and its header take
 
 
 class HasVocabulary(Protocol):
@@ -254,13 +255,14 @@ class DocumentFrequency:
         expected = None if tokenizer is None else tokenizer_sha256(tokenizer)
         with open(path, "rb") as file:
             try:
-                counter = cls._read(np.load(file, allow_pickle=False))
+                archive = np.load(file, allow_pickle=False)
+                size = _vocab_size(archive)
+                if vocab_size in (None, size):
+                    counter = cls._read(archive, size)
             except Exception as error:  # a damaged archive fails in many ways
                 raise ValueError(f"{path} is not a DocumentFrequency file: {error}") from error
-        if vocab_size not in (None, counter.vocab_size):
-            raise ValueError(
-                f"expected {path} to have V = {vocab_size}, got V = {counter.vocab_size}"
-            )
+        if vocab_size not in (None, size):
+            raise ValueError(f"expected {path} to have V = {vocab_size}, got V = {size}")
         if expected not in (None, counter.tokenizer_sha256):
             got = repr(counter.tokenizer_sha256) if counter.tokenizer_sha256 else "no fingerprint"
             raise ValueError(
@@ -269,17 +271,17 @@ class DocumentFrequency:
         return counter
 
     @classmethod
-    def _read(cls, archive: Any) -> "DocumentFrequency":
-        """Return the counter of an open archive."""
-        if {*archive.files} - {"num_tokens"} != ARRAYS or archive.zip.testzip() is not None:
-            raise ValueError(f"it contains {', '.join(archive.files)}, or its checksum is wrong")
+    def _read(cls, archive: Any, size: int) -> "DocumentFrequency":
+        """Return the counter of an open archive with ``size`` counts."""
+        if archive.zip.testzip() is not None:
+            raise ValueError("its checksum is wrong")
         arrays = {name: archive[name] for name in archive.files}
         for name, array in arrays.items():
             kinds = "U" if name == "tokenizer_sha256" else "iu"
             if array.dtype.kind not in kinds or array.ndim != (name == "df"):
                 raise ValueError(f"got {array.dtype} {list(array.shape)} as `{name}`")
         fingerprint = str(arrays["tokenizer_sha256"]) or None
-        counter = cls(int(arrays["vocab_size"]), tokenizer_sha256=fingerprint)
+        counter = cls(size, tokenizer_sha256=fingerprint)
         counter.num_documents = int(arrays["num_documents"])
         # Files of older versions have no number of tokens.
         counter.num_tokens = int(arrays["num_tokens"]) if "num_tokens" in arrays else None
@@ -292,6 +294,19 @@ class DocumentFrequency:
     @property
     def _identity(self) -> tuple[int, str | None]:
         return self.vocab_size, self.tokenizer_sha256
+
+
+def _vocab_size(archive: Any) -> int:
+    """Return V of an open archive; raise before its counts are unpacked if they are not V."""
+    if {*archive.files} - {"num_tokens"} != ARRAYS:
+        raise ValueError(f"it contains {', '.join(archive.files)}")
+    unpacked = {entry.filename: entry.file_size for entry in archive.zip.infolist()}
+    if max(size for name, size in unpacked.items() if name != "df.npy") > SMALL:
+        raise ValueError("an array beside its counts is too large")
+    size = int(archive["vocab_size"])
+    if unpacked["df.npy"] > 8 * size + SMALL:
+        raise ValueError(f"its counts are more than V = {size}")
+    return size
 
 
 def tokenizer_sha256(tokenizer: HasVocabulary) -> str:
