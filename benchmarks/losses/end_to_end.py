@@ -62,12 +62,6 @@ def inputs(sizes: Sizes, make: Maker) -> Inputs:
     }
 
 
-def _num_flops(sizes: Sizes, made: Inputs, backward: bool) -> float:
-    tokens = float(made["query_mask"].sum() + made["document_mask"].sum())
-    active = sizes["density"] * 3 * sizes["B"] * sizes["V"]
-    return 2 * sizes["H"] * (tokens * sizes["V"] + (2 * active if backward else 0))
-
-
 def _size(rows: int, length: int, vocabulary: int = BERT, **more: str) -> Sizes:
     return {"B": rows, "S": length, "V": vocabulary, "H": 768, "density": 0.02, **more}
 
@@ -83,7 +77,6 @@ BENCHMARK = Benchmark(
     full=[_size(8, 128), _size(16, 128)],
     gpu=[_size(16, 128, dtype="bf16")],
     aims=[Aim("end to end", _size(16, 128), "speedup", 9.0)],
-    num_flops=_num_flops,
     plain_bytes=lambda sizes: 4.0 * (5 * 3 * sizes["B"] * sizes["S"] + 2 * sizes["H"]) * sizes["V"],
     tolerance=2e-2,
 )

@@ -17,7 +17,6 @@ from benchmarks.schema import (
     is_dense,
     ours,
     peer,
-    product_flops,
 )
 
 __all__ = ["BENCHMARK", "plain"]
@@ -70,7 +69,4 @@ BENCHMARK = Benchmark(
         *[{"B": 256, "V": BERT, "density": share} for share in (0.05, 0.005)],
     ],
     gpu=[{"B": 8192, "D": 768, "dtype": "bf16"}],
-    num_flops=lambda sizes, made, backward: product_flops(
-        sizes, made["anchor"], made["positive"], backward
-    ),
 )

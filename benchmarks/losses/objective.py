@@ -23,7 +23,6 @@ from benchmarks.schema import (
     Maker,
     Sizes,
     Variant,
-    product_flops,
 )
 
 __all__ = ["BENCHMARK", "plain"]
@@ -133,9 +132,6 @@ BENCHMARK = Benchmark(
     quick=[_size(32, BERT, 0.02)],
     full=[*[_size(rows, BERT, 0.02) for rows in (64, 128)], _size(64, XLM, 0.005)],
     gpu=[_size(128, BERT, 0.02, length=256, dtype="fp32")],
-    num_flops=lambda sizes, made, backward: product_flops(
-        sizes, made["query"], made["document"], backward
-    ),
     plain_bytes=lambda sizes: 4.0 * 16 * sizes["B"] * sizes["V"],
     # |mean| has no gradient at a token that no text activates.
     kink_at_zero=True,

@@ -4,7 +4,7 @@ import csv
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +12,10 @@ import torch
 
 import sparse_losses
 from benchmarks.run import available
-from benchmarks.run.ceilings import Ceilings
 from benchmarks.run.measure import Result
 from sparse_losses._core.files import replaced_file
 
-__all__ = ["RESULTS", "ROOT", "Row", "Table", "circumstances", "largest_cases", "read"]
+__all__ = ["RESULTS", "ROOT", "Row", "Table", "circumstances", "largest_cases", "markdown", "read"]
 
 Row = dict[str, str]
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,24 +47,19 @@ def _output(*words: str) -> str:
     return run.stdout.strip()
 
 
-_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
-
-
 def _cpu() -> tuple[str, str]:
     """Return the processor's name and those of its flags that matter for products."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     parts = (line.partition(":") for line in text.splitlines())
     fields = {key.strip(): value.strip() for key, _, value in parts}
     words = fields.get("flags", fields.get("Features", "")).split()
+    flags = [x for x in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd") if x in words]
     name = fields.get("model name") or platform.processor() or platform.machine()
-    flags = [flag for flag in _FLAGS if flag in words]
     return name, " ".join(flags) or torch.backends.cpu.get_cpu_capability()
 
 
-def circumstances(device: torch.device, suite: str, ceilings: Ceilings | None) -> Row:
+def circumstances(device: torch.device, suite: str) -> Row:
     """Return the columns that are the same for all rows of a run."""
     is_cuda = device.type == "cuda"
     name, capability = _cpu()
@@ -85,22 +79,7 @@ def circumstances(device: torch.device, suite: str, ceilings: Ceilings | None) -
         "git_commit": _git_commit(),
         "peers": available.versions(),
     }
-    if is_cuda:
-        row |= {"cuda": str(torch.version.cuda), "clocks": _clocks()}
-    if ceilings is not None:
-        if is_cuda:
-            row["bf16_gflop_per_s"] = f"{ceilings.bf16_flops_per_second / 1e9:.4g}"
-        row["copy_gb_per_s"] = f"{ceilings.bytes_per_second / 1e9:.4g}"
-        row["matmul_gflop_per_s"] = f"{ceilings.flops_per_second / 1e9:.4g}"
-    return row
-
-
-def _clocks() -> str:
-    """Return the driver and the present clocks of the first GPU, as nvidia-smi writes them."""
-    names = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit"
-    lines = _output("nvidia-smi", f"--query-gpu={names}", "--format=csv").splitlines()
-    pairs = zip(*(line.split(", ") for line in lines[:2]), strict=False)
-    return ", ".join(" ".join(pair) for pair in pairs)
+    return row | ({"cuda": str(torch.version.cuda)} if is_cuda else {})
 
 
 def _identity(row: Mapping[str, str]) -> tuple[str, ...]:
@@ -123,6 +102,12 @@ def read(path: Path) -> list[Row]:
         return []
     with path.open(newline="", encoding="utf-8") as lines:
         return list(csv.DictReader(lines))
+
+
+def markdown(heading: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table."""
+    rows = [heading, ["---"] * len(heading), *lines]
+    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
 
 
 class Table:
@@ -157,7 +142,7 @@ class Table:
         """Append rows of variants that have none yet."""
         rows = []
         for result in results:
-            row = {key.rstrip("_"): str(value) for key, value in result.row().items()}
+            row = {key: str(value) for key, value in result.row().items()}
             if row["variant"] not in self.present(row["loss"], row["case"]) or any(
                 row["variant"] == new["variant"] for new in rows
             ):
