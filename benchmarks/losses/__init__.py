@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from benchmarks.schema import Benchmark, Case, Sizes, case_name
 
-__all__ = ["NAMES", "benchmark", "cases"]
-
 NAMES = tuple(module.name for module in pkgutil.iter_modules(__path__))
 # The most important losses come first, in case a suite ends early.
 FIRST_ON_A_GPU = ("splade_head", "info_nce", "nws", "distillation")

@@ -23,8 +23,6 @@ from benchmarks.schema import (
     peer,
 )
 
-__all__ = ["BENCHMARK", "plain"]
-
 
 def plain(
     anchor: Tensor,

@@ -15,17 +15,7 @@ from benchmarks.losses import (
     positive_activation,
     self_reconstruction,
 )
-from benchmarks.schema import (
-    BERT,
-    XLM,
-    Benchmark,
-    Inputs,
-    Maker,
-    Sizes,
-    Variant,
-)
-
-__all__ = ["BENCHMARK", "plain"]
+from benchmarks.schema import BERT, XLM, Benchmark, Inputs, Maker, Sizes, Variant
 
 WEIGHTS = {
     "info_nce": 3.0,

@@ -7,8 +7,6 @@ from torch import Tensor
 import sparse_losses
 from benchmarks.schema import BERT, XLM, Aim, Benchmark, Inputs, Maker, Sizes, ours
 
-__all__ = ["BENCHMARK", "plain"]
-
 
 def plain(activations: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """Binary cross-entropy with a multi-hot target."""

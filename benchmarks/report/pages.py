@@ -10,8 +10,6 @@ from benchmarks.report.aims import MIB, judge
 from benchmarks.run.table import RESULTS, ROOT, Row, largest_cases, markdown, read
 from sparse_losses._core.files import replaced_file
 
-__all__ = ["AIMS", "PAGE", "aims", "calculated", "main", "memory", "objective", "peers"]
-
 PAGE = ROOT / "docs" / "benchmarks.md"
 AIMS = RESULTS / "aims.md"
 PEERS = (

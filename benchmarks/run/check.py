@@ -10,8 +10,6 @@ from torch import Tensor
 
 from benchmarks.schema import Case, Inputs, Maker, Variant
 
-__all__ = ["Mismatch", "Outputs", "Ready", "Reference", "check", "compare", "ready", "reference"]
-
 # Allowed error relative to the norm, beyond the plain formula's own error in the same dtype, both
 # against fp64: a rounding of the result and, for fp32, a different order of a sum.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -14,8 +14,6 @@ from benchmarks.run.available import variants as available_variants
 from benchmarks.run.check import Mismatch, Ready, Reference, compare, ready, reference
 from benchmarks.schema import DTYPES, Case, Inputs, Maker, Variant
 
-__all__ = ["Result", "measure"]
-
 SLOW = 20.0  # seconds per call from which one round is enough
 
 

@@ -6,6 +6,7 @@ import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +15,6 @@ import sparse_losses
 from benchmarks.run import available
 from benchmarks.run.measure import Result
 from sparse_losses._core.files import replaced_file
-
-__all__ = ["RESULTS", "ROOT", "Row", "Table", "circumstances", "largest_cases", "markdown", "read"]
 
 Row = dict[str, str]
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,20 +30,15 @@ def _git_commit() -> str:
     """
     if named := os.environ.get("SPARSE_LOSSES_COMMIT"):
         return named
-    commit = _output("git", "rev-parse", "--short=12", "HEAD")
-    changed = _output("git", "status", "--porcelain", "--", "sparse_losses", "benchmarks/*.py")
-    return (commit or "unknown") + ("-changed" if changed else "")
-
-
-def _output(*words: str) -> str:
-    """Return what a command prints; nothing if it fails."""
+    about = ("status", "--porcelain", "--", "sparse_losses", "benchmarks/*.py")
     try:
-        run = subprocess.run(
-            words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
+        commit, changed = (
+            subprocess.run(("git", *words), cwd=ROOT, capture_output=True, text=True, check=True)
+            for words in (("rev-parse", "--short=12", "HEAD"), about)
         )
     except (OSError, subprocess.SubprocessError):
-        return ""
-    return run.stdout.strip()
+        return "unknown"
+    return commit.stdout.strip() + "-changed" * bool(changed.stdout)
 
 
 def _cpu() -> tuple[str, str]:
@@ -82,11 +76,6 @@ def circumstances(device: torch.device, suite: str) -> Row:
     return row | ({"cuda": str(torch.version.cuda)} if is_cuda else {})
 
 
-def _identity(row: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the columns that all rows of a file share."""
-    return tuple(row[name] for name in IDENTITY)
-
-
 def largest_cases(rows: Iterable[Row]) -> list[tuple[str, str]]:
     """Return (loss, case) of the largest case of each loss and kind of input."""
     largest: dict[tuple[str, str], tuple[int, str]] = {}
@@ -110,6 +99,15 @@ def markdown(heading: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
 
 
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a CSV; the first row has all columns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced_file(path, text=True) as lines:
+        writer = csv.DictWriter(lines, list(rows[0]), restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 class Table:
     """A CSV that is written after every case, so that an interruption loses one case at most."""
 
@@ -118,17 +116,17 @@ class Table:
         if fresh:
             path.unlink(missing_ok=True)
         self.rows = read(path)
-        other = {_identity(row) for row in self.rows} - {_identity(common)}
-        if other:
+        for row in self.rows:
             different = [
-                f"{name} is {theirs!r} there and {ours!r} now"
-                for name, theirs, ours in zip(IDENTITY, min(other), _identity(common), strict=True)
-                if theirs != ours
+                f"{name} is {row[name]!r} there and {common[name]!r} now"
+                for name in IDENTITY
+                if row[name] != common[name]
             ]
-            raise ValueError(
-                f"{path} holds rows of another run: {', '.join(different)}; "
-                "choose another --output, or start again with --fresh"
-            )
+            if different:
+                raise ValueError(
+                    f"{path} holds rows of another run: {', '.join(different)}; "
+                    "choose another --output, or start again with --fresh"
+                )
 
     def rows_of(self, loss: str, case: str) -> list[Row]:
         """Return the rows of a case."""
@@ -148,10 +146,6 @@ class Table:
             ):
                 rows.append({**row, **self.common})
         if rows:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self.rows = read(self.path) + rows  # another run may have added rows
-            with replaced_file(self.path, text=True) as lines:
-                writer = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(self.rows)
+            write(self.path, self.rows)
         return rows

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-__all__ = ["Run", "columns", "interleave", "speedup"]
-
 Run = Callable[[int], object]  # the argument is the number of the call, to rotate inputs
 Seconds = dict[str, list[float]]  # entry i of each list belongs to round i
 

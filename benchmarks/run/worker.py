@@ -11,9 +11,10 @@ import torch
 from benchmarks.losses import cases
 from benchmarks.run import available
 from benchmarks.run.measure import Result, measure
-from benchmarks.run.table import Row, Table, circumstances, markdown
+from benchmarks.run.table import Row, Table, circumstances
 
-__all__ = ["work"]
+ENDS = ("_q1", "", "_q3")
+SIZES = ("peak_bytes", "peak_bytes_without_gradients")
 
 
 def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
@@ -65,7 +66,8 @@ def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
 
 def _shown(rows: Sequence[Row]) -> str:
     """Return one line per variant; one that was not timed has its status there."""
-    lines = []
+    heading = ("", "ms", "x eager", "quartiles", "MiB", "- gradients")
+    lines: list[tuple[str, ...]] = [heading]
     for row in rows:
         low, ratio, high = (f"{float(row[f'speedup{end}'] or 'nan'):.2f}" for end in ENDS)
         sizes = [float(row[name] or "nan") / 2**20 for name in SIZES]
@@ -74,8 +76,6 @@ def _shown(rows: Sequence[Row]) -> str:
         if not row["status"].startswith("ok"):
             figures = (row["status"], *("" for _ in figures[1:]))
         lines.append((row["variant"], *figures))
-    return markdown(("", "ms", "x eager", "quartiles", "MiB", "without gradients"), lines)
-
-
-ENDS = ("_q1", "", "_q3")
-SIZES = ("peak_bytes", "peak_bytes_without_gradients")
+    return "\n".join(
+        f"{line[0]:24}" + "".join(f"{cell:>14}" for cell in line[1:]) for line in lines
+    )

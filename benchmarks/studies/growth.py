@@ -13,15 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.progress import track
 
 from benchmarks.losses import benchmark
 from benchmarks.run.measure import measure
-from benchmarks.run.table import RESULTS, circumstances, markdown
+from benchmarks.run.table import RESULTS, circumstances, markdown, write
 from benchmarks.schema import Case
-from benchmarks.studies.files import publish, write_csv
-
-__all__ = ["AXES", "Axis", "Point", "exponent", "exponents_table", "main"]
+from benchmarks.studies.runs import publish
 
 
 @dataclass(frozen=True)
@@ -140,11 +137,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     device = torch.device(args.device)
     points: list[Point] = []
-    for axis in track(AXES, "axes"):
+    for axis in AXES:
         few = replace(axis, values=axis.values[: args.points])
         points += run_axis(few, device, args.budget)
     common = circumstances(device, "growth")
-    write_csv(args.output, [asdict(point) | common for point in points])
+    write(args.output, [asdict(point) | common for point in points])
     text = (
         f"Measured on {common['device']} ({common['capability']}), {common['threads']} threads, "
         f"commit {common['git_commit']}, torch {common['torch']}, fp32."

@@ -20,14 +20,11 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from benchmarks.run.memory import peak_bytes
-from benchmarks.run.table import RESULTS, circumstances, markdown
+from benchmarks.run.table import RESULTS, circumstances, markdown, write
 from benchmarks.run.timing import columns as quartiles
 from benchmarks.run.timing import speedup
-from benchmarks.studies.files import write_csv
 from sparse_losses.distributed import gather_rows, sum_over_ranks
 from sparse_losses.functional import info_nce_loss
-
-__all__ = ["SIZES", "VARIANTS", "main", "report"]
 
 SIZES = ((256, 256), (1024, 256), (64, 30_522))  # rows per rank, columns
 DENSITY = {30_522: 0.01}  # otherwise dense
@@ -148,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             mp.spawn(work, (world, folder, args.rounds, sizes), nprocs=world)
             rows += torch.load(Path(folder, "rows.pt"), weights_only=True)
     common = circumstances(CPU, "ranks")
-    write_csv(args.output, [row | common for row in rows])
+    write(args.output, [row | common for row in rows])
     print(report(rows))
     return 0
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.studies.files import publish, write_csv
-from benchmarks.studies.runs import Result, markdown, run_all, sources_of, study_parser
+from benchmarks.run.table import write
+from benchmarks.studies.runs import Result, markdown, publish, run_all, sources_of, study_parser
 from examples.demo.corpus import Corpus, pair_texts
 from examples.demo.evaluation import ranking, similarities
 from examples.demo.model import ModelSize
@@ -144,9 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             row = _row(corpus, result)
             rows.append(row)
             calibrated += [{key: row[key] for key in RUN} | one for one in result["calibrated"]]
-    write_csv(options.output / "targets.csv", rows)
+    write(options.output / "targets.csv", rows)
     if calibrated:
-        write_csv(options.output / "calibrated.csv", calibrated)
+        write(options.output / "calibrated.csv", calibrated)
     table = asked_and_got(rows) + "\n" + calibration(calibrated, rows)
     publish(options.output / "targets.md", table)
 

@@ -24,8 +24,6 @@ from benchmarks.run import timing
 from benchmarks.run.measure import Result
 from benchmarks.run.table import RESULTS, Table, circumstances, markdown
 
-__all__ = ["HEADS", "Shape", "Step", "main"]
-
 FLOPS_WEIGHT = 1e-3
 Head = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

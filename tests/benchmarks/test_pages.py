@@ -88,7 +88,3 @@ def test_large_batches_shows_the_results_of_caching():
         for row in read(RESULTS / "caching.csv")
     ]
     assert shown == expected
-
-
-def test_no_picture_of_results_is_kept():
-    assert list(RESULTS.glob("*.svg")) == []
