@@ -21,17 +21,11 @@ NOT_WHOLE = ("api/", "changelog.md")  # too long; llms.txt links to them
 REFERENCE = re.compile(r"\[([^\]]+)\]\[(?:tests|sparse_losses)[\w.]*\]")
 
 
-class _Loader(yaml.SafeLoader):
-    """A YAML loader that ignores the tags of MkDocs in mkdocs.yml."""
-
-
-_Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
-
-
 def settings() -> dict[str, Any]:
-    """Return the settings in mkdocs.yml."""
-    config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
-    assert isinstance(config, dict)
+    """Return the settings in mkdocs.yml, without what its tags name."""
+    loader = type("Loader", (yaml.SafeLoader,), {})
+    loader.add_multi_constructor("!", lambda loader, suffix, node: None)
+    config: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), loader)
     return config
 
 

@@ -13,27 +13,17 @@ from torch.func import grad, vmap
 from sparse_losses import DocumentFrequency, idf_penalty
 from sparse_losses import functional as F
 
-__all__ = ["FIGURES", "Figure"]
-
 Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture of curves.
+    """A picture of curves."""
 
-    Attributes:
-        curves: maps settings to ``{"x": [...], panel: {series: [...], ...}, ...}``.
-        x: the label of the horizontal axis.
-        panels: keys and titles, side by side.
-        lines: labels and settings, one entry per line.
-        log_x: whether the horizontal axis is logarithmic.
-    """
-
-    curves: Callable[..., Result]
-    x: str
-    panels: Mapping[str, str]
-    lines: Mapping[str, Mapping[str, Any]]
+    curves: Callable[..., Result]  # settings to {"x": [...], panel: {series: [...], ...}, ...}
+    x: str  # the label of the horizontal axis
+    panels: Mapping[str, str]  # keys and titles, side by side
+    lines: Mapping[str, Mapping[str, Any]]  # labels and settings, one entry per line
     log_x: bool = False
 
 
@@ -288,8 +278,8 @@ FIGURES = {
         "student's lead / teacher's lead",
         panels("each part of the loss", "gradient by the best candidate's score"),
         {
-            name: {"lead": lead, "temperature": 3.0, "candidates": 8}
-            for name, lead in (("cosines, lead 0.5", 0.5), ("over 0.05, lead 10", 10.0))
+            "cosines, lead 0.5": {"lead": 0.5, "temperature": 3.0, "candidates": 8},
+            "over 0.05, lead 10": {"lead": 10.0, "temperature": 3.0, "candidates": 8},
         },
     ),
     "flops": Figure(

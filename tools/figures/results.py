@@ -1,11 +1,9 @@
 """Pictures of committed results, and V26's schedule; each function draws one."""
 
-import csv
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
-from pathlib import Path
 from statistics import mean
 
 import torch
@@ -14,23 +12,14 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
-from benchmarks.run.table import largest_cases
+from benchmarks.run.table import RESULTS as BENCHMARKS
+from benchmarks.run.table import ROOT, Row, largest_cases, read
 from benchmarks.studies.targets import read_rows
 from sparse_losses import V26, TrainingSchedule, Warmup
 
-__all__ = ["FIGURES"]
-
-ROOT = Path(__file__).resolve().parents[2]
-DOCS, BENCHMARKS = ROOT / "docs" / "results", ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs" / "results"
 CORPORA = {"docstrings": ("o", "-", "C0"), "debian": ("s", "--", "C1")}
 TARGETS = [32, 64, 128]
-Row = dict[str, str]
-
-
-def read(path: Path) -> list[Row]:
-    """Return the rows of a CSV."""
-    with path.open(encoding="utf-8", newline="") as lines:
-        return list(csv.DictReader(lines))
 
 
 def plain_ticks(axis: Axis, values: Sequence[float]) -> None:
