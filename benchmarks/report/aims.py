@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from benchmarks.losses import NAMES, benchmark
 from benchmarks.run.table import Row
@@ -13,8 +13,7 @@ RULE = "every loss, above 1e5 elements"
 Variants = Mapping[str, Row]
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """One line of the table of aims."""
 
     aim: str
@@ -36,16 +35,11 @@ def judge(rows: Sequence[Row]) -> list[Verdict]:
             case = case_name(aim.sizes)
             value = _figure(aim.figure, cases.get((loss, case), {}), aim.variant)
             is_met = value >= aim.bound if aim.figure == "speedup" else value <= aim.bound
-            unknown = math.isnan(value)
-            verdicts.append(
-                Verdict(
-                    f"{aim.text} ({aim.variant})",
-                    f"{loss}, {case}",
-                    aim.wanted,
-                    "-" if unknown else f"{value:.3g}",
-                    "not measured" if unknown else "met" if is_met else "missed",
-                )
-            )
+            verdict, measured = "met" if is_met else "missed", f"{value:.3g}"
+            if math.isnan(value):
+                verdict, measured = "not measured", "-"
+            about = f"{aim.text} ({aim.variant})", f"{loss}, {case}"
+            verdicts.append(Verdict(*about, aim.wanted, measured, verdict))
     return verdicts + _rule_for_all(cases)
 
 

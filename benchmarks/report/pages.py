@@ -25,13 +25,8 @@ PEERS = (
 def aims() -> str:
     """Every aim, from ``aims-run-1.csv``."""
     lines = [
-        (
-            each.aim,
-            each.case,
-            each.wanted,
-            each.measured + " **missed**" * (each.verdict == "missed"),
-        )
-        for each in judge(read(RESULTS / "aims-run-1.csv"))
+        (*words, measured + " **missed**" * (verdict == "missed"))
+        for *words, measured, verdict in judge(read(RESULTS / "aims-run-1.csv"))
     ]
     return markdown(("aim", "case", "wanted", "measured"), lines)
 
