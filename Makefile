@@ -54,8 +54,8 @@ mutate: $(VENV)/.mutate  ## does a test fail where a line is wrong? (ARGS="spars
 
 compatibility: $(VENV)/.dev  ## what works with what: run those tests, write docs/compatibility.md
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile tests -m works_with \
-	  --compatibility build/compatibility/main.json
-	$(PY) tools/compatibility.py build/compatibility/*.json
+	  --compatibility docs/results/compatibility.json
+	$(PY) tools/compatibility.py
 
 figures: $(VENV)/.docs  ## draw the pictures of the docs anew (ARGS="info_nce"); the site draws them by itself
 	$(PY) -m tools.figures $(ARGS)

@@ -28,8 +28,8 @@ tests() {
   part tests 320 pytest "${options[@]}" tests/losses tests/representation tests/objective
 }
 
-losses() { # a separate forward pass would double the time to compile
-  part losses 880 benchmarks --device cuda --suite gpu --training-only --output "$results/cuda-gpu.csv"
+losses() {
+  part losses 880 benchmarks --device cuda --suite gpu --output "$results/cuda-gpu.csv"
 }
 
 training() {

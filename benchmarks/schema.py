@@ -13,27 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "ACTIVATION_SIZES",
-    "BERT",
-    "DTYPES",
-    "PRODUCT_IMPLEMENTATIONS",
-    "XLM",
-    "Aim",
-    "Benchmark",
-    "Case",
-    "Inputs",
-    "Maker",
-    "Sizes",
-    "Variant",
-    "case_name",
-    "implementations",
-    "is_dense",
-    "ours",
-    "peer",
-    "product_flops",
-]
-
 Sizes = Mapping[str, Any]
 Inputs = dict[str, Tensor]
 When = Callable[[Sizes], bool]
@@ -180,21 +159,15 @@ class Aim:
 
     text: str
     sizes: Sizes
-    figure: str  # speedup, time or memory (relative to eager), MiB, against
+    figure: str  # speedup, time or memory (relative to eager), MiB
     bound: float
     variant: str = "ours"
-    other: str = "eager"  # for `against`
-
-    @property
-    def is_lower_bound(self) -> bool:
-        """Whether larger is better, as for speed-ups."""
-        return self.figure in ("speedup", "against")
 
     @property
     def wanted(self) -> str:
         """Return the bound in words."""
-        if self.is_lower_bound:
-            return f">= {self.bound:g}x {self.other}"
+        if self.figure == "speedup":  # larger is better
+            return f">= {self.bound:g}x eager"
         if self.figure == "MiB":
             return f"<= {self.bound:g} MiB"
         return f"<= {self.bound:.3g} of eager's {self.figure}"
@@ -215,11 +188,7 @@ class Benchmark:
     gpu: Sequence[Sizes]
     calculated: Sequence[Sizes] = ()  # counted on meta tensors, in addition to quick and gpu
     aims: Sequence[Aim] = ()
-    crossover: Sequence[
-        Sizes
-    ] = ()  # measured with the aims: sizes around the crossover of products
     options: Callable[[Sizes], dict[str, Any]] = lambda sizes: {}
-    num_flops: Callable[[Sizes, Inputs, bool], float] = lambda sizes, inputs, backward: 0.0
     plain_bytes: Callable[[Sizes], float] | None = None
     elements: Callable[[Sizes], int] | None = None
     tolerance: float = 1e-3  # of gradients at full size in fp32, relative to their norm
@@ -289,16 +258,6 @@ class Case:
                 variants.append(variant)
         return variants
 
-    def floor(self, inputs: Inputs, *, backward: bool) -> tuple[float, float]:
-        """Return the bytes and operations that every implementation needs."""
-        num_bytes = sum(_bytes(tensor) for tensor in inputs.values())
-        # `upstream` has the size of the result: in the forward pass its bytes count for writing the
-        # result, and the backward pass reads it as well. Losses are numbers and have no upstream.
-        if backward:
-            num_bytes += _bytes(inputs["upstream"]) if "upstream" in inputs else 0
-            num_bytes += sum(_bytes(inputs[name]) for name in self.benchmark.wrt)
-        return float(num_bytes), self.benchmark.num_flops(self.sizes, inputs, backward)
-
     def plain_bytes(self) -> float:
         """Return roughly the bytes that the plain formula needs in addition to its inputs."""
         in_fp32 = 4.0 * 6 * self.elements
@@ -321,30 +280,7 @@ def _spelt(name: str, value: Any) -> str:
     return str(value) if name in ("part", "dtype") else f"{name}={value}"
 
 
-def _bytes(tensor: Tensor) -> int:
-    if tensor.layout == torch.sparse_csr:
-        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-        return sum(part.numel() * part.element_size() for part in parts)
-    return tensor.numel() * tensor.element_size()
-
-
 # Shared by several losses.
-
-
-def product_flops(sizes: Sizes, anchor: Tensor, positive: Tensor, backward: bool) -> float:
-    """Count multiplications and additions of common non-zeros; backward has two such products."""
-    if "D" in sizes:
-        pairs = float(sizes["B"]) ** 2 * sizes["D"]
-    else:
-        counts = [_column_counts(tensor) for tensor in (anchor, positive)]
-        pairs = float((counts[0] * counts[1]).sum())
-    return 2 * pairs * (3 if backward else 1)
-
-
-def _column_counts(x: Tensor) -> Tensor:
-    if x.layout == torch.sparse_csr:
-        return torch.bincount(x.col_indices(), minlength=x.shape[1]).double()
-    return (x.detach() != 0).sum(0).double()
 
 
 def _is_worth(sizes: Sizes) -> bool:

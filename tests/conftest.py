@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,15 +64,18 @@ class _Compatibility:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self.outcomes: dict[str, dict[str, object]] = {}
+        self.outcomes: dict[str, dict[str, Any]] = {}
 
     def pytest_runtest_logreport(self, report):
         marks = [value for name, value in report.user_properties if name == "works_with"]
         if not marks or (report.when != "call" and report.outcome == "passed"):
             return
-        entry = {"works_with": marks, "outcome": report.outcome}
-        if self.outcomes.get(report.nodeid, entry)["outcome"] != "failed":
-            self.outcomes[report.nodeid] = entry
+        # All parameters of a test function share one entry.
+        name = report.nodeid.partition("[")[0]
+        entry = self.outcomes.setdefault(name, {"works_with": [], "outcome": "passed"})
+        entry["works_with"] += [mark for mark in marks if mark not in entry["works_with"]]
+        if report.outcome != "passed":
+            entry["outcome"] = report.outcome
 
     def pytest_sessionfinish(self):
         versions = {}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import pytest_collection_modifyitems
+from tests.conftest import _Compatibility, pytest_collection_modifyitems
 from tools import compatibility
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +42,7 @@ def test_the_record_holds_the_marked_tests_with_what_they_are_marked_with():
     record = json.loads(compatibility.RECORD.read_text(encoding="utf-8"))
     recorded = {
         name: {feature for _, *features in found["works_with"] for feature in features}
-        for name, found in record.items()
+        for name, found in record["tests"].items()
     }
     tests = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
@@ -65,18 +65,20 @@ def test_a_misspelt_mark_is_refused(said, message):
 
 
 def test_a_test_that_failed_backs_nothing(tmp_path):
-    versions = {"torch": "1", "lightning": "2"}
-    said = [["Lightning", "fp32"]]
-    tests = {
-        "tests/a.py::test_one[x]": {"works_with": said, "outcome": "passed"},
-        "tests/a.py::test_one[y]": {"works_with": said, "outcome": "failed"},
-        "tests/a.py::test_two": {"works_with": [["Lightning", "bf16"]], "outcome": "passed"},
-    }
-    path = tmp_path / "record.json"
-    path.write_text(json.dumps({"versions": versions, "tests": tests}), encoding="utf-8")
-    merged = compatibility.merge([str(path)])
-    assert merged["tests/a.py::test_one"]["outcome"] == "failed"
-    page = compatibility.render(merged)
-    (row,) = [line for line in page.splitlines() if "✓" in line]
+    recorder = _Compatibility(tmp_path / "record.json")
+    for name, feature, outcome in (
+        ("a.py::test_one[x]", "fp32", "passed"),
+        ("a.py::test_one[y]", "fp32", "failed"),
+        ("a.py::test_two", "bf16", "passed"),
+    ):
+        properties = [("works_with", ["Lightning", feature])]
+        report = SimpleNamespace(
+            nodeid=name, outcome=outcome, when="call", user_properties=properties
+        )
+        recorder.pytest_runtest_logreport(report)
+    recorder.pytest_sessionfinish()
+    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
+    assert record["tests"]["a.py::test_one"]["outcome"] == "failed"
+    (row,) = [line for line in compatibility.render(record).splitlines() if "✓" in line]
     assert row.startswith("| bf16 |")
     assert row.split("|")[2:-1].index(" ✓ ") == list(compatibility.TRAINERS).index("Lightning")

@@ -4,8 +4,9 @@ The picture is small and comes from committed results, so it is committed too, a
 Its own background suits light and dark pages.
 """
 
-import csv
 from pathlib import Path
+
+from benchmarks.run.table import read
 
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT / "docs" / "assets"
@@ -20,17 +21,6 @@ STYLE = """<style>
 text { font: 15px system-ui, sans-serif; fill: #1f2933 }
 .title { font-weight: 600 } .ground { fill: #fff } .bar { fill: #8795a1 } .ours { fill: #b3541e }
 </style>"""
-
-
-def measured() -> dict[str, tuple[float, float]]:
-    """Return peak MiB and seconds of the head by variant, forward and backward."""
-    with RESULTS.open(encoding="utf-8") as file:
-        variants = {
-            row["variant"]: (float(row["peak_bytes"]) / 2**20, float(row["seconds"]))
-            for row in csv.DictReader(file)
-            if (row["loss"], row["case"], row["pass"]) == ("splade_head", CASE, "forward+backward")
-        }
-    return {name: variants[name] for name in NAMES}
 
 
 def panel(left: int, title: str, values: list[float], texts: list[str]) -> list[str]:
@@ -48,12 +38,15 @@ def panel(left: int, title: str, values: list[float], texts: list[str]) -> list[
 
 def draw() -> str:
     """Return the picture: memory on the left, time on the right."""
-    figures = list(measured().values())
+    head = {
+        x["variant"]: x for x in read(RESULTS) if (x["loss"], x["case"]) == ("splade_head", CASE)
+    }
+    memory = [float(head[name]["peak_bytes"]) / 2**20 for name in NAMES]
+    seconds = [float(head[name]["seconds"]) for name in NAMES]
     labels = [
         f'<text x="174" y="{43 + 30 * n}" text-anchor="end">{name}</text>'
         for n, name in enumerate(NAMES.values())
     ]
-    memory, seconds = ([row[n] for row in figures] for n in (0, 1))
     lines = [
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="-6 -8 606 136" role="img" '
         'aria-label="Peak memory and time of the SPLADE head">',

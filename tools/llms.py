@@ -1,6 +1,6 @@
 """Write llms.txt and llms-full.txt into a built site: ``python -m tools.llms build/site``.
 
-llms.txt lists the English pages by section, with a sentence about each. llms-full.txt holds their
+llms.txt lists the English pages by section, with their descriptions. llms-full.txt holds their
 Markdown, without the API and the changelog. Addresses begin with SITE_URL if it is set, and are
 relative otherwise.
 """
@@ -14,24 +14,18 @@ from typing import Any
 
 import yaml
 
-from tools.markdown import DOCS, ROOT, body, expand, front_matter, split_code
+from tools.markdown import DOCS, ROOT, body, expand, front_matter
 
 NOT_ENGLISH = ("ko/", "ja/")
 NOT_WHOLE = ("api/", "changelog.md")  # too long; llms.txt links to them
 REFERENCE = re.compile(r"\[([^\]]+)\]\[(?:tests|sparse_losses)[\w.]*\]")
 
 
-class _Loader(yaml.SafeLoader):
-    """A YAML loader that ignores the tags of MkDocs in mkdocs.yml."""
-
-
-_Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
-
-
 def settings() -> dict[str, Any]:
-    """Return the settings in mkdocs.yml."""
-    config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
-    assert isinstance(config, dict)
+    """Return the settings in mkdocs.yml, without what its tags name."""
+    loader = type("Loader", (yaml.SafeLoader,), {})
+    loader.add_multi_constructor("!", lambda loader, suffix, node: None)
+    config: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), loader)
     return config
 
 
@@ -55,15 +49,8 @@ def text_of(path: str) -> str:
 
 
 def description(path: str) -> str:
-    """Return the description of a page, or else its first sentence."""
-    text = (DOCS / path).read_text(encoding="utf-8")
-    if own := front_matter(text).get("description"):
-        return own
-    prose, _ = split_code(text_of(path))
-    paragraphs = [" ".join(each.split()) for each in prose.split("\n\n")]
-    plain = [each for each in paragraphs if re.match(r"[A-Z`*]", each) and "{ ." not in each]
-    first = re.split(r"(?<=[.:]) ", plain[0], maxsplit=1)[0] if plain else ""
-    return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", first)
+    """Return the description of a page."""
+    return front_matter((DOCS / path).read_text(encoding="utf-8")).get("description", "")
 
 
 def address(path: str) -> str:

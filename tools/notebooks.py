@@ -1,15 +1,12 @@
-"""Makes notebooks and scripts of pages: ``python -m tools.notebooks build/notebooks``.
+"""Make notebooks and scripts of pages: ``python -m tools.notebooks build/notebooks``.
 
 Each guide, and each page with `script: true` in its front matter, becomes NAME.ipynb and NAME.py,
-with hyphens, so that no script hides a module that it imports:
-its prose as plain Markdown, its Python blocks as cells.
-Links lead to the site where SITE_URL names it, and are text otherwise. ``--run`` runs every script
-in a process of its own, apart from those that download a model.
+with hyphens, so that no script hides a module that it imports: its prose as plain Markdown, where
+links within the site are text, its Python blocks as cells. ``--run`` runs every script in a process
+of its own, apart from those that download a model.
 """
 
 import argparse
-import os
-import posixpath
 import re
 import subprocess
 import sys
@@ -19,7 +16,6 @@ from typing import Any
 
 import jupytext
 
-from tools.llms import address
 from tools.markdown import DOCS, FENCE, body, expand
 
 GUIDES = [
@@ -28,11 +24,7 @@ GUIDES = [
     *(page for page in sorted(DOCS.glob("*.md")) if "\nscript: true\n" in page.read_text("utf-8")),
 ]
 DOWNLOADS = {"real_model"}  # tests/docs/test_real_model.py runs it with tiny models instead
-# Which extra brings a module.
-EXTRAS = {
-    "sentence_transformers": "sentence-transformers",
-    "transformers": "transformers",
-}
+EXTRAS = {"sentence_transformers": "sentence-transformers", "transformers": "transformers"}
 TRAINERS = ("accelerate", "lightning")  # packages that no extra brings
 BLOCK = re.compile(
     r"^(?P<indent> *)(?P<fence>```+)(?P<language>\w*).*\n[\s\S]*?^ *(?P=fence)$", re.M
@@ -40,13 +32,11 @@ BLOCK = re.compile(
 FOLDED = re.compile(
     r'^(?P<indent> *)(?:!!!|\?\?\?\+?|===[+!]?)(?: (?P<kind>\w+))?(?: "(?P<title>.*)")?$'
 )
-LINK = re.compile(
-    r"(?P<sign>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]"
-    r"(?:\((?P<to>[^)\s]+)\)|\[(?P<name>[\w.]+)\])"
+LINK = re.compile(  # to another page or to a name of the API; a picture disappears
+    r"(?P<sign>!?)\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\](?:\((?!\w+://)[^)\s]+\)|\[[\w.]+\])"
 )
 DROPPED = re.compile(
     r"<!--[\s\S]*?-->"  # comments, the blocks that only tests run among them
-    r"|^!\[[^\]]*\]\([^)]*#only-dark\)$"
     r"|^ *</?(?:div|figure)\b.*>$"
     r"|\{:? ?[.#][^}\n]*\}",  # attributes
     re.M,
@@ -74,47 +64,13 @@ def unfolded(text: str) -> str:
     return "\n".join(kept)
 
 
-def api_pages() -> dict[str, str]:
-    """Return the page of every name in the API reference."""
-    pages = sorted([*DOCS.glob("api/*.md"), *DOCS.glob("losses/*.md")])
-    return {
-        name: page.relative_to(DOCS).as_posix()
-        for page in pages
-        for name in re.findall(r"^::: (\S+)", page.read_text(encoding="utf-8"), re.M)
-    }
-
-
-def linked(text: str, page: Path) -> str:
-    """Return prose whose links lead to the site; where its address is unknown they are text."""
-    here, api = page.relative_to(DOCS).as_posix(), api_pages()
-    known = bool(os.environ.get("SITE_URL"))
-
-    def absolute(match: re.Match[str]) -> str:
-        sign, words, to, name = match.groups()
-        if name is not None:
-            owner = name if name in api else name.rpartition(".")[0]
-            to = f"{api[owner]}#{name}" if owner in api else ""  # tests have no page here
-        elif "://" in to:
-            return match[0]
-        elif to.startswith("#"):
-            to = here + to
-        else:
-            to = posixpath.normpath(posixpath.join(posixpath.dirname(here), to))
-        path, mark, anchor = to.removesuffix("#only-light").partition("#")
-        if not path or not known:
-            return "" if sign else words
-        return f"{sign}[{words}]({address(path)}{mark}{anchor})"
-
-    return LINK.sub(absolute, text)
-
-
 def plain(page: Path) -> str:
     """Return a guide as Markdown that any viewer shows, its Python blocks at the margin."""
     text = unfolded(expand(body(page.read_text(encoding="utf-8"))))
     parts: list[str] = []
 
     def prose(written: str) -> None:
-        shown = linked(DROPPED.sub("", written), page)
+        shown = LINK.sub(lambda x: "" if x["sign"] else x["text"], DROPPED.sub("", written))
         parts.append(re.sub(r"\n{3,}", "\n\n", shown))
 
     end = 0

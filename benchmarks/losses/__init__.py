@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from benchmarks.schema import Benchmark, Case, Sizes, case_name
 
-__all__ = ["NAMES", "benchmark", "cases"]
-
 NAMES = tuple(module.name for module in pkgutil.iter_modules(__path__))
 # The most important losses come first, in case a suite ends early.
 FIRST_ON_A_GPU = ("splade_head", "info_nce", "nws", "distillation")
@@ -24,9 +22,8 @@ def cases(suite: str, only: Sequence[str] = ()) -> list[Case]:
     """Return the cases of a suite.
 
     Args:
-        suite: ``tiny``, ``quick``, ``full`` (includes quick), ``aims`` (the sizes with aims, and
-            those around the crossover of two products), ``gpu`` or ``calculated`` (quick, gpu, and
-            some that are only counted).
+        suite: ``tiny``, ``quick``, ``full`` (includes quick), ``aims`` (sizes with aims), ``gpu``,
+            or ``calculated`` (quick, gpu, and some that are only counted).
         only: names of losses; by default all.
     """
     if unknown := set(only) - set(NAMES):
@@ -39,9 +36,7 @@ def cases(suite: str, only: Sequence[str] = ()) -> list[Case]:
 
 def _sizes(each: Benchmark, suite: str) -> Sequence[Sizes]:
     if suite == "aims":
-        wanted = {
-            case_name(sizes) for sizes in (*(aim.sizes for aim in each.aims), *each.crossover)
-        }
+        wanted = {case_name(aim.sizes) for aim in each.aims}
         return [sizes for sizes in _sizes(each, "full") if case_name(sizes) in wanted]
     small = {"tiny": each.tiny, "quick": each.quick, "gpu": each.gpu}
     if suite == "calculated":

@@ -9,8 +9,6 @@ from torch import Tensor
 import sparse_losses
 from benchmarks.schema import Aim, Benchmark, Inputs, Maker, Sizes, ours, peer
 
-__all__ = ["BENCHMARK", "plain"]
-
 _PARTS = {
     "KL": {"alpha_kl": 1.0, "alpha_mse": 0.0},
     "z-MSE": {"alpha_kl": 0.0, "alpha_mse": 1.0},
@@ -95,9 +93,6 @@ BENCHMARK = Benchmark(
         _scores(4096, 4096, "KL", dtype="fp32"),
         *[_scores(1024, columns, "both", dtype="fp32") for columns in (1024, 32)],
     ],
-    aims=[
-        Aim("KL", _scores(1024, 1024, "KL"), "speedup", 2.0),
-        Aim("z-score MSE", _scores(1024, 1024, "z-MSE"), "speedup", 5.0),
-    ],
+    aims=[Aim(part, _scores(1024, 1024, part), "time", 1.5) for part in ("KL", "z-MSE")],
     options=lambda sizes: _PARTS[sizes["part"]],
 )

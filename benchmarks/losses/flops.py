@@ -18,8 +18,6 @@ from benchmarks.schema import (
     peer,
 )
 
-__all__ = ["BENCHMARK", "plain"]
-
 
 def plain(activations: Tensor) -> Tensor:
     """Sum over the vocabulary of the squared mean activation."""

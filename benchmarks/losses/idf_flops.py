@@ -5,8 +5,6 @@ from torch import Tensor
 import sparse_losses
 from benchmarks.schema import ACTIVATION_SIZES, Benchmark, Inputs, Maker, Sizes, ours
 
-__all__ = ["BENCHMARK", "plain"]
-
 
 def plain(activations: Tensor, token_penalty: Tensor, *, beta: float = 0.3) -> Tensor:
     """Weighted sum of absolute values plus weighted sum of squares of the mean activations."""

@@ -21,10 +21,7 @@ from benchmarks.schema import (
     is_dense,
     ours,
     peer,
-    product_flops,
 )
-
-__all__ = ["BENCHMARK", "plain"]
 
 
 def plain(
@@ -145,10 +142,6 @@ BENCHMARK = Benchmark(
         Aim("InfoNCE, sparse, dense gradient", _SPARSE, "speedup", 15.0),
         Aim("InfoNCE, sparse input", _SPARSE, "speedup", 35.0, variant="ours, CSR input"),
     ],
-    crossover=[{"B": 256, "V": BERT, "density": share} for share in (0.15, 0.12, 0.1)],
-    num_flops=lambda sizes, made, backward: product_flops(
-        sizes, made["anchor"], made["positive"], backward
-    ),
     plain_bytes=lambda sizes: (
         4.0 * (6 * sizes["B"] ** 2 + 6 * sizes["B"] * sizes.get("D", sizes.get("V", 0)))
     ),

@@ -9,8 +9,6 @@ from torch import Tensor
 import sparse_losses
 from benchmarks.schema import Benchmark, Inputs, Maker, Sizes, ours, peer
 
-__all__ = ["BENCHMARK", "plain"]
-
 
 def plain(
     student_positive: Tensor,

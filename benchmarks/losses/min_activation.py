@@ -6,8 +6,6 @@ from torch import Tensor
 import sparse_losses
 from benchmarks.schema import ACTIVATION_SIZES, BERT, Aim, Benchmark, Inputs, Maker, Sizes, ours
 
-__all__ = ["BENCHMARK", "plain"]
-
 
 def plain(activations: Tensor, *, top_k: int = 5, threshold: float = 0.5) -> Tensor:
     """Hinge on the mean of the largest activations."""

@@ -7,8 +7,6 @@ from torch import Tensor
 import sparse_losses
 from benchmarks.schema import Aim, Benchmark, Inputs, Maker, Sizes, ours
 
-__all__ = ["BENCHMARK", "plain"]
-
 
 def plain(
     query: Tensor,
@@ -73,14 +71,6 @@ def inputs(sizes: Sizes, make: Maker) -> Inputs:
     }
 
 
-def _num_flops(sizes: Sizes, made: Inputs, backward: bool) -> float:
-    """Count the product with the references, and the gradients of query and prototypes."""
-    references = sizes["K"] + sizes["Q"] + sizes["L"]
-    forward = 2.0 * sizes["B"] * references * sizes["F"]
-    prototypes = 2.0 * sizes["B"] * sizes["L"] * sizes["F"]
-    return 2 * forward + prototypes if backward else forward
-
-
 def _size(rows: int, queue: int, width: int, labels: int, **more: str) -> Sizes:
     return {"B": rows, "K": rows, "Q": queue, "F": width, "L": labels, **more}
 
@@ -106,7 +96,6 @@ BENCHMARK = Benchmark(
         Aim("NWS, 128 labels", _FEW, "memory", 0.01),
         Aim("NWS, 512 labels", _MANY, "speedup", 65.0),
     ],
-    num_flops=_num_flops,
     plain_bytes=lambda sizes: (
         4.0 * 4 * sizes["B"] * (sizes["K"] + sizes["Q"] + sizes["L"]) * sizes["L"]
     ),

@@ -15,18 +15,7 @@ from benchmarks.losses import (
     positive_activation,
     self_reconstruction,
 )
-from benchmarks.schema import (
-    BERT,
-    XLM,
-    Benchmark,
-    Inputs,
-    Maker,
-    Sizes,
-    Variant,
-    product_flops,
-)
-
-__all__ = ["BENCHMARK", "plain"]
+from benchmarks.schema import BERT, XLM, Benchmark, Inputs, Maker, Sizes, Variant
 
 WEIGHTS = {
     "info_nce": 3.0,
@@ -133,9 +122,6 @@ BENCHMARK = Benchmark(
     quick=[_size(32, BERT, 0.02)],
     full=[*[_size(rows, BERT, 0.02) for rows in (64, 128)], _size(64, XLM, 0.005)],
     gpu=[_size(128, BERT, 0.02, length=256, dtype="fp32")],
-    num_flops=lambda sizes, made, backward: product_flops(
-        sizes, made["query"], made["document"], backward
-    ),
     plain_bytes=lambda sizes: 4.0 * 16 * sizes["B"] * sizes["V"],
     # |mean| has no gradient at a token that no text activates.
     kink_at_zero=True,

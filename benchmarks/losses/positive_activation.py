@@ -6,8 +6,6 @@ from torch import Tensor
 import sparse_losses
 from benchmarks.schema import BERT, XLM, Benchmark, Inputs, Maker, Sizes, ours
 
-__all__ = ["BENCHMARK", "plain"]
-
 
 def plain(
     activations: Tensor, positive_input_ids: Tensor, positive_attention_mask: Tensor

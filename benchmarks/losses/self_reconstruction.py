@@ -7,8 +7,6 @@ from torch import Tensor
 import sparse_losses
 from benchmarks.schema import BERT, XLM, Aim, Benchmark, Inputs, Maker, Sizes, ours
 
-__all__ = ["BENCHMARK", "plain"]
-
 
 def plain(activations: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """Binary cross-entropy with a multi-hot target."""
@@ -39,9 +37,6 @@ BENCHMARK = Benchmark(
         {"B": 64, "S": 128, "V": XLM},
     ],
     gpu=[{"B": 512, "S": 256, "V": XLM, "dtype": "fp32"}],
-    aims=[
-        Aim("self-reconstruction", _AIMED, "speedup", 1.3),
-        Aim("self-reconstruction", _AIMED, "memory", 1 / 3),
-    ],
+    aims=[Aim("self-reconstruction", _AIMED, "time", 1.5)],
     elements=lambda sizes: sizes["B"] * sizes["V"],
 )

@@ -9,8 +9,6 @@ from torch import Tensor
 import sparse_losses
 from benchmarks.schema import BERT, XLM, Aim, Benchmark, Inputs, Maker, Sizes, ours, peer
 
-__all__ = ["BENCHMARK", "plain", "quantile", "sentence_transformers"]
-
 
 def plain(logits: Tensor, attention_mask: Tensor) -> Tensor:
     """Maximum of ``log(1 + relu(logits))``, masked by a product, as in SPLADE v2."""

@@ -6,15 +6,9 @@ The tables come from the files in ``benchmarks/results``; a test checks that the
 import re
 import sys
 
-from benchmarks.losses import benchmark
-from benchmarks.report import markdown
 from benchmarks.report.aims import MIB, judge
-from benchmarks.run.measure import TRAINING
-from benchmarks.run.table import RESULTS, ROOT, Row, largest_cases, read
-from benchmarks.schema import case_name
+from benchmarks.run.table import RESULTS, ROOT, Row, largest_cases, markdown, read
 from sparse_losses._core.files import replaced_file
-
-__all__ = ["AIMS", "PAGE", "aims", "calculated", "main", "memory", "objective", "peers"]
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 AIMS = RESULTS / "aims.md"
@@ -31,13 +25,8 @@ PEERS = (
 def aims() -> str:
     """Every aim, from ``aims-run-1.csv``."""
     lines = [
-        (
-            each.aim,
-            each.case,
-            each.wanted,
-            each.measured + " **missed**" * (each.verdict == "missed"),
-        )
-        for each in judge(read(RESULTS / "aims-run-1.csv"))
+        (*words, measured + " **missed**" * (verdict == "missed"))
+        for *words, measured, verdict in judge(read(RESULTS / "aims-run-1.csv"))
     ]
     return markdown(("aim", "case", "wanted", "measured"), lines)
 
@@ -45,9 +34,7 @@ def aims() -> str:
 def peers() -> str:
     """Time and memory of other packages over ours for the largest cases of ``cpu-quick.csv``."""
     rows = {
-        (row["loss"], row["case"], row["variant"]): row
-        for row in read(RESULTS / "cpu-quick.csv")
-        if row["pass"] == TRAINING
+        (row["loss"], row["case"], row["variant"]): row for row in read(RESULTS / "cpu-quick.csv")
     }
     names = [name for name in PEERS if any(variant == name for *_, variant in rows)]
     lines = []
@@ -68,11 +55,8 @@ def memory() -> str:
     """Peak memory and times of the plain formula, of sentence-transformers and of ours."""
     cases: dict[tuple[str, str], dict[str, Row]] = {}
     for row in read(RESULTS / "aims-run-1.csv"):
-        if row["pass"] == TRAINING:
-            cases.setdefault((row["loss"], row["case"]), {})[row["variant"]] = row
+        cases.setdefault((row["loss"], row["case"]), {})[row["variant"]] = row
     names = ("eager", "sentence-transformers", "ours")
-    for sizes in benchmark("info_nce").crossover:  # they serve to choose a default
-        cases.pop(("info_nce", case_name(sizes)), None)
     lines = []
     for about, variants in cases.items():
         rows = [variants.get(name) for name in names]

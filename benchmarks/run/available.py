@@ -7,8 +7,6 @@ import warnings
 
 from benchmarks.schema import Case, Variant
 
-__all__ = ["PACKAGES", "missing_reason", "variants", "versions"]
-
 # Name on the package index, and name of the module.
 PACKAGES = {
     "sentence-transformers": "sentence_transformers",

@@ -10,18 +10,6 @@ from torch import Tensor
 
 from benchmarks.schema import Case, Inputs, Maker, Variant
 
-__all__ = [
-    "Mismatch",
-    "Outputs",
-    "Ready",
-    "Reference",
-    "check",
-    "check_rounded",
-    "compare",
-    "ready",
-    "rounded_reference",
-]
-
 # Allowed error relative to the norm, beyond the plain formula's own error in the same dtype, both
 # against fp64: a rounding of the result and, for fp32, a different order of a sum.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -37,35 +25,23 @@ class Mismatch(AssertionError):
 class Ready:
     """A variant with its inputs prepared."""
 
-    variant: Variant
     inputs: list[Inputs]  # several on a GPU, for rotation
     calls: list[Callable[..., Tensor]]  # one per element of `inputs`
     wrt: tuple[str, ...]
 
-    def forward(self, turn: int = 0) -> Tensor:
-        """Return the value, computed without a graph."""
-        with torch.no_grad():
-            return self._call(turn % len(self.inputs))
-
-    def train(self, turn: int = 0) -> tuple[Tensor, ...]:
-        """Return the gradients instead of accumulating them."""
-        return self._gradients(turn % len(self.inputs))[1]
-
-    def both(self) -> Outputs:
+    def both(self, turn: int = 0) -> Outputs:
         """Return the detached value and the gradients."""
-        value, gradients = self._gradients(0)
-        return value.detach(), gradients
-
-    def _call(self, number: int) -> Tensor:
+        number = turn % len(self.inputs)
         inputs = self.inputs[number]
-        return self.calls[number](**{k: v for k, v in inputs.items() if k != "upstream"})
-
-    def _gradients(self, number: int) -> tuple[Tensor, tuple[Tensor, ...]]:
-        inputs, value = self.inputs[number], self._call(number)
+        value = self.calls[number](**{k: v for k, v in inputs.items() if k != "upstream"})
         if "upstream" in inputs:  # in the dtype of the value; the cast is done once
             inputs["upstream"] = inputs["upstream"].to(value.dtype)
         leaves = [inputs[name] for name in self.wrt]
-        return value, torch.autograd.grad(value, leaves, inputs.get("upstream"))
+        return value.detach(), torch.autograd.grad(value, leaves, inputs.get("upstream"))
+
+    def train(self, turn: int = 0) -> Sequence[Tensor]:
+        """Return the gradients instead of accumulating them."""
+        return self.both(turn)[1]
 
 
 def ready(case: Case, variant: Variant, inputs: Sequence[Inputs]) -> Ready:
@@ -79,22 +55,16 @@ def ready(case: Case, variant: Variant, inputs: Sequence[Inputs]) -> Ready:
     if variant.compiled:
         one_graph = variant.kind == "ours"
         calls = [torch.compile(call, dynamic=False, fullgraph=one_graph) for call in calls]
-    return Ready(variant, prepared, calls, case.benchmark.wrt)
+    return Ready(prepared, calls, case.benchmark.wrt)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The expected outputs, and the tolerance."""
+    """The expected outputs, and the tolerance beyond the plain formula's own errors."""
 
     outputs: Outputs
     tolerance: float
-    # If the reference has higher precision: the plain formula's errors in the dtype of the case,
-    # for the value and every gradient.
-    plain: Sequence[float] | None = None
-
-
-def _label(name: str) -> str:
-    return name if name == "value" else f"gradient of {name}"
+    plain: Sequence[float] | None = None  # its errors, if the reference has higher precision
 
 
 def _errors(
@@ -108,12 +78,9 @@ def _errors(
         if one.layout != torch.strided:
             one = one.to_dense()
         if one.shape != other.shape:
-            raise Mismatch(
-                f"{variant.name}: expected {_label(name)} of shape {list(other.shape)}, "
-                f"got {list(one.shape)}"
-            )
-        if one.dtype != other.dtype:
-            one, other = one.to(torch.float64), other.to(torch.float64)
+            shapes = f"of shape {list(other.shape)}, got {list(one.shape)}"
+            raise Mismatch(f"{variant.name}: expected {name} {shapes}")
+        one, other = one.to(torch.float64), other.to(torch.float64)
         if name != "value" and (variant.at_stored_entries or case.benchmark.kink_at_zero):
             support = inputs[name].detach() != 0
             one, other = one * support, other * support
@@ -143,39 +110,14 @@ def compare(
             allowed = expected.plain[number] + tolerance
             beyond = f", of which eager's own {expected.plain[number]:.0e}"
         if not error <= allowed:
+            label = name if name == "value" else f"gradient of {name}"
             raise Mismatch(
-                f"{case.loss}, {case.name}, {variant.name}: {_label(name)} is off by "
+                f"{case.loss}, {case.name}, {variant.name}: {label} is off by "
                 f"{error:.1e} of its norm, allowed {allowed:.0e}{beyond}"
             )
 
 
-def check(case: Case, variants: Sequence[Variant], maker: Maker) -> None:
-    """Compare value and gradients of all variants with those of the first, the plain formula.
-
-    Raises:
-        Mismatch: for the first that differs.
-    """
-    inputs = case.inputs(maker)
-    tolerance = 1e-6 if maker.dtype == torch.float64 else case.benchmark.tolerance
-    expected = Reference(ready(case, variants[0], [inputs]).both(), tolerance)
-    for variant in variants[1:]:
-        compare(case, variant, inputs, ready(case, variant, [inputs]).both(), expected)
-
-
-def check_rounded(case: Case, variants: Sequence[Variant], maker: Maker) -> None:
-    """Check in the dtype of the case that no error against fp64 exceeds the plain formula's.
-
-    Raises:
-        Mismatch: for the first that exceeds it by more than a rounding.
-    """
-    inputs = case.inputs(maker)
-    plain = ready(case, variants[0], [inputs]).both()
-    expected = rounded_reference(case, variants[0], inputs, variants[0], plain)
-    for variant in variants[1:]:
-        compare(case, variant, inputs, ready(case, variant, [inputs]).both(), expected)
-
-
-def rounded_reference(
+def reference(
     case: Case, exact: Variant, inputs: Inputs, plain: Variant, outputs: Outputs
 ) -> Reference:
     """Return the fp64 reference for the same rounded inputs, with the plain formula's errors."""
@@ -188,3 +130,22 @@ def rounded_reference(
     if not all(math.isfinite(error) for error in errors):
         raise Mismatch(f"{case.loss}, {case.name}: the plain formula is not finite")
     return Reference(expected, ROUNDING[case.dtype], errors)
+
+
+def check(case: Case, variants: Sequence[Variant], maker: Maker) -> None:
+    """Compare value and gradients of all variants with those of the first, the plain formula.
+
+    In fp64 they are equal; in the dtype of the case no error against fp64 exceeds the plain
+    formula's by more than a rounding.
+
+    Raises:
+        Mismatch: for the first that differs.
+    """
+    inputs = case.inputs(maker)
+    plain = ready(case, variants[0], [inputs]).both()
+    if maker.dtype == torch.float64:
+        expected = Reference(plain, 1e-6)
+    else:
+        expected = reference(case, variants[0], inputs, variants[0], plain)
+    for variant in variants[1:]:
+        compare(case, variant, inputs, ready(case, variant, [inputs]).both(), expected)

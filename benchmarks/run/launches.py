@@ -18,8 +18,6 @@ from torch.utils.flop_counter import flop_registry
 
 from sparse_losses.fast import head, head_tiles
 
-__all__ = ["Launches", "Operation", "training_launches"]
-
 NO_LAUNCH = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 NO_LAUNCH |= {"detach", "lift_fresh", "_unsafe_view", "_reshape_alias", "resize_"}
 # Operations of several kernels that are one operation to PyTorch's dispatcher.

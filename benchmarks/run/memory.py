@@ -8,14 +8,11 @@ allocator's own high-water mark.
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-
-__all__ = ["available_bytes", "peak_bytes", "storages"]
 
 Tensors = Sequence[Tensor | None]
 
@@ -27,11 +24,16 @@ def peak_bytes(run: Callable[[], Tensors], device: torch.device) -> tuple[int, i
     """
     if device.type == "cuda":
         return _peak_on_cuda(run, device)
-    with (
-        _quiet_stderr(),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
-    ):
-        gradients = run()
+    sys.stderr.flush()
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)  # the profiler's native code prints there
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            gradients = run()
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
     kept = {pointer for tensor in gradients if tensor is not None for pointer in storages(tensor)}
     results: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
     events = sorted(_allocations(results.experimental_event_tree()), key=lambda event: event[0])
@@ -103,18 +105,3 @@ def available_bytes(device: torch.device) -> int:
     except OSError:
         pass
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-@contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """Hide stderr, as the profiler's native code prints there and breaks progress bars."""
-    sys.stderr.flush()
-    saved = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(nowhere)

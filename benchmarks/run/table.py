@@ -4,19 +4,17 @@ import csv
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 import sparse_losses
 from benchmarks.run import available
-from benchmarks.run.ceilings import Ceilings
 from benchmarks.run.measure import Result
 from sparse_losses._core.files import replaced_file
-
-__all__ = ["RESULTS", "ROOT", "Row", "Table", "circumstances", "largest_cases", "read"]
 
 Row = dict[str, str]
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,40 +30,30 @@ def _git_commit() -> str:
     """
     if named := os.environ.get("SPARSE_LOSSES_COMMIT"):
         return named
-    commit = _output("git", "rev-parse", "--short=12", "HEAD")
-    changed = _output("git", "status", "--porcelain", "--", "sparse_losses", "benchmarks/*.py")
-    return (commit or "unknown") + ("-changed" if changed else "")
-
-
-def _output(*words: str) -> str:
-    """Return what a command prints; nothing if it fails."""
+    about = ("status", "--porcelain", "--", "sparse_losses", "benchmarks/*.py")
     try:
-        run = subprocess.run(
-            words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
+        commit, changed = (
+            subprocess.run(("git", *words), cwd=ROOT, capture_output=True, text=True, check=True)
+            for words in (("rev-parse", "--short=12", "HEAD"), about)
         )
     except (OSError, subprocess.SubprocessError):
-        return ""
-    return run.stdout.strip()
-
-
-_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
+        return "unknown"
+    return commit.stdout.strip() + "-changed" * bool(changed.stdout)
 
 
 def _cpu() -> tuple[str, str]:
     """Return the processor's name and those of its flags that matter for products."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     parts = (line.partition(":") for line in text.splitlines())
     fields = {key.strip(): value.strip() for key, _, value in parts}
     words = fields.get("flags", fields.get("Features", "")).split()
+    flags = [x for x in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd") if x in words]
     name = fields.get("model name") or platform.processor() or platform.machine()
-    flags = [flag for flag in _FLAGS if flag in words]
     return name, " ".join(flags) or torch.backends.cpu.get_cpu_capability()
 
 
-def circumstances(device: torch.device, suite: str, ceilings: Ceilings | None) -> Row:
+def circumstances(device: torch.device, suite: str) -> Row:
     """Return the columns that are the same for all rows of a run."""
     is_cuda = device.type == "cuda"
     name, capability = _cpu()
@@ -85,27 +73,7 @@ def circumstances(device: torch.device, suite: str, ceilings: Ceilings | None) -
         "git_commit": _git_commit(),
         "peers": available.versions(),
     }
-    if is_cuda:
-        row |= {"cuda": str(torch.version.cuda), "clocks": _clocks()}
-    if ceilings is not None:
-        if is_cuda:
-            row["bf16_gflop_per_s"] = f"{ceilings.bf16_flops_per_second / 1e9:.4g}"
-        row["copy_gb_per_s"] = f"{ceilings.bytes_per_second / 1e9:.4g}"
-        row["matmul_gflop_per_s"] = f"{ceilings.flops_per_second / 1e9:.4g}"
-    return row
-
-
-def _clocks() -> str:
-    """Return the driver and the present clocks of the first GPU, as nvidia-smi writes them."""
-    names = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit"
-    lines = _output("nvidia-smi", f"--query-gpu={names}", "--format=csv").splitlines()
-    pairs = zip(*(line.split(", ") for line in lines[:2]), strict=False)
-    return ", ".join(" ".join(pair) for pair in pairs)
-
-
-def _identity(row: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the columns that all rows of a file share."""
-    return tuple(row[name] for name in IDENTITY)
+    return row | ({"cuda": str(torch.version.cuda)} if is_cuda else {})
 
 
 def largest_cases(rows: Iterable[Row]) -> list[tuple[str, str]]:
@@ -125,6 +93,21 @@ def read(path: Path) -> list[Row]:
         return list(csv.DictReader(lines))
 
 
+def markdown(heading: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table."""
+    rows = [heading, ["---"] * len(heading), *lines]
+    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a CSV; the first row has all columns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced_file(path, text=True) as lines:
+        writer = csv.DictWriter(lines, list(rows[0]), restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 class Table:
     """A CSV that is written after every case, so that an interruption loses one case at most."""
 
@@ -133,17 +116,17 @@ class Table:
         if fresh:
             path.unlink(missing_ok=True)
         self.rows = read(path)
-        other = {_identity(row) for row in self.rows} - {_identity(common)}
-        if other:
+        for row in self.rows:
             different = [
-                f"{name} is {theirs!r} there and {ours!r} now"
-                for name, theirs, ours in zip(IDENTITY, min(other), _identity(common), strict=True)
-                if theirs != ours
+                f"{name} is {row[name]!r} there and {common[name]!r} now"
+                for name in IDENTITY
+                if row[name] != common[name]
             ]
-            raise ValueError(
-                f"{path} holds rows of another run: {', '.join(different)}; "
-                "choose another --output, or start again with --fresh"
-            )
+            if different:
+                raise ValueError(
+                    f"{path} holds rows of another run: {', '.join(different)}; "
+                    "choose another --output, or start again with --fresh"
+                )
 
     def rows_of(self, loss: str, case: str) -> list[Row]:
         """Return the rows of a case."""
@@ -157,16 +140,12 @@ class Table:
         """Append rows of variants that have none yet."""
         rows = []
         for result in results:
-            row = {key.rstrip("_"): str(value) for key, value in result.row().items()}
+            row = {key: str(value) for key, value in result.row().items()}
             if row["variant"] not in self.present(row["loss"], row["case"]) or any(
                 row["variant"] == new["variant"] for new in rows
             ):
                 rows.append({**row, **self.common})
         if rows:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self.rows = read(self.path) + rows  # another run may have added rows
-            with replaced_file(self.path, text=True) as lines:
-                writer = csv.DictWriter(lines, list(rows[0]), lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(self.rows)
+            write(self.path, self.rows)
         return rows

@@ -8,49 +8,25 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Quartiles", "Run", "Samples", "interleave"]
-
 Run = Callable[[int], object]  # the argument is the number of the call, to rotate inputs
+Seconds = dict[str, list[float]]  # entry i of each list belongs to round i
 
 
-@dataclass(frozen=True)
-class Quartiles:
-    """The median and the quartiles."""
-
-    q1: float
-    median: float
-    q3: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Quartiles":
-        """Return inclusive quartiles; for a single value, it three times."""
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
-        return cls(*statistics.quantiles(values, n=4, method="inclusive"))
-
-    def columns(self, name: str) -> dict[str, float]:
-        """Return the quartiles as columns of a table."""
-        return {name: self.median, f"{name}_q1": self.q1, f"{name}_q3": self.q3}
+def columns(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return the median and the inclusive quartiles as columns of a table."""
+    three = values * 3 if len(values) == 1 else statistics.quantiles(values, method="inclusive")
+    return {f"{name}{end}": x for end, x in zip(("_q1", "", "_q3"), three, strict=True)}
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Seconds per call for every variant; entry ``i`` of each list belongs to round ``i``."""
-
-    seconds: Mapping[str, list[float]]
-
-    def times(self, name: str) -> Quartiles:
-        """Return the times of a variant."""
-        return Quartiles.of(self.seconds[name])
-
-    def ratios(self, name: str, baseline: str) -> Quartiles:
-        """Return the baseline's time over the variant's, per round."""
-        pairs = zip(self.seconds[baseline], self.seconds[name], strict=True)
-        return Quartiles.of([slow / fast for slow, fast in pairs])
+def speedup(seconds: Mapping[str, Sequence[float]], name: str) -> dict[str, float]:
+    """Return eager's time over a variant's per round, as columns; none if eager was not timed."""
+    if "eager" not in seconds:
+        return {}
+    pairs = zip(seconds["eager"], seconds[name], strict=True)
+    return columns("speedup", [eager / own for eager, own in pairs])
 
 
 def interleave(
@@ -62,8 +38,8 @@ def interleave(
     min_rounds: int = 3,
     max_rounds: int = 20,
     shortest: float = 2e-3,
-) -> Samples:
-    """Time all runs in rounds until the budget is spent.
+) -> Seconds:
+    """Time all runs in rounds until the budget is spent; return seconds per call.
 
     Args:
         runs: the warmed-up variants.
@@ -77,7 +53,7 @@ def interleave(
     take = _cuda_sampler(device) if device.type == "cuda" else _cpu_sample
     names = list(runs)
     number = {name: max(1, min(1000, round(shortest / max(first[name], 1e-7)))) for name in names}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: Seconds = {name: [] for name in names}
     gc.collect()
     gc.disable()
     try:
@@ -85,12 +61,12 @@ def interleave(
         for turn in range(max_rounds):
             if turn >= min_rounds and time.perf_counter() - start > budget:
                 break
-            shift = turn % len(names)
+            shift = turn % max(1, len(names))
             for name in names[shift:] + names[:shift]:
                 seconds[name].append(take(runs[name], number[name]))
     finally:
         gc.enable()
-    return Samples(seconds)
+    return seconds
 
 
 def _cpu_sample(run: Run, number: int) -> float:
@@ -107,8 +83,9 @@ def _cuda_sampler(device: torch.device) -> Callable[[Run, int], float]:
 
     def sample(run: Run, number: int) -> float:
         number = min(number, 50)
-        starts = [torch.cuda.Event(enable_timing=True) for _ in range(number)]
-        stops = [torch.cuda.Event(enable_timing=True) for _ in range(number)]
+        starts, stops = (
+            [torch.cuda.Event(enable_timing=True) for _ in range(number)] for _ in range(2)
+        )
         torch.cuda.synchronize(device)
         for call in range(number):
             flush.zero_()

@@ -1,30 +1,24 @@
-"""The run of a suite: it measures all cases and shows the results."""
+"""The run of a suite: it measures all cases and prints the results."""
 
 import argparse
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table as Screen
 
 from benchmarks.losses import cases
-from benchmarks.run import available, ceilings
-from benchmarks.run.measure import FORWARD, TRAINING, Limits, Result, measure
+from benchmarks.run import available
+from benchmarks.run.measure import Result, measure
 from benchmarks.run.table import Row, Table, circumstances
-from benchmarks.schema import Case
 
-__all__ = ["work"]
+ENDS = ("_q1", "", "_q3")
+SIZES = ("peak_bytes", "peak_bytes_without_gradients")
 
 
 def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
     """Measure what the CSV lacks; return 1 if a variant differs or ours failed."""
-    console = Console(width=None if Console().is_terminal else 120)
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device is available")
@@ -34,89 +28,54 @@ def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
         torch.set_num_threads(args.threads)
     for package in available.PACKAGES:
         if reason := available.missing_reason(package):
-            console.print(f"{package}: {reason}, skipped")
-    rates = ceilings.measure(device, copy_mib=16 if args.suite == "tiny" else 256)
-    common = circumstances(device, args.suite, rates)
-    console.print(", ".join(f"{name} {value}" for name, value in common.items() if value))
+            print(f"{package}: {reason}, skipped")
+    common = circumstances(device, args.suite)
+    print(", ".join(f"{name} {value}" for name, value in common.items() if value))
     try:
         table = Table(output, common, fresh=args.fresh)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    limits = Limits(budget)
-    passes = (TRAINING,) if args.training_only else (FORWARD, TRAINING)
-    options: dict[str, Any] = {"compiled": not args.no_compile, "passes": passes}
     todo = cases(args.suite, [name for name in args.only.split(",") if name])
-    wrong = set()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        bar = progress.add_task("", total=len(todo))
-        for case in todo:
-            label = f"{case.loss} {case.name}"
-            variants = available.variants(case, compiled=not args.no_compile)
-            missing = {each.name for each in variants} - table.present(case.loss, case.name)
-            if missing:
-
-                def say(what: str, label: str = label) -> None:
-                    progress.update(bar, description=f"{label}: {what}")
-
-                try:
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore")  # of the compiler and the peers
-                        results = measure(case, device, rates, limits, **options, say=say)
-                except Exception as error:
-                    results = _failed(case, passes, sorted(missing), error)
-                rows = table.add(results)
-                wrong |= {
-                    f"{row['loss']}, {row['case']}, {row['variant']}: {row['status']}"
-                    for row in rows
-                    if not row["status"].startswith(("ok", "skipped"))
-                }
-            else:  # an earlier, interrupted run measured it
-                rows = table.rows_of(case.loss, case.name)
-            show(progress.console, label, rows)
-            progress.advance(bar)
-            if device.type == "cuda":
-                torch.cuda.synchronize()  # ends here if a kernel broke the GPU's context
-    for line in sorted(wrong):
-        console.print(escape(line), style="bold red")
-    return 1 if any(": MISMATCH" in line or ", ours" in line for line in wrong) else 0
+    compiled = not args.no_compile
+    wrong = []
+    for number, case in enumerate(todo, start=1):
+        variants = available.variants(case, compiled=compiled)
+        missing = [x for x in variants if x.name not in table.present(case.loss, case.name)]
+        rows = table.rows_of(case.loss, case.name)  # of an earlier, interrupted run
+        if missing:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of the compiler and the peers
+                    results = measure(case, device, budget, compiled=compiled)
+            except Exception as error:
+                line = (str(error).splitlines() or [""])[0][:150]
+                status = f"failed: {type(error).__name__}: {line}"
+                results = [Result.of(case, variant, status) for variant in missing]
+            rows = table.add(results)
+            wrong += [row for row in rows if not row["status"].startswith(("ok", "skipped"))]
+        print(f"\n{case.loss} {case.name} ({number} of {len(todo)})\n\n{_shown(rows)}", flush=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # ends here if a kernel broke the GPU's context
+    for row in wrong:
+        print(", ".join(row[name] for name in ("loss", "case", "variant", "status")))
+    return int(
+        any(row["variant"].startswith("ours") or "MISMATCH" in row["status"] for row in wrong)
+    )
 
 
-def _failed(
-    case: Case, passes: Sequence[str], variants: Sequence[str], error: Exception
-) -> list[Result]:
-    line = (str(error).splitlines() or [""])[0][:150]
-    status = f"failed: {type(error).__name__}: {line}"
-    about = case.loss, case.name, case.group, case.elements
-    return [
-        Result(*about, each, variant, "ours" if "ours" in variant else "", status)
-        for each in passes
-        for variant in variants
-    ]
-
-
-def show(console: Console, title: str, rows: Sequence[Row]) -> None:
-    """Print one line per variant for the training pass, and then the failures."""
-    screen = Screen(title=title, title_justify="left", box=None, pad_edge=False)
-    screen.add_column("forward + backward", width=24, no_wrap=True)
-    for heading in ("ms", "x eager", "quartiles", "MiB", "- gradients", "of ceiling"):
-        screen.add_column(heading, justify="right", no_wrap=True, min_width=10)
-    rows = [row for row in rows if row["pass"] == TRAINING]
+def _shown(rows: Sequence[Row]) -> str:
+    """Return one line per variant; one that was not timed has its status there."""
+    heading = ("", "ms", "x eager", "quartiles", "MiB", "- gradients")
+    lines: list[tuple[str, ...]] = [heading]
     for row in rows:
-        if row["status"].startswith("ok"):
-            low, ratio, high = (
-                f"{float(row[f'speedup{end}'] or 'nan'):.2f}" for end in ("_q1", "", "_q3")
-            )
-            kept = (row["peak_bytes"], row["peak_bytes_without_gradients"])
-            screen.add_row(
-                row["variant"],
-                f"{1e3 * float(row['seconds']):.3g}",
-                *(ratio, f"{low}-{high}"),
-                *(f"{float(size) / 2**20:.3g}" for size in kept),
-                f"{100 * float(row['share_of_ceiling']):.0f}%",
-            )
-    console.print(screen)
-    for row in rows:
+        low, ratio, high = (f"{float(row[f'speedup{end}'] or 'nan'):.2f}" for end in ENDS)
+        sizes = [float(row[name] or "nan") / 2**20 for name in SIZES]
+        time = f"{1e3 * float(row['seconds'] or 'nan'):.3g}"
+        figures = (time, ratio, f"{low} to {high}", *(f"{size:.3g}" for size in sizes))
         if not row["status"].startswith("ok"):
-            console.print(escape(f"{row['variant']}: {row['status']}"))
+            figures = (row["status"], *("" for _ in figures[1:]))
+        lines.append((row["variant"], *figures))
+    return "\n".join(
+        f"{line[0]:24}" + "".join(f"{cell:>14}" for cell in line[1:]) for line in lines
+    )

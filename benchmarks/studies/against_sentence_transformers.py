@@ -18,8 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.studies.files import publish, write_csv
-from benchmarks.studies.runs import Result, markdown, run_all, sources_of, spread, study_parser
+from benchmarks.run.table import write
+from benchmarks.studies.runs import (
+    Result,
+    markdown,
+    publish,
+    run_all,
+    sources_of,
+    spread,
+    study_parser,
+)
 from examples.demo.corpus import Corpus, Row, pair_texts
 from examples.demo.evaluation import bm25_scores, ranks, similarities
 from examples.demo.training import Run, Settings
@@ -265,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for corpus, results in run_all(options, list(VARIANTS), settings_of, run_one):
         rows += [_row(corpus, name, None, one) for name, one in results[0]["baselines"].items()]
         rows += [_row(corpus, one["variant"], one, one["test"]) for one in results]
-    write_csv(options.output / "against_sentence_transformers.csv", rows)
+    write(options.output / "against_sentence_transformers.csv", rows)
     publish(options.output / "against_sentence_transformers.md", summary(rows))
 
 

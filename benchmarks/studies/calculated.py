@@ -7,7 +7,6 @@ at a share of the nominal rates; operations run one after the other.
 """
 
 import argparse
-import csv
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -22,12 +21,9 @@ from benchmarks.losses import cases
 from benchmarks.run.available import variants
 from benchmarks.run.check import ready
 from benchmarks.run.launches import Launches
-from benchmarks.run.table import RESULTS
+from benchmarks.run.table import RESULTS, write
 from benchmarks.schema import Case, Maker
 from benchmarks.studies.training_step import HEADS, Shape, Step
-from sparse_losses._core.files import replaced_file
-
-__all__ = ["Row", "case_rows", "main", "seconds", "training_steps"]
 
 META = torch.device("meta")
 LAUNCH = 5e-6  # seconds
@@ -140,10 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [row for case in cases(args.suite, only) for row in case_rows(case)]
     if not only and args.suite == "calculated":
         rows += training_steps(Shape())
-    with replaced_file(args.output, text=True) as file:
-        writer = csv.DictWriter(file, list(asdict(rows[0])), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    write(args.output, [asdict(row) for row in rows])
     return 0
 
 

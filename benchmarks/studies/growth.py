@@ -13,18 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.progress import track
 
 from benchmarks.losses import benchmark
-from benchmarks.report import markdown
-from benchmarks.run import ceilings
-from benchmarks.run.ceilings import Ceilings
-from benchmarks.run.measure import TRAINING, Limits, measure
-from benchmarks.run.table import RESULTS, circumstances
+from benchmarks.run.measure import measure
+from benchmarks.run.table import RESULTS, circumstances, markdown, write
 from benchmarks.schema import Case
-from benchmarks.studies.files import publish, write_csv
-
-__all__ = ["AXES", "Axis", "Point", "exponent", "exponents_table", "main"]
+from benchmarks.studies.runs import publish
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,6 @@ class Point:
     variant: str
     seconds: float
     peak_bytes: float
-    share: float  # relative to the ceiling
 
 
 def exponent(values: Sequence[float], costs: Sequence[float]) -> tuple[float, float]:
@@ -87,21 +80,19 @@ def exponent(values: Sequence[float], costs: Sequence[float]) -> tuple[float, fl
     return float(slope), float(1 - (left**2).sum() / total) if total > 1e-12 else 1.0
 
 
-def run_axis(axis: Axis, device: torch.device, rates: Ceilings, budget: float) -> list[Point]:
+def run_axis(axis: Axis, device: torch.device, budget: float) -> list[Point]:
     """Measure one axis, interleaved as in the suite."""
     base = benchmark(axis.loss)
     kept = tuple(variant for variant in base.variants if variant.name in axis.variants)
-    # The suite and the tests check small copies in fp64; here every size is checked in fp32.
-    base = replace(base, variants=kept, tiny=[])
+    base = replace(base, variants=kept)
     points = []
     for value in axis.values:
         case = Case(base, {**axis.base, axis.name: value})
-        for result in measure(case, device, rates, Limits(budget, 3, 7), compiled=False):
+        for result in measure(case, device, budget, compiled=False, max_rounds=7):
             if result.status != "ok":
                 raise SystemExit(f"{case.loss}, {case.name}, {result.variant}: {result.status}")
-            if result.pass_ == TRAINING:
-                cost = result.seconds, result.peak_bytes, result.share_of_ceiling
-                points.append(Point(axis.loss, axis.name, value, result.variant, *cost))
+            cost = result.seconds, result.peak_bytes
+            points.append(Point(axis.loss, axis.name, value, result.variant, *cost))
     return points
 
 
@@ -145,18 +136,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--points", type=int, default=4, help="points per axis, smallest first")
     args = parser.parse_args(arguments)
     device = torch.device(args.device)
-    rates = ceilings.measure(device)
     points: list[Point] = []
-    for axis in track(AXES, "axes"):
-        points += run_axis(
-            replace(axis, values=axis.values[: args.points]), device, rates, args.budget
-        )
-    common = circumstances(device, "growth", rates)
-    write_csv(args.output, [asdict(point) | common for point in points])
+    for axis in AXES:
+        few = replace(axis, values=axis.values[: args.points])
+        points += run_axis(few, device, args.budget)
+    common = circumstances(device, "growth")
+    write(args.output, [asdict(point) | common for point in points])
     text = (
         f"Measured on {common['device']} ({common['capability']}), {common['threads']} threads, "
-        f"commit {common['git_commit']}, torch {common['torch']}, fp32: copies "
-        f"{common['copy_gb_per_s']} GB/s, multiplies {common['matmul_gflop_per_s']} GFLOP/s."
+        f"commit {common['git_commit']}, torch {common['torch']}, fp32."
         f"\n\n### Exponents\n\n{exponents_table(points)}\n\n"
     )
     publish(args.output.with_suffix(".md"), text)

@@ -19,15 +19,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from benchmarks.report import markdown
 from benchmarks.run.memory import peak_bytes
-from benchmarks.run.table import RESULTS, circumstances
-from benchmarks.run.timing import Samples
-from benchmarks.studies.files import write_csv
+from benchmarks.run.table import RESULTS, circumstances, markdown, write
+from benchmarks.run.timing import columns as quartiles
+from benchmarks.run.timing import speedup
 from sparse_losses.distributed import gather_rows, sum_over_ranks
 from sparse_losses.functional import info_nce_loss
-
-__all__ = ["SIZES", "VARIANTS", "main", "report"]
 
 SIZES = ((256, 256), (1024, 256), (64, 30_522))  # rows per rank, columns
 DENSITY = {30_522: 0.01}  # otherwise dense
@@ -91,12 +88,10 @@ def measure(batch: int, columns: int, rounds: int) -> list[dict[str, object]]:
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             seconds[name].append(_seconds(runs[name]))
-    samples = Samples(seconds)
     rows: list[dict[str, object]] = []
     for name in names:
         row = {"ranks": dist.get_world_size(), "rows": batch, "columns": columns, "variant": name}
-        times, ratio = samples.times(name), samples.ratios(name, "eager")
-        numbers = times.columns("seconds") | ratio.columns("speedup")
+        numbers = quartiles("seconds", seconds[name]) | speedup(seconds, name)
         row |= {"rounds": rounds, **{key: float(f"{x:.6g}") for key, x in numbers.items()}}
         row |= {
             "peak_bytes": int(peaks[name][0]),
@@ -149,8 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(work, (world, folder, args.rounds, sizes), nprocs=world)
             rows += torch.load(Path(folder, "rows.pt"), weights_only=True)
-    common = circumstances(CPU, "ranks", None)
-    write_csv(args.output, [row | common for row in rows])
+    common = circumstances(CPU, "ranks")
+    write(args.output, [row | common for row in rows])
     print(report(rows))
     return 0
 

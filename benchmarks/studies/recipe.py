@@ -13,14 +13,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from benchmarks.run.table import write
 from benchmarks.studies.against_sentence_transformers import (
     FIGURES,
     TWO_TARGETS,
     evaluate,
     with_target,
 )
-from benchmarks.studies.files import publish, write_csv
-from benchmarks.studies.runs import Result, markdown, run_all, sources_of, study_parser
+from benchmarks.studies.runs import Result, markdown, publish, run_all, sources_of, study_parser
 from examples.demo.corpus import Corpus
 from examples.demo.model import ModelSize
 from examples.demo.training import Run, Settings
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             row = {"corpus": corpus, "sources": sources_of(result), "change": change}
             row |= {"target": target, "seed": result["seed"]}
             rows.append(row | {key: round(x, 4) for key, x in result["validation"].items()})
-    write_csv(options.output / "recipe.csv", rows)
+    write(options.output / "recipe.csv", rows)
     cells = []
     keys = ("corpus", "change", "target")
     for key, group in itertools.groupby(rows, lambda row: [str(row[name]) for name in keys]):

@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.studies import debian
-from benchmarks.studies.files import replace_text
 from examples.demo import docstrings
 from examples.demo.__main__ import whole
+from sparse_losses._core.files import replaced_file
 
 Result = dict[str, Any]
 LOADERS = {"docstrings": docstrings.load, "debian": debian.load}
@@ -119,7 +119,14 @@ def _work(job: tuple[Callable[[Any, Any], Result], Path, str, int, Any, Any]) ->
     run_one, path, variant, seed, settings, corpus = job
     result = {"variant": variant, "seed": seed, "settings": dataclasses.asdict(settings)}
     result |= run_one(settings, corpus)
-    replace_text(path, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    with replaced_file(path, text=True) as file:
+        file.write(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+
+
+def publish(path: Path, table: str) -> None:
+    """Write a table as Markdown and print it."""
+    path.write_text(table, encoding="utf-8")
+    print(table)
 
 
 def sources_of(result: Result) -> str:

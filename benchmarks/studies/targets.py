@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.studies.files import publish, write_csv
-from benchmarks.studies.runs import Result, markdown, run_all, sources_of, study_parser
+from benchmarks.run.table import write
+from benchmarks.studies.runs import Result, markdown, publish, run_all, sources_of, study_parser
 from examples.demo.corpus import Corpus, pair_texts
 from examples.demo.evaluation import ranking, similarities
 from examples.demo.model import ModelSize
-from examples.demo.training import STEPS, Run, Settings, Step
+from examples.demo.training import STEPS, Run, Settings
 from sparse_losses import RECOMMENDED, calibrate_threshold
 
 STARTS = {"dense": 0.0, "sparse": -2.0}  # the bias; with -2 about 100 dimensions are active
@@ -36,7 +36,6 @@ VARIANTS: dict[str, tuple[str, int | None]] = {
     for start, target in itertools.product(STARTS, (None, *TARGETS))
 }
 DEFAULT = [name for name, (_, target) in VARIANTS.items() if target in (32, 64, 128)]
-EARLY = 100  # step by which the controller should report an unreachable target
 WORDS = ("corpus", "sources", "start", "given", "said_early", "status")
 RUN = ("corpus", "start", "steps", "target", "seed")  # columns that identify a training
 
@@ -55,19 +54,13 @@ def settings_of(variant: str, seed: int, steps: int) -> Settings:
 
 
 def run_one(settings: Settings, corpus: Corpus) -> Result:
-    """Train once; return the controller's early and final reports, and the test figures.
+    """Train once; return the controller's report and the test figures.
 
     The figures are those of the trained model, and after calibration to its target and smaller
     ones.
     """
     run = Run(corpus, settings)
-    early: dict[str, Any] = {}
-
-    def listen(step: Step) -> None:
-        if step.step == EARLY:
-            early.update({side: one.report() for side, one in run.controllers.items()})
-
-    run.train(listen)
+    run.train()
     tests = [
         [lifted_logits(run, texts) for texts in pair_texts(corpus.test, number)]
         for number in range(len(corpus.tasks))
@@ -89,7 +82,6 @@ def run_one(settings: Settings, corpus: Corpus) -> Result:
         "sources": corpus.sources,
         "seconds": round(run.seconds, 1),
         "controllers": {side: one.report() for side, one in run.controllers.items()},
-        "early": early,
         "trained": figures(0.0, tests, settings.preset.similarity),
         "calibrated": calibrated,
     }
@@ -144,9 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             row = _row(corpus, result)
             rows.append(row)
             calibrated += [{key: row[key] for key in RUN} | one for one in result["calibrated"]]
-    write_csv(options.output / "targets.csv", rows)
+    write(options.output / "targets.csv", rows)
     if calibrated:
-        write_csv(options.output / "calibrated.csv", calibrated)
+        write(options.output / "calibrated.csv", calibrated)
     table = asked_and_got(rows) + "\n" + calibration(calibrated, rows)
     publish(options.output / "targets.md", table)
 
@@ -154,10 +146,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _row(corpus: str, result: Result) -> dict[str, Any]:
     """Return the row of a training: its settings, active dimensions and ranking."""
     start, target = VARIANTS[result["variant"]]
-
-    def status(when: str) -> str:
-        return str(result[when].get("document", {"status": ""})["status"])
-
     return {
         "corpus": corpus,
         "sources": sources_of(result),
@@ -166,8 +154,7 @@ def _row(corpus: str, result: Result) -> dict[str, Any]:
         "target": target,
         "seed": result["seed"],
         **result["trained"],
-        "said_early": status("early"),
-        "status": status("controllers"),
+        "status": result["controllers"].get("document", {"status": ""})["status"],
         "seconds": result["seconds"],
     }
 

@@ -2,7 +2,7 @@
 
 The model is a masked language model of XLM-RoBERTa's shape with random weights, trained in bf16
 autocast by AdamW on pairs of texts, with dot-product InfoNCE and FLOPS on both sides. The study
-measures the time of a step, with all heads interleaved, and the largest batch that fits, for each.
+measures time and peak memory of a step, with all heads interleaved.
 Without dropout gradients can be compared; with learning rate 0 the share of active entries is
 constant.
 """
@@ -12,7 +12,6 @@ import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,9 @@ from torch import Tensor
 
 import sparse_losses
 from benchmarks.losses import flops, info_nce, splade_head
-from benchmarks.report import markdown
 from benchmarks.run import timing
 from benchmarks.run.measure import Result
-from benchmarks.run.table import RESULTS, Table, circumstances
-
-__all__ = ["HEADS", "Shape", "Step", "largest", "main"]
+from benchmarks.run.table import RESULTS, Table, circumstances, markdown
 
 FLOPS_WEIGHT = 1e-3
 Head = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -43,10 +39,9 @@ class Shape:
     length: int = 256
     active: float = 0.01  # share of active entries of the vectors
     pairs: tuple[int, ...] = (8, 32)  # batch sizes of the timed steps
-    most_pairs: int = 4096  # limit of the search for the largest batch
 
 
-TINY = Shape(200, 32, 2, 2, 16, 0.1, (2,), 4)
+TINY = Shape(200, 32, 2, 2, 16, 0.1, (2,))
 
 
 @dataclass(frozen=True)
@@ -182,17 +177,6 @@ class Step:
         torch.cuda.synchronize(self.device)
         return float(torch.cuda.max_memory_allocated(self.device) - before)
 
-    def fits(self, name: str, head: Head, pairs: int) -> bool:
-        """Whether two steps fit; the second runs with the memory that the first left allocated."""
-        try:
-            for number in range(2):
-                self.run(name, head, pairs)(number).item()
-        except torch.OutOfMemoryError:
-            return False
-        finally:
-            self.forget()
-        return True
-
     def forget(self) -> None:
         """Free everything except weights and moments."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -200,22 +184,6 @@ class Step:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def largest(fits: Callable[[int], bool], first: int, most: int) -> int:
-    """Return the largest number that fits, to one eighth, by doubling and then by bisection."""
-    good, bad = 0, most + 1
-    size = min(first, most)
-    while size > good:
-        if fits(size):
-            good = size
-            size = min(2 * size, most) if bad > most else (good + bad) // 2
-        else:
-            bad = size
-            size = (good + bad) // 2
-        if good and bad <= most and bad - good <= max(1, good // 8):
-            break
-    return good
 
 
 ALLOWED_VALUE, ALLOWED_GRADIENT = 2e-2, 0.3  # the arg-max of bf16 scores varies
@@ -266,40 +234,16 @@ def _times(
         except torch.OutOfMemoryError:
             rows[name] = replace(rows[name], status="skipped: does not fit")
         step.forget()
-    samples = timing.interleave(
-        runs, step.device, budget=budget, first=dict.fromkeys(runs, 1.0), max_rounds=15
-    )
+    first = dict.fromkeys(runs, 1.0)
+    seconds = timing.interleave(runs, step.device, budget=budget, first=first, max_rounds=15)
     tokens = 2 * pairs * step.shape.length
     for name in runs:
-        times = samples.times(name)
-        rows[name] = replace(
-            rows[name],
-            rounds=len(samples.seconds[name]),
-            **times.columns("seconds"),
-            tokens_per_second=tokens / times.median,
-        )
+        times = timing.columns("seconds", seconds[name])
+        speed = tokens / times["seconds"]
+        rounds = len(seconds[name])
+        rows[name] = replace(rows[name], rounds=rounds, **times, tokens_per_second=speed)
     step.forget()
     return list(rows.values())
-
-
-def _largest(step: Step, name: str, head: Head, checked: Mapping[str, Any], budget: float) -> Row:
-    """Measure the largest number of pairs that fits, and the time of that step."""
-    row = Row("training_step", "largest", name, status=checked["status"])
-    if row.status != "ok":
-        return row
-    pairs = largest(partial(step.fits, name, head), step.shape.pairs[0], step.shape.most_pairs)
-    if not pairs:
-        return replace(row, status="skipped: does not fit")
-    while True:
-        try:
-            (timed,) = _times(step, {name: head}, "largest", pairs, {name: checked}, budget=budget)
-            break
-        except torch.OutOfMemoryError:  # more rounds leave more memory allocated
-            step.forget()
-            pairs -= max(1, pairs // 16)
-    if pairs == step.shape.most_pairs and timed.status == "ok":
-        timed = replace(timed, status="ok, where the search ends")
-    return timed
 
 
 def parser() -> argparse.ArgumentParser:
@@ -322,23 +266,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type == "cpu" and not args.tiny:
         raise SystemExit("a step of this size needs --device cuda; on a CPU use --tiny")
     shape = TINY if args.tiny else Shape()
-    common = circumstances(device, "training_step", None)
+    common = circumstances(device, "training_step")
     common |= {key: str(value) for key, value in asdict(shape).items() if "pairs" not in key}
     path = args.output or RESULTS / f"{args.device}-training.csv"
     table = Table(path, common, fresh=args.fresh)
-    measured = HEADS
     cases = {f"pairs={pairs}": pairs for pairs in shape.pairs}
-    todo = [c for c in [*cases, "largest"] if {*measured} - table.present("training_step", c)]
+    todo = [case for case in cases if {*HEADS} - table.present("training_step", case)]
     if todo:
         step = Step(shape, device)
-        checked = _compare(step, measured, shape.pairs[0])
-        for case, pairs in cases.items():
-            if case in todo:
-                table.add(_times(step, measured, case, pairs, checked, budget=args.budget))
-        for name in [x for x in measured if x not in table.present("training_step", "largest")]:
-            table.add([_largest(step, name, measured[name], checked[name], args.budget / 2)])
+        checked = _compare(step, HEADS, shape.pairs[0])
+        for case in todo:
+            table.add(_times(step, HEADS, case, cases[case], checked, budget=args.budget))
     columns = ("case", "variant", "pairs", "seconds", "tokens_per_second", "peak_bytes", "status")
-    rows = [row for row in table.rows if row["variant"] in measured]
+    rows = [row for row in table.rows if row["variant"] in HEADS]
     print(markdown(columns, [[row[name] for name in columns] for row in rows]))
     return int(any(row["status"].startswith(("MISMATCH", "failed")) for row in rows))
 

@@ -9,26 +9,13 @@ import torch
 import sparse_losses
 from benchmarks.losses import NAMES, benchmark, cases
 from benchmarks.run import available
-from benchmarks.run.check import check, check_rounded
-from benchmarks.schema import DTYPES, Case, Maker, Variant, case_name, implementations
+from benchmarks.run.check import check
+from benchmarks.schema import DTYPES, Case, Maker, case_name, implementations
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 STEMS = {p.stem for p in (ROOT / "sparse_losses/losses").glob("*.py") if not p.stem.startswith("_")}
 BESIDE = {"splade_pool", "splade_head", "end_to_end", "objective"}
-TINY = cases("tiny")
-
-
-def label(case: Case) -> str:
-    return f"{case.loss} {case.name}"
-
-
-def with_dtype(case: Case, dtype: str) -> Case:
-    return replace(case, sizes={**case.sizes, "dtype": dtype})
-
-
-def plain_and_ours(case: Case) -> list[Variant]:
-    return [variant for variant in available.variants(case) if variant.kind != "peer"]
 
 
 @pytest.mark.parametrize("suite", ["tiny", "quick", "full", "gpu"])
@@ -64,21 +51,10 @@ def test_every_aim_names_a_variant_and_a_case_of_the_full_suite():
         full = {case.name: case for case in cases("full", [loss])}
         for aim in benchmark(loss).aims:
             names = {variant.name for variant in full[case_name(aim.sizes)].variants()}
-            assert {aim.variant, aim.other} <= names, aim
+            assert aim.variant in names, aim
             count += 1
-        for sizes in benchmark(loss).crossover:
-            assert case_name(sizes) in full
-    assert count > 20
+    assert count > 15
     assert {case.loss for case in cases("aims")} < set(NAMES)
-
-
-def test_gpu_suite_starts_with_the_most_important_losses():
-    gpu = cases("gpu")
-    assert {case.loss for case in gpu[:12]} <= {"splade_head", "info_nce", "nws", "distillation"}
-    sizes = {(case.loss, case.name) for case in gpu}
-    assert ("info_nce", "B=65536 D=768 bf16") in sizes
-    assert ("splade_head", "B=32 S=256 V=250002 H=768 1% mask=67% bf16") in sizes
-    assert all(case.sizes["dtype"] in DTYPES for case in gpu)
 
 
 def test_unknown_loss_is_refused():
@@ -87,17 +63,14 @@ def test_unknown_loss_is_refused():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant):UserWarning")
-@pytest.mark.parametrize("case", TINY, ids=label)
-def test_every_variant_computes_the_plain_formula(case: Case):
-    check(case, plain_and_ours(case), Maker(CPU, torch.float64))
-
-
-@pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant):UserWarning")
-@pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("case", TINY, ids=label)
-def test_no_variant_is_less_accurate_than_the_plain_formula(case: Case, dtype: str):
-    case = with_dtype(case, dtype)
-    check_rounded(case, plain_and_ours(case), Maker(CPU))
+@pytest.mark.parametrize("dtype", ["fp64", *DTYPES])
+@pytest.mark.parametrize("case", cases("tiny"), ids=lambda case: f"{case.loss} {case.name}")
+def test_every_variant_computes_the_plain_formula(case: Case, dtype: str):
+    """In fp64; in another dtype none is less accurate."""
+    maker = Maker(CPU, torch.float64)
+    if dtype != "fp64":
+        case, maker = replace(case, sizes={**case.sizes, "dtype": dtype}), Maker(CPU)
+    check(case, [v for v in available.variants(case) if v.kind != "peer"], maker)
 
 
 # Inputs.
@@ -135,31 +108,3 @@ def test_half_precision_is_rounded_from_single():
     assert (x != 0).double().mean().item() == pytest.approx(0.005, rel=0.1)
     double = case.inputs(Maker(CPU, torch.float64))["activations"]
     assert double.dtype == torch.float64
-
-
-# Floors.
-
-
-def test_the_floor_reads_inputs_and_writes_gradients_once():
-    case = Case(benchmark("flops"), {"B": 4, "V": 50, "density": 0.4})
-    inputs = case.inputs(Maker(CPU))
-    assert case.floor(inputs, backward=False) == (4 * 4 * 50, 0)
-    assert case.floor(inputs, backward=True) == (2 * 4 * 4 * 50, 0)
-    case = Case(benchmark("splade_pool"), {"B": 3, "S": 5, "V": 20, "density": 0.3})
-    inputs = case.inputs(Maker(CPU))
-    logits, mask, pooled = 4 * 3 * 5 * 20, 8 * 3 * 5, 4 * 3 * 20
-    assert case.floor(inputs, backward=False)[0] == logits + mask + pooled
-    assert case.floor(inputs, backward=True)[0] == 2 * logits + mask + 2 * pooled
-
-
-@pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant):UserWarning")
-def test_products_are_counted_where_both_entries_are_nonzero():
-    dense = Case(benchmark("info_nce"), {"B": 5, "D": 8})
-    assert dense.floor(dense.inputs(Maker(CPU)), backward=False)[1] == 2 * 5 * 5 * 8
-    assert dense.floor(dense.inputs(Maker(CPU)), backward=True)[1] == 3 * 2 * 5 * 5 * 8
-    sparse = Case(benchmark("info_nce"), {"B": 6, "V": 60, "density": 0.2})
-    inputs = sparse.inputs(Maker(CPU))
-    pairs = ((inputs["anchor"] != 0).double() @ (inputs["positive"] != 0).double().T).sum()
-    assert sparse.floor(inputs, backward=False)[1] == 2 * pairs
-    (csr,) = [v for v in sparse.variants() if v.name == "ours, CSR input"]
-    assert sparse.floor(csr.prepare(inputs), backward=False)[1] == 2 * pairs

@@ -1,16 +1,16 @@
 """Aims are judged by a run."""
 
 from benchmarks.report.aims import judge
-from benchmarks.run.measure import TRAINING, Result
+from benchmarks.run.measure import Result
 
 
 def rows(speedup: float) -> list[dict[str, str]]:
     """Return the rows of FLOPS at a size with an aim; ours needs 80 bytes for eager's 100."""
     made = []
     for variant, ratio, peak in (("eager", 1.0, 100.0), ("ours", speedup, 80.0)):
-        about = ("flops", "B=256 V=30522 5%", "5%", 256 * 30522, TRAINING, variant, "", "ok")
+        about = ("flops", "B=256 V=30522 5%", "5%", 256 * 30522, variant, "", "ok")
         times = (3, 1.0 / ratio, 1.0, 1.0, ratio, ratio, ratio)
-        row = Result(*about, *times, peak, peak, 1.0, 1.0, 0.5).row()
+        row = Result(*about, *times, peak, peak).row()
         made.append({name.rstrip("_"): str(value) for name, value in row.items()})
     return made
 
@@ -21,12 +21,12 @@ def test_reached_aims_are_met():
     assert verdicts["FLOPS (ours)", ">= 3x eager"].measured == "3.5"
     assert verdicts["top-k (ours)", ">= 1.5x eager"].verdict == "not measured"
     rule = "every loss, above 1e5 elements"
-    assert verdicts[rule, ">= 1x eager"].verdict == "met"
+    assert verdicts[rule, "<= 1.5 of eager's time"].verdict == "met"
     assert verdicts[rule, "<= 1 of eager's memory"].verdict == "met"
 
 
 def test_a_slower_loss_misses_its_aim_and_the_rule_for_all():
-    verdicts = judge(rows(0.9))
+    verdicts = judge(rows(0.6))
     assert {v.verdict for v in verdicts if v.aim == "FLOPS (ours)"} == {"missed"}
-    slower = [v for v in verdicts if v.wanted == ">= 1x eager"]
-    assert [(v.measured, v.verdict) for v in slower] == [("0.9", "missed"), ("0 of 1", "missed")]
+    slower = [v for v in verdicts if v.aim.startswith("every") and v.wanted.endswith("time")]
+    assert [(v.measured, v.verdict) for v in slower] == [("1.67", "missed"), ("0 of 1", "missed")]

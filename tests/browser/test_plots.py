@@ -1,16 +1,16 @@
 """What a slider draws is what the package computes."""
 
-import importlib
 import itertools
 import math
 from pathlib import Path
 
 import pytest
 
+from tools.figures.curves import FIGURES
+
 ASSETS = Path(__file__).resolve().parents[2] / "docs" / "assets"
 WITH_SLIDERS = sorted(path.stem for path in (ASSETS / "javascripts" / "plots").glob("*.js"))
 assert WITH_SLIDERS, f"expected plots in {ASSETS}"
-MODULES = {name: importlib.import_module(f"tools.figures.{name}") for name in WITH_SLIDERS}
 SOURCE = "import(`/assets/javascripts/plots/${name}.js`)"
 SLIDERS = f"name => {SOURCE}.then((m) => m.sliders)"
 CURVES = f"([name, s]) => {SOURCE}.then((m) => m.curves(s))"
@@ -21,16 +21,16 @@ LABELS = f"name => {SOURCE}.then((m) => [m.panels, m.x])"
 @pytest.mark.parametrize("name", WITH_SLIDERS)
 def test_the_browser_draws_what_the_package_computes(page, address, name):
     page.goto(f"{address}/404.html")
-    module, sliders = MODULES[name], page.evaluate(SLIDERS, name)
+    figure, sliders = FIGURES[name], page.evaluate(SLIDERS, name)
     ends = [(key, (s["min"], s["max"])) for key, s in sliders.items()]
-    settings = [{key: s["value"] for key, s in sliders.items()}, *module.LINES.values()]
+    settings = [{key: s["value"] for key, s in sliders.items()}, *figure.lines.values()]
     for values in itertools.product(*(pair for _, pair in ends)):
         settings.append(dict(zip((key for key, _ in ends), values, strict=True)))
     for setting in settings:
         assert set(setting) == set(sliders)
-        drawn, computed = page.evaluate(CURVES, [name, setting]), module.curves(**setting)
+        drawn, computed = page.evaluate(CURVES, [name, setting]), figure.curves(**setting)
         assert list(drawn["x"]) == pytest.approx(list(computed["x"]), rel=1e-12, abs=1e-12)
-        for panel in module.PANELS:
+        for panel in figure.panels:
             assert list(drawn[panel]) == list(computed[panel])
             for series, values in computed[panel].items():
                 assert all(map(math.isfinite, values))
@@ -41,19 +41,19 @@ def test_the_browser_draws_what_the_package_computes(page, address, name):
 @pytest.mark.parametrize("name", WITH_SLIDERS)
 def test_panels_and_axes_are_named_alike(page, address, name):
     page.goto(f"{address}/404.html")
-    module = MODULES[name]
+    figure = FIGURES[name]
     panels, x = page.evaluate(LABELS, name)
-    assert panels == module.PANELS
-    assert x["label"] == module.X
-    assert bool(x.get("log")) == getattr(module, "LOG_X", False)
+    assert panels == figure.panels
+    assert x["label"] == figure.x
+    assert bool(x.get("log")) == figure.log_x
 
 
 @pytest.mark.parametrize("name", WITH_SLIDERS)
 def test_the_lines_are_those_of_the_static_picture(page, address, name):
     page.goto(f"{address}/404.html")
-    module = MODULES[name]
+    figure = FIGURES[name]
     lines = page.evaluate(LINES, name)
-    assert lines == module.LINES
-    assert list(lines) == list(module.LINES)
-    grids = [list(module.curves(**settings)["x"]) for settings in lines.values()]
+    assert lines == figure.lines
+    assert list(lines) == list(figure.lines)
+    grids = [list(figure.curves(**settings)["x"]) for settings in lines.values()]
     assert all(grid == grids[0] for grid in grids), "they share an axis"

@@ -2,18 +2,19 @@
 
 import ast
 import functools
-import importlib
 import inspect
 import re
 from itertools import chain
 from pathlib import Path
-from types import ModuleType, UnionType
+from types import UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 import sparse_losses
 import sparse_losses.functional as F
+from tools.figures import __main__ as drawing
+from tools.figures import curves, results
 from tools.markdown import DOCS, LANGUAGES, body, expand, split_code
 
 ROOT = DOCS.parent
@@ -88,7 +89,7 @@ def loss_page(stem: str) -> str:
 
 # Links and names.
 
-FIGURES = sorted(p.stem for p in (ROOT / "tools/figures").glob("[!_]*.py"))
+FIGURES = sorted({**curves.FIGURES, **results.FIGURES})
 DRAWN = {f"{figure}-{palette}.svg" for figure in FIGURES for palette in ("light", "dark")}
 
 
@@ -351,11 +352,6 @@ def test_formulas_are_such_as_the_page_can_hold(page):
 # Figures.
 
 
-def figures() -> ModuleType:
-    pytest.importorskip("matplotlib")
-    return importlib.import_module("tools.figures.__main__")
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_figures_are_there_for_light_and_dark_and_told_in_words(page):
     prose, text = without_code(page), read(page)
@@ -389,14 +385,12 @@ def without_colours(svg: str) -> str:
 
 @pytest.mark.parametrize("figure", FIGURES)
 def test_a_figure_by_night_differs_from_that_by_day_in_its_colours_alone(figure, tmp_path):
-    tool = figures()
-    assert figure in tool.names()
-    tool.draw(figure, tmp_path)
+    drawing.draw(figure, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} <= DRAWN
     light, dark = (read(tmp_path / f"{figure}-{palette}.svg") for palette in ("light", "dark"))
     assert without_colours(light) == without_colours(dark)
     for svg, palette in ((light, "light"), (dark, "dark")):
-        colours = tool.PALETTES[palette]
+        colours = drawing.PALETTES[palette]
         used = set(COLOUR.findall(re.sub(r'(?:href|id)="[^"]*"|url\(#[^)]*\)', "", svg)))
         assert colours["text"] in used
         assert used <= {colours["text"], *colours["lines"]}

@@ -1,12 +1,6 @@
-"""The pictures of the docs, one module each, drawn with the package itself: `make figures`.
+"""The pictures of the docs, drawn with the package itself and from committed results.
 
-A module has either `draw(figure)`, or
-
-    X       the label of the horizontal axis; LOG_X, whether it is logarithmic
-    PANELS  {key: title}, side by side
-    LINES   {label: settings}, one entry per line
-    curves  (**settings) -> {"x": [...], key: {series: [...]}, ...}
-
-In the second case `docs/assets/javascripts/plots/<name>.js` may draw the same curves in the
-browser, with sliders for the settings; a test compares the two.
+``python -m tools.figures [NAME ...]`` draws them for light and dark pages. `curves` has the losses:
+`docs/assets/javascripts/plots/<name>.js` may draw the same curves in the browser, with sliders for
+the settings; a test compares the two. `results` has the pictures of committed results.
 """

@@ -1,11 +1,8 @@
 """Draw the docs' pictures for light and dark pages: ``python -m tools.figures [NAME ...]``."""
 
-import importlib
-import pkgutil
 import sys
 from itertools import cycle
 from pathlib import Path
-from types import ModuleType
 
 import matplotlib
 
@@ -14,7 +11,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-import tools.figures
+from tools.figures import curves, results
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
 # The colours are those of docs/assets/stylesheets/site.css.
@@ -49,44 +46,36 @@ def style(palette: str) -> dict[str, object]:
     }
 
 
-def draw_panels(figure: Figure, module: ModuleType) -> None:
-    """Draw every line of a module's `LINES` in each of its `PANELS`."""
-    drawn = {label: module.curves(**settings) for label, settings in module.LINES.items()}
-    for axes, (key, title) in zip(
-        figure.subplots(1, len(module.PANELS), squeeze=False)[0], module.PANELS.items(), strict=True
-    ):
+def draw_panels(figure: Figure, drawn: curves.Figure) -> None:
+    """Draw every line in each of the panels."""
+    lines = {label: drawn.curves(**settings) for label, settings in drawn.lines.items()}
+    panels = figure.subplots(1, len(drawn.panels), squeeze=False)[0]
+    for axes, (key, title) in zip(panels, drawn.panels.items(), strict=True):
         dashes = cycle(DASHES)
-        for label, result in drawn.items():
+        for label, result in lines.items():
             for series, values in result[key].items():
                 name = ", ".join(filter(None, (series, label)))
                 axes.plot(result["x"], values, label=name, linestyle=next(dashes))
-        axes.set(title=title, xlabel=module.X)
-        if getattr(module, "LOG_X", False):
+        axes.set(title=title, xlabel=drawn.x)
+        if drawn.log_x:
             axes.set_xscale("log")
         axes.legend()
 
 
 def draw(name: str, folder: Path) -> None:
     """Write `<name>-light.svg` and `<name>-dark.svg`."""
-    module = importlib.import_module(f"tools.figures.{name}")
     for palette in PALETTES:
         with plt.rc_context(style(palette)):
             figure = plt.figure(figsize=(8.4, 3.3), layout="constrained")
-            if hasattr(module, "draw"):
-                module.draw(figure)
+            if name in curves.FIGURES:
+                draw_panels(figure, curves.FIGURES[name])
             else:
-                draw_panels(figure, module)
+                results.FIGURES[name](figure)
             figure.savefig(folder / f"{name}-{palette}.svg", metadata={"Date": None})
             plt.close(figure)
 
 
-def names() -> list[str]:
-    """Return the names of all pictures."""
-    modules = pkgutil.iter_modules(tools.figures.__path__)
-    return [module.name for module in modules if not module.name.startswith("_")]
-
-
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    for name in sys.argv[1:] or names():
+    for name in sys.argv[1:] or [*curves.FIGURES, *results.FIGURES]:
         draw(name, FOLDER)

@@ -118,18 +118,6 @@ def test_the_study_writes_its_tables(tmp_path, capsys):
     assert float(rows[3]["ndcg_10"]) == pytest.approx(result["test"]["ndcg_10"], abs=1e-4)
 
 
-def test_quick_is_one_seed_and_three_weights(tmp_path, monkeypatch):
-    def check(options, *_):
-        assert options.seeds == [0]
-        assert len(options.only) == 25
-        assert set(options.only) < set(study.VARIANTS)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(study, "run_all", check)
-    with pytest.raises(KeyboardInterrupt):
-        study.main(["--quick", "--output", str(tmp_path)])
-
-
 def test_the_recipe_changes_one_part_at_a_time(tmp_path, capsys):
     arguments = ["--output", str(tmp_path), "--corpora", "docstrings", "--steps", "2", "--seeds"]
     arguments += ["0", "--only", "as recommended, target 32", "without the teacher, target 32"]

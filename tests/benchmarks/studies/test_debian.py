@@ -1,4 +1,3 @@
-import shutil
 import subprocess
 
 import pytest
@@ -50,12 +49,6 @@ def test_lists_and_addresses_are_no_prose():
 def test_a_family_is_a_name_without_release():
     names = ("gcc-12-cross", "llvm-toolchain-14", "libpng1.6", "sed")
     assert [debian.family(name) for name in names] == ["gcc", "llvm-toolchain", "libpng", "sed"]
-
-
-def test_releases_of_a_source_are_one_group():
-    packages = [_package(f"llvm-{n}", f"topic{n}", f"llvm-toolchain-{n}") for n in (13, 14)]
-    (row,) = debian.to_rows(packages)
-    assert row.group == "llvm-toolchain"
 
 
 @pytest.mark.parametrize("word", ["transitional", "dummy package", "metapackage"])
@@ -142,9 +135,3 @@ def test_without_descriptions_or_apt_the_error_names_the_remedy(monkeypatch):
     monkeypatch.setattr(subprocess, "run", _apt({}))
     with pytest.raises(SystemExit, match="there is no apt-cache on this machine: take a Debian"):
         debian.load()
-
-
-@pytest.mark.skipif(shutil.which("apt-cache") is None, reason="needs apt")
-def test_a_failure_of_apt_is_reported():
-    with pytest.raises(SystemExit, match="error: apt-cache: "):
-        debian._run("apt-cache", "--no-such-option")

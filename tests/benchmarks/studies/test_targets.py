@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.studies import runs, targets
+from benchmarks.studies import targets
 from examples.demo.corpus import pair_texts
 from examples.demo.evaluation import ranking, similarities
 from examples.demo.training import Run
@@ -19,13 +19,6 @@ def _rows(path):
 def _arguments(folder, *variants, steps=("3",), seeds=("0",)):
     words = ["--seeds", *seeds, "--steps", *steps, "--corpora", "docstrings"]
     return [*words, "--output", str(folder), "--only", *variants]
-
-
-@pytest.mark.parametrize("wrong", [["--only", "nothing"], ["--steps", "0"], ["--seeds", "-1"]])
-def test_wrong_options_are_refused_by_the_parser(wrong, capsys):
-    with pytest.raises(SystemExit):
-        targets.main(wrong)
-    assert wrong[0] in capsys.readouterr().err
 
 
 def test_finished_runs_are_kept_and_others_refused(small, tmp_path, monkeypatch):
@@ -44,11 +37,6 @@ def test_finished_runs_are_kept_and_others_refused(small, tmp_path, monkeypatch)
     path.with_name("dense,-target-32-1.json").write_text(other, encoding="utf-8")
     with pytest.raises(SystemExit, match="different installed versions"):
         targets.main(arguments)
-
-
-def test_a_spread_is_mean_and_deviation():
-    assert runs.spread([1.0, 3.0], "{:.1f}") == "2.0 ± 1.4"
-    assert runs.spread([1.0], "{:.1f}") == "1.0"
 
 
 def test_targets_are_rows_and_a_table(small, tmp_path, capsys):
@@ -107,11 +95,3 @@ def test_a_calibrated_model_is_one_with_another_bias(small, corpus):
             assert figures["active_query"] == (queries > 0).sum(1).double().mean().item()
             expected = ranking(similarities(queries, documents, name)).mrr_10
             assert figures["mrr_10"] == pytest.approx(expected)
-
-
-def test_the_early_report_is_kept(small, corpus, monkeypatch):
-    small(targets)
-    monkeypatch.setattr(targets, "EARLY", 3)
-    result = targets.run_one(targets.settings_of("dense, target 32", 0, 6), corpus)
-    assert result["early"]["document"]["step"] == 3
-    assert result["controllers"]["document"]["step"] == 6

@@ -1,0 +1,297 @@
+"""Pictures of committed results, and V26's schedule; each function draws one."""
+
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
+from statistics import mean
+
+import torch
+from matplotlib import rcParams
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
+
+from benchmarks.run.table import RESULTS as BENCHMARKS
+from benchmarks.run.table import ROOT, Row, largest_cases, read
+from benchmarks.studies.targets import read_rows
+from sparse_losses import V26, TrainingSchedule, Warmup
+
+DOCS = ROOT / "docs" / "results"
+CORPORA = {"docstrings": ("o", "-", "C0"), "debian": ("s", "--", "C1")}
+TARGETS = [32, 64, 128]
+
+
+def plain_ticks(axis: Axis, values: Sequence[float]) -> None:
+    """Put the only ticks of a logarithmic axis at these values, written as numbers."""
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_locator(FixedLocator(values))
+    axis.set_ticklabels([f"{v / 1e3:.3g}k" if v >= 1e4 else f"{v:g}" for v in values])
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
+
+
+def over_ours(
+    figure: Figure,
+    rows: Iterable[Row],
+    panels: Mapping[str, str],
+    series: Mapping[str, tuple[str, str]],
+    cases: Sequence[tuple[str, str]],
+    *,
+    stacked: bool = False,
+    markersize: float = 6,
+    joined: str = "\n",
+) -> None:
+    """Draw each variant's figure over ours, a line per case: right of 1, ours is less."""
+    table = {(row["loss"], row["case"], row["variant"]): row for row in rows}
+    cases = [case for case in cases if (*case, "ours") in table][::-1]
+    both = figure.subplots(2, 1) if stacked else figure.subplots(1, 2, sharey=True)
+    for axes, (column, title) in zip(both, panels.items(), strict=True):
+        text = axes.spines["left"].get_edgecolor()
+        for number, (name, (label, marker)) in enumerate(series.items()):
+            own = [case for case in cases if (*case, name) in table]
+            ratios = [
+                float(table[*case, name][column]) / float(table[*case, "ours"][column])
+                for case in own
+            ]
+            axes.plot(
+                ratios,
+                [cases.index(case) for case in own],
+                marker,
+                label=label,
+                markersize=markersize,
+                markerfacecolor="none",
+                markeredgewidth=1.5,
+                color=text if number > 4 else None,  # there are no more colours
+            )
+        axes.axvline(1, color=text, linewidth=1, linestyle="-")
+        plain_ticks(axes.xaxis, [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50])
+        axes.set(xlabel=title, ylim=(-0.6, len(cases) - 0.4))
+    for axes in both if stacked else both[:1]:
+        axes.set_yticks(range(len(cases)), [joined.join(case) for case in cases], fontsize=6)
+    handles = both[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=2 if stacked else 5, fontsize=8)
+
+
+def benchmarks_calculated(figure: Figure) -> None:
+    """Calculated times of the plain formula and of a peer over ours, on two GPUs."""
+    rows = read(BENCHMARKS / "calculated.csv")
+    cases = list(dict.fromkeys((row["loss"], row["case"]) for row in rows))
+    gpus = {"h100": "H100", "a10g": "A10G"}
+    panels = {f"{key}_seconds": f"{gpu}: calculated time over ours" for key, gpu in gpus.items()}
+    peers = {"eager": ("plain formula", "o")}
+    peers["sentence-transformers"] = ("sentence-transformers", "^")
+    figure.set_size_inches(8.4, 1 + 0.15 * len(cases))
+    over_ours(figure, rows, panels, peers, cases, markersize=4.5, joined=" ")
+
+
+def benchmarks_peers(figure: Figure, *, stacked: bool = False) -> None:
+    """Time and memory of the peers side by side, or ``stacked`` for a narrow screen."""
+    panels = {"seconds": "time over ours", "peak_bytes": "peak extra memory over ours"}
+    peers = {"eager": ("plain formula", "o"), "torch.compile": ("the same, compiled", "x")}
+    names = ("ours, compiled", "sentence-transformers", "pytorch-metric-learning")
+    for name, marker in zip((*names, "info-nce-pytorch"), "s^D+", strict=True):
+        peers[name] = (name, marker)
+    figure.set_size_inches((4.6, 12) if stacked else (8.4, 6.4))
+    rows = [row for row in read(BENCHMARKS / "cpu-quick.csv") if row["status"].startswith("ok")]
+    over_ours(figure, rows, panels, peers, largest_cases(rows), stacked=stacked)
+
+
+def growth(figure: Figure) -> None:
+    """Time and memory as one size doubles: the slope of a line is its exponent."""
+    figure.set_size_inches(8.4, 10)
+    rows = read(BENCHMARKS / "growth.csv")
+    axes_of = list(dict.fromkeys((row["loss"], row["axis"]) for row in rows))
+    panels = figure.subplots(-(-len(axes_of) // 2), 4).flat
+    for loss, axis in axes_of:
+        own = [row for row in rows if (row["loss"], row["axis"]) == (loss, axis)]
+        for column, title, unit in (
+            ("seconds", "time, ms", 1e-3),
+            ("peak_bytes", "memory, MiB", 2.0**20),
+        ):
+            panel = next(panels)
+            for variant, label, mark in (("eager", "plain formula", "x--"), ("ours", "ours", "o-")):
+                line = [row for row in own if row["variant"] == variant]
+                x = [float(row["value"]) for row in line]
+                y = [float(row[column]) / unit for row in line]
+                panel.plot(x, y, mark, markersize=4, label=label)
+            plain_ticks(panel.xaxis, sorted({float(row["value"]) for row in own}))
+            panel.set_yscale("log")
+            low, high = panel.get_ylim()
+            factors = (1, 2, 5) if high < 50 * low else (1,)
+            steps = [factor * 10.0**power for power in range(-3, 6) for factor in factors]
+            plain_ticks(panel.yaxis, [step for step in steps if low <= step <= high])
+            panel.set_title(f"{loss}: {title}", fontsize=8)
+            panel.set_xlabel(axis, fontsize=8)
+            panel.tick_params(labelsize=7)
+    handles = panel.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=2)
+
+
+def curriculum(figure: Figure) -> None:
+    """V26's phases and a warm-up, as a schedule sets them at every step of the objective."""
+    steps_per_epoch, warmup = 100, 600
+    weights: dict[str, list[dict[str, float]]] = {}
+    for shape in ("quadratic", "linear"):
+        objective = V26.objective(idf=torch.rand(10))
+        schedule = TrainingSchedule(
+            objective,
+            V26.curriculum,
+            warmups={"query_flops": Warmup(warmup, shape)},
+            steps_per_epoch=steps_per_epoch,
+        )
+        temperatures, weights[shape] = [], []
+        for _ in range(27 * steps_per_epoch):  # V26's phases are the first 25 epochs
+            temperatures.append(float(objective.info_nce.temperature))
+            weights[shape].append({key: float(x) for key, x in objective.weights.items()})
+            schedule.step()
+    epochs = [1 + step / steps_per_epoch for step in range(len(temperatures))]
+    left, middle, right = figure.subplots(1, 3)
+    left.plot(epochs, temperatures)
+    left.set(title="temperature of InfoNCE", xlabel="epoch", ylim=(0, 0.09))
+    for name in ("info_nce", "distillation"):
+        middle.plot(epochs, [each[name] for each in weights["quadratic"]], label=name)
+    middle.set(title="weights", xlabel="epoch", ylim=(0, 3.4))
+    middle.legend(loc="lower left")
+    for axes in (left, middle):
+        axes.set_xticks([1, 9, 18, 26])
+    for shape, each in weights.items():
+        right.plot([x["query_flops"] for x in each[: warmup + 150]], label=shape)
+    right.set(title="query_flops, warmed up", xlabel="optimiser step", ylim=(0, 0.0115))
+    right.set_xticks([0, 300, 600])
+    right.legend(loc="lower right")
+
+
+LINES = {  # system, similarity, teacher: label, colour, marker, line
+    ("sparse-losses", "dot", "True"): ("ours, teacher", "C0", "o", "-"),
+    ("sparse-losses", "dot", "False"): ("ours", "C0", "s", "--"),
+    ("two targets", "dot", "False"): ("ours, queries' target too", "C0", "D", "--"),
+    ("sparse-losses", "cosine", "True"): ("ours, cosine, teacher", "C2", "o", "-"),
+    ("sparse-losses", "cosine", "False"): ("ours, cosine", "C2", "s", "--"),
+    ("sentence-transformers", "dot", "True"): ("theirs, dot, teacher", "C1", "o", "-"),
+    ("sentence-transformers", "dot", "False"): ("theirs, dot", "C1", "s", "--"),
+    ("sentence-transformers", "cosine", "True"): ("theirs, cosine, teacher", "C3", "o", "-"),
+    ("sentence-transformers", "cosine", "False"): ("theirs, cosine", "C3", "s", "--"),
+}
+BASELINES = {"BM25, words": "-.", "BM25, same subwords": ":"}
+
+
+def mean_of(rows: Iterable[Row], variant: str) -> tuple[float, float]:
+    """Return active dimensions and nDCG@10 of a variant, means over the seeds."""
+    own = [row for row in rows if row["variant"] == variant]
+    active = mean(float(row["active_document"] or "nan") for row in own)
+    return active, mean(float(row["ndcg_10"]) for row in own)
+
+
+def front(figure: Figure) -> None:
+    """Ranking and sparsity of ours and of sentence-transformers, one panel per corpus."""
+    rows = read(DOCS / "against_sentence_transformers.csv")
+    corpora = list(dict.fromkeys(row["corpus"] for row in rows))
+    panels = figure.subplots(1, len(corpora), squeeze=False)[0]
+    handles = {}
+    for axes, corpus in zip(panels, corpora, strict=True):
+        own = [row for row in rows if row["corpus"] == corpus]
+        variants: dict[tuple[str, str, str], set[str]] = {}
+        for row in own:
+            system = "two targets" if "queries" in row["variant"] else row["system"]
+            key = system, row["similarity"], row["teacher"]
+            variants.setdefault(key, set()).add(row["variant"])
+        for key, (label, colour, marker, line) in LINES.items():
+            points = sorted(mean_of(own, variant) for variant in variants.get(key, ()))
+            fill = "full" if marker == "o" else "none"
+            look = {"color": colour, "marker": marker, "linestyle": line, "fillstyle": fill}
+            if points:
+                (handles[label],) = axes.plot(*zip(*points, strict=True), **look)
+        for name, line in BASELINES.items():
+            look = {"color": rcParams["text.color"], "linestyle": line, "linewidth": 1}
+            handles[name] = axes.axhline(mean_of(own, name)[1], **look)
+        axes.set(title=corpus, xlabel="active dimensions of a document", ylabel="nDCG@10")
+        plain_ticks(axes.xaxis, [16, *TARGETS, 256])
+    figure.legend(handles.values(), handles, loc="outside right upper", fontsize=8)
+
+
+def target_sparsity(figure: Figure) -> None:
+    """The reached sparsity by the target, and recall of trained and calibrated models."""
+    beside = 1.09  # ratio of neighbouring places on the left axis, so that no mark hides another
+    trained, calibrated = (
+        [row for row in read_rows(DOCS / name) if row["steps"] == 250]
+        for name in ("targets.csv", "targets-calibrated.csv")
+    )
+    left, right = figure.subplots(1, 2)
+    for target in TARGETS:
+        width = [target / beside**2, target * beside**2]
+        left.fill_between(width, 0.9 * target, 1.1 * target, color="C2", alpha=0.2, linewidth=0)
+    places = (beside**place for place in (-1.5, -0.5, 0.5, 1.5))
+    for corpus, (marker, _, colour) in CORPORA.items():
+        mark = {"marker": marker, "color": colour, "linestyle": "", "markersize": 6}
+        own = [row for row in trained if row["corpus"] == corpus and row["target"] in TARGETS]
+        for start, fill in (("dense", "full"), ("sparse", "none")):
+            place, rows = next(places), [row for row in own if row["start"] == start]
+            x, y = [place * row["target"] for row in rows], [row["active"] for row in rows]
+            left.plot(x, y, fillstyle=fill, label=f"{corpus}, {start} start", **mark)
+        thinned = [
+            row
+            for row in calibrated
+            if (row["corpus"], row["target"], row["given"]) == (corpus, 128, "validation")
+        ]
+        for rows, fill, label in (
+            (own, "full", f"{corpus}, trained to it"),
+            (thinned, "none", f"{corpus}, calibrated from 128"),
+        ):
+            x, y = [row["active"] for row in rows], [row["recall_10"] for row in rows]
+            right.plot(x, y, fillstyle=fill, label=label, **mark)
+    left.set(title="active dimensions of a document", xlabel="asked for", ylabel="after training")
+    right.set(title="Recall@10", xlabel="active dimensions of a document", ylim=(0.6, 1.0))
+    left.legend(loc="upper left", fontsize=8)
+    right.legend(loc="lower right", fontsize=8)
+    for axis in (left.xaxis, left.yaxis, right.xaxis):
+        plain_ticks(axis, TARGETS)
+
+
+def training(figure: Figure) -> None:
+    """Recall during the demo's training; ranking by target of the recommended preset."""
+    left, right = figure.subplots(1, 2)
+    dashes = cycle(["-", "--", ":"])
+    for path in sorted(DOCS.glob("demo-seed-*.json")):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        x = [row["step"] for row in run["validation"]]
+        y = [row["ranking"]["recall_10"] for row in run["validation"]]
+        left.plot(x, y, label=f"seed {run['settings']['seed']}", linestyle=next(dashes))
+    left.set(title="Recall@10, name task (validation)", xlabel="step")
+    left.legend(loc="lower right")
+    rows = read(DOCS / "against_sentence_transformers.csv")
+    for corpus, (marker, dash, colour) in CORPORA.items():
+        own = [row for row in rows if row["corpus"] == corpus]
+        points = [mean_of(own, f"ours, target {x}, BM25 as teacher") for x in TARGETS]
+        look = {"marker": marker, "linestyle": dash, "color": colour}
+        right.plot(*zip(*points, strict=True), label=corpus, **look)
+        _, height = mean_of(own, "BM25, same subwords")
+        right.axhline(height, color=colour, linewidth=1, linestyle=":")
+        right.annotate(
+            "BM25",
+            (1, height),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            xytext=(0, -10),
+            ha="right",
+            fontsize=8,
+        )
+    right.set(
+        title=f"nDCG@10 with targets of {', '.join(map(str, TARGETS))} (test)",
+        xlabel="active dimensions of a document, of 8,000",
+        ylim=(0.5, 0.95),
+    )
+    plain_ticks(right.xaxis, TARGETS)
+    right.legend(loc="upper right")
+
+
+FIGURES = {
+    "benchmarks_calculated": benchmarks_calculated,
+    "benchmarks_peers": benchmarks_peers,
+    "benchmarks_peers_narrow": functools.partial(benchmarks_peers, stacked=True),
+    "curriculum": curriculum,
+    "front": front,
+    "growth": growth,
+    "target_sparsity": target_sparsity,
+    "training": training,
+}
