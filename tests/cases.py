@@ -949,4 +949,5 @@ def assert_follows_the_formula(stem: str, arrays: Arrays, **options: Any) -> Non
         reduced = expected if reduction is None else oracles.reduce_rows(*expected, reduction)
         impl = impl if reduction is None else {**impl, "reduction": reduction}
         value = function(**tensors, **impl)
+        assert value.shape == np.shape(reduced)
         np.testing.assert_allclose(value.numpy(), reduced, rtol=1e-9, atol=1e-9)

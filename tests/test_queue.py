@@ -2,7 +2,6 @@
 
 import copy
 import io
-import math
 
 import pytest
 import torch
@@ -55,14 +54,6 @@ def test_the_queue_holds_the_last_rows_of_all_batches(size, sizes):
     assert not queue.labels[filled:].any()
 
 
-@given(st.integers(1, 6), st.lists(st.integers(0, 9), max_size=5), st.integers(0, 9))
-def test_one_batch_or_many_leave_the_same_slots(size, sizes, more):
-    many = fill(LabelQueue(size, D, L), [*sizes, more])
-    one = fill(LabelQueue(size, D, L), [sum(sizes) + more])
-    for name, buffer in many.state_dict().items():
-        assert torch.equal(buffer, one.state_dict()[name]), name
-
-
 @given(st.integers(1, 6), st.lists(st.integers(0, 9), max_size=4), st.lists(st.integers(0, 9)))
 def test_training_resumes_from_the_state_dict_in_the_middle(size, before, after):
     queue = fill(LabelQueue(size, D, L), before)
@@ -108,14 +99,6 @@ def test_features_are_stored_without_their_graph_and_as_copies():
     assert (queue.features == 1).all()
 
 
-def test_a_nan_is_stored_in_its_row_only():
-    features = torch.ones(2, D)
-    features[1, 0] = math.nan
-    queue = LabelQueue(3, D, L)
-    queue.enqueue(features, torch.ones(2, L))
-    assert queue.features.isnan().sum() == 1
-
-
 @pytest.mark.parametrize(
     ("features", "labels", "error", "message"),
     [
@@ -144,28 +127,6 @@ def test_wrong_sizes_are_named(name, bad, error):
     sizes = {"size": 4, "dim": D, "num_labels": L} | {name: bad}
     with pytest.raises(error, match=f"`{name}`"):
         LabelQueue(**sizes)
-
-
-def test_one_row_of_one_number_and_one_label_is_a_queue():
-    queue = LabelQueue(1, 1, 1)
-    queue.enqueue(torch.full((1, 1), 5.0), torch.ones(1, 1))
-    assert (queue.features.item(), queue.labels.item(), queue.mask.item()) == (5.0, 1.0, True)
-    with pytest.raises(TypeError, match="`gather`"):
-        LabelQueue(1, 1, 1, gather="no")
-
-
-def test_names_and_shapes_of_a_state_are_checked_by_pytorch():
-    queue = fill(LabelQueue(4, D, L), [3])
-    state = queue.state_dict()
-    for name in ("pointer", "fill"):
-        with pytest.raises(RuntimeError, match="size mismatch for " + name):
-            queue.load_state_dict({**state, name: torch.zeros(2, 1).long()})
-        with pytest.raises(RuntimeError, match="received <class 'int'>"):
-            queue.load_state_dict({**state, name: 3})
-    with pytest.raises(RuntimeError, match=r'Missing key.* "pointer"'):
-        queue.load_state_dict({n: x for n, x in state.items() if n != "pointer"})
-    with pytest.raises(ValueError, match="expected `fill` of a LabelQueue"):
-        queue.load_state_dict({"features": state["features"], "fill": torch.tensor(9)})
 
 
 @pytest.mark.parametrize(
@@ -235,14 +196,6 @@ def test_nws_ignores_empty_slots():
     torch.testing.assert_close(part, exact)
     torch.testing.assert_close(nws_loss(query, labels, prototype, **options, **unmasked), exact)
     assert not torch.allclose(part, without)
-
-
-def test_overwriting_features_that_a_graph_needs_is_an_error():
-    queue = fill(LabelQueue(4, D, L), [4])
-    scores = torch.ones(2, D, requires_grad=True) @ queue.features.T
-    fill(queue, [1])
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        scores.sum().backward()
 
 
 def test_nws_backward_works_after_enqueuing():

@@ -8,7 +8,6 @@ import torch
 from sparse_losses._core.checks import (
     check_integer,
     check_number,
-    check_shapes,
     check_zero_one,
     values_can_be_checked,
 )
@@ -28,13 +27,6 @@ def test_without_a_bound_none_is_named():
         check_number("a", math.nan)
     with pytest.raises(TypeError, match=r"^expected `a` to be a number, got str$"):
         check_number("a", "1")
-
-
-def test_tensors_are_on_one_device_whichever_it_is():
-    there = torch.ones(2, device="meta")
-    assert check_shapes(a=(there, "B"), b=(there, "B")) == {"B": 2}
-    with pytest.raises(ValueError, match="expected `b` on meta, where `a` is, got cpu"):
-        check_shapes(a=(there, "B"), b=(torch.ones(2), "B"))
 
 
 class Subclass(torch.Tensor):

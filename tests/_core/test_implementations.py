@@ -100,17 +100,6 @@ def test_compiled_only_an_implementation_that_compiles_is_taken(monkeypatch):
         choose((unsupported,), "unsupported", {})
 
 
-def test_the_gradient_is_averaged_over_ranks_where_their_rows_are_gathered(monkeypatch):
-    # A stand-in that shows in the value: there is one rank here.
-    monkeypatch.setattr(module, "average_grad_over_ranks", lambda value: value + 100)
-    taken, _ = implementation("taken")
-    x = torch.arange(3.0, requires_grad=True)
-    for options, expected in (({}, 15), ({"gather": False}, 15), ({"gather": True}, 115)):
-        arguments = {"x": x, "factor": 3.0, **options}
-        assert compute(definition, (taken,), "auto", arguments) == expected
-        assert compute(definition, (taken,), "definition", arguments) == 15
-
-
 @pytest.mark.parametrize(
     "loss", [x for x in LOSSES.values() if x.implementations], ids=lambda x: x.stem
 )

@@ -68,16 +68,6 @@ def test_dot_products_do_not_see_a_shift_of_all_candidates(seed, temperature):
     assert moved > 0
 
 
-@given(seeds, temperatures)
-def test_dividing_by_the_temperature_is_dividing_the_anchor(seed, temperature):
-    a, p = draw(seed, 4, 3), draw(seed + 1, 4, 3)
-    assert info_nce_loss(a, p, similarity="dot", temperature=temperature) > 0
-    torch.testing.assert_close(
-        info_nce_loss(a, p, similarity="dot", temperature=temperature),
-        info_nce_loss(a / temperature, p, similarity="dot", temperature=1.0),
-    )
-
-
 @given(seeds, st.floats(1e-4, 1e-2))
 def test_the_cold_limit_is_the_gap_to_the_hardest_negative(seed, temperature):
     a, p = draw(seed, 5, 3), draw(seed + 1, 5, 3)
@@ -132,15 +122,6 @@ def test_symmetric_is_the_mean_of_both_directions(seed):
 # Several positives and false negatives
 
 
-@given(seeds, st.booleans())
-def test_the_identity_as_positive_mask_changes_nothing(seed, symmetric):
-    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 2, 3)
-    options = {"symmetric": symmetric, "reduction": "none", "temperature": 0.1}
-    rows = info_nce_loss(a, p, n, positive_mask=torch.eye(4), **options)
-    torch.testing.assert_close(rows, info_nce_loss(a, p, n, **options))
-    assert (rows > 0).all()
-
-
 @given(seeds)
 def test_several_positives_average_their_log_probabilities(seed):
     a, p = draw(seed, 5, 3), draw(seed + 1, 5, 3)
@@ -151,14 +132,6 @@ def test_several_positives_average_their_log_probabilities(seed):
     expected = [-log_p[i][mask[i]].mean() if mask[i].any() else 0.0 for i in range(5)]
     rows = info_nce_loss(a, p, positive_mask=mask, temperature=0.3, reduction="none")
     torch.testing.assert_close(rows, torch.tensor(expected).double())
-
-
-@given(seeds)
-def test_distinct_ids_change_nothing(seed):
-    a, p = draw(seed, 4, 3), draw(seed + 1, 4, 3)
-    ids = torch.tensor([3, -1, 10**12, 0])
-    torch.testing.assert_close(info_nce_loss(a, p, positive_ids=ids), info_nce_loss(a, p))
-    assert info_nce_loss(a, p) > 0
 
 
 def test_a_duplicate_of_the_positive_is_not_a_negative():
@@ -242,12 +215,6 @@ def test_a_block_has_at_least_a_row_and_no_more_than_there_are():
         assert rows_of_a_block(x, x) == expected
     more = one.expand(1 << 12, 1 << 12)
     assert rows_of_a_block(more, more) == 1 << 8, "a row has its scores and its vector"
-
-
-def test_meta_tensors_go_back():
-    a = torch.randn(4, 8, device="meta", requires_grad=True)
-    info_nce_loss(a, torch.randn(4, 8, device="meta")).backward()
-    assert a.grad.shape == (4, 8)
 
 
 def test_a_row_without_candidates_is_zero_and_no_nan_is_hidden_on_the_way_back():

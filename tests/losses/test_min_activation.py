@@ -138,13 +138,6 @@ def test_a_negative_token_count_is_no_token():
     assert rows[1] > 0.0
 
 
-@pytest.mark.parametrize(("vocab", "top_k"), [(600, 8), (4500, 40)])
-def test_top_k_may_exceed_the_number_of_blocks_of_columns(vocab, top_k):
-    x = torch.rand(3, vocab)
-    rows = min_activation_loss(x, top_k=top_k, threshold=10.0, reduction="none")
-    torch.testing.assert_close(rows, 10.0 - x.topk(top_k).values.mean(-1))
-
-
 @pytest.mark.parametrize("columns", [(5, 9), (0, 8191), (8192, 8240), (300, 8241)])
 def test_among_many_columns_the_largest_are_found_wherever_they_lie(columns):
     x = torch.rand(3, 64 * 128 + 50)  # more than are sorted whole, and some beyond the last block

@@ -39,14 +39,6 @@ def test_it_sees_differences_of_dots_only(seed):
     assert n_pair_loss(a, p, n) > 0
 
 
-@given(seeds, st.floats(0.01, 3.0))
-def test_moving_the_positive_along_the_anchor_lowers_it(seed, step):
-    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 2, 3)
-    nearer = n_pair_loss(a, p + step * a, n, reduction="none")
-    assert (nearer < n_pair_loss(a, p, n, reduction="none")).all()
-    assert (nearer > 0).all()
-
-
 def test_given_negatives_the_other_positives_are_not_looked_at():
     a, p, n = draw(0, 3, 4), draw(1, 3, 4), draw(2, 2, 4)
     before = n_pair_loss(a, p, n, reduction="none")
@@ -86,13 +78,6 @@ def test_it_is_a_smooth_hinge_of_the_hardest_negative(seed):
     rows = n_pair_loss(a, p, n, reduction="none")
     assert (rows > hinge).all()
     assert (rows <= hinge + math.log(8)).all()
-
-
-@given(seeds)
-def test_one_more_negative_never_lowers_it(seed):
-    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 7, 3)
-    less, more = (n_pair_loss(a, p, n[:k], reduction="none") for k in (6, 7))
-    assert (more > less).all()
 
 
 @given(seeds)

@@ -75,12 +75,6 @@ def test_several_negatives_average_their_hinges_not_their_similarities(seed, kin
     assert (wide > 500).all()
 
 
-@given(seeds)
-def test_positive_and_negative_alike_cost_the_margin(seed):
-    a, p = draw(seed, 4, 3), draw(seed + 1, 4, 3)
-    assert triplet_margin_loss(a, p, p.clone(), margin=0.7).item() == pytest.approx(0.7)
-
-
 def test_shared_negatives_are_not_guessed():
     with pytest.raises(ValueError, match="negative"):
         triplet_margin_loss(draw(0, 3, 4), draw(1, 3, 4), draw(2, 2, 4))
@@ -138,22 +132,3 @@ def test_a_collapse_costs_the_margin_and_has_no_gradient(kind):
     assert loss.item() == pytest.approx(0.3)
     for leaf in leaves:
         assert leaf.grad.abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("count", [0, 1, 2])  # 0: one negative, without a dimension for it
-@pytest.mark.parametrize("kind", ["cosine", "dot", "euclidean"])
-def test_a_nan_stays_in_its_row(kind, count):
-    shapes = (3, 4), (3, 4), (3, count, 4) if count else (3, 4)
-    clean = [draw(seed, *shape).requires_grad_() for seed, shape in enumerate(shapes)]
-    poisoned = [x.detach().clone().requires_grad_() for x in clean]
-    with torch.no_grad():
-        poisoned[0][1, 2] = torch.nan
-    options = {"margin": 9.0, "similarity": kind, "reduction": "none"}
-    rows, expected = (triplet_margin_loss(*tensors, **options) for tensors in (poisoned, clean))
-    assert rows.isnan().tolist() == [False, True, False]
-    kept = [0, 2]
-    torch.testing.assert_close(rows[kept], expected[kept])
-    gradients = torch.autograd.grad(rows.sum(), poisoned)
-    for gradient, wanted in zip(gradients, torch.autograd.grad(expected.sum(), clean), strict=True):
-        torch.testing.assert_close(gradient[kept], wanted[kept])
-    assert gradients[1][1].isnan().any()
