@@ -119,7 +119,7 @@ def _split(loss):
     tensors = {
         name: p
         for name, p in parameters.items()
-        if p.kind is p.POSITIONAL_OR_KEYWORD or name in loss.keyword_tensors
+        if p.kind is p.POSITIONAL_OR_KEYWORD or name in loss.those("keyword")
     }
     return tensors, {n: p for n, p in parameters.items() if n not in tensors}
 
