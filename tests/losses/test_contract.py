@@ -824,6 +824,19 @@ def test_vmap_over_problems_equals_a_loop(case):
     torch.testing.assert_close(torch.vmap(grad)(*stacked), expected, rtol=1e-10, atol=1e-12)
 
 
+@over([*FIRST.values(), *LAYER_CASES])
+def test_a_vectorised_jacobian_is_the_jacobian(case):
+    tensors = case.tensors()
+    name, jacobian = case.differentiable[0], torch.autograd.functional.jacobian
+
+    def function(x):
+        values = (case.function()(**{**tensors, name: x}, **o) for o in ({}, none(case)))
+        return torch.cat([value.reshape(-1) for value in values])
+
+    vectorised = alive(jacobian(function, tensors[name], vectorize=True))
+    torch.testing.assert_close(vectorised, jacobian(function, tensors[name]))
+
+
 @over(CASES)
 def test_non_contiguous_inputs_are_the_same_inputs(case):
     tensors = case.tensors()

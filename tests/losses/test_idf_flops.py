@@ -41,19 +41,6 @@ def test_it_is_linear_in_the_penalty(x, seed, beta):
     assert (parts > 0) == x.any()
 
 
-@pytest.mark.parametrize("estimator", ["biased", "unbiased"])
-@pytest.mark.parametrize("width", [4, 40_000])  # on both paths
-def test_an_unused_column_gets_a_finite_gradient(width, estimator):
-    """And exactly 0 at exactly 0, whatever its penalty."""
-    x = torch.zeros(3, width, requires_grad=True)
-    used = torch.arange(width) == 1
-    loss = idf_flops_loss(x + used.float(), torch.full((width,), 100.0), estimator=estimator)
-    loss.backward()
-    assert torch.isfinite(x.grad).all()
-    assert x.grad[:, 1].all()
-    assert not x.grad[:, ~used].any()
-
-
 @given(activations(), seeds)
 def test_without_the_squares_it_is_the_language_penalty(x, seed):
     w = torch.from_numpy(np.random.default_rng(seed).random(x.shape[1]))
@@ -99,3 +86,11 @@ def test_without_its_squares_a_large_mean_is_its_weighted_absolute_value():
     loss.backward()
     assert loss.item() == pytest.approx(5e29)
     assert x.grad.tolist() == [[0.5, 3.0]]
+
+
+@pytest.mark.parametrize("estimator", ["biased", "unbiased"])
+def test_an_unused_column_has_no_gradient_whatever_its_penalty(estimator):
+    x = torch.tensor([[0.0, 1.0]] * 3, requires_grad=True)
+    idf_flops_loss(x, torch.full((2,), 100.0), estimator=estimator).backward()
+    assert not x.grad[:, 0].any()
+    assert x.grad[:, 1].all()

@@ -169,18 +169,6 @@ def test_weights_of_any_ratio_are_those_of_the_formula():
     torch.testing.assert_close(gradient, expected)
 
 
-@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1.0, 3e38])
-def test_the_scale_of_the_weights_changes_nothing(scale):
-    """Sums of weights would overflow, or fall below what a division by them bears."""
-    x = torch.tensor([[1.0, 2.0, 4.0, 8.0]], requires_grad=True)
-    ids, mask = torch.tensor([[1, 3, 2, 1]]), torch.ones(1, 4)
-    weight = torch.tensor([1.0, 1.0, 1.0, 1.0]) * scale
-    loss = positive_activation_loss(x, ids, mask, weight)
-    loss.backward()
-    assert loss.item() == pytest.approx(-14 / 3)
-    assert x.grad.tolist()[0] == pytest.approx([0.0, -1 / 3, -1 / 3, -1 / 3])
-
-
 @pytest.mark.parametrize("saturating", [True, False])
 def test_only_the_gradient_is_as_large_as_the_activations(saturating):
     batch, length, vocab = 8, 10, 4000
