@@ -3,7 +3,6 @@
 import errno
 import os
 import stat
-import threading
 
 import pytest
 
@@ -60,21 +59,6 @@ def test_full_disk_leaves_the_old_file_and_no_other(path, monkeypatch, fails):
     with pytest.raises(OSError, match="No space left"):
         write(path, error=FULL if fails == "write" else None)
     assert read(path) == OLD
-    assert os.listdir(path.parent) == [path.name]
-
-
-def test_of_two_writers_one_wins_and_the_file_is_whole(path):
-    contents = [letter * 200_000 for letter in "abcd"]
-    writers = [
-        threading.Thread(target=lambda c=c: [write(path, c) for _ in range(10)]) for c in contents
-    ]
-    for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
-        assert read(path) in {OLD, *contents}
-    for writer in writers:
-        writer.join()
-    assert read(path) in contents
     assert os.listdir(path.parent) == [path.name]
 
 

@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_losses._core.own_gradient import (
     can_bring_its_gradient,
@@ -86,26 +85,6 @@ def test_a_leaf_keeps_the_tensor_itself():
         assert x.grad.tolist() == [factor, factor]
 
 
-class Operations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_an_upstream_of_one_is_not_multiplied():
-    for upstream, multiplies in ((1.0, False), (2.0, True)):
-        x = leaf(2, 3)
-        value = Squares()(x, 2.0)
-        upstream = torch.tensor(upstream)
-        with Operations() as seen:
-            torch.autograd.grad(value, x, upstream)
-        assert any("mul" in name for name in seen.names) is multiplies
-
-
 def test_arguments_are_freed_after_backward():
     x = leaf(2, 3)
     argument = x * 1
@@ -157,30 +136,6 @@ def test_inference_tensors_may_be_arguments():
     (first,) = torch.autograd.grad(value, x, retain_graph=True)
     assert torch.equal(first, torch.autograd.grad(value, x)[0])
     assert torch.equal(first, 4 * x)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_sparse_and_dense_arguments_that_depend_on_another_have_second_derivatives():
-    x, places = leaf(2, 3), []
-
-    def product(x, dense, sparse):
-        places.append(dense.data_ptr())
-        return (x.square() * dense * sparse.to_dense()).sum()
-
-    def compute(needs, x, dense, sparse):
-        filled = sparse.to_dense()
-        return product(x, dense, sparse), {
-            "x": 2 * x * dense * filled,
-            "dense": x.square() * filled,
-        }
-
-    dense, sparse = 1.0 * x, torch.eye(2, 3).to_sparse_csr().requires_grad_()
-    value = with_own_gradient(product, compute, {"x": x, "dense": dense, "sparse": sparse})
-    (gradient,) = torch.autograd.grad(value, x, create_graph=True)
-    (second,) = torch.autograd.grad(gradient.sum(), x)
-    assert torch.equal(gradient, 3 * x.square() * torch.eye(2, 3))
-    assert torch.equal(second, 6 * x * torch.eye(2, 3))
-    assert set(places) == {dense.data_ptr()}, "nothing is copied"
 
 
 class Subclass(torch.Tensor):

@@ -1,6 +1,8 @@
 """What every loss promises (docs/contract.md), and pooling, head and objective, case by case."""
 
+import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import pickle
@@ -292,44 +294,42 @@ def test_a_row_that_is_not_valid_is_zero_without_gradient_and_hides_its_nan(case
                 assert not gradient[2].any()
 
 
-def _nothing_valid() -> dict:
-    """Problems without a valid row: no negatives, no references to compete, no weight."""
-    void = {}
-    case = next(c for c in BASE_CASES if c.id == "info_nce-decoupled")
-    void["decoupled_alone"] = case, case.tensors(batch=1)
-    nothing = torch.zeros(0, D, dtype=torch.float64)
-    void["decoupled_without_negatives"] = case, {**case.tensors(batch=1), "negative": nothing}
-    case = next(c for c in BASE_CASES if c.id == "info_nce-ids_symmetric_decoupled")
-    tensors = case.tensors()
-    tensors["positive_ids"][:] = 7
-    void["decoupled_duplicates"] = case, tensors
-    case = FIRST["triplet_margin"]
-    tensors = case.tensors()
-    tensors["negative"] = torch.zeros(B, 0, D, dtype=torch.float64)
-    void["triplet_without_negatives"] = case, tensors
-    case = next(c for c in BASE_CASES if c.id == "nws-exact")
-    tensors = case.tensors()
-    for name in ("query_labels", "key_labels", "queue_labels"):
-        tensors[name] = torch.ones_like(tensors[name])
-    void["nws_without_negatives"] = case, tensors
-    case = next(c for c in BASE_CASES if c.id == "positive_activation-all")
-    tensors = case.tensors()
-    tensors["token_weight"] = torch.zeros_like(tensors["token_weight"])
-    void["weights_of_zero"] = case, tensors
-    return void
+def _fill(name: str, value: float, *shape: int) -> dict:
+    return {name: torch.full(shape, value, dtype=torch.float64)}
+
+
+BY_ID = {case.id: case for case in BASE_CASES}
+ALL_LABELS = {
+    name: torch.ones(rows, 4, dtype=torch.long)
+    for name, rows in (("query_labels", B), ("key_labels", 5), ("queue_labels", 6))
+}
+NOTHING_VALID = {  # no negatives, no references to compete, no weight: the call and what it changes
+    "decoupled_alone": ("info_nce-decoupled", 1, {}),
+    "decoupled_without_negatives": ("info_nce-decoupled", 1, _fill("negative", 0, 0, D)),
+    "decoupled_duplicates": (
+        "info_nce-ids_symmetric_decoupled",
+        B,
+        {"positive_ids": torch.full((B,), 7)},
+    ),
+    "triplet_without_negatives": ("triplet_margin-cosine", B, _fill("negative", 0, B, 0, D)),
+    "nws_without_negatives": ("nws-exact", B, ALL_LABELS),
+    "weights_of_zero": ("positive_activation-all", B, _fill("token_weight", 0, V)),
+}
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("problem", _nothing_valid())
+@pytest.mark.parametrize("problem", NOTHING_VALID)
 def test_rows_without_anything_to_compare_are_zero_and_hide_their_nan(problem, reduction):
-    case, tensors = _nothing_valid()[problem]
+    name, batch, changes = NOTHING_VALID[problem]
+    case = BY_ID[name]
+    tensors = {**case.tensors(batch=batch), **changes}
     for name in case.differentiable:
         if name in case.rows:
-            tensors[name][:] = torch.nan
+            tensors[name] = torch.full_like(tensors[name], torch.nan)
     leaves = watch(case, tensors)
     value = case.function()(**tensors, reduction=reduction)
     assert value.requires_grad
-    assert value.shape == ((len(leaves[case.differentiable[0]]),) if reduction == "none" else ())
+    assert value.shape == ((batch,) if reduction == "none" else ())
     assert not value.any()
     for gradient in gradients(value.sum(), leaves).values():
         assert not gradient.any()  # a NaN is not zero either
@@ -410,15 +410,6 @@ def test_every_dtype_loses_no_more_than_fp32_rounding(case, dtype):
         assert error <= bound + 1e-7
 
 
-@over(CASES)
-def test_fp64_stays_fp64(case):
-    tensors = case.tensors()
-    leaves = watch(case, tensors)
-    value = case.function()(**tensors, **none(case))
-    assert value.dtype == torch.float64
-    assert all(alive(g).dtype == torch.float64 for g in gradients(scalar(value), leaves).values())
-
-
 @over(
     [
         c
@@ -445,35 +436,36 @@ def test_mixed_dtypes_promote(case, high):
         assert gradient.dtype == leaves[leaf].dtype
 
 
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+AUTOCAST = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+CONTEXTS = {
+    "autocast_bf16": (AUTOCAST, torch.bfloat16),
+    "autocast_fp32": (AUTOCAST, torch.float32),
+    "default_fp64": (functools.partial(default_dtype, torch.float64), torch.float32),
+    "default_bf16": (functools.partial(default_dtype, torch.bfloat16), torch.float32),
+}
+
+
 @over(CASES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_autocast_changes_nothing(case, dtype):
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_autocast_and_the_default_dtype_change_nothing(case, name):
+    context, dtype = CONTEXTS[name]
     tensors = case.tensors(dtype=dtype)
     leaves = watch(case, tensors)
     plain = alive(case.function()(**tensors))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = case.function()(**tensors)
-    assert cast.dtype == torch.float32
-    assert torch.equal(cast, plain)
     expected = gradients(plain, leaves)
-    for name, gradient in gradients(cast, leaves).items():
-        assert torch.equal(gradient, expected[name])
-
-
-@over(CASES)
-@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
-def test_the_default_dtype_changes_nothing(case, default):
-    tensors = case.tensors(dtype=torch.float32)
-    leaves = watch(case, tensors)
-    plain = alive(case.function()(**tensors))
-    expected = gradients(plain, leaves)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
+    with context():
         value = case.function()(**tensors)
         actual = gradients(value, leaves)
-    finally:
-        torch.set_default_dtype(before)
     assert value.dtype == torch.float32
     assert torch.equal(value, plain)
     assert all(torch.equal(actual[name], expected[name]) for name in leaves)
@@ -750,7 +742,9 @@ def test_gradcheck(case):
     for options in ({}, none(case)) if case.impl == "auto" else (none(case),):
         function, leaves = _as_function(case, case.tensors(), **options)
         assert torch.autograd.gradcheck(function, leaves, fast_mode=case.impl == "auto")
-        assert all(g.any() for g in torch.autograd.grad(scalar(function(*leaves)), leaves))
+        value = scalar(function(*leaves))
+        assert value.dtype == torch.float64
+        assert all(g.any() for g in torch.autograd.grad(value, leaves))
 
 
 # Second derivatives are the definition's: by `auto`, one case a loss.
@@ -766,31 +760,21 @@ def test_gradgradcheck(case):
 
 
 @over(CASES)
-def test_constants_get_no_gradient(case):
-    tensors = case.tensors()
-    leaves = watch(case, tensors)
-    constants = {
-        name: tensor.requires_grad_()
-        for name, tensor in tensors.items()
-        if tensor is not None
-        and tensor.is_floating_point()
-        and (name.startswith("teacher") or name in ("key", "queue", "label_similarity"))
-    }
-    value = case.function()(**tensors)
-    value.backward()
-    assert all(alive(leaf.grad) is not None for leaf in leaves.values())
-    assert all(constant.grad is None for constant in constants.values())
-
-
-@over(CASES)
-def test_inputs_are_left_as_they_were(case):
+def test_inputs_are_left_as_they_were_and_constants_get_no_gradient(case):
     tensors = case.tensors()
     leaves = watch(case, tensors)
     before = {k: v.detach().clone() for k, v in tensors.items() if v is not None}
+    constants = [
+        tensor.requires_grad_()
+        for name, tensor in tensors.items()
+        if name.startswith("teacher") or name in ("key", "queue", "label_similarity")
+        if tensor is not None
+    ]
     alive(case.function()(**tensors)).backward()
     for name, tensor in before.items():
         assert torch.equal(tensors[name].detach(), tensor), name
-    assert leaves
+    assert all(alive(leaf.grad) is not None for leaf in leaves.values())
+    assert all(constant.grad is None for constant in constants)
 
 
 @over(TRANSFORMED)

@@ -86,19 +86,6 @@ def test_one_label_each_without_weights_is_decoupled_info_nce(seed, temperature,
 
 
 @given(seeds, aggregations)
-def test_relabelling_changes_nothing(seed, aggregation):
-    inputs = {**problem(seed), "aggregation": aggregation}
-    plain = nws_loss(**inputs)
-    assert (plain != 0).all()
-    order = torch.from_numpy(np.random.default_rng(seed).permutation(4))
-    inputs["prototype"] = inputs["prototype"][order]
-    inputs["label_similarity"] = inputs["label_similarity"][order][:, order]
-    for name in ("query", "key", "queue"):
-        inputs[f"{name}_labels"] = inputs[f"{name}_labels"][:, order]
-    torch.testing.assert_close(nws_loss(**inputs), plain)
-
-
-@given(seeds, aggregations)
 def test_keys_and_queue_rows_play_the_same_part(seed, aggregation):
     inputs = {**problem(seed), "aggregation": aggregation}
     plain = nws_loss(**inputs)
@@ -425,30 +412,6 @@ def test_only_the_nan_of_rows_that_are_not_valid_is_hidden(decoupled, eps):
         spoilt[name][row] = torch.nan
         for impl in IMPLEMENTATIONS:
             assert value_and_gradients(spoilt, impl, **options)[0].isnan(), (name, impl)
-
-
-@pytest.mark.parametrize("temperature", [1e-4, 0.02, 1e4])
-@pytest.mark.parametrize("eps", [0.0, 1e-30, 1e-8])
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_direct_is_as_exact_in_single_precision(temperature, eps, decoupled):
-    inputs = inputs_of(3, torch.float32, temperature=temperature)
-    inputs["query_labels"] = torch.eye(4).long()[[0, 1, 2, 3, 0, 1, 2]]
-    inputs["query"] = inputs["prototype"][[0, 1, 2, 3, 0, 1, 2]] + 0.1 * inputs["query"]
-    for name in WITHOUT["prototypes"]:
-        inputs[name] = None  # every row is easy
-    wide = {
-        k: v.double() if v is not None and v.is_floating_point() else v for k, v in inputs.items()
-    }
-    options = {"eps": eps, "decoupled": decoupled}
-    exact, actual = (
-        value_and_gradients(wide, "definition", **options),
-        value_and_gradients(inputs, "direct", **options),
-    )
-    assert actual[0] != 0 or (temperature == 1e-4 and not decoupled)
-    for expected, tensor in list(zip(exact, actual, strict=True))[:3]:
-        error = (tensor.double() - expected).norm()
-        # 1e-4 turns a rounding of 1e-7 in a cosine into 1e-3 of a score
-        assert error <= (2e-2 if temperature == 1e-4 else 2e-4) * expected.norm() + 1e-30
 
 
 @over_aggregations
