@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -74,17 +74,6 @@ def test_in_the_hot_limit_it_is_half_the_mean_row_variance_of_the_difference(see
     loss = distillation_loss(s, z, temperature=1e3, **KL)
     expected = (s - z).var(dim=1, unbiased=False).mean() / 2
     assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
-
-
-@given(seeds)
-def test_in_the_cold_limit_it_is_what_the_teachers_best_lacks_to_the_students(seed):
-    s, z = draw(seed, 4, 5), draw(seed + 1, 4, 5)
-    t = 1e-4
-    best, second = z.topk(2, dim=-1).values.unbind(-1)
-    assume((best - second > 20 * t).all())  # so cold that one teacher's score decides
-    loss = distillation_loss(s, z, temperature=t, **KL)
-    lacks = s.amax(-1) - s.gather(1, z.argmax(-1, keepdim=True)).squeeze(1)
-    assert loss.item() / t == pytest.approx(lacks.mean().item(), rel=1e-2, abs=5e-3)
 
 
 @given(seeds, st.floats(0.05, 20.0))

@@ -246,21 +246,6 @@ def test_the_cold_limit_is_the_hardest_negative_minus_the_weighted_positives(see
     assert expected.any()
 
 
-def test_a_key_of_weight_a_tenth_counts_like_one_further_away_by_t_log_10():
-    e, t, cosine = torch.eye(3, dtype=torch.float64), 0.07, 0.8
-    query_labels, key_labels = torch.eye(2).long()[:, None]
-
-    def row(similarity, cosine):
-        alike = torch.tensor([[1.0, similarity], [similarity, 1.0]]).double()
-        key = cosine * e[0] + math.sqrt(1 - cosine**2) * e[1]
-        keys = {"key": key[None], "key_labels": key_labels}
-        prototype = torch.stack([e[0], e[2]])
-        return nws_loss(e[:1], query_labels, prototype, alike, **keys, temperature=t, eps=0.0)
-
-    torch.testing.assert_close(row(0.9, cosine), row(0.0, cosine - t * math.log(10)))
-    assert (row(0.9, cosine) - row(0.9, 0.0)).abs() > 1
-
-
 # Edges
 
 

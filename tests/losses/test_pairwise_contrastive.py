@@ -97,17 +97,6 @@ def test_the_gradient_is_along_the_difference_of_the_pair(seed, margin):
     assert x1.grad.any()
 
 
-@given(seeds, st.floats(0.5, 5.0), st.floats(0.1, 10.0))
-def test_vectors_and_margin_in_another_unit_give_its_square(seed, margin, unit):
-    x1, x2 = draw(seed, 4, 3), draw(seed + 1, 4, 3)
-    rows = pairwise_contrastive_loss(x1, x2, ALTERNATE, margin=margin, reduction="none")
-    scaled = pairwise_contrastive_loss(
-        unit * x1, unit * x2, ALTERNATE, margin=unit * margin, reduction="none"
-    )
-    torch.testing.assert_close(scaled, unit**2 * rows)
-    assert rows.any()
-
-
 @given(seeds, st.floats(0.5, 5.0))
 def test_half_the_margin_is_where_both_answers_cost_the_same(seed, margin):
     direction = torch.nn.functional.normalize(draw(seed, 3, 3))

@@ -21,19 +21,6 @@ def test_value_is_the_formula_for_any_tokens(problem, saturating):
     assert_follows_the_formula("positive_activation", arrays, saturating=saturating, **options)
 
 
-@given(problems)
-def test_it_is_minus_the_mean_under_the_dense_mask(problem):
-    inputs = to_tensors(problem[0])
-    x, mask = inputs["activations"].requires_grad_(), multi_hot(inputs, "positive_")
-    rows = positive_activation_loss(**inputs, reduction="none")
-    count = mask.sum(-1)
-    torch.testing.assert_close(rows, -(x * mask).sum(-1) / count.clamp(min=1))
-    (gradient,) = torch.autograd.grad(rows.sum(), x)
-    torch.testing.assert_close(gradient, -mask / count.clamp(min=1)[:, None])
-    mean = positive_activation_loss(**inputs)
-    torch.testing.assert_close(mean, rows.sum() / (count > 0).sum().clamp(min=1))
-
-
 @given(problems, st.floats(0.1, 10.0))
 def test_it_is_linear_and_unbounded_below(problem, scale):
     inputs = to_tensors(problem[0])

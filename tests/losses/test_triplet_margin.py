@@ -52,19 +52,6 @@ def test_it_is_zero_without_gradient_once_the_gap_exceeds_the_margin(seed, kind,
     assert (a.grad[gap < margin - 1e-9].abs().sum(-1) > 0).all()
 
 
-@given(seeds, kinds, margins, st.floats(0.01, 2.0))
-def test_it_is_monotone_and_one_lipschitz_in_the_margin(seed, kind, margin, more):
-    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 4, 2, 3)
-    low, high = (
-        triplet_margin_loss(a, p, n, similarity=kind, margin=m, reduction="none")
-        for m in (margin, margin + more)
-    )
-    assert (high >= low).all()
-    assert (high <= low + more + 1e-12).all()
-    wide = triplet_margin_loss(a, p, n, similarity=kind, margin=1000.0, reduction="none")
-    assert (wide > 500).all()
-
-
 @given(seeds, kinds)
 def test_several_negatives_average_their_hinges_not_their_similarities(seed, kind):
     a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 4, 3, 3)
