@@ -5,16 +5,17 @@ add a loss:
 
 1. Write its oracle in tests/oracles.py, in NumPy loops, named like the loss. It takes the arrays
    and hyperparameters; where the loss has a ``reduction``, it returns values and validity of rows.
-2. Add a ``Loss`` to ``LOSSES``: its signature, written out, its tensors, and hyperparameters that
-   it must refuse. Of a tensor the table says the shape, in which B is the batch and " or " parts
-   shapes with other numbers of dimensions, and its roles: ``grad`` (differentiable), ``mask``,
-   ``keyword`` (only by name), ``buffer`` (the module keeps it), ``void x`` (the value x makes a row
-   not valid), ``private`` (a row of it is seen by no other row).
+2. Add a ``Loss`` to ``LOSSES``: its signature, written out, and of each tensor the shape and roles,
+   as in ``"B N D or N D, grad, private"``. B is the batch; " or " parts shapes that differ in the
+   number of dimensions. Roles are ``grad`` (differentiable), ``mask``, ``buffer`` (the module keeps
+   it), ``void 0`` (a 0 in it makes a row not valid) and ``private`` (a row of it concerns no other
+   row). ``bad`` are hyperparameters to be refused besides those of ``REFUSED``.
 3. Add one ``Case`` or more to ``BASE_CASES``, the plainest first: a function that makes the arrays
    for any batch size, and hyperparameters.
 """
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,21 @@ class Loss:
     def oracle(self) -> Callable[..., Any]:
         return self.layer_oracle or getattr(oracles, self.stem)
 
+    @property
+    def numbers(self) -> list[str]:
+        """Hyperparameters whose default is a float."""
+        return re.findall(r"(\w+)=(?:\d+\.\d+|\d+e-\d+)", self.signature)
+
+    @property
+    def refused(self) -> list[tuple[str, Any]]:
+        """Hyperparameters that must be refused."""
+        names = [name for name in REFUSED if f" {name}=" in self.signature]
+        return [
+            *((name, float("nan")) for name in self.numbers),
+            *((name, value) for name in names for value in REFUSED[name]),
+            *self.bad,
+        ]
+
 
 def weigh(*outputs: Any) -> Any:
     """A layer's outputs as one number, to which no two of the last dimension give alike."""
@@ -77,12 +93,15 @@ def weigh(*outputs: Any) -> Any:
     )
 
 
-_NAN = float("nan")
-_BAD_TEMPERATURES = tuple(
-    ("temperature", t)
-    for t in (0.0, -1.0, float("inf"), _NAN, 10**400, "0.07", None, torch.ones(1), torch.ones(2))
-)
-_BAD_IDS = tuple(("ignore_token_ids", ids) for ids in ([V], [-1], 1, [[1]], "1"))
+REFUSED = {  # by every loss that has the hyperparameter
+    "gather": ("yes", 1, None),
+    "reduction": ("avg", None),
+    "impl": ("cuda", None),
+    "estimator": ("ustat",),
+    "similarity": ("manhattan",),
+    "ignore_token_ids": ([V], [-1], 1, [[1]], "1"),
+    "temperature": (0.0, -1.0, float("inf"), 10**400, "0.07", None, torch.ones(1), torch.ones(2)),
+}
 
 LOSSES = {
     loss.stem: loss
@@ -97,18 +116,10 @@ LOSSES = {
                 "anchor": "B D, grad, private",
                 "positive": "B D, grad",
                 "negative": "N D or B N D, grad, private",
-                "positive_ids": "B, keyword",
-                "positive_mask": "B B, keyword, mask, void 0",
+                "positive_ids": "B",
+                "positive_mask": "B B, mask, void 0",
             },
-            bad=(
-                *_BAD_TEMPERATURES,
-                ("similarity", "manhattan"),
-                ("similarity", "euclidean"),
-                ("impl", "cuda"),
-                ("impl", None),
-                ("symmetric", "False"),
-                ("decoupled", None),
-            ),
+            bad=(("similarity", "euclidean"), ("symmetric", "False"), ("decoupled", None)),
             implementations=("direct", "blocks", "nonzeros"),
         ),
         Loss(
@@ -134,7 +145,7 @@ LOSSES = {
             "PairwiseContrastiveLoss",
             "(x1, x2, same, *, margin=1.0, gather=False, reduction='mean')",
             {"x1": "B D, grad", "x2": "B D, grad", "same": "B, mask"},
-            bad=(("margin", _NAN), ("margin", "1")),
+            bad=(("margin", "1"),),
         ),
         Loss(
             "triplet_margin",
@@ -142,7 +153,6 @@ LOSSES = {
             "(anchor, positive, negative, *, margin=0.3, similarity='cosine', "
             "gather=False, reduction='mean')",
             {"anchor": "B D, grad", "positive": "B D, grad", "negative": "B D or B N D, grad"},
-            bad=(("margin", _NAN), ("similarity", "manhattan")),
         ),
         Loss(
             "self_reconstruction",
@@ -150,7 +160,7 @@ LOSSES = {
             "(activations, input_ids, attention_mask, *, ignore_token_ids=None, balanced=False, "
             "gather=False, reduction='mean')",
             {"activations": "B V, grad", "input_ids": "B S", "attention_mask": "B S, mask"},
-            bad=(*_BAD_IDS, ("balanced", 1)),
+            bad=(("balanced", 1),),
         ),
         Loss(
             "positive_activation",
@@ -163,21 +173,19 @@ LOSSES = {
                 "positive_attention_mask": "B S, mask, void 0",
                 "token_weight": "V, buffer",
             },
-            bad=(*_BAD_IDS, ("saturating", 1)),
+            bad=(("saturating", 1),),
         ),
         Loss(
             "flops",
             "FlopsLoss",
             "(activations, *, estimator='biased', gather=False)",
             {"activations": "B V, grad"},
-            bad=(("estimator", "ustat"),),
         ),
         Loss(
             "idf_flops",
             "IdfFlopsLoss",
             "(activations, token_penalty, *, beta=0.3, estimator='biased', gather=False)",
             {"activations": "B V, grad", "token_penalty": "V, buffer"},
-            bad=(("estimator", "ustat"), ("beta", _NAN)),
         ),
         Loss(
             "min_activation",
@@ -185,13 +193,7 @@ LOSSES = {
             "(activations, token_counts=None, *, top_k=5, threshold=0.5, "
             "gather=False, reduction='mean')",
             {"activations": "B V, grad, private", "token_counts": "B, void 0"},
-            bad=(
-                ("top_k", 0),
-                ("top_k", -1),
-                ("top_k", 2.5),
-                ("top_k", V + 1),
-                ("threshold", _NAN),
-            ),
+            bad=(("top_k", 0), ("top_k", -1), ("top_k", 2.5), ("top_k", V + 1)),
         ),
         Loss(
             "language_penalty",
@@ -207,16 +209,9 @@ LOSSES = {
             {
                 "student_scores": "B C, grad, private",
                 "teacher_scores": "B C, private",
-                "candidate_mask": "B C, keyword, mask, void 0",
+                "candidate_mask": "B C, mask, void 0",
             },
-            bad=(
-                *_BAD_TEMPERATURES,
-                ("standardize", "column"),
-                ("alpha_kl", -1.0),
-                ("alpha_kl", _NAN),
-                ("alpha_mse", -1.0),
-                ("alpha_mse", _NAN),
-            ),
+            bad=(("standardize", "column"), ("alpha_kl", -1.0), ("alpha_mse", -1.0)),
         ),
         Loss(
             "margin_mse",
@@ -242,23 +237,13 @@ LOSSES = {
                 "query_labels": "B L, mask, void 0",
                 "prototype": "L D, grad",
                 "label_similarity": "L L, buffer",
-                "key": "K D, keyword",
-                "key_labels": "K L, keyword, mask",
-                "queue": "Q D, keyword",
-                "queue_labels": "Q L, keyword, mask",
-                "queue_mask": "Q, keyword, mask",
+                "key": "K D",
+                "key_labels": "K L, mask",
+                "queue": "Q D",
+                "queue_labels": "Q L, mask",
+                "queue_mask": "Q, mask",
             },
-            bad=(
-                *_BAD_TEMPERATURES,
-                ("aggregation", "sum"),
-                ("alpha", -1.0),
-                ("alpha", _NAN),
-                ("beta", -1.0),
-                ("beta", _NAN),
-                ("eps", -1e-8),
-                ("eps", _NAN),
-                ("impl", "cuda"),
-            ),
+            bad=(("aggregation", "sum"), ("alpha", -1.0), ("beta", -1.0), ("eps", -1e-8)),
             implementations=("direct",),
         ),
     )
@@ -584,10 +569,7 @@ def to_arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
 
 def _pairs(negative: str | None = None, ids: bool = False, mask: bool = False):
     def make(rng: np.random.Generator, batch: int) -> Arrays:
-        arrays = {
-            "anchor": rng.normal(size=(batch, D)),
-            "positive": rng.normal(size=(batch, D)),
-        }
+        arrays = {"anchor": rng.normal(size=(batch, D)), "positive": rng.normal(size=(batch, D))}
         if negative == "shared":
             arrays["negative"] = rng.normal(size=(N, D))
         if negative == "per_row":

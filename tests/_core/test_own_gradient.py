@@ -110,10 +110,7 @@ def test_the_second_derivative_is_the_definitions():
     def value(x, y):
         return with_own_gradient(
             lambda x, y, unused: (x * y.square()).sum(),
-            lambda needs, x, y, unused: (
-                (x * y.square()).sum(),
-                {"x": y.square(), "y": 2 * x * y},
-            ),
+            lambda needs, x, y, unused: ((x * y.square()).sum(), {"x": y.square(), "y": 2 * x * y}),
             {"x": x, "y": y, "unused": torch.ones(1, requires_grad=True)},
         )
 

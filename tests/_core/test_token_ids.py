@@ -4,12 +4,7 @@ import pytest
 import torch
 
 from sparse_losses._core import token_ids
-from sparse_losses._core.token_ids import (
-    as_mask,
-    attended_ids,
-    check_ids,
-    id_mask,
-)
+from sparse_losses._core.token_ids import as_mask, attended_ids, check_ids, id_mask
 
 V = 5
 

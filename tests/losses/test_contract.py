@@ -115,20 +115,11 @@ def test_the_signature_is_the_promised_one(loss):
 OVERRIDES = ("gather", "impl")  # what a call of a module may say besides
 
 
-def _split(loss):
-    """Split the function's parameters into tensors and hyperparameters."""
-    parameters = inspect.signature(getattr(F, loss.function)).parameters
-    tensors = {
-        name: p
-        for name, p in parameters.items()
-        if p.kind is p.POSITIONAL_OR_KEYWORD or name in loss.those("keyword")
-    }
-    return tensors, {n: p for n, p in parameters.items() if n not in tensors}
-
-
 @over_losses
 def test_the_module_takes_the_same_hyperparameters_and_tensors(loss):
-    tensors, hyperparameters = _split(loss)
+    parameters = inspect.signature(getattr(F, loss.function)).parameters
+    tensors = {name: parameters[name] for name in loss.tensors}
+    hyperparameters = {n: p for n, p in parameters.items() if n not in tensors}
     module = getattr(sparse_losses, loss.module)
     constructor = inspect.signature(module).parameters
     forward = inspect.signature(module.forward).parameters
@@ -518,7 +509,7 @@ SCHEDULED = [
         *(case for case in FIRST.values() if case.stem != "nws"),
         *(case for case in BASE_CASES if case.id in ("nws-key", "min_activation-counted")),
     )
-    for name in re.findall(r"(\w+)=(?:\d+\.\d+|\d+e-\d+)", case.loss.signature)
+    for name in case.loss.numbers
     for backend in ("aot_eager", *["inductor"] * (name == "margin"))
 ]
 
@@ -599,15 +590,7 @@ def test_nothing_broadcasts_by_accident(case):
                 _refuses(case, tensors, *_present(case))
 
 
-BAD = [
-    (loss, name, value)
-    for loss in LOSSES.values()
-    for name, value in (
-        *loss.bad,
-        *[("gather", flag) for flag in ("yes", 1, None)],
-        *([("reduction", "avg"), ("reduction", None)] if loss.reduces else []),
-    )
-]
+BAD = [(loss, *refused) for loss in LOSSES.values() for refused in loss.refused]
 
 
 @pytest.mark.parametrize(("loss", "name", "value"), BAD, ids=lambda v: getattr(v, "stem", repr(v)))

@@ -105,11 +105,7 @@ def test_a_gradient_does_not_depend_on_which_others_are_needed(implementation, n
     ("impl", "options", "reason"),
     [
         ("direct", {"reduction": "none"}, 'reduction="mean" or "sum"'),
-        (
-            "direct",
-            {"decoupled": True, "positive_ids": torch.arange(B)},
-            "a negative in every row",
-        ),
+        ("direct", {"decoupled": True, "positive_ids": torch.arange(B)}, "a negative in every row"),
     ],
 )
 def test_an_unsupported_call_is_refused_with_the_reason(impl, options, reason):
