@@ -34,13 +34,13 @@ def dtype(request):
 
 @contextmanager
 def halves_multiplied(returns_fp32: bool = True):
-    asked = Counter()
+    halves = Counter()
 
     def returning_fp32(multiply):
         def function(a, b, *, out_dtype=None, **options):
             if out_dtype is None:
                 return multiply(a, b, **options)
-            asked[a.dtype] += 1
+            halves[a.dtype] += 1
             return multiply(a.to(out_dtype), b.to(out_dtype))
 
         return function
@@ -52,7 +52,7 @@ def halves_multiplied(returns_fp32: bool = True):
         mock.patch.multiple(torch, **patched),
         Launches("cpu") as counted,
     ):
-        yield Multiplied(asked, counted)
+        yield Multiplied(halves, counted)
 
 
 class Multiplied(NamedTuple):

@@ -54,7 +54,7 @@ def test_over_all_batches_it_is_at_most_the_information(seed, size, symmetric, i
 
 
 @pytest.mark.parametrize("broken", ["mined negatives", "ids", "decoupled"])
-def test_of_other_forms_it_is_no_bound(broken):
+def test_other_forms_of_info_nce_give_no_bound(broken):
     """A fair coin that comes through tells log 2 and no more."""
     scores = 20 * torch.eye(2, dtype=torch.float64)
     bounds = {}

@@ -41,10 +41,10 @@ def test_values_are_read_where_that_is_free_and_possible(monkeypatch):
     assert not any(map(values_can_be_checked, without))
     for tensor in without:
         check_zero_one("mask", tensor)
-    found = []
-    torch.vmap(lambda row: found.append(values_can_be_checked(row)) or row)(x)
-    torch.vmap(lambda row: found.append(values_can_be_checked(x)) or row)(x)
-    assert found == [False, False]
+    checked = []
+    torch.vmap(lambda row: checked.append(values_can_be_checked(row)) or row)(x)
+    torch.vmap(lambda row: checked.append(values_can_be_checked(x)) or row)(x)
+    assert checked == [False, False]
     with pytest.raises(ValueError, match="expected `mask` to be 0 or 1, got 2"):
         check_zero_one("mask", x)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)

@@ -106,11 +106,11 @@ def test_compiled_only_an_implementation_that_compiles_is_taken(monkeypatch):
 def test_impl_lists_the_implementations_of_a_loss(loss):
     function = getattr(F, loss.function)
     allowed = typing.get_args(typing.get_type_hints(function)["impl"])
-    of_module = typing.get_type_hints(getattr(sparse_losses, loss.module).__init__)["impl"]
+    module_impl = typing.get_type_hints(getattr(sparse_losses, loss.module).__init__)["impl"]
     table = __import__(function.__module__, fromlist=["IMPLEMENTATIONS"]).IMPLEMENTATIONS
     assert allowed[:2] == ("auto", "definition")
     assert set(allowed[2:]) == {x.name for x in table} == set(loss.implementations)
-    assert typing.get_args(of_module) == allowed
+    assert typing.get_args(module_impl) == allowed
     case = FIRST[loss.stem]
     listed = ", ".join(repr(name) for name in allowed)
     with pytest.raises(ValueError, match=f"expected `impl` to be one of {listed}, got 'fast'"):

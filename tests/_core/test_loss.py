@@ -120,12 +120,12 @@ def test_a_learned_number_has_the_dtype_of_the_data():
     ],
 )
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_what_is_refused_and_how(arguments, error, message):
+def test_errors_name_the_argument_and_what_was_expected(arguments, error, message):
     with pytest.raises(error, match=message):
         example_loss(**{"x": x(), **arguments})
 
 
-def test_python_says_what_python_says_best():
+def test_missing_and_unexpected_arguments_are_errors_of_python():
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
         example_loss()
     with pytest.raises(TypeError, match="positional argument"):

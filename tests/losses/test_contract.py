@@ -672,7 +672,7 @@ def test_under_a_transform_a_wrong_id_is_still_no_silent_row(case, token):
 
 @over(TOKEN_CASES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8], ids=str)
-def test_narrow_ids_are_ids(case, dtype):
+def test_ids_may_have_any_integer_dtype(case, dtype):
     tensors = case.tensors()
     name = next(n for n in case.rows if n.endswith("input_ids"))
     tensors[name] = tensors[name].clamp(min=0)

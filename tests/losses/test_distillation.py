@@ -47,7 +47,7 @@ def test_it_is_zero_if_the_scores_agree_up_to_a_shift(seed, shift, standardize):
 
 
 @given(seeds)
-def test_the_kl_part_sees_a_shift_of_no_row(seed):
+def test_the_kl_part_ignores_a_shift_of_a_row(seed):
     s, z = draw(seed, 4, 5), draw(seed + 1, 4, 5)
     rows = draw(seed + 2, 4, 1)
     kl = {**KL, "temperature": 0.8}
@@ -55,17 +55,6 @@ def test_the_kl_part_sees_a_shift_of_no_row(seed):
         distillation_loss(s + rows, z - rows, **kl), distillation_loss(s, z, **kl)
     )
     assert distillation_loss(s, z, **kl).item() > 0
-
-
-@given(seeds, st.floats(0.1, 10.0))
-def test_the_mse_part_sees_no_affine_change(seed, scale):
-    s, z = draw(seed, 4, 5), draw(seed + 1, 4, 5)
-    for standardize, moved in (("batch", s * scale - 3), ("row", s * scale + draw(seed + 2, 4, 1))):
-        mse = {**MSE, "standardize": standardize}
-        torch.testing.assert_close(
-            distillation_loss(moved, z, **mse), distillation_loss(s, z, **mse), rtol=1e-6, atol=1e-6
-        )
-        assert distillation_loss(s, z, **mse).item() > 0
 
 
 @given(seeds)
@@ -87,11 +76,14 @@ def test_the_temperature_is_a_scale_of_both_sides(seed, t):
 @given(seeds)
 def test_the_mse_part_is_the_correlation_of_the_scores(seed):
     s, z = draw(seed, 4, 5), draw(seed + 1, 4, 5)
-    of_all = torch.corrcoef(torch.stack([s.flatten(), z.flatten()]))[0, 1]
-    of_rows = torch.stack(
+    overall = torch.corrcoef(torch.stack([s.flatten(), z.flatten()]))[0, 1]
+    rowwise = torch.stack(
         [torch.corrcoef(torch.stack(pair))[0, 1] for pair in zip(s, z, strict=True)]
     )
-    for standardize, correlation, n in (("batch", of_all, 20), ("row", of_rows.mean(), 5)):
+    for standardize, correlation, n in (
+        ("batch", overall, 20),
+        ("row", rowwise.mean(), 5),
+    ):
         loss = distillation_loss(s, z, standardize=standardize, **MSE)
         expected = 2 * (1 - correlation) * (n - 1) / n
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)

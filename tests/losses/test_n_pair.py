@@ -76,13 +76,13 @@ def test_the_gradient_is_the_softmax_over_the_negatives_times_what_is_missing(se
     a, p, n = (draw(seed + k, *shape) for k, shape in enumerate([(4, 3), (4, 3), (4, 7, 3)]))
     leaves = [x.requires_grad_() for x in (a, p, n)]
     rows = n_pair_loss(*leaves, reduction="none")
-    by_a, by_p, by_n = torch.autograd.grad(rows.sum(), leaves)
+    grad_a, grad_p, grad_n = torch.autograd.grad(rows.sum(), leaves)
     missing = 1 - (-rows).exp()
     share = torch.einsum("bd,bnd->bn", a, n).softmax(1) * missing[:, None]
-    torch.testing.assert_close(by_p, -missing[:, None] * a)
-    torch.testing.assert_close(by_n, share[..., None] * a[:, None])
-    torch.testing.assert_close(by_a, (share[..., None] * (n - p[:, None])).sum(1))
-    torch.testing.assert_close(by_p + by_n.sum(1), torch.zeros(4, 3).double())
+    torch.testing.assert_close(grad_p, -missing[:, None] * a)
+    torch.testing.assert_close(grad_n, share[..., None] * a[:, None])
+    torch.testing.assert_close(grad_a, (share[..., None] * (n - p[:, None])).sum(1))
+    torch.testing.assert_close(grad_p + grad_n.sum(1), torch.zeros(4, 3).double())
     assert (missing > 0).all()
 
 

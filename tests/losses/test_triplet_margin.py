@@ -73,19 +73,19 @@ def test_the_gradient_is_of_the_negatives_inside_the_margin_alone(seed, kind, ma
     leaves = [x.requires_grad_() for x in (a, p, n)]
     options = {"similarity": kind, "margin": margin, "reduction": "none"}
     rows = triplet_margin_loss(*leaves, **options)
-    by_a, by_p, by_n = torch.autograd.grad(rows.sum(), leaves)
+    grad_a, grad_p, grad_n = torch.autograd.grad(rows.sum(), leaves)
     a, p, n = (x.detach() for x in leaves)
     each = [triplet_margin_loss(a, p, n[:, k], **options) for k in range(5)]
     weight = (torch.stack(each, 1) > 0).double()[..., None] / 5
     share = weight.sum(1)
     if kind == "dot":
-        torch.testing.assert_close(by_p, -share * a)
-        torch.testing.assert_close(by_n, weight * a[:, None])
-        torch.testing.assert_close(by_a, (weight * (n - p[:, None])).sum(1))
+        torch.testing.assert_close(grad_p, -share * a)
+        torch.testing.assert_close(grad_n, weight * a[:, None])
+        torch.testing.assert_close(grad_a, (weight * (n - p[:, None])).sum(1))
     else:
-        torch.testing.assert_close(by_p, 2 * share * (p - a))
-        torch.testing.assert_close(by_n, 2 * weight * (a[:, None] - n))
-        torch.testing.assert_close(by_a, 2 * (weight * (n - p[:, None])).sum(1))
+        torch.testing.assert_close(grad_p, 2 * share * (p - a))
+        torch.testing.assert_close(grad_n, 2 * weight * (a[:, None] - n))
+        torch.testing.assert_close(grad_a, 2 * (weight * (n - p[:, None])).sum(1))
     assert torch.equal((share > 0)[:, 0], rows > 0)
 
 
@@ -97,18 +97,6 @@ def test_on_unit_vectors_squared_distances_ask_for_half_the_margin(seed, margin)
     torch.testing.assert_close(squared, 2 * cosine)
     dot = triplet_margin_loss(a, p, n, margin=margin, similarity="dot")
     torch.testing.assert_close(dot, cosine)
-
-
-@given(seeds, st.floats(0.1, 10.0))
-def test_cosine_does_not_see_lengths_and_the_others_see_a_unit(seed, unit):
-    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 4, 3)
-    scaled = [unit * x for x in (a, p, n)]
-    torch.testing.assert_close(triplet_margin_loss(*scaled), triplet_margin_loss(a, p, n))
-    for kind in ("dot", "euclidean"):
-        one = triplet_margin_loss(a, p, n, similarity=kind, margin=1.0)
-        other = triplet_margin_loss(*scaled, similarity=kind, margin=unit**2)
-        torch.testing.assert_close(other, unit**2 * one)
-    assert triplet_margin_loss(a, p, n, margin=2.5).item() > 0
 
 
 @pytest.mark.parametrize("kind", ["cosine", "euclidean"])
