@@ -203,20 +203,16 @@ def test_extreme_temperatures_stay_finite_and_close(dtype, temperature, name):
 # Large vocabularies
 
 
-def _large(vocab: int, dtype: torch.dtype, batch: int = 4):
-    x = (torch.rand(batch, vocab) * 4).to(dtype)
-    ids = torch.randint(0, vocab, (batch, 32))
-    weight = torch.rand(vocab) * 100
-    mask = torch.ones_like(ids)
-    calls = {
+def _large_losses(ids: torch.Tensor):
+    """Losses of activations ``x`` and weights ``w`` of tokens."""
+    mask, alike = torch.ones_like(ids), torch.ones(len(ids))
+    return {
         "flops": lambda x, w: F.flops_loss(x),
         "flops_unbiased": lambda x, w: F.flops_loss(x, estimator="unbiased"),
         "idf_flops": lambda x, w: F.idf_flops_loss(x, w),
         "language_penalty": lambda x, w: F.language_penalty_loss(x, w),
         "self_reconstruction": lambda x, w: F.self_reconstruction_loss(x, ids, mask),
-        "self_reconstruction_balanced": lambda x, w: F.self_reconstruction_loss(
-            x, ids, mask, balanced=True
-        ),
+        "balanced": lambda x, w: F.self_reconstruction_loss(x, ids, mask, balanced=True),
         "positive_activation": lambda x, w: F.positive_activation_loss(x, ids, mask, w),
         "min_activation": lambda x, w: F.min_activation_loss(x, threshold=10.0),
         "info_nce_dot": lambda x, w: F.info_nce_loss(x, x.flip(0), similarity="dot", temperature=1),
@@ -224,18 +220,15 @@ def _large(vocab: int, dtype: torch.dtype, batch: int = 4):
         "triplet_euclidean": lambda x, w: F.triplet_margin_loss(
             x, x.flip(0), x.roll(1, 1), similarity="euclidean", margin=1e7
         ),
-        "pairwise_contrastive": lambda x, w: F.pairwise_contrastive_loss(
-            x, x.flip(0), torch.ones(batch)
-        ),
+        "pairwise_contrastive": lambda x, w: F.pairwise_contrastive_loss(x, x.flip(0), alike),
     }
-    return x, weight, calls
 
 
 @pytest.mark.parametrize("vocab", [30_522, 250_002])
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
 def test_large_vocabularies_stay_finite_and_close(vocab, dtype):
-    x, weight, calls = _large(vocab, dtype)
-    for name, call in calls.items():
+    x, weight = (torch.rand(4, vocab) * 4).to(dtype), torch.rand(vocab) * 100
+    for name, call in _large_losses(torch.randint(0, vocab, (4, 32))).items():
         leaf, exact = x.clone().requires_grad_(), x.double().requires_grad_()
         loss, reference = call(leaf, weight), call(exact, weight.double())
         assert loss.dtype == torch.float32, name

@@ -138,14 +138,6 @@ def test_a_larger_beta_never_lowers_it(seed, beta, more):
     assert (high > low).all()
 
 
-@given(seeds)
-def test_eps_zero_is_the_limit_of_small_eps(seed):
-    inputs = with_a_negative_prototype(problem(seed))
-    exact = nws_loss(**inputs, eps=0.0)
-    torch.testing.assert_close(nws_loss(**inputs, eps=1e-13), exact, rtol=1e-8, atol=1e-8)
-    assert not torch.allclose(nws_loss(**inputs, eps=0.3), exact)
-
-
 def weights_of(inputs, alpha=1.0, eps=1e-8):
     """Weights of positives, and of negatives in the denominator, one reference at a time."""
     queries, similarity = inputs["query_labels"].double(), inputs["label_similarity"]
