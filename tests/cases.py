@@ -29,7 +29,6 @@ from tests import oracles
 from tests.representation import head_oracle
 
 B, D, V, S, N, C, L = 4, 5, 11, 6, 3, 5, 4
-MARGINS = ("student_positive", "student_negative", "teacher_positive", "teacher_negative")
 Arrays = dict[str, np.ndarray]
 
 
@@ -278,36 +277,22 @@ OWN_NEGATIVES = {"triplet_margin": 0.9, "margin_mse": 0.35}
 
 
 def _objective_of(
-    query: Any,
-    document: Any,
-    document_ids: Any,
-    document_mask: Any,
-    teacher: Any,
-    context: Any,
-    penalty: Any,
-    negative: Any = None,
-    impl: str = "auto",
+    query, document, document_ids, document_mask, teacher, context, penalty, negative=None, **impl
 ) -> torch.Tensor:
     """Every term at once, as a function of tensors."""
     import sparse_losses as s
 
     weights = OBJECTIVE | (OWN_NEGATIVES if negative is not None else {})
     language_penalty = s.LanguagePenaltyLoss(penalty)
-    objective = s.SpladeObjective(weights, language_penalty=language_penalty, impl=impl)
+    objective = s.SpladeObjective(weights, language_penalty=language_penalty, **impl)
     own = None
     if negative is not None:  # its tokens are the positives' here: [B, 1, S]
-        words = [
-            x[:, None].expand(-1, negative.shape[1], -1) for x in (document_ids, document_mask)
-        ]
+        shape = (-1, negative.shape[1], -1)
+        words = (x[:, None].expand(*shape) for x in (document_ids, document_mask))
         own = s.Texts(negative, *words)
-    batch = s.SpladeBatch(
-        s.Texts(query),
-        s.Texts(document, document_ids, document_mask),
-        own,
-        teacher_scores=teacher,
-        teacher_anchor_scores=context,
-        teacher_candidates="batch",
-    )
+    texts = s.Texts(query), s.Texts(document, document_ids, document_mask), own
+    scores = {"teacher_scores": teacher, "teacher_anchor_scores": context}
+    batch = s.SpladeBatch(*texts, **scores, teacher_candidates="batch")
     return objective(batch).total
 
 
@@ -699,7 +684,7 @@ def _score_table(candidates: bool = False, several: bool = False):
 
 
 def _margins(rng: np.random.Generator, batch: int) -> Arrays:
-    return {name: rng.normal(size=batch) for name in MARGINS}
+    return {name: rng.normal(size=batch) for name in LOSSES["margin_mse"].tensors}
 
 
 def _margins_with_absent(rng: np.random.Generator, batch: int) -> Arrays:

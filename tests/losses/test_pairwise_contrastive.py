@@ -98,7 +98,7 @@ def test_the_gradient_is_along_the_difference_of_the_pair(seed, margin):
 
 
 @given(seeds, st.floats(0.5, 5.0))
-def test_half_the_margin_is_where_both_answers_cost_the_same(seed, margin):
+def test_at_half_the_margin_both_labels_cost_the_same(seed, margin):
     direction = torch.nn.functional.normalize(draw(seed, 3, 3))
     distance = margin * torch.tensor([[0.5], [0.4], [0.6]], dtype=torch.float64)
     x1, x2 = draw(seed + 1, 3, 3), draw(seed + 1, 3, 3) + distance * direction
