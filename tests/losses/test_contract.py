@@ -455,10 +455,12 @@ def test_autocast_and_the_default_dtype_change_nothing(case, name):
     expected = gradients(plain, leaves)
     with context():
         value = case.function()(**tensors)
-        actual = gradients(value, leaves)
+        # PyTorch asks for backward passes outside of autocast.
+        actual = gradients(value, leaves) if name.startswith("default") else None
+    actual = actual or gradients(value, leaves)
     assert value.dtype == torch.float32
     assert torch.equal(value, plain)
-    assert all(torch.equal(actual[name], expected[name]) for name in leaves)
+    assert all(torch.equal(actual[leaf], expected[leaf]) for leaf in leaves)
 
 
 @over(CASES)
