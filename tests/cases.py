@@ -5,14 +5,21 @@ add a loss:
 
 1. Write its oracle in tests/oracles.py, in NumPy loops, named like the loss. It takes the arrays
    and hyperparameters; where the loss has a ``reduction``, it returns values and validity of rows.
-2. Add a ``Loss`` to ``LOSSES``: its signature, written out, and hyperparameters it must refuse.
+2. Add a ``Loss`` to ``LOSSES``: its signature, written out, and of each tensor the shape and roles,
+   as in ``"B N D or N D, grad, private"``. B is the batch; " or " parts shapes that differ in the
+   number of dimensions. Roles are ``grad`` (differentiable), ``mask``, ``buffer`` (the module keeps
+   it), ``void 0`` (a 0 in it makes a row not valid) and ``private`` (a row of it concerns no other
+   row). ``bad`` are hyperparameters to be refused besides those of ``REFUSED``.
 3. Add one ``Case`` or more to ``BASE_CASES``, the plainest first: a function that makes the arrays
-   for any batch size, hyperparameters, and facts about the tensors (the fields of ``Case``).
+   for any batch size, and hyperparameters.
 """
 
 import itertools
+import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,7 +29,6 @@ from tests import oracles
 from tests.representation import head_oracle
 
 B, D, V, S, N, C, L = 4, 5, 11, 6, 3, 5, 4
-MARGINS = ("student_positive", "student_negative", "teacher_positive", "teacher_negative")
 Arrays = dict[str, np.ndarray]
 
 
@@ -33,8 +39,7 @@ class Loss:
     stem: str
     module: str
     signature: str  # of the function, written out: users rely on it
-    constructor: tuple[str, ...] = ()  # tensors that the module keeps as buffers
-    keyword_tensors: tuple[str, ...] = ()  # tensors of `forward` that are keyword-only
+    tensors: dict[str, str]  # its shapes and roles, see above
     implementations: tuple[str, ...] = ()  # names beside the definition
     function: str = ""  # where it is not `<stem>_loss`
     bad: tuple[tuple[str, Any], ...] = ()  # hyperparameters that must be refused
@@ -44,6 +49,16 @@ class Loss:
     def __post_init__(self) -> None:
         object.__setattr__(self, "function", self.function or f"{self.stem}_loss")
 
+    def shapes(self, name: str) -> list[str]:
+        return self.tensors[name].split(", ")[0].split(" or ")
+
+    def those(self, role: str) -> tuple[str, ...]:
+        return tuple(n for n, roles in self.tensors.items() if role in roles.split(", ")[1:])
+
+    @property
+    def constructor(self) -> tuple[str, ...]:
+        return self.those("buffer")
+
     @property
     def reduces(self) -> bool:
         return "reduction" in self.signature
@@ -51,6 +66,21 @@ class Loss:
     @property
     def oracle(self) -> Callable[..., Any]:
         return self.layer_oracle or getattr(oracles, self.stem)
+
+    @property
+    def numbers(self) -> list[str]:
+        """Hyperparameters whose default is a float."""
+        return re.findall(r"(\w+)=(?:\d+\.\d+|\d+e-\d+)", self.signature)
+
+    @property
+    def refused(self) -> list[tuple[str, Any]]:
+        """Hyperparameters that must be refused."""
+        names = [name for name in REFUSED if f" {name}=" in self.signature]
+        return [
+            *((name, float("nan")) for name in self.numbers),
+            *((name, value) for name in names for value in REFUSED[name]),
+            *self.bad,
+        ]
 
 
 def weigh(*outputs: Any) -> Any:
@@ -62,12 +92,15 @@ def weigh(*outputs: Any) -> Any:
     )
 
 
-_NAN = float("nan")
-_BAD_TEMPERATURES = tuple(
-    ("temperature", t)
-    for t in (0.0, -1.0, float("inf"), _NAN, 10**400, "0.07", None, torch.ones(1), torch.ones(2))
-)
-_BAD_IDS = tuple(("ignore_token_ids", ids) for ids in ([V], [-1], 1, [[1]], "1"))
+REFUSED = {  # by every loss that has the hyperparameter
+    "gather": ("yes", 1, None),
+    "reduction": ("avg", None),
+    "impl": ("cuda", None),
+    "estimator": ("ustat",),
+    "similarity": ("manhattan",),
+    "ignore_token_ids": ([V], [-1], 1, [[1]], "1"),
+    "temperature": (0.0, -1.0, float("inf"), 10**400, "0.07", None, torch.ones(1), torch.ones(2)),
+}
 
 LOSSES = {
     loss.stem: loss
@@ -78,110 +111,118 @@ LOSSES = {
             "(anchor, positive, negative=None, *, temperature=0.07, similarity='cosine', "
             "symmetric=False, in_batch=True, positive_ids=None, positive_mask=None, "
             "decoupled=False, gather=False, impl='auto', reduction='mean')",
-            bad=(
-                *_BAD_TEMPERATURES,
-                ("similarity", "manhattan"),
-                ("similarity", "euclidean"),
-                ("impl", "cuda"),
-                ("impl", None),
-                ("symmetric", "False"),
-                ("decoupled", None),
-            ),
+            {
+                "anchor": "B D, grad, private",
+                "positive": "B D, grad",
+                "negative": "N D or B N D, grad, private",
+                "positive_ids": "B",
+                "positive_mask": "B B, mask, void 0",
+            },
+            bad=(("similarity", "euclidean"), ("symmetric", "False"), ("decoupled", None)),
             implementations=("direct", "blocks", "nonzeros"),
-            keyword_tensors=("positive_ids", "positive_mask"),
         ),
         Loss(
             "info_nce_from_scores",
             "InfoNCEFromScoresLoss",
             "(scores, positive_mask, candidate_mask=None, *, decoupled=False, gather=False, "
             "reduction='mean')",
+            {
+                "scores": "B C, grad, private",
+                "positive_mask": "B C, mask, void 0",
+                "candidate_mask": "B C, mask",
+            },
             function="info_nce_from_scores",
         ),
         Loss(
             "n_pair",
             "NPairLoss",
             "(anchor, positive, negative=None, *, gather=False, reduction='mean')",
+            {"anchor": "B D, grad", "positive": "B D, grad", "negative": "N D or B N D, grad"},
         ),
         Loss(
             "pairwise_contrastive",
             "PairwiseContrastiveLoss",
             "(x1, x2, same, *, margin=1.0, gather=False, reduction='mean')",
-            bad=(("margin", _NAN), ("margin", "1")),
+            {"x1": "B D, grad", "x2": "B D, grad", "same": "B, mask"},
+            bad=(("margin", "1"),),
         ),
         Loss(
             "triplet_margin",
             "TripletMarginLoss",
             "(anchor, positive, negative, *, margin=0.3, similarity='cosine', "
             "gather=False, reduction='mean')",
-            bad=(("margin", _NAN), ("similarity", "manhattan")),
+            {"anchor": "B D, grad", "positive": "B D, grad", "negative": "B D or B N D, grad"},
         ),
         Loss(
             "self_reconstruction",
             "SelfReconstructionLoss",
             "(activations, input_ids, attention_mask, *, ignore_token_ids=None, balanced=False, "
             "gather=False, reduction='mean')",
-            bad=(*_BAD_IDS, ("balanced", 1)),
+            {"activations": "B V, grad", "input_ids": "B S", "attention_mask": "B S, mask"},
+            bad=(("balanced", 1),),
         ),
         Loss(
             "positive_activation",
             "PositiveActivationLoss",
             "(activations, positive_input_ids, positive_attention_mask, token_weight=None, *, "
             "saturating=False, ignore_token_ids=None, gather=False, reduction='mean')",
-            constructor=("token_weight",),
-            bad=(*_BAD_IDS, ("saturating", 1)),
+            {
+                "activations": "B V, grad, private",
+                "positive_input_ids": "B S",
+                "positive_attention_mask": "B S, mask, void 0",
+                "token_weight": "V, buffer",
+            },
+            bad=(("saturating", 1),),
         ),
         Loss(
             "flops",
             "FlopsLoss",
             "(activations, *, estimator='biased', gather=False)",
-            bad=(("estimator", "ustat"),),
+            {"activations": "B V, grad"},
         ),
         Loss(
             "idf_flops",
             "IdfFlopsLoss",
             "(activations, token_penalty, *, beta=0.3, estimator='biased', gather=False)",
-            constructor=("token_penalty",),
-            bad=(("estimator", "ustat"), ("beta", _NAN)),
+            {"activations": "B V, grad", "token_penalty": "V, buffer"},
         ),
         Loss(
             "min_activation",
             "MinActivationLoss",
             "(activations, token_counts=None, *, top_k=5, threshold=0.5, "
             "gather=False, reduction='mean')",
-            bad=(
-                ("top_k", 0),
-                ("top_k", -1),
-                ("top_k", 2.5),
-                ("top_k", V + 1),
-                ("threshold", _NAN),
-            ),
+            {"activations": "B V, grad, private", "token_counts": "B, void 0"},
+            bad=(("top_k", 0), ("top_k", -1), ("top_k", 2.5), ("top_k", V + 1)),
         ),
         Loss(
             "language_penalty",
             "LanguagePenaltyLoss",
             "(activations, token_penalty, *, gather=False, reduction='mean')",
-            constructor=("token_penalty",),
+            {"activations": "B V, grad", "token_penalty": "V, buffer"},
         ),
         Loss(
             "distillation",
             "DistillationLoss",
             "(student_scores, teacher_scores, *, temperature=3.0, alpha_kl=0.7, alpha_mse=0.3, "
             "standardize='batch', candidate_mask=None, gather=False)",
-            keyword_tensors=("candidate_mask",),
-            bad=(
-                *_BAD_TEMPERATURES,
-                ("standardize", "column"),
-                ("alpha_kl", -1.0),
-                ("alpha_kl", _NAN),
-                ("alpha_mse", -1.0),
-                ("alpha_mse", _NAN),
-            ),
+            {
+                "student_scores": "B C, grad, private",
+                "teacher_scores": "B C, private",
+                "candidate_mask": "B C, mask, void 0",
+            },
+            bad=(("standardize", "column"), ("alpha_kl", -1.0), ("alpha_mse", -1.0)),
         ),
         Loss(
             "margin_mse",
             "MarginMSELoss",
             "(student_positive, student_negative, teacher_positive, teacher_negative, *, "
             "gather=False, reduction='mean')",
+            {
+                "student_positive": "B, grad, private",
+                "student_negative": "B, grad, private",
+                "teacher_positive": "B, void -inf",
+                "teacher_negative": "B",
+            },
         ),
         Loss(
             "nws",
@@ -190,20 +231,19 @@ LOSSES = {
             "queue=None, queue_labels=None, queue_mask=None, alpha=1.0, beta=1.0, "
             "temperature=0.07, aggregation='mean', decoupled=True, eps=1e-08, "
             "gather=False, impl='auto', reduction='mean')",
-            constructor=("label_similarity",),
-            bad=(
-                *_BAD_TEMPERATURES,
-                ("aggregation", "sum"),
-                ("alpha", -1.0),
-                ("alpha", _NAN),
-                ("beta", -1.0),
-                ("beta", _NAN),
-                ("eps", -1e-8),
-                ("eps", _NAN),
-                ("impl", "cuda"),
-            ),
+            {
+                "query": "B D, grad, private",
+                "query_labels": "B L, mask, void 0",
+                "prototype": "L D, grad",
+                "label_similarity": "L L, buffer",
+                "key": "K D",
+                "key_labels": "K L, mask",
+                "queue": "Q D",
+                "queue_labels": "Q L, mask",
+                "queue_mask": "Q, mask",
+            },
+            bad=(("aggregation", "sum"), ("alpha", -1.0), ("beta", -1.0), ("eps", -1e-8)),
             implementations=("direct",),
-            keyword_tensors=("key", "key_labels", "queue", "queue_labels", "queue_mask"),
         ),
     )
 }
@@ -237,36 +277,22 @@ OWN_NEGATIVES = {"triplet_margin": 0.9, "margin_mse": 0.35}
 
 
 def _objective_of(
-    query: Any,
-    document: Any,
-    document_ids: Any,
-    document_mask: Any,
-    teacher: Any,
-    context: Any,
-    penalty: Any,
-    negative: Any = None,
-    impl: str = "auto",
+    query, document, document_ids, document_mask, teacher, context, penalty, negative=None, **impl
 ) -> torch.Tensor:
     """Every term at once, as a function of tensors."""
     import sparse_losses as s
 
     weights = OBJECTIVE | (OWN_NEGATIVES if negative is not None else {})
     language_penalty = s.LanguagePenaltyLoss(penalty)
-    objective = s.SpladeObjective(weights, language_penalty=language_penalty, impl=impl)
+    objective = s.SpladeObjective(weights, language_penalty=language_penalty, **impl)
     own = None
     if negative is not None:  # its tokens are the positives' here: [B, 1, S]
-        words = [
-            x[:, None].expand(-1, negative.shape[1], -1) for x in (document_ids, document_mask)
-        ]
+        shape = (-1, negative.shape[1], -1)
+        words = (x[:, None].expand(*shape) for x in (document_ids, document_mask))
         own = s.Texts(negative, *words)
-    batch = s.SpladeBatch(
-        s.Texts(query),
-        s.Texts(document, document_ids, document_mask),
-        own,
-        teacher_scores=teacher,
-        teacher_anchor_scores=context,
-        teacher_candidates="batch",
-    )
+    texts = s.Texts(query), s.Texts(document, document_ids, document_mask), own
+    scores = {"teacher_scores": teacher, "teacher_anchor_scores": context}
+    batch = s.SpladeBatch(*texts, **scores, teacher_candidates="batch")
     return objective(batch).total
 
 
@@ -311,6 +337,8 @@ def _objective_oracle(
     return sum(weights[name] * value for name, value in terms.items())
 
 
+LOGITS = {"logits": "B S V, grad, private", "attention_mask": "B S, mask, void 0"}
+
 # They return a vector a text, or a number a token, and have no module of that name.
 LAYERS = {
     layer.stem: layer
@@ -319,6 +347,7 @@ LAYERS = {
             "splade_pool",
             "",
             "(logits, attention_mask, *, return_logits=False, impl='auto')",
+            LOGITS,
             implementations=("nonzeros",),
             function="splade_pool",
             layer_oracle=_pooled,
@@ -327,6 +356,7 @@ LAYERS = {
             "token_weights",
             "",
             "(logits, attention_mask)",
+            LOGITS,
             function="token_weights",
             layer_oracle=lambda *args, **arrays: weigh(
                 oracles.token_weights(*args, **arrays)
@@ -337,6 +367,13 @@ LAYERS = {
             "",
             "(hidden, weight, bias=None, attention_mask=None, *, gate=None, return_logits=False, "
             "sparse_grad=False, impl='auto')",
+            {
+                "hidden": "B S D, grad, private",
+                "weight": "V D, grad",
+                "bias": "V, grad",
+                "attention_mask": "B S, mask, void 0",
+                "gate": "B V, grad",
+            },
             implementations=("packed", "tiles"),
             function="splade_head",
             layer_oracle=_headed,
@@ -345,6 +382,16 @@ LAYERS = {
             "objective",
             "",
             "",
+            {
+                "query": "B V, grad",
+                "document": "B V, grad",
+                "document_ids": "B S",
+                "document_mask": "B S, mask",
+                "teacher": "B B",  # with negatives [B, B + N]
+                "context": "B B",
+                "penalty": "V",
+                "negative": "B N V, grad",
+            },
             implementations=("auto",),
             layer_oracle=_objective_oracle,
             call=_objective_of,
@@ -355,21 +402,19 @@ LAYERS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One call: the arrays of its tensors for any batch size, its hyperparameters, its facts."""
+    """One call: the arrays of its tensors for any batch size, and its hyperparameters."""
 
     stem: str
     name: str
     make: Callable[[np.random.Generator, int], Arrays]
     kwargs: dict[str, Any] = field(default_factory=dict)
-    differentiable: tuple[str, ...] = ()
-    rows: tuple[str, ...] = ()  # tensors whose first dimension is the batch
-    square: tuple[str, ...] = ()  # tensors with the batch in both dimensions
-    masks: tuple[str, ...] = ()
-    free: tuple[tuple[str, int], ...] = ()  # dimensions that no other tensor shares
-    invalidate: tuple[str, float] | None = None  # row tensor and the value that voids a row
-    private: tuple[str, ...] = ()  # row tensors that no other row looks at
-    implementations: tuple[str, ...] = ()  # those of the loss that support the call
+    not_private: tuple[str, ...] = ()  # in this call
+    implementations: tuple[str, ...] | None = None  # that support the call; by default all
     impl: str | None = None  # how it is computed; by default without the argument
+
+    def __post_init__(self) -> None:
+        if self.implementations is None:
+            object.__setattr__(self, "implementations", self.loss.implementations)
 
     @property
     def id(self) -> str:
@@ -378,6 +423,61 @@ class Case:
     @property
     def loss(self) -> Loss:
         return LOSSES.get(self.stem) or LAYERS[self.stem]
+
+    @cached_property
+    def dims(self) -> dict[str, list[str]]:
+        """The names of the dimensions of each tensor of the call."""
+        dims = {}
+        for name, array in self.arrays().items():
+            if array is not None:
+                shapes = (shape.split() for shape in self.loss.shapes(name))
+                dims[name] = next(shape for shape in shapes if len(shape) == array.ndim)
+        return dims
+
+    def those(self, role: str) -> tuple[str, ...]:
+        """Tensors of the call that have this role."""
+        return tuple(name for name in self.loss.those(role) if name in self.dims)
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Tensors whose first dimension is the batch."""
+        return tuple(n for n, dims in self.dims.items() if dims[0] == "B" and dims != ["B", "B"])
+
+    @property
+    def square(self) -> tuple[str, ...]:
+        """Tensors with the batch in both dimensions."""
+        return tuple(n for n, dims in self.dims.items() if dims == ["B", "B"])
+
+    @property
+    def free(self) -> list[tuple[str, int]]:
+        """Dimensions that no other tensor shares."""
+        count = Counter(dim for dims in self.dims.values() for dim in dims)
+        pairs = ((n, i, dim) for n, dims in self.dims.items() for i, dim in enumerate(dims))
+        return [(name, i) for name, i, dim in pairs if count[dim] == 1]
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        return self.those("grad")
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        return self.those("mask")
+
+    @property
+    def invalidate(self) -> tuple[str, float] | None:
+        """The tensor and the value in it that make a row not valid."""
+        for name in self.dims:
+            for role in self.loss.tensors[name].split(", ")[1:]:
+                if role.startswith("void "):
+                    return name, float(role.removeprefix("void "))
+        return None
+
+    @property
+    def private(self) -> tuple[str, ...]:
+        """Tensors of which a row is seen by no other row."""
+        return tuple(
+            n for n in self.those("private") if n in self.rows and n not in self.not_private
+        )
 
     @property
     def fewest_rows(self) -> int:
@@ -454,10 +554,7 @@ def to_arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
 
 def _pairs(negative: str | None = None, ids: bool = False, mask: bool = False):
     def make(rng: np.random.Generator, batch: int) -> Arrays:
-        arrays = {
-            "anchor": rng.normal(size=(batch, D)),
-            "positive": rng.normal(size=(batch, D)),
-        }
+        arrays = {"anchor": rng.normal(size=(batch, D)), "positive": rng.normal(size=(batch, D))}
         if negative == "shared":
             arrays["negative"] = rng.normal(size=(N, D))
         if negative == "per_row":
@@ -587,7 +684,7 @@ def _score_table(candidates: bool = False, several: bool = False):
 
 
 def _margins(rng: np.random.Generator, batch: int) -> Arrays:
-    return {name: rng.normal(size=batch) for name in MARGINS}
+    return {name: rng.normal(size=batch) for name in LOSSES["margin_mse"].tensors}
 
 
 def _margins_with_absent(rng: np.random.Generator, batch: int) -> Arrays:
@@ -642,168 +739,17 @@ def _objective(negative: bool = False):
 # The table
 
 
-ALL, DENSE = ("direct", "blocks", "nonzeros"), ("direct", "blocks")
+DENSE = ("direct", "blocks")  # those that support negatives per row
 
 
-def _info_nce(name: str, implementations, negative=None, ids=False, mask=False, **kwargs) -> Case:
+def _info_nce(name, negative=None, ids=False, mask=False, implementations=None, **kwargs) -> Case:
     kwargs = {"temperature": 0.3, **kwargs}
-    symmetric = kwargs.get("symmetric", False)
-    return Case(
-        "info_nce",
-        name,
-        _pairs(negative, ids, mask),
-        kwargs,
-        differentiable=("anchor", "positive") + (("negative",) if negative else ()),
-        rows=("anchor", "positive")
-        + (("negative",) if negative == "per_row" else ())
-        + (("positive_ids",) if ids else ()),
-        square=("positive_mask",) if mask else (),
-        masks=("positive_mask",) if mask else (),
-        free=(("negative", 0 if negative == "shared" else 1),),
-        invalidate=("positive_mask", 0) if mask else None,
-        private=(() if symmetric else ("anchor",))
-        + (("negative",) if negative == "per_row" else ()),
-        implementations=implementations,
-    )
+    not_private = ("anchor",) if kwargs.get("symmetric") else ()
+    return Case("info_nce", name, _pairs(negative, ids, mask), kwargs, not_private, implementations)
 
 
-def _pair_case(stem: str, name: str, negative=None, **kwargs) -> Case:
-    return Case(
-        stem,
-        name,
-        _pairs(negative),
-        kwargs,
-        differentiable=("anchor", "positive") + (("negative",) if negative else ()),
-        rows=("anchor", "positive") + (("negative",) if negative in ("row", "per_row") else ()),
-        free={"shared": (("negative", 0),), "per_row": (("negative", 1),)}.get(negative, ()),
-    )
-
-
-def _nws_case(name: str, key=False, queue=False, mask=False, similar=True, **kwargs) -> Case:
-    return Case(
-        "nws",
-        name,
-        _nws(key, queue, mask, similar),
-        {"temperature": 0.3, **kwargs},
-        differentiable=("query", "prototype"),
-        rows=("query", "query_labels"),
-        masks=("query_labels",)
-        + (("key_labels",) if key else ())
-        + (("queue_labels",) if queue else ())
-        + (("queue_mask",) if mask else ()),
-        invalidate=("query_labels", 0),
-        private=("query",),
-        implementations=("direct",),
-    )
-
-
-def _token_case(stem: str, name: str, weight: bool = False, **kwargs) -> Case:
-    prefix = "positive_" if stem == "positive_activation" else ""
-    ids, mask = f"{prefix}input_ids", f"{prefix}attention_mask"
-    return Case(
-        stem,
-        name,
-        _tokens(prefix, weight),
-        kwargs,
-        differentiable=("activations",),
-        rows=("activations", ids, mask),
-        masks=(mask,),
-        free=() if weight else (("activations", 1),),
-        invalidate=(mask, 0) if prefix else None,
-        private=("activations",),
-    )
-
-
-def _score_case(name: str, mask: bool = False, infinite: bool = False, **kwargs) -> Case:
-    return Case(
-        "distillation",
-        name,
-        _scores(mask, infinite),
-        kwargs,
-        differentiable=("student_scores",),
-        rows=("student_scores", "teacher_scores") + (("candidate_mask",) if mask else ()),
-        masks=("candidate_mask",) if mask else (),
-        invalidate=("candidate_mask", 0) if mask else None,
-        private=("student_scores", "teacher_scores"),
-    )
-
-
-def _vector_case(stem: str, name: str, penalty=False, counts=False, signed=False, **kwargs) -> Case:
-    return Case(
-        stem,
-        name,
-        _activations(penalty, counts, signed),
-        kwargs,
-        differentiable=("activations",),
-        rows=("activations",) + (("token_counts",) if counts else ()),
-        free=(() if counts else (("activations", 0),)) + (() if penalty else (("activations", 1),)),
-        invalidate=("token_counts", 0) if counts else None,
-        private=("activations",),
-    )
-
-
-def _from_scores_case(name: str, candidates=False, several=False, **kwargs) -> Case:
-    masks = ("positive_mask", "candidate_mask") if candidates else ("positive_mask",)
-    return Case(
-        "info_nce_from_scores",
-        name,
-        _score_table(candidates, several),
-        kwargs,
-        differentiable=("scores",),
-        rows=("scores", *masks),
-        masks=masks,
-        invalidate=("positive_mask", 0),
-        private=("scores",),
-    )
-
-
-def _layer_case(stem: str, name: str, **kwargs: Any) -> Case:
-    return Case(
-        stem,
-        name,
-        _logits,
-        kwargs,
-        differentiable=("logits",),
-        rows=("logits", "attention_mask"),
-        masks=("attention_mask",),
-        free=(("logits", 2),),
-        invalidate=("attention_mask", 0),
-        private=("logits",),
-        implementations=LAYERS[stem].implementations,
-    )
-
-
-def _head_case(name: str, bias=False, mask=False, gate=False, **kwargs: Any) -> Case:
-    free = (("hidden", 0), ("hidden", 1)) + (() if bias else (("weight", 0),))
-    return Case(
-        "splade_head",
-        name,
-        _hidden(bias, mask, gate),
-        kwargs,
-        differentiable=("hidden", "weight")
-        + (("bias",) if bias else ())
-        + (("gate",) if gate else ()),
-        rows=("hidden",) + (("attention_mask",) if mask else ()) + (("gate",) if gate else ()),
-        masks=("attention_mask",) if mask else (),
-        free=() if mask else free,
-        invalidate=("attention_mask", 0) if mask else None,
-        private=("hidden",) if mask else (),
-        implementations=("packed", "tiles"),
-    )
-
-
-def _objective_case(name: str, negative: bool = False) -> Case:
-    sides = ("query", "document") + (("negative",) if negative else ())
-    return Case(
-        "objective",
-        name,
-        _objective(negative),
-        differentiable=sides,
-        rows=(*sides, "document_ids", "document_mask"),
-        square=("context",) if negative else ("teacher", "context"),
-        masks=("document_mask",),
-        implementations=("auto",),
-    )
+def _nws_case(name: str, arrays: dict, **kwargs) -> Case:
+    return Case("nws", name, _nws(**arrays), {"temperature": 0.3, **kwargs})
 
 
 def _by_implementation(cases: tuple[Case, ...], *impls: str) -> tuple[Case, ...]:
@@ -817,121 +763,126 @@ def _by_implementation(cases: tuple[Case, ...], *impls: str) -> tuple[Case, ...]
     )
 
 
+ALL_REFERENCES = {"key": True, "queue": True, "mask": True}
+KEYS_AND_QUEUE = {"key": True, "queue": True}
+BOTH = {"symmetric": True}
+OUTSIDE = {"in_batch": False, "implementations": ()}
+
 BASE_CASES = (
-    _info_nce("plain", ALL),
-    _info_nce("cold", ALL, temperature=0.05),
-    _info_nce("dot", ALL, similarity="dot", temperature=1.5),
-    _info_nce("shared", ALL, negative="shared"),
-    _info_nce("per_row", DENSE, negative="per_row"),
-    _info_nce("shared_only", (), negative="shared", in_batch=False),
-    _info_nce("per_row_only", (), negative="per_row", in_batch=False),
-    _info_nce("per_row_only_decoupled", (), negative="per_row", in_batch=False, decoupled=True),
-    _info_nce("symmetric", ALL, symmetric=True),
-    _info_nce("symmetric_shared", ALL, negative="shared", symmetric=True),
-    _info_nce("symmetric_per_row", DENSE, negative="per_row", symmetric=True, similarity="dot"),
-    _info_nce("symmetric_per_row_only", (), negative="per_row", symmetric=True, in_batch=False),
-    _info_nce("ids", ALL, ids=True),
-    _info_nce("ids_symmetric_decoupled", (), ids=True, symmetric=True, decoupled=True),
-    _info_nce("positives", (), mask=True),
-    _info_nce("positives_shared", (), mask=True, negative="shared"),
-    _info_nce("positives_symmetric", (), mask=True, symmetric=True, negative="per_row"),
-    _info_nce("positives_decoupled", (), mask=True, decoupled=True, negative="shared"),
-    _info_nce("positives_ids", (), mask=True, ids=True, negative="shared"),
+    _info_nce("plain"),
+    _info_nce("cold", temperature=0.05),
+    _info_nce("dot", similarity="dot", temperature=1.5),
+    _info_nce("shared", "shared"),
+    _info_nce("per_row", "per_row", implementations=DENSE),
+    _info_nce("shared_only", "shared", **OUTSIDE),
+    _info_nce("per_row_only", "per_row", **OUTSIDE),
+    _info_nce("per_row_only_decoupled", "per_row", **OUTSIDE, decoupled=True),
+    _info_nce("symmetric", **BOTH),
+    _info_nce("symmetric_shared", "shared", **BOTH),
+    _info_nce("symmetric_per_row", "per_row", **BOTH, similarity="dot", implementations=DENSE),
+    _info_nce("symmetric_per_row_only", "per_row", **BOTH, **OUTSIDE),
+    _info_nce("ids", ids=True),
+    _info_nce("ids_symmetric_decoupled", ids=True, **BOTH, decoupled=True, implementations=()),
+    _info_nce("positives", mask=True, implementations=()),
+    _info_nce("positives_shared", "shared", mask=True, implementations=()),
+    _info_nce("positives_symmetric", "per_row", mask=True, **BOTH, implementations=()),
+    _info_nce("positives_decoupled", "shared", mask=True, decoupled=True, implementations=()),
+    _info_nce("positives_ids", "shared", mask=True, ids=True, implementations=()),
     _info_nce(
         "positives_ids_symmetric_decoupled",
-        (),
         "shared",
         ids=True,
         mask=True,
-        symmetric=True,
+        **BOTH,
         decoupled=True,
+        implementations=(),
     ),
-    _info_nce("decoupled", ALL, decoupled=True),
-    _info_nce("decoupled_dot", DENSE, decoupled=True, similarity="dot", negative="per_row"),
-    _from_scores_case("one"),
-    _from_scores_case("several", several=True),
-    _from_scores_case("candidates", candidates=True, several=True),
-    _from_scores_case("decoupled", candidates=True, several=True, decoupled=True),
-    _pair_case("n_pair", "in_batch"),
-    _pair_case("n_pair", "shared", "shared"),
-    _pair_case("n_pair", "per_row", "per_row"),
-    *(
-        Case(
-            "pairwise_contrastive",
-            name,
-            _same,
-            {"margin": margin},
-            differentiable=("x1", "x2"),
-            rows=("x1", "x2", "same"),
-            masks=("same",),
-        )
-        for name, margin in (("apart", 1.0), ("inside_margin", 6.0))
+    _info_nce("decoupled", decoupled=True),
+    _info_nce("decoupled_dot", "per_row", decoupled=True, similarity="dot", implementations=DENSE),
+    Case("info_nce_from_scores", "one", _score_table()),
+    Case("info_nce_from_scores", "several", _score_table(several=True)),
+    Case("info_nce_from_scores", "candidates", _score_table(True, True)),
+    Case("info_nce_from_scores", "decoupled", _score_table(True, True), {"decoupled": True}),
+    Case("n_pair", "in_batch", _pairs()),
+    Case("n_pair", "shared", _pairs("shared")),
+    Case("n_pair", "per_row", _pairs("per_row")),
+    Case("pairwise_contrastive", "apart", _same, {"margin": 1.0}),
+    Case("pairwise_contrastive", "inside_margin", _same, {"margin": 6.0}),
+    Case("triplet_margin", "cosine", _pairs("row")),
+    Case("triplet_margin", "dot", _pairs("row"), {"similarity": "dot", "margin": 2.0}),
+    Case("triplet_margin", "euclidean", _pairs("row"), {"similarity": "euclidean", "margin": 4.0}),
+    Case("triplet_margin", "many", _pairs("per_row")),
+    Case("triplet_margin", "many_euclidean", _pairs("per_row"), {"similarity": "euclidean"}),
+    _nws_case("prototypes", {"similar": False}),
+    _nws_case("key", {"key": True}),
+    _nws_case("queue", {"queue": True}),
+    _nws_case("all", ALL_REFERENCES, alpha=0.5, beta=2.0),
+    _nws_case("max", ALL_REFERENCES, aggregation="max"),
+    _nws_case("coupled", KEYS_AND_QUEUE, decoupled=False),
+    _nws_case("exact", ALL_REFERENCES, eps=0.0, alpha=0.9),
+    _nws_case("prototypes_compete", KEYS_AND_QUEUE, beta=0.0),
+    _nws_case("large_eps", KEYS_AND_QUEUE, eps=0.2, alpha=3.0, decoupled=False),
+    Case("flops", "biased", _activations()),
+    Case("flops", "unbiased", _activations(), {"estimator": "unbiased"}),
+    Case("idf_flops", "biased", _activations(penalty=True)),
+    Case("idf_flops", "signed", _activations(penalty=True, signed=True), {"beta": 2.0}),
+    Case(
+        "idf_flops", "unbiased", _activations(penalty=True), {"estimator": "unbiased", "beta": 0.7}
     ),
-    _pair_case("triplet_margin", "cosine", "row"),
-    _pair_case("triplet_margin", "dot", "row", similarity="dot", margin=2.0),
-    _pair_case("triplet_margin", "euclidean", "row", similarity="euclidean", margin=4.0),
-    _pair_case("triplet_margin", "many", "per_row"),
-    _pair_case("triplet_margin", "many_euclidean", "per_row", similarity="euclidean"),
-    _nws_case("prototypes", similar=False),
-    _nws_case("key", key=True),
-    _nws_case("queue", queue=True),
-    _nws_case("all", key=True, queue=True, mask=True, alpha=0.5, beta=2.0),
-    _nws_case("max", key=True, queue=True, mask=True, aggregation="max"),
-    _nws_case("coupled", key=True, queue=True, decoupled=False),
-    _nws_case("exact", key=True, queue=True, mask=True, eps=0.0, alpha=0.9),
-    _nws_case("prototypes_compete", key=True, queue=True, beta=0.0),
-    _nws_case("large_eps", key=True, queue=True, eps=0.2, alpha=3.0, decoupled=False),
-    _vector_case("flops", "biased"),
-    _vector_case("flops", "unbiased", estimator="unbiased"),
-    _vector_case("idf_flops", "biased", penalty=True),
-    _vector_case("idf_flops", "signed", penalty=True, signed=True, beta=2.0),
-    _vector_case("idf_flops", "unbiased", penalty=True, estimator="unbiased", beta=0.7),
-    _vector_case("min_activation", "plain", threshold=3.0),
-    _vector_case("min_activation", "counted", counts=True, threshold=3.0, top_k=3),
-    _vector_case("min_activation", "signed", signed=True, threshold=0.9, top_k=4),
-    _vector_case("language_penalty", "plain", penalty=True),
-    _token_case("self_reconstruction", "plain"),
-    _token_case("self_reconstruction", "ignored", ignore_token_ids=[0, 3, 3, 5]),
-    _token_case("self_reconstruction", "balanced", balanced=True),
-    _token_case("self_reconstruction", "balanced_ignored", balanced=True, ignore_token_ids=(2, 4)),
-    _token_case("positive_activation", "plain"),
-    _token_case("positive_activation", "weighted", weight=True),
-    _token_case("positive_activation", "saturating", saturating=True),
-    _token_case(
-        "positive_activation", "all", weight=True, saturating=True, ignore_token_ids=[1, 3]
+    Case("min_activation", "plain", _activations(), {"threshold": 3.0}),
+    Case("min_activation", "counted", _activations(counts=True), {"threshold": 3.0, "top_k": 3}),
+    Case("min_activation", "signed", _activations(signed=True), {"threshold": 0.9, "top_k": 4}),
+    Case("language_penalty", "plain", _activations(penalty=True)),
+    Case("self_reconstruction", "plain", _tokens()),
+    Case("self_reconstruction", "ignored", _tokens(), {"ignore_token_ids": [0, 3, 3, 5]}),
+    Case("self_reconstruction", "balanced", _tokens(), {"balanced": True}),
+    Case(
+        "self_reconstruction",
+        "balanced_ignored",
+        _tokens(),
+        {"balanced": True, "ignore_token_ids": (2, 4)},
     ),
-    _score_case("batch"),
-    _score_case("row", standardize="row", temperature=1.0),
-    _score_case("masked", mask=True),
-    _score_case("masked_row", mask=True, standardize="row", alpha_kl=0.4, alpha_mse=1.2),
-    _score_case("infinite", infinite=True),
-    _score_case("infinite_row", infinite=True, mask=True, standardize="row"),
-    *(
-        Case(
-            "margin_mse",
-            name,
-            make,
-            differentiable=MARGINS[:2],
-            rows=MARGINS,
-            invalidate=("teacher_positive", -np.inf),
-            private=MARGINS[:2],
-        )
-        for name, make in (("plain", _margins), ("infinite", _margins_with_absent))
+    Case("positive_activation", "plain", _tokens("positive_")),
+    Case("positive_activation", "weighted", _tokens("positive_", weight=True)),
+    Case("positive_activation", "saturating", _tokens("positive_"), {"saturating": True}),
+    Case(
+        "positive_activation",
+        "all",
+        _tokens("positive_", weight=True),
+        {"saturating": True, "ignore_token_ids": [1, 3]},
     ),
+    Case("distillation", "batch", _scores()),
+    Case("distillation", "row", _scores(), {"standardize": "row", "temperature": 1.0}),
+    Case("distillation", "masked", _scores(mask=True)),
+    Case(
+        "distillation",
+        "masked_row",
+        _scores(mask=True),
+        {"standardize": "row", "alpha_kl": 0.4, "alpha_mse": 1.2},
+    ),
+    Case("distillation", "infinite", _scores(infinite=True)),
+    Case("distillation", "infinite_row", _scores(True, True), {"standardize": "row"}),
+    Case("margin_mse", "plain", _margins),
+    Case("margin_mse", "infinite", _margins_with_absent),
 )
 
+HEAD = {"bias": True, "mask": True, "gate": True}
+
 LAYER_CASES = (
-    _layer_case("splade_pool", "plain"),
-    _layer_case("splade_pool", "logits", return_logits=True),
-    _layer_case("token_weights", "plain"),
-    _head_case("plain"),
-    _head_case("biased", bias=True, return_logits=True),
-    _head_case("all", bias=True, mask=True, gate=True),
-    _head_case("all_logits", bias=True, mask=True, gate=True, return_logits=True),
+    Case("splade_pool", "plain", _logits),
+    Case("splade_pool", "logits", _logits, {"return_logits": True}),
+    Case("token_weights", "plain", _logits),
+    Case("splade_head", "plain", _hidden()),
+    Case("splade_head", "biased", _hidden(bias=True), {"return_logits": True}),
+    Case("splade_head", "all", _hidden(**HEAD)),
+    Case("splade_head", "all_logits", _hidden(**HEAD), {"return_logits": True}),
 )
 
 # Its errors name its own arguments: tests/objective/test_objective.py.
-OBJECTIVE_CASES = (_objective_case("pairs"), _objective_case("negatives", negative=True))
+OBJECTIVE_CASES = (
+    Case("objective", "pairs", _objective()),
+    Case("objective", "negatives", _objective(negative=True)),
+)
 
 CASES = _by_implementation(BASE_CASES, "auto")
 CASES_AND_LAYERS = CASES + _by_implementation(LAYER_CASES + OBJECTIVE_CASES)
@@ -949,4 +900,5 @@ def assert_follows_the_formula(stem: str, arrays: Arrays, **options: Any) -> Non
         reduced = expected if reduction is None else oracles.reduce_rows(*expected, reduction)
         impl = impl if reduction is None else {**impl, "reduction": reduction}
         value = function(**tensors, **impl)
+        assert value.shape == np.shape(reduced)
         np.testing.assert_allclose(value.numpy(), reduced, rtol=1e-9, atol=1e-9)

@@ -35,12 +35,6 @@ def loss_of(x, y, scores, **options):
     return info_nce_loss(anchor, scores.T[y], **options)
 
 
-def noisy(symbols, flips):
-    """A channel: uniform symbols of which a share is received as another."""
-    joint = torch.full((symbols, symbols), flips / (symbols - 1), dtype=torch.float64)
-    return joint.fill_diagonal_(1 - flips) / symbols
-
-
 @given(seeds, st.sampled_from([2, 3]), st.booleans(), st.booleans())
 def test_over_all_batches_it_is_at_most_the_information(seed, size, symmetric, is_best):
     """Exactly: every batch of two or three pairs there is, weighed by its probability."""
@@ -59,21 +53,8 @@ def test_over_all_batches_it_is_at_most_the_information(seed, size, symmetric, i
     assert bound <= information(joint) + 1e-9
 
 
-@pytest.mark.parametrize("flips", [0.1, 0.4, 0.7])
-def test_it_comes_close_to_the_information_of_a_noisy_channel(flips):
-    joint = noisy(8, flips)
-    scores = (8 * 8 * joint).log()
-    generator = torch.Generator().manual_seed(0)
-    losses = []
-    for _ in range(400):
-        drawn = torch.multinomial(joint.flatten(), 256, replacement=True, generator=generator)
-        losses.append(loss_of(drawn // 8, drawn % 8, scores))
-    bound = float(mutual_information_lower_bound(torch.stack(losses).mean(), 256))
-    assert bound == pytest.approx(information(joint), rel=0.03)
-
-
 @pytest.mark.parametrize("broken", ["mined negatives", "ids", "decoupled"])
-def test_of_other_forms_it_is_no_bound(broken):
+def test_other_forms_of_info_nce_give_no_bound(broken):
     """A fair coin that comes through tells log 2 and no more."""
     scores = 20 * torch.eye(2, dtype=torch.float64)
     bounds = {}
@@ -106,7 +87,3 @@ def test_a_number_counts_as_double_precision_and_a_half_is_computed_in_single():
     assert mutual_information_lower_bound(torch.tensor(0.5).half(), 8).dtype == torch.float32
     with pytest.raises(TypeError, match="expected `loss` to be a number, got list"):
         mutual_information_lower_bound([0.5], 8)
-
-
-def test_a_nan_is_not_hidden():
-    assert math.isnan(float(mutual_information_lower_bound(torch.tensor(math.nan), 8)))

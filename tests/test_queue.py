@@ -1,7 +1,6 @@
 """LabelQueue: the last ``size`` rows, whatever the batches, also after a restart and compiled."""
 
 import io
-import math
 
 import pytest
 import torch
@@ -54,14 +53,6 @@ def test_the_queue_holds_the_last_rows_of_all_batches(size, sizes):
     assert not queue.labels[filled:].any()
 
 
-@given(st.integers(1, 6), st.lists(st.integers(0, 9), max_size=5), st.integers(0, 9))
-def test_one_batch_or_many_leave_the_same_slots(size, sizes, more):
-    many = fill(LabelQueue(size, D, L), [*sizes, more])
-    one = fill(LabelQueue(size, D, L), [sum(sizes) + more])
-    for name, buffer in many.state_dict().items():
-        assert torch.equal(buffer, one.state_dict()[name]), name
-
-
 @given(st.integers(1, 6), st.lists(st.integers(0, 9), max_size=4), st.lists(st.integers(0, 9)))
 def test_training_resumes_from_the_state_dict_in_the_middle(size, before, after):
     queue = fill(LabelQueue(size, D, L), before)
@@ -105,14 +96,6 @@ def test_features_are_stored_without_their_graph_and_as_copies():
     queue.enqueue(passed, torch.ones(2, L))
     passed.fill_(7)
     assert (queue.features == 1).all()
-
-
-def test_a_nan_is_stored_in_its_row_only():
-    features = torch.ones(2, D)
-    features[1, 0] = math.nan
-    queue = LabelQueue(3, D, L)
-    queue.enqueue(features, torch.ones(2, L))
-    assert queue.features.isnan().sum() == 1
 
 
 @pytest.mark.parametrize(
@@ -185,33 +168,6 @@ def test_compiles_without_a_graph_break_and_keeps_the_same_rows(dynamic):
 
 def queue_options(queue):
     return {"queue": queue.features, "queue_labels": queue.labels, "queue_mask": queue.mask}
-
-
-def test_nws_ignores_empty_slots():
-    query, prototype = torch.randn(3, D), torch.randn(L, D)
-    labels = torch.tensor([[1, 0], [0, 1], [1, 1]])
-    options = {"label_similarity": torch.tensor([[1.0, 0.3], [0.3, 1.0]])}
-    queue = LabelQueue(8, D, L)
-    without = nws_loss(query, labels, prototype, **options)
-    empty = nws_loss(query, labels, prototype, **options, **queue_options(queue))
-    torch.testing.assert_close(empty, without)
-    unmasked = {"queue": queue.features, "queue_labels": queue.labels}
-    torch.testing.assert_close(nws_loss(query, labels, prototype, **options, **unmasked), without)
-    key, key_labels = torch.randn(4, D), torch.tensor([[1, 0], [0, 1], [0, 0], [1, 1]])
-    queue.enqueue(key, key_labels)
-    part = nws_loss(query, labels, prototype, **options, **queue_options(queue))
-    exact = nws_loss(query, labels, prototype, **options, queue=key, queue_labels=key_labels)
-    torch.testing.assert_close(part, exact)
-    torch.testing.assert_close(nws_loss(query, labels, prototype, **options, **unmasked), exact)
-    assert not torch.allclose(part, without)
-
-
-def test_overwriting_features_that_a_graph_needs_is_an_error():
-    queue = fill(LabelQueue(4, D, L), [4])
-    scores = torch.ones(2, D, requires_grad=True) @ queue.features.T
-    fill(queue, [1])
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        scores.sum().backward()
 
 
 def test_nws_backward_works_after_enqueuing():

@@ -100,28 +100,17 @@ def test_compiled_only_an_implementation_that_compiles_is_taken(monkeypatch):
         choose((unsupported,), "unsupported", {})
 
 
-def test_the_gradient_is_averaged_over_ranks_where_their_rows_are_gathered(monkeypatch):
-    # A stand-in that shows in the value: there is one rank here.
-    monkeypatch.setattr(module, "average_grad_over_ranks", lambda value: value + 100)
-    taken, _ = implementation("taken")
-    x = torch.arange(3.0, requires_grad=True)
-    for options, expected in (({}, 15), ({"gather": False}, 15), ({"gather": True}, 115)):
-        arguments = {"x": x, "factor": 3.0, **options}
-        assert compute(definition, (taken,), "auto", arguments) == expected
-        assert compute(definition, (taken,), "definition", arguments) == 15
-
-
 @pytest.mark.parametrize(
     "loss", [x for x in LOSSES.values() if x.implementations], ids=lambda x: x.stem
 )
 def test_impl_lists_the_implementations_of_a_loss(loss):
     function = getattr(F, loss.function)
     allowed = typing.get_args(typing.get_type_hints(function)["impl"])
-    of_module = typing.get_type_hints(getattr(sparse_losses, loss.module).__init__)["impl"]
+    module_impl = typing.get_type_hints(getattr(sparse_losses, loss.module).__init__)["impl"]
     table = __import__(function.__module__, fromlist=["IMPLEMENTATIONS"]).IMPLEMENTATIONS
     assert allowed[:2] == ("auto", "definition")
     assert set(allowed[2:]) == {x.name for x in table} == set(loss.implementations)
-    assert typing.get_args(of_module) == allowed
+    assert typing.get_args(module_impl) == allowed
     case = FIRST[loss.stem]
     listed = ", ".join(repr(name) for name in allowed)
     with pytest.raises(ValueError, match=f"expected `impl` to be one of {listed}, got 'fast'"):

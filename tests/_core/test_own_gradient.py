@@ -7,9 +7,7 @@ import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparse_losses._core import own_gradient
 from sparse_losses._core.own_gradient import (
     can_bring_its_gradient,
     is_transformed,
@@ -61,18 +59,6 @@ def test_the_gradient_of_rows_is_scaled_row_by_row(shape, dtype):
     assert torch.equal(gradient, (scale * (3 * x.detach().float())).to(dtype))
 
 
-@pytest.mark.parametrize("by_row", [False, True])
-def test_batched_backward_equals_single_backwards(by_row):
-    x, squares = leaf(2, 3), Squares(by_row)
-    value = squares(x, 2.0)
-    several = torch.arange(1.0, 4.0)[:, None].expand(3, 2) * torch.tensor([1.0, 10.0])
-    several = several if by_row else several[:, 0]
-    grads = torch.autograd.grad(value, x, several, is_grads_batched=True, retain_graph=True)[0]
-    for upstream, gradient in zip(several, grads, strict=True):
-        expected = torch.autograd.grad(value, x, upstream, retain_graph=True)[0]
-        assert torch.equal(gradient, expected)
-
-
 def test_it_is_computed_once_and_again_only_for_a_second_backward():
     x, squares = leaf(2, 3), Squares()
     value = squares(x, 2.0)
@@ -99,46 +85,6 @@ def test_a_leaf_keeps_the_tensor_itself():
         assert x.grad.tolist() == [factor, factor]
 
 
-class Operations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_an_upstream_of_one_is_not_multiplied():
-    for upstream, multiplies in ((1.0, False), (2.0, True)):
-        x = leaf(2, 3)
-        value = Squares()(x, 2.0)
-        upstream = torch.tensor(upstream)
-        with Operations() as seen:
-            torch.autograd.grad(value, x, upstream)
-        assert any("mul" in name for name in seen.names) is multiplies
-
-
-def test_a_gradient_is_rounded_to_halves_as_it_is_scaled():
-    x = leaf(2, 3, dtype=torch.bfloat16)
-    value = Squares()(x, 2.0)
-    with Operations() as seen:
-        torch.autograd.grad(value, x, torch.tensor(3.0))
-    assert not any("copy" in name for name in seen.names)
-
-
-def test_gradients_may_be_left_out():
-    x, other = leaf(3), leaf(3)
-    value = with_own_gradient(
-        lambda x, other: x.sum(),
-        lambda needs, x, other: (x.sum(), {"x": torch.ones(3)}),
-        {"x": x, "other": other},
-    )
-    value.backward()
-    assert x.grad.tolist() == [1.0] * 3
-    assert other.grad is None
-
-
 def test_arguments_are_freed_after_backward():
     x = leaf(2, 3)
     argument = x * 1
@@ -147,15 +93,6 @@ def test_arguments_are_freed_after_backward():
     value.backward()
     assert gone() is None
     assert value.requires_grad
-
-
-def test_a_changed_argument_is_an_error_only_for_a_second_backward():
-    x, factor, squares = leaf(2, 3), torch.full((2, 3), 2.0), Squares()
-    value = squares(x, factor)
-    factor.zero_()
-    assert torch.autograd.grad(value, x, retain_graph=True)[0].tolist() == (4 * x).tolist()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(value, x)
 
 
 def test_without_a_graph_no_gradient_is_computed():
@@ -173,10 +110,7 @@ def test_the_second_derivative_is_the_definitions():
     def value(x, y):
         return with_own_gradient(
             lambda x, y, unused: (x * y.square()).sum(),
-            lambda needs, x, y, unused: (
-                (x * y.square()).sum(),
-                {"x": y.square(), "y": 2 * x * y},
-            ),
+            lambda needs, x, y, unused: ((x * y.square()).sum(), {"x": y.square(), "y": 2 * x * y}),
             {"x": x, "y": y, "unused": torch.ones(1, requires_grad=True)},
         )
 
@@ -201,47 +135,6 @@ def test_inference_tensors_may_be_arguments():
     assert torch.equal(first, 4 * x)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_sparse_and_dense_arguments_that_depend_on_another_have_second_derivatives():
-    x, places = leaf(2, 3), []
-
-    def product(x, dense, sparse):
-        places.append(dense.data_ptr())
-        return (x.square() * dense * sparse.to_dense()).sum()
-
-    def compute(needs, x, dense, sparse):
-        filled = sparse.to_dense()
-        return product(x, dense, sparse), {
-            "x": 2 * x * dense * filled,
-            "dense": x.square() * filled,
-        }
-
-    dense, sparse = 1.0 * x, torch.eye(2, 3).to_sparse_csr().requires_grad_()
-    value = with_own_gradient(product, compute, {"x": x, "dense": dense, "sparse": sparse})
-    (gradient,) = torch.autograd.grad(value, x, create_graph=True)
-    (second,) = torch.autograd.grad(gradient.sum(), x)
-    assert torch.equal(gradient, 3 * x.square() * torch.eye(2, 3))
-    assert torch.equal(second, 6 * x * torch.eye(2, 3))
-    assert set(places) == {dense.data_ptr()}, "nothing is copied"
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_a_dense_argument_may_be_made_of_a_sparse_one():
-    sparse = (2 * torch.eye(2, 3)).to_sparse_csr().requires_grad_()
-
-    def product(sparse, dense):
-        return (sparse.to_dense() * dense.square()).sum()
-
-    def compute(needs, sparse, dense):
-        filled = sparse.to_dense()
-        return product(sparse, dense), {"dense": 2 * dense * filled}
-
-    arguments = {"sparse": sparse, "dense": 1 * sparse.to_dense()}
-    value = with_own_gradient(product, compute, arguments)
-    (gradient,) = torch.autograd.grad(value, sparse, create_graph=True)
-    assert torch.equal(gradient.to_dense(), 12 * torch.eye(2, 3))
-
-
 class Subclass(torch.Tensor):
     """May need its own operations."""
 
@@ -258,11 +151,3 @@ def test_a_gradient_is_computed_forward_in_eager_mode_only(monkeypatch):
     assert not is_transformed()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not can_bring_its_gradient(x)
-
-
-def test_while_compiling_transforms_are_not_queried(monkeypatch):
-    """The queries cannot be traced."""
-    monkeypatch.setattr(own_gradient, "transforms_are_active", lambda: True)
-    assert is_transformed()
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert not is_transformed()

@@ -4,13 +4,7 @@ import pytest
 import torch
 
 from sparse_losses._core import token_ids
-from sparse_losses._core.token_ids import (
-    as_mask,
-    attended_ids,
-    check_ids,
-    first_occurrences,
-    id_mask,
-)
+from sparse_losses._core.token_ids import as_mask, attended_ids, check_ids, id_mask
 
 V = 5
 
@@ -18,22 +12,6 @@ V = 5
 def attended(*ids, mask=None, **options):
     ids = torch.tensor(ids)
     return attended_ids("ids", ids, torch.ones_like(ids) if mask is None else mask, V, **options)
-
-
-@pytest.mark.parametrize(
-    ("ids", "named"), [((0, 5), 5), ((1, 6), 6), ((-1, 4), -1), ((-2, 7), -2), ((3, -1), -1)]
-)
-def test_an_id_outside_is_named(ids, named):
-    with pytest.raises(ValueError, match=rf"^expected `ids` in \[0, V\) with V = 5, got {named}$"):
-        attended(*ids)
-
-
-def test_ids_are_int64_and_0_where_nothing_is_attended():
-    assert attended(0, 4).tolist() == [0, 4]
-    assert attended(-100, 4, 99, mask=torch.tensor([False, True, False])).tolist() == [0, 4, 0]
-    narrow = torch.tensor([1, 2], dtype=torch.uint8)
-    found = attended_ids("ids", narrow, torch.tensor([True, False]), V)
-    assert (found.dtype, found.tolist()) == (torch.int64, [1, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.complex64], ids=str)
@@ -80,20 +58,6 @@ def test_masks_are_looked_at_only_where_reading_is_free(unread):
     unread.undo()
     with pytest.raises(ValueError, match=r"expected `mask` to be 0 or 1, got 0\.5"):
         as_mask("mask", mask)
-
-
-def test_the_first_of_each_attended_id_is_marked():
-    ids = torch.tensor([[3, 1, 3, 0], [2, 2, 2, 2]])
-    mask = torch.tensor([[True, True, True, False], [True] * 4])
-    ordered, first = first_occurrences(ids, mask)
-    assert ordered.tolist() == [[1, 3, 0, 0], [2, 0, 0, 0]]
-    assert first.tolist() == [[True, True, False, False], [True, False, False, False]]
-
-
-def test_ids_come_in_a_tensor_of_any_shape():
-    assert check_ids("ids", torch.tensor([[1, 2], [3, 3]])).tolist() == [1, 2, 3, 3]
-    assert check_ids("ids", torch.tensor([])) == ()
-    assert id_mask("ids", torch.tensor(2), V, torch.device("cpu")).nonzero().tolist() == [[2]]
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64], ids=str)

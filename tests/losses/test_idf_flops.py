@@ -41,40 +41,6 @@ def test_it_is_linear_in_the_penalty(x, seed, beta):
     assert (parts > 0) == x.any()
 
 
-@given(activations(min_rows=2), betas)
-def test_the_sign_of_the_activations_does_not_matter(x, beta):
-    x = torch.from_numpy(x)
-    w = torch.linspace(0.1, 2, x.shape[1]).double()
-    for estimator in ("biased", "unbiased"):
-        torch.testing.assert_close(
-            idf_flops_loss(-x, w, beta=beta, estimator=estimator),
-            idf_flops_loss(x, w, beta=beta, estimator=estimator),
-        )
-    assert (idf_flops_loss(-x, w, beta=beta) > 0) == x.any()
-
-
-def test_a_token_without_penalty_has_no_gradient_and_a_special_one_a_large_one():
-    x = torch.rand(3, 4, dtype=torch.float64).requires_grad_()
-    w = torch.tensor([0.0, 0.02, 1.0, 100.0], dtype=torch.float64)
-    idf_flops_loss(x, w).backward()
-    m = x.detach().mean(0)
-    torch.testing.assert_close(x.grad, (w * (1 + 0.6 * m) / 3).expand(3, 4))
-    assert not x.grad[:, 0].any()
-
-
-@pytest.mark.parametrize("estimator", ["biased", "unbiased"])
-@pytest.mark.parametrize("width", [4, 40_000])  # on both paths
-def test_an_unused_column_gets_a_finite_gradient(width, estimator):
-    """And exactly 0 at exactly 0, whatever its penalty."""
-    x = torch.zeros(3, width, requires_grad=True)
-    used = torch.arange(width) == 1
-    loss = idf_flops_loss(x + used.float(), torch.full((width,), 100.0), estimator=estimator)
-    loss.backward()
-    assert torch.isfinite(x.grad).all()
-    assert x.grad[:, 1].all()
-    assert not x.grad[:, ~used].any()
-
-
 @given(activations(), seeds)
 def test_without_the_squares_it_is_the_language_penalty(x, seed):
     w = torch.from_numpy(np.random.default_rng(seed).random(x.shape[1]))
@@ -101,18 +67,6 @@ def test_only_the_squares_see_the_batch_size_and_unbiased_not_even_they(x, seed,
     torch.testing.assert_close(gap, beta * (w * variance).sum() / len(x), atol=1e-9, rtol=1e-7)
 
 
-@given(activations(min_rows=2), betas)
-def test_the_gradient_of_an_active_token_is_at_least_its_penalty_over_the_batch(x, beta):
-    x = torch.from_numpy(x).requires_grad_()
-    w = torch.linspace(0.1, 2, x.shape[1]).double()
-    data, active = x.detach(), x.detach().any(dim=0)
-    others = (data.sum(0) - data) / (len(x) - 1)
-    for estimator, square in (("biased", data.mean(0).expand_as(x)), ("unbiased", others)):
-        (slope,) = torch.autograd.grad(idf_flops_loss(x, w, beta=beta, estimator=estimator), x)
-        torch.testing.assert_close(slope, w * (active + 2 * beta * square) / len(x))
-        assert (slope >= w * active / len(x) - 1e-12).all()
-
-
 def test_without_its_squares_a_large_mean_is_its_weighted_absolute_value():
     """Its square is infinite in fp32, and 0 times that a NaN."""
     x = torch.tensor([[1e30, 2.0]], requires_grad=True)
@@ -120,3 +74,11 @@ def test_without_its_squares_a_large_mean_is_its_weighted_absolute_value():
     loss.backward()
     assert loss.item() == pytest.approx(5e29)
     assert x.grad.tolist() == [[0.5, 3.0]]
+
+
+@pytest.mark.parametrize("estimator", ["biased", "unbiased"])
+def test_an_unused_column_has_no_gradient_whatever_its_penalty(estimator):
+    x = torch.tensor([[0.0, 1.0]] * 3, requires_grad=True)
+    idf_flops_loss(x, torch.full((2,), 100.0), estimator=estimator).backward()
+    assert not x.grad[:, 0].any()
+    assert x.grad[:, 1].all()

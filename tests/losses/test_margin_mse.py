@@ -56,7 +56,7 @@ def test_the_gradient_is_twice_the_difference_of_the_margins(seed):
 
 
 @given(seeds, st.floats(0.1, 10.0))
-def test_a_scale_of_both_sides_is_its_square(seed, scale):
+def test_it_is_quadratic_in_the_scale(seed, scale):
     scores = draw(seed)
     loss = margin_mse_loss(*scores)
     assert loss > 0
@@ -64,7 +64,7 @@ def test_a_scale_of_both_sides_is_its_square(seed, scale):
 
 
 @given(seeds)
-def test_the_student_may_lead_too_far(seed):
+def test_a_student_that_leads_by_three_more_costs_nine(seed):
     _, sn, tp, tn = draw(seed)
     ahead = sn + (tp - tn) + 3.0  # every student's margin is the teacher's and 3 more
     rows = margin_mse_loss(ahead, sn, tp, tn, reduction="none")

@@ -24,19 +24,6 @@ def test_value_is_the_formula_for_any_activations(data, x, threshold, counted, s
     assert_follows_the_formula("min_activation", arrays, top_k=top_k, threshold=threshold)
 
 
-@given(activations(min_vocab=3), thresholds, st.floats(0.01, 1.0))
-def test_it_is_monotone_and_one_lipschitz_in_the_threshold(x, threshold, more):
-    x = torch.from_numpy(x)
-    low, high = (
-        min_activation_loss(x, top_k=3, threshold=t, reduction="none")
-        for t in (threshold, threshold + more)
-    )
-    assert (high >= low).all()
-    assert (high <= low + more + 1e-12).all()
-    far = min_activation_loss(x, top_k=3, threshold=100.0, reduction="none")
-    torch.testing.assert_close(far, 100 - x.topk(3).values.mean(-1))
-
-
 @given(activations(min_vocab=3), st.floats(5.0, 50.0))
 def test_a_larger_top_k_never_lowers_it(x, threshold):
     x = torch.from_numpy(x)
@@ -69,17 +56,6 @@ def test_a_satisfied_row_has_no_gradient(x):
     assert (x.grad[mean < 0.8].sum(-1) < 0).all()
 
 
-@given(activations(min_vocab=4))
-def test_counts_beyond_top_k_change_nothing(x):
-    x = torch.from_numpy(x)
-    counts = torch.full((len(x),), 4)
-    options = {"top_k": 4, "threshold": 3.0, "reduction": "none"}
-    plain = min_activation_loss(x, **options)
-    torch.testing.assert_close(plain, (3 - x.topk(4).values.mean(-1)).clamp(min=0))
-    torch.testing.assert_close(min_activation_loss(x, counts, **options), plain)
-    torch.testing.assert_close(min_activation_loss(x, counts + 100, **options), plain)
-
-
 def test_a_short_text_is_not_made_to_expand():
     x = torch.tensor([[2.0, 1.0, 0.0, 0.0, 0.0, 0.0]] * 3, dtype=torch.float64).requires_grad_()
     rows = min_activation_loss(x, torch.tensor([2, 3, 0]), threshold=1.4, reduction="none")
@@ -100,21 +76,13 @@ def test_of_activations_it_lies_between_zero_and_the_threshold(x, threshold):
     torch.testing.assert_close(silent, torch.full((3,), threshold))
 
 
-@given(activations(min_vocab=5), st.floats(0.1, 8.0))
-def test_activations_and_threshold_have_one_scale(x, scale):
-    x = torch.from_numpy(x)
-    rows = min_activation_loss(x, threshold=2.0, reduction="none")
-    scaled = min_activation_loss(scale * x, threshold=scale * 2.0, reduction="none")
-    torch.testing.assert_close(scaled, scale * rows)
-
-
 def test_one_code_for_all_texts_satisfies_it():
     code = torch.zeros(8, 100)
     code[:, :5] = 0.5
     assert min_activation_loss(code).item() == 0.0
 
 
-def test_behind_a_relu_a_silent_text_is_heard_only_through_its_logits():
+def test_behind_a_relu_a_silent_text_has_a_gradient_through_its_logits_only():
     logits = torch.full((2, 7, 50), -1.0, requires_grad=True)
     x, pooled = splade_pool(logits, torch.ones(2, 7), return_logits=True)
     loss = min_activation_loss(x)
@@ -136,13 +104,6 @@ def test_a_negative_token_count_is_no_token():
     rows = min_activation_loss(x, torch.tensor([-1, 3]), threshold=2.0, reduction="none")
     assert rows[0] == 0.0
     assert rows[1] > 0.0
-
-
-@pytest.mark.parametrize(("vocab", "top_k"), [(600, 8), (4500, 40)])
-def test_top_k_may_exceed_the_number_of_blocks_of_columns(vocab, top_k):
-    x = torch.rand(3, vocab)
-    rows = min_activation_loss(x, top_k=top_k, threshold=10.0, reduction="none")
-    torch.testing.assert_close(rows, 10.0 - x.topk(top_k).values.mean(-1))
 
 
 @pytest.mark.parametrize("columns", [(5, 9), (0, 8191), (8192, 8240), (300, 8241)])

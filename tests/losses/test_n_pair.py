@@ -39,14 +39,6 @@ def test_it_sees_differences_of_dots_only(seed):
     assert n_pair_loss(a, p, n) > 0
 
 
-@given(seeds, st.floats(0.01, 3.0))
-def test_moving_the_positive_along_the_anchor_lowers_it(seed, step):
-    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 2, 3)
-    nearer = n_pair_loss(a, p + step * a, n, reduction="none")
-    assert (nearer < n_pair_loss(a, p, n, reduction="none")).all()
-    assert (nearer > 0).all()
-
-
 def test_given_negatives_the_other_positives_are_not_looked_at():
     a, p, n = draw(0, 3, 4), draw(1, 3, 4), draw(2, 2, 4)
     before = n_pair_loss(a, p, n, reduction="none")
@@ -80,33 +72,17 @@ def test_long_vectors_leave_the_hardest_negative(seed):
 
 
 @given(seeds)
-def test_it_is_a_smooth_hinge_of_the_hardest_negative(seed):
-    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 7, 3)
-    hinge = ((a @ n.T).amax(1) - (a * p).sum(1)).clamp(min=0)
-    rows = n_pair_loss(a, p, n, reduction="none")
-    assert (rows > hinge).all()
-    assert (rows <= hinge + math.log(8)).all()
-
-
-@given(seeds)
-def test_one_more_negative_never_lowers_it(seed):
-    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 7, 3)
-    less, more = (n_pair_loss(a, p, n[:k], reduction="none") for k in (6, 7))
-    assert (more > less).all()
-
-
-@given(seeds)
 def test_the_gradient_is_the_softmax_over_the_negatives_times_what_is_missing(seed):
     a, p, n = (draw(seed + k, *shape) for k, shape in enumerate([(4, 3), (4, 3), (4, 7, 3)]))
     leaves = [x.requires_grad_() for x in (a, p, n)]
     rows = n_pair_loss(*leaves, reduction="none")
-    by_a, by_p, by_n = torch.autograd.grad(rows.sum(), leaves)
+    grad_a, grad_p, grad_n = torch.autograd.grad(rows.sum(), leaves)
     missing = 1 - (-rows).exp()
     share = torch.einsum("bd,bnd->bn", a, n).softmax(1) * missing[:, None]
-    torch.testing.assert_close(by_p, -missing[:, None] * a)
-    torch.testing.assert_close(by_n, share[..., None] * a[:, None])
-    torch.testing.assert_close(by_a, (share[..., None] * (n - p[:, None])).sum(1))
-    torch.testing.assert_close(by_p + by_n.sum(1), torch.zeros(4, 3).double())
+    torch.testing.assert_close(grad_p, -missing[:, None] * a)
+    torch.testing.assert_close(grad_n, share[..., None] * a[:, None])
+    torch.testing.assert_close(grad_a, (share[..., None] * (n - p[:, None])).sum(1))
+    torch.testing.assert_close(grad_p + grad_n.sum(1), torch.zeros(4, 3).double())
     assert (missing > 0).all()
 
 

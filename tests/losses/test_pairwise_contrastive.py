@@ -60,17 +60,6 @@ def test_a_larger_margin_never_lowers_it(seed, margin, more):
     assert torch.equal(high[~ALTERNATE] > low[~ALTERNATE], inside)
 
 
-@given(seeds, st.floats(1.5, 10.0))
-def test_beyond_the_margin_an_unlike_pair_has_no_gradient(seed, factor):
-    x1, x2 = draw(seed, 4, 3).requires_grad_(), draw(seed + 1, 4, 3)
-    margin = ((x1 - x2).norm(dim=1)[~ALTERNATE].min() / factor).item()
-    rows = pairwise_contrastive_loss(x1, x2, ALTERNATE, margin=margin, reduction="none")
-    rows.sum().backward()
-    assert not rows[~ALTERNATE].any()
-    assert not x1.grad[~ALTERNATE].any()
-    torch.testing.assert_close(x1.grad[ALTERNATE], 2 * (x1 - x2).detach()[ALTERNATE])
-
-
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 def test_at_distance_zero_the_gradient_is_exactly_zero(same, dtype):
@@ -83,14 +72,6 @@ def test_at_distance_zero_the_gradient_is_exactly_zero(same, dtype):
         assert not leaf.grad[:2].any()
         assert leaf.grad[2].isfinite().all()
         assert leaf.grad[2].any()
-
-
-def test_pairs_without_length_have_a_finite_second_derivative():
-    x1 = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
-    loss = pairwise_contrastive_loss(x1, torch.zeros(1, 2).double(), torch.tensor([True]))
-    (gradient,) = torch.autograd.grad(loss, x1, create_graph=True)
-    (second,) = torch.autograd.grad(gradient[0, 0], x1)
-    assert torch.isfinite(second).all()
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e-3])
@@ -116,29 +97,8 @@ def test_the_gradient_is_along_the_difference_of_the_pair(seed, margin):
     assert x1.grad.any()
 
 
-@given(seeds, st.floats(0.5, 5.0), st.floats(0.1, 10.0))
-def test_vectors_and_margin_in_another_unit_give_its_square(seed, margin, unit):
-    x1, x2 = draw(seed, 4, 3), draw(seed + 1, 4, 3)
-    rows = pairwise_contrastive_loss(x1, x2, ALTERNATE, margin=margin, reduction="none")
-    scaled = pairwise_contrastive_loss(
-        unit * x1, unit * x2, ALTERNATE, margin=unit * margin, reduction="none"
-    )
-    torch.testing.assert_close(scaled, unit**2 * rows)
-    assert rows.any()
-
-
-@given(seeds, st.floats(0.0, 2.0))
-def test_on_unit_vectors_it_is_a_function_of_the_cosine(seed, margin):
-    x1, x2 = (torch.nn.functional.normalize(draw(seed + k, 4, 3)) for k in (0, 1))
-    cosine = (x1 * x2).sum(-1)
-    rows = pairwise_contrastive_loss(x1, x2, ALTERNATE, margin=margin, reduction="none")
-    torch.testing.assert_close(rows[ALTERNATE], (2 - 2 * cosine)[ALTERNATE])
-    pushed = (cosine > 1 - margin**2 / 2)[~ALTERNATE]
-    assert torch.equal(rows[~ALTERNATE] > 0, pushed)
-
-
 @given(seeds, st.floats(0.5, 5.0))
-def test_half_the_margin_is_where_both_answers_cost_the_same(seed, margin):
+def test_at_half_the_margin_both_labels_cost_the_same(seed, margin):
     direction = torch.nn.functional.normalize(draw(seed, 3, 3))
     distance = margin * torch.tensor([[0.5], [0.4], [0.6]], dtype=torch.float64)
     x1, x2 = draw(seed + 1, 3, 3), draw(seed + 1, 3, 3) + distance * direction
@@ -175,10 +135,3 @@ def test_distances_whose_squares_leave_fp32_have_the_gradient_of_fp64(width, dis
         (expected,) = torch.autograd.grad(reference, exact)
         torch.testing.assert_close(gradient, expected.float(), rtol=1e-6, atol=1e-44)
         assert gradient.any()
-
-
-def test_a_tiny_distance_of_different_classes_has_the_slope_of_the_margin():
-    x1 = torch.tensor([[5.8e-39], [2e-22], [1.0]], requires_grad=True)
-    loss = pairwise_contrastive_loss(x1, torch.zeros(3, 1), torch.zeros(3), margin=2.0)
-    loss.backward()
-    assert (3 * x1.grad[:, 0]).tolist() == pytest.approx([-4.0, -4.0, -2.0])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from sparse_losses import PositiveActivationLoss
 from sparse_losses.functional import positive_activation_loss
 from tests.cases import assert_follows_the_formula, to_tensors
+from tests.instruments import Recorder
 from tests.strategies import multi_hot, token_problems
 
 problems = token_problems(prefix="positive_")
@@ -18,19 +19,6 @@ weighted = token_problems(weight=True, prefix="positive_")
 def test_value_is_the_formula_for_any_tokens(problem, saturating):
     arrays, options = problem
     assert_follows_the_formula("positive_activation", arrays, saturating=saturating, **options)
-
-
-@given(problems)
-def test_it_is_minus_the_mean_under_the_dense_mask(problem):
-    inputs = to_tensors(problem[0])
-    x, mask = inputs["activations"].requires_grad_(), multi_hot(inputs, "positive_")
-    rows = positive_activation_loss(**inputs, reduction="none")
-    count = mask.sum(-1)
-    torch.testing.assert_close(rows, -(x * mask).sum(-1) / count.clamp(min=1))
-    (gradient,) = torch.autograd.grad(rows.sum(), x)
-    torch.testing.assert_close(gradient, -mask / count.clamp(min=1)[:, None])
-    mean = positive_activation_loss(**inputs)
-    torch.testing.assert_close(mean, rows.sum() / (count > 0).sum().clamp(min=1))
 
 
 @given(problems, st.floats(0.1, 10.0))
@@ -71,45 +59,6 @@ def test_the_pulls_on_the_tokens_of_a_row_add_up_to_one(problem):
     assert not pull[multi_hot(inputs, "positive_") == 0].any()
 
 
-@given(weighted)
-def test_saturating_scales_the_pull_by_how_silent_the_token_is(problem):
-    arrays, options = problem
-    inputs = to_tensors(arrays)
-    x = inputs["activations"].requires_grad_()
-    linear, fading = (
-        torch.autograd.grad(
-            positive_activation_loss(**inputs, **options, saturating=s, reduction="sum"), x
-        )[0]
-        for s in (False, True)
-    )
-    torch.testing.assert_close(fading, linear * (-x).sigmoid())
-    if not options and "token_weight" not in inputs:
-        assert linear.any() == multi_hot(inputs, "positive_").any()
-
-
-def test_a_token_is_pulled_as_often_as_positives_hold_it():
-    ids = torch.tensor([[0, 1], [0, 2], [0, 3]])  # token 0 is the stopword: in every positive
-    shared = torch.zeros(6, dtype=torch.float64, requires_grad=True)  # say, an output bias
-    frequency = torch.tensor([3.0, 1, 1, 1, 0, 0], dtype=torch.float64)
-    for weight in (None, 1 / frequency.clamp(min=1)):
-        loss = positive_activation_loss(shared.expand(3, -1), ids, torch.ones_like(ids), weight)
-        (gradient,) = torch.autograd.grad(loss, shared)
-        if weight is None:
-            torch.testing.assert_close(gradient, -frequency / 6)
-        else:
-            torch.testing.assert_close(gradient[0], gradient[1])  # weighed by idf, as any other
-
-
-@given(problems)
-def test_a_token_is_pulled_by_one_over_the_length_of_each_positive_that_holds_it(problem):
-    inputs = to_tensors(problem[0])
-    shared = torch.zeros(inputs["activations"].shape[1], dtype=torch.float64, requires_grad=True)
-    inputs["activations"] = shared.expand_as(inputs["activations"])
-    (gradient,) = torch.autograd.grad(positive_activation_loss(**inputs, reduction="sum"), shared)
-    mask = multi_hot(inputs, "positive_")
-    torch.testing.assert_close(gradient, -(mask / mask.sum(-1, keepdim=True).clamp(min=1)).sum(0))
-
-
 def test_behind_a_relu_a_silent_token_has_no_gradient():
     logits = torch.tensor([[-1.0, 2.0, -3.0]], dtype=torch.float64, requires_grad=True)
     ids = torch.tensor([[0, 1]])
@@ -143,37 +92,6 @@ def test_a_token_of_weight_zero_is_an_ignored_token(problem, saturating):
     torch.testing.assert_close(positive_activation_loss(**inputs, saturating=saturating), ignored)
 
 
-@given(weighted, st.booleans())
-def test_padding_and_repetition_change_nothing(problem, saturating):
-    arrays, options = problem
-    inputs = to_tensors(arrays)
-    plain = positive_activation_loss(**inputs, **options, saturating=saturating)
-    if saturating and not options and "token_weight" not in inputs:
-        assert (plain > 0) == multi_hot(inputs, "positive_").any()
-    ids, mask = inputs["positive_input_ids"], inputs["positive_attention_mask"]
-    inputs["positive_input_ids"] = torch.cat([torch.full_like(ids, 0), ids, ids], dim=1)
-    inputs["positive_attention_mask"] = torch.cat([torch.zeros_like(mask), mask, mask], dim=1)
-    torch.testing.assert_close(
-        positive_activation_loss(**inputs, **options, saturating=saturating), plain
-    )
-
-
-@pytest.mark.parametrize("saturating", [True, False])
-def test_rows_whose_weights_sum_to_zero_are_not_valid(saturating):
-    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
-    ids = torch.tensor([[0, 1], [2, 3]])
-    weight = torch.tensor([0.0, 0.0, 1.0, 1.0], dtype=torch.float64)
-    call = {"saturating": saturating}
-    rows = positive_activation_loss(x, ids, torch.ones_like(ids), weight, **call, reduction="none")
-    assert rows[0] == 0.0
-    mean = positive_activation_loss(x, ids, torch.ones_like(ids), weight, **call)
-    torch.testing.assert_close(mean, rows[1])
-    mean.backward()
-    assert not x.grad[0].any()
-    assert torch.isfinite(x.grad).all()
-    assert x.grad[1].any()
-
-
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("weight", [-1.0, -1e-3])
 def test_a_negative_weight_is_refused(weight):
@@ -183,17 +101,6 @@ def test_a_negative_weight_is_refused(weight):
         positive_activation_loss(x, ids, torch.ones_like(ids), weights)
     with pytest.raises(ValueError, match="token_weight"):
         PositiveActivationLoss(weights)  # before the first batch
-
-
-def test_no_positions_at_all():
-    x = torch.randn(2, 6, requires_grad=True)
-    empty = torch.zeros(2, 0, dtype=torch.long)
-    loss = positive_activation_loss(x, empty, empty)
-    loss.backward()
-    assert loss.item() == 0.0
-    assert not x.grad.any()
-    one = torch.ones(2, 1, dtype=torch.long)
-    assert positive_activation_loss(x, one, one).item() != 0.0
 
 
 def test_weights_with_a_gradient_are_learned():
@@ -218,13 +125,16 @@ def test_weights_of_any_ratio_are_those_of_the_formula():
     torch.testing.assert_close(gradient, expected)
 
 
-@pytest.mark.parametrize("scale", [1e-44, 1e-38, 1.0, 3e38])
-def test_the_scale_of_the_weights_changes_nothing(scale):
-    """Sums of weights would overflow, or fall below what a division by them bears."""
-    x = torch.tensor([[1.0, 2.0, 4.0, 8.0]], requires_grad=True)
-    ids, mask = torch.tensor([[1, 3, 2, 1]]), torch.ones(1, 4)
-    weight = torch.tensor([1.0, 1.0, 1.0, 1.0]) * scale
-    loss = positive_activation_loss(x, ids, mask, weight)
-    loss.backward()
-    assert loss.item() == pytest.approx(-14 / 3)
-    assert x.grad.tolist()[0] == pytest.approx([0.0, -1 / 3, -1 / 3, -1 / 3])
+@pytest.mark.parametrize("saturating", [True, False])
+def test_only_the_gradient_is_as_large_as_the_activations(saturating):
+    batch, length, vocab = 8, 10, 4000
+    x = torch.rand(batch, vocab, requires_grad=True)
+    ids, weight = torch.randint(0, vocab, (batch, length)), torch.rand(vocab)
+    with Recorder() as seen:
+        value = positive_activation_loss(
+            x, ids, torch.ones_like(ids), weight, saturating=saturating
+        )
+        assert 0 < seen.largest < batch * vocab
+        value.backward()
+    assert x.grad.any()
+    assert seen.largest == batch * vocab

@@ -52,19 +52,6 @@ def test_it_is_zero_without_gradient_once_the_gap_exceeds_the_margin(seed, kind,
     assert (a.grad[gap < margin - 1e-9].abs().sum(-1) > 0).all()
 
 
-@given(seeds, kinds, margins, st.floats(0.01, 2.0))
-def test_it_is_monotone_and_one_lipschitz_in_the_margin(seed, kind, margin, more):
-    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 4, 2, 3)
-    low, high = (
-        triplet_margin_loss(a, p, n, similarity=kind, margin=m, reduction="none")
-        for m in (margin, margin + more)
-    )
-    assert (high >= low).all()
-    assert (high <= low + more + 1e-12).all()
-    wide = triplet_margin_loss(a, p, n, similarity=kind, margin=1000.0, reduction="none")
-    assert (wide > 500).all()
-
-
 @given(seeds, kinds)
 def test_several_negatives_average_their_hinges_not_their_similarities(seed, kind):
     a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 4, 3, 3)
@@ -73,12 +60,6 @@ def test_several_negatives_average_their_hinges_not_their_similarities(seed, kin
     torch.testing.assert_close(rows, torch.stack(each).mean(0))
     wide = triplet_margin_loss(a, p, n, similarity=kind, margin=1e3, reduction="none")
     assert (wide > 500).all()
-
-
-@given(seeds)
-def test_positive_and_negative_alike_cost_the_margin(seed):
-    a, p = draw(seed, 4, 3), draw(seed + 1, 4, 3)
-    assert triplet_margin_loss(a, p, p.clone(), margin=0.7).item() == pytest.approx(0.7)
 
 
 def test_shared_negatives_are_not_guessed():
@@ -92,19 +73,19 @@ def test_the_gradient_is_of_the_negatives_inside_the_margin_alone(seed, kind, ma
     leaves = [x.requires_grad_() for x in (a, p, n)]
     options = {"similarity": kind, "margin": margin, "reduction": "none"}
     rows = triplet_margin_loss(*leaves, **options)
-    by_a, by_p, by_n = torch.autograd.grad(rows.sum(), leaves)
+    grad_a, grad_p, grad_n = torch.autograd.grad(rows.sum(), leaves)
     a, p, n = (x.detach() for x in leaves)
     each = [triplet_margin_loss(a, p, n[:, k], **options) for k in range(5)]
     weight = (torch.stack(each, 1) > 0).double()[..., None] / 5
     share = weight.sum(1)
     if kind == "dot":
-        torch.testing.assert_close(by_p, -share * a)
-        torch.testing.assert_close(by_n, weight * a[:, None])
-        torch.testing.assert_close(by_a, (weight * (n - p[:, None])).sum(1))
+        torch.testing.assert_close(grad_p, -share * a)
+        torch.testing.assert_close(grad_n, weight * a[:, None])
+        torch.testing.assert_close(grad_a, (weight * (n - p[:, None])).sum(1))
     else:
-        torch.testing.assert_close(by_p, 2 * share * (p - a))
-        torch.testing.assert_close(by_n, 2 * weight * (a[:, None] - n))
-        torch.testing.assert_close(by_a, 2 * (weight * (n - p[:, None])).sum(1))
+        torch.testing.assert_close(grad_p, 2 * share * (p - a))
+        torch.testing.assert_close(grad_n, 2 * weight * (a[:, None] - n))
+        torch.testing.assert_close(grad_a, 2 * (weight * (n - p[:, None])).sum(1))
     assert torch.equal((share > 0)[:, 0], rows > 0)
 
 
@@ -118,18 +99,6 @@ def test_on_unit_vectors_squared_distances_ask_for_half_the_margin(seed, margin)
     torch.testing.assert_close(dot, cosine)
 
 
-@given(seeds, st.floats(0.1, 10.0))
-def test_cosine_does_not_see_lengths_and_the_others_see_a_unit(seed, unit):
-    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 4, 3)
-    scaled = [unit * x for x in (a, p, n)]
-    torch.testing.assert_close(triplet_margin_loss(*scaled), triplet_margin_loss(a, p, n))
-    for kind in ("dot", "euclidean"):
-        one = triplet_margin_loss(a, p, n, similarity=kind, margin=1.0)
-        other = triplet_margin_loss(*scaled, similarity=kind, margin=unit**2)
-        torch.testing.assert_close(other, unit**2 * one)
-    assert triplet_margin_loss(a, p, n, margin=2.5).item() > 0
-
-
 @pytest.mark.parametrize("kind", ["cosine", "euclidean"])
 def test_a_collapse_costs_the_margin_and_has_no_gradient(kind):
     leaves = [torch.ones(3, 4).double().requires_grad_() for _ in range(3)]
@@ -138,22 +107,3 @@ def test_a_collapse_costs_the_margin_and_has_no_gradient(kind):
     assert loss.item() == pytest.approx(0.3)
     for leaf in leaves:
         assert leaf.grad.abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("count", [0, 1, 2])  # 0: one negative, without a dimension for it
-@pytest.mark.parametrize("kind", ["cosine", "dot", "euclidean"])
-def test_a_nan_stays_in_its_row(kind, count):
-    shapes = (3, 4), (3, 4), (3, count, 4) if count else (3, 4)
-    clean = [draw(seed, *shape).requires_grad_() for seed, shape in enumerate(shapes)]
-    poisoned = [x.detach().clone().requires_grad_() for x in clean]
-    with torch.no_grad():
-        poisoned[0][1, 2] = torch.nan
-    options = {"margin": 9.0, "similarity": kind, "reduction": "none"}
-    rows, expected = (triplet_margin_loss(*tensors, **options) for tensors in (poisoned, clean))
-    assert rows.isnan().tolist() == [False, True, False]
-    kept = [0, 2]
-    torch.testing.assert_close(rows[kept], expected[kept])
-    gradients = torch.autograd.grad(rows.sum(), poisoned)
-    for gradient, wanted in zip(gradients, torch.autograd.grad(expected.sum(), clean), strict=True):
-        torch.testing.assert_close(gradient[kept], wanted[kept])
-    assert gradients[1][1].isnan().any()

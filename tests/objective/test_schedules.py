@@ -20,7 +20,7 @@ from sparse_losses import (
     TrainingSchedule,
     Warmup,
 )
-from tests.losses.test_contract import counting
+from tests.instruments import counting
 
 PHASES = Curriculum(
     [

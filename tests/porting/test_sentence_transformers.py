@@ -6,12 +6,8 @@ import pytest
 import torch
 from sentence_transformers import util
 from sentence_transformers.sentence_transformer.losses.triplet import TripletDistanceMetric
-from sentence_transformers.sparse_encoder.callbacks import (
-    SpladeRegularizerWeightSchedulerCallback,
-)
-from sentence_transformers.sparse_encoder.losses import (
-    FlopsLoss as TheirFlopsLoss,
-)
+from sentence_transformers.sparse_encoder.callbacks import SpladeRegularizerWeightSchedulerCallback
+from sentence_transformers.sparse_encoder.losses import FlopsLoss as TheirFlopsLoss
 from sentence_transformers.sparse_encoder.losses import (
     SparseDistillKLDivLoss,
     SparseMarginMSELoss,

@@ -6,15 +6,12 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import sparse_losses.functional as F
 from sparse_losses.fast import info_nce as fast
 from sparse_losses.fast import sparse
-from sparse_losses.fast.info_nce_nonzeros import has_few_nonzeros, nonzeros_info_nce
 from sparse_losses.functional import info_nce_loss, n_pair_loss
-from tests.losses.test_contract import Recorder
+from tests.instruments import Recorder
 
 B, V, N = 7, 26, 3
 
@@ -104,32 +101,11 @@ def test_a_gradient_does_not_depend_on_which_others_are_needed(implementation, n
             torch.testing.assert_close(gradients, {name: expected[name] for name in needed})
 
 
-def test_only_the_gradients_that_are_needed_are_computed():
-    """Asked of the implementation itself: autograd drops what it does not need."""
-    arguments = {"anchor": vectors(0), "positive": vectors(1), "negative": vectors(2, N)}
-    options = {"temperature": torch.tensor(0.4), "similarity": "cosine", "symmetric": False}
-    options |= {"positive_ids": None, "decoupled": False, "gather": False, "reduction": "mean"}
-    names = (*arguments, "temperature")
-    for compute in (fast.direct_info_nce, fast.blockwise_info_nce, nonzeros_info_nce):
-        for needs in itertools.chain.from_iterable(
-            itertools.combinations(names, size) for size in range(5)
-        ):
-            _, gradients = compute(frozenset(needs), **arguments, **options)
-            assert {name for name, g in gradients.items() if g is not None} == {*needs}
-
-
 @pytest.mark.parametrize(
     ("impl", "options", "reason"),
     [
         ("direct", {"reduction": "none"}, 'reduction="mean" or "sum"'),
-        ("blocks", {"positive_mask": torch.eye(B)}, "no `positive_mask`"),
-        ("direct", {"in_batch": False, "negative": vectors(2, N)}, "in_batch=True"),
-        ("nonzeros", {"negative": vectors(2, B * N).view(B, N, V)}, "no negatives per row"),
-        (
-            "direct",
-            {"decoupled": True, "positive_ids": torch.arange(B)},
-            "a negative in every row",
-        ),
+        ("direct", {"decoupled": True, "positive_ids": torch.arange(B)}, "a negative in every row"),
     ],
 )
 def test_an_unsupported_call_is_refused_with_the_reason(impl, options, reason):
@@ -168,38 +144,17 @@ def test_a_csr_tensor_has_the_dense_gradient_at_what_it_stores(index, similarity
         assert gradient.values().any()
 
 
-@pytest.mark.parametrize("similarity", ["cosine", "dot"])
-def test_a_stored_zero_is_a_zero(similarity):
-    dense = {"anchor": vectors(0), "positive": vectors(1)}
-    dense["anchor"][4] = 0
-    crow, column = torch.arange(B + 1) * V, torch.arange(V).repeat(B)
-    full = {
-        k: torch.sparse_csr_tensor(crow, column, x.flatten(), x.shape) for k, x in dense.items()
-    }
-    value, gradients = value_and_gradients(full, similarity=similarity, impl="nonzeros")
-    expected = value_and_gradients(dense, similarity=similarity, impl="definition")
-    torch.testing.assert_close(value, expected[0])
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(_stored(gradient), expected[1][name].flatten())
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_the_length_of_a_row_neither_overflows_nor_vanishes(sign):
+def test_the_length_of_a_row_neither_overflows_nor_vanishes():
     """The squares of its entries would."""
-    leaves = {"anchor": vectors(0).float(), "positive": vectors(1).float()}
-    leaves["anchor"][1] *= sign
-    leaves["positive"][2] *= sign
+    leaves = {"anchor": vectors(0).float(), "positive": -vectors(1).float()}
     expected, wanted = value_and_gradients(leaves, impl="definition")
     for scale in (1e-30, 1e30):
-        rows = {
-            k: torch.where(torch.arange(B)[:, None] == i, x * scale, x)
-            for i, (k, x) in enumerate(leaves.items(), start=1)
-        }
+        factor = torch.where(torch.arange(B)[:, None] == 1, scale, 1.0)
+        rows = {name: x * factor for name, x in leaves.items()}
         value, result = value_and_gradients(rows, impl="nonzeros")
         torch.testing.assert_close(value, expected)
-        for row, (name, gradient) in enumerate(result.items(), start=1):
-            gradient[row] *= scale  # the gradient of a cosine is of degree -1
-            torch.testing.assert_close(gradient, wanted[name])
+        for name, gradient in result.items():  # the gradient of a cosine is of degree -1
+            torch.testing.assert_close(gradient * factor, wanted[name])
 
 
 @pytest.mark.parametrize("stored", [False, True])
@@ -214,15 +169,6 @@ def test_sparse_products_are_the_same_by_a_few_columns_at_a_time(stored, monkeyp
         torch.testing.assert_close((value, result), (expected[0], wanted))
     else:
         torch.testing.assert_close(value_and_gradients(leaves, impl="nonzeros"), expected)
-
-
-def test_one_side_may_be_csr_and_gradients_accumulate():
-    anchor, positive = vectors(0).to_sparse_csr().requires_grad_(), vectors(1).requires_grad_()
-    for _ in range(2):
-        (3 * info_nce_loss(anchor, positive)).backward()
-    _, once = value_and_gradients({"anchor": vectors(0), "positive": vectors(1)})
-    torch.testing.assert_close(positive.grad, 6 * once["positive"])
-    torch.testing.assert_close(_stored(anchor.grad), 6 * once["anchor"][vectors(0) != 0])
 
 
 @pytest.mark.parametrize(
@@ -255,31 +201,6 @@ def test_sparse_products_take_any_piece_of_memory(offset, width, dtype):
     spread = torch.stack([piece, torch.ones_like(piece)], dim=2)[:, :, 0]
     for other in (piece.T.contiguous().T, spread):
         torch.testing.assert_close(result, info_nce_loss(other, positive, impl="nonzeros"))
-
-
-def test_minus_zero_is_zero_and_nothing_but_zeros_is_a_batch():
-    anchor = vectors(0)
-    minus = torch.where(anchor == 0, -0.0, anchor)
-    assert torch.equal(
-        info_nce_loss(minus, vectors(1), impl="nonzeros"),
-        info_nce_loss(anchor, vectors(1), impl="nonzeros"),
-    )
-    nothing = torch.zeros(B, V, requires_grad=True)
-    value = info_nce_loss(nothing, nothing, impl="nonzeros")
-    value.backward()
-    assert value.item() == pytest.approx(np.log(B))
-    assert not nothing.grad.any()
-
-
-@pytest.mark.parametrize("impl", ["direct", "nonzeros"])
-def test_ids_hide_a_nan_from_the_rows_that_share_the_id_only(impl):
-    positive = vectors(1)
-    positive[1, 3] = torch.nan
-    anchor = vectors(0).requires_grad_()
-    value = info_nce_loss(anchor, positive, positive_ids=torch.zeros(B, dtype=int), impl=impl)
-    assert value.isnan()  # row 1 has it as its positive
-    value = info_nce_loss(anchor, positive, positive_ids=torch.arange(B), impl=impl)
-    assert value.isnan()
 
 
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
@@ -317,23 +238,6 @@ def test_a_nan_that_meets_no_other_entry_shows(similarity, poisoned):
     assert info_nce_loss(**leaves, similarity=similarity, impl="nonzeros").isnan()
 
 
-@given(st.integers(1, 9), st.integers(1, 12), st.floats(0, 1), st.integers(0, 10**6))
-def test_sparse_products_are_the_dense_ones(rows, width, density, seed):
-    anchor, positive = vectors(seed, rows, width, density), vectors(seed + 1, rows, width, density)
-    leaves = {"anchor": anchor, "positive": positive}
-    result = value_and_gradients(leaves, impl="nonzeros")
-    expected = value_and_gradients(leaves, impl="definition")
-    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.cpu_only
-@pytest.mark.parametrize(
-    ("rows", "density", "expected"), [(512, 0.03, True), (512, 0.25, False), (32, 0.03, False)]
-)
-def test_few_nonzeros_are_fewer_for_fewer_rows(rows, density, expected):
-    assert has_few_nonzeros(*(vectors(seed, rows, 4096, density) for seed in range(2))) == expected
-
-
 def test_the_score_matrix_of_a_large_batch_is_never_held_whole():
     rows = 2200
     anchor, positive = (torch.randn(rows, 8, requires_grad=True) for _ in range(2))
@@ -347,63 +251,6 @@ def test_the_score_matrix_of_a_large_batch_is_never_held_whole():
     assert sizes[1] >= rows * rows, "the recorder sees"
 
 
-def test_the_same_tensor_may_be_anchor_and_positive():
-    x = vectors(0).requires_grad_()
-    (gradient,) = torch.autograd.grad(info_nce_loss(x, x), x)
-    a, p = vectors(0).requires_grad_(), vectors(0).requires_grad_()
-    expected = sum(torch.autograd.grad(info_nce_loss(a, p), (a, p)))
-    torch.testing.assert_close(gradient, expected)
-
-
-def test_second_derivatives_when_one_input_comes_from_another():
-    x = vectors(0, 4, 6, 0.8).requires_grad_()
-    assert torch.autograd.gradgradcheck(
-        lambda a: info_nce_loss(a, a * a + 1, temperature=0.5), (x,)
-    )
-
-
-JACOBIANS = {
-    "triplet": lambda a, p: F.triplet_margin_loss(a, p, p.flip(0), margin=2.0, reduction="none"),
-    "min_activation": lambda a, p: F.min_activation_loss(a, threshold=9.0, reduction="none"),
-    "positive_activation": lambda a, p: F.positive_activation_loss(
-        a, torch.tensor([[1, 3]] * B), torch.ones(B, 2), reduction="none"
-    ),
-    "info_nce": lambda a, p: info_nce_loss(a, p, reduction="none"),
-    "means": lambda a, p: torch.stack([info_nce_loss(a, p), n_pair_loss(a, p)]),
-    "pool": lambda a, p: F.splade_pool(a.view(1, B, V), torch.ones(1, B)),
-}
-
-
-def test_a_second_backward_gives_the_same_bits():
-    leaves = [vectors(0).requires_grad_(), vectors(1).requires_grad_()]
-    value = info_nce_loss(*leaves)
-    first = torch.autograd.grad(value, leaves, retain_graph=True)
-    kept = [g.clone() for g in first]
-    again = torch.autograd.grad(value, leaves, torch.tensor(3.0, dtype=torch.float64))
-    for one, copy, other in zip(first, kept, again, strict=True):
-        assert torch.equal(one, copy)
-        assert torch.equal(other, 3.0 * copy)
-
-
-@pytest.mark.parametrize("function", JACOBIANS.values(), ids=JACOBIANS)
-def test_a_vectorised_jacobian_is_the_jacobian(function):
-    jacobian = torch.autograd.functional.jacobian
-
-    def row(a):
-        return function(a, vectors(1))
-
-    vectorised = jacobian(row, vectors(0), vectorize=True)
-    assert vectorised.any()
-    torch.testing.assert_close(vectorised, jacobian(row, vectors(0)))
-
-
-def test_an_infinite_score_is_an_infinite_loss():
-    anchor, positive = torch.ones(3, 4), torch.ones(3, 4)
-    anchor[0], positive[1], positive[0] = 1e20, 1e20, 1e10
-    for impl in ("definition", "direct", "nonzeros"):
-        assert info_nce_loss(anchor, positive, similarity="dot", impl=impl).item() == np.inf
-
-
 @pytest.mark.parametrize("function", [n_pair_loss, F.flops_loss, F.min_activation_loss])
 def test_a_sparse_layout_is_refused_where_it_has_no_meaning(function):
     x = torch.eye(4).to_sparse_csr()
@@ -411,14 +258,3 @@ def test_a_sparse_layout_is_refused_where_it_has_no_meaning(function):
         function(*(x,) * (2 if function is n_pair_loss else 1))
     with pytest.raises(TypeError, match=r"dense or torch\.sparse_csr, got torch\.sparse_coo"):
         info_nce_loss(torch.eye(4).to_sparse(), torch.eye(4))
-
-
-@pytest.mark.parametrize("impl", ["definition", "direct"])
-@pytest.mark.parametrize("temperature", [1e-22, 1e-3, 1e22])
-def test_no_temperature_overflows(impl, temperature):
-    torch.manual_seed(0)
-    anchor, positive = (torch.randn(8, 16, requires_grad=True) for _ in range(2))
-    info_nce_loss(anchor, positive, temperature=temperature, impl=impl).backward()
-    for x in (anchor, positive):
-        assert x.grad.isfinite().all()
-        assert x.grad.any()

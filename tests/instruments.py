@@ -1,0 +1,36 @@
+"""What the tests of several files look at losses with: graphs compiled, tensors allocated."""
+
+import torch
+from torch._dynamo.backends.registry import lookup_backend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def counting(backend: str = "eager") -> tuple:
+    """Return a list of graphs, and the backend that fills it."""
+    graphs, compiler = [], lookup_backend(backend)
+
+    def count(graph, example):
+        graphs.append(graph)
+        return compiler(graph, example)
+
+    return graphs, count
+
+
+class Recorder(TorchDispatchMode):
+    """Remembers the largest tensor's size, and operations whose ``large`` result is all 0 and 1."""
+
+    def __init__(self, large: float = float("inf")) -> None:
+        super().__init__()
+        self.largest, self.large, self.targets = 0, large, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "empty" in str(func) and out.is_floating_point():
+            out.fill_(torch.nan)  # what was there before may look like anything
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            self.largest = max(self.largest, tensor.numel())
+            if tensor.numel() >= self.large and ((tensor == 0) | (tensor == 1)).all():
+                self.targets.add(str(func))
+        return out
