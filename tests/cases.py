@@ -787,7 +787,7 @@ def _head_case(name: str, bias=False, mask=False, gate=False, **kwargs: Any) -> 
         masks=("attention_mask",) if mask else (),
         free=() if mask else free,
         invalidate=("attention_mask", 0) if mask else None,
-        private=("hidden",) if mask else (),
+        private=("hidden",) + (("gate",) if gate else ()) if mask else (),
         implementations=("packed", "tiles"),
     )
 
