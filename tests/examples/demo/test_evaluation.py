@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from examples.demo.evaluation import Anatomy, Ranking, anatomy, bm25_scores, ranking, similarities
+from examples.demo.evaluation import Ranking, anatomy, bm25_scores, ranking, similarities
 from examples.demo.tokens import Tokens
 
 
@@ -58,17 +58,8 @@ def test_anatomy_against_a_hand_count():
     rows = [[2, the, pie, 3], [2, pie, 3]]
     look = anatomy(vectors, rows, tokens, df)
     assert look.active == 2.0
+    assert anatomy(torch.zeros_like(vectors), rows, tokens, df).rare == 0.0  # of nothing
     assert look.stopwords == pytest.approx(1 / 4)
     assert look.special == pytest.approx(1 / 4)
     assert look.rare == pytest.approx(1 / 4)
     assert look.own == pytest.approx(2 / 3)  # the, pie; not the second text's pie
-
-
-def test_rare_tokens_of_the_text_itself_do_not_count_and_empty_vectors_have_no_shares():
-    tokens = Tokens.learn(["apple pie"] * 3, vocab_size=60)
-    df, vectors = torch.zeros(tokens.vocab_size), torch.zeros(1, tokens.vocab_size)
-    assert anatomy(vectors, [[2, 3]], tokens, df) == Anatomy(0.0, 0.0, 0.0, 0.0, 0.0)
-    (row,) = tokens.ids(["pie"])
-    vectors[0, row[1]] = 1.0
-    assert anatomy(vectors, [row], tokens, df).rare == 0.0
-    assert anatomy(vectors, [[2, 3]], tokens, df).rare == 1.0

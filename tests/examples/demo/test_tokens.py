@@ -28,9 +28,3 @@ def test_words_and_pieces_see_the_same_part_of_a_text():
     (pieces,), (words,) = tokens.pieces([TEXTS[1]]), tokens.words([TEXTS[1]])
     assert len(pieces) == 4
     assert "".join(pieces).replace("##", "") == "".join(words)
-
-
-def test_specials_and_stopwords_are_known():
-    tokens = Tokens.learn(TEXTS, 120)
-    assert " ".join(map(tokens.name, tokens.special_ids)) == "[PAD] [UNK] [CLS] [SEP]"
-    assert {tokens.name(token) for token in tokens.stopword_ids} >= {"the", "from", "of", "a"}

@@ -40,14 +40,6 @@ def test_loss_and_active_dimensions_fall(corpus, settings):
         assert 0 < last < share * first
 
 
-def test_a_run_without_terms_changes_nothing(corpus, settings):
-    preset = RECOMMENDED.without(*RECOMMENDED.weights)
-    run = Run(corpus, dataclasses.replace(settings, steps=2, preset=preset))
-    before = {name: value.clone() for name, value in run.model.state_dict().items()}
-    run.train()
-    assert all(torch.equal(before[name], value) for name, value in run.model.state_dict().items())
-
-
 def test_search_ranks_by_dot_products_and_top_tokens_are_named(corpus, settings):
     run = Run(corpus, settings)
     run.train()
