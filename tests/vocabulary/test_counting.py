@@ -101,29 +101,22 @@ def is_count_of(path, texts, tokenizer, max_length=None):
     )
 
 
-MADE = {
-    "text": lambda folder: text_file(folder / "a.txt"),
-    "jsonl": lambda folder: rows_file(folder / "a.JSONL"),
-    "json": lambda folder: rows_file(folder / "a.json"),
-    "text.gz": lambda folder: zipped(text_file(folder / "b.txt")),
-    "jsonl.gz": lambda folder: zipped(rows_file(folder / "c.ndjson")),
-    "dataset": lambda folder: dataset(folder / "data"),
-    "splits": lambda folder: splits(folder / "splits"),
-}
+MADE = [
+    lambda folder: text_file(folder / "a.txt"),
+    lambda folder: rows_file(folder / "a.JSONL"),
+    lambda folder: rows_file(folder / "a.json"),
+    lambda folder: zipped(text_file(folder / "b.txt")),
+    lambda folder: zipped(rows_file(folder / "c.ndjson")),
+    lambda folder: dataset(folder / "data"),
+    lambda folder: splits(folder / "splits"),
+]
 
 
-@pytest.mark.parametrize("kind", MADE)
-def test_counts_of_every_kind_of_input_equal_a_loop(kind, tokenizer, tmp_path):
-    output = tmp_path / "made" / "df.npz"
-    assert count(MADE[kind](tmp_path), tokenizer=tokenizer, output=output) == 0
-    assert is_count_of(output, TEXTS, tokenizer)
-
-
-def test_inputs_in_any_order_and_tokenizers_of_transformers_give_one_count(tokenizer, tmp_path):
+def test_counts_of_all_kinds_of_inputs_and_tokenizers_equal_a_loop(tokenizer, tmp_path):
     fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), pad_token="[PAD]")
     fast.save_pretrained(tmp_path / "model")
-    inputs = [make(tmp_path) for make in MADE.values()]
-    one, two = tmp_path / "one.npz", tmp_path / "two.npz"
+    inputs = [make(tmp_path) for make in MADE]
+    one, two = tmp_path / "made" / "one.npz", tmp_path / "two.npz"
     assert count(*inputs, tokenizer=tokenizer, output=one) == 0
     assert count(*reversed(inputs), tokenizer=tmp_path / "model", output=two) == 0
     assert is_count_of(one, TEXTS * len(inputs), tokenizer)

@@ -31,9 +31,9 @@ from sparse_losses import (
 from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
 from tests.integrations.sentence_transformers.runs import (
     ALONE,
+    COLUMNS,
     MULTI_HOT,
     NAME,
-    POSITIVES,
     PROTOTYPE,
     ROWS,
     SAME,
@@ -60,7 +60,7 @@ from tests.integrations.sentence_transformers.runs import (
 def test_bm25_teaches_an_objective(columns, mini_batch_size, sparse, tmp_path):
     model, reference = sparse(), sparse()
     counts = DocumentFrequency(VOCABULARY)
-    features = model.preprocess(POSITIVES)
+    features = model.preprocess(COLUMNS["positive"])
     counts.update(features["input_ids"], features["attention_mask"])
     teacher = BM25Teacher(counts, special_token_ids=model.tokenizer.all_special_ids)
     weights = {"info_nce": 1.0, "distillation": 2.0, "context_distillation": 0.5}
@@ -98,7 +98,7 @@ def test_a_teacher_goes_with_ids_of_the_positives_and_needs_token_ids(sparse):
         teacher=teacher,
         labels_are_positive_ids=True,
     )
-    features = [ours.model.preprocess(texts[:3]) for texts in (POSITIVES, POSITIVES)]
+    features = [ours.model.preprocess(COLUMNS["positive"][:3]) for _ in range(2)]
     (same, *_), (other, *_) = (
         list(ours(features, torch.tensor(ids)).values()) for ids in ([0, 0, 1], [0, 1, 2])
     )
