@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM
 
-from sparse_losses import SpladeEncoder, calibrate_threshold
+from sparse_losses import SpladeEncoder
 from tests.representation.tiny_models import CORPUS, ISSUE, TEXTS, VARIANTS, make, pair
 
 DOCUMENTS = [*CORPUS[:7], "dogs over the fox", "추천 메뉴", "U.S.A. weight"]
@@ -25,7 +25,7 @@ def active(encoder, texts=DOCUMENTS):
     [
         *(("bert", "gate", target) for target in (20, 110)),
         *(("bert", "all", target) for target in (2, 4.5)),
-        *(("bert", "plain", target) for target in (0.3, 7.4, 110)),
+        *(("bert", "plain", target) for target in (0.3, 7.4, 110, 150)),  # 150: all
         *((architecture, "gate", 33.3) for architecture in ISSUE[1:]),
     ],
 )
@@ -39,16 +39,6 @@ def test_calibrated_texts_keep_the_target(architecture, variant, target):
     assert active(encoder) == pytest.approx(target, rel=0.02)
     assert (t > 0) == (target < before)
     torch.testing.assert_close(bias_of(encoder), bias - t)
-
-
-def test_threshold_ignores_gate_and_idf_weights():
-    plain = make()
-    idf_weights = torch.full((plain.vocab_size,), 0.5)
-    model = copy.deepcopy(plain.model)
-    other = SpladeEncoder(model, plain.tokenizer, gate=True, idf_weights=idf_weights)
-    expected = calibrate_threshold(plain.encode(DOCUMENTS, output="dense"), 12)
-    assert plain.calibrate(DOCUMENTS, 12) == pytest.approx(expected, rel=1e-4)
-    assert other.calibrate(DOCUMENTS, 12) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -94,14 +84,6 @@ def test_equal_texts_are_kept_or_dropped_together():
     assert active(encoder, [TEXTS[0]]) == 10
     encoder.calibrate([TEXTS[0]] * 7, 1 / 7)  # of equal entries at the top all stay
     assert active(encoder, [TEXTS[0]]) == 1
-
-
-def test_target_may_be_all_dimensions():
-    encoder, tokens = make(), make(expansion=False)
-    encoder.calibrate(DOCUMENTS, encoder.vocab_size)
-    assert active(encoder) == encoder.vocab_size
-    tokens.calibrate(["the dog"], 2)
-    assert active(tokens, ["the dog"]) == 2
 
 
 @pytest.mark.parametrize("tied", [True, False])

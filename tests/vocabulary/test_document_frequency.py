@@ -79,11 +79,15 @@ def test_streaming_or_merging_batches_in_any_order_equals_one_batch(docs, size, 
     assert same(merged, counted(docs))
 
 
-def test_mean_length_counts_attended_tokens_with_repeats():
+def test_mean_length_counts_attended_tokens_with_repeats_and_needs_a_document():
     counter = counted([[1, 1, 1], [2], []], [[3, 4]])
     assert counter.mean_length == 6 / 4
     with pytest.raises(ValueError, match="at least one document for `mean_length`"):
         _ = DocumentFrequency(V).mean_length
+    with pytest.raises(ValueError, match="at least one document"):
+        DocumentFrequency(V).idf()
+    with pytest.raises(ValueError, match="'bm25', 'standard', got 'plain'"):
+        counter.idf("plain")
 
 
 def test_number_of_tokens_of_an_older_version_is_unknown_also_in_a_sum(tmp_path):
@@ -184,13 +188,6 @@ def test_idf_is_the_formula_for_every_token(docs):
     assert counter.idf().dtype == counter.idf("standard").dtype == torch.float64
 
 
-def test_idf_of_nothing_and_of_an_unknown_smoothing():
-    with pytest.raises(ValueError, match="at least one document"):
-        DocumentFrequency(V).idf()
-    with pytest.raises(ValueError, match="'bm25', 'standard', got 'plain'"):
-        counted([[1]]).idf("plain")
-
-
 @pytest.mark.parametrize(("name", "sha"), [("counts.npz", None), ("counts", "e3b0c442")])
 def test_loaded_counter_equals_the_saved_one(tmp_path, name, sha):
     counter = counted([[1, 2], [2], []], tokenizer_sha256=sha)
@@ -249,18 +246,10 @@ def test_claimed_size_is_not_allocated(tmp_path, claimed):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("content", [b"", b"counts", b"PK\x03\x04", b"\x93NUMPY", None])
-def test_other_files_are_refused_and_a_missing_file_is_not_found(tmp_path, content):
-    path = tmp_path / "counts.npy"
-    with pytest.raises(FileNotFoundError):
-        DocumentFrequency.load(path)
-    np.save(path, np.zeros(2, np.int64)) if content is None else path.write_bytes(content)
-    with pytest.raises(ValueError, match="is not a DocumentFrequency file: "):
-        DocumentFrequency.load(path)
-
-
 def test_damaged_file_is_refused_or_loads_unharmed(tmp_path):
     counter, path = counted([[1, 2], [2]], tokenizer_sha256="abc"), tmp_path / "counts.npz"
+    with pytest.raises(FileNotFoundError):
+        DocumentFrequency.load(path)
     counter.save(path)
     content = path.read_bytes()
     refused = 0

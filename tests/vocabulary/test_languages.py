@@ -63,10 +63,7 @@ MARKS = {
 
 
 @pytest.mark.parametrize("kind", MARKS)
-@pytest.mark.parametrize(
-    "scripts",
-    [("Hangul", "Latin"), ("Han", "Hiragana"), ("Cyrillic",), ()],
-)
+@pytest.mark.parametrize("scripts", [("Hangul", "Latin"), ("Han", "Hiragana"), ("Cyrillic",), ()])
 def test_a_token_is_kept_iff_its_text_uses_no_other_script(kind, scripts):
     vocabulary, expected = [], []
     for starts in (True, False):

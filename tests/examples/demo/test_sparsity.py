@@ -22,9 +22,9 @@ TOO_WEAK = {"weight": 3e-5, "temperature": 1.0}
 @pytest.fixture
 def start(corpus, settings):
     """Returns a run of a preset."""
-    common = dataclasses.replace(settings, batch_size=16, learning_rate=5e-3, probe_every=1000)
+    common = {"batch_size": 16, "learning_rate": 5e-3, "probe_every": 1000}
     return lambda preset, steps=50: Run(
-        corpus, dataclasses.replace(common, preset=preset, steps=steps)
+        corpus, dataclasses.replace(settings, **common, preset=preset, steps=steps)
     )
 
 

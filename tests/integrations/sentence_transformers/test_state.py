@@ -6,13 +6,7 @@ A whole run with all of it, resumed, is a row of tests/integrations/test_loops.p
 import pytest
 from datasets import DatasetDict
 
-from sparse_losses import (
-    FlopsLoss,
-    SparsityController,
-    SpladeObjective,
-    TrainingSchedule,
-    Warmup,
-)
+from sparse_losses import FlopsLoss, SparsityController, SpladeObjective, TrainingSchedule, Warmup
 from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
 from sparse_losses.integrations.transformers import TrainingState
 from tests.integrations.sentence_transformers.runs import (
