@@ -161,24 +161,28 @@ def test_an_idf_that_is_not_finite_is_named_with_its_token(bad):
 
 
 @pytest.mark.parametrize(
-    ("idf", "options", "error", "name"),
+    ("function", "first", "options", "error", "name"),
     [
-        (torch.ones(2, 3), {}, ValueError, "idf"),
-        (torch.ones(3).long(), {}, TypeError, "idf"),
-        ([1.0, 2.0], {}, TypeError, "idf"),
-        (IDF, {"shape": "quadratic"}, ValueError, "'exponential', 'linear'"),
-        (IDF, {"minimum": 1.5}, ValueError, "minimum"),
-        *[
-            (IDF, {name: value}, ValueError, name)
+        (idf_penalty, torch.ones(2, 3), {}, ValueError, "idf"),
+        (idf_penalty, torch.ones(3).long(), {}, TypeError, "idf"),
+        (idf_penalty, [1.0, 2.0], {}, TypeError, "idf"),
+        (idf_penalty, IDF, {"shape": "quadratic"}, ValueError, "'exponential', 'linear'"),
+        (idf_penalty, IDF, {"minimum": 1.5}, ValueError, "minimum"),
+        (idf_penalty, IDF, {"alpha": "4"}, TypeError, "alpha"),
+        *(
+            (idf_penalty, IDF, {name: value}, ValueError, name)
             for name in ("alpha", "special_penalty", "stopword_penalty", "minimum")
             for value in (-0.1, math.nan, math.inf)
-        ],
-        (IDF, {"alpha": "4"}, TypeError, "alpha"),
+        ),
+        (language_penalty, 0, {"allowed_ids": []}, ValueError, "vocab_size"),
+        (language_penalty, 2.5, {"allowed_ids": []}, TypeError, "vocab_size"),
+        (language_penalty, 3, {"allowed_ids": [], "penalty": -1.0}, ValueError, "penalty"),
+        (language_penalty, 3, {"allowed_ids": [], "penalty": math.nan}, ValueError, "penalty"),
     ],
 )
-def test_wrong_arguments_are_named(idf, options, error, name):
+def test_wrong_arguments_are_named(function, first, options, error, name):
     with pytest.raises(error, match=name):
-        idf_penalty(idf, **options)
+        function(first, **options)
 
 
 @given(st.data(), st.integers(1, 8), st.floats(0, 1000, width=32))
@@ -187,17 +191,3 @@ def test_language_penalty_is_zero_for_allowed_and_special_tokens_only(data, size
     got = language_penalty(size, allowed, special_token_ids=special, penalty=penalty)
     assert got.dtype == torch.float32
     assert got.tolist() == [0.0 if j in allowed | special else penalty for j in range(size)]
-
-
-@pytest.mark.parametrize(
-    ("size", "options", "error", "name"),
-    [
-        (0, {}, ValueError, "vocab_size"),
-        (2.5, {}, TypeError, "vocab_size"),
-        (3, {"penalty": -1.0}, ValueError, "penalty"),
-        (3, {"penalty": math.nan}, ValueError, "penalty"),
-    ],
-)
-def test_wrong_arguments_of_the_language_penalty_are_named(size, options, error, name):
-    with pytest.raises(error, match=name):
-        language_penalty(size, [], **options)

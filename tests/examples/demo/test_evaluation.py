@@ -33,15 +33,11 @@ def test_only_the_dot_product_depends_on_lengths():
 def test_bm25_prefers_the_document_with_the_rare_word():
     documents = [["the", "cat"], ["the", "dog"], ["the", "the", "bird"]]
     scores = bm25_scores([["dog"], ["the", "bird"], ["unknown"]], documents)
-    assert scores.shape == (3, 3)
-    assert scores[0].argmax() == 1
-    assert scores[1].argmax() == 2
+    assert scores.argmax(1).tolist()[:2] == [1, 2]
     assert scores[2].eq(0).all()
     # Lucene's BM25 by hand: idf ln(1 + (3 - 1 + .5) / 1.5), k1 = 1.5, b = .75, length 2 of 7/3
-    idf = math.log(1 + 2.5 / 1.5)
-    assert scores[0, 1].item() == pytest.approx(
-        idf / (1 + 1.5 * (0.25 + 0.75 * 2 / (7 / 3))), rel=1e-5
-    )
+    expected = math.log(1 + 2.5 / 1.5) / (1 + 1.5 * (0.25 + 0.75 * 2 / (7 / 3)))
+    assert scores[0, 1].item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_anatomy_against_a_hand_count():
