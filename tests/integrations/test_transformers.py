@@ -78,7 +78,10 @@ def test_shuffled_rows_and_dropout_resume_to_the_bit(tmp_path, settings):
         )
         trainer.train(resume_from_checkpoint=resume)
         weights = setting.weights(trainer.model, objective)
-        return weights, logs_of(trainer), [one.state_dict() for one in schedules], schedules
+        states = json.loads(
+            json.dumps([one.state_dict() for one in schedules])
+        )  # as they are saved
+        return weights, logs_of(trainer), states, schedules
 
     weights, logs, states, (schedule, controller) = run()
     moved = tmp_path / "elsewhere"

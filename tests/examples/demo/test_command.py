@@ -32,7 +32,6 @@ def test_docstrings_become_answers_picture_and_figures(corpus, tmp_path, capsys,
         "? zzzz [b]",
         "step 10, document: ",
         "active of 64 wanted",
-        "cut at 62 subwords",
     ):
         assert expected in printed
     figures = json.loads((folder / "figures.json").read_text(encoding="utf-8"))

@@ -46,9 +46,10 @@ def test_learned_parameters_of_a_dict_of_losses_are_resumed(sparse, tmp_path):
 
 
 def test_nothing_stays_attached_after_training(sparse, tmp_path):
-    model, ours = sparse(), SpladeObjective({"info_nce": 1.0, "query_flops": 0.01})
+    weights = {"info_nce": 1.0, "query_flops": 0.01, "document_flops": 0.02}
+    model, ours = sparse(), SpladeObjective(weights)
     schedule = TrainingSchedule(ours, warmups={"query_flops": Warmup(5, "quadratic")})
-    controller = SparsityController(ours, "query_flops", target_active=20)
+    controller = SparsityController(ours, "document_flops", target_active=20)
     loss = SentenceTransformersLoss(model, ours)
     callbacks = [TrainingState(schedule, controller, loss=loss)]
     trainer = train(model, loss, dataset(2), tmp_path, callbacks=callbacks)
