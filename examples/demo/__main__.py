@@ -24,7 +24,6 @@ try:
     from rich.text import Text
 
     from examples.demo import docstrings, report
-    from examples.demo.corpus import read_pairs
     from examples.demo.evaluation import Index, measure, top_tokens
     from examples.demo.training import STEPS, Run, Settings, Step
 except ModuleNotFoundError as error:
@@ -73,8 +72,6 @@ def parser() -> argparse.ArgumentParser:
         help="adjust the documents' FLOPS weight so that a document keeps N active dimensions; 0 "
         "keeps the weight fixed (default: %(default)s)",
     )
-    pairs = "train on your own pairs: one 'query<TAB>document' per line, in UTF-8"
-    add("--pairs", type=Path, metavar="FILE.tsv", help=pairs)
     question = "a question for the trained model; repeatable (default: a few, and a prompt)"
     add("--query", action="append", metavar="TEXT", help=question)
     folder = "the folder for figures and picture (default: %(default)s)"
@@ -119,7 +116,7 @@ def run(options: argparse.Namespace) -> None:
     console = Console(highlight=False)
     folder = writable(options.output)
     with console.status("Reading the texts"):
-        corpus = read_pairs(options.pairs) if options.pairs else docstrings.load()
+        corpus = docstrings.load()
     pairs = sum(len(row.pairs) for row in corpus.train)
     console.print(
         f"{pairs:,} training pairs, {len(corpus.validation)} validation and {len(corpus.test)} "
@@ -144,8 +141,7 @@ def run(options: argparse.Namespace) -> None:
         queries = [query for query in queries if " " in query][:5] or queries[:5]
         tops = dict(zip(queries, top_tokens(trained, queries), strict=True))
         index = Index(trained, corpus)
-        questions = options.query or ([] if options.pairs else QUESTIONS)
-        answers = {question: index.search(question) for question in questions}
+        answers = {question: index.search(question) for question in options.query or QUESTIONS}
     report.show(console, trained, figures, tops, answers)
     report.draw(folder / "training.png", trained, figures)
     seconds = {"training": trained.seconds, "this call": time.perf_counter() - started}

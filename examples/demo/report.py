@@ -18,24 +18,16 @@ from rich.text import Text
 import sparse_losses
 from examples.demo.corpus import Corpus
 from examples.demo.evaluation import MODEL, RARE, TaskFigures
-from examples.demo.training import STEPS, Run
+from examples.demo.training import Run
 
 Tops = dict[str, list[tuple[str, float]]]  # highest tokens by query
 Answers = dict[str, list[tuple[float, str, str]]]  # score, title and text by question
-
-LIMITS = """
-[bold]Limits of this model[/]
- • A few thousand pairs and a few minutes teach weights and word forms, but hardly any synonyms.
- • Texts are cut at {words} subwords, for the model and for BM25; whole texts help BM25.
- • Some of the tokens that a vector adds to its text are chance effects of a small corpus.
- • Fewer than {steps} steps are too few for a good model.
- • Other versions of the sources have other documents and figures."""
 
 
 def show(
     console: Console, run: Run, figures: Sequence[TaskFigures], tops: Tops, answers: Answers
 ) -> None:
-    """Print all figures and answers, and the limits of the model."""
+    """Print all figures and answers."""
     for side, controller in run.controllers.items():
         console.print(f"\n{side}: {controller}")
     show_rankings(console, figures)
@@ -47,7 +39,6 @@ def show(
     console.print(table)
     for question, results in answers.items():
         show_answers(console, question, results)
-    console.print(LIMITS.format(words=run.tokens.max_length - 2, steps=STEPS))
 
 
 def show_rankings(console: Console, figures: Sequence[TaskFigures]) -> None:

@@ -153,6 +153,16 @@ def test_schedules_attach_before_accelerate_prepares_or_after():
     assert schedule.steps_taken == controller.report()["step"] == 1
 
 
+def compare_steered(train, folder, **options):
+    """Compare a run with schedules, of which the controller sees every text once."""
+    objective, reference = setting.objective(), setting.objective()
+    schedules, theirs = setting.steered(objective), setting.steered(reference)
+    run = train(folder, objective, schedules, batch_size=8, **options)
+    compare(run, reference, theirs, batch_size=8)
+    assert [str(schedule) for schedule in schedules] == [str(schedule) for schedule in theirs]
+    assert schedules[0].steps_taken == 4
+
+
 def cached_step(encoder, objective, columns, optimizer, backward):
     loss = functools.partial(setting.loss_of_columns, objective, columns)
     columns = list(columns.values())
@@ -166,13 +176,11 @@ def cached_step(encoder, objective, columns, optimizer, backward):
 def test_cached_gradients_are_those_of_the_whole_batch_by_accelerate():
     encoder, objective = setting.encoder().train(), setting.objective()
     accelerator = Accelerator(cpu=True, mixed_precision="no")
-    rows = setting.loader(setting.rows(16), 8)
     optimizer = sgd([*encoder.parameters(), *objective.parameters()])
+    rows = setting.loader(setting.rows(16), 8)
     wrapped, optimizer, rows = accelerator.prepare(encoder, optimizer, rows)
-    totals = [
-        cached_step(wrapped, objective, columns, optimizer, accelerator.backward).item()
-        for columns in [*rows, *rows]
-    ]
+    step = optimizer, accelerator.backward
+    totals = [cached_step(wrapped, objective, columns, *step).item() for columns in [*rows, *rows]]
     run = Run(encoder, objective, totals, {}, optimizer, accelerator.save_state)
     compare(run, setting.objective(), batch_size=8)
 
@@ -186,21 +194,12 @@ def test_cached_gradients_are_those_of_the_whole_batch_by_lightning(tmp_path):
             step = self.optimizers(), self.manual_backward
             self.log("loss", cached_step(self.encoder, self.objective, columns, *step))
 
-    objective, reference = setting.objective(), setting.objective()
-    schedules, theirs = setting.steered(objective), setting.steered(reference)
-    run = by_lightning(tmp_path, objective, schedules, batch_size=8, kind=Cached)
-    compare(run, reference, theirs, batch_size=8)
-    assert schedules[0].steps_taken == 4
+    compare_steered(by_lightning, tmp_path, kind=Cached)
 
 
 @works_with("sentence-transformers", "cached")
 def test_cached_gradients_are_those_of_the_whole_batch_by_sentence_transformers(tmp_path):
-    objective, reference = setting.objective(), setting.objective()
-    schedules, theirs = setting.steered(objective), setting.steered(reference)
-    run = by_sentence_transformers(tmp_path, objective, schedules, batch_size=8, mini_batch_size=3)
-    compare(run, reference, theirs, batch_size=8)
-    assert schedules[0].steps_taken == 4
-    assert str(schedules[1]) == str(theirs[1]), "it sees every text once"
+    compare_steered(by_sentence_transformers, tmp_path, mini_batch_size=3)
 
 
 BY_TWO = pytest.mark.parametrize("name", list(setting.SHARED))

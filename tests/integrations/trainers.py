@@ -97,9 +97,7 @@ def by_lightning(
 ):
     """Likewise; a resumed run has two epochs before."""
     ranks = 1 if rank is None else 2
-    sampler = DistributedSampler(
-        range(16), ranks, rank or 0, shuffle=False
-    )  # its own would shuffle
+    sampler = DistributedSampler(range(16), ranks, rank or 0, shuffle=False)
     rows = setting.loader(setting.rows(16), batch_size, sampler=sampler)
     encoder = setting.encoder()
     if options.pop("compiled", False):

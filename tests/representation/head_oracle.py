@@ -133,10 +133,4 @@ def problems(draw) -> dict:
         bias = -top[rng.integers(0, batch, size=vocab), np.arange(vocab)]
         bias = bias + rng.integers(-1, 2, size=vocab) * 2.0**-12
     gate = rng.choice([0.0, 0.5, 1.0], size=(batch, vocab)) if draw(st.booleans()) else None
-    return {
-        "hidden": hidden,
-        "weight": weight,
-        "bias": bias,
-        "attention_mask": mask,
-        "gate": gate,
-    }
+    return {"hidden": hidden, "weight": weight, "bias": bias, "attention_mask": mask, "gate": gate}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForMaskedLM
 
-from sparse_losses import SpladeEncoder, calibrate_threshold
+from sparse_losses import SpladeEncoder
 from tests.representation.tiny_models import CORPUS, ISSUE, TEXTS, VARIANTS, make, pair
 
 DOCUMENTS = [*CORPUS[:7], "dogs over the fox", "추천 메뉴", "U.S.A. weight"]
@@ -23,9 +23,9 @@ def active(encoder, texts=DOCUMENTS):
 @pytest.mark.parametrize(
     ("architecture", "variant", "target"),
     [
-        *(("bert", name, target) for name in ("plain", "gate", "idf") for target in (20, 110)),
-        *(("bert", name, target) for name in ("input tokens", "all") for target in (2, 4.5)),
-        *(("bert", "plain", target) for target in (0.3, 7.4)),
+        *(("bert", "gate", target) for target in (20, 110)),
+        *(("bert", "all", target) for target in (2, 4.5)),
+        *(("bert", "plain", target) for target in (0.3, 7.4, 110, 150)),  # 150: all
         *((architecture, "gate", 33.3) for architecture in ISSUE[1:]),
     ],
 )
@@ -41,19 +41,9 @@ def test_calibrated_texts_keep_the_target(architecture, variant, target):
     torch.testing.assert_close(bias_of(encoder), bias - t)
 
 
-def test_threshold_ignores_gate_and_idf_weights():
-    plain = make()
-    idf_weights = torch.full((plain.vocab_size,), 0.5)
-    model = copy.deepcopy(plain.model)
-    other = SpladeEncoder(model, plain.tokenizer, gate=True, idf_weights=idf_weights)
-    expected = calibrate_threshold(plain.encode(DOCUMENTS, output="dense"), 12)
-    assert plain.calibrate(DOCUMENTS, 12) == pytest.approx(expected, rel=1e-4)
-    assert other.calibrate(DOCUMENTS, 12) == pytest.approx(expected, rel=1e-4)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("spread", [0.0, 0.1])  # of the bias before
-@pytest.mark.parametrize("target", [12, 20, 33.3, 60])
+@pytest.mark.parametrize("target", [12, 33.3])
 def test_model_in_half_precision_keeps_the_target(dtype, spread, target):
     encoder = make()
     with torch.no_grad():
@@ -66,19 +56,7 @@ def test_model_in_half_precision_keeps_the_target(dtype, spread, target):
     assert active(encoder) == pytest.approx(target, rel=0.02)
 
 
-def test_other_texts_keep_the_target_within_a_tenth():
-    encoder = make("xlm-roberta")
-    generator = torch.Generator().manual_seed(0)
-    words = list(encoder.tokenizer.get_vocab())
-    texts = [
-        " ".join(words[i] for i in torch.randint(5, len(words), (9,), generator=generator))
-        for _ in range(200)
-    ]
-    encoder.calibrate(texts[:100], 10)
-    assert active(encoder, texts[100:]) == pytest.approx(10, rel=0.1)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 100])
+@pytest.mark.parametrize("batch_size", [1, 3])
 def test_batch_size_and_training_mode_have_no_effect(batch_size):
     encoder = make("modernbert")
     other = copy.deepcopy(encoder).train()
@@ -106,14 +84,6 @@ def test_equal_texts_are_kept_or_dropped_together():
     assert active(encoder, [TEXTS[0]]) == 10
     encoder.calibrate([TEXTS[0]] * 7, 1 / 7)  # of equal entries at the top all stay
     assert active(encoder, [TEXTS[0]]) == 1
-
-
-def test_target_may_be_all_dimensions():
-    encoder, tokens = make(), make(expansion=False)
-    encoder.calibrate(DOCUMENTS, encoder.vocab_size)
-    assert active(encoder) == encoder.vocab_size
-    tokens.calibrate(["the dog"], 2)
-    assert active(tokens, ["the dog"]) == 2
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -148,13 +118,6 @@ def test_calibration_survives_saving_and_export(architecture, settings, tied, ga
         )
 
 
-def test_calibration_without_expansion_survives_saving(tmp_path):
-    encoder = make(expansion=False, gate=True)
-    encoder.calibrate(DOCUMENTS, 2)
-    encoder.save_pretrained(tmp_path)
-    assert active(SpladeEncoder.from_pretrained(tmp_path)) == pytest.approx(2, rel=0.02)
-
-
 def test_model_without_bias_and_decoder_bias_is_an_error():
     model, words = pair("bert")
     model.get_output_embeddings().bias = None
@@ -168,20 +131,15 @@ def test_model_without_bias_and_decoder_bias_is_an_error():
     [
         ({}, DOCUMENTS, 1e4, r"`target_active` of at most \d+, the mean that can .* got 1000"),
         ({"expansion": False}, ["the dog", "the the"], 2, "of at most 1.5, the mean that can be"),
-        ({}, [], 3, "got 0 texts"),
         ({}, ["the dog"], 0.1, "at least one dimension, got 1 texts and a `target_active` of"),
         ({}, DOCUMENTS, 0, "`target_active`"),
-        ({}, DOCUMENTS, float("nan"), "`target_active`"),
-        ({"batch_size": 0}, DOCUMENTS, 3, "`batch_size`"),
     ],
 )
 def test_wrong_input_is_an_error_and_the_bias_is_unchanged(options, texts, target, message):
-    options = dict(options)
-    call = {"batch_size": options.pop("batch_size")} if "batch_size" in options else {}
     encoder = make(**options)
     bias = bias_of(encoder).clone()
     with pytest.raises(ValueError, match=message):
-        encoder.calibrate(texts, target, **call)
+        encoder.calibrate(texts, target)
     assert torch.equal(bias_of(encoder), bias)
 
 
@@ -191,8 +149,3 @@ def test_nan_logits_are_an_error():
         encoder.head.bias[3] = torch.nan
     with pytest.raises(ValueError, match="expected finite logits"):
         encoder.calibrate(DOCUMENTS, 9)
-
-
-def test_single_string_is_an_error():
-    with pytest.raises(TypeError, match="list of strings"):
-        make().calibrate("서울 맛집", 9)

@@ -38,13 +38,9 @@ def test_threshold_is_in_the_middle_of_the_gap():
 @pytest.mark.parametrize(("target", "kept"), [(1, 1), (2, 1), (3, 4), (4, 4), (5, 5)])
 def test_equal_entries_are_kept_or_dropped_together(target, kept):
     logits = torch.tensor([[8.0, 3.0, 3.0, 3.0, 1.0]], dtype=torch.float64)
+    assert calibrate_threshold(torch.full((2, 4), 2.0).log1p(), 1) == 0.0
     t = calibrate_threshold(logits.log1p(), target)
     assert (logits > t + 1e-12).sum().item() == kept
-
-
-def test_all_equal_entries_are_kept():
-    x = torch.full((2, 4), 2.0).log1p()
-    assert calibrate_threshold(x, 1) == 0.0
 
 
 def test_leading_dimensions_are_rows():

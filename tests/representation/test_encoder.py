@@ -25,37 +25,34 @@ def variant(request):
 
 
 @pytest.mark.parametrize("architecture", ISSUE)
-@pytest.mark.parametrize(("gated", "weighted"), [(False, False), (True, True)])
-def test_equals_the_formula(architecture, gated, weighted):
-    encoder = make(architecture, gate=gated, idf_weights=weighted or None)
+@pytest.mark.parametrize("all_parts", [False, True])
+def test_equals_the_formula(architecture, all_parts):
+    encoder = make(architecture, gate=all_parts, idf_weights=all_parts or None)
     batch = encoder.tokenize(TEXTS)
+    gate = factor = torch.ones(len(TEXTS), encoder.vocab_size)
     with torch.no_grad():
         ours, pooled = encoder(**batch, return_logits=True)
         logits = encoder.model(**batch).logits
-        gate = None
-        if gated:
+        if all_parts:
             hidden = encoder.model.base_model(**batch)[0]
-            gate = encoder.gate(hidden, batch["attention_mask"]).tolist()
+            gate, factor = (
+                encoder.gate(hidden, batch["attention_mask"]),
+                factor * encoder.idf_weights,
+            )
     assert torch.equal(ours, encoder(**batch))
-    for i, row in enumerate(logits.double().tolist()):
-        for j in range(encoder.vocab_size):
-            # Every position is gated here, before the maximum: the two commute.
-            factor = 1.0 if gate is None else gate[i][j]
-            mask = batch["attention_mask"][i].tolist()
-            seen = [factor * scores[j] for scores, m in zip(row, mask, strict=True) if m]
-            assert math.isclose(pooled[i, j], max(seen), rel_tol=1e-4, abs_tol=1e-5)
-            value = math.log1p(max(0.0, *seen))
-            if weighted:
-                value *= float(encoder.idf_weights[j])
-            assert math.isclose(ours[i, j], value, rel_tol=1e-4, abs_tol=1e-5)
+    for i, j in torch.cartesian_prod(torch.arange(len(ours)), torch.arange(encoder.vocab_size)):
+        # Every position is gated here, before the maximum: the two commute.
+        seen = (gate[i, j] * logits[i, batch["attention_mask"][i] == 1, j]).tolist()
+        assert math.isclose(pooled[i, j], max(seen), rel_tol=1e-4, abs_tol=1e-5)
+        value = factor[i, j] * math.log1p(max(0.0, *seen))
+        assert math.isclose(ours[i, j], value, rel_tol=1e-4, abs_tol=1e-5)
 
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("bias", [1.0, -0.5])
 def test_without_expansion_equals_the_formula(gated, bias):
     encoder = make("xlm-roberta", expansion=False, gate=gated)
-    texts = ["the the dog the", "서울 맛집", "", "dog"]
-    batch = encoder.tokenize(texts)
+    batch = encoder.tokenize(["the the dog the", "서울 맛집", "", "dog"])
     with torch.no_grad():
         encoder.importance[-1].bias.fill_(bias)  # logits of both signs
         ours, pooled = encoder(**batch, return_logits=True)
@@ -63,19 +60,12 @@ def test_without_expansion_equals_the_formula(gated, bias):
         logit = encoder.importance(hidden)[:, :, 0]
         gate = encoder.gate(hidden, batch["attention_mask"]) if gated else torch.ones_like(ours)
     assert (pooled < 0).any() == (bias < 0)
-    special = encoder.tokenizer.all_special_ids
-    for i in range(len(texts)):
-        for j in range(encoder.vocab_size):
-            seen = [
-                float(value * gate[i, j])
-                for value, token, m in zip(
-                    logit[i], batch["input_ids"][i], batch["attention_mask"][i], strict=True
-                )
-                if m and token == j and j not in special
-            ]
-            assert math.isclose(pooled[i, j], max(seen, default=0.0), abs_tol=1e-6)
-            assert math.isclose(ours[i, j], math.log1p(max(0.0, *seen, 0.0)), abs_tol=1e-6)
-    assert (ours[2] == 0).all()
+    tokens = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -1)
+    for i, j in torch.cartesian_prod(torch.arange(len(ours)), torch.arange(encoder.vocab_size)):
+        seen = (logit[i] * gate[i, j])[tokens[i] == j].tolist()
+        seen = [] if j in encoder.tokenizer.all_special_ids else seen
+        assert math.isclose(pooled[i, j], max(seen, default=0.0), abs_tol=1e-6)
+        assert math.isclose(ours[i, j], math.log1p(max(0.0, *seen, 0.0)), abs_tol=1e-6)
     assert (ours[[0, 1, 3]] > 0).any(1).all() or bias < 0
 
 
@@ -92,21 +82,14 @@ def test_without_expansion_all_tokens_start_active_and_learn():
     assert any(p.grad.any() for p in encoder.gate.parameters())
 
 
-def test_mask_is_optional_and_padding_has_no_effect():
-    encoder = make("modernbert")
-    ids = encoder.tokenize(["서울 맛집 추천"])["input_ids"]
-    alone = encoder(ids)
-    assert torch.equal(alone, encoder(ids, torch.ones_like(ids)))
-    together = encoder(**encoder.tokenize(["서울 맛집 추천", TEXTS[3]]))
-    torch.testing.assert_close(together[:1], alone)
-
-
 @pytest.mark.parametrize("architecture", ISSUE)
 def test_padding_side_has_no_effect(architecture):
     encoder = make(architecture)
     expected = encoder.encode(TEXTS, output="dense")
     encoder.tokenizer.padding_side = "left"
     assert torch.equal(encoder.encode(TEXTS, output="dense"), expected)
+    ids = encoder.tokenize(TEXTS[:1])["input_ids"]
+    torch.testing.assert_close(encoder(ids), expected[:1])  # the mask is optional
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 100])
@@ -159,25 +142,24 @@ def test_max_active_dims_keeps_the_largest():
     assert torch.equal(encoder.encode(TEXTS, max_active_dims=10_000).to_dense(), full)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.strided, torch.sparse_csr, torch.sparse_coo])
 def test_top_tokens_of_vectors_equal_those_of_their_texts(layout, dtype):
     encoder = make()
-    vectors = encoder.encode(TEXTS, output="dense").to(dtype).requires_grad_()
-    inputs = vectors
-    if layout == torch.sparse_csr:
-        inputs = csr(*vectors.detach().nonzero().T, vectors[vectors > 0].detach(), vectors.shape)
-    elif layout == torch.sparse_coo:
-        inputs = vectors.to_sparse()
+    vectors = encoder.encode(TEXTS, output="dense").to(dtype)
+    inputs = {
+        torch.strided: vectors.clone().requires_grad_(),
+        torch.sparse_csr: csr(*vectors.nonzero().T, vectors[vectors > 0], vectors.shape),
+        torch.sparse_coo: vectors.to_sparse(),
+    }[layout]
     names = encoder.tokenizer.convert_ids_to_tokens(list(range(encoder.vocab_size)))
     for row, top in zip(vectors.tolist(), encoder.top_tokens(inputs, 3), strict=True):
         largest = sorted(range(len(row)), key=lambda j: (-row[j], j))[:3]
         assert list(top.items()) == [(names[j], row[j]) for j in largest]
     if dtype == torch.float32:
         assert encoder.top_tokens(inputs, 3) == encoder.top_tokens(TEXTS, 3)
-        assert [len(top) for top in encoder.top_tokens(inputs, 10_000)] == [
-            int((row > 0).sum()) for row in vectors
-        ]
+        lengths = [len(top) for top in encoder.top_tokens(inputs, 10_000)]
+        assert lengths == (vectors > 0).sum(1).tolist()
 
 
 def test_top_tokens_of_odd_vectors():
@@ -191,11 +173,10 @@ def test_top_tokens_of_odd_vectors():
     assert encoder.top_tokens([]) == []
     for wrong, options, error, match in [
         (torch.zeros(2, size + 1), {}, ValueError, rf"V = {size}, got \[2, {size + 1}\]"),
-        (torch.zeros(size), {}, ValueError, rf"\[N, V\] with V = {size}, got \[{size}\]"),
         (torch.zeros(1, size, dtype=torch.int64), {}, TypeError, "floating point, got torch.int64"),
         (torch.full((2, size), math.nan), {}, ValueError, "expected finite vectors, .* row 0"),
-        (torch.zeros(1, size), {"k": 0}, ValueError, "`k` to be an integer >= 1, got 0"),
-        (torch.zeros(1, size), {"batch_size": 2}, TypeError, "no options .*, got batch_size"),
+        (torch.zeros(1, size), {"k": 0}, ValueError, "`k`"),
+        (torch.zeros(1, size), {"batch_size": 2}, TypeError, "batch_size"),
     ]:
         with pytest.raises(error, match=match):
             encoder.top_tokens(wrong, **options)
@@ -205,57 +186,43 @@ def test_token_weights_equal_the_formula(variant):
     encoder = make("xlm-roberta", **variant)
     texts = [*TEXTS, "dog dog"]
     batch = encoder.tokenize(texts)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
     factor = torch.ones(encoder.vocab_size) if encoder.idf_weights is None else encoder.idf_weights
-    ids, special = batch["input_ids"].tolist(), encoder.tokenizer.all_special_ids
     with torch.no_grad():
-        backbone = encoder.model.base_model if encoder.expansion else encoder.model
-        hidden = backbone(**batch)[0]
-        gate = None
+        hidden = (encoder.model.base_model if encoder.expansion else encoder.model)(**batch)[0]
+        gate = torch.ones(len(texts), encoder.vocab_size)
         if encoder.gate is not None:
-            gate = encoder.gate(hidden, batch["attention_mask"])
-        scores = encoder.importance(hidden) if not encoder.expansion else encoder.model(**batch)[0]
-    result = encoder.token_weights(texts, batch_size=2)
-    for i, weights in enumerate(result):
-        count = int(batch["attention_mask"][i].sum())
-        names = encoder.tokenizer.convert_ids_to_tokens(ids[i][:count])
+            gate = encoder.gate(hidden, mask)
+        if encoder.expansion:
+            scores = encoder.model(**batch)[0]
+        else:  # of a position's own token, unless that is special
+            own = torch.zeros(*ids.shape, encoder.vocab_size).scatter(2, ids[..., None], 1.0)
+            own[..., encoder.tokenizer.all_special_ids] = 0.0
+            scores = own * encoder.importance(hidden)
+        expected = (factor * (scores * gate[:, None]).relu().log1p()).amax(2)
+    outputs = encoder.token_weights(texts, batch_size=2)
+    for i, weights in enumerate(outputs):
+        count = int(mask[i].sum())
+        names = encoder.tokenizer.convert_ids_to_tokens(ids[i][:count].tolist())
         assert [name for name, _ in weights] == names
-        for s, (_, weight) in enumerate(weights):
-            tokens = range(encoder.vocab_size) if encoder.expansion else [ids[i][s]]
-            best = 0.0
-            for j in tokens:
-                if not encoder.expansion and j in special:
-                    continue
-                logit = float(scores[i, s, j if encoder.expansion else 0])
-                logit *= 1.0 if gate is None else float(gate[i, j])
-                best = max(best, float(factor[j]) * math.log1p(max(0.0, logit)))
-            assert weight == pytest.approx(best, rel=1e-4, abs=1e-5)
+        values = expected[i, :count].tolist()
+        assert [weight for _, weight in weights] == pytest.approx(values, rel=1e-4, abs=1e-5)
     largest = encoder.encode(texts, output="dense").amax(1).tolist()
-    assert [max(w for _, w in weights) for weights in result] == pytest.approx(largest, rel=1e-5)
+    assert [max(w for _, w in weights) for weights in outputs] == pytest.approx(largest, rel=1e-5)
 
 
 def test_token_weights_of_odd_texts():
     encoder = make().train()
     assert encoder.token_weights([]) == []
-    (empty,) = encoder.token_weights([""])
-    assert [name for name, _ in empty] == encoder.tokenizer.convert_ids_to_tokens(
-        encoder.tokenize([""])["input_ids"][0].tolist()
-    )
+    assert len(encoder.token_weights([""])[0]) == encoder.tokenize([""])["input_ids"].shape[1]
     assert encoder.token_weights(TEXTS) == encoder.token_weights(TEXTS)  # no dropout
     assert encoder.training
     few = encoder.token_weights(["vectors over the vocabulary " * 30])[0]
     assert len(few) == encoder.max_length
-    with pytest.raises(TypeError, match="list of strings, got str"):
-        encoder.token_weights("서울")
-    with pytest.raises(ValueError, match="`batch_size` to be an integer >= 1, got 0"):
-        encoder.token_weights(TEXTS, batch_size=0)
     half = make(gate=True).to(torch.bfloat16)
     largest = half.encode(TEXTS, output="dense").amax(1).tolist()
-    result = [max(weight for _, weight in text) for text in half.token_weights(TEXTS)]
-    assert result == pytest.approx(largest, rel=0.02)
-    with torch.no_grad():
-        encoder.head.bias.fill_(math.nan)
-    with pytest.raises(ValueError, match="expected finite activations, got others in text"):
-        encoder.token_weights(TEXTS)
+    weights = [max(weight for _, weight in text) for text in half.token_weights(TEXTS)]
+    assert weights == pytest.approx(largest, rel=0.02)
 
 
 @pytest.mark.parametrize("expansion", [True, False])
@@ -265,33 +232,26 @@ def test_apply_idf_switches_idf_weights_for_one_call(expansion):
     batch = plain.tokenize(TEXTS)
     without = plain(**batch)
     torch.testing.assert_close(weighted(**batch, apply_idf=False), without, rtol=0, atol=0)
-    for options in ({}, {"apply_idf": None}, {"apply_idf": True}):
+    for options in ({}, {"apply_idf": True}):
         expected = without * weighted.idf_weights
         torch.testing.assert_close(weighted(**batch, **options), expected, rtol=0, atol=0)
-    activations, logits = weighted(**batch, apply_idf=False, return_logits=True)
-    torch.testing.assert_close(activations, without)
+    _, logits = weighted(**batch, apply_idf=False, return_logits=True)
     torch.testing.assert_close(logits, plain(**batch, return_logits=True)[1], rtol=0, atol=0)
     torch.testing.assert_close(plain(**batch, apply_idf=False), without, rtol=0, atol=0)
     with pytest.raises(ValueError, match="expected idf weights for `apply_idf=True`, got None"):
         plain(**batch, apply_idf=True)
-    with pytest.raises(TypeError, match="`apply_idf` to be True or False"):
-        weighted(**batch, apply_idf=0.5)
 
 
 @pytest.mark.parametrize("output", ["csr", "dense", "tokens"])
-def test_encode_of_no_texts(output):
+def test_encode_of_no_texts_and_progress_on_request(output, capsys):
     encoder = make()
     vectors = encoder.encode([], output=output)
     assert len(vectors) == 0
-    if output in ("csr", "dense"):
+    if output != "tokens":
         assert vectors.shape == (0, encoder.vocab_size)
-
-
-def test_progress_bar_is_shown_on_request(capsys):
-    encoder = make()
-    encoder.encode(TEXTS)
+    encoder.encode(TEXTS, output=output)
     assert capsys.readouterr().err == ""  # no terminal
-    encoder.encode(TEXTS, show_progress=True, batch_size=2)
+    encoder.encode(TEXTS, output=output, show_progress=True, batch_size=2)
     assert f"{len(TEXTS)}/{len(TEXTS)}" in capsys.readouterr().err
 
 
@@ -329,28 +289,35 @@ def test_model_may_have_more_rows_than_tokens():
     assert set(encoder.top_tokens(["a"], 4)[0]) == {f"[{size + i}]" for i in range(4)}
 
 
-def test_wrong_arguments():
+def test_wrong_inputs_are_named():
     encoder = make()
-    with pytest.raises(TypeError, match="expected `texts` to be a list of strings, got str"):
-        encoder.encode("서울")
-    with pytest.raises(TypeError, match="expected `texts` to be strings, got NoneType at 1"):
-        encoder.encode(["a", None])
-    with pytest.raises(TypeError, match="list of strings, got str"):
-        encoder.tokenize("서울")
-    with pytest.raises(TypeError, match=r"`input_ids` to be a torch.Tensor, got dict: encoder\(\*"):
-        encoder(encoder.tokenize(["서울"]))
-    with pytest.raises(ValueError, match="expected `output` to be one of 'csr', 'dense'"):
-        encoder.encode(["a"], output="json")
-    with pytest.raises(ValueError, match="`batch_size` to be an integer >= 1, got 0"):
-        encoder.encode(["a"], batch_size=0)
-    with pytest.raises(ValueError, match="`max_active_dims` to be an integer >= 1, got 0"):
-        encoder.encode(["a"], max_active_dims=0)
-    with pytest.raises(ValueError, match="`k` to be an integer >= 1, got 0"):
-        encoder.top_tokens(["a"], 0)
+    for call, inputs, options, error, match in [
+        (encoder.encode, "서울", {}, TypeError, "`texts` to be a list of strings, got str"),
+        (encoder.encode, ["a", None], {}, TypeError, "strings, got NoneType at 1"),
+        (encoder.tokenize, "서울", {}, TypeError, "list of strings, got str"),
+        (encoder.token_weights, "서울", {}, TypeError, "list of strings, got str"),
+        (encoder, encoder.tokenize(["서울"]), {}, TypeError, r"got dict: encoder\(\*"),
+        (encoder.encode, ["a"], {"output": "json"}, ValueError, "`output` .* 'csr', 'dense'"),
+        (encoder.encode, ["a"], {"batch_size": 0}, ValueError, "`batch_size`"),
+        (encoder.encode, ["a"], {"max_active_dims": 0}, ValueError, "`max_active_dims`"),
+        (encoder.encode, ["a"], {"normalize": 1}, TypeError, "`normalize` to be True or False"),
+        (encoder.token_weights, ["a"], {"batch_size": 0}, ValueError, "`batch_size`"),
+    ]:
+        with pytest.raises(error, match=match):
+            call(inputs, **options)
+    with torch.no_grad():
+        encoder.head.bias[4] = math.nan
+    for call in (encoder.encode, encoder.token_weights):
+        with pytest.raises(ValueError, match="expected finite activations, got others in text"):
+            call(["a"])
+
+
+def test_wrong_parts_are_named():
     model, words = pair("bert")
     size = len(words)
     for options, error, match in [
         ({"gate": "yes"}, TypeError, "expected `gate` to be a ContextGate, True, False or None"),
+        ({"gate": 0}, TypeError, "expected `gate` to be a ContextGate"),
         ({"gate": ContextGate(16, size + 1)}, ValueError, rf"\(16, {size}\), got \(16, "),
         ({"idf_weights": torch.ones(3)}, ValueError, f"V = {size} finite numbers"),
         ({"idf_weights": -torch.ones(size)}, ValueError, "`idf_weights` to be V"),
@@ -358,20 +325,13 @@ def test_wrong_arguments():
         ({"expansion": 1}, TypeError, "expected `expansion` to be True or False"),
         ({"max_length": 2}, ValueError, "`max_length` to be an integer >= 3, got 2"),
         ({"max_length": 41}, ValueError, "at most the model's 40 positions, got 41"),
-        ({"gate": torch.ones(3)}, TypeError, "expected `gate` to be a ContextGate"),
-        ({"gate": 0}, TypeError, "expected `gate` to be a ContextGate"),
     ]:
         with pytest.raises(error, match=match):
             SpladeEncoder(model, words, **options)
-    small = masked_lm("bert", size - 1)
     with pytest.raises(ValueError, match=f"ids below the model's vocabulary size {size - 1}, got"):
-        SpladeEncoder(small, words)
+        SpladeEncoder(masked_lm("bert", size - 1), words)
     with pytest.raises(TypeError, match="expected `model` to be a model of transformers, got Lin"):
         SpladeEncoder(torch.nn.Linear(2, 2), words, expansion=False)
-    with torch.no_grad():
-        encoder.head.bias[4] = math.nan
-    with pytest.raises(ValueError, match="expected finite activations, got others in text"):
-        encoder.encode(["a"])
 
 
 IS_OLD = torch.__version__.startswith("2.6.")

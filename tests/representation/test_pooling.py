@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.run.launches import Launches
-from sparse_losses.fast.pooling import gradient_of_pooled, nonzeros_pool
 from sparse_losses.functional import splade_pool, token_weights
 from tests import oracles
 from tests.strategies import seeds
@@ -19,41 +18,32 @@ from tests.strategies import seeds
 def texts(draw):
     rng = np.random.default_rng(draw(seeds))
     shape = tuple(draw(st.integers(1, 5)) for _ in range(3))
-    lattice = draw(st.booleans())
-    logits = (
-        rng.integers(-2, 3, size=shape).astype(np.float64)
-        if lattice
-        else rng.normal(size=shape) * 2
-    )
-    mask = rng.random(shape[:2]) < draw(st.sampled_from([0.0, 0.6, 1.0]))
-    return logits, mask
+    logits = rng.normal(size=shape) * 2
+    if draw(st.booleans()):  # with ties
+        logits = rng.integers(-2, 3, size=shape).astype(np.float64)
+    return logits, rng.random(shape[:2]) < draw(st.sampled_from([0.0, 0.6, 1.0]))
 
 
 @pytest.mark.parametrize("impl", ["definition", "nonzeros"])
 @given(texts())
 def test_values_and_gradients_are_those_of_the_formula(impl, text):
-    logits, mask = text
-    x, m = torch.from_numpy(logits).requires_grad_(), torch.from_numpy(mask)
-    expected = oracles.splade_pool(logits, mask)
+    x, m = torch.from_numpy(text[0]).requires_grad_(), torch.from_numpy(text[1])
     alone = splade_pool(x, m, impl=impl)
-    np.testing.assert_allclose(alone.detach(), expected, rtol=1e-12, atol=1e-12)
     activations, pooled = splade_pool(x, m, return_logits=True, impl=impl)
     assert torch.equal(activations, alone)
-    np.testing.assert_array_equal(pooled.detach(), oracles.pooled_logits(logits, mask))
-    np.testing.assert_allclose(
-        token_weights(x, m).detach(), oracles.token_weights(logits, mask), rtol=1e-12, atol=1e-12
-    )
+    for values, oracle in (
+        (alone, oracles.splade_pool),
+        (pooled, oracles.pooled_logits),
+        (token_weights(x, m), oracles.token_weights),
+    ):
+        np.testing.assert_allclose(values.detach(), oracle(*text), rtol=1e-12, atol=1e-12)
     factor = torch.linspace(0.5, 1.5, pooled.numel()).double().reshape(pooled.shape)
     (gradient,) = torch.autograd.grad((factor * (activations + 3 * pooled)).sum(), x)
     slope = torch.where(pooled > 0, 1 / (1 + pooled.clamp(min=0)), 0.0) + 3
-    wanted = torch.where(m.any(1)[:, None], factor * slope, 0.0)
-    top = x.detach().masked_fill(~m[..., None], -torch.inf)
-    if m.any(1).all():  # of equal logits the first has the gradient
-        place = torch.from_numpy(top.numpy().argmax(1))
-        torch.testing.assert_close(
-            gradient, torch.zeros_like(x).scatter(1, place[:, None], wanted[:, None])
-        )
-    torch.testing.assert_close(gradient.sum(1), wanted)
+    expected = torch.where(m.any(1)[:, None], factor * slope, 0.0)
+    place = x.detach().masked_fill(~m[..., None], -torch.inf).numpy().argmax(1)  # the first
+    expected = torch.zeros_like(x).scatter(1, torch.from_numpy(place)[:, None], expected[:, None])
+    torch.testing.assert_close(gradient, expected)
 
 
 def example(dtype=torch.float64, batch=2, length=4, vocab=7):
@@ -76,7 +66,7 @@ over = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS.key
 
 
 @over
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
 def test_masked_position_hides_everything(function, bad):
     logits, mask = example()
     plain = function(logits, mask)
@@ -87,15 +77,6 @@ def test_masked_position_hides_everything(function, bad):
     assert torch.isfinite(logits.grad).all()
     assert not logits.grad[mask == 0].any()
     assert logits.grad[mask == 1].any()
-
-
-@over
-def test_nan_at_attended_position_is_visible(function):
-    logits, mask = example()
-    logits[0, 1, 3] = torch.nan
-    out = function(logits, mask)
-    assert out[0, 1 if function is token_weights else 3].isnan()
-    assert out[1].isfinite().all()
 
 
 @over
@@ -145,23 +126,16 @@ def test_auto_uses_nonzeros_for_large_texts_that_are_long_or_sparse():
     for options in ({}, {"return_logits": True}):
         assert uses_nonzeros(long, torch.ones(3, 64), **options)
     assert not uses_nonzeros(torch.randn(0, 16, 5000), torch.ones(0, 16))
-
-
-@pytest.mark.cpu_only
-def test_auto_does_not_count_masked_positions_as_active():
-    logits, mask = -torch.rand(3, 16, 5000), torch.ones(3, 16)
-    mask[:, 8:] = 0
-    logits[:, 8:] = 1.0
-    assert uses_nonzeros(logits, mask)
+    masked = torch.arange(16) >= 8  # do not count as active
+    logits = torch.where(masked[:, None], 1.0, -torch.rand(3, 16, 5000))
+    assert uses_nonzeros(logits, ~masked * mask)
 
 
 @pytest.mark.cpu_only
 def test_impl_selects_the_implementation():
     logits, mask = example()
-    for impl, is_nonzeros in (("nonzeros", True), ("definition", False)):
-        assert uses_nonzeros(logits, mask, impl=impl) == is_nonzeros
-    with pytest.raises(ValueError, match="'auto', 'definition', 'nonzeros', got 'torch'"):
-        splade_pool(logits, mask, impl="torch")
+    for impl in ("nonzeros", "definition"):
+        assert uses_nonzeros(logits, mask, impl=impl) == (impl == "nonzeros")
     meta = torch.ones(2, 3, 4, device="meta"), torch.ones(2, 3, device="meta")
     with pytest.raises(ValueError, match='expected logits on the CPU, got meta, with impl="nonz'):
         splade_pool(*meta, impl="nonzeros")
@@ -210,22 +184,6 @@ def test_text_without_holes_is_not_copied(first):
 
 
 @pytest.mark.cpu_only
-def test_unused_output_gets_no_zeros_as_gradient(monkeypatch):
-    """The spy sees what autograd hands over, which no public result shows."""
-    seen = []
-
-    def spy(upstream, *entries):
-        seen.extend(upstream)
-        return gradient_of_pooled(upstream, *entries)
-
-    monkeypatch.setattr("sparse_losses.fast.pooling.gradient_of_pooled", spy)
-    logits, mask = example()
-    outputs = nonzeros(logits.requires_grad_(), mask, return_logits=True)
-    outputs[0].sum().backward()
-    assert [upstream is None for upstream in seen] == [False, True]
-
-
-@pytest.mark.cpu_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradient_is_the_same_with_a_graph_and_batched(dtype):
     logits, mask = example(dtype)
@@ -244,11 +202,3 @@ def test_gradient_is_the_same_with_a_graph_and_batched(dtype):
     assert torch.equal(graph, alone)
     assert torch.equal(gradient(several, is_grads_batched=True), alone)
     assert alone.any()
-
-
-@pytest.mark.cpu_only
-def test_pooled_logits_are_made_only_on_request():
-    logits, mask = example()
-    attended, dtype = mask.bool(), torch.float64
-    assert nonzeros_pool(logits, attended, dtype=dtype, return_logits=False)[1] is None
-    assert nonzeros_pool(logits, attended, dtype=dtype, return_logits=True)[1].shape == (2, 7)

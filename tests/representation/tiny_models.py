@@ -5,24 +5,9 @@ import random
 import re
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (
-    AlbertConfig,
-    AlbertForMaskedLM,
-    BertConfig,
-    BertForMaskedLM,
-    DebertaV2Config,
-    DebertaV2ForMaskedLM,
-    DistilBertConfig,
-    DistilBertForMaskedLM,
-    ElectraConfig,
-    ElectraForMaskedLM,
-    ModernBertConfig,
-    ModernBertForMaskedLM,
-    PreTrainedTokenizerFast,
-    XLMRobertaConfig,
-    XLMRobertaForMaskedLM,
-)
+from transformers import PreTrainedTokenizerFast
 
 from sparse_losses import SpladeEncoder
 
@@ -45,21 +30,16 @@ SIZES = {
 }
 IDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
 ARCHITECTURES = {
-    "bert": (BertConfig, BertForMaskedLM, {**SIZES, "pad_token_id": 0}),
+    "bert": ("Bert", {**SIZES, "pad_token_id": 0}),
     "distilbert": (
-        DistilBertConfig,
-        DistilBertForMaskedLM,
+        "DistilBert",
         {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 40},
     ),
-    "xlm-roberta": (XLMRobertaConfig, XLMRobertaForMaskedLM, {**SIZES, **IDS}),
-    "modernbert": (
-        ModernBertConfig,
-        ModernBertForMaskedLM,
-        {**SIZES, **IDS, "cls_token_id": 2, "sep_token_id": 3},
-    ),
-    "albert": (AlbertConfig, AlbertForMaskedLM, {**SIZES, **IDS, "embedding_size": 8}),
-    "electra": (ElectraConfig, ElectraForMaskedLM, {**SIZES, "embedding_size": 16}),
-    "deberta-v2": (DebertaV2Config, DebertaV2ForMaskedLM, SIZES),
+    "xlm-roberta": ("XLMRoberta", {**SIZES, **IDS}),
+    "modernbert": ("ModernBert", {**SIZES, **IDS, "cls_token_id": 2, "sep_token_id": 3}),
+    "albert": ("Albert", {**SIZES, **IDS, "embedding_size": 8}),
+    "electra": ("Electra", {**SIZES, "embedding_size": 16}),
+    "deberta-v2": ("DebertaV2", SIZES),
 }
 ISSUE = ("bert", "distilbert", "xlm-roberta", "modernbert")
 
@@ -121,7 +101,9 @@ KINDS = {"bert": "wordpiece", "distilbert": "wordpiece", "modernbert": "bytes"}
 
 def masked_lm(architecture: str, vocab_size: int, **settings):
     """A model in evaluation mode, whose logits are far from constant and of both signs."""
-    configuration, model_class, sizes = ARCHITECTURES[architecture]
+    name, sizes = ARCHITECTURES[architecture]
+    configuration = getattr(transformers, f"{name}Config")
+    model_class = getattr(transformers, f"{name}ForMaskedLM")
     torch.manual_seed(random.Random(architecture).randrange(1000))
     model = model_class(configuration(vocab_size=vocab_size, **{**sizes, **settings}))
     with torch.no_grad():

@@ -14,7 +14,6 @@ import pytest
 
 from sparse_losses.vocabulary import DocumentFrequency, counting
 from sparse_losses.vocabulary.__main__ import main
-from sparse_losses.vocabulary.counting import Count
 
 datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
@@ -101,29 +100,22 @@ def is_count_of(path, texts, tokenizer, max_length=None):
     )
 
 
-MADE = {
-    "text": lambda folder: text_file(folder / "a.txt"),
-    "jsonl": lambda folder: rows_file(folder / "a.JSONL"),
-    "json": lambda folder: rows_file(folder / "a.json"),
-    "text.gz": lambda folder: zipped(text_file(folder / "b.txt")),
-    "jsonl.gz": lambda folder: zipped(rows_file(folder / "c.ndjson")),
-    "dataset": lambda folder: dataset(folder / "data"),
-    "splits": lambda folder: splits(folder / "splits"),
-}
+MADE = [
+    lambda folder: text_file(folder / "a.txt"),
+    lambda folder: rows_file(folder / "a.JSONL"),
+    lambda folder: rows_file(folder / "a.json"),
+    lambda folder: zipped(text_file(folder / "b.txt")),
+    lambda folder: zipped(rows_file(folder / "c.ndjson")),
+    lambda folder: dataset(folder / "data"),
+    lambda folder: splits(folder / "splits"),
+]
 
 
-@pytest.mark.parametrize("kind", MADE)
-def test_counts_of_every_kind_of_input_equal_a_loop(kind, tokenizer, tmp_path):
-    output = tmp_path / "made" / "df.npz"
-    assert count(MADE[kind](tmp_path), tokenizer=tokenizer, output=output) == 0
-    assert is_count_of(output, TEXTS, tokenizer)
-
-
-def test_inputs_in_any_order_and_tokenizers_of_transformers_give_one_count(tokenizer, tmp_path):
+def test_counts_of_all_kinds_of_inputs_and_tokenizers_equal_a_loop(tokenizer, tmp_path):
     fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), pad_token="[PAD]")
     fast.save_pretrained(tmp_path / "model")
-    inputs = [make(tmp_path) for make in MADE.values()]
-    one, two = tmp_path / "one.npz", tmp_path / "two.npz"
+    inputs = [make(tmp_path) for make in MADE]
+    one, two = tmp_path / "made" / "one.npz", tmp_path / "two.npz"
     assert count(*inputs, tokenizer=tokenizer, output=one) == 0
     assert count(*reversed(inputs), tokenizer=tmp_path / "model", output=two) == 0
     assert is_count_of(one, TEXTS * len(inputs), tokenizer)
@@ -135,9 +127,9 @@ def test_slow_tokenizers_count_too(tmp_path):
     slow = transformers.ByT5Tokenizer()
     slow.save_pretrained(tmp_path / "bytes")
     path, output = text_file(tmp_path / "a.txt", ["abba", "Köln", "", "b"]), tmp_path / "df.npz"
-    options = ["--max-length", "4"]
+    options = ["--max-length", "4", "--vocab-size", "500"]  # that of a model
     assert count(path, tokenizer=tmp_path / "bytes", output=output, options=options) == 0
-    counter = DocumentFrequency.load(output, tokenizer=slow)
+    counter = DocumentFrequency.load(output, tokenizer=slow, vocab_size=500)
     ids = [slow(text, add_special_tokens=False)["input_ids"][:4] for text in ("abba", "Köln", "b")]
     expected = Counter(token for document in ids for token in set(document))
     assert counter.df.tolist() == [expected[token] for token in range(counter.vocab_size)]
@@ -160,13 +152,6 @@ def test_fields_are_joined_in_their_order_and_empty_texts_are_documents(tokenize
     assert is_count_of(output, ["the cat sat", " ", "mat on"], tokenizer, max_length=2)
 
 
-def test_vocabulary_may_be_that_of_the_model(tokenizer, tmp_path):
-    path, output = text_file(tmp_path / "a.txt"), tmp_path / "a.npz"
-    assert count(path, tokenizer=tokenizer, output=output, options=["--vocab-size", "100"]) == 0
-    assert is_count_of(output, TEXTS, tokenizer)
-    assert DocumentFrequency.load(output, vocab_size=100).df[SIZE:].sum() == 0
-
-
 @contextmanager
 def stopped_after(batches):
     """Ctrl-C in the next batch."""
@@ -182,7 +167,7 @@ def stopped_after(batches):
         yield
 
 
-@pytest.mark.parametrize("batches", [0, 3, 5, 13, 20, 27])
+@pytest.mark.parametrize("batches", [0, 3, 5, 20])
 def test_interrupted_count_continues_after_the_last_whole_input(
     batches, tokenizer, tmp_path, capsys
 ):
@@ -215,31 +200,18 @@ def test_unfinished_count_of_something_else_is_refused(tokenizer, tmp_path, caps
         ([second], tokenizer, []),
         ([first, second], tmp_path / "lower.json", []),
         ([first, second], tokenizer, ["--max-length", "3"]),
-        ([first, second], tokenizer, ["--vocab-size", "100"]),
         ([first, second], tokenizer, ["--field", "body"]),
     ]:
         assert count(*inputs, tokenizer=made_with, output=output, options=options) == 2
         assert "partial holds an unfinished count of other inputs or" in capsys.readouterr().err
     text_file(first, [*TEXTS, "more"])
     assert count(first, second, tokenizer=tokenizer, output=output) == 2
-    for damaged in (state[:99], "{}", "[1, 2]"):
+    for damaged in (state[:99], "{}"):
         partial.write_text(damaged)
         assert count(first, second, tokenizer=tokenizer, output=output) == 2
         assert "partial is damaged: start over with --restart" in capsys.readouterr().err
     assert count(first, second, tokenizer=tokenizer, output=output, options=["--restart"]) == 0
     assert is_count_of(output, [*TEXTS, "more", *TEXTS], tokenizer)
-
-
-def test_counts_are_kept_if_the_result_cannot_be_saved(tokenizer, tmp_path, monkeypatch, capsys):
-    path, output = text_file(tmp_path / "a.txt"), tmp_path / "df.npz"
-    with monkeypatch.context() as patch:
-        full = OSError(28, "No space left on device", str(output))
-        patch.setattr(DocumentFrequency, "save", lambda self, path: (_ for _ in ()).throw(full))
-        assert count(path, tokenizer=tokenizer, output=output) == 2
-    assert "error: [Errno 28] No space left" in capsys.readouterr().err
-    monkeypatch.setattr(Count, "add", None)  # nothing is left to count
-    assert count(path, tokenizer=tokenizer, output=output) == 0
-    assert is_count_of(output, TEXTS, tokenizer)
 
 
 GOOD = '{"text": "the cat"}\n'
@@ -248,18 +220,14 @@ GOOD = '{"text": "the cat"}\n'
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", GOOD * 9 + "\n{'text': 1}\n", ":11: Expecting property name enclosed in doub"),
+        ("a.jsonl", GOOD * 9 + "\n{'text': 1}\n", ":11: Expecting property name"),
         ("a.jsonl", GOOD * 9 + "[1]\n" + GOOD, ":10: expected a text in 'text' (--field), got [1]"),
-        ("a.jsonl", GOOD * 9 + '{"a": 1}\n', ":10: expected a text in 'text' (--field), got {'a'"),
         ("a.jsonl", '{"text": null}', ":1: expected a text in 'text' (--field), got {'text': None"),
-        ("a.jsonl", '"text"', ":1: expected a text in 'text' (--field), got 'text'"),
         ("a.jsonl", "[" * 100_000, ":1: maximum recursion depth exceeded"),
         ("a.jsonl", GOOD * 9 + '{"text": "\\ud800"}\n', ":10: 'utf-8' codec can't encode"),
         ("a.txt", b"a\n" * 200 + b"caf\xe9\n", ":201: 'utf-8' codec can't decode"),
-        ("a.txt", "", "expected at least one document, got none in"),
         ("a.txt", "\n \r\n\n", "expected at least one document, got none in"),
         ("a.txt.gz", "no gzip", ":0: Not a gzipped file"),
-        ("a.txt.gz", gzip.compress(b"a\n" * 500, mtime=0)[:-9], "Compressed file ended before"),
     ],
 )
 def test_wrong_documents_are_errors_with_file_and_line(
@@ -273,37 +241,24 @@ def test_wrong_documents_are_errors_with_file_and_line(
     assert os.listdir(tmp_path) == [name]
 
 
-def test_wrong_datasets_are_errors(tokenizer, tmp_path, capsys):
-    dataset(tmp_path / "data", text=["a", None], words=[["a"], ["b"]])
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "state.json").write_text("{}")
-    for name, options, message in [
-        ("data", [], "data:2: expected a text in 'text' (--field), got {'text': None}"),
-        ("data", ["--field", "words"], "data:1: expected a text in 'words' (--field), got {'words"),
-        ("data", ["--field", "body"], "data:0: "),
-        ("plain", [], "expected a file or a folder of Dataset.save_to_disk, got "),
-        ("broken", [], "broken:0: "),
-    ]:
-        path, output = tmp_path / name, tmp_path / "df.npz"
-        assert count(path, tokenizer=tokenizer, output=output, options=options) == 2
-        assert message in capsys.readouterr().err
-
-
 def test_wrong_commands_are_errors(tokenizer, tmp_path, capsys):
     path, output = text_file(tmp_path / "a.txt"), tmp_path / "df.npz"
+    data = dataset(tmp_path / "data", text=["a", None])
+    (tmp_path / "plain").mkdir()
     (tmp_path / "wrong.json").write_text("{}")
+    folder = "expected a file or a folder of Dataset.save_to_disk, got "
     for inputs, made_with, out, options, message in [
-        (["missing.txt"], tokenizer, output, [], "expected a file or a folder of Dataset.save_to"),
+        (["missing.txt"], tokenizer, output, [], folder),
+        ([tmp_path / "plain"], tokenizer, output, [], folder),
+        ([data], tokenizer, output, [], "data:2: expected a text in 'text' (--field), got {'text"),
+        ([data], tokenizer, output, ["--field", "body"], "data:0: "),
         ([path, path], tokenizer, output, [], "expected every input once"),
         ([path], tokenizer, output, ["--vocab-size", "5"], "expected --vocab-size of at least"),
         ([path], tokenizer, output, ["--max-length", "0"], "--max-length` to be an integer >= 1"),
-        ([path], tmp_path / "missing.json", output, [], "cannot load the tokenizer"),
         ([path], tmp_path / "wrong.json", output, [], "cannot load the tokenizer"),
         ([path], tmp_path / "empty", output, [], "cannot load the tokenizer"),
         ([path], tokenizer, tmp_path, ["--overwrite"], f"{tmp_path} exists"),
         ([path], tokenizer, path, ["--overwrite"], "expected --output to differ"),
-        ([path], tokenizer, path / "df.npz", [], "File exists"),
     ]:
         assert count(*inputs, tokenizer=made_with, output=out, options=options) == 2
         assert message in capsys.readouterr().err
@@ -319,10 +274,7 @@ def test_result_is_overwritten_only_on_request(tokenizer, tmp_path, capsys):
     assert is_count_of(output, TEXTS, tokenizer)
     assert count(two, tokenizer=tokenizer, output=output, options=["--overwrite"]) == 0
     assert is_count_of(output, TEXTS[:5], tokenizer)
-    said = capsys.readouterr()
-    assert "100%" in said.err  # progress
-    assert "5 documents" in said.err
-    assert said.out == ""
+    assert "100%" in capsys.readouterr().err  # progress
 
 
 def test_show_lists_the_most_frequent_tokens_by_name(tokenizer, tmp_path, capsys):
@@ -330,19 +282,17 @@ def test_show_lists_the_most_frequent_tokens_by_name(tokenizer, tmp_path, capsys
     assert count(path, tokenizer=tokenizer, output=output) == 0
     capsys.readouterr()
     assert main(["show", str(output), "--tokenizer", str(tokenizer), "--top", str(SIZE)]) == 0
-    head, length, titles, *lines = filter(str.strip, capsys.readouterr().out.splitlines())
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
     counter = DocumentFrequency.load(output)
     vocabulary = tokenizers.Tokenizer.from_file(str(tokenizer)).get_vocab()
-    assert head.startswith(f"40 documents, {(counter.df > 0).sum()} of {SIZE} tokens seen")
-    assert length == f"{counter.mean_length:.1f} tokens per document"
-    assert titles.split() == ["id", "df", "of", "documents", "idf", "token"]
-    for line in lines:
-        number, df, share, idf, token = line.split()
-        index = vocabulary[token]
-        assert (int(number), int(df)) == (index, counter.df[index])
+    rows = [line for line in lines if line[0].isdecimal() and len(line) == 5]
+    assert [int(df) for _, df, *_ in rows] == sorted(
+        filter(None, counter.df.tolist()), reverse=True
+    )
+    for number, df, share, idf, token in rows:
+        assert (int(number), int(df)) == (vocabulary[token], counter.df[vocabulary[token]])
         assert share == f"{int(df) / 40:.1%}"
-        assert float(idf) == pytest.approx(float(counter.idf()[index]), abs=0.0051)
-    assert len(lines) == (counter.df > 0).sum()
+        assert float(idf) == pytest.approx(float(counter.idf()[int(number)]), abs=0.0051)
     DocumentFrequency(SIZE, tokenizer_sha256="abc").save(tmp_path / "other.npz")
     assert main(["show", str(tmp_path / "other.npz"), "--tokenizer", str(tokenizer)]) == 2
     assert "got 'abc'" in capsys.readouterr().err

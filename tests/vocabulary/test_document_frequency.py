@@ -30,10 +30,7 @@ def padded(docs, pad=-100):
     ids = [doc + [pad] * (width - len(doc)) for doc in docs]
     mask = [[1] * len(doc) + [0] * (width - len(doc)) for doc in docs]
     shape = (len(docs), width)
-    return (
-        torch.tensor(ids, dtype=torch.int64).reshape(shape),
-        torch.tensor(mask).reshape(shape),
-    )
+    return torch.tensor(ids).long().reshape(shape), torch.tensor(mask).reshape(shape)
 
 
 def counted(*batches, **options):
@@ -60,53 +57,47 @@ def unknown(*docs):
 
 @given(documents)
 def test_counts_equal_a_loop_over_documents(docs):
-    counter = counted(docs)
-    assert counter.df.tolist() == loop(docs)
-    assert counter.num_documents == len(docs)
-    assert counter.num_tokens == sum(map(len, docs))
-    assert counter.df.dtype == torch.int64
+    ragged = DocumentFrequency(V)
+    ragged._update_ragged(docs)  # as the command counts
+    for counter in (counted(docs), ragged):
+        assert counter.df.tolist() == loop(docs)
+        assert counter.num_documents == len(docs)
+        assert counter.num_tokens == sum(map(len, docs))
+        assert counter.df.dtype == torch.int64
 
 
 @given(documents, st.integers(1, 4), st.randoms(use_true_random=False))
-def test_streaming_in_any_batches_and_order_equals_one_batch(docs, size, random):
+def test_streaming_or_merging_batches_in_any_order_equals_one_batch(docs, size, random):
     shuffled = random.sample(docs, len(docs))
     batches = [shuffled[i : i + size] for i in range(0, len(docs), size)]
     assert same(counted(*batches), counted(docs))
+    merged = DocumentFrequency(V)
+    for batch in batches:
+        merged.merge(counted(batch))
+    assert same(merged, counted(docs))
 
 
-@given(documents, documents, documents)
-def test_merge_is_associative_commutative_and_equals_counting_together(a, b, c):
-    together = counted(a + b + c)
-    assert same(counted(a).merge(counted(b)).merge(counted(c)), together)
-    assert same(counted(a).merge(counted(b).merge(counted(c))), together)
-    assert same(counted(c).merge(counted(b)).merge(counted(a)), together)
-
-
-def test_mean_length_counts_attended_tokens_with_repeats():
+def test_mean_length_counts_attended_tokens_with_repeats_and_needs_a_document():
     counter = counted([[1, 1, 1], [2], []], [[3, 4]])
     assert counter.mean_length == 6 / 4
     with pytest.raises(ValueError, match="at least one document for `mean_length`"):
         _ = DocumentFrequency(V).mean_length
+    with pytest.raises(ValueError, match="at least one document"):
+        DocumentFrequency(V).idf()
+    with pytest.raises(ValueError, match="'bm25', 'standard', got 'plain'"):
+        counter.idf("plain")
 
 
-def test_unknown_num_tokens_of_a_part_make_the_sum_unknown():
-    for counter in (unknown([1]).merge(counted([[2]])), counted([[2]]).merge(unknown([1]))):
-        assert counter.num_tokens is None
-        assert counter.df.tolist() == loop([[1], [2]])
+def test_number_of_tokens_of_an_older_version_is_unknown_also_in_a_sum(tmp_path):
+    unknown([1]).save(tmp_path / "old.npz")
+    old = DocumentFrequency.load(tmp_path / "old.npz")
+    assert same(old, unknown([1]))
+    for counter in (unknown([1]).merge(counted([[2]])), counted([[2]]).merge(old)):
         counter.update(*padded([[3]]))
         assert counter.num_tokens is None
+        assert counter.df.tolist() == loop([[1], [2], [3]])
         with pytest.raises(ValueError, match=r"older version .* count the documents again"):
             _ = counter.mean_length
-
-
-def test_merge_is_in_place_returns_self_and_leaves_the_other():
-    one, other = counted([[1, 2]]), counted([[2], [3]])
-    before = other.df.clone()
-    assert one.merge(other) is one
-    one.update(*padded([[4]]))
-    assert torch.equal(other.df, before)
-    assert other.num_documents == 2
-    assert one.df.tolist() == loop([[1, 2], [2], [3], [4]])
 
 
 @pytest.mark.parametrize(
@@ -124,8 +115,8 @@ def test_merge_refuses_another_vocabulary(other, name):
         DocumentFrequency(V).merge({})
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16])
-@pytest.mark.parametrize("ids", [torch.uint8, torch.int16, torch.int64, np.int32, np.uint16])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16])
+@pytest.mark.parametrize("ids", [torch.uint8, torch.int64, np.int32, np.uint16])
 def test_ids_may_be_any_integers_and_the_mask_any_zero_one_dtype(dtype, ids):
     counter, documents = DocumentFrequency(V), [[1, 2, 7], [2, 2, 5]]
     mask = torch.tensor([[1, 1, 0], [1, 0, 1]], dtype=dtype)
@@ -162,10 +153,8 @@ def test_an_attended_id_outside_the_vocabulary_changes_nothing(bad):
     ("ids", "mask", "error", "name"),
     [
         (torch.zeros(3).long(), torch.ones(3), ValueError, "input_ids"),
-        (torch.zeros(2, 3).long(), torch.ones(3, 2), ValueError, "attention_mask"),
         (torch.zeros(2, 3).long(), torch.ones(2, 1), ValueError, "attention_mask"),
         (torch.zeros(2, 3), torch.ones(2, 3), TypeError, "input_ids"),
-        (torch.zeros(2, 3).bool(), torch.ones(2, 3), TypeError, "input_ids"),
     ],
 )
 def test_wrong_shapes_and_dtypes_are_named(ids, mask, error, name):
@@ -177,9 +166,7 @@ def test_wrong_shapes_and_dtypes_are_named(ids, mask, error, name):
     ("vocab_size", "options", "error"),
     [
         (0, {}, ValueError),
-        (-1, {}, ValueError),
         (2.0, {}, TypeError),
-        (True, {}, TypeError),
         (V, {"tokenizer_sha256": ""}, TypeError),
         (V, {"tokenizer_sha256": 3}, TypeError),
     ],
@@ -195,23 +182,13 @@ def test_idf_is_the_formula_for_every_token(docs):
     bm25 = [math.log(1 + (n - d + 0.5) / (d + 0.5)) for d in df]
     standard = [math.log(n / (d + 1)) for d in df]
     np.testing.assert_allclose(counter.idf(), bm25, rtol=1e-12)
-    np.testing.assert_allclose(counter.idf("bm25"), bm25, rtol=1e-12)
     np.testing.assert_allclose(counter.idf("standard"), standard, rtol=1e-12, atol=1e-15)
     assert counter.idf().dtype == counter.idf("standard").dtype == torch.float64
 
 
-def test_idf_of_nothing_and_of_an_unknown_smoothing():
-    with pytest.raises(ValueError, match="at least one document"):
-        DocumentFrequency(V).idf()
-    with pytest.raises(ValueError, match="'bm25', 'standard', got 'plain'"):
-        counted([[1]]).idf("plain")
-
-
-@pytest.mark.parametrize("name", ["counts.npz", "counts", "counts.v2"])
-@pytest.mark.parametrize("sha", [None, "e3b0c442"])
+@pytest.mark.parametrize(("name", "sha"), [("counts.npz", None), ("counts", "e3b0c442")])
 def test_loaded_counter_equals_the_saved_one(tmp_path, name, sha):
     counter = counted([[1, 2], [2], []], tokenizer_sha256=sha)
-    assert repr(sha) in repr(counter) or sha is None
     counter.save(tmp_path / name)
     assert os.listdir(tmp_path) == [name]
     loaded = DocumentFrequency.load(str(tmp_path / name))
@@ -221,44 +198,6 @@ def test_loaded_counter_equals_the_saved_one(tmp_path, name, sha):
     assert loaded.merge(counter).df.tolist() == loop([[1, 2], [2], [], [5], [1, 2], [2], []])
 
 
-def test_the_file_holds_the_five_arrays(tmp_path):
-    counted([[1, 2], [2]], tokenizer_sha256="abc").save(tmp_path / "counts.npz")
-    with np.load(tmp_path / "counts.npz", allow_pickle=False) as archive:
-        arrays = {name: archive[name].tolist() for name in archive.files}
-    assert arrays == {
-        "df": loop([[1, 2], [2]]),
-        "num_documents": 2,
-        "num_tokens": 3,
-        "vocab_size": V,
-        "tokenizer_sha256": "abc",
-    }
-
-
-def test_a_file_of_an_older_version_loads_without_the_number_of_tokens(tmp_path):
-    unknown([1, 2], [2]).save(tmp_path / "old.npz")
-    with np.load(tmp_path / "old.npz") as archive:
-        assert "num_tokens" not in archive.files
-    loaded = DocumentFrequency.load(tmp_path / "old.npz")
-    assert same(loaded, unknown([1, 2], [2]))
-    with pytest.raises(ValueError, match="`mean_length`"):
-        _ = loaded.mean_length
-
-
-def test_failing_save_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "counts.npz"
-    counted([[1]]).save(path)
-
-    def fail(file, **arrays):
-        file.write(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(np, "savez_compressed", fail)
-    with pytest.raises(OSError, match="disk full"):
-        counted([[2], [3]]).save(path)
-    assert os.listdir(tmp_path) == ["counts.npz"]
-    assert same(DocumentFrequency.load(path), counted([[1]]))
-
-
 def _archive(**changes):
     arrays = {"df": np.zeros(2, np.int64), "num_documents": 3, "vocab_size": 2}
     arrays |= {"tokenizer_sha256": ""} | changes
@@ -266,31 +205,23 @@ def _archive(**changes):
 
 
 @pytest.mark.parametrize(
-    "arrays",
+    "changes",
     [
-        _archive(df=None),
-        _archive(num_documents=None),
-        _archive(vocab_size=None),
-        _archive(tokenizer_sha256=None),
-        _archive(vocab_size=3),
-        _archive(vocab_size=0, df=np.zeros(0, np.int64)),
-        _archive(df=np.zeros(2)),
-        _archive(df=np.array([0, 4])),
-        _archive(df=np.array([0, -1])),
-        _archive(df=np.array([{}, {}], dtype=object)),
-        _archive(num_documents=3.7),
-        _archive(num_documents=3.0),
-        _archive(num_documents=np.array([3])),
-        _archive(num_documents=-1),
-        _archive(vocab_size=2.5),
-        _archive(vocab_size=-2),
-        _archive(tokenizer_sha256=7),
-        _archive(num_token=2),
-        _archive(num_tokens=2.5),
+        {"df": None},
+        {"vocab_size": 3},
+        {"vocab_size": 0, "df": np.zeros(0, np.int64)},
+        {"df": np.zeros(2)},
+        {"df": np.array([0, 4])},
+        {"df": np.array([0, -1])},
+        {"df": np.array([{}, {}], dtype=object)},
+        {"num_documents": 3.7},
+        {"num_tokens": 2.5},
+        {"num_token": 2},
+        {"tokenizer_sha256": 7},
     ],
 )
-def test_other_archives_are_refused(tmp_path, arrays):
-    np.savez(tmp_path / "other.npz", **arrays)
+def test_other_archives_are_refused(tmp_path, changes):
+    np.savez(tmp_path / "other.npz", **_archive(**changes))
     with pytest.raises(ValueError, match=r"other\.npz is not a DocumentFrequency file"):
         DocumentFrequency.load(tmp_path / "other.npz")
 
@@ -307,6 +238,8 @@ def test_other_files_are_refused_and_a_missing_file_is_not_found(tmp_path, conte
 
 def test_damaged_file_is_refused_or_loads_unharmed(tmp_path):
     counter, path = counted([[1, 2], [2]], tokenizer_sha256="abc"), tmp_path / "counts.npz"
+    with pytest.raises(FileNotFoundError):
+        DocumentFrequency.load(path)
     counter.save(path)
     content = path.read_bytes()
     refused = 0
@@ -321,12 +254,6 @@ def test_damaged_file_is_refused_or_loads_unharmed(tmp_path):
             except ValueError:
                 refused += 1
     assert refused > len(content) / 7  # all truncations and most of the changes
-
-
-def test_all_reduce_without_a_process_group_changes_nothing():
-    counter = counted([[1, 2], [2]])
-    assert counter.all_reduce() is counter
-    assert same(counter, counted([[1, 2], [2]]))
 
 
 SHARDS = [[[1, 2], [2]], [[2, 5], [], [0]]]
@@ -345,6 +272,7 @@ def _rank(rank, folder):
 
 
 def test_all_reduce_gives_every_rank_the_count_of_all_documents(tmp_path):
+    assert same(counted(SHARDS[0]).all_reduce(), counted(SHARDS[0])), "without a process group"
     run_ranks(2, _rank, str(tmp_path))
     for rank in range(2):
         loaded = DocumentFrequency.load(tmp_path / f"rank{rank}.npz")
@@ -367,8 +295,6 @@ def test_the_fingerprint_depends_on_pairs_and_not_on_their_order():
     assert len(fingerprint) == 64
     assert fingerprint == tokenizer_sha256(Tokenizer({"b": 1, "가": 0}))
     assert fingerprint != tokenizer_sha256(Tokenizer({"b": 0, "가": 1}))
-    assert fingerprint != tokenizer_sha256(Tokenizer({"가": 0, "b": 1, "c": 2}))
-    assert fingerprint != tokenizer_sha256(Tokenizer({"나": 0, "b": 1}))
 
 
 def test_load_checks_tokenizer_and_vocab_size(tmp_path):
@@ -384,8 +310,6 @@ def test_load_checks_tokenizer_and_vocab_size(tmp_path):
         DocumentFrequency.load(path, vocab_size=V + 1)
     with pytest.raises(TypeError, match=r"get_vocab\(\).*str"):
         DocumentFrequency.load(path, tokenizer="bert-base-uncased")
-    with pytest.raises(TypeError, match="`vocab_size`"):
-        DocumentFrequency.load(path, vocab_size=6.0)
     counted([[1]]).save(path)
     with pytest.raises(ValueError, match="got no fingerprint"):
         DocumentFrequency.load(path, tokenizer=ours)
@@ -403,10 +327,3 @@ def test_a_file_is_refused_before_its_counts_are_unpacked(tmp_path, kept):
         assert tracemalloc.get_traced_memory()[1] < 1e6
     finally:
         tracemalloc.stop()
-
-
-@given(documents)
-def test_ragged_documents_count_as_padded_ones(docs):
-    counter = DocumentFrequency(V)
-    counter._update_ragged(docs)
-    assert same(counter, counted(docs))

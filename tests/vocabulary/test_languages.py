@@ -63,10 +63,7 @@ MARKS = {
 
 
 @pytest.mark.parametrize("kind", MARKS)
-@pytest.mark.parametrize(
-    "scripts",
-    [("Hangul", "Latin"), ("Hangul",), ("Latin",), ("Han", "Hiragana"), ("Cyrillic",), ()],
-)
+@pytest.mark.parametrize("scripts", [("Hangul", "Latin"), ("Han", "Hiragana"), ("Cyrillic",), ()])
 def test_a_token_is_kept_iff_its_text_uses_no_other_script(kind, scripts):
     vocabulary, expected = [], []
     for starts in (True, False):
@@ -131,30 +128,16 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("space", [b"", b" "])
-def test_part_of_a_character_is_common(part, space):
-    vocabulary = ["Ġa", spell_bytes(space + part)]
-    for scripts in (["Hangul"], ["Latin"], []):
-        assert vocabulary[1] in kept(vocabulary, *scripts)
-        assert vocabulary[1] not in kept(vocabulary, *scripts, allow_common=False)
-    assert vocabulary[1] in kept(vocabulary, "Common", allow_common=False)
+WHOLE = [b"a", b" ", "서".encode(), "я".encode(), b"7"]
+spellings = st.one_of(
+    st.binary(max_size=8),
+    st.text(max_size=4).map(str.encode),
+    st.lists(st.sampled_from(PARTS + WHOLE), max_size=4).map(b"".join),
+)
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_whole_characters_beside_a_part_count_by_their_script(part):
-    tails = [b"a", "서".encode(), "я".encode()]
-    vocabulary = ["Ġa", *(spell_bytes(part + tail) for tail in tails)]
-    vocabulary += [spell_bytes(tail + part) for tail in tails]
-    hangul = [index for index in range(1, len(vocabulary)) if index % 3 == 2]
-    latin = [0, *(index for index in range(1, len(vocabulary)) if index % 3 == 1)]
-    assert language_token_ids(vocabulary, ["Hangul"]).tolist() == hangul
-    assert language_token_ids(vocabulary, ["Latin"]).tolist() == latin
-    assert language_token_ids(vocabulary, allow_common=False).tolist() == [0]
-
-
-@given(st.binary(min_size=1, max_size=8))
-def test_bytes_count_by_their_whole_characters(data):
+@given(spellings.filter(len))
+def test_bytes_count_by_their_whole_characters_and_parts_are_common(data):
     regex = pytest.importorskip("regex")
     whole = CHARACTER.findall(data)
     allowed = regex.compile(r"\p{Script=Latin}|\p{Script=Hangul}")
@@ -180,16 +163,6 @@ def test_byte_fallback_counts_as_the_byte_level_token():
         )
 
 
-@given(st.text(min_size=1, max_size=4))
-def test_whole_characters_agree_with_the_regex_package(text):
-    regex = pytest.importorskip("regex")
-    names = ["Latin", "Greek", "Common", "Inherited"]
-    pattern = "(" + "|".join(rf"\p{{Script={name}}}" for name in names) + ")+"
-    expected = regex.fullmatch(pattern, text) is not None
-    vocabulary = ["Ġa", "Ġb", spell_bytes(text.encode())]
-    assert (2 in language_token_ids(vocabulary, ["Latin", "Greek"])) == expected
-
-
 def test_ids_may_have_holes_and_repeat():
     assert language_token_ids({"▁b": 9, "▁가": 4, "▁я": 7, "b": 9}).tolist() == [4, 9]
     assert language_token_ids({}).tolist() == []
@@ -207,20 +180,16 @@ def test_byte_level_is_known_by_its_alphabet_where_nothing_is_marked():
     ("name", "suggestion"),
     [
         ("Hangeul", "'Hangul'"),
-        ("hangul", "'Hangul'"),
         ("HAN", "'Han'"),
         ("Hang", "'Hangul'"),
-        ("Kyrillic", "'Cyrillic'"),
         ("zzz", "such as 'Latin'"),
         ("Unknown", "got 'Unknown'"),
         (3, "got 3"),
     ],
 )
 def test_unknown_script_is_an_error_with_close_names(name, suggestion):
-    with pytest.raises(ValueError, match="`scripts`") as raised:
+    with pytest.raises(ValueError, match=f"`scripts`.*{suggestion}"):
         language_token_ids(["a"], ["Latin", name])
-    assert suggestion in str(raised.value)
-    assert repr(name) in str(raised.value)
 
 
 def test_wrong_types_are_named():

@@ -6,75 +6,34 @@ import pytest
 import torch
 
 from sparse_losses import language_token_ids
-from tests.vocabulary.test_languages import CHARACTER
+from tests.vocabulary.test_languages import ALPHABET, CHARACTER
 
 regex = pytest.importorskip("regex")
 tk = pytest.importorskip("tokenizers")
 babel = pytest.importorskip("babel")
 transformers = pytest.importorskip("transformers")
 
-SCRIPTS = {
-    "ko": ["Hangul"],
-    "en": ["Latin"],
-    "zh": ["Han"],
-    "ja": ["Han", "Hiragana", "Katakana"],
-    "ru": ["Cyrillic"],
-    "ar": ["Arabic"],
-    "th": ["Thai"],
-    "hi": ["Devanagari"],
-    "el": ["Greek"],
-    "he": ["Hebrew"],
-}
+LANGUAGES = ("ko", "en", "zh", "ja", "ru", "ar", "th", "hi", "el", "he")
 UNITS = ("length-meter", "mass-kilogram", "duration-hour", "area-acre", "digital-byte")
 
 
 @functools.cache
-def names(code):
+def everything():
     """Names of languages, territories, scripts, currencies, months, days and units."""
     from babel.units import get_unit_name
 
-    locale = babel.Locale.parse(code)
-    values = [
-        *locale.languages.values(),
-        *locale.territories.values(),
-        *locale.scripts.values(),
-        *locale.currencies.values(),
-        *locale.months["format"]["wide"].values(),
-        *locale.days["format"]["wide"].values(),
-        *filter(None, (get_unit_name(unit, locale=locale) for unit in UNITS)),
-    ]
+    values = []
+    for code in LANGUAGES:
+        locale = babel.Locale.parse(code)
+        for names in (locale.languages, locale.territories, locale.scripts, locale.currencies):
+            values += names.values()
+        values += locale.months["format"]["wide"].values()
+        values += locale.days["format"]["wide"].values()
+        values += filter(None, (get_unit_name(unit, locale=locale) for unit in UNITS))
     return list(dict.fromkeys(values))
 
 
-def everything():
-    return [name for code in SCRIPTS for name in names(code)]
-
-
 # Tokenizers --------------------------------------------------------------------------------------
-
-
-def unigram_with_byte_fallback():
-    """As SentencePiece makes them: pieces, and a token for every byte for what no piece spells."""
-    tokenizer = tk.Tokenizer(tk.models.Unigram())
-    tokenizer.pre_tokenizer = tk.pre_tokenizers.Metaspace()
-    trainer = tk.trainers.UnigramTrainer(
-        vocab_size=3000, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
-    )
-    tokenizer.train_from_iterator(everything(), trainer)
-    pieces = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    # The trainer's scores are not to be had; longer pieces first will do.
-    vocabulary = [(piece, -10.0 / len(piece)) for piece, _ in pieces]
-    vocabulary += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
-    tokenizer.model = tk.models.Unigram(vocabulary, unk_id=0, byte_fallback=True)
-    tokenizer.decoder = tk.decoders.Sequence(
-        [
-            tk.decoders.Replace("▁", " "),
-            tk.decoders.ByteFallback(),
-            tk.decoders.Fuse(),
-            tk.decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return tokenizer
 
 
 def wordpiece():
@@ -103,28 +62,17 @@ def byte_level_bpe():
     return tokenizer
 
 
-def train_like(name, **options):
-    made = getattr(transformers, name)(**options)
+def t5():
+    made = transformers.T5Tokenizer(extra_ids=3)
     return made.train_new_from_iterator([everything()], 3000, show_progress=False)
 
 
-BUILDERS = {
-    "unigram": unigram_with_byte_fallback,
-    "t5": lambda: train_like("T5Tokenizer", extra_ids=3),
-    "wordpiece": wordpiece,
-    "bert": lambda: train_like("BertTokenizer"),  # lower case, accents and syllables apart
-    "byte-level": byte_level_bpe,
-}
+BUILDERS = {"t5": t5, "wordpiece": wordpiece, "byte-level": byte_level_bpe}
 
 
 @functools.cache
 def built(kind):
     return BUILDERS[kind]()
-
-
-@pytest.fixture(params=BUILDERS)
-def kind(request):
-    return request.param
 
 
 def special_ids(tokenizer):
@@ -142,18 +90,6 @@ def encode(tokenizer, text):
 
 
 @functools.cache
-def byte_spellings():
-    """By what the byte-level pre-tokenizer makes of characters that use all bytes UTF-8 uses."""
-    spell = tk.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    result = {}
-    for code in (*range(0x800), *range(0x800, 0x110000, 0x800)):
-        if not 0xD800 <= code < 0xE000:  # surrogates have no UTF-8
-            data = chr(code).encode()
-            result.update(zip(spell.pre_tokenize_str(chr(code))[0][0], data, strict=True))
-    return result
-
-
-@functools.cache
 def decoded_texts(kind):
     """For every token: its whole characters, and whether it has parts of characters beside them."""
     tokenizer = built(kind)
@@ -168,10 +104,7 @@ def decoded_texts(kind):
         assert decoded.startswith(before)
         text, parts = decoded.removeprefix(before), False
         if "\N{REPLACEMENT CHARACTER}" in text:
-            if kind == "byte-level":
-                data = bytes(byte_spellings().get(letter, 0xFF) for letter in token)
-            else:
-                data = bytes.fromhex(token[3:5])
+            data = bytes(map(ALPHABET.index, token))
             whole = b"".join(CHARACTER.findall(data))
             assert len(whole) < len(data)
             text, parts = whole.decode(), True
@@ -192,9 +125,10 @@ def expected(kind, scripts, allow_common=True):
     ]
 
 
-CHOICES = [["Hangul", "Latin"], ["Hangul"], ["Han", "Hiragana", "Katakana"], ["Thai"], []]
+CHOICES = [["Hangul", "Latin"], ["Han", "Hiragana", "Katakana"], ["Thai"], []]
 
 
+@pytest.mark.parametrize("kind", BUILDERS)
 @pytest.mark.parametrize("allow_common", [True, False])
 @pytest.mark.parametrize("scripts", CHOICES, ids=lambda scripts: "+".join(scripts) or "none")
 def test_kept_tokens_are_those_that_decode_to_the_scripts(kind, scripts, allow_common):
@@ -204,57 +138,15 @@ def test_kept_tokens_are_those_that_decode_to_the_scripts(kind, scripts, allow_c
     assert bool(ids) == bool(scripts or allow_common)
 
 
-@pytest.mark.parametrize("code", SCRIPTS)
-def test_texts_in_the_scripts_use_kept_tokens_only(kind, code):
+@pytest.mark.parametrize("kind", ["wordpiece", "byte-level"])
+def test_lists_and_dicts_agree_with_the_tokenizer_up_to_special_tokens(kind):
     tokenizer = built(kind)
-    allowed = [*SCRIPTS[code], "Common", "Inherited"]
-    pattern = regex.compile("(" + "|".join(rf"\p{{Script={name}}}" for name in allowed) + ")+")
-    texts = [name for name in names(code) if pattern.fullmatch(name)]
-    assert len(texts) > 500
-    used = {index for text in texts for index in encode(tokenizer, text)} - special_ids(tokenizer)
-    assert used <= set(language_token_ids(tokenizer, SCRIPTS[code]).tolist())
-
-
-def test_byte_level_korean_needs_parts_of_characters():
-    kind = "byte-level"
-    tokens = [index for name in names("ko") for index in encode(built(kind), name)]
-    begun = sum(decoded_texts(kind).get(index, (" ", False))[1] for index in tokens)
-    assert begun > len(tokens) / 10
-    left_out = set(tokens) - set(language_token_ids(built(kind)).tolist())
-    assert {decoded_texts(kind)[index][1] for index in left_out} <= {False}
-
-
-class TransformersLike:
-    """The part of a ``transformers`` tokenizer that matters here, fast or slow."""
-
-    def __init__(self, vocabulary, special_ids, added=None):
-        self._vocabulary = vocabulary
-        self.all_special_ids = special_ids
-        if added is not None:
-            self.added_tokens_decoder = added
-
-    def get_vocab(self):
-        return dict(self._vocabulary)
-
-    def convert_ids_to_tokens(self, ids):
-        raise AssertionError("one call a token takes minutes")
-
-    decode = convert_ids_to_tokens
-
-
-@pytest.mark.parametrize("kind", ["wordpiece", "unigram", "byte-level"])
-def test_all_interfaces_agree_up_to_special_tokens(kind):
-    tokenizer = built(kind)
-    vocabulary, special = tokenizer.get_vocab(), sorted(special_ids(tokenizer))
-    ids = language_token_ids(tokenizer)
-    like = TransformersLike(vocabulary, special)
-    assert torch.equal(language_token_ids(like), ids)
+    vocabulary = tokenizer.get_vocab()
     # A plain vocabulary does not say that <unk> is special: it is Latin.
-    with_special = sorted([*special, *ids.tolist()])
-    assert language_token_ids(vocabulary).tolist() == with_special
+    with_special = sorted([*special_ids(tokenizer), *language_token_ids(tokenizer).tolist()])
     as_list = sorted(vocabulary, key=vocabulary.get)
-    assert language_token_ids(as_list).tolist() == with_special
-    assert language_token_ids(tuple(as_list)).tolist() == with_special
+    for plain in (vocabulary, as_list, tuple(as_list)):
+        assert language_token_ids(plain).tolist() == with_special
 
 
 def test_added_tokens_are_kept_by_their_text_and_special_ones_are_not():
@@ -265,6 +157,5 @@ def test_added_tokens_are_kept_by_their_text_and_special_ones_are_not():
     ids = language_token_ids(tokenizer)
     assert ids[ids >= size].tolist() == [size, size + 2]
 
-    added = {2: tk.AddedToken("<한국>", special=True), 1: tk.AddedToken("나", special=False)}
-    fake = TransformersLike({"▁가": 0, "나": 1, "<한국>": 2, "<s>": 3}, [3], added)
-    assert language_token_ids(fake).tolist() == [0, 1]
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    assert torch.equal(language_token_ids(fast), ids)

@@ -24,9 +24,3 @@ def make_rows(count: int = 240) -> list[Row]:
         pairs = (Pair(0, name, text), Pair(1, f"the {topic} {shared[0]} x{number}", text))
         rows.append(Row(name, name, pairs, text))
     return rows
-
-
-def write_pairs(path, count: int = 300) -> None:
-    rows = make_rows(count)
-    lines = [f"{row.pairs[0].query}\t{row.text}" for row in rows]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from examples.demo.evaluation import MODEL, Index, measure, top_tokens
+from examples.demo.evaluation import Index, top_tokens
 from examples.demo.training import Run
 from sparse_losses import COSINE, RECOMMENDED
 
@@ -40,14 +40,6 @@ def test_loss_and_active_dimensions_fall(corpus, settings):
         assert 0 < last < share * first
 
 
-def test_a_run_without_terms_changes_nothing(corpus, settings):
-    preset = RECOMMENDED.without(*RECOMMENDED.weights)
-    run = Run(corpus, dataclasses.replace(settings, steps=2, preset=preset))
-    before = {name: value.clone() for name, value in run.model.state_dict().items()}
-    run.train()
-    assert all(torch.equal(before[name], value) for name, value in run.model.state_dict().items())
-
-
 def test_search_ranks_by_dot_products_and_top_tokens_are_named(corpus, settings):
     run = Run(corpus, settings)
     run.train()
@@ -61,17 +53,6 @@ def test_search_ranks_by_dot_products_and_top_tokens_are_named(corpus, settings)
     (tokens,) = top_tokens(run, ["shortest path"], count=4)
     assert len(tokens) == 4
     assert tokens[0][1] >= tokens[-1][1] > 0
-
-
-def test_an_untrained_run_is_the_untrained_model(corpus, settings):
-    run = Run(corpus, settings)
-    figures = measure(run, corpus)
-    assert [figure.task for figure in figures] == list(corpus.tasks)
-    assert figures[0].queries == len(corpus.test) == 40
-    assert list(figures[0].rankings)[-1] == MODEL
-    # nothing is trained yet: the model is the untrained model
-    assert figures[0].rankings[MODEL] == figures[0].rankings["untrained model"]
-    assert figures[0].document_before == figures[0].document_after
 
 
 def test_the_teacher_scores_all_pairs_of_the_batch(corpus, settings):

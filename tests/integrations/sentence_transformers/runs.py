@@ -36,28 +36,13 @@ from sparse_losses.integrations.sentence_transformers import SentenceTransformer
 from tests.integrations import setting
 
 NAME = "sentence-transformers"
-ANCHORS = [
-    "quick fox",
-    "서울 맛집",
-    "lazy",
-    "a token",
-    "jumps",
-    "vocabulary",
-    "추천",
-    "one weight",
-    "dog",
-]
-POSITIVES = [
-    "the quick brown fox",
-    "서울 맛집 추천",
-    "lazy dog",
-    "a learned token",
-    "over",
-    *"abcd",
-]
-NEGATIVES = ["retriever", "fox", "점심 메뉴", "", "vectors", "the", "U.S.A.", "brown", "over the"]
-OTHERS = ["dog", "one", "메뉴", "sparse", "lazy", "jumps over", "서울", "quick", "weight a token"]
-COLUMNS = {"anchor": ANCHORS, "positive": POSITIVES, "negative": NEGATIVES, "other": OTHERS}
+TEXTS = {
+    "anchor": "quick fox|서울 맛집|lazy|a token|jumps|vocabulary|추천|one weight|dog",
+    "positive": "the quick brown fox|서울 맛집 추천|lazy dog|a learned token|over|a|b|c|d",
+    "negative": "retriever|fox|점심 메뉴||vectors|the|U.S.A.|brown|over the",
+    "other": "dog|one|메뉴|sparse|lazy|jumps over|서울|quick|weight a token",
+}
+COLUMNS = {name: texts.split("|") for name, texts in TEXTS.items()}
 ROWS, BATCH = 9, 4  # the last batch of an epoch is a single row
 VOCABULARY = 150
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -240,27 +225,24 @@ def nws(texts, labels):
     return NWSLoss(SIMILARITY)(query, labels, PROTOTYPE, key=key, key_labels=labels)
 
 
+def its_tokens(texts, _):
+    return ITS_TOKENS(texts[0].activations, *texts[1][1:3])
+
+
 def smallest(rows):
     return torch.relu(3.0 - rows.topk(5).values.mean(1)).mean()
 
 
 WARM, TRIPLET, PAIRS = InfoNCELoss(temperature=0.5), TripletMarginLoss(margin=1.0), NPairLoss()
-CONTRASTIVE, KL, IDF = (
-    PairwiseContrastiveLoss(margin=2.0),
-    DistillationLoss(),
-    IdfFlopsLoss(PENALTY),
-)
+CONTRASTIVE, KL = PairwiseContrastiveLoss(margin=2.0), DistillationLoss()
+OWN, LANGUAGE = InfoNCELoss(temperature=0.5, in_batch=False), LanguagePenaltyLoss(PENALTY)
+IDF = IdfFlopsLoss(PENALTY)
 OWN_TOKENS, ITS_TOKENS = SelfReconstructionLoss(balanced=True), PositiveActivationLoss()
 
 # The loss, columns, labels, and the same from a plain loop's tensors.
 ALONE = {
     "info_nce": (WARM, 4, None, info_nce),
-    "info_nce, own negatives": (
-        InfoNCELoss(temperature=0.5, in_batch=False),
-        4,
-        None,
-        own_negatives,
-    ),
+    "info_nce, own negatives": (OWN, 4, None, own_negatives),
     "n_pair": (PAIRS, 2, None, of_vectors(PAIRS)),
     "triplet_margin": (TRIPLET, 3, None, of_vectors(TRIPLET)),
     "pairwise_contrastive": (CONTRASTIVE, 2, SAME, of_vectors(CONTRASTIVE)),
@@ -269,19 +251,9 @@ ALONE = {
     "flops": (FlopsLoss(), 2, None, of_rows(lambda x: (x.mean(0) ** 2).sum())),
     "idf_flops": (IDF, 2, None, of_rows(IDF)),
     "min_activation": (MinActivationLoss(threshold=3.0), 1, None, of_rows(smallest)),
-    "language_penalty": (
-        LanguagePenaltyLoss(PENALTY),
-        3,
-        None,
-        of_rows(lambda x: (x @ PENALTY.double()).mean()),
-    ),
+    "language_penalty": (LANGUAGE, 3, None, of_rows(lambda x: (x @ PENALTY.double()).mean())),
     "self_reconstruction": (OWN_TOKENS, 2, None, lambda t, _: OWN_TOKENS(*joined(t)[:3])),
-    "positive_activation": (
-        ITS_TOKENS,
-        2,
-        None,
-        lambda t, _: ITS_TOKENS(t[0].activations, *t[1][1:3]),
-    ),
+    "positive_activation": (ITS_TOKENS, 2, None, its_tokens),
     "nws": (NWSLoss(SIMILARITY), 2, MULTI_HOT, nws),
     "objective": (objective(), 4, SCORES, of_batch),
 }

@@ -5,7 +5,6 @@ Where a formula of ours is one of theirs, tests/porting holds them to each other
 
 import pytest
 import torch
-from datasets import DatasetDict
 from sentence_transformers.sentence_transformer import losses as dense_losses
 
 from sparse_losses import (
@@ -19,8 +18,6 @@ from sparse_losses import (
 from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
 from tests.integrations.sentence_transformers.runs import (
     ALONE,
-    BATCH,
-    COLUMNS,
     DOT,
     NAME,
     ROWS,
@@ -53,34 +50,6 @@ def test_alone_trains_as_a_plain_loop_does(kind, name, request, tmp_path):
     assert logged(trainer) == pytest.approx(values, rel=1e-3, abs=1e-3)
     assert_same_weights(model, reference)
     assert_moved(model, encoder())
-
-
-def test_a_dict_of_losses_takes_each_its_dataset(sparse, tmp_path):
-    model, reference = sparse(), sparse()
-    data = DatasetDict({"triples": dataset(3), "pairs": dataset(2, SAME)})
-    losses = {
-        "triples": lambda encoder: adapter(encoder, ALONE["triplet_margin"][0]),
-        "pairs": adapter(model, ALONE["pairwise_contrastive"][0]),
-    }
-    settings = {"multi_dataset_batch_sampler": "round_robin", "num_train_epochs": 1}
-    trainer = train(model, losses, data, tmp_path, **settings)
-    rows = [range(i, min(i + BATCH, ROWS)) for i in range(0, ROWS, BATCH)]
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.01)
-    values = []
-    for some in rows:
-        for columns, labels, loss in (
-            (3, None, ALONE["triplet_margin"][0]),
-            (2, SAME, ALONE["pairwise_contrastive"][0]),
-        ):
-            texts = [[COLUMNS[name][i] for i in some] for name in list(COLUMNS)[:columns]]
-            vectors = [reference(reference.preprocess(x))["sentence_embedding"] for x in texts]
-            value = loss(*vectors, *([] if labels is None else [labels[list(some)]]))
-            value.backward()
-            values.append(value.item())
-            optimizer.step()
-            optimizer.zero_grad()
-    assert logged(trainer) == pytest.approx(values, rel=1e-3, abs=1e-3)
-    assert_same_weights(model, reference)
 
 
 def test_labels_may_be_margins_where_only_margins_matter(sparse):

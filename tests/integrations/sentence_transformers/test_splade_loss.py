@@ -6,10 +6,7 @@ With theirs the same value and gradient: test_splade_loss of tests/porting.
 import pytest
 from sentence_transformers.sparse_encoder import losses as theirs
 
-from sparse_losses import (
-    FlopsLoss,
-    SpladeObjective,
-)
+from sparse_losses import FlopsLoss, SpladeObjective
 from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
 from tests.integrations.sentence_transformers.runs import (
     ALONE,
