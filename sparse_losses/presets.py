@@ -81,8 +81,8 @@ _WEIGHTS = {
     "distillation": (None, 1.0, 2.0, 2.0),
 }
 _OURS = {
-    "sides": "the notes raise the anchors' positive tokens and name no side of the other terms, "
-    "which are query_... here; the documents are indexed, so consider document_... too",
+    "sides": "the notes name none but the anchors' positive tokens: they are query_... here; the "
+    "documents are indexed, so consider document_... too",
     "special tokens": "the token losses ignore them, because FLOPS lowers them",
     "short texts": "min activation averages no more activations than a text has tokens",
 }
@@ -138,8 +138,7 @@ V28 = V26.replace(
     },
     ours={
         **_OURS,
-        "context_distillation": "named without a formula: here distillation of the anchors' scores "
-        "with one another",
+        "context_distillation": "named without a formula: here of the anchors' mutual scores",
         "unchanged": "numbers that the notes on V28 do not repeat are V26's",
         "phases": "the notes on V28 list no info_nce: V26's 2.5, 3.0 and 3.0",
     },

@@ -233,24 +233,25 @@ def test_a_constant_share_of_dead_rows_does_not_keep_it_from_the_target(dead):
     assert active == pytest.approx(100, rel=0.1)
 
 
-@pytest.mark.parametrize(("change", "is_crash"), [(-0.5, True), (-0.1, False)])
-def test_a_fall_that_has_slowed_down_is_no_crash(change, is_crash):
-    """The trend of 10% a step lags behind; in the last five steps it was 10% or 2% a step."""
-    _, controller = _controller(target_active=100, every=5)
-    _look(controller, _rows(105), times=5)
-    state = controller.state_dict() | {"trend": -0.1, "change": change}
-    _, resumed = _controller(target_active=101, every=5)
-    resumed.load_state_dict(state)
-    assert resumed.report()["status"].startswith("backing off: active") == is_crash
+FALL = -math.log(1.5) / 8  # a third within eight steps
 
 
-@pytest.mark.parametrize(("more", "is_crash"), [(1.0, False), (1.01, True)])
-def test_a_crash_is_a_fall_by_more_than_a_third_within_eight_steps(more, is_crash):
-    _, controller = _controller(target_active=100)
-    _look(controller, _rows(60))
-    fall = -math.log(1.5) / 8 * more
-    state = controller.state_dict() | {"trend": fall, "change": fall}
-    _, resumed = _controller(target_active=101)
+@pytest.mark.parametrize(
+    ("active", "every", "trend", "change", "is_crash"),
+    [
+        (105, 5, -0.1, -0.5, True),
+        (105, 5, -0.1, -0.1, False),  # slowed down: the trend lags behind
+        (60, 1, FALL, FALL, False),
+        (60, 1, 1.01 * FALL, 1.01 * FALL, True),
+    ],
+)
+def test_a_crash_is_a_fall_by_more_than_a_third_within_eight_steps(
+    active, every, trend, change, is_crash
+):
+    _, controller = _controller(target_active=100, every=every)
+    _look(controller, _rows(active), times=every)
+    state = controller.state_dict() | {"trend": trend, "change": change}
+    _, resumed = _controller(target_active=101, every=every)
     resumed.load_state_dict(state)
     assert resumed.report()["status"].startswith("backing off: active") == is_crash
 
@@ -261,13 +262,6 @@ def test_no_error_accumulates_at_a_bound():
     assert _weight(objective) == pytest.approx(0.02)
     _look(controller, _rows(10), times=10)
     assert _weight(objective) < 0.02 * math.exp(-0.05 * 5)
-
-
-def test_a_target_that_is_too_dense_is_reported_as_unreachable():
-    objective, controller = _controller(target_active=500)
-    _look(controller, _rows(40), times=600)
-    assert _weight(objective) == 0.0
-    assert controller.report()["status"] == "unreachable: too sparse at almost no weight"
 
 
 def test_a_closing_gate_is_reported_as_shrinking_activations():
@@ -301,42 +295,20 @@ def test_shrinking_activations_are_not_reported_while_dimensions_fall_too():
     assert _weight(objective) > 0.01
 
 
-def test_the_first_steps_are_ignored():
-    objective, controller = _controller(ignore_steps=10)
-    for _ in range(10):
-        _look(controller, _rows(900))
-        assert _weight(objective) == 0.01
-    _look(controller, _rows(900))
-    assert _weight(objective) > 0.01
-
-
-def test_dead_rows_halve_the_weight_and_it_does_not_rise_until_they_are_gone():
-    objective, controller = _controller(start=1.0, dead_share=0.05)
-    _look(controller, _rows(900))
-    before = _weight(objective)
-    assert before > 1.0
-    _look(controller, _rows(900, dead=1))
-    assert _weight(objective) == pytest.approx(before / 2)
-    assert controller.report()["status"].startswith("backing off")
-    assert controller.report()["dead_rows"] == pytest.approx(0.1)
-    _look(controller, _rows(900))
-    assert _weight(objective) > before / 2
-
-
-def test_dead_rows_that_stay_keep_the_weight_from_rising():
-    """Halved once as they come, and not again; then held, though far too many are active."""
+def test_dead_rows_halve_the_weight_once_and_keep_it_from_rising():
     objective, controller = _controller(start=1.0, dead_share=0.05)
     _look(controller, _rows(900, rows=50), times=3)
-    assert _weight(objective) > 1.0
-    weights = []
+    before = _weight(objective)
+    assert before > 1.0
     for _ in range(200):  # until they are what is usual, and longer
         _look(controller, _rows(900, dead=10, rows=50))
-        weights.append(_weight(objective))
-    assert weights[0] > 0.5
-    assert weights == [weights[0]] * 200
+        assert _weight(objective) == pytest.approx(before / 2)
+        if _ == 0:
+            assert controller.report()["status"].startswith("backing off")
+            assert controller.report()["dead_rows"] == pytest.approx(0.2)
     # no more than at first: it goes on
     _look(controller, _rows(900, dead=1, rows=50), times=2)
-    assert _weight(objective) > weights[0]
+    assert _weight(objective) > before / 2
 
 
 def test_dead_rows_by_chance_are_no_alarm():
@@ -346,14 +318,6 @@ def test_dead_rows_by_chance_are_no_alarm():
     for dead, is_alarm in ((38, False), (39, True)):
         status = _look(controller, _rows(900, dead=dead, rows=200))
         assert status.startswith("backing off: texts") == is_alarm
-
-
-def test_a_steady_fall_is_followed_without_a_lag():
-    _, controller = _controller(target_active=1, window=20.0)
-    for step in range(100):
-        active = round(900 * math.exp(-0.03 * step))
-        _look(controller, _rows(active))
-    assert controller.report()["active"] == pytest.approx(active, rel=0.03)
 
 
 LEVEL, SLOPE = 1 - math.exp(-1.0), (1 - math.exp(-0.5)) ** 2  # the shares of a surprise
@@ -541,14 +505,12 @@ def test_a_copy_of_an_attached_objective_is_not_watched():
     ("options", "message"),
     [
         ({"target_active": 0}, "`target_active`"),
-        ({"start": -1.0}, "`start`"),
         ({"start": 0.0}, "`start` to be .* > 0"),
         ({"start": 1.0, "maximum": 0.5}, "`maximum`"),
         ({"gain": 0.0}, "`gain`"),
         ({"window": 0.5}, "`window`"),
         ({"every": 0}, "`every`"),
         ({"dead_share": 1.0}, "`dead_share`"),
-        ({"dead_share": -0.1}, "`dead_share`"),
         ({"term": "info_nce"}, "`term`"),
         ({"objective": SpladeObjective({"info_nce": 1.0})}, "`start`, got 0"),
     ],
@@ -582,33 +544,30 @@ def test_a_second_controller_of_a_term_is_refused_at_construction():
     _controller(objective)
 
 
-def test_brakes_act_in_the_ignored_steps_too():
-    for looks, held in [
-        ([_rows(900), _rows(900, dead=5)], 0.5),  # halved
-        ([_rows(900), *[_rows(20)] * 5], None),  # a crash: down at once
-        ([_rows(900), _rows(700)], 1.0),
-        ([_rows(40), _rows(45)], 1.0),  # nor does it rise or fall on its way
-    ]:
-        objective, controller = _controller(ignore_steps=10, window=5)
-        for rows in looks:
-            _look(controller, rows)
-        left = _weight(objective) / 0.01
-        if held is None:
-            assert left < 0.9
-        else:
-            assert left == pytest.approx(held)
+@pytest.mark.parametrize(
+    ("looks", "least", "most"),
+    [
+        ([_rows(900)] * 10, 1.0, 1.0),
+        ([_rows(900)] * 11, 1.001, 2.0),
+        ([_rows(900), _rows(900, dead=5)], 0.5, 0.5),
+        ([_rows(900), *[_rows(20)] * 5], 0.0, 0.9),  # a crash
+        ([_rows(40), _rows(45)], 1.0, 1.0),
+    ],
+)
+def test_brakes_alone_act_in_the_ignored_steps(looks, least, most):
+    objective, controller = _controller(ignore_steps=10, window=5)
+    for rows in looks:
+        _look(controller, rows)
+    share = _weight(objective) / 0.01
+    assert least * (1 - 1e-9) <= share <= most * (1 + 1e-9)
 
 
 def test_a_state_holds_plain_numbers_whatever_it_was_made_with(tmp_path):
     """``torch.load`` and JSON refuse NumPy's, which a sweep over an array brings."""
     objective = SpladeObjective({"document_flops": np.float32(0.125)})
-    numbers = {"gain": 0.06, "horizon": 25.0, "window": 8.0, "dead_share": 0.01}
+    options = {name: np.int64(1) for name in ("every", "ignore_steps", "window")}
     controller = SparsityController(
-        objective,
-        target_active=np.int64(40),
-        ignore_steps=np.int64(0),
-        every=np.int64(1),
-        **{name: np.float64(number) for name, number in numbers.items()},
+        objective, target_active=np.int64(40), gain=np.float64(0.06), **options
     )
     for active in (900, 600, 700):
         _look(controller, _rows(active), times=5)
@@ -620,7 +579,6 @@ def test_a_state_holds_plain_numbers_whatever_it_was_made_with(tmp_path):
 
 def test_a_list_of_schedules_shows_the_state():
     _, controller = _controller(target_active=40)
-    assert "document_flops: ? active of 40 wanted" in str(controller)
     _look(controller, _rows(60))
     assert "document_flops: 60.0 active of 40 wanted" in str(controller)
     assert repr([controller]) == f"[SparsityController({controller})]"
@@ -644,20 +602,6 @@ def test_large_counts_survive_a_state():
     assert controller.state_dict() == state
 
 
-@pytest.mark.parametrize(
-    ("status", "stays"), [("unreachable: too sparse", True), ("relaxing", False)]
-)
-def test_an_unreachable_target_stays_so_until_dimensions_clearly_come_back(status, stays):
-    """A trend that would not have been reported is not yet a reason to withdraw the report."""
-    _, controller = _controller(target_active=500)
-    _look(controller, _rows(40))
-    slowly_up = 1.5 * 0.1 / controller.horizon
-    state = controller.state_dict() | {"log_ratio": -5.0, "trend": slowly_up, "status": status}
-    _, resumed = _controller(target_active=501)
-    resumed.load_state_dict(state)
-    assert resumed.report()["status"].startswith("unreachable") == stays
-
-
 def test_the_state_of_something_else_is_an_error():
     _, controller = _controller()
     objective = SpladeObjective({"query_flops": 0.01})
@@ -679,15 +623,7 @@ def test_the_state_of_something_else_is_an_error():
         *((name, math.nan) for name in ("log_ratio", "active", "error", "trend", "cut", "start")),
         ("mean_activation", math.inf),
         ("dead", [0.0, math.nan, 0.0]),
-        ("seen", [1.0, math.inf, 0.0, 1.0, 1.0]),
         ("sent", [math.nan] * 5),
-        ("target", 0.0),
-        ("start", 0.0),
-        ("first", [0, 0]),
-        ("dead", [0.0, 0.0]),
-        ("first", 3),
-        ("change", None),
-        ("active", "many"),
         ("of_a_later_version", 1),
     ],
 )
