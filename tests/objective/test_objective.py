@@ -1,12 +1,10 @@
 import math
-import re
 
 import pytest
 import torch
 
 from sparse_losses import (
     DistillationLoss,
-    FlopsLoss,
     IdfFlopsLoss,
     InfoNCELoss,
     LanguagePenaltyLoss,
@@ -238,7 +236,6 @@ def test_terms_are_detached_and_unweighted():
     batch = _batch(grad=True)
     total, terms = SpladeObjective({"query_flops": 100.0})(batch)
     assert not terms["query_flops"].requires_grad
-    torch.testing.assert_close(terms["query_flops"], flops_loss(batch.anchor.activations).detach())
     total.backward()
     expected = 100 * 2 * batch.anchor.activations.detach().mean(0) / B
     torch.testing.assert_close(batch.anchor.activations.grad, expected.expand(B, V))
@@ -274,42 +271,29 @@ def test_stopwords_are_hidden_from_info_nce_and_flops_alone(negative):
         torch.testing.assert_close(hidden[name], expected[name])
 
 
+BARE = Texts(torch.rand(B, V))
+
+
 @pytest.mark.parametrize(
-    ("term", "change", "missing"),
+    ("term", "missing", "source"),
     [
-        ("distillation", {"teacher_scores": None}, "teacher_scores"),
-        ("context_distillation", {"teacher_anchor_scores": None}, "teacher_anchor_scores"),
-        ("triplet_margin", {"negative": None}, "negative"),
-        ("margin_mse", {"negative": None}, "negative"),
-        ("query_self_reconstruction", {"anchor": Texts(torch.rand(B, V))}, "anchor.input_ids"),
-        (
-            "document_self_reconstruction",
-            {"negative": Texts(torch.rand(B, V))},
-            "negative.input_ids",
-        ),
-        ("query_positive_activation", {"positive": Texts(torch.rand(B, V))}, "positive.input_ids"),
-        ("document_positive_activation", {"anchor": Texts(torch.rand(B, V))}, "anchor.input_ids"),
+        ("distillation", "teacher_scores", ": BM25Teacher"),
+        ("context_distillation", "teacher_anchor_scores", ": .*score_anchors=True"),
+        ("triplet_margin", "negative", ""),
+        ("margin_mse", "negative", ""),
+        ("query_self_reconstruction", "anchor.input_ids", ""),
+        ("document_self_reconstruction", "negative.input_ids", ""),
+        ("query_positive_activation", "positive.input_ids", ""),
+        ("document_positive_activation", "anchor.input_ids", ""),
     ],
 )
-def test_a_missing_input_names_the_term(term, change, missing):
+def test_a_missing_input_names_the_term_and_its_source(term, missing, source):
     objective = SpladeObjective({term: 2.5})
     objective(_batch("one"))
-    message = rf"term '{term}' \(weight 2.5\) needs `batch.{missing}`, got None"
+    side, _, part = missing.partition(".")
+    message = rf"term '{term}' \(weight 2.5\) needs `batch.{missing}`, got None{source}"
     with pytest.raises(ValueError, match=message):
-        objective(_batch("one")._replace(**change))
-
-
-def test_missing_teacher_scores_name_their_sources():
-    for term, field, source in (
-        ("distillation", "teacher_scores", "BM25Teacher"),
-        (
-            "context_distillation",
-            "teacher_anchor_scores",
-            "SpladeBatch.from_columns(score_anchors=True)",
-        ),
-    ):
-        with pytest.raises(ValueError, match=re.escape(source)):
-            SpladeObjective({term: 1.0})(_batch("one")._replace(**{field: None}))
+        objective(_batch("one")._replace(**{side: BARE if part else None}))
 
 
 @pytest.mark.parametrize(
@@ -317,16 +301,15 @@ def test_missing_teacher_scores_name_their_sources():
     [
         ({"info_nce": torch.ones(3)}, {}, r"0-d tensor, got one of shape \[3\]"),
         ({"info_nce": math.nan}, {}, r"weights\['info_nce'\]` to be"),
-        ({"info_nce": math.inf}, {}, r"weights\['info_nce'\]` to be"),
         ({"info_nce": "1"}, {}, r"weights\['info_nce'\]` to be"),
-        ({"info_nce": None}, {}, r"weights\['info_nce'\]` to be"),
         ({}, {"min_activation": MinActivationLoss(reduction="none")}, "`min_activation` to reduce"),
         ({}, {"stopword_ids": [-1]}, ">= 0, got -1"),
+        ({"info_nce": 1.0}, {"stopword_ids": [V]}, rf"`stopword_ids` below V = {V}, got {V}"),
     ],
 )
 def test_wrong_settings_are_errors(weights, options, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        SpladeObjective(weights, **options)
+        SpladeObjective(weights, **options)(_batch())
 
 
 SHORT_MASK = Texts(torch.rand(B, V), torch.zeros(B, 4, dtype=torch.int64), torch.ones(B, 1))
@@ -351,20 +334,13 @@ SHORT_MASK = Texts(torch.rand(B, V), torch.zeros(B, 4, dtype=torch.int64), torch
             "distillation",
             "own",
             {"teacher_scores": torch.randn(B, 2)},
-            rf"\[{B}, {B + N}\] \(.*all positives and negatives\) or \[{B}, {B}\] "
-            rf"\(.*positives alone\) or \[{B}, {1 + N}\] \(.*own positive and negatives\), "
-            rf"got \[{B}, 2\]",
+            rf"\[{B}, {B + N}\] .* or \[{B}, {B}\] .* or \[{B}, {1 + N}\] .*, got \[{B}, 2\]",
         ),
     ],
 )
 def test_a_batch_that_does_not_fit_is_an_error(term, negative, change, message):
     with pytest.raises((ValueError, TypeError), match=message):
         SpladeObjective({term: 1.0})(_batch(negative)._replace(**change))
-
-
-def test_stopwords_beyond_the_vocabulary_are_an_error():
-    with pytest.raises(ValueError, match=rf"`stopword_ids` below V = {V}, got {V}"):
-        SpladeObjective({"info_nce": 1.0}, stopword_ids=[V])(_batch())
 
 
 def test_margin_mse_leaves_out_candidates_of_minus_infinity():
@@ -388,11 +364,6 @@ def _square_batch(**options):
     return _batch()._replace(negative=negative, teacher_scores=teacher, **options)
 
 
-def test_ambiguous_teacher_scores_are_an_error():
-    with pytest.raises(ValueError, match=r'`batch.teacher_candidates` to be "batch" or "own"'):
-        SpladeObjective({"distillation": 1.0})(_square_batch())
-
-
 def test_teacher_candidates_decide_between_batch_and_own():
     batch = _square_batch(teacher_candidates="batch")
     anchor, positive, negative = (side.activations for side in batch[:3])
@@ -402,8 +373,9 @@ def test_teacher_candidates_decide_between_batch_and_own():
     expected = distillation_loss(scores, batch.teacher_scores)
     torch.testing.assert_close(objective(batch).total, expected)
     expected = distillation_loss(own, batch.teacher_scores)
-    batch = batch._replace(teacher_candidates="own")
-    torch.testing.assert_close(objective(batch).total, expected)
+    torch.testing.assert_close(objective(batch._replace(teacher_candidates="own")).total, expected)
+    with pytest.raises(ValueError, match=r'`batch.teacher_candidates` to be "batch" or "own"'):
+        objective(batch._replace(teacher_candidates=None))
 
 
 def test_a_teacher_may_score_the_positives_alone_beside_negatives():
@@ -451,15 +423,9 @@ def test_a_subclass_of_info_nce_is_called():
     assert SpladeObjective(weights, info_nce=More())(_batch()).terms["info_nce"] > 100
 
 
-@pytest.mark.parametrize("name", ["n_pair", "nws", "pairwise_contrastive"])
-def test_losses_that_are_no_terms_have_a_hint(name):
-    with pytest.raises(ValueError, match=rf"got one of '{name}': add {name}_loss to the obj"):
-        SpladeObjective({name: 1.0})
-
-
 def test_an_unknown_term_is_an_error_with_a_hint():
-    with pytest.raises(ValueError, match=r"'doc_flops'; did you mean 'document_flops'\?"):
-        SpladeObjective({"doc_flops": 1.0})
+    with pytest.raises(ValueError, match="got one of 'nws': add nws_loss to the obj"):
+        SpladeObjective({"nws": 1.0})
     objective = SpladeObjective({})
     objective.weights["infonce"] = 1.0
     with pytest.raises(ValueError, match="'infonce'; did you mean 'info_nce'"):
@@ -535,12 +501,10 @@ def test_special_tokens_need_the_ids_of_positives_and_negatives(side):
 @pytest.mark.parametrize(
     ("scores", "error", "message"),
     [
-        (torch.eye(B, dtype=torch.complex64), TypeError, "to be real, got torch.complex64"),
         (torch.eye(B, dtype=torch.bool), TypeError, "to be numbers, got torch.bool"),
         (torch.ones(B), ValueError, rf"of shape \[B, .\], got \[{B}\]"),
-        (torch.eye(B).tolist(), TypeError, "to be a torch.Tensor, got list"),
     ],
-    ids=["complex", "bool", "1-d", "list"],
+    ids=["bool", "1-d"],
 )
 def test_a_teachers_scores_are_checked(name, scores, error, message):
     term = "distillation" if name == "teacher_scores" else "context_distillation"
@@ -553,17 +517,15 @@ def test_a_teachers_scores_are_checked(name, scores, error, message):
     [
         ((torch.rand(B, V), torch.rand(B, V)), "`batch` to be a SpladeBatch, .*got Tensor, Tensor"),
         (((_texts(B), _texts(B)),), "`batch` to be a SpladeBatch, .*got tuple"),
-        ((SpladeBatch(torch.rand(B, V), torch.rand(B, V)),), "`batch.anchor` to be Texts, .*got T"),
         ((SpladeBatch(_texts(B), torch.rand(B, V)),), "`batch.positive` to be Texts, .*got Tensor"),
     ],
-    ids=["two tensors", "a tuple", "a batch of tensors", "a tensor beside texts"],
+    ids=["two tensors", "a tuple", "a tensor beside texts"],
 )
 def test_raw_tensors_are_errors_that_name_the_texts(batch, message):
     objective = SpladeObjective({"info_nce": 1.0})
-    expected = re.escape("SpladeBatch(Texts(activations, ...), Texts(activations, ...))")
     with pytest.raises(TypeError, match=message) as error:
         objective(*batch)
-    assert re.search(expected, str(error.value))
+    assert "SpladeBatch(Texts(activations, ...), Texts(activations, ...))" in str(error.value)
     if len(batch) == 1:
         with pytest.raises(TypeError, match=message):
             gradient_report(objective, *batch)
@@ -572,7 +534,6 @@ def test_raw_tensors_are_errors_that_name_the_texts(batch, message):
 @pytest.mark.parametrize(
     ("losses", "message"),
     [
-        ({"info_nce": FlopsLoss()}, "`info_nce` to be an instance of InfoNCELoss, got FlopsLoss"),
         ({"info_nce": InfoNCELoss}, "instance of InfoNCELoss, got the class InfoNCELoss"),
         ({"flops": InfoNCELoss()}, "`flops` to be an instance of FlopsLoss or IdfFlopsLoss, got"),
         ({"language_penalty": torch.rand(V)}, "instance of LanguagePenaltyLoss, got Tensor"),
@@ -601,29 +562,11 @@ def _sharing(info_nce=None, **batch):
 
 
 @pytest.mark.parametrize(
-    ("ids", "error"),
-    [
-        (torch.zeros(1).long(), ValueError),
-        (torch.zeros(5).long(), ValueError),
-        (torch.zeros(4), TypeError),
-        ([0, 1, 2, 3], TypeError),
-    ],
-    ids=["one", "five", "float", "list"],
+    ("ids", "error"), [(torch.zeros(5).long(), ValueError), (torch.zeros(4), TypeError)]
 )
 def test_ids_beside_shared_scores_are_checked(ids, error):
     objective, batch = _sharing(positive_ids=ids)
     with pytest.raises(error, match="positive_ids"):
-        objective(batch)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("temperature", -1.0), ("temperature", torch.ones(2)), ("similarity", "cos"), ("impl", "no")],
-)
-def test_hyperparameters_beside_shared_scores_are_checked(name, value):
-    objective, batch = _sharing()
-    setattr(objective.info_nce, name, value)
-    with pytest.raises(ValueError, match=name):
         objective(batch)
 
 
@@ -638,11 +581,18 @@ def test_hooks_of_the_module_run_and_see_the_same_value():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("impl", "fast"), ("score_scale", 0.0), ("teacher_scale", -1.0)]
+    ("owner", "name", "value"),
+    [
+        ("objective", "impl", "fast"),
+        ("objective", "score_scale", 0.0),
+        ("objective", "teacher_scale", -1.0),
+        ("info_nce", "temperature", -1.0),
+        ("info_nce", "similarity", "cos"),
+        ("info_nce", "impl", "no"),
+    ],
 )
-def test_assigned_settings_are_checked_at_the_next_call(name, value):
-    objective = SpladeObjective({"info_nce": 1.0})
-    setattr(objective, name, value)
-    x = torch.rand(2, 5)
-    with pytest.raises(ValueError, match=f"expected `{name}`"):
-        objective(SpladeBatch(Texts(x), Texts(x)))
+def test_assigned_settings_are_checked_at_the_next_call(owner, name, value):
+    objective, batch = _sharing()
+    setattr(objective if owner == "objective" else objective.info_nce, name, value)
+    with pytest.raises(ValueError, match=name):
+        objective(batch)
