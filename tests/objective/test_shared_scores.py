@@ -36,7 +36,7 @@ def leaves_of(*inputs):
 
 @over_negatives
 @over_similarities
-@pytest.mark.parametrize("num_keys", [2, B, 7])
+@pytest.mark.parametrize("num_keys", [2, 7])
 def test_scores_and_gradients_are_those_of_the_formula(negative, cosine, num_keys):
     leaves = leaves_of(draw(0, B, D), draw(1, num_keys, D), negative)
     wanted = [x for x in leaves if x is not None]
@@ -74,19 +74,6 @@ def test_second_derivatives_and_jacobians_are_those_of_the_formula(negative, cos
 
 
 @over_similarities
-def test_one_tensor_may_be_query_and_key(cosine):
-    (x,) = leaves_of(draw(0, B, D))
-    scores, expected = (
-        shared_scores(x, x, None, cosine=cosine),
-        by_formula(x, x, None, cosine=cosine),
-    )
-    torch.testing.assert_close(scores, expected)
-    upstream = draw(3, B, B)
-    grads = [torch.autograd.grad(s, x, upstream)[0] for s in (scores, expected)]
-    torch.testing.assert_close(*grads)
-
-
-@over_similarities
 def test_vectors_of_different_precision_have_scores_in_the_wider_one(cosine):
     query, key = draw(0, B, D).bfloat16(), draw(1, B, D).float()
     for inputs in ((query, key), (key, query)):
@@ -107,10 +94,7 @@ def test_halves_are_multiplied_as_halves_where_the_device_returns_fp32(
     leaves = leaves_of(*inputs)
     exact = leaves_of(*(None if x is None else x.double() for x in inputs))
     wanted, references = ([x for x in some if x is not None] for some in (leaves, exact))
-    scores, expected = (
-        shared_scores(*leaves, cosine=cosine),
-        by_formula(*exact, cosine=cosine),
-    )
+    scores, expected = shared_scores(*leaves, cosine=cosine), by_formula(*exact, cosine=cosine)
     assert scores.dtype == torch.float32
     torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=1e-5)
     upstream = draw(3, *scores.shape)
@@ -120,24 +104,15 @@ def test_halves_are_multiplied_as_halves_where_the_device_returns_fp32(
         for gradient, reference in zip(grads, gradients, strict=True):
             assert gradient.dtype == torch.bfloat16
             assert (gradient.double() - reference).norm() <= 0.01 * reference.norm()
-    (graph,) = torch.autograd.grad(scores.square().sum(), wanted[:1], create_graph=True)
-    assert torch.autograd.grad(graph.float().square().sum(), wanted)[0].isfinite().all()
-
-
-OPTIONS = [
-    {"symmetric": symmetric, "decoupled": decoupled, "reduction": reduction}
-    for symmetric, decoupled, reduction in itertools.product(
-        (False, True), (False, True), ("mean", "sum")
-    )
-]
 
 
 @pytest.mark.parametrize("negative", [None, draw(2, N, D)], ids=["none", "shared"])
 @pytest.mark.parametrize("ids", [None, torch.tensor([0, 1, 1, 2, 3])], ids=["alone", "duplicates"])
-def test_info_nce_of_shared_scores_is_that_of_the_vectors(ids, negative):
-    for options in OPTIONS:
-        if options["symmetric"] and negative is not None:
-            continue  # the second direction has other scores
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_info_nce_of_shared_scores_is_that_of_the_vectors(decoupled, ids, negative):
+    # With negatives the second direction has other scores.
+    for symmetric, reduction in itertools.product({False, negative is None}, ("mean", "sum")):
+        options = {"symmetric": symmetric, "decoupled": decoupled, "reduction": reduction}
         results = []
         for shared in (False, True):
             temperature = torch.tensor(0.3, dtype=torch.float64)
