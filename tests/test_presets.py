@@ -19,7 +19,6 @@ from sparse_losses import (
     LanguagePenaltyLoss,
     MinActivationLoss,
     Phase,
-    Preset,
     SpladeBatch,
     Texts,
     TrainingSchedule,
@@ -233,16 +232,16 @@ def test_schedules_need_their_numbers_of_steps():
     assert alone.schedules(alone.objective())[0].warmups == {}
 
 
-def test_schedules_that_fail_leave_the_objective_as_it_was():
-    for off in ("document_flops", "query_flops"):  # the controller's and the schedule's
-        objective = RECOMMENDED.objective()
-        objective.weights[off] = 0.0
-        before = dict(objective.weights)
-        with pytest.raises(ValueError, match=off):
-            RECOMMENDED.schedules(objective, steps=40)
-        assert (objective.weights, objective.scheduled) == (before, set())
-        objective.weights[off] = 0.1
-        assert len(RECOMMENDED.schedules(objective, steps=40)) == 2
+@pytest.mark.parametrize("off", ["document_flops", "query_flops"])
+def test_schedules_that_fail_leave_the_objective_as_it_was(off):
+    objective = RECOMMENDED.objective()
+    objective.weights[off] = 0.0
+    before = dict(objective.weights)
+    with pytest.raises(ValueError, match=off):
+        RECOMMENDED.schedules(objective, steps=40)
+    assert (objective.weights, objective.scheduled) == (before, set())
+    objective.weights[off] = 0.1
+    assert len(RECOMMENDED.schedules(objective, steps=40)) == 2
 
 
 @pytest.mark.parametrize(
@@ -250,20 +249,16 @@ def test_schedules_that_fail_leave_the_objective_as_it_was():
     [
         ({"warmup": {"flops": 0.5}}, ValueError, "`warmup` .*'flops'"),
         ({"warmup": {"query_flops": 2}}, ValueError, r"shares in \(0, 1\], got {'query_flops': 2}"),
-        ({"warmup": {"query_flops": 0}}, ValueError, r"warmup\['query_flops'\]"),
         ({"target_active": {"document_flops": -3}}, ValueError, r"target_active\['document_flop"),
         ({"target_active": {"info_nce": 3}}, ValueError, "`target_active` .*'info_nce'"),
         ({"target_active": 64}, TypeError, "expected `target_active` as a dict by name, got 64"),
         ({"weights": {"foo": 1.0}}, ValueError, "`weights` to be one of .*, got 'foo'"),
-        ({"weights": {"info_nce": "x"}}, TypeError, r"`weights\['info_nce'\]` to be a number"),
         ({"weights": {"info_nce": math.nan}}, ValueError, r"weights\['info_nce'\]` to be a finite"),
     ],
 )
 def test_wrong_numbers_are_errors(changes, error, message):
     with pytest.raises(error, match=message):
         RECOMMENDED.replace(**changes)
-    with pytest.raises(error, match=message):
-        Preset("mine", **{"weights": {}} | changes)
 
 
 @pytest.mark.parametrize(

@@ -169,47 +169,6 @@ def test_regularisers_and_distillation_send_no_rows():
         assert max(most.values()) < 20
 
 
-# DistributedDataParallel -------------------------------------------------------------------------
-
-
-def train(rank: int, world: int) -> None:
-    """A model under DDP ends where one process with the whole batch ends."""
-
-    def step(model, loss, rows, gather):
-        optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
-        flops = sparse_losses.FlopsLoss(gather=gather)
-        for batch in batches:
-            query, document = (model(x[rows]).relu() for x in batch)
-            total = loss(query, document) + 0.1 * flops(document)
-            optimizer.zero_grad()
-            total.backward()
-            if gather:  # the loss is no part of the model that DDP holds
-                dist.all_reduce(loss.temperature.grad)
-                loss.temperature.grad /= world
-            optimizer.step()
-        return total.detach()
-
-    torch.manual_seed(0)
-    batches = torch.randn(5, 2, 3 * world, 8, dtype=torch.float64)
-    results = []
-    for is_one in (True, False):
-        torch.manual_seed(1)
-        model = torch.nn.Linear(8, 16, dtype=torch.float64)
-        temperature = torch.nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
-        loss = sparse_losses.InfoNCELoss(temperature=temperature, gather=not is_one)
-        wrapped = model if is_one else torch.nn.parallel.DistributedDataParallel(model)
-        rows = slice(None) if is_one else slice(3 * rank, 3 * rank + 3)
-        value = step(wrapped, loss, rows, not is_one)
-        results.append([value, temperature.detach(), *model.parameters()])
-    for one, many in zip(*results, strict=True):
-        close(many, one)
-
-
-@pytest.mark.works_with("PyTorch", "fp32", "devices")
-def test_a_model_under_ddp_learns_what_one_process_learns():
-    run_ranks(2, train, 2)
-
-
 # Errors ------------------------------------------------------------------------------------------
 
 

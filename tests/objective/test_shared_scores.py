@@ -1,16 +1,13 @@
-"""Scores that several losses share: their values and gradients, and InfoNCE of them.
+"""Scores that several losses share: their values and gradients.
 
 The objective alone calls these functions; there they would be tested through all of its terms.
 """
 
-import itertools
-
 import pytest
 import torch
 
-from sparse_losses.functional import info_nce_loss
 from sparse_losses.objective import shared_scores as module
-from sparse_losses.objective.shared_scores import info_nce_of_shared_scores, shared_scores
+from sparse_losses.objective.shared_scores import shared_scores
 from tests.strategies import draw
 
 B, D, N = 5, 4, 3
@@ -104,23 +101,3 @@ def test_halves_are_multiplied_as_halves_where_the_device_returns_fp32(
         for gradient, reference in zip(grads, gradients, strict=True):
             assert gradient.dtype == torch.bfloat16
             assert (gradient.double() - reference).norm() <= 0.01 * reference.norm()
-
-
-@pytest.mark.parametrize("negative", [None, draw(2, N, D)], ids=["none", "shared"])
-@pytest.mark.parametrize("ids", [None, torch.tensor([0, 1, 1, 2, 3])], ids=["alone", "duplicates"])
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_info_nce_of_shared_scores_is_that_of_the_vectors(decoupled, ids, negative):
-    # With negatives the second direction has other scores.
-    for symmetric, reduction in itertools.product({False, negative is None}, ("mean", "sum")):
-        options = {"symmetric": symmetric, "decoupled": decoupled, "reduction": reduction}
-        results = []
-        for shared in (False, True):
-            temperature = torch.tensor(0.3, dtype=torch.float64)
-            a, p, t = leaves_of(draw(0, B, D), draw(1, B, D), temperature)
-            if shared:
-                scores = shared_scores(a, p, negative, cosine=True)
-                value = info_nce_of_shared_scores(scores, t, ids, **options)
-            else:
-                value = info_nce_loss(a, p, negative, temperature=t, positive_ids=ids, **options)
-            results.append([value.detach(), *torch.autograd.grad(value, (a, p, t))])
-        torch.testing.assert_close(*results)
