@@ -15,6 +15,7 @@ from sparse_losses import (
     V26,
     V28,
     FlopsLoss,
+    IdfFlopsLoss,
     InfoNCELoss,
     LanguagePenaltyLoss,
     MinActivationLoss,
@@ -89,15 +90,7 @@ def test_v28_is_v26_with_a_language_penalty_and_context_distillation():
     more = {"query_language_penalty": 0.5, "context_distillation": 1.0}
     assert V28.weights == {**V26.weights, **more}
     assert V28.language_penalty == 100.0
-    assert V28.training == {
-        "num_epochs": 25,
-        "batch_size": 24,
-        "learning_rate": 3.0e-5,
-        "gradient_accumulation_steps": 4,
-        "context_gate_hidden": 256,
-        "context_attention_heads": 4,
-        "context_gate_dropout": 0.1,
-    }
+    assert [*V28.training.values()] == [25, 24, 3.0e-5, 4, 256, 4, 0.1]
     changed = {"name", "weights", "language_penalty", "training", "ours"}
     kept = {field.name for field in dataclasses.fields(V26)} - changed
     assert all(getattr(V28, name) == getattr(V26, name) for name in kept)
@@ -113,33 +106,31 @@ def _batch(size=4, vocab=30):
     return SpladeBatch(side(), side(), teacher_scores=scores, teacher_anchor_scores=scores)
 
 
-def test_the_recommended_objective_has_the_presets_numbers():
-    objective = RECOMMENDED.objective()
-    assert objective.weights == RECOMMENDED.weights
-    loss, distillation = objective.info_nce, objective.distillation
-    assert (loss.temperature, loss.similarity, loss.symmetric) == (1.0, "dot", False)
-    assert (distillation.alpha_kl, distillation.alpha_mse) == (0.0, 1.0)
-    assert type(objective.flops) is FlopsLoss
-    batch = _batch()
-    total, terms = objective(batch)
-    total.backward()
-    assert set(terms) == set(RECOMMENDED.weights)
-    batch = batch._replace(teacher_scores=0.1 * batch.teacher_scores + 3.0)  # of any scale
-    torch.testing.assert_close(objective(batch)[1]["distillation"], terms["distillation"])
-
-
-def test_the_objective_of_cosines_has_the_presets_numbers():
-    objective = COSINE.objective(idf=torch.rand(30) * 5, special_token_ids=[0, 1])
-    assert objective.weights == COSINE.weights
-    loss = objective.info_nce
-    assert (loss.temperature, loss.similarity, loss.symmetric) == (0.05, "cosine", True)
-    assert objective.self_reconstruction.balanced
+@pytest.mark.parametrize("preset", [RECOMMENDED, COSINE], ids=lambda preset: preset.name)
+def test_an_objective_has_the_presets_numbers(preset):
+    objective = preset.objective(idf=torch.rand(30) * 5, special_token_ids=[0, 1])
+    assert objective.weights == preset.weights
+    for loss, names in (
+        (objective.info_nce, ("temperature", "similarity", "symmetric")),
+        (objective.distillation, ("alpha_kl", "alpha_mse")),
+        (objective.self_reconstruction, ("balanced",)),
+    ):
+        assert [getattr(loss, name) for name in names] == [getattr(preset, name) for name in names]
     assert list(objective.self_reconstruction.ignore_token_ids) == [0, 1]
-    assert (objective.score_scale, objective.teacher_scale) == (20.0, 0.5)
+    assert objective.score_scale == (preset.score_scale or 1.0)
+    assert objective.teacher_scale == preset.teacher_scale
+    assert type(objective.flops) is (IdfFlopsLoss if preset is COSINE else FlopsLoss)
     total, terms = objective(_batch())
     total.backward()
-    assert set(terms) == set(COSINE.weights)
-    assert COSINE.objective(idf=torch.rand(30), score_scale=3.0).score_scale == 3.0
+    assert set(terms) == set(preset.weights)
+    assert preset.objective(idf=torch.rand(30), score_scale=3.0).score_scale == 3.0
+
+
+def test_distillation_of_the_recommended_objective_takes_scores_of_any_scale():
+    objective, batch = RECOMMENDED.objective(), _batch()
+    scaled = batch._replace(teacher_scores=0.1 * batch.teacher_scores + 3.0)
+    values = [objective(each).terms["distillation"] for each in (batch, scaled)]
+    torch.testing.assert_close(*values)
 
 
 def test_v28_trains():

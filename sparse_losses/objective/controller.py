@@ -78,10 +78,10 @@ class SparsityController:
     too few dimensions are active, without an upward trend, the target is reported as unreachable:
     the other losses alone leave fewer.
 
-    A dimension is active if it is above 0. A model that can make all activations small at once (by
-    a gate or a scale) satisfies FLOPS without making any dimension 0. The target is reported as
-    unreachable if texts are still too dense and the mean activation has fallen to a tenth of its
-    first value, and by a larger factor than the number of dimensions.
+    A model that can make all activations small at once (by a gate or a scale) satisfies FLOPS
+    without making any dimension 0. The target is reported as unreachable if texts are still too
+    dense and the mean activation has fallen to a tenth of its first value, and by a larger factor
+    than the number of dimensions.
 
     Rows without any active dimension are dead. When their share increases, by ``dead_share`` and
     beyond chance, the weight is halved at once. It does not rise while the share is above the first
@@ -370,13 +370,9 @@ class SparsityController:
         )
 
     def attach(self, optimizer: torch.optim.Optimizer) -> "_Handles":
-        """Register hooks that observe the objective's batches and count the optimiser's steps.
+        """Observe the objective's batches and count the optimiser's steps, until ``.remove()``.
 
-        Batches count in training mode with gradients on. ``.remove()`` on the returned handle
-        removes the hooks.
-
-        Raises:
-            RuntimeError: if the controller is attached to this optimiser already.
+        Batches count in training mode with gradients on. Attaching a second time is an error.
         """
         steps = count_steps(optimizer, self._after_step)
         return _Handles(steps, self.objective.register_forward_hook(self._watch, with_kwargs=True))
@@ -441,11 +437,7 @@ class SparsityController:
         """Restore a state and set the weight; target and gain stay those of this controller.
 
         A state of another target is logged as a warning, and what it measured counts against the
-        new one. After an error nothing has changed.
-
-        Raises:
-            ValueError: for a state that is not a controller's, or is another term's.
-            TypeError: for a state that is not a mapping, or a value of another type.
+        new one. After an error, for a state that is not this term's, nothing has changed.
         """
         kind = type(self).__name__
         if not isinstance(state, Mapping):

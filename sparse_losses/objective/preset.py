@@ -109,9 +109,8 @@ class Preset:
     def replace(self, *, weights: Mapping[str, float] | None = None, **changes: Any) -> "Preset":
         """Return a copy with other numbers; weights replace those of the same names.
 
-        The phases' temperature and weights hold over yours: to train with yours, pass also
-        ``curriculum=None``. A weight of 0 removes the term, as ``without`` does. Other mappings
-        (``warmup``, ``target_active``) are replaced as a whole.
+        A weight of 0 removes the term, as ``without`` does. Other mappings are replaced as a whole.
+        A curriculum's temperature and weights hold over yours, unless you pass ``curriculum=None``.
         """
         numbers = dict(weights or {})
         changed = dataclasses.replace(self, weights={**self.weights, **numbers}, **changes)

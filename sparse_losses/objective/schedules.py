@@ -257,12 +257,9 @@ class TrainingSchedule:
         self._apply()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Register a hook that counts the optimiser's steps; ``.remove()`` the handle to end it.
+        """Count the optimiser's steps, without those a ``GradScaler`` skips, until ``.remove()``.
 
-        A step that a ``GradScaler`` skips does not count.
-
-        Raises:
-            RuntimeError: if the schedule is attached to this optimiser already.
+        Attaching a second time is an error.
         """
         return count_steps(optimizer, self._after_step)
 
@@ -283,12 +280,7 @@ class TrainingSchedule:
         return state
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go to the step of a state and set its weights, by this schedule's phases and warm-ups.
-
-        Raises:
-            ValueError: for a state that is not a TrainingSchedule's.
-            TypeError: for a state that is not a mapping.
-        """
+        """Go to the step of a state and set its weights, by this schedule's phases and warm-ups."""
         if not isinstance(state, Mapping):
             raise TypeError(f"expected the state of a TrainingSchedule, got {type(state).__name__}")
         if state.keys() - {"temperature"} != {"steps_taken"}:

@@ -1,4 +1,4 @@
-"""Two ranks: voided rows, one row a rank, half precision, NaN, second derivatives, errors."""
+"""Two ranks: one row a rank, half precision, NaN, second derivatives, errors."""
 
 import functools
 import re
@@ -10,9 +10,9 @@ import torch.distributed as dist
 import sparse_losses
 import sparse_losses.functional as F
 from sparse_losses import SpladeBatch, SpladeObjective, Texts, distributed
-from tests.cases import CASES, FIRST, LOSSES, to_tensors
+from tests.cases import FIRST, LOSSES, to_tensors
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_gather import check, part, whole
+from tests.distributed.test_gather import part, whole
 
 close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
 
@@ -23,33 +23,6 @@ def caught(function, *args, **kwargs) -> str:
     except (ValueError, TypeError) as error:
         return str(error)
     return ""
-
-
-# Voided rows -------------------------------------------------------------------------------------
-
-VOIDABLE = [case for case in CASES if case.invalidate and not case.square]
-
-
-def compare_voided(rank: int, world: int) -> dict[str, str]:
-    found = {}
-    for case in VOIDABLE:
-        arrays = whole(case, world, seed=5)
-        name, value = case.invalidate
-        arrays[name][0] = value
-        arrays[name][-len(arrays[name]) // world :] = value  # all rows of the last rank
-        for reduction in ("mean", "sum") if case.loss.reduces else (None,):
-            try:
-                check(case, rank, world, reduction, arrays)
-                found[f"{case.id}-{reduction}"] = ""
-            except AssertionError as error:
-                found[f"{case.id}-{reduction}"] = str(error)
-    return found
-
-
-def test_the_mean_is_over_the_valid_rows_of_all_ranks():
-    for found in run_ranks(2, compare_voided, 2):
-        assert found
-        assert {name: text for name, text in found.items() if text} == {}
 
 
 # One row a rank, half precision, NaN, second derivatives -----------------------------------------

@@ -19,7 +19,7 @@ from sparse_losses.distributed import (
 )
 from sparse_losses.functional import info_nce_loss
 from tests.cases import CASES
-from tests.distributed.test_gather import check, reductions
+from tests.distributed.test_gather import check, reductions, whole
 from tests.distributed.threads import run_threads
 from tests.strategies import draw
 
@@ -28,6 +28,19 @@ from tests.strategies import draw
 def test_value_and_averaged_gradients_are_those_of_one_process(case):
     for reduction in reductions(case):
         run_threads(2, lambda own, reduction=reduction: check(case, own, 2, reduction))
+
+
+VOIDABLE = [case for case in CASES if case.invalidate and not case.square]
+
+
+@pytest.mark.parametrize("case", VOIDABLE, ids=lambda case: case.id)
+def test_the_mean_is_over_the_valid_rows_of_all_ranks(case):
+    name, value = case.invalidate
+    arrays = whole(case, 2, seed=5)
+    arrays[name][0] = value
+    arrays[name][-len(arrays[name]) // 2 :] = value  # all rows of the last rank
+    for reduction in ("mean", "sum") if case.loss.reduces else (None,):
+        run_threads(2, lambda own, r=reduction: check(case, own, 2, r, arrays))
 
 
 def _hidden_nan(rank):
@@ -116,7 +129,6 @@ def _from_anywhere(own):
     for value in values[:3]:
         (gradient,) = torch.autograd.grad(value, x, torch.ones_like(value).T.contiguous().T)
         assert (gradient == (1 if value is values[2] else 2)).all()
-    assert not values[3].requires_grad
     assert torch.equal(x, before)
     return [value.tolist() for value in values]
 

@@ -266,13 +266,12 @@ def test_a_compiled_encoder_with_dropout():
     close(gradients(ours), gradients(theirs), 1e-5)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_an_encoder_with_gradient_checkpointing_and_dropout(reentrant):
+def test_an_encoder_with_gradient_checkpointing_and_dropout():
     (ours,), (theirs,) = twins(nn.Sequential(nn.Linear(4, V), nn.Dropout(0.5)).double())
-    columns = [torch.randn(7, 4).double().requires_grad_(reentrant) for _ in range(2)]
+    columns = [torch.randn(7, 4).double() for _ in range(2)]
 
     def encode(x):
-        return checkpoint(ours, x, use_reentrant=reentrant)
+        return checkpoint(ours, x, use_reentrant=False)
 
     torch.manual_seed(3)
     cached_backward(encode, columns, InfoNCELoss(), mini_batch_size=3)
