@@ -70,38 +70,37 @@ COSINE = Preset(  # docs/demo.md has an ablation of these losses
     target_active={"document_flops": 64},
 )
 
-# "Loss weights by version" of the notes: V22, V23, V25, V26.
-_WEIGHTS = {
-    "info_nce": (2.0, 2.5, 3.0, 3.0),
-    "query_self_reconstruction": (4.0, 1.0, 0.5, 0.5),
-    "query_positive_activation": (10.0, 3.0, 2.0, 2.0),
-    "triplet_margin": (2.5, 0.0, 0.0, 0.0),
-    "query_flops": (0.005, 0.003, 0.002, 0.010),
-    "query_min_activation": (1.0, 1.0, 1.0, 1.0),
-    "distillation": (None, 1.0, 2.0, 2.0),
-}
+_TERMS = ("info_nce", "query_self_reconstruction", "query_positive_activation", "triplet_margin")
+_TERMS += ("query_flops", "query_min_activation", "distillation")
+
+
+def _weights(*column: float) -> dict[str, float]:
+    """Return a column of the notes' table "Loss weights by version"."""
+    return dict(zip(_TERMS, column, strict=False))  # V22 has no distillation
+
+
 _OURS = {
-    "sides": "the notes raise the anchors' positive tokens and name no side of the other terms, "
-    "which are query_... here; the documents are indexed, so consider document_... too",
+    "sides": "the notes name none but the anchors' positive tokens: they are query_... here; the "
+    "documents are indexed, so consider document_... too",
     "special tokens": "the token losses ignore them, because FLOPS lowers them",
     "short texts": "min activation averages no more activations than a text has tokens",
 }
 _PLAIN = {**_OURS, "idf_alpha": "none: IDF-aware FLOPS begins with V25"}
 
 
-def _weights(version: int) -> dict[str, float]:
-    columns = {name: row[version] for name, row in _WEIGHTS.items()}
-    return {name: weight for name, weight in columns.items() if weight is not None}
-
-
-V22 = Preset(name="V22", weights=_weights(0), ours=_PLAIN)
-V23 = Preset(name="V23", weights=_weights(1), ours=_PLAIN)
+V22 = Preset(name="V22", weights=_weights(2.0, 4.0, 10.0, 2.5, 0.005, 1.0), ours=_PLAIN)
+V23 = Preset(name="V23", weights=_weights(2.5, 1.0, 3.0, 0.0, 0.003, 1.0, 1.0), ours=_PLAIN)
 V25 = Preset(
-    name="V25", weights=_weights(2), beta=0.3, idf_alpha=2.5, stopword_penalty=5.0, ours=_OURS
+    name="V25",
+    weights=_weights(3.0, 0.5, 2.0, 0.0, 0.002, 1.0, 2.0),
+    beta=0.3,
+    idf_alpha=2.5,
+    stopword_penalty=5.0,
+    ours=_OURS,
 )
 V26 = Preset(
     name="V26",
-    weights=_weights(3),
+    weights=_weights(3.0, 0.5, 2.0, 0.0, 0.010, 1.0, 2.0),
     temperature=0.07,
     margin=0.3,
     teacher="BAAI/bge-m3",
@@ -138,8 +137,7 @@ V28 = V26.replace(
     },
     ours={
         **_OURS,
-        "context_distillation": "named without a formula: here distillation of the anchors' scores "
-        "with one another",
+        "context_distillation": "named without a formula: here of the anchors' mutual scores",
         "unchanged": "numbers that the notes on V28 do not repeat are V26's",
         "phases": "the notes on V28 list no info_nce: V26's 2.5, 3.0 and 3.0",
     },

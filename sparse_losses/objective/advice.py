@@ -10,16 +10,11 @@ from sparse_losses.objective.gradient_report import GradientReport
 __all__ = ["Finding", "advise"]
 
 # The thresholds beyond which a number is a symptom. All are our choice, except the share of foreign
-# tokens: the notes on V28 set it as their goal.
+# tokens (the notes on V28 set it as their goal).
 DEAD_ROWS = 0.01
 DENSE_ROWS = 0.5
-STOPWORDS_ON_TOP = 0.3
-SPECIAL_ON_TOP = 0.1
-FOREIGN_SHARE = 0.05
-SEMANTIC_RATIO = 1.0
 SMALL_ACTIVATION = 0.01
 INPUT_RECALL = 0.5
-OTHER_SIDE_RECALL = 0.3
 DOMINANT_SHARE, STRONG_SHARE = 0.9, 0.3
 # FLOPS' gradient falls with the root of the active dimensions: tenfold or more on the way from the
 # whole vocabulary to a hundredth of it. A ratio of 9 to 1 then is 90 to 1 on dense texts now.
@@ -28,6 +23,40 @@ ALIKE = 0.5  # the share of active dimensions that two texts have in common
 CONFLICT_COSINE, CONFLICT_SHARE = -0.5, 0.1
 OSCILLATION, TURNS = 0.25, 0.9
 FEWEST_LOSSES = 8
+# Rules on one number each: its name, the threshold and the side of it that is a symptom; the
+# symptom, the evidence, and what to change.
+TOKEN_RULES = [
+    (
+        ("stopword_top", ">", 0.3),
+        ("stopwords are on top", "{:.0%} of the largest activations"),
+        (("{side}_flops", "up"), ("stopword_penalty", "up")),
+    ),
+    (
+        ("semantic_ratio", "<", 1.0),
+        ("content words are suppressed", "their mean activation is {:.2f} of the stopwords'"),
+        (("idf_alpha", "down"), ("{side}_min_activation", "up")),
+    ),
+    (
+        ("special_top", ">", 0.1),
+        ("special tokens are on top", "{:.0%} of the largest activations"),
+        (("special_penalty", "up"), ("ignore_token_ids", "set to the special tokens")),
+    ),
+    (
+        ("foreign_share", ">", 0.05),
+        ("tokens of other languages are active", "{:.0%} of the active entries"),
+        (("{side}_language_penalty", "up"),),
+    ),
+    (
+        ("input_recall", "<", INPUT_RECALL),
+        ("a text's own tokens are missing", "{:.0%} of them are active"),
+        (("{side}_self_reconstruction", "up"), ("self_reconstruction.balanced", "to True")),
+    ),
+    (
+        ("other_side_recall", "<", 0.3),
+        ("related words are not learned", "{:.0%} of the other side's tokens are active"),
+        (("{side}_positive_activation", "up"),),
+    ),
+]
 
 
 class Finding(NamedTuple):
@@ -104,18 +133,15 @@ def _sparsity_findings(
     evidence = "" if pull is None else f"; FLOPS is {pull:.0%} of the gradient"
     dead = report.get("dead_rows", 0.0)
     is_dense = report.get("dense_rows", 0.0) >= DENSE_ROWS
-    rules = pull is not None and pull > (DOMINANT_DENSE_SHARE if is_dense else DOMINANT_SHARE)
+    is_dominant = pull is not None and pull > (DOMINANT_DENSE_SHARE if is_dense else DOMINANT_SHARE)
     active, alike = report.get("active_dimensions", 0.0), _alike(report)
     less = ((flops, "down"), ("its warm-up", "longer"), (f"{side}_min_activation", "up"))
     if dead >= DEAD_ROWS:
         yield Finding("texts become empty", f"{dead:.0%} of the rows are dead{evidence}", less)
-    elif rules:
+    elif is_dominant:
         left = f", {active:.0f} dimensions are active" if active else ""
-        yield Finding(
-            "FLOPS dominates the gradient",
-            f"FLOPS is {pull:.0%} of the gradient{left}",
-            less,
-        )
+        evidence = f"FLOPS is {pull:.0%} of the gradient{left}"
+        yield Finding("FLOPS dominates the gradient", evidence, less)
     elif not is_dense and alike > ALIKE and report.get("input_recall", 1.0) < INPUT_RECALL:
         yield Finding(
             "texts have collapsed onto the same tokens",
@@ -147,55 +173,17 @@ def _alike(report: Mapping[str, float]) -> float:
 def _size_findings(report: Mapping[str, float], side: str) -> Iterator[Finding]:
     value = report.get("mean_activation", SMALL_ACTIVATION)
     if value < SMALL_ACTIVATION and report.get("dead_rows", 0.0) < 1:
-        yield Finding(
-            "activations shrink but stay active",
-            f"their mean is {value:.2g}",
-            (
-                (f"{side}_flops", "down"),
-                (f"{side}_min_activation", "up"),
-                ("info_nce.similarity", "to 'dot', which sees scale"),
-            ),
-        )
+        less = ((f"{side}_flops", "down"), (f"{side}_min_activation", "up"))
+        changes = (*less, ("info_nce.similarity", "to 'dot', which sees scale"))
+        yield Finding("activations shrink but stay active", f"their mean is {value:.2g}", changes)
 
 
 def _token_findings(report: Mapping[str, float], side: str) -> Iterator[Finding]:
-    flops = f"{side}_flops"
-    if (value := report.get("stopword_top", 0.0)) > STOPWORDS_ON_TOP:
-        yield Finding(
-            "stopwords are on top",
-            f"{value:.0%} of the largest activations",
-            ((flops, "up"), ("stopword_penalty", "up")),
-        )
-    if (value := report.get("semantic_ratio", SEMANTIC_RATIO)) < SEMANTIC_RATIO:
-        yield Finding(
-            "content words are suppressed",
-            f"their mean activation is {value:.2f} of the stopwords'",
-            (("idf_alpha", "down"), (f"{side}_min_activation", "up")),
-        )
-    if (value := report.get("special_top", 0.0)) > SPECIAL_ON_TOP:
-        yield Finding(
-            "special tokens are on top",
-            f"{value:.0%} of the largest activations",
-            (("special_penalty", "up"), ("ignore_token_ids", "set to the special tokens")),
-        )
-    if (value := report.get("foreign_share", 0.0)) > FOREIGN_SHARE:
-        yield Finding(
-            "tokens of other languages are active",
-            f"{value:.0%} of the active entries",
-            ((f"{side}_language_penalty", "up"),),
-        )
-    if (value := report.get("input_recall", 1.0)) < INPUT_RECALL:
-        yield Finding(
-            "a text's own tokens are missing",
-            f"{value:.0%} of them are active",
-            ((f"{side}_self_reconstruction", "up"), ("self_reconstruction.balanced", "to True")),
-        )
-    if (value := report.get("other_side_recall", 1.0)) < OTHER_SIDE_RECALL:
-        yield Finding(
-            "related words are not learned",
-            f"{value:.0%} of the other side's tokens are active",
-            ((f"{side}_positive_activation", "up"),),
-        )
+    for (name, sign, threshold), (symptom, evidence), changes in TOKEN_RULES:
+        value = report.get(name, threshold)
+        if value > threshold if sign == ">" else value < threshold:
+            settings = tuple((setting.format(side=side), to) for setting, to in changes)
+            yield Finding(symptom, evidence.format(value), settings)
 
 
 def _gradient_findings(gradients: GradientReport | None) -> Iterator[Finding]:
@@ -218,11 +206,9 @@ def _loss_findings(
 ) -> Iterator[Finding]:
     for name, values in (("loss", losses), ("validation loss", validation_losses)):
         if lost := sum(not math.isfinite(value) for value in values):
-            yield Finding(
-                "the loss is not finite",
-                f"{lost} of {len(values)} values of the {name}",
-                (("learning rate", "down"), ("loss scale of fp16", "down")),
-            )
+            evidence = f"{lost} of {len(values)} values of the {name}"
+            changes = (("learning rate", "down"), ("loss scale of fp16", "down"))
+            yield Finding("the loss is not finite", evidence, changes)
             return
     if len(losses) >= FEWEST_LOSSES:
         steps = [after - before for before, after in itertools.pairwise(losses)]
@@ -231,19 +217,14 @@ def _loss_findings(
         level = sum(map(abs, losses)) / len(losses)
         # Independent losses change direction at two steps in three; an oscillation at nearly all.
         if turns > TURNS * (len(steps) - 1) and swing > OSCILLATION * level:
-            yield Finding(
-                "the loss oscillates",
-                f"it turns {turns} times in {len(losses)}, moving by {swing / level:.0%} at a time",
-                (("distillation", "up"), ("distillation.temperature", "up")),
-            )
+            evidence = f"{turns} turns in {len(losses)} values, by {swing / level:.0%} at a time"
+            changes = (("distillation", "up"), ("distillation.temperature", "up"))
+            yield Finding("the loss oscillates", evidence, changes)
     if len(validation_losses) >= FEWEST_LOSSES and len(losses) >= FEWEST_LOSSES:
         (rise, doubt), (fall, _) = _slope(validation_losses), _slope(losses)
         if rise > 2 * doubt and fall < 0:
-            yield Finding(
-                "overfitting",
-                f"the validation loss rises by {rise:.3g} a step, the loss falls by {-fall:.3g}",
-                ((f"{side}_flops", "up"), ("dropout", "up")),
-            )
+            evidence = f"validation rises by {rise:.3g} a step, the loss falls by {-fall:.3g}"
+            yield Finding("overfitting", evidence, ((f"{side}_flops", "up"), ("dropout", "up")))
 
 
 def _shares(gradients: GradientReport) -> dict[str, float]:

@@ -133,9 +133,8 @@ class SpladeBatch(NamedTuple):
             **options: arguments of the encoder, such as ``return_logits=True``.
 
         Raises:
-            ValueError: for a column without texts, with anything else beside texts, or with lists
-                of different lengths; for ids or scores of another type; for a ``max_length``
-                without room for a token; for scores beside a ``teacher``.
+            ValueError: for columns of other contents, a ``max_length`` without room for a token, or
+                scores beside a ``teacher``.
             TypeError: for texts without a tokenizer, an unknown field, or a teacher that returns no
                 scores.
 
@@ -194,19 +193,11 @@ def _tokenize(
     if wrong or not texts:
         got = repr(wrong[0]) if wrong else "none"
         raise ValueError(f"expected {side!r} to be texts, got {got}")
-    if is_nested and len({len(own) for own in lists}) > 1:
-        raise ValueError(
-            f"expected the same number of texts of {side!r} in every row, got "
-            f"{[len(own) for own in lists]}"
-        )
-    batch = tokenizer(
-        texts,
-        padding=True,
-        padding_side="right",  # as in SpladeEncoder.tokenize
-        truncation=True,
-        max_length=max_length,
-        return_tensors="pt",
-    )
+    counts = [len(own) for own in lists]
+    if len({*counts}) > 1:
+        raise ValueError(f"expected as many texts of {side!r} in every row, got {counts}")
+    options = {"padding_side": "right", "truncation": True, "max_length": max_length}
+    batch = tokenizer(texts, padding=True, return_tensors="pt", **options)  # as SpladeEncoder does
     tensors = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
     if is_nested:
         tensors = {key: tensor.unflatten(0, (len(rows), -1)) for key, tensor in tensors.items()}
@@ -216,6 +207,8 @@ def _tokenize(
 def _as_tensor(name: str, column: Any, device: torch.device) -> Tensor:
     """Return a column of integers, or of rows of scores, as a tensor."""
     is_ids = name == "positive_ids"
+    kind = "integers" if is_ids else "rows of as many numbers each"
+    wrong = f"expected {name!r} to be {kind}, got {column!r}"
     try:
         if is_ids:
             tensor = torch.as_tensor(column)
@@ -223,10 +216,9 @@ def _as_tensor(name: str, column: Any, device: torch.device) -> Tensor:
             rows = [torch.as_tensor(row, dtype=torch.float32) for row in column]
             tensor = torch.stack(rows).detach()
     except (TypeError, ValueError, RuntimeError) as error:  # PyTorch's do not name the column
-        kind = "integers" if is_ids else "rows of as many numbers each"
-        raise ValueError(f"expected {name!r} to be {kind}, got {column!r}") from error
+        raise ValueError(wrong) from error
     if is_ids and tensor.is_floating_point():
-        raise ValueError(f"expected {name!r} to be integers, got {column!r}")
+        raise ValueError(wrong)
     return tensor.to(device)
 
 

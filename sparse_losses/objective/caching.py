@@ -109,9 +109,8 @@ def cached_backward(
     left = Counter(id(batch.encoder) for batch in pending)
     for batch in pending:
         left[id(batch.encoder)] -= 1
-        is_last = left[id(batch.encoder)] == 0
         no_sync = getattr(batch.encoder, "no_sync", nullcontext)
-        with nullcontext() if is_last else no_sync():
+        with no_sync() if left[id(batch.encoder)] else nullcontext():
             batch.go_backward()
     return result
 
@@ -133,16 +132,14 @@ class _MiniBatch:
         output = self.encoder(**inputs) if isinstance(inputs, Mapping) else self.encoder(inputs)
         leaves, structure = tree_flatten(output)
         for leaf in leaves:
-            if leaf is not None and not isinstance(leaf, Tensor):
-                raise TypeError(
-                    f"expected `encoder` to return tensors and None for column {self.column}, got "
-                    f"{type(leaf).__name__}"
-                )
-            if leaf is not None and leaf.shape[:1] != (self.rows,):
-                raise ValueError(
-                    f"expected `encoder` to return a row for each of {self.rows} rows of column "
-                    f"{self.column}, got a tensor of shape {list(leaf.shape)}"
-                )
+            if leaf is None:
+                continue
+            expected = f"expected `encoder` to return {{}} column {self.column}, got {{}}"
+            if not isinstance(leaf, Tensor):
+                raise TypeError(expected.format("tensors and None for", type(leaf).__name__))
+            if leaf.shape[:1] != (self.rows,):
+                each, shape = f"a row for each of {self.rows} rows of", list(leaf.shape)
+                raise ValueError(expected.format(each, f"a tensor of shape {shape}"))
         return leaves, structure
 
     def go_backward(self) -> None:
@@ -167,7 +164,7 @@ class _MiniBatch:
 
 
 class _RandomNumbers:
-    """The present states of PyTorch's generators on the CPU and all accelerators."""
+    """The states of PyTorch's generators on the CPU and all accelerators."""
 
     def __init__(self) -> None:
         self.states = [(setter, getter()) for getter, setter in _generators()]
@@ -207,8 +204,8 @@ def _split(
     if size is not None:
         check_integer("mini_batch_size", size, minimum=1)
     if not isinstance(columns, (list, tuple)) or not columns:
-        received = "none" if isinstance(columns, (list, tuple)) else type(columns).__name__
-        raise TypeError(f"expected `columns` to be a list of at least one column, got {received}")
+        kind = type(columns).__name__
+        raise TypeError(f"expected `columns` to be a list of at least one column, got a {kind}")
     encoders = encoder if isinstance(encoder, (list, tuple)) else [encoder] * len(columns)
     if len(encoders) != len(columns):
         raise ValueError(
@@ -224,9 +221,7 @@ def _split(
 def _slices(column: int, inputs: Any, size: int | None) -> list[Inputs]:
     rows = _rows(column, inputs)
     if size is None:
-        raise ValueError(
-            f"expected `mini_batch_size`, or a list of mini-batches as column {column}, got neither"
-        )
+        raise ValueError(f"expected `mini_batch_size`, or a list as column {column}, got neither")
     parts = [slice(first, first + size) for first in range(0, max(rows, 1), size)]
     if isinstance(inputs, Tensor):
         return [inputs[part] for part in parts]
@@ -239,23 +234,19 @@ def _slices(column: int, inputs: Any, size: int | None) -> list[Inputs]:
 def _rows(column: int, inputs: Any) -> int:
     """Return the number of rows of a tensor, or of all tensors of a mapping."""
     if not isinstance(inputs, (Tensor, Mapping)):
-        raise TypeError(
-            f"expected column {column} to be a tensor, a mapping of tensors or a list of such "
-            f"mini-batches, got {type(inputs).__name__}"
-        )
+        kind = type(inputs).__name__
+        raise TypeError(f"expected column {column} to be a tensor, mapping or list, got {kind}")
     named = inputs if isinstance(inputs, Mapping) else {"a tensor": inputs}
     shapes = {name: list(x.shape) for name, x in named.items() if isinstance(x, Tensor)}
     rows = {shape[0] if shape else None for shape in shapes.values()}
     if len(rows) != 1 or None in rows:
-        received = ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items())
-        raise ValueError(
-            f"expected one number of rows in all of column {column}, got {received or 'no tensor'}"
-        )
+        got = ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items()) or "no tensor"
+        raise ValueError(f"expected one number of rows in all of column {column}, got {got}")
     return next(iter(shapes.values()))[0]
 
 
 def _encode(column: Sequence[_MiniBatch]) -> tuple[list[Tensor | None], Any]:
-    """Encode a column: its representations, as leaves of the loss's graph, and their structure."""
+    """Return a column's representations, as leaves of the loss's graph, and their structure."""
     outputs, structures = [], []
     for batch in column:
         batch.random_numbers = _RandomNumbers()
@@ -265,7 +256,7 @@ def _encode(column: Sequence[_MiniBatch]) -> tuple[list[Tensor | None], Any]:
         if structures[-1] != structures[0]:
             raise ValueError(
                 "expected `encoder` to return the same structure for all mini-batches of column "
-                f"{batch.column}, got {structures[0][0]} and {structure}, or None in other places"
+                f"{batch.column}, got {structures[0]} and {structures[-1]}"
             )
     joined = [_join(leaves) for leaves in zip(*outputs, strict=True)]
     return joined, structures[0][0]
@@ -276,19 +267,17 @@ def _join(parts: tuple[Tensor | None, ...]) -> Tensor | None:
     tensors = [part for part in parts if part is not None]
     if not tensors:
         return None
-    first = tensors[0]
-    carries_gradient = first.is_floating_point()
-    if not carries_gradient and first.ndim > 1:
+    carries_gradient = tensors[0].is_floating_point()
+    if not carries_gradient and tensors[0].ndim > 1:
         return cat_padded(*tensors)
-    whole = torch.cat(tensors) if len(tensors) > 1 else first
-    return whole.detach().requires_grad_(carries_gradient)
+    return torch.cat(tensors).detach().requires_grad_(carries_gradient)
 
 
 def _deal_out_gradients(column: Sequence[_MiniBatch], leaves: Sequence[Tensor | None]) -> None:
-    """Give each mini-batch its rows of the gradients; none where the loss ignores the column."""
+    """Give each mini-batch its rows of the gradients."""
     gradients = [None if leaf is None else leaf.grad for leaf in leaves]
     if all(gradient is None for gradient in gradients):
-        return
+        return  # the loss ignores the column
     first = 0
     for batch in column:
         rows = slice(first, first + batch.rows)
@@ -299,13 +288,9 @@ def _deal_out_gradients(column: Sequence[_MiniBatch], leaves: Sequence[Tensor | 
 def _total(output: Tensor | ObjectiveOutput) -> Tensor:
     total = output.total if isinstance(output, ObjectiveOutput) else output
     if not isinstance(total, Tensor):
-        raise TypeError(
-            "expected `loss` to return a 0-d tensor or an ObjectiveOutput, got "
-            f"{type(output).__name__}"
-        )
+        kind = type(output).__name__
+        raise TypeError(f"expected `loss` to return a 0-d tensor or an ObjectiveOutput, got {kind}")
     if total.ndim or not total.requires_grad:
-        raise ValueError(
-            "expected `loss` to return one number that depends on the representations, got "
-            f"{'one without a gradient' if not total.ndim else f'shape {list(total.shape)}'}"
-        )
+        got = f"shape {list(total.shape)}" if total.ndim else "one without a gradient"
+        raise ValueError(f"expected `loss` to return one number with a gradient, got {got}")
     return total

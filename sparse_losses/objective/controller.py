@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_losses._core.checks import (
-    check_choice,
-    check_integer,
-    check_number,
-    check_rows,
-)
+from sparse_losses._core.checks import check_choice, check_integer, check_number, check_rows
 from sparse_losses._core.host_copy import HostCopy
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import num_ranks, sum_over_ranks
@@ -38,9 +33,6 @@ SHRUNK = 0.1  # the share of the first mean activation below which activations h
 # The attributes that make up a state, with an underscore before each.
 STATE = ["steps", "log_ratio", "active", "error", "change", "trend", "cut", "is_dying"]
 STATE += ["silent_steps", "last_healthy_step", "status", "first", "mean_activation"]
-# The entries of a state that are lists, with their lengths, and those that may be None.
-LISTS = {"dead": 3, "first": 2, "seen": 5, "sent": 5}
-OPTIONAL = {"active", "error", "last_healthy_step", "first", "seen", "sent"}
 
 
 class CollapseError(RuntimeError):
@@ -86,10 +78,10 @@ class SparsityController:
     too few dimensions are active, without an upward trend, the target is reported as unreachable:
     the other losses alone leave fewer.
 
-    A dimension is active if it is above 0. A model that can make all activations small at once (by
-    a gate or a scale) satisfies FLOPS without making any dimension 0. The target is reported as
-    unreachable if texts are still too dense and the mean activation has fallen to a tenth of its
-    first value, and by a larger factor than the number of dimensions.
+    A model that can make all activations small at once (by a gate or a scale) satisfies FLOPS
+    without making any dimension 0. The target is reported as unreachable if texts are still too
+    dense and the mean activation has fallen to a tenth of its first value, and by a larger factor
+    than the number of dimensions.
 
     Rows without any active dimension are dead. When their share increases, by ``dead_share`` and
     beyond chance, the weight is halved at once. It does not rise while the share is above the first
@@ -140,9 +132,8 @@ class SparsityController:
         dead_share: float = 0.01,
     ) -> None:
         if not isinstance(objective, SpladeObjective):
-            raise TypeError(
-                f"expected `objective` to be a SpladeObjective, got {type(objective).__name__}"
-            )
+            kind = type(objective).__name__
+            raise TypeError(f"expected `objective` to be a SpladeObjective, got {kind}")
         check_choice("term", term, ("document_flops", "query_flops"))
         check_number("target_active", target_active, minimum=0.0, exclusive=True)
         _check_only_master(objective, term)
@@ -195,10 +186,8 @@ class SparsityController:
         """Count a batch ``[..., V]`` without a device wait; the batches of a step add up."""
         check_rows("activations", activations)
         if self.target_active >= activations.shape[-1]:
-            raise ValueError(
-                f"expected `target_active` below V = {activations.shape[-1]}, got "
-                f"{self.target_active}"
-            )
+            vocab = f"V = {activations.shape[-1]}"
+            raise ValueError(f"expected `target_active` below {vocab}, got {self.target_active}")
         with torch.no_grad():
             rows = activations.detach().flatten(0, -2)
             wide = widest_dtype(rows.device)
@@ -233,10 +222,10 @@ class SparsityController:
         assert self._sent is not None
         active, live, dead, mass, batches = self._sent.read()
         self._sent = None
-        if self.objective.weights.get(self.term) != self._written:
+        if (weight := self.objective.weights.get(self.term)) != self._written:
             raise RuntimeError(
                 f"expected objective.weights[{self.term!r}] to be {self._written} as it was set "
-                f"here, got {self.objective.weights.get(self.term)}: only the controller may set it"
+                f"here, got {weight}: only the controller may set it"
             )
         if not batches:
             raise RuntimeError("expected `observe(activations)` before `step()`, got none")
@@ -262,21 +251,16 @@ class SparsityController:
             self._steer()
 
     def _sum_over_ranks(self) -> None:
-        """Add what all ranks observed since the last step.
-
-        This happens at every step, so that all ranks have the same state and any may save it. A
-        rank that observed nothing sends zeros: otherwise the others would wait for it.
-        """
+        """Add what all ranks observed since the last step, so that all have the same state."""
         new, self._new = self._new, None
         if num_ranks() > 1:
-            if new is None:
+            if new is None:  # zeros: otherwise the others would wait for this rank
                 device = self.objective.special_token_ids.device
                 new = torch.zeros(5, dtype=widest_dtype(device), device=device)
             new = sum_over_ranks(new)
         self._seen = _added(self._seen, new)
 
     def _count_dead(self, dead: float, rows: float) -> None:
-        """Record a new share of dead rows, and whether it increases."""
         share, usual = dead / rows, self._usually_dead
         if self._first_dead is None:
             self._first_dead = usual = share
@@ -284,12 +268,7 @@ class SparsityController:
         more = share > usual + self.dead_share + by_chance
         self._is_dying = more and share > self._dead
         self._dead = share
-        self._usually_dead = usual + self._share_of_a_look * (share - usual)
-
-    @property
-    def _share_of_a_look(self) -> float:
-        """Weight of one measurement in the average share of dead rows."""
-        return 1 - math.exp(-self.every / self.window)
+        self._usually_dead = usual + (1 - math.exp(-self.every / self.window)) * (share - usual)
 
     def _look(self, active: float) -> None:
         """Update level and trend by Holt's smoothing."""
@@ -313,10 +292,7 @@ class SparsityController:
         return max(too_few, 0.0) if fall > math.log(CRASH) else 0.0
 
     def _most(self) -> float:
-        """Return the share of the pace at which the weight may rise: less until texts change.
-
-        Until then the effect of the weight cannot be measured.
-        """
+        """Return the share of the pace at which the weight may rise: less until texts change."""
         assert self._first is not None
         assert self._active is not None
         has_moved = abs(math.log(self._active / self._first[0])) > STILL
@@ -348,7 +324,6 @@ class SparsityController:
             _log.log(level, "after step %d: %s", self._steps, self)
 
     def _status_now(self, crash: float) -> str:
-        """Return the status of the last measurement."""
         assert self._error is not None
         high = math.log(self.maximum / self.start)
         waver = 2.0 if self._status.startswith("unreachable") else 1.0  # keeps the status stable
@@ -357,11 +332,8 @@ class SparsityController:
             return "backing off: texts become empty"
         if crash:
             return "backing off: active dimensions fall too fast"
-        if (
-            is_below
-            and self._log_ratio < math.log(NEGLIGIBLE_SHARE)
-            and self.horizon * self._trend < waver * ROOM  # no upward trend
-        ):
+        is_rising = self.horizon * self._trend >= waver * ROOM
+        if is_below and self._log_ratio < math.log(NEGLIGIBLE_SHARE) and not is_rising:
             return "unreachable: too sparse at almost no weight"
         if self._log_ratio == high and is_above:
             return "unreachable: too dense at the largest weight"
@@ -387,11 +359,9 @@ class SparsityController:
 
     def _collapse_message(self) -> str:
         healthy = self._last_healthy_step
-        since = (
-            "every step had dead rows"
-            if healthy is None
-            else f"last step without dead rows: {healthy}"
-        )
+        since = f"last step without dead rows: {healthy}"
+        if healthy is None:
+            since = "every step had dead rows"
         where = self.checkpoint or "an earlier one; name yours in `controller.checkpoint`"
         return (
             f"all rows are dead at step {self._steps} ({since}), and behind a ReLU they get no "
@@ -400,13 +370,9 @@ class SparsityController:
         )
 
     def attach(self, optimizer: torch.optim.Optimizer) -> "_Handles":
-        """Register hooks that observe the objective's batches and count the optimiser's steps.
+        """Observe the objective's batches and count the optimiser's steps, until ``.remove()``.
 
-        Batches count in training mode with gradients on. ``.remove()`` on the returned handle
-        removes the hooks.
-
-        Raises:
-            RuntimeError: if the controller is attached to this optimiser already.
+        Batches count in training mode with gradients on. Attaching a second time is an error.
         """
         steps = count_steps(optimizer, self._after_step)
         return _Handles(steps, self.objective.register_forward_hook(self._watch, with_kwargs=True))
@@ -454,10 +420,7 @@ class SparsityController:
         return f"{type(self).__name__}({self})"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed run needs to continue as this one would.
-
-        After a step it is the same on every rank.
-        """
+        """Return what a resumed run continues from; after a step the same on every rank."""
         seen = _added(self._seen, self._new)
         return {
             "term": self.term,
@@ -474,24 +437,22 @@ class SparsityController:
         """Restore a state and set the weight; target and gain stay those of this controller.
 
         A state of another target is logged as a warning, and what it measured counts against the
-        new one. After an error nothing has changed.
-
-        Raises:
-            ValueError: for a state that is not a controller's, or is another term's.
-            TypeError: for a state that is not a mapping, or a value of another type.
+        new one. After an error, for a state that is not this term's, nothing has changed.
         """
+        kind = type(self).__name__
         if not isinstance(state, Mapping):
-            raise TypeError(
-                f"expected the state of a SparsityController, got {type(state).__name__}"
-            )
+            raise TypeError(f"expected the state of a {kind}, got {type(state).__name__}")
         if others := sorted(map(str, self.state_dict().keys() ^ state.keys())):
+            names = ", ".join(others)
             raise ValueError(
-                "expected the state of this version's SparsityController, got one that lacks or "
-                f"adds {', '.join(others)}"
+                f"expected the state of this version's {kind}, got one that lacks or adds {names}"
             )
         if state["term"] != self.term:
             raise ValueError(f"expected the state for {self.term!r}, got one for {state['term']!r}")
-        _check_state(state)
+        for name, value in state.items():
+            for number in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(number, float) and not math.isfinite(number):
+                    raise ValueError(f"expected finite numbers as {name!r}, got {value}")
         for name in STATE:
             setattr(self, f"_{name}", state[name])
         self._dead, self._usually_dead, self._first_dead = state["dead"]
@@ -499,12 +460,8 @@ class SparsityController:
         if self._error is not None:
             self._error += math.log(target) - math.log(self.target_active)
         if target != self.target_active:
-            _log.warning(
-                "%s: the target is %g, in the loaded state it was %g",
-                self.term,
-                self.target_active,
-                target,
-            )
+            message = "%s: the target is %g, in the loaded state it was %g"
+            _log.warning(message, self.term, self.target_active, target)
         seen, sent = (
             None if state[name] is None else torch.tensor(state[name], dtype=torch.float64)
             for name in ("seen", "sent")
@@ -514,23 +471,6 @@ class SparsityController:
         if self._error is not None and target != self.target_active:
             self._status = self._status_now(self._crash())
         self._write()
-
-
-def _check_state(state: Mapping[str, Any]) -> None:
-    """Raise for a number that is not finite, or a list of another length."""
-    for name, value in state.items():
-        size = LISTS.get(name)
-        if name in ("term", "status", "is_dying") or (value is None and name in OPTIONAL):
-            continue
-        if size and (not isinstance(value, (list, tuple)) or len(value) != size):
-            raise ValueError(f"expected {size} numbers as {name!r} of the state, got {value}")
-        for place, number in enumerate(value if size else [value]):
-            if (name, place) == ("dead", 2) and number is None:  # the first share, not yet measured
-                continue
-            above = 0.0 if name in ("start", "target", "active", "first") else -math.inf
-            check_number(
-                f"{name}[{place}]" if size else name, number, minimum=above, exclusive=True
-            )
 
 
 def _start_weight(objective: SpladeObjective, term: str, start: float | None) -> float:
@@ -550,14 +490,13 @@ def _check_only_master(objective: SpladeObjective, term: str) -> None:
     """Raise if a schedule or another controller sets the weight."""
     if term in objective.scheduled:
         raise ValueError(
-            f"expected only the controller to set the weight of {term!r}, got an objective "
-            f"whose TrainingSchedule sets it too: create both again, without {term!r} in the "
-            "schedule's warm-ups and phases"
+            f"expected only the controller to set the weight of {term!r}, got an objective whose "
+            "TrainingSchedule sets it too: leave it out of the warm-ups and phases"
         )
     if term in controllers_of(objective):
         raise ValueError(
             f"expected one controller of {term!r}, got a second one of the same objective: "
-            "steer another term, or delete the first, or create the objective again"
+            "delete the first"
         )
 
 

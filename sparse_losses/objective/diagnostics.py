@@ -39,12 +39,9 @@ class Report(dict[str, float]):
     def __str__(self) -> str:
         """Return one line per number."""
         width = max(map(len, self), default=0)
-        return "\n".join(f"{name:{width}}  {self._shown(name)}" for name in self)
-
-    def _shown(self, name: str) -> str:
-        if name.endswith(("_share", "_top", "_rows", "_recall", "never_active")):
-            return f"{self[name]:.1%}"
-        return f"{self[name]:.4g}"
+        shares = ("_share", "_top", "_rows", "_recall", "never_active")
+        formats = {name: ".1%" if name.endswith(shares) else ".4g" for name in self}
+        return "\n".join(f"{name:{width}}  {self[name]:{formats[name]}}" for name in self)
 
 
 class Diagnostics:
@@ -138,23 +135,19 @@ class Diagnostics:
         if isinstance(activations, Texts):
             texts = activations.flatten() if activations.activations.ndim == 3 else activations
             activations, input_ids, attention_mask, _ = texts
+        others = (None, None) if other_side is None else other_side[1:3]
         size = check_shapes(
             activations=(activations, "B V"),
             input_ids=(input_ids, "B S, optional"),
             attention_mask=(attention_mask, "B S, optional"),
             **{
-                "other_side.input_ids": (other_side and other_side.input_ids, "B T, optional"),
-                "other_side.attention_mask": (
-                    other_side and other_side.attention_mask,
-                    "B T, optional",
-                ),
+                "other_side.input_ids": (others[0], "B T, optional"),
+                "other_side.attention_mask": (others[1], "B T, optional"),
             },
         )
         if size["V"] != self.vocab_size:
-            raise ValueError(
-                f"expected `activations` of shape [B, V] = [B, {self.vocab_size}], "
-                f"got {list(activations.shape)}"
-            )
+            expected, received = [size["B"], self.vocab_size], list(activations.shape)
+            raise ValueError(f"expected `activations` [B, V] = {expected}, got {received}")
         if size["B"] == 0:
             return
         x = activations.detach()
@@ -168,7 +161,6 @@ class Diagnostics:
         columns = torch.stack([x.relu().sum(0, dtype=wide), is_active.sum(0, dtype=wide), top])
         is_live = is_on_top[:, 0]
         count = is_active.sum(1) * is_live
-        others = (None, None) if other_side is None else other_side[1:3]
         numbers = torch.stack(
             [
                 torch.full_like(count[0], size["B"]),
@@ -249,7 +241,6 @@ class Diagnostics:
         return HostCopy(torch.cat([self._columns.flatten(), numbers, extremes]), self._report)
 
     def _report(self, values: Tensor) -> Report:
-        """Compute the report from the whole state in one tensor."""
         summed, texts, top = values[: 3 * self.vocab_size].view(3, -1)
         rows, live, active, dead, dense, own, own_rows, other, other_rows, smallest, largest = (
             values[3 * self.vocab_size :].tolist()
@@ -277,9 +268,9 @@ class Diagnostics:
                 report[f"{name}_share"] = _ratio(texts[group].sum(), texts.sum())
                 report[f"{name}_top"] = _ratio(top[group].sum(), top.sum())
         if self._stopword is not None:
-            content = (
-                ~self._stopword if self._special is None else ~(self._stopword | self._special)
-            )
+            content = ~self._stopword
+            if self._special is not None:
+                content &= ~self._special
             mean = [_ratio(summed[g].sum(), texts[g].sum()) for g in (content, self._stopword)]
             if mean[1] != 0:
                 report["semantic_ratio"] = mean[0] / mean[1]
@@ -290,13 +281,9 @@ class Diagnostics:
         return report
 
     def top_tokens(self, k: int = 20) -> dict[int, float]:
-        """Return the ids most often among a text's ``top_k``, with their share of the texts.
+        """Return the ``k`` ids most often among a text's ``top_k``, with their share of the texts.
 
         If they are stopwords, or the same few in every text, the vectors carry little information.
-        Waits for the device.
-
-        Args:
-            k: the largest number of ids to return.
         """
         check_integer("k", k, minimum=1)
         if self._columns is None or self._numbers is None:

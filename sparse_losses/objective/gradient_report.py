@@ -111,14 +111,13 @@ def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> GradientR
         else [torch.zeros_like(leaf) for leaf in leaves]
         for term in terms.values()
     ]
-    products = _products(gradients)
-    names = list(terms)
+    products, names = _products(gradients), list(terms)
     norms = {name: math.sqrt(products[row][row]) for row, name in enumerate(names)}
-    cosines = {}
-    for row, b in enumerate(names):
-        for column, a in enumerate(names[:row]):
-            length = norms[a] * norms[b]
-            cosines[a, b] = products[row][column] / length if length else 0.0
+    cosines = {
+        (a, b): products[row][column] / (norms[a] * norms[b] or math.inf)
+        for row, b in enumerate(names)
+        for column, a in enumerate(names[:row])
+    }
     return GradientReport(norms, cosines)
 
 

@@ -23,11 +23,15 @@ __all__ = ["Preset"]
 # The fields that are arguments of a loss. One that is used needs them all.
 _KD = {"temperature": "distillation_temperature", "alpha_kl": "alpha_kl", "alpha_mse": "alpha_mse"}
 _ARGUMENTS = {
-    "info_nce": {name: name for name in ("temperature", "similarity", "symmetric")},
+    "info_nce": {
+        "temperature": "temperature",
+        "similarity": "similarity",
+        "symmetric": "symmetric",
+    },
     "triplet_margin": {"margin": "margin"},
     "distillation": _KD,
     "context_distillation": _KD,
-    "min_activation": {name: name for name in ("top_k", "threshold")},
+    "min_activation": {"top_k": "top_k", "threshold": "threshold"},
 }
 
 
@@ -39,7 +43,7 @@ class Preset:
     ``idf_penalty``; ``None`` is their default, or a number that must be set.
 
     Attributes:
-        weights: weights by the names of the terms, as in ``SpladeObjective``.
+        weights: weights by term, as in ``SpladeObjective``.
         teacher: the source of the teacher's scores: ``"bm25"`` (a ``BM25Teacher``), or the name of
             a model, which the preset does not load.
         idf_alpha: steepness of the token penalties; ``None``: plain FLOPS, without penalties.
@@ -59,8 +63,8 @@ class Preset:
         >>> objective.weights, objective.info_nce.temperature
         ({'info_nce': 1.0, 'document_flops': 0.1, 'query_flops': 0.2}, 0.5)
         >>> schedule, controller = recipe.schedules(objective, steps=1000)
-        >>> schedule.warmups, controller.target_active
-        ({'query_flops': Warmup(steps=500, shape='quadratic')}, 64)
+        >>> schedule.warmups["query_flops"].steps, controller.target_active
+        (500, 64)
     """
 
     name: str
@@ -105,36 +109,29 @@ class Preset:
     def replace(self, *, weights: Mapping[str, float] | None = None, **changes: Any) -> "Preset":
         """Return a copy with other numbers; weights replace those of the same names.
 
-        The phases' temperature and weights hold over yours: to train with yours, pass also
-        ``curriculum=None``. A weight of 0 removes the term, as ``without`` does. Other mappings
-        (``warmup``, ``target_active``) are replaced as a whole.
+        A weight of 0 removes the term, as ``without`` does. Other mappings are replaced as a whole.
+        A curriculum's temperature and weights hold over yours, unless you pass ``curriculum=None``.
         """
         numbers = dict(weights or {})
         changed = dataclasses.replace(self, weights={**self.weights, **numbers}, **changes)
         return changed.without(*(term for term, weight in numbers.items() if weight == 0))
 
     def without(self, *terms: str) -> "Preset":
-        """Return a copy in which no weight, phase, warm-up or target names these terms.
-
-        A schedule does not start a term that the objective lacks, whatever its curriculum.
-        """
+        """Return a copy in which no weight, phase, warm-up or target names these terms."""
         for term in terms:
             check_choice("terms", term, (*NEEDS,))
 
         def rest(numbers: Mapping[str, float]) -> dict[str, float]:
             return {term: number for term, number in numbers.items() if term not in terms}
 
-        curriculum = self.curriculum
-        if curriculum is not None:
-            phases = [dataclasses.replace(p, weights=rest(p.weights)) for p in curriculum.phases]
-            curriculum = dataclasses.replace(curriculum, phases=phases)
-        return dataclasses.replace(
-            self,
-            weights=rest(self.weights),
-            curriculum=curriculum,
-            warmup=rest(self.warmup),
-            target_active=rest(self.target_active),
-        )
+        changes: dict[str, Any] = {
+            name: rest(getattr(self, name)) for name in ("weights", "warmup", "target_active")
+        }
+        if self.curriculum is not None:
+            phases = self.curriculum.phases
+            phases = [dataclasses.replace(phase, weights=rest(phase.weights)) for phase in phases]
+            changes["curriculum"] = dataclasses.replace(self.curriculum, phases=phases)
+        return dataclasses.replace(self, **changes)
 
     def missing(self, passed: Collection[str] = ()) -> list[str]:
         """Return the fields that must be set; none for the losses ``passed`` to ``objective``."""
@@ -175,26 +172,34 @@ class Preset:
         Raises:
             ValueError: for a missing number or argument.
         """
+        # Numbers are None below only where `missing` lets them be.
         if missing := self.missing([name for name, loss in options.items() if loss is not None]):
             raise ValueError(
                 f"expected all numbers of {self.name}, got None for {', '.join(missing)}: set "
                 f"{self.name}.replace({', '.join(f'{name}=...' for name in missing)})"
             )
         made: dict[str, Any] = {"special_token_ids": special_token_ids}
+        made["stopword_ids"] = stopword_ids if hide_stopwords else ()
+        made |= {"score_scale": self.score_scale or 1.0, "teacher_scale": self.teacher_scale}
+        made["self_reconstruction"] = SelfReconstructionLoss(
+            ignore_token_ids=special_token_ids, balanced=self.balanced
+        )
         for loss, fields in _ARGUMENTS.items():
             numbers = {argument: getattr(self, field) for argument, field in fields.items()}
             if None not in numbers.values():
                 made[loss] = LOSSES[loss][0](**numbers)
-        made["self_reconstruction"] = SelfReconstructionLoss(
-            ignore_token_ids=special_token_ids, balanced=self.balanced
-        )
-        made |= {n: getattr(self, n) for n in ("score_scale", "teacher_scale") if getattr(self, n)}
-        if hide_stopwords:
-            made["stopword_ids"] = stopword_ids
         if self.idf_alpha is not None and "flops" not in options:
             if idf is None:
                 raise ValueError(f"{self.name} weighs FLOPS by token and needs `idf` of shape [V]")
-            made["flops"] = self._idf_flops(idf, special_token_ids, stopword_ids)
+            penalty = idf_penalty(
+                idf,
+                alpha=self.idf_alpha,
+                special_token_ids=() if self.special_penalty is None else special_token_ids,
+                special_penalty=self.special_penalty or 0.0,
+                stopword_ids=stopword_ids,
+                stopword_penalty=self.stopword_penalty or 0.0,
+            )
+            made["flops"] = IdfFlopsLoss(penalty, beta=self.beta or 0.0)
         if "language_penalty" in self._losses() and "language_penalty" not in options:
             size = len(idf) if vocab_size is None and idf is not None else vocab_size
             if allowed_token_ids is None or size is None:
@@ -206,21 +211,10 @@ class Preset:
                 size,
                 allowed_token_ids,
                 special_token_ids=special_token_ids,
-                penalty=self.language_penalty or 0.0,  # as `missing` has made sure of
+                penalty=self.language_penalty or 0.0,
             )
             made["language_penalty"] = LanguagePenaltyLoss(penalty)
         return SpladeObjective(self.weights, **(made | options))
-
-    def _idf_flops(
-        self, idf: Tensor, special_token_ids: TokenIds, stopword_ids: TokenIds
-    ) -> IdfFlopsLoss:
-        numbers: dict[str, Any] = {"alpha": self.idf_alpha}
-        numbers |= {"stopword_ids": stopword_ids, "stopword_penalty": self.stopword_penalty}
-        if self.special_penalty is not None:
-            numbers["special_token_ids"] = special_token_ids
-            numbers["special_penalty"] = self.special_penalty
-        assert self.beta is not None
-        return IdfFlopsLoss(idf_penalty(idf, **numbers), beta=self.beta)
 
     def schedules(
         self,
@@ -234,17 +228,18 @@ class Preset:
         They set the objective's weights in training: ``attach`` each to the optimiser. A warm-up
         needs ``steps``, the optimiser's in the whole training; phases need ``steps_per_epoch``.
         """
-        rising = {t: share for t, share in self.warmup.items() if t not in self.target_active}
-        if rising and steps is None:
-            raise ValueError(
-                f"expected `steps` of the whole training, as {', '.join(rising)} warms up, got None"
-            )
         if steps is not None:
             check_integer("steps", steps, minimum=1)
         warmups = {
             term: Warmup(max(1, round(share * (steps or 0))), "quadratic")
-            for term, share in rising.items()
+            for term, share in self.warmup.items()
+            if term not in self.target_active
         }
+        if warmups and steps is None:
+            names = ", ".join(warmups)
+            raise ValueError(
+                f"expected `steps` of the whole training, as {names} warms up, got None"
+            )
         # First, because a controller keeps the weight it finds: after an error nothing has changed.
         controllers = [
             SparsityController(objective, term, target_active=target)
@@ -262,8 +257,7 @@ class Preset:
     def __str__(self) -> str:
         """Return one line per number, with `?` for numbers that must be set."""
         missing, rows = self.missing(), []
-        for field in dataclasses.fields(self)[1:]:
-            name, value = field.name, getattr(self, field.name)
+        for name, value in list(vars(self).items())[1:]:
             if isinstance(value, Mapping):
                 rows += [(f"{name}: {key}", number) for key, number in value.items()]
             elif isinstance(value, Curriculum):

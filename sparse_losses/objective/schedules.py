@@ -1,7 +1,7 @@
 """Weights and temperatures that change during training, counted in optimiser steps."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -137,7 +137,7 @@ class Warmup:
     def __call__(self, step: int) -> float:
         """Return the factor after ``step`` optimiser steps."""
         share = min(1.0, step / self.steps)
-        return share if self.shape == "linear" else share * share
+        return share if self.shape == "linear" else share**2
 
 
 class TrainingSchedule:
@@ -192,39 +192,35 @@ class TrainingSchedule:
             check_choice("warmups", name, list(NEEDS))
         self.base = dict(objective.weights)
         self.base_temperature = objective.info_nce.temperature
-        self._phased = {name for name in _scheduled(curriculum) if self._is_on(name)}
+        phases = () if curriculum is None else curriculum.phases
+        self._phased = {name for phase in phases for name in phase.weights if self._is_on(name)}
         self._names = {*self.warmups, *self._phased}
         if tensors := [n for n in self._names if isinstance(self.base.get(n), Tensor)]:
-            raise ValueError(
-                f"expected numbers as weights to be scheduled, got {tensors} as tensors"
-            )
+            raise ValueError(f"expected numbers as scheduled weights, got {tensors} as tensors")
         if steered := sorted(self._names.intersection(controllers_of(objective))):
             raise ValueError(
                 "expected each weight to be set by a schedule or by a SparsityController, got both "
                 f"for {', '.join(steered)}"
             )
-        for name in self.warmups:
-            if not self._is_on(name):
-                raise ValueError(
-                    f"expected a weight to warm up for {name!r}, got 0 in the objective (does "
-                    "another schedule warm it up?)"
-                )
+        if off := [name for name in self.warmups if not self._is_on(name)]:
+            raise ValueError(
+                f"expected a weight to warm up for {off[0]!r}, got 0 in the objective (does "
+                "another schedule warm it up?)"
+            )
         objective.scheduled |= self._names
         self._set: dict[str, float | Tensor] = {}
         self._phase: Phase | None = None
         self._apply()
 
     def _is_on(self, name: str) -> bool:
-        """Whether the objective has a weight other than 0 for the term."""
         weight = self.base.get(name, 0.0)
         return isinstance(weight, Tensor) or weight != 0
 
     @property
     def epoch(self) -> int | None:
         """The epoch that the next step belongs to, from 1; ``None`` without ``steps_per_epoch``."""
-        if self.steps_per_epoch is None:
-            return None
-        return self.steps_taken // self.steps_per_epoch + 1
+        size = self.steps_per_epoch
+        return None if size is None else self.steps_taken // size + 1
 
     @property
     def phase(self) -> Phase | None:
@@ -261,12 +257,9 @@ class TrainingSchedule:
         self._apply()
 
     def attach(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Register a hook that counts the optimiser's steps; ``.remove()`` the handle to end it.
+        """Count the optimiser's steps, without those a ``GradScaler`` skips, until ``.remove()``.
 
-        A step that a ``GradScaler`` skips does not count.
-
-        Raises:
-            RuntimeError: if the schedule is attached to this optimiser already.
+        Attaching a second time is an error.
         """
         return count_steps(optimizer, self._after_step)
 
@@ -287,19 +280,12 @@ class TrainingSchedule:
         return state
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go to the step of a state and set its weights, by this schedule's phases and warm-ups.
-
-        Raises:
-            ValueError: for a state that is not a TrainingSchedule's.
-            TypeError: for a state that is not a mapping.
-        """
+        """Go to the step of a state and set its weights, by this schedule's phases and warm-ups."""
         if not isinstance(state, Mapping):
             raise TypeError(f"expected the state of a TrainingSchedule, got {type(state).__name__}")
         if state.keys() - {"temperature"} != {"steps_taken"}:
-            raise ValueError(
-                "expected the state of this version's TrainingSchedule, with 'steps_taken', got "
-                f"one with {', '.join(map(repr, state))}"
-            )
+            names = ", ".join(map(repr, state))
+            raise ValueError(f"expected a state with 'steps_taken', got one with {names}")
         check_integer("steps_taken", state["steps_taken"], minimum=0)
         if "temperature" in state:
             check_number("temperature", state["temperature"], minimum=0.0, exclusive=True)
@@ -337,12 +323,7 @@ def controllers_of(objective: SpladeObjective) -> WeakValueDictionary[str, Any]:
 
 
 def count_steps(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
-    """Register an object's method to be called after every step.
-
-    Raises:
-        RuntimeError: if a method of that object is registered already.
-        TypeError: for anything but an optimiser.
-    """
+    """Register a method to be called after every step, one of each object."""
     # The wrappers of accelerate and Lightning are also called where no step is taken.
     optimizer = getattr(optimizer, "optimizer", optimizer)
     if not hasattr(optimizer, "register_step_post_hook"):
@@ -358,8 +339,3 @@ def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a ``GradScaler`` made a fused optimiser skip its step."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)
-
-
-def _scheduled(curriculum: Curriculum | None) -> Iterable[str]:
-    """Return the names of the weights that any phase sets."""
-    return () if curriculum is None else {n for phase in curriculum.phases for n in phase.weights}

@@ -73,10 +73,8 @@ class BM25Teacher(nn.Module):
         ids = check_ids("special_token_ids", special_token_ids)
         self.special_token_ids = sorted({int(token) for token in (() if ids is None else ids)})
         if outside := [t for t in self.special_token_ids if not 0 <= t < counts.vocab_size]:
-            raise ValueError(
-                f"expected `special_token_ids` in [0, V) with V = {counts.vocab_size}, got "
-                f"{outside[0]}"
-            )
+            v = f"V = {counts.vocab_size}"
+            raise ValueError(f"expected `special_token_ids` in [0, V), {v}, got {outside[0]}")
         special = int(counts.df[self.special_token_ids].sum())
         self.mean_length = counts.mean_length - special / counts.num_documents
         check_bm25(mean_length=self.mean_length, k1=k1, b=b)
@@ -115,33 +113,26 @@ def score_candidates(
     Raises:
         ValueError: for scores of another shape.
     """
-    size = len(anchor["input_ids"])
-    scores = [_scores(teacher, anchor, positive)]
-    if negative is not None:
-        ids = negative["input_ids"]
-        if ids.ndim == 2:
-            scores.append(_scores(teacher, anchor, negative))
-        else:
-            flat = {
-                name: value.flatten(0, 1) if isinstance(value, Tensor) else value
-                for name, value in negative.items()
-            }
-            scores_of_all = _scores(teacher, anchor, flat).reshape(size, *ids.shape[:2])
-            row = torch.arange(size, device=scores_of_all.device)
-            scores.append(scores_of_all[row, row])  # only each anchor's own negatives
-    return torch.cat(scores, 1)
+    scores = _scores(teacher, anchor, positive)
+    if negative is None:
+        return scores
+    flat = {
+        name: value.flatten(0, -2) if isinstance(value, Tensor) else value
+        for name, value in negative.items()
+    }
+    others = _scores(teacher, anchor, flat)
+    if negative["input_ids"].ndim == 3:  # keep each anchor's own negatives
+        others = others.reshape(len(others), *negative["input_ids"].shape[:2]).diagonal().T
+    return torch.cat([scores, others], 1)
 
 
 def _check_texts(name: str, texts: object) -> None:
     keys = ("input_ids", "attention_mask")
     got = type(texts).__name__
-    if isinstance(texts, Mapping) and all(key in texts for key in keys):
-        wrong = [key for key in keys if not isinstance(texts[key], Tensor)]
-        if not wrong:
+    if isinstance(texts, Mapping):
+        if all(isinstance(texts.get(key), Tensor) for key in keys):
             return
-        got = f"{wrong[0]} as a {type(texts[wrong[0]]).__name__}"
-    elif isinstance(texts, Mapping):
-        got = f"a {got} with {', '.join(map(str, texts)) or 'nothing'}"
+        got = ", ".join(f"{key} as a {type(x).__name__}" for key, x in texts.items()) or "nothing"
     raise TypeError(f"expected `{name}` as a dict with the tensors {' and '.join(keys)}, got {got}")
 
 
@@ -153,9 +144,6 @@ def _scores(teacher: Teacher, query: Mapping[str, Any], document: Mapping[str, A
     except (TypeError, ValueError, RuntimeError):  # PyTorch's errors do not name the teacher
         kind = type(output).__name__
         raise TypeError(f"expected the teacher to return a tensor of scores, got {kind}") from None
-    if list(scores.shape) != expected:
-        raise ValueError(
-            f"expected the teacher's scores of queries and documents, {expected}, got "
-            f"{list(scores.shape)}"
-        )
+    if (shape := list(scores.shape)) != expected:
+        raise ValueError(f"expected the teacher's scores as {expected}, got {shape}")
     return scores

@@ -4,6 +4,7 @@ Imports once, then forks the ranks of every scenario, all at the same time, each
 group of its own. Prints, as JSON, what each rank said and after how many seconds.
 """
 
+import functools
 import json
 import os
 import sys
@@ -113,20 +114,16 @@ def stay(leaves: bool, leave: Callable[[], None], names: tuple[str, ...]) -> dic
     return {name: tried(CALLS[name]) for name in names}
 
 
-def stay_in_backward(leaves: bool, leave: Callable[[], None], name: str) -> dict[str, Any]:
+def stay_in_backward(leaves: bool, name: str) -> dict[str, Any]:
     """A backward pass whose forward pass all ranks were in."""
     value = CALLS[name]()
     if leaves:
-        leave()
+        leave_at_once()
     return {name: tried(value.backward)}
 
 
 def leave_at_once() -> None:
     os._exit(3)
-
-
-def leave_by_an_error() -> None:
-    raise RuntimeError("the rank's own mistake")
 
 
 def leave_slowly() -> None:
@@ -135,18 +132,20 @@ def leave_slowly() -> None:
     os._exit(3)
 
 
+SILENT = ("info_nce", "queue", "controller", "diagnostics", "document_frequency")
+
+
 def scenarios() -> dict[str, tuple[int, Callable[[bool], dict[str, Any]]]]:
-    found: dict[str, Any] = {}
-    for kind, leave in {"exits": leave_at_once, "raises": leave_by_an_error}.items():
-        found[kind] = 2, lambda leaves, do=leave: stay(leaves, do, tuple(CALLS))
-    for name in CALLS:
-        if name in ("info_nce", "queue", "controller", "diagnostics", "document_frequency"):
-            one = lambda leaves, name=name: stay(leaves, leave_slowly, (name,))  # noqa: E731  # binds the name of this turn
-            found[f"is silent in {name}"] = 2, one
-    for name in IN_BACKWARD:
-        one = lambda leaves, name=name: stay_in_backward(leaves, leave_at_once, name)  # noqa: E731  # binds the name of this turn
-        found[f"exits before the backward pass of {name}"] = (4 if name == "objective" else 2), one
-    return found
+    runs: dict[str, Any] = {
+        "exits": (2, lambda leaves: stay(leaves, leave_at_once, tuple(CALLS))),
+    }
+    for name in SILENT:
+        run = functools.partial(stay, leave=leave_slowly, names=(name,))
+        runs[f"is silent in {name}"] = 2, run
+    for name in IN_BACKWARD:  # on four ranks three stay, and each has an error
+        run = functools.partial(stay_in_backward, name=name)
+        runs[f"exits before the backward pass of {name}"] = (4 if name == "objective" else 2), run
+    return runs
 
 
 def rank_of(number: int, world: int, folder: Path, run: Callable[[bool], dict[str, Any]]) -> None:

@@ -7,8 +7,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from sparse_losses import InfoNCELoss, SpladeObjective
-
 
 def example() -> Any:
     """The module examples/train_with_ddp.py."""
@@ -27,7 +25,6 @@ def run(
     dropout: float = 0.0,
     exact: bool = True,
     compiled: bool = False,
-    decomposes: bool = False,
     stop_at: int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -37,11 +34,6 @@ def run(
     training.encoder = script.tiny.encoder(dropout)
     if exact:
         training.encoder.double()
-    if decomposes:  # the mean over a batch is the mean over its parts
-        weights = {"query_self_reconstruction": 1.0, "document_min_activation": 0.5}
-        weights |= {"query_flops": 1e-30, "document_flops": 1e-30}
-        # DDP waits for the gradient of every parameter, so the temperature is none.
-        training.objective = SpladeObjective(weights, info_nce=InfoNCELoss(), gather=True)
     if compiled:  # PyTorch's own operations: code for them takes a minute
         torch._dynamo.reset()
         training.compile(backend="aot_eager")

@@ -1,6 +1,7 @@
-"""Two ranks: voided rows, one row a rank, half precision, NaN, second derivatives, errors."""
+"""Two ranks: one row a rank, half precision, NaN, second derivatives, errors."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ import torch.distributed as dist
 import sparse_losses
 import sparse_losses.functional as F
 from sparse_losses import SpladeBatch, SpladeObjective, Texts, distributed
-from tests.cases import CASES, FIRST, LOSSES, to_tensors
+from tests.cases import FIRST, LOSSES, to_tensors
 from tests.distributed.ranks import run_ranks
-from tests.distributed.test_gather import check, part, whole
+from tests.distributed.test_gather import part, whole
 
 close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
 
@@ -22,33 +23,6 @@ def caught(function, *args, **kwargs) -> str:
     except (ValueError, TypeError) as error:
         return str(error)
     return ""
-
-
-# Voided rows -------------------------------------------------------------------------------------
-
-VOIDABLE = [case for case in CASES if case.invalidate and not case.square]
-
-
-def compare_voided(rank: int, world: int) -> dict[str, str]:
-    found = {}
-    for case in VOIDABLE:
-        arrays = whole(case, world, seed=5)
-        name, value = case.invalidate
-        arrays[name][0] = value
-        arrays[name][-len(arrays[name]) // world :] = value  # all rows of the last rank
-        for reduction in ("mean", "sum") if case.loss.reduces else (None,):
-            try:
-                check(case, rank, world, reduction, arrays)
-                found[f"{case.id}-{reduction}"] = ""
-            except AssertionError as error:
-                found[f"{case.id}-{reduction}"] = str(error)
-    return found
-
-
-def test_the_mean_is_over_the_valid_rows_of_all_ranks():
-    for found in run_ranks(2, compare_voided, 2):
-        assert found
-        assert {name: text for name, text in found.items() if text} == {}
 
 
 # One row a rank, half precision, NaN, second derivatives -----------------------------------------
@@ -159,128 +133,61 @@ def sent(rank: int) -> dict[str, list[int]]:
 
 
 def test_regularisers_and_distillation_send_no_rows():
-    for found in run_ranks(2, sent):
-        assert found["flops"][0] == found["idf_flops"][0] == 1000  # [V]
-        assert found["unbiased"][0] == 2000  # sums, and of squares
-        for name in ("distillation", "margin_mse", "min_activation"):
-            assert found[name][0] < 20
-        assert found["self_reconstruction"][0] < 20
-        assert found["positive_activation"][0] < 20
-        assert found["info_nce"][0] == 6000, "the positives, and nothing beside them"
-        assert found["info_nce"][1] < 20
-
-
-# DistributedDataParallel -------------------------------------------------------------------------
-
-
-def train(rank: int, world: int) -> None:
-    """A model under DDP ends where one process with the whole batch ends."""
-
-    def step(model, loss, rows, gather):
-        optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
-        flops = sparse_losses.FlopsLoss(gather=gather)
-        for batch in batches:
-            query, document = (model(x[rows]).relu() for x in batch)
-            total = loss(query, document) + 0.1 * flops(document)
-            optimizer.zero_grad()
-            total.backward()
-            if gather:  # the loss is no part of the model that DDP holds
-                dist.all_reduce(loss.temperature.grad)
-                loss.temperature.grad /= world
-            optimizer.step()
-        return total.detach()
-
-    torch.manual_seed(0)
-    batches = torch.randn(5, 2, 3 * world, 8, dtype=torch.float64)
-    results = []
-    for is_one in (True, False):
-        torch.manual_seed(1)
-        model = torch.nn.Linear(8, 16, dtype=torch.float64)
-        temperature = torch.nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
-        loss = sparse_losses.InfoNCELoss(temperature=temperature, gather=not is_one)
-        wrapped = model if is_one else torch.nn.parallel.DistributedDataParallel(model)
-        rows = slice(None) if is_one else slice(3 * rank, 3 * rank + 3)
-        value = step(wrapped, loss, rows, not is_one)
-        results.append([value, temperature.detach(), *model.parameters()])
-    for one, many in zip(*results, strict=True):
-        close(many, one)
-
-
-@pytest.mark.works_with("PyTorch", "fp32", "devices")
-def test_a_model_under_ddp_learns_what_one_process_learns():
-    run_ranks(2, train, 2)
+    for numbers in run_ranks(2, sent):
+        most = {name: counts[0] for name, counts in numbers.items()}
+        assert most.pop("flops") == most.pop("idf_flops") == 1000  # [V]
+        assert most.pop("unbiased") == 2000  # sums, and of squares
+        assert most.pop("info_nce") == 6000, "the positives, and nothing beside them"
+        assert numbers["info_nce"][1] < 20
+        assert max(most.values()) < 20
 
 
 # Errors ------------------------------------------------------------------------------------------
 
 
 def unequal(rank: int) -> dict[str, str]:
-    x = torch.rand(3 + rank, 5)
-    found = {}
-    for stem, case in FIRST.items():
-        tensors = to_tensors(case.arrays(3 + rank))
-        found[stem] = caught(case.function(), **tensors, gather=True)
+    """Messages of all losses, and of what the threads of test_in_threads.py do not try."""
+    x, same = torch.rand(3 + rank, 5), torch.rand(3, 5)
+    said = {
+        stem: caught(case.function(), **to_tensors(case.arrays(3 + rank)), gather=True)
+        for stem, case in FIRST.items()
+    }
     queue = sparse_losses.LabelQueue(8, 5, 2, gather=True)
-    found["queue"] = caught(queue.enqueue, x, torch.ones(3 + rank, 2))
-    found["other"] = caught(F.info_nce_loss if rank else F.n_pair_loss, x, x, gather=True)
-    found["width"] = caught(F.flops_loss, torch.rand(3, 5 + rank), gather=True)
-    # A size that is an error by itself, on one rank only.
+    said["queue"] = caught(queue.enqueue, x, torch.ones(3 + rank, 2))
+    said["other"] = caught(F.info_nce_loss if rank else F.n_pair_loss, x, x, gather=True)
+    # Sizes that are an error by themselves, on one rank only.
     scores = torch.rand(3, 1 + rank)
-    found["candidates"] = caught(F.distillation_loss, scores, scores, gather=True)
-    found["top_k"] = caught(F.min_activation_loss, torch.rand(3, 4 + rank), gather=True)
-    ids = torch.arange(3)
-    found["ids"] = caught(
-        F.info_nce_loss, x[:3], x[:3], positive_ids=ids if rank else None, gather=True
-    )
-    found["wide"] = caught(F.flops_loss, x[:3].double() if rank else x[:3], gather=True)
-    scores = torch.rand(3, 4)
-    teacher = scores.double() if rank else scores
-    found["teacher"] = caught(F.distillation_loss, scores, teacher, gather=True)
-    found["impl"] = caught(
-        F.info_nce_loss, x[:3], x[:3], gather=True, impl="blocks" if rank else "auto"
-    )
-    found["flag"] = caught(F.info_nce_loss, x[:3], x[:3], gather=True, symmetric=rank == 1)
-    found["number"] = caught(F.info_nce_loss, x[:3], x[:3], gather=True, temperature=1.0 + rank)
-    half = x[:3].bfloat16() if rank else x[:3]
-    found["half"] = caught(F.flops_loss, half, gather=True)  # computed in fp32 on both
-    found["negatives"] = caught(F.info_nce_loss, x[:3], x[:3], x if rank else None, gather=True)
+    said["candidates"] = caught(F.distillation_loss, scores, scores, gather=True)
+    said["top_k"] = caught(F.min_activation_loss, torch.rand(3, 4 + rank), gather=True)
+    ids = torch.arange(3) if rank else None
+    said["ids"] = caught(F.info_nce_loss, same, same, positive_ids=ids, gather=True)
+    half = same.bfloat16() if rank else same
+    said["half"] = caught(F.flops_loss, half, gather=True)  # computed in fp32 on both
+    said["negatives"] = caught(F.info_nce_loss, same, same, x if rank else None, gather=True)
     objective = SpladeObjective({"info_nce": 1.0}, gather=True)
-    found["rows"] = caught(objective, SpladeBatch(Texts(x), Texts(x)))
+    said["rows"] = caught(objective, SpladeBatch(Texts(x), Texts(x)))
     objective.weights["query_flops"] = float(rank)
-    found["terms"] = caught(objective, SpladeBatch(Texts(x[:3]), Texts(x[:3])))
-    mask = torch.eye(3)
-    found["mask"] = caught(F.info_nce_loss, x[:3], x[:3], positive_mask=mask, gather=True)
-    found["after"] = caught(F.flops_loss, x[:3], gather=True)  # nothing is left in the pipes
-    return found
+    said["terms"] = caught(objective, SpladeBatch(Texts(same), Texts(same)))
+    said["mask"] = caught(F.info_nce_loss, same, same, positive_mask=torch.eye(3), gather=True)
+    said["after"] = caught(F.flops_loss, same, gather=True)  # nothing is left in the pipes
+    return said
 
 
 def test_unequal_calls_are_errors_on_every_rank_that_name_the_sizes():
-    for rank, found in enumerate(run_ranks(2, unequal)):
-        for name in (*FIRST, "queue"):
-            assert "3 on rank 0, 4 on rank 1" in found[name], (name, found[name])
-        assert "another loss" in found["other"]
-        assert f"rank {rank}" in found["other"]
-        assert "same V on every rank" in found["width"]
-        assert "5 on rank 0, 6 on rank 1" in found["width"]
-        assert "same C on every rank" in found["candidates"]
-        assert "1 on rank 0, 2 on rank 1" in found["candidates"]
-        assert "4 on rank 0, 5 on rank 1" in found["top_k"]
-        assert "`positive_ids`" in found["ids"]
-        assert "precision, in bytes" in found["wide"]
-        assert "precision, in bytes" in found["teacher"]
-        assert "the same `impl`" in found["impl"]
-        assert "'auto' on rank 0, 'blocks' on rank 1" in found["impl"]
-        assert "the same `symmetric`" in found["flag"]
-        assert "False on rank 0, True on rank 1" in found["flag"]
-        assert "1.0 on rank 0, 2.0 on rank 1" in found["number"]
-        assert found["half"] == ""
-        assert "the same N on every rank" in found["negatives"]
-        assert "got 0 on rank 0, 4 on rank 1" in found["negatives"]
-        said = "the same B on every rank for SpladeObjective of info_nce with gather"
-        assert said in found["rows"]
-        assert "3 on rank 0, 4 on rank 1; the last batch" in found["rows"]
-        terms = "info_nce, query_flops" if rank else "info_nce"
-        assert f"to be in SpladeObjective of {terms} with gather=True" in found["terms"]
-        assert f"got ranks [{1 - rank}] in another" in found["terms"]
-        assert "[B, 2 B] = [3, 6]" in found["mask"]
-        assert found["after"] == ""
+    expected = {
+        **dict.fromkeys((*FIRST, "queue"), "3 on rank 0, 4 on rank 1"),
+        "other": "another loss",
+        "candidates": "same C on every rank .*1 on rank 0, 2 on rank 1",
+        "top_k": "4 on rank 0, 5 on rank 1",
+        "ids": "`positive_ids`",
+        "half": "^$",
+        "negatives": "the same N on every rank .*got 0 on rank 0, 4 on rank 1",
+        "rows": "the same B on every rank for SpladeObjective of info_nce with gather.*; the last",
+        "terms": "to be in SpladeObjective of info_nce.* with gather=True.* in another",
+        "mask": r"\[B, 2 B\] = \[3, 6\]",
+        "after": "^$",
+    }
+    for rank, said in enumerate(run_ranks(2, unequal)):
+        assert said.keys() == expected.keys()
+        for name, pattern in expected.items():
+            assert re.search(pattern, said[name]), (rank, name, said[name])

@@ -3,13 +3,9 @@
 tests/distributed/test_gather.py has the plainest cases on ranks that are processes.
 """
 
-import itertools
-
 import pytest
 import torch
-import torch.distributed as dist
 
-from sparse_losses import LabelQueue, distributed
 from sparse_losses.distributed import (
     agree_across_ranks,
     average_grad_over_ranks,
@@ -23,7 +19,7 @@ from sparse_losses.distributed import (
 )
 from sparse_losses.functional import info_nce_loss
 from tests.cases import CASES
-from tests.distributed.test_gather import check, reductions
+from tests.distributed.test_gather import check, reductions, whole
 from tests.distributed.threads import run_threads
 from tests.strategies import draw
 
@@ -34,31 +30,17 @@ def test_value_and_averaged_gradients_are_those_of_one_process(case):
         run_threads(2, lambda own, reduction=reduction: check(case, own, 2, reduction))
 
 
-def _stored_by_columns(rank):
-    world = 2
-    anchor, positive, negative = draw(0, 3, 2 * world, 5)
-    mine = slice(2 * rank, 2 * rank + 2)
-
-    def by_columns(x):
-        return x[mine].T.contiguous().T
-
-    for similarity, others in itertools.product(("cosine", "dot"), (None, negative)):
-        whole_anchor, whole_positive = (x.clone().requires_grad_() for x in (anchor, positive))
-        expected = info_nce_loss(whole_anchor, whole_positive, others, similarity=similarity)
-        wanted = torch.autograd.grad(expected, (whole_anchor, whole_positive))
-        leaves = [by_columns(x).requires_grad_() for x in (anchor, positive)]
-        if rank:  # not every rank's rows are stored alike
-            leaves[1] = positive[mine].clone().requires_grad_()
-        own = None if others is None else by_columns(others)
-        value = info_nce_loss(*leaves, own, similarity=similarity, gather=True)
-        torch.testing.assert_close(value, expected)
-        gradients = torch.autograd.grad(value, leaves)
-        for gradient, whole_gradient in zip(gradients, wanted, strict=True):
-            torch.testing.assert_close(gradient / world, whole_gradient[mine])
+VOIDABLE = [case for case in CASES if case.invalidate and not case.square]
 
 
-def test_rows_may_be_stored_by_columns():
-    run_threads(2, _stored_by_columns)
+@pytest.mark.parametrize("case", VOIDABLE, ids=lambda case: case.id)
+def test_the_mean_is_over_the_valid_rows_of_all_ranks(case):
+    name, value = case.invalidate
+    arrays = whole(case, 2, seed=5)
+    arrays[name][0] = value
+    arrays[name][-len(arrays[name]) // 2 :] = value  # all rows of the last rank
+    for reduction in ("mean", "sum") if case.loss.reduces else (None,):
+        run_threads(2, lambda own, r=reduction: check(case, own, 2, r, arrays))
 
 
 def _hidden_nan(rank):
@@ -109,20 +91,6 @@ def test_without_gather_the_other_ranks_change_nothing():
     assert expected[0][0] != expected[1][0]
 
 
-def test_the_width_of_a_positive_mask_is_that_of_all_ranks():
-    def said(own, gather):
-        x = torch.ones(3, 2)
-        with pytest.raises(ValueError, match="positive_mask") as caught:
-            info_nce_loss(x, x, positive_mask=torch.ones(3, 4), gather=gather)
-        return str(caught.value)
-
-    expected = "expected `positive_mask` of shape [B, "
-    wanted = expected + "2 B] = [3, 6] with gather=True on 2 ranks, got [3, 4]"
-    assert run_threads(2, said, True) == [wanted] * 2
-    wanted = expected + "B] = [3, 3], got [3, 4]"
-    assert run_threads(2, said, False) == [wanted] * 2
-
-
 def _collectives(own):
     assert (rank(), num_ranks()) == (own, 2)
     x = torch.tensor([[1.0, 10.0]]) * (own + 1)
@@ -161,7 +129,6 @@ def _from_anywhere(own):
     for value in values[:3]:
         (gradient,) = torch.autograd.grad(value, x, torch.ones_like(value).T.contiguous().T)
         assert (gradient == (1 if value is values[2] else 2)).all()
-    assert not values[3].requires_grad
     assert torch.equal(x, before)
     return [value.tolist() for value in values]
 
@@ -171,15 +138,6 @@ def test_collectives_take_any_memory_and_leave_it():
     for own, results in enumerate(run_threads(2, _from_anywhere)):
         total = (zero + one).tolist()
         assert results == [[*zero.tolist(), *one.tolist()], total, [total[own]], one.tolist()]
-
-
-def test_the_new_names_of_pytorch_are_used_where_it_has_them():
-    """It warns of the old ones."""
-    for old, new, used in (
-        ("all_gather_into_tensor", "all_gather_single", distributed._all_gather),
-        ("reduce_scatter_tensor", "reduce_scatter_single", distributed._reduce_scatter),
-    ):
-        assert used is getattr(dist, new, getattr(dist, old))
 
 
 def test_alone_a_collective_is_nothing():
@@ -207,20 +165,13 @@ def test_ranks_agree_on_their_call_and_its_sizes():
     for sizes, name, hint in (
         (lambda own: {"B": 3 + own}, "B", "; the last batch of an epoch? Drop it (drop_last=True)"),
         (lambda own: {"B": 3, "N": 3 + own}, "N", ""),
-        (lambda own: {"`x`": 3 + own}, "`x`", ""),
     ):
-        results = run_threads(2, lambda own, sizes=sizes: _said(own, x, **sizes(own)))
-        assert (
-            results
-            == [
-                f"expected the same {name} on every rank for a call with gather=True, got "
-                f"3 on rank 0, 4 on rank 1{hint}"
-            ]
-            * 2
+        expected = (
+            f"expected the same {name} on every rank for a call with gather=True, got 3 on rank 0, "
+            f"4 on rank 1{hint}"
         )
-    results = run_threads(
-        2, lambda own: _said(own, x, call=f"call {own}", B=3, **({"N": 4} if own else {}))
-    )
+        assert run_threads(2, lambda own, f=sizes: _said(own, x, **f(own))) == [expected] * 2
+    results = run_threads(2, lambda own: _said(own, x, call=f"call {own}", B=3))
     assert results == [
         f"expected every rank to be in call {own} with gather=True, as rank {own} is, got ranks "
         f"[{1 - own}] in another loss"
@@ -254,7 +205,6 @@ def test_the_widest_dtype_that_is_sent_is_compared():
         ({"temperature": torch.tensor(0.5)}, "`temperature` .* 0.07 on rank 0, 0.5 on rank 1"),
         ({"impl": "definition"}, "`impl` .* 'auto' on rank 0, 'definition' on rank 1"),
     ],
-    ids=lambda x: str(next(iter(x))) if isinstance(x, dict) else "",
 )
 def test_flags_choices_and_numbers_that_differ_are_refused(options, expected):
     x = torch.ones(3, 2)
@@ -264,21 +214,6 @@ def test_flags_choices_and_numbers_that_differ_are_refused(options, expected):
 
     with pytest.raises(ValueError, match=f"expected the same {expected}"):
         run_threads(2, call)
-
-
-def test_the_comparison_exchanges_one_number(monkeypatch):
-    x, temperature = torch.ones(3, 2), torch.tensor(0.5)
-    exchanged = []
-
-    def call(own):
-        info_nce_loss(x, x, temperature=temperature, gather=True)
-
-    # Nothing public tells how much is sent.
-    monkeypatch.setattr(
-        distributed, "gather_rows", lambda x, *_: exchanged.append(x.numel()) or gather_rows(x)
-    )
-    run_threads(2, call)
-    assert exchanged == [1, 1]
 
 
 def test_sizes_are_compared_once(monkeypatch):
@@ -292,20 +227,3 @@ def test_sizes_are_compared_once(monkeypatch):
     assert run_threads(2, skipping) == [(True, "expected")] * 2
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert run_threads(2, lambda own: _said(own, x, B=own)) == [True, True]
-
-
-def test_a_queue_refuses_rows_that_are_not_alike():
-    def fill(own, rows, dim):
-        queue = LabelQueue(8, dim, 2, gather=True)
-        with pytest.raises(ValueError, match="with gather=True") as caught:
-            queue.enqueue(torch.ones(rows, dim), torch.ones(rows, 2))
-        return str(caught.value)[:39]
-
-    assert (
-        run_threads(2, lambda own: fill(own, 3 + own, 4))
-        == ["expected the same B on every rank for L"] * 2
-    )
-    assert (
-        run_threads(2, lambda own: fill(own, 3, 4 + own))
-        == ["expected the same D on every rank for L"] * 2
-    )

@@ -44,25 +44,16 @@ def test_columns_are_encoded_and_keep_their_shapes(negatives, return_logits):
     options = {"return_logits": True} if return_logits else {}
     batch = SpladeBatch.from_columns(encoder, columns, **options)
     assert batch.teacher_scores is columns["teacher_scores"]
-    assert batch.positive_ids is batch.teacher_candidates is None
-    for side in ("anchor", "positive", "negative"):
-        texts, known = getattr(batch, side), columns[side]
-        if known is None:
-            assert texts is None
-            continue
-        expected = torch.nn.functional.one_hot(known["input_ids"], V).amax(-2).float()
-        assert torch.equal(texts.activations, expected)
-        assert texts.input_ids is known["input_ids"]
-        assert texts.attention_mask is known["attention_mask"]
-        assert (texts.logits is not None) == return_logits
-        assert not return_logits or torch.equal(texts.logits, expected - 0.5)
-
-
-def test_unknown_columns_are_an_error():
+    assert (batch.negative is None) == (negatives is None)
+    for side, texts in zip(("anchor", "positive", "negative"), batch[:3], strict=True):
+        if texts is not None:
+            expected = torch.nn.functional.one_hot(texts.input_ids, V).amax(-2).float()
+            assert torch.equal(texts.activations, expected)
+            assert {"input_ids": texts[1], "attention_mask": texts[2]} == columns[side]
+            logits = expected - 0.5 if return_logits else None
+            torch.testing.assert_close(texts.logits, logits)
     with pytest.raises(TypeError, match="labels"):
-        SpladeBatch.from_columns(
-            encoder, {"anchor": column(B), "positive": column(B), "labels": torch.zeros(B)}
-        )
+        SpladeBatch.from_columns(encoder, {**columns, "labels": torch.zeros(B)})
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -103,13 +94,9 @@ def test_tokenizer_and_length_may_be_arguments(splade):
         ({"negative": [["a"], ["b", "c"]]}, r"texts of 'negative' in every row, got \[1, 2\]"),
         ({"negative": [["a"], [None]]}, "'negative' to be texts, got None"),
         ({"negative": [[], []]}, "'negative' to be texts, got none"),
-        ({"negative": [{"c"}, {"d"}]}, r"'negative' to be texts, got \{'c'\}"),
         ({"positive_ids": [0.25, 0.75]}, r"'positive_ids' to be integers, got \[0.25, 0.75\]"),
         ({"positive_ids": [0, None]}, r"'positive_ids' to be integers, got \[0, None\]"),
-        ({"positive_ids": [0, "x"]}, "'positive_ids' to be integers"),
-        ({"positive_ids": [0, 2**63]}, "'positive_ids' to be integers"),
         ({"teacher_scores": [[1.0, 2.0], [3.0]]}, "rows of as many numbers each, got"),
-        ({"teacher_scores": [[1.0, None], [1.0, 2.0]]}, "'teacher_scores' to be rows"),
         ({"teacher_anchor_scores": [None, None]}, "'teacher_anchor_scores' to be rows"),
     ],
 )
@@ -136,43 +123,31 @@ def overlap(query, document):
     return torch.tensor(rows, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("negative", [None, ["a f"] * 4, [["a f", "h"]] * 4])
-def test_teacher_scores_all_candidates(splade, negative):
+@pytest.mark.parametrize(
+    ("negative", "others"),
+    [
+        (None, torch.empty(4, 0)),
+        (["a f"] * 4, torch.tensor([[1.0], [0.0], [0.0], [0.0]]).expand(4, 4)),
+        ([["a f", "h"]] * 4, torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])),
+    ],
+)
+def test_teacher_scores_all_candidates(splade, negative, others):
     columns = {**PAIRS, "negative": negative}
     batch = SpladeBatch.from_columns(splade, columns, teacher=overlap, score_anchors=True)
-    shared = torch.tensor([1.0, 0.0, 0.0, 0.0])[:, None]  # of "a f"
-    others = {None: [], 1: [shared.expand(4, 4)], 2: [shared, torch.zeros(4, 1)]}
-    count = None if negative is None else 1 if isinstance(negative[0], str) else 2
-    expected = torch.cat([torch.eye(4), *others[count]], 1).double()
+    expected = torch.cat([torch.eye(4), others], 1).double()
     torch.testing.assert_close(batch.teacher_scores, expected)
     torch.testing.assert_close(batch.teacher_anchor_scores, torch.eye(4).double())
     assert batch.teacher_candidates == "batch"
-    assert SpladeBatch.from_columns(splade, PAIRS, teacher=overlap).teacher_anchor_scores is None
-
-
-def test_teacher_replaces_no_scores(splade):
-    columns = {**PAIRS, "teacher_scores": [[1.0] * 4] * 4}
     with pytest.raises(ValueError, match=r"beside `teacher`, got \['teacher_scores'\]"):
-        SpladeBatch.from_columns(splade, columns, teacher=overlap)
-
-
-@pytest.mark.parametrize("output", [None, "none", ["a"]])
-def test_teacher_that_returns_no_scores_is_an_error(splade, output):
-    with pytest.raises(
-        TypeError, match=r"expected the teacher to return .*, got (NoneTy|str|list)"
-    ):
-        SpladeBatch.from_columns(splade, PAIRS, teacher=lambda query, document: output)
+        SpladeBatch.from_columns(splade, {**PAIRS, "teacher_scores": [[1.0]]}, teacher=overlap)
+    with pytest.raises(TypeError, match=r"expected the teacher to return .*, got NoneType"):
+        SpladeBatch.from_columns(splade, PAIRS, teacher=lambda query, document: None)
 
 
 @pytest.mark.parametrize(
     ("preset", "teacher"),
-    [
-        (V26, overlap),
-        (V28.without("query_language_penalty"), overlap),
-        (V26, "bm25"),
-        (RECOMMENDED.replace(target_active={"document_flops": 10}), "bm25"),
-    ],
-    ids=["V26", "V28", "V26 with BM25", "RECOMMENDED"],
+    [(V28.without("query_language_penalty"), overlap), (V26, "bm25"), (RECOMMENDED, "bm25")],
+    ids=["V28", "V26", "RECOMMENDED"],
 )
 def test_preset_reads_the_scores_of_a_teacher(splade, preset, teacher):
     counts = DocumentFrequency(splade.vocab_size)
@@ -191,7 +166,6 @@ def test_preset_reads_the_scores_of_a_teacher(splade, preset, teacher):
 
 
 def test_scores_beside_negatives_may_be_ambiguous(splade):
-    """Four scores of four rows with three negatives: of all positives, or of the own candidates."""
     columns = {**PAIRS, "negative": [["ab", "cd", "x"]] * 4, "teacher_scores": torch.rand(4, 4)}
     objective = SpladeObjective({"distillation": 1.0})
     with pytest.raises(ValueError, match="teacher_candidates"):

@@ -18,7 +18,6 @@ from sparse_losses import (
     NWSLoss,
     SparsityController,
     SpladeBatch,
-    SpladeEncoder,
     SpladeObjective,
     Texts,
 )
@@ -39,7 +38,7 @@ X = torch.ones(5, 4)
 
 
 @given(
-    rows=st.integers(1, 9),
+    rows=st.integers(0, 9),
     size=st.integers(1, 12),
     dropout=st.sampled_from([0.0, 0.5]),
     seed=st.integers(0, 99),
@@ -60,13 +59,12 @@ def test_value_gradient_and_generator_are_those_of_a_plain_pass(rows, size, drop
     assert torch.equal(drawn, torch.rand(3))
     assert not value.requires_grad
     torch.testing.assert_close(value, expected.detach(), rtol=1e-12, atol=1e-12)
-    if rows > 1:  # of one row, InfoNCE is 0
+    if rows > 1:  # else InfoNCE is 0
         close(gradients(ours), gradients(theirs))
 
 
 @pytest.mark.works_with("PyTorch", "cached", "fp32")
-@pytest.mark.parametrize("size", [1, 3, 100])
-def test_an_objective_of_all_regularisers_with_triplets(size):
+def test_an_objective_of_all_regularisers_with_triplets():
     (ours,), (theirs,) = twins(Encoder(texts=True).double())
     columns = [tokens(8), tokens(8), tokens(8)]
     objective = full_objective()
@@ -74,7 +72,7 @@ def test_an_objective_of_all_regularisers_with_triplets(size):
     def loss(*texts):
         return objective(SpladeBatch(*texts))
 
-    total, terms = cached_backward(ours, columns, loss, mini_batch_size=size)
+    total, terms = cached_backward(ours, columns, loss, mini_batch_size=3)
     expected = plain(theirs, columns, loss)
     assert set(terms) == set(OBJECTIVE)
     assert not any(value.requires_grad for value in (total, *terms.values()))
@@ -131,16 +129,6 @@ def test_mini_batches_padded_to_their_own_lengths():
     close(gradients(ours[0]), gradients(theirs[0]))
 
 
-def test_one_row_and_no_row():
-    for rows in (1, 0):
-        (ours,), (theirs,) = twins(Encoder().double())
-        columns = [tokens(rows)["input_ids"]]
-        value = cached_backward(ours, columns, FlopsLoss(), mini_batch_size=4)
-        assert value == plain(theirs, columns, FlopsLoss())
-        for mine, other in zip(gradients(ours), gradients(theirs), strict=True):
-            torch.testing.assert_close(mine, other)
-
-
 def test_outputs_in_dicts_and_values_that_are_no_tensors():
     (ours,), (theirs,) = twins(nn.Linear(4, V).double())
     x = torch.randn(5, 4).double()
@@ -154,43 +142,25 @@ def test_outputs_in_dicts_and_values_that_are_no_tensors():
     close(gradients(ours), gradients(theirs))
 
 
-def test_a_column_that_the_loss_ignores_is_not_encoded_twice():
-    called = []
-    ours, theirs = twins(Encoder().double(), Encoder().double())
+def test_a_column_that_the_loss_ignores_is_not_encoded_again():
+    called, layer = [], nn.Linear(4, V)
 
-    def counting(ids):
-        called.append(len(ids))
-        return ours[1](ids)
-
-    columns = [tokens(4)["input_ids"], tokens(4)["input_ids"]]
-    cached_backward([ours[0], counting], columns, lambda a, b: FlopsLoss()(a), mini_batch_size=2)
-    plain(theirs[0], columns[:1], FlopsLoss())
-    close(gradients(ours[0]), gradients(theirs[0]))
-    assert called == [2, 2]
-    assert gradients(ours[1]) == [None] * 3
-
-
-def test_representations_are_encoded_without_a_graph_and_the_inputs_left_alone():
-    layer, x = nn.Linear(4, V), torch.randn(5, 4)
-    states = []
-
-    def encode(x):
-        states.append(torch.is_grad_enabled())
+    def encode(name, x):
+        called.append((name, torch.is_grad_enabled()))
         return layer(x)
 
-    cached_backward(encode, [x], FlopsLoss(), mini_batch_size=3)
-    assert states == [False, False, True, True]
-    assert not x.requires_grad
+    encoders = [functools.partial(encode, name) for name in "ab"]
+    columns = [torch.randn(5, 4), torch.randn(5, 4)]
+    cached_backward(encoders, columns, lambda a, b: FlopsLoss()(a), mini_batch_size=3)
+    assert called == [("a", False)] * 2 + [("b", False)] * 2 + [("a", True)] * 2
+    assert not columns[0].requires_grad
 
 
-def test_gradients_are_freed_column_by_column():
-    gone = []
-    references = []
-    layer = nn.Linear(4, V)
+def test_representations_are_freed_before_the_second_pass():
+    gone, references, layer = [], [], nn.Linear(4, V)
 
     def loss(*representations):
-        for x in representations:
-            references.append(weakref.ref(x))
+        references.extend(weakref.ref(x) for x in representations)
         return sum(x.square().sum() for x in representations)
 
     def encode(x):
@@ -229,7 +199,6 @@ def test_autocast_around_the_call():
         value = cached_backward(ours, columns, InfoNCELoss(), mini_batch_size=5)
     torch.manual_seed(5)
     expected = plain(theirs, columns, InfoNCELoss(), 5, autocast)
-    assert value.dtype == torch.float32
     assert value == expected
     # Plain, the mini-batches' gradients of the cast weights are added in bf16; here in fp32.
     close(gradients(ours), gradients(theirs), 2e-2)
@@ -279,10 +248,7 @@ def test_a_scaler_scales_the_gradient_and_leaves_the_value():
     assert value == expected
     scaler.unscale_(optimizers[0])
     close(gradients(ours), gradients(theirs), 1e-2)
-    before = ours.layer.weight.detach().clone()
     scaler.step(optimizers[0])
-    scaler.update()
-    assert (ours.layer.weight - before).norm() > 0
     optimizers[1].step()
     torch.testing.assert_close(ours.layer.weight, theirs.layer.weight, atol=1e-3, rtol=1e-2)
 
@@ -300,13 +266,12 @@ def test_a_compiled_encoder_with_dropout():
     close(gradients(ours), gradients(theirs), 1e-5)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_an_encoder_with_gradient_checkpointing_and_dropout(reentrant):
+def test_an_encoder_with_gradient_checkpointing_and_dropout():
     (ours,), (theirs,) = twins(nn.Sequential(nn.Linear(4, V), nn.Dropout(0.5)).double())
-    columns = [torch.randn(7, 4).double().requires_grad_(reentrant) for _ in range(2)]
+    columns = [torch.randn(7, 4).double() for _ in range(2)]
 
     def encode(x):
-        return checkpoint(ours, x, use_reentrant=reentrant)
+        return checkpoint(ours, x, use_reentrant=False)
 
     torch.manual_seed(3)
     cached_backward(encode, columns, InfoNCELoss(), mini_batch_size=3)
@@ -341,7 +306,7 @@ def test_generators_of_an_accelerator_are_replayed(monkeypatch):
     assert drawn[-2:] == [24, 25]
 
 
-def test_hooks_of_the_objective_see_the_whole_batch_once():
+def test_a_controller_sees_the_whole_batch_once():
     encoder = Encoder(texts=True)
     objective = SpladeObjective({"info_nce": 1.0, "document_flops": 0.01})
     optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
@@ -349,74 +314,30 @@ def test_hooks_of_the_objective_see_the_whole_batch_once():
     controller.attach(optimizer)
     seen = []
     objective.register_forward_hook(lambda module, args, out: seen.append(len(args[0].positive[0])))
-
-    def loss(anchor, positive):
-        return objective(SpladeBatch(anchor, positive))
-
-    for _ in range(3):
-        cached_backward(encoder, [tokens(8), tokens(8)], loss, mini_batch_size=3)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert seen == [8, 8, 8]
-    assert controller.report()["step"] == 3
+    columns = [tokens(8), tokens(8)]
+    cached_backward(encoder, columns, lambda *x: objective(SpladeBatch(*x)), mini_batch_size=3)
+    optimizer.step()
+    assert seen == [8]
+    assert controller.report()["step"] == 1
 
 
-@pytest.mark.works_with("PyTorch", "cached", "fp32")
-def test_the_real_encoder_with_signed_logits():
-    from tests.representation import tiny_models  # not in the processes of tests/distributed
-
-    model, words = tiny_models.pair("bert", hidden_dropout_prob=0.2)
-    (ours,), (theirs,) = twins(SpladeEncoder(model, words).train())
-    columns = [ours.tokenize(tiny_models.TEXTS[:2] * 2) for _ in range(2)]
-    objective = SpladeObjective(
-        {"info_nce": 1.0, "document_flops": 0.1, "query_self_reconstruction": 0.5},
-        special_token_ids=words.all_special_ids,
-    )
-
-    def loss(*pairs):
-        texts = [
-            Texts(activations, **column, logits=logits)
-            for (activations, logits), column in zip(pairs, columns, strict=True)
-        ]
-        return objective(SpladeBatch(*texts))
-
-    torch.manual_seed(1)
-    inputs = [{**column, "return_logits": True} for column in columns]
-    total, terms = cached_backward(ours, inputs, loss, mini_batch_size=3)
-    torch.manual_seed(1)
-    pooled = []
-    for column in columns:
-        mini_batches = zip(*(x.split(3) for x in column.values()), strict=True)
-        parts = [theirs(*xs, return_logits=True) for xs in mini_batches]
-        pooled.append([torch.cat(xs) for xs in zip(*parts, strict=True)])
-    expected = loss(*pooled)
-    expected.total.backward()
-    torch.testing.assert_close(total, expected.total.detach())
-    torch.testing.assert_close(terms, expected.terms)
-    close(gradients(ours), gradients(theirs), 1e-4)
-
-
-def call(encoder=None, columns=None, loss=None, **settings):
-    encoder = encoder or nn.Linear(4, V)
-    columns = [torch.randn(5, 4)] if columns is None else columns
-    return cached_backward(
-        encoder, columns, loss or FlopsLoss(), **{"mini_batch_size": 2} | settings
-    )
+def call(encoder=None, columns=(X,), loss=FlopsLoss, **settings):
+    columns = list(columns) if isinstance(columns, tuple) else columns
+    settings = {"mini_batch_size": 2} | settings
+    loss = loss() if loss is FlopsLoss else loss
+    return cached_backward(encoder or nn.Linear(4, V), columns, loss, **settings)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"columns": X}, TypeError, r"expected `columns` to be a list .* got Tensor"),
-        ({"columns": []}, TypeError, r"at least one column, got none"),
+        ({"columns": X}, TypeError, r"expected `columns` to be a list .* got a Tensor"),
         ({"columns": [["a text"]]}, TypeError, r"column 0 to be a tensor, .* got str"),
         (
             {"columns": [X, {"input_ids": X, "mask": X[:4]}]},
             ValueError,
-            r"one number of rows in all of column 1, got input_ids of shape \[5, 4\], "
-            r"mask of shape \[4, 4\]",
+            r"in all of column 1, got input_ids of shape \[5, 4\], mask of shape \[4, 4\]",
         ),
-        ({"columns": [{"a": torch.tensor(1), "b": X}]}, ValueError, r"a of shape \[\], b of"),
         ({"columns": [torch.tensor(1.0)]}, ValueError, r"got a tensor of shape \[\]"),
         ({"columns": [{"a": [1]}]}, ValueError, r"one number of rows .* got no tensor"),
         ({"mini_batch_size": None}, ValueError, r"expected `mini_batch_size`, or a list"),
@@ -434,7 +355,6 @@ def call(encoder=None, columns=None, loss=None, **settings):
         ({"loss": lambda x: {"total": x.sum()}}, TypeError, r"an ObjectiveOutput, got dict"),
         ({"backward": lambda total: None}, ValueError, r"depend on a representation"),
         ({"encoder": nn.Linear(4, V).requires_grad_(False)}, ValueError, r"parameters frozen\?"),
-        ({"encoder": torch.no_grad()(nn.Linear(4, V))}, ValueError, r"under torch.no_grad"),
     ],
 )
 def test_wrong_inputs_are_errors(arguments, error, message):

@@ -167,18 +167,6 @@ def test_the_weight_recovers_from_a_start_100_times_too_large():
     assert training.active == pytest.approx(64, rel=0.1)
 
 
-def test_several_measurements_of_one_crash_lower_the_weight_once():
-    """By the deepest of them, where the gain is so small that nothing else moves the weight."""
-    objective, controller = _controller(gain=1e-9, start=1.0)
-    depths = []
-    for active in (900, 900, 300, 100, 40, 20, 20, 20):
-        _look(controller, _rows(active))
-        depths.append(controller._crash())  # private: no report has it
-    assert sum(depths) > 1.2 * max(depths)  # more than one measurement sees it
-    log_weight = math.log(_weight(objective))
-    assert log_weight == pytest.approx(-max(depths), abs=1e-6)
-
-
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("target", [50, 100])
 def test_a_fall_that_ends_above_the_target_is_no_crash(every, target):
@@ -188,18 +176,6 @@ def test_a_fall_that_ends_above_the_target_is_no_crash(every, target):
         active = 900 * math.exp(-0.08 * min(max(step - 30, 0), 17.5))  # down to 222
         assert not _look(controller, _rows(round(active))).startswith("backing off")
     assert _weight(objective) > 0.1
-
-
-@pytest.mark.parametrize(
-    ("usual", "odd", "steps", "is_crash"),
-    [(900, 150, 5, False), (900, 150, 30, False), (60, 10, 1, False), (60, 10, 10, True)],
-)
-def test_a_few_odd_batches_are_no_crash(usual, odd, steps, is_crash):
-    _, controller = _controller(start=10.0, every=1)
-    statuses = [
-        _look(controller, _rows(odd if 20 <= step < 20 + steps else usual)) for step in range(60)
-    ]
-    assert any(status.startswith("backing off") for status in statuses) == is_crash
 
 
 @pytest.mark.parametrize("every", [1, 5])
@@ -223,34 +199,25 @@ def test_noisy_batches_do_not_keep_it_from_the_target(every, noise, within):
     assert sum(seen[-300:]) / 300 == pytest.approx(100, rel=within)
 
 
-@pytest.mark.parametrize("dead", [lambda rng: 1, lambda rng: rng.choice([0, 0, 0, 1, 2])])
-def test_a_constant_share_of_dead_rows_does_not_keep_it_from_the_target(dead):
-    objective, controller = _controller(target_active=100, every=5)
-    plant, rng = _Plant(objective), random.Random(1)
-    for _ in range(1500):
-        active = int((plant.step()[0] > 0).sum())
-        _look(controller, _rows(active, dead(rng), 50))
-    assert active == pytest.approx(100, rel=0.1)
+FALL = -math.log(1.5) / 8  # a third within eight steps
 
 
-@pytest.mark.parametrize(("change", "is_crash"), [(-0.5, True), (-0.1, False)])
-def test_a_fall_that_has_slowed_down_is_no_crash(change, is_crash):
-    """The trend of 10% a step lags behind; in the last five steps it was 10% or 2% a step."""
-    _, controller = _controller(target_active=100, every=5)
-    _look(controller, _rows(105), times=5)
-    state = controller.state_dict() | {"trend": -0.1, "change": change}
-    _, resumed = _controller(target_active=101, every=5)
-    resumed.load_state_dict(state)
-    assert resumed.report()["status"].startswith("backing off: active") == is_crash
-
-
-@pytest.mark.parametrize(("more", "is_crash"), [(1.0, False), (1.01, True)])
-def test_a_crash_is_a_fall_by_more_than_a_third_within_eight_steps(more, is_crash):
-    _, controller = _controller(target_active=100)
-    _look(controller, _rows(60))
-    fall = -math.log(1.5) / 8 * more
-    state = controller.state_dict() | {"trend": fall, "change": fall}
-    _, resumed = _controller(target_active=101)
+@pytest.mark.parametrize(
+    ("active", "every", "trend", "change", "is_crash"),
+    [
+        (105, 5, -0.1, -0.5, True),
+        (105, 5, -0.1, -0.1, False),  # slowed down: the trend lags behind
+        (60, 1, FALL, FALL, False),
+        (60, 1, 1.01 * FALL, 1.01 * FALL, True),
+    ],
+)
+def test_a_crash_is_a_fall_by_more_than_a_third_within_eight_steps(
+    active, every, trend, change, is_crash
+):
+    _, controller = _controller(target_active=100, every=every)
+    _look(controller, _rows(active), times=every)
+    state = controller.state_dict() | {"trend": trend, "change": change}
+    _, resumed = _controller(target_active=101, every=every)
     resumed.load_state_dict(state)
     assert resumed.report()["status"].startswith("backing off: active") == is_crash
 
@@ -261,13 +228,6 @@ def test_no_error_accumulates_at_a_bound():
     assert _weight(objective) == pytest.approx(0.02)
     _look(controller, _rows(10), times=10)
     assert _weight(objective) < 0.02 * math.exp(-0.05 * 5)
-
-
-def test_a_target_that_is_too_dense_is_reported_as_unreachable():
-    objective, controller = _controller(target_active=500)
-    _look(controller, _rows(40), times=600)
-    assert _weight(objective) == 0.0
-    assert controller.report()["status"] == "unreachable: too sparse at almost no weight"
 
 
 def test_a_closing_gate_is_reported_as_shrinking_activations():
@@ -301,42 +261,20 @@ def test_shrinking_activations_are_not_reported_while_dimensions_fall_too():
     assert _weight(objective) > 0.01
 
 
-def test_the_first_steps_are_ignored():
-    objective, controller = _controller(ignore_steps=10)
-    for _ in range(10):
-        _look(controller, _rows(900))
-        assert _weight(objective) == 0.01
-    _look(controller, _rows(900))
-    assert _weight(objective) > 0.01
-
-
-def test_dead_rows_halve_the_weight_and_it_does_not_rise_until_they_are_gone():
-    objective, controller = _controller(start=1.0, dead_share=0.05)
-    _look(controller, _rows(900))
-    before = _weight(objective)
-    assert before > 1.0
-    _look(controller, _rows(900, dead=1))
-    assert _weight(objective) == pytest.approx(before / 2)
-    assert controller.report()["status"].startswith("backing off")
-    assert controller.report()["dead_rows"] == pytest.approx(0.1)
-    _look(controller, _rows(900))
-    assert _weight(objective) > before / 2
-
-
-def test_dead_rows_that_stay_keep_the_weight_from_rising():
-    """Halved once as they come, and not again; then held, though far too many are active."""
+def test_dead_rows_halve_the_weight_once_and_keep_it_from_rising():
     objective, controller = _controller(start=1.0, dead_share=0.05)
     _look(controller, _rows(900, rows=50), times=3)
-    assert _weight(objective) > 1.0
-    weights = []
+    before = _weight(objective)
+    assert before > 1.0
     for _ in range(200):  # until they are what is usual, and longer
         _look(controller, _rows(900, dead=10, rows=50))
-        weights.append(_weight(objective))
-    assert weights[0] > 0.5
-    assert weights == [weights[0]] * 200
+        assert _weight(objective) == pytest.approx(before / 2)
+        if _ == 0:
+            assert controller.report()["status"].startswith("backing off")
+            assert controller.report()["dead_rows"] == pytest.approx(0.2)
     # no more than at first: it goes on
     _look(controller, _rows(900, dead=1, rows=50), times=2)
-    assert _weight(objective) > weights[0]
+    assert _weight(objective) > before / 2
 
 
 def test_dead_rows_by_chance_are_no_alarm():
@@ -346,14 +284,6 @@ def test_dead_rows_by_chance_are_no_alarm():
     for dead, is_alarm in ((38, False), (39, True)):
         status = _look(controller, _rows(900, dead=dead, rows=200))
         assert status.startswith("backing off: texts") == is_alarm
-
-
-def test_a_steady_fall_is_followed_without_a_lag():
-    _, controller = _controller(target_active=1, window=20.0)
-    for step in range(100):
-        active = round(900 * math.exp(-0.03 * step))
-        _look(controller, _rows(active))
-    assert controller.report()["active"] == pytest.approx(active, rel=0.03)
 
 
 LEVEL, SLOPE = 1 - math.exp(-1.0), (1 - math.exp(-0.5)) ** 2  # the shares of a surprise
@@ -403,10 +333,6 @@ def test_when_all_rows_are_dead_it_names_the_checkpoint():
     with pytest.raises(CollapseError, match=r"step 7.*dead rows: 4\).*runs/7/step-1\.pt.*logits"):
         controller.step()
     assert "collapsed" in str(controller)
-    _, never_whole = _controller(window=1)
-    never_whole.observe(_rows(0, dead=10))
-    with pytest.raises(CollapseError, match="every step had dead rows"):
-        never_whole.step()
 
 
 def test_a_target_is_not_unreachable_while_dimensions_rise():
@@ -447,19 +373,21 @@ def test_a_resumed_run_with_another_target_steers_to_that(target, status, caplog
     assert f"the target is {target}, in the loaded state it was 64" in caplog.text
     assert resumed.state_dict()["error"] == pytest.approx(math.log(64 / target), abs=1e-6)
     report, before = resumed.report(), _weight(objective)
-    assert report["active"] == pytest.approx(64)
-    assert report["status"] == status
+    assert (report["active"], report["status"]) == (pytest.approx(64), status)
     assert _look(resumed, _rows(64), times=6) == status
-    assert resumed.report()["active"] == pytest.approx(64)
     change = math.log(_weight(objective) / before)
     assert change == pytest.approx(math.copysign(0.06 * 5, 64 - target) / (4 if target < 64 else 1))
 
 
-def test_attached_it_observes_training_batches_and_counts_optimiser_steps():
-    objective, controller = _controller(every=2)
-    parameter = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([parameter])
-    handle = controller.attach(optimizer)
+def test_attached_controllers_observe_their_side_in_training_and_count_optimiser_steps():
+    objective = SpladeObjective({"query_flops": 0.1, "document_flops": 0.2})
+    query, document = (
+        SparsityController(objective, term, target_active=20, every=2, ignore_steps=0)
+        for term in ("query_flops", "document_flops")
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    handle = document.attach(optimizer)
+    query.attach(optimizer)
     batch = SpladeBatch(Texts(_rows(5)), Texts(_rows(300)), Texts(_rows(100).expand(10, 10, V)))
     for _ in range(2):
         objective(batch)
@@ -468,28 +396,15 @@ def test_attached_it_observes_training_batches_and_counts_optimiser_steps():
         objective.train()
         optimizer.step()
     # 10 positives of 300 and 100 negatives of 100.
-    assert controller.report()["active"] == pytest.approx((10 * 300 + 100 * 100) / 110)
-    with pytest.raises(RuntimeError, match="attached once"):
-        controller.attach(optimizer)
-    handle.remove()
-    optimizer.step()
-    assert controller.report()["step"] == 2
-
-
-def test_each_side_has_its_own_controller():
-    objective = SpladeObjective({"query_flops": 0.1, "document_flops": 0.2})
-    controllers = [
-        SparsityController(objective, term, target_active=20, every=1, ignore_steps=0)
-        for term in ("query_flops", "document_flops")
-    ]
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
-    for controller in controllers:
-        controller.attach(optimizer)
-    objective(SpladeBatch(Texts(_rows(5)), Texts(_rows(300))))
-    optimizer.step()
-    assert [c.report()["active"] for c in controllers] == [5.0, 300.0]
+    assert document.report()["active"] == pytest.approx((10 * 300 + 100 * 100) / 110)
+    assert query.report()["active"] == 5.0
     assert objective.weights["query_flops"] < 0.1
     assert _weight(objective) > 0.2
+    with pytest.raises(RuntimeError, match="attached once"):
+        document.attach(optimizer)
+    handle.remove()
+    optimizer.step()
+    assert document.report()["step"] == 2
 
 
 def test_a_weight_changed_by_other_code_is_an_error():
@@ -514,17 +429,6 @@ def test_rows_with_nan_and_empty_batches_change_nothing():
     assert _weight(objective) > before
 
 
-def test_a_new_controller_goes_on_from_the_old_ones_start():
-    objective, controller = _controller()
-    _look(controller, _rows(900), times=30)
-    reached, state = _weight(objective), controller.state_dict()
-    del controller
-    _, resumed = _controller(objective)  # whose default start is the weight of now
-    resumed.load_state_dict(state)
-    assert _weight(objective) == pytest.approx(reached)
-    assert resumed.start == 0.01
-
-
 def test_a_copy_of_an_attached_objective_is_not_watched():
     objective, controller = _controller()
     controller.attach(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
@@ -541,14 +445,12 @@ def test_a_copy_of_an_attached_objective_is_not_watched():
     ("options", "message"),
     [
         ({"target_active": 0}, "`target_active`"),
-        ({"start": -1.0}, "`start`"),
         ({"start": 0.0}, "`start` to be .* > 0"),
         ({"start": 1.0, "maximum": 0.5}, "`maximum`"),
         ({"gain": 0.0}, "`gain`"),
         ({"window": 0.5}, "`window`"),
         ({"every": 0}, "`every`"),
         ({"dead_share": 1.0}, "`dead_share`"),
-        ({"dead_share": -0.1}, "`dead_share`"),
         ({"term": "info_nce"}, "`term`"),
         ({"objective": SpladeObjective({"info_nce": 1.0})}, "`start`, got 0"),
     ],
@@ -582,33 +484,30 @@ def test_a_second_controller_of_a_term_is_refused_at_construction():
     _controller(objective)
 
 
-def test_brakes_act_in_the_ignored_steps_too():
-    for looks, held in [
-        ([_rows(900), _rows(900, dead=5)], 0.5),  # halved
-        ([_rows(900), *[_rows(20)] * 5], None),  # a crash: down at once
-        ([_rows(900), _rows(700)], 1.0),
-        ([_rows(40), _rows(45)], 1.0),  # nor does it rise or fall on its way
-    ]:
-        objective, controller = _controller(ignore_steps=10, window=5)
-        for rows in looks:
-            _look(controller, rows)
-        left = _weight(objective) / 0.01
-        if held is None:
-            assert left < 0.9
-        else:
-            assert left == pytest.approx(held)
+@pytest.mark.parametrize(
+    ("looks", "least", "most"),
+    [
+        ([_rows(900)] * 10, 1.0, 1.0),
+        ([_rows(900)] * 11, 1.001, 2.0),
+        ([_rows(900), _rows(900, dead=5)], 0.5, 0.5),
+        ([_rows(900), *[_rows(20)] * 5], 0.0, 0.9),  # a crash
+        ([_rows(40), _rows(45)], 1.0, 1.0),
+    ],
+)
+def test_brakes_alone_act_in_the_ignored_steps(looks, least, most):
+    objective, controller = _controller(ignore_steps=10, window=5)
+    for rows in looks:
+        _look(controller, rows)
+    share = _weight(objective) / 0.01
+    assert least * (1 - 1e-9) <= share <= most * (1 + 1e-9)
 
 
 def test_a_state_holds_plain_numbers_whatever_it_was_made_with(tmp_path):
     """``torch.load`` and JSON refuse NumPy's, which a sweep over an array brings."""
     objective = SpladeObjective({"document_flops": np.float32(0.125)})
-    numbers = {"gain": 0.06, "horizon": 25.0, "window": 8.0, "dead_share": 0.01}
+    options = {name: np.int64(1) for name in ("every", "ignore_steps", "window")}
     controller = SparsityController(
-        objective,
-        target_active=np.int64(40),
-        ignore_steps=np.int64(0),
-        every=np.int64(1),
-        **{name: np.float64(number) for name, number in numbers.items()},
+        objective, target_active=np.int64(40), gain=np.float64(0.06), **options
     )
     for active in (900, 600, 700):
         _look(controller, _rows(active), times=5)
@@ -620,7 +519,6 @@ def test_a_state_holds_plain_numbers_whatever_it_was_made_with(tmp_path):
 
 def test_a_list_of_schedules_shows_the_state():
     _, controller = _controller(target_active=40)
-    assert "document_flops: ? active of 40 wanted" in str(controller)
     _look(controller, _rows(60))
     assert "document_flops: 60.0 active of 40 wanted" in str(controller)
     assert repr([controller]) == f"[SparsityController({controller})]"
@@ -635,42 +533,17 @@ def test_before_the_first_measurement_there_is_nothing_to_report_and_a_state_to_
     assert other.report() == {**report, "target": 30}
 
 
-def test_large_counts_survive_a_state():
-    """Above 2^24 not every integer is an fp32 number."""
-    _, controller = _controller()
-    counts = [2.0**24 + 1, 3.0, 0.0, 2.0**24 + 1, 1.0]
-    state = controller.state_dict() | {"seen": counts, "sent": counts}
-    controller.load_state_dict(state)
-    assert controller.state_dict() == state
-
-
-@pytest.mark.parametrize(
-    ("status", "stays"), [("unreachable: too sparse", True), ("relaxing", False)]
-)
-def test_an_unreachable_target_stays_so_until_dimensions_clearly_come_back(status, stays):
-    """A trend that would not have been reported is not yet a reason to withdraw the report."""
-    _, controller = _controller(target_active=500)
-    _look(controller, _rows(40))
-    slowly_up = 1.5 * 0.1 / controller.horizon
-    state = controller.state_dict() | {"log_ratio": -5.0, "trend": slowly_up, "status": status}
-    _, resumed = _controller(target_active=501)
-    resumed.load_state_dict(state)
-    assert resumed.report()["status"].startswith("unreachable") == stays
-
-
 def test_the_state_of_something_else_is_an_error():
     _, controller = _controller()
-    objective = SpladeObjective({"query_flops": 0.01})
-    other = SparsityController(objective, "query_flops", target_active=50)
-    with pytest.raises(
-        ValueError, match="the state for 'query_flops', got one for 'document_flops'"
+    state = controller.state_dict()
+    for wrong, message in (
+        (state | {"term": "query_flops"}, "state for 'document_flops', got one for 'query_flops'"),
+        ({"steps_taken": 3}, "SparsityController, got one that lacks or adds active"),
+        (None, "state of a SparsityController, got NoneType"),
     ):
-        other.load_state_dict(controller.state_dict())
-    with pytest.raises(ValueError, match="SparsityController, got one that lacks or adds active"):
-        other.load_state_dict({"steps_taken": 3})
-    with pytest.raises(TypeError, match="state of a SparsityController, got NoneType"):
-        other.load_state_dict(None)
-    assert objective.weights == {"query_flops": 0.01}
+        with pytest.raises((ValueError, TypeError), match=message):
+            controller.load_state_dict(wrong)
+    assert controller.state_dict() == state
 
 
 @pytest.mark.parametrize(
@@ -679,15 +552,7 @@ def test_the_state_of_something_else_is_an_error():
         *((name, math.nan) for name in ("log_ratio", "active", "error", "trend", "cut", "start")),
         ("mean_activation", math.inf),
         ("dead", [0.0, math.nan, 0.0]),
-        ("seen", [1.0, math.inf, 0.0, 1.0, 1.0]),
         ("sent", [math.nan] * 5),
-        ("target", 0.0),
-        ("start", 0.0),
-        ("first", [0, 0]),
-        ("dead", [0.0, 0.0]),
-        ("first", 3),
-        ("change", None),
-        ("active", "many"),
         ("of_a_later_version", 1),
     ],
 )

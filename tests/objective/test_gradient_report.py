@@ -5,8 +5,6 @@ from sparse_losses import InfoNCELoss, SpladeBatch, SpladeObjective, Texts, grad
 
 V = 20
 WEIGHTS = {"info_nce": 3.0, "query_flops": 0.7, "document_flops": 0.2, "triplet_margin": 1.0}
-
-
 SIDES = ("anchor", "positive", "negative")
 
 

@@ -62,18 +62,6 @@ def test_run_resumed_with_a_measurement_on_its_way_is_the_same(resumed_at):
 
 
 @pytest.mark.usefixtures("accelerator")
-def test_measurement_is_read_once():
-    controller = make_controller(1)
-    for batch in batches()[:6]:
-        controller.observe(batch)
-        controller.step()
-    before = controller.report()
-    assert controller.report() == before
-    assert controller.state_dict() == controller.state_dict()
-    assert controller.report() == before
-
-
-@pytest.mark.usefixtures("accelerator")
 def test_collapse_is_noticed_a_step_later():
     controller = SparsityController(
         SpladeObjective({"document_flops": 0.1}), target_active=4, every=1, window=2

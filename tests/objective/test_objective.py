@@ -1,12 +1,10 @@
 import math
-import re
 
 import pytest
 import torch
 
 from sparse_losses import (
     DistillationLoss,
-    FlopsLoss,
     IdfFlopsLoss,
     InfoNCELoss,
     LanguagePenaltyLoss,
@@ -161,14 +159,14 @@ def test_the_total_is_the_weighted_sum_of_the_terms(negative):
 
 @pytest.mark.parametrize("negative", [None, "shared", "own"])
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_info_nce_is_the_same_when_it_shares_the_scores(negative, symmetric, decoupled):
+@pytest.mark.parametrize("options", [{}, {"decoupled": True, "reduction": "sum"}])
+def test_info_nce_is_the_same_when_it_shares_the_scores(negative, symmetric, options):
     results = []
     for shared in (False, True):
         torch.manual_seed(1)
         batch = _batch(negative, grad=True)
         temperature = torch.nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
-        loss = InfoNCELoss(temperature=temperature, symmetric=symmetric, decoupled=decoupled)
+        loss = InfoNCELoss(temperature=temperature, symmetric=symmetric, **options)
         objective = SpladeObjective({"info_nce": 1.0}, info_nce=loss)
         if shared:  # and the other term gives no gradient of its own
             objective.weights["distillation"] = 1e-300
@@ -238,7 +236,6 @@ def test_terms_are_detached_and_unweighted():
     batch = _batch(grad=True)
     total, terms = SpladeObjective({"query_flops": 100.0})(batch)
     assert not terms["query_flops"].requires_grad
-    torch.testing.assert_close(terms["query_flops"], flops_loss(batch.anchor.activations).detach())
     total.backward()
     expected = 100 * 2 * batch.anchor.activations.detach().mean(0) / B
     torch.testing.assert_close(batch.anchor.activations.grad, expected.expand(B, V))
@@ -274,42 +271,29 @@ def test_stopwords_are_hidden_from_info_nce_and_flops_alone(negative):
         torch.testing.assert_close(hidden[name], expected[name])
 
 
+BARE = Texts(torch.rand(B, V))
+
+
 @pytest.mark.parametrize(
-    ("term", "change", "missing"),
+    ("term", "missing", "source"),
     [
-        ("distillation", {"teacher_scores": None}, "teacher_scores"),
-        ("context_distillation", {"teacher_anchor_scores": None}, "teacher_anchor_scores"),
-        ("triplet_margin", {"negative": None}, "negative"),
-        ("margin_mse", {"negative": None}, "negative"),
-        ("query_self_reconstruction", {"anchor": Texts(torch.rand(B, V))}, "anchor.input_ids"),
-        (
-            "document_self_reconstruction",
-            {"negative": Texts(torch.rand(B, V))},
-            "negative.input_ids",
-        ),
-        ("query_positive_activation", {"positive": Texts(torch.rand(B, V))}, "positive.input_ids"),
-        ("document_positive_activation", {"anchor": Texts(torch.rand(B, V))}, "anchor.input_ids"),
+        ("distillation", "teacher_scores", ": BM25Teacher"),
+        ("context_distillation", "teacher_anchor_scores", ": .*score_anchors=True"),
+        ("triplet_margin", "negative", ""),
+        ("margin_mse", "negative", ""),
+        ("query_self_reconstruction", "anchor.input_ids", ""),
+        ("document_self_reconstruction", "negative.input_ids", ""),
+        ("query_positive_activation", "positive.input_ids", ""),
+        ("document_positive_activation", "anchor.input_ids", ""),
     ],
 )
-def test_a_missing_input_names_the_term(term, change, missing):
+def test_a_missing_input_names_the_term_and_its_source(term, missing, source):
     objective = SpladeObjective({term: 2.5})
     objective(_batch("one"))
-    message = rf"term '{term}' \(weight 2.5\) needs `batch.{missing}`, got None"
+    side, _, part = missing.partition(".")
+    message = rf"term '{term}' \(weight 2.5\) needs `batch.{missing}`, got None{source}"
     with pytest.raises(ValueError, match=message):
-        objective(_batch("one")._replace(**change))
-
-
-def test_missing_teacher_scores_name_their_sources():
-    for term, field, source in (
-        ("distillation", "teacher_scores", "BM25Teacher"),
-        (
-            "context_distillation",
-            "teacher_anchor_scores",
-            "SpladeBatch.from_columns(score_anchors=True)",
-        ),
-    ):
-        with pytest.raises(ValueError, match=re.escape(source)):
-            SpladeObjective({term: 1.0})(_batch("one")._replace(**{field: None}))
+        objective(_batch("one")._replace(**{side: BARE if part else None}))
 
 
 @pytest.mark.parametrize(
@@ -317,19 +301,20 @@ def test_missing_teacher_scores_name_their_sources():
     [
         ({"info_nce": torch.ones(3)}, {}, r"0-d tensor, got one of shape \[3\]"),
         ({"info_nce": math.nan}, {}, r"weights\['info_nce'\]` to be"),
-        ({"info_nce": math.inf}, {}, r"weights\['info_nce'\]` to be"),
         ({"info_nce": "1"}, {}, r"weights\['info_nce'\]` to be"),
-        ({"info_nce": None}, {}, r"weights\['info_nce'\]` to be"),
         ({}, {"min_activation": MinActivationLoss(reduction="none")}, "`min_activation` to reduce"),
         ({}, {"stopword_ids": [-1]}, ">= 0, got -1"),
+        ({"info_nce": 1.0}, {"stopword_ids": [V]}, rf"`stopword_ids` below V = {V}, got {V}"),
     ],
 )
 def test_wrong_settings_are_errors(weights, options, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        SpladeObjective(weights, **options)
+        SpladeObjective(weights, **options)(_batch())
 
 
 SHORT_MASK = Texts(torch.rand(B, V), torch.zeros(B, 4, dtype=torch.int64), torch.ones(B, 1))
+NO_MASK = Texts(torch.rand(B, N, V))
+ALL_SHAPES = rf"\[{B}, {B + N}\] .* or \[{B}, {B}\] .* or \[{B}, {1 + N}\] .*, got \[{B}, 2\]"
 
 
 @pytest.mark.parametrize(
@@ -338,33 +323,15 @@ SHORT_MASK = Texts(torch.rand(B, V), torch.zeros(B, 4, dtype=torch.int64), torch
         ("distillation", "own", {"positive": Texts(torch.rand(B + 1, V))}, "`positive.activations"),
         ("distillation", "own", {"negative": Texts(torch.rand(1, N, V))}, "`negative.activations"),
         ("query_min_activation", "own", {"anchor": SHORT_MASK}, "`anchor.attention_mask`"),
-        (
-            "document_min_activation",
-            "own",
-            {"negative": Texts(torch.rand(B, N, V))},
-            "'document_min_activation' needs `attention_mask`",
-        ),
+        ("document_min_activation", "own", {"negative": NO_MASK}, "needs `attention_mask`"),
         ("document_language_penalty", None, {}, "'document_language_penalty'.*LanguagePenaltyLoss"),
         ("triplet_margin", "shared", {}, rf"triplet_margin.*B = {B}, got \[{N}, {V}\]"),
-        ("margin_mse", "shared", {}, rf"margin_mse.*B = {B}, got \[{N}, {V}\]"),
-        (
-            "distillation",
-            "own",
-            {"teacher_scores": torch.randn(B, 2)},
-            rf"\[{B}, {B + N}\] \(.*all positives and negatives\) or \[{B}, {B}\] "
-            rf"\(.*positives alone\) or \[{B}, {1 + N}\] \(.*own positive and negatives\), "
-            rf"got \[{B}, 2\]",
-        ),
+        ("distillation", "own", {"teacher_scores": torch.randn(B, 2)}, ALL_SHAPES),
     ],
 )
 def test_a_batch_that_does_not_fit_is_an_error(term, negative, change, message):
     with pytest.raises((ValueError, TypeError), match=message):
         SpladeObjective({term: 1.0})(_batch(negative)._replace(**change))
-
-
-def test_stopwords_beyond_the_vocabulary_are_an_error():
-    with pytest.raises(ValueError, match=rf"`stopword_ids` below V = {V}, got {V}"):
-        SpladeObjective({"info_nce": 1.0}, stopword_ids=[V])(_batch())
 
 
 def test_margin_mse_leaves_out_candidates_of_minus_infinity():
@@ -388,11 +355,6 @@ def _square_batch(**options):
     return _batch()._replace(negative=negative, teacher_scores=teacher, **options)
 
 
-def test_ambiguous_teacher_scores_are_an_error():
-    with pytest.raises(ValueError, match=r'`batch.teacher_candidates` to be "batch" or "own"'):
-        SpladeObjective({"distillation": 1.0})(_square_batch())
-
-
 def test_teacher_candidates_decide_between_batch_and_own():
     batch = _square_batch(teacher_candidates="batch")
     anchor, positive, negative = (side.activations for side in batch[:3])
@@ -402,8 +364,9 @@ def test_teacher_candidates_decide_between_batch_and_own():
     expected = distillation_loss(scores, batch.teacher_scores)
     torch.testing.assert_close(objective(batch).total, expected)
     expected = distillation_loss(own, batch.teacher_scores)
-    batch = batch._replace(teacher_candidates="own")
-    torch.testing.assert_close(objective(batch).total, expected)
+    torch.testing.assert_close(objective(batch._replace(teacher_candidates="own")).total, expected)
+    with pytest.raises(ValueError, match=r'`batch.teacher_candidates` to be "batch" or "own"'):
+        objective(batch._replace(teacher_candidates=None))
 
 
 def test_a_teacher_may_score_the_positives_alone_beside_negatives():
@@ -442,24 +405,9 @@ def test_a_half_precision_teacher_does_not_overflow():
     torch.testing.assert_close(half, full)
 
 
-def test_a_subclass_of_info_nce_is_called():
-    class More(InfoNCELoss):
-        def forward(self, *args, **options):
-            return 100 + super().forward(*args, **options)
-
-    weights = {"info_nce": 1.0, "distillation": 1.0}
-    assert SpladeObjective(weights, info_nce=More())(_batch()).terms["info_nce"] > 100
-
-
-@pytest.mark.parametrize("name", ["n_pair", "nws", "pairwise_contrastive"])
-def test_losses_that_are_no_terms_have_a_hint(name):
-    with pytest.raises(ValueError, match=rf"got one of '{name}': add {name}_loss to the obj"):
-        SpladeObjective({name: 1.0})
-
-
 def test_an_unknown_term_is_an_error_with_a_hint():
-    with pytest.raises(ValueError, match=r"'doc_flops'; did you mean 'document_flops'\?"):
-        SpladeObjective({"doc_flops": 1.0})
+    with pytest.raises(ValueError, match="got one of 'nws': add nws_loss to the obj"):
+        SpladeObjective({"nws": 1.0})
     objective = SpladeObjective({})
     objective.weights["infonce"] = 1.0
     with pytest.raises(ValueError, match="'infonce'; did you mean 'info_nce'"):
@@ -498,26 +446,22 @@ def test_special_tokens_do_not_count_as_a_texts_own():
     ids = batch.anchor.input_ids.clone()
     ids[:, 0], ids[:, 4] = 0, 1
     batch = batch._replace(anchor=batch.anchor._replace(input_ids=ids))
-    weights = dict.fromkeys(
-        ("query_min_activation", "query_self_reconstruction", "document_positive_activation"), 1.0
-    )
+    names = ("query_min_activation", "query_self_reconstruction", "document_positive_activation")
     objective = SpladeObjective(
-        weights, special_token_ids=[0, 1], min_activation=MinActivationLoss(threshold=5.0)
+        dict.fromkeys(names, 1.0),
+        special_token_ids=[0, 1],
+        min_activation=MinActivationLoss(threshold=5.0),
+    )
+    x, ids, mask, _ = batch.anchor
+    counts = ((ids > 1) & mask.bool()).sum(1)
+    own, options = batch.positive.activations, {"ignore_token_ids": [0, 1]}
+    expected = (
+        min_activation_loss(x, counts, threshold=5.0),
+        self_reconstruction_loss(x, ids, mask, **options),
+        positive_activation_loss(own, ids, mask, **options),
     )
     terms = objective(batch).terms
-    x, ids, mask, _ = batch.anchor
-    counts = [
-        len([t for t, on in zip(i, m, strict=False) if on and t > 1])
-        for i, m in zip(ids.tolist(), mask, strict=False)
-    ]
-    expected = min_activation_loss(x, torch.tensor(counts), threshold=5.0)
-    torch.testing.assert_close(terms["query_min_activation"], expected)
-    expected = self_reconstruction_loss(x, ids, mask, ignore_token_ids=[0, 1])
-    torch.testing.assert_close(terms["query_self_reconstruction"], expected)
-    expected = positive_activation_loss(
-        batch.positive.activations, ids, mask, ignore_token_ids=[0, 1]
-    )
-    torch.testing.assert_close(terms["document_positive_activation"], expected)
+    torch.testing.assert_close(terms, dict(zip(names, expected, strict=True)))
 
 
 @pytest.mark.parametrize("side", ["positive", "negative"])
@@ -535,12 +479,10 @@ def test_special_tokens_need_the_ids_of_positives_and_negatives(side):
 @pytest.mark.parametrize(
     ("scores", "error", "message"),
     [
-        (torch.eye(B, dtype=torch.complex64), TypeError, "to be real, got torch.complex64"),
         (torch.eye(B, dtype=torch.bool), TypeError, "to be numbers, got torch.bool"),
         (torch.ones(B), ValueError, rf"of shape \[B, .\], got \[{B}\]"),
-        (torch.eye(B).tolist(), TypeError, "to be a torch.Tensor, got list"),
     ],
-    ids=["complex", "bool", "1-d", "list"],
+    ids=["bool", "1-d"],
 )
 def test_a_teachers_scores_are_checked(name, scores, error, message):
     term = "distillation" if name == "teacher_scores" else "context_distillation"
@@ -552,18 +494,15 @@ def test_a_teachers_scores_are_checked(name, scores, error, message):
     ("batch", "message"),
     [
         ((torch.rand(B, V), torch.rand(B, V)), "`batch` to be a SpladeBatch, .*got Tensor, Tensor"),
-        (((_texts(B), _texts(B)),), "`batch` to be a SpladeBatch, .*got tuple"),
-        ((SpladeBatch(torch.rand(B, V), torch.rand(B, V)),), "`batch.anchor` to be Texts, .*got T"),
         ((SpladeBatch(_texts(B), torch.rand(B, V)),), "`batch.positive` to be Texts, .*got Tensor"),
     ],
-    ids=["two tensors", "a tuple", "a batch of tensors", "a tensor beside texts"],
+    ids=["two tensors", "a tensor beside texts"],
 )
 def test_raw_tensors_are_errors_that_name_the_texts(batch, message):
     objective = SpladeObjective({"info_nce": 1.0})
-    expected = re.escape("SpladeBatch(Texts(activations, ...), Texts(activations, ...))")
     with pytest.raises(TypeError, match=message) as error:
         objective(*batch)
-    assert re.search(expected, str(error.value))
+    assert "SpladeBatch(Texts(activations, ...), Texts(activations, ...))" in str(error.value)
     if len(batch) == 1:
         with pytest.raises(TypeError, match=message):
             gradient_report(objective, *batch)
@@ -572,7 +511,6 @@ def test_raw_tensors_are_errors_that_name_the_texts(batch, message):
 @pytest.mark.parametrize(
     ("losses", "message"),
     [
-        ({"info_nce": FlopsLoss()}, "`info_nce` to be an instance of InfoNCELoss, got FlopsLoss"),
         ({"info_nce": InfoNCELoss}, "instance of InfoNCELoss, got the class InfoNCELoss"),
         ({"flops": InfoNCELoss()}, "`flops` to be an instance of FlopsLoss or IdfFlopsLoss, got"),
         ({"language_penalty": torch.rand(V)}, "instance of LanguagePenaltyLoss, got Tensor"),
@@ -581,15 +519,6 @@ def test_raw_tensors_are_errors_that_name_the_texts(batch, message):
 def test_a_loss_of_another_class_is_an_error(losses, message):
     with pytest.raises(TypeError, match=message):
         SpladeObjective({"info_nce": 1.0}, **losses)
-
-
-def test_texts_of_different_lengths_join():
-    batch = _batch("shared")
-    longer = torch.cat([batch.negative.input_ids, torch.full((N, 2), -100)], 1)
-    mask = torch.cat([batch.negative.attention_mask, torch.zeros(N, 2, dtype=torch.int64)], 1)
-    padded = batch._replace(negative=batch.negative._replace(input_ids=longer, attention_mask=mask))
-    objective = SpladeObjective({"document_self_reconstruction": 1.0})
-    torch.testing.assert_close(objective(padded).total, objective(batch).total)
 
 
 def _sharing(info_nce=None, **batch):
@@ -601,29 +530,11 @@ def _sharing(info_nce=None, **batch):
 
 
 @pytest.mark.parametrize(
-    ("ids", "error"),
-    [
-        (torch.zeros(1).long(), ValueError),
-        (torch.zeros(5).long(), ValueError),
-        (torch.zeros(4), TypeError),
-        ([0, 1, 2, 3], TypeError),
-    ],
-    ids=["one", "five", "float", "list"],
+    ("ids", "error"), [(torch.zeros(5).long(), ValueError), (torch.zeros(4), TypeError)]
 )
 def test_ids_beside_shared_scores_are_checked(ids, error):
     objective, batch = _sharing(positive_ids=ids)
     with pytest.raises(error, match="positive_ids"):
-        objective(batch)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("temperature", -1.0), ("temperature", torch.ones(2)), ("similarity", "cos"), ("impl", "no")],
-)
-def test_hyperparameters_beside_shared_scores_are_checked(name, value):
-    objective, batch = _sharing()
-    setattr(objective.info_nce, name, value)
-    with pytest.raises(ValueError, match=name):
         objective(batch)
 
 
@@ -638,11 +549,18 @@ def test_hooks_of_the_module_run_and_see_the_same_value():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("impl", "fast"), ("score_scale", 0.0), ("teacher_scale", -1.0)]
+    ("owner", "name", "value"),
+    [
+        ("objective", "impl", "fast"),
+        ("objective", "score_scale", 0.0),
+        ("objective", "teacher_scale", -1.0),
+        ("info_nce", "temperature", -1.0),
+        ("info_nce", "similarity", "cos"),
+        ("info_nce", "impl", "no"),
+    ],
 )
-def test_assigned_settings_are_checked_at_the_next_call(name, value):
-    objective = SpladeObjective({"info_nce": 1.0})
-    setattr(objective, name, value)
-    x = torch.rand(2, 5)
-    with pytest.raises(ValueError, match=f"expected `{name}`"):
-        objective(SpladeBatch(Texts(x), Texts(x)))
+def test_assigned_settings_are_checked_at_the_next_call(owner, name, value):
+    objective, batch = _sharing()
+    setattr(objective if owner == "objective" else objective.info_nce, name, value)
+    with pytest.raises(ValueError, match=name):
+        objective(batch)

@@ -38,13 +38,12 @@ def _objective():
     )
 
 
-def _schedule(objective, **options):
+def _schedule(objective):
     return TrainingSchedule(
         objective,
         PHASES,
         warmups={"query_flops": Warmup(7, "quadratic"), "info_nce": Warmup(3)},
         steps_per_epoch=4,
-        **options,
     )
 
 
@@ -138,15 +137,12 @@ def test_a_phase_may_postpone_a_term():
     assert objective.weights["query_flops"] == 0.1
 
 
-def test_phases_and_presets_are_copied_and_pickled_as_data():
+def test_phases_and_presets_are_data_that_does_not_change():
     for one in (PHASES, Phase(1, 2, weights={"info_nce": 1.0}), V26):
         assert copy.deepcopy(one) == pickle.loads(pickle.dumps(one)) == one
     assert dataclasses.asdict(V26)["weights"]["info_nce"] == 3.0
     with pytest.raises(TypeError, match="no change"):
         PHASES.phases[0].weights["info_nce"] = 9.0
-
-
-def test_phases_and_warmups_do_not_change_once_they_are_made():
     phases = [Phase(1, 3)]
     curriculum = Curriculum(phases)
     phases.clear()
@@ -156,17 +152,12 @@ def test_phases_and_warmups_do_not_change_once_they_are_made():
             setattr(one, name, 9)
 
 
-def test_a_phase_prints_its_temperature_and_all_weights():
-    weights = {"info_nce": 2.5, "distillation": 1.0}
-    assert str(Phase(1, 2, temperature=0.08, weights=weights)) == (
-        "1 to 2: temperature 0.08, info_nce 2.5, distillation 1"
-    )
-    assert str(Phase(3, 4, weights={"info_nce": 3.0})) == "3 to 4: info_nce 3"
+def _warmed(weights, steps=2):
+    return TrainingSchedule(SpladeObjective(weights), warmups={"query_flops": Warmup(steps)})
 
 
 def test_optimiser_steps_count_and_not_batches():
-    objective = SpladeObjective({"query_flops": 1.0})
-    schedule = TrainingSchedule(objective, warmups={"query_flops": Warmup(10)})
+    schedule = _warmed({"query_flops": 1.0}, 10)
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter])
     handle = schedule.attach(optimizer)
@@ -180,7 +171,6 @@ def test_optimiser_steps_count_and_not_batches():
     handle.remove()
     optimizer.step()
     assert schedule.steps_taken == 2
-    assert "step 2" in repr(schedule)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -234,7 +224,6 @@ def test_weights_that_are_not_scheduled_may_be_changed():
     ("make", "message"),
     [
         (lambda: Curriculum([]), "at least one phase"),
-        (lambda: Curriculum([Phase(2, 3)]), "begins with epoch 1, got 2"),
         (lambda: Curriculum([Phase(1, 3), Phase(5, 6)]), "begins with epoch 4, got 5"),
         (lambda: Curriculum([Phase(1, 3)], unit="step"), "begins with step 0, got 1"),
         (lambda: Curriculum([Phase(1, 3)], unit="batch"), "`unit`"),
@@ -244,21 +233,13 @@ def test_weights_that_are_not_scheduled_may_be_changed():
         (lambda: Phase(1, 2, temperature=0.0), "`temperature`"),
         (lambda: Phase(1, 2, weights={"flops": 1.0}), "`weights`"),
         (lambda: Phase(1, 2, weights={"info_nce": math.nan}), r"`weights\['info_nce'\]`"),
-        (
-            lambda: TrainingSchedule(SpladeObjective({}), warmups={"query_flops": Warmup(2)}),
-            "a weight to warm up for 'query_flops'",
-        ),
         (lambda: Warmup(0), "`steps`"),
         (lambda: Warmup(5, "cosine"), "`shape`"),
         (lambda: TrainingSchedule(_objective(), PHASES), "`steps_per_epoch`"),
         (lambda: TrainingSchedule(_objective(), PHASES, steps_per_epoch=0), "`steps_per_epoch`"),
         (lambda: TrainingSchedule(_objective(), warmups={"flops": Warmup(2)}), "`warmups`"),
-        (
-            lambda: TrainingSchedule(
-                SpladeObjective({"query_flops": torch.ones(())}), warmups={"query_flops": Warmup(2)}
-            ),
-            "as tensors",
-        ),
+        (lambda: _warmed({}), "a weight to warm up for 'query_flops'"),
+        (lambda: _warmed({"query_flops": torch.ones(())}), "as tensors"),
     ],
 )
 def test_wrong_input_is_an_error(make, message):
@@ -266,22 +247,20 @@ def test_wrong_input_is_an_error(make, message):
         make()
 
 
-def test_the_state_of_something_else_is_not_loaded():
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"steps": 3}, "'steps_taken', got one with 'steps'"),
+        ({"steps_taken": -1}, "`steps_taken`"),
+        ({"steps_taken": 3, "temperature": math.nan}, "`temperature`"),
+        ({"steps_taken": 3, "temperature": 0.0}, "`temperature`"),
+        (None, "the state of a TrainingSchedule, got NoneType"),
+    ],
+)
+def test_the_state_of_something_else_is_not_loaded(state, message):
     schedule = TrainingSchedule(SpladeObjective({"query_flops": 1.0}))
-    for state in ({"steps": 3}, {"steps_taken": 3, "later": 1}):
-        with pytest.raises(ValueError, match=f"'steps_taken', got one with '{next(iter(state))}'"):
-            schedule.load_state_dict(state)
-    with pytest.raises(TypeError, match="the state of a TrainingSchedule, got NoneType"):
-        schedule.load_state_dict(None)
-    for damaged in (
-        {"steps_taken": -1},
-        {"steps_taken": 3, "temperature": math.nan},
-        {"steps_taken": 3, "temperature": -0.1},
-        {"steps_taken": 3, "temperature": 0.0},
-    ):
-        name = [*damaged][-1]
-        with pytest.raises(ValueError, match=f"expected `{name}` to be .*, got"):
-            schedule.load_state_dict(damaged)
+    with pytest.raises((ValueError, TypeError), match=message):
+        schedule.load_state_dict(state)
     assert schedule.steps_taken == 0
 
 

@@ -154,7 +154,6 @@ PROMPTS = "config_sentence_transformers.json"
         ("modules.json", [{"type": "a.IdfWeights"}], "is damaged"),
         ("modules.json", [{"type": 1, "path": ""}], "is damaged"),
         ("modules.json", ["IdfWeights"], "is damaged"),
-        (POOLING, ["max"], f"expected {POOLING} to hold a dict, got a list"),
         (PROMPTS, ["prompt"], f"expected {PROMPTS} to hold a dict, got a list"),
     ],
 )
