@@ -70,8 +70,15 @@ COSINE = Preset(  # docs/demo.md has an ablation of these losses
     target_active={"document_flops": 64},
 )
 
-_TERMS = ("info_nce", "query_self_reconstruction", "query_positive_activation", "triplet_margin")
-_TERMS += ("query_flops", "query_min_activation", "distillation")
+_TERMS = (
+    "info_nce",
+    "query_self_reconstruction",
+    "query_positive_activation",
+    "triplet_margin",
+    "query_flops",
+    "query_min_activation",
+    "distillation",
+)
 
 
 def _weights(*column: float) -> dict[str, float]:

@@ -175,7 +175,7 @@ class SparsityController:
         self._dead = self._usually_dead = 0.0
         self._first_dead: float | None = None
         self._is_dying, self._silent_steps = False, 0
-        self._first: tuple[float, ...] | None = None  # active dimensions, mean activation
+        self._first: list[float] | None = None  # active dimensions, mean activation
         self._mean_activation = 0.0
         self._last_healthy_step: int | None = None
         self._status = "waiting"
@@ -245,7 +245,7 @@ class SparsityController:
             self._last_healthy_step = self._steps
         self._mean_activation = mass / active
         if self._first is None:
-            self._first = active / live, self._mean_activation
+            self._first = [active / live, self._mean_activation]
         self._look(active / live)
         if self._steps > self.ignore_steps or self._crash() > 0 or self._is_dying:
             self._steer()

@@ -300,7 +300,6 @@ def test_wrong_inputs_are_named():
         (encoder.encode, ["a"], {"output": "json"}, ValueError, "`output` .* 'csr', 'dense'"),
         (encoder.encode, ["a"], {"batch_size": 0}, ValueError, "`batch_size`"),
         (encoder.encode, ["a"], {"max_active_dims": 0}, ValueError, "`max_active_dims`"),
-        (encoder.encode, ["a"], {"normalize": 1}, TypeError, "`normalize` to be True or False"),
         (encoder.token_weights, ["a"], {"batch_size": 0}, ValueError, "`batch_size`"),
     ]:
         with pytest.raises(error, match=match):
