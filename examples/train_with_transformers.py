@@ -26,7 +26,7 @@ from sparse_losses.functional import splade_pool
 from sparse_losses.integrations.transformers import TrainingState
 
 
-class SpladeTrainer(Trainer):
+class ObjectiveTrainer(Trainer):
     """A Trainer of a masked language model whose loss is an objective of this package."""
 
     def __init__(self, *args: Any, objective: SpladeObjective, **options: Any) -> None:
@@ -43,7 +43,7 @@ class SpladeTrainer(Trainer):
         return (total, {}) if return_outputs else total
 
 
-def train(folder: Path, *, steps: int = 40, resume: Path | None = None) -> SpladeTrainer:
+def train(folder: Path, *, steps: int = 40, resume: Path | None = None) -> ObjectiveTrainer:
     encoder = tiny.encoder()
     model, tokenizer = encoder.model, encoder.tokenizer  # from AutoModelForMaskedLM, AutoTokenizer
     objective = SpladeObjective(
@@ -64,7 +64,7 @@ def train(folder: Path, *, steps: int = 40, resume: Path | None = None) -> Splad
         loss=objective,
         diagnostics={"document": Diagnostics(encoder.vocab_size)},
     )
-    trainer = SpladeTrainer(
+    trainer = ObjectiveTrainer(
         model,
         TrainingArguments(
             str(folder),

@@ -15,7 +15,7 @@ VOCAB_SIZE = setting.VOCAB_SIZE
 EXACT = {"rtol": 0.0, "atol": 0.0}
 works_with = pytest.mark.works_with
 TRAINER = "Hugging Face Trainer"
-SpladeTrainer = setting.example("train_with_transformers").SpladeTrainer
+ObjectiveTrainer = setting.example("train_with_transformers").ObjectiveTrainer
 
 
 def make(folder, objective, *schedules, encoder=None, state=None, optimized=None, **settings):
@@ -25,7 +25,7 @@ def make(folder, objective, *schedules, encoder=None, state=None, optimized=None
         diagnostics = {side: Diagnostics(VOCAB_SIZE) for side in ("query", "document")}
         state = TrainingState(*schedules, loss=objective, diagnostics=diagnostics)
     parameters = [*encoder.model.parameters(), *objective.parameters()]
-    trainer = SpladeTrainer(
+    trainer = ObjectiveTrainer(
         encoder.model,
         setting.arguments(folder, remove_unused_columns=False, **settings),
         objective=objective,

@@ -128,7 +128,7 @@ def by_lightning(
     return Run(encoder, objective, totals, losses.seen[-1], optimizer, trainer.save_checkpoint)
 
 
-class InOrder(setting.example("train_with_transformers").SpladeTrainer):
+class InOrder(setting.example("train_with_transformers").ObjectiveTrainer):
     def _get_train_sampler(self, dataset=None):
         return SequentialSampler(self.train_dataset)
 
