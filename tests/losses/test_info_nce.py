@@ -262,3 +262,12 @@ def test_a_row_without_candidates_is_zero_and_no_nan_is_hidden_on_the_way_back()
     value = info_nce_from_scores(none, torch.zeros(2, 0, dtype=torch.bool))
     assert value == 0.0
     assert value.requires_grad
+
+
+def test_what_is_no_candidate_hides_its_nan_from_a_decoupled_row():
+    scores = torch.tensor([[1.0, 2.0, torch.nan]], requires_grad=True)
+    positive, candidates = torch.tensor([[1, 0, 0]]), torch.tensor([[1, 1, 0]])
+    value = info_nce_from_scores(scores, positive, candidates, decoupled=True)
+    value.backward()
+    assert value == 1.0
+    assert scores.grad.tolist() == [[-1.0, 1.0, 0.0]]
