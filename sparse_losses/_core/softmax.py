@@ -8,6 +8,7 @@ from torch import Tensor
 
 __all__ = [
     "contrastive_rows",
+    "diagonal",
     "masked_logsumexp",
     "negative_log_softmax",
     "one_positive_rows",
@@ -16,6 +17,15 @@ __all__ = [
 
 # `log(1 + exp(x))` to full precision; PyTorch's default returns `x` from 20.
 softplus = functools.partial(nnf.softplus, threshold=50.0)
+
+
+def diagonal(scores: Tensor, first: int = 0) -> Tensor:
+    """Return ``scores[i, first + i]`` of every row."""
+    if not torch.compiler.is_compiling():
+        return scores.diagonal(first)
+    # The compiler of PyTorch 2.13 warns of a deprecated call of its own in `diagonal`.
+    index = torch.arange(first, first + len(scores), device=scores.device)
+    return scores.gather(1, index[:, None])[:, 0]
 
 
 def one_positive_rows(

@@ -177,8 +177,9 @@ def _z_score_mse(
     divisor = divisor.clamp(min=1.0) if by_row else count.squeeze()
 
     if torch.compiler.is_compiling():  # absent is not None, as no value can be read
-        both = (student, teacher)
-        z_student, z_teacher = _compiled_z_scores(both, absent, count, dims, across_ranks)
+        z_student, z_teacher = _compiled_z_scores(
+            (student, teacher), absent, count, dims, across_ranks
+        )
     elif student.is_cpu:
         z_student, z_teacher = (
             _z_scores(scores, absent, count, dims, across_ranks) for scores in (student, teacher)

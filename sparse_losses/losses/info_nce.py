@@ -10,7 +10,7 @@ from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.products import as_single
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
-from sparse_losses._core.softmax import contrastive_rows, one_positive_rows
+from sparse_losses._core.softmax import contrastive_rows, diagonal, one_positive_rows
 from sparse_losses.distributed import gather_rows, num_ranks, rank
 from sparse_losses.fast.info_nce import blockwise_info_nce, direct_info_nce, most_scores
 from sparse_losses.fast.info_nce_nonzeros import (
@@ -184,7 +184,7 @@ def _definition(
             scores = scores / temperature
         is_positive, absent = masks[number]  # the formula of a row: _core/softmax.py
         if positive_mask is None:
-            row_values = scores.diagonal(first) if in_batch else scores[:, 0]
+            row_values = diagonal(scores, first) if in_batch else scores[:, 0]
             values.append(one_positive_rows(scores, row_values, absent, decoupled=decoupled))
         else:
             values.append(contrastive_rows(scores, is_positive, absent, decoupled=decoupled))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
-from sparse_losses._core.softmax import one_positive_rows
+from sparse_losses._core.softmax import diagonal, one_positive_rows
 from sparse_losses.distributed import gather_rows, rank
 
 __all__ = ["NPairLoss", "n_pair_loss"]
@@ -55,8 +55,8 @@ def n_pair_loss(
     if negative is None:
         scores = anchor @ gather_rows(positive, gather).T
         first = rank() * len(anchor) if gather else 0  # the column of the first row's positive
-        own, is_own = scores.diagonal(first), torch.zeros_like(scores, dtype=torch.bool)
-        is_own.diagonal(first).fill_(True)
+        own, (rows, columns) = diagonal(scores, first), scores.shape
+        is_own = torch.eye(first + rows, columns, dtype=torch.bool, device=scores.device)[first:]
     else:
         is_shared = negative.ndim == 2
         negative = gather_rows(negative, gather and is_shared)

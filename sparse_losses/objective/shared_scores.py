@@ -12,7 +12,7 @@ from sparse_losses._core.private_torch import is_batched
 from sparse_losses._core.products import returns_fp32
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
-from sparse_losses._core.softmax import one_positive_rows
+from sparse_losses._core.softmax import diagonal, one_positive_rows
 from sparse_losses.distributed import rank, sum_over_ranks
 from sparse_losses.fast.scores import DenseScores
 from sparse_losses.objective.batch import SpladeBatch, Texts
@@ -112,7 +112,7 @@ def info_nce_of_shared_scores(
     if decoupled:  # a row without negatives is not valid
         valid = ~absent.all(-1)
         scores = torch.where(valid[:, None], scores, 0.0)  # or 0 * NaN would reach the gradient
-    own = scores.diagonal()
+    own = diagonal(scores)
     values = one_positive_rows(scores, own, absent, decoupled=decoupled)
     if symmetric:  # the mask is symmetric
         values = (values + one_positive_rows(scores.T, own, absent, decoupled=decoupled)) / 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparse_losses._core import reduction
-from sparse_losses._core.reduction import reduce, row_divisor
+from sparse_losses._core.reduction import reduce
 
 VALUES = torch.tensor([1.0, 2.0, 4.0])
 VALID = torch.tensor([True, False, True])
@@ -78,20 +78,3 @@ def test_rows_that_are_0_already_are_not_copied():
     assert reduce(values, "none", VALID) is not values
     assert reduce(values, "none") is values
     assert reduce(values, "mean", VALID, zeroed=True).item() == 2.5
-
-
-def test_the_divisor_is_that_of_the_mean():
-    for gather in (False, True):
-        assert row_divisor(VALUES, "none", VALID, gather) is None
-        assert row_divisor(VALUES, "sum", VALID, gather) == 1
-        assert row_divisor(VALUES, "mean", None, gather) == 3
-        assert row_divisor(VALUES, "mean", VALID, gather).item() == 2
-    assert row_divisor(VALUES[:1], "mean") == row_divisor(VALUES[:0], "mean") == 1
-    assert row_divisor(VALUES, "mean", NONE).item() == 1
-
-
-def test_over_ranks_no_divisor_is_known_in_advance(two_ranks):
-    for name in ("none", "sum", "mean"):
-        assert row_divisor(VALUES, name, VALID, gather=True) is None
-    assert row_divisor(VALUES, "mean") == 3
-    assert row_divisor(VALUES, "sum") == 1
