@@ -60,7 +60,7 @@ from sparse_losses._core.products import HALVES, returns_fp32
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.distributed import agree_across_ranks
 
-__all__ = ["LossModule", "loss"]
+__all__ = ["LossModule", "loss", "shown"]
 
 UNCHANGED = ("labels", "token ids")
 NO_DATA = ("mask", "integer")
@@ -247,7 +247,7 @@ def _agree(
             elif "optional" in remarks:
                 compared[f"number of `{name}`"] = 0 if tensor is None else 1
         for name in (*declaration.flags, *declaration.choices, *declaration.numbers):
-            compared[f"`{name}`"] = _shown(arguments.get(name, declaration.defaults.get(name)))
+            compared[f"`{name}`"] = shown(arguments.get(name, declaration.defaults.get(name)))
     agree_across_ranks(call, arguments["gather"], *present, **compared)
 
 
@@ -305,7 +305,7 @@ def _repr(value: Any) -> str:
     return repr(value.tolist()) if has_values else repr(value)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Return the representation of a hyperparameter; a tensor is read only where that is free."""
     if not isinstance(value, Tensor):
         return repr(value)

@@ -7,26 +7,9 @@ from torch import Tensor
 
 from sparse_losses.distributed import num_ranks, sum_over_ranks
 
-__all__ = ["Reduction", "reduce", "row_divisor"]
+__all__ = ["Reduction", "reduce"]
 
 Reduction = Literal["none", "mean", "sum"]
-
-
-def row_divisor(
-    values: Tensor, reduction: str, valid: Tensor | None = None, gather: bool = False
-) -> Tensor | int | None:
-    """Return the divisor of the sum of row values, or ``None`` if ``reduce`` is needed.
-
-    An implementation with its own gradient can apply the divisor early, to a small tensor; the
-    gradients of unreduced row values are scaled in an additional pass over the full gradient.
-    """
-    if reduction == "none" or (gather and num_ranks() > 1):
-        return None
-    if reduction == "sum":
-        return 1
-    if valid is None:
-        return max(values.shape[0], 1)
-    return valid.sum().clamp(min=1)
 
 
 def reduce(

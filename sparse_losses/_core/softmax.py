@@ -6,47 +6,66 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-__all__ = ["contrastive_rows", "masked_logsumexp", "negative_log_softmax", "softplus"]
+__all__ = [
+    "contrastive_rows",
+    "diagonal",
+    "masked_logsumexp",
+    "negative_log_softmax",
+    "one_positive_rows",
+    "softplus",
+]
 
 # `log(1 + exp(x))` to full precision; PyTorch's default returns `x` from 20.
 softplus = functools.partial(nnf.softplus, threshold=50.0)
 
 
-def contrastive_rows(
-    scores: Tensor,
-    positive_mask: Tensor,
-    negative_mask: Tensor,
-    *,
-    decoupled: bool = False,
-    one_positive: bool = False,
-) -> Tensor:
-    """Return InfoNCE per row of ``scores [B, C]``: the mean over the row's positives.
+def diagonal(scores: Tensor, first: int = 0) -> Tensor:
+    """Return ``scores[i, first + i]`` of every row."""
+    if not torch.compiler.is_compiling():
+        return scores.diagonal(first)
+    # The compiler of PyTorch 2.13 warns of a deprecated call of its own in `diagonal`.
+    index = torch.arange(first, first + len(scores), device=scores.device)
+    return scores.gather(1, index[:, None])[:, 0]
 
-    With ``decoupled`` the denominator has no positives. ``one_positive`` promises that no row has
-    more than one positive, which saves operations.
+
+def one_positive_rows(
+    scores: Tensor, own: Tensor, absent: Tensor | None, *, decoupled: bool = False
+) -> Tensor:
+    """Return InfoNCE per row: the positive's score is ``own [B]``, the negatives are in ``scores``.
+
+    ``absent`` marks the entries of ``scores [B, C]`` that are no negatives, ``None`` if all are.
+    With ``decoupled`` the denominator has no positive.
     """
-    if not (decoupled or one_positive):
-        terms = negative_log_softmax(scores, positive_mask | negative_mask)
-        return _mean_where(positive_mask, terms)
     # The log-sum-exp is of differences: large scores that differ little keep their digits.
-    if one_positive:
-        own = torch.where(positive_mask, scores, 0.0).sum(-1)
-        shift = own.detach()
-        # The last difference is 0. It has the gradient of the positive, and its NaN.
-        gap = masked_logsumexp(scores - shift[:, None], negative_mask) + (shift - own)
-    else:
-        if scores.shape[-1]:
-            scores = scores - _finite(scores.detach().amax(-1, keepdim=True))
-        gap = masked_logsumexp(scores, negative_mask) - _mean_where(positive_mask, scores)
+    shift = own.detach()
+    # The last difference is 0. It has the gradient of the positive, and its NaN.
+    gap = masked_logsumexp(scores - shift[:, None], absent) + (shift - own)
     return gap if decoupled else softplus(gap)
 
 
+def contrastive_rows(
+    scores: Tensor, is_positive: Tensor, absent: Tensor, *, decoupled: bool = False
+) -> Tensor:
+    """Return InfoNCE per row of ``scores [B, C]``: the mean over the row's positives.
+
+    ``absent`` marks the entries that are no negatives. With ``decoupled`` the denominator has no
+    positives.
+    """
+    other = absent & ~is_positive  # neither
+    if decoupled:
+        if scores.shape[-1]:
+            largest = scores.detach().masked_fill(other, torch.finfo(scores.dtype).min)
+            scores = scores - _finite(largest.amax(-1, keepdim=True))
+        return masked_logsumexp(scores, absent) - _mean_where(is_positive, scores)
+    return _mean_where(is_positive, negative_log_softmax(scores, other))
+
+
 def _mean_where(mask: Tensor, values: Tensor) -> Tensor:
-    return torch.where(mask, values, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
+    return values.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
-def masked_logsumexp(scores: Tensor, mask: Tensor) -> Tensor:
-    """Return ``log(sum(exp(scores)))`` over the last dimension where ``mask``.
+def masked_logsumexp(scores: Tensor, absent: Tensor | None) -> Tensor:
+    """Return ``log(sum(exp(scores)))`` over the last dimension, except where ``absent``.
 
     If there is none it is about the lowest finite number. The gradient of ``torch.logsumexp`` is
     ``exp(scores - result)``, which loses the digits of large scores and is NaN if all are ``-inf``;
@@ -55,7 +74,8 @@ def masked_logsumexp(scores: Tensor, mask: Tensor) -> Tensor:
     lowest = torch.finfo(scores.dtype).min
     if scores.shape[-1] == 0:
         return scores.sum(-1) + lowest
-    scores = torch.where(mask, scores, lowest)
+    # Not even `-inf` is below the lowest number: a row without any would have a NaN gradient.
+    scores = scores.clamp(min=lowest) if absent is None else scores.masked_fill(absent, lowest)
     largest = _finite(scores.detach().amax(-1, keepdim=True))
     return (scores - largest).exp().sum(-1).log() + largest.squeeze(-1)
 
@@ -65,8 +85,8 @@ def _finite(largest: Tensor) -> Tensor:
     return largest.clamp(max=torch.finfo(largest.dtype).max)
 
 
-def negative_log_softmax(scores: Tensor, mask: Tensor) -> Tensor:
-    """Return ``-log softmax`` over the last dimension where ``mask``; undefined elsewhere.
+def negative_log_softmax(scores: Tensor, absent: Tensor) -> Tensor:
+    """Return ``-log softmax`` over the last dimension, except where ``absent``; undefined there.
 
     ``logsumexp(scores) - score`` cancels if a candidate has nearly all of the probability. Only
     the largest can; its term is ``log(1 + sum(exp(other - largest)))``, and it is kept out of what
@@ -75,7 +95,7 @@ def negative_log_softmax(scores: Tensor, mask: Tensor) -> Tensor:
     if scores.shape[-1] == 0:  # an empty batch has no largest candidate
         return scores
     lowest = torch.finfo(scores.dtype).min
-    largest, index = torch.where(mask, scores, lowest).max(-1, keepdim=True)
-    others, gaps = mask.scatter(-1, index, False), scores - largest
-    excess = torch.where(others, gaps, -torch.inf).exp().sum(-1, keepdim=True).log1p()
-    return excess - torch.where(others, gaps, 0.0)
+    largest, index = scores.masked_fill(absent, lowest).max(-1, keepdim=True)
+    no_others, gaps = absent.scatter(-1, index, True), scores - largest
+    excess = gaps.masked_fill(no_others, -torch.inf).exp().sum(-1, keepdim=True).log1p()
+    return excess - gaps.masked_fill(no_others, 0.0)

@@ -143,11 +143,12 @@ def _softened_kl(
         kl, rows = sum_over_ranks(kl), sum_over_ranks(rows)
     # Beyond this limit both distributions are equal, and T^2 is infinite: 0 * inf is NaN.
     most = limits.max**0.5 / 2
-    if isinstance(temperature, Tensor):
+    rows = rows.clamp(min=1)
+    if isinstance(temperature, Tensor):  # a quotient by its square would have a gradient of 1 / T^4
         temperature = temperature.clamp(max=most)
-    else:
-        temperature = min(temperature, most)
-    return kl / (rows.clamp(min=1) / (weight * temperature * temperature))
+        return kl * temperature * temperature * weight / rows
+    temperature = min(temperature, most)
+    return kl / (rows / (weight * temperature * temperature))
 
 
 def _z_score_mse(
@@ -176,7 +177,11 @@ def _z_score_mse(
     count = count.clamp(min=1.5)
     divisor = divisor.clamp(min=1.0) if by_row else count.squeeze()
 
-    if student.is_cpu:
+    if torch.compiler.is_compiling():  # absent is not None, as no value can be read
+        z_student, z_teacher = _compiled_z_scores(
+            (student, teacher), absent, count, dims, across_ranks
+        )
+    elif student.is_cpu:
         z_student, z_teacher = (
             _z_scores(scores, absent, count, dims, across_ranks) for scores in (student, teacher)
         )
@@ -199,10 +204,10 @@ def _z_scores(
     """Return the z-scores of the candidates; 0 elsewhere and where all candidates are equal."""
     # z does not depend on shift and scale, so the gradient treats them as constants. A lowest score
     # of 0 makes equal scores exactly 0; a range of 1 keeps their squares from under- and overflow.
-    x = scores * 0.5  # the range of halves does not overflow
-    lowest = x.detach() if absent is None else x.detach().masked_fill(absent, torch.inf)
+    lowest = scores.detach() if absent is None else scores.detach().masked_fill(absent, torch.inf)
     lowest = lowest.amin(dims, keepdim=True)
-    x = x - (-maximum_over_ranks(-lowest) if across_ranks else lowest)
+    lowest = -maximum_over_ranks(-lowest) if across_ranks else lowest
+    x = torch.add(lowest * -0.5, scores, alpha=0.5)  # the range of halves does not overflow
     if absent is not None:
         x = x.masked_fill(absent, 0.0)
     largest = x.detach().amax(dims, keepdim=True)
@@ -217,7 +222,47 @@ def _z_scores(
     if across_ranks:  # a range of 1 makes the sum at least 1/2; without it there is no gradient
         norm = sum_over_ranks(norm.square()).clamp(min=0.25).sqrt()
     # Equal scores are divided by infinity, so that they have no gradient either.
-    return centred / torch.add(norm * (count - 1).rsqrt(), largest.reciprocal(), alpha=0.5e-8)
+    root = (count - 1).sqrt()
+    return centred / (torch.addcdiv(norm, root, largest, value=0.5e-8) / root)
+
+
+def _compiled_z_scores(
+    both: tuple[Tensor, Tensor],
+    absent: Tensor | None,
+    count: Tensor,
+    dims: tuple[int, ...],
+    across_ranks: bool,
+) -> list[Tensor]:
+    """Return the same in more operations, but fewer passes once a compiler has fused them.
+
+    Masks are products with 0 and 1: on a CPU, compiled code reads stored booleans one by one.
+    """
+    sum_over = sum_over_ranks if across_ranks else _unchanged
+    maximum_over = maximum_over_ranks if across_ranks else _unchanged
+    absent = torch.zeros_like(both[1], dtype=torch.bool) if absent is None else absent
+    member = (~absent).to(both[0].dtype)
+    far_below = (member - 1) * torch.finfo(member.dtype).max
+    size, scaled, outputs = member.numel(), [], []
+    for scores in both:  # in two loops, so that both sides are computed in one pass
+        x = torch.where(absent, 0.0, scores) * 0.5
+        half = x.detach()
+        highest = maximum_over((half + far_below).amax(dims, keepdim=True))
+        lowest = -maximum_over((far_below - half).amax(dims, keepdim=True))
+        # Near the mean squares do not cancel; divided by the size, no sum overflows.
+        rough_mean = sum_over((half * (1 / size)).sum(dims, keepdim=True)) * (size / count)
+        scale = (highest - lowest).clamp(min=1e-30).reciprocal()
+        scale = torch.where(highest <= lowest, 0.0, scale)
+        scaled.append(((x - rough_mean) * member * scale, scale))
+    for x, scale in scaled:
+        mean = sum_over(x.sum(dims, keepdim=True)) / count
+        squares = sum_over(x.square().sum(dims, keepdim=True)) - mean.square() * count
+        deviation = (squares.clamp(min=0.25) / (count - 1)).sqrt()  # at least 1/2, but for rounding
+        outputs.append((x - mean) * member * (deviation + 0.5e-8 * scale).reciprocal())
+    return outputs
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 class DistillationLoss(LossModule):

@@ -10,7 +10,7 @@ from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.products import as_single
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
-from sparse_losses._core.softmax import contrastive_rows
+from sparse_losses._core.softmax import contrastive_rows, diagonal, one_positive_rows
 from sparse_losses.distributed import gather_rows, num_ranks, rank
 from sparse_losses.fast.info_nce import blockwise_info_nce, direct_info_nce, most_scores
 from sparse_losses.fast.info_nce_nonzeros import (
@@ -165,7 +165,7 @@ def _definition(
     own = torch.arange(first, first + len(anchor), device=anchor.device)  # the key of each query
     num_keys, num_negatives = len(anchor) * (num_ranks() if gather else 1), _number_of(negative)
     masks = [
-        _positives_and_negatives(own, num_keys, num_negatives, positive_ids, mask, in_batch)
+        _masks(own, num_keys, num_negatives, positive_ids, mask, in_batch)
         for _, _, mask in directions
     ]
     all_valid = positive_mask is None and not (decoupled and num_negatives == 0)
@@ -182,16 +182,17 @@ def _definition(
             has_ids = positive_ids is not None
             scores = _scores(query, key, negative, valid, similarity, in_batch, has_ids)
             scores = scores / temperature
-        values.append(  # the formula of a row: _core/softmax.py
-            contrastive_rows(
-                scores, *masks[number], decoupled=decoupled, one_positive=positive_mask is None
-            )
-        )
+        is_positive, absent = masks[number]  # the formula of a row: _core/softmax.py
+        if positive_mask is None:
+            row_values = diagonal(scores, first) if in_batch else scores[:, 0]
+            values.append(one_positive_rows(scores, row_values, absent, decoupled=decoupled))
+        else:
+            values.append(contrastive_rows(scores, is_positive, absent, decoupled=decoupled))
     mean = (values[0] + values[1]) / 2 if symmetric else values[0]
     return reduce(mean, reduction, valid, gather)
 
 
-def _positives_and_negatives(
+def _masks(
     own: Tensor,
     num_keys: int,
     num_negatives: int,
@@ -199,26 +200,24 @@ def _positives_and_negatives(
     positive_mask: Tensor | None,
     in_batch: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return two masks ``[B, C]``: the positives and the negatives of each row."""
+    """Return two masks ``[B, C]``: each row's positives, and what is none of its negatives."""
     if in_batch:
         index = torch.arange(num_keys, device=own.device)
         is_positive = own[:, None] == index if positive_mask is None else positive_mask[own]
-        is_negative = ~is_positive
-        if positive_ids is not None:
-            is_negative = is_negative & (positive_ids[own, None] != positive_ids)
     else:
         is_positive = torch.ones_like(own[:, None], dtype=torch.bool)
-        is_negative = ~is_positive
+    absent = is_positive
+    if positive_ids is not None and in_batch:
+        absent = absent | (positive_ids[own, None] == positive_ids)
     if num_negatives:
-        others = is_negative.new_ones(len(own), num_negatives)
-        is_positive = torch.cat([is_positive, ~others], dim=1)
-        is_negative = torch.cat([is_negative, others], dim=1)
-    return is_positive, is_negative
+        others = is_positive.new_zeros(len(own), num_negatives)
+        is_positive, absent = (torch.cat([x, others], dim=1) for x in (is_positive, absent))
+    return is_positive, absent
 
 
 def _valid_rows(masks: list[tuple[Tensor, Tensor]], decoupled: bool) -> Tensor:
     """Mask of rows with a positive, and if ``decoupled`` a negative, in every direction."""
-    has_terms = [p.any(-1) & n.any(-1) if decoupled else p.any(-1) for p, n in masks]
+    has_terms = [p.any(-1) & ~a.all(-1) if decoupled else p.any(-1) for p, a in masks]
     return torch.stack(has_terms).all(0)
 
 
@@ -468,16 +467,16 @@ def info_nce_from_scores(
         Representation Learning with Contrastive Predictive Coding, eq. 4. Supervised Contrastive
         Learning, eq. 2.
     """
-    is_positive, is_negative = positive_mask, ~positive_mask
+    is_positive, absent = positive_mask, positive_mask  # no negatives
     if candidate_mask is not None:
-        is_positive, is_negative = is_positive & candidate_mask, is_negative & candidate_mask
+        is_positive, absent = is_positive & candidate_mask, absent | ~candidate_mask
     valid = is_positive.any(-1)
     if decoupled:
-        valid = valid & is_negative.any(-1)
+        valid = valid & ~absent.all(-1)
         scores = torch.where(valid[:, None], scores, 0.0)  # or 0 * NaN would reach the gradient
     else:
-        is_negative = is_negative & valid[:, None]  # the row is 0: it has no candidate
-    values = contrastive_rows(scores, is_positive, is_negative, decoupled=decoupled)
+        absent = absent | ~valid[:, None]  # the row is 0: it has no candidate
+    values = contrastive_rows(scores, is_positive, absent, decoupled=decoupled)
     return reduce(values, reduction, valid, gather, zeroed=not decoupled)
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
-from sparse_losses._core.softmax import contrastive_rows
+from sparse_losses._core.softmax import diagonal, one_positive_rows
 from sparse_losses.distributed import gather_rows, rank
 
 __all__ = ["NPairLoss", "n_pair_loss"]
@@ -52,19 +52,17 @@ def n_pair_loss(
     References:
         Improved Deep Metric Learning with Multi-class N-pair Loss Objective.
     """
-    own = torch.arange(len(anchor), device=anchor.device)  # column of a row's positive
     if negative is None:
         scores = anchor @ gather_rows(positive, gather).T
-        own = own + rank() * len(anchor) if gather else own
+        first = rank() * len(anchor) if gather else 0  # the column of the first row's positive
+        own, (rows, columns) = diagonal(scores, first), scores.shape
+        is_own = torch.eye(first + rows, columns, dtype=torch.bool, device=scores.device)[first:]
     else:
         is_shared = negative.ndim == 2
         negative = gather_rows(negative, gather and is_shared)
-        others = anchor @ negative.T if is_shared else torch.einsum("bd,bnd->bn", anchor, negative)
-        scores = torch.cat([(anchor * positive).sum(-1, keepdim=True), others], dim=1)
-        own = torch.zeros_like(own)
-    is_positive = own[:, None] == torch.arange(scores.shape[1], device=anchor.device)
-    values = contrastive_rows(scores, is_positive, ~is_positive, one_positive=True)
-    return reduce(values, reduction, gather=gather)
+        scores = anchor @ negative.T if is_shared else torch.einsum("bd,bnd->bn", anchor, negative)
+        own, is_own = (anchor * positive).sum(-1), None
+    return reduce(one_positive_rows(scores, own, is_own), reduction, gather=gather)
 
 
 class NPairLoss(LossModule):

@@ -203,21 +203,21 @@ def _definition(
         valid = valid & (a > 0).any(-1)
     s = _scores(query, features, prototype, valid) / temperature
     weighted = s + a.log()
-    is_counted = (a > 0) | s.isnan()  # keeps a NaN of weight 0
+    absent = ~((a > 0) | s.isnan())  # keeps a NaN of weight 0
     if eps > 0:
         is_member = torch.cat([filled.new_ones(y.shape[1]), filled])
         M = torch.where(is_member, s, -torch.inf).max(-1, keepdim=True).values  # of ties, the first
         floor = M + (torch.zeros_like(M) + eps).log()  # log(eps e^M); compiled, eps is symbolic
     if decoupled:
-        log_denominator = masked_logsumexp(weighted, is_counted).unsqueeze(-1)
+        log_denominator = masked_logsumexp(weighted, absent).unsqueeze(-1)
         if eps > 0:
             log_denominator = floor + softplus(log_denominator - floor)
         terms = log_denominator - s
     else:
         if eps > 0:
             weighted = torch.cat([weighted, floor], dim=1)
-            is_counted = torch.cat([is_counted, torch.ones_like(valid)[:, None]], dim=1)
-        terms = negative_log_softmax(weighted, is_counted)[:, : s.shape[1]]
+            absent = torch.cat([absent, torch.zeros_like(valid)[:, None]], dim=1)
+        terms = negative_log_softmax(weighted, absent)[:, : s.shape[1]]
     values = (w * torch.where(is_positive, terms, 0.0)).sum(-1) / (count[:, 0] + eps)
     return reduce(values, reduction, valid, gather)
 

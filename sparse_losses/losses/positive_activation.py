@@ -93,6 +93,7 @@ def positive_activation_loss(
         if weight.shape[1]:  # a mean sees no scale, and sums of scaled weights stay in range
             largest = weight.detach().amax(-1, keepdim=True)
             weight = weight / largest.clamp(min=torch.finfo(weight.dtype).tiny)
+        weight = weight.masked_fill(~valid[:, None], 0.0)  # no gradient from a row without weight
 
     target = x.gather(1, ids).masked_fill(~is_target, 0.0)
     cost = softplus(-target) if saturating else -target

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_flag, check_number
+from sparse_losses._core.loss import LossModule, shown
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.token_ids import TokenIds, check_ids
 from sparse_losses.distributed import (
@@ -260,7 +261,7 @@ class SpladeObjective(nn.Module):
         others = None if batch.negative is None else batch.negative.activations
         teachers = batch.teacher_scores, batch.teacher_anchor_scores
         columns = [0 if teacher is None else teacher.shape[-1] for teacher in teachers]
-        sizes = {
+        values: dict[str, object] = {
             "B": x.shape[0],
             "V": x.shape[1],
             "number of negatives": 0 if others is None else others.shape[-2],
@@ -269,9 +270,25 @@ class SpladeObjective(nn.Module):
             "number of columns of `teacher_scores`": columns[0],
             "number of columns of `teacher_anchor_scores`": columns[1],
         }
+        if self.gather and not torch.compiler.is_compiling():  # a number may be symbolic there
+            values.update(self._settings(active))
         vectors = x, batch.positive.activations, others
         call = f"SpladeObjective of {', '.join(active)}"
-        return agree_across_ranks(call, self.gather, *vectors, **sizes)
+        return agree_across_ranks(call, self.gather, *vectors, **values)
+
+    def _settings(self, active: Sequence[str]) -> dict[str, str]:
+        """Return the weights and hyperparameters that must be equal on all ranks, by name."""
+        values = {f"weights[{term!r}]": shown(self.weights[term]) for term in active}
+        for name in ("score_scale", "teacher_scale", "impl"):
+            values[f"`{name}`"] = shown(getattr(self, name))
+        used = {term.removeprefix("query_").removeprefix("document_") for term in active}
+        for name in LOSSES:
+            loss = getattr(self, name)
+            if name in used and isinstance(loss, LossModule):
+                own = loss.hyperparameters()
+                own.pop("gather", None)  # the objective's holds
+                values.update((f"`{name}.{key}`", shown(value)) for key, value in own.items())
+        return values
 
     def _terms(self, active: Sequence[str], batch: SpladeBatch) -> dict[str, Tensor]:
         shown = None  # to InfoNCE and FLOPS, where they do not see all

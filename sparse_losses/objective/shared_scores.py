@@ -1,6 +1,5 @@
 """Losses of the objective that share one matrix of scores of anchors and candidates."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,11 +10,11 @@ from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.private_torch import is_batched
 from sparse_losses._core.products import returns_fp32
-from sparse_losses._core.reduction import Reduction
+from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
+from sparse_losses._core.softmax import diagonal, one_positive_rows
 from sparse_losses.distributed import rank, sum_over_ranks
 from sparse_losses.fast.scores import DenseScores
-from sparse_losses.losses.info_nce import info_nce_from_scores
 from sparse_losses.objective.batch import SpladeBatch, Texts
 
 __all__ = [
@@ -106,18 +105,18 @@ def info_nce_of_shared_scores(
 ) -> Tensor:
     """Compute InfoNCE of scores ``[B, C]`` whose first B columns are the rows' positives."""
     scores = scores / temperature
-    is_positive = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)
-    candidates = None
+    absent = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)  # no negatives
     if positive_ids is not None:
-        candidates = torch.ones_like(is_positive)
-        same = positive_ids[:, None] == positive_ids
-        candidates[:, : len(scores)] = ~same | is_positive[:, : len(scores)]
-    loss = functools.partial(info_nce_from_scores, decoupled=decoupled, reduction=reduction)
-    value = loss(scores, is_positive, candidates)
-    if not symmetric:
-        return value
-    # Both masks are symmetric.
-    return (value + loss(scores.T, is_positive, candidates)) / 2
+        absent[:, : len(scores)] |= positive_ids[:, None] == positive_ids
+    valid = None
+    if decoupled:  # a row without negatives is not valid
+        valid = ~absent.all(-1)
+        scores = torch.where(valid[:, None], scores, 0.0)  # or 0 * NaN would reach the gradient
+    own = diagonal(scores)
+    values = one_positive_rows(scores, own, absent, decoupled=decoupled)
+    if symmetric:  # the mask is symmetric
+        values = (values + one_positive_rows(scores.T, own, absent, decoupled=decoupled)) / 2
+    return reduce(values, reduction, valid)
 
 
 def over_pairs(

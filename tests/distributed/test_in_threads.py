@@ -6,6 +6,7 @@ tests/distributed/test_gather.py has the plainest cases on ranks that are proces
 import pytest
 import torch
 
+from sparse_losses import InfoNCELoss, SpladeBatch, SpladeObjective, Texts
 from sparse_losses.distributed import (
     agree_across_ranks,
     average_grad_over_ranks,
@@ -211,6 +212,27 @@ def test_flags_choices_and_numbers_that_differ_are_refused(options, expected):
 
     def call(own):
         info_nce_loss(x, x, gather=True, **(options if own else {}))
+
+    with pytest.raises(ValueError, match=f"expected the same {expected}"):
+        run_threads(2, call)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"weight": 2.0}, r"weights\['info_nce'\] .* 1.0 on rank 0, 2.0 on rank 1"),
+        ({"temperature": 0.08}, "`info_nce.temperature` .* 0.07 on rank 0, 0.08 on rank 1"),
+        ({"decoupled": True}, "`info_nce.decoupled` .* False on rank 0, True on rank 1"),
+    ],
+    ids=lambda x: str(next(iter(x))) if isinstance(x, dict) else "",
+)
+def test_weights_and_hyperparameters_of_an_objective_that_differ_are_refused(change, expected):
+    batch = SpladeBatch(Texts(torch.ones(3, 2)), Texts(torch.ones(3, 2)))
+
+    def call(own):
+        options = dict(change) if own else {}
+        weights = {"info_nce": options.pop("weight", 1.0)}
+        SpladeObjective(weights, info_nce=InfoNCELoss(**options), gather=True)(batch)
 
     with pytest.raises(ValueError, match=f"expected the same {expected}"):
         run_threads(2, call)

@@ -326,3 +326,11 @@ def test_scores_that_hardly_differ_have_a_finite_gradient(standardize, spread):
     (gradient,) = torch.autograd.grad(loss, student)
     assert loss.isfinite()
     assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [1e-18, 1e-8, 1e18])
+def test_a_learned_temperature_has_a_finite_gradient(value):
+    temperature = torch.tensor(value, requires_grad=True)
+    student, teacher = torch.randn(3, 4), torch.randn(3, 4)
+    distillation_loss(student, teacher, temperature=temperature, alpha_mse=0.0).backward()
+    assert temperature.grad.isfinite()

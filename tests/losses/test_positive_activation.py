@@ -138,3 +138,13 @@ def test_only_the_gradient_is_as_large_as_the_activations(saturating):
         value.backward()
     assert x.grad.any()
     assert seen.largest == batch * vocab
+
+
+@pytest.mark.parametrize("saturating", [False, True])
+def test_a_row_without_weight_gives_the_weights_no_gradient(saturating):
+    weight = torch.tensor([0.0, 0.0, 1.0], requires_grad=True)
+    x, ids, mask = torch.rand(2, 3), torch.tensor([[0, 1], [2, 1]]), torch.ones(2, 2)
+    loss = positive_activation_loss(x, ids, mask, weight, saturating=saturating)
+    loss.backward()
+    assert weight.grad[0] == 0
+    assert weight.grad.isfinite().all()
