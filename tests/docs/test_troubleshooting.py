@@ -9,7 +9,10 @@ import pytest
 from sparse_losses.objective import advice
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-SYMPTOMS = re.findall(r'yield Finding\(\s*"([^"]+)"', inspect.getsource(advice))
+SYMPTOMS = [
+    *re.findall(r'yield Finding\(\s*"([^"]+)"', inspect.getsource(advice)),
+    *(symptom for _, (symptom, _), _ in advice.TOKEN_RULES),
+]
 
 
 def test_every_symptom_has_its_section() -> None:
