@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_losses._core.checks import check_choice, check_integer, check_number, check_rows
+from sparse_losses._core.checks import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    check_rows,
+)
 from sparse_losses._core.host_copy import HostCopy
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import num_ranks, sum_over_ranks
@@ -33,6 +39,8 @@ SHRUNK = 0.1  # the share of the first mean activation below which activations h
 # The attributes that make up a state, with an underscore before each.
 STATE = ["steps", "log_ratio", "active", "error", "change", "trend", "cut", "is_dying"]
 STATE += ["silent_steps", "last_healthy_step", "status", "first", "mean_activation"]
+SIZES = {"first": 2, "dead": 3, "seen": 5, "sent": 5}  # of the lists in a state
+OPTIONAL = ("active", "error", "last_healthy_step", "first", "seen", "sent")
 
 
 class CollapseError(RuntimeError):
@@ -437,7 +445,12 @@ class SparsityController:
         """Restore a state and set the weight; target and gain stay those of this controller.
 
         A state of another target is logged as a warning, and what it measured counts against the
-        new one. After an error, for a state that is not this term's, nothing has changed.
+        new one.
+
+        Raises:
+            TypeError: for a state with values of other types.
+            ValueError: for the state of another term or version, or of impossible numbers. After
+                an error nothing has changed.
         """
         kind = type(self).__name__
         if not isinstance(state, Mapping):
@@ -449,10 +462,11 @@ class SparsityController:
             )
         if state["term"] != self.term:
             raise ValueError(f"expected the state for {self.term!r}, got one for {state['term']!r}")
-        for name, value in state.items():
-            for number in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(number, float) and not math.isfinite(number):
-                    raise ValueError(f"expected finite numbers as {name!r}, got {value}")
+        _check_types(state)
+        low, high = math.log(SMALLEST_SHARE), math.log(state["maximum"] / state["start"])
+        if not low <= state["log_ratio"] <= high:
+            ratio = state["log_ratio"]
+            raise ValueError(f"expected `log_ratio` in [{low:g}, {high:g}], got {ratio!r}")
         for name in STATE:
             setattr(self, f"_{name}", state[name])
         self._dead, self._usually_dead, self._first_dead = state["dead"]
@@ -471,6 +485,28 @@ class SparsityController:
         if self._error is not None and target != self.target_active:
             self._status = self._status_now(self._crash())
         self._write()
+
+
+def _check_types(state: Mapping[str, Any]) -> None:
+    """Raise for a value that a state cannot have."""
+    for name, value in state.items():
+        if value is None and name in OPTIONAL:
+            continue
+        if name == "is_dying":
+            check_flag(is_dying=value)
+        elif name in ("steps", "silent_steps", "last_healthy_step"):
+            check_integer(name, value, minimum=0)
+        elif name in ("term", "status"):
+            if not isinstance(value, str):
+                raise TypeError(f"expected `{name}` to be a text, got {value!r}")
+        elif name not in SIZES:
+            is_positive = name in ("target", "start", "maximum")
+            check_number(name, value, minimum=0.0 if is_positive else -math.inf, exclusive=True)
+        elif not isinstance(value, (list, tuple)) or len(value) != SIZES[name]:
+            raise TypeError(f"expected `{name}` to be {SIZES[name]} numbers, got {value!r}")
+        else:
+            for number in value[:2] if name == "dead" and value[2] is None else value:
+                check_number(name, number)
 
 
 def _start_weight(objective: SpladeObjective, term: str, start: float | None) -> float:
