@@ -181,15 +181,10 @@ class TrainingSchedule:
         warmups: Mapping[str, Warmup] | None = None,
         steps_per_epoch: int | None = None,
     ) -> None:
-        plain = getattr(objective, "_orig_mod", objective)  # of one that is compiled
-        if not isinstance(plain, SpladeObjective):
-            kind = type(objective).__name__
-            raise TypeError(f"expected `objective` to be a SpladeObjective, got {kind}")
-        if not isinstance(curriculum, Curriculum | None):
-            raise TypeError(f"expected `curriculum` to be a Curriculum, got {curriculum!r}")
-        by_name = {} if warmups is None else warmups
-        is_dict = isinstance(by_name, Mapping)
-        if not is_dict or not all(isinstance(warmup, Warmup) for warmup in by_name.values()):
+        if not isinstance(getattr(objective, "_orig_mod", objective), SpladeObjective):  # compiled
+            raise TypeError(f"expected `objective` to be a SpladeObjective, got {objective!r}")
+        is_named = isinstance(warmups, Mapping | None)
+        if not is_named or not all(isinstance(w, Warmup) for w in (warmups or {}).values()):
             raise TypeError(f"expected `warmups` to be Warmup objects by name, got {warmups!r}")
         if steps_per_epoch is not None:
             check_integer("steps_per_epoch", steps_per_epoch, minimum=1)
@@ -197,7 +192,7 @@ class TrainingSchedule:
             raise ValueError("expected `steps_per_epoch` for phases by epoch, got None")
         self.objective = objective
         self.curriculum = curriculum
-        self.warmups = dict(by_name)
+        self.warmups = dict(warmups or {})
         self.steps_per_epoch = steps_per_epoch
         self.steps_taken = 0
         for name in self.warmups:

@@ -7,13 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import (
-    check_choice,
-    check_flag,
-    check_integer,
-    check_shapes,
-    values_can_be_checked,
-)
+from sparse_losses._core.checks import check_choice, check_flag, check_integer, check_shapes
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask, attended_ids
 from sparse_losses.fast.sparse import csr
@@ -146,7 +140,7 @@ class SpladeEncoder(nn.Module):
 
         Raises:
             TypeError: for texts or floating-point numbers instead of ids.
-            ValueError: for ids of another shape or, on the CPU, outside [0, V); for ``apply_idf=True`` without idf weights.
+            ValueError: for ids of another shape or outside [0, V); for ``apply_idf=True`` without idf weights.
             RuntimeError: if the model's output embeddings were replaced.
         """
         if not isinstance(input_ids, Tensor):
@@ -155,9 +149,7 @@ class SpladeEncoder(nn.Module):
                 "encoder(**encoder.tokenize(texts)), or encoder.encode(texts)"
             )
         check_shapes(input_ids=(input_ids, "B S"))
-        if values_can_be_checked(input_ids) or input_ids.is_floating_point():
-            everywhere = torch.ones_like(input_ids, dtype=torch.bool)
-            attended_ids("input_ids", input_ids, everywhere, self.vocab_size)
+        attended_ids("input_ids", input_ids, torch.tensor(True), self.vocab_size, gathered=True)
         if apply_idf is None:
             apply_idf = self.idf_weights is not None
         check_flag(apply_idf=apply_idf)

@@ -11,8 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sparse_losses._core.checks import check_integer
 from sparse_losses._core.extras import from_extra
 from sparse_losses._core.files import replaced_file
@@ -140,10 +138,10 @@ class Count:
         """Continue from a state, which must be of the same inputs, tokenizer and options."""
         try:
             settings, done, (documents, tokens), df = json.loads(path.read_text(encoding="utf-8"))
-            is_same = all(inputs.get(name) == size for name, size in done.items())
-            if is_same := is_same and settings == self.settings:
+            is_same = settings == self.settings and done.items() <= inputs.items()
+            if is_same:
                 check_integer("num_tokens", tokens, minimum=0)  # it is never unknown here
-                self.counter._set_counts(np.array(df), documents, tokens)
+                self.counter._set_counts(df, documents, tokens)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: start over with --restart") from error
         if not is_same:

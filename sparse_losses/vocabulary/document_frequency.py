@@ -287,13 +287,11 @@ class DocumentFrequency:
         counter._set_counts(arrays["df"], int(arrays["num_documents"]), tokens)
         return counter
 
-    def _set_counts(
-        self, df: np.ndarray[Any, Any], num_documents: int, num_tokens: int | None
-    ) -> None:
+    def _set_counts(self, df: Any, num_documents: int, num_tokens: int | None) -> None:
         """Set saved counts; raise for counts that no documents have."""
         check_integer("num_documents", num_documents, minimum=0)
-        counts = torch.from_numpy(df.astype(np.int64))
-        is_count = df.dtype.kind in "iu" and df.shape == (self.vocab_size,)
+        is_count = (array := np.asarray(df)).dtype.kind in "iu" and array.shape == self.df.shape
+        counts = torch.from_numpy(array.astype(np.int64))
         if not is_count or counts.min() < 0 or counts.max() > num_documents:
             raise ValueError(f"expected V integers in [0, {num_documents}] as `df`")
         if num_tokens is not None and num_tokens < (least := int(counts.sum())):

@@ -261,7 +261,7 @@ def test_second_training_state_is_an_error_when_training_starts(tmp_path, is_sam
     state = TrainingState(loss=objective)
     trainer = make(tmp_path, objective, state=state)
     trainer.add_callback(state if is_same else TrainingState())
-    with pytest.raises(ValueError, match="expected one TrainingState in the trainer, got several"):
+    with pytest.raises(ValueError, match="expected one TrainingState for all schedules"):
         trainer.train()
 
 
@@ -272,7 +272,7 @@ def test_damaged_checkpoint_and_replaced_callbacks_are_errors(tmp_path):
     make(tmp_path, objective, **saved).train()
     name = "restore_callback_states_from_checkpoint"
     trainer = make(tmp_path, objective, **saved, **{name: True})
-    with pytest.raises(ValueError, match=f"`{name}=False`, got True"):
+    with pytest.raises(ValueError, match=f"without `{name}`"):
         trainer.train(resume_from_checkpoint=True)
     path = tmp_path / "checkpoint-2" / "trainer_state.json"
     content = json.loads(path.read_text("utf-8"))
@@ -281,7 +281,7 @@ def test_damaged_checkpoint_and_replaced_callbacks_are_errors(tmp_path):
         content["stateful_callbacks"]["TrainingState"]["tensors"] = tensors
         path.write_text(json.dumps(content))
         before = objective.info_nce.temperature.item()
-        with pytest.raises(ValueError, match=r"temperature'\] in the checkpoint of step 2, got dam"):
+        with pytest.raises(ValueError, match=r"temperature'\] of checkpoint-2 are damaged"):
             make(tmp_path, objective, **saved).train(resume_from_checkpoint=True)
         assert objective.info_nce.temperature.item() == before
 

@@ -564,7 +564,6 @@ def test_the_state_of_something_else_is_an_error():
         ("status", 3),
         ("is_dying", "no"),
         ("steps", 2.5),
-        ("steps", -1),
         ("target", 0),
         ("start", None),
         ("first", 3.0),

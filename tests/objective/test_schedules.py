@@ -252,7 +252,6 @@ def test_wrong_input_is_an_error(make, message):
     [
         (lambda: Curriculum([3]), "`phases`"),
         (lambda: TrainingSchedule("x"), "`objective`"),
-        (lambda: TrainingSchedule(_objective(), [Phase(1, 2)]), "`curriculum`"),
         (lambda: TrainingSchedule(_objective(), warmups=["info_nce"]), "`warmups`"),
         (lambda: TrainingSchedule(_objective(), warmups={"info_nce": 5}), "`warmups`"),
     ],

@@ -153,7 +153,11 @@ PROMPTS = "config_sentence_transformers.json"
         ("sparse_losses.json", {**SETTINGS, "expansion": 0}, "expected `expansion` to be True or"),
         ("sparse_losses.json", {**SETTINGS, "expansion": "no"}, "expected `expansion` to be True"),
         ("sparse_losses.json", {**SETTINGS, "idf_weights": 1}, "expected `idf_weights` to be True"),
-        ("sparse_losses.json", {**SETTINGS, "max_length": -1}, "expected `max_length` to be an int"),
+        (
+            "sparse_losses.json",
+            {**SETTINGS, "max_length": -1},
+            "expected `max_length` to be an int",
+        ),
         ("sparse_losses.json", {**SETTINGS, "max_length": "12"}, "expected `max_length` to be an"),
         ("sparse_losses.json", {**SETTINGS, "max_length": 1.5}, "expected `max_length` to be an"),
         ("modules.json", {"idx": 0}, "expected modules.json to hold a list, got a dict"),
@@ -207,7 +211,6 @@ def test_incomplete_or_truncated_folder_is_an_error_that_names_it(tmp_path):
         (["sparse_losses.json", "sparse_losses.safetensors"], "it has no sparse_losses.json"),
         (["config.json"], "it has no config.json"),
         (["tokenizer.json", "tokenizer_config.json"], "its tokenizer has no vocabulary"),
-        (["tokenizer.json"], "its tokenizer has no vocabulary"),
     ],
 )
 def test_folder_without_its_files_is_incomplete(files, message, tmp_path):

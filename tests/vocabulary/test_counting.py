@@ -206,7 +206,7 @@ def test_unfinished_count_of_something_else_is_refused(tokenizer, tmp_path, caps
         assert "partial holds an unfinished count of other inputs or" in capsys.readouterr().err
     text_file(first, [*TEXTS, "more"])
     assert count(first, second, tokenizer=tokenizer, output=output) == 2
-    settings, done, numbers, df = json.loads(state)
+    settings, _, numbers, df = json.loads(state)
     for damaged in (
         state[:99],
         "{}",
@@ -214,6 +214,7 @@ def test_unfinished_count_of_something_else_is_refused(tokenizer, tmp_path, caps
         "[]",
         "[1, 2, [3, 4], 5]",
         [settings, [], numbers, df],
+        [settings, None, numbers, df],
         [settings, {}, numbers, df[1:]],
         [settings, {}, numbers, [0.5, *df[1:]]],
         [settings, {}, numbers, [-1, *df[1:]]],
