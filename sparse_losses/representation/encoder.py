@@ -140,7 +140,7 @@ class SpladeEncoder(nn.Module):
 
         Raises:
             TypeError: for texts or floating-point numbers instead of ids.
-            ValueError: for ids of another shape or outside [0, V); for ``apply_idf=True`` without idf weights.
+            ValueError: for ids outside [0, V); for ``apply_idf=True`` without idf weights.
             RuntimeError: if the model's output embeddings were replaced.
         """
         if not isinstance(input_ids, Tensor):

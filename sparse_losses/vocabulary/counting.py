@@ -138,7 +138,7 @@ class Count:
         """Continue from a state, which must be of the same inputs, tokenizer and options."""
         try:
             settings, done, (documents, tokens), df = json.loads(path.read_text(encoding="utf-8"))
-            is_same = settings == self.settings and done.items() <= inputs.items()
+            is_same = done.items() <= inputs.items() and settings == self.settings
             if is_same:
                 check_integer("num_tokens", tokens, minimum=0)  # it is never unknown here
                 self.counter._set_counts(df, documents, tokens)
