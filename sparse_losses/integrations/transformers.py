@@ -59,8 +59,8 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             objective, and are reset when they are logged.
 
     Raises:
-        ValueError: when training starts: for learned parameters that are not in the optimiser; for
-            a checkpoint without the state of these objects and parameters.
+        ValueError: when training starts: for a second ``TrainingState``, learned parameters that
+            are not in the optimiser, a checkpoint without the state of objects and parameters.
 
     Examples:
         >>> from sparse_losses import SparsityController, SpladeObjective
@@ -78,8 +78,12 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
     ) -> None:
         for side in diagnostics or ():
             check_choice("diagnostics", side, ["query", "document"])
-        self.steered = schedules_and_controllers
+        if wrong := [x for x in schedules_and_controllers if not hasattr(x, "attach")]:
+            raise TypeError(f"expected schedules and controllers, got {wrong}: is it the `loss`?")
         named = loss if isinstance(loss, Mapping) else {"loss": loss or nn.Module()}
+        if not all(isinstance(module, nn.Module) for module in named.values()):
+            raise TypeError(f"expected `loss` to be a module or a dict of modules, got {loss!r}")
+        self.steered = schedules_and_controllers
         self.losses: dict[str, nn.Module] = dict(named)
         self.diagnostics = dict(diagnostics or {})
         self._learned: dict[str, nn.Parameter] = {}
@@ -111,19 +115,24 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             raise ValueError(
                 f"expected a checkpoint with the state of {len(self.steered)} schedules and "
                 f"controllers and of the parameters {sorted(self._learned)}, got one with "
-                f"{len(states)} and {names}: resume with the TrainingState of the saved run"
+                f"{len(states)} and {names}: resume with the TrainingState of the saved run "
+                "and without `restore_callback_states_from_checkpoint`, which replaces it"
             )
-        if names:
-            tensors = load(base64.b64decode(saved["tensors"]))
+        try:
+            tensors = load(base64.b64decode(saved["tensors"])) if names else {}
             with torch.no_grad():
                 for name, parameter in self._learned.items():
-                    parameter.copy_(tensors[name])
+                    parameter.copy_(tensors[name].reshape(parameter.shape))
+        except Exception as error:  # damaged tensors fail in many ways
+            raise ValueError(f"{names} of checkpoint-{state.global_step} are damaged") from error
         for one, its_state in zip(self.steered, states, strict=True) if schedules else ():
             one.load_state_dict(its_state)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **objects: Any) -> None:
         """Restore the state if training resumes, and attach schedules and controllers."""
         self._detach()  # from a run that was interrupted
+        if isinstance(state.stateful_callbacks.get(type(self).__name__), list):
+            raise ValueError("expected one TrainingState for all schedules, got several")
         optimizer = objects["optimizer"]
         model = {id(x) for x in objects["model"].parameters()}
         learned = {

@@ -33,6 +33,11 @@ SHRUNK = 0.1  # the share of the first mean activation below which activations h
 # The attributes that make up a state, with an underscore before each.
 STATE = ["steps", "log_ratio", "active", "error", "change", "trend", "cut", "is_dying"]
 STATE += ["silent_steps", "last_healthy_step", "status", "first", "mean_activation"]
+# The sizes of the lists in a state, and the types of what is no number; `type` tells bool from int.
+SIZES = {"first": 2, "dead": 3, "seen": 5, "sent": 5}
+KINDS = {"term": (str,), "status": (str,), "is_dying": (bool,), "dead": (int, float, type(None))}
+KINDS |= dict.fromkeys(("steps", "silent_steps", "last_healthy_step"), (int,))
+OPTIONAL = ("active", "error", "last_healthy_step", "first", "seen", "sent")
 
 
 class CollapseError(RuntimeError):
@@ -437,7 +442,8 @@ class SparsityController:
         """Restore a state and set the weight; target and gain stay those of this controller.
 
         A state of another target is logged as a warning, and what it measured counts against the
-        new one. After an error, for a state that is not this term's, nothing has changed.
+        new one. After an error nothing has changed: a ``TypeError`` for values of other types, a
+        ``ValueError`` for the state of another term or version or for impossible numbers.
         """
         kind = type(self).__name__
         if not isinstance(state, Mapping):
@@ -449,10 +455,11 @@ class SparsityController:
             )
         if state["term"] != self.term:
             raise ValueError(f"expected the state for {self.term!r}, got one for {state['term']!r}")
-        for name, value in state.items():
-            for number in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(number, float) and not math.isfinite(number):
-                    raise ValueError(f"expected finite numbers as {name!r}, got {value}")
+        _check_types(state)
+        for name in ("target", "start", "maximum"):
+            check_number(name, state[name], minimum=0.0, exclusive=True)
+        if state["log_ratio"] > math.log(state["maximum"] / state["start"]):
+            raise ValueError(f"expected a smaller `log_ratio`, got {state['log_ratio']}")
         for name in STATE:
             setattr(self, f"_{name}", state[name])
         self._dead, self._usually_dead, self._first_dead = state["dead"]
@@ -471,6 +478,17 @@ class SparsityController:
         if self._error is not None and target != self.target_active:
             self._status = self._status_now(self._crash())
         self._write()
+
+
+def _check_types(state: Mapping[str, Any]) -> None:
+    for name, value in state.items():
+        values = value if name in SIZES and isinstance(value, (list, tuple)) else [value]
+        kinds = KINDS.get(name, (int, float))
+        is_right = len(values) == SIZES.get(name, 1) and all(type(x) in kinds for x in values)
+        if not (is_right or (value is None and name in OPTIONAL)):
+            raise TypeError(f"expected a state with another type of {name!r}, got {value!r}")
+        if not all(math.isfinite(x) for x in values if isinstance(x, float)):
+            raise ValueError(f"expected finite numbers as {name!r}, got {value!r}")
 
 
 def _start_weight(objective: SpladeObjective, term: str, start: float | None) -> float:

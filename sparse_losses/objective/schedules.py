@@ -102,6 +102,8 @@ class Curriculum:
         if not phases:
             raise ValueError("expected at least one phase, got none")
         for phase in phases:
+            if not isinstance(phase, Phase):
+                raise TypeError(f"expected `phases` to be Phase objects, got {phase!r}")
             if phase.first != expected:
                 raise ValueError(
                     f"expected a phase that begins with {self.unit} {expected}, got {phase.first}"
@@ -179,6 +181,11 @@ class TrainingSchedule:
         warmups: Mapping[str, Warmup] | None = None,
         steps_per_epoch: int | None = None,
     ) -> None:
+        if not isinstance(getattr(objective, "_orig_mod", objective), SpladeObjective):  # compiled
+            raise TypeError(f"expected `objective` to be a SpladeObjective, got {objective!r}")
+        is_named = isinstance(warmups, Mapping | None)
+        if not is_named or not all(isinstance(w, Warmup) for w in (warmups or {}).values()):
+            raise TypeError(f"expected `warmups` to be Warmup objects by name, got {warmups!r}")
         if steps_per_epoch is not None:
             check_integer("steps_per_epoch", steps_per_epoch, minimum=1)
         elif curriculum is not None and curriculum.unit == "epoch":

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_flag, check_integer, check_shapes
 from sparse_losses._core.precision import compute_dtype
-from sparse_losses._core.token_ids import as_mask
+from sparse_losses._core.token_ids import as_mask, attended_ids
 from sparse_losses.fast.sparse import csr
 from sparse_losses.representation._masked_lm import evaluating
 from sparse_losses.representation.calibration import shift_bias
@@ -139,8 +139,8 @@ class SpladeEncoder(nn.Module):
             **inputs: Other inputs of the model, such as ``token_type_ids``.
 
         Raises:
-            TypeError: for texts instead of ids.
-            ValueError: for ``apply_idf=True`` without idf weights.
+            TypeError: for texts or floating-point numbers instead of ids.
+            ValueError: for ids outside [0, V); for ``apply_idf=True`` without idf weights.
             RuntimeError: if the model's output embeddings were replaced.
         """
         if not isinstance(input_ids, Tensor):
@@ -148,6 +148,8 @@ class SpladeEncoder(nn.Module):
                 f"expected `input_ids` to be a torch.Tensor, got {type(input_ids).__name__}: "
                 "encoder(**encoder.tokenize(texts)), or encoder.encode(texts)"
             )
+        check_shapes(input_ids=(input_ids, "B S"))
+        attended_ids("input_ids", input_ids, torch.tensor(True), self.vocab_size, gathered=True)
         if apply_idf is None:
             apply_idf = self.idf_weights is not None
         check_flag(apply_idf=apply_idf)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from sparse_losses._core.checks import check_flag, check_integer
 from sparse_losses._core.extras import from_extra
 
 __all__ = ["Folder", "IdfWeights", "WithoutExpansion", "named_damage", "write_folder"]
@@ -162,7 +163,12 @@ class Folder:
             raise OSError(f"expected {self.name} in format {FORMAT}, got {version!r}")
         if missing := {"expansion", "gate", "idf_weights", "max_length"} - settings.keys():
             raise OSError(f"{self.name} is damaged: {SETTINGS} lacks {', '.join(sorted(missing))}")
-        if settings["idf_weights"] != ("idf_weights" in tensors):
+        with named_damage(self.name, TypeError, ValueError):
+            check_flag(expansion=settings["expansion"], idf_weights=settings["idf_weights"])
+            check_integer("max_length", settings["max_length"], minimum=1)
+        gate, importance = settings["gate"] is not None, not settings["expansion"]
+        parts = {"gate": gate, "importance": importance, "idf_weights": settings["idf_weights"]}
+        if {name.split(".")[0] for name in tensors} != {name for name in parts if parts[name]}:
             raise OSError(f"{self.name} is damaged: its two files do not belong together")
         return settings, tensors
 
@@ -181,6 +187,8 @@ class Folder:
                     raise ValueError(f"expected paths inside it in {MODULES}, got {path!r}")
                 if kind == "IdfWeights":
                     idf_weights = self.tensors(f"{path}/model.safetensors")["weight"]
+            if kind == "WithoutExpansion":
+                self.find(SETTINGS, required=True)  # or the encoder would be one with expansion
             settings = self.json(f"{path}/config.json") if kind == "SpladePooling" else {}
             for key in POOLING.keys() & settings.keys():
                 if settings[key] != POOLING[key]:
@@ -202,6 +210,8 @@ class Folder:
         from transformers import AutoModelForMaskedLM, AutoTokenizer
         from transformers.utils import logging
 
+        if Path(self.name).is_dir() and self.find("adapter_config.json") is None:
+            self.find("config.json", required=True)
         own = {**self.hub, "trust_remote_code": options.get("trust_remote_code")}
         verbosity = logging.get_verbosity()
         if not has_logits:  # the layers before the logits may be new
@@ -214,6 +224,8 @@ class Folder:
                 )
         finally:
             logging.set_verbosity(verbosity)
+        if len(tokenizer) <= len(tokenizer.all_special_ids):  # so transformers does without files
+            raise OSError(f"{self.name} is incomplete: its tokenizer has no vocabulary")
         needed = "" if has_logits else f"{model.base_model_prefix}."
         if new := sorted(key for key in report["missing_keys"] if key.startswith(needed)):
             warnings.warn(

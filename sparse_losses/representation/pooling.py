@@ -111,7 +111,7 @@ def token_weights(logits: Tensor, attention_mask: Tensor) -> Tensor:
         ``[B, S]`` >= 0, fp32 (fp64 for fp64 logits), 0 at masked positions.
 
     Raises:
-        ValueError: for wrong shapes or devices.
+        ValueError: for wrong shapes or devices, or V = 0.
         TypeError: for wrong dtypes.
 
     Examples:
@@ -124,5 +124,7 @@ def token_weights(logits: Tensor, attention_mask: Tensor) -> Tensor:
     References:
         SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval.
     """
+    if logits.shape[-1] == 0:
+        raise ValueError(f"expected `logits` with V >= 1, got {list(logits.shape)}")
     strongest = logits.max(-1).values.to(compute_dtype(logits=logits))
     return nnf.relu(torch.where(attention_mask, strongest, 0.0)).log1p()

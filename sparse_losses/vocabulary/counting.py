@@ -138,10 +138,13 @@ class Count:
         """Continue from a state, which must be of the same inputs, tokenizer and options."""
         try:
             settings, done, (documents, tokens), df = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            is_same = done.items() <= inputs.items() and settings == self.settings
+            if is_same:
+                check_integer("num_tokens", tokens, minimum=0)  # it is never unknown here
+                self.counter._set_counts(df, documents, tokens)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: start over with --restart") from error
-        if settings != self.settings or any(inputs.get(name) != done[name] for name in done):
+        if not is_same:
             unfinished = f"{path} holds an unfinished count of other inputs or with other options"
             raise ValueError(f"{unfinished}: start over with --restart")
-        self.done, self.counter.df = done, self.counter.df.new_tensor(df)
-        self.counter.num_documents, self.counter.num_tokens = documents, tokens
+        self.done = done

@@ -282,14 +282,21 @@ class DocumentFrequency:
                 raise ValueError(f"got {array.dtype} {list(array.shape)} as `{name}`")
         fingerprint = str(arrays["tokenizer_sha256"]) or None
         counter = cls(size, tokenizer_sha256=fingerprint)
-        counter.num_documents = int(arrays["num_documents"])
         # Files of older versions have no number of tokens.
-        counter.num_tokens = int(arrays["num_tokens"]) if "num_tokens" in arrays else None
-        df = torch.from_numpy(arrays["df"].astype(np.int64))
-        if len(df) != counter.vocab_size or df.min() < 0 or df.max() > counter.num_documents:
-            raise ValueError(f"expected V counts in [0, {counter.num_documents}] as `df`")
-        counter.df = df
+        tokens = int(arrays["num_tokens"]) if "num_tokens" in arrays else None
+        counter._set_counts(arrays["df"], int(arrays["num_documents"]), tokens)
         return counter
+
+    def _set_counts(self, df: Any, num_documents: int, num_tokens: int | None) -> None:
+        """Set saved counts; raise for counts that no documents have."""
+        check_integer("num_documents", num_documents, minimum=0)
+        is_count = (array := np.asarray(df)).dtype.kind in "iu" and array.shape == self.df.shape
+        counts = torch.from_numpy(array.astype(np.int64))
+        if not is_count or counts.min() < 0 or counts.max() > num_documents:
+            raise ValueError(f"expected V integers in [0, {num_documents}] as `df`")
+        if num_tokens is not None and num_tokens < (least := int(counts.sum())):
+            raise ValueError(f"expected `num_tokens` >= {least}, the sum of `df`, got {num_tokens}")
+        self.df, self.num_documents, self.num_tokens = counts, num_documents, num_tokens
 
     @property
     def _identity(self) -> tuple[int, str | None]:

@@ -1,9 +1,11 @@
 """TrainingState in the Trainer of transformers: what the table of test_loops.py does not say."""
 
+import base64
 import json
 
 import pytest
 import torch
+from safetensors.torch import save
 from transformers import TrainerCallback
 
 from sparse_losses import Diagnostics, InfoNCELoss, SparsityController, SpladeEncoder
@@ -251,6 +253,46 @@ def test_checkpoint_of_another_run_is_an_error(tmp_path):
         other = make(tmp_path, objective, state=state, **saved)
         with pytest.raises(ValueError, match=message):
             other.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_second_training_state_is_an_error_when_training_starts(tmp_path, is_same):
+    objective = setting.objective()
+    state = TrainingState(loss=objective)
+    trainer = make(tmp_path, objective, state=state)
+    trainer.add_callback(state if is_same else TrainingState())
+    with pytest.raises(ValueError, match="expected one TrainingState for all schedules"):
+        trainer.train()
+
+
+@works_with(TRAINER, "resume")
+def test_damaged_checkpoint_and_replaced_callbacks_are_errors(tmp_path):
+    saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    objective = setting.objective()
+    make(tmp_path, objective, **saved).train()
+    name = "restore_callback_states_from_checkpoint"
+    trainer = make(tmp_path, objective, **saved, **{name: True})
+    with pytest.raises(ValueError, match=f"without `{name}`"):
+        trainer.train(resume_from_checkpoint=True)
+    path = tmp_path / "checkpoint-2" / "trainer_state.json"
+    content = json.loads(path.read_text("utf-8"))
+    others = save({"loss.info_nce.temperature": torch.ones(2)})
+    for tensors in (None, "", "garbage", "AAAA", 3, base64.b64encode(others).decode()):
+        content["stateful_callbacks"]["TrainingState"]["tensors"] = tensors
+        path.write_text(json.dumps(content))
+        before = objective.info_nce.temperature.item()
+        with pytest.raises(ValueError, match=r"temperature'\] of checkpoint-2 are damaged"):
+            make(tmp_path, objective, **saved).train(resume_from_checkpoint=True)
+        assert objective.info_nce.temperature.item() == before
+
+
+def test_arguments_of_other_types_are_errors():
+    for wrong in (3, setting.objective()):
+        with pytest.raises(TypeError, match="expected schedules and controllers, got"):
+            TrainingState(wrong)
+    for wrong in ("x", {"loss": 3}):
+        with pytest.raises(TypeError, match="expected `loss` to be a module or a dict of modules"):
+            TrainingState(loss=wrong)
 
 
 def test_diagnostics_are_of_a_side_and_losses_may_be_a_dict():

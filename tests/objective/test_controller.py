@@ -514,7 +514,12 @@ def test_a_state_holds_plain_numbers_whatever_it_was_made_with(tmp_path):
     state = controller.state_dict()
     torch.save(state, tmp_path / "state.pt")
     assert torch.load(tmp_path / "state.pt", weights_only=True) == state
-    assert json.loads(json.dumps(state))["target"] == 40
+    assert json.loads(json.dumps(state)) == state
+    resumed = SparsityController(
+        SpladeObjective({"document_flops": 1.0}), target_active=40, gain=0.06, window=1, every=1
+    )
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    assert resumed.state_dict() == state
 
 
 def test_a_list_of_schedules_shows_the_state():
@@ -554,6 +559,17 @@ def test_the_state_of_something_else_is_an_error():
         ("dead", [0.0, math.nan, 0.0]),
         ("sent", [math.nan] * 5),
         ("of_a_later_version", 1),
+        ("log_ratio", 800),
+        ("log_ratio", "0"),
+        ("status", 3),
+        ("is_dying", "no"),
+        ("steps", 2.5),
+        ("target", 0),
+        ("start", None),
+        ("first", 3.0),
+        ("first", [1.0]),
+        ("seen", [None] * 5),
+        ("dead", None),
     ],
 )
 def test_a_damaged_state_is_an_error_and_changes_nothing(name, bad):

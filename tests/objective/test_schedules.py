@@ -248,6 +248,20 @@ def test_wrong_input_is_an_error(make, message):
 
 
 @pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Curriculum([3]), "`phases`"),
+        (lambda: TrainingSchedule("x"), "`objective`"),
+        (lambda: TrainingSchedule(_objective(), warmups=["info_nce"]), "`warmups`"),
+        (lambda: TrainingSchedule(_objective(), warmups={"info_nce": 5}), "`warmups`"),
+    ],
+)
+def test_argument_of_another_type_is_named(make, message):
+    with pytest.raises(TypeError, match=f"expected {message} to be"):
+        make()
+
+
+@pytest.mark.parametrize(
     ("state", "message"),
     [
         ({"steps": 3}, "'steps_taken', got one with 'steps'"),

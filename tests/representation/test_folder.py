@@ -148,7 +148,18 @@ PROMPTS = "config_sentence_transformers.json"
         ("sparse_losses.json", {**SETTINGS, "gate": {"depth": 2}}, "is damaged"),
         ("sparse_losses.json", {**SETTINGS, "gate": {"gate_hidden": 5}}, "is damaged"),
         ("sparse_losses.json", {**SETTINGS, "idf_weights": False}, "do not belong together"),
-        ("sparse_losses.json", {**SETTINGS, "expansion": False}, "is damaged"),
+        ("sparse_losses.json", {**SETTINGS, "expansion": False}, "do not belong together"),
+        ("sparse_losses.json", {**SETTINGS, "gate": None}, "do not belong together"),
+        ("sparse_losses.json", {**SETTINGS, "expansion": 0}, "expected `expansion` to be True or"),
+        ("sparse_losses.json", {**SETTINGS, "expansion": "no"}, "expected `expansion` to be True"),
+        ("sparse_losses.json", {**SETTINGS, "idf_weights": 1}, "expected `idf_weights` to be True"),
+        (
+            "sparse_losses.json",
+            {**SETTINGS, "max_length": -1},
+            "expected `max_length` to be an int",
+        ),
+        ("sparse_losses.json", {**SETTINGS, "max_length": "12"}, "expected `max_length` to be an"),
+        ("sparse_losses.json", {**SETTINGS, "max_length": 1.5}, "expected `max_length` to be an"),
         ("modules.json", {"idx": 0}, "expected modules.json to hold a list, got a dict"),
         ("modules.json", [{"path": ""}], "is damaged"),
         ("modules.json", [{"type": "a.IdfWeights"}], "is damaged"),
@@ -192,6 +203,32 @@ def test_incomplete_or_truncated_folder_is_an_error_that_names_it(tmp_path):
         (tmp_path / file).write_bytes((tmp_path / file).read_bytes()[:9])
         with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
             SpladeEncoder.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["sparse_losses.json", "sparse_losses.safetensors"], "it has no sparse_losses.json"),
+        (["config.json"], "it has no config.json"),
+        (["tokenizer.json", "tokenizer_config.json"], "its tokenizer has no vocabulary"),
+    ],
+)
+def test_folder_without_its_files_is_incomplete(files, message, tmp_path):
+    make(expansion=False).save_pretrained(tmp_path)
+    for file in files:
+        (tmp_path / file).unlink()
+    with pytest.raises(OSError, match=f"{tmp_path.name} is incomplete: {message}"):
+        SpladeEncoder.from_pretrained(tmp_path)
+
+
+def test_empty_folder_and_importance_of_an_encoder_with_expansion_are_errors(tmp_path):
+    with pytest.raises(OSError, match=f"{tmp_path.name} is incomplete: it has no config.json"):
+        SpladeEncoder.from_pretrained(tmp_path)
+    make(expansion=False).save_pretrained(tmp_path)
+    settings = {**SETTINGS, "gate": None, "idf_weights": False}
+    (tmp_path / "sparse_losses.json").write_text(json.dumps(settings))
+    with pytest.raises(OSError, match=f"{tmp_path.name} is damaged: .*do not belong together"):
+        SpladeEncoder.from_pretrained(tmp_path)
 
 
 def test_full_disk_leaves_the_old_folder(tmp_path, monkeypatch):

@@ -88,6 +88,11 @@ def test_text_without_positions_is_zero(function):
     out.sum().backward()
 
 
+def test_token_weights_without_a_vocabulary_are_an_error():
+    with pytest.raises(ValueError, match=r"`logits` with V >= 1, got \[2, 3, 0\]"):
+        token_weights(torch.zeros(2, 3, 0), torch.ones(2, 3))
+
+
 @pytest.mark.parametrize("return_logits", [False, True])
 def test_nonzeros_by_name_compiles_and_transforms(return_logits):
     """As the default does: tests/losses/test_contract.py."""

@@ -206,8 +206,27 @@ def test_unfinished_count_of_something_else_is_refused(tokenizer, tmp_path, caps
         assert "partial holds an unfinished count of other inputs or" in capsys.readouterr().err
     text_file(first, [*TEXTS, "more"])
     assert count(first, second, tokenizer=tokenizer, output=output) == 2
-    for damaged in (state[:99], "{}"):
-        partial.write_text(damaged)
+    settings, _, numbers, df = json.loads(state)
+    for damaged in (
+        state[:99],
+        "{}",
+        "null",
+        "[]",
+        "[1, 2, [3, 4], 5]",
+        [settings, [], numbers, df],
+        [settings, None, numbers, df],
+        [settings, {}, numbers, df[1:]],
+        [settings, {}, numbers, [0.5, *df[1:]]],
+        [settings, {}, numbers, [-1, *df[1:]]],
+        [settings, {}, numbers, ["1", *df[1:]]],
+        [settings, {}, numbers, None],
+        [settings, {}, [numbers[0], None], df],
+        [settings, {}, [numbers[0], -1], df],
+        [settings, {}, [float(numbers[0]), numbers[1]], df],
+        [settings, {}, "ab", df],
+        [settings, {}, [1, numbers[1]], df],  # fewer documents than one token is in
+    ):
+        partial.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
         assert count(first, second, tokenizer=tokenizer, output=output) == 2
         assert "partial is damaged: start over with --restart" in capsys.readouterr().err
     assert count(first, second, tokenizer=tokenizer, output=output, options=["--restart"]) == 0
