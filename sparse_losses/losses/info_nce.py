@@ -85,7 +85,7 @@ def info_nce_loss(
         impl: how the value is computed; value and gradient are the same. ``"auto"`` selects the
             first of these that supports the call and is expected to be faster: ``"nonzeros"``
             multiplies only the non-zeros (selected for CSR tensors, and on the CPU if a sample of
-            wide inputs has few: below about 6% for 512 rows or more, less for fewer rows);
+            wide inputs has few: below 12% for 512 rows or more, half of that on several threads);
             ``"blocks"`` holds some rows of the scores at a time (selected for more than 2^21 scores
             on a CPU, 2^26 elsewhere); ``"direct"`` holds all scores at once. ``"definition"``, the
             formula operation by operation, is used otherwise, under ``torch.compile`` and under
