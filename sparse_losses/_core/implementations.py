@@ -18,7 +18,7 @@ Arguments: TypeAlias = Mapping[str, Any]  # tensors and hyperparameters, by name
 
 
 class Implementation(NamedTuple):
-    """One way to compute the value of a definition together with its gradient.
+    """A computation of the value of a definition together with its gradient.
 
     Attributes:
         name: the value of ``impl`` that selects it.
