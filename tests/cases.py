@@ -249,16 +249,22 @@ LOSSES = {
 }
 
 
-def _pooled(logits: Any, attention_mask: Any, return_logits: bool = False) -> float:
-    outputs = [oracles.splade_pool(logits, attention_mask)]
+def _pooled(logits: Any, attention_mask: Any, return_logits: bool = False, **options: Any) -> float:
+    outputs = [oracles.splade_pool(logits, attention_mask, **options)]
     if return_logits:
-        outputs.append(oracles.pooled_logits(logits, attention_mask))
+        outputs.append(oracles.pooled_logits(logits, attention_mask, options.get("softcap")))
     return weigh(*outputs).item()
 
 
-def _headed(return_logits: bool = False, attention_mask: Any = None, **arrays: Any) -> float:
+def _headed(
+    return_logits: bool = False,
+    attention_mask: Any = None,
+    activation: str = "relu",
+    threshold: float | None = None,
+    **arrays: Any,
+) -> float:
     logits = head_oracle.logits(mask=attention_mask, **arrays)
-    outputs = [head_oracle.activations(logits)]
+    outputs = [head_oracle.activations(logits, activation=activation, threshold=threshold)]
     return weigh(*outputs, *([logits] if return_logits else [])).item()
 
 
@@ -346,7 +352,8 @@ LAYERS = {
         Loss(
             "splade_pool",
             "",
-            "(logits, attention_mask, *, return_logits=False, impl='auto')",
+            "(logits, attention_mask, *, activation='relu', softcap=None, threshold=None, "
+            "return_logits=False, impl='auto')",
             LOGITS,
             implementations=("nonzeros",),
             function="splade_pool",
@@ -365,8 +372,8 @@ LAYERS = {
         Loss(
             "splade_head",
             "",
-            "(hidden, weight, bias=None, attention_mask=None, *, gate=None, return_logits=False, "
-            "sparse_grad=False, impl='auto')",
+            "(hidden, weight, bias=None, attention_mask=None, *, gate=None, activation='relu', "
+            "softcap=None, threshold=None, return_logits=False, sparse_grad=False, impl='auto')",
             {
                 "hidden": "B S D, grad, private",
                 "weight": "V D, grad",
@@ -867,15 +874,19 @@ BASE_CASES = (
 )
 
 HEAD = {"bias": True, "mask": True, "gate": True}
+CAPPED = {"activation": "log1p_relu", "softcap": 1.5, "threshold": 0.125}
 
 LAYER_CASES = (
     Case("splade_pool", "plain", _logits),
     Case("splade_pool", "logits", _logits, {"return_logits": True}),
+    Case("splade_pool", "capped", _logits, {**CAPPED, "return_logits": True}),
     Case("token_weights", "plain", _logits),
     Case("splade_head", "plain", _hidden()),
     Case("splade_head", "biased", _hidden(bias=True), {"return_logits": True}),
     Case("splade_head", "all", _hidden(**HEAD)),
     Case("splade_head", "all_logits", _hidden(**HEAD), {"return_logits": True}),
+    Case("splade_head", "capped", _hidden(**HEAD), CAPPED),
+    Case("splade_head", "capped_logits", _hidden(**HEAD), {**CAPPED, "return_logits": True}),
 )
 
 # Its errors name its own arguments: tests/objective/test_objective.py.

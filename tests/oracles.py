@@ -453,26 +453,43 @@ def margin_mse(student_positive, student_negative, teacher_positive, teacher_neg
 # From logits to sparse vectors
 
 
-def splade_pool(logits, attention_mask) -> np.ndarray:
+def capped(logit, softcap=None) -> float:
+    """``cap * tanh(logit / cap)``."""
+    return float(logit) if softcap is None else softcap * math.tanh(float(logit) / softcap)
+
+
+def token_weight(logit, activation="relu", threshold=None) -> float:
+    """``log1p(relu(logit))``, for ``log1p_relu`` its log1p, 0 for a logit up to the threshold."""
+    if threshold is not None and logit <= threshold:
+        return 0.0
+    weight = math.log1p(max(float(logit), 0.0))
+    return math.log1p(weight) if activation == "log1p_relu" else weight
+
+
+def splade_pool(
+    logits, attention_mask, activation="relu", softcap=None, threshold=None
+) -> np.ndarray:
     """``max_s mask * log1p(relu(logit))`` over the positions of a text."""
     batch, length, vocab = np.shape(logits)
     pooled = np.zeros((batch, vocab))
     for i in range(batch):
         for j in range(vocab):
+            limit = threshold[j] if np.ndim(threshold) else threshold
             for s in range(length):
                 if attention_mask[i][s]:
-                    pooled[i, j] = max(pooled[i, j], math.log1p(max(float(logits[i][s][j]), 0.0)))
+                    logit = capped(logits[i][s][j], softcap)
+                    pooled[i, j] = max(pooled[i, j], token_weight(logit, activation, limit))
     return pooled
 
 
-def pooled_logits(logits, attention_mask) -> np.ndarray:
+def pooled_logits(logits, attention_mask, softcap=None) -> np.ndarray:
     """The signed maximum over the attended positions, 0 for a text without any."""
     batch, _, vocab = np.shape(logits)
     pooled = np.zeros((batch, vocab))
     for i in range(batch):
         positions = [s for s in range(len(logits[i])) if attention_mask[i][s]]
         for j in range(vocab):
-            pooled[i, j] = max((float(logits[i][s][j]) for s in positions), default=0.0)
+            pooled[i, j] = max((capped(logits[i][s][j], softcap) for s in positions), default=0.0)
     return pooled
 
 

@@ -1,34 +1,70 @@
-"""The SPLADE activation of the maximal logit of every text and token."""
+"""From the largest logit of every text and token to the token's weight."""
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-__all__ = ["gated_logits", "splade_activation"]
+from sparse_losses._core.checks import check_number, check_shapes
+
+__all__ = ["Activation", "check_threshold", "gated_logits", "splade_activation", "weights_of"]
+
+Activation = Literal["relu", "log1p_relu"]
 
 
 def splade_activation(
-    highest: Tensor,
-    bias: Tensor | None,
-    gate: Tensor | None,
+    logits: Tensor,
     absent: Tensor | None,
+    gate: Tensor | None = None,
+    *,
+    activation: Activation,
+    softcap: float | None,
+    threshold: float | Tensor | None,
     return_logits: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return ``log(1 + relu(gate * (highest + bias)))`` and, if requested, the argument of relu.
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return the activations and, if requested, the pooled logits after the gate, ``[B, V]``.
 
-    ``highest`` is ``[B, V]`` and may be overwritten. Both results are 0 and have no gradient where
-    ``absent``, a mask that broadcasts to ``[B, V]``, is true.
+    ``logits`` are the maxima ``[B, V]`` with their bias, and may be overwritten. Soft cap,
+    threshold and activation are monotone, so they come after the maximum. Both results are 0 and
+    have no gradient where ``absent``, a mask that broadcasts to ``[B, V]``, is true.
     """
-    logits = highest if bias is None else highest + bias
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
     if absent is not None:
         logits = logits.masked_fill_(absent, 0.0)
-    if gate is None:
-        return nnf.relu(logits).log1p(), logits
-    if absent is not None:
+    if gate is not None:
         # A NaN gate of an absent entry must not reach the gradient: 0 * NaN is NaN.
-        gate = torch.where(absent, 0.0, gate)
-    gated = gated_logits(logits, gate)
-    return nnf.relu(gated).log1p(), gated if return_logits else None
+        gate = gate if absent is None else torch.where(absent, 0.0, gate)
+        logits = gated_logits(logits, gate)
+    activations = weights_of(logits, activation, threshold)
+    return (activations, logits) if return_logits else activations
+
+
+def weights_of(logits: Tensor, activation: str, threshold: float | Tensor | None = None) -> Tensor:
+    """Return the weights of pooled logits, 0 where these are not above ``threshold``."""
+    if threshold is not None:
+        if isinstance(threshold, Tensor):
+            threshold = threshold.to(logits.dtype)
+        logits = torch.where(logits <= threshold, 0.0, logits)  # a NaN stays
+    weights = nnf.relu(logits)
+    if activation == "identity":
+        return weights
+    weights = weights.log1p()
+    return weights.log1p() if activation == "log1p_relu" else weights
+
+
+def check_threshold(threshold: float | Tensor | None, vocab_size: int) -> None:
+    """Raise unless ``threshold`` is ``None``, a finite number or a tensor ``[V]``."""
+    if isinstance(threshold, Tensor):
+        check_shapes(threshold=(threshold, "V"))
+        if len(threshold) != vocab_size:
+            raise ValueError(
+                f"expected `threshold` of shape [V] with V = {vocab_size}, got "
+                f"{list(threshold.shape)}"
+            )
+    elif threshold is not None:
+        check_number("threshold", threshold)
 
 
 def gated_logits(logits: Tensor, gate: Tensor) -> Tensor:

@@ -20,9 +20,10 @@ dtype of the computation and is cast to it.
 - ``integer``: ids and counts. ``labels``: multi-hot rows. ``token ids``: ids whose range the body
   checks at attended positions. These three are passed on unchanged.
 
-A number is declared by its bound: ``"finite"``, ``">= 0"``, ``"integer >= 1"``, or ``"> 0,
-learnable"``; the latter may also be a 0-d tensor of any value, which is cast. Flags and choices
-need no declaration: their annotations ``bool`` and ``Literal`` define what is allowed.
+A number is declared by its bound: ``"finite"``, ``">= 0"``, ``"> 0"``, ``"integer >= 1"``, or
+``"> 0, learnable"``; the latter may also be a 0-d tensor of any value, which is cast. A number may
+be ``None`` where that is its default. Flags and choices need no declaration: their annotations
+``bool`` and ``Literal`` define what is allowed.
 """
 
 import functools
@@ -90,12 +91,16 @@ class _Declaration(NamedTuple):
             if name not in hyperparameters:
                 continue
             value = hyperparameters[name]
+            if value is None and self.defaults.get(name, bound) is None:
+                continue
             if bound == LEARNABLE:
                 check_learnable(name, value)
             elif bound.startswith("integer"):
                 check_integer(name, value, minimum=int(bound.removeprefix("integer >= ")))
             elif bound == "finite":
                 check_number(name, value)
+            elif bound == "> 0":
+                check_number(name, value, minimum=0.0, exclusive=True)
             else:
                 check_number(name, value, minimum=float(bound.removeprefix(">= ")))
 

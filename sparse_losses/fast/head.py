@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Sequence  # noqa: UP035  # PyTorch 2.6 accep
 import torch
 from torch import Tensor
 
-from sparse_losses._core.activation import splade_activation
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import autocast_off
 from sparse_losses.fast.head_tiles import smallest_integer, sources, spread
@@ -36,14 +35,16 @@ def packed_head(
     return_logits: bool = False,
     sparse_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return activations and, if requested, pooled logits; options are those of ``splade_head``."""
+    """Return the largest logits ``[B, V]``, and where there are none ``[B, 1]``.
+
+    Without ``return_logits`` the logits that the gate does not leave active are -inf.
+    """
     if attended is None:
         attended = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
     logits, _ = packed_logits(
         hidden, weight, bias, gate, attended, dtype, return_logits, sparse_grad
     )
-    absent = attended.logical_not().all(1, keepdim=True)
-    return splade_activation(logits, None, gate, absent, return_logits)
+    return logits, attended.logical_not().all(1, keepdim=True)
 
 
 # ------------------------------------------------------------------------------------------------

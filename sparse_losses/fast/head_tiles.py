@@ -22,7 +22,6 @@ from typing import Any, Sequence  # noqa: UP035  # PyTorch 2.6 needs it for oper
 import torch
 from torch import Tensor
 
-from sparse_losses._core.activation import splade_activation
 from sparse_losses._core.precision import autocast_off
 from sparse_losses._core.products import product, returns_fp32
 
@@ -36,18 +35,16 @@ def tiled_head(
     weight: Tensor,
     bias: Tensor | None,
     attended: Tensor | None,
-    gate: Tensor | None,
     *,
     dtype: torch.dtype,
-    return_logits: bool = False,
-    sparse_grad: bool = False,
+    **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return activations and, if requested, pooled logits; options are those of ``splade_head``."""
+    """Return the largest logits ``[B, V]``, and where there are none ``[B, 1]``."""
     source, absent = sources(attended)
     keeps_places = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     operands = product_dtype(hidden, weight, dtype)
     highest, _ = maxima(hidden, weight, source, absent, operands, dtype, keeps_places)
-    return splade_activation(highest, bias, gate, absent, return_logits)
+    return highest if bias is None else highest + bias, absent
 
 
 def product_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dtype:

@@ -6,12 +6,9 @@ The definition copies the logits to mask them, and stores a position for every e
 from typing import Any
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.private_torch import is_batched
-
-__all__ = ["activate", "gradient_of_pooled", "nonzeros_pool", "prefers_nonzeros"]
+__all__ = ["nonzeros_pool", "prefers_nonzeros"]
 
 SMALL = 1 << 16  # logits of a text below which the work per text outweighs the work per logit
 LONG = 64  # positions
@@ -19,12 +16,10 @@ LONG = 64  # positions
 
 def nonzeros_pool(
     logits: Tensor, attended: Tensor, *, dtype: torch.dtype, return_logits: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return activations and, if requested, the signed maxima."""
-    outputs: tuple[Tensor, Tensor | None] = _Pool.apply(  # type: ignore[no-untyped-call]
-        logits, attended, dtype, return_logits
-    )
-    return outputs
+) -> tuple[Tensor, Tensor]:
+    """Return the largest logits, without ``return_logits`` -inf if inactive, and absent texts."""
+    pooled: Tensor = _Pool.apply(logits, attended, dtype, return_logits)  # type: ignore[no-untyped-call]
+    return pooled, attended.logical_not().all(1, keepdim=True)
 
 
 def prefers_nonzeros(logits: Tensor, attended: Tensor, return_logits: bool) -> bool:
@@ -46,8 +41,8 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, attended: Tensor, dtype: torch.dtype, return_logits: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, logits: Tensor, attended: Tensor, dtype: torch.dtype, keep_all: bool
+    ) -> Tensor:
         batch, _, vocab_size = logits.shape
         rows, tokens, columns, maxima = [], [], [], []
         for row in range(batch):
@@ -60,7 +55,7 @@ class _Pool(torch.autograd.Function):
                 block = block.index_select(0, position - first)
             highest = block.amax(0)
             # NaN counts as active, so that it is visible.
-            column = (~(highest <= 0) | return_logits).nonzero()[:, 0]
+            column = (~(highest <= 0) | keep_all).nonzero()[:, 0]
             # `max` returns the first of equal maxima, in half the time of `argmax`.
             if column.numel() * 2 > vocab_size:
                 place = block.max(0).indices[column]
@@ -74,54 +69,15 @@ class _Pool(torch.autograd.Function):
         row_index = torch.cat([nothing, *rows])
         column_index = torch.cat([nothing, *columns])
         token_index = torch.cat([nothing, *tokens])
-        pooled = torch.cat([logits.new_zeros(0), *maxima]).to(dtype)
-        activations, signed, slope = activate(
-            pooled, row_index, column_index, (batch, vocab_size), return_logits
-        )
-        index = row_index.int(), token_index.int(), column_index.int()
-        ctx.save_for_backward(logits, slope, *index)
-        ctx.dtype = dtype
-        ctx.set_materialize_grads(False)
-        return activations, signed
+        ctx.save_for_backward(row_index.int(), token_index.int(), column_index.int())
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        pooled = logits.new_full((batch, vocab_size), -torch.inf, dtype=dtype)
+        maximum = torch.cat([logits.new_zeros(0), *maxima]).to(dtype)
+        return pooled.index_put_((row_index, column_index), maximum)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        logits, slope, row, token, column = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True needs plain operations
-            pooled = logits[row, token, column].to(ctx.dtype)
-            slope = torch.where(pooled <= 0, 0.0, 1 / (1 + nnf.relu(pooled)))
-        grad_pooled = gradient_of_pooled(upstream, row, column, slope)
-        where, grad_pooled = (row, token, column), grad_pooled.to(logits.dtype)
-        if is_batched(grad_pooled):
-            return torch.zeros_like(logits).index_put(where, grad_pooled), None, None, None
-        return torch.zeros_like(logits).index_put_(where, grad_pooled), None, None, None
-
-
-def activate(
-    pooled: Tensor, row: Tensor, column: Tensor, shape: tuple[int, int], return_logits: bool
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return activations and, if requested, pooled logits ``[B, V]`` from entries ``[m]``.
-
-    The third result is the slope of ``log(1 + relu)`` per entry: 0 if inactive; a NaN is kept.
-    """
-    active = nnf.relu(pooled)
-    slope = torch.where(pooled <= 0, 0.0, 1 / (1 + active))
-    activations = _place(active.log1p(), row, column, shape)
-    return activations, _place(pooled, row, column, shape) if return_logits else None, slope
-
-
-def _place(values: Tensor, row: Tensor, column: Tensor, shape: tuple[int, int]) -> Tensor:
-    return values.new_zeros(shape).index_put_((row, column), values)
-
-
-def gradient_of_pooled(
-    upstream: tuple[Tensor | None, ...], row: Tensor, column: Tensor, slope: Tensor
-) -> Tensor:
-    """Return the gradient of the entries' logits from those of activations and pooled logits."""
-    grad_activations, grad_logits = upstream
-    total = torch.zeros_like(slope)
-    if grad_activations is not None:
-        total = grad_activations[row, column] * slope
-    if grad_logits is not None:
-        total = total + grad_logits[row, column]
-    return total
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
+        row, token, column = ctx.saved_tensors
+        entries = upstream[row, column].to(ctx.dtype)
+        grad_logits = entries.new_zeros(ctx.shape).index_put_((row, token, column), entries)
+        return grad_logits, None, None, None

@@ -3,14 +3,15 @@
 import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_number, check_rows
+from sparse_losses._core.activation import Activation
+from sparse_losses._core.checks import check_choice, check_number, check_rows
 from sparse_losses._core.token_ids import as_mask
-from sparse_losses.representation._masked_lm import evaluating
+from sparse_losses.representation._language_model import evaluating
 
 if TYPE_CHECKING:
     from sparse_losses.representation.encoder import SpladeEncoder
@@ -20,7 +21,9 @@ __all__ = ["calibrate_threshold", "shift_bias"]
 LARGEST = math.log(sys.float_info.max)  # of an activation: the logarithm of the largest number
 
 
-def calibrate_threshold(activations: Tensor, target_active: float) -> float:
+def calibrate_threshold(
+    activations: Tensor, target_active: float, *, activation: Activation = "relu"
+) -> float:
     r"""Find the threshold that leaves ``target_active`` dimensions per text, on average.
 
     Activations are $x = \log(1 + \max(0, z))$ of pooled logits $z$. The threshold $t$ is in units
@@ -29,6 +32,7 @@ def calibrate_threshold(activations: Tensor, target_active: float) -> float:
     Args:
         activations: pooled vectors ``[..., V]``, floating, without idf weights or gate.
         target_active: mean number of entries to keep per row, > 0.
+        activation: as in ``splade_head``, which made the activations.
 
     Returns:
         $t \ge 0$, halfway between the smallest entry that is kept and the largest that is not; 0 if
@@ -49,14 +53,18 @@ def calibrate_threshold(activations: Tensor, target_active: float) -> float:
     """
     check_number("target_active", target_active, minimum=0.0, exclusive=True)
     check_rows("activations", activations)
+    check_choice("activation", activation, get_args(Activation))
     rows = activations.detach().flatten(0, -2)
-    wrong = rows[~(rows.isfinite() & (rows <= LARGEST))]
+    largest = math.log1p(LARGEST) if activation == "log1p_relu" else LARGEST
+    wrong = rows[~(rows.isfinite() & (rows <= largest))]
     if len(wrong):
         raise ValueError(
             "expected `activations` to be log(1 + z) of finite logits z, so at most "
-            f"{LARGEST:.2f}, got {wrong[0].item():g}"
+            f"{largest:.2f}, got {wrong[0].item():g}"
         )
     values = rows[rows > 0].double().cpu().sort(descending=True).values.expm1()
+    if activation == "log1p_relu":
+        values = values.expm1()
     kept = round(target_active * len(rows))
     if kept > len(values):
         raise ValueError(

@@ -11,7 +11,7 @@ from sparse_losses._core.checks import check_choice, check_flag, check_integer, 
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask, attended_ids
 from sparse_losses.fast.sparse import csr
-from sparse_losses.representation._masked_lm import evaluating
+from sparse_losses.representation._language_model import evaluating
 from sparse_losses.representation.calibration import shift_bias
 from sparse_losses.representation.folder import Folder, named_damage, write_folder
 from sparse_losses.representation.gate import ContextGate

@@ -1,15 +1,17 @@
 """The SPLADE head: from hidden states to sparse vectors without storing ``[B, S, V]``."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.activation import splade_activation
+from sparse_losses._core.activation import Activation, check_threshold, splade_activation
 from sparse_losses._core.checks import (
     check_choice,
     check_flag,
+    check_number,
     check_shapes,
     values_can_be_checked,
 )
@@ -18,7 +20,7 @@ from sparse_losses._core.loss import loss
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses.fast.head import packed_head
 from sparse_losses.fast.head_tiles import product_dtype, tiled_head
-from sparse_losses.representation._masked_lm import head_of
+from sparse_losses.representation._language_model import adapted, head_of
 
 __all__ = ["SpladeHead", "splade_head"]
 
@@ -32,6 +34,7 @@ Impl = Literal["auto", "definition", "packed", "tiles"]
     bias="V, optional",
     attention_mask="B S, mask, optional",
     gate="B V, optional",
+    softcap="> 0",
 )
 def splade_head(
     hidden: Tensor,
@@ -40,6 +43,9 @@ def splade_head(
     attention_mask: Tensor | None = None,
     *,
     gate: Tensor | None = None,
+    activation: Activation = "relu",
+    softcap: float | None = None,
+    threshold: float | Tensor | None = None,
     return_logits: bool = False,
     sparse_grad: bool = False,
     impl: Impl = "auto",
@@ -65,6 +71,10 @@ def splade_head(
         attention_mask: ``[B, S]`` bool, int or float 0/1; masked positions are ignored. Without a
             mask all positions are attended.
         gate: ``[B, V]`` in [0, 1]; multiplies the pooled logits.
+        activation: ``"relu"``, or ``"log1p_relu"``, which takes $\log(1 + x)$ once more.
+        softcap: $c$ of a model that caps its logits $z$ as $c \tanh(z / c)$, before the gate.
+        threshold: a number or ``[V]``, without a gradient; an entry whose pooled logit after the
+            gate is not above it is 0. Numbers below 0 act as 0.
         return_logits: also return the signed pooled logits after the gate, for losses that must
             reach inactive tokens. Memory then holds the arg-max of all entries.
         sparse_grad: give ``weight`` a sparse gradient of the rows with an active entry, as
@@ -95,10 +105,12 @@ def splade_head(
     References:
         SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval, eq. 6. Sparton
         takes the maximum before the activation and keeps only the arg-max for the backward pass.
+        ``"log1p_relu"``: Exploring the l0 Sparsification for Inference-free Sparse Retrievers.
     """
     if weight.shape[0] == 0:
         raise ValueError("expected `weight` of at least one token, got V = 0")
     _check_gate(gate)
+    check_threshold(threshold, weight.shape[0])
     if impl == "definition" and sparse_grad:
         raise ValueError('expected sparse_grad=False with impl="definition"')
     arguments: dict[str, Any] = {
@@ -113,8 +125,16 @@ def splade_head(
     }
     chosen = choose(IMPLEMENTATIONS, impl, arguments)
     compute: Callable[..., Any] = _definition if chosen is None else chosen.compute
-    activations, pooled = compute(**arguments)
-    return (activations, pooled) if return_logits else activations
+    logits, absent = compute(**arguments)
+    return splade_activation(
+        logits,
+        absent,
+        gate,
+        activation=activation,
+        softcap=softcap,
+        threshold=threshold,
+        return_logits=return_logits,
+    )
 
 
 def _definition(
@@ -122,12 +142,10 @@ def _definition(
     weight: Tensor,
     bias: Tensor | None,
     attended: Tensor | None,
-    gate: Tensor | None,
     *,
     dtype: torch.dtype,
-    return_logits: bool,
-    **_: bool,
-) -> tuple[Tensor, Tensor | None]:
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
     """Compute all logits at once, by differentiable operations."""
     if attended is None:
         attended = hidden.new_ones(hidden.shape[:2], dtype=torch.bool)
@@ -139,8 +157,9 @@ def _definition(
         highest = scores.sum(1)
     else:
         highest = torch.where(attended[..., None], scores, -torch.inf).max(1).values
+    highest = highest.to(dtype)
     absent = attended.logical_not().all(1, keepdim=True)
-    return splade_activation(highest.to(dtype), bias, gate, absent, return_logits)
+    return highest if bias is None else highest + bias, absent
 
 
 def _check_gate(gate: Tensor | None) -> None:
@@ -184,8 +203,12 @@ class SpladeHead(nn.Module):
         bias: ``[V]``.
         transform: layers that are applied to the hidden states first, ``[B, S, H]`` to
             ``[B, S, H]``, as a masked language model has before its vocabulary projection.
-        sparse_grad: as in the function.
-        impl: as in the function.
+        activation: as in the function, like ``softcap``, ``threshold``, ``sparse_grad``, ``impl``.
+        softcap: the model's, if it caps its logits.
+        threshold: a number or ``[V]``.
+        logit_scale: a constant factor > 0 on the logits, before the soft cap.
+        sparse_grad: whether the weight's gradient is sparse.
+        impl: how to compute the value.
 
     Examples:
         >>> import torch
@@ -198,6 +221,7 @@ class SpladeHead(nn.Module):
 
     weight: Tensor
     bias: Tensor | None
+    threshold: float | Tensor | None
 
     def __init__(
         self,
@@ -205,50 +229,71 @@ class SpladeHead(nn.Module):
         bias: Tensor | None = None,
         *,
         transform: nn.Module | None = None,
+        activation: Activation = "relu",
+        softcap: float | None = None,
+        threshold: float | Tensor | None = None,
+        logit_scale: float = 1.0,
         sparse_grad: bool = False,
         impl: Impl = "auto",
     ) -> None:
         super().__init__()
         check_shapes(weight=(weight, "V H"), bias=(bias, "V, optional"))
         check_flag(sparse_grad=sparse_grad)
+        check_choice("activation", activation, get_args(Activation))
         check_choice("impl", impl, get_args(Impl))
+        check_threshold(threshold, len(weight))
+        for name, number in (("softcap", softcap), ("logit_scale", logit_scale)):
+            if number is not None or name == "logit_scale":
+                check_number(name, number, minimum=0.0, exclusive=True)
         for name, tensor in (("weight", weight), ("bias", bias)):
             if isinstance(tensor, nn.Parameter):
                 self.register_parameter(name, tensor)
             else:
                 self.register_buffer(name, None if tensor is None else tensor.detach())
         self.transform = transform
+        self.activation: Activation = activation
+        self.softcap, self.logit_scale = softcap, logit_scale
+        if isinstance(threshold, Tensor):
+            self.register_buffer("threshold", threshold.detach())
+        else:
+            self.threshold = threshold
         self.sparse_grad = sparse_grad
         self.impl: Impl = impl
+        # The projection of a model, which may have adapters. It is the model's: hence no submodule.
+        self._linear: tuple[nn.Module, ...] = ()
 
     @classmethod
-    def from_masked_lm(
-        cls, model: nn.Module, *, sparse_grad: bool = False, impl: Impl = "auto"
-    ) -> "SpladeHead":
-        """Return the head of a masked language model of ``transformers``, with shared parameters.
+    def from_masked_lm(cls, model: nn.Module, **options: Any) -> "SpladeHead":
+        """Return the head of a language model of ``transformers``, with shared parameters.
 
         ``head(hidden, attention_mask)``, with ``hidden`` the last hidden state of
         ``model.base_model``, equals ``splade_pool(logits, attention_mask)`` of the model's logits.
-        The model runs once on eight tokens to find its layers and is not changed. Create the head
-        after ``resize_token_embeddings``, which replaces the matrix.
+        The model runs once on eight tokens to find its layers, and the scale and soft cap of its
+        logits, and is not changed. Create the head after ``resize_token_embeddings``, which
+        replaces the matrix, and after PEFT has wrapped the model.
 
         Args:
-            model: BERT, DistilBERT, XLM-RoBERTa, ModernBERT, or another model whose layers between
-                hidden states and logits are a chain that ends in a linear map.
-            sparse_grad: as in the function.
-            impl: as in the function.
+            model: BERT, XLM-RoBERTa, ModernBERT, Llama, Qwen, Gemma, or another masked or causal
+                language model whose layers between hidden states and logits are a chain that ends
+                in a linear map; or a ``PeftModel`` around it. LoRA adapters on that map are part of
+                the product.
+            **options: ``activation``, ``threshold``, ``sparse_grad`` and ``impl``, as in the class.
 
         Raises:
-            TypeError: if the model is no masked language model or has other layers.
+            TypeError: if the model is no language model, has other layers, or has other adapters
+                than plain LoRA on its output embeddings.
         """
-        transform, projection = head_of(model)
-        return cls(
-            projection.weight,
-            projection.bias,
-            transform=transform,
-            sparse_grad=sparse_grad,
-            impl=impl,
+        found = head_of(model)
+        head = cls(
+            found.linear.weight,
+            found.linear.bias,
+            transform=found.transform,
+            softcap=found.softcap,
+            logit_scale=found.logit_scale,
+            **options,
         )
+        head._linear = (found.linear,)
+        return head
 
     def forward(
         self,
@@ -259,21 +304,30 @@ class SpladeHead(nn.Module):
         return_logits: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the activations; the tensors are those of the function."""
-        return splade_head(
-            hidden if self.transform is None else self.transform(hidden),
-            self.weight,
-            self.bias,
-            attention_mask,
-            gate=gate,
-            return_logits=return_logits,
-            sparse_grad=self.sparse_grad,
-            impl=self.impl,
-        )
+        hidden, bias = hidden if self.transform is None else self.transform(hidden), self.bias
+        if self.logit_scale != 1.0:
+            hidden = hidden * self.logit_scale
+            bias = None if bias is None else bias * self.logit_scale
+        with adapted(*self._linear) if self._linear else nullcontext(self.weight) as weight:
+            return splade_head(
+                hidden,
+                weight,
+                bias,
+                attention_mask,
+                gate=gate,
+                activation=self.activation,
+                softcap=self.softcap,
+                threshold=self.threshold,
+                return_logits=return_logits,
+                sparse_grad=self.sparse_grad,
+                impl=self.impl,
+            )
 
     def extra_repr(self) -> str:
         """Return the sizes and the hyperparameters."""
         vocab_size, hidden_size = self.weight.shape
         return (
             f"vocab_size={vocab_size}, hidden_size={hidden_size}, bias={self.bias is not None}, "
+            f"activation={self.activation!r}, softcap={self.softcap}, "
             f"sparse_grad={self.sparse_grad}, impl={self.impl!r}"
         )

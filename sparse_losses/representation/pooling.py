@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.activation import splade_activation
+from sparse_losses._core.activation import Activation, check_threshold, splade_activation
 from sparse_losses._core.implementations import Arguments, Implementation, choose
 from sparse_losses._core.loss import loss
 from sparse_losses._core.precision import compute_dtype
@@ -16,11 +16,14 @@ from sparse_losses.fast.pooling import nonzeros_pool, prefers_nonzeros
 __all__ = ["splade_pool", "token_weights"]
 
 
-@loss(logits="B S V, uncast", attention_mask="B S, mask")
+@loss(logits="B S V, uncast", attention_mask="B S, mask", softcap="> 0")
 def splade_pool(
     logits: Tensor,
     attention_mask: Tensor,
     *,
+    activation: Activation = "relu",
+    softcap: float | None = None,
+    threshold: float | Tensor | None = None,
     return_logits: bool = False,
     impl: Literal["auto", "definition", "nonzeros"] = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -34,6 +37,9 @@ def splade_pool(
     Args:
         logits: ``[B, S, V]`` floating.
         attention_mask: ``[B, S]`` bool, int or float 0/1; masked positions are ignored.
+        activation: as in ``splade_head``, like ``softcap`` and ``threshold``.
+        softcap: for logits that the model has not capped itself.
+        threshold: a number or ``[V]``.
         return_logits: also return the maximum itself, signed, for losses that must reach inactive
             tokens.
         impl: ``"definition"`` computes operation by operation; ``"nonzeros"``, on the CPU only, has
@@ -65,22 +71,28 @@ def splade_pool(
         "dtype": compute_dtype(logits=logits),
         "return_logits": return_logits,
     }
+    check_threshold(threshold, logits.shape[-1])
     chosen = choose(IMPLEMENTATIONS, impl, arguments)
     compute: Callable[..., Any] = _definition if chosen is None else chosen.compute
-    activations, pooled = compute(**arguments)
-    return (activations, pooled) if return_logits else activations
+    return splade_activation(
+        *compute(**arguments),
+        activation=activation,
+        softcap=softcap,
+        threshold=threshold,
+        return_logits=return_logits,
+    )
 
 
 def _definition(
     logits: Tensor, attended: Tensor, *, dtype: torch.dtype, return_logits: bool
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     if logits.shape[1] == 0:
         highest = logits.sum(1)
     else:
         highest = torch.where(attended[:, :, None], logits, -torch.inf).max(1).values
     absent = attended.logical_not().all(1, keepdim=True)
     # The maximum is exact in half precision, so only the [B, V] result is cast.
-    return splade_activation(highest.to(dtype), None, None, absent, return_logits)
+    return highest.to(dtype), absent
 
 
 def _nonzeros_unsupported_reason(arguments: Arguments) -> str | None:

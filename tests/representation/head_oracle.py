@@ -11,6 +11,7 @@ import math
 import numpy as np
 from hypothesis import strategies as st
 
+from tests.oracles import capped, token_weight
 from tests.strategies import seeds
 
 
@@ -37,22 +38,22 @@ def maxima(hidden, weight, mask=None) -> tuple[np.ndarray, np.ndarray]:
     return top, position
 
 
-def logits(hidden, weight, bias=None, mask=None, gate=None) -> np.ndarray:
-    """Return ``g_ij (max_s h_is . w_j + b_j)``, 0 for a text without a position."""
+def logits(hidden, weight, bias=None, mask=None, gate=None, softcap=None) -> np.ndarray:
+    """Return ``g_ij cap(max_s h_is . w_j + b_j)``, 0 for a text without a position."""
     top, position = maxima(hidden, weight, mask)
     pooled = np.zeros_like(top)
     for i, j in np.ndindex(*top.shape):
         if position[i, j] >= 0:
-            value = top[i, j] + (0.0 if bias is None else float(bias[j]))
+            value = capped(top[i, j] + (0.0 if bias is None else float(bias[j])), softcap)
             pooled[i, j] = value * (1.0 if gate is None else float(gate[i][j]))
     return pooled
 
 
-def activations(pooled: np.ndarray) -> np.ndarray:
-    """Return ``log(1 + max(0, logit))`` of every logit."""
+def activations(pooled: np.ndarray, **options) -> np.ndarray:
+    """Return the weight of every logit."""
     out = np.zeros_like(pooled)
     for index in np.ndindex(*pooled.shape):
-        out[index] = math.log1p(max(pooled[index], 0.0))
+        out[index] = token_weight(pooled[index], **options)
     return out
 
 

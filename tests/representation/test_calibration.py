@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from sparse_losses import SparsityController, SpladeObjective
-from sparse_losses.representation.calibration import calibrate_threshold
+from sparse_losses.functional import calibrate_threshold, splade_pool
 
 
 def _texts(rows, vocab, generator):
@@ -79,3 +79,15 @@ def test_an_activation_whose_logit_overflows_is_an_error():
     x = torch.tensor([[709.7, 709.5, 1.0]], dtype=torch.float64)
     t = calibrate_threshold(x, 1)
     assert (x.expm1() > t).sum() == 1
+
+
+@pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
+def test_threshold_is_in_units_of_the_logits(activation):
+    logits = torch.tensor([[1.0, 2.0, 0.0], [4.0, 6.0, 8.0]], dtype=torch.float64)
+    weights = splade_pool(logits[:, None], torch.ones(2, 1), activation=activation)
+    t = calibrate_threshold(weights, 1.5, activation=activation)
+    assert t == pytest.approx(3.0, rel=1e-12)
+    kept = splade_pool(logits[:, None], torch.ones(2, 1), activation=activation, threshold=t)
+    assert torch.equal(kept, weights.where(logits > 3, 0.0))
+    with pytest.raises(ValueError, match="`activation`"):
+        calibrate_threshold(weights, 1.5, activation="identity")

@@ -1,6 +1,7 @@
 """Pooling, beyond the contract that it keeps (tests/losses/test_contract.py)."""
 
 import functools
+import math
 
 import numpy as np
 import pytest
@@ -112,9 +113,18 @@ def test_nonzeros_by_name_compiles_and_transforms(return_logits):
     torch.testing.assert_close(torch.vmap(loss)(stacked), torch.stack([*map(loss, stacked)]))
 
 
+def nodes_of(output):
+    """Return all nodes of an output's graph."""
+    nodes = [output.grad_fn]
+    for node in nodes:
+        nodes += [parent for parent, _ in node.next_functions if parent is not None]
+    return nodes
+
+
 def uses_nonzeros(logits, mask, **options):
     out = splade_pool(logits.requires_grad_(), mask, **options)
-    return "_Pool" in type((out[0] if isinstance(out, tuple) else out).grad_fn).__name__
+    nodes = nodes_of(out[0] if isinstance(out, tuple) else out)
+    return any("_Pool" in type(node).__name__ for node in nodes)
 
 
 @pytest.mark.cpu_only
@@ -170,9 +180,11 @@ def test_nonzeros_keeps_active_entries_only_with_int32_indices():
     logits, mask = example(torch.float32, vocab=70)
     logits[:, :, 1::2] = 0.0
     pooled = nonzeros(logits.requires_grad_(), mask)  # PyTorch 2.6 frees what a lost one has saved
-    _, slope, *indices = pooled.grad_fn.saved_tensors
-    assert 0 < slope.numel() == (pooled > 0).sum() < 70
-    assert {(index.dtype, index.shape) for index in indices} == {(torch.int32, slope.shape)}
+    (node,) = [each for each in nodes_of(pooled) if "_Pool" in type(each).__name__]
+    active = int((pooled > 0).sum())
+    assert 0 < active < 70
+    saved = {(index.dtype, len(index)) for index in node.saved_tensors}
+    assert saved == {(torch.int32, active)}
 
 
 @pytest.mark.cpu_only
@@ -207,3 +219,52 @@ def test_gradient_is_the_same_with_a_graph_and_batched(dtype):
     assert torch.equal(graph, alone)
     assert torch.equal(gradient(several, is_grads_batched=True), alone)
     assert alone.any()
+
+
+# ------------------------------------------------------------------------------------------------
+# Activation, soft cap and threshold
+
+
+@pytest.mark.parametrize("impl", ["definition", "nonzeros"])
+def test_threshold_per_token_leaves_the_weights_above_it(impl):
+    logits = torch.tensor([[[1.0, 2.0, 3.0, -1.0]], [[2.0, 1.0, 3.0, torch.nan]]])
+    threshold = torch.tensor([1.0, 1.5, -5.0, 0.5])
+    out = splade_pool(logits, torch.ones(2, 1), threshold=threshold, impl=impl)
+    expected = [[0.0, math.log(3), math.log(4), 0.0], [math.log(3), 0.0, math.log(4), math.nan]]
+    torch.testing.assert_close(out, torch.tensor(expected), equal_nan=True)
+
+
+def test_pooled_logits_are_those_before_the_threshold():
+    logits = torch.tensor([[[1.0, 6.0]]], dtype=torch.bfloat16, requires_grad=True)
+    out, pooled = splade_pool(logits, torch.ones(1, 1), threshold=2.0, return_logits=True)
+    assert out.dtype == pooled.dtype == torch.float32
+    assert pooled.tolist() == [[1.0, 6.0]]
+    assert out.tolist() == [[0.0, pytest.approx(math.log(7), rel=1e-6)]]
+    (grad,) = torch.autograd.grad(out.sum(), logits)
+    assert grad[0, 0, 0] == 0
+
+
+def test_soft_cap_of_infinite_logits_is_the_cap():
+    logits = torch.tensor([[[torch.inf, -torch.inf]]], requires_grad=True)
+    out, pooled = splade_pool(logits, torch.ones(1, 1), softcap=2.0, return_logits=True)
+    assert pooled.tolist() == [[2.0, -2.0]]
+    (grad,) = torch.autograd.grad(out.sum(), logits)
+    assert grad.tolist() == [[[0.0, 0.0]]]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"activation": "identity"}, ValueError),
+        ({"softcap": 0.0}, ValueError),
+        ({"softcap": math.nan}, ValueError),
+        ({"threshold": math.inf}, ValueError),
+        ({"threshold": torch.ones(3)}, ValueError),
+        ({"threshold": torch.ones(1, 2)}, ValueError),
+        ({"threshold": True}, TypeError),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_named(options, error):
+    with pytest.raises(error, match=f"`{next(iter(options))}`"):
+        splade_pool(torch.randn(1, 2, 2), torch.ones(1, 2), **options)

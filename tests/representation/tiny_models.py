@@ -122,6 +122,32 @@ def pair(architecture: str, **settings):
     return masked_lm(architecture, len(words), **settings), words
 
 
+CAUSAL = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", {"head_dim": 8, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3", {"head_dim": 8}),
+    "cohere": ("Cohere", {}),
+    "granite": ("Granite", {"logits_scaling": 8.0}),
+}
+
+
+def causal_lm(kind: str, vocab_size: int, **settings):
+    """A decoder model in evaluation mode, whose logits are of both signs."""
+    name, sizes = CAUSAL[kind]
+    configuration = getattr(transformers, f"{name}{'Text' * (kind == 'gemma3')}Config")
+    sizes = {**SIZES, "num_key_value_heads": 1, **IDS, **sizes, **settings}
+    torch.manual_seed(random.Random(kind).randrange(1000))
+    model = getattr(transformers, f"{name}ForCausalLM")(
+        configuration(vocab_size=vocab_size, **sizes)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.3)
+    return model.eval()
+
+
 VARIANTS = {
     "plain": {},
     "gate": {"gate": True},
