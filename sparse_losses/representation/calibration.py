@@ -12,6 +12,7 @@ from sparse_losses._core.activation import Activation
 from sparse_losses._core.checks import check_choice, check_number, check_rows
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.representation._language_model import evaluating
+from sparse_losses.representation.encoding import batches
 
 if TYPE_CHECKING:
     from sparse_losses.representation.encoder import SpladeEncoder
@@ -91,7 +92,8 @@ def shift_bias(
     largest, possible, held = torch.empty(0, dtype=torch.float64), 0, 2 * kept + len(texts)
     tokens = torch.empty(0, dtype=torch.int64)
     with torch.inference_mode(), evaluating(encoder):
-        for _, batch in encoder._batches(texts, batch_size):
+        for numbers in batches(texts, batch_size):
+            batch = encoder.tokenize([texts[i] for i in numbers])
             logits, own = _ungated_logits(encoder, **batch)
             possible += len(logits)
             logits, index = logits.topk(min(held, len(logits)))

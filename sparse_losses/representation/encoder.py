@@ -1,7 +1,7 @@
 """An encoder from texts to sparse vectors: tokenizer, masked language model and head."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,14 +10,27 @@ from torch import Tensor, nn
 from sparse_losses._core.checks import check_choice, check_flag, check_integer, check_shapes
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask, attended_ids
-from sparse_losses.fast.sparse import csr
 from sparse_losses.representation._language_model import evaluating
 from sparse_losses.representation.calibration import shift_bias
+from sparse_losses.representation.encoding import (
+    batches,
+    check_finite,
+    check_pruning,
+    check_texts,
+    collected,
+    entries_of,
+    named,
+    pruned,
+    spelled,
+)
 from sparse_losses.representation.folder import Folder, named_damage, write_folder
 from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead
 
 __all__ = ["SpladeEncoder"]
+
+# Arguments of the constructor that are kept as they are, in the attributes and in the folder.
+SETTINGS = ("prune_ratio", "max_active_dims")
 
 
 class SpladeEncoder(nn.Module):
@@ -82,9 +95,13 @@ class SpladeEncoder(nn.Module):
         gate: ContextGate | bool | None = None,
         idf_weights: Tensor | None = None,
         max_length: int | None = None,
+        prune_ratio: float | None = None,
+        max_active_dims: int | None = None,
     ) -> None:
         super().__init__()
         check_flag(expansion=expansion)
+        check_pruning(prune_ratio, max_active_dims)
+        self.prune_ratio, self.max_active_dims = prune_ratio, max_active_dims
         if expansion:
             self.head = SpladeHead.from_masked_lm(model)
         elif not isinstance(getattr(model, "base_model", None), nn.Module):
@@ -208,7 +225,7 @@ class SpladeEncoder(nn.Module):
         Raises:
             TypeError: for anything but a sequence of strings.
         """
-        _check_texts(texts)
+        check_texts(texts)
         batch = self.tokenizer(
             list(texts),
             padding=True,
@@ -219,37 +236,30 @@ class SpladeEncoder(nn.Module):
         )
         return {name: batch[name].to(self.device) for name in ("input_ids", "attention_mask")}
 
-    def _batches(
-        self, texts: Sequence[str], batch_size: int
-    ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-        """Yield tokenized batches of texts of similar length, with the numbers of the texts."""
-        _check_texts(texts)
-        check_integer("batch_size", batch_size, minimum=1)
-        # The longest texts come first, so that an out-of-memory error occurs at once.
-        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-        for first in range(0, len(texts), batch_size):
-            numbers = order[first : first + batch_size]
-            yield numbers, self.tokenize([texts[i] for i in numbers])
-
-    def encode(
+    def encode_document(
         self,
         texts: Sequence[str],
         *,
         output: Literal["csr", "dense", "tokens"] = "csr",
         batch_size: int = 32,
+        prune_ratio: float | None = None,
         max_active_dims: int | None = None,
         show_progress: bool | None = None,
     ) -> Any:
         """Return the vectors of texts, in their order, on the CPU, in evaluation mode.
 
         The whole encoder is in evaluation mode meanwhile: do not train it in another thread.
+        ``encode`` and ``encode_query`` are the same.
 
         Args:
             texts: Strings. Longer ones are cut at ``max_length`` tokens.
             output: ``"csr"`` or ``"dense"``: a tensor ``[N, V]``, sparse in CSR layout or dense.
                 ``"tokens"``: a list of dicts of positive weights by token, the largest first.
             batch_size: Texts per batch; texts of similar length share a batch.
-            max_active_dims: The largest number of weights to keep per text; ``None``: all.
+            prune_ratio: The share of a text's largest weight, in [0, 1), below which weights are
+                dropped. ``None``: the encoder's ``prune_ratio``.
+            max_active_dims: The largest number of weights to keep per text. ``None``: the
+                encoder's ``max_active_dims``.
             show_progress: Whether to show a progress bar; ``None``: in a terminal.
 
         Raises:
@@ -258,10 +268,13 @@ class SpladeEncoder(nn.Module):
         """
         from tqdm.auto import tqdm
 
-        _check_texts(texts)
+        check_texts(texts)
         check_choice("output", output, ("csr", "dense", "tokens"))
-        if max_active_dims is not None:
-            check_integer("max_active_dims", max_active_dims, minimum=1)
+        check_pruning(prune_ratio, max_active_dims)
+        limits = (
+            self.prune_ratio if prune_ratio is None else prune_ratio,
+            self.max_active_dims if max_active_dims is None else max_active_dims,
+        )
         vectors: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(texts)
         disable = None if show_progress is None else not show_progress
         with (
@@ -269,32 +282,14 @@ class SpladeEncoder(nn.Module):
             evaluating(self),
             tqdm(total=len(texts), desc="Encoding", unit="text", disable=disable) as progress,
         ):
-            for numbers, batch in self._batches(texts, batch_size):
-                activations = self(**batch).cpu()
-                _check_finite(activations, numbers)
-                for i, entries in zip(numbers, _entries(activations), strict=True):
-                    vectors[i] = _largest(*entries, max_active_dims)
+            for numbers in batches(texts, batch_size):
+                activations = self(**self.tokenize([texts[i] for i in numbers]))
+                for i, entries in zip(numbers, entries_of(activations, numbers), strict=True):
+                    vectors[i] = pruned(*entries, *limits)
                 progress.update(len(numbers))
-        if output == "tokens":
-            return [self._named(*entries) for entries in vectors]
-        counts = torch.tensor([len(ids) for ids, _ in vectors]).long()
-        rows = torch.arange(len(vectors)).repeat_interleave(counts)
-        empty = (torch.empty(0, dtype=torch.int64), torch.empty(0))
-        ids, weights = (torch.cat(parts) for parts in zip(empty, *vectors, strict=True))
-        if output == "csr":
-            return csr(rows, ids, weights, (len(vectors), self.vocab_size))
-        return torch.zeros(len(vectors), self.vocab_size).index_put_((rows, ids), weights)
+        return collected(vectors, output, self.tokenizer, self.vocab_size)
 
-    def _named(self, ids: Tensor, weights: Tensor) -> dict[str, float]:
-        """Return the weights by token, the largest first; of equal ones, that of the smaller id."""
-        order = weights.argsort(descending=True, stable=True)
-        return dict(zip(self._spelled(ids[order].tolist()), weights[order].tolist(), strict=True))
-
-    def _spelled(self, ids: Sequence[int]) -> list[str]:
-        """Return tokens as the vocabulary spells them."""
-        names = self.tokenizer.convert_ids_to_tokens(list(ids))
-        # A model may have more rows than its tokenizer has tokens.
-        return [f"[{i}]" if name is None else name for i, name in zip(ids, names, strict=True)]
+    encode = encode_query = encode_document
 
     def top_tokens(
         self, texts_or_vectors: Sequence[str] | Tensor, k: int = 20, **options: Any
@@ -328,7 +323,9 @@ class SpladeEncoder(nn.Module):
                 f"expected vectors of shape [N, V] with V = {self.vocab_size}, got "
                 f"{list(vectors.shape)}"
             )
-        return [self._named(*_largest(*entries, k)) for entries in _entries(vectors)]
+        return [
+            named(self.tokenizer, *pruned(*entries, None, k)) for entries in entries_of(vectors)
+        ]
 
     def token_weights(
         self, texts: Sequence[str], *, batch_size: int = 32
@@ -352,17 +349,17 @@ class SpladeEncoder(nn.Module):
             TypeError: for anything but a sequence of strings.
             ValueError: if a weight is not finite.
         """
-        _check_texts(texts)
         result: list[list[tuple[str, float]]] = [[]] * len(texts)
         with torch.inference_mode(), evaluating(self):
-            for numbers, batch in self._batches(texts, batch_size):
+            for numbers in batches(texts, batch_size):
+                batch = self.tokenize([texts[i] for i in numbers])
                 attended = batch["attention_mask"].bool()
                 weights = self._position_weights(**batch).masked_fill(~attended, 0.0)
-                _check_finite(weights, numbers)
+                check_finite(weights, numbers)
                 for i, ids, row, kept in zip(
                     numbers, batch["input_ids"], weights, attended, strict=True
                 ):
-                    names = self._spelled(ids[kept].tolist())
+                    names = spelled(self.tokenizer, ids[kept].tolist())
                     result[i] = list(zip(names, row[kept].tolist(), strict=True))
         return result
 
@@ -411,7 +408,7 @@ class SpladeEncoder(nn.Module):
         Examples:
             ``encoder.calibrate(documents[:1000], target_active=64)``
         """
-        _check_texts(texts)
+        check_texts(texts)
         return shift_bias(self, texts, target_active, batch_size)
 
     @classmethod
@@ -446,6 +443,7 @@ class SpladeEncoder(nn.Module):
             UserWarning: if the checkpoint lacks weights, such as those of the layers before the
                 logits: they are random then.
         """
+        given = {name: options.pop(name) for name in SETTINGS if name in options}
         folder = Folder(os.fspath(name_or_path), **options)
         settings, tensors = folder.read()
         theirs = folder.read_modules()
@@ -466,6 +464,7 @@ class SpladeEncoder(nn.Module):
             gate=gate,
             idf_weights=None if idf_weights is False else idf_weights,
             max_length=settings.get("max_length") if max_length is None else max_length,
+            **{name: settings[name] for name in SETTINGS if name in settings} | given,
         )
         if not expansion and not settings.get("expansion", True):
             with named_damage(folder.name, RuntimeError):
@@ -493,6 +492,7 @@ class SpladeEncoder(nn.Module):
             "max_length": self.max_length,
             "idf_weights": self.idf_weights is not None,
             "gate": gate,
+            **{name: getattr(self, name) for name in SETTINGS},
         }
         tensors = {
             name: tensor.contiguous()
@@ -562,41 +562,3 @@ def _part(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     """Return the tensors of a module."""
     start = f"{name}."
     return {key.removeprefix(start): x for key, x in tensors.items() if key.startswith(start)}
-
-
-def _entries(vectors: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return ids (ascending) and weights of each vector's positive entries, on the CPU."""
-    entries = vectors.to_sparse(layout=torch.sparse_coo).coalesce()
-    (row, ids), weights = entries.indices(), entries.values()
-    if not weights.isfinite().all():
-        first = int(row[~weights.isfinite()][0])
-        raise ValueError(f"expected finite vectors, got others in row {first}")
-    kept = weights > 0
-    row, ids, weights = row[kept].cpu(), ids[kept].cpu(), weights[kept].float().cpu()
-    counts = torch.bincount(row, minlength=len(vectors)).tolist()
-    return list(zip(torch.split(ids, counts), torch.split(weights, counts), strict=True))
-
-
-def _largest(ids: Tensor, weights: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
-    """Return at most ``count`` entries, those of largest weight; of equal ones, the smaller id."""
-    if count is None or len(ids) <= count:
-        return ids, weights
-    kept = weights.argsort(descending=True, stable=True)[:count].sort().values
-    return ids[kept], weights[kept]
-
-
-def _check_finite(values: Tensor, numbers: Sequence[int]) -> None:
-    """Raise an error that names a text whose row is not finite."""
-    wrong = (~values.isfinite()).any(1).nonzero()[:, 0]
-    if len(wrong):
-        raise ValueError(
-            f"expected finite activations, got others in text {numbers[int(wrong[0])]}"
-        )
-
-
-def _check_texts(texts: object) -> None:
-    if isinstance(texts, str) or not isinstance(texts, Sequence):
-        raise TypeError(f"expected `texts` to be a list of strings, got {type(texts).__name__}")
-    for i, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise TypeError(f"expected `texts` to be strings, got {type(text).__name__} at {i}")

@@ -316,7 +316,7 @@ def test_wrong_inputs_are_named():
     with torch.no_grad():
         encoder.head.bias[4] = math.nan
     for call in (encoder.encode, encoder.token_weights):
-        with pytest.raises(ValueError, match="expected finite activations, got others in text"):
+        with pytest.raises(ValueError, match="expected finite .*, got others in (row|text) 0"):
             call(["a"])
 
 
@@ -353,3 +353,39 @@ def test_compiles_as_one_graph(architecture):
     torch._dynamo.reset()
     compiled = torch.compile(encoder, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(**batch), encoder(**batch))
+
+
+@pytest.mark.parametrize("name", ["encode", "encode_document", "encode_query"])
+def test_encoding_prunes_by_ratio_and_by_number(name):
+    encoder = make()
+    encode = getattr(encoder, name)
+    whole = encode(TEXTS, output="tokens")
+    for text, by_ratio, both in zip(
+        whole,
+        encode(TEXTS, output="tokens", prune_ratio=0.5),
+        encode(TEXTS, output="tokens", prune_ratio=0.5, max_active_dims=2),
+        strict=True,
+    ):
+        kept = {token: w for token, w in text.items() if w >= 0.5 * max(text.values())}
+        assert 0 < len(kept) < len(text)
+        assert by_ratio == kept
+        assert both == dict(list(kept.items())[:2])
+
+
+def test_pruning_is_a_saved_setting(tmp_path):
+    make(prune_ratio=0.5, max_active_dims=2).save_pretrained(tmp_path)
+    encoder = SpladeEncoder.from_pretrained(tmp_path)
+    assert (encoder.prune_ratio, encoder.max_active_dims) == (0.5, 2)
+    same = make().encode(TEXTS, output="tokens", prune_ratio=0.5, max_active_dims=2)
+    assert encoder.encode(TEXTS, output="tokens") == same
+    # A call's own numbers take their place.
+    assert len(encoder.encode(TEXTS[1:2], output="tokens", max_active_dims=3)[0]) == 3
+
+
+@pytest.mark.parametrize(
+    "options", [{"prune_ratio": 1.0}, {"prune_ratio": -0.1}, {"max_active_dims": 0}]
+)
+def test_wrong_pruning_is_refused(options):
+    for call in (make, lambda **given: make().encode(TEXTS, **given)):
+        with pytest.raises(ValueError, match=f"expected `{next(iter(options))}`"):
+            call(**options)
