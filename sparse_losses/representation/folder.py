@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from sparse_losses._core.checks import check_flag, check_integer
 from sparse_losses._core.extras import from_extra
 
-__all__ = ["Folder", "IdfWeights", "WithoutExpansion", "named_damage", "write_folder"]
+__all__ = [
+    "Folder",
+    "IdfWeights",
+    "WithoutExpansion",
+    "modules_of",
+    "named_damage",
+    "write_folder",
+    "write_router",
+]
 
 # Our files in the folder of the masked language model, and their version.
 SETTINGS, TENSORS, FORMAT = "sparse_losses.json", "sparse_losses.safetensors", 1
@@ -28,6 +36,7 @@ HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder
 
 # Files and modules of sentence-transformers; versions 5 and 6 both know these names.
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
+ROUTER = "router_config.json"
 THEIRS = "sentence_transformers.sparse_encoder.models"
 POOLING = {"pooling_strategy": "max", "activation_function": "relu"}
 KNOWN = ("MLMTransformer", "Transformer", "SpladePooling", "IdfWeights", "WithoutExpansion")
@@ -130,6 +139,11 @@ class Folder:
             raise OSError(f"{self.name} is incomplete: it has no {file}")
         return path
 
+    def inside(self, path: str) -> "Folder":
+        """Return the folder at a path in this one."""
+        subfolder = "/".join(filter(None, (self.hub.get("subfolder"), path)))
+        return Folder(self.name, **{**self.hub, "subfolder": subfolder})
+
     def json(self, file: str, kind: type = dict, *, required: bool = False) -> Any:
         """Return the content of a JSON file, empty if the folder has no such file."""
         path = self.find(file, required=required)
@@ -179,13 +193,9 @@ class Folder:
             ValueError: if the modules compute anything else than a ``SpladeEncoder`` does.
         """
         idf_weights = None
-        for entry in self.json(MODULES, list):
-            with named_damage(self.name, TypeError, KeyError, AttributeError, ValueError):
-                kind, path = entry["type"].rsplit(".", 1)[-1], entry["path"]
-                place = PureWindowsPath(path)  # it knows both kinds of slashes
-                if place.anchor or ".." in place.parts:
-                    raise ValueError(f"expected paths inside it in {MODULES}, got {path!r}")
-                if kind == "IdfWeights":
+        for kind, path in modules_of(self, "document"):
+            if kind == "IdfWeights":
+                with named_damage(self.name, KeyError):
                     idf_weights = self.tensors(f"{path}/model.safetensors")["weight"]
             if kind == "WithoutExpansion":
                 self.find(SETTINGS, required=True)  # or the encoder would be one with expansion
@@ -210,6 +220,9 @@ class Folder:
         from transformers import AutoModelForMaskedLM, AutoTokenizer
         from transformers.utils import logging
 
+        if place := next((path for _, path in modules_of(self, "document")), ""):
+            inside = self.inside(place)
+            return inside.read_model(has_logits=has_logits, **{**options, **inside.hub})
         if Path(self.name).is_dir() and self.find("adapter_config.json") is None:
             self.find("config.json", required=True)
         own = {**self.hub, "trust_remote_code": options.get("trust_remote_code")}
@@ -311,3 +324,33 @@ def _write_modules(
 def _write_json(path: Path, content: object) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def modules_of(folder: Folder, side: str) -> list[tuple[str, str]]:
+    """Return kinds and paths of sentence-transformers' modules, in a ``Router`` those of a side."""
+    entries = folder.json(MODULES, list)
+    with named_damage(folder.name, TypeError, KeyError, AttributeError, ValueError):
+        modules = [(entry["type"], entry["path"]) for entry in entries]
+        if [kind.rsplit(".", 1)[-1] for kind, _ in modules] == ["Router"]:
+            config = folder.json(ROUTER, required=True)
+            modules = [(config["types"][path], path) for path in config["structure"][side]]
+        for _, path in modules:
+            place = PureWindowsPath(path)  # it knows both kinds of slashes
+            if place.anchor or ".." in place.parts:
+                raise ValueError(f"expected paths inside it in {MODULES}, got {path!r}")
+        return [(kind.rsplit(".", 1)[-1], path) for kind, path in modules]
+
+
+def write_router(folder: Path, query: str, *, frozen: bool) -> None:
+    """Make the written encoder the document side of a ``Router`` with a query side in ``query``."""
+    _write_json(folder / query / "config.json", {"frozen": frozen})
+    entries = json.loads((folder / MODULES).read_text(encoding="utf-8"))
+    types = {entry["path"]: entry["type"] for entry in entries}
+    content = {
+        "types": {query: f"{THEIRS}.SparseStaticEmbedding", **types},
+        "structure": {"query": [query], "document": list(types)},
+        "parameters": {"default_route": "document", "allow_empty_key": True},
+    }
+    _write_json(folder / ROUTER, content)
+    router = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Router"}
+    _write_json(folder / MODULES, [router])
