@@ -1,0 +1,211 @@
+"""Queries without a model: one weight per token."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sparse_losses._core.checks import check_choice, check_shapes
+from sparse_losses._core.extras import from_extra
+from sparse_losses._core.precision import compute_dtype
+from sparse_losses._core.token_ids import as_mask, attended_ids
+from sparse_losses.fast.sparse import csr
+from sparse_losses.representation.encoder import SpladeEncoder, _check_texts
+from sparse_losses.representation.folder import Folder, modules_of, named_damage, write_router
+
+__all__ = ["StaticQueryEncoder"]
+
+KIND = "SparseStaticEmbedding"  # the module of sentence-transformers
+PLACE = f"query_0_{KIND}"  # its folder, as sentence-transformers names it
+QUERY = {"truncation": True, "add_special_tokens": False}  # how it tokenizes
+
+
+class StaticQueryEncoder(nn.Module):
+    r"""An encoder of queries that needs no model: each token has one weight.
+
+    $$x_j = w_j \text{ if token } j \text{ occurs in the query, else } 0$$
+
+    However often a token occurs, its weight counts once. Special tokens have the weight 0, whatever
+    ``weight`` holds for them. Documents are encoded by a ``SpladeEncoder`` with the same tokens.
+
+    Args:
+        tokenizer: A tokenizer of ``transformers``.
+        weight: ``[V]`` floating, finite. An ``nn.Parameter`` is trained, any other tensor is a
+            buffer, such as ``DocumentFrequency.load(path).idf()``.
+
+    Raises:
+        TypeError: for a weight that is not floating point.
+        ValueError: for a weight that is not finite or has no entry for a token of the tokenizer.
+
+    Examples:
+        >>> import torch
+        >>> from tokenizers import Tokenizer, models, pre_tokenizers
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> from sparse_losses import StaticQueryEncoder
+        >>> words = ["[PAD]", "[UNK]", "the", "sparse", "retrieval"]
+        >>> vocabulary = {word: i for i, word in enumerate(words)}
+        >>> tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+        >>> tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+        >>> special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, **special)
+        >>> encoder = StaticQueryEncoder(tokenizer, torch.tensor([1.0, 1.0, 0.5, 2.0, 3.0]))
+        >>> encoder.encode_query(["the sparse sparse unknown"], output="tokens")
+        [{'sparse': 2.0, 'the': 0.5}]
+
+    References:
+        Towards Competitive Search Relevance For Inference-Free Learned Sparse Retrievers.
+    """
+
+    weight: Tensor
+    _special_ids: Tensor
+
+    def __init__(self, tokenizer: Any, weight: Tensor) -> None:
+        super().__init__()
+        check_shapes(weight=(weight, "V"))
+        compute_dtype(weight=weight)  # an error for integers
+        least = max(tokenizer.get_vocab().values(), default=0) + 1
+        if len(weight) < least:
+            raise ValueError(f"expected `weight` of at least {least} tokens, got {len(weight)}")
+        if not weight.isfinite().all():
+            raise ValueError("expected `weight` to be finite, got NaN or infinity")
+        self.tokenizer, self.vocab_size = tokenizer, len(weight)
+        if isinstance(weight, nn.Parameter):
+            self.weight = weight
+        else:
+            self.register_buffer("weight", weight.detach())
+        special = torch.tensor(tokenizer.all_special_ids, dtype=torch.int64, device=weight.device)
+        self.register_buffer("_special_ids", special, persistent=False)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the vectors ``[B, V]``, fp32 (fp64 for a weight in fp64).
+
+        Args:
+            input_ids: ``[B, S]`` integers.
+            attention_mask: ``[B, S]`` 0/1; without it all positions are attended.
+
+        Raises:
+            TypeError: for texts or floating-point numbers instead of ids.
+            ValueError: for attended ids outside [0, V).
+        """
+        check_shapes(input_ids=(input_ids, "B S"), attention_mask=(attention_mask, "B S, optional"))
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        attended = as_mask("attention_mask", attention_mask)
+        ids = attended_ids("input_ids", input_ids, attended, self.vocab_size)
+        # The positions that do not count go to an extra column.
+        columns = torch.where(attended & ~torch.isin(ids, self._special_ids), ids, self.vocab_size)
+        occurs = torch.zeros(
+            len(ids), self.vocab_size + 1, dtype=torch.bool, device=self.weight.device
+        ).scatter_(1, columns, True)[:, :-1]
+        return torch.where(occurs, self.weight.to(compute_dtype(weight=self.weight)), 0.0)
+
+    def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """Return ``input_ids`` and ``attention_mask`` ``[B, S]`` of texts, without special tokens.
+
+        Raises:
+            TypeError: for anything but a sequence of strings.
+        """
+        _check_texts(texts)
+        batch = self.tokenizer(list(texts), padding=True, return_tensors="pt", **QUERY)
+        return {n: batch[n].to(self.weight.device) for n in ("input_ids", "attention_mask")}
+
+    def encode_query(
+        self, texts: Sequence[str], *, output: Literal["csr", "dense", "tokens"] = "csr"
+    ) -> Any:
+        """Return the vectors of queries, in their order, on the CPU.
+
+        Args:
+            texts: Strings. Longer ones are cut where the tokenizer does.
+            output: As in ``SpladeEncoder.encode``; negative weights are kept, as
+                sentence-transformers does.
+
+        Raises:
+            TypeError: for anything but a sequence of strings.
+            ValueError: if a text's weight is not finite.
+        """
+        _check_texts(texts)
+        check_choice("output", output, ("csr", "dense", "tokens"))
+        texts_ids = self.tokenizer(list(texts), **QUERY)["input_ids"] if texts else []
+        special = set(self._special_ids.tolist())
+        # Not by `forward`: its [B, V] costs more than all else.
+        pairs = [(i, j) for i, ids in enumerate(texts_ids) for j in sorted(set(ids) - special)]
+        row, ids = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
+        weights = self.weight.detach()[ids.to(self.weight.device)].float().cpu()
+        if not weights.isfinite().all():
+            wrong = int(row[~weights.isfinite()][0])
+            raise ValueError(f"expected finite weights, got others in text {wrong}")
+        row, ids, weights = (x[weights != 0] for x in (row, ids, weights))
+        if output == "tokens":
+            named: list[dict[str, float]] = [{} for _ in texts]
+            for k in weights.argsort(descending=True, stable=True).tolist():
+                name = self.tokenizer.convert_ids_to_tokens(int(ids[k]))
+                named[int(row[k])][name] = float(weights[k])
+            return named
+        vectors = csr(row, ids, weights, (len(texts), self.vocab_size))
+        return vectors if output == "csr" else vectors.to_dense()
+
+    @classmethod
+    def from_pretrained(
+        cls, name_or_path: str | os.PathLike[str], **options: Any
+    ) -> "StaticQueryEncoder":
+        """Load the query side of a folder that ``save_pretrained`` or sentence-transformers wrote.
+
+        Args:
+            name_or_path: A folder, or a name on the Hugging Face Hub.
+            **options: Where files are looked for, such as ``revision``.
+
+        Raises:
+            OSError: if there is no such folder, or it is incomplete or damaged.
+            ValueError: if queries are not encoded by a ``SparseStaticEmbedding`` alone.
+        """
+        folder = Folder(os.fspath(name_or_path), **options)
+        modules = modules_of(folder, "query")
+        if [kind for kind, _ in modules] != [KIND]:
+            got = ", ".join(kind for kind, _ in modules) or "no modules"
+            raise ValueError(f"expected {folder.name} to have a {KIND} for queries, got {got}")
+        side = folder.inside(modules[0][1])
+        with from_extra("transformers"):
+            from transformers import AutoTokenizer
+
+        with named_damage(folder.name, KeyError, TypeError, ValueError):
+            weight = side.tensors("model.safetensors")["weight"]
+            frozen = side.json("config.json").get("frozen", False)
+            tokenizer = AutoTokenizer.from_pretrained(folder.name, **side.hub)
+            return cls(tokenizer, weight if frozen else nn.Parameter(weight))
+
+    def save_pretrained(self, folder: str | os.PathLike[str], *, document: SpladeEncoder) -> None:
+        """Write a folder of sentence-transformers with both sides, a ``Router``.
+
+        Its ``SparseEncoder`` gives the vectors of both, by ``encode_query`` and
+        ``encode_document``. ``from_pretrained`` reads the queries' side,
+        ``SpladeEncoder.from_pretrained`` the documents'.
+
+        Args:
+            folder: Made if it does not exist; files of other names stay.
+            document: The encoder of the documents, of the same tokens.
+
+        Raises:
+            ValueError: if the encoder has other tokens, or a vocabulary of another size than the
+                tokenizer, which sentence-transformers does not load.
+        """
+        with from_extra("transformers"):
+            from safetensors.torch import save_file
+
+        tokens = self.tokenizer.get_vocab()
+        if document.tokenizer.get_vocab() != tokens:
+            raise ValueError("expected `document` to have the tokens of the queries, got others")
+        if {self.vocab_size, document.vocab_size} != {len(tokens)}:
+            raise ValueError(
+                f"expected a weight and a `document` of V = {len(tokens)}, the tokenizer's tokens, "
+                f"for sentence-transformers, got {self.vocab_size} and {document.vocab_size}: "
+                f"model.resize_token_embeddings({len(tokens)})"
+            )
+        document.save_pretrained(folder)
+        place = Path(folder) / PLACE
+        self.tokenizer.save_pretrained(place)
+        weight = self.weight.detach().index_fill(0, self._special_ids, 0.0)
+        save_file({"weight": weight}, place / "model.safetensors")
+        write_router(Path(folder), PLACE, frozen=not self.weight.requires_grad)

@@ -1,0 +1,333 @@
+"""Queries by one weight per token: oracle, edges, folders of both sides, training."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from sparse_losses import (
+    DocumentFrequency,
+    InfoNCELoss,
+    SparsityController,
+    SpladeBatch,
+    SpladeEncoder,
+    SpladeObjective,
+    StaticQueryEncoder,
+    Texts,
+)
+from tests.representation.tiny_models import TEXTS, make, pair, tokenizer
+
+QUERIES = [*TEXTS, "dog dog dog", "<s></s>", "lazy <mask> dog", "☃ dog"]
+
+
+def random_weight(size, *, negative=True):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(size, generator=generator)
+    return weight if negative else weight.abs()
+
+
+def static(words=None, **options):
+    words = words or tokenizer("wordpiece")
+    return StaticQueryEncoder(words, random_weight(len(words), **options))
+
+
+def dense(encoder, texts=QUERIES):
+    return encoder.encode_query(texts, output="dense")
+
+
+@pytest.mark.parametrize("kind", ["unigram", "wordpiece", "bytes"])
+def test_a_token_that_occurs_has_its_weight_once_and_special_tokens_have_none(kind):
+    words = tokenizer(kind)
+    encoder = static(words)
+    expected = np.zeros((len(QUERIES), len(words)))
+    for row, text in zip(expected, QUERIES, strict=True):
+        for token in words.backend_tokenizer.encode(text, add_special_tokens=False).ids:
+            if token not in words.all_special_ids:
+                row[token] = encoder.weight[token].item()
+    assert (expected.any(1) == ["<s>" not in text and text != "" for text in QUERIES]).all()
+    assert np.array_equal(dense(encoder), expected)
+    assert np.array_equal(encoder(**encoder.tokenize(QUERIES)), expected)
+    vectors = encoder.encode_query(QUERIES)
+    assert vectors.layout == torch.sparse_csr
+    assert np.array_equal(vectors.to_dense(), expected)
+    for named, row in zip(encoder.encode_query(QUERIES, output="tokens"), expected, strict=True):
+        ids = words.convert_tokens_to_ids(list(named))
+        assert list(named.values()) == sorted(named.values(), reverse=True)
+        assert dict(zip(ids, named.values(), strict=True)) == {i: row[i] for i in row.nonzero()[0]}
+
+
+def test_no_texts_no_rows_no_positions_and_no_weights():
+    encoder = static()
+    size = encoder.vocab_size
+    for output in ("csr", "dense"):
+        assert encoder.encode_query([], output=output).shape == (0, size)
+    assert encoder.encode_query([], output="tokens") == []
+    for shape in ((0, 3), (2, 0)):
+        vectors = encoder(torch.zeros(shape, dtype=torch.int64))
+        assert vectors.shape == (shape[0], size)
+        assert not vectors.any()
+    assert not encoder(**encoder.tokenize([""])).any()
+    encoder.weight.zero_()
+    assert encoder.encode_query(["dog"]).values().numel() == 0
+
+
+def test_masked_positions_do_not_count_whatever_their_ids():
+    encoder = static()
+    ids = torch.tensor([[9, 20, 9, -100], [30, 0, 10**6, 9]])
+    expected = torch.zeros(2, encoder.vocab_size)
+    expected[0, [9, 20]], expected[1, 30] = encoder.weight[[9, 20]], encoder.weight[30]
+    for dtype in (torch.bool, torch.int64, torch.float32):
+        mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]]).to(dtype)
+        assert torch.equal(encoder(ids, mask), expected)
+    assert torch.equal(encoder(ids[:1, :3]), expected[:1])
+
+
+def test_wrong_inputs_are_errors():
+    encoder = static()
+    for ids in ([[encoder.vocab_size]], [[-1]]):
+        with pytest.raises(ValueError, match=r"expected `input_ids` in \[0, V\) with V = 150"):
+            encoder(torch.tensor(ids))
+    with pytest.raises(TypeError, match=r"expected `input_ids` to be a torch.Tensor, got list"):
+        encoder(["dog"])
+    with pytest.raises(ValueError, match=r"expected `attention_mask` of shape \[B, S\]"):
+        encoder(torch.ones(2, 3).long(), torch.ones(2, 2))
+    for call in (encoder.encode_query, encoder.tokenize):
+        with pytest.raises(TypeError, match="list of strings, got str"):
+            call("dog")
+    with pytest.raises(ValueError, match="expected `output`"):
+        encoder.encode_query(["dog"], output="coo")
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "message"),
+    [
+        (torch.ones(149), ValueError, "expected `weight` of at least 150 tokens, got 149"),
+        (torch.ones(150, 1), ValueError, r"expected `weight` of shape \[V\]"),
+        (torch.ones(150).long(), TypeError, "expected `weight` to be floating point"),
+        ([1.0] * 150, TypeError, "expected `weight` to be a torch.Tensor, got list"),
+        (torch.full((150,), torch.nan), ValueError, "expected `weight` to be finite"),
+        (torch.ones(150) / 0, ValueError, "expected `weight` to be finite"),
+    ],
+)
+def test_wrong_weights_are_errors(weight, error, message):
+    with pytest.raises(error, match=message):
+        StaticQueryEncoder(tokenizer("wordpiece"), weight)
+
+
+def test_weight_that_became_nan_is_an_error_that_names_the_text():
+    encoder = static()
+    dog = encoder.tokenizer.convert_tokens_to_ids("dog")
+    encoder.weight[dog] = torch.nan
+    with pytest.raises(ValueError, match="got others in text 1"):
+        encoder.encode_query(["lazy", "dog"])
+    assert encoder(**encoder.tokenize(["lazy"])).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_half_weights_give_vectors_in_fp32(dtype):
+    words = tokenizer("wordpiece")
+    encoder = StaticQueryEncoder(words, random_weight(len(words)).to(dtype))
+    vectors = encoder(**encoder.tokenize(QUERIES))
+    assert vectors.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert dense(encoder).dtype == torch.float32
+    assert torch.equal(dense(encoder), vectors.float())
+
+
+def test_parameter_is_used_as_it_is_and_its_gradient_is_where_tokens_occur():
+    words = tokenizer("wordpiece")
+    frozen, weight = static(words), nn.Parameter(random_weight(len(words)))
+    assert list(frozen.parameters()) == []
+    assert frozen.state_dict().keys() == {"weight"}
+    learned = StaticQueryEncoder(words, weight)
+    assert next(iter(learned.parameters())) is weight
+    texts = ["dog dog", "<s> lazy dog", ""]
+    factors = torch.randn(len(texts), len(words))
+    (learned(**learned.tokenize(texts)) * factors).sum().backward()
+    dog, lazy = words.convert_tokens_to_ids(["dog", "lazy"])
+    expected = torch.zeros(len(words))
+    expected[dog], expected[lazy] = factors[0, dog] + factors[1, dog], factors[1, lazy]
+    torch.testing.assert_close(weight.grad, expected)
+
+
+def load_theirs(folder, **options):
+    SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
+    return SparseEncoder(str(folder), device="cpu", **options)
+
+
+ALONE = """
+import sys
+sys.modules["sparse_losses"] = None  # an import of it is an error
+import torch
+from sentence_transformers import SparseEncoder
+
+folder, *texts = sys.argv[1:]
+model = SparseEncoder(folder, device="cpu")
+sides = {"query": model.encode_query(texts), "document": model.encode_document(texts)}
+torch.save({side: x.to_dense() for side, x in sides.items()}, f"{folder}/vectors.pt")
+"""
+
+
+def test_sentence_transformers_alone_gives_the_vectors_of_both_sides(tmp_path):
+    pytest.importorskip("sentence_transformers")
+    document = make()
+    encoder = static(document.tokenizer)
+    encoder.save_pretrained(tmp_path, document=document)
+    texts = [text for text in QUERIES if text]
+    subprocess.run([sys.executable, "-c", ALONE, str(tmp_path), *texts], check=True)
+    vectors = torch.load(tmp_path / "vectors.pt")
+    torch.testing.assert_close(vectors["query"], dense(encoder, texts))
+    assert (vectors["query"] < 0).any()
+    torch.testing.assert_close(vectors["document"], document.encode(texts, output="dense"))
+
+
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize("subfolder", ["", "best"])
+def test_both_sides_of_a_saved_folder_are_loaded_again(learned, subfolder, tmp_path):
+    document = make("xlm-roberta", max_length=17)
+    encoder = static(document.tokenizer)
+    if learned:
+        encoder = StaticQueryEncoder(encoder.tokenizer, nn.Parameter(encoder.weight))
+    encoder.save_pretrained(tmp_path / subfolder, document=document)
+    again = StaticQueryEncoder.from_pretrained(tmp_path, subfolder=subfolder)
+    assert isinstance(again.weight, nn.Parameter) == learned
+    assert torch.equal(dense(again), dense(encoder))
+    documents = SpladeEncoder.from_pretrained(tmp_path, subfolder=subfolder)
+    assert documents.max_length == 17
+    expected = document.encode(TEXTS, output="dense")
+    assert torch.equal(documents.encode(TEXTS, output="dense"), expected)
+    # Twice into the same folder; and documents alone make it a plain folder again.
+    again.save_pretrained(tmp_path / subfolder, document=documents)
+    twice = StaticQueryEncoder.from_pretrained(tmp_path / subfolder)
+    assert torch.equal(dense(twice), dense(again))
+    documents.save_pretrained(tmp_path / subfolder)
+    with pytest.raises(ValueError, match="for queries, got MLMTransformer, SpladePooling"):
+        StaticQueryEncoder.from_pretrained(tmp_path / subfolder)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_folders_that_sentence_transformers_wrote_are_read(frozen, tmp_path):
+    modules = pytest.importorskip("sentence_transformers.sparse_encoder.modules")
+    document = make()
+    document.save_pretrained(tmp_path)
+    plain, words = load_theirs(tmp_path), document.tokenizer
+    weight = random_weight(len(words)).index_fill(0, torch.tensor(words.all_special_ids), 0.0)
+    query = modules.SparseStaticEmbedding(words, weight.clone(), frozen=frozen)
+    router = modules.Router.for_query_document([query], list(plain))
+    model = type(plain)(modules=[router], device="cpu")
+    model.save_pretrained(str(tmp_path / "both"))
+    encoder = StaticQueryEncoder.from_pretrained(tmp_path / "both")
+    assert isinstance(encoder.weight, nn.Parameter) != frozen
+    torch.testing.assert_close(dense(encoder), model.encode_query(QUERIES).to_dense())
+    again = SpladeEncoder.from_pretrained(tmp_path / "both")
+    expected = document.encode(TEXTS, output="dense")
+    torch.testing.assert_close(again.encode(TEXTS, output="dense"), expected)
+    # Their model of a query side alone is read too.
+    type(plain)(modules=[query], device="cpu").save_pretrained(str(tmp_path / "alone"))
+    alone = StaticQueryEncoder.from_pretrained(tmp_path / "alone")
+    assert torch.equal(dense(alone), dense(encoder))
+
+
+def test_settings_of_the_documents_are_kept(tmp_path):
+    document = make(idf_weights=True, gate=True)
+    encoder = static(document.tokenizer)
+    encoder.save_pretrained(tmp_path, document=document)
+    again = SpladeEncoder.from_pretrained(tmp_path)
+    expected = document.encode(TEXTS, output="dense")
+    assert torch.equal(again.encode(TEXTS, output="dense"), expected)
+    ungated = SpladeEncoder.from_pretrained(tmp_path, gate=False)
+    model = load_theirs(tmp_path, trust_remote_code=True)
+    texts = [text for text in TEXTS if text]
+    expected = ungated.encode(texts, output="dense")
+    torch.testing.assert_close(model.encode_document(texts).to_dense(), expected)
+
+
+def test_encoders_of_other_tokens_are_refused(tmp_path):
+    encoder = static()
+    with pytest.raises(ValueError, match="expected `document` to have the tokens of the queries"):
+        encoder.save_pretrained(tmp_path, document=make("xlm-roberta"))
+    # A model may have more rows than its tokenizer has tokens.
+    model, words = pair("bert")
+    model.resize_token_embeddings(160, mean_resizing=False)
+    document = SpladeEncoder(model, words)
+    wide = StaticQueryEncoder(words, torch.ones(160))
+    for queries in (encoder, wide):
+        with pytest.raises(ValueError, match=r"V = 150, the .* and 160: model.resize"):
+            queries.save_pretrained(tmp_path, document=document)
+    assert list(tmp_path.iterdir()) == []
+    model.resize_token_embeddings(150)  # what the error says
+    encoder.save_pretrained(tmp_path, document=SpladeEncoder(model, words))
+    torch.testing.assert_close(
+        load_theirs(tmp_path).encode_query("dog").to_dense()[None], dense(encoder, ["dog"])
+    )
+
+
+def test_damaged_and_other_folders_are_refused_by_name(tmp_path):
+    document = make()
+    static(document.tokenizer).save_pretrained(tmp_path, document=document)
+    path = tmp_path / "router_config.json"
+    config = json.loads(path.read_text())
+
+    def write(**parts):
+        path.write_text(json.dumps({**config, **parts}))
+
+    (query,), documents = (config["structure"][side] for side in ("query", "document"))
+    write(structure={"query": documents, "document": [query]})
+    with pytest.raises(
+        ValueError, match=r"expected .* to have a SparseStaticEmbedding for queries"
+    ):
+        StaticQueryEncoder.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="known modules only, got SparseStaticEmbedding"):
+        SpladeEncoder.from_pretrained(tmp_path)
+    for broken in ({}, {"query": ["../elsewhere"]}, {"query": 3}):
+        write(types={"../elsewhere": "SparseStaticEmbedding"}, structure=broken)
+        with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
+            StaticQueryEncoder.from_pretrained(tmp_path)
+    write()
+    weights = tmp_path / query / "model.safetensors"
+    weight = load_file(weights)["weight"]
+    for tensors in ({"other": weight}, {"weight": weight * torch.nan}, {"weight": weight[1:]}):
+        save_file({name: x.contiguous() for name, x in tensors.items()}, weights)
+        with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
+            StaticQueryEncoder.from_pretrained(tmp_path)
+    weights.unlink()
+    with pytest.raises(OSError, match="incomplete"):
+        StaticQueryEncoder.from_pretrained(tmp_path)
+    path.unlink()
+    with pytest.raises(OSError, match=r"incomplete: it has no router_config.json"):
+        SpladeEncoder.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_training_with_a_controller_on_the_documents_alone(learned):
+    document = make().train()
+    texts = [text for text in TEXTS if text]
+    counts = DocumentFrequency(document.vocab_size)
+    counts.update(**document.tokenize(texts))
+    idf = counts.idf()
+    weight = nn.Parameter(idf.clone()) if learned else idf.clone()
+    query = StaticQueryEncoder(document.tokenizer, weight)
+    objective = SpladeObjective(
+        {"info_nce": 1.0, "document_flops": 0.01},
+        info_nce=InfoNCELoss(temperature=1.0, similarity="dot"),
+    )
+    controller = SparsityController(objective, target_active=5, ignore_steps=0, every=1)
+    optimizer = torch.optim.SGD([*document.parameters(), *query.parameters()], lr=1e-3)
+    controller.attach(optimizer)
+    start = document(**document.tokenize(texts))
+    for _ in range(3):
+        sides = []
+        for encoder in (query, document):
+            batch = encoder.tokenize(texts)
+            sides.append(Texts(encoder(**batch), **batch))
+        optimizer.zero_grad()
+        objective(SpladeBatch(*sides)).total.backward()
+        optimizer.step()
+    active = (start > 0).sum(1).float().mean().item()
+    assert controller.report()["active"] == pytest.approx(active, rel=0.1)
+    assert objective.weights["document_flops"] > 0.01
+    assert torch.equal(query.weight, idf) != learned
