@@ -12,8 +12,8 @@ from sparse_losses._core.checks import check_choice, check_shapes
 from sparse_losses._core.extras import from_extra
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask, attended_ids
-from sparse_losses.fast.sparse import csr
-from sparse_losses.representation.encoder import SpladeEncoder, _check_texts
+from sparse_losses.representation.encoder import SpladeEncoder
+from sparse_losses.representation.encoding import check_finite, check_texts, collected
 from sparse_losses.representation.folder import Folder, modules_of, named_damage, write_router
 
 __all__ = ["StaticQueryEncoder"]
@@ -108,7 +108,7 @@ class StaticQueryEncoder(nn.Module):
         Raises:
             TypeError: for anything but a sequence of strings.
         """
-        _check_texts(texts)
+        check_texts(texts)
         batch = self.tokenizer(list(texts), padding=True, return_tensors="pt", **QUERY)
         return {n: batch[n].to(self.weight.device) for n in ("input_ids", "attention_mask")}
 
@@ -126,26 +126,19 @@ class StaticQueryEncoder(nn.Module):
             TypeError: for anything but a sequence of strings.
             ValueError: if a text's weight is not finite.
         """
-        _check_texts(texts)
+        check_texts(texts)
         check_choice("output", output, ("csr", "dense", "tokens"))
-        texts_ids = self.tokenizer(list(texts), **QUERY)["input_ids"] if texts else []
-        special = set(self._special_ids.tolist())
         # Not by `forward`: its [B, V] costs more than all else.
-        pairs = [(i, j) for i, ids in enumerate(texts_ids) for j in sorted(set(ids) - special)]
-        row, ids = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2).T
-        weights = self.weight.detach()[ids.to(self.weight.device)].float().cpu()
-        if not weights.isfinite().all():
-            wrong = int(row[~weights.isfinite()][0])
-            raise ValueError(f"expected finite weights, got others in text {wrong}")
-        row, ids, weights = (x[weights != 0] for x in (row, ids, weights))
-        if output == "tokens":
-            named: list[dict[str, float]] = [{} for _ in texts]
-            for k in weights.argsort(descending=True, stable=True).tolist():
-                name = self.tokenizer.convert_ids_to_tokens(int(ids[k]))
-                named[int(row[k])][name] = float(weights[k])
-            return named
-        vectors = csr(row, ids, weights, (len(texts), self.vocab_size))
-        return vectors if output == "csr" else vectors.to_dense()
+        rows = self.tokenizer(list(texts), **QUERY)["input_ids"] if texts else []
+        special = set(self._special_ids.tolist())
+        weight, vectors = self.weight.detach().cpu(), []
+        for i, row in enumerate(rows):
+            ids = torch.tensor(sorted(set(row) - special), dtype=torch.int64)
+            weights = weight[ids].float()
+            check_finite(weights[None], [i])
+            kept = weights != 0
+            vectors.append((ids[kept], weights[kept]))
+        return collected(vectors, output, self.tokenizer, self.vocab_size)
 
     @classmethod
     def from_pretrained(
