@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-__all__ = ["Projection", "adapted", "evaluating", "head_of", "unwrapped"]
+__all__ = ["Projection", "adapted", "evaluating", "head_of", "projection_of", "unwrapped"]
 
 # What a model makes of these in place of its projection's output tells the scale and the soft cap.
 PROBE = (-1e5, -100.0, -1.0, -1e-3, 1e-3, 1.0, 100.0, 1e5)
@@ -39,6 +39,12 @@ def unwrapped(model: Any) -> Any:
         kind = model.active_peft_config.peft_type.value
         raise TypeError(f"expected adapters inside the layers, such as LoRA, got {kind}")
     return model.get_base_model()
+
+
+def projection_of(model: Any) -> Any:
+    """Return the vocabulary projection that a model uses now, or ``None``."""
+    layer = getattr(unwrapped(model), "get_output_embeddings", lambda: None)()
+    return _active(layer)
 
 
 def head_of(model: Any) -> Projection:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from sparse_losses._core.activation import Activation
 from sparse_losses._core.checks import check_choice, check_number, check_rows
-from sparse_losses._core.token_ids import as_mask
 from sparse_losses.representation._language_model import evaluating
 from sparse_losses.representation.encoding import batches
 
@@ -119,12 +118,17 @@ def _ungated_logits(
 ) -> tuple[Tensor, Tensor]:
     """Return all texts' logits that can be active, before the gate, and their tokens."""
     hidden = encoder._hidden(input_ids, attention_mask)
+    pooled = encoder._pooled(input_ids, attention_mask)
     logits: Tensor
     if encoder.expansion:
-        _, logits = encoder.head(hidden, attention_mask, return_logits=True)
-        logits = logits[as_mask("attention_mask", attention_mask).any(1)]
+        _, logits = encoder.head(hidden, pooled, return_logits=True)
+        logits = logits[pooled.any(1)]
+        # What is subtracted from the bias counts before the soft cap and the scale.
+        if (cap := encoder.head.softcap) is not None:
+            logits = cap * (logits / cap).atanh()
+        logits = logits / encoder.head.logit_scale
     else:
-        logits = encoder._token_logits(hidden, input_ids, attention_mask, absent=-torch.inf)
+        logits = encoder._token_logits(hidden, input_ids, pooled, absent=-torch.inf)
     tokens = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
     if encoder.idf_weights is not None:
         counted = encoder.idf_weights > 0
@@ -138,7 +142,7 @@ def _ungated_logits(
 def _bias(encoder: "SpladeEncoder") -> Tensor:
     """Return the bias of all logits; if there is none, add it to the model and its config."""
     if not encoder.expansion:
-        last = encoder.importance[-1]
+        *_, last = encoder.importance.modules()  # it may be this one layer
         assert isinstance(last, nn.Linear)
         return last.bias
     if encoder.head.bias is None:

@@ -1,4 +1,4 @@
-"""An encoder from texts to sparse vectors: tokenizer, masked language model and head."""
+"""An encoder from texts to sparse vectors: tokenizer, language model and head."""
 
 import os
 from collections.abc import Sequence
@@ -7,10 +7,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_choice, check_flag, check_integer, check_shapes
+from sparse_losses._core.activation import weights_of
+from sparse_losses._core.checks import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    check_shapes,
+)
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask, attended_ids
-from sparse_losses.representation._language_model import evaluating
+from sparse_losses.representation._language_model import evaluating, projection_of, unwrapped
 from sparse_losses.representation.calibration import shift_bias
 from sparse_losses.representation.encoding import (
     batches,
@@ -29,31 +36,51 @@ from sparse_losses.representation.head import SpladeHead
 
 __all__ = ["SpladeEncoder"]
 
+ACTIVATIONS = ("relu", "log1p_relu", "identity")
 # Arguments of the constructor that are kept as they are, in the attributes and in the folder.
-SETTINGS = ("prune_ratio", "max_active_dims")
+SETTINGS = (
+    "pool_special_tokens",
+    "activation",
+    "softcap",
+    "logit_scale",
+    "bidirectional",
+    "prune_ratio",
+    "max_active_dims",
+)
 
 
 class SpladeEncoder(nn.Module):
-    r"""An encoder of texts into vectors over the vocabulary of a masked language model.
+    r"""An encoder of texts into vectors over the vocabulary of a language model.
 
     $$x_j = u_j \log\bigl(1 + \mathrm{ReLU}(g_j \max_s \ell_{sj})\bigr)$$
 
-    $\ell_{sj}$ are the model's logits at the attended positions $s$, $g$ is the gate and $u$ are
-    the idf weights (1 without them). ``SpladeHead`` computes them without storing ``[B, S, V]``.
+    $\ell_{sj}$ are the model's logits at the pooled positions $s$, $g$ is the gate and $u$ are the
+    idf weights (1 without them). ``SpladeHead`` computes them without storing ``[B, S, V]``.
 
     With ``expansion=False`` only the tokens of the text have weight. A small network on the hidden
     states gives one logit per position; a token gets the largest logit of its positions. Special
     tokens and all others are 0.
 
     Args:
-        model: A masked language model of ``transformers``, on any device, in any precision. With
-            ``expansion=False`` only its encoder is kept.
-        tokenizer: Its tokenizer.
+        model: A masked or causal language model of ``transformers``, on any device, in any
+            precision, or a ``PeftModel`` around it. With ``expansion=False`` only its encoder is
+            kept. The attention of a causal one is set by ``bidirectional``.
+        tokenizer: Its tokenizer. If it has no padding token it gets its end-of-text token as one.
         expansion: Whether a text may have weight at tokens that are not in it.
         gate: A ``ContextGate``, or ``True`` for a new one.
         idf_weights: ``[V]``, finite and >= 0; factors on the activations.
         max_length: The largest number of tokens read from a text, special tokens included.
             ``None``: the limit of the tokenizer or the model.
+        importance: With ``expansion=False`` the network: ``"mlp"``, two layers, or ``"linear"``,
+            one layer as in BGE-M3.
+        pool_special_tokens: Whether special tokens of the tokenizer give weights to other tokens.
+        activation: ``"relu"`` or ``"log1p_relu"``, as in ``splade_head``; with
+            ``expansion=False`` also ``"identity"``: the ReLU alone, as in BGE-M3.
+        softcap: Replaces the soft cap of the model's logits. ``None``: the model's.
+        logit_scale: A factor > 0 on the logits, such as $H^{-1/4}$ for decoders. ``None``: 1.
+        bidirectional: Whether each position of a causal language model attends to later ones.
+        prune_ratio: As in ``encode``, and its default there.
+        max_active_dims: As in ``encode``, and its default there.
 
     Create the encoder after ``resize_token_embeddings``, which replaces the matrix.
 
@@ -95,22 +122,51 @@ class SpladeEncoder(nn.Module):
         gate: ContextGate | bool | None = None,
         idf_weights: Tensor | None = None,
         max_length: int | None = None,
+        importance: Literal["mlp", "linear"] = "mlp",
+        pool_special_tokens: bool = True,
+        activation: Literal["relu", "log1p_relu", "identity"] = "relu",
+        softcap: float | None = None,
+        logit_scale: float | None = None,
+        bidirectional: bool = True,
         prune_ratio: float | None = None,
         max_active_dims: int | None = None,
     ) -> None:
         super().__init__()
-        check_flag(expansion=expansion)
+        check_flag(
+            expansion=expansion,
+            pool_special_tokens=pool_special_tokens,
+            bidirectional=bidirectional,
+        )
+        check_choice("activation", activation, ACTIVATIONS[:2] if expansion else ACTIVATIONS)
+        check_choice("importance", importance, ("mlp",) if expansion else ("mlp", "linear"))
+        for name, number in (("softcap", softcap), ("logit_scale", logit_scale)):
+            if number is not None:
+                check_number(name, number, minimum=0.0, exclusive=True)
+                if not expansion:
+                    raise ValueError(f"expected no `{name}` with expansion=False, got {number}")
         check_pruning(prune_ratio, max_active_dims)
         self.prune_ratio, self.max_active_dims = prune_ratio, max_active_dims
+        self.pool_special_tokens, self.bidirectional = pool_special_tokens, bidirectional
+        self.activation, self.softcap, self.logit_scale = activation, softcap, logit_scale
+        inner = unwrapped(model)
         if expansion:
-            self.head = SpladeHead.from_masked_lm(model)
-        elif not isinstance(getattr(model, "base_model", None), nn.Module):
+            self.head = SpladeHead.from_masked_lm(model, activation=activation)
+            self.head.softcap = softcap or self.head.softcap
+            self.head.logit_scale *= logit_scale or 1.0
+        elif not isinstance(getattr(inner, "base_model", None), nn.Module) or inner is not model:
             raise TypeError(
-                f"expected `model` to be a model of transformers, got {type(model).__name__}"
+                "expected `model` to be a model of transformers without adapters, got "
+                f"{type(model).__name__}: model.merge_and_unload() merges adapters"
             )
         self.model = model if expansion else model.base_model
+        self._is_causal = type(inner).__name__.endswith("ForCausalLM")
+        if self._is_causal:
+            inner.config.is_causal = not bidirectional
         self.tokenizer, self.expansion = tokenizer, expansion
-        self.vocab_size = int(model.config.vocab_size)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        config = inner.config.get_text_config()
+        self.vocab_size = int(config.vocab_size)
         largest = max(tokenizer.get_vocab().values(), default=0)
         if largest >= self.vocab_size:
             raise ValueError(
@@ -119,13 +175,13 @@ class SpladeEncoder(nn.Module):
             )
         like = next(model.parameters())
         if not expansion:
-            self.importance = _importance(model.config.hidden_size).to(like)
-        gate = _gate(gate, model.config.hidden_size, self.vocab_size)
+            self.importance = _importance(importance, config.hidden_size).to(like)
+        gate = _gate(gate, config.hidden_size, self.vocab_size)
         self.gate = None if gate is None else gate.to(like)
         if idf_weights is not None:
             idf_weights = _checked_idf_weights(idf_weights, self.vocab_size).to(like.device)
         self.register_buffer("idf_weights", idf_weights)
-        self.max_length = _max_length(max_length, model, tokenizer)
+        self.max_length = _max_length(max_length, inner, tokenizer)
         special = torch.tensor(tokenizer.all_special_ids, dtype=torch.int64, device=like.device)
         self.register_buffer("_special_ids", special, persistent=False)
 
@@ -139,6 +195,7 @@ class SpladeEncoder(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         *,
+        pool_mask: Tensor | None = None,
         return_logits: bool = False,
         apply_idf: bool | None = None,
         **inputs: Any,
@@ -148,6 +205,9 @@ class SpladeEncoder(nn.Module):
         Args:
             input_ids: ``[B, S]`` integers.
             attention_mask: ``[B, S]`` 0/1; without it all positions are attended.
+            pool_mask: ``[B, S]`` 0/1: the attended positions that may give weights, such as those
+                after a prompt; without it all, or with ``pool_special_tokens=False`` all but
+                special tokens.
             return_logits: Also return the signed pooled logits ``[B, V]`` after the gate and before
                 the idf weights, for losses that must reach inactive tokens. (Without expansion they
                 are 0, and have no gradient, at tokens that are not in the text.)
@@ -175,30 +235,44 @@ class SpladeEncoder(nn.Module):
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         hidden = self._hidden(input_ids, attention_mask, **inputs)
+        pooled = self._pooled(input_ids, attention_mask, pool_mask)
         gate = None if self.gate is None else self.gate(hidden, attention_mask)
-        logits: Tensor | None = None
-        if not self.expansion:
-            logits = self._token_logits(hidden, input_ids, attention_mask)
-            logits = logits if gate is None else logits * gate
-            activations = logits.relu().log1p()
-        elif return_logits:
-            activations, logits = self.head(hidden, attention_mask, gate=gate, return_logits=True)
+        if self.expansion:
+            output: Any = self.head(hidden, pooled, gate=gate, return_logits=return_logits)
+            activations, logits = output if return_logits else (output, output)
         else:
-            activations = self.head(hidden, attention_mask, gate=gate)
+            logits = self._token_logits(hidden, input_ids, pooled)
+            logits = logits if gate is None else logits * gate
+            activations = weights_of(logits, self.activation)
         if apply_idf and self.idf_weights is not None:
             activations = activations * self.idf_weights
-        return activations if not return_logits or logits is None else (activations, logits)
+        return (activations, logits) if return_logits else activations
+
+    def _pooled(
+        self, input_ids: Tensor, attention_mask: Tensor, pool_mask: Tensor | None = None
+    ) -> Tensor:
+        """Return which positions may give weights, bool ``[B, S]``."""
+        check_shapes(attention_mask=(attention_mask, "B S"), pool_mask=(pool_mask, "B S, optional"))
+        pooled = as_mask("attention_mask", attention_mask)
+        if pool_mask is not None:
+            pooled = pooled & as_mask("pool_mask", pool_mask)
+        if not (self.pool_special_tokens and self.expansion):
+            pooled = pooled & ~torch.isin(input_ids, self._special_ids)
+        return pooled
 
     def _hidden(self, input_ids: Tensor, attention_mask: Tensor, **inputs: Any) -> Tensor:
         """Return the hidden states ``[B, S, H]``."""
+        model = self.model
         if self.expansion:
-            matrix = self.model.get_output_embeddings().weight
-            if self.head.weight is not matrix or matrix.shape[0] != self.vocab_size:
+            linear, model = projection_of(model), unwrapped(model).base_model
+            is_same = linear is self.head._linear[0] and linear.weight is self.head.weight
+            if not is_same or linear.weight.shape[0] != self.vocab_size:
                 raise RuntimeError(
                     "expected the output embeddings that the encoder was created with, got others: "
-                    "create it after resize_token_embeddings"
+                    "create it after resize_token_embeddings and after adding adapters to them"
                 )
-        model = self.model.base_model if self.expansion else self.model
+        if self._is_causal:
+            inputs = {"use_cache": False, **inputs}
         hidden: Tensor = model(input_ids=input_ids, attention_mask=attention_mask, **inputs)[0]
         return hidden
 
@@ -208,14 +282,12 @@ class SpladeEncoder(nn.Module):
         return logits
 
     def _token_logits(
-        self, hidden: Tensor, input_ids: Tensor, attention_mask: Tensor, absent: float = 0.0
+        self, hidden: Tensor, input_ids: Tensor, pooled_mask: Tensor, absent: float = 0.0
     ) -> Tensor:
         """Return the logit of every token of the texts, ``absent`` at the others."""
         logits = self._position_logits(hidden)
-        kept = as_mask("attention_mask", attention_mask)
-        kept = kept & ~torch.isin(input_ids, self._special_ids)
-        # The positions that are not kept go to an extra column.
-        columns = torch.where(kept, input_ids, self.vocab_size)
+        # The positions that do not count go to an extra column.
+        columns = torch.where(pooled_mask, input_ids, self.vocab_size)
         pooled = logits.new_full((len(logits), self.vocab_size + 1), absent)
         return pooled.scatter_reduce(1, columns, logits, "amax", include_self=False)[:, :-1]
 
@@ -354,7 +426,8 @@ class SpladeEncoder(nn.Module):
             for numbers in batches(texts, batch_size):
                 batch = self.tokenize([texts[i] for i in numbers])
                 attended = batch["attention_mask"].bool()
-                weights = self._position_weights(**batch).masked_fill(~attended, 0.0)
+                pooled = self._pooled(**batch)
+                weights = self._position_weights(**batch).masked_fill(~pooled, 0.0)
                 check_finite(weights, numbers)
                 for i, ids, row, kept in zip(
                     numbers, batch["input_ids"], weights, attended, strict=True
@@ -371,8 +444,7 @@ class SpladeEncoder(nn.Module):
         if not self.expansion:
             logits = self._position_logits(hidden)
             logits = logits if gate is None else logits * gate.gather(1, input_ids)
-            weights = logits.relu().log1p() * idf[input_ids]
-            return weights.masked_fill(torch.isin(input_ids, self._special_ids), 0.0)
+            return weights_of(logits, self.activation) * idf[input_ids]
         rows = []
         for i, states in enumerate(hidden):  # the head gets each position as a text of one token
             factor = None if gate is None else gate[i].expand(len(states), -1)
@@ -422,18 +494,18 @@ class SpladeEncoder(nn.Module):
         max_length: int | None = None,
         **options: Any,
     ) -> "SpladeEncoder":
-        """Load an encoder that ``save_pretrained`` wrote, or any masked language model.
+        """Load an encoder that ``save_pretrained`` wrote, or any language model.
 
         The encoder is in evaluation mode, as in ``transformers``: call ``train()`` to train it.
 
         Args:
             name_or_path: A folder, or a name on the Hugging Face Hub.
-            expansion: ``None``: as saved, or ``True`` for a plain masked language model.
+            expansion: ``None``: as saved, or ``True`` for a plain language model.
             gate: ``None``: as saved; ``True``: the saved one, or else a new one; ``False``: none.
             idf_weights: ``None``: as saved; ``False``: none.
             max_length: ``None``: as saved, or else the limit of the tokenizer or the model.
-            **options: Options of ``AutoModelForMaskedLM.from_pretrained``, such as ``dtype`` and
-                ``revision``.
+            **options: Other arguments of the class, ``None`` or left out: as saved; and options of
+                the loaders of ``transformers``, such as ``dtype`` and ``revision``.
 
         Raises:
             OSError: if there is no such folder, or it is incomplete or damaged.
@@ -443,10 +515,14 @@ class SpladeEncoder(nn.Module):
             UserWarning: if the checkpoint lacks weights, such as those of the layers before the
                 logits: they are random then.
         """
-        given = {name: options.pop(name) for name in SETTINGS if name in options}
+        names = (*SETTINGS, "importance")
+        given = {name: options.pop(name) for name in names if options.get(name) is not None}
         folder = Folder(os.fspath(name_or_path), **options)
         settings, tensors = folder.read()
-        theirs = folder.read_modules()
+        theirs, activation = folder.read_modules()
+        given = (
+            {"activation": activation} | {n: settings[n] for n in names if n in settings} | given
+        )
         if expansion is None:
             expansion = settings.get("expansion", True)
         if idf_weights is None:
@@ -454,7 +530,8 @@ class SpladeEncoder(nn.Module):
         model, tokenizer = folder.read_model(has_logits=expansion, **options)
         if (gate is None or gate is True) and settings.get("gate") is not None:
             with named_damage(folder.name, TypeError, ValueError, RuntimeError):
-                sizes = model.config.hidden_size, model.config.vocab_size
+                config = unwrapped(model).config.get_text_config()
+                sizes = config.hidden_size, config.vocab_size
                 gate = ContextGate(*sizes, **settings["gate"])
                 gate.load_state_dict(_part(tensors, "gate"))
         encoder = cls(
@@ -464,20 +541,24 @@ class SpladeEncoder(nn.Module):
             gate=gate,
             idf_weights=None if idf_weights is False else idf_weights,
             max_length=settings.get("max_length") if max_length is None else max_length,
-            **{name: settings[name] for name in SETTINGS if name in settings} | given,
+            **given,
         )
-        if not expansion and not settings.get("expansion", True):
-            with named_damage(folder.name, RuntimeError):
-                encoder.importance.load_state_dict(_part(tensors, "importance"))
+        if not expansion:
+            with named_damage(folder.name, RuntimeError, KeyError):
+                if saved := _part(tensors, "importance") or folder.read_linear(encoder.importance):
+                    encoder.importance.load_state_dict(saved)
         return encoder.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write everything ``from_pretrained`` reads, as safetensors and JSON.
 
-        The folder is one of ``transformers`` with more files in it: ``AutoModelForMaskedLM`` loads
-        it, and so does the ``SparseEncoder`` of sentence-transformers, which gives the same vectors
-        (but has no gate, and needs this package installed for idf weights). All files are written
-        into a temporary folder first, so that a full disk leaves the old ones unchanged.
+        The folder is one of ``transformers`` with more files in it: ``AutoModelForMaskedLM`` or
+        ``AutoModelForCausalLM`` loads it. So does the ``SparseEncoder`` of sentence-transformers
+        for a masked language model, and gives the same vectors (but has no gate, and needs this
+        package installed for idf weights); what its modules cannot compute it refuses. Of a
+        ``PeftModel`` the adapters are saved as PEFT does, and its base model in ``base_model`` if
+        it has no path of its own. All files are written into a temporary folder first, so that a
+        full disk leaves the old ones unchanged.
 
         Args:
             folder: Made if it does not exist; files of other names stay.
@@ -494,6 +575,8 @@ class SpladeEncoder(nn.Module):
             "gate": gate,
             **{name: getattr(self, name) for name in SETTINGS},
         }
+        if not self.expansion:
+            settings["importance"] = "linear" if isinstance(self.importance, nn.Linear) else "mlp"
         tensors = {
             name: tensor.contiguous()
             for name, tensor in self.state_dict().items()
@@ -502,11 +585,13 @@ class SpladeEncoder(nn.Module):
         write_folder(folder, self.model, self.tokenizer, settings, tensors)
 
 
-def _importance(hidden_size: int) -> nn.Sequential:
+def _importance(kind: str, hidden_size: int) -> nn.Module:
     """Return a network from a hidden state to the logit of the token at its position."""
     last = nn.Linear(hidden_size, 1)
     # All tokens start active: behind the activation's ReLU an inactive one has no gradient.
     nn.init.ones_(last.bias)
+    if kind == "linear":
+        return last
     return nn.Sequential(nn.Linear(hidden_size, hidden_size), nn.ReLU(), nn.Dropout(0.1), last)
 
 

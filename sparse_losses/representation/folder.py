@@ -6,6 +6,7 @@ load. Errors about damaged files name the folder.
 
 import json
 import os
+import pickle
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_flag, check_integer
 from sparse_losses._core.extras import from_extra
+from sparse_losses.representation._language_model import unwrapped
 
 __all__ = [
     "Folder",
     "IdfWeights",
-    "WithoutExpansion",
+    "UnsupportedEncoder",
     "modules_of",
     "named_damage",
     "write_folder",
@@ -38,8 +40,9 @@ HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 ROUTER = "router_config.json"
 THEIRS = "sentence_transformers.sparse_encoder.models"
-POOLING = {"pooling_strategy": "max", "activation_function": "relu"}
-KNOWN = ("MLMTransformer", "Transformer", "SpladePooling", "IdfWeights", "WithoutExpansion")
+KNOWN = ("MLMTransformer", "Transformer", "SpladePooling", "IdfWeights", "UnsupportedEncoder")
+LINEAR = "sparse_linear.pt"  # BGE-M3's layer from a hidden state to its token's weight
+ADAPTER, BASE = "adapter_config.json", "base_model"  # PEFT's file; a base model without a path
 
 
 class IdfWeights(nn.Module):
@@ -105,15 +108,20 @@ class IdfWeights(nn.Module):
         return module
 
 
-class WithoutExpansion(nn.Module):
-    """The module entry of a saved ``SpladeEncoder`` without expansion; loading it is an error."""
+class UnsupportedEncoder(nn.Module):
+    """The module entry of a saved ``SpladeEncoder`` of another kind; loading it is an error.
+
+    sentence-transformers has no modules for an encoder without expansion, for decoder models, for
+    adapters whose base model has no path, and for other pooled positions or logits.
+    """
 
     @classmethod
     def load(cls, model_name_or_path: str, **options: Any) -> NoReturn:
         """Raise an error that names the loader."""
         raise ValueError(
-            f"{model_name_or_path} is a SpladeEncoder without expansion, for which sentence-"
-            "transformers has no modules: load it with SpladeEncoder.from_pretrained"
+            f"{model_name_or_path} is a SpladeEncoder of a kind for which sentence-transformers "
+            "has no modules (decoder model, own settings of the pooling, no expansion, or adapters "
+            "with the base model inside): load it with SpladeEncoder.from_pretrained"
         )
 
 
@@ -186,23 +194,36 @@ class Folder:
             raise OSError(f"{self.name} is damaged: its two files do not belong together")
         return settings, tensors
 
-    def read_modules(self) -> Tensor | None:
-        """Return the idf weights among the modules of sentence-transformers, if there are any.
+    def read_linear(self, layer: nn.Module) -> dict[str, Tensor]:
+        """Return the state of BGE-M3's layer for a layer of its kind, empty without its file."""
+        path = self.find(LINEAR) if isinstance(layer, nn.Linear) else None
+        if path is None:
+            return {}
+        with named_damage(self.name, RuntimeError, pickle.UnpicklingError):
+            state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+        return state
+
+    def read_modules(self) -> tuple[Tensor | None, str]:
+        """Return idf weights (or ``None``) and activation of sentence-transformers' modules.
 
         Raises:
             ValueError: if the modules compute anything else than a ``SpladeEncoder`` does.
         """
-        idf_weights = None
+        idf_weights, activation = None, "relu"
         for kind, path in modules_of(self, "document"):
             if kind == "IdfWeights":
                 with named_damage(self.name, KeyError):
                     idf_weights = self.tensors(f"{path}/model.safetensors")["weight"]
-            if kind == "WithoutExpansion":
-                self.find(SETTINGS, required=True)  # or the encoder would be one with expansion
+            if kind == "UnsupportedEncoder":
+                self.find(SETTINGS, required=True)  # or the encoder would be another one
             settings = self.json(f"{path}/config.json") if kind == "SpladePooling" else {}
-            for key in POOLING.keys() & settings.keys():
-                if settings[key] != POOLING[key]:
-                    expected = f"{key} {POOLING[key]!r}, got {settings[key]!r}"
+            activation = settings.get("activation_function", activation)
+            for key, value, allowed in (
+                ("pooling_strategy", settings.get("pooling_strategy", "max"), ["max"]),
+                ("activation_function", activation, ["relu", "log1p_relu"]),
+            ):
+                if value not in allowed:
+                    expected = f"{key} {' or '.join(map(repr, allowed))}, got {value!r}"
                     raise ValueError(f"expected {self.name} to have {expected}")
             if kind not in KNOWN:
                 raise ValueError(f"expected {self.name} to have known modules only, got {kind}")
@@ -212,18 +233,20 @@ class Folder:
                 "it to the texts yourself",
                 stacklevel=3,
             )
-        return idf_weights
+        return idf_weights, activation
 
     def read_model(self, *, has_logits: bool, **options: Any) -> tuple[Any, Any]:
-        """Return the masked language model and its tokenizer; warn of weights that are missing."""
+        """Return the language model and its tokenizer; warn of weights that are missing."""
         from safetensors import SafetensorError
-        from transformers import AutoModelForMaskedLM, AutoTokenizer
+        from transformers import AutoTokenizer
         from transformers.utils import logging
 
         if place := next((path for _, path in modules_of(self, "document")), ""):
             inside = self.inside(place)
             return inside.read_model(has_logits=has_logits, **{**options, **inside.hub})
-        if Path(self.name).is_dir() and self.find("adapter_config.json") is None:
+        if adapter := self.json(ADAPTER):
+            return self._read_adapted(adapter, **options)
+        if Path(self.name).is_dir():
             self.find("config.json", required=True)
         own = {**self.hub, "trust_remote_code": options.get("trust_remote_code")}
         verbosity = logging.get_verbosity()
@@ -232,7 +255,7 @@ class Folder:
         try:
             with named_damage(self.name, SafetensorError, json.JSONDecodeError):
                 tokenizer = AutoTokenizer.from_pretrained(self.name, **own)
-                model, report = AutoModelForMaskedLM.from_pretrained(
+                model, report = _auto_class(self.name, own).from_pretrained(
                     self.name, output_loading_info=True, **options
                 )
         finally:
@@ -243,10 +266,56 @@ class Folder:
         if new := sorted(key for key in report["missing_keys"] if key.startswith(needed)):
             warnings.warn(
                 f"{self.name} has no weights for {', '.join(new)}: they are random. Use a "
-                "checkpoint of a masked language model, or train them.",
+                "checkpoint of a masked or causal language model, or train them.",
                 stacklevel=3,
             )
         return model, tokenizer
+
+    def _read_adapted(self, adapter: dict[str, Any], **options: Any) -> tuple[Any, Any]:
+        """Return a ``PeftModel`` that can be trained, and its tokenizer."""
+        with from_extra("peft"):
+            from peft import PeftModel
+        from transformers import AutoTokenizer
+
+        base = adapter.get("base_model_name_or_path")
+        if not base:
+            self.inside(BASE).find("config.json", required=True)
+            # By its path: from the name, transformers would read the adapters beside it again.
+            base = os.path.join(self._local(f"{BASE}/*"), BASE)
+        remote = {"trust_remote_code": options.get("trust_remote_code")}
+        others = {key: value for key, value in options.items() if key not in HUB}
+        model = _auto_class(base, remote).from_pretrained(base, **others)
+        where = (base, {}) if self.find("tokenizer_config.json") is None else (self.name, self.hub)
+        tokenizer = AutoTokenizer.from_pretrained(where[0], **where[1], **remote)
+        return PeftModel.from_pretrained(model, self.name, is_trainable=True, **self.hub), tokenizer
+
+    def _local(self, pattern: str) -> str:
+        """Return the path of the folder, with the files of a ``pattern`` if it is on the Hub."""
+        if os.path.isdir(self.name):
+            return os.path.join(self.name, self.hub.get("subfolder") or "")
+        from huggingface_hub import snapshot_download
+
+        names = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+        options = {name: self.hub[name] for name in names if name in self.hub}
+        path: str = snapshot_download(self.name, allow_patterns=pattern, **options)
+        return path
+
+
+def _auto_class(name: str, options: dict[str, Any]) -> Any:
+    """Return the class of ``transformers`` that loads a model with its logits."""
+    from transformers import (
+        MODEL_FOR_MASKED_LM_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForMaskedLM,
+    )
+
+    config = AutoConfig.from_pretrained(name, **options)
+    is_causal = any(kind.endswith("ForCausalLM") for kind in config.architectures or [])
+    has_masked = type(config) in MODEL_FOR_MASKED_LM_MAPPING or (
+        "AutoModelForMaskedLM" in getattr(config, "auto_map", {})
+    )
+    return AutoModelForMaskedLM if has_masked and not is_causal else AutoModelForCausalLM
 
 
 @contextmanager
@@ -276,9 +345,21 @@ def write_folder(
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=target) as temporary:
         new = Path(temporary)
-        model.save_pretrained(new)
+        _save_model(model, new)
         tokenizer.save_pretrained(new)
-        _write_modules(new, settings, tensors, model.config.vocab_size)
+        if settings.get("importance") == "linear":
+            state = {name.split(".")[1]: x for name, x in tensors.items() if "importance." in name}
+            torch.save(state, new / LINEAR)
+        inner = unwrapped(model)
+        is_supported = (
+            settings["expansion"]
+            and settings["pool_special_tokens"]
+            and settings["softcap"] is settings["logit_scale"] is None
+            and not type(inner).__name__.endswith("ForCausalLM")
+            and not (new / BASE).exists()
+        )
+        vocab_size = inner.config.get_text_config().vocab_size
+        _write_modules(new, settings, tensors, vocab_size, is_supported)
         if (target / PROMPTS).exists():
             (new / PROMPTS).unlink(missing_ok=True)  # theirs may hold prompts
         save_file(tensors, new / TENSORS)
@@ -286,8 +367,9 @@ def write_folder(
 
         (target / SETTINGS).unlink(missing_ok=True)
         # Of a model that was in more files or fewer, none may be read in place of the new ones.
-        for stale in target.glob("model*.safetensors*"):
-            stale.unlink()
+        for pattern in ("model*.safetensors*", "adapter_*", f"{BASE}/*", LINEAR):
+            for stale in target.glob(pattern):
+                stale.unlink()
         files = [path.relative_to(new) for path in new.rglob("*") if path.is_file()]
         order = {TENSORS: 0, SETTINGS: 2}  # so that until the end only one of the two is there
         for file in sorted(files, key=lambda file: order.get(str(file), 1)):
@@ -295,21 +377,51 @@ def write_folder(
             os.replace(new / file, target / file)
 
 
+def _save_model(model: Any, folder: Path) -> None:
+    """Write a model; of a ``PeftModel`` its adapters, and its base model if that has no path."""
+    inner = unwrapped(model)
+    is_plain = inner is model
+    has_base = getattr(model, "_hf_peft_config_loaded", False) and model.name_or_path
+    if is_plain and not has_base and any(".base_layer." in name for name in model.state_dict()):
+        raise TypeError(
+            "expected a PeftModel, as get_peft_model makes it, to save adapters: those of this "
+            f"{type(model).__name__} were added to its layers and would lack a base model"
+        )
+    model.save_pretrained(folder)
+    if is_plain or model.active_peft_config.base_model_name_or_path:
+        return
+    prefix = model.base_model.prefix  # of the names of the adapters' own parts, such as "lora_"
+    own = {
+        name.replace(".base_layer", "").replace(".original_module", ""): tensor
+        for name, tensor in inner.state_dict().items()
+        if f".{prefix}" not in f".{name}" and ".modules_to_save." not in name
+    }
+    inner.save_pretrained(folder / BASE, state_dict=own)
+
+
 def _write_modules(
-    folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int
+    folder: Path,
+    settings: dict[str, Any],
+    tensors: dict[str, Tensor],
+    vocab_size: int,
+    is_supported: bool,
 ) -> None:
     """Write the modules of sentence-transformers, and the files that are not part of the model."""
-    if not settings["expansion"]:
-        # Their modules cannot compute this; without an entry they would build another model.
-        modules = [("", f"{__name__}.{WithoutExpansion.__name__}")]
+    if not is_supported:
+        # Without an entry they would build another model.
+        modules = [("", f"{__name__}.{UnsupportedEncoder.__name__}")]
     else:
         modules = [("", f"{THEIRS}.MLMTransformer"), ("1_SpladePooling", f"{THEIRS}.SpladePooling")]
-        pooling = {**POOLING, "word_embedding_dimension": vocab_size}
+        pooling = {
+            "pooling_strategy": "max",
+            "activation_function": settings["activation"],
+            "word_embedding_dimension": vocab_size,
+        }
         longest = {"max_seq_length": settings["max_length"]}
         _write_json(folder / "sentence_bert_config.json", longest)
         _write_json(folder / "1_SpladePooling" / "config.json", pooling)
         _write_json(folder / PROMPTS, {"model_type": "SparseEncoder"})
-    if settings["expansion"] and settings["idf_weights"]:
+    if is_supported and settings["idf_weights"]:
         modules.append(("2_IdfWeights", f"{__name__}.{IdfWeights.__name__}"))
         weights = IdfWeights(vocab_size)
         weights.weight = tensors["idf_weights"]

@@ -316,7 +316,7 @@ def test_wrong_inputs_are_named():
     with torch.no_grad():
         encoder.head.bias[4] = math.nan
     for call in (encoder.encode, encoder.token_weights):
-        with pytest.raises(ValueError, match="expected finite .*, got others in (row|text) 0"):
+        with pytest.raises(ValueError, match=r"expected finite .*, got others in (row|text) 0"):
             call(["a"])
 
 
@@ -338,7 +338,7 @@ def test_wrong_parts_are_named():
             SpladeEncoder(model, words, **options)
     with pytest.raises(ValueError, match=f"ids below the model's vocabulary size {size - 1}, got"):
         SpladeEncoder(masked_lm("bert", size - 1), words)
-    with pytest.raises(TypeError, match="expected `model` to be a model of transformers, got Lin"):
+    with pytest.raises(TypeError, match=r"expected `model` to be a model .*got Lin"):
         SpladeEncoder(torch.nn.Linear(2, 2), words, expansion=False)
 
 

@@ -2,12 +2,12 @@
 
 from sparse_losses._core.extras import from_extra
 from sparse_losses.integrations.sentence_transformers.loss import SentenceTransformersLoss
-from sparse_losses.representation.folder import IdfWeights, WithoutExpansion
+from sparse_losses.representation.folder import IdfWeights, UnsupportedEncoder
 
 with from_extra("sentence-transformers"):
     from sentence_transformers.base.modules import Module
 
-__all__ = ["IdfWeights", "SentenceTransformersLoss", "WithoutExpansion"]
+__all__ = ["IdfWeights", "SentenceTransformersLoss", "UnsupportedEncoder"]
 
 Module.register(IdfWeights)  # it cannot inherit where sentence-transformers may be missing
 # Checkpoints and model cards name the class by this path, whatever file it is in.

@@ -1,0 +1,385 @@
+"""Decoder models, adapters, pooled positions and BGE-M3's layer in a ``SpladeEncoder``."""
+
+import peft
+import pytest
+import torch
+
+from benchmarks.run.launches import Launches
+from sparse_losses import SpladeEncoder
+from sparse_losses.functional import splade_pool
+from tests.representation.test_language_model import with_lora
+from tests.representation.tiny_models import (
+    CAUSAL,
+    TEXTS,
+    causal_lm,
+    make,
+    masked_lm,
+    pair,
+    tokenizer,
+)
+
+LONG = ["a learned sparse retriever", "vectors over the vocabulary", "서울 맛집 추천"]
+
+
+def decoder(kind="llama", model=None, **options):
+    words = tokenizer("bytes")
+    return SpladeEncoder(model or causal_lm(kind, len(words)), words, **options).eval()
+
+
+def reloaded(encoder, folder, **options):
+    encoder.save_pretrained(folder)
+    return SpladeEncoder.from_pretrained(folder, **options)
+
+
+def dense(encoder, texts=TEXTS):
+    return encoder.encode(texts, output="dense")
+
+
+# ------------------------------------------------------------------------------------------------
+# Which positions are pooled
+
+
+@pytest.mark.parametrize("expansion", [True, False])
+def test_pool_mask_leaves_positions_out(expansion):
+    encoder = make(expansion=expansion)
+    batch = encoder.tokenize(LONG)
+    pool_mask = torch.zeros_like(batch["attention_mask"])
+    pool_mask[:, 2:4] = 1
+    with torch.no_grad():
+        ours = encoder(**batch, pool_mask=pool_mask)
+        if expansion:
+            logits = encoder.model(**batch).logits
+            expected = splade_pool(logits, batch["attention_mask"] * pool_mask)
+        else:
+            expected = encoder(**batch)
+            for row, ids in enumerate(batch["input_ids"]):
+                others = set(range(encoder.vocab_size)) - set(ids[2:4].tolist())
+                expected[row, list(others)] = 0
+        nothing = encoder(**batch, pool_mask=0 * pool_mask)
+        everything = encoder(**batch, pool_mask=torch.ones_like(pool_mask))
+    torch.testing.assert_close(ours, expected)
+    assert not nothing.any()
+    torch.testing.assert_close(everything, encoder(**batch))
+
+
+def test_special_tokens_may_give_no_weights(tmp_path):
+    encoder = make(pool_special_tokens=False)
+    batch = encoder.tokenize(LONG)
+    special = torch.isin(batch["input_ids"], torch.tensor(encoder.tokenizer.all_special_ids))
+    with torch.no_grad():
+        logits = encoder.model(**batch).logits
+        torch.testing.assert_close(encoder(**batch), splade_pool(logits, (~special).int()))
+    weights = encoder.token_weights(LONG)
+    assert all(row[0][1] == row[-1][1] == 0 < max(w for _, w in row) for row in weights)
+    again = reloaded(encoder, tmp_path)
+    assert not again.pool_special_tokens
+    torch.testing.assert_close(dense(again), dense(encoder))
+    assert not dense(encoder, [""]).any()
+
+
+def test_wrong_pool_masks_are_named():
+    encoder = make()
+    batch = encoder.tokenize(LONG)
+    with pytest.raises(ValueError, match="`pool_mask`"):
+        encoder(**batch, pool_mask=torch.ones(2, 2))
+    with pytest.raises(ValueError, match="`pool_mask`"):
+        encoder(**batch, pool_mask=2 * batch["attention_mask"])
+
+
+# ------------------------------------------------------------------------------------------------
+# Activation, soft cap and scale
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation": "log1p_relu"},
+        {"softcap": 1.5},
+        {"logit_scale": 0.25},
+        {"activation": "log1p_relu", "softcap": 2.0, "logit_scale": 3.0},
+    ],
+    ids=str,
+)
+def test_settings_of_the_logits_are_applied_and_saved(options, tmp_path):
+    encoder = make(**options)
+    batch = encoder.tokenize(TEXTS)
+    with torch.no_grad():
+        logits = options.get("logit_scale", 1.0) * encoder.model(**batch).logits
+        rest = {name: options[name] for name in ("activation", "softcap") if name in options}
+        torch.testing.assert_close(
+            encoder(**batch), splade_pool(logits, batch["attention_mask"], **rest)
+        )
+    torch.testing.assert_close(dense(reloaded(encoder, tmp_path)), dense(encoder))
+    plain = SpladeEncoder.from_pretrained(tmp_path, activation="relu", logit_scale=1.0)
+    assert plain.activation == "relu"
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "cohere"])
+def test_calibration_reaches_its_target_through_cap_and_scale(kind):
+    encoder = decoder(kind, model=_with_bias(causal_lm(kind, 300)))
+    texts = [*TEXTS, *LONG]
+    encoder.calibrate(texts, 7)
+    active = (dense(encoder, texts) > 0).sum(1).double().mean()
+    assert active == pytest.approx(7, rel=0.05)
+
+
+def _with_bias(model):
+    projection = model.get_output_embeddings()
+    projection.bias = torch.nn.Parameter(torch.zeros(len(projection.weight)))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"activation": "identity"}, ValueError),
+        ({"importance": "linear"}, ValueError),
+        ({"expansion": False, "softcap": 2.0}, ValueError),
+        ({"expansion": False, "importance": "three"}, ValueError),
+        ({"logit_scale": 0.0}, ValueError),
+        ({"pool_special_tokens": 1}, TypeError),
+        ({"bidirectional": None}, TypeError),
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_named(options, error):
+    with pytest.raises(error, match=f"expected .*`{list(options)[-1]}`"):
+        make(**options)
+
+
+# ------------------------------------------------------------------------------------------------
+# Decoder models
+
+
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_decoder_equals_pooling_of_its_logits_and_reloads(kind, tmp_path):
+    encoder = decoder(kind)
+    assert encoder.model.config.is_causal is False
+    batch = encoder.tokenize(TEXTS)
+    with torch.no_grad():
+        logits = encoder.model(**batch).logits
+        torch.testing.assert_close(encoder(**batch), splade_pool(logits, batch["attention_mask"]))
+    again = reloaded(encoder, tmp_path)
+    assert type(again.model) is type(encoder.model)
+    torch.testing.assert_close(dense(again), dense(encoder))
+
+
+@pytest.mark.parametrize("kind", CAUSAL)
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_attention_goes_both_ways_unless_told_otherwise(kind, bidirectional, tmp_path):
+    encoder = decoder(kind, bidirectional=bidirectional)
+    for each in (encoder, reloaded(encoder, tmp_path)):
+        ids = torch.arange(10, 16)[None].repeat(2, 1)
+        ids[1, -1] = 99
+        with torch.no_grad():
+            states = each._hidden(ids, torch.ones_like(ids))
+        assert torch.allclose(states[0, 0], states[1, 0], atol=1e-5) is not bidirectional
+
+
+@pytest.mark.parametrize("kind", CAUSAL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_padding_on_either_side_changes_nothing(kind, dtype):
+    encoder = decoder(kind).to(dtype)
+    ids = torch.arange(10, 17)[None]
+    padding = torch.zeros(1, 3, dtype=torch.int64)
+    with torch.no_grad():
+        alone = encoder(ids, torch.ones_like(ids))
+        for parts in ([ids, padding], [padding, ids]):
+            mask = torch.cat([torch.full_like(x, x is ids) for x in parts], 1)
+            padded = encoder(torch.cat(parts, 1), mask)
+            rounding = 1e-5 if dtype == torch.float32 else 0.05
+            torch.testing.assert_close(padded, alone, atol=rounding, rtol=rounding)
+
+
+def test_decoder_of_a_large_vocabulary_holds_no_logits_of_positions():
+    words, vocab_size = tokenizer("bytes"), 151_936
+    encoder = SpladeEncoder(causal_lm("qwen3", vocab_size), words)
+    ids = torch.randint(5, 300, (2, 30))
+    with Launches("cpu") as counted:
+        encoder(ids).sum().backward()
+    assert counted.largest < 2 * 30 * vocab_size
+    assert encoder.model.lm_head.weight is encoder.model.model.embed_tokens.weight
+    assert encoder.model.lm_head.weight.grad.any()
+
+
+def test_gradient_checkpointing_gives_the_same_gradient():
+    encoder = decoder("qwen3").train()
+    batch = encoder.tokenize(LONG)
+    parameters = [p for p in encoder.parameters() if p.requires_grad]
+    expected = torch.autograd.grad(encoder(**batch).sum(), parameters)
+    # Its name since transformers 5.20.
+    old = encoder.model.gradient_checkpointing_enable
+    enable = getattr(encoder.model, "activation_checkpointing_enable", old)
+    enable({"use_reentrant": False})
+    actual = torch.autograd.grad(encoder(**batch).sum(), parameters)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_tokenizer_without_padding_gets_its_end_of_text_token():
+    words = tokenizer("bytes")
+    words.pad_token, words.eos_token = None, "</s>"
+    encoder = SpladeEncoder(causal_lm("llama", len(words)), words)
+    assert encoder.tokenizer.pad_token == "</s>"
+    assert encoder.encode(["a", "a longer text"]).shape == (2, len(words))
+
+
+# ------------------------------------------------------------------------------------------------
+# LoRA
+
+BODY, PROJECTION = ["query", "q_proj"], ["decoder", "lm_head"]
+
+
+def adapted(kind, targets, **options):
+    """A model and its tokenizer; the model has trained adapters."""
+    if kind == "bert":
+        model, words = pair("bert")
+    else:
+        words = tokenizer("bytes")
+        model = causal_lm(kind, len(words))
+    return with_lora(model, targets, **options), words
+
+
+@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings", "ignore:Setting .save_emb")
+@pytest.mark.parametrize("kind", ["bert", "qwen3"])
+@pytest.mark.parametrize("targets", [BODY, PROJECTION, BODY + PROJECTION], ids=str)
+def test_adapted_model_trains_and_reloads_alone(kind, targets, tmp_path):
+    encoder = SpladeEncoder(*adapted(kind, targets)).eval()
+    batch = encoder.tokenize(TEXTS)
+    with torch.no_grad():
+        logits = encoder.model(**batch).logits
+        torch.testing.assert_close(encoder(**batch), splade_pool(logits, batch["attention_mask"]))
+    learned = [p for p in encoder.parameters() if p.requires_grad]
+    encoder(**batch).sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in learned)
+
+    folder = tmp_path / "saved"
+    again = reloaded(encoder, folder)
+    assert (folder / "adapter_model.safetensors").exists()
+    assert not list(folder.glob("model*.safetensors"))
+    torch.testing.assert_close(dense(again), dense(encoder))
+    # Training goes on where it stopped.
+    assert sum(p.requires_grad for p in again.parameters()) == len(learned)
+    torch.testing.assert_close(dense(reloaded(again, tmp_path / "twice")), dense(encoder))
+    # What PEFT saves, PEFT loads.
+    base = type(encoder.model.get_base_model()).from_pretrained(folder / "base_model")
+    base.config.is_causal = False
+    theirs = peft.PeftModel.from_pretrained(base, folder)
+    torch.testing.assert_close(theirs(**batch).logits, logits)
+
+
+def test_base_model_with_a_path_is_not_saved_again(tmp_path):
+    masked, words = pair("bert")
+    masked.save_pretrained(tmp_path / "base")
+    model = type(masked).from_pretrained(tmp_path / "base")
+    encoder = SpladeEncoder(with_lora(model, BODY), words).eval()
+    again = reloaded(encoder, tmp_path / "saved")
+    assert not (tmp_path / "saved" / "base_model").exists()
+    torch.testing.assert_close(dense(again), dense(encoder))
+    # A plain encoder in the same folder leaves no adapters behind.
+    make().save_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(
+        dense(SpladeEncoder.from_pretrained(tmp_path / "saved")), dense(make())
+    )
+
+
+def test_adapters_of_peft_alone_load(tmp_path):
+    masked, words = pair("bert")
+    for part in (masked, words):
+        part.save_pretrained(tmp_path / "base")
+    model = with_lora(type(masked).from_pretrained(tmp_path / "base"), BODY)
+    model.save_pretrained(tmp_path / "adapters")
+    encoder = SpladeEncoder.from_pretrained(tmp_path / "adapters")
+    torch.testing.assert_close(dense(encoder), dense(SpladeEncoder(model, words)))
+
+
+def test_adapters_added_later_are_taken_or_refused():
+    encoder = make()
+    plain = dense(encoder)
+    encoder.model = with_lora(encoder.model, BODY)  # in the body they act at once
+    assert not torch.allclose(dense(encoder), plain)
+    for wrap in (True, False):
+        encoder = make()
+        adapted = with_lora(encoder.model, ["decoder"], ensure_weight_tying=False) if wrap else None
+        if wrap:
+            encoder.model = adapted
+        else:
+            config = peft.LoraConfig(r=2, target_modules=["decoder"])
+            peft.inject_adapter_in_model(config, encoder.model)
+        with pytest.raises(RuntimeError, match="and after adding adapters to them"):
+            dense(encoder)
+
+
+def test_adapters_without_a_peft_model_are_not_lost(tmp_path):
+    encoder = make()
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["query"]), encoder.model)
+    with pytest.raises(TypeError, match="expected a PeftModel, as get_peft_model makes it"):
+        encoder.save_pretrained(tmp_path / "injected")
+    masked, words = pair("bert")
+    masked.save_pretrained(tmp_path / "base")
+    model = type(masked).from_pretrained(tmp_path / "base")
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["query"]))  # of transformers
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.5)
+    encoder = SpladeEncoder(model, words).eval()
+    torch.testing.assert_close(dense(reloaded(encoder, tmp_path / "added")), dense(encoder))
+
+
+def test_merged_adapters_save_as_a_plain_model(tmp_path):
+    model, words = adapted("bert", BODY)
+    expected = dense(SpladeEncoder(model, words).eval())
+    encoder = SpladeEncoder(model.merge_and_unload(), words).eval()
+    torch.testing.assert_close(dense(reloaded(encoder, tmp_path)), expected, atol=1e-5, rtol=1e-4)
+    assert not (tmp_path / "adapter_config.json").exists()
+
+
+def test_adapters_without_expansion_are_refused():
+    with pytest.raises(TypeError, match=r"without adapters, got PeftModel: .*merge_and_unload"):
+        SpladeEncoder(*adapted("bert", BODY), expansion=False)
+
+
+# ------------------------------------------------------------------------------------------------
+# BGE-M3
+
+
+def test_linear_importance_is_bge_m3s_head(tmp_path):
+    """The weight of a token is the largest ReLU of one layer over its positions."""
+    options = {"expansion": False, "importance": "linear", "activation": "identity"}
+    encoder = make("xlm-roberta", **options)
+    with torch.no_grad():
+        encoder.importance.weight.normal_()
+        batch = encoder.tokenize(TEXTS)
+        hidden = encoder.model(**batch)[0]
+        ours = encoder(**batch)
+    layer = torch.nn.Linear(16, 1)
+    encoder.save_pretrained(tmp_path)
+    layer.load_state_dict(torch.load(tmp_path / "sparse_linear.pt", weights_only=True))
+    expected = torch.zeros_like(ours)
+    special = set(encoder.tokenizer.all_special_ids)
+    for i, ids in enumerate(batch["input_ids"].tolist()):
+        for s, j in enumerate(ids):
+            if j not in special and batch["attention_mask"][i, s]:
+                weight = max(float(layer(hidden[i, s]).detach()), 0.0)
+                expected[i, j] = max(float(expected[i, j]), weight)
+    assert expected.any()
+    torch.testing.assert_close(ours, expected)
+    again = SpladeEncoder.from_pretrained(tmp_path)
+    torch.testing.assert_close(dense(again), dense(encoder))
+
+
+def test_folder_of_bge_m3_loads(tmp_path):
+    """It holds an encoder without a head, a tokenizer and ``sparse_linear.pt``."""
+    words = tokenizer()
+    body = masked_lm("xlm-roberta", len(words)).base_model
+    for part in (body, words):
+        part.save_pretrained(tmp_path)
+    layer = torch.nn.Linear(16, 1)
+    torch.save(layer.state_dict(), tmp_path / "sparse_linear.pt")
+    encoder = SpladeEncoder.from_pretrained(
+        tmp_path, expansion=False, importance="linear", activation="identity"
+    )
+    assert torch.equal(encoder.importance.weight, layer.weight)
+    (tmp_path / "sparse_linear.pt").write_bytes(b"not a tensor")
+    with pytest.raises(OSError, match="is damaged"):
+        SpladeEncoder.from_pretrained(tmp_path, expansion=False, importance="linear")
