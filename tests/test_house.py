@@ -259,7 +259,8 @@ def test_importing_the_package_imports_no_optional_dependency():
 
 LAZY = {  # what an extra brings, imported only inside a function
     "representation/encoder.py": {"tqdm"},
-    "representation/folder.py": {"safetensors", "transformers"},
+    "representation/folder.py": {"huggingface_hub", "peft", "safetensors", "transformers"},
+    "representation/static.py": {"safetensors", "transformers"},
     "vocabulary/counting.py": {"datasets", "tokenizers", "transformers"},
     "vocabulary/__main__.py": {"tqdm"},
 }

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from sparse_losses._core.own_gradient import (
@@ -12,7 +13,7 @@ from sparse_losses._core.own_gradient import (
 )
 from sparse_losses.distributed import average_grad_over_ranks
 
-__all__ = ["Arguments", "Implementation", "always", "choose", "compute"]
+__all__ = ["Arguments", "Implementation", "always", "choose", "compute", "is_exported"]
 
 Arguments: TypeAlias = Mapping[str, Any]  # tensors and hyperparameters, by name
 
@@ -43,6 +44,11 @@ def always(arguments: Arguments) -> bool:
     return True
 
 
+def is_exported() -> bool:
+    """Whether ``torch.export``, the ONNX exporter or ``torch.jit.trace`` records the call."""
+    return bool(torch.compiler.is_exporting() or torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
 def choose(
     implementations: Sequence[Implementation], impl: str, arguments: Arguments
 ) -> Implementation | None:
@@ -50,12 +56,13 @@ def choose(
 
     ``None`` means the definition. It is used under ``torch.func`` and, unless the implementation
     compiles, under ``torch.compile``; one that is named by ``impl`` is checked there all the same.
+    Exporters get the definition, too, as only this package has the others' operators.
 
     Raises:
         ValueError: if the implementation named by ``impl`` does not support the call.
     """
-    is_eager = can_bring_its_gradient(*arguments.values())
-    is_plain = is_eager or not is_transformed()
+    is_eager = can_bring_its_gradient(*arguments.values()) and not is_exported()
+    is_plain = is_eager or not (is_transformed() or is_exported())
     for implementation in implementations:
         can_run = is_eager or (implementation.compiles and is_plain)
         is_named = impl == implementation.name

@@ -15,6 +15,7 @@ from sparse_losses._core.checks import (
     check_number,
     check_shapes,
 )
+from sparse_losses._core.implementations import is_exported
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask, attended_ids
 from sparse_losses.representation._language_model import evaluating, projection_of, unwrapped
@@ -257,7 +258,9 @@ class SpladeEncoder(nn.Module):
         if pool_mask is not None:
             pooled = pooled & as_mask("pool_mask", pool_mask)
         if not (self.pool_special_tokens and self.expansion):
-            pooled = pooled & ~torch.isin(input_ids, self._special_ids)
+            # Not by `isin`, for which ONNX has no operation.
+            is_special = (input_ids[..., None] == self._special_ids).any(-1)
+            pooled = pooled & ~is_special
         return pooled
 
     def _hidden(self, input_ids: Tensor, attention_mask: Tensor, **inputs: Any) -> Tensor:
@@ -266,7 +269,7 @@ class SpladeEncoder(nn.Module):
         if self.expansion:
             linear, model = projection_of(model), unwrapped(model).base_model
             is_same = linear is self.head._linear[0] and linear.weight is self.head.weight
-            if not is_same or linear.weight.shape[0] != self.vocab_size:
+            if not is_exported() and (not is_same or len(linear.weight) != self.vocab_size):
                 raise RuntimeError(
                     "expected the output embeddings that the encoder was created with, got others: "
                     "create it after resize_token_embeddings and after adding adapters to them"
@@ -288,7 +291,7 @@ class SpladeEncoder(nn.Module):
         logits = self._position_logits(hidden)
         # The positions that do not count go to an extra column.
         columns = torch.where(pooled_mask, input_ids, self.vocab_size)
-        pooled = logits.new_full((len(logits), self.vocab_size + 1), absent)
+        pooled = logits.new_full((logits.shape[0], self.vocab_size + 1), absent)
         return pooled.scatter_reduce(1, columns, logits, "amax", include_self=False)[:, :-1]
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
