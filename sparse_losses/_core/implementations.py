@@ -46,6 +46,8 @@ def always(arguments: Arguments) -> bool:
 
 def is_exported() -> bool:
     """Whether ``torch.export``, the ONNX exporter or ``torch.jit.trace`` records the call."""
+    if not hasattr(torch.compiler, "is_exporting"):  # before PyTorch 2.7
+        return False
     return bool(torch.compiler.is_exporting() or torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 

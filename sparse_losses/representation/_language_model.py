@@ -9,7 +9,15 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-__all__ = ["Projection", "adapted", "evaluating", "head_of", "projection_of", "unwrapped"]
+__all__ = [
+    "Projection",
+    "adapted",
+    "check_bidirectional",
+    "evaluating",
+    "head_of",
+    "projection_of",
+    "unwrapped",
+]
 
 # What a model makes of these in place of its projection's output tells the scale and the soft cap.
 PROBE = (-1e5, -100.0, -1.0, -1e-3, 1e-3, 1.0, 100.0, 1e5)
@@ -111,6 +119,19 @@ def head_of(model: Any) -> Projection:
     if scale is None:
         raise _unknown(model, "its logits are not the output of its output embeddings")
     return Projection(transform, linear, scale, softcap)
+
+
+def check_bidirectional(model: Any) -> None:
+    """Raise if a causal language model does not attend to later positions as its config says."""
+    tokens = torch.ones(2, 3, dtype=torch.int64, device=next(model.parameters()).device)
+    tokens[1, -1] = 0
+    with torch.no_grad(), evaluating(model):
+        states = model.base_model(tokens, attention_mask=torch.ones_like(tokens))[0]
+    if torch.equal(states[0, 0], states[1, 0]):
+        raise ValueError(
+            f"expected a {type(model).__name__} that attends both ways by `config.is_causal`, got "
+            "an older one: upgrade transformers, or pass bidirectional=False"
+        )
 
 
 def _agree(actual: Tensor, expected: Tensor, rounding: float) -> bool:

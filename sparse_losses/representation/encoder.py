@@ -18,7 +18,12 @@ from sparse_losses._core.checks import (
 from sparse_losses._core.implementations import is_exported
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask, attended_ids
-from sparse_losses.representation._language_model import evaluating, projection_of, unwrapped
+from sparse_losses.representation._language_model import (
+    check_bidirectional,
+    evaluating,
+    projection_of,
+    unwrapped,
+)
 from sparse_losses.representation.calibration import shift_bias
 from sparse_losses.representation.encoding import (
     batches,
@@ -163,6 +168,8 @@ class SpladeEncoder(nn.Module):
         self._is_causal = type(inner).__name__.endswith("ForCausalLM")
         if self._is_causal:
             inner.config.is_causal = not bidirectional
+            if bidirectional:
+                check_bidirectional(inner)
         self.tokenizer, self.expansion = tokenizer, expansion
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token

@@ -3,6 +3,8 @@
 import peft
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from benchmarks.run.launches import Launches
 from sparse_losses import SpladeEncoder
@@ -18,10 +20,14 @@ from tests.representation.tiny_models import (
     tokenizer,
 )
 
+BOTH_WAYS = Version(transformers.__version__) >= Version("5.2")
+both_ways = pytest.mark.skipif(not BOTH_WAYS, reason="an older transformers attends one way")
+
 LONG = ["a learned sparse retriever", "vectors over the vocabulary", "서울 맛집 추천"]
 
 
 def decoder(kind="llama", model=None, **options):
+    options = {"bidirectional": BOTH_WAYS} | options
     words = tokenizer("bytes")
     return SpladeEncoder(model or causal_lm(kind, len(words)), words, **options).eval()
 
@@ -154,7 +160,7 @@ def test_wrong_settings_are_named(options, error):
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_decoder_equals_pooling_of_its_logits_and_reloads(kind, tmp_path):
     encoder = decoder(kind)
-    assert encoder.model.config.is_causal is False
+    assert encoder.model.config.is_causal is not BOTH_WAYS
     batch = encoder.tokenize(TEXTS)
     with torch.no_grad():
         logits = encoder.model(**batch).logits
@@ -164,6 +170,7 @@ def test_decoder_equals_pooling_of_its_logits_and_reloads(kind, tmp_path):
     torch.testing.assert_close(dense(again), dense(encoder))
 
 
+@both_ways
 @pytest.mark.parametrize("kind", CAUSAL)
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_attention_goes_both_ways_unless_told_otherwise(kind, bidirectional, tmp_path):
@@ -193,13 +200,23 @@ def test_padding_on_either_side_changes_nothing(kind, dtype):
 
 def test_decoder_of_a_large_vocabulary_holds_no_logits_of_positions():
     words, vocab_size = tokenizer("bytes"), 151_936
-    encoder = SpladeEncoder(causal_lm("qwen3", vocab_size), words)
+    encoder = SpladeEncoder(causal_lm("qwen3", vocab_size), words, bidirectional=BOTH_WAYS)
     ids = torch.randint(5, 300, (2, 30))
     with Launches("cpu") as counted:
         encoder(ids).sum().backward()
     assert counted.largest < 2 * 30 * vocab_size
     assert encoder.model.lm_head.weight is encoder.model.model.embed_tokens.weight
     assert encoder.model.lm_head.weight.grad.any()
+
+
+def test_model_that_ignores_its_config_is_refused(monkeypatch):
+    """An older transformers reads no ``is_causal`` in a config, and would attend one way."""
+    model, words = causal_lm("llama", 300), tokenizer("bytes")
+    monkeypatch.setattr(
+        type(model.config), "is_causal", property(lambda c: True, lambda c, x: 0), False
+    )
+    with pytest.raises(ValueError, match=r"attends both ways .* upgrade transformers"):
+        SpladeEncoder(model, words)
 
 
 def test_gradient_checkpointing_gives_the_same_gradient():
@@ -218,7 +235,7 @@ def test_gradient_checkpointing_gives_the_same_gradient():
 def test_tokenizer_without_padding_gets_its_end_of_text_token():
     words = tokenizer("bytes")
     words.pad_token, words.eos_token = None, "</s>"
-    encoder = SpladeEncoder(causal_lm("llama", len(words)), words)
+    encoder = SpladeEncoder(causal_lm("llama", len(words)), words, bidirectional=BOTH_WAYS)
     assert encoder.tokenizer.pad_token == "</s>"
     assert encoder.encode(["a", "a longer text"]).shape == (2, len(words))
 
@@ -239,11 +256,12 @@ def adapted(kind, targets, **options):
     return with_lora(model, targets, **options), words
 
 
-@pytest.mark.filterwarnings("ignore:Model has .tie_word_embeddings", "ignore:Setting .save_emb")
+@pytest.mark.filterwarnings("ignore:Model (has|with) .tie_word", "ignore:Setting .save_emb")
+@pytest.mark.filterwarnings("ignore:Could not find a config file")
 @pytest.mark.parametrize("kind", ["bert", "qwen3"])
 @pytest.mark.parametrize("targets", [BODY, PROJECTION, BODY + PROJECTION], ids=str)
 def test_adapted_model_trains_and_reloads_alone(kind, targets, tmp_path):
-    encoder = SpladeEncoder(*adapted(kind, targets)).eval()
+    encoder = SpladeEncoder(*adapted(kind, targets), bidirectional=BOTH_WAYS).eval()
     batch = encoder.tokenize(TEXTS)
     with torch.no_grad():
         logits = encoder.model(**batch).logits
@@ -262,7 +280,7 @@ def test_adapted_model_trains_and_reloads_alone(kind, targets, tmp_path):
     torch.testing.assert_close(dense(reloaded(again, tmp_path / "twice")), dense(encoder))
     # What PEFT saves, PEFT loads.
     base = type(encoder.model.get_base_model()).from_pretrained(folder / "base_model")
-    base.config.is_causal = False
+    base.config.is_causal = not BOTH_WAYS
     theirs = peft.PeftModel.from_pretrained(base, folder)
     torch.testing.assert_close(theirs(**batch).logits, logits)
 
