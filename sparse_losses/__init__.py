@@ -48,6 +48,7 @@ from sparse_losses.objective import (
     advise,
     cached_backward,
     gradient_report,
+    winning_positions,
 )
 from sparse_losses.presets import COSINE, RECOMMENDED, V22, V23, V25, V26, V28, Preset
 from sparse_losses.queue import LabelQueue
@@ -146,4 +147,5 @@ __all__ = [
     "splade_pool",
     "token_weights",
     "triplet_margin_loss",
+    "winning_positions",
 ]

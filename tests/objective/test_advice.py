@@ -64,6 +64,21 @@ def test_a_collapse_without_a_dead_row_is_named():
     assert first.symptom == "texts have collapsed onto the same tokens"
     assert first.changes[0] == ("document_flops", "down")
     assert "share 79%" in first.evidence  # (32 * 0.8 - 1) / 31
+    assert first.changes[-1] == ("pool_special_tokens", "to False")
+
+
+@pytest.mark.parametrize(
+    ("wins", "change"),
+    [
+        ({"special_wins_share": 0.8, "first_wins_share": 0.1}, "pool_special_tokens"),
+        ({"special_wins_share": 0.1, "first_wins_share": 0.8}, "pool_mask"),
+        ({"special_wins_share": 0.1, "first_wins_share": 0.1}, "document_flops"),
+    ],
+)
+def test_a_position_that_wins_everywhere_is_the_first_cause_of_a_collapse(wins, change):
+    first, *_ = advise({**HEALTHY, **COLLAPSED, **wins})
+    assert first.changes[0][0] == change
+    assert f"win {sum(wins.values()):.0%}" in first.evidence
 
 
 @pytest.mark.parametrize(
