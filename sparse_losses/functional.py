@@ -15,9 +15,10 @@ from sparse_losses.losses.positive_activation import positive_activation_loss
 from sparse_losses.losses.self_reconstruction import self_reconstruction_loss
 from sparse_losses.losses.triplet_margin import triplet_margin_loss
 from sparse_losses.metrics import context_overlap, recall_at_k
-from sparse_losses.objective import advise, cached_backward, gradient_report
+from sparse_losses.objective import advise, cached_backward, gradient_report, winning_positions
 from sparse_losses.queue import LabelQueue
 from sparse_losses.representation import (
+    calibrate,
     calibrate_threshold,
     splade_head,
     splade_pool,
@@ -38,6 +39,7 @@ __all__ = [
     "advise",
     "bm25_scores",
     "cached_backward",
+    "calibrate",
     "calibrate_threshold",
     "context_overlap",
     "distillation_loss",
@@ -64,4 +66,5 @@ __all__ = [
     "splade_pool",
     "token_weights",
     "triplet_margin_loss",
+    "winning_positions",
 ]

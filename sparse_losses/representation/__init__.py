@@ -1,6 +1,6 @@
 """Modules and functions that turn hidden states into sparse vectors."""
 
-from sparse_losses.representation.calibration import calibrate_threshold
+from sparse_losses.representation.calibration import calibrate, calibrate_threshold
 from sparse_losses.representation.encoder import SpladeEncoder
 from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead, splade_head
@@ -12,6 +12,7 @@ __all__ = [
     "SpladeEncoder",
     "SpladeHead",
     "StaticQueryEncoder",
+    "calibrate",
     "calibrate_threshold",
     "splade_head",
     "splade_pool",

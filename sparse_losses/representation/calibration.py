@@ -3,20 +3,25 @@
 import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.activation import Activation
 from sparse_losses._core.checks import check_choice, check_number, check_rows
-from sparse_losses.representation._language_model import evaluating
-from sparse_losses.representation.encoding import batches
+from sparse_losses.representation._language_model import (
+    evaluating,
+    head_of,
+    projection_of,
+    unwrapped,
+)
+from sparse_losses.representation.encoding import batches, check_texts
 
 if TYPE_CHECKING:
     from sparse_losses.representation.encoder import SpladeEncoder
 
-__all__ = ["calibrate_threshold", "shift_bias"]
+__all__ = ["calibrate", "calibrate_threshold", "shift_bias"]
 
 LARGEST = math.log(sys.float_info.max)  # of an activation: the logarithm of the largest number
 
@@ -62,17 +67,82 @@ def calibrate_threshold(
             "expected `activations` to be log(1 + z) of finite logits z, so at most "
             f"{largest:.2f}, got {wrong[0].item():g}"
         )
-    values = rows[rows > 0].double().cpu().sort(descending=True).values.expm1()
+    return _threshold_of(rows[rows > 0], len(rows), target_active, activation)
+
+
+def calibrate(
+    model: Any, data: Sequence[str], target_active: float, *, method: str | None = None
+) -> float:
+    """Shift the bias of a model's logits so that texts keep ``target_active`` dimensions each.
+
+    For a ``SpladeEncoder`` this is its ``calibrate``. Of a ``SparseEncoder`` of sentence-
+    transformers, with or without ``use_splade_head``, the bias of the vocabulary projection is
+    shifted in place, and saved with the model's folder. The shift lowers the weights that stay,
+    too, of documents and queries.
+
+    Args:
+        model: a ``SpladeEncoder``; or a ``SparseEncoder`` of a fill-mask transformer and
+            ``SpladePooling``.
+        data: texts like those to be encoded, such as a sample of the documents.
+        target_active: active dimensions per text, on average, > 0.
+        method: ``"shift"``, which is the default.
+
+    Returns:
+        The number that was subtracted from the bias.
+
+    Raises:
+        TypeError: for another model, or anything but a sequence of strings.
+        ValueError: if fewer dimensions are active, or if the model has no bias and its config no
+            ``decoder_bias`` to add one.
+
+    Examples:
+        >>> import sparse_losses
+        >>> sparse_losses.calibrate("a string", ["a text"], target_active=64)
+        Traceback (most recent call last):
+        TypeError: expected a SpladeEncoder, or a SparseEncoder of a transformer and SpladePooling, \
+got str of no modules
+
+        ``sparse_losses.calibrate(sparse_encoder, documents[:1000], target_active=64)``
+    """
+    check_choice("method", method, (None, "shift"))
+    check_texts(data)
+    if hasattr(model, "calibrate"):
+        own: float = model.calibrate(data, target_active)
+        return own
+    modules = list(model) if isinstance(model, nn.Sequential) else []
+    kinds = [type(module).__name__ for module in modules]
+    if not hasattr(model, "encode_document") or kinds[1:2] != ["SpladePooling"]:
+        raise TypeError(
+            "expected a SpladeEncoder, or a SparseEncoder of a transformer and SpladePooling, got "
+            f"{type(model).__name__} of {', '.join(kinds) or 'no modules'}"
+        )
+    check_number("target_active", target_active, minimum=0.0, exclusive=True)
+    inner = unwrapped(modules[0].auto_model)
+    found = head_of(inner)
+    options = {"convert_to_sparse_tensor": True, "save_to_cpu": True, "show_progress_bar": False}
+    vectors = model.encode_document(list(data), **options).coalesce()
+    activation: Any = modules[1].activation_function
+    t = _threshold_of(vectors.values(), len(data), target_active, activation)
+    if found.softcap is not None:
+        t = found.softcap * math.atanh(t / found.softcap)
+    with torch.no_grad():
+        _bias_of(inner).sub_(t / found.logit_scale)
+    return t / found.logit_scale
+
+
+def _threshold_of(active: Tensor, rows: int, target_active: float, activation: str) -> float:
+    """Return the threshold of the logits that leaves so many of the ``active`` activations."""
+    values = active.double().cpu().sort(descending=True).values.expm1()
     if activation == "log1p_relu":
         values = values.expm1()
-    kept = round(target_active * len(rows))
+    kept = round(target_active * rows)
     if kept > len(values):
         raise ValueError(
-            f"expected `target_active` of at most {len(values) / len(rows):.4g}, the mean that are "
-            f"active, got {target_active}"
+            f"expected `target_active` of at most {len(values) / max(rows, 1):.4g}, the mean that "
+            f"are active, got {target_active}"
         )
     if kept == 0:
-        raise ValueError(f"expected enough rows to keep at least one entry, got {len(rows)}")
+        raise ValueError(f"expected enough rows to keep at least one entry, got {rows}")
     return max(_threshold(values, kept), 0.0)
 
 
@@ -145,18 +215,23 @@ def _bias(encoder: "SpladeEncoder") -> Tensor:
         *_, last = encoder.importance.modules()  # it may be this one layer
         assert isinstance(last, nn.Linear)
         return last.bias
-    if encoder.head.bias is None:
-        if not hasattr(encoder.model.config, "decoder_bias"):
+    bias = _bias_of(unwrapped(encoder.model))
+    encoder.head.bias = bias
+    return bias
+
+
+def _bias_of(model: Any) -> Tensor:
+    projection = projection_of(model)
+    if projection.bias is None:
+        if not hasattr(model.config, "decoder_bias"):
             raise ValueError(
                 "expected a model whose output embeddings have a bias, or whose config has a "
-                f"`decoder_bias` to add one, got {type(encoder.model).__name__}"
+                f"`decoder_bias` to add one, got {type(model).__name__}"
             )
-        projection = encoder.model.get_output_embeddings()
-        projection.bias = nn.Parameter(projection.weight.new_zeros(encoder.vocab_size))
-        encoder.head.bias = projection.bias
-        encoder.model.config.decoder_bias = True
-    assert encoder.head.bias is not None
-    return encoder.head.bias
+        projection.bias = nn.Parameter(projection.weight.new_zeros(len(projection.weight)))
+        model.config.decoder_bias = True
+    bias: Tensor = projection.bias
+    return bias
 
 
 def _threshold(values: Tensor, kept: int) -> float:
