@@ -72,8 +72,11 @@ def head_of(model: Any) -> Projection:
             f"AutoModelForMaskedLM loads, got {type(model).__name__}"
         )
     linear = _active(layer)
+    weight = getattr(linear, "weight", None)
     if not isinstance(getattr(linear, "base_layer", linear), nn.Linear):
         raise _unknown(model, f"its output embeddings are a {type(linear).__name__}")
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.ndim != 2:
+        raise _unknown(model, f"its output embeddings are quantised, a {type(linear).__name__}")
 
     called: list[nn.Module] = []
     states: list[Tensor] = []

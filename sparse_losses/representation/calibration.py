@@ -99,8 +99,7 @@ def calibrate(
         >>> import sparse_losses
         >>> sparse_losses.calibrate("a string", ["a text"], target_active=64)
         Traceback (most recent call last):
-        TypeError: expected a SpladeEncoder, or a SparseEncoder of a transformer and SpladePooling, \
-got str of no modules
+        TypeError: expected a SpladeEncoder, or a SparseEncoder of ..., got str of no modules
 
         ``sparse_losses.calibrate(sparse_encoder, documents[:1000], target_active=64)``
     """
@@ -118,7 +117,12 @@ got str of no modules
         )
     check_number("target_active", target_active, minimum=0.0, exclusive=True)
     inner = unwrapped(modules[0].auto_model)
-    found = head_of(inner)
+    patched = vars(inner).pop("forward", None)  # by `use_splade_head`, which gives no logits
+    try:
+        found = head_of(inner)
+    finally:
+        if patched is not None:
+            inner.forward = patched
     options = {"convert_to_sparse_tensor": True, "save_to_cpu": True, "show_progress_bar": False}
     vectors = model.encode_document(list(data), **options).coalesce()
     activation: Any = modules[1].activation_function

@@ -110,6 +110,22 @@ def test_model_that_changes_the_projections_output_is_refused():
         SpladeHead.from_masked_lm(model)
 
 
+class Packed(nn.Linear):
+    """Two weights of four bits in a byte, as bitsandbytes stores them."""
+
+    def __init__(self, linear):
+        super().__init__(1, 1, bias=False)
+        packed = torch.zeros(linear.weight.numel() // 2, 1, dtype=torch.uint8)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+
+
+def test_quantised_projection_is_refused_by_name():
+    model = causal_lm("llama", V)
+    model.lm_head = Packed(model.lm_head)
+    with pytest.raises(TypeError, match="its output embeddings are quantised, a Packed"):
+        SpladeHead.from_masked_lm(model)
+
+
 def test_model_with_a_nan_has_a_head():
     model = masked_lm("bert", V)
     with torch.no_grad():

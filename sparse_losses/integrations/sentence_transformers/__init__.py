@@ -1,13 +1,23 @@
-"""The losses in sentence-transformers' trainers, and idf weights as one of its modules."""
+"""Losses and head in sentence-transformers, and idf weights as one of its modules."""
 
 from sparse_losses._core.extras import from_extra
+from sparse_losses.integrations.sentence_transformers.head import (
+    remove_splade_head,
+    use_splade_head,
+)
 from sparse_losses.integrations.sentence_transformers.loss import SentenceTransformersLoss
 from sparse_losses.representation.folder import IdfWeights, UnsupportedEncoder
 
 with from_extra("sentence-transformers"):
     from sentence_transformers.base.modules import Module
 
-__all__ = ["IdfWeights", "SentenceTransformersLoss", "UnsupportedEncoder"]
+__all__ = [
+    "IdfWeights",
+    "SentenceTransformersLoss",
+    "UnsupportedEncoder",
+    "remove_splade_head",
+    "use_splade_head",
+]
 
 Module.register(IdfWeights)  # it cannot inherit where sentence-transformers may be missing
 # Checkpoints and model cards name the class by this path, whatever file it is in.

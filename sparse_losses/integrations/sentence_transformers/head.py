@@ -1,0 +1,144 @@
+"""The SPLADE head of this package inside sentence-transformers' ``SparseEncoder``."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparse_losses._core.extras import from_extra
+from sparse_losses.representation._language_model import unwrapped
+from sparse_losses.representation.head import SpladeHead
+
+with from_extra("sentence-transformers"):
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
+    from transformers.modeling_outputs import MaskedLMOutput
+
+__all__ = ["remove_splade_head", "use_splade_head"]
+
+
+def use_splade_head(sparse_encoder: Any) -> Any:
+    """Compute the vectors of a ``SparseEncoder`` by ``splade_head``, in training and inference.
+
+    The masked language model then gives its hidden states, and the pooling multiplies them with
+    the vocabulary projection: ``[B, S, V]`` is never stored, and vectors and gradients are the
+    same. They are fp32, also where the model is in half precision. The pooling's ``chunk_size`` has
+    no effect. What is saved is what it would be without the head.
+
+    Call it again after anything that replaces the projection, such as ``resize_token_embeddings``
+    or adapters on it. Several GPUs need one process each, as ``torchrun`` starts them.
+
+    Args:
+        sparse_encoder: a ``SparseEncoder`` of a fill-mask ``Transformer`` and
+            ``SpladePooling("max")``, or of a ``Router`` with such sides. It is changed in place.
+
+    Returns:
+        ``sparse_encoder``.
+
+    Raises:
+        TypeError: for other modules, for a model that ``SpladeHead.from_masked_lm`` does not take,
+            and for a ``forward`` that something else has replaced.
+        ValueError: for another pooling than the maximum.
+
+    Examples:
+        ``model = use_splade_head(SparseEncoder("naver/splade-v3"))``
+    """
+    remove_splade_head(sparse_encoder)
+    replaced = []
+    for transformer, pooling in _pairs(sparse_encoder):
+        model = unwrapped(transformer.auto_model)
+        for module in (model, pooling):
+            if "forward" in vars(module):
+                raise TypeError(
+                    f"expected the `forward` of {type(module).__name__} itself, got one that "
+                    "another package has put in its place"
+                )
+        head = SpladeHead.from_masked_lm(model, activation=pooling.activation_function)
+        layer = model.get_output_embeddings()
+        replaced.append((model, partial(_hidden_states, model)))
+        replaced.append((pooling, partial(_pooled, pooling, model, layer, head)))
+    for module, forward in replaced:
+        module.forward = forward
+    return sparse_encoder
+
+
+def remove_splade_head(sparse_encoder: Any) -> Any:
+    """Undo ``use_splade_head``, in place; nothing happens if it was not used.
+
+    Returns:
+        ``sparse_encoder``.
+
+    Examples:
+        ``model = remove_splade_head(model)``
+    """
+    for transformer, pooling in _pairs(sparse_encoder):
+        for module in (getattr(transformer, "auto_model", None), pooling):
+            module = unwrapped(module)
+            if getattr(vars(module).get("forward"), "func", None) in (_hidden_states, _pooled):
+                del module.forward
+    return sparse_encoder
+
+
+def _pairs(sparse_encoder: Any) -> list[tuple[Any, Any]]:
+    """Return each transformer with the pooling that follows it."""
+    if not isinstance(sparse_encoder, SparseEncoder):
+        raise TypeError(f"expected a SparseEncoder, got {type(sparse_encoder).__name__}")
+    pairs = list(_neighbours(sparse_encoder))
+    for transformer, pooling in pairs:
+        if pooling is None or type(pooling) is not SpladePooling:
+            raise TypeError(
+                f"expected SpladePooling after {type(transformer).__name__}, got "
+                f"{'nothing' if pooling is None else type(pooling).__name__}"
+            )
+        if pooling.pooling_strategy != "max":
+            raise ValueError(
+                f'expected pooling_strategy="max", got {pooling.pooling_strategy!r}: the sum over '
+                "positions needs the logits of all of them"
+            )
+    if not pairs:
+        raise TypeError("expected a SparseEncoder with a fill-mask Transformer, got none in it")
+    return pairs
+
+
+def _neighbours(sparse_encoder: nn.Module) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+    for chain in sparse_encoder.modules():  # the encoder itself, and the sides of a Router
+        if isinstance(chain, nn.Sequential):
+            modules = list(chain)
+            for module, after in zip(modules, [*modules[1:], None], strict=True):
+                if isinstance(module, Transformer):
+                    yield module, after
+
+
+def _hidden_states(model: Any, **inputs: Any) -> MaskedLMOutput:
+    """Return hidden states in the place of the logits."""
+    output = model.base_model(**inputs)
+    return MaskedLMOutput(logits=output[0], hidden_states=output.get("hidden_states"))
+
+
+def _pooled(
+    pooling: Any, model: Any, layer: Any, head: SpladeHead, features: dict[str, Any]
+) -> dict[str, Any]:
+    """Do what the pooling does, for hidden states in the place of logits."""
+    if model.get_output_embeddings() is not layer or layer.weight is not head.weight:
+        raise RuntimeError(
+            "expected the vocabulary projection that `use_splade_head` found, got another: call "
+            "`use_splade_head` again after resizing embeddings or adding adapters"
+        )
+    hidden, attention_mask = features["token_embeddings"], features.get("attention_mask")
+    if "cu_seq_lens_q" in features:
+        hidden, attention_mask = _padded(hidden[0], features["cu_seq_lens_q"])
+    vectors = head(hidden, attention_mask)
+    if pooling.embedding_dimension is None:
+        pooling.embedding_dimension = vectors.shape[1]
+    features["sentence_embedding"] = vectors
+    return features
+
+
+def _padded(flat: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden states ``[B, S, H]`` and their mask from the texts' states in a row."""
+    lengths = ends.diff()
+    hidden = nn.utils.rnn.pad_sequence(list(torch.split(flat, lengths.tolist())), batch_first=True)
+    positions = torch.arange(hidden.shape[1], device=lengths.device)
+    return hidden, positions < lengths[:, None]

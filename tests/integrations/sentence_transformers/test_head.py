@@ -1,0 +1,354 @@
+"""``use_splade_head``: what sentence-transformers computes, without the logits of all positions."""
+
+import copy
+import pickle
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from sentence_transformers import SentenceTransformer, SparseEncoder
+from sentence_transformers.base.modules import Router
+from sentence_transformers.sparse_encoder import losses as theirs
+from sentence_transformers.sparse_encoder.modules import (
+    SparseStaticEmbedding,
+    SpladePooling,
+    Transformer,
+)
+
+from sparse_losses.integrations.sentence_transformers import remove_splade_head, use_splade_head
+from tests.distributed.ranks import as_torchrun_would
+from tests.integrations.sentence_transformers.runs import (
+    ALONE,
+    COLUMNS,
+    NAME,
+    NO_DROPOUT,
+    VOCABULARY,
+    adapter,
+    assert_moved,
+    assert_same_weights,
+    dataset,
+    sparse_encoder,
+    splade,
+    train,
+)
+from tests.representation.tiny_models import ISSUE, masked_lm, tokenizer
+
+TEXTS = COLUMNS["positive"] + COLUMNS["negative"]  # of several lengths, an empty one among them
+
+
+def features(model):
+    return model.preprocess(TEXTS)
+
+
+def vectors_and_gradients(model, weight):
+    model.zero_grad()
+    vectors = model(features(model))["sentence_embedding"]
+    (vectors.float() * weight).sum().backward()
+    return vectors.detach().float(), [p.grad.clone() for p in model.parameters()]
+
+
+def assert_equal_vectors(one, other, rtol=1e-5, atol=1e-5):
+    vectors = [x.encode(TEXTS, convert_to_sparse_tensor=False) for x in (one, other)]
+    assert 0 < vectors[0].count_nonzero() < vectors[0].numel()
+    torch.testing.assert_close(*vectors, rtol=rtol, atol=atol)
+
+
+def refuse_logits(model):
+    """Make an encoder fail where it would compute the logits of a position."""
+
+    def fail(*_):
+        raise AssertionError("the projection ran")
+
+    model[0].model.get_output_embeddings().register_forward_pre_hook(fail)
+    return model
+
+
+@pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
+@pytest.mark.parametrize("architecture", ISSUE)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_vectors_and_gradients_are_theirs(architecture, activation, autocast, tmp_path):
+    masked_lm(architecture, VOCABULARY).save_pretrained(tmp_path)
+    tokenizer("wordpiece").save_pretrained(tmp_path)
+    modules = Transformer(str(tmp_path), transformer_task="fill-mask"), SpladePooling("max")
+    reference = SparseEncoder(modules=list(modules), device="cpu")
+    reference[1].activation_function = activation
+    reference[1].chunk_size = 3  # ours needs none
+    model = refuse_logits(use_splade_head(copy.deepcopy(reference)))
+    weight = torch.rand(len(TEXTS), VOCABULARY)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        (found, gradients), (expected, their_gradients) = (
+            vectors_and_gradients(x, weight) for x in (model, reference)
+        )
+    assert found.dtype == torch.float32
+    error = 3e-2 if autocast else 1e-5
+    torch.testing.assert_close(found, expected, rtol=error, atol=error * expected.max().item())
+    if autocast:  # positions tie in half precision, so another may win: both are off by that
+        _, exact = vectors_and_gradients(reference, weight)
+        ours, others = (distance(x, exact) for x in (gradients, their_gradients))
+        assert ours <= 1.1 * others
+    else:
+        assert distance(gradients, their_gradients) <= 1e-5
+
+
+def distance(gradients, exact):
+    """The relative error of a gradient as a whole."""
+    one, other = (torch.cat([x.flatten() for x in each]) for each in (gradients, exact))
+    return ((one - other).norm() / other.norm()).item()
+
+
+def test_the_saved_folder_is_the_same_and_loads_without_the_head(folder, tmp_path):
+    models = sparse_encoder(folder), use_splade_head(sparse_encoder(folder))
+    folders = []
+    for name, model in zip(("theirs", "ours"), models, strict=True):
+        model.prompts = {"query": "quick ", "document": ""}
+        model.encode(TEXTS)
+        model.save_pretrained(str(tmp_path / name))
+        paths = sorted(x for x in (tmp_path / name).rglob("*") if x.is_file())
+        folders.append({x.relative_to(tmp_path / name): x.read_bytes() for x in paths})
+    assert folders[0].keys() == folders[1].keys()
+    for path in folders[0].keys() - {Path("README.md")}:
+        assert folders[0][path] == folders[1][path], path
+    loaded = SparseEncoder(str(tmp_path / "ours"), device="cpu")
+    assert type(loaded[1]).forward is SpladePooling.forward
+    assert_equal_vectors(models[1], loaded)
+    queries = [x.encode_query(TEXTS, convert_to_sparse_tensor=False) for x in (models[1], loaded)]
+    torch.testing.assert_close(*queries, rtol=1e-5, atol=1e-5)
+
+
+def test_the_head_comes_off_and_twice_is_as_once(folder):
+    model, reference = sparse_encoder(folder), sparse_encoder(folder)
+    assert remove_splade_head(model) is model
+    assert use_splade_head(use_splade_head(model)) is model
+    assert model(features(model))["token_embeddings"].shape[-1] == 16
+    assert_equal_vectors(refuse_logits(model), reference)
+    model[0].model.get_output_embeddings()._forward_pre_hooks.clear()
+    assert remove_splade_head(remove_splade_head(model)) is model
+    assert model(features(model))["token_embeddings"].shape[-1] == VOCABULARY
+    assert "forward" not in {**vars(model[0].model), **vars(model[1])}
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_has_a_head_of_its_own(duplicate, folder):
+    model, reference = use_splade_head(sparse_encoder(folder)), sparse_encoder(folder)
+    twin = duplicate(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert_equal_vectors(refuse_logits(twin), reference)
+    with torch.no_grad():
+        twin[0].model.get_output_embeddings().bias += 1.0
+        reference[0].model.get_output_embeddings().bias += 1.0
+    assert_equal_vectors(twin, reference)
+
+
+def test_encoding_by_several_processes(folder):
+    model = use_splade_head(sparse_encoder(folder))
+    expected = model.encode(TEXTS, convert_to_sparse_tensor=False)
+    found = model.encode(TEXTS, device=["cpu", "cpu"], convert_to_sparse_tensor=False, chunk_size=9)
+    torch.testing.assert_close(torch.as_tensor(found), expected)
+
+
+def test_the_document_side_of_a_router(folder):
+    def router(static):
+        chain = list(sparse_encoder(folder))
+        sides = {"query_modules": [static], "document_modules": chain}
+        return SparseEncoder(modules=[Router.for_query_document(**sides)], device="cpu")
+
+    static = SparseStaticEmbedding(tokenizer("wordpiece"), torch.rand(VOCABULARY), frozen=False)
+    reference, model = router(static), use_splade_head(router(static))
+    refuse_logits(model[0].sub_modules["document"])
+    for name in ("encode_document", "encode_query"):
+        pair = [getattr(x, name)(TEXTS, convert_to_sparse_tensor=False) for x in (model, reference)]
+        torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-5)
+    remove_splade_head(model)
+    with pytest.raises(AssertionError, match="the projection ran"):
+        model.encode_document(TEXTS)
+
+
+@pytest.mark.works_with(NAME, "cached")
+@pytest.mark.parametrize("cache", [None, "ours", "theirs"])
+# sentence-transformers 6.2 with transformers 5.23, about each other.
+@pytest.mark.filterwarnings("ignore:`SparseEncoder` only defines `gradient_che:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is depr:FutureWarning")
+def test_a_trainer_gives_the_same_weights(cache, sparse, tmp_path):
+    loss, columns, labels, _ = ALONE["info_nce"]
+    checkpointing = {
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": False},
+    }
+    model, reference = refuse_logits(use_splade_head(sparse())), sparse()
+    for each in (model, reference):
+        if cache == "theirs":
+            cached = {"kind": theirs.CachedSpladeLoss, "mini_batch_size": 3}
+            wrapped = splade(each, adapter(each, loss), **cached)
+        else:
+            wrapped = adapter(each, loss, mini_batch_size=3 if cache else None)
+        settings = {} if cache == "ours" else checkpointing
+        train(each, wrapped, dataset(columns, labels), tmp_path, num_train_epochs=1, **settings)
+    assert_same_weights(model, reference)
+    assert_moved(model, sparse())
+
+
+def test_compiled_it_trains_to_the_same_weights(sparse, tmp_path):
+    loss, columns, labels, _ = ALONE["info_nce"]
+    model, reference = refuse_logits(use_splade_head(sparse())), sparse()
+    torch._dynamo.reset()
+    for each, settings in (
+        (model, {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
+        (reference, {}),
+    ):
+        data = dataset(columns, labels)
+        train(each, adapter(each, loss), data, tmp_path, num_train_epochs=1, **settings)
+    assert_same_weights(model, reference)
+    assert_moved(model, sparse())
+
+
+def on_device(rank, folder, path):
+    model = use_splade_head(sparse_encoder(folder).double())
+    loss, columns, labels, _ = ALONE["n_pair"]
+    settings = {"ddp_backend": "gloo", "num_train_epochs": 1, "per_device_train_batch_size": 2}
+    train(model, adapter(model, loss), dataset(columns, labels).select(range(8)), path, **settings)
+    torch.save((type(model).__name__, model.state_dict()), f"{path}/{rank}.pt")
+
+
+@pytest.mark.works_with(NAME, "devices")
+def test_two_devices_train_to_equal_weights(folder, sparse, tmp_path):
+    as_torchrun_would(on_device, folder, str(tmp_path))
+    reference = sparse()
+    loss, columns, labels, _ = ALONE["n_pair"]
+    # Without `gather` two devices take the mean of the losses of their own batches.
+    data, optimizer = dataset(columns, labels), torch.optim.SGD(reference.parameters(), lr=0.01)
+    reference.train()
+    for rows in ((0, 1), (2, 3)), ((4, 5), (6, 7)):
+        for own in rows:
+            columns = [[data[name][i] for i in own] for name in ("anchor", "positive")]
+            adapter(reference, loss)([reference.preprocess(x) for x in columns]).div(2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank in (0, 1):
+        _, weights = torch.load(tmp_path / f"{rank}.pt")
+        model = sparse()
+        model.load_state_dict(weights)
+        assert_same_weights(model, reference)
+        assert_moved(model, sparse())
+
+
+@pytest.mark.parametrize("architecture", ["bert", "modernbert"])
+def test_unpadded_texts_are_pooled_one_by_one(architecture, tmp_path):
+    """What the transformer passes on with flash attention: all texts in a row, and their ends."""
+    masked_lm(architecture, VOCABULARY).save_pretrained(tmp_path)
+    tokenizer("wordpiece").save_pretrained(tmp_path)
+    model = sparse_encoder(str(tmp_path))
+    padded = features(model)
+    expected = model(dict(padded))["sentence_embedding"]
+    use_splade_head(model)
+    hidden = model[0](dict(padded))["token_embeddings"]
+    mask = padded["attention_mask"].bool()
+    ends = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
+    flat = {"token_embeddings": hidden[mask][None], "cu_seq_lens_q": ends}
+    found = model[1](flat)["sentence_embedding"]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("target_modules", [["query"], ["query", "decoder"]])
+def test_lora_adapters_train_as_they_are(target_modules, sparse):
+    tie = {"ensure_weight_tying": False} if "decoder" in target_modules else {}
+    reference = sparse()
+    config = peft.LoraConfig(r=2, target_modules=target_modules, init_lora_weights=False, **tie)
+    reference.add_adapter(config)
+    reference.double()
+    model = use_splade_head(copy.deepcopy(reference))
+    weight = torch.rand(len(TEXTS), VOCABULARY)
+    results = []
+    for each in (model, reference):
+        vectors = each(features(each))["sentence_embedding"]
+        (vectors * weight).sum().backward()
+        results.append(
+            (vectors, {n: p.grad for n, p in each.named_parameters() if p.requires_grad})
+        )
+    (found, gradients), (expected, their_gradients) = results
+    torch.testing.assert_close(found, expected)
+    assert any("lora" in name for name in gradients)
+    for name, gradient in their_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class Capped(transformers.BertForMaskedLM):
+    after = staticmethod(lambda logits: 3.0 * torch.tanh(logits * 2.0 / 3.0))
+
+    def forward(self, *args, **options):
+        output = super().forward(*args, **options)
+        return output.__class__(logits=self.after(output.logits))
+
+
+class Shifted(Capped):
+    after = staticmethod(lambda logits: logits + 1.0)
+
+
+def of_class(kind, folder):
+    model = sparse_encoder(folder)
+    model[0].model.__class__ = kind
+    return model
+
+
+def test_a_soft_cap_and_a_scale_are_part_of_the_head(folder):
+    reference = of_class(Capped, folder)
+    assert_equal_vectors(use_splade_head(of_class(Capped, folder)), reference)
+    difference = reference.encode(TEXTS, convert_to_sparse_tensor=False)
+    difference = difference - sparse_encoder(folder).encode(TEXTS, convert_to_sparse_tensor=False)
+    assert difference.abs().max() > 0.1
+
+
+def other_pooling(folder):
+    model = sparse_encoder(folder)
+    model[1] = torch.nn.Identity()
+    return model
+
+
+def summed(folder):
+    model = sparse_encoder(folder)
+    model[1].pooling_strategy = "sum"
+    return model
+
+
+def replaced(folder):
+    model = sparse_encoder(folder)
+    model[0].model.forward = model[0].model.forward
+    return model
+
+
+def static_only(folder):
+    static = SparseStaticEmbedding(tokenizer("wordpiece"), torch.rand(VOCABULARY))
+    return SparseEncoder(modules=[static], device="cpu")
+
+
+REFUSED = [
+    (lambda folder: of_class(Shifted, folder), TypeError, "its logits are not the output"),
+    (other_pooling, TypeError, "expected SpladePooling after Transformer, got Identity"),
+    (summed, ValueError, "expected pooling_strategy=\"max\", got 'sum'"),
+    (replaced, TypeError, "expected the `forward` of BertForMaskedLM itself"),
+    (static_only, TypeError, "expected a SparseEncoder with a fill-mask Transformer"),
+    (lambda folder: torch.nn.Identity(), TypeError, "expected a SparseEncoder, got Identity"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), REFUSED)
+def test_what_it_cannot_compute_is_refused_and_unchanged(make, error, message, folder):
+    model = make(folder)
+    before = [vars(x).get("forward") for x in model.modules()]
+    with pytest.raises(error, match=message):
+        use_splade_head(model)
+    assert [vars(x).get("forward") for x in model.modules()] == before
+
+
+def test_another_projection_needs_the_head_again(folder):
+    model, reference = use_splade_head(sparse_encoder(folder)), sparse_encoder(folder)
+    torch.manual_seed(0)
+    other = torch.nn.Linear(16, VOCABULARY)
+    for each in (model, reference):
+        each[0].model.set_output_embeddings(other)
+    with pytest.raises(RuntimeError, match="call `use_splade_head` again after resizing"):
+        model.encode(TEXTS)
+    assert_equal_vectors(use_splade_head(model), reference)
