@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 import transformers
-from sentence_transformers import SentenceTransformer, SparseEncoder
+from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sparse_encoder import losses as theirs
 from sentence_transformers.sparse_encoder.modules import (
@@ -23,7 +23,6 @@ from tests.integrations.sentence_transformers.runs import (
     ALONE,
     COLUMNS,
     NAME,
-    NO_DROPOUT,
     VOCABULARY,
     adapter,
     assert_moved,
