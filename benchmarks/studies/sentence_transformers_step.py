@@ -22,6 +22,7 @@ from benchmarks.run.table import RESULTS, circumstances, markdown, write
 VOCABULARIES = (30_522, 250_002)
 TEXTS, LENGTH, ACTIVE = 16, 256, 0.01
 SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 VARIANTS = ("sentence-transformers", "use_splade_head")
 
 
@@ -46,7 +47,9 @@ def trainer_of(variant: str, vocab_size: int, folder: str, texts: int, length: i
     tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
     PreTrainedTokenizerFast(tokenizer_object=tokens, **special).save_pretrained(folder)
-    config = BertConfig(vocab_size=vocab_size, max_position_embeddings=length, **SIZES)
+    config = BertConfig(
+        vocab_size=vocab_size, max_position_embeddings=length, **SIZES, **NO_DROPOUT
+    )
     BertForMaskedLM(config).save_pretrained(folder)
     transformer = Transformer(folder, transformer_task="fill-mask", max_seq_length=length)
     model = SparseEncoder(modules=[transformer, SpladePooling("max")], device="cpu")
