@@ -24,7 +24,11 @@ GUIDES = [
     *(page for page in sorted(DOCS.glob("*.md")) if "\nscript: true\n" in page.read_text("utf-8")),
 ]
 DOWNLOADS = {"real_model"}  # tests/docs/test_real_model.py runs it with tiny models instead
-EXTRAS = {"sentence_transformers": "sentence-transformers", "transformers": "transformers"}
+EXTRAS = {
+    "peft": "peft",
+    "sentence_transformers": "sentence-transformers",
+    "transformers": "transformers",
+}
 TRAINERS = ("accelerate", "lightning")  # packages that no extra brings
 BLOCK = re.compile(
     r"^(?P<indent> *)(?P<fence>```+)(?P<language>\w*).*\n[\s\S]*?^ *(?P=fence)$", re.M

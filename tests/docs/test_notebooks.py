@@ -17,6 +17,7 @@ from tools import notebooks  # noqa: E402  # after importorskip
 GUIDES = pytest.mark.parametrize("page", notebooks.GUIDES, ids=lambda page: page.stem)
 # What an extra brings besides the package's own dependencies.
 BROUGHT = {
+    "peft": {"peft", "transformers"},
     "transformers": {"tokenizers", "transformers"},
     "sentence-transformers": {"datasets", "sentence_transformers", "tokenizers", "transformers"},
 }
