@@ -69,6 +69,23 @@ def test_the_figures_are_those_of_the_results(page):
     assert [figure for figure in figures() if figure not in text] == []
 
 
+def step_figures() -> list[str]:
+    """Return the cells of a training step in sentence-transformers."""
+    path = ROOT / "benchmarks" / "results" / "sentence-transformers-step.csv"
+    return [
+        f"{float(row['peak_mib']):,.0f} MiB, {float(row['seconds']):.1f} s"
+        for row in rows(path)
+        if row["vocabulary"] == "250002"
+    ]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/sentence_transformers.md"])
+def test_the_step_of_a_trainer_is_that_of_the_results(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert len(step_figures()) == 2
+    assert [figure for figure in step_figures() if figure not in text] == []
+
+
 def test_the_sparsity_on_the_page_on_targets_is_that_of_its_results():
     study = rows(ROOT / "docs/results/targets.csv")
     text = " ".join((ROOT / "docs/target_sparsity.md").read_text(encoding="utf-8").split())
