@@ -139,7 +139,9 @@ class Tower(nn.Module):
             from transformers import BertConfig, BertForMaskedLM
 
             sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-            config = BertConfig(V, intermediate_size=128, max_position_embeddings=80, **sizes)
+            config = BertConfig(
+                vocab_size=V, intermediate_size=128, max_position_embeddings=80, **sizes
+            )
             self.model = BertForMaskedLM(config)
             self.head = sl.SpladeHead.from_masked_lm(self.model)
             with torch.no_grad():
