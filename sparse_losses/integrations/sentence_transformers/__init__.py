@@ -1,15 +1,12 @@
 """Losses and head in sentence-transformers, and idf weights as one of its modules."""
 
-from sparse_losses._core.extras import from_extra
 from sparse_losses.integrations.sentence_transformers.head import (
     remove_splade_head,
     use_splade_head,
 )
 from sparse_losses.integrations.sentence_transformers.loss import SentenceTransformersLoss
+from sparse_losses.integrations.sentence_transformers.versions import Module
 from sparse_losses.representation.folder import IdfWeights, UnsupportedEncoder
-
-with from_extra("sentence-transformers"):
-    from sentence_transformers.base.modules import Module
 
 __all__ = [
     "IdfWeights",

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.extras import from_extra
+from sparse_losses.integrations.sentence_transformers.versions import (
+    SparseEncoder,
+    SpladePooling,
+    Transformer,
+)
 from sparse_losses.representation._language_model import unwrapped
 from sparse_losses.representation.head import SpladeHead
-
-with from_extra("sentence-transformers"):
-    from sentence_transformers import SparseEncoder
-    from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
-    from transformers.modeling_outputs import MaskedLMOutput
 
 __all__ = ["remove_splade_head", "use_splade_head"]
 
@@ -111,8 +110,10 @@ def _neighbours(sparse_encoder: nn.Module) -> Iterator[tuple[nn.Module, nn.Modul
                     yield module, after
 
 
-def _hidden_states(model: Any, **inputs: Any) -> MaskedLMOutput:
+def _hidden_states(model: Any, **inputs: Any) -> Any:
     """Return hidden states in the place of the logits."""
+    from transformers.modeling_outputs import MaskedLMOutput
+
     output = model.base_model(**inputs)
     return MaskedLMOutput(logits=output[0], hidden_states=output.get("hidden_states"))
 
@@ -130,7 +131,7 @@ def _pooled(
     if "cu_seq_lens_q" in features:
         hidden, attention_mask = _padded(hidden[0], features["cu_seq_lens_q"])
     vectors = head(hidden, attention_mask)
-    if pooling.embedding_dimension is None:
+    if getattr(pooling, "embedding_dimension", 0) is None:
         pooling.embedding_dimension = vectors.shape[1]
     features["sentence_embedding"] = vectors
     return features

@@ -16,18 +16,18 @@ from sparse_losses import (
     __version__,
 )
 from sparse_losses._core.checks import check_choice, check_flag, check_integer
-from sparse_losses._core.extras import from_extra
 from sparse_losses.integrations.sentence_transformers.columns import (
     COMPUTE,
     Columns,
     compute_loss,
     texts_of_column,
 )
+from sparse_losses.integrations.sentence_transformers.versions import (
+    HAS_GRADIENT_CACHE,
+    CachedLossMixin,
+    embed_columns,
+)
 from sparse_losses.objective.teacher import Teacher
-
-with from_extra("sentence-transformers"):
-    from sentence_transformers.base.losses.gradcache import CachedLossMixin
-    from sentence_transformers.base.losses.merged_forward import embed_columns
 
 __all__ = ["SentenceTransformersLoss"]
 
@@ -115,6 +115,10 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         check_choice("similarity", similarity, (None, "dot", "cosine"))
         if mini_batch_size is not None:
             check_integer("mini_batch_size", mini_batch_size, minimum=1)
+            if not HAS_GRADIENT_CACHE:
+                raise ValueError(
+                    "expected sentence-transformers 6.2 or newer for `mini_batch_size`"
+                )
         self.model = model  # the trainer replaces it by the compiled or distributed model
         self.loss = loss
         self.similarity = similarity or "dot"
