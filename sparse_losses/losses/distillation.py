@@ -148,6 +148,8 @@ def _softened_kl(
         temperature = temperature.clamp(max=most)
         return kl * temperature * temperature * weight / rows
     temperature = min(temperature, most)
+    if torch.compiler.is_compiling():  # PyTorch 2.6 would compile every weight anew
+        return kl * weight / (rows / (temperature * temperature))
     return kl / (rows / (weight * temperature * temperature))
 
 
