@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from numbers import Integral
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.checks import check_zero_one, values_can_be_checked
@@ -52,10 +51,12 @@ def attended_ids(
 
 def first_occurrences(ids: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
     """Sort each row ``[B, S]`` and mark the first occurrence of every attended id."""
-    below = torch.iinfo(ids.dtype).min
-    ordered = torch.where(attended, ids, below).sort(-1).values
-    first = ordered > nnf.pad(ordered, (1, 0), value=below)[..., :-1]
-    return ordered * first, first
+    beyond = torch.iinfo(ids.dtype).max
+    ordered = torch.where(attended, ids, beyond).sort(-1).values
+    first = torch.ones_like(attended)
+    first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    first = first & (ordered != beyond)
+    return torch.where(first, ordered, 0), first
 
 
 def check_ids(name: str, token_ids: TokenIds | None) -> Tensor | tuple[int, ...] | None:

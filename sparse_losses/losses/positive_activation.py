@@ -1,12 +1,12 @@
 """Positive activation: an anchor should activate the tokens of its positive."""
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.checks import check_shapes, values_can_be_checked
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
+from sparse_losses._core.softmax import softplus
 from sparse_losses._core.token_ids import (
     TokenIds,
     attended_ids,
@@ -84,7 +84,7 @@ def positive_activation_loss(
     if ignored is not None:
         attended = attended & ~ignored[ids]
     ids, is_target = first_occurrences(ids, attended)
-    weight, tiny = is_target.to(x.dtype), torch.finfo(x.dtype).tiny
+    weight = is_target.to(x.dtype)
     valid = is_target.any(-1)
     if token_weight is not None:
         weight = torch.where(is_target, token_weight[ids], 0.0)
@@ -92,13 +92,13 @@ def positive_activation_loss(
         is_target = is_target & valid[:, None]
         if weight.shape[1]:  # a mean sees no scale, and sums of scaled weights stay in range
             largest = weight.detach().amax(-1, keepdim=True)
-            weight = weight / largest.clamp(min=tiny)
+            weight = weight / largest.clamp(min=torch.finfo(weight.dtype).tiny)
         weight = weight.masked_fill(~valid[:, None], 0.0)  # no gradient from a row without weight
 
-    target = torch.where(is_target, x.gather(1, ids), 0.0)
-    gain = nnf.logsigmoid(target) if saturating else target
-    total = weight.sum(-1, keepdim=True).clamp(min=tiny)  # 0 in a row that is not valid
-    values = (weight / -total * gain).sum(-1)
+    target = x.gather(1, ids).masked_fill(~is_target, 0.0)
+    cost = softplus(-target) if saturating else -target
+    total = weight.sum(-1).clamp(min=torch.finfo(weight.dtype).tiny)  # 0 in a row that is not valid
+    values = (weight * cost).sum(-1) / total
     return reduce(values, reduction, valid, gather, zeroed=True)
 
 
