@@ -387,6 +387,9 @@ def _save_model(model: Any, folder: Path) -> None:
             "expected a PeftModel, as get_peft_model makes it, to save adapters: those of this "
             f"{type(model).__name__} were added to its layers and would lack a base model"
         )
+    if not is_plain and list(model.peft_config) != ["default"]:
+        names = ", ".join(model.peft_config)
+        raise ValueError(f"expected one adapter, named 'default', to save, got {names}")
     model.save_pretrained(folder)
     if is_plain or model.active_peft_config.base_model_name_or_path:
         return

@@ -352,6 +352,14 @@ def test_merged_adapters_save_as_a_plain_model(tmp_path):
     assert not (tmp_path / "adapter_config.json").exists()
 
 
+def test_several_adapters_are_not_saved(tmp_path):
+    model, words = adapted("qwen3", BODY)
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["v_proj"]))
+    encoder = SpladeEncoder(model, words, bidirectional=BOTH_WAYS)
+    with pytest.raises(ValueError, match=r"expected one adapter, .* got default, second"):
+        encoder.save_pretrained(tmp_path)
+
+
 def test_adapters_without_expansion_are_refused():
     with pytest.raises(TypeError, match=r"without adapters, got PeftModel: .*merge_and_unload"):
         SpladeEncoder(*adapted("bert", BODY), expansion=False)
