@@ -86,6 +86,15 @@ def test_the_step_of_a_trainer_is_that_of_the_results(page):
     assert [figure for figure in step_figures() if figure not in text] == []
 
 
+def test_the_speed_of_encoding_is_that_of_the_results():
+    text = (ROOT / "docs/encoder.md").read_text(encoding="utf-8")
+    study = rows(ROOT / "benchmarks" / "results" / "encode.csv")
+    assert len(study) == 12
+    for row in study:
+        figure = f"{float(row['texts_per_second']):.0f} texts/s, {float(row['peak_mib']):,.0f} MiB"
+        assert row["variant"] == "use_splade_head" or figure in text
+
+
 def test_the_sparsity_on_the_page_on_targets_is_that_of_its_results():
     study = rows(ROOT / "docs/results/targets.csv")
     text = " ".join((ROOT / "docs/target_sparsity.md").read_text(encoding="utf-8").split())
