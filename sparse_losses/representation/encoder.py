@@ -24,7 +24,7 @@ from sparse_losses.representation._language_model import (
     projection_of,
     unwrapped,
 )
-from sparse_losses.representation.calibration import shift_bias
+from sparse_losses.representation.calibration import pruning_threshold, shift_bias
 from sparse_losses.representation.encoding import (
     batches,
     check_finite,
@@ -52,7 +52,10 @@ SETTINGS = (
     "bidirectional",
     "prune_ratio",
     "max_active_dims",
+    "document_threshold",
+    "query_threshold",
 )
+SIDES = ("document", "query")
 
 
 class SpladeEncoder(nn.Module):
@@ -87,6 +90,9 @@ class SpladeEncoder(nn.Module):
         bidirectional: Whether each position of a causal language model attends to later ones.
         prune_ratio: As in ``encode``, and its default there.
         max_active_dims: As in ``encode``, and its default there.
+        document_threshold: What ``calibrate`` finds: a dimension of a document whose pooled logit
+            (after the gate) is not above it is 0; one above it keeps its weight.
+        query_threshold: The same for queries.
 
     Create the encoder after ``resize_token_embeddings``, which replaces the matrix.
 
@@ -136,6 +142,8 @@ class SpladeEncoder(nn.Module):
         bidirectional: bool = True,
         prune_ratio: float | None = None,
         max_active_dims: int | None = None,
+        document_threshold: float | None = None,
+        query_threshold: float | None = None,
     ) -> None:
         super().__init__()
         check_flag(
@@ -150,8 +158,12 @@ class SpladeEncoder(nn.Module):
                 check_number(name, number, minimum=0.0, exclusive=True)
                 if not expansion:
                     raise ValueError(f"expected no `{name}` with expansion=False, got {number}")
+        for side, number in zip(SIDES, (document_threshold, query_threshold), strict=True):
+            if number is not None:
+                check_number(f"{side}_threshold", number, minimum=0.0)
         check_pruning(prune_ratio, max_active_dims)
         self.prune_ratio, self.max_active_dims = prune_ratio, max_active_dims
+        self.document_threshold, self.query_threshold = document_threshold, query_threshold
         self.pool_special_tokens, self.bidirectional = pool_special_tokens, bidirectional
         self.activation, self.softcap, self.logit_scale = activation, softcap, logit_scale
         inner = unwrapped(model)
@@ -206,6 +218,7 @@ class SpladeEncoder(nn.Module):
         pool_mask: Tensor | None = None,
         return_logits: bool = False,
         apply_idf: bool | None = None,
+        side: Literal["document", "query"] | None = None,
         **inputs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return activations ``[B, V]``, fp32 (fp64 for a model in fp64).
@@ -221,6 +234,8 @@ class SpladeEncoder(nn.Module):
                 are 0, and have no gradient, at tokens that are not in the text.)
             apply_idf: Whether to multiply with the idf weights in this call; ``None``: if the
                 encoder has idf weights.
+            side: ``"document"`` or ``"query"``: prune by that side's threshold, as
+                ``encode_document`` and ``encode_query`` do. Logits are not pruned.
             **inputs: Other inputs of the model, such as ``token_type_ids``.
 
         Raises:
@@ -238,6 +253,8 @@ class SpladeEncoder(nn.Module):
         if apply_idf is None:
             apply_idf = self.idf_weights is not None
         check_flag(apply_idf=apply_idf)
+        check_choice("side", side, (None, *SIDES))
+        threshold = None if side is None else getattr(self, f"{side}_threshold")
         if apply_idf and self.idf_weights is None:
             raise ValueError("expected idf weights for `apply_idf=True`, got None")
         if attention_mask is None:
@@ -246,12 +263,15 @@ class SpladeEncoder(nn.Module):
         pooled = self._pooled(input_ids, attention_mask, pool_mask)
         gate = None if self.gate is None else self.gate(hidden, attention_mask)
         if self.expansion:
-            output: Any = self.head(hidden, pooled, gate=gate, return_logits=return_logits)
-            activations, logits = output if return_logits else (output, output)
+            needs_logits = return_logits or threshold is not None
+            output: Any = self.head(hidden, pooled, gate=gate, return_logits=needs_logits)
+            activations, logits = output if needs_logits else (output, output)
+            if threshold is not None:
+                activations = torch.where(logits <= threshold, 0.0, activations)
         else:
             logits = self._token_logits(hidden, input_ids, pooled)
             logits = logits if gate is None else logits * gate
-            activations = weights_of(logits, self.activation)
+            activations = weights_of(logits, self.activation, threshold)
         if apply_idf and self.idf_weights is not None:
             activations = activations * self.idf_weights
         return (activations, logits) if return_logits else activations
@@ -328,10 +348,10 @@ class SpladeEncoder(nn.Module):
         max_active_dims: int | None = None,
         show_progress: bool | None = None,
     ) -> Any:
-        """Return the vectors of texts, in their order, on the CPU, in evaluation mode.
+        """Return the vectors of documents, in their order, on the CPU, in evaluation mode.
 
         The whole encoder is in evaluation mode meanwhile: do not train it in another thread.
-        ``encode`` and ``encode_query`` are the same.
+        ``encode`` is the same; ``encode_query`` prunes by the queries' threshold.
 
         Args:
             texts: Strings. Longer ones are cut at ``max_length`` tokens.
@@ -348,6 +368,40 @@ class SpladeEncoder(nn.Module):
             TypeError: for anything but a sequence of strings.
             ValueError: if a text's activations are not finite.
         """
+        return self._encode(
+            "document",
+            texts,
+            prune_ratio,
+            max_active_dims,
+            output=output,
+            batch_size=batch_size,
+            show_progress=show_progress,
+        )
+
+    encode = encode_document
+
+    def encode_query(
+        self,
+        texts: Sequence[str],
+        *,
+        prune_ratio: float | None = None,
+        max_active_dims: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Return the vectors of queries; arguments and result are those of ``encode_document``."""
+        return self._encode("query", texts, prune_ratio, max_active_dims, **options)
+
+    def _encode(
+        self,
+        side: Literal["document", "query"],
+        texts: Sequence[str],
+        prune_ratio: float | None,
+        max_active_dims: int | None,
+        *,
+        output: str = "csr",
+        batch_size: int = 32,
+        show_progress: bool | None = None,
+    ) -> Any:
         from tqdm.auto import tqdm
 
         check_texts(texts)
@@ -365,13 +419,11 @@ class SpladeEncoder(nn.Module):
             tqdm(total=len(texts), desc="Encoding", unit="text", disable=disable) as progress,
         ):
             for numbers in batches(texts, batch_size):
-                activations = self(**self.tokenize([texts[i] for i in numbers]))
+                activations = self(**self.tokenize([texts[i] for i in numbers]), side=side)
                 for i, entries in zip(numbers, entries_of(activations, numbers), strict=True):
                     vectors[i] = pruned(*entries, *limits)
                 progress.update(len(numbers))
         return collected(vectors, output, self.tokenizer, self.vocab_size)
-
-    encode = encode_query = encode_document
 
     def top_tokens(
         self, texts_or_vectors: Sequence[str] | Tensor, k: int = 20, **options: Any
@@ -462,36 +514,68 @@ class SpladeEncoder(nn.Module):
         return torch.stack(rows)
 
     def calibrate(
-        self, texts: Sequence[str], target_active: float, *, batch_size: int = 32
+        self,
+        texts: Sequence[str],
+        target_active: float,
+        *,
+        side: Literal["document", "query"] = "document",
+        method: Literal["prune", "shift"] = "prune",
+        batch_size: int = 32,
     ) -> float:
-        """Shift the bias so that texts keep ``target_active`` dimensions each, on average.
+        """Prune vectors so that texts keep ``target_active`` dimensions each, on average.
 
-        A threshold of the pooled logits, chosen as by ``calibrate_threshold``, is subtracted from
-        the bias of the vocabulary projection, or of the importance layer with ``expansion=False``.
-        It is saved and exported with the model. The gate does not change it, and dimensions with
-        an idf weight of 0 are not counted. A bias in half precision takes few values: the result
-        may miss the target by a few percent where many logits are nearly equal.
+        ``"prune"`` sets the ``side``'s threshold: ``encode_document`` (or ``encode_query``) drops
+        the dimensions whose pooled logit is not above it. The other weights stay. It is saved with
+        the encoder; other readers of the folder do not prune. ``"shift"`` subtracts the threshold
+        from the bias of the vocabulary projection (of the importance layer with
+        ``expansion=False``) for what reads the model alone: this lowers the weights that stay, too,
+        on both sides. It can also add dimensions, and the gate does not change it. A bias in half
+        precision takes few values: the result may miss the target by a few percent where many
+        logits are nearly equal.
+
+        Dimensions with an idf weight of 0 are not counted.
 
         Args:
-            texts: Strings like those to be encoded, such as a sample of the documents.
+            texts: Strings like those to be encoded, best a sample of the documents that will be
+                indexed: texts that the model was trained on have more active dimensions.
             target_active: Active dimensions per text, on average, > 0.
+            side: Whose vectors are pruned.
+            method: ``"prune"`` or ``"shift"``.
             batch_size: Texts per batch.
 
         Returns:
-            The number that was subtracted, before rounding; it is negative if fewer than
-            ``target_active`` dimensions were active.
+            The threshold of the pooled logits; of ``"shift"`` the number that was subtracted,
+            before rounding, which is negative if fewer than ``target_active`` were active.
 
         Raises:
             TypeError: for anything but a sequence of strings.
-            ValueError: if there are no texts, if fewer dimensions can be active, if a logit is not
-                a number, or if the model has no bias and its config no ``decoder_bias`` to add one.
-                The bias is then unchanged.
+            ValueError: if there are no texts, if fewer dimensions are active (with ``"shift"``: can
+                be), if a logit is not a number, or if ``"shift"`` finds no bias and the model's
+                config has no ``decoder_bias`` to add one. Nothing has changed then.
 
         Examples:
             ``encoder.calibrate(documents[:1000], target_active=64)``
         """
         check_texts(texts)
-        return shift_bias(self, texts, target_active, batch_size)
+        check_choice("side", side, SIDES)
+        check_choice("method", method, ("prune", "shift"))
+        if method == "shift":
+            return shift_bias(self, texts, target_active, batch_size)
+        t = pruning_threshold(self, texts, target_active, batch_size)
+        setattr(self, f"{side}_threshold", t)
+        return t
+
+    def extra_repr(self) -> str:
+        """Return the thresholds and other settings that are not the default."""
+        shown = {"expansion": self.expansion} | {name: getattr(self, name) for name in SETTINGS}
+        plain: dict[str, Any] = {
+            "expansion": True,
+            "pool_special_tokens": True,
+            "bidirectional": True,
+        }
+        plain |= {"activation": "relu"}
+        changed = [f"{name}={value!r}" for name, value in shown.items() if value != plain.get(name)]
+        return ", ".join(changed)
 
     @classmethod
     def from_pretrained(
@@ -564,8 +648,9 @@ class SpladeEncoder(nn.Module):
 
         The folder is one of ``transformers`` with more files in it: ``AutoModelForMaskedLM`` or
         ``AutoModelForCausalLM`` loads it. So does the ``SparseEncoder`` of sentence-transformers
-        for a masked language model, and gives the same vectors (but has no gate, and needs this
-        package installed for idf weights); what its modules cannot compute it refuses. Of a
+        for a masked language model, and gives the same vectors (but has no gate, does not prune by
+        thresholds, and needs this package installed for idf weights); what its modules cannot
+        compute it refuses. Of a
         ``PeftModel`` the adapters are saved as PEFT does, and its base model in ``base_model`` if
         it has no path of its own. All files are written into a temporary folder first, so that a
         full disk leaves the old ones unchanged.

@@ -329,5 +329,6 @@ class SpladeHead(nn.Module):
         return (
             f"vocab_size={vocab_size}, hidden_size={hidden_size}, bias={self.bias is not None}, "
             f"activation={self.activation!r}, softcap={self.softcap}, "
+            f"threshold={self.threshold}, "
             f"sparse_grad={self.sparse_grad}, impl={self.impl!r}"
         )

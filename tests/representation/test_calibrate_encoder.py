@@ -1,4 +1,4 @@
-"""An encoder keeps as many dimensions as it is calibrated to, saved and exported too."""
+"""An encoder keeps as many dimensions as it is calibrated to: pruned, or with a shifted bias."""
 
 import copy
 
@@ -29,13 +29,13 @@ def active(encoder, texts=DOCUMENTS):
         *((architecture, "gate", 33.3) for architecture in ISSUE[1:]),
     ],
 )
-def test_calibrated_texts_keep_the_target(architecture, variant, target):
+def test_texts_with_a_shifted_bias_keep_the_target(architecture, variant, target):
     encoder = make(architecture, **VARIANTS[variant])
     with torch.no_grad():
         if not encoder.expansion:  # logits of both signs
             encoder.importance[-1].bias.fill_(-0.1)
     before, bias = active(encoder), bias_of(encoder).clone()
-    t = encoder.calibrate(DOCUMENTS, target)
+    t = encoder.calibrate(DOCUMENTS, target, method="shift")
     assert active(encoder) == pytest.approx(target, rel=0.02)
     assert (t > 0) == (target < before)
     torch.testing.assert_close(bias_of(encoder), bias - t)
@@ -51,7 +51,7 @@ def test_model_in_half_precision_keeps_the_target(dtype, spread, target):
         encoder.head.bias += 1.0
     encoder.to(dtype)
     bias = bias_of(encoder).clone()
-    t = encoder.calibrate(DOCUMENTS, target)
+    t = encoder.calibrate(DOCUMENTS, target, method="shift")
     assert torch.equal(bias_of(encoder), bias - t)
     assert active(encoder) == pytest.approx(target, rel=0.02)
 
@@ -62,8 +62,10 @@ def test_batch_size_and_training_mode_have_no_effect(batch_size):
     other = copy.deepcopy(encoder).train()
     other.model.base_model.eval()
     modes = [module.training for module in other.modules()]
-    expected = encoder.calibrate(DOCUMENTS, 16)
-    assert other.calibrate(DOCUMENTS, 16, batch_size=batch_size) == pytest.approx(expected, 1e-4)
+    expected = encoder.calibrate(DOCUMENTS, 16, method="shift")
+    assert other.calibrate(DOCUMENTS, 16, batch_size=batch_size, method="shift") == pytest.approx(
+        expected, 1e-4
+    )
     assert [module.training for module in other.modules()] == modes
 
 
@@ -74,15 +76,17 @@ def test_logits_of_all_positions_are_never_computed():
         raise AssertionError("the vocabulary projection ran on all positions")
 
     encoder.model.get_output_embeddings().register_forward_pre_hook(refuse)
-    encoder.calibrate(DOCUMENTS, 16)
+    encoder.calibrate(DOCUMENTS, 16, method="shift")
     assert active(encoder) == pytest.approx(16, rel=0.02)
 
 
 def test_equal_texts_are_kept_or_dropped_together():
     encoder = make()
-    encoder.calibrate([TEXTS[0]] * 7, 10.2)  # 71 entries: ten tokens of seven texts are nearest
+    encoder.calibrate(
+        [TEXTS[0]] * 7, 10.2, method="shift"
+    )  # 71 entries: ten tokens of seven texts are nearest
     assert active(encoder, [TEXTS[0]]) == 10
-    encoder.calibrate([TEXTS[0]] * 7, 1 / 7)  # of equal entries at the top all stay
+    encoder.calibrate([TEXTS[0]] * 7, 1 / 7, method="shift")  # of equal entries at the top all stay
     assert active(encoder, [TEXTS[0]]) == 1
 
 
@@ -96,7 +100,7 @@ def test_calibration_survives_saving_and_export(architecture, settings, tied, ga
     SparseEncoder = pytest.importorskip("sentence_transformers").SparseEncoder
     model, words = pair(architecture, tie_word_embeddings=tied, **settings)
     encoder = SpladeEncoder(model, words, gate=gated).eval()
-    encoder.calibrate(DOCUMENTS, 9)
+    encoder.calibrate(DOCUMENTS, 9, method="shift")
     encoder.save_pretrained(tmp_path)
     vectors = encoder.encode(DOCUMENTS, output="dense")
     loaded = SpladeEncoder.from_pretrained(tmp_path)
@@ -123,7 +127,85 @@ def test_model_without_bias_and_decoder_bias_is_an_error():
     model.get_output_embeddings().bias = None
     encoder = SpladeEncoder(model, words)
     with pytest.raises(ValueError, match="`decoder_bias` to add one, got BertFor"):
-        encoder.calibrate(DOCUMENTS, 9)
+        encoder.calibrate(DOCUMENTS, 9, method="shift")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("side", ["document", "query"])
+@pytest.mark.parametrize(
+    ("variant", "target"), [("plain", 7.4), ("gate", 20), ("idf", 5), ("all", 2), ("log1p", 9)]
+)
+def test_pruned_texts_keep_the_target_and_the_weights_that_stay(
+    variant, target, side, dtype, tmp_path
+):
+    options = {"activation": "log1p_relu"} if variant == "log1p" else VARIANTS[variant]
+    encoder = make(**options).to(dtype)
+    encode = getattr(encoder, f"encode_{side}")
+    other = encoder.encode_query if side == "document" else encoder.encode_document
+    before, bias = encode(DOCUMENTS, output="dense"), bias_of(encoder).clone()
+    t = encoder.calibrate(DOCUMENTS, target, side=side)
+    after = encode(DOCUMENTS, output="dense")
+    assert (after > 0).sum(1).double().mean().item() == pytest.approx(target, rel=0.02)
+    assert after.max() == before.max() > 0
+    kept = after > 0
+    # The smallest of the weights that stay is above all that go, but for the idf weights.
+    if variant not in ("idf", "all"):
+        assert after[kept].min() > before[~kept].max()
+    assert torch.equal(after, before.where(kept, 0.0))
+    assert torch.equal(bias_of(encoder), bias)
+    assert torch.equal(other(DOCUMENTS, output="dense"), before)
+    batch = encoder.tokenize(DOCUMENTS)
+    with torch.no_grad():
+        assert (encoder(**batch) > 0).sum() > kept.sum(), "without a side nothing is pruned"
+        pruned, logits = encoder(**batch, side=side, return_logits=True)
+        assert torch.equal(logits, encoder(**batch, return_logits=True)[1])
+    assert torch.equal(pruned.float() > 0, encode(DOCUMENTS, output="dense", batch_size=99) > 0)
+    assert f"{side}_threshold={t!r}" in repr(encoder)
+    encoder.save_pretrained(tmp_path)
+    again = SpladeEncoder.from_pretrained(tmp_path, dtype=dtype)
+    assert getattr(again, f"{side}_threshold") == t
+    torch.testing.assert_close(getattr(again, f"encode_{side}")(DOCUMENTS, output="dense"), after)
+
+
+def test_pruning_again_starts_from_all_dimensions():
+    encoder, other = make(), make()
+    encoder.calibrate(DOCUMENTS, 5)
+    assert encoder.calibrate(DOCUMENTS, 12) == other.calibrate(DOCUMENTS, 12)
+    assert active(encoder) == pytest.approx(12, rel=0.02)
+    assert encoder.calibrate(DOCUMENTS, active(make())) == 0.0, "all of them"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"target_active": 1e4}, ValueError, r"at most \d+\.?\d*, the mean that are active, got 1"),
+        ({"target_active": 0.01}, ValueError, "keep at least one dimension, got"),
+        ({"side": "both"}, ValueError, "`side`"),
+        ({"method": "cut"}, ValueError, "`method`"),
+        ({"texts": "a text"}, TypeError, "`texts`"),
+    ],
+)
+def test_wrong_pruning_is_an_error_and_changes_nothing(options, error, message):
+    encoder = make()
+    encoder.calibrate(DOCUMENTS, 9)
+    before = encoder.document_threshold
+    with pytest.raises(error, match=message):
+        encoder.calibrate(**({"texts": DOCUMENTS, "target_active": 5} | options))
+    assert encoder.document_threshold == before
+    with pytest.raises(ValueError, match="`side`"):
+        encoder(**encoder.tokenize(["a"]), side="both")
+    with pytest.raises(ValueError, match="`query_threshold`"):
+        SpladeEncoder(encoder.model, encoder.tokenizer, query_threshold=-1.0)
+
+
+def test_no_gradient_reaches_pruned_dimensions():
+    encoder = make()
+    encoder.calibrate(DOCUMENTS, 9)
+    batch = encoder.tokenize(DOCUMENTS)
+    encoder(**batch, side="document").sum().backward()
+    gradient = encoder.head.bias.grad
+    counts = (encoder.encode(DOCUMENTS, output="dense") > 0).sum(0)
+    assert torch.equal(gradient != 0, counts > 0)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +221,7 @@ def test_wrong_input_is_an_error_and_the_bias_is_unchanged(options, texts, targe
     encoder = make(**options)
     bias = bias_of(encoder).clone()
     with pytest.raises(ValueError, match=message):
-        encoder.calibrate(texts, target)
+        encoder.calibrate(texts, target, method="shift")
     assert torch.equal(bias_of(encoder), bias)
 
 
@@ -148,4 +230,4 @@ def test_nan_logits_are_an_error():
     with torch.no_grad():
         encoder.head.bias[3] = torch.nan
     with pytest.raises(ValueError, match="expected finite logits"):
-        encoder.calibrate(DOCUMENTS, 9)
+        encoder.calibrate(DOCUMENTS, 9, method="shift")

@@ -1,5 +1,6 @@
 """The SPLADE head of this package inside sentence-transformers' ``SparseEncoder``."""
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -56,10 +57,11 @@ def use_splade_head(sparse_encoder: Any) -> Any:
                 )
         head = SpladeHead.from_masked_lm(model, activation=pooling.activation_function)
         layer = model.get_output_embeddings()
-        replaced.append((model, partial(_hidden_states, model)))
-        replaced.append((pooling, partial(_pooled, pooling, model, layer, head)))
-    for module, forward in replaced:
-        module.forward = forward
+        replaced.append((model, "forward", partial(_hidden_states, model)))
+        replaced.append((pooling, "forward", partial(_pooled, pooling, model, layer, head)))
+        replaced.append((pooling, "save", partial(_save, pooling, head)))
+    for module, name, function in replaced:
+        setattr(module, name, function)
     return sparse_encoder
 
 
@@ -75,8 +77,10 @@ def remove_splade_head(sparse_encoder: Any) -> Any:
     for transformer, pooling in _pairs(sparse_encoder):
         for module in (getattr(transformer, "auto_model", None), pooling):
             module = unwrapped(module)
-            if getattr(vars(module).get("forward"), "func", None) in (_hidden_states, _pooled):
-                del module.forward
+            for name in ("forward", "save"):
+                function = getattr(vars(module).get(name), "func", None)
+                if function in (_hidden_states, _pooled, _save):
+                    delattr(module, name)
     return sparse_encoder
 
 
@@ -135,6 +139,16 @@ def _pooled(
         pooling.embedding_dimension = vectors.shape[1]
     features["sentence_embedding"] = vectors
     return features
+
+
+def _save(pooling: Any, head: SpladeHead, *args: Any, **options: Any) -> None:
+    if head.threshold is not None:
+        warnings.warn(
+            "the threshold of `calibrate(method='prune')` is not saved, as sentence-transformers "
+            "has no place for it: calibrate by method='shift', or use `max_active_dims`",
+            stacklevel=2,
+        )
+    type(pooling).save(pooling, *args, **options)
 
 
 def _padded(flat: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
