@@ -1,16 +1,18 @@
 """The accuracy of the sparsity controller, and the cost of fewer dimensions in recall.
 
 The study covers two corpora, a dense and a sparse start, several targets, numbers of steps and
-seeds. Every model is then calibrated to its own target and to smaller ones, to compare a threshold
-after training with training to the same sparsity.
+seeds. Every model is then calibrated to its own target and to smaller ones, to compare training to
+a sparsity with three ways to get it afterwards: a shifted bias (of queries and documents, which
+share it), documents pruned by a threshold, and each document's largest weights.
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,8 @@ from examples.demo.training import STEPS, Run, Settings
 from sparse_losses import RECOMMENDED, calibrate_threshold
 
 STARTS = {"dense": 0.0, "sparse": -2.0}  # the bias; with -2 about 100 dimensions are active
-TARGETS = (32, 64, 128, 256)
-CALIBRATED = (32, 64, 128)
+TARGETS = (16, 32, 64, 128, 256)
+CALIBRATED = (16, 32, 64, 128)
 CALIBRATION_TEXTS = 1000  # maximal number of documents for the calibration of a threshold
 SPLITS = ("train", "validation")  # held-out documents are longer than those of training
 LIFT = 4.0  # added to all logits in encoding, so that a threshold may be negative
@@ -36,7 +38,7 @@ VARIANTS: dict[str, tuple[str, int | None]] = {
     for start, target in itertools.product(STARTS, (None, *TARGETS))
 }
 DEFAULT = [name for name, (_, target) in VARIANTS.items() if target in (32, 64, 128)]
-WORDS = ("corpus", "sources", "start", "given", "said_early", "status")
+WORDS = ("corpus", "sources", "start", "given", "method", "said_early", "status")
 RUN = ("corpus", "start", "steps", "target", "seed")  # columns that identify a training
 
 
@@ -67,22 +69,25 @@ def run_one(settings: Settings, corpus: Corpus) -> Result:
     ]
     calibrated = []
     trained_to = settings.preset.target_active.get("document_flops", 0)
+    rank = functools.partial(figures, tests, settings.preset.similarity)
     for name in SPLITS:
         documents = [pair.document for row in getattr(corpus, name) for pair in row.pairs]
         lifted = lifted_logits(
             run, documents[:: max(len(documents) // CALIBRATION_TEXTS, 1)][:CALIBRATION_TEXTS]
         )
         for target in CALIBRATED:
-            if target <= trained_to:
-                threshold = calibrate_threshold(lifted.log1p(), target) - LIFT
-                row = {"to": target, "given": name, "threshold": threshold}
-                row |= {"active_given": active(lifted, threshold)}
-                calibrated.append(row | figures(threshold, tests, settings.preset.similarity))
+            if target > trained_to:
+                continue
+            threshold = calibrate_threshold(lifted.log1p(), target) - LIFT
+            for method, (queries, documents_) in methods(threshold, target).items():
+                kept = (documents_(lifted) > 0).sum(1).double().mean().item()
+                row = {"to": target, "method": method, "given": name, "threshold": threshold}
+                calibrated.append(row | {"active_given": kept} | rank(queries, documents_))
     return {
         "sources": corpus.sources,
         "seconds": round(run.seconds, 1),
         "controllers": {side: one.report() for side, one in run.controllers.items()},
-        "trained": figures(0.0, tests, settings.preset.similarity),
+        "trained": rank(shifted(0.0), shifted(0.0)),
         "calibrated": calibrated,
     }
 
@@ -96,25 +101,45 @@ def lifted_logits(run: Run, texts: Sequence[str]) -> Tensor:
     return logits
 
 
-def active(lifted: Tensor, threshold: float) -> float:
-    """Return the mean number of dimensions above the threshold."""
-    return (lifted > threshold + LIFT).sum(1).double().mean().item()
+Vectors = Callable[[Tensor], Tensor]
+
+
+def methods(threshold: float, target: int) -> dict[str, tuple[Vectors, Vectors]]:
+    """Return how each method makes vectors of lifted logits, of queries and of documents."""
+    plain = shifted(0.0)
+
+    def pruned(lifted: Tensor) -> Tensor:
+        return plain(lifted).where(lifted > max(threshold, 0.0) + LIFT, 0.0)
+
+    def largest(lifted: Tensor) -> Tensor:
+        vectors = plain(lifted)
+        top = vectors.topk(target)
+        return torch.zeros_like(vectors).scatter_(1, top.indices, top.values)
+
+    return {
+        "shift": (shifted(threshold), shifted(threshold)),
+        "prune": (plain, pruned),
+        "largest": (plain, largest),
+    }
+
+
+def shifted(threshold: float) -> Vectors:
+    """Return the function that subtracts ``threshold`` from all logits."""
+    return lambda lifted: (lifted - threshold - LIFT).relu().log1p()
 
 
 def figures(
-    threshold: float, tests: Sequence[Sequence[Tensor]], similarity: str
+    tests: Sequence[Sequence[Tensor]], similarity: str, of_query: Vectors, of_document: Vectors
 ) -> dict[str, float]:
-    """Return active dimensions and ranking after subtracting ``threshold``; means over tasks.
-
-    Queries and documents share one bias, so the threshold applies to both.
-    """
-    ranked = []
+    """Return active dimensions and ranking; means over tasks."""
+    ranked, active = [], []
     for sides in tests:
-        queries, documents = ((lifted - threshold - LIFT).relu().log1p() for lifted in sides)
+        queries, documents = of_query(sides[0]), of_document(sides[1])
         ranked.append(ranking(similarities(queries, documents, similarity)))
+        active.append([(x > 0).sum(1).double().mean().item() for x in (queries, documents)])
     return {
-        "active": statistics.mean(active(documents, threshold) for _, documents in tests),
-        "active_query": statistics.mean(active(queries, threshold) for queries, _ in tests),
+        "active": statistics.mean(documents for _, documents in active),
+        "active_query": statistics.mean(queries for queries, _ in active),
         "recall_10": statistics.mean(one.recall_10 for one in ranked),
         "mrr_10": statistics.mean(one.mrr_10 for one in ranked),
     }
@@ -195,16 +220,16 @@ def asked_and_got(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def calibration(calibrated: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> str:
-    """Return one line per target of training and of calibration, over seeds and starts.
+    """Return one line per target of training, of calibration and method, over seeds and starts.
 
     The columns are the largest misses, the ranking of the models calibrated on validation documents
     and that of models trained to this target.
     """
-    keys = ("corpus", "steps", "target", "to")
+    keys = ("corpus", "steps", "to", "target", "method")
     cells = []
     ordered = sorted(calibrated, key=lambda one: [str(one[key]).zfill(4) for key in keys])
     for key, group in itertools.groupby(ordered, lambda one: tuple(one[name] for name in keys)):
-        corpus, steps, trained, to = key
+        corpus, steps, to, trained, _ = key
         by_split: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
         for one in group:
             by_split[one["given"]].append(one)
@@ -220,7 +245,7 @@ def calibration(calibrated: Sequence[dict[str, Any]], rows: Sequence[dict[str, A
         cells.append([*map(str, key), str(len(own)), *misses, *ranked])
     missed = ("miss, texts given", "miss, held out", "miss, given training texts")
     recall = ("R@10", "MRR@10", "R@10, trained to it", "MRR@10, trained to it")
-    asked = ("corpus", "steps", "trained to", "calibrated to", "runs")
+    asked = ("corpus", "steps", "calibrated to", "trained to", "method", "runs")
     return markdown((*asked, *missed, *recall), cells, left=1)
 
 
