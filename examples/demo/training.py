@@ -190,7 +190,8 @@ class Run:
         ):
             diagnostics = Diagnostics(self.tokens.vocab_size, **self.special)
             diagnostics.update(texts, other_side=other)
-            findings[side] = advise(diagnostics.report(), gradients, side=side)
+            options = {"objective": self.objective, "side": side}
+            findings[side] = advise(diagnostics.report(), gradients, **options)
         return findings
 
     def encode(self, texts: Sequence[str], model: SparseEncoder | None = None) -> Tensor:

@@ -5,7 +5,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
+from sparse_losses.losses.idf_flops import IdfFlopsLoss
 from sparse_losses.objective.gradient_report import GradientReport
+from sparse_losses.objective.objective import SpladeObjective
+from sparse_losses.objective.schedules import controllers_of
+from sparse_losses.objective.terms import NEEDS
 
 __all__ = ["Finding", "advise"]
 
@@ -25,6 +31,7 @@ ALIKE = 0.5  # the share of active dimensions that two texts have in common
 CONFLICT_COSINE, CONFLICT_SHARE = -0.5, 0.1
 OSCILLATION, TURNS = 0.25, 0.9
 FEWEST_LOSSES = 8
+CONTROLLED = ("texts are not sparse", "FLOPS dominates the gradient")
 # Rules on one number each: its name, the threshold and the side of it that is a symptom; the
 # symptom, the evidence, and what to change.
 TOKEN_RULES = [
@@ -89,17 +96,21 @@ def advise(
     report: Mapping[str, float],
     gradients: GradientReport | None = None,
     *,
+    objective: SpladeObjective | None = None,
     side: str = "document",
     losses: Sequence[float] = (),
     validation_losses: Sequence[float] = (),
 ) -> list[Finding]:
     """Return what is wrong with a run and what to change, the most serious finding first.
 
-    Where a schedule or a controller sets a weight, change its settings and not the weight.
+    With the ``objective``, only settings are named that the run has. A weight that a
+    ``SparsityController`` sets is changed by its ``target_active``, and it is left to it to make
+    dense texts sparse. Findings that no setting of the run can change are left out.
 
     Args:
         report: what ``Diagnostics.report()`` returned; rules are skipped where a number is missing.
         gradients: what ``gradient_report`` returned; it shows which term causes a problem.
+        objective: the objective of the run; ``None``: all settings are named.
         side: whose activations the report describes, ``"query"`` or ``"document"``.
         losses: totals of recent steps or epochs, in order; other rules need eight.
         validation_losses: validation losses of recent steps or epochs, likewise at least eight.
@@ -115,13 +126,63 @@ document_min_activation up
         raise TypeError(f"expected `report` from Diagnostics.report(), got {type(report).__name__}")
     if side not in ("query", "document"):
         raise ValueError(f"expected `side` to be 'query' or 'document', got {side!r}")
-    return [
+    if objective is not None and not isinstance(objective, SpladeObjective):
+        kind = type(objective).__name__
+        raise TypeError(f"expected `objective` to be a SpladeObjective, got {kind}")
+    findings = [
         *_sparsity_findings(report, gradients, side),
         *_size_findings(report, side),
         *_token_findings(report, side),
         *_gradient_findings(gradients),
         *_loss_findings(losses, validation_losses, side),
     ]
+    return findings if objective is None else list(_that_apply(findings, objective, side))
+
+
+def _that_apply(
+    findings: Sequence[Finding], objective: SpladeObjective, side: str
+) -> Iterator[Finding]:
+    """Yield the findings with changes of settings that the objective has."""
+    controllers = controllers_of(objective)
+    steered = f"{side}_flops" in controllers
+    for finding in findings:
+        if steered and finding.symptom in CONTROLLED:
+            continue
+        changes = []
+        for setting, direction in finding.changes:
+            if setting in controllers:
+                opposite = {"up": "down", "down": "up"}[direction]
+                changes.append((f"the controller's target_active of {setting}", opposite))
+            elif _is_setting(setting, objective, side):
+                changes.append((setting, direction))
+        if changes:
+            yield finding._replace(changes=tuple(changes))
+
+
+def _is_setting(setting: str, objective: SpladeObjective, side: str) -> bool:
+    """Whether the objective has a setting, and not yet as advised; others are the trainer's."""
+    weights, own = objective.weights, objective.self_reconstruction
+
+    def is_on(term: str) -> bool:
+        weight = weights.get(term, 0.0)
+        return isinstance(weight, Tensor) or weight != 0 or term in objective.scheduled
+
+    on_tokens = {"self_reconstruction": own, "positive_activation": objective.positive_activation}
+    used = [name for name in on_tokens if is_on(f"query_{name}") or is_on(f"document_{name}")]
+    if setting in ("idf_alpha", "stopword_penalty", "special_penalty"):
+        return isinstance(objective.flops, IdfFlopsLoss) and is_on(f"{side}_flops")
+    if setting == "ignore_token_ids":
+        ignored = [getattr(on_tokens[name], setting, None) for name in used]
+        return any(ids is None or len(ids) == 0 for ids in ignored)
+    if setting == "self_reconstruction.balanced":
+        return "self_reconstruction" in used and not getattr(own, "balanced", True)
+    if setting == "its warm-up":
+        return f"{side}_flops" in objective.scheduled
+    if setting == "info_nce.similarity":
+        return is_on("info_nce") and objective.info_nce.similarity == "cosine"
+    if setting.startswith("distillation"):
+        return is_on("distillation")
+    return is_on(setting) if setting in NEEDS else True
 
 
 def _sparsity_findings(

@@ -5,7 +5,14 @@ import re
 import pytest
 import torch
 
-from sparse_losses import Diagnostics, GradientReport
+from sparse_losses import (
+    COSINE,
+    RECOMMENDED,
+    Diagnostics,
+    GradientReport,
+    SparsityController,
+    SpladeObjective,
+)
 from sparse_losses.functional import advise
 from sparse_losses.objective.advice import _alike  # no finding shows its value below a half
 
@@ -239,3 +246,67 @@ def test_a_loss_that_is_not_finite_is_named_at_once(name, value):
     (finding,) = advise(HEALTHY, **{name: [1.0, value]})
     assert finding.symptom == "the loss is not finite"
     assert finding.evidence.startswith("1 of 2 values of the ")
+
+
+ILL = {
+    "texts": 32.0,
+    "dead_rows": 0.1,
+    "dense_rows": 0.9,
+    "active_dimensions": 120.0,
+    "stopword_top": 0.9,
+    "semantic_ratio": 0.5,
+    "mean_activation": 0.001,
+    "special_top": 0.9,
+    "foreign_share": 0.9,
+    "input_recall": 0.1,
+    "other_side_recall": 0.1,
+}
+
+
+def named(objective, report=ILL, **options):
+    """The settings that are named, in order."""
+    findings = advise(report, objective=objective, **options)
+    return list(dict.fromkeys(name for finding in findings for name, _ in finding.changes))
+
+
+def test_only_settings_of_the_objective_are_named():
+    objective = RECOMMENDED.without("document_flops").objective()
+    assert named(objective) == [], "not one of them is in this recipe"
+    assert named(objective, side="query") == ["query_flops"]
+    assert advise(ILL, objective=SpladeObjective({"info_nce": 1.0})) == [
+        finding._replace(changes=(("info_nce.similarity", "to 'dot', which sees scale"),))
+        for finding in advise(ILL)
+        if finding.symptom == "activations shrink but stay active"
+    ]
+
+
+def test_settings_that_are_as_advised_are_not_named():
+    objective = COSINE.objective(idf=torch.ones(30), special_token_ids=[0, 1])
+    names = named(objective)
+    assert {"idf_alpha", "stopword_penalty", "document_self_reconstruction"} < {*names}
+    assert not {"self_reconstruction.balanced", "ignore_token_ids"} & {*names}
+    objective = SpladeObjective({"document_self_reconstruction": 1.0})
+    names = named(objective)
+    assert names == [
+        "ignore_token_ids",
+        "document_self_reconstruction",
+        "self_reconstruction.balanced",
+    ]
+    losses = [1.0, 2.0] * 10
+    assert named(objective, HEALTHY, losses=losses) == []
+    assert named(RECOMMENDED.objective(), HEALTHY, losses=losses)[0] == "distillation"
+
+
+def test_a_controller_is_told_by_its_target_and_left_to_make_texts_sparse():
+    objective = RECOMMENDED.objective()
+    assert "texts are not sparse" in [f.symptom for f in advise(ILL, objective=objective)]
+    controller = SparsityController(objective, target_active=64)
+    first, *others = advise(ILL, objective=objective)
+    assert first.changes == (("the controller's target_active of document_flops", "up"),)
+    assert "texts are not sparse" not in [finding.symptom for finding in others]
+    assert controller.target_active == 64, "the controller lives"
+
+
+def test_an_objective_of_another_kind_is_an_error():
+    with pytest.raises(TypeError, match="`objective` to be a SpladeObjective, got dict"):
+        advise(HEALTHY, objective={})
