@@ -160,11 +160,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for result in results:
             row = _row(corpus, result)
             rows.append(row)
-            calibrated += [{key: row[key] for key in RUN} | one for one in result["calibrated"]]
+            key = {name: row[name] for name in RUN}
+            if row["target"] in CALIBRATED:
+                trained = {"to": row["target"], "method": "train", "given": "training"}
+                active = result["trained"]["active"]
+                trained |= {"threshold": 0.0, "active_given": active, **result["trained"]}
+                calibrated.append(key | trained)
+            calibrated += [key | one for one in result["calibrated"]]
     write(options.output / "targets.csv", rows)
     if calibrated:
         write(options.output / "calibrated.csv", calibrated)
-    table = asked_and_got(rows) + "\n" + calibration(calibrated, rows)
+    table = asked_and_got(rows) + "\n" + calibration(calibrated)
     publish(options.output / "targets.md", table)
 
 
@@ -219,34 +225,26 @@ def asked_and_got(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(("corpus", "start", "steps", "asked", *got), cells, left=2)
 
 
-def calibration(calibrated: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> str:
-    """Return one line per target of training, of calibration and method, over seeds and starts.
+def calibration(calibrated: Sequence[dict[str, Any]]) -> str:
+    """Return one line per corpus, sparsity, target of training and method, over seeds and starts.
 
-    The columns are the largest misses, the ranking of the models calibrated on validation documents
-    and that of models trained to this target.
+    The columns are the largest misses, on the texts given and on test documents, and the ranking.
+    Calibration was given validation documents; in the last column of misses training documents.
     """
     keys = ("corpus", "steps", "to", "target", "method")
     cells = []
     ordered = sorted(calibrated, key=lambda one: [str(one[key]).zfill(4) for key in keys])
     for key, group in itertools.groupby(ordered, lambda one: tuple(one[name] for name in keys)):
-        corpus, steps, to, trained, _ = key
-        by_split: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
-        for one in group:
-            by_split[one["given"]].append(one)
-        train, own = by_split["train"], by_split["validation"]
-        same = [
-            row
-            for row in rows
-            if (row["corpus"], row["steps"], row["target"]) == (corpus, steps, to)
-        ]
-        misses = [_miss(own, "active_given"), _miss(own, "active"), _miss(train, "active")]
-        ranked = [_mean(own, name) for name in ("recall_10", "mrr_10")]
-        ranked += [_mean(same, name) if trained != to else "" for name in ("recall_10", "mrr_10")]
+        rows = list(group)
+        given_training = [row for row in rows if row["given"] == "train"]
+        own = [row for row in rows if row["given"] != "train"]
+        misses = ["" if key[-1] == "train" else _miss(own, "active_given"), _miss(own, "active")]
+        misses.append(_miss(given_training, "active") if given_training else "")
+        ranked = [_mean(own, name) for name in ("active_query", "recall_10", "mrr_10")]
         cells.append([*map(str, key), str(len(own)), *misses, *ranked])
+    asked = ("corpus", "steps", "documents at", "trained to", "by", "runs")
     missed = ("miss, texts given", "miss, held out", "miss, given training texts")
-    recall = ("R@10", "MRR@10", "R@10, trained to it", "MRR@10, trained to it")
-    asked = ("corpus", "steps", "calibrated to", "trained to", "method", "runs")
-    return markdown((*asked, *missed, *recall), cells, left=1)
+    return markdown((*asked, *missed, "query dims", "R@10", "MRR@10"), cells, left=1)
 
 
 def _miss(calibrated: Sequence[dict[str, Any]], name: str) -> str:
@@ -255,7 +253,8 @@ def _miss(calibrated: Sequence[dict[str, Any]], name: str) -> str:
 
 
 def _mean(rows: Sequence[dict[str, Any]], name: str) -> str:
-    return f"{statistics.mean(row[name] for row in rows):.3f}" if rows else ""
+    form = ".0f" if name == "active_query" else ".3f"
+    return f"{statistics.mean(row[name] for row in rows):{form}}"
 
 
 if __name__ == "__main__":

@@ -62,20 +62,36 @@ def test_targets_are_rows_and_a_table(small, tmp_path, capsys):
     assert rows[0]["sources"] == "artificial 1"
 
     read = [targets.read_rows(tmp_path / name) for name in ("targets.csv", "calibrated.csv")]
-    tables = targets.asked_and_got(read[0]), targets.calibration(read[1], read[0])
+    tables = targets.asked_and_got(read[0]), targets.calibration(read[1])
     assert table == "\n".join(tables)
-    assert [(row["steps"], row["seed"], row["given"], row["to"]) for row in read[1]] == [
-        (steps, seed, split, to)
+    names = ("steps", "seed", "given", "to", "method")
+    pruned = [row for row in read[1] if row["method"] != "train"]
+    assert [tuple(row[name] for name in names) for row in pruned] == [
+        (steps, seed, split, to, method)
         for steps in (12, 13)
         for seed in (0, 1)
         for split in ("train", "validation")
-        for to in (32, 64)
+        for to in (16, 32, 64)
+        for method in ("shift", "prune", "largest")
     ]
-    for row in read[1]:
-        assert row["active_given"] == pytest.approx(row["to"], rel=0.02)
-    worst = [max((row["active"] / 32 - 1 for row in read[1][n:8:4]), key=abs) for n in (2, 0)]
-    line = next(one for one in table.splitlines() if one.startswith("| docstrings | 12 | 64 | 32 "))
-    assert " | ".join(f"{one:+.1%}" for one in worst) in line
+    for row in pruned:
+        assert row["active_given"] <= row["to"] * 1.02 or row["method"] == "shift"
+    own = [row["active"] for row in read[1] if (row["steps"], row["method"]) == (12, "train")]
+    worst = max((active / 64 - 1 for active in own), key=abs)
+    assert f"| docstrings | 12 | 64 | 64 | train | 2 |  | {worst:+.1%} |  |" in table
+
+
+@pytest.mark.parametrize("threshold", [1.5, -1.0])
+def test_methods_keep_the_weights_that_stay(threshold):
+    logits = torch.tensor([[-1.0, 0.5, 1.6, 3.0]])
+    vectors = logits.relu().log1p()
+    ways = targets.methods(threshold, 2)
+    made = {name: of_document(logits + targets.LIFT) for name, (_, of_document) in ways.items()}
+    torch.testing.assert_close(made["shift"], (logits - threshold).relu().log1p())
+    torch.testing.assert_close(made["prune"], vectors.where(logits > threshold, 0.0))
+    torch.testing.assert_close(made["largest"], vectors.where(logits > 1.0, 0.0))
+    for name in ("prune", "largest"):
+        torch.testing.assert_close(ways[name][0](logits + targets.LIFT), vectors)
 
 
 def test_a_calibrated_model_is_one_with_another_bias(small, corpus):
@@ -90,7 +106,8 @@ def test_a_calibrated_model_is_one_with_another_bias(small, corpus):
         with torch.no_grad():
             run.model.bias.add_(threshold)
         for name in ("cosine", "dot"):
-            figures = targets.figures(threshold, [lifted], name)
+            both = [targets.shifted(threshold)] * 2
+            figures = targets.figures([lifted], name, *both)
             assert figures["active"] == (documents > 0).sum(1).double().mean().item()
             assert figures["active_query"] == (queries > 0).sum(1).double().mean().item()
             expected = ranking(similarities(queries, documents, name)).mrr_10
