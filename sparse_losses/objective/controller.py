@@ -15,7 +15,7 @@ from sparse_losses._core.host_copy import HostCopy
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import num_ranks, sum_over_ranks
 from sparse_losses.objective.batch import SpladeBatch
-from sparse_losses.objective.objective import SpladeObjective
+from sparse_losses.objective.objective import ObjectiveOutput, SpladeObjective
 from sparse_losses.objective.schedules import controllers_of, count_steps, was_skipped
 
 __all__ = ["CollapseError", "SparsityController"]
@@ -29,15 +29,19 @@ CRASH, AHEAD = 1.5, 8
 STILL, PATIENCE = 0.02, 0.25  # a relative change that is none; the share of the pace until then
 FAR = 0.6  # log(active / target) above which a fall is no reason to lower the weight
 ROOM = 0.1  # the relative distance from the target that counts as on target
+# After so many steps InfoNCE should not be between these shares of its value at chance. (It is far
+# above where scores are too large.)
+AT_CHANCE, LEARNS, OVER = 50, 0.85, 1.2
+COLLAPSING = 0.5  # the increase of the share of dead rows that is a collapse
 SHRUNK = 0.1  # the share of the first mean activation below which activations have shrunk
 # The attributes that make up a state, with an underscore before each.
 STATE = ["steps", "log_ratio", "active", "error", "change", "trend", "cut", "is_dying"]
-STATE += ["silent_steps", "last_healthy_step", "status", "first", "mean_activation"]
+STATE += ["silent_steps", "last_healthy_step", "status", "first", "mean_activation", "ranking"]
 # The sizes of the lists in a state, and the types of what is no number; `type` tells bool from int.
-SIZES = {"first": 2, "dead": 3, "seen": 5, "sent": 5}
+SIZES = {"first": 2, "dead": 3, "seen": 7, "sent": 7}
 KINDS = {"term": (str,), "status": (str,), "is_dying": (bool,), "dead": (int, float, type(None))}
 KINDS |= dict.fromkeys(("steps", "silent_steps", "last_healthy_step"), (int,))
-OPTIONAL = ("active", "error", "last_healthy_step", "first", "seen", "sent")
+OPTIONAL = ("active", "error", "last_healthy_step", "first", "seen", "sent", "ranking")
 
 
 class CollapseError(RuntimeError):
@@ -88,6 +92,9 @@ class SparsityController:
     dense and the mean activation has fallen to a tenth of its first value, and by a larger factor
     than the number of dimensions.
 
+    A ranking loss that learns nothing shows in no count. If InfoNCE is still at chance after 50
+    steps (the logarithm of the number of candidates), a warning says so.
+
     Rows without any active dimension are dead. When their share increases, by ``dead_share`` and
     beyond chance, the weight is halved at once. It does not rise while the share is above the first
     one (a text without tokens is always dead). If all rows are dead for ``window`` steps, training
@@ -95,8 +102,10 @@ class SparsityController:
 
     Args:
         objective: the objective whose weight is adjusted; no schedule and no other controller may
-            set the same weight.
+            set the same weight. ``None``: for a loop of losses without an objective.
         term: ``"document_flops"`` or ``"query_flops"``.
+        weight: without an ``objective``: the first $\lambda$ of ``controller.weight``, a 0-d tensor
+            on the CPU, by which you multiply your FLOPS loss.
         target_active: active dimensions per text, > 0 and below the vocabulary's size.
         start: the first $\lambda$; default: the objective's weight.
         maximum: upper bound of $\lambda$; default: a million times ``start``.
@@ -107,6 +116,10 @@ class SparsityController:
         every: optimiser steps between two measurements. The counts of an accelerator are read one
             step later, so that training never waits for them.
         dead_share: increase of the share of dead rows that halves the weight, in [0, 1).
+
+    Attributes:
+        weight: the present $\lambda$ as a 0-d tensor, or ``None`` with an objective.
+        checkpoint: the one that you saved last, for the message of ``CollapseError``.
 
     Examples:
         >>> import torch
@@ -119,13 +132,23 @@ class SparsityController:
         True
         >>> controller.report()["active"]
         8.0
+
+        Without an objective:
+
+        >>> from sparse_losses.functional import flops_loss
+        >>> activations = torch.ones(4, 8, requires_grad=True)
+        >>> controller = SparsityController(weight=0.5, target_active=2)
+        >>> controller.observe(activations)
+        >>> loss = controller.weight * flops_loss(activations)  # and your other losses
+        >>> controller.step()  # after optimizer.step(), or attach(optimizer)
     """
 
     def __init__(
         self,
-        objective: SpladeObjective,
+        objective: SpladeObjective | None = None,
         term: str = "document_flops",
         *,
+        weight: float | None = None,
         target_active: float,
         start: float | None = None,
         maximum: float | None = None,
@@ -136,13 +159,19 @@ class SparsityController:
         every: int = 5,
         dead_share: float = 0.01,
     ) -> None:
-        if not isinstance(objective, SpladeObjective):
+        if (objective is None) == (weight is None):
+            raise TypeError("expected either `objective` or `weight`, got both or neither")
+        if objective is not None and not isinstance(objective, SpladeObjective):
             kind = type(objective).__name__
             raise TypeError(f"expected `objective` to be a SpladeObjective, got {kind}")
         check_choice("term", term, ("document_flops", "query_flops"))
         check_number("target_active", target_active, minimum=0.0, exclusive=True)
-        _check_only_master(objective, term)
-        start = _start_weight(objective, term, start)
+        if weight is not None and start is not None:
+            raise TypeError("expected no `start` beside `weight`, which is the first one")
+        if objective is not None:
+            _check_only_master(objective, term)
+        name = "start" if weight is None else "weight"
+        start = _start_weight(objective, term, name, start if weight is None else weight)
         if maximum is None:
             maximum = min(1e6 * start, sys.float_info.max)
         check_number("maximum", maximum, minimum=start)
@@ -163,7 +192,9 @@ class SparsityController:
         self.dead_share = float(dead_share)
         self.checkpoint: str | None = None
 
-        # Both tensors hold active entries, live rows, dead rows, sum of the activations, batches:
+        self.weight = torch.zeros(()) if objective is None else None
+        # Both tensors hold active entries, live rows, dead rows, sum of the activations, batches,
+        # sum of InfoNCE over its value at chance, batches of InfoNCE:
         # `_new` of this rank since the last step, `_seen` of all ranks since the last measurement.
         self._new: Tensor | None = None
         self._seen: Tensor | None = None
@@ -183,9 +214,11 @@ class SparsityController:
         self._first: list[float] | None = None  # active dimensions, mean activation
         self._mean_activation = 0.0
         self._last_healthy_step: int | None = None
+        self._ranking: float | None = None  # the smoothed share of InfoNCE's value at chance
         self._status = "waiting"
         self._write()
-        controllers_of(objective)[term] = self
+        if objective is not None:
+            controllers_of(objective)[term] = self
 
     def observe(self, activations: Tensor) -> None:
         """Count a batch ``[..., V]`` without a device wait; the batches of a step add up."""
@@ -202,7 +235,8 @@ class SparsityController:
             live = active > 0
             counts = [active.sum(), live.sum(), (is_number & ~live).sum()]
             mass = torch.where(is_number, mass, 0.0).sum()
-            new = torch.stack([*(count.to(wide) for count in counts), mass, torch.ones_like(mass)])
+            one, zero = torch.ones_like(mass), torch.zeros_like(mass)
+            new = torch.stack([*(count.to(wide) for count in counts), mass, one, zero, zero])
             self._new = _added(self._new, new)
 
     def step(self) -> None:
@@ -217,7 +251,7 @@ class SparsityController:
         self._steps += 1
         self._sum_over_ranks()
         if self._steps % self.every == 0:
-            seen = torch.zeros(5) if self._seen is None else self._seen
+            seen = torch.zeros(7) if self._seen is None else self._seen
             self._sent, self._seen = HostCopy(seen, Tensor.tolist), None
             if self._sent.is_here:
                 self._decide()
@@ -225,15 +259,18 @@ class SparsityController:
     def _decide(self) -> None:
         """Read a measurement and set the weight."""
         assert self._sent is not None
-        active, live, dead, mass, batches = self._sent.read()
+        active, live, dead, mass, batches, ranking, ranked = self._sent.read()
         self._sent = None
-        if (weight := self.objective.weights.get(self.term)) != self._written:
+        held = self._written if self.objective is None else self.objective.weights.get(self.term)
+        if (weight := held) != self._written:
             raise RuntimeError(
                 f"expected objective.weights[{self.term!r}] to be {self._written} as it was set "
                 f"here, got {weight}: only the controller may set it"
             )
         if not batches:
             raise RuntimeError("expected `observe(activations)` before `step()`, got none")
+        if ranked:
+            self._note_ranking(ranking / ranked)
         if live + dead == 0:  # no texts, or only rows with NaN
             return
         self._count_dead(dead, live + dead)
@@ -255,15 +292,36 @@ class SparsityController:
         if self._steps > self.ignore_steps or self._crash() > 0 or self._is_dying:
             self._steer()
 
+    def _note_ranking(self, share: float) -> None:
+        """Warn, once, of a ranking loss that is still at chance after 50 steps."""
+        old = self._ranking
+        if not math.isfinite(share) or (old == 0.0 and self._steps >= AT_CHANCE):
+            return
+        kept = math.exp(-self.every / self.window)
+        self._ranking = share if old is None else share + kept * (old - share)
+        if self._steps >= AT_CHANCE:
+            if LEARNS < self._ranking < OVER:
+                message = (
+                    "after step %d: InfoNCE is %.0f%% of its value at chance: nothing is learned "
+                    "yet, whatever the number of active dimensions"
+                )
+                _log.warning(message, self._steps, 100 * self._ranking)
+            self._ranking = 0.0  # it was looked at
+
     def _sum_over_ranks(self) -> None:
         """Add what all ranks observed since the last step, so that all have the same state."""
         new, self._new = self._new, None
         if num_ranks() > 1:
             if new is None:  # zeros: otherwise the others would wait for this rank
-                device = self.objective.special_token_ids.device
-                new = torch.zeros(5, dtype=widest_dtype(device), device=device)
+                device = self._device()
+                new = torch.zeros(7, dtype=widest_dtype(device), device=device)
             new = sum_over_ranks(new)
         self._seen = _added(self._seen, new)
+
+    def _device(self) -> torch.device:
+        if self.objective is not None:
+            return self.objective.special_token_ids.device
+        return torch.device("cpu") if self._seen is None else self._seen.device
 
     def _count_dead(self, dead: float, rows: float) -> None:
         share, usual = dead / rows, self._usually_dead
@@ -324,7 +382,7 @@ class SparsityController:
         status = self._status_now(crash)
         if status != self._status:
             self._status = status
-            is_warning = status.startswith(("unreachable", "backing"))
+            is_warning = status.startswith(("unreachable", "backing", "collapsing"))
             level = logging.WARNING if is_warning else logging.INFO
             _log.log(level, "after step %d: %s", self._steps, self)
 
@@ -333,6 +391,10 @@ class SparsityController:
         high = math.log(self.maximum / self.start)
         waver = 2.0 if self._status.startswith("unreachable") else 1.0  # keeps the status stable
         is_above, is_below = self._error > math.log1p(ROOM), self._error < math.log1p(-ROOM)
+        if self._dead - (self._first_dead or 0.0) > COLLAPSING:
+            is_idle = self._log_ratio < math.log(NEGLIGIBLE_SHARE)
+            cause = "at almost no weight of FLOPS" if is_idle else "under FLOPS"
+            return f"collapsing: most texts are empty {cause}"
         if self._is_dying:
             return "backing off: texts become empty"
         if crash:
@@ -360,7 +422,10 @@ class SparsityController:
         at_floor = self._log_ratio <= math.log(SMALLEST_SHARE)
         weight = min(self.start * math.exp(self._log_ratio), self.maximum)  # despite rounding
         self._written = 0.0 if at_floor else weight
-        self.objective.weights[self.term] = self._written
+        if self.objective is not None:
+            self.objective.weights[self.term] = self._written
+        elif self.weight is not None:
+            self.weight.fill_(self._written)
 
     def _collapse_message(self) -> str:
         healthy = self._last_healthy_step
@@ -377,18 +442,29 @@ class SparsityController:
     def attach(self, optimizer: torch.optim.Optimizer) -> "_Handles":
         """Observe the objective's batches and count the optimiser's steps, until ``.remove()``.
 
-        Batches count in training mode with gradients on. Attaching a second time is an error.
+        Batches count in training mode with gradients on; without an objective you ``observe`` them.
+        Attaching a second time is an error.
         """
-        steps = count_steps(optimizer, self._after_step)
-        return _Handles(steps, self.objective.register_forward_hook(self._watch, with_kwargs=True))
+        handles: list[Any] = [count_steps(optimizer, self._after_step)]
+        if self.objective is not None:
+            handles.append(self.objective.register_forward_hook(self._watch, with_kwargs=True))
+        return _Handles(*handles)
 
     def _watch(
-        self, objective: SpladeObjective, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any
+        self,
+        objective: SpladeObjective,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: ObjectiveOutput,
     ) -> None:
         # A copy of the objective has the hook too, but another controller's weight.
         if objective is not self.objective or not objective.training or not torch.is_grad_enabled():
             return
         batch: SpladeBatch = args[0] if args else kwargs["batch"]
+        if (loss := output.terms.get("info_nce")) is not None and self._steps < 2 * AT_CHANCE:
+            share = loss.to(widest_dtype(loss.device)) / _chance(objective, batch)
+            zero = torch.zeros_like(share)
+            self._new = _added(self._new, torch.stack([zero] * 5 + [share, torch.ones_like(share)]))
         if self.term == "query_flops":
             self.observe(batch.anchor.activations)
             return
@@ -491,16 +567,30 @@ def _check_types(state: Mapping[str, Any]) -> None:
             raise ValueError(f"expected finite numbers as {name!r}, got {value!r}")
 
 
-def _start_weight(objective: SpladeObjective, term: str, start: float | None) -> float:
+def _chance(objective: SpladeObjective, batch: SpladeBatch) -> float:
+    """Return InfoNCE's value if all candidates score alike."""
+    loss, negative = objective.info_nce, batch.negative
+    ranks = num_ranks() if objective.gather or loss.gather else 1
+    candidates = ranks * len(batch.positive.activations) if loss.in_batch else 1
+    if negative is not None:
+        shared = ranks if negative.activations.ndim == 2 else 1
+        candidates += shared * negative.activations.shape[-2]
+    return math.log(candidates) if candidates > 1 else math.inf
+
+
+def _start_weight(
+    objective: SpladeObjective | None, term: str, name: str, start: float | None
+) -> float:
     """Return the first weight as a plain number: ``torch.load`` refuses a state with NumPy's."""
     if start is None:
+        assert objective is not None
         held = objective.weights.get(term, 0.0)
         if isinstance(held, Tensor) or held == 0:
             raise ValueError(
                 f"expected a number > 0 as objective.weights[{term!r}], or `start`, got {held}"
             )
         start = held
-    check_number("start", start, minimum=0.0, exclusive=True)
+    check_number(name, start, minimum=0.0, exclusive=True)
     return float(start)
 
 

@@ -10,11 +10,13 @@ import torch
 
 from sparse_losses import (
     CollapseError,
+    ObjectiveOutput,
     SparsityController,
     SpladeBatch,
     SpladeObjective,
     Texts,
 )
+from sparse_losses.objective.controller import _chance  # a warning alone shows it
 
 V = 1000
 
@@ -321,6 +323,64 @@ def test_the_change_of_the_weight_is_the_formulas(looks, horizon, pull):
     assert change == pytest.approx(2 * controller.gain * pull)
 
 
+@pytest.mark.parametrize("start", [0.01, 1e3])
+def test_mostly_dead_rows_are_a_collapse_that_names_its_cause(start):
+    _, controller = _controller(start=start)
+    _look(controller, _rows(900))
+    status = _look(controller, _rows(3, dead=49, rows=50))
+    assert status == "collapsing: most texts are empty under FLOPS"
+    status = _look(controller, _rows(3, dead=49, rows=50), times=400)
+    assert status == "collapsing: most texts are empty at almost no weight of FLOPS"
+
+
+@pytest.mark.parametrize(
+    ("share", "steps", "warns"), [(1.0, 60, 1), (0.8, 60, 0), (1.3, 60, 0), (1.0, 49, 0)]
+)
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_ranking_loss_at_chance_is_named_once_after_50_steps(share, steps, warns, every, caplog):
+    objective = SpladeObjective({"info_nce": 2.0, "document_flops": 0.01})
+    controller = SparsityController(objective, target_active=50, every=every)
+    batch = SpladeBatch(Texts(_rows(400)), Texts(_rows(400)), Texts(_rows(400)))
+    output = ObjectiveOutput(torch.tensor(0.0), {"info_nce": torch.tensor(share * math.log(20))})
+    for _ in range(steps):
+        controller._watch(objective, (batch,), {}, output)
+        controller.step()
+    told = [record for record in caplog.records if "InfoNCE is 100% of its" in record.message]
+    assert len(told) == warns
+    assert all(record.levelname == "WARNING" for record in told)
+
+
+def test_chance_is_the_logarithm_of_the_candidates():
+    """Equal texts: all candidates score alike."""
+    rows, own = Texts(_rows(400)), Texts(_rows(400).expand(10, 10, V).transpose(0, 1)[:, :3])
+    for negative in (None, rows, own):
+        objective = SpladeObjective({"info_nce": 1.0})
+        batch = SpladeBatch(rows, rows, negative)
+        value = objective(batch).terms["info_nce"].item()
+        assert value == pytest.approx(_chance(objective, batch))
+
+
+def test_a_loop_without_an_objective_multiplies_by_the_weight():
+    controller = SparsityController(weight=0.25, target_active=50, every=1, ignore_steps=0)
+    assert (controller.weight.shape, controller.weight.item()) == ((), 0.25)
+    parameter = torch.nn.Parameter(torch.ones(V))
+    optimizer = torch.optim.SGD([parameter], lr=1e-6)
+    handle = controller.attach(optimizer)
+    weight = controller.weight
+    for _ in range(3):
+        controller.observe(parameter.expand(4, V))
+        (controller.weight * parameter.square().sum()).backward()
+        optimizer.step()
+    assert weight is controller.weight, "it is changed in place"
+    assert 0.25 < weight.item() == pytest.approx(controller.report()["weight"])
+    handle.remove()
+    optimizer.step()
+    assert controller.report()["step"] == 3
+    resumed = SparsityController(weight=9.0, target_active=50, every=1, ignore_steps=0)
+    resumed.load_state_dict(controller.state_dict())
+    assert torch.equal(resumed.weight, weight)
+
+
 def test_when_all_rows_are_dead_it_names_the_checkpoint():
     objective, controller = _controller(window=3)
     controller.checkpoint = "runs/7/step-1.pt"
@@ -463,6 +523,13 @@ def test_wrong_settings_are_errors(options, message):
 def test_wrong_inputs_are_errors():
     with pytest.raises(TypeError, match="`objective` to be a SpladeObjective, got dict"):
         SparsityController({"document_flops": 0.1}, target_active=3)
+    for both in ({}, {"objective": SpladeObjective({}), "weight": 1.0}):
+        with pytest.raises(TypeError, match="either `objective` or `weight`, got"):
+            SparsityController(**both, target_active=3)
+    with pytest.raises(TypeError, match="no `start` beside `weight`"):
+        SparsityController(weight=1.0, start=1.0, target_active=3)
+    with pytest.raises(ValueError, match=r"`weight` to be .* > 0"):
+        SparsityController(weight=0.0, target_active=3)
     _, controller = _controller(target_active=V)
     with pytest.raises(RuntimeError, match="observe"):
         controller.step()
@@ -557,7 +624,7 @@ def test_the_state_of_something_else_is_an_error():
         *((name, math.nan) for name in ("log_ratio", "active", "error", "trend", "cut", "start")),
         ("mean_activation", math.inf),
         ("dead", [0.0, math.nan, 0.0]),
-        ("sent", [math.nan] * 5),
+        ("sent", [math.nan] * 7),
         ("of_a_later_version", 1),
         ("log_ratio", 800),
         ("log_ratio", "0"),
@@ -568,7 +635,7 @@ def test_the_state_of_something_else_is_an_error():
         ("start", None),
         ("first", 3.0),
         ("first", [1.0]),
-        ("seen", [None] * 5),
+        ("seen", [None] * 7),
         ("dead", None),
     ],
 )
