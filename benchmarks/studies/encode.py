@@ -49,7 +49,7 @@ def encoders(folder: str, vocab_size: int, texts: Sequence[str]) -> dict[str, An
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, **special)
     model = BertForMaskedLM(BertConfig(vocab_size=vocab_size, **SIZES))
     encoder = SpladeEncoder(model, tokenizer).eval()
-    encoder.calibrate(texts[:32], ACTIVE * vocab_size)
+    encoder.calibrate(texts[:32], ACTIVE * vocab_size, method="shift")  # the folder of both
     encoder.save_pretrained(folder)
     theirs, patched = (SparseEncoder(folder, device="cpu") for _ in range(2))
     use_splade_head(patched)

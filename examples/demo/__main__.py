@@ -158,7 +158,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def train(console: Console, run: Run) -> None:
-    """Train with a progress bar, and print what ``advise`` finds, each symptom once."""
+    """Train with a progress bar; print each finding of ``advise`` once, at the end the targets."""
     bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console)
     task = bar.add_task("steps", total=run.settings.steps)
     line = Text(style="dim")
@@ -178,6 +178,8 @@ def train(console: Console, run: Run) -> None:
 
     with Live(Group(bar, line), console=console):
         run.train(after)
+    for controller in run.controllers.values():
+        console.print(str(controller), markup=False)
 
 
 if __name__ == "__main__":

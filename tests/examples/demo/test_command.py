@@ -30,7 +30,7 @@ def test_docstrings_become_answers_picture_and_figures(corpus, tmp_path, capsys,
         "MRR@10",
         "? shortest path",
         "? zzzz [b]",
-        "step 10, document: ",
+        "document_flops: ",
         "active of 64 wanted",
     ):
         assert expected in printed
