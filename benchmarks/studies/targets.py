@@ -31,6 +31,7 @@ STARTS = {"dense": 0.0, "sparse": -2.0}  # the bias; with -2 about 100 dimension
 TARGETS = (16, 32, 64, 128, 256)
 CALIBRATED = (16, 32, 64, 128)
 CALIBRATION_TEXTS = 1000  # maximal number of documents for the calibration of a threshold
+METHODS = ("train", "prune", "shift", "largest")
 SPLITS = ("train", "validation")  # held-out documents are longer than those of training
 LIFT = 4.0  # added to all logits in encoding, so that a threshold may be negative
 VARIANTS: dict[str, tuple[str, int | None]] = {
@@ -226,25 +227,31 @@ def asked_and_got(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def calibration(calibrated: Sequence[dict[str, Any]]) -> str:
-    """Return one line per corpus, sparsity, target of training and method, over seeds and starts.
+    """Return one line per corpus, sparsity of documents and target of training, over seeds.
 
-    The columns are the largest misses, on the texts given and on test documents, and the ranking.
-    Calibration was given validation documents; in the last column of misses training documents.
+    The misses are the largest of pruning: on the texts given, validation documents; on test
+    documents; and there if the texts given were training documents. Recall and the active
+    dimensions of queries are means over seeds and starts.
     """
-    keys = ("corpus", "steps", "to", "target", "method")
+    keys = ("corpus", "steps", "to", "target")
     cells = []
     ordered = sorted(calibrated, key=lambda one: [str(one[key]).zfill(4) for key in keys])
     for key, group in itertools.groupby(ordered, lambda one: tuple(one[name] for name in keys)):
-        rows = list(group)
-        given_training = [row for row in rows if row["given"] == "train"]
-        own = [row for row in rows if row["given"] != "train"]
-        misses = ["" if key[-1] == "train" else _miss(own, "active_given"), _miss(own, "active")]
-        misses.append(_miss(given_training, "active") if given_training else "")
-        ranked = [_mean(own, name) for name in ("active_query", "recall_10", "mrr_10")]
-        cells.append([*map(str, key), str(len(own)), *misses, *ranked])
-    asked = ("corpus", "steps", "documents at", "trained to", "by", "runs")
+        rows = {(name, given): [] for name in METHODS for given in (*SPLITS, "training")}
+        for row in group:
+            rows[row["method"], row["given"]].append(row)
+        pruned = rows["prune", "validation"]
+        misses = [_miss(pruned, "active_given"), _miss(pruned, "active")]
+        misses.append(_miss(rows["prune", "train"], "active"))
+        ways = {name: rows[name, "validation"] or rows[name, "training"] for name in METHODS}
+        recall = [_mean(own, "recall_10") for own in ways.values()]
+        queries = [_mean(ways[name], "active_query") for name in ("prune", "shift")]
+        cells.append([*map(str, key), str(len(pruned)), *misses, *queries, *recall])
+    asked = ("corpus", "steps", "documents at", "trained to", "runs")
     missed = ("miss, texts given", "miss, held out", "miss, given training texts")
-    return markdown((*asked, *missed, "query dims", "R@10", "MRR@10"), cells, left=1)
+    ranked = tuple(f"R@10 {name}" for name in ("as trained", "pruned", "shifted", "k largest"))
+    queries = ("query, pruned", "query, shifted")
+    return markdown((*asked, *missed, *queries, *ranked), cells, left=1)
 
 
 def _miss(calibrated: Sequence[dict[str, Any]], name: str) -> str:
@@ -253,6 +260,8 @@ def _miss(calibrated: Sequence[dict[str, Any]], name: str) -> str:
 
 
 def _mean(rows: Sequence[dict[str, Any]], name: str) -> str:
+    if not rows:
+        return ""
     form = ".0f" if name == "active_query" else ".3f"
     return f"{statistics.mean(row[name] for row in rows):{form}}"
 

@@ -211,7 +211,7 @@ def front(figure: Figure) -> None:
 
 
 def target_sparsity(figure: Figure) -> None:
-    """The reached sparsity by the target, and recall of trained and calibrated models."""
+    """The reached sparsity by the target, and recall of trained and pruned models."""
     beside = 1.09  # ratio of neighbouring places on the left axis, so that no mark hides another
     trained, calibrated = (
         [row for row in read_rows(DOCS / name) if row["steps"] == 250]
@@ -232,11 +232,12 @@ def target_sparsity(figure: Figure) -> None:
         thinned = [
             row
             for row in calibrated
-            if (row["corpus"], row["target"], row["given"]) == (corpus, 128, "validation")
+            if (row["corpus"], row["target"], row["given"], row["method"])
+            == (corpus, 128, "validation", "prune")
         ]
         for rows, fill, label in (
             (own, "full", f"{corpus}, trained to it"),
-            (thinned, "none", f"{corpus}, calibrated from 128"),
+            (thinned, "none", f"{corpus}, pruned from 128"),
         ):
             x, y = [row["active"] for row in rows], [row["recall_10"] for row in rows]
             right.plot(x, y, fillstyle=fill, label=label, **mark)

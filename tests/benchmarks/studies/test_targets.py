@@ -76,9 +76,15 @@ def test_targets_are_rows_and_a_table(small, tmp_path, capsys):
     ]
     for row in pruned:
         assert row["active_given"] <= row["to"] * 1.02 or row["method"] == "shift"
-    own = [row["active"] for row in read[1] if (row["steps"], row["method"]) == (12, "train")]
-    worst = max((active / 64 - 1 for active in own), key=abs)
-    assert f"| docstrings | 12 | 64 | 64 | train | 2 |  | {worst:+.1%} |  |" in table
+    own = [row for row in read[1] if (row["steps"], row["to"], row["target"]) == (12, 64, 64)]
+    worst = []
+    for given in ("validation", "train"):
+        kept = [row for row in own if (row["method"], row["given"]) == ("prune", given)]
+        worst.append(f"{max((row['active'] / 64 - 1 for row in kept), key=abs):+.1%}")
+    assert "| docstrings | 12 | 64 | 64 | 2 | " in table
+    assert f" | {' | '.join(worst)} | " in table
+    recall = [row["recall_10"] for row in own if row["method"] == "train"]
+    assert f" | {sum(recall) / 2:.3f} | " in table
 
 
 @pytest.mark.parametrize("threshold", [1.5, -1.0])
