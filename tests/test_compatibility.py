@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,7 +35,26 @@ def marked(path: Path) -> dict[str, set[str]]:
 
 def test_the_page_is_made_of_the_record():
     record = json.loads(compatibility.RECORD.read_text(encoding="utf-8"))
-    assert compatibility.PAGE.read_text(encoding="utf-8") == compatibility.render(record)
+    assert compatibility.PAGE.read_text(encoding="utf-8").startswith(compatibility.render(record))
+
+
+def test_named_tests_exist_and_named_errors_are_raised():
+    page = compatibility.PAGE.read_text(encoding="utf-8").partition("{ #models }")[2]
+    rows = [line[1:-1].split("|") for line in page.splitlines() if line.startswith("| ")]
+    literals = "\n".join(
+        node.value
+        for path in (ROOT / "sparse_losses").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    files, errors = [], []
+    for name, _, refused in rows[1:]:
+        files += re.findall(r"`([\w/]+\.py)`", name)
+        errors += [error for _, error in re.findall(r"(?:\(|^ )(``?) ?(.+?) ?\1", refused)]
+    assert len(files) >= 10
+    assert [file for file in files if not (ROOT / "tests" / file).is_file()] == []
+    assert len(errors) >= 8
+    assert [error for error in errors if error not in literals] == []
 
 
 def test_the_record_holds_the_marked_tests_with_what_they_are_marked_with():

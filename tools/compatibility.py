@@ -1,6 +1,7 @@
-"""Write docs/compatibility.md from the results of the tests marked `works_with`.
+"""Write the table of trainers in docs/compatibility.md from the tests marked `works_with`.
 
-``pytest --compatibility docs/results/compatibility.json`` writes the results.
+``pytest --compatibility docs/results/compatibility.json`` writes the results. What the page says
+after the table stays.
 """
 
 import json
@@ -43,7 +44,7 @@ loop. An empty cell is untested. Everything ran on CPUs; two devices are two glo
 
 """
 FOOT = """
-`make compatibility` writes this page from a test run. `docs/results/compatibility.json` has all
+`make compatibility` writes this table from a test run. `docs/results/compatibility.json` has all
 tests of each cell.
 """
 
@@ -71,4 +72,6 @@ def render(record: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(json.loads(RECORD.read_text(encoding="utf-8"))), encoding="utf-8")
+    _, _, rest = PAGE.read_text(encoding="utf-8").partition(FOOT.splitlines()[-1] + "\n")
+    table = render(json.loads(RECORD.read_text(encoding="utf-8")))
+    PAGE.write_text(table + rest, encoding="utf-8")
