@@ -17,6 +17,7 @@ ROWS = [
 ]
 HELD_OUT = ROWS[::6]
 TRAIN = [row for row in ROWS if row not in HELD_OUT]
+DOCUMENTS = [row["positive"] for row in TRAIN]  # yours: a sample of what will be indexed
 
 
 def encoder(dropout: float = 0.1) -> SpladeEncoder:

@@ -96,6 +96,7 @@ def main(folder: Path) -> None:
         assert same.state_dict() == schedule.state_dict()
     accelerator.print(log, schedules[1])
     encoder = accelerator.unwrap_model(model).encoder
+    encoder.calibrate(tiny.DOCUMENTS, 5)  # prunes; save the encoder afterwards
     accelerator.print(f"held-out active dimensions: {tiny.active_dimensions(encoder):.1f}")
 
 

@@ -112,6 +112,7 @@ def main(folder: Path) -> None:
     resumed = train(start(), folder, resume=folder / "step-20.pt")
     assert (resumed["controller"], resumed["log"]) == (whole["controller"], whole["log"])
     if dist.get_rank() == 0:
+        training.encoder.calibrate(tiny.DOCUMENTS, 5)  # prunes; save the encoder afterwards
         print(f"held-out active dimensions: {tiny.active_dimensions(training.encoder):.1f}")
     dist.destroy_process_group()
 

@@ -104,6 +104,7 @@ def main(folder: Path) -> None:
     for mine, other in zip(resumed.model.schedules, whole.model.schedules, strict=True):
         assert mine.state_dict() == other.state_dict()
     print({name: round(x.item(), 4) for name, x in whole.callback_metrics.items()})
+    whole.model.encoder.calibrate(tiny.DOCUMENTS, 5)  # prunes; save the encoder afterwards
     print(f"held-out active dimensions: {tiny.active_dimensions(whole.model.encoder):.1f}")
 
 

@@ -63,6 +63,9 @@ def train(folder: Path, *, steps: int = 40, resume: Path | None = None) -> Objec
         SparsityController(objective, "document_flops", target_active=8),
         loss=objective,
         diagnostics={"document": Diagnostics(encoder.vocab_size)},
+        calibrate_on=tiny.DOCUMENTS,
+        calibrate_to=5,
+        encoder=encoder,
     )
     trainer = ObjectiveTrainer(
         model,
@@ -89,6 +92,8 @@ def train(folder: Path, *, steps: int = 40, resume: Path | None = None) -> Objec
         callbacks=[state],
     )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    if trainer.is_world_process_zero():
+        encoder.save_pretrained(folder / "calibrated")
     return trainer
 
 
@@ -100,7 +105,7 @@ def main(folder: Path) -> None:
     resumed = train(folder, resume=folder / "checkpoint-20")
     assert logs[-1] == [entry for entry in resumed.state.log_history if "loss" in entry][-1]
     if trainer.is_world_process_zero():
-        encoder = SpladeEncoder.from_pretrained(folder / "checkpoint-40")
+        encoder = SpladeEncoder.from_pretrained(folder / "calibrated")
         print(f"held-out active dimensions: {tiny.active_dimensions(encoder):.1f}")
 
 

@@ -1,14 +1,14 @@
 """A callback for the ``Trainer`` of transformers, and for all trainers that inherit from it."""
 
 import base64
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_choice
+from sparse_losses._core.checks import check_choice, check_number
 from sparse_losses._core.extras import from_extra
 from sparse_losses.distributed import sum_over_ranks
 from sparse_losses.objective import (
@@ -18,6 +18,9 @@ from sparse_losses.objective import (
     SpladeBatch,
     SpladeObjective,
 )
+from sparse_losses.representation.calibration import calibrate
+from sparse_losses.representation.encoder import SpladeEncoder
+from sparse_losses.representation.encoding import check_texts
 
 with from_extra("transformers"):
     from safetensors.torch import load, save
@@ -25,6 +28,17 @@ with from_extra("transformers"):
     from transformers.trainer_callback import ExportableState
 
 __all__ = ["TrainingState"]
+
+
+FOLDS = 5  # of the texts to calibrate on every fifth is left out, and counted
+
+
+def _active_dimensions(encoder: Any, texts: Sequence[str]) -> float:
+    """Return the mean number of active dimensions of documents as they are indexed."""
+    bar = "show_progress" if isinstance(encoder, SpladeEncoder) else "show_progress_bar"
+    vectors = encoder.encode_document(list(texts), **{bar: False})
+    active: int = (vectors.to_sparse_csr().values() > 0).sum().item()
+    return active / len(texts)
 
 
 # The type checker sees their classes as Any, and a subclass of Any is an error.
@@ -43,7 +57,11 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
     - **The log** has, as means since the last log, the terms of the objective without their weights
       (``terms/info_nce``; in an evaluation ``eval_terms/info_nce``) and the diagnostics
       (``document/active_dimensions``); and of every controller ``document_flops/target``,
-      ``active``, ``weight`` and ``status``.
+      ``active``, ``weight``, ``status`` and ``dead_rows``.
+    - **The end** prints each controller's target and what became of it. With ``calibrate_on`` the
+      encoder is calibrated (``sparse_losses.calibrate``) on four fifths of these texts, and the
+      active dimensions of the last fifth are counted. Save the encoder
+      afterwards: the checkpoints are not calibrated.
 
     Numbers are logged to the console and ``trainer.state.log_history``. Callbacks that precede this
     one, such as those of TensorBoard and W&B, do not see them: for these, add it by
@@ -57,6 +75,12 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             none.
         diagnostics: by side, ``"query"`` or ``"document"``; they get the training batches of the
             objective, and are reset when they are logged.
+        calibrate_on: a sample of the documents that will be indexed, at least five texts; default:
+            no calibration.
+        calibrate_to: active dimensions per document after calibration; default: the controller's
+            ``target_active``. Pruning adds none, so let the controller keep a quarter more.
+        encoder: the ``SpladeEncoder`` or ``SparseEncoder`` to calibrate; default: the trainer's
+            model.
 
     Raises:
         ValueError: when training starts: for a second ``TrainingState``, learned parameters that
@@ -75,6 +99,9 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         *schedules_and_controllers: Any,
         loss: nn.Module | Mapping[str, nn.Module] | None = None,
         diagnostics: Mapping[str, Diagnostics] | None = None,
+        calibrate_on: Sequence[str] | None = None,
+        calibrate_to: float | None = None,
+        encoder: nn.Module | None = None,
     ) -> None:
         for side in diagnostics or ():
             check_choice("diagnostics", side, ["query", "document"])
@@ -83,6 +110,22 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         named = loss if isinstance(loss, Mapping) else {"loss": loss or nn.Module()}
         if not all(isinstance(module, nn.Module) for module in named.values()):
             raise TypeError(f"expected `loss` to be a module or a dict of modules, got {loss!r}")
+        targets = [
+            one.target_active
+            for one in schedules_and_controllers
+            if isinstance(one, SparsityController) and one.term == "document_flops"
+        ]
+        self.calibrate_to = calibrate_to if calibrate_to is not None else sum(targets)
+        if calibrate_on is not None:
+            check_texts(calibrate_on)
+            check_number("calibrate_to", self.calibrate_to, minimum=0.0, exclusive=True)
+            if len(calibrate_on) < FOLDS:
+                raise ValueError(
+                    f"expected `calibrate_on` of at least five texts, got {len(calibrate_on)}"
+                )
+        self.calibrate_on = calibrate_on
+        self.encoder = encoder
+        self._encoder: Any = encoder
         self.steered = schedules_and_controllers
         self.losses: dict[str, nn.Module] = dict(named)
         self.diagnostics = dict(diagnostics or {})
@@ -133,6 +176,13 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._detach()  # from a run that was interrupted
         if isinstance(state.stateful_callbacks.get(type(self).__name__), list):
             raise ValueError("expected one TrainingState for all schedules, got several")
+        encoder = objects["model"] if self.encoder is None else self.encoder
+        if self.calibrate_on is not None and not hasattr(encoder, "encode_document"):
+            raise TypeError(
+                "expected `encoder`, the SpladeEncoder or SparseEncoder to calibrate, as the "
+                f"trainer's model is another, got {type(encoder).__name__}"
+            )
+        self._encoder = encoder
         optimizer = objects["optimizer"]
         model = {id(x) for x in objects["model"].parameters()}
         learned = {
@@ -166,11 +216,32 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._handles = []
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Detach schedules and controllers; restore the best model's learned parameters."""
+        """Detach, restore the best model's learned parameters, calibrate, and print the targets."""
         self._detach()
         if args.load_best_model_at_end and state.best_model_checkpoint and self._learned:
             best = Path(state.best_model_checkpoint, "trainer_state.json")
             self._restore(TrainerState.load_from_json(str(best)), schedules=False)
+        lines = [one.outcome() for one in self.steered if isinstance(one, SparsityController)]
+        if self.calibrate_on is not None:
+            lines.append(self._calibrate(self._encoder))
+        for line in lines if state.is_world_process_zero else ():
+            print(line)
+
+    def _calibrate(self, encoder: Any) -> str:
+        """Calibrate to the documents' target, and say what texts left out of it have then."""
+        target, texts = self.calibrate_to, list(self.calibrate_on or ())
+        given = [text for number, text in enumerate(texts) if number % FOLDS]
+        done = "after calibration"
+        try:
+            calibrate(encoder, given, target)
+        except ValueError as error:
+            if "`target_active` of at most" not in str(error):
+                raise
+            done = "not calibrated, which only removes dimensions"
+        return (
+            f"documents: {_active_dimensions(encoder, given):.1f} active of {target:g} wanted, "
+            f"{done}; {_active_dimensions(encoder, texts[::FOLDS]):.1f} on texts left out of it"
+        )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Average the gradients of the learned parameters over the processes."""
@@ -224,7 +295,7 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             yield from ((f"{side}/{name}", value) for name, value in report.items())
         for one in self.steered:
             if isinstance(one, SparsityController):
-                for name in ("target", "active", "weight", "status"):
+                for name in ("target", "active", "weight", "status", "dead_rows"):
                     value = one.report()[name]
                     if value is not None:  # before the first measurement
                         yield f"{one.term}/{name}", value

@@ -44,6 +44,19 @@ KINDS |= dict.fromkeys(("steps", "silent_steps", "last_healthy_step"), (int,))
 OPTIONAL = ("active", "error", "last_healthy_step", "first", "seen", "sent", "ranking")
 
 
+REMEDIES = {  # of a status that begins so, where the target was missed
+    "unreachable: too sparse": (
+        "the ranking loss alone leaves fewer: raise its temperature with dot products, lower it "
+        "with cosines"
+    ),
+    "unreachable: too dense": "raise `maximum`",
+    "unreachable: activations": "raise minimum activation, or use dot products",
+    "collapsing": "return to a checkpoint with a smaller `start` or learning rate",
+    "above": "`calibrate` prunes the rest, or train longer",
+    "below": "what is dead hardly comes back: ask for more, then prune by `calibrate`",
+}
+
+
 class CollapseError(RuntimeError):
     """All rows are dead: behind a ReLU no loss has a gradient that revives them.
 
@@ -495,6 +508,16 @@ class SparsityController:
             f"{self.term}: {active} active of {self.target_active:g} wanted, "
             f"weight {self._written:.4g}, {self._status}"
         )
+
+    def outcome(self) -> str:
+        """Return the state as one line, with what to do where the target was missed."""
+        if self._active is None or self._error is None:
+            return f"{self}: nothing was measured; `attach` it, or call `observe` and `step`"
+        if abs(self._active / self.target_active - 1) <= ROOM:
+            return str(self)
+        where = "above" if self._active > self.target_active else "below"
+        found = [text for name, text in REMEDIES.items() if self._status.startswith(name)]
+        return f"{self}; {found[0] if found else REMEDIES[where]}"
 
     def __repr__(self) -> str:
         """Return the state with the name of the class, for a list of schedules."""

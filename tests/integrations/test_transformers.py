@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 
 import pytest
 import torch
@@ -293,6 +294,52 @@ def test_arguments_of_other_types_are_errors():
     for wrong in ("x", {"loss": 3}):
         with pytest.raises(TypeError, match="expected `loss` to be a module or a dict of modules"):
             TrainingState(loss=wrong)
+
+
+@pytest.mark.parametrize("target", [5, 90])
+def test_the_end_of_a_run_says_what_became_of_the_target(target, tmp_path, capsys):
+    """A target below what is active is reached by calibration, and another is named."""
+    encoder, objective = setting.encoder(), setting.objective()
+    documents = [row["positive"] for row in setting.rows(60)]
+    controller = SparsityController(objective, target_active=target, maximum=0.011)
+    objective.weights["query_flops"] = 0.0
+    options = {"calibrate_on": documents, "encoder": encoder}
+    if target == 5:
+        options["calibrate_to"] = target = 6
+    state = TrainingState(controller, loss=objective, **options)
+    make(tmp_path, objective, encoder=encoder, state=state, max_steps=7).train()
+    given = [text for number, text in enumerate(documents) if number % 5]
+    counts = [
+        (encoder.encode_document(texts, output="dense") > 0).sum(1).double().mean().item()
+        for texts in (given, documents[::5])
+    ]
+    found = [line for line in capsys.readouterr().out.splitlines() if "wanted" in line]
+    pattern = r"documents: ([\d.]+) active of (\d+) wanted, (.*); ([\d.]+) on texts left out of it"
+    (first, wanted, done, left_out) = re.search(pattern, found[-1]).groups()
+    assert [first, wanted, left_out] == [f"{counts[0]:.1f}", str(target), f"{counts[1]:.1f}"]
+    assert controller.outcome() in found[0]
+    if target == 6:
+        assert counts[0] == pytest.approx(target, rel=0.02)
+        assert done == "after calibration"
+        assert encoder.document_threshold > 0
+        assert "`calibrate` prunes the rest" in found[0]
+    else:
+        assert done == "not calibrated, which only removes dimensions"
+        assert encoder.document_threshold is None
+
+
+def test_calibration_needs_texts_a_target_and_an_encoder(tmp_path):
+    objective = setting.objective()
+    controller = SparsityController(objective, target_active=5)
+    with pytest.raises(ValueError, match="at least five texts, got 4"):
+        TrainingState(controller, calibrate_on=["a"] * 4)
+    with pytest.raises(TypeError, match="list of strings, got str"):
+        TrainingState(controller, calibrate_on="a document")
+    with pytest.raises(ValueError, match="expected `calibrate_to`"):
+        TrainingState(calibrate_on=["a"] * 5)
+    state = TrainingState(controller, loss=objective, calibrate_on=["a"] * 5)
+    with pytest.raises(TypeError, match=r"`encoder`.*got BertForMaskedLM"):
+        make(tmp_path, objective, state=state, max_steps=1).train()
 
 
 def test_diagnostics_are_of_a_side_and_losses_may_be_a_dict():

@@ -1,8 +1,10 @@
 import copy
+import inspect
 import itertools
 import json
 import math
 import random
+import re
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from sparse_losses import (
     SpladeObjective,
     Texts,
 )
-from sparse_losses.objective.controller import _chance  # a warning alone shows it
+from sparse_losses.objective.controller import REMEDIES, _chance  # a warning alone shows it
 
 V = 1000
 
@@ -594,6 +596,35 @@ def test_a_list_of_schedules_shows_the_state():
     _look(controller, _rows(60))
     assert "document_flops: 60.0 active of 40 wanted" in str(controller)
     assert repr([controller]) == f"[SparsityController({controller})]"
+
+
+@pytest.mark.parametrize(
+    ("active", "start", "said"),
+    [
+        (64, 1.0, None),
+        (20, 1.0, "what is dead hardly comes back"),
+        (150, 1.0, "`calibrate` prunes the rest"),
+    ],
+)
+def test_the_outcome_says_what_to_do_where_the_target_was_missed(active, start, said):
+    controller = SparsityController(weight=start, target_active=64)
+    assert "`attach` it, or call `observe` and `step`" in controller.outcome()
+    for _ in range(10):
+        controller.observe((torch.arange(200) < active).float().expand(4, 200))
+        controller.step()
+    if said is None:
+        assert controller.outcome() == str(controller)
+    else:
+        assert controller.outcome() == f"{controller}; {controller.outcome().partition('; ')[2]}"
+        assert said in controller.outcome()
+
+
+def test_every_remedy_is_of_a_status_and_every_unreachable_status_has_one():
+    source = inspect.getsource(SparsityController._status_now)
+    found = re.findall(r'"((?:unreachable|collapsing): [^"{]*)', source)
+    assert len(found) == 4
+    for status in found:
+        assert sum(status.startswith(name) for name in REMEDIES) == 1
 
 
 def test_before_the_first_measurement_there_is_nothing_to_report_and_a_state_to_load():

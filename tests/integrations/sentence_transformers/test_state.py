@@ -18,6 +18,7 @@ from tests.integrations.sentence_transformers.runs import (
     splade,
     train,
 )
+from tests.representation.tiny_models import CORPUS
 
 
 @pytest.mark.works_with(NAME, "fp32", "resume")
@@ -57,3 +58,19 @@ def test_nothing_stays_attached_after_training(sparse, tmp_path):
     assert not ours._forward_hooks
     trainer.train()
     assert schedule.steps_taken == 12
+
+
+def test_a_sparse_encoder_is_calibrated_at_the_end(sparse, tmp_path, capsys):
+    model, objective = sparse(), SpladeObjective({"info_nce": 1.0, "document_flops": 0.02})
+    controller = SparsityController(objective, target_active=9)
+    loss, documents = SentenceTransformersLoss(model, objective), CORPUS * 2
+    callbacks = [TrainingState(controller, loss=loss, calibrate_on=documents)]
+    train(model, loss, dataset(2), tmp_path, callbacks=callbacks)
+    given = [text for number, text in enumerate(documents) if number % 5]
+    counts = [
+        (model.encode_document(texts).to_dense() > 0).sum(1).double().mean().item()
+        for texts in (given, documents[::5])
+    ]
+    assert counts[0] == pytest.approx(9, rel=0.02)
+    said = f"documents: {counts[0]:.1f} active of 9 wanted, after calibration; {counts[1]:.1f} on"
+    assert said in capsys.readouterr().out
