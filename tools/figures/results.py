@@ -245,8 +245,9 @@ def target_sparsity(figure: Figure) -> None:
     right.set(title="Recall@10", xlabel="active dimensions of a document", ylim=(0.6, 1.0))
     left.legend(loc="upper left", fontsize=8)
     right.legend(loc="lower right", fontsize=8)
-    for axis in (left.xaxis, left.yaxis, right.xaxis):
+    for axis in (left.xaxis, left.yaxis):
         plain_ticks(axis, TARGETS)
+    plain_ticks(right.xaxis, [16, *TARGETS])
 
 
 def training(figure: Figure) -> None:
