@@ -8,8 +8,6 @@ from torch import Tensor
 
 from sparse_losses._core.checks import check_number, check_shapes
 
-__all__ = ["Activation", "check_threshold", "gated_logits", "splade_activation", "weights_of"]
-
 Activation = Literal["relu", "log1p_relu"]
 
 

@@ -10,22 +10,6 @@ from torch import Tensor, nn
 
 from sparse_losses._core.private_torch import transforms_are_active
 
-__all__ = [
-    "Declared",
-    "check_choice",
-    "check_flag",
-    "check_integer",
-    "check_learnable",
-    "check_number",
-    "check_rows",
-    "check_shapes",
-    "check_tensors",
-    "check_zero_one",
-    "declared",
-    "values_can_be_checked",
-]
-
-
 PLAIN = (Tensor, nn.Parameter)
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import num_ranks, sum_over_ranks
 
-__all__ = ["Estimator", "check_rows", "mean_and_square"]
-
 Estimator = Literal["biased", "unbiased"]
 
 

@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["from_extra"]
-
 
 @contextmanager
 def from_extra(extra: str) -> Iterator[None]:

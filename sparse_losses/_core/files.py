@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["replaced_file"]
-
 
 @contextmanager
 def replaced_file(path: str | os.PathLike[str], *, text: bool = False) -> Iterator[IO[Any]]:

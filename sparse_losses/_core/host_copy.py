@@ -6,8 +6,6 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from sparse_losses._core.own_gradient import (
 )
 from sparse_losses.distributed import average_grad_over_ranks
 
-__all__ = ["Arguments", "Implementation", "always", "choose", "compute", "is_exported"]
-
 Arguments: TypeAlias = Mapping[str, Any]  # tensors and hyperparameters, by name
 
 

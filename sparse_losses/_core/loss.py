@@ -62,8 +62,6 @@ from sparse_losses._core.products import HALVES, returns_fp32
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.distributed import agree_across_ranks
 
-__all__ = ["LossModule", "loss", "shown"]
-
 UNCHANGED = ("labels", "token ids")
 NO_DATA = ("mask", "integer")
 LEARNABLE = "> 0, learnable"

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from sparse_losses._core.precision import autocast_off
 from sparse_losses._core.private_torch import forward_level, is_batched, transforms_are_active
 
-__all__ = ["can_bring_its_gradient", "is_transformed", "with_own_gradient"]
-
 Gradients = Mapping[str, Tensor | None]
 
 

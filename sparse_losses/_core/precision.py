@@ -5,8 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-__all__ = ["autocast_off", "compute_dtype", "widest_dtype"]
-
 
 def autocast_off(device: torch.device) -> AbstractContextManager[None]:
     """Return a context in which autocast is off.

@@ -6,13 +6,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = [
-    "assert_on_device",
-    "forward_level",
-    "is_batched",
-    "transforms_are_active",
-]
-
 
 def assert_on_device(condition: Tensor, message: str) -> None:
     """Assert on the device, without a host sync and without a graph break."""

@@ -7,8 +7,6 @@ matrices first, and tensor cores are many times as fast.
 import torch
 from torch import Tensor
 
-__all__ = ["HALVES", "as_single", "product", "returns_fp32"]
-
 HALVES = (torch.float16, torch.bfloat16)
 
 _returns_fp32: dict[tuple[torch.device, torch.dtype], bool] = {}

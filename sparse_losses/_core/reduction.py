@@ -7,8 +7,6 @@ from torch import Tensor
 
 from sparse_losses.distributed import num_ranks, sum_over_ranks
 
-__all__ = ["Reduction", "reduce"]
-
 Reduction = Literal["none", "mean", "sum"]
 
 

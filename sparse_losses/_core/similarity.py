@@ -9,8 +9,6 @@ from torch import Tensor
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import widest_dtype
 
-__all__ = ["HalfRows", "half_rows", "normalize", "through_unit_rows_", "unit_rows"]
-
 
 def normalize(x: Tensor) -> Tensor:
     """L2-normalise the last dimension; a zero row stays zero and has zero gradient.

@@ -6,15 +6,6 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-__all__ = [
-    "contrastive_rows",
-    "diagonal",
-    "masked_logsumexp",
-    "negative_log_softmax",
-    "one_positive_rows",
-    "softplus",
-]
-
 # `log(1 + exp(x))` to full precision; PyTorch's default returns `x` from 20.
 softplus = functools.partial(nnf.softplus, threshold=50.0)
 

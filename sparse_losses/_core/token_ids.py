@@ -9,8 +9,6 @@ from torch import Tensor
 from sparse_losses._core.checks import check_zero_one, values_can_be_checked
 from sparse_losses._core.private_torch import assert_on_device, transforms_are_active
 
-__all__ = ["TokenIds", "as_mask", "attended_ids", "check_ids", "first_occurrences", "id_mask"]
-
 TokenIds = Iterable[int] | Tensor
 
 

@@ -17,8 +17,6 @@ from sparse_losses._core.precision import autocast_off
 from sparse_losses.fast.head_tiles import smallest_integer, sources, spread
 from sparse_losses.fast.sparse import bounds_of, sum_bags
 
-__all__ = ["packed_gradients", "packed_head", "packed_logits"]
-
 SCORES = 6 << 20  # maximal number of scores in a tile
 # Number of rows of a half-precision matrix that are cast at once in the backward pass.
 BLOCK = 4096

@@ -25,8 +25,6 @@ from torch import Tensor
 from sparse_losses._core.precision import autocast_off
 from sparse_losses._core.products import product, returns_fp32
 
-__all__ = ["maxima", "picked", "product_dtype", "smallest_integer", "sources", "tiled_head"]
-
 BYTES = 1 << 28  # maximal size of a tile's scores, and of a tile's rows of the weight
 
 

@@ -20,15 +20,6 @@ from sparse_losses._core.softmax import softplus
 from sparse_losses.distributed import gather_rows, num_ranks, rank, scatter_sum, sum_over_ranks
 from sparse_losses.fast.scores import DenseScores, Scores
 
-__all__ = [
-    "blockwise_info_nce",
-    "compute_info_nce",
-    "direct_info_nce",
-    "most_scores",
-    "rows_of_a_block",
-    "softmax",
-]
-
 Gradients = dict[str, Tensor | None]
 
 

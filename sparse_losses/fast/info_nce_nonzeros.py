@@ -10,8 +10,6 @@ from sparse_losses._core.products import as_single
 from sparse_losses.fast.info_nce import compute_info_nce
 from sparse_losses.fast.sparse import NonZeros, non_zeros, product, product_by_columns
 
-__all__ = ["FEWEST_COLUMNS", "has_few_nonzeros", "nonzeros_info_nce"]
-
 # Used below this density with at least this number of rows; for fewer rows, the limit is
 # proportionally smaller: on one thread of an Intel Xeon both take the same time at 1% with 64 rows
 # of a vocabulary of 30,522, at 3% with 128 and at 8% with 256. Dense products gain more from a

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from sparse_losses.fast.sparse import bounds_of, sum_bags
 
-__all__ = ["DenseLabels", "LabelLists", "largest_of_labels"]
-
 # Powers of four with exponents from minus this number to it are normal numbers, as are their sums.
 TOP_POWER = {torch.float32: 63, torch.float64: 511}
 

@@ -22,8 +22,6 @@ from sparse_losses.fast.info_nce import most_scores, softmax
 from sparse_losses.fast.label_lists import DenseLabels, LabelLists, largest_of_labels
 from sparse_losses.fast.scores import DenseScores
 
-__all__ = ["direct_nws"]
-
 MATRICES = 4  # number of matrices as large as the scores that are held at once
 
 Part = tuple[Tensor | None, Tensor | None, Tensor | None]  # features, labels, mask

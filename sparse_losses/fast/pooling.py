@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["nonzeros_pool", "prefers_nonzeros"]
-
 SMALL = 1 << 16  # logits of a text below which the work per text outweighs the work per logit
 LONG = 64  # positions
 

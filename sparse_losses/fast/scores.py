@@ -9,8 +9,6 @@ from torch import Tensor
 from sparse_losses._core.products import HALVES, product
 from sparse_losses._core.similarity import half_rows, through_unit_rows_, unit_rows
 
-__all__ = ["DenseScores", "Scores"]
-
 
 class Scores(Protocol):
     """Scores of queries with keys, then negatives, over the temperature, and their gradients."""

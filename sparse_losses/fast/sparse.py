@@ -10,17 +10,6 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-__all__ = [
-    "NonZeros",
-    "bounds_of",
-    "column_tiles",
-    "csr",
-    "non_zeros",
-    "product",
-    "product_by_columns",
-    "sum_bags",
-]
-
 
 def bounds_of(index: Tensor, size: int) -> Tensor:
     """Return the start of each of ``size`` values in the sorted ``index``, and the end."""

@@ -8,8 +8,6 @@ from torch import Tensor
 from sparse_losses._core.checks import check_integer, check_number
 from sparse_losses._core.precision import compute_dtype
 
-__all__ = ["mutual_information_lower_bound"]
-
 
 def mutual_information_lower_bound(loss: Tensor | float, num_candidates: int) -> Tensor:
     r"""Lower bound in nats on the mutual information of anchor and positive, from an InfoNCE value.

@@ -9,16 +9,6 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-__all__ = [
-    "Projection",
-    "adapted",
-    "check_bidirectional",
-    "evaluating",
-    "head_of",
-    "projection_of",
-    "unwrapped",
-]
-
 # What a model makes of these in place of its projection's output tells the scale and the soft cap.
 PROBE = (-1e5, -100.0, -1.0, -1e-3, 1e-3, 1.0, 100.0, 1e5)
 
