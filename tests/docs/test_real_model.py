@@ -46,7 +46,7 @@ CASES = {
 }
 
 
-def triplets(pairs, names, count=100):
+def triplets(pairs, names, count=400):
     """Rows with the column names of the data set: every text is another."""
     rows = [pairs[n % len(pairs)] for n in range(count)]
     columns = (
