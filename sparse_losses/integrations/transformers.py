@@ -18,7 +18,7 @@ from sparse_losses.objective import (
     SpladeBatch,
     SpladeObjective,
 )
-from sparse_losses.representation.calibration import calibrate
+from sparse_losses.representation.calibration import calibrate, document_modules
 from sparse_losses.representation.encoder import SpladeEncoder
 from sparse_losses.representation.encoding import check_texts
 
@@ -177,11 +177,8 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         if isinstance(state.stateful_callbacks.get(type(self).__name__), list):
             raise ValueError("expected one TrainingState for all schedules, got several")
         encoder = objects["model"] if self.encoder is None else self.encoder
-        if self.calibrate_on is not None and not hasattr(encoder, "encode_document"):
-            raise TypeError(
-                "expected `encoder`, the SpladeEncoder or SparseEncoder to calibrate, as the "
-                f"trainer's model is another, got {type(encoder).__name__}"
-            )
+        if self.calibrate_on is not None and not isinstance(encoder, SpladeEncoder):
+            document_modules(encoder)  # an error now, and not after the training
         self._encoder = encoder
         optimizer = objects["optimizer"]
         model = {id(x) for x in objects["model"].parameters()}

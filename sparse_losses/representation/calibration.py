@@ -94,7 +94,7 @@ def calibrate(
 
     Args:
         model: a ``SpladeEncoder``, a ``SpladeHead``, or a ``SparseEncoder`` of a fill-mask
-            transformer and ``SpladePooling``.
+            transformer and ``SpladePooling``, or of a ``Router`` with these for documents.
         data: texts like those to be encoded, such as a sample of the documents; for a
             ``SpladeHead`` batches ``(hidden, attention_mask)`` of ``[B, S, H]`` and ``[B, S]``.
         target_active: active dimensions per text, on average, > 0.
@@ -135,14 +135,21 @@ def calibrate(
     if hasattr(model, "calibrate"):
         own: float = model.calibrate(texts, target_active, method=method or "prune")
         return own
-    modules = list(model) if isinstance(model, nn.Sequential) else []
+    return _calibrate_sparse_encoder(model, list(texts), target_active, method or "shift")
+
+
+def document_modules(model: Any) -> tuple[Any, Any]:
+    """Return transformer and pooling of a ``SparseEncoder``, of a ``Router`` for its documents."""
+    modules: list[Any] = list(model) if isinstance(model, nn.Sequential) else []
+    if modules and "document" in getattr(modules[0], "sub_modules", ()):  # of a Router
+        modules = list(modules[0].sub_modules["document"])
     kinds = [type(module).__name__ for module in modules]
     if not hasattr(model, "encode_document") or kinds[1:2] != ["SpladePooling"]:
         raise TypeError(
             "expected a SpladeEncoder, a SpladeHead, or a SparseEncoder of a transformer and "
             f"SpladePooling, got {type(model).__name__} of {', '.join(kinds) or 'no modules'}"
         )
-    return _calibrate_sparse_encoder(model, list(texts), target_active, method or "shift")
+    return modules[0], modules[1]
 
 
 def _threshold_of_head(head: SpladeHead, data: Any, target_active: float) -> float:
@@ -160,7 +167,7 @@ def _threshold_of_head(head: SpladeHead, data: Any, target_active: float) -> flo
 def _calibrate_sparse_encoder(
     model: Any, texts: list[str], target_active: float, method: str
 ) -> float:
-    transformer, pooling = list(model)[:2]
+    transformer, pooling = document_modules(model)
     inner = unwrapped(transformer.auto_model)
     patched = vars(pooling).get("forward")  # by `use_splade_head`
     if method == "prune" and patched is None:

@@ -338,7 +338,7 @@ def test_calibration_needs_texts_a_target_and_an_encoder(tmp_path):
     with pytest.raises(ValueError, match="expected `calibrate_to`"):
         TrainingState(calibrate_on=["a"] * 5)
     state = TrainingState(controller, loss=objective, calibrate_on=["a"] * 5)
-    with pytest.raises(TypeError, match=r"`encoder`.*got BertForMaskedLM"):
+    with pytest.raises(TypeError, match=r"expected a SpladeEncoder, .* got BertForMaskedLM"):
         make(tmp_path, objective, state=state, max_steps=1).train()
 
 

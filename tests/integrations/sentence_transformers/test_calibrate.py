@@ -3,6 +3,8 @@
 import pytest
 import torch
 from sentence_transformers import SparseEncoder
+from sentence_transformers.base.modules import Router
+from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
 
 import sparse_losses
 from sparse_losses import SpladeHead
@@ -78,6 +80,24 @@ def test_a_head_is_pruned(activation, threshold):
     with pytest.raises(ValueError, match="`method`"):
         sparse_losses.calibrate(head, batches, 6.5, method="shift")
     assert head.threshold == t
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+def test_the_document_side_of_a_router_is_calibrated(with_head, sparse, tmp_path):
+    theirs = sparse()
+    static = SparseStaticEmbedding(theirs.tokenizer, torch.rand(len(theirs.tokenizer)))
+    sides = {"query_modules": [static], "document_modules": list(theirs)}
+    model = SparseEncoder(modules=[Router.for_query_document(**sides)], device="cpu")
+    if with_head:
+        use_splade_head(model)
+    queries = model.encode_query(TEXTS).to_dense()
+    assert sparse_losses.calibrate(model, CORPUS, 9) > 0
+    assert active(model, CORPUS) == pytest.approx(9, rel=0.02)
+    model.save_pretrained(str(tmp_path))
+    again = SparseEncoder(str(tmp_path), device="cpu").double()
+    documents = model.encode_document(TEXTS).to_dense().double()
+    torch.testing.assert_close(again.encode_document(TEXTS).to_dense().double(), documents)
+    assert torch.equal(model.encode_query(TEXTS).to_dense(), queries)
 
 
 def test_wrong_models_and_targets_are_named(sparse):
