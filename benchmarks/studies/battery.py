@@ -1,22 +1,25 @@
 """``python -m benchmarks.studies.battery``: does a target hold at first use?
 
-Small models that the controller was not tuned to, trained in a loop of one's own by InfoNCE and
-FLOPS on the documents: a tiny BERT with dropout, a bag of embeddings with two towers, and static
-queries with documents alone; sparse and dense starts, several learning rates, batches and lengths
-of the run. Three ways to steer: no FLOPS at all (what the target costs, and whether the run learns
-anything), the package's controller, and ``Planned``, a candidate to replace it.
+Small models that the controller was not tuned to, trained by InfoNCE and FLOPS on the documents: a
+tiny BERT with dropout, the same in a ``SparseEncoder`` and its trainer, a decoder with LoRA, a bag
+of embeddings with two towers in a loop without an objective, and static queries; sparse and dense
+starts, several learning rates, batches and lengths of the run. ``none`` trains without FLOPS: what
+the ranking loss leaves by itself, and whether the run learns anything.
 
 A third of the rows, chosen by a hash of their names, is held back: ``--held`` runs it. Do not tune
-on it.
+on it. After training the vectors of half of the held-out documents are pruned to two thirds of the
+target, as the pages advise; the other half is measured.
 """
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import hashlib
-import math
 import multiprocessing
+import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -26,8 +29,9 @@ import torch
 from torch import Tensor, nn
 
 import sparse_losses as sl
+from sparse_losses.functional import flops_loss
 
-V, TOPICS, PER_TOPIC, HELD_OUT = 4000, 300, 8, 200
+V, TOPICS, PER_TOPIC, HELD_OUT = 4000, 300, 8, 600
 LONGEST = {"query": 8, "document": 64}
 
 
@@ -35,7 +39,7 @@ LONGEST = {"query": 8, "document": 64}
 class Row:
     """One training."""
 
-    model: str = "bert"  # bert, bag or static
+    model: str = "bert"  # bert, trainer, decoder, bag or static
     similarity: str = "cosine"  # its temperature is 0.05, that of "dot" 1
     lr: float = 2e-3
     decay: bool = False  # linearly to 0
@@ -67,7 +71,7 @@ BERT = [
     *(Row(lr=lr, decay=True) for lr in (1e-3, 3e-3)),
     *(Row(target=target) for target in (64, 128)),
     *(Row(steps=100), Row(steps=100, target=64, decay=True)),
-    *(Row(steps=1000), Row(steps=1000, lr=5e-4, decay=True, target=64)),
+    Row(steps=1000, lr=5e-4, decay=True, target=64),
     *(Row(batch=8), Row(batch=64, steps=200)),
     *(Row(bias=-2.0), Row(bias=-2.0, target=64, lr=1e-3)),
 ]
@@ -77,19 +81,18 @@ DOT = [
     Row(similarity="dot", weight=3e-4, query_weight=3e-4, lr=5e-4),
     *(Row(similarity="dot", lr=1e-3, target=target) for target in (64, 128)),
     *(Row(similarity="dot", lr=1e-3, decay=True), Row(similarity="dot", lr=1e-3, steps=100)),
-    *(Row(similarity="dot", lr=5e-4, steps=1000), Row(similarity="dot", lr=1e-3, batch=8)),
+    Row(similarity="dot", lr=1e-3, batch=8),
     Row(similarity="dot", lr=1e-3, bias=-2.0),
 ]
-BAG = [
-    *(Row("bag"), Row("bag", lr=5e-3), Row("bag", "dot")),
-    Row("bag", "dot", weight=3e-3, query_weight=3e-3),
-    *(Row("bag", target=64, steps=1000), Row("bag", steps=100), Row("bag", bias=-1.0, target=64)),
-]
-STATIC = [
+OTHERS = [
+    *(Row("bag"), Row("bag", lr=5e-3), Row("bag", weight=1.0), Row("bag", lr=5e-3, steps=1000)),
+    *(Row("bag", lr=5e-3, steps=100), Row("bag", lr=5e-3, bias=-1.0, target=64)),
     *(Row("static", "dot"), Row("static", "dot", lr=5e-4), Row("static", "dot", bias=-2.0)),
     *(Row("static", "dot", target=64, decay=True), Row("static", "dot", target=64, steps=1000)),
+    *(Row("trainer", decay=True), Row("trainer", decay=True, target=64, bias=-2.0)),
+    *(Row("trainer", lr=1e-3, decay=True, target=128), Row("decoder"), Row("decoder", target=64)),
 ]
-ROWS = [*BERT, *DOT, *BAG, *STATIC]
+ROWS = [*BERT, *DOT, *OTHERS]
 
 
 class Texts:
@@ -146,6 +149,17 @@ class Tower(nn.Module):
             self.head = sl.SpladeHead.from_masked_lm(self.model)
             with torch.no_grad():
                 self.model.get_output_embeddings().bias.fill_(0.15 * bias)
+        elif kind == "decoder":
+            from peft import LoraConfig, get_peft_model
+            from transformers import Qwen3Config, Qwen3ForCausalLM
+
+            sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+            sizes |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128}
+            config = Qwen3Config(vocab_size=V, tie_word_embeddings=True, **sizes)
+            config.is_causal = False
+            adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+            self.model = get_peft_model(Qwen3ForCausalLM(config), adapters)
+            self.head = sl.SpladeHead.from_masked_lm(self.model)
         elif kind == "bag":
             self.words, self.out = nn.Embedding(V, 64), nn.Linear(64, V)
             nn.init.normal_(self.words.weight, std=0.3)
@@ -158,171 +172,190 @@ class Tower(nn.Module):
         if self.kind == "static":
             weights = self.idf[ids] * mask * (ids > 4)
             return torch.zeros(len(ids), V).scatter_(1, ids, weights)
-        hidden = self.model.base_model(ids, mask)[0] if self.kind == "bert" else self.words(ids)
+        if self.kind == "bag":
+            hidden = self.words(ids)
+        else:
+            lm = self.model.get_base_model() if self.kind == "decoder" else self.model
+            hidden = lm.base_model(ids, mask)[0]
         vectors: Tensor = self.head(hidden, mask)
         return vectors
 
 
-class Planned:
-    """A controller that waits, plans a descent over the run, and comes from above.
+Encode = Callable[[str, Sequence[int]], Tensor]
+CONTROLLERS = ("none", "controller")
 
-    FLOPS is off until the active dimensions have stopped falling by themselves and InfoNCE is below
-    85% of chance. Then its weight starts at 3% of the ranking loss, and follows the plan that
-    log(active) falls in a line to 1.12 times the target after 55% of the remaining steps. It pauses
-    (weight 0) while a fall would end below the target, or while texts die.
-    """
 
-    def __init__(self, objective: Any, row: Row) -> None:
-        self.objective, self.target, self.steps = objective, row.target, row.steps
-        self.number, self.status, self.started = 0, "waiting", 0
-        self.level = self.trend = self.log_weight = self.first = self.loss = self.dead = 0.0
-        objective.weights["document_flops"] = 0.0
+def controller_of(row: Row, way: str, objective: sl.SpladeObjective | None) -> Any:
+    """Return the package's controller, as a user would make it, or ``None``."""
+    if way == "none":
+        return None
+    weight = {"weight": row.weight} if objective is None else {}
+    return sl.SparsityController(objective, target_active=row.target, steps=row.steps, **weight)
 
-    def attach(self, optimizer: Any) -> None:
-        """Follow the objective's batches and the optimiser's steps."""
-        self.objective.register_forward_hook(self._watch)
-        optimizer.register_step_post_hook(lambda *_: self._step())
 
-    def report(self) -> dict[str, str]:
-        """Return the status."""
-        return {"status": self.status}
+def objective_of(row: Row, way: str) -> sl.SpladeObjective:
+    """Return InfoNCE and the FLOPS of the documents, perhaps of the queries."""
+    weights = {"info_nce": 1.0} | ({"document_flops": row.weight} if way != "none" else {})
+    weights |= {"query_flops": row.query_weight} if way != "none" and row.query_weight else {}
+    temperature = 0.05 if row.similarity == "cosine" else 1.0
+    info_nce = sl.InfoNCELoss(temperature=temperature, similarity=row.similarity)  # type: ignore[arg-type]
+    return sl.SpladeObjective(weights, info_nce=info_nce)
 
-    def _watch(self, objective: Any, inputs: Any, output: Any) -> None:
-        x = inputs[0].positive.activations.detach()
-        active = (x > 0).sum(1).float()
-        live = (active > 0).float().mean().item()
-        self.seen = active.sum().item() / max(live * len(x), 1), 1 - live
-        self.flops, self.chance = x.mean(0).square().sum().item(), math.log(len(x))
-        self.ranking = output.terms["info_nce"].item()
 
-    def _step(self) -> None:
-        (active, dead), self.number = self.seen, self.number + 1
-        level = math.log(max(active, 0.5) / self.target)
-        if self.number == 1:
-            self.level, self.loss, self.dead = level, self.ranking, dead
-        window = min(max(self.steps / 40, 4.0), 12.0)
-        kept = math.exp(-1 / window) if self.number > 5 else 0.5
-        expected = self.level + self.trend
-        self.level = expected + (1 - kept**2) * (level - expected)
-        self.trend += (1 - kept) ** 2 * (level - expected)
-        self.loss += 0.2 * (self.ranking - self.loss)
-        self.dead += 0.3 * (dead - self.dead)
-        if not self.started:
-            learns = self.loss < 0.85 * self.chance
-            if not (learns and self.number >= 5 and self.trend > -0.03 and self.level > 0):
-                self.status = "waiting" if learns or self.number < 50 else "ranking loss at chance"
-                return
-            self.started, self.first = self.number, self.level
-            self.log_weight = math.log(0.03 * max(self.loss, 0.05) / max(self.flops, 1e-12))
-            self.lowest = self.log_weight - 7
-        self._steer()
+def in_a_loop(row: Row, way: str, texts: Texts) -> tuple[list[float], Any, Encode]:
+    """Train; return the active dimensions by step, the controller and the encoder."""
+    kind = "bert" if row.model == "static" else row.model
+    document = Tower(kind, row.bias, texts.idf)
+    query = document if row.model in ("bert", "decoder") else Tower(row.model, row.bias, texts.idf)
+    objective = objective_of(row, way)
+    controller = controller_of(row, way, None if row.model == "bag" else objective)
+    towers = nn.ModuleList({id(tower): tower for tower in (query, document)}.values())
+    optimizer = torch.optim.AdamW([p for p in towers.parameters() if p.requires_grad], lr=row.lr)
+    factor = (lambda n: 1 - n / row.steps) if row.decay else (lambda n: 1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    if controller is not None:
+        controller.attach(optimizer)
+    g, counts = torch.Generator().manual_seed(1000), []
 
-    def _steer(self) -> None:
-        aim, length = math.log(1.12), 0.55 * (self.steps - self.started)
-        left = max(self.started + length - self.number, 0.0)
-        planned = aim + max(self.first - aim, 0.0) * left / length
-        slope = -(self.first - aim) / length if left else 0.0
-        gain, most = min(max(15 / self.steps, 0.02), 0.15), min(max(40 / self.steps, 0.06), 0.4)
-        change = gain * (self.level - planned) + (self.trend - slope)
-        change = max(min(change, most), -0.4)
-        pauses = (self.trend < -0.02 and self.level + 8 * self.trend < -0.1) or self.dead > 0.05
-        self.log_weight = max(
-            self.log_weight + (min(change, -0.05) if pauses else change), self.lowest
+    def encode(side: str, numbers: Sequence[int]) -> Tensor:
+        vectors: Tensor = {"query": query, "document": document}[side](*texts.batch(side, numbers))
+        return vectors
+
+    with contextlib.suppress(sl.CollapseError):
+        for _ in range(row.steps):
+            chosen = torch.randint(len(texts.training), (row.batch,), generator=g)
+            pick = [texts.training[i] for i in chosen]
+            q, d = encode("query", pick), encode("document", pick)
+            optimizer.zero_grad()
+            if row.model == "bag" and controller is not None:
+                controller.observe(d)
+                loss = objective.info_nce(q, d) + controller.weight * flops_loss(d)
+            else:
+                loss = objective(sl.SpladeBatch(sl.Texts(q), sl.Texts(d))).total
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            counts.append((d > 0).sum(1).float().mean().item())
+    towers.eval()
+    return counts, controller, encode
+
+
+def in_a_trainer(row: Row, way: str, texts: Texts) -> tuple[list[float], Any, Encode]:
+    """Train a ``SparseEncoder`` with ``use_splade_head``, as its trainer does."""
+    from datasets import Dataset
+    from sentence_transformers import (
+        SparseEncoder,
+        SparseEncoderTrainer,
+        SparseEncoderTrainingArguments,
+    )
+    from sentence_transformers.sparse_encoder.modules import SpladePooling, Transformer
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from sparse_losses.integrations.sentence_transformers import (
+        SentenceTransformersLoss,
+        use_splade_head,
+    )
+    from sparse_losses.integrations.transformers import TrainingState
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(V)}, unk_token="w1"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "w0", "unk_token": "w1"}
+
+    def columns(side: str, numbers: Sequence[int]) -> list[str]:
+        ids, mask = texts.batch(side, numbers)
+        rows = zip(ids.tolist(), mask.sum(1).tolist(), strict=True)
+        return [" ".join(f"w{i}" for i in row[:n]) for row, n in rows]
+
+    with tempfile.TemporaryDirectory() as folder:
+        PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
+        Tower("bert", row.bias, texts.idf).model.save_pretrained(folder)
+        transformer = Transformer(folder, transformer_task="fill-mask", max_seq_length=66)
+        model = SparseEncoder(modules=[transformer, SpladePooling("max")], device="cpu")
+        use_splade_head(model)
+        objective, counts = objective_of(row, way), []
+        controller = controller_of(row, way, objective)
+
+        def count(_: Any, inputs: Any, output: Any) -> None:
+            active = (inputs[0].positive.activations > 0).sum(1)
+            counts.append(active.float().mean().item())
+
+        objective.register_forward_hook(count)
+        loss = SentenceTransformersLoss(model, objective)
+        pairs = {side: columns(side, texts.training) for side in ("query", "document")}
+        settings = SparseEncoderTrainingArguments(
+            output_dir=folder,
+            max_steps=row.steps,
+            per_device_train_batch_size=row.batch,
+            learning_rate=row.lr,
+            lr_scheduler_type="linear" if row.decay else "constant",
+            report_to="none",
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
         )
-        is_off = pauses or self.log_weight == self.lowest
-        self.objective.weights["document_flops"] = 0.0 if is_off else math.exp(self.log_weight)
-        names = (
-            ("pausing", pauses),
-            ("sparsifying", self.level > 0.3),
-            ("relaxing", self.level < -0.05),
-        )
-        self.status = next((name for name, applies in names if applies), "on target")
-
-
-def present(objective: Any, row: Row) -> Any:
-    """Return the package's controller, as a user would make it."""
-    return sl.SparsityController(objective, target_active=row.target)
-
-
-CONTROLLERS: dict[str, Callable[[Any, Row], Any] | None] = {
-    "none": None,
-    "present": present,
-    "planned": Planned,
-}
+        states = [TrainingState(*filter(None, [controller]), loss=loss)]
+        data = Dataset.from_dict(pairs)
+        trainer = SparseEncoderTrainer(model, settings, data, loss=loss, callbacks=states)
+        with contextlib.suppress(sl.CollapseError):
+            trainer.train()
+    model.eval()
+    return (
+        counts,
+        controller,
+        lambda side, numbers: model.encode(
+            columns(side, numbers), convert_to_sparse_tensor=False, show_progress_bar=False
+        ),
+    )
 
 
 def train(row: Row, way: str) -> dict[str, Any]:
     """Train once; return the row's figures."""
     torch.set_num_threads(1)
+    texts = Texts()
     torch.manual_seed(0)
-    texts, make = Texts(), CONTROLLERS[way]
-    kinds = {"bert": ("bert", "bert"), "bag": ("bag", "bag"), "static": ("static", "bert")}[
-        row.model
-    ]
-    document = Tower(kinds[1], row.bias, texts.idf)
-    query = document if row.model == "bert" else Tower(kinds[0], row.bias, texts.idf)
-    weights = {"info_nce": 1.0} | ({"document_flops": row.weight} if make else {})
-    weights |= {"query_flops": row.query_weight} if make and row.query_weight else {}
-    temperature = 0.05 if row.similarity == "cosine" else 1.0
-    info_nce = sl.InfoNCELoss(temperature=temperature, similarity=row.similarity)  # type: ignore[arg-type]
-    objective = sl.SpladeObjective(weights, info_nce=info_nce)
-    towers = nn.ModuleList({id(tower): tower for tower in (query, document)}.values())
-    optimizer = torch.optim.AdamW(towers.parameters(), lr=row.lr)
-    factor = (lambda n: 1 - n / row.steps) if row.decay else (lambda n: 1.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    controller = make(objective, row) if make else None
-    if controller is not None:
-        controller.attach(optimizer)
-    g, counts, status = torch.Generator().manual_seed(1000), [], ""
-    try:
-        for _ in range(row.steps):
-            chosen = torch.randint(len(texts.training), (row.batch,), generator=g)
-            pick = [texts.training[i] for i in chosen]
-            vectors = query(*texts.batch("query", pick)), document(*texts.batch("document", pick))
-            optimizer.zero_grad()
-            objective(sl.SpladeBatch(*map(sl.Texts, vectors))).total.backward()
-            optimizer.step()
-            schedule.step()
-            counts.append((vectors[1] > 0).sum(1).float().mean().item())
-            status = controller.report()["status"] if controller else ""
-    except sl.CollapseError:
-        status = "CollapseError"
-    return _figures(row, way, counts, status, texts, towers.eval(), query, document)
-
-
-@torch.no_grad()
-def _figures(
-    row: Row, way: str, counts: list[float], status: str, texts: Texts, *towers: nn.Module
-) -> dict[str, Any]:
-    _, query, document = towers
-    q, d = (
-        query(*texts.batch("query", texts.held_out)),
-        document(*texts.batch("document", texts.held_out)),
-    )
-    if row.similarity == "cosine":
-        q, d = nn.functional.normalize(q), nn.functional.normalize(d)
-    scores = q @ d.T
-    positive = scores.diagonal()[:, None]
-    rank = (scores > positive).sum(1) + ((scores == positive).sum(1) - 1) / 2  # ties count half
+    learn = in_a_trainer if row.model == "trainer" else in_a_loop
+    counts, controller, encode = learn(row, way, texts)
+    with torch.no_grad():
+        q, d = encode("query", texts.held_out), encode("document", texts.held_out)
     ratios = [max(count, 0.01) / row.target for count in counts]
     first = next((n for n, ratio in enumerate(ratios) if 1 / 1.5 <= ratio <= 1.5), None)
-    tail = counts[-max(len(counts) // 20, 5) :]
+    # Of a few steps in a row, because a single batch says little.
+    level = [max(statistics.mean(ratios[n : n + 10]), 1e-4) for n in range(first or 0, row.steps)]
+    wanted, half = row.target / 1.5, HELD_OUT // 2
+    active = (d > 0).sum(1).double()
+    pruned, rest = None, d
+    if active[:half].mean() >= wanted:
+        t = sl.calibrate_threshold(d[:half], wanted)
+        rest = d * (d.expm1() > t)
+        pruned = (rest[half:] > 0).sum(1).double().mean().item()
     return {
         "name": row.name,
         "held_back": row.held_back,
         "controller": way,
         "steps": row.steps,
         "target": row.target,
-        "training": round(sum(tail) / len(tail), 1),
-        "held_out": round((d > 0).sum(1).float().mean().item(), 1),
+        "training": round(statistics.mean(counts[-max(row.steps // 20, 10) :]), 1),
+        "held_out": round(active.mean().item(), 1),
+        "wanted": round(wanted, 1),
+        "calibrated": None if pruned is None else round(pruned, 1),
         "query": round((q > 0).sum(1).float().mean().item(), 1),
         "first_within_1.5": first,
-        "largest_excursion": None
-        if first is None
-        else round(max(max(r, 1 / r) for r in ratios[first:]), 2),
-        "recall_10": round((rank < 10).float().mean().item(), 3),
-        "status": status,
+        "largest_excursion": None if first is None else round(max(max(r, 1 / r) for r in level), 2),
+        "recall_10": recall_10(q, d, row.similarity),
+        "recall_10_calibrated": None if pruned is None else recall_10(q, rest, row.similarity),
+        "status": "" if controller is None else controller.report()["status"],
     }
+
+
+def recall_10(q: Tensor, d: Tensor, similarity: str) -> float:
+    """Return the share of queries whose document is among the first ten; ties count half."""
+    if similarity == "cosine":
+        q, d = nn.functional.normalize(q), nn.functional.normalize(d)
+    scores = q @ d.T
+    positive = scores.diagonal()[:, None]
+    rank = (scores > positive).sum(1) + ((scores == positive).sum(1) - 1) / 2
+    return round((rank < 10).float().mean().item(), 3)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -339,17 +372,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in ROWS
         if row.name in args.only or (not args.only and row.held_back == args.held)
     ]
+    runs = [(row, "controller") for row in chosen if "controller" in args.controllers]
+    if "none" in args.controllers:  # then neither target nor weights matter
+        plain = (
+            dataclasses.replace(row, target=32, weight=0.01, query_weight=0.0) for row in chosen
+        )
+        runs += [(row, "none") for row in dict.fromkeys(plain)]
     results = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
-        runs = [pool.submit(train, row, way) for row in chosen for way in args.controllers]
-        for run in runs:
+        for run in [pool.submit(train, *run) for run in runs]:
             results.append(run.result())
             print(*results[-1].values(), flush=True)
-    with args.output.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, results[0])
-        writer.writeheader()
-        writer.writerows(results)
+            with args.output.open("w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, results[0])
+                writer.writeheader()
+                writer.writerows(results)
     return 0
 
 

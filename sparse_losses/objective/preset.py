@@ -242,7 +242,7 @@ class Preset:
             )
         # First, because a controller keeps the weight it finds: after an error nothing has changed.
         controllers = [
-            SparsityController(objective, term, target_active=target)
+            SparsityController(objective, term, target_active=target, steps=steps)
             for term, target in self.target_active.items()
         ]
         try:

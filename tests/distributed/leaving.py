@@ -58,9 +58,7 @@ def objective() -> torch.Tensor:
 
 
 def steer() -> None:
-    controller = SparsityController(
-        SpladeObjective({"document_flops": 0.1}), target_active=2, ignore_steps=0, every=1
-    )
+    controller = SparsityController(SpladeObjective({"document_flops": 0.1}), target_active=2)
     for _ in range(2):
         controller.observe(batch()[0])
         controller.step()

@@ -108,7 +108,7 @@ def steered(objective):
         return []
     return [
         TrainingSchedule(objective, warmups={"query_flops": Warmup(5, "quadratic")}),
-        SparsityController(objective, target_active=30, every=3, ignore_steps=0),
+        SparsityController(objective, target_active=30),
     ]
 
 

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from sparse_losses import Diagnostics, InfoNCELoss, SparsityController, SpladeEncoder
 from sparse_losses.integrations.transformers import TrainingState
 from tests.integrations import setting
+from tests.objective.test_late_copies import LateCopy
 from tests.integrations.trainers import adamw, by_hugging_face, compare
 
 VOCAB_SIZE = setting.VOCAB_SIZE
@@ -140,7 +141,7 @@ def test_best_model_comes_back_with_the_parameters_of_its_loss(tmp_path):
 def test_terms_are_logged_as_means_of_the_window(tmp_path):
     """An evaluation in between is no part of it."""
     objective = setting.objective()
-    controller = SparsityController(objective, target_active=30, every=1)
+    controller = SparsityController(objective, target_active=30)
     trainer = make(
         tmp_path,
         objective,
@@ -167,7 +168,7 @@ def test_terms_are_logged_as_means_of_the_window(tmp_path):
         assert 0 < entry["query/active_dimensions"] < entry["document/largest"]
     report = controller.report()
     assert logs[1]["document_flops/target"] == 30
-    assert logs[1]["document_flops/weight"] == 0.01  # the first 20 steps
+    assert logs[1]["document_flops/weight"] == 0.0  # it waits
     assert logs[1]["document_flops/status"] == report["status"] == "waiting"
 
 
@@ -190,13 +191,15 @@ def test_callbacks_see_the_numbers_of_one_before_them(tmp_path, is_first):
     assert "terms/info_nce" in logs_of(trainer)[0]
 
 
-def test_unmeasured_number_of_a_controller_is_not_logged(tmp_path):
+def test_unmeasured_number_of_a_controller_is_not_logged(tmp_path, monkeypatch):
+    """On an accelerator a measurement arrives a step later."""
+    monkeypatch.setattr("sparse_losses.objective.controller.HostCopy", LateCopy)
     objective = setting.objective()
-    controller = SparsityController(objective, target_active=30, every=3)
+    controller = SparsityController(objective, target_active=30)
     trainer = make(tmp_path, objective, controller)
     trainer.train()
     logs = logs_of(trainer)
-    assert ["document_flops/active" in entry for entry in logs] == [False, False, True, True]
+    assert ["document_flops/active" in entry for entry in logs] == [False, True, True, True]
     assert all(entry["document_flops/status"] == "waiting" for entry in logs)
 
 
@@ -301,7 +304,7 @@ def test_the_end_of_a_run_says_what_became_of_the_target(target, tmp_path, capsy
     """A target below what is active is reached by calibration, and another is named."""
     encoder, objective = setting.encoder(), setting.objective()
     documents = [row["positive"] for row in setting.rows(60)]
-    controller = SparsityController(objective, target_active=target, maximum=0.011)
+    controller = SparsityController(objective, target_active=target)
     objective.weights["query_flops"] = 0.0
     options = {"calibrate_on": documents, "encoder": encoder}
     if target == 5:

@@ -196,9 +196,8 @@ def test_a_scheduled_weight_changed_by_other_code_is_an_error():
         schedule.step()
 
 
-@pytest.mark.parametrize("start", [None, 0.5])
-def test_a_term_has_one_schedule_or_one_controller(start):
-    options = {"target_active": 10, "start": start}
+def test_a_term_has_one_schedule_or_one_controller():
+    options = {"target_active": 10}
     for schedule in (
         {"warmups": {"query_flops": Warmup(4)}},
         {"curriculum": Curriculum([Phase(0, 9, weights={"query_flops": 2.0})], unit="step")},

@@ -1,0 +1,187 @@
+r"""The law by which a controller sets a FLOPS weight, in plain numbers.
+
+A dimension that is dead behind a ReLU hardly comes back, and pruning from above costs next to
+nothing. The descent therefore comes from above: an error below the target is the costly one.
+"""
+
+import dataclasses
+import math
+
+LEARNS, LATE = 0.85, 0.98  # shares of chance at which the ranking loss counts as learning
+AT_CHANCE, OVER = 50, 1.2  # the step of the warning; above this share the scores are too large
+FIRST_LOOKS, SETTLED = 5, -0.03  # steps, and the trend, at which the fall has stopped by itself
+# Times the target, after this share of the steps that are left; the plan's power of the time left.
+AIM, LENGTH, BEND = 1.1, 0.6, 1.5
+UNPLANNED = 300  # the steps for which a run of unknown length is planned
+POWER = 1.9  # FLOPS falls with about this power of the active dimensions
+LEAST, FALL = -7.0, -0.4  # log(weight / first): its bound, which counts as 0; its fastest fall
+HASTE = 2.0  # how much faster an error below the target is mended
+BELOW, PAUSE = 0.3, -3.0  # a brake: from which distance below the target on; the strongest, 0
+IDLE = -4.5  # log of FLOPS' share over its first one, at which the other losses decide
+DYING, COLLAPSING = 0.05, 0.5  # shares of dead rows beyond the usual one
+USUAL = 10  # the first looks, whose dead rows are the usual ones
+LOW, HIGH = math.log(0.9), math.log(1.3)  # the levels that count as on target
+SHRUNK = 0.1  # the share of the first mean activation below which activations have shrunk
+
+
+@dataclasses.dataclass
+class Descent:
+    """The law and its state; every field is part of a controller's ``state_dict``.
+
+    A level is the smoothed log(measured / target) and a trend its change per step, by Holt's
+    method. ``ranking`` is the smoothed ranking loss over its value at chance.
+    """
+
+    steps: int | None
+    maximum: float | None
+    step: int = 0
+    level: float | None = None
+    trend: float = 0.0
+    ranking: float | None = None
+    dead: float | None = None
+    usual_dead: float = 0.0  # the mean of the first looks
+    tolerated: float = DYING
+    first: float | None = None  # measured / target
+    first_mean: float = 0.0
+    mean_activation: float = 0.0
+    last_healthy_step: int | None = None
+    silent_steps: int = 0  # without a row that is alive
+    unseen_steps: int = 0  # without a batch
+    started_at: int | None = None  # None: FLOPS is off until the count has settled
+    first_level: float = 0.0
+    first_weight: float = 0.0
+    log_ratio: float = 0.0  # log(weight / first_weight)
+    brake: float = 0.0  # log of a factor that is there for a while
+    idle_steps: int = 0  # below the target without FLOPS and without an upward trend
+    status: str = "waiting"
+
+    @property
+    def planned_steps(self) -> int:
+        """The steps of the run, or those for which an unknown run is planned."""
+        return self.steps or UNPLANNED
+
+    @property
+    def window(self) -> float:
+        """The steps of smoothing, and the lag with which the count follows the weight."""
+        return min(max(self.planned_steps / 40, 4.0), 12.0)
+
+    @property
+    def weight(self) -> float:
+        """The present weight."""
+        if self.started_at is None or self.log_ratio <= LEAST or self.brake <= PAUSE:
+            return 0.0
+        weight = self.first_weight * math.exp(self.log_ratio + self.brake)
+        return weight if self.maximum is None else min(weight, self.maximum)
+
+    @property
+    def more_dead(self) -> float:
+        """The share of rows that are dead beyond the usual one."""
+        return (self.dead or 0.0) - self.usual_dead
+
+    def look(self, level: float, mean_activation: float) -> None:
+        """Take note of log(measured / target) and of the mean of the active activations."""
+        if self.level is None:
+            self.level, self.first, self.first_mean = level, math.exp(level), mean_activation
+        kept = math.exp(-1 / self.window) if self.step > FIRST_LOOKS else 0.5
+        expected = self.level + self.trend
+        self.level = expected + (1 - kept**2) * (level - expected)
+        self.trend += 0.4 * (1 - kept) * (level - expected)
+        self.mean_activation = mean_activation
+
+    def look_at_dead(self, share: float, rows: float) -> None:
+        """Take note of the share of rows without an active dimension."""
+        if share == 0:
+            self.last_healthy_step = self.step
+        if self.dead is None:
+            self.dead = share
+        self.dead += (1 - math.exp(-1 / self.window)) * (share - self.dead)
+        if self.step <= USUAL:  # texts of unknown tokens are always dead
+            usual = self.usual_dead = self.usual_dead + (share - self.usual_dead) / self.step
+            self.tolerated = DYING + 2 * math.sqrt(usual * (1 - usual) / (rows * self.step))
+
+    def look_at_ranking(self, share: float) -> bool:
+        """Take note of the ranking loss over its value at chance; return whether to warn."""
+        if math.isfinite(share):
+            self.ranking = share if self.ranking is None else 0.8 * self.ranking + 0.2 * share
+        is_time = self.step == AT_CHANCE and self.ranking is not None
+        return is_time and LEARNS < (self.ranking or 0.0) < OVER
+
+    def steer(self, first_weight: float) -> None:
+        """Set the weight after the looks of a step; ``first_weight`` holds if it starts now."""
+        if self.started_at is None and self.level is not None and self._may_start(self.level):
+            self.started_at, self.first_level = self.step, self.level
+            self.first_weight = first_weight
+        if self.started_at is not None and self.level is not None:
+            self._follow(self.started_at, self.level)
+        self._count_idle()
+        self.status = self._status()
+
+    def _may_start(self, level: float) -> bool:
+        """Whether the fall has stopped by itself, above the target, and the ranking loss learns."""
+        is_late = self.step > self.planned_steps / 3
+        learns = self.ranking is None or self.ranking < (LATE if is_late else LEARNS)
+        has_settled = self.step >= FIRST_LOOKS and self.trend > SETTLED
+        return learns and has_settled and level > 0
+
+    def _follow(self, started_at: int, level: float) -> None:
+        """Follow the plan: a line from the first level to the aim, which then is held."""
+        length = max(LENGTH * (self.planned_steps - started_at), self.planned_steps / 5)
+        left = max(started_at + length - self.step, 0.0)
+        aim = math.log(AIM)
+        height = max(self.first_level - aim, 0.0)
+        planned = aim + height * (left / length) ** BEND
+        slope = -BEND * height / length * (left / length) ** (BEND - 1)
+        gain = min(max(10 / self.planned_steps, 0.02), 0.1)
+        rise = min(max(40 / self.planned_steps, 0.06), 0.4)
+        change = gain * (level - planned) * (HASTE if level < 0 else 1) + self.trend - slope
+        change = max(min(change, rise), FALL)
+        if slope:  # the same pressure at fewer dimensions needs a larger weight
+            change -= POWER * slope * min(max(2 - self.trend / slope, 0.0), 1.0)
+        ahead, deaths = level + self.window * self.trend, self.more_dead - self.tolerated
+        self.brake = max(min(ahead + BELOW, 0.0) - 10 * max(deaths, 0.0), PAUSE)
+        if deaths > 0:
+            change = min(change, 0.0)
+        high = math.inf if self.maximum is None else math.log(self.maximum / self.first_weight)
+        self.log_ratio = min(max(self.log_ratio + change, LEAST), high)
+
+    def _count_idle(self) -> None:
+        """Count steps next to no FLOPS, below the target, without an upward trend; others off."""
+        level = self.level if self.level is not None else 0.0
+        share = self.log_ratio + self.brake + POWER * (level - self.first_level)
+        is_off = self.weight == 0.0 or share < IDLE
+        is_rising = self.planned_steps / 10 * self.trend > HIGH
+        is_idle = level < LOW and is_off and not is_rising
+        self.idle_steps = max(self.idle_steps + (1 if is_idle else -1), 0)
+
+    def _status(self) -> str:
+        if self.level is None:
+            return self.status
+        is_above, is_below = self.level > HIGH, self.level < LOW
+        if self.more_dead > COLLAPSING:
+            how = "under" if self.weight else "without"
+            return f"collapsing: most texts are empty {how} FLOPS"
+        # What FLOPS has pruned may need longer to come back.
+        patience = max(self.planned_steps / 10, 10) * (1 if self.started_at is None else 2)
+        was_unreachable = self.status.startswith("unreachable: too sparse") and is_below
+        if self.idle_steps >= patience or was_unreachable:
+            return "unreachable: too sparse without FLOPS"
+        if self.more_dead > self.tolerated and self.started_at is not None:
+            return "braking: texts become empty"
+        if self.started_at is None:
+            is_time = self.step >= AT_CHANCE and self.ranking is not None
+            at_chance = is_time and LEARNS < (self.ranking or 0.0) < OVER
+            return "waiting: ranking loss at chance" if at_chance else "waiting"
+        if self.brake < -0.5:
+            return "braking: active dimensions fall below the target"
+        if is_above and self.weight == self.maximum:
+            return "unreachable: too dense at the largest weight"
+        if is_above and self._shrinks(self.level):
+            return "unreachable: activations shrink but stay active"
+        if is_above or is_below:
+            return "sparsifying" if is_above else "relaxing"
+        return "on target"
+
+    def _shrinks(self, level: float) -> bool:
+        """Whether FLOPS is satisfied by small activations instead of few."""
+        left = self.mean_activation / self.first_mean
+        return left < SHRUNK and left < math.exp(level) / (self.first or 1.0)
