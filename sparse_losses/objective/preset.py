@@ -13,9 +13,9 @@ from sparse_losses.losses.idf_flops import IdfFlopsLoss
 from sparse_losses.losses.language_penalty import LanguagePenaltyLoss
 from sparse_losses.losses.self_reconstruction import SelfReconstructionLoss
 from sparse_losses.objective.controller import SparsityController
-from sparse_losses.objective.objective import SpladeObjective
+from sparse_losses.objective.objective import LOSSES, SpladeObjective
 from sparse_losses.objective.schedules import Curriculum, ReadOnly, TrainingSchedule, Warmup
-from sparse_losses.objective.terms import LOSSES, NEEDS
+from sparse_losses.objective.terms import NEEDS
 from sparse_losses.vocabulary import idf_penalty, language_penalty
 
 __all__ = ["Preset"]

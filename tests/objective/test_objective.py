@@ -471,8 +471,6 @@ def test_special_tokens_need_the_ids_of_positives_and_negatives(side):
     objective = SpladeObjective({"document_min_activation": 1.0}, special_token_ids=[0, 1])
     with pytest.raises(ValueError, match="needs `input_ids` of positives and negatives, or of nei"):
         objective(part)
-    plain = SpladeObjective({"document_min_activation": 1.0})  # which does not read the ids
-    torch.testing.assert_close(plain(part).total, plain(batch).total)
 
 
 @pytest.mark.parametrize("name", ["teacher_scores", "teacher_anchor_scores"])
