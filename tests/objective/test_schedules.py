@@ -264,11 +264,11 @@ def test_argument_of_another_type_is_named(make, message):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"steps": 3}, "'steps_taken', got one with 'steps'"),
+        ({"steps": 3}, "state of a TrainingSchedule, got {'steps': 3}"),
         ({"steps_taken": -1}, "`steps_taken`"),
         ({"steps_taken": 3, "temperature": math.nan}, "`temperature`"),
         ({"steps_taken": 3, "temperature": 0.0}, "`temperature`"),
-        (None, "the state of a TrainingSchedule, got NoneType"),
+        (None, "the state of a TrainingSchedule, got None"),
     ],
 )
 def test_the_state_of_something_else_is_not_loaded(state, message):
