@@ -226,17 +226,11 @@ class Preset:
         They set the objective's weights in training: ``attach`` each to the optimiser. A warm-up
         needs ``steps``, the optimiser's in the whole training; phases need ``steps_per_epoch``.
         """
-        shares = {t: share for t, share in self.warmup.items() if t not in self.target_active}
-        if shares and steps is None:
-            raise ValueError(
-                f"expected `steps` of the whole training, as {', '.join(shares)} warms up, got None"
-            )
-        if steps is not None:
-            check_integer("steps", steps, minimum=1)
-        warmups = {
-            term: Warmup(max(1, round(share * (steps or 0))), "quadratic")
-            for term, share in shares.items()
-        }
+        warmups = {}
+        for term, share in self.warmup.items():
+            if term not in self.target_active:
+                check_integer("steps", steps, minimum=1)
+                warmups[term] = Warmup(max(1, round(share * (steps or 0))), "quadratic")
         # First, because a controller keeps the weight it finds: after an error nothing has changed.
         controllers = [
             SparsityController(objective, term, target_active=target)

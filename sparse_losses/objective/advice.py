@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from sparse_losses._core.checks import check_choice
 from sparse_losses.losses.idf_flops import IdfFlopsLoss
 from sparse_losses.objective.gradient_report import GradientReport
 from sparse_losses.objective.objective import SpladeObjective
@@ -124,8 +125,7 @@ document_min_activation up
     """
     if not isinstance(report, Mapping):
         raise TypeError(f"expected `report` from Diagnostics.report(), got {type(report).__name__}")
-    if side not in ("query", "document"):
-        raise ValueError(f"expected `side` to be 'query' or 'document', got {side!r}")
+    check_choice("side", side, ("query", "document"))
     if objective is not None and not isinstance(objective, SpladeObjective):
         kind = type(objective).__name__
         raise TypeError(f"expected `objective` to be a SpladeObjective, got {kind}")

@@ -242,18 +242,12 @@ def _rows(column: int, inputs: Any) -> int:
 
 def _encode(column: Sequence[_MiniBatch]) -> tuple[list[Tensor | None], Any]:
     """Return a column's representations, as leaves of the loss's graph, and their structure."""
-    outputs, structures = [], []
+    outputs = []
     for batch in column:
         batch.generators = _generator_states()
         leaves, structure = batch.encode()
         outputs.append(leaves)
-        structures.append((structure, [leaf is None for leaf in leaves]))
-    if any(structure != structures[0] for structure in structures):
-        raise ValueError(
-            "expected `encoder` to return the same structure for all mini-batches of column "
-            f"{column[0].column}, got {structures}"
-        )
-    return [_join(leaves) for leaves in zip(*outputs, strict=True)], structures[0][0]
+    return [_join(leaves) for leaves in zip(*outputs, strict=True)], structure
 
 
 def _join(parts: tuple[Tensor | None, ...]) -> Tensor | None:
@@ -261,6 +255,8 @@ def _join(parts: tuple[Tensor | None, ...]) -> Tensor | None:
     tensors = [part for part in parts if part is not None]
     if not tensors:
         return None
+    if len(tensors) < len(parts):
+        raise ValueError("expected `encoder` to return a tensor for all mini-batches, got None too")
     carries_gradient = tensors[0].is_floating_point()
     if not carries_gradient and tensors[0].ndim > 1:
         return cat_padded(*tensors)

@@ -318,9 +318,8 @@ class Diagnostics:
         check_integer("k", k, minimum=1)
         if self._state is None:
             return {}
-        on_top, texts, _ = (
-            self._state[0][2 * self.vocab_size :].cpu().split([self.vocab_size, 1, 8])
-        )
+        sums, size = self._state[0].cpu(), self.vocab_size
+        on_top, texts = sums[2 * size : 3 * size], sums[3 * size]
         share, ids = (on_top / texts).sort(descending=True, stable=True)
         top = zip(ids[:k].tolist(), share[:k].tolist(), strict=True)
         return {token: part for token, part in top if part > 0}

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.token_ids import TokenIds, check_ids
+from sparse_losses._core.token_ids import TokenIds, id_mask
 from sparse_losses.vocabulary import DocumentFrequency, bm25_scores
 from sparse_losses.vocabulary.bm25 import check_bm25
 
@@ -70,11 +70,10 @@ class BM25Teacher(nn.Module):
     ) -> None:
         super().__init__()
         counts = document_frequency
-        ids = check_ids("special_token_ids", special_token_ids)
-        self.special_token_ids = sorted({int(token) for token in (() if ids is None else ids)})
-        if outside := [t for t in self.special_token_ids if not 0 <= t < counts.vocab_size]:
-            v = f"V = {counts.vocab_size}"
-            raise ValueError(f"expected `special_token_ids` in [0, V), {v}, got {outside[0]}")
+        is_special = id_mask(
+            "special_token_ids", special_token_ids, counts.vocab_size, torch.device("cpu")
+        )
+        self.special_token_ids = [] if is_special is None else is_special.nonzero()[:, 0].tolist()
         special = int(counts.df[self.special_token_ids].sum())
         self.mean_length = counts.mean_length - special / counts.num_documents
         check_bm25(mean_length=self.mean_length, k1=k1, b=b)
