@@ -231,24 +231,15 @@ class Preset:
             if term not in self.target_active:
                 check_integer("steps", steps, minimum=1)
                 warmups[term] = Warmup(max(1, round(share * (steps or 0))), "quadratic")
-        # First, because a controller keeps the weight it finds: after an error nothing has changed.
+        # First, because they keep the weights that they find: after an error all are as they were.
         controllers = [
             SparsityController(objective, term, target_active=target)
             for term, target in self.target_active.items()
         ]
-        try:
-            schedule = TrainingSchedule(
-                objective, self.curriculum, warmups=warmups, steps_per_epoch=steps_per_epoch
-            )
-        except Exception:
-            controllers.clear()  # the traceback would keep them, and their terms taken
-            raise
+        schedule = TrainingSchedule(
+            objective, self.curriculum, warmups=warmups, steps_per_epoch=steps_per_epoch
+        )
         return [schedule, *controllers]
-
-    def __str__(self) -> str:
-        """Return one line per field that is set, with `?` for numbers that must be."""
-        fields = vars(self) | dict.fromkeys(self.missing(), "?")
-        return "\n".join(f"{n}: {value}" for n, value in fields.items() if value not in (None, {}))
 
 
 # Every number is one line, with its reason. Figures are nDCG@10 on the docstrings and on Debian's

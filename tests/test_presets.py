@@ -229,8 +229,6 @@ def test_schedules_that_fail_leave_the_objective_as_it_was(off):
     with pytest.raises(ValueError, match=off):
         RECOMMENDED.schedules(objective, steps=40)
     assert (objective.weights, objective.scheduled) == (before, set())
-    objective.weights[off] = 0.1
-    assert len(RECOMMENDED.schedules(objective, steps=40)) == 2
 
 
 @pytest.mark.parametrize(
@@ -282,9 +280,7 @@ def test_without_changes_nothing_else():
         V26.without("teacher")
 
 
-def test_a_preset_prints_its_numbers_and_marks_what_is_missing_and_what_is_ours():
-    lines = str(V28).splitlines()
-    assert {"name: V28", "teacher: BAAI/bge-m3", "alpha_kl: 0.7", "top_k: 5"} <= {*lines}
-    assert "ours: {'sides': " in str(V28)
-    assert "alpha_mse: 0.0" in str(COSINE)
-    assert "temperature: ?" in str(V22)
+def test_a_preset_shows_its_numbers_and_what_is_ours():
+    shown = str(V28)
+    for part in ("name='V28'", "'info_nce': 3.0", "top_k=5", "teacher='BAAI/bge-m3'", "'sides': "):
+        assert part in shown

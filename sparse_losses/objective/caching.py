@@ -67,9 +67,9 @@ def cached_backward(
         The output of ``loss``, without its graph.
 
     Raises:
-        TypeError: for columns, outputs or losses of other types.
-        ValueError: for columns whose tensors differ in their number of rows, a loss that is not
-            one number, or representations without a gradient.
+        TypeError: for columns, outputs or losses of other types, or a loss that is not one number.
+        ValueError: for columns whose tensors differ in their number of rows, or representations
+            without a gradient.
 
     Examples:
         >>> import torch
@@ -277,10 +277,9 @@ def _deal_out_gradients(column: Sequence[_MiniBatch], leaves: Sequence[Tensor | 
 
 def _total(output: Tensor | ObjectiveOutput) -> Tensor:
     total = output.total if isinstance(output, ObjectiveOutput) else output
-    if not isinstance(total, Tensor):
-        kind = type(output).__name__
-        raise TypeError(f"expected `loss` to return a 0-d tensor or an ObjectiveOutput, got {kind}")
-    if total.ndim or not total.requires_grad:
-        got = f"shape {list(total.shape)}" if total.ndim else "one without a gradient"
-        raise ValueError(f"expected `loss` to return one number with a gradient, got {got}")
+    if not isinstance(total, Tensor) or total.ndim or not total.requires_grad:
+        raise TypeError(
+            "expected `loss` to return one number with a gradient, a 0-d tensor or an "
+            f"ObjectiveOutput, got {output!r}"
+        )
     return total

@@ -334,7 +334,4 @@ def _effective_number(masses: Tensor) -> float:
     total = masses.sum()
     if total == 0:
         return 0.0
-    if total.isinf():  # the infinite ones hold all of it
-        masses = masses.isinf().to(masses.dtype)
-        total = masses.sum()
     return math.exp(torch.special.entr(masses / total).sum().item())

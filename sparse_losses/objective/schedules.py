@@ -50,8 +50,8 @@ class Phase:
 
     Examples:
         >>> from sparse_losses import Phase
-        >>> print(Phase(1, 8, temperature=0.08, weights={"distillation": 2.5}))
-        1 to 8: temperature 0.08, distillation 2.5
+        >>> Phase(1, 8, temperature=0.08, weights={"distillation": 2.5})
+        Phase(first=1, last=8, temperature=0.08, weights={'distillation': 2.5})
     """
 
     first: int
@@ -68,12 +68,6 @@ class Phase:
             check_choice("weights", name, list(NEEDS))
             check_number(f"weights[{name!r}]", weight)
         object.__setattr__(self, "weights", ReadOnly(self.weights))
-
-    def __str__(self) -> str:
-        """Return the phase as one line."""
-        parts = [] if self.temperature is None else [f"temperature {self.temperature:g}"]
-        parts += [f"{name} {weight:g}" for name, weight in self.weights.items()]
-        return f"{self.first} to {self.last}: {', '.join(parts)}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,8 +82,12 @@ class BM25Teacher(nn.Module):
 
     def forward(self, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
         """Return the scores of every query with every document."""
-        _check_texts("query", query)
-        _check_texts("document", document)
+        for name, texts in (("query", query), ("document", document)):
+            if not isinstance(texts, Mapping) or not isinstance(texts.get("input_ids"), Tensor):
+                raise TypeError(
+                    f"expected `{name}` as a dict of the tensors input_ids and attention_mask, got "
+                    f"{texts!r}"
+                )
         return bm25_scores(
             query["input_ids"],
             query["attention_mask"],
@@ -123,16 +127,6 @@ def score_candidates(
     if negative["input_ids"].ndim == 3:  # keep each anchor's own negatives
         others = others.reshape(len(others), *negative["input_ids"].shape[:2]).diagonal().T
     return torch.cat([scores, others], 1)
-
-
-def _check_texts(name: str, texts: object) -> None:
-    keys = ("input_ids", "attention_mask")
-    got = type(texts).__name__
-    if isinstance(texts, Mapping):
-        if all(isinstance(texts.get(key), Tensor) for key in keys):
-            return
-        got = ", ".join(f"{key} as a {type(x).__name__}" for key, x in texts.items()) or "nothing"
-    raise TypeError(f"expected `{name}` as a dict with the tensors {' and '.join(keys)}, got {got}")
 
 
 def _scores(teacher: Teacher, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:

@@ -136,12 +136,10 @@ class Count:
         """Continue from a state, which must be of the same inputs, tokenizer and options."""
         try:
             settings, done, (documents, tokens), df = json.loads(path.read_text(encoding="utf-8"))
-            is_same = done.items() <= inputs.items() and settings == self.settings
-            if is_same:
-                self.counter._set_counts(df, documents, tokens)
+            if settings != self.settings or not done.items() <= inputs.items():
+                raise ValueError("it is of other inputs or with other options")
+            self.counter._set_counts(df, documents, tokens)
         except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged: start over with --restart") from error
-        if not is_same:
-            unfinished = f"{path} holds an unfinished count of other inputs or with other options"
-            raise ValueError(f"{unfinished}: start over with --restart")
+            unfinished = f"cannot continue the unfinished count {path}"
+            raise ValueError(f"{unfinished}, start over with --restart: {error}") from error
         self.done = done

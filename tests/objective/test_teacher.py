@@ -68,9 +68,9 @@ def test_bm25_teacher_is_no_part_of_what_is_saved_or_learned():
 @pytest.mark.parametrize(
     ("query", "document", "message"),
     [
-        (column(2)["input_ids"], column(2), "`query` as a dict with .*, got Tensor"),
-        (column(2), {}, "`document` as .* and attention_mask, got nothing"),
-        ({**column(2), "input_ids": [[1]]}, column(2), "`query` .*, got input_ids as a list"),
+        (column(2)["input_ids"], column(2), "`query` as a dict of .*, got tensor"),
+        (column(2), {}, "`document` as .* and attention_mask, got {}"),
+        ({**column(2), "input_ids": [[1]]}, column(2), "`query` as a dict of the tensors"),
     ],
 )
 def test_wrong_texts_are_errors(query, document, message):

@@ -200,7 +200,7 @@ def test_unfinished_count_of_something_else_is_refused(tokenizer, tmp_path, caps
         ([first, second], tokenizer, ["--field", "body"]),
     ]:
         assert count(*inputs, tokenizer=made_with, output=output, options=options) == 2
-        assert "partial holds an unfinished count of other inputs or" in capsys.readouterr().err
+        assert "restart: it is of other inputs or with other options" in capsys.readouterr().err
     text_file(first, [*TEXTS, "more"])
     assert count(first, second, tokenizer=tokenizer, output=output) == 2
     settings, _, numbers, df = json.loads(state)
@@ -213,7 +213,7 @@ def test_unfinished_count_of_something_else_is_refused(tokenizer, tmp_path, caps
     ):
         partial.write_text(damaged)
         assert count(first, second, tokenizer=tokenizer, output=output) == 2
-        assert "partial is damaged: start over with --restart" in capsys.readouterr().err
+        assert "partial, start over with --restart: " in capsys.readouterr().err
     assert count(first, second, tokenizer=tokenizer, output=output, options=["--restart"]) == 0
     assert is_count_of(output, [*TEXTS, "more", *TEXTS], tokenizer)
 
@@ -226,7 +226,6 @@ GOOD = '{"text": "the cat"}\n'
     [
         ("a.jsonl", GOOD * 9 + "\n{'text': 1}\n", ":11: Expecting property name"),
         ("a.jsonl", GOOD * 9 + "[1]\n" + GOOD, ":10: expected a text in 'text' (--field), got [1]"),
-        ("a.jsonl", '{"text": null}', ":1: expected a text in 'text' (--field), got {'text': None"),
         ("a.jsonl", "[" * 100_000, ":1: maximum recursion depth exceeded"),
         ("a.jsonl", GOOD * 9 + '{"text": "\\ud800"}\n', ":10: 'utf-8' codec can't encode"),
         ("a.txt", b"a\n" * 200 + b"caf\xe9\n", ":201: 'utf-8' codec can't decode"),
@@ -248,18 +247,15 @@ def test_wrong_documents_are_errors_with_file_and_line(
 def test_wrong_commands_are_errors(tokenizer, tmp_path, capsys):
     path, output = text_file(tmp_path / "a.txt"), tmp_path / "df.npz"
     data = dataset(tmp_path / "data", text=["a", None])
-    (tmp_path / "plain").mkdir()
     (tmp_path / "wrong.json").write_text("{}")
     folder = "expected a file or a folder of Dataset.save_to_disk, got "
     for inputs, made_with, out, options, message in [
         (["missing.txt"], tokenizer, output, [], folder),
-        ([tmp_path / "plain"], tokenizer, output, [], folder),
         ([data], tokenizer, output, [], "data:2: expected a text in 'text' (--field), got {'text"),
         ([data], tokenizer, output, ["--field", "body"], "data:0: "),
         ([path], tokenizer, output, ["--vocab-size", "5"], "expected --vocab-size of at least"),
         ([path], tokenizer, output, ["--max-length", "0"], "--max-length` to be an integer >= 1"),
         ([path], tmp_path / "wrong.json", output, [], "cannot load the tokenizer"),
-        ([path], tmp_path / "empty", output, [], "cannot load the tokenizer"),
         ([path], tokenizer, tmp_path, ["--overwrite"], f"{tmp_path} exists"),
         ([path], tokenizer, path, ["--overwrite"], "expected --output to differ"),
     ]:
