@@ -43,6 +43,7 @@ def test_a_healthy_run_gets_no_advice():
     losses = [1 / (n + 1) for n in range(20)]
     gradients = _gradients(info_nce=1.0, document_flops=0.5)
     assert advise(HEALTHY, gradients, losses=losses, validation_losses=losses) == []
+    assert advise(HEALTHY, losses=losses, validation_losses=[0.3] * 20) == []
     assert advise({}) == []
 
 
