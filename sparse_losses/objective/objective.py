@@ -443,15 +443,9 @@ class SpladeObjective(nn.Module):
         return value
 
     def extra_repr(self) -> str:
-        """Return the weights and the settings that differ from the default."""
-        parts = [f"weights={self.weights}"]
-        if len(self.stopword_ids):
-            parts.append(f"stopword_ids={len(self.stopword_ids)} tokens")
-        if self.score_scale != 1.0:
-            parts.append(f"score_scale={self.score_scale}")
-        if self.impl != "auto":
-            parts.append(f"impl={self.impl!r}")
-        return ", ".join(parts)
+        """Return the weights and the settings that are no loss's own."""
+        scales = f"score_scale={self.score_scale}, teacher_scale={self.teacher_scale}"
+        return f"weights={self.weights}, {scales}, gather={self.gather}, impl={self.impl!r}"
 
 
 # The classes that each argument of a loss accepts, by its name.

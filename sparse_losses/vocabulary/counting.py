@@ -26,7 +26,7 @@ def find_inputs(names: Sequence[str]) -> dict[str, list[int]]:
     inputs: dict[Path, list[int]] = {}  # an input that is named twice is counted once
     for name in map(Path, names):
         splits = [state.parent for state in name.glob("*/state.json")]  # of a DatasetDict
-        for path in (each.resolve() for each in splits or [name]):
+        for path in (each.absolute() for each in splits or [name]):
             if not path.is_file() and not (path / "state.json").is_file():
                 raise ValueError(f"expected a file or a folder of Dataset.save_to_disk, got {path}")
             files = [file.stat() for file in ([path] if path.is_file() else path.iterdir())]

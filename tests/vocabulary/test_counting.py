@@ -103,7 +103,10 @@ def is_count_of(path, texts, tokenizer, max_length=None):
 def test_counts_of_all_kinds_of_inputs_and_tokenizers_equal_a_loop(tokenizer, tmp_path):
     fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), pad_token="[PAD]")
     fast.save_pretrained(tmp_path / "model")
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(rows_file(tmp_path / "blob"))  # as in a cache: the kind is in the link's name
     inputs = [
+        link,
         text_file(tmp_path / "a.txt"),
         rows_file(tmp_path / "a.JSONL"),
         rows_file(tmp_path / "a.json"),
