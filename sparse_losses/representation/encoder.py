@@ -24,7 +24,7 @@ from sparse_losses.representation._language_model import (
     projection_of,
     unwrapped,
 )
-from sparse_losses.representation.calibration import pruning_threshold, shift_bias
+from sparse_losses.representation.calibration import calibrate_encoder
 from sparse_losses.representation.encoding import (
     batches,
     check_finite,
@@ -559,10 +559,9 @@ class SpladeEncoder(nn.Module):
         check_texts(texts)
         check_choice("side", side, SIDES)
         check_choice("method", method, ("prune", "shift"))
-        if method == "shift":
-            return shift_bias(self, texts, target_active, batch_size)
-        t = pruning_threshold(self, texts, target_active, batch_size)
-        setattr(self, f"{side}_threshold", t)
+        t = calibrate_encoder(self, texts, target_active, method, batch_size)
+        if method == "prune":
+            setattr(self, f"{side}_threshold", t)
         return t
 
     def extra_repr(self) -> str:
