@@ -188,7 +188,7 @@ def calibrate_encoder(
     method: str,
     batch_size: int,
 ) -> float:
-    """Return the threshold for ``"prune"``; for ``"shift"`` what it has subtracted from the bias."""
+    """Return the threshold; with ``"shift"`` it has been subtracted from the bias."""
     logits_of = _shifted_logits if method == "shift" else _pruned_logits
     with torch.inference_mode(), evaluating(encoder):
         t = _threshold(

@@ -14,7 +14,7 @@ from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask, attended_ids
 from sparse_losses.representation.encoder import SpladeEncoder
 from sparse_losses.representation.encoding import check_finite, check_texts, collected
-from sparse_losses.representation.folder import Folder, modules_of, named_damage, write_router
+from sparse_losses.representation.folder import Folder, named_damage, write_router
 
 __all__ = ["StaticQueryEncoder"]
 
@@ -154,16 +154,16 @@ class StaticQueryEncoder(nn.Module):
             OSError: if there is no such folder, or it is incomplete or damaged.
             ValueError: if queries are not encoded by a ``SparseStaticEmbedding`` alone.
         """
-        folder = Folder(os.fspath(name_or_path), **options)
-        modules = modules_of(folder, "query")
-        if [kind for kind, _ in modules] != [KIND]:
-            got = ", ".join(kind for kind, _ in modules) or "no modules"
-            raise ValueError(f"expected {folder.name} to have a {KIND} for queries, got {got}")
-        side = folder.inside(modules[0][1])
         with from_extra("transformers"):
             from transformers import AutoTokenizer
 
-        with named_damage(folder.name, KeyError, TypeError, ValueError):
+        folder = Folder(name_or_path, **options)
+        modules = folder.modules("query")
+        if list(modules) != [KIND]:
+            got = ", ".join(modules) or "no modules"
+            raise ValueError(f"expected {folder.name} to have a {KIND} for queries, got {got}")
+        side = folder.inside(modules[KIND])
+        with named_damage(folder.name):
             weight = side.tensors("model.safetensors")["weight"]
             frozen = side.json("config.json").get("frozen", False)
             tokenizer = AutoTokenizer.from_pretrained(folder.name, **side.hub)
