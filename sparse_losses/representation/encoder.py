@@ -219,31 +219,24 @@ class SpladeEncoder(nn.Module):
                 after a prompt; without it all, or with ``pool_special_tokens=False`` all but
                 special tokens.
             return_logits: Also return the signed pooled logits ``[B, V]`` after the gate and before
-                the idf weights, for losses that must reach inactive tokens. (Without expansion they
-                are 0, and have no gradient, at tokens that are not in the text.)
+                threshold and idf weights, for losses that must reach inactive tokens. (Without
+                expansion they are 0, without a gradient, at tokens that are not in the text.)
             apply_idf: Whether to multiply with the idf weights in this call; ``None``: if the
                 encoder has idf weights.
-            side: ``"document"`` or ``"query"``: prune by that side's threshold, as
-                ``encode_document`` and ``encode_query`` do. Logits are not pruned.
+            side: ``"document"`` or ``"query"``: prune by that side's threshold.
             **inputs: Other inputs of the model, such as ``token_type_ids``.
 
         Raises:
-            TypeError: for texts or floating-point numbers instead of ids.
+            TypeError: for texts (``tokenize`` gives their ids) or floating-point numbers.
             ValueError: for ids outside [0, V); for ``apply_idf=True`` without idf weights.
             RuntimeError: if the model's output embeddings were replaced.
         """
-        if not isinstance(input_ids, Tensor):
-            raise TypeError(
-                f"expected `input_ids` to be a torch.Tensor, got {type(input_ids).__name__}: "
-                "encoder(**encoder.tokenize(texts)), or encoder.encode(texts)"
-            )
         check_shapes(input_ids=(input_ids, "B S"))
         attended_ids("input_ids", input_ids, torch.tensor(True), self.vocab_size, gathered=True)
-        if apply_idf is None:
-            apply_idf = self.idf_weights is not None
-        check_flag(apply_idf=apply_idf)
         check_choice("side", side, (None, *SIDES))
         threshold = None if side is None else getattr(self, f"{side}_threshold")
+        if apply_idf is not None:
+            check_flag(apply_idf=apply_idf)
         if apply_idf and self.idf_weights is None:
             raise ValueError("expected idf weights for `apply_idf=True`, got None")
         if attention_mask is None:
@@ -261,7 +254,7 @@ class SpladeEncoder(nn.Module):
             logits = self._token_logits(hidden, input_ids, pooled)
             logits = logits if gate is None else logits * gate
             activations = weights_of(logits, self.activation, threshold)
-        if apply_idf and self.idf_weights is not None:
+        if self.idf_weights is not None and apply_idf is not False:
             activations = activations * self.idf_weights
         return (activations, logits) if return_logits else activations
 
@@ -394,9 +387,8 @@ class SpladeEncoder(nn.Module):
         """Return the ``k`` tokens of largest weight of each text or vector, the largest first.
 
         Args:
-            texts_or_vectors: Strings; or vectors ``[N, V]`` of the encoder or of ``encode``, dense
-                or sparse, in any floating dtype, on any device. Only positive entries of vectors
-                count.
+            texts_or_vectors: Strings; or floating vectors ``[N, V]``, dense or sparse, of which
+                positive entries count.
             k: The number of tokens, at least 1.
             **options: Options of ``encode``, for texts only.
 
@@ -412,17 +404,14 @@ class SpladeEncoder(nn.Module):
             return top
         if options:
             raise TypeError(f"expected no options with vectors, got {', '.join(options)}")
-        vectors = texts_or_vectors.detach()
+        vectors, size = texts_or_vectors.detach(), self.vocab_size
         if not vectors.is_floating_point():
             raise TypeError(f"expected vectors to be floating point, got {vectors.dtype}")
-        if vectors.ndim != 2 or vectors.shape[1] != self.vocab_size:
-            raise ValueError(
-                f"expected vectors of shape [N, V] with V = {self.vocab_size}, got "
-                f"{list(vectors.shape)}"
-            )
-        return [
-            named(self.tokenizer, *pruned(*entries, None, k)) for entries in entries_of(vectors)
-        ]
+        if vectors.ndim != 2 or vectors.shape[1] != size:
+            got = list(vectors.shape)
+            raise ValueError(f"expected vectors of shape [N, V] with V = {size}, got {got}")
+        entries = entries_of(vectors)
+        return [named(self.tokenizer, *pruned(*each, None, k)) for each in entries]
 
     def token_weights(
         self, texts: Sequence[str], *, batch_size: int = 32
@@ -610,16 +599,10 @@ class SpladeEncoder(nn.Module):
         Args:
             folder: Made if it does not exist; files of other names stay.
         """
-        gate = self.gate and {
-            "gate_hidden": self.gate.map[0].out_features,
-            "num_heads": self.gate.attention.num_heads,
-            "dropout": self.gate.attention.dropout,
-        }
-        settings = {
+        settings = self._settings() | {
             "max_length": self.max_length,
             "idf_weights": self.idf_weights is not None,
-            "gate": gate,
-            **self._settings(),
+            "gate": None if self.gate is None else self.gate.settings,
         }
         if not self.expansion:
             settings["importance"] = "linear" if isinstance(self.importance, nn.Linear) else "mlp"
@@ -694,11 +677,9 @@ def _gate(gate: object, hidden_size: int, vocab_size: int) -> ContextGate | None
         return ContextGate(hidden_size, vocab_size, num_heads=heads)
     if not isinstance(gate, ContextGate):
         raise TypeError(f"expected `gate` to be a ContextGate, True, False or None, got {gate!r}")
-    sizes = gate.hidden_size, gate.vocab_size
-    if sizes != (hidden_size, vocab_size):
-        raise ValueError(
-            f"expected `gate` of hidden and vocab_size {(hidden_size, vocab_size)}, got {sizes}"
-        )
+    expected, sizes = (hidden_size, vocab_size), (gate.hidden_size, gate.vocab_size)
+    if sizes != expected:
+        raise ValueError(f"expected `gate` of hidden and vocab_size {expected}, got {sizes}")
     return gate
 
 

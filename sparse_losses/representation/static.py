@@ -103,11 +103,7 @@ class StaticQueryEncoder(nn.Module):
         return torch.where(occurs, self.weight.to(compute_dtype(weight=self.weight)), 0.0)
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``attention_mask`` ``[B, S]`` of texts, without special tokens.
-
-        Raises:
-            TypeError: for anything but a sequence of strings.
-        """
+        """Return ``input_ids`` and ``attention_mask`` ``[B, S]``, without special tokens."""
         check_texts(texts)
         batch = self.tokenizer(list(texts), padding=True, return_tensors="pt", **QUERY)
         return {n: batch[n].to(self.weight.device) for n in ("input_ids", "attention_mask")}
@@ -130,7 +126,7 @@ class StaticQueryEncoder(nn.Module):
         check_choice("output", output, ("csr", "dense", "tokens"))
         # Not by `forward`: its [B, V] costs more than all else.
         rows = self.tokenizer(list(texts), **QUERY)["input_ids"] if texts else []
-        special = set(self._special_ids.tolist())
+        special = set(self.tokenizer.all_special_ids)
         weight, vectors = self.weight.detach().cpu(), []
         for i, row in enumerate(rows):
             ids = torch.tensor(sorted(set(row) - special), dtype=torch.int64)
@@ -146,12 +142,9 @@ class StaticQueryEncoder(nn.Module):
     ) -> "StaticQueryEncoder":
         """Load the query side of a folder that ``save_pretrained`` or sentence-transformers wrote.
 
-        Args:
-            name_or_path: A folder, or a name on the Hugging Face Hub.
-            **options: Where files are looked for, such as ``revision``.
+        Arguments and errors are those of ``SpladeEncoder.from_pretrained``.
 
         Raises:
-            OSError: if there is no such folder, or it is incomplete or damaged.
             ValueError: if queries are not encoded by a ``SparseStaticEmbedding`` alone.
         """
         with from_extra("transformers"):
@@ -190,11 +183,12 @@ class StaticQueryEncoder(nn.Module):
         tokens = self.tokenizer.get_vocab()
         if document.tokenizer.get_vocab() != tokens:
             raise ValueError("expected `document` to have the tokens of the queries, got others")
-        if {self.vocab_size, document.vocab_size} != {len(tokens)}:
+        size = len(tokens)
+        if {self.vocab_size, document.vocab_size} != {size}:
             raise ValueError(
-                f"expected a weight and a `document` of V = {len(tokens)}, the tokenizer's tokens, "
-                f"for sentence-transformers, got {self.vocab_size} and {document.vocab_size}: "
-                f"model.resize_token_embeddings({len(tokens)})"
+                f"expected a weight and a `document` of V = {size}, the tokenizer's tokens, for "
+                f"sentence-transformers, got {self.vocab_size} and {document.vocab_size}: "
+                f"model.resize_token_embeddings({size})"
             )
         document.save_pretrained(folder)
         place = Path(folder) / PLACE
