@@ -289,8 +289,9 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         for controller in self._controllers():
             measured = controller.report()
             for name in ("target", "active", "weight", "status", "dead_rows"):
-                if measured[name] is not None:  # before the first measurement
-                    yield f"{controller.term}/{name}", measured[name]
+                value = measured[name]
+                if value is not None:  # before the first measurement
+                    yield f"{controller.term}/{name}", value
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         """Add the numbers to the log of training or of an evaluation."""
