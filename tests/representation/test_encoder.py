@@ -130,18 +130,6 @@ def test_tokens_are_weights_by_token_and_the_largest_comes_first():
     assert json.loads(json.dumps(tokens)) == tokens
 
 
-def test_max_active_dims_keeps_the_largest():
-    encoder = make()
-    full = encoder.encode(TEXTS, output="dense")
-    few = encoder.encode(TEXTS, output="dense", max_active_dims=3)
-    for row, kept in zip(full, few, strict=True):
-        assert sorted(kept[kept > 0].tolist()) == sorted(row.topk(3).values.tolist())
-    top = encoder.top_tokens(TEXTS, 3)
-    assert top == encoder.encode(TEXTS, output="tokens", max_active_dims=3)
-    assert [len(weights) for weights in top] == [3] * len(TEXTS)
-    assert torch.equal(encoder.encode(TEXTS, max_active_dims=10_000).to_dense(), full)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.strided, torch.sparse_csr, torch.sparse_coo])
 def test_top_tokens_of_vectors_equal_those_of_their_texts(layout, dtype):
@@ -305,7 +293,7 @@ def test_wrong_inputs_are_named():
         ),
         (encoder, torch.ones(2, 3), {}, TypeError, "`input_ids` to be integers, got torch.float32"),
         (encoder, torch.tensor([[1, 999]]), {}, ValueError, r"`input_ids` in \[0, V\) .* got 999"),
-        (encoder, encoder.tokenize(["서울"]), {}, TypeError, r"got dict: encoder\(\*"),
+        (encoder, encoder.tokenize(["서울"]), {}, TypeError, "to be a torch.Tensor, got dict"),
         (encoder.encode, ["a"], {"output": "json"}, ValueError, "`output` .* 'csr', 'dense'"),
         (encoder.encode, ["a"], {"batch_size": 0}, ValueError, "`batch_size`"),
         (encoder.encode, ["a"], {"max_active_dims": 0}, ValueError, "`max_active_dims`"),

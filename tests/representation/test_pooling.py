@@ -200,27 +200,6 @@ def test_text_without_holes_is_not_copied(first):
         assert (counted.largest >= 3 * 50) is holes
 
 
-@pytest.mark.cpu_only
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradient_is_the_same_with_a_graph_and_batched(dtype):
-    logits, mask = example(dtype)
-    logits[:, :, 3:] = logits[:, :, 3:].abs().neg()
-    logits[:, :, 4] = 0.0
-    outputs = nonzeros(logits.requires_grad_(), mask, return_logits=True)
-    assert [out.dtype for out in outputs] == [torch.float32] * 2
-    several = [torch.randn(3, 2, 7) for _ in outputs]
-
-    def gradient(upstream, **options):
-        return torch.autograd.grad(outputs, logits, upstream, retain_graph=True, **options)[0]
-
-    alone = torch.stack([gradient([x[n] for x in several]) for n in range(3)])
-    graph = torch.stack([gradient([x[n] for x in several], create_graph=True) for n in range(3)])
-    assert alone.dtype == graph.dtype == dtype
-    assert torch.equal(graph, alone)
-    assert torch.equal(gradient(several, is_grads_batched=True), alone)
-    assert alone.any()
-
-
 # ------------------------------------------------------------------------------------------------
 # Activation, soft cap and threshold
 
