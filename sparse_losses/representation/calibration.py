@@ -74,14 +74,11 @@ def calibrate(
 ) -> float:
     """Make a model's vectors keep ``target_active`` dimensions each, on average.
 
-    ``"prune"`` sets a threshold of the pooled logits, ``"shift"`` subtracts it from the bias of the
-    vocabulary projection, which lowers the weights that stay, too.
-
-    - A ``SpladeEncoder`` is calibrated by its ``calibrate``, of the documents.
-    - A ``SpladeHead`` gets a ``threshold``.
-    - Of a ``SparseEncoder`` of sentence-transformers, with or without ``use_splade_head``, the bias
-      is shifted in place, and saved with the model's folder. ``"prune"`` needs ``use_splade_head``:
-      the threshold holds for documents and queries, in this process; it is not saved.
+    ``"prune"`` and ``"shift"`` are those of ``SpladeEncoder.calibrate``, which a ``SpladeEncoder``
+    uses for its documents. A ``SpladeHead`` gets a ``threshold``. Of a ``SparseEncoder`` of
+    sentence-transformers, with or without ``use_splade_head``, the bias is shifted in place, and
+    saved with the model's folder. ``"prune"`` needs ``use_splade_head``: the threshold holds for
+    documents and queries, in this process; it is not saved.
 
     Args:
         model: a ``SpladeEncoder``, a ``SpladeHead``, or a ``SparseEncoder`` of a fill-mask

@@ -304,11 +304,7 @@ class SpladeEncoder(nn.Module):
         return pooled.scatter_reduce(1, columns, logits, "amax", include_self=False)[:, :-1]
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``attention_mask`` ``[B, S]`` of texts, on the model's device.
-
-        Raises:
-            TypeError: for anything but a sequence of strings.
-        """
+        """Return ``input_ids`` and ``attention_mask`` ``[B, S]`` of texts, on the model's device."""
         check_texts(texts)
         batch = self.tokenizer(
             list(texts),
@@ -423,17 +419,11 @@ class SpladeEncoder(nn.Module):
         The largest $w_s$ is the largest weight of the text's vector. With ``expansion=False`` a
         position activates its own token only, and special tokens have a weight of 0.
 
-        Args:
-            texts: Strings. Longer ones are cut at ``max_length`` tokens.
-            batch_size: Texts per batch.
+        Arguments and errors are those of ``encode``.
 
         Returns:
             For each text its tokens in order, with special tokens but without padding, each with
             its weight, a ``float`` >= 0. Computed in evaluation mode.
-
-        Raises:
-            TypeError: for anything but a sequence of strings.
-            ValueError: if a weight is not finite.
         """
         parts = batches(texts, batch_size)
         result: list[list[tuple[str, float]]] = [[]] * len(texts)
@@ -489,8 +479,8 @@ class SpladeEncoder(nn.Module):
         Dimensions with an idf weight of 0 are not counted.
 
         Args:
-            texts: Strings like those to be encoded, best a sample of the documents that will be
-                indexed: texts that the model was trained on have more active dimensions.
+            texts: A sample of the texts to be encoded; those of the training have more active
+                dimensions.
             target_active: Active dimensions per text, on average, > 0.
             side: Whose vectors are pruned.
             method: ``"prune"`` or ``"shift"``.
