@@ -304,7 +304,7 @@ class SpladeEncoder(nn.Module):
         return pooled.scatter_reduce(1, columns, logits, "amax", include_self=False)[:, :-1]
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``attention_mask`` ``[B, S]`` of texts, on the model's device."""
+        """Return ``input_ids`` and ``attention_mask`` ``[B, S]``, on the model's device."""
         check_texts(texts)
         batch = self.tokenizer(
             list(texts),

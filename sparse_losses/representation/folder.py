@@ -11,11 +11,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
 
+from sparse_losses._core.activation import Activation
 from sparse_losses._core.extras import from_extra
 from sparse_losses.representation._language_model import unwrapped
 
@@ -197,18 +198,17 @@ class Folder:
                 settings, tensors = self.json(SETTINGS, required=True), self.tensors(TENSORS)
                 if settings["format"] != FORMAT:
                     raise ValueError(f"expected format {FORMAT}, got {settings['format']!r}")
-                importance, idf_weights = not settings["expansion"], settings["idf_weights"]
-                parts = {"gate": settings["gate"], "importance": importance}
-                parts["idf_weights"] = idf_weights
-                if {name.split(".")[0] for name in tensors} != {n for n in parts if parts[n]}:
+                parts = {name for name in ("gate", "idf_weights") if settings[name]}
+                parts |= set() if settings["expansion"] else {"importance"}
+                if {name.split(".")[0] for name in tensors} != parts:
                     raise ValueError(f"{SETTINGS} and {TENSORS} do not belong together")
-        for key, allowed in (
-            ("pooling_strategy", ["max"]),
-            ("activation_function", ["relu", "log1p_relu"]),
-        ):
-            if pooling[key] not in allowed:
-                expected = f"{key} {' or '.join(map(repr, allowed))}, got {pooling[key]!r}"
-                raise ValueError(f"expected {self.name} to have {expected}")
+        strategy, activation = pooling["pooling_strategy"], pooling["activation_function"]
+        if strategy != "max" or activation not in get_args(Activation):
+            raise ValueError(
+                f"expected {self.name} to have the pooling_strategy 'max' and the "
+                "activation_function 'relu' or 'log1p_relu', "
+                f"got {strategy!r} and {activation!r}"
+            )
         if others := modules.keys() - KNOWN:
             got = ", ".join(sorted(others))
             raise ValueError(f"expected {self.name} to have known modules only, got {got}")
@@ -218,7 +218,7 @@ class Folder:
                 "it to the texts yourself",
                 stacklevel=3,
             )
-        return {"activation": pooling["activation_function"], **settings}, tensors
+        return {"activation": activation, **settings}, tensors
 
     def read_linear(self, layer: nn.Module) -> dict[str, Tensor]:
         """Return the state of BGE-M3's layer for a layer of its kind, empty without its file."""

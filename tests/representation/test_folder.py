@@ -321,7 +321,7 @@ def test_sum_pooling_of_sentence_transformers_is_refused(theirs, tmp_path):
     model = theirs(tmp_path)
     model[1] = type(model[1])(pooling_strategy="sum")
     model.save_pretrained(str(tmp_path / "theirs"))
-    with pytest.raises(ValueError, match="pooling_strategy 'max', got 'sum'"):
+    with pytest.raises(ValueError, match=r"pooling_strategy 'max' .* got 'sum' and"):
         SpladeEncoder.from_pretrained(tmp_path / "theirs")
 
 
