@@ -176,14 +176,6 @@ def test_wrong_input_is_an_error_and_changes_nothing(options, error, message, me
     assert torch.equal(bias_of(encoder), bias)
 
 
-def test_unknown_side_and_negative_threshold_are_errors():
-    encoder = make()
-    with pytest.raises(ValueError, match="`side`"):
-        encoder(**encoder.tokenize(["a"]), side="both")
-    with pytest.raises(ValueError, match="`query_threshold`"):
-        SpladeEncoder(encoder.model, encoder.tokenizer, query_threshold=-1.0)
-
-
 def test_no_gradient_reaches_pruned_dimensions():
     encoder = make()
     encoder.calibrate(DOCUMENTS, 9)

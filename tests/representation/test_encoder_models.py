@@ -135,24 +135,6 @@ def _with_bias(model):
     return model
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"activation": "identity"}, ValueError),
-        ({"importance": "linear"}, ValueError),
-        ({"expansion": False, "softcap": 2.0}, ValueError),
-        ({"expansion": False, "importance": "three"}, ValueError),
-        ({"logit_scale": 0.0}, ValueError),
-        ({"pool_special_tokens": 1}, TypeError),
-        ({"bidirectional": None}, TypeError),
-    ],
-    ids=str,
-)
-def test_wrong_settings_are_named(options, error):
-    with pytest.raises(error, match=f"expected .*`{list(options)[-1]}`"):
-        make(**options)
-
-
 # ------------------------------------------------------------------------------------------------
 # Decoder models
 

@@ -94,25 +94,6 @@ def test_token_weights_without_a_vocabulary_are_an_error():
         token_weights(torch.zeros(2, 3, 0), torch.ones(2, 3))
 
 
-@pytest.mark.parametrize("return_logits", [False, True])
-def test_nonzeros_by_name_compiles_and_transforms(return_logits):
-    """As the default does: tests/losses/test_contract.py."""
-    torch._dynamo.reset()
-    logits, mask = example()
-
-    def loss(x):
-        out = nonzeros(x, mask, return_logits=return_logits)
-        return sum(each.square().sum() for each in (out if return_logits else [out]))
-
-    leaf = logits.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(loss(leaf), leaf)
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(torch.autograd.grad(compiled(leaf), leaf)[0], expected)
-    torch.testing.assert_close(torch.func.grad(loss)(logits), expected)
-    stacked = torch.stack([logits, logits.flip(0), 2 * logits])
-    torch.testing.assert_close(torch.vmap(loss)(stacked), torch.stack([*map(loss, stacked)]))
-
-
 def nodes_of(output):
     """Return all nodes of an output's graph."""
     nodes = [output.grad_fn]
