@@ -176,9 +176,7 @@ def test_the_document_side_of_a_router(folder):
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is depr:FutureWarning")
 # The first of the two passes, which has no gradients.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-def test_a_trainer_with_activation_checkpointing_gives_the_same_weights(
-    cache, use_reentrant, sparse, tmp_path
-):
+def test_a_trainer_gives_the_same_weights(cache, use_reentrant, sparse, tmp_path):
     loss, columns, labels, _ = ALONE["info_nce"]
     checkpointing = {
         "activation_checkpointing": True,
