@@ -81,16 +81,8 @@ packed_logits = torch.library.custom_op(
 
 
 @packed_logits.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gate: Tensor | None,
-    attended: Tensor,
-    dtype: torch.dtype,
-    keep_all: bool,
-    sparse_grad: bool,
-) -> tuple[Tensor, Tensor]:
+def _(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *_, dtype, _, _ = others
     return _empty_logits(hidden, weight, dtype)
 
 

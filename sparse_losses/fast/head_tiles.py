@@ -207,42 +207,22 @@ spread = torch.library.custom_op("sparse_losses::head_spread", _spread, mutates_
 
 
 @maxima.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    source: Tensor | None,
-    absent: Tensor | None,
-    operands: torch.dtype,
-    dtype: torch.dtype,
-    keeps_places: bool,
-) -> tuple[Tensor, Tensor]:
+def _(hidden: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    *_, dtype, keeps_places = others
     return _empty_maxima(hidden, weight, dtype, keeps_places)
 
 
 @picked.register_fake
-def _(
-    place: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    source: Tensor | None,
-    absent: Tensor | None,
-    operands: torch.dtype,
-    dtype: torch.dtype,
-) -> Tensor:
+def _(place: Tensor, hidden: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    *_, dtype = others
     return hidden.new_empty(place.shape, dtype=dtype)
 
 
 @spread.register_fake
 def _(
-    upstream: Tensor,
-    place: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    source: Tensor | None,
-    absent: Tensor | None,
-    operands: torch.dtype,
-    needs: Sequence[bool],
+    upstream: Tensor, place: Tensor, hidden: Tensor, weight: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor]:
+    *_, needs = others
     return _empty_gradients(hidden, weight, needs)
 
 

@@ -29,7 +29,6 @@ with from_extra("transformers"):
 
 __all__ = ["TrainingState"]
 
-
 FOLDS = 5  # of the texts to calibrate on every fifth is left out, and counted
 
 
@@ -110,12 +109,13 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         named = loss if isinstance(loss, Mapping) else {"loss": loss or nn.Module()}
         if not all(isinstance(module, nn.Module) for module in named.values()):
             raise TypeError(f"expected `loss` to be a module or a dict of modules, got {loss!r}")
-        targets = [
-            one.target_active
-            for one in schedules_and_controllers
-            if isinstance(one, SparsityController) and one.term == "document_flops"
-        ]
-        self.calibrate_to = calibrate_to if calibrate_to is not None else sum(targets)
+        self.steered = schedules_and_controllers
+        self.losses: dict[str, nn.Module] = dict(named)
+        self.diagnostics = dict(diagnostics or {})
+        self.calibrate_on, self.encoder = calibrate_on, encoder
+        targets = {one.term: one.target_active for one in self._controllers()}
+        target: float = targets.get("document_flops", 0.0)
+        self.calibrate_to = target if calibrate_to is None else calibrate_to
         if calibrate_on is not None:
             check_texts(calibrate_on)
             check_number("calibrate_to", self.calibrate_to, minimum=0.0, exclusive=True)
@@ -123,17 +123,15 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
                 raise ValueError(
                     f"expected `calibrate_on` of at least five texts, got {len(calibrate_on)}"
                 )
-        self.calibrate_on = calibrate_on
-        self.encoder = encoder
         self._encoder: Any = encoder
-        self.steered = schedules_and_controllers
-        self.losses: dict[str, nn.Module] = dict(named)
-        self.diagnostics = dict(diagnostics or {})
         self._learned: dict[str, nn.Parameter] = {}
         self._handles: list[Any] = []
         # The sums of the terms and of their batches (rows, in an evaluation), by name.
         self._terms: dict[bool, dict[str, Tensor]] = {True: {}, False: {}}
         self._evaluated: dict[str, float] = {}
+
+    def _controllers(self) -> list[SparsityController]:
+        return [one for one in self.steered if isinstance(one, SparsityController)]
 
     def _objectives(self) -> list[SpladeObjective]:
         modules = [getattr(one, "objective", None) for one in self.steered]
@@ -176,10 +174,9 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._detach()  # from a run that was interrupted
         if isinstance(state.stateful_callbacks.get(type(self).__name__), list):
             raise ValueError("expected one TrainingState for all schedules, got several")
-        encoder = objects["model"] if self.encoder is None else self.encoder
-        if self.calibrate_on is not None and not isinstance(encoder, SpladeEncoder):
-            document_modules(encoder)  # an error now, and not after the training
-        self._encoder = encoder
+        self._encoder = objects["model"] if self.encoder is None else self.encoder
+        if self.calibrate_on is not None and not isinstance(self._encoder, SpladeEncoder):
+            document_modules(self._encoder)  # an error now, and not after the training
         optimizer = objects["optimizer"]
         model = {id(x) for x in objects["model"].parameters()}
         learned = {
@@ -218,15 +215,15 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         if args.load_best_model_at_end and state.best_model_checkpoint and self._learned:
             best = Path(state.best_model_checkpoint, "trainer_state.json")
             self._restore(TrainerState.load_from_json(str(best)), schedules=False)
-        lines = [one.outcome() for one in self.steered if isinstance(one, SparsityController)]
+        lines = [controller.outcome() for controller in self._controllers()]
         if self.calibrate_on is not None:
-            lines.append(self._calibrate(self._encoder))
+            lines.append(self._calibrate())
         for line in lines if state.is_world_process_zero else ():
             print(line)
 
-    def _calibrate(self, encoder: Any) -> str:
+    def _calibrate(self) -> str:
         """Calibrate to the documents' target, and say what texts left out of it have then."""
-        target, texts = self.calibrate_to, list(self.calibrate_on or ())
+        encoder, target, texts = self._encoder, self.calibrate_to, list(self.calibrate_on or ())
         given = [text for number, text in enumerate(texts) if number % FOLDS]
         done = "after calibration"
         try:
@@ -255,9 +252,8 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Name the checkpoint for the error of a controller whose texts collapse."""
-        for one in self.steered:
-            if isinstance(one, SparsityController):
-                one.checkpoint = str(Path(args.output_dir, f"checkpoint-{state.global_step}"))
+        for controller in self._controllers():
+            controller.checkpoint = str(Path(args.output_dir, f"checkpoint-{state.global_step}"))
 
     def _observe(self, _: nn.Module, args: Any, kwargs: Any, output: ObjectiveOutput) -> None:
         batch: SpladeBatch = args[0] if args else kwargs["batch"]
@@ -290,12 +286,12 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             report = diagnostics.all_reduce().report()
             diagnostics.reset()
             yield from ((f"{side}/{name}", value) for name, value in report.items())
-        for one in self.steered:
-            if isinstance(one, SparsityController):
-                for name in ("target", "active", "weight", "status", "dead_rows"):
-                    value = one.report()[name]
-                    if value is not None:  # before the first measurement
-                        yield f"{one.term}/{name}", value
+        for controller in self._controllers():
+            measured = controller.report()
+            for name in ("target", "active", "weight", "status", "dead_rows"):
+                value = measured[name]
+                if value is not None:  # before the first measurement
+                    yield f"{controller.term}/{name}", value
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         """Add the numbers to the log of training or of an evaluation."""

@@ -2,9 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -12,20 +10,14 @@ from torch import Tensor, nn
 
 from sparse_losses._core.activation import Activation
 from sparse_losses._core.checks import check_choice, check_number, check_rows
-from sparse_losses.representation._language_model import (
-    Projection,
-    evaluating,
-    head_of,
-    projection_of,
-    unwrapped,
-)
+from sparse_losses.representation._language_model import evaluating, projection_of, unwrapped
 from sparse_losses.representation.encoding import batches, check_texts
 from sparse_losses.representation.head import SpladeHead
 
 if TYPE_CHECKING:
     from sparse_losses.representation.encoder import SpladeEncoder
 
-__all__ = ["calibrate", "calibrate_threshold", "pruning_threshold", "shift_bias"]
+__all__ = ["calibrate", "calibrate_threshold"]
 
 LARGEST = math.log(sys.float_info.max)  # of an activation: the logarithm of the largest number
 
@@ -60,7 +52,6 @@ def calibrate_threshold(
         >>> round(t, 4), (logits > t).sum().item()
         (3.0, 3)
     """
-    check_number("target_active", target_active, minimum=0.0, exclusive=True)
     check_rows("activations", activations)
     check_choice("activation", activation, get_args(Activation))
     rows = activations.detach().flatten(0, -2)
@@ -71,7 +62,7 @@ def calibrate_threshold(
             "expected `activations` to be log(1 + z) of finite logits z, so at most "
             f"{largest:.2f}, got {wrong[0].item():g}"
         )
-    return _threshold_of(_logits_of(rows[rows > 0], activation), len(rows), target_active)
+    return _threshold([_inverted(rows[rows > 0], activation)], len(rows), target_active)
 
 
 def calibrate(
@@ -83,14 +74,11 @@ def calibrate(
 ) -> float:
     """Make a model's vectors keep ``target_active`` dimensions each, on average.
 
-    ``"prune"`` sets a threshold of the pooled logits, ``"shift"`` subtracts it from the bias of the
-    vocabulary projection, which lowers the weights that stay, too.
-
-    - A ``SpladeEncoder`` is calibrated by its ``calibrate``, of the documents.
-    - A ``SpladeHead`` gets a ``threshold``.
-    - Of a ``SparseEncoder`` of sentence-transformers, with or without ``use_splade_head``, the bias
-      is shifted in place, and saved with the model's folder. ``"prune"`` needs ``use_splade_head``:
-      the threshold holds for documents and queries, in this process; it is not saved.
+    ``"prune"`` and ``"shift"`` are those of ``SpladeEncoder.calibrate``, which a ``SpladeEncoder``
+    uses for its documents. A ``SpladeHead`` gets a ``threshold``. Of a ``SparseEncoder`` of
+    sentence-transformers, with or without ``use_splade_head``, the bias is shifted in place, and
+    saved with the model's folder. ``"prune"`` needs ``use_splade_head``: the threshold holds for
+    documents and queries, in this process; it is not saved.
 
     Args:
         model: a ``SpladeEncoder``, a ``SpladeHead``, or a ``SparseEncoder`` of a fill-mask
@@ -122,20 +110,29 @@ def calibrate(
         ``sparse_losses.calibrate(sparse_encoder, documents[:1000], target_active=64)``
     """
     check_choice("method", method, (None, "prune", "shift"))
-    check_number("target_active", target_active, minimum=0.0, exclusive=True)
     if isinstance(model, SpladeHead):
         check_choice("method", method, (None, "prune"))
-        t = _threshold_of_head(model, data, target_active)
-        if isinstance(model.threshold, Tensor):  # a buffer, which cannot become a number
-            del model.threshold
-        model.threshold = t
-        return t
+        return _prune_head(model, data, target_active)
     check_texts(data)
     texts: Any = data
     if hasattr(model, "calibrate"):
         own: float = model.calibrate(texts, target_active, method=method or "prune")
         return own
     return _calibrate_sparse_encoder(model, list(texts), target_active, method or "shift")
+
+
+def _prune_head(head: SpladeHead, data: Any, target_active: float) -> float:
+    rows, positive = 0, []
+    with torch.no_grad():
+        for hidden, attention_mask in data:
+            _, logits = head(hidden, attention_mask, return_logits=True)  # not pruned
+            rows += len(logits)
+            positive.append(logits[logits > 0])
+    t = _threshold(positive, rows, target_active)
+    if isinstance(head.threshold, Tensor):  # a buffer, which cannot become a number
+        del head.threshold
+    head.threshold = t
+    return t
 
 
 def document_modules(model: Any) -> tuple[Any, Any]:
@@ -152,187 +149,99 @@ def document_modules(model: Any) -> tuple[Any, Any]:
     return modules[0], modules[1]
 
 
-def _threshold_of_head(head: SpladeHead, data: Any, target_active: float) -> float:
-    rows, positive = 0, []
-    with torch.no_grad():
-        for hidden, attention_mask in data:
-            _, logits = head(hidden, attention_mask, return_logits=True)  # not pruned
-            rows += len(logits)
-            positive.append(logits[logits > 0].double().cpu())
-    if not positive:
-        raise ValueError("expected at least one batch of `data`, got none")
-    return _threshold_of(torch.cat(positive), rows, target_active)
-
-
 def _calibrate_sparse_encoder(
     model: Any, texts: list[str], target_active: float, method: str
 ) -> float:
     transformer, pooling = document_modules(model)
     inner = unwrapped(transformer.auto_model)
-    patched = vars(pooling).get("forward")  # by `use_splade_head`
+    patched = vars(pooling).get("forward")  # by `use_splade_head`; its last argument is the head
     if method == "prune" and patched is None:
         raise ValueError(
             "expected method='shift', or a model with use_splade_head, which can prune, got 'prune'"
         )
-    # The other method subtracts from the bias what is left of the logits by their scale and cap.
-    found = _head_of_patched(inner) if method == "shift" else None
+    head = SpladeHead.from_masked_lm(inner) if patched is None else patched.args[-1]
     options = {"convert_to_sparse_tensor": True, "save_to_cpu": True, "show_progress_bar": False}
-    with _without_threshold(patched):
-        vectors = model.encode_document(texts, **options).coalesce()
-    logits = _logits_of(vectors.values(), pooling.activation_function)
-    t = _threshold_of(logits, len(texts), target_active)
-    if found is None:
-        patched.args[-1].threshold = t
-        return t
-    if found.softcap is not None:
-        t = found.softcap * math.atanh(t / found.softcap)
-    with torch.no_grad():
-        _bias_of(inner).sub_(t / found.logit_scale)
-    return t / found.logit_scale
-
-
-@contextmanager
-def _without_threshold(patched: Any) -> Iterator[None]:
-    head: Any = SimpleNamespace(threshold=None) if patched is None else patched.args[-1]
     held, head.threshold = head.threshold, None
     try:
-        yield
+        vectors = model.encode_document(texts, **options).coalesce()
+        logits = _inverted(vectors.values(), pooling.activation_function)
+        if method == "shift":
+            logits = _before_scale_and_cap(logits, head)
+        t = _threshold([logits], len(texts), target_active)
     finally:
         head.threshold = held
-
-
-def _head_of_patched(model: Any) -> Projection:
-    """Return the head of a model whose ``forward`` may be patched so that it gives no logits."""
-    patched = vars(model).pop("forward", None)
-    try:
-        return head_of(model)
-    finally:
-        if patched is not None:
-            model.forward = patched
-
-
-def _logits_of(active: Tensor, activation: str) -> Tensor:
-    logits = active.double().cpu().expm1()
-    return logits.expm1() if activation == "log1p_relu" else logits
-
-
-def _threshold_of(positive: Tensor, rows: int, target_active: float) -> float:
-    """Return the threshold that leaves so many of the ``positive`` logits a row."""
-    values = positive.sort(descending=True).values
-    kept = round(target_active * rows)
-    if kept > len(values):
-        raise ValueError(
-            f"expected `target_active` of at most {len(values) / max(rows, 1):.4g}, the mean that "
-            f"are active, got {target_active}"
-        )
-    if kept == 0:
-        raise ValueError(f"expected enough rows to keep at least one entry, got {rows}")
-    return max(_threshold(values, kept), 0.0)
-
-
-def pruning_threshold(
-    encoder: "SpladeEncoder", texts: Sequence[str], target_active: float, batch_size: int
-) -> float:
-    """Return the threshold of the pooled logits that leaves ``target_active`` dimensions."""
-    largest, _, possible, kept = _largest(
-        encoder, texts, target_active, batch_size, _positive_logits
-    )
-    _check_enough(kept, possible, len(texts), target_active, "are active")
-    return max(_threshold(largest, kept), 0.0)
-
-
-def shift_bias(
-    encoder: "SpladeEncoder", texts: Sequence[str], target_active: float, batch_size: int
-) -> float:
-    """Subtract from the bias what leaves ``target_active`` dimensions per text, and return it."""
-    largest, tokens, possible, kept = _largest(
-        encoder, texts, target_active, batch_size, _ungated_logits
-    )
-    _check_enough(kept, possible, len(texts), target_active, "can be active")
-    bias = _bias(encoder)
-    own_bias = bias.detach().cpu()[tokens if encoder.expansion else torch.zeros_like(tokens)]
-    t = max(_threshold(largest, kept), largest[-1].item() - 1.0)
-    t = _threshold_of_rounded(largest, kept, t, own_bias)
-    with torch.no_grad():
-        bias.sub_(t)
+    if method == "prune":
+        head.threshold = t
+    else:
+        with torch.no_grad():
+            _bias_of(inner).sub_(t)
     return t
 
 
-def _check_enough(kept: int, possible: int, texts: int, target_active: float, what: str) -> None:
-    if kept > possible:
-        raise ValueError(
-            f"expected `target_active` of at most {possible / texts:.4g}, the mean that {what}, "
-            f"got {target_active}"
-        )
-
-
-def _largest(
+def calibrate_encoder(
     encoder: "SpladeEncoder",
     texts: Sequence[str],
     target_active: float,
+    method: str,
     batch_size: int,
-    logits_of: Callable[..., tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor, int, int]:
-    """Return the largest logits, their tokens, the number of all, and how many are kept."""
-    check_number("target_active", target_active, minimum=0.0, exclusive=True)
-    kept = round(target_active * len(texts))
-    if kept == 0:
-        raise ValueError(
-            f"expected enough texts to keep at least one dimension, got {len(texts)} texts and "
-            f"a `target_active` of {target_active}"
-        )
-    # Enough logits to find the gap below the threshold even if equal texts have equal entries.
-    largest, possible, held = torch.empty(0, dtype=torch.float64), 0, 2 * kept + len(texts)
-    tokens = torch.empty(0, dtype=torch.int64)
+) -> float:
+    """Return the threshold; with ``"shift"`` it has been subtracted from the bias."""
+    logits_of = _shifted_logits if method == "shift" else _pruned_logits
     with torch.inference_mode(), evaluating(encoder):
-        for numbers in batches(texts, batch_size):
-            batch = encoder.tokenize([texts[i] for i in numbers])
-            logits, own = logits_of(encoder, **batch)
-            possible += len(logits)
-            logits, index = logits.topk(min(held, len(logits)))
-            tokens = torch.cat([tokens, own[index].cpu()])
-            largest, order = torch.cat([largest, logits.double().cpu()]).sort(descending=True)
-            largest, tokens = largest[:held], tokens[order][:held]
-    return largest, tokens, possible, kept
+        t = _threshold(
+            (
+                logits_of(encoder, **encoder.tokenize([texts[i] for i in numbers]))
+                for numbers in batches(texts, batch_size)
+            ),
+            len(texts),
+            target_active,
+            signed=method == "shift",
+        )
+    if method == "shift":
+        with torch.no_grad():
+            _bias(encoder).sub_(t)
+    return t
 
 
-def _positive_logits(encoder: "SpladeEncoder", **batch: Tensor) -> tuple[Tensor, Tensor]:
-    """Return all texts' positive logits, after the gate, and their tokens."""
+def _pruned_logits(encoder: "SpladeEncoder", **batch: Tensor) -> Tensor:
+    """Return the pooled logits of active dimensions, after the gate."""
     _, logits = encoder(**batch, return_logits=True, apply_idf=False)
-    logits, tokens = _counted(encoder, logits)
-    return logits[logits > 0], tokens[logits > 0]
+    return _counted(encoder, logits, 0.0)
 
 
-def _ungated_logits(
-    encoder: "SpladeEncoder", input_ids: Tensor, attention_mask: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return all texts' logits that can be active, before the gate, and their tokens."""
+def _shifted_logits(encoder: "SpladeEncoder", input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return the outputs of the projection with which a dimension can become active."""
     hidden = encoder._hidden(input_ids, attention_mask)
     pooled = encoder._pooled(input_ids, attention_mask)
-    logits: Tensor
     if encoder.expansion:
         _, logits = encoder.head(hidden, pooled, return_logits=True)
-        logits = logits[pooled.any(1)]
-        # What is subtracted from the bias counts before the soft cap and the scale.
-        if (cap := encoder.head.softcap) is not None:
-            logits = cap * (logits / cap).atanh()
-        logits = logits / encoder.head.logit_scale
+        logits = _before_scale_and_cap(logits[pooled.any(1)], encoder.head)
     else:
         logits = encoder._token_logits(hidden, input_ids, pooled, absent=-torch.inf)
-    logits, tokens = _counted(encoder, logits)
-    can_be = logits > -torch.inf
-    return logits[can_be], tokens[can_be]
+    return _counted(encoder, logits, -torch.inf)
 
 
-def _counted(encoder: "SpladeEncoder", logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logits of the dimensions whose idf weight is not 0, and their tokens."""
-    tokens = torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
+def _counted(encoder: "SpladeEncoder", logits: Tensor, above: float) -> Tensor:
+    """Return the logits above a number, of the dimensions whose idf weight is not 0."""
     if encoder.idf_weights is not None:
-        counted = encoder.idf_weights > 0
-        logits, tokens = logits[:, counted], tokens[:, counted]
+        logits = logits[:, encoder.idf_weights > 0]
     if logits.isnan().any() or logits.isposinf().any():
         raise ValueError("expected finite logits, got others")
-    return logits, tokens
+    return logits[logits > above]
+
+
+def _before_scale_and_cap(logits: Tensor, head: SpladeHead) -> Tensor:
+    """Return the outputs of the vocabulary projection, which its bias is part of."""
+    if head.softcap is not None:  # rounding may have taken a logit to its cap
+        limit = 1.0 - torch.finfo(torch.float32).eps
+        logits = head.softcap * (logits / head.softcap).clamp(-limit, limit).atanh()
+    return logits / head.logit_scale
+
+
+def _inverted(activations: Tensor, activation: str) -> Tensor:
+    """Return the pooled logits that gave positive activations."""
+    logits = activations.double().expm1()
+    return logits.expm1() if activation == "log1p_relu" else logits
 
 
 def _bias(encoder: "SpladeEncoder") -> Tensor:
@@ -341,9 +250,8 @@ def _bias(encoder: "SpladeEncoder") -> Tensor:
         *_, last = encoder.importance.modules()  # it may be this one layer
         assert isinstance(last, nn.Linear)
         return last.bias
-    bias = _bias_of(unwrapped(encoder.model))
-    encoder.head.bias = bias
-    return bias
+    encoder.head.bias = _bias_of(unwrapped(encoder.model))
+    return encoder.head.bias
 
 
 def _bias_of(model: Any) -> Tensor:
@@ -360,31 +268,35 @@ def _bias_of(model: Any) -> Tensor:
     return bias
 
 
-def _threshold(values: Tensor, kept: int) -> float:
-    """Return the middle of the gap below the first ``kept`` of the descending ``values``.
+def _threshold(
+    batches_of_logits: Iterable[Tensor], texts: int, target_active: float, *, signed: bool = False
+) -> float:
+    """Return a number that ``target_active`` logits a text are above, in the middle of a gap.
 
-    Equal entries are kept or dropped together, whichever is nearer to ``kept``; at least one is
-    kept. If all are kept the threshold is minus infinity.
+    Equal logits are kept or dropped together, whichever is nearer the target; at least one is kept.
+    If all are kept it is 0, or for ``signed`` logits a number below them.
     """
-    edge = values[kept - 1]
-    more, fewer = int((values >= edge).sum()), int((values > edge).sum())
+    check_number("target_active", target_active, minimum=0.0, exclusive=True)
+    kept = round(target_active * texts)
+    if kept == 0:
+        raise ValueError(
+            f"expected enough texts to keep at least one dimension, got {texts} texts and a "
+            f"`target_active` of {target_active}"
+        )
+    # Enough logits to find the gap below the threshold even if equal texts have equal entries.
+    largest, total, held = torch.empty(0, dtype=torch.float64), 0, 2 * kept + texts
+    for logits in batches_of_logits:
+        total += len(logits)
+        largest = torch.cat([largest, logits.double().cpu()])
+        largest = largest.topk(min(held, len(largest))).values
+    if kept > total:
+        raise ValueError(
+            f"expected `target_active` of at most {total / texts:.4g}, the mean that "
+            f"{'can be' if signed else 'are'} active, got {target_active}"
+        )
+    edge = largest[kept - 1]
+    more, fewer = int((largest >= edge).sum()), int((largest > edge).sum())
     kept = more if more - kept <= kept - fewer or fewer == 0 else fewer
-    if kept == len(values):
-        return -math.inf
-    return values[kept - 1].item() / 2 + values[kept].item() / 2  # the sum could overflow
-
-
-def _threshold_of_rounded(values: Tensor, kept: int, exact: float, bias: Tensor) -> float:
-    """Return the threshold next to ``exact`` that keeps nearest to ``kept`` of the ``values``.
-
-    Each of the ``values`` contains its entry of ``bias``; the threshold is subtracted from that,
-    and the difference is rounded to the dtype of ``bias``.
-    """
-
-    def missed(t: float) -> int:
-        change = (bias - t).double() - bias.double()
-        return abs(int((values + change > 0).sum()) - kept)
-
-    step = torch.finfo(bias.dtype).eps / 4  # half of the least distance of two numbers
-    nearest_first = sorted(range(-4, 5), key=abs)
-    return min((exact * (1 + k * step) for k in nearest_first), key=missed)
+    if kept == len(largest):
+        return largest[-1].item() - 1.0 if signed else 0.0
+    return largest[kept - 1].item() / 2 + largest[kept].item() / 2  # the sum could overflow

@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.activation import weights_of
+from sparse_losses._core.activation import Activation, weights_of
 from sparse_losses._core.checks import (
     check_choice,
     check_flag,
@@ -24,7 +24,7 @@ from sparse_losses.representation._language_model import (
     projection_of,
     unwrapped,
 )
-from sparse_losses.representation.calibration import pruning_threshold, shift_bias
+from sparse_losses.representation.calibration import calibrate_encoder
 from sparse_losses.representation.encoding import (
     batches,
     check_finite,
@@ -42,20 +42,20 @@ from sparse_losses.representation.head import SpladeHead
 
 __all__ = ["SpladeEncoder"]
 
-ACTIVATIONS = ("relu", "log1p_relu", "identity")
-# Arguments of the constructor that are kept as they are, in the attributes and in the folder.
-SETTINGS = (
-    "pool_special_tokens",
-    "activation",
-    "softcap",
-    "logit_scale",
-    "bidirectional",
-    "prune_ratio",
-    "max_active_dims",
-    "document_threshold",
-    "query_threshold",
-)
 SIDES = ("document", "query")
+# Arguments of the constructor that are kept as attributes, shown and saved, with their defaults.
+SETTINGS: dict[str, Any] = {
+    "expansion": True,
+    "pool_special_tokens": True,
+    "activation": "relu",
+    "softcap": None,
+    "logit_scale": None,
+    "bidirectional": True,
+    "prune_ratio": None,
+    "max_active_dims": None,
+    "document_threshold": None,
+    "query_threshold": None,
+}
 
 
 class SpladeEncoder(nn.Module):
@@ -146,26 +146,12 @@ class SpladeEncoder(nn.Module):
         query_threshold: float | None = None,
     ) -> None:
         super().__init__()
-        check_flag(
-            expansion=expansion,
-            pool_special_tokens=pool_special_tokens,
-            bidirectional=bidirectional,
-        )
-        check_choice("activation", activation, ACTIVATIONS[:2] if expansion else ACTIVATIONS)
-        check_choice("importance", importance, ("mlp",) if expansion else ("mlp", "linear"))
-        for name, number in (("softcap", softcap), ("logit_scale", logit_scale)):
-            if number is not None:
-                check_number(name, number, minimum=0.0, exclusive=True)
-                if not expansion:
-                    raise ValueError(f"expected no `{name}` with expansion=False, got {number}")
-        for side, number in zip(SIDES, (document_threshold, query_threshold), strict=True):
-            if number is not None:
-                check_number(f"{side}_threshold", number, minimum=0.0)
-        check_pruning(prune_ratio, max_active_dims)
+        self.expansion, self.activation = expansion, activation
+        self.pool_special_tokens, self.bidirectional = pool_special_tokens, bidirectional
+        self.softcap, self.logit_scale = softcap, logit_scale
         self.prune_ratio, self.max_active_dims = prune_ratio, max_active_dims
         self.document_threshold, self.query_threshold = document_threshold, query_threshold
-        self.pool_special_tokens, self.bidirectional = pool_special_tokens, bidirectional
-        self.activation, self.softcap, self.logit_scale = activation, softcap, logit_scale
+        _check_settings(self._settings() | {"importance": importance, "max_length": max_length})
         inner = unwrapped(model)
         if expansion:
             self.head = SpladeHead.from_masked_lm(model, activation=activation)
@@ -182,7 +168,7 @@ class SpladeEncoder(nn.Module):
             inner.config.is_causal = not bidirectional
             if bidirectional:
                 check_bidirectional(inner)
-        self.tokenizer, self.expansion = tokenizer, expansion
+        self.tokenizer = tokenizer
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         config = inner.config.get_text_config()
@@ -204,6 +190,9 @@ class SpladeEncoder(nn.Module):
         self.max_length = _max_length(max_length, inner, tokenizer)
         special = torch.tensor(tokenizer.all_special_ids, dtype=torch.int64, device=like.device)
         self.register_buffer("_special_ids", special, persistent=False)
+
+    def _settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in SETTINGS}
 
     @property
     def device(self) -> torch.device:
@@ -230,31 +219,24 @@ class SpladeEncoder(nn.Module):
                 after a prompt; without it all, or with ``pool_special_tokens=False`` all but
                 special tokens.
             return_logits: Also return the signed pooled logits ``[B, V]`` after the gate and before
-                the idf weights, for losses that must reach inactive tokens. (Without expansion they
-                are 0, and have no gradient, at tokens that are not in the text.)
+                threshold and idf weights, for losses that must reach inactive tokens. (Without
+                expansion they are 0, without a gradient, at tokens that are not in the text.)
             apply_idf: Whether to multiply with the idf weights in this call; ``None``: if the
                 encoder has idf weights.
-            side: ``"document"`` or ``"query"``: prune by that side's threshold, as
-                ``encode_document`` and ``encode_query`` do. Logits are not pruned.
+            side: ``"document"`` or ``"query"``: prune by that side's threshold.
             **inputs: Other inputs of the model, such as ``token_type_ids``.
 
         Raises:
-            TypeError: for texts or floating-point numbers instead of ids.
+            TypeError: for texts (``tokenize`` gives their ids) or floating-point numbers.
             ValueError: for ids outside [0, V); for ``apply_idf=True`` without idf weights.
             RuntimeError: if the model's output embeddings were replaced.
         """
-        if not isinstance(input_ids, Tensor):
-            raise TypeError(
-                f"expected `input_ids` to be a torch.Tensor, got {type(input_ids).__name__}: "
-                "encoder(**encoder.tokenize(texts)), or encoder.encode(texts)"
-            )
         check_shapes(input_ids=(input_ids, "B S"))
         attended_ids("input_ids", input_ids, torch.tensor(True), self.vocab_size, gathered=True)
-        if apply_idf is None:
-            apply_idf = self.idf_weights is not None
-        check_flag(apply_idf=apply_idf)
         check_choice("side", side, (None, *SIDES))
         threshold = None if side is None else getattr(self, f"{side}_threshold")
+        if apply_idf is not None:
+            check_flag(apply_idf=apply_idf)
         if apply_idf and self.idf_weights is None:
             raise ValueError("expected idf weights for `apply_idf=True`, got None")
         if attention_mask is None:
@@ -272,7 +254,7 @@ class SpladeEncoder(nn.Module):
             logits = self._token_logits(hidden, input_ids, pooled)
             logits = logits if gate is None else logits * gate
             activations = weights_of(logits, self.activation, threshold)
-        if apply_idf and self.idf_weights is not None:
+        if self.idf_weights is not None and apply_idf is not False:
             activations = activations * self.idf_weights
         return (activations, logits) if return_logits else activations
 
@@ -322,11 +304,7 @@ class SpladeEncoder(nn.Module):
         return pooled.scatter_reduce(1, columns, logits, "amax", include_self=False)[:, :-1]
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``attention_mask`` ``[B, S]`` of texts, on the model's device.
-
-        Raises:
-            TypeError: for anything but a sequence of strings.
-        """
+        """Return ``input_ids`` and ``attention_mask`` ``[B, S]``, on the model's device."""
         check_texts(texts)
         batch = self.tokenizer(
             list(texts),
@@ -338,23 +316,24 @@ class SpladeEncoder(nn.Module):
         )
         return {name: batch[name].to(self.device) for name in ("input_ids", "attention_mask")}
 
-    def encode_document(
+    def encode(
         self,
         texts: Sequence[str],
         *,
+        side: Literal["document", "query"] = "document",
         output: Literal["csr", "dense", "tokens"] = "csr",
         batch_size: int = 32,
         prune_ratio: float | None = None,
         max_active_dims: int | None = None,
         show_progress: bool | None = None,
     ) -> Any:
-        """Return the vectors of documents, in their order, on the CPU, in evaluation mode.
+        """Return the vectors of texts, in their order, on the CPU, in evaluation mode.
 
         The whole encoder is in evaluation mode meanwhile: do not train it in another thread.
-        ``encode`` is the same; ``encode_query`` prunes by the queries' threshold.
 
         Args:
             texts: Strings. Longer ones are cut at ``max_length`` tokens.
+            side: Whose threshold prunes them.
             output: ``"csr"`` or ``"dense"``: a tensor ``[N, V]``, sparse in CSR layout or dense.
                 ``"tokens"``: a list of dicts of positive weights by token, the largest first.
             batch_size: Texts per batch; texts of similar length share a batch.
@@ -368,49 +347,14 @@ class SpladeEncoder(nn.Module):
             TypeError: for anything but a sequence of strings.
             ValueError: if a text's activations are not finite.
         """
-        return self._encode(
-            "document",
-            texts,
-            prune_ratio,
-            max_active_dims,
-            output=output,
-            batch_size=batch_size,
-            show_progress=show_progress,
-        )
-
-    encode = encode_document
-
-    def encode_query(
-        self,
-        texts: Sequence[str],
-        *,
-        prune_ratio: float | None = None,
-        max_active_dims: int | None = None,
-        **options: Any,
-    ) -> Any:
-        """Return the vectors of queries; arguments and result are those of ``encode_document``."""
-        return self._encode("query", texts, prune_ratio, max_active_dims, **options)
-
-    def _encode(
-        self,
-        side: Literal["document", "query"],
-        texts: Sequence[str],
-        prune_ratio: float | None,
-        max_active_dims: int | None,
-        *,
-        output: str = "csr",
-        batch_size: int = 32,
-        show_progress: bool | None = None,
-    ) -> Any:
         from tqdm.auto import tqdm
 
-        check_texts(texts)
+        check_choice("side", side, SIDES)
         check_choice("output", output, ("csr", "dense", "tokens"))
         check_pruning(prune_ratio, max_active_dims)
-        limits = (
-            self.prune_ratio if prune_ratio is None else prune_ratio,
-            self.max_active_dims if max_active_dims is None else max_active_dims,
-        )
+        prune_ratio = self.prune_ratio if prune_ratio is None else prune_ratio
+        max_active_dims = self.max_active_dims if max_active_dims is None else max_active_dims
+        parts = batches(texts, batch_size)
         vectors: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(texts)
         disable = None if show_progress is None else not show_progress
         with (
@@ -418,12 +362,20 @@ class SpladeEncoder(nn.Module):
             evaluating(self),
             tqdm(total=len(texts), desc="Encoding", unit="text", disable=disable) as progress,
         ):
-            for numbers in batches(texts, batch_size):
+            for numbers in parts:
                 activations = self(**self.tokenize([texts[i] for i in numbers]), side=side)
                 for i, entries in zip(numbers, entries_of(activations, numbers), strict=True):
-                    vectors[i] = pruned(*entries, *limits)
+                    vectors[i] = pruned(*entries, prune_ratio, max_active_dims)
                 progress.update(len(numbers))
         return collected(vectors, output, self.tokenizer, self.vocab_size)
+
+    def encode_document(self, texts: Sequence[str], **options: Any) -> Any:
+        """Return the vectors of documents, as ``encode`` does."""
+        return self.encode(texts, side="document", **options)
+
+    def encode_query(self, texts: Sequence[str], **options: Any) -> Any:
+        """Return the vectors of queries, as ``encode`` does with ``side="query"``."""
+        return self.encode(texts, side="query", **options)
 
     def top_tokens(
         self, texts_or_vectors: Sequence[str] | Tensor, k: int = 20, **options: Any
@@ -431,9 +383,8 @@ class SpladeEncoder(nn.Module):
         """Return the ``k`` tokens of largest weight of each text or vector, the largest first.
 
         Args:
-            texts_or_vectors: Strings; or vectors ``[N, V]`` of the encoder or of ``encode``, dense
-                or sparse, in any floating dtype, on any device. Only positive entries of vectors
-                count.
+            texts_or_vectors: Strings; or floating vectors ``[N, V]``, dense or sparse, of which
+                positive entries count.
             k: The number of tokens, at least 1.
             **options: Options of ``encode``, for texts only.
 
@@ -449,17 +400,14 @@ class SpladeEncoder(nn.Module):
             return top
         if options:
             raise TypeError(f"expected no options with vectors, got {', '.join(options)}")
-        vectors = texts_or_vectors.detach()
+        vectors, size = texts_or_vectors.detach(), self.vocab_size
         if not vectors.is_floating_point():
             raise TypeError(f"expected vectors to be floating point, got {vectors.dtype}")
-        if vectors.ndim != 2 or vectors.shape[1] != self.vocab_size:
-            raise ValueError(
-                f"expected vectors of shape [N, V] with V = {self.vocab_size}, got "
-                f"{list(vectors.shape)}"
-            )
-        return [
-            named(self.tokenizer, *pruned(*entries, None, k)) for entries in entries_of(vectors)
-        ]
+        if vectors.ndim != 2 or vectors.shape[1] != size:
+            got = list(vectors.shape)
+            raise ValueError(f"expected vectors of shape [N, V] with V = {size}, got {got}")
+        entries = entries_of(vectors)
+        return [named(self.tokenizer, *pruned(*each, None, k)) for each in entries]
 
     def token_weights(
         self, texts: Sequence[str], *, batch_size: int = 32
@@ -471,26 +419,20 @@ class SpladeEncoder(nn.Module):
         The largest $w_s$ is the largest weight of the text's vector. With ``expansion=False`` a
         position activates its own token only, and special tokens have a weight of 0.
 
-        Args:
-            texts: Strings. Longer ones are cut at ``max_length`` tokens.
-            batch_size: Texts per batch.
+        Arguments and errors are those of ``encode``.
 
         Returns:
             For each text its tokens in order, with special tokens but without padding, each with
             its weight, a ``float`` >= 0. Computed in evaluation mode.
-
-        Raises:
-            TypeError: for anything but a sequence of strings.
-            ValueError: if a weight is not finite.
         """
+        parts = batches(texts, batch_size)
         result: list[list[tuple[str, float]]] = [[]] * len(texts)
         with torch.inference_mode(), evaluating(self):
-            for numbers in batches(texts, batch_size):
+            for numbers in parts:
                 batch = self.tokenize([texts[i] for i in numbers])
-                attended = batch["attention_mask"].bool()
-                pooled = self._pooled(**batch)
-                weights = self._position_weights(**batch).masked_fill(~pooled, 0.0)
+                weights = self._position_weights(**batch)
                 check_finite(weights, numbers)
+                attended = batch["attention_mask"].bool()
                 for i, ids, row, kept in zip(
                     numbers, batch["input_ids"], weights, attended, strict=True
                 ):
@@ -499,19 +441,21 @@ class SpladeEncoder(nn.Module):
         return result
 
     def _position_weights(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return the largest activation of every position, ``[B, S]``."""
+        """Return the largest activation of every pooled position, ``[B, S]``, 0 at others."""
         hidden = self._hidden(input_ids, attention_mask)
         gate = None if self.gate is None else self.gate(hidden, attention_mask)
         idf = hidden.new_ones(self.vocab_size) if self.idf_weights is None else self.idf_weights
-        if not self.expansion:
+        if self.expansion:
+            rows = []
+            for i, states in enumerate(hidden):  # each position is a text of one token
+                factor = None if gate is None else gate[i].expand(len(states), -1)
+                rows.append((self.head(states[:, None], gate=factor) * idf).amax(1))
+            weights = torch.stack(rows)
+        else:
             logits = self._position_logits(hidden)
             logits = logits if gate is None else logits * gate.gather(1, input_ids)
-            return weights_of(logits, self.activation) * idf[input_ids]
-        rows = []
-        for i, states in enumerate(hidden):  # the head gets each position as a text of one token
-            factor = None if gate is None else gate[i].expand(len(states), -1)
-            rows.append((self.head(states[:, None], gate=factor) * idf).amax(1))
-        return torch.stack(rows)
+            weights = weights_of(logits, self.activation) * idf[input_ids]
+        return weights.masked_fill(~self._pooled(input_ids, attention_mask), 0.0)
 
     def calibrate(
         self,
@@ -522,22 +466,21 @@ class SpladeEncoder(nn.Module):
         method: Literal["prune", "shift"] = "prune",
         batch_size: int = 32,
     ) -> float:
-        """Prune vectors so that texts keep ``target_active`` dimensions each, on average.
+        """Make texts keep ``target_active`` dimensions each, on average.
 
         ``"prune"`` sets the ``side``'s threshold: ``encode_document`` (or ``encode_query``) drops
         the dimensions whose pooled logit is not above it. The other weights stay. It is saved with
         the encoder; other readers of the folder do not prune. ``"shift"`` subtracts the threshold
         from the bias of the vocabulary projection (of the importance layer with
         ``expansion=False``) for what reads the model alone: this lowers the weights that stay, too,
-        on both sides. It can also add dimensions, and the gate does not change it. A bias in half
-        precision takes few values: the result may miss the target by a few percent where many
-        logits are nearly equal.
+        on both sides. It can also add dimensions. With a bias in half precision, which takes few
+        values, it may miss the target by a few percent.
 
         Dimensions with an idf weight of 0 are not counted.
 
         Args:
-            texts: Strings like those to be encoded, best a sample of the documents that will be
-                indexed: texts that the model was trained on have more active dimensions.
+            texts: A sample of the texts to be encoded; those of the training have more active
+                dimensions.
             target_active: Active dimensions per text, on average, > 0.
             side: Whose vectors are pruned.
             method: ``"prune"`` or ``"shift"``.
@@ -545,37 +488,28 @@ class SpladeEncoder(nn.Module):
 
         Returns:
             The threshold of the pooled logits; of ``"shift"`` the number that was subtracted,
-            before rounding, which is negative if fewer than ``target_active`` were active.
+            which is negative if fewer than ``target_active`` were active.
 
         Raises:
             TypeError: for anything but a sequence of strings.
-            ValueError: if there are no texts, if fewer dimensions are active (with ``"shift"``: can
-                be), if a logit is not a number, or if ``"shift"`` finds no bias and the model's
-                config has no ``decoder_bias`` to add one. Nothing has changed then.
+            ValueError: if fewer dimensions are active (with ``"shift"``: can be), if a logit is not
+                a number, or if ``"shift"`` finds no bias and the model's config has no
+                ``decoder_bias`` to add one. Nothing has changed then.
 
         Examples:
             ``encoder.calibrate(documents[:1000], target_active=64)``
         """
-        check_texts(texts)
         check_choice("side", side, SIDES)
         check_choice("method", method, ("prune", "shift"))
-        if method == "shift":
-            return shift_bias(self, texts, target_active, batch_size)
-        t = pruning_threshold(self, texts, target_active, batch_size)
-        setattr(self, f"{side}_threshold", t)
+        t = calibrate_encoder(self, texts, target_active, method, batch_size)
+        if method == "prune":
+            setattr(self, f"{side}_threshold", t)
         return t
 
     def extra_repr(self) -> str:
         """Return the thresholds and other settings that are not the default."""
-        shown = {"expansion": self.expansion} | {name: getattr(self, name) for name in SETTINGS}
-        plain: dict[str, Any] = {
-            "expansion": True,
-            "pool_special_tokens": True,
-            "bidirectional": True,
-        }
-        plain |= {"activation": "relu"}
-        changed = [f"{name}={value!r}" for name, value in shown.items() if value != plain.get(name)]
-        return ", ".join(changed)
+        settings = self._settings().items()
+        return ", ".join(f"{name}={x!r}" for name, x in settings if x != SETTINGS[name])
 
     @classmethod
     def from_pretrained(
@@ -609,38 +543,36 @@ class SpladeEncoder(nn.Module):
             UserWarning: if the checkpoint lacks weights, such as those of the layers before the
                 logits: they are random then.
         """
-        names = (*SETTINGS, "importance")
-        given = {name: options.pop(name) for name in names if options.get(name) is not None}
-        folder = Folder(os.fspath(name_or_path), **options)
-        settings, tensors = folder.read()
-        theirs, activation = folder.read_modules()
-        given = (
-            {"activation": activation} | {n: settings[n] for n in names if n in settings} | given
-        )
-        if expansion is None:
-            expansion = settings.get("expansion", True)
-        if idf_weights is None:
-            idf_weights = tensors.get("idf_weights", theirs)
-        model, tokenizer = folder.read_model(has_logits=expansion, **options)
-        if (gate is None or gate is True) and settings.get("gate") is not None:
-            with named_damage(folder.name, TypeError, ValueError, RuntimeError):
+        given: dict[str, Any] = {
+            name: options.pop(name, None) for name in (*SETTINGS, "importance")
+        }
+        given |= {"expansion": expansion, "max_length": max_length}
+        folder = Folder(name_or_path, **options)
+        saved, tensors = folder.read()
+        given = {name: saved.get(name) if x is None else x for name, x in given.items()}
+        settings = {name: x for name, x in given.items() if x is not None}
+        has_logits = bool(settings.get("expansion", True))
+        model, tokenizer = folder.read_model(has_logits=has_logits, **options)
+        with named_damage(folder.name):
+            _check_settings(saved)
+            if (gate is None or gate is True) and saved.get("gate"):
                 config = unwrapped(model).config.get_text_config()
-                sizes = config.hidden_size, config.vocab_size
-                gate = ContextGate(*sizes, **settings["gate"])
+                gate = ContextGate(config.hidden_size, config.vocab_size, **saved["gate"])
                 gate.load_state_dict(_part(tensors, "gate"))
+        if idf_weights is None:
+            idf_weights = tensors.get("idf_weights")
         encoder = cls(
             model,
             tokenizer,
-            expansion=expansion,
             gate=gate,
             idf_weights=None if idf_weights is False else idf_weights,
-            max_length=settings.get("max_length") if max_length is None else max_length,
-            **given,
+            **settings,
         )
-        if not expansion:
-            with named_damage(folder.name, RuntimeError, KeyError):
-                if saved := _part(tensors, "importance") or folder.read_linear(encoder.importance):
-                    encoder.importance.load_state_dict(saved)
+        with named_damage(folder.name):
+            if not encoder.expansion and (
+                part := _part(tensors, "importance") or folder.read_linear(encoder.importance)
+            ):
+                encoder.importance.load_state_dict(part)
         return encoder.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -650,25 +582,17 @@ class SpladeEncoder(nn.Module):
         ``AutoModelForCausalLM`` loads it. So does the ``SparseEncoder`` of sentence-transformers
         for a masked language model, and gives the same vectors (but has no gate, does not prune by
         thresholds, and needs this package installed for idf weights); what its modules cannot
-        compute it refuses. Of a
-        ``PeftModel`` the adapters are saved as PEFT does, and its base model in ``base_model`` if
-        it has no path of its own. All files are written into a temporary folder first, so that a
-        full disk leaves the old ones unchanged.
+        compute it refuses. Of a ``PeftModel`` the adapters are saved as PEFT does, and its base
+        model in ``base_model`` if it has no path of its own. All files are written into a temporary
+        folder first, so that a full disk leaves the old ones unchanged.
 
         Args:
             folder: Made if it does not exist; files of other names stay.
         """
-        gate = self.gate and {
-            "gate_hidden": self.gate.map[0].out_features,
-            "num_heads": self.gate.attention.num_heads,
-            "dropout": self.gate.attention.dropout,
-        }
-        settings = {
-            "expansion": self.expansion,
+        settings = self._settings() | {
             "max_length": self.max_length,
             "idf_weights": self.idf_weights is not None,
-            "gate": gate,
-            **{name: getattr(self, name) for name in SETTINGS},
+            "gate": None if self.gate is None else self.gate.settings,
         }
         if not self.expansion:
             settings["importance"] = "linear" if isinstance(self.importance, nn.Linear) else "mlp"
@@ -678,6 +602,28 @@ class SpladeEncoder(nn.Module):
             if name.split(".")[0] in ("gate", "importance", "idf_weights")
         }
         write_folder(folder, self.model, self.tokenizer, settings, tensors)
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    """Raise unless the settings have their types and are within their bounds."""
+    settings = {"importance": "mlp", "max_length": None, **SETTINGS, **settings}
+    expansion, max_length = settings["expansion"], settings["max_length"]
+    flags = ("expansion", "pool_special_tokens", "bidirectional")
+    check_flag(**{name: settings[name] for name in flags})
+    activations = get_args(Activation) if expansion else (*get_args(Activation), "identity")
+    check_choice("activation", settings["activation"], activations)
+    check_choice("importance", settings["importance"], ("mlp",) if expansion else ("mlp", "linear"))
+    for name in ("softcap", "logit_scale"):
+        if settings[name] is not None:
+            check_number(name, settings[name], minimum=0.0, exclusive=True)
+            if not expansion:
+                raise ValueError(f"expected no `{name}` with expansion=False")
+    for name in (f"{side}_threshold" for side in SIDES):
+        if settings[name] is not None:
+            check_number(name, settings[name], minimum=0.0)
+    check_pruning(settings["prune_ratio"], settings["max_active_dims"])
+    if max_length is not None:
+        check_integer("max_length", max_length, minimum=1)
 
 
 def _importance(kind: str, hidden_size: int) -> nn.Module:
@@ -721,11 +667,9 @@ def _gate(gate: object, hidden_size: int, vocab_size: int) -> ContextGate | None
         return ContextGate(hidden_size, vocab_size, num_heads=heads)
     if not isinstance(gate, ContextGate):
         raise TypeError(f"expected `gate` to be a ContextGate, True, False or None, got {gate!r}")
-    sizes = gate.hidden_size, gate.vocab_size
-    if sizes != (hidden_size, vocab_size):
-        raise ValueError(
-            f"expected `gate` of hidden and vocab_size {(hidden_size, vocab_size)}, got {sizes}"
-        )
+    expected, sizes = (hidden_size, vocab_size), (gate.hidden_size, gate.vocab_size)
+    if sizes != expected:
+        raise ValueError(f"expected `gate` of hidden and vocab_size {expected}, got {sizes}")
     return gate
 
 

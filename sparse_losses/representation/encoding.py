@@ -1,6 +1,6 @@
 """From texts to sparse vectors on the CPU: batches, the entries of vectors, and their formats."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,27 +9,14 @@ from torch import Tensor
 from sparse_losses._core.checks import check_integer, check_number
 from sparse_losses.fast.sparse import csr
 
-__all__ = [
-    "batches",
-    "check_finite",
-    "check_pruning",
-    "check_texts",
-    "collected",
-    "entries_of",
-    "named",
-    "pruned",
-    "spelled",
-]
 
-
-def batches(texts: Sequence[str], batch_size: int) -> Iterator[list[int]]:
-    """Yield the numbers of the texts of each batch; texts of similar length share a batch."""
+def batches(texts: Sequence[str], batch_size: int) -> list[list[int]]:
+    """Return the numbers of the texts of each batch; texts of similar length share a batch."""
     check_texts(texts)
     check_integer("batch_size", batch_size, minimum=1)
     # The longest texts come first, so that an out-of-memory error occurs at once.
     order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-    for first in range(0, len(texts), batch_size):
-        yield order[first : first + batch_size]
+    return [order[first : first + batch_size] for first in range(0, len(texts), batch_size)]
 
 
 def entries_of(

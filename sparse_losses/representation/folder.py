@@ -6,30 +6,19 @@ load. Errors about damaged files name the folder.
 
 import json
 import os
-import pickle
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import check_flag, check_integer
+from sparse_losses._core.activation import Activation
 from sparse_losses._core.extras import from_extra
 from sparse_losses.representation._language_model import unwrapped
-
-__all__ = [
-    "Folder",
-    "IdfWeights",
-    "UnsupportedEncoder",
-    "modules_of",
-    "named_damage",
-    "write_folder",
-    "write_router",
-]
 
 # Our files in the folder of the masked language model, and their version.
 SETTINGS, TENSORS, FORMAT = "sparse_losses.json", "sparse_losses.safetensors", 1
@@ -40,7 +29,7 @@ HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 ROUTER = "router_config.json"
 THEIRS = "sentence_transformers.sparse_encoder.models"
-KNOWN = ("MLMTransformer", "Transformer", "SpladePooling", "IdfWeights", "UnsupportedEncoder")
+KNOWN = {"MLMTransformer", "Transformer", "SpladePooling", "IdfWeights", "UnsupportedEncoder"}
 LINEAR = "sparse_linear.pt"  # BGE-M3's layer from a hidden state to its token's weight
 ADAPTER, BASE = "adapter_config.json", "base_model"  # PEFT's file; a base model without a path
 
@@ -125,14 +114,25 @@ class UnsupportedEncoder(nn.Module):
         )
 
 
+@contextmanager
+def named_damage(name: str, errors: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+    """Name the folder in errors about damaged files, which come in many types."""
+    try:
+        yield
+    except (OSError, ImportError):
+        raise
+    except errors as error:
+        raise OSError(f"{name} is damaged: {error!r}") from error
+
+
 class Folder:
     """A folder, or a repository of the Hub. Errors about missing and damaged files have its name.
 
     Of the ``options`` of ``from_pretrained``, those count that say where files are looked for.
     """
 
-    def __init__(self, name: str, **options: Any) -> None:
-        self.name = name
+    def __init__(self, name: str | os.PathLike[str], **options: Any) -> None:
+        self.name = os.fspath(name)
         self.hub = {key: value for key, value in options.items() if key in HUB}
 
     def find(self, file: str, *, required: bool = False) -> str | None:
@@ -152,112 +152,115 @@ class Folder:
         subfolder = "/".join(filter(None, (self.hub.get("subfolder"), path)))
         return Folder(self.name, **{**self.hub, "subfolder": subfolder})
 
-    def json(self, file: str, kind: type = dict, *, required: bool = False) -> Any:
-        """Return the content of a JSON file, empty if the folder has no such file."""
+    def json(self, file: str, *, required: bool = False) -> Any:
+        """Return the content of a JSON file, an empty dict if the folder has no such file."""
         path = self.find(file, required=required)
-        if path is None:
-            return kind()
-        with named_damage(self.name, ValueError):  # no JSON, or no UTF-8
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(content, kind):
-            got, wanted = type(content).__name__, kind.__name__
-            raise OSError(
-                f"{self.name} is damaged: expected {file} to hold a {wanted}, got a {got}"
-            )
-        return content
+        return {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
 
     def tensors(self, file: str) -> dict[str, Tensor]:
         """Return the tensors of a file, which the folder must have."""
-        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        path = self.find(file, required=True)
-        with named_damage(self.name, SafetensorError):
-            tensors: dict[str, Tensor] = load_file(path)
+        tensors: dict[str, Tensor] = load_file(self.find(file, required=True))
         return tensors
 
+    def modules(self, side: str) -> dict[str, str]:
+        """Return paths of sentence-transformers' modules by kind, in a ``Router`` of a side."""
+        with named_damage(self.name):
+            types = {entry["path"]: entry["type"] for entry in self.json(MODULES)}
+            if [kind.rsplit(".", 1)[-1] for kind in types.values()] == ["Router"]:
+                config = self.json(ROUTER, required=True)
+                types = {path: config["types"][path] for path in config["structure"][side]}
+            for path in types:
+                place = PureWindowsPath(path)  # it knows both kinds of slashes
+                if place.anchor or ".." in place.parts:
+                    raise ValueError(f"expected paths inside it in {MODULES}, got {path!r}")
+            return {kind.rsplit(".", 1)[-1]: path for path, kind in types.items()}
+
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return our settings and tensors: two empty dicts if there are none."""
-        if self.find(SETTINGS) is None and self.find(TENSORS) is None:
-            return {}, {}
-        settings, tensors = self.json(SETTINGS, required=True), self.tensors(TENSORS)
-        if (version := settings.get("format")) != FORMAT:
-            raise OSError(f"expected {self.name} in format {FORMAT}, got {version!r}")
-        if missing := {"expansion", "gate", "idf_weights", "max_length"} - settings.keys():
-            raise OSError(f"{self.name} is damaged: {SETTINGS} lacks {', '.join(sorted(missing))}")
-        with named_damage(self.name, TypeError, ValueError):
-            check_flag(expansion=settings["expansion"], idf_weights=settings["idf_weights"])
-            check_integer("max_length", settings["max_length"], minimum=1)
-        gate, importance = settings["gate"] is not None, not settings["expansion"]
-        parts = {"gate": gate, "importance": importance, "idf_weights": settings["idf_weights"]}
-        if {name.split(".")[0] for name in tensors} != {name for name in parts if parts[name]}:
-            raise OSError(f"{self.name} is damaged: its two files do not belong together")
-        return settings, tensors
+        """Return settings and tensors: ours, or those that sentence-transformers' modules tell.
+
+        Raises:
+            ValueError: if the modules compute anything else than a ``SpladeEncoder`` does.
+        """
+        modules = self.modules("document")
+        settings: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
+        pooling = {"pooling_strategy": "max", "activation_function": "relu"}
+        with named_damage(self.name):
+            if "SpladePooling" in modules:
+                pooling |= self.json(f"{modules['SpladePooling']}/config.json")
+            if "IdfWeights" in modules:
+                weights = self.tensors(f"{modules['IdfWeights']}/model.safetensors")
+                tensors["idf_weights"] = weights["weight"]
+            prompt = self.json(PROMPTS).get("default_prompt_name")
+            if "UnsupportedEncoder" in modules or self.find(SETTINGS) or self.find(TENSORS):
+                settings, tensors = self.json(SETTINGS, required=True), self.tensors(TENSORS)
+                if settings["format"] != FORMAT:
+                    raise ValueError(f"expected format {FORMAT}, got {settings['format']!r}")
+                parts = {name for name in ("gate", "idf_weights") if settings[name]}
+                parts |= set() if settings["expansion"] else {"importance"}
+                if {name.split(".")[0] for name in tensors} != parts:
+                    raise ValueError(f"{SETTINGS} and {TENSORS} do not belong together")
+        strategy, activation = pooling["pooling_strategy"], pooling["activation_function"]
+        if strategy != "max" or activation not in get_args(Activation):
+            raise ValueError(
+                f"expected {self.name} to have the pooling_strategy 'max' and the "
+                "activation_function 'relu' or 'log1p_relu', "
+                f"got {strategy!r} and {activation!r}"
+            )
+        if others := modules.keys() - KNOWN:
+            got = ", ".join(sorted(others))
+            raise ValueError(f"expected {self.name} to have known modules only, got {got}")
+        if prompt:
+            warnings.warn(
+                f"{self.name} has the default prompt {prompt!r} for sentence-transformers: prepend "
+                "it to the texts yourself",
+                stacklevel=3,
+            )
+        return {"activation": activation, **settings}, tensors
 
     def read_linear(self, layer: nn.Module) -> dict[str, Tensor]:
         """Return the state of BGE-M3's layer for a layer of its kind, empty without its file."""
         path = self.find(LINEAR) if isinstance(layer, nn.Linear) else None
         if path is None:
             return {}
-        with named_damage(self.name, RuntimeError, pickle.UnpicklingError):
-            state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
         return state
 
-    def read_modules(self) -> tuple[Tensor | None, str]:
-        """Return idf weights (or ``None``) and activation of sentence-transformers' modules.
-
-        Raises:
-            ValueError: if the modules compute anything else than a ``SpladeEncoder`` does.
-        """
-        idf_weights, activation = None, "relu"
-        for kind, path in modules_of(self, "document"):
-            if kind == "IdfWeights":
-                with named_damage(self.name, KeyError):
-                    idf_weights = self.tensors(f"{path}/model.safetensors")["weight"]
-            if kind == "UnsupportedEncoder":
-                self.find(SETTINGS, required=True)  # or the encoder would be another one
-            settings = self.json(f"{path}/config.json") if kind == "SpladePooling" else {}
-            activation = settings.get("activation_function", activation)
-            for key, value, allowed in (
-                ("pooling_strategy", settings.get("pooling_strategy", "max"), ["max"]),
-                ("activation_function", activation, ["relu", "log1p_relu"]),
-            ):
-                if value not in allowed:
-                    expected = f"{key} {' or '.join(map(repr, allowed))}, got {value!r}"
-                    raise ValueError(f"expected {self.name} to have {expected}")
-            if kind not in KNOWN:
-                raise ValueError(f"expected {self.name} to have known modules only, got {kind}")
-        if prompt := self.json(PROMPTS).get("default_prompt_name"):
-            warnings.warn(
-                f"{self.name} has the default prompt {prompt!r} for sentence-transformers: prepend "
-                "it to the texts yourself",
-                stacklevel=3,
-            )
-        return idf_weights, activation
-
     def read_model(self, *, has_logits: bool, **options: Any) -> tuple[Any, Any]:
-        """Return the language model and its tokenizer; warn of weights that are missing."""
+        """Return the language model, with adapters as a ``PeftModel``, and its tokenizer.
+
+        Warns:
+            UserWarning: if weights are missing.
+        """
         from safetensors import SafetensorError
         from transformers import AutoTokenizer
         from transformers.utils import logging
 
-        if place := next((path for _, path in modules_of(self, "document")), ""):
+        if place := next(iter(self.modules("document").values()), ""):
             inside = self.inside(place)
             return inside.read_model(has_logits=has_logits, **{**options, **inside.hub})
-        if adapter := self.json(ADAPTER):
-            return self._read_adapted(adapter, **options)
-        if Path(self.name).is_dir():
+        adapter = self.json(ADAPTER)
+        name, where = self.name, self.hub
+        if not adapter and os.path.isdir(self.name):
             self.find("config.json", required=True)
-        own = {**self.hub, "trust_remote_code": options.get("trust_remote_code")}
+        elif adapter:
+            # A base beside the adapters is read by its path: by the name of the folder,
+            # transformers would read the adapters as well.
+            name, where = adapter.get("base_model_name_or_path") or self._path_inside(BASE), {}
+            options = {key: value for key, value in options.items() if key not in HUB}
+        remote = {"trust_remote_code": options.get("trust_remote_code")}
         verbosity = logging.get_verbosity()
         if not has_logits:  # the layers before the logits may be new
             logging.set_verbosity_error()
         try:
-            with named_damage(self.name, SafetensorError, json.JSONDecodeError):
-                tokenizer = AutoTokenizer.from_pretrained(self.name, **own)
-                model, report = _auto_class(self.name, own).from_pretrained(
-                    self.name, output_loading_info=True, **options
-                )
+            with named_damage(self.name, (SafetensorError, json.JSONDecodeError)):
+                kind = _auto_class(name, where | remote)
+                model, report = kind.from_pretrained(name, output_loading_info=True, **options)
+                if self.find("tokenizer_config.json") is not None:  # or it is the base model's
+                    name, where = self.name, self.hub
+                tokenizer = AutoTokenizer.from_pretrained(name, **where, **remote)
         finally:
             logging.set_verbosity(verbosity)
         if len(tokenizer) <= len(tokenizer.all_special_ids):  # so transformers does without files
@@ -269,36 +272,24 @@ class Folder:
                 "checkpoint of a masked or causal language model, or train them.",
                 stacklevel=3,
             )
+        if adapter:
+            with from_extra("peft"):
+                from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, self.name, is_trainable=True, **self.hub)
         return model, tokenizer
 
-    def _read_adapted(self, adapter: dict[str, Any], **options: Any) -> tuple[Any, Any]:
-        """Return a ``PeftModel`` that can be trained, and its tokenizer."""
-        with from_extra("peft"):
-            from peft import PeftModel
-        from transformers import AutoTokenizer
+    def _path_inside(self, folder: str) -> str:
+        """Return the local path of a model's folder in this one; download it from the Hub."""
+        inside = self.inside(folder)
+        config = inside.find("config.json", required=True)
+        if not os.path.isdir(self.name):
+            from huggingface_hub import snapshot_download
 
-        base = adapter.get("base_model_name_or_path")
-        if not base:
-            self.inside(BASE).find("config.json", required=True)
-            # By its path: from the name, transformers would read the adapters beside it again.
-            base = os.path.join(self._local(f"{BASE}/*"), BASE)
-        remote = {"trust_remote_code": options.get("trust_remote_code")}
-        others = {key: value for key, value in options.items() if key not in HUB}
-        model = _auto_class(base, remote).from_pretrained(base, **others)
-        where = (base, {}) if self.find("tokenizer_config.json") is None else (self.name, self.hub)
-        tokenizer = AutoTokenizer.from_pretrained(where[0], **where[1], **remote)
-        return PeftModel.from_pretrained(model, self.name, is_trainable=True, **self.hub), tokenizer
-
-    def _local(self, pattern: str) -> str:
-        """Return the path of the folder, with the files of a ``pattern`` if it is on the Hub."""
-        if os.path.isdir(self.name):
-            return os.path.join(self.name, self.hub.get("subfolder") or "")
-        from huggingface_hub import snapshot_download
-
-        names = ("cache_dir", "force_download", "local_files_only", "revision", "token")
-        options = {name: self.hub[name] for name in names if name in self.hub}
-        path: str = snapshot_download(self.name, allow_patterns=pattern, **options)
-        return path
+            options = {key: value for key, value in self.hub.items() if key != "subfolder"}
+            pattern = f"{inside.hub['subfolder']}/*"
+            snapshot_download(self.name, allow_patterns=pattern, **options)
+        return os.path.dirname(str(config))
 
 
 def _auto_class(name: str, options: dict[str, Any]) -> Any:
@@ -316,15 +307,6 @@ def _auto_class(name: str, options: dict[str, Any]) -> Any:
         "AutoModelForMaskedLM" in getattr(config, "auto_map", {})
     )
     return AutoModelForMaskedLM if has_masked and not is_causal else AutoModelForCausalLM
-
-
-@contextmanager
-def named_damage(name: str, *errors: type[Exception]) -> Iterator[None]:
-    """Name the folder in errors about damaged files, which do not say which one it is."""
-    try:
-        yield
-    except errors as error:
-        raise OSError(f"{name} is damaged: {error!r}") from error
 
 
 def write_folder(
@@ -351,15 +333,17 @@ def write_folder(
             state = {name.split(".")[1]: x for name, x in tensors.items() if "importance." in name}
             torch.save(state, new / LINEAR)
         inner = unwrapped(model)
-        is_supported = (
+        if (
             settings["expansion"]
             and settings["pool_special_tokens"]
             and settings["softcap"] is settings["logit_scale"] is None
             and not type(inner).__name__.endswith("ForCausalLM")
             and not (new / BASE).exists()
-        )
-        vocab_size = inner.config.get_text_config().vocab_size
-        _write_modules(new, settings, tensors, vocab_size, is_supported)
+        ):
+            vocab_size = inner.config.get_text_config().vocab_size
+            _write_modules(new, settings, tensors, vocab_size)
+        else:  # without an entry they would build another model
+            _write_entries(new, [("", f"{__name__}.{UnsupportedEncoder.__name__}")])
         if (target / PROMPTS).exists():
             (new / PROMPTS).unlink(missing_ok=True)  # theirs may hold prompts
         save_file(tensors, new / TENSORS)
@@ -403,32 +387,29 @@ def _save_model(model: Any, folder: Path) -> None:
 
 
 def _write_modules(
-    folder: Path,
-    settings: dict[str, Any],
-    tensors: dict[str, Tensor],
-    vocab_size: int,
-    is_supported: bool,
+    folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor], vocab_size: int
 ) -> None:
-    """Write the modules of sentence-transformers, and the files that are not part of the model."""
-    if not is_supported:
-        # Without an entry they would build another model.
-        modules = [("", f"{__name__}.{UnsupportedEncoder.__name__}")]
-    else:
-        modules = [("", f"{THEIRS}.MLMTransformer"), ("1_SpladePooling", f"{THEIRS}.SpladePooling")]
-        pooling = {
-            "pooling_strategy": "max",
-            "activation_function": settings["activation"],
-            "word_embedding_dimension": vocab_size,
-        }
-        longest = {"max_seq_length": settings["max_length"]}
-        _write_json(folder / "sentence_bert_config.json", longest)
-        _write_json(folder / "1_SpladePooling" / "config.json", pooling)
-        _write_json(folder / PROMPTS, {"model_type": "SparseEncoder"})
-    if is_supported and settings["idf_weights"]:
+    """Write the modules of sentence-transformers that compute the same."""
+    modules = [("", f"{THEIRS}.MLMTransformer"), ("1_SpladePooling", f"{THEIRS}.SpladePooling")]
+    pooling = {
+        "pooling_strategy": "max",
+        "activation_function": settings["activation"],
+        "word_embedding_dimension": vocab_size,
+    }
+    longest = {"max_seq_length": settings["max_length"]}
+    _write_json(folder / "sentence_bert_config.json", longest)
+    _write_json(folder / "1_SpladePooling" / "config.json", pooling)
+    _write_json(folder / PROMPTS, {"model_type": "SparseEncoder"})
+    if settings["idf_weights"]:
         modules.append(("2_IdfWeights", f"{__name__}.{IdfWeights.__name__}"))
         weights = IdfWeights(vocab_size)
         weights.weight = tensors["idf_weights"]
         weights.save(folder / "2_IdfWeights")
+    _write_entries(folder, modules)
+
+
+def _write_entries(folder: Path, modules: list[tuple[str, str]]) -> None:
+    """Write the table of sentence-transformers' modules, each with its folder and its type."""
     entries = [
         {"idx": i, "name": str(i), "path": path, "type": kind}
         for i, (path, kind) in enumerate(modules)
@@ -439,21 +420,6 @@ def _write_modules(
 def _write_json(path: Path, content: object) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def modules_of(folder: Folder, side: str) -> list[tuple[str, str]]:
-    """Return kinds and paths of sentence-transformers' modules, in a ``Router`` those of a side."""
-    entries = folder.json(MODULES, list)
-    with named_damage(folder.name, TypeError, KeyError, AttributeError, ValueError):
-        modules = [(entry["type"], entry["path"]) for entry in entries]
-        if [kind.rsplit(".", 1)[-1] for kind, _ in modules] == ["Router"]:
-            config = folder.json(ROUTER, required=True)
-            modules = [(config["types"][path], path) for path in config["structure"][side]]
-        for _, path in modules:
-            place = PureWindowsPath(path)  # it knows both kinds of slashes
-            if place.anchor or ".." in place.parts:
-                raise ValueError(f"expected paths inside it in {MODULES}, got {path!r}")
-        return [(kind.rsplit(".", 1)[-1], path) for kind, path in modules]
 
 
 def write_router(folder: Path, query: str, *, frozen: bool) -> None:
@@ -467,5 +433,4 @@ def write_router(folder: Path, query: str, *, frozen: bool) -> None:
         "parameters": {"default_route": "document", "allow_empty_key": True},
     }
     _write_json(folder / ROUTER, content)
-    router = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Router"}
-    _write_json(folder / MODULES, [router])
+    _write_entries(folder, [("", "sentence_transformers.models.Router")])

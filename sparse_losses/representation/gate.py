@@ -58,8 +58,8 @@ class ContextGate(nn.Module):
         dropout: float = 0.1,
     ) -> None:
         super().__init__()
-        sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size}
-        for name, value in {**sizes, "gate_hidden": gate_hidden, "num_heads": num_heads}.items():
+        sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "gate_hidden": gate_hidden}
+        for name, value in {**sizes, "num_heads": num_heads}.items():
             check_integer(name, value, minimum=1)
         check_number("dropout", dropout, minimum=0.0)
         if dropout >= 1:
@@ -69,6 +69,7 @@ class ContextGate(nn.Module):
                 f"expected `hidden_size` divisible by num_heads = {num_heads}, got {hidden_size}"
             )
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.settings = {"gate_hidden": gate_hidden, "num_heads": num_heads, "dropout": dropout}
         self.query = nn.Parameter(torch.empty(1, 1, hidden_size))
         nn.init.normal_(self.query, std=0.02)
         self.attention = nn.MultiheadAttention(
@@ -90,10 +91,10 @@ class ContextGate(nn.Module):
                 f"expected `hidden` of shape [B, S, H] with H = {self.hidden_size}, "
                 f"got {list(hidden.shape)}"
             )
-        if hidden.shape[0] == 0 or hidden.shape[1] == 0:  # no texts or no tokens
-            hidden, attention_mask = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[2]), None
         if hidden.shape[0] == 0:
             return hidden.new_zeros(0, self.vocab_size)
+        if hidden.shape[1] == 0:  # no tokens
+            hidden, attention_mask = hidden.new_zeros(hidden.shape[0], 1, hidden.shape[2]), None
         ignored = None
         if attention_mask is not None:
             attended = as_mask("attention_mask", attention_mask)

@@ -2,28 +2,21 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.activation import Activation, check_threshold, splade_activation
-from sparse_losses._core.checks import (
-    check_choice,
-    check_flag,
-    check_number,
-    check_shapes,
-    values_can_be_checked,
-)
+from sparse_losses._core.checks import check_number, check_shapes, values_can_be_checked
 from sparse_losses._core.implementations import Arguments, Implementation, choose
-from sparse_losses._core.loss import loss
+from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses.fast.head import packed_head
 from sparse_losses.fast.head_tiles import product_dtype, tiled_head
 from sparse_losses.representation._language_model import adapted, head_of
 
 __all__ = ["SpladeHead", "splade_head"]
-
 
 Impl = Literal["auto", "definition", "packed", "tiles"]
 
@@ -192,7 +185,7 @@ IMPLEMENTATIONS = (
 )
 
 
-class SpladeHead(nn.Module):
+class SpladeHead(LossModule):
     """Module of ``splade_head``; see there for the formula and the arguments.
 
     An ``nn.Parameter`` is used as it is, so that a matrix tied to the embeddings stays tied; a
@@ -221,6 +214,7 @@ class SpladeHead(nn.Module):
 
     weight: Tensor
     bias: Tensor | None
+    softcap: float | None
     threshold: float | Tensor | None
 
     def __init__(
@@ -236,29 +230,26 @@ class SpladeHead(nn.Module):
         sparse_grad: bool = False,
         impl: Impl = "auto",
     ) -> None:
-        super().__init__()
+        super().__init__(
+            splade_head,
+            activation=activation,
+            softcap=softcap,
+            threshold=threshold,
+            sparse_grad=sparse_grad,
+            impl=impl,
+        )
         check_shapes(weight=(weight, "V H"), bias=(bias, "V, optional"))
-        check_flag(sparse_grad=sparse_grad)
-        check_choice("activation", activation, get_args(Activation))
-        check_choice("impl", impl, get_args(Impl))
         check_threshold(threshold, len(weight))
-        for name, number in (("softcap", softcap), ("logit_scale", logit_scale)):
-            if number is not None or name == "logit_scale":
-                check_number(name, number, minimum=0.0, exclusive=True)
+        check_number("logit_scale", logit_scale, minimum=0.0, exclusive=True)
+        self.transform, self.logit_scale = transform, logit_scale
         for name, tensor in (("weight", weight), ("bias", bias)):
             if isinstance(tensor, nn.Parameter):
                 self.register_parameter(name, tensor)
             else:
-                self.register_buffer(name, None if tensor is None else tensor.detach())
-        self.transform = transform
-        self.activation: Activation = activation
-        self.softcap, self.logit_scale = softcap, logit_scale
+                self.register_constant(name, tensor)
         if isinstance(threshold, Tensor):
-            self.register_buffer("threshold", threshold.detach())
-        else:
-            self.threshold = threshold
-        self.sparse_grad = sparse_grad
-        self.impl: Impl = impl
+            del self.threshold
+            self.register_constant("threshold", threshold)
         # The projection of a model, which may have adapters. It is the model's: hence no submodule.
         self._linear: tuple[nn.Module, ...] = ()
 
@@ -309,26 +300,11 @@ class SpladeHead(nn.Module):
             hidden = hidden * self.logit_scale
             bias = None if bias is None else bias * self.logit_scale
         with adapted(*self._linear) if self._linear else nullcontext(self.weight) as weight:
-            return splade_head(
-                hidden,
-                weight,
-                bias,
-                attention_mask,
-                gate=gate,
-                activation=self.activation,
-                softcap=self.softcap,
-                threshold=self.threshold,
-                return_logits=return_logits,
-                sparse_grad=self.sparse_grad,
-                impl=self.impl,
-            )
+            options = self.hyperparameters() | {"gate": gate, "return_logits": return_logits}
+            return splade_head(hidden, weight, bias, attention_mask, **options)
 
     def extra_repr(self) -> str:
         """Return the sizes and the hyperparameters."""
         vocab_size, hidden_size = self.weight.shape
-        return (
-            f"vocab_size={vocab_size}, hidden_size={hidden_size}, bias={self.bias is not None}, "
-            f"activation={self.activation!r}, softcap={self.softcap}, "
-            f"threshold={self.threshold}, "
-            f"sparse_grad={self.sparse_grad}, impl={self.impl!r}"
-        )
+        sizes = f"{vocab_size=}, {hidden_size=}, bias={self.bias is not None}"
+        return f"{sizes}, {super().extra_repr()}"

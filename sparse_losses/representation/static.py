@@ -14,7 +14,7 @@ from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask, attended_ids
 from sparse_losses.representation.encoder import SpladeEncoder
 from sparse_losses.representation.encoding import check_finite, check_texts, collected
-from sparse_losses.representation.folder import Folder, modules_of, named_damage, write_router
+from sparse_losses.representation.folder import Folder, named_damage, write_router
 
 __all__ = ["StaticQueryEncoder"]
 
@@ -103,11 +103,7 @@ class StaticQueryEncoder(nn.Module):
         return torch.where(occurs, self.weight.to(compute_dtype(weight=self.weight)), 0.0)
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``attention_mask`` ``[B, S]`` of texts, without special tokens.
-
-        Raises:
-            TypeError: for anything but a sequence of strings.
-        """
+        """Return ``input_ids`` and ``attention_mask`` ``[B, S]``, without special tokens."""
         check_texts(texts)
         batch = self.tokenizer(list(texts), padding=True, return_tensors="pt", **QUERY)
         return {n: batch[n].to(self.weight.device) for n in ("input_ids", "attention_mask")}
@@ -130,7 +126,7 @@ class StaticQueryEncoder(nn.Module):
         check_choice("output", output, ("csr", "dense", "tokens"))
         # Not by `forward`: its [B, V] costs more than all else.
         rows = self.tokenizer(list(texts), **QUERY)["input_ids"] if texts else []
-        special = set(self._special_ids.tolist())
+        special = set(self.tokenizer.all_special_ids)
         weight, vectors = self.weight.detach().cpu(), []
         for i, row in enumerate(rows):
             ids = torch.tensor(sorted(set(row) - special), dtype=torch.int64)
@@ -146,24 +142,21 @@ class StaticQueryEncoder(nn.Module):
     ) -> "StaticQueryEncoder":
         """Load the query side of a folder that ``save_pretrained`` or sentence-transformers wrote.
 
-        Args:
-            name_or_path: A folder, or a name on the Hugging Face Hub.
-            **options: Where files are looked for, such as ``revision``.
+        Arguments and errors are those of ``SpladeEncoder.from_pretrained``.
 
         Raises:
-            OSError: if there is no such folder, or it is incomplete or damaged.
             ValueError: if queries are not encoded by a ``SparseStaticEmbedding`` alone.
         """
-        folder = Folder(os.fspath(name_or_path), **options)
-        modules = modules_of(folder, "query")
-        if [kind for kind, _ in modules] != [KIND]:
-            got = ", ".join(kind for kind, _ in modules) or "no modules"
-            raise ValueError(f"expected {folder.name} to have a {KIND} for queries, got {got}")
-        side = folder.inside(modules[0][1])
         with from_extra("transformers"):
             from transformers import AutoTokenizer
 
-        with named_damage(folder.name, KeyError, TypeError, ValueError):
+        folder = Folder(name_or_path, **options)
+        modules = folder.modules("query")
+        if list(modules) != [KIND]:
+            got = ", ".join(modules) or "no modules"
+            raise ValueError(f"expected {folder.name} to have a {KIND} for queries, got {got}")
+        side = folder.inside(modules[KIND])
+        with named_damage(folder.name):
             weight = side.tensors("model.safetensors")["weight"]
             frozen = side.json("config.json").get("frozen", False)
             tokenizer = AutoTokenizer.from_pretrained(folder.name, **side.hub)
@@ -190,11 +183,12 @@ class StaticQueryEncoder(nn.Module):
         tokens = self.tokenizer.get_vocab()
         if document.tokenizer.get_vocab() != tokens:
             raise ValueError("expected `document` to have the tokens of the queries, got others")
-        if {self.vocab_size, document.vocab_size} != {len(tokens)}:
+        size = len(tokens)
+        if {self.vocab_size, document.vocab_size} != {size}:
             raise ValueError(
-                f"expected a weight and a `document` of V = {len(tokens)}, the tokenizer's tokens, "
-                f"for sentence-transformers, got {self.vocab_size} and {document.vocab_size}: "
-                f"model.resize_token_embeddings({len(tokens)})"
+                f"expected a weight and a `document` of V = {size}, the tokenizer's tokens, for "
+                f"sentence-transformers, got {self.vocab_size} and {document.vocab_size}: "
+                f"model.resize_token_embeddings({size})"
             )
         document.save_pretrained(folder)
         place = Path(folder) / PLACE

@@ -28,18 +28,7 @@ TEXTS = ["sparse vectors rank", "documents share words", "words rank", "by they"
 @pytest.fixture
 def folder(tmp_path):
     """A folder that ``SpladeEncoder`` wrote."""
-    words = [
-        "[PAD]",
-        "[UNK]",
-        "sparse",
-        "vectors",
-        "rank",
-        "documents",
-        "by",
-        "words",
-        "they",
-        "share",
-    ]
+    words = ["[PAD]", "[UNK]", *dict.fromkeys(" ".join(TEXTS).split())]
     tokens = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
     tokens.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"pad_token": "[PAD]", "unk_token": "[UNK]"}

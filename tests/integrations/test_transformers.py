@@ -259,12 +259,9 @@ def test_checkpoint_of_another_run_is_an_error(tmp_path):
             other.train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize("is_same", [True, False])
-def test_second_training_state_is_an_error_when_training_starts(tmp_path, is_same):
-    objective = setting.objective()
-    state = TrainingState(loss=objective)
-    trainer = make(tmp_path, objective, state=state)
-    trainer.add_callback(state if is_same else TrainingState())
+def test_second_training_state_is_an_error_when_training_starts(tmp_path):
+    trainer = make(tmp_path, setting.objective(), state=TrainingState())
+    trainer.add_callback(TrainingState())
     with pytest.raises(ValueError, match="expected one TrainingState for all schedules"):
         trainer.train()
 
@@ -281,7 +278,7 @@ def test_damaged_checkpoint_and_replaced_callbacks_are_errors(tmp_path):
     path = tmp_path / "checkpoint-2" / "trainer_state.json"
     content = json.loads(path.read_text("utf-8"))
     others = save({"loss.info_nce.temperature": torch.ones(2)})
-    for tensors in (None, "", "garbage", "AAAA", 3, base64.b64encode(others).decode()):
+    for tensors in (None, "garbage", base64.b64encode(others).decode()):
         content["stateful_callbacks"]["TrainingState"]["tensors"] = tensors
         path.write_text(json.dumps(content))
         before = objective.info_nce.temperature.item()

@@ -130,18 +130,6 @@ def test_tokens_are_weights_by_token_and_the_largest_comes_first():
     assert json.loads(json.dumps(tokens)) == tokens
 
 
-def test_max_active_dims_keeps_the_largest():
-    encoder = make()
-    full = encoder.encode(TEXTS, output="dense")
-    few = encoder.encode(TEXTS, output="dense", max_active_dims=3)
-    for row, kept in zip(full, few, strict=True):
-        assert sorted(kept[kept > 0].tolist()) == sorted(row.topk(3).values.tolist())
-    top = encoder.top_tokens(TEXTS, 3)
-    assert top == encoder.encode(TEXTS, output="tokens", max_active_dims=3)
-    assert [len(weights) for weights in top] == [3] * len(TEXTS)
-    assert torch.equal(encoder.encode(TEXTS, max_active_dims=10_000).to_dense(), full)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.strided, torch.sparse_csr, torch.sparse_coo])
 def test_top_tokens_of_vectors_equal_those_of_their_texts(layout, dtype):
@@ -305,10 +293,13 @@ def test_wrong_inputs_are_named():
         ),
         (encoder, torch.ones(2, 3), {}, TypeError, "`input_ids` to be integers, got torch.float32"),
         (encoder, torch.tensor([[1, 999]]), {}, ValueError, r"`input_ids` in \[0, V\) .* got 999"),
-        (encoder, encoder.tokenize(["서울"]), {}, TypeError, r"got dict: encoder\(\*"),
+        (encoder, encoder.tokenize(["서울"]), {}, TypeError, "to be a torch.Tensor, got dict"),
         (encoder.encode, ["a"], {"output": "json"}, ValueError, "`output` .* 'csr', 'dense'"),
         (encoder.encode, ["a"], {"batch_size": 0}, ValueError, "`batch_size`"),
         (encoder.encode, ["a"], {"max_active_dims": 0}, ValueError, "`max_active_dims`"),
+        (encoder.encode, ["a"], {"prune_ratio": 1.0}, ValueError, "`prune_ratio`"),
+        (encoder.encode, ["a"], {"side": "both"}, ValueError, "`side`"),
+        (encoder, torch.ones(1, 1).long(), {"side": "both"}, ValueError, "`side`"),
         (encoder.token_weights, ["a"], {"batch_size": 0}, ValueError, "`batch_size`"),
     ]:
         with pytest.raises(error, match=match):
@@ -320,19 +311,29 @@ def test_wrong_inputs_are_named():
             call(["a"])
 
 
-def test_wrong_parts_are_named():
+def test_wrong_parts_and_settings_are_named():
     model, words = pair("bert")
     size = len(words)
     for options, error, match in [
         ({"gate": "yes"}, TypeError, "expected `gate` to be a ContextGate, True, False or None"),
-        ({"gate": 0}, TypeError, "expected `gate` to be a ContextGate"),
         ({"gate": ContextGate(16, size + 1)}, ValueError, rf"\(16, {size}\), got \(16, "),
         ({"idf_weights": torch.ones(3)}, ValueError, f"V = {size} finite numbers"),
         ({"idf_weights": -torch.ones(size)}, ValueError, "`idf_weights` to be V"),
         ({"idf_weights": torch.full((size,), math.inf)}, ValueError, "finite numbers >= 0"),
         ({"expansion": 1}, TypeError, "expected `expansion` to be True or False"),
+        ({"pool_special_tokens": 1}, TypeError, "expected `pool_special_tokens` to be True or"),
+        ({"bidirectional": None}, TypeError, "expected `bidirectional` to be True or False"),
         ({"max_length": 2}, ValueError, "`max_length` to be an integer >= 3, got 2"),
         ({"max_length": 41}, ValueError, "at most the model's 40 positions, got 41"),
+        ({"activation": "identity"}, ValueError, "expected `activation` to be one of"),
+        ({"importance": "linear"}, ValueError, "expected `importance` to be one of"),
+        ({"expansion": False, "importance": "three"}, ValueError, "expected `importance` to be"),
+        ({"expansion": False, "softcap": 2.0}, ValueError, "no `softcap` with expansion=False"),
+        ({"logit_scale": 0.0}, ValueError, "expected `logit_scale` to be a finite number > 0"),
+        ({"prune_ratio": 1.0}, ValueError, r"expected `prune_ratio` in \[0, 1\), got 1.0"),
+        ({"prune_ratio": -0.1}, ValueError, "expected `prune_ratio` to be a finite number >= 0"),
+        ({"max_active_dims": 0}, ValueError, "expected `max_active_dims` to be an integer >= 1"),
+        ({"query_threshold": -1.0}, ValueError, "expected `query_threshold` to be a finite"),
     ]:
         with pytest.raises(error, match=match):
             SpladeEncoder(model, words, **options)
@@ -340,6 +341,13 @@ def test_wrong_parts_are_named():
         SpladeEncoder(masked_lm("bert", size - 1), words)
     with pytest.raises(TypeError, match=r"expected `model` to be a model .*got Lin"):
         SpladeEncoder(torch.nn.Linear(2, 2), words, expansion=False)
+
+
+def test_repr_has_the_settings_that_are_not_the_default():
+    model, words = pair("bert")
+    assert SpladeEncoder(model, words).extra_repr() == ""
+    encoder = SpladeEncoder(model, words, softcap=2.0, pool_special_tokens=False)
+    assert encoder.extra_repr() == "pool_special_tokens=False, softcap=2.0"
 
 
 IS_OLD = torch.__version__.startswith("2.6.")
@@ -380,12 +388,3 @@ def test_pruning_is_a_saved_setting(tmp_path):
     assert encoder.encode(TEXTS, output="tokens") == same
     # A call's own numbers take their place.
     assert len(encoder.encode(TEXTS[1:2], output="tokens", max_active_dims=3)[0]) == 3
-
-
-@pytest.mark.parametrize(
-    "options", [{"prune_ratio": 1.0}, {"prune_ratio": -0.1}, {"max_active_dims": 0}]
-)
-def test_wrong_pruning_is_refused(options):
-    for call in (make, lambda **given: make().encode(TEXTS, **given)):
-        with pytest.raises(ValueError, match=f"expected `{next(iter(options))}`"):
-            call(**options)

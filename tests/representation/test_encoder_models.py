@@ -135,24 +135,6 @@ def _with_bias(model):
     return model
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"activation": "identity"}, ValueError),
-        ({"importance": "linear"}, ValueError),
-        ({"expansion": False, "softcap": 2.0}, ValueError),
-        ({"expansion": False, "importance": "three"}, ValueError),
-        ({"logit_scale": 0.0}, ValueError),
-        ({"pool_special_tokens": 1}, TypeError),
-        ({"bidirectional": None}, TypeError),
-    ],
-    ids=str,
-)
-def test_wrong_settings_are_named(options, error):
-    with pytest.raises(error, match=f"expected .*`{list(options)[-1]}`"):
-        make(**options)
-
-
 # ------------------------------------------------------------------------------------------------
 # Decoder models
 
@@ -163,8 +145,9 @@ def test_decoder_equals_pooling_of_its_logits_and_reloads(kind, tmp_path):
     assert encoder.model.config.is_causal is not BOTH_WAYS
     batch = encoder.tokenize(TEXTS)
     with torch.no_grad():
-        logits = encoder.model(**batch).logits
-        torch.testing.assert_close(encoder(**batch), splade_pool(logits, batch["attention_mask"]))
+        expected = splade_pool(encoder.model(**batch).logits, batch["attention_mask"])
+        torch.testing.assert_close(encoder(**batch), expected)
+    assert 0.05 < (expected > 0).double().mean() < 0.99
     again = reloaded(encoder, tmp_path)
     assert type(again.model) is type(encoder.model)
     torch.testing.assert_close(dense(again), dense(encoder))
@@ -217,19 +200,6 @@ def test_model_that_ignores_its_config_is_refused(monkeypatch):
     )
     with pytest.raises(ValueError, match=r"attends both ways .* upgrade transformers"):
         SpladeEncoder(model, words)
-
-
-def test_gradient_checkpointing_gives_the_same_gradient():
-    encoder = decoder("qwen3").train()
-    batch = encoder.tokenize(LONG)
-    parameters = [p for p in encoder.parameters() if p.requires_grad]
-    expected = torch.autograd.grad(encoder(**batch).sum(), parameters)
-    # Its name since transformers 5.20.
-    old = encoder.model.gradient_checkpointing_enable
-    enable = getattr(encoder.model, "activation_checkpointing_enable", old)
-    enable({"use_reentrant": False})
-    actual = torch.autograd.grad(encoder(**batch).sum(), parameters)
-    torch.testing.assert_close(actual, expected)
 
 
 def test_tokenizer_without_padding_gets_its_end_of_text_token():

@@ -87,12 +87,6 @@ def test_every_parameter_has_a_gradient():
     assert all(parameter.grad.any() for parameter in gate.parameters())
 
 
-def test_gate_compiles_into_one_graph():
-    gate, (hidden, mask) = _gate(), _hidden()
-    compiled = torch.compile(gate, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(hidden, mask), gate(hidden, mask))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

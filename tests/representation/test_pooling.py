@@ -94,25 +94,6 @@ def test_token_weights_without_a_vocabulary_are_an_error():
         token_weights(torch.zeros(2, 3, 0), torch.ones(2, 3))
 
 
-@pytest.mark.parametrize("return_logits", [False, True])
-def test_nonzeros_by_name_compiles_and_transforms(return_logits):
-    """As the default does: tests/losses/test_contract.py."""
-    torch._dynamo.reset()
-    logits, mask = example()
-
-    def loss(x):
-        out = nonzeros(x, mask, return_logits=return_logits)
-        return sum(each.square().sum() for each in (out if return_logits else [out]))
-
-    leaf = logits.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(loss(leaf), leaf)
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(torch.autograd.grad(compiled(leaf), leaf)[0], expected)
-    torch.testing.assert_close(torch.func.grad(loss)(logits), expected)
-    stacked = torch.stack([logits, logits.flip(0), 2 * logits])
-    torch.testing.assert_close(torch.vmap(loss)(stacked), torch.stack([*map(loss, stacked)]))
-
-
 def nodes_of(output):
     """Return all nodes of an output's graph."""
     nodes = [output.grad_fn]
@@ -198,27 +179,6 @@ def test_text_without_holes_is_not_copied(first):
         with Launches("cpu") as counted:
             nonzeros(logits, mask)
         assert (counted.largest >= 3 * 50) is holes
-
-
-@pytest.mark.cpu_only
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradient_is_the_same_with_a_graph_and_batched(dtype):
-    logits, mask = example(dtype)
-    logits[:, :, 3:] = logits[:, :, 3:].abs().neg()
-    logits[:, :, 4] = 0.0
-    outputs = nonzeros(logits.requires_grad_(), mask, return_logits=True)
-    assert [out.dtype for out in outputs] == [torch.float32] * 2
-    several = [torch.randn(3, 2, 7) for _ in outputs]
-
-    def gradient(upstream, **options):
-        return torch.autograd.grad(outputs, logits, upstream, retain_graph=True, **options)[0]
-
-    alone = torch.stack([gradient([x[n] for x in several]) for n in range(3)])
-    graph = torch.stack([gradient([x[n] for x in several], create_graph=True) for n in range(3)])
-    assert alone.dtype == graph.dtype == dtype
-    assert torch.equal(graph, alone)
-    assert torch.equal(gradient(several, is_grads_batched=True), alone)
-    assert alone.any()
 
 
 # ------------------------------------------------------------------------------------------------

@@ -10,16 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sparse_losses import (
-    DocumentFrequency,
-    InfoNCELoss,
-    SparsityController,
-    SpladeBatch,
-    SpladeEncoder,
-    SpladeObjective,
-    StaticQueryEncoder,
-    Texts,
-)
+from sparse_losses import SpladeEncoder, StaticQueryEncoder
 from tests.representation.tiny_models import TEXTS, make, pair, tokenizer
 
 QUERIES = [*TEXTS, "dog dog dog", "<s></s>", "lazy <mask> dog", "☃ dog"]
@@ -74,6 +65,9 @@ def test_no_texts_no_rows_no_positions_and_no_weights():
     assert not encoder(**encoder.tokenize([""])).any()
     encoder.weight.zero_()
     assert encoder.encode_query(["dog"]).values().numel() == 0
+    encoder.weight[encoder.tokenizer.convert_tokens_to_ids("dog")] = torch.nan
+    with pytest.raises(ValueError, match="got others in text 1"):
+        encoder.encode_query(["lazy", "dog"])
 
 
 def test_masked_positions_do_not_count_whatever_their_ids():
@@ -111,21 +105,11 @@ def test_wrong_inputs_are_errors():
         (torch.ones(150).long(), TypeError, "expected `weight` to be floating point"),
         ([1.0] * 150, TypeError, "expected `weight` to be a torch.Tensor, got list"),
         (torch.full((150,), torch.nan), ValueError, "expected `weight` to be finite"),
-        (torch.ones(150) / 0, ValueError, "expected `weight` to be finite"),
     ],
 )
 def test_wrong_weights_are_errors(weight, error, message):
     with pytest.raises(error, match=message):
         StaticQueryEncoder(tokenizer("wordpiece"), weight)
-
-
-def test_weight_that_became_nan_is_an_error_that_names_the_text():
-    encoder = static()
-    dog = encoder.tokenizer.convert_tokens_to_ids("dog")
-    encoder.weight[dog] = torch.nan
-    with pytest.raises(ValueError, match="got others in text 1"):
-        encoder.encode_query(["lazy", "dog"])
-    assert encoder(**encoder.tokenize(["lazy"])).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -185,10 +169,9 @@ def test_sentence_transformers_alone_gives_the_vectors_of_both_sides(tmp_path):
     torch.testing.assert_close(vectors["document"], document.encode(texts, output="dense"))
 
 
-@pytest.mark.parametrize("learned", [True, False])
-@pytest.mark.parametrize("subfolder", ["", "best"])
+@pytest.mark.parametrize(("learned", "subfolder"), [(True, ""), (False, "best")])
 def test_both_sides_of_a_saved_folder_are_loaded_again(learned, subfolder, tmp_path):
-    document = make("xlm-roberta", max_length=17)
+    document = make("xlm-roberta", max_length=17, idf_weights=True, gate=True)
     encoder = static(document.tokenizer)
     if learned:
         encoder = StaticQueryEncoder(encoder.tokenizer, nn.Parameter(encoder.weight))
@@ -205,7 +188,7 @@ def test_both_sides_of_a_saved_folder_are_loaded_again(learned, subfolder, tmp_p
     twice = StaticQueryEncoder.from_pretrained(tmp_path / subfolder)
     assert torch.equal(dense(twice), dense(again))
     documents.save_pretrained(tmp_path / subfolder)
-    with pytest.raises(ValueError, match="for queries, got MLMTransformer, SpladePooling"):
+    with pytest.raises(ValueError, match="for queries, got MLMTransformer, SpladePooling, Idf"):
         StaticQueryEncoder.from_pretrained(tmp_path / subfolder)
 
 
@@ -230,20 +213,6 @@ def test_folders_that_sentence_transformers_wrote_are_read(frozen, tmp_path):
     type(plain)(modules=[query], device="cpu").save_pretrained(str(tmp_path / "alone"))
     alone = StaticQueryEncoder.from_pretrained(tmp_path / "alone")
     assert torch.equal(dense(alone), dense(encoder))
-
-
-def test_settings_of_the_documents_are_kept(tmp_path):
-    document = make(idf_weights=True, gate=True)
-    encoder = static(document.tokenizer)
-    encoder.save_pretrained(tmp_path, document=document)
-    again = SpladeEncoder.from_pretrained(tmp_path)
-    expected = document.encode(TEXTS, output="dense")
-    assert torch.equal(again.encode(TEXTS, output="dense"), expected)
-    ungated = SpladeEncoder.from_pretrained(tmp_path, gate=False)
-    model = load_theirs(tmp_path, trust_remote_code=True)
-    texts = [text for text in TEXTS if text]
-    expected = ungated.encode(texts, output="dense")
-    torch.testing.assert_close(model.encode_document(texts).to_dense(), expected)
 
 
 def test_encoders_of_other_tokens_are_refused(tmp_path):
@@ -283,15 +252,15 @@ def test_damaged_and_other_folders_are_refused_by_name(tmp_path):
         StaticQueryEncoder.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="known modules only, got SparseStaticEmbedding"):
         SpladeEncoder.from_pretrained(tmp_path)
-    for broken in ({}, {"query": ["../elsewhere"]}, {"query": 3}):
+    for broken in ({}, {"query": ["../elsewhere"]}):
         write(types={"../elsewhere": "SparseStaticEmbedding"}, structure=broken)
         with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
             StaticQueryEncoder.from_pretrained(tmp_path)
     write()
     weights = tmp_path / query / "model.safetensors"
     weight = load_file(weights)["weight"]
-    for tensors in ({"other": weight}, {"weight": weight * torch.nan}, {"weight": weight[1:]}):
-        save_file({name: x.contiguous() for name, x in tensors.items()}, weights)
+    for tensors in ({"other": weight}, {"weight": weight * torch.nan}):
+        save_file(tensors, weights)
         with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
             StaticQueryEncoder.from_pretrained(tmp_path)
     weights.unlink()
@@ -300,34 +269,3 @@ def test_damaged_and_other_folders_are_refused_by_name(tmp_path):
     path.unlink()
     with pytest.raises(OSError, match=r"incomplete: it has no router_config.json"):
         SpladeEncoder.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("learned", [True, False])
-def test_training_with_a_controller_on_the_documents_alone(learned):
-    document = make().train()
-    texts = [text for text in TEXTS if text]
-    counts = DocumentFrequency(document.vocab_size)
-    counts.update(**document.tokenize(texts))
-    idf = counts.idf()
-    weight = nn.Parameter(idf.clone()) if learned else idf.clone()
-    query = StaticQueryEncoder(document.tokenizer, weight)
-    objective = SpladeObjective(
-        {"info_nce": 1.0, "document_flops": 0.01},
-        info_nce=InfoNCELoss(temperature=1.0, similarity="dot"),
-    )
-    controller = SparsityController(objective, target_active=5)
-    optimizer = torch.optim.SGD([*document.parameters(), *query.parameters()], lr=1e-3)
-    controller.attach(optimizer)
-    start = document(**document.tokenize(texts))
-    for _ in range(3):
-        sides = []
-        for encoder in (query, document):
-            batch = encoder.tokenize(texts)
-            sides.append(Texts(encoder(**batch), **batch))
-        optimizer.zero_grad()
-        objective(SpladeBatch(*sides)).total.backward()
-        optimizer.step()
-    active = (start > 0).sum(1).float().mean().item()
-    assert controller.report()["active"] == pytest.approx(active, rel=0.1)
-    assert controller.report()["step"] == 3
-    assert torch.equal(query.weight, idf) != learned

@@ -75,7 +75,7 @@ def test_a_head_is_pruned(activation, threshold):
     assert (vectors > 0).sum() == 6.5 * 12
     assert head.threshold == t
     assert f"threshold={t}" in repr(head)
-    with pytest.raises(ValueError, match="at least one batch of `data`, got none"):
+    with pytest.raises(ValueError, match="at least one dimension, got 0 texts"):
         sparse_losses.calibrate(head, [], 6.5)
     with pytest.raises(ValueError, match="`method`"):
         sparse_losses.calibrate(head, batches, 6.5, method="shift")

@@ -167,25 +167,30 @@ def test_the_document_side_of_a_router(folder):
 
 
 @pytest.mark.works_with(NAME, "cached")
-@pytest.mark.parametrize("cache", [None, "ours", "theirs"])
+@pytest.mark.parametrize(
+    ("cache", "use_reentrant"),
+    [(None, False), ("ours", False), ("theirs", False), ("theirs", True)],
+)
 # sentence-transformers 6.2 with transformers 5.23, about each other.
 @pytest.mark.filterwarnings("ignore:`SparseEncoder` only defines `gradient_che:FutureWarning")
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is depr:FutureWarning")
-def test_a_trainer_gives_the_same_weights(cache, sparse, tmp_path):
+# The first of the two passes, which has no gradients.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+def test_a_trainer_gives_the_same_weights(cache, use_reentrant, sparse, tmp_path):
     loss, columns, labels, _ = ALONE["info_nce"]
     checkpointing = {
         "activation_checkpointing": True,
-        "activation_checkpointing_kwargs": {"use_reentrant": False},
+        "activation_checkpointing_kwargs": {"use_reentrant": use_reentrant},
     }
     model, reference = refuse_logits(use_splade_head(sparse())), sparse()
-    for each in (model, reference):
+    for each, settings in ((model, checkpointing), (reference, {})):
         if cache == "theirs":
             cached = {"kind": theirs.CachedSpladeLoss, "mini_batch_size": 3}
             wrapped = splade(each, adapter(each, loss), **cached)
         else:
             wrapped = adapter(each, loss, mini_batch_size=3 if cache else None)
-        settings = {} if cache == "ours" else checkpointing
         train(each, wrapped, dataset(columns, labels), tmp_path, num_train_epochs=1, **settings)
+    assert model[0].auto_model.is_activation_checkpointing
     assert_same_weights(model, reference)
     assert_moved(model, sparse())
 

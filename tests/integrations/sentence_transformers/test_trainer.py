@@ -129,35 +129,6 @@ def test_learned_temperature_is_trained(mini_batch_size, sparse, tmp_path):
     assert_same_weights(model, reference)
 
 
-@pytest.mark.works_with(NAME, "cached")
-# sentence-transformers 6.2 with transformers 5.23, about each other.
-@pytest.mark.filterwarnings("ignore:`SparseEncoder` only defines `gradient_che:FutureWarning")
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is depr:FutureWarning")
-# The first of the two passes, which has no gradients.
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-@pytest.mark.parametrize(("use_reentrant", "cache"), [(False, "ours"), (True, "theirs")])
-def test_activation_checkpointing_and_caching_go_together(use_reentrant, cache, sparse, tmp_path):
-    loss, columns, labels, _ = ALONE["info_nce"]
-
-    def make(model):
-        if cache == "ours":
-            return adapter(model, loss, mini_batch_size=3)
-        cached = {"kind": theirs.CachedSpladeLoss, "mini_batch_size": 3}
-        return splade(model, adapter(model, loss), **cached)
-
-    checkpointing = {
-        "activation_checkpointing": True,
-        "activation_checkpointing_kwargs": {"use_reentrant": use_reentrant},
-    }
-    model, reference = sparse(), sparse()
-    for each, settings in ((model, checkpointing), (reference, {})):
-        data = dataset(columns, labels)
-        train(each, make(each), data, tmp_path, num_train_epochs=1, **settings)
-    assert model[0].auto_model.is_activation_checkpointing
-    assert_same_weights(model, reference)
-    assert_moved(model, sparse())
-
-
 @pytest.mark.xfail(
     strict=True, reason="their cache does not divide it; docs/sentence_transformers.md"
 )
