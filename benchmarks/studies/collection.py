@@ -30,7 +30,6 @@ from benchmarks.studies.against_sentence_transformers import (
     THEIRS,
     Arm,
     TheirRun,
-    with_target,
 )
 from benchmarks.studies.beir import Collection, costs, difference, load, ranked
 from benchmarks.studies.runs import Result, markdown, publish, run_all, sources_of, spread
@@ -43,6 +42,7 @@ from sparse_losses import RECOMMENDED, SpladeEncoder
 from sparse_losses.functional import calibrate_threshold
 
 QUERY_LENGTH = 32  # tokens; documents are cut at the demo's 64
+SETTINGS = ("model", "steps", "seed")  # those in the table
 FORMS = {  # of the figures in the table
     "ndcg_10": "{:.3f}",
     "mrr_10": "{:.3f}",
@@ -137,10 +137,12 @@ def run_one(settings: Training, collection: Collection) -> Result:
     for name, split in zip(BASELINES, (Tokens.words, Tokens.pieces), strict=True):
         terms = [split(*side) for side in sides]
         baselines[name] = {**ranked(bm25_scores(*terms), collection.relevant), **costs(*terms)}
-    versions = {name: importlib.metadata.version(name) for name in ("bm25s", "tokenizers")}
+    packages = ("bm25s", "tokenizers", *["transformers"] * bool(settings.model))
+    versions = {name: importlib.metadata.version(name) for name in packages}
     return {
         "sources": collection.sources,
         "seconds": round(run.seconds, 1),
+        "controllers": {side: one.report() for side, one in run.controllers.items()},
         "rows": rows,
         "baselines": baselines,
         "machine": circumstances(torch.device("cpu"), "collection") | versions,
@@ -171,7 +173,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seeds", type=whole(0), nargs="+", default=[0, 1, 2], help="seeds of every training")
     add("--steps", type=whole(1), nargs=1, default=[250], help="steps per training")
     add("--jobs", type=whole(1), default=1, help="parallel trainings")
-    add("--reference", help="the row to compare with; default: the first target's")
+    add("--reference", help="the row to compare with (by default the first)")
     add("--output", type=Path, default=Path("collection"), help="folder for runs and tables")
     options = parser.parse_args(arguments)
     if options.model:
@@ -202,7 +204,7 @@ def settings_of(options: argparse.Namespace, variant: str, seed: int, steps: int
     return Training(
         steps,
         seed,
-        with_target(RECOMMENDED, int(number)) if system == OURS else RECOMMENDED,
+        RECOMMENDED.replace(target_active={"document_flops": number} if system == OURS else {}),
         batch_size=24,
         learning_rate=5e-5 if options.model else 1e-3,
         vocab_size=3_000,  # of the demo's transformer
@@ -226,10 +228,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, results in run_all(options, options.only, settings, run_one, loaders):
         if any(one["sources"] != read[name].sources for one in results):
             raise SystemExit(f"error: runs in {options.output} are of other texts named {name}")
-        for row, seed, result, figures in _figures(results):
-            about = {"collection": name, "sources": sources_of(result), "row": row, "seed": seed}
+        for row, result, figures in _figures(results):
+            trained = row not in BASELINES
+            about = {"collection": name, "sources": sources_of(result), "row": row}
+            about |= {key: result["settings"][key] if trained else "" for key in SETTINGS}
+            about["seconds"] = result["seconds"] if trained else ""
             means = {key: round(float(np.mean(figures[key])), 4) for key in FORMS}
-            by_query = {"by_query": figures["ndcg_10"], "seconds": result["seconds"]}
+            by_query = {"by_query": figures["ndcg_10"]}
             rows.append(about | means | by_query | result["machine"])
     tables = summary(rows), comparison(rows, options.reference or options.only[0])
     written = [{key: row[key] for key in row if key != "by_query"} for row in rows]
@@ -237,12 +242,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     publish(options.output / "collection.md", "\n".join(tables))
 
 
-def _figures(results: Sequence[Result]) -> Iterator[tuple[str, int | str, Result, dict[str, Any]]]:
-    for name, figures in results[0]["baselines"].items():
-        yield name, "", results[0], figures
+def _figures(results: Sequence[Result]) -> Iterator[tuple[str, Result, dict[str, Any]]]:
+    yield from ((name, results[0], one) for name, one in results[0]["baselines"].items())
     for result in results:
         for ending, figures in result["rows"].items():
-            yield result["variant"] + ending, result["seed"], result, figures
+            yield result["variant"] + ending, result, figures
 
 
 def _grouped(rows: Sequence[dict[str, Any]], key: str) -> dict[str, list[dict[str, Any]]]:
