@@ -32,7 +32,8 @@ def test_rows_are_kept_and_other_texts_refused(small, folder, monkeypatch, capsy
     assert [float(row["active_document"]) for row in rows[3::2]] == pytest.approx([9] * 6, rel=0.1)
     assert all(row[name] for row in rows for name in ("git_commit", "torch", "bm25s", "device"))
     stored = json.loads(next(folder.parent.glob("output/*/*-64-1.json")).read_text("utf-8"))
-    assert stored["controllers"]["document"]["target_active"] == 64
+    assert stored["settings"]["preset"]["target_active"] == {"document_flops": 64}
+    assert list(stored["controllers"]) == ["document"]
     assert [row["seed"] for row in rows[:5]] == ["", "", "0", "0", "1"]
     ndcg = stored["rows"][""]["ndcg_10"]
     assert float(rows[4]["ndcg_10"]) == pytest.approx(statistics.mean(ndcg), abs=1e-4)
