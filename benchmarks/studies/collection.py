@@ -99,6 +99,9 @@ class TheirCollectionRun(CollectionRun, TheirRun):
     """The same training with the losses of sentence-transformers."""
 
 
+RUNS = {OURS: CollectionRun, THEIRS: TheirCollectionRun}
+
+
 def pretrained(name: str) -> SpladeEncoder:
     """Return a masked language model and its tokenizer, or exit with the reason why not."""
     try:
@@ -116,7 +119,7 @@ def pretrained(name: str) -> SpladeEncoder:
 
 def run_one(settings: Training, collection: Collection) -> Result:
     """Train once; return the figures of the model, of its pruned documents and of BM25."""
-    run = (CollectionRun if settings.system == OURS else TheirCollectionRun)(collection, settings)
+    run = RUNS[settings.system](collection, settings)
     run.train()
     sides = [(run.query_tokens, collection.queries), (run.tokens, collection.documents)]
     queries, documents = (vectors(run, tokens.ids(texts)) for tokens, texts in sides)

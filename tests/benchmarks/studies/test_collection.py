@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from benchmarks.studies import beir, collection
 from sparse_losses import SpladeEncoder
-from tests.examples.demo.artificial import TOPICS
+from tests.examples.demo.artificial import TINY, TOPICS
 
 
 def _run(folder, *options):
@@ -54,6 +54,22 @@ def test_rows_are_kept_and_other_texts_refused(small, folder, monkeypatch, capsy
         _run(folder, *options)
 
 
+def test_both_systems_read_the_same_batches(folder, monkeypatch):
+    monkeypatch.setattr(collection, "QUERY_LENGTH", 6)
+    pytest.importorskip("sentence_transformers")
+    read, terms = beir.load(folder), {}
+    for system, kind in collection.RUNS.items():
+        settings = collection.Training(steps=1, system=system, number=0.1, teacher=True, **TINY)
+        run = kind(read, settings)
+        run.train()
+        terms[system] = (*run.history[0].terms, run.order.tolist())
+        assert max(map(len, run.queries)) == 6
+    ours, theirs = terms.values()
+    assert ours[-1] == theirs[-1]
+    assert ours[0] == "info_nce"
+    assert theirs[:2] == ("base_loss", "distillation_loss")
+
+
 @pytest.fixture
 def bert(tmp_path):
     """Returns the folder of a tiny model with its tokenizer, and both of them."""
@@ -72,12 +88,13 @@ def bert(tmp_path):
     return tmp_path / "bert", SpladeEncoder(model.eval(), tokenizer, max_length=64)
 
 
-def test_a_pretrained_model_reads_its_own_tokens(folder, bert):
+def test_a_pretrained_model_reads_its_own_tokens(folder, bert, monkeypatch):
+    monkeypatch.setattr(collection, "QUERY_LENGTH", 6)
     path, encoder = bert
     read = beir.load(folder)
     read.documents[0] += f" {read.documents[1]}" * 5  # longer than the model reads
     run = collection.CollectionRun(read, collection.Training(steps=1, model=str(path)))
-    assert max(map(len, run.queries)) <= collection.QUERY_LENGTH
+    assert max(map(len, run.queries)) == 6
     vectors = collection.vectors(run, run.tokens.ids(read.documents))
     expected = encoder.encode(read.documents, output="dense")
     torch.testing.assert_close(vectors, expected)
