@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import signal
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +64,19 @@ def run_all(
     variants: Sequence[str],
     settings_of: Callable[[str, int, int], Any],
     run_one: Callable[[Any, Any], Result],
+    loaders: Mapping[str, Callable[[], Any]] | None = None,
 ) -> Iterator[tuple[str, list[Result]]]:
     """Train the requested runs that are missing; yield all results of each corpus and length.
 
     Args:
         options: parsed by ``study_parser``.
-        variants: all variants, in the order of the results.
+        variants: all variants, in the order of the results; stored runs of others are left out.
         settings_of: maps a variant, a seed and a number of steps to a dataclass of settings.
         run_one: maps settings and corpus to a result with its ``sources``, in another process.
+        loaders: functions that read the ``options.corpora``; default: ``LOADERS``.
     """
     for name in options.corpora:
-        load = functools.cache(LOADERS[name])
+        load = functools.cache((loaders or LOADERS)[name])
         for steps in options.steps:
             Console().print(f"{name}, {steps} steps", highlight=False)
             folder = options.output / f"{name}-{steps}"
@@ -89,16 +91,23 @@ def run_all(
                 with multiprocessing.get_context("spawn").Pool(options.jobs, _start) as pool:
                     for _ in track(pool.imap_unordered(_work, jobs), "runs", total=len(jobs)):
                         pass
-            results = _read(folder, functools.partial(settings_of, steps=steps))
+            results = _read(folder, variants, functools.partial(settings_of, steps=steps))
             order = [(variants.index(one["variant"]), one["seed"]) for one in results]
             yield name, [results[n] for n in sorted(range(len(results)), key=order.__getitem__)]
 
 
-def _read(folder: Path, settings_of: Callable[[str, int], Any]) -> list[Result]:
+def _read(
+    folder: Path, variants: Sequence[str], settings_of: Callable[[str, int], Any]
+) -> list[Result]:
     """Return the stored results; exit if other settings or installed versions made one."""
     results = []
     for path in folder.glob("*.json"):
-        result = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise SystemExit(f"error: {path} is damaged; delete it to train it again") from error
+        if result["variant"] not in variants:
+            continue
         settings = dataclasses.asdict(settings_of(result["variant"], result["seed"]))
         if result["settings"] != json.loads(json.dumps(settings)):
             raise SystemExit(
@@ -106,7 +115,9 @@ def _read(folder: Path, settings_of: Callable[[str, int], Any]) -> list[Result]:
             )
         results.append(result)
     if len({json.dumps(result["sources"]) for result in results}) > 1:
-        raise SystemExit(f"error: runs in {folder} are from different installed versions")
+        raise SystemExit(
+            f"error: runs in {folder} are of other texts or different installed versions"
+        )
     return results
 
 

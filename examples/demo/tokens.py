@@ -43,6 +43,7 @@ class Tokens:
         max_length: largest number of tokens per text, begin and end marks included.
         vocab_size: number of tokens.
         special_ids: padding, unknown, begin and end of text.
+        marks: begin and end of text.
         stopword_ids: function words, which do not tell the topic of a text.
     """
 
@@ -51,6 +52,7 @@ class Tokens:
         self.max_length = max_length
         self.vocab_size: int = tokenizer.get_vocab_size()
         self.special_ids = tuple(range(len(SPECIAL_TOKENS)))
+        self.marks = (CLS, SEP)
         known = map(tokenizer.token_to_id, sorted(set(_FUNCTION_WORDS.split())))
         self.stopword_ids = tuple(token for token in known if token is not None)
 
@@ -85,7 +87,8 @@ class Tokens:
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Return begin mark, tokens and end mark of each text."""
         encoded = self.tokenizer.encode_batch_fast(list(texts))
-        return [[CLS, *encoding.ids[: self.max_length - 2], SEP] for encoding in encoded]
+        begin, end = self.marks
+        return [[begin, *encoding.ids[: self.max_length - 2], end] for encoding in encoded]
 
     def pieces(self, texts: Sequence[str]) -> list[list[str]]:
         """Return the subwords that the model sees, without the marks."""

@@ -73,9 +73,7 @@ class Run:
         self.group_ids = torch.tensor([groups[group] for group, _ in pairs])
         queries = [pair.query for _, pair in pairs]
         documents = [pair.document for _, pair in pairs]
-        self.tokens = Tokens.learn(
-            queries + documents, settings.vocab_size, settings.size.max_length
-        )
+        self.tokens = self.learn(queries + documents)
         self.queries, self.documents = self.tokens.ids(queries), self.tokens.ids(documents)
         self.df = DocumentFrequency(self.tokens.vocab_size)
         for start in range(0, len(pairs), 1000):
@@ -112,6 +110,10 @@ class Run:
         self.seconds = 0.0
         self.history: list[Step] = []
         self.probes = [self.probe()]
+
+    def learn(self, texts: Sequence[str]) -> Tokens:
+        """Return the tokens of the model."""
+        return Tokens.learn(texts, self.settings.vocab_size, self.settings.size.max_length)
 
     def untrained(self) -> SparseEncoder:
         """Return the model as it was before the first step."""

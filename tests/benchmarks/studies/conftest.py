@@ -1,5 +1,7 @@
 import dataclasses
 import importlib.util
+import json
+import random
 
 import pytest
 
@@ -10,7 +12,7 @@ else:
     from benchmarks.studies import runs
     from examples.demo.corpus import split
     from examples.demo.model import ModelSize
-    from tests.examples.demo.artificial import TINY, make_rows
+    from tests.examples.demo.artificial import TINY, TOPICS, make_rows
 
 
 @pytest.fixture
@@ -54,3 +56,21 @@ def small(inline, monkeypatch, corpus):
         monkeypatch.setattr(study, "settings_of", tiny)
 
     return shrink
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Sixty documents of three sentences on four topics, and a query for each topic."""
+    rng, names = random.Random(3), sorted(TOPICS)
+    words = [[rng.sample(TOPICS[name].split(), 7) for _ in "abc"] for name in names * 15]
+    texts = [". ".join(" ".join(sentence) for sentence in sentences) for sentences in words]
+    grades = [f"{names[n % 4]}\td{n}\t{(n < 4) + (n < 20)}" for n in range(24)]
+    lines = {
+        "corpus.jsonl": [json.dumps({"_id": f"d{n}", "text": t}) for n, t in enumerate(texts)],
+        "queries.jsonl": [json.dumps({"_id": n, "text": f"{n} zebra"}) for n in (*names, "other")],
+        "qrels/test.tsv": ["query-id\tcorpus-id\tscore", *grades],
+    }
+    (tmp_path / "toy/qrels").mkdir(parents=True)
+    for name, own in lines.items():
+        (tmp_path / "toy" / name).write_text("\n".join(own) + "\n", encoding="utf-8")
+    return tmp_path / "toy"

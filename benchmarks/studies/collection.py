@@ -1,0 +1,297 @@
+"""Test collections in the format of BEIR: our recipe beside BM25 and sentence-transformers.
+
+Training sees the documents alone, never the queries, which then rank all documents. The controller
+of the sparsity, and the threshold that prunes, are given the documents that are ranked, as when an
+index is built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from benchmarks.run.table import circumstances, write
+from benchmarks.studies.against_sentence_transformers import (
+    BASELINES,
+    OURS,
+    TEACHER,
+    THEIRS,
+    Arm,
+    TheirRun,
+)
+from benchmarks.studies.beir import Collection, costs, difference, load, ranked
+from benchmarks.studies.runs import Result, markdown, publish, run_all, sources_of, spread
+from examples.demo.__main__ import whole
+from examples.demo.corpus import Corpus
+from examples.demo.evaluation import bm25_scores
+from examples.demo.tokens import Tokens, pad
+from examples.demo.training import Run
+from sparse_losses import RECOMMENDED, SpladeEncoder
+from sparse_losses.functional import calibrate_threshold
+
+QUERY_LENGTH = 32  # tokens; documents are cut at the demo's 64
+SETTINGS = ("model", "steps", "seed")  # those in the table
+FORMS = {  # of the figures in the table
+    "ndcg_10": "{:.3f}",
+    "mrr_10": "{:.3f}",
+    "recall_100": "{:.3f}",
+    "active_query": "{:.1f}",
+    "active_document": "{:.1f}",
+    "products": "{:.2f}",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Training(Arm):
+    """The settings of a training.
+
+    Attributes:
+        model: a masked language model of transformers; if empty, the demo's transformer.
+        calibrate: active dimensions to which the documents are pruned afterwards.
+    """
+
+    model: str = ""
+    calibrate: tuple[int, ...] = ()
+
+
+class CollectionRun(Run):
+    """The demo's training with short queries, and without dropout if the model is pretrained."""
+
+    def __init__(self, corpus: Corpus, settings: Training) -> None:
+        self.pretrained = pretrained(settings.model) if settings.model else None
+        super().__init__(corpus, settings)
+        self.query_tokens = copy.copy(self.tokens)
+        self.query_tokens.max_length = QUERY_LENGTH
+        self.queries = self.query_tokens.ids([row.pairs[0].query for row in corpus.train])
+
+    def learn(self, texts: Sequence[str]) -> Tokens:
+        """Return the tokens of the pretrained model, or learn them."""
+        if self.pretrained is None:
+            return super().learn(texts)
+        tokenizer = self.pretrained.tokenizer
+        plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        plain.post_processor = None
+        plain.no_truncation()
+        tokens = Tokens(plain, self.settings.size.max_length)
+        tokens.marks = tokenizer.cls_token_id, tokenizer.sep_token_id
+        tokens.special_ids = tuple(tokenizer.all_special_ids)
+        tokens.vocab_size = self.pretrained.vocab_size
+        return tokens
+
+    def untrained(self) -> Any:
+        """Return the model as it was before the first step."""
+        return super().untrained() if self.pretrained is None else copy.deepcopy(self.pretrained)
+
+
+class TheirCollectionRun(CollectionRun, TheirRun):
+    """The same training with the losses of sentence-transformers."""
+
+
+RUNS = {OURS: CollectionRun, THEIRS: TheirCollectionRun}
+
+
+def pretrained(name: str) -> SpladeEncoder:
+    """Return a masked language model and its tokenizer, or exit with the reason why not."""
+    try:
+        from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+        model, tokenizer = (
+            kind.from_pretrained(name) for kind in (AutoModelForMaskedLM, AutoTokenizer)
+        )
+    except (ImportError, OSError, ValueError) as error:
+        raise SystemExit(f"error: cannot load the --model {name}: {error}") from error
+    if not tokenizer.is_fast or None in (tokenizer.cls_token_id, tokenizer.sep_token_id):
+        raise SystemExit(f"error: the --model {name} lacks a fast tokenizer with [CLS] and [SEP]")
+    return SpladeEncoder(model, tokenizer)
+
+
+def run_one(settings: Training, collection: Collection) -> Result:
+    """Train once; return the figures of the model, of its pruned documents and of BM25."""
+    run = RUNS[settings.system](collection, settings)
+    run.train()
+    sides = [(run.query_tokens, collection.queries), (run.tokens, collection.documents)]
+    queries, documents = (vectors(run, tokens.ids(texts)) for tokens, texts in sides)
+
+    def figures(kept: Tensor) -> dict[str, Any]:
+        active = [[one.nonzero().flatten().tolist() for one in x] for x in (queries, kept)]
+        return {**ranked(queries @ kept.T, collection.relevant), **costs(*active)}
+
+    rows = {"": figures(documents)}
+    for target in settings.calibrate:
+        if settings.system == OURS and settings.number <= target:
+            continue
+        enough = rows[""]["active_document"] > target
+        threshold = calibrate_threshold(documents, target) if enough else 0.0
+        kept = documents.where(documents.expm1() > threshold, 0.0)
+        rows[f", pruned to {target}"] = figures(kept)
+    baselines = {}
+    for name, split in zip(BASELINES, (Tokens.words, Tokens.pieces), strict=True):
+        terms = [split(*side) for side in sides]
+        baselines[name] = {**ranked(bm25_scores(*terms), collection.relevant), **costs(*terms)}
+    packages = ("bm25s", "tokenizers", *["transformers"] * bool(settings.model))
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    return {
+        "sources": collection.sources,
+        "seconds": round(run.seconds, 1),
+        "controllers": {side: one.report() for side, one in run.controllers.items()},
+        "rows": rows,
+        "baselines": baselines,
+        "machine": circumstances(torch.device("cpu"), "collection") | versions,
+    }
+
+
+def vectors(run: Run, rows: Sequence[Sequence[int]]) -> Tensor:
+    """Return the vectors ``[texts, V]`` of token ids."""
+    with torch.no_grad():
+        return torch.cat([run.model(**pad(rows[i : i + 64])) for i in range(0, len(rows), 64)])
+
+
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line and read the folders."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.studies.collection",
+        description=f"{__doc__} Finished runs are kept: repeat the command to continue.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--data", type=Path, nargs="+", required=True, help="folders in BEIR's format")
+    add("--split", default="test", help="the judgements: qrels/SPLIT.tsv")
+    add("--model", default="", help="a masked language model; default: the demo's transformer")
+    add("--target", type=whole(1), nargs="+", default=[64, 32], help="targets of RECOMMENDED")
+    add("--calibrate", type=whole(1), nargs="*", default=[32], help="prune documents to these")
+    weights = "weights of their regularisers, if sentence-transformers is installed"
+    add("--weights", type=float, nargs="*", default=[0.1, 0.3], help=weights)
+    add("--seeds", type=whole(0), nargs="+", default=[0, 1, 2], help="seeds of every training")
+    add("--steps", type=whole(1), nargs=1, default=[250], help="steps per training")
+    add("--jobs", type=whole(1), default=1, help="parallel trainings")
+    add("--reference", help="the row to compare with (by default the first)")
+    add("--output", type=Path, default=Path("collection"), help="folder for runs and tables")
+    options = parser.parse_args(arguments)
+    if options.model:
+        pretrained(options.model)  # its error ends this process, not one of the trainings
+    if options.weights and importlib.util.find_spec("sentence_transformers") is None:
+        print("sentence-transformers is not installed: its rows are left out (make bench-peers)")
+        options.weights = []
+    options.collections = {}
+    for folder in options.data:
+        collection = load(folder, options.split)
+        (name,) = collection.sources
+        if name in options.collections:
+            parser.error(f"two folders of --data are called {name}")
+        options.collections[name] = collection
+    options.corpora = list(options.collections)
+    options.variants = {f"RECOMMENDED, target {n}": (OURS, n, True) for n in options.target} | {
+        f"{THEIRS}, weight {weight:g}{TEACHER * teacher}": (THEIRS, weight, teacher)
+        for teacher in (True, False)
+        for weight in options.weights
+    }
+    options.only = list(options.variants)
+    return options
+
+
+def settings_of(options: argparse.Namespace, variant: str, seed: int, steps: int) -> Training:
+    """Return the settings of one of ``options.variants``."""
+    system, number, teacher = options.variants[variant]
+    return Training(
+        steps,
+        seed,
+        RECOMMENDED.replace(target_active={"document_flops": number} if system == OURS else {}),
+        batch_size=24,
+        learning_rate=5e-5 if options.model else 1e-3,
+        vocab_size=3_000,  # of the demo's transformer
+        probe_every=steps,  # the probes are not used
+        probe_rows=1,
+        system=system,
+        number=number,
+        teacher=teacher,
+        model=options.model,
+        calibrate=tuple(options.calibrate),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is missing, then write the tables."""
+    options = options_of(arguments)
+    read = options.collections
+    loaders = {name: functools.partial(read.get, name) for name in read}
+    settings = functools.partial(settings_of, options)
+    rows: list[dict[str, Any]] = []
+    for name, results in run_all(options, options.only, settings, run_one, loaders):
+        if any(one["sources"] != read[name].sources for one in results):
+            raise SystemExit(f"error: runs in {options.output} are of other texts named {name}")
+        for row, result, figures in _figures(results):
+            trained = row not in BASELINES
+            about = {"collection": name, "sources": sources_of(result), "row": row}
+            about |= {key: result["settings"][key] if trained else "" for key in SETTINGS}
+            about["seconds"] = result["seconds"] if trained else ""
+            means = {key: round(float(np.mean(figures[key])), 4) for key in FORMS}
+            by_query = {"by_query": figures["ndcg_10"]}
+            rows.append(about | means | by_query | result["machine"])
+    tables = summary(rows), comparison(rows, options.reference or options.only[0])
+    written = [{key: row[key] for key in row if key != "by_query"} for row in rows]
+    write(options.output / "collection.csv", written)
+    publish(options.output / "collection.md", "\n".join(tables))
+
+
+def _figures(results: Sequence[Result]) -> Iterator[tuple[str, Result, dict[str, Any]]]:
+    yield from ((name, results[0], one) for name, one in results[0]["baselines"].items())
+    for result in results:
+        for ending, figures in result["rows"].items():
+            yield result["variant"] + ending, result, figures
+
+
+def _grouped(rows: Sequence[dict[str, Any]], key: str) -> dict[str, list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row[key], []).append(row)
+    return groups
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table per collection, a line per row: means over seeds, with nDCG's deviation."""
+    headings = ("nDCG@10", "MRR@10", "Recall@100", "active, query", "active, document", "products")
+    tables = []
+    for collection, of_collection in _grouped(rows, "collection").items():
+        cells = []
+        for name, own in _grouped(of_collection, "row").items():
+            figures = {key: [row[key] for row in own] for key in FORMS}
+            shown = [form.format(np.mean(figures[key])) for key, form in FORMS.items()]
+            shown[0] = spread(figures["ndcg_10"], FORMS["ndcg_10"])
+            cells.append([name, str(len(own)) if own[0]["seed"] != "" else "", *shown])
+        tables.append(markdown((collection, "seeds", *headings), cells))
+    return "\n".join(tables)
+
+
+def comparison(rows: Sequence[dict[str, Any]], reference: str) -> str:
+    """Return a table of the differences to a row in nDCG@10, with their 95% intervals."""
+    figures = {
+        name: [
+            np.mean([row["by_query"] for row in one], 0)
+            for one in _grouped(own, "collection").values()
+        ]
+        for name, own in _grouped(rows, "row").items()
+    }
+    if reference not in figures:
+        raise SystemExit(f"error: --reference {reference} is none of {', '.join(figures)}")
+    cells = [
+        [name, *(f"{one:+.3f}" for one in difference(own, figures[reference]))]
+        for name, own in figures.items()
+        if name != reference
+    ]
+    return markdown((f"nDCG@10 less that of {reference}", "mean", "from", "to"), cells)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""A collection on disk: its pairs, the figures of rankings, and what is refused."""
+
+import dataclasses
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.studies import beir
+from tests.examples.demo.artificial import TOPICS
+
+
+def test_training_reads_documents_alone_and_only_judged_queries_count(folder):
+    read = beir.load(folder)
+    assert read.queries == [f"{name} zebra" for name in sorted(TOPICS)]
+    assert read.relevant[1] == {1: 2, 5: 1, 9: 1, 13: 1, 17: 1}  # grade 0 is not relevant
+    assert len(read.train) == 180
+    for row in read.train:
+        ((_, query, rest),) = map(dataclasses.astuple, row.pairs)
+        text = read.documents[int(row.group[1:])]
+        assert query in text
+        assert sorted(f"{query} {rest}".split()) == sorted(text.split())
+
+
+def test_pairs_stay_in_their_passage():
+    five = "one two three four five"
+    first = [f"{five} title", f"{five} a.", "Too short!", f"{five * 13} b."]
+    made = list(beir.pairs(first[0], " ".join([*first[1:], f"{five} c.", f"{five} d?"])))
+    rest = [" ".join(other for other in first if other != one) for one in first]
+    expected = [pair for pair in zip(first, rest, strict=True) if pair[0] != "Too short!"]
+    assert made == [*expected, (f"{five} c.", f"{five} d?"), (f"{five} d?", f"{five} c.")]
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "message"),
+    [
+        ("corpus.jsonl", '{"_id": "x", "text": 3}', "corpus.jsonl, line 61: expected an object"),
+        ("corpus.jsonl", '{"_id": "d1", "text": "again"}', "line 61: .* of its own"),
+        ("queries.jsonl", '{"_id": "cut', "queries.jsonl, line 6: expected an object"),
+        ("qrels/test.tsv", "file\td99\t1", "test.tsv, line 26: expected known query, known doc"),
+        ("qrels/test.tsv", "file d3 1", "test.tsv, line 26: expected .* separated by tabs"),
+        ("qrels/test.tsv", "file\td3\tyes", "test.tsv, line 26: expected .* whole number"),
+        ("qrels/test.tsv", None, "has no relevant documents"),
+        ("qrels", None, "cannot read .*test.tsv.* has corpus.jsonl, queries.jsonl"),
+    ],
+)
+def test_a_damaged_folder_names_file_and_line(folder, file, line, message):
+    path = folder / file
+    if path.is_dir():
+        path.rename(folder / "other")
+    else:
+        text = f"{path.read_text(encoding='utf-8')}{line}\n" if line else "a\tb\tc\n"
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit, match=message):
+        beir.load(folder)
+
+
+def test_figures_of_rankings_follow_their_formulas():
+    rng = random.Random(1)
+    scores = [[rng.random() * rng.randint(0, 1) for _ in range(300)] for _ in range(7)]
+    scores.append([0.0] * 300)  # nothing is found
+    relevant = [{rng.randrange(300): rng.randint(1, 3) for _ in range(15)} for _ in scores]
+    figures = beir.ranked(torch.tensor(scores, dtype=torch.float64), relevant)
+    for query, (own, grades) in enumerate(zip(scores, relevant, strict=True)):
+        order = sorted((n for n in range(300) if own[n] > 0), key=lambda n: -own[n])[:100]
+        best = sorted(grades.values(), reverse=True)[:10]
+        gained = sum(grades.get(n, 0) / math.log2(2 + at) for at, n in enumerate(order[:10]))
+        ideal = sum(grade / math.log2(2 + at) for at, grade in enumerate(best))
+        reciprocal = [1 / (1 + at) for at, n in enumerate(order[:10]) if n in grades]
+        recalled = sum(n in grades for n in order) / len(grades)
+        expected = (gained / ideal, (reciprocal or [0.0])[0], recalled)
+        assert [one[query] for one in figures.values()] == pytest.approx(expected)
+    costs = beir.costs([["a", "b", "a"], ["c"]], [["a", "c"], ["b", "d", "d"], ["c"], []])
+    assert costs == {"active_query": 1.5, "active_document": 5 / 4, "products": 4 / 8}
+
+
+def test_the_interval_is_of_the_mean_of_the_collections():
+    rng = np.random.default_rng(5)
+    rows = [rng.random(400), rng.random(100)]
+    changes = [rng.normal(0.1, 0.2, 400), rng.normal(-0.3, 0.4, 100)]
+    mean, low, high = beir.difference([a + b for a, b in zip(rows, changes, strict=True)], rows)
+    assert mean == pytest.approx((changes[0].mean() + changes[1].mean()) / 2)
+    deviation = math.sqrt(changes[0].var() / 400 + changes[1].var() / 100) / 2
+    normal = [mean - 1.96 * deviation, mean + 1.96 * deviation]
+    assert [low, high] == pytest.approx(normal, abs=deviation / 10)
