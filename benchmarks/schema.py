@@ -148,9 +148,11 @@ def ours(
     return tuple(variants)
 
 
-def peer(package: str, call: Callable[..., Tensor], when: When = _always) -> Variant:
-    """Return a variant that is the same loss in another package."""
-    return Variant(package, call, "peer", when=when, package=package)
+def peer(
+    package: str, build: Callable[[Inputs], Callable[..., Tensor]], when: When = _always
+) -> Variant:
+    """Return a variant that is the same loss in another package; ``build`` imports it."""
+    return Variant(package, build, "peer", when=when, builds=True, package=package)
 
 
 @dataclass(frozen=True)
