@@ -293,6 +293,17 @@ def _is_worth(sizes: Sizes) -> bool:
 # Sizes for which the implementations of a product of two batches are measured.
 PRODUCT_IMPLEMENTATIONS: dict[str, When] = {"nonzeros": _is_worth}
 
+
+def activations(sizes: Sizes, make: Maker) -> Inputs:
+    """Draw sparse activations."""
+    return {"activations": make.zipf(sizes["B"], sizes["V"], sizes["density"])}
+
+
+def penalised_activations(sizes: Sizes, make: Maker) -> Inputs:
+    """Draw sparse activations and token penalties."""
+    return activations(sizes, make) | {"token_penalty": make.uniform(sizes["V"])}
+
+
 # Sizes of the losses that read `[B, V]` once.
 ACTIVATION_SIZES: dict[str, list[Sizes]] = {
     "tiny": [{"B": 4, "V": 50, "density": 0.4}],

@@ -11,8 +11,7 @@ from benchmarks.schema import (
     Aim,
     Benchmark,
     Inputs,
-    Maker,
-    Sizes,
+    activations,
     ours,
     peer,
 )
@@ -21,11 +20,6 @@ from benchmarks.schema import (
 def plain(activations: Tensor) -> Tensor:
     """Sum over the vocabulary of the squared mean activation."""
     return activations.abs().mean(0).square().sum()
-
-
-def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Draw sparse activations."""
-    return {"activations": make.zipf(sizes["B"], sizes["V"], sizes["density"])}
 
 
 def sentence_transformers(_: Inputs) -> Callable[..., Tensor]:
@@ -40,7 +34,7 @@ _AIMED = {"B": 256, "V": BERT, "density": 0.05}
 
 BENCHMARK = Benchmark(
     "flops",
-    inputs,
+    activations,
     ("activations",),
     plain,
     (*ours(sparse_losses.flops_loss), peer("sentence-transformers", sentence_transformers)),

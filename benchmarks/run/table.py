@@ -99,11 +99,20 @@ def markdown(heading: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
 
 
+def by_case(rows: Iterable[Row]) -> dict[tuple[str, str], dict[str, Row]]:
+    """Return the rows of each (loss, case) by variant."""
+    cases: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault((row["loss"], row["case"]), {})[row["variant"]] = row
+    return cases
+
+
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a CSV; the first row has all columns."""
+    """Write a CSV; what a row lacks is empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    columns = dict.fromkeys(name for row in rows for name in row)
     with replaced_file(path, text=True) as lines:
-        writer = csv.DictWriter(lines, list(rows[0]), restval="", lineterminator="\n")
+        writer = csv.DictWriter(lines, list(columns), restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
@@ -138,14 +147,13 @@ class Table:
 
     def add(self, results: Iterable[Result]) -> list[Row]:
         """Append rows of variants that have none yet."""
-        rows = []
-        for result in results:
-            row = {key: str(value) for key, value in result.row().items()}
-            if row["variant"] not in self.present(row["loss"], row["case"]) or any(
-                row["variant"] == new["variant"] for new in rows
-            ):
-                rows.append({**row, **self.common})
-        if rows:
-            self.rows = read(self.path) + rows  # another run may have added rows
+        rows = [{key: str(value) for key, value in each.row().items()} for each in results]
+        new = [
+            row | self.common
+            for row in rows
+            if row["variant"] not in self.present(row["loss"], row["case"])
+        ]
+        if new:
+            self.rows = read(self.path) + new  # another run may have added rows
             write(self.path, self.rows)
-        return rows
+        return new
