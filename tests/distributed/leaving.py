@@ -132,16 +132,11 @@ def leave_slowly() -> None:
     os._exit(3)
 
 
-SILENT = ("info_nce", "queue", "controller", "diagnostics", "document_frequency")
-
-
 def scenarios() -> dict[str, tuple[int, Callable[[bool], dict[str, Any]]]]:
     runs: dict[str, Any] = {
         "exits": (2, lambda leaves: stay(leaves, leave_at_once, tuple(CALLS))),
+        "is silent": (2, lambda leaves: stay(leaves, leave_slowly, ("info_nce",))),
     }
-    for name in SILENT:
-        run = functools.partial(stay, leave=leave_slowly, names=(name,))
-        runs[f"is silent in {name}"] = 2, run
     for name in IN_BACKWARD:  # on four ranks three stay, and each has an error
         run = functools.partial(stay_in_backward, name=name)
         runs[f"exits before the backward pass of {name}"] = (4 if name == "objective" else 2), run

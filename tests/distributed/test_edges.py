@@ -152,17 +152,20 @@ def unequal(rank: int) -> dict[str, str]:
         stem: caught(case.function(), **to_tensors(case.arrays(3 + rank)), gather=True)
         for stem, case in FIRST.items()
     }
-    queue = sparse_losses.LabelQueue(8, 5, 2, gather=True)
-    said["queue"] = caught(queue.enqueue, x, torch.ones(3 + rank, 2))
-    said["other"] = caught(F.info_nce_loss if rank else F.n_pair_loss, x, x, gather=True)
+    for name, dim, labels, rows in (
+        ("B", 5, 2, 3 + rank),
+        ("D", 5 + rank, 2, 3),
+        ("L", 5, 2 + rank, 3),
+    ):
+        queue = sparse_losses.LabelQueue(8, dim, labels, gather=True)
+        said[name] = caught(queue.enqueue, torch.rand(rows, dim), torch.ones(rows, labels))
+    seen = sparse_losses.Diagnostics(5 + rank)
+    seen.update(torch.rand(3, 5 + rank))
+    said["V"] = caught(seen.all_reduce)
     # Sizes that are an error by themselves, on one rank only.
     scores = torch.rand(3, 1 + rank)
     said["candidates"] = caught(F.distillation_loss, scores, scores, gather=True)
     said["top_k"] = caught(F.min_activation_loss, torch.rand(3, 4 + rank), gather=True)
-    ids = torch.arange(3) if rank else None
-    said["ids"] = caught(F.info_nce_loss, same, same, positive_ids=ids, gather=True)
-    half = same.bfloat16() if rank else same
-    said["half"] = caught(F.flops_loss, half, gather=True)  # computed in fp32 on both
     said["negatives"] = caught(F.info_nce_loss, same, same, x if rank else None, gather=True)
     objective = SpladeObjective({"info_nce": 1.0}, gather=True)
     said["rows"] = caught(objective, SpladeBatch(Texts(x), Texts(x)))
@@ -175,12 +178,11 @@ def unequal(rank: int) -> dict[str, str]:
 
 def test_unequal_calls_are_errors_on_every_rank_that_name_the_sizes():
     expected = {
-        **dict.fromkeys((*FIRST, "queue"), "3 on rank 0, 4 on rank 1"),
-        "other": "another loss",
+        **dict.fromkeys((*FIRST, "B"), "3 on rank 0, 4 on rank 1"),
+        **{name: f"the same {name} on every rank .*5 on rank 0, 6 on rank 1" for name in "DV"},
+        "L": "the same L on every rank",
         "candidates": "same C on every rank .*1 on rank 0, 2 on rank 1",
         "top_k": "4 on rank 0, 5 on rank 1",
-        "ids": "`positive_ids`",
-        "half": "^$",
         "negatives": "the same N on every rank .*got 0 on rank 0, 4 on rank 1",
         "rows": "the same B on every rank for SpladeObjective of info_nce with gather.*; the last",
         "terms": "to be in SpladeObjective of info_nce.* with gather=True.* in another",
