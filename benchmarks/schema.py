@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,20 +20,16 @@ BERT, XLM = 30_522, 250_002
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
 class Maker:
     """Random inputs for one seed, dtype and device."""
 
-    device: torch.device
-    dtype: torch.dtype = torch.float32
-    seed: int = 0
-    generator: torch.Generator | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        generator = None  # meta tensors have no values
-        if self.device.type != "meta":
-            generator = torch.Generator(self.device).manual_seed(self.seed)
-        object.__setattr__(self, "generator", generator)
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 0
+    ) -> None:
+        self.device, self.dtype = device, dtype
+        self.generator = None  # meta tensors have no values
+        if device.type != "meta":
+            self.generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int) -> Tensor:
         """Draw standard Gaussian numbers."""

@@ -198,8 +198,7 @@ def measure(
         except torch.OutOfMemoryError:
             rows[name]["status"] = "skipped: does not fit"
         step.forget()
-    first = dict.fromkeys(runs, 1.0)
-    seconds = timing.interleave(runs, step.device, budget=budget, first=first, max_rounds=15)
+    seconds = timing.interleave(runs, step.device, budget=budget, max_rounds=15)
     tokens = 2 * pairs * step.shape.length
     for name in runs:
         times = timing.columns("seconds", seconds[name])
