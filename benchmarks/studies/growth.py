@@ -115,13 +115,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--output", type=Path, default=RESULTS / "growth.csv")
     parser.add_argument("--budget", type=float, default=0.5, help="seconds per point and pass")
-    parser.add_argument("--points", type=int, default=4, help="points per axis, smallest first")
     args = parser.parse_args(arguments)
     device = torch.device(args.device)
     points: list[dict[str, Any]] = []
     for axis in AXES:
-        few = replace(axis, values=axis.values[: args.points])
-        points += run_axis(few, device, args.budget)
+        points += run_axis(axis, device, args.budget)
     common = circumstances(device, "growth")
     write(args.output, [point | common for point in points])
     text = (
