@@ -13,7 +13,6 @@ import torch
 
 import sparse_losses
 from benchmarks.run import available
-from benchmarks.run.measure import Result
 from sparse_losses._core.files import replaced_file
 
 Row = dict[str, str]
@@ -145,11 +144,11 @@ class Table:
         """Return the variants of a case that have rows."""
         return {row["variant"] for row in self.rows_of(loss, case)}
 
-    def add(self, results: Iterable[Result]) -> list[Row]:
-        """Append rows of variants that have none yet."""
-        rows = [{key: str(value) for key, value in each.row().items()} for each in results]
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> list[Row]:
+        """Append rows of variants that have none yet, their numbers with six digits."""
         new = [
-            row | self.common
+            {key: f"{x:.6g}" if isinstance(x, float) else str(x) for key, x in row.items()}
+            | self.common
             for row in rows
             if row["variant"] not in self.present(row["loss"], row["case"])
         ]

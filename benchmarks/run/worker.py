@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.losses import cases
 from benchmarks.run import available
-from benchmarks.run.measure import Result, measure
+from benchmarks.run.measure import about, measure
 from benchmarks.run.table import Row, Table, circumstances, markdown
 
 ENDS = ("_q1", "", "_q3")
@@ -49,7 +49,7 @@ def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
             except Exception as error:
                 line = (str(error).splitlines() or [""])[0][:150]
                 status = f"failed: {type(error).__name__}: {line}"
-                results = [Result.of(case, variant, status) for variant in missing]
+                results = [about(case, variant, status) for variant in missing]
             rows = table.add(results)
             wrong += [row for row in rows if not row["status"].startswith(("ok", "skipped"))]
         print(f"\n{case.loss} {case.name} ({number} of {len(todo)})\n\n{_shown(rows)}", flush=True)
@@ -67,10 +67,11 @@ def _shown(rows: Sequence[Row]) -> str:
     heading = ("", "ms", "x eager", "quartiles", "MiB", "- gradients")
     lines = []
     for row in rows:
-        low, ratio, high = (f"{float(row[f'speedup{end}'] or 'nan'):.2f}" for end in ENDS)
-        sizes = [f"{float(row[name] or 'nan') / 2**20:.3g}" for name in SIZES]
-        figures = (f"{1e3 * float(row['seconds'] or 'nan'):.3g}", ratio, f"{low} to {high}", *sizes)
         if not row["status"].startswith("ok"):
-            figures = (row["status"], *("" for _ in figures[1:]))
-        lines.append((row["variant"], *figures))
+            lines.append((row["variant"], row["status"], *("" for _ in heading[2:])))
+            continue
+        low, ratio, high = (f"{float(row.get(f'speedup{end}') or 'nan'):.2f}" for end in ENDS)
+        sizes = [f"{float(row[name]) / 2**20:.3g}" for name in SIZES]
+        milliseconds = f"{1e3 * float(row['seconds']):.3g}"
+        lines.append((row["variant"], milliseconds, ratio, f"{low} to {high}", *sizes))
     return markdown(heading, lines)

@@ -78,11 +78,12 @@ def run_axis(axis: Axis, device: torch.device, budget: float) -> list[dict[str, 
     for value in axis.values:
         case = Case(base, {**axis.base, axis.name: value})
         for result in measure(case, device, budget, compiled=False, max_rounds=7):
-            if result.status != "ok":
-                raise SystemExit(f"{case.loss}, {case.name}, {result.variant}: {result.status}")
+            if result["status"] != "ok":
+                raise SystemExit(
+                    f"{case.loss}, {case.name}, {result['variant']}: {result['status']}"
+                )
             point = {"loss": axis.loss, "axis": axis.name, "value": value}
-            cost = {"seconds": result.seconds, "peak_bytes": result.peak_bytes}
-            points.append(point | {"variant": result.variant} | cost)
+            points.append(point | {x: result[x] for x in ("variant", "seconds", "peak_bytes")})
     return points
 
 
