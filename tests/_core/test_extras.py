@@ -5,6 +5,7 @@ import sys
 
 # The missing package, what is done without it, and the extra that brings it.
 MISSING = (
+    ("safetensors", "import sparse_losses.integrations.transformers", "transformers"),
     ("transformers", "sparse_losses.SpladeEncoder.from_pretrained('x')", "transformers"),
     ("transformers", "import sparse_losses.integrations.transformers", "transformers"),
     (
@@ -12,7 +13,6 @@ MISSING = (
         "import sparse_losses.integrations.sentence_transformers",
         "sentence-transformers",
     ),
-    ("safetensors", "import sparse_losses.integrations.transformers", "transformers"),
 )
 SCRIPT = """
 import sys
