@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     target = "active dimensions of a document, by its FLOPS weight; 0 keeps the weight fixed"
     default = int(RECOMMENDED.target_active["document_flops"])
     add("--target-active", type=int, default=default, metavar="N", help=target)
-    question = "a question for the trained model; repeatable; without, a few and a prompt"
+    question = "a question for the trained model, repeatable; by default a few, and a prompt"
     add("--query", action="append", metavar="TEXT", help=question)
     output = Path("sparse-losses-demo")
     add("--output", type=Path, default=output, help="the folder for figures and picture")
@@ -73,8 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in corpus.sources.items())
     console.print(
         f"{pairs:,} training pairs, {len(corpus.validation)} validation and {len(corpus.test)} "
-        f"test rows from {versions}. Learning subwords and building the model"
+        f"test rows from {versions}"
     )
+    console.print("Learning subwords and building the model")
     trained = Run(corpus, settings)
     parameters = sum(parameter.numel() for parameter in trained.model.parameters())
     console.print(
@@ -116,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def train(console: Console, run: Run) -> None:
-    """Train; at every look print the terms, and each finding of ``advise`` once."""
+    """Train; print the terms at every look, each finding of ``advise`` once, and the targets."""
     known: set[tuple[str, str]] = set()
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
     with Progress(*columns, console=console) as bar:
