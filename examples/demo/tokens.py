@@ -36,9 +36,14 @@ def pad(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
 
 
 class Tokens:
-    """A tokenizer, and the special and stop words that losses and figures treat separately.
+    """A tokenizer and the sets of tokens that losses and figures treat separately.
 
-    ``max_length`` is the largest number of tokens per text, begin and end marks included.
+    Attributes:
+        tokenizer: a tokenizer of the package `tokenizers`.
+        max_length: largest number of tokens per text, begin and end marks included.
+        vocab_size: number of tokens.
+        special_ids: padding, unknown, begin and end of text.
+        stopword_ids: function words, which do not tell the topic of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_length: int = MAX_LENGTH) -> None:
