@@ -28,7 +28,6 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--output", type=Path, help="the CSV (default: results/DEVICE-SUITE.csv)")
     options.add_argument("--fresh", action="store_true", help="discard the rows of earlier runs")
     options.add_argument("--no-compile", action="store_true", help="do not use torch.compile")
-    options.add_argument("--threads", type=int, help="PyTorch threads (default: its own choice)")
     options.add_argument("--list", action="store_true", help="list the cases and exit")
     return options
 

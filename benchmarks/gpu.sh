@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All tests and measurements on a GPU, in 24 minutes: benchmarks/gpu.sh [tests] [losses] [training]
 # By default all three parts. A part that is out of time is interrupted and has 15 seconds to save
-# what it has; a second run continues there. PYTHON is the interpreter, LOGS the folder for outputs.
+# what it has; a second run of the losses continues there. PYTHON is the interpreter, LOGS the folder for outputs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3} logs=${LOGS:-build/gpu} results=benchmarks/results

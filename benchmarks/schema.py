@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,20 +20,16 @@ BERT, XLM = 30_522, 250_002
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
 class Maker:
     """Random inputs for one seed, dtype and device."""
 
-    device: torch.device
-    dtype: torch.dtype = torch.float32
-    seed: int = 0
-    generator: torch.Generator | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        generator = None  # meta tensors have no values
-        if self.device.type != "meta":
-            generator = torch.Generator(self.device).manual_seed(self.seed)
-        object.__setattr__(self, "generator", generator)
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 0
+    ) -> None:
+        self.device, self.dtype = device, dtype
+        self.generator = None  # meta tensors have no values
+        if device.type != "meta":
+            self.generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int) -> Tensor:
         """Draw standard Gaussian numbers."""
@@ -148,9 +144,11 @@ def ours(
     return tuple(variants)
 
 
-def peer(package: str, call: Callable[..., Tensor], when: When = _always) -> Variant:
-    """Return a variant that is the same loss in another package."""
-    return Variant(package, call, "peer", when=when, package=package)
+def peer(
+    package: str, build: Callable[[Inputs], Callable[..., Tensor]], when: When = _always
+) -> Variant:
+    """Return a variant that is the same loss in another package; ``build`` imports it."""
+    return Variant(package, build, "peer", when=when, builds=True, package=package)
 
 
 @dataclass(frozen=True)
@@ -290,6 +288,17 @@ def _is_worth(sizes: Sizes) -> bool:
 
 # Sizes for which the implementations of a product of two batches are measured.
 PRODUCT_IMPLEMENTATIONS: dict[str, When] = {"nonzeros": _is_worth}
+
+
+def activations(sizes: Sizes, make: Maker) -> Inputs:
+    """Draw sparse activations."""
+    return {"activations": make.zipf(sizes["B"], sizes["V"], sizes["density"])}
+
+
+def penalised_activations(sizes: Sizes, make: Maker) -> Inputs:
+    """Draw sparse activations and token penalties."""
+    return activations(sizes, make) | {"token_penalty": make.uniform(sizes["V"])}
+
 
 # Sizes of the losses that read `[B, V]` once.
 ACTIVATION_SIZES: dict[str, list[Sizes]] = {

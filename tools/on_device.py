@@ -6,8 +6,6 @@ from unittest import mock
 
 import torch
 
-__all__ = ["on_device"]
-
 
 @contextmanager
 def on_device(device: str) -> Iterator[None]:

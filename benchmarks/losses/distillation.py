@@ -1,6 +1,6 @@
 """Distillation: softened KL divergence and squared difference of z-scores."""
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as nnf
@@ -49,21 +49,17 @@ def inputs(sizes: Sizes, make: Maker) -> Inputs:
     return {"student_scores": student, "teacher_scores": teacher}
 
 
-def _scores_only(_: Tensor, scores: Tensor) -> Tensor:
-    return scores
-
-
-@functools.cache
-def _distill_kl() -> Any:
+def sentence_transformers(_: Inputs) -> Callable[..., Tensor]:
+    """DistillKLDivLoss, with one column per candidate."""
     from sentence_transformers.sentence_transformer.losses import DistillKLDivLoss
 
-    return DistillKLDivLoss(None, similarity_fct=_scores_only, temperature=3.0)  # type: ignore[arg-type]
+    loss = DistillKLDivLoss(None, similarity_fct=lambda _, scores: scores, temperature=3.0)
 
+    def call(student_scores: Tensor, teacher_scores: Tensor) -> Tensor:
+        columns = list(student_scores.unbind(1))
+        return loss.compute_loss_from_embeddings([columns[0], *columns], teacher_scores)
 
-def sentence_transformers(student_scores: Tensor, teacher_scores: Tensor) -> Tensor:
-    """DistillKLDivLoss, with one column per candidate."""
-    columns = list(student_scores.unbind(1))
-    return _distill_kl().compute_loss_from_embeddings([columns[0], *columns], teacher_scores)
+    return call
 
 
 def _scores(rows: int, columns: int, part: str, **more: Any) -> Sizes:

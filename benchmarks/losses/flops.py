@@ -1,7 +1,6 @@
 """FLOPS: squared mean activations."""
 
-import functools
-from typing import Any
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -12,8 +11,7 @@ from benchmarks.schema import (
     Aim,
     Benchmark,
     Inputs,
-    Maker,
-    Sizes,
+    activations,
     ours,
     peer,
 )
@@ -24,28 +22,19 @@ def plain(activations: Tensor) -> Tensor:
     return activations.abs().mean(0).square().sum()
 
 
-def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Draw sparse activations."""
-    return {"activations": make.zipf(sizes["B"], sizes["V"], sizes["density"])}
-
-
-@functools.cache
-def _flops_loss() -> Any:
+def sentence_transformers(_: Inputs) -> Callable[..., Tensor]:
+    """FlopsLoss."""
     from sentence_transformers.sparse_encoder.losses import FlopsLoss
 
-    return FlopsLoss(None)  # type: ignore[arg-type]
-
-
-def sentence_transformers(activations: Tensor) -> Tensor:
-    """FlopsLoss."""
-    return _flops_loss().compute_loss_from_embeddings(activations)
+    loss = FlopsLoss(None)
+    return lambda activations: loss.compute_loss_from_embeddings(activations)
 
 
 _AIMED = {"B": 256, "V": BERT, "density": 0.05}
 
 BENCHMARK = Benchmark(
     "flops",
-    inputs,
+    activations,
     ("activations",),
     plain,
     (*ours(sparse_losses.flops_loss), peer("sentence-transformers", sentence_transformers)),

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 import sparse_losses
-from benchmarks.schema import ACTIVATION_SIZES, Benchmark, Inputs, Maker, Sizes, ours
+from benchmarks.schema import ACTIVATION_SIZES, Benchmark, ours, penalised_activations
 
 
 def plain(activations: Tensor, token_penalty: Tensor, *, beta: float = 0.3) -> Tensor:
@@ -12,15 +12,9 @@ def plain(activations: Tensor, token_penalty: Tensor, *, beta: float = 0.3) -> T
     return (token_penalty * mean.abs()).sum() + beta * (token_penalty * mean.square()).sum()
 
 
-def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Draw sparse activations and token penalties."""
-    activations = make.zipf(sizes["B"], sizes["V"], sizes["density"])
-    return {"activations": activations, "token_penalty": make.uniform(sizes["V"])}
-
-
 BENCHMARK = Benchmark(
     "idf_flops",
-    inputs,
+    penalised_activations,
     ("activations",),
     plain,
     ours(sparse_losses.idf_flops_loss),

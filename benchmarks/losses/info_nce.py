@@ -1,7 +1,6 @@
 """InfoNCE: pairs of dense or sparse vectors with in-batch negatives."""
 
-import functools
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as nnf
@@ -57,38 +56,30 @@ def _is_dense_or_typical(sizes: Sizes) -> bool:
     return is_dense(sizes) or sizes["density"] <= 0.005 or sizes["V"] < 1000
 
 
-@functools.cache
-def _multiple_negatives() -> Any:
+def sentence_transformers(_: Inputs) -> Callable[..., Tensor]:
+    """MultipleNegativesRankingLoss at the scale 1 / 0.07."""
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
-    return MultipleNegativesRankingLoss(model=None, scale=1 / 0.07)  # type: ignore[arg-type]
+    loss = MultipleNegativesRankingLoss(None, scale=1 / 0.07)
+    return lambda anchor, positive: loss.compute_loss_from_embeddings([anchor, positive], None)
 
 
-def sentence_transformers(anchor: Tensor, positive: Tensor) -> Tensor:
-    """MultipleNegativesRankingLoss at the scale 1 / 0.07."""
-    return _multiple_negatives().compute_loss_from_embeddings([anchor, positive], None)
-
-
-@functools.cache
-def _supervised_contrastive() -> Any:
+def metric_learning(made: Inputs) -> Callable[..., Tensor]:
+    """SupConLoss with one positive per row, which is InfoNCE; NTXentLoss needs ``[B, B^2]``."""
     from pytorch_metric_learning.losses import SupConLoss
     from pytorch_metric_learning.reducers import MeanReducer
 
-    return SupConLoss(temperature=0.07, reducer=MeanReducer())
-
-
-def metric_learning(anchor: Tensor, positive: Tensor) -> Tensor:
-    """SupConLoss with one positive per row, which is InfoNCE; NTXentLoss needs ``[B, B^2]``."""
+    loss, anchor = SupConLoss(temperature=0.07, reducer=MeanReducer()), made["anchor"]
     # The labels are two tensors, as an identical one would compare anchors with themselves.
     labels, others = (torch.arange(len(anchor), device=anchor.device) for _ in range(2))
-    return _supervised_contrastive()(anchor, labels, ref_emb=positive, ref_labels=others)
+    return lambda anchor, positive: loss(anchor, labels, ref_emb=positive, ref_labels=others)
 
 
-def info_nce_pytorch(anchor: Tensor, positive: Tensor) -> Tensor:
+def info_nce_pytorch(_: Inputs) -> Callable[..., Tensor]:
     """``info_nce`` of the package info-nce-pytorch."""
     from info_nce import info_nce
 
-    return info_nce(anchor, positive, temperature=0.07)
+    return lambda anchor, positive: info_nce(anchor, positive, temperature=0.07)
 
 
 _DENSE = {"B": 4096, "D": 768}

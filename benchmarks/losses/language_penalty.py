@@ -3,7 +3,7 @@
 from torch import Tensor
 
 import sparse_losses
-from benchmarks.schema import ACTIVATION_SIZES, Benchmark, Inputs, Maker, Sizes, ours
+from benchmarks.schema import ACTIVATION_SIZES, Benchmark, ours, penalised_activations
 
 
 def plain(activations: Tensor, token_penalty: Tensor) -> Tensor:
@@ -11,15 +11,9 @@ def plain(activations: Tensor, token_penalty: Tensor) -> Tensor:
     return (activations * token_penalty).sum(-1).mean()
 
 
-def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Draw sparse activations and token penalties."""
-    activations = make.zipf(sizes["B"], sizes["V"], sizes["density"])
-    return {"activations": activations, "token_penalty": make.uniform(sizes["V"])}
-
-
 BENCHMARK = Benchmark(
     "language_penalty",
-    inputs,
+    penalised_activations,
     ("activations",),
     plain,
     ours(sparse_losses.language_penalty_loss),

@@ -1,7 +1,6 @@
 """MarginMSE: four scores per row."""
 
-import functools
-from typing import Any
+from collections.abc import Callable
 
 import torch.nn.functional as nnf
 from torch import Tensor
@@ -26,27 +25,22 @@ def inputs(sizes: Sizes, make: Maker) -> Inputs:
     return {name: make.normal(sizes["B"]) for name in names}
 
 
-def _scores_only(_: Tensor, scores: Tensor) -> Tensor:
-    return scores
-
-
-@functools.cache
-def _margin_mse() -> Any:
+def sentence_transformers(_: Inputs) -> Callable[..., Tensor]:
+    """MarginMSELoss with scores in place of embeddings."""
     from sentence_transformers.sentence_transformer.losses import MarginMSELoss
 
-    return MarginMSELoss(None, similarity_fct=_scores_only)  # type: ignore[arg-type]
+    loss = MarginMSELoss(None, similarity_fct=lambda _, scores: scores)
 
+    def call(
+        student_positive: Tensor,
+        student_negative: Tensor,
+        teacher_positive: Tensor,
+        teacher_negative: Tensor,
+    ) -> Tensor:
+        embeddings = [student_positive, student_positive, student_negative]
+        return loss.compute_loss_from_embeddings(embeddings, teacher_positive - teacher_negative)
 
-def sentence_transformers(
-    student_positive: Tensor,
-    student_negative: Tensor,
-    teacher_positive: Tensor,
-    teacher_negative: Tensor,
-) -> Tensor:
-    """MarginMSELoss with scores in place of embeddings."""
-    embeddings = [student_positive, student_positive, student_negative]
-    margin = teacher_positive - teacher_negative
-    return _margin_mse().compute_loss_from_embeddings(embeddings, margin)
+    return call
 
 
 BENCHMARK = Benchmark(

@@ -4,7 +4,7 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 import sparse_losses
-from benchmarks.schema import ACTIVATION_SIZES, BERT, Aim, Benchmark, Inputs, Maker, Sizes, ours
+from benchmarks.schema import ACTIVATION_SIZES, BERT, Aim, Benchmark, activations, ours
 
 
 def plain(activations: Tensor, *, top_k: int = 5, threshold: float = 0.5) -> Tensor:
@@ -12,14 +12,9 @@ def plain(activations: Tensor, *, top_k: int = 5, threshold: float = 0.5) -> Ten
     return nnf.relu(threshold - activations.topk(top_k, dim=-1).values.mean(-1)).mean()
 
 
-def inputs(sizes: Sizes, make: Maker) -> Inputs:
-    """Draw sparse activations."""
-    return {"activations": make.zipf(sizes["B"], sizes["V"], sizes["density"])}
-
-
 BENCHMARK = Benchmark(
     "min_activation",
-    inputs,
+    activations,
     ("activations",),
     plain,
     ours(sparse_losses.min_activation_loss),

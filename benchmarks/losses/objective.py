@@ -29,33 +29,23 @@ WEIGHTS = {
 
 
 def plain(
-    query: Tensor,
-    document: Tensor,
-    query_ids: Tensor,
-    query_mask: Tensor,
-    document_ids: Tensor,
-    document_mask: Tensor,
-    token_penalty: Tensor,
-    teacher_scores: Tensor,
+    query: Tensor, document: Tensor, token_penalty: Tensor, teacher_scores: Tensor, **texts: Tensor
 ) -> Tensor:
     """Plain formulas, one after the other."""
     unit = nnf.normalize(query, dim=-1), nnf.normalize(document, dim=-1)
+    own, others = ((texts[f"{x}_ids"], texts[f"{x}_mask"]) for x in ("query", "document"))
     return (
         3.0 * info_nce.plain(query, document)
         + 2.0 * distillation.plain(unit[0] @ unit[1].T, teacher_scores)
-        + 0.5 * self_reconstruction.plain(query, query_ids, query_mask)
-        + 2.0 * positive_activation.plain(query, document_ids, document_mask)
+        + 0.5 * self_reconstruction.plain(query, *own)
+        + 2.0 * positive_activation.plain(query, *others)
         + min_activation.plain(query)
         + 0.01 * (idf_flops.plain(query, token_penalty) + idf_flops.plain(document, token_penalty))
     )
 
 
 def _one_by_one(
-    query: Tensor,
-    document: Tensor,
-    token_penalty: Tensor,
-    teacher_scores: Tensor,
-    **texts: Tensor,
+    query: Tensor, document: Tensor, token_penalty: Tensor, teacher_scores: Tensor, **texts: Tensor
 ) -> Tensor:
     """The package's losses without the objective, which would share their product."""
     ours = sparse_losses
@@ -81,27 +71,18 @@ def _objective(made: Inputs) -> Callable[..., Tensor]:
         queries = sparse_losses.Texts(query, more["query_ids"], more["query_mask"])
         documents = sparse_losses.Texts(document, more["document_ids"], more["document_mask"])
         batch = sparse_losses.SpladeBatch(queries, documents, teacher_scores=teacher_scores)
-        value: Tensor = objective(batch).total
-        return value
+        return objective(batch).total
 
     return total
 
 
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
     """Draw pairs of sparse vectors with their texts, and a teacher's scores."""
-    query, document = make.pairs(sizes)
-    query_ids, query_mask = make.texts(sizes)
-    document_ids, document_mask = make.texts(sizes)
-    return {
-        "query": query,
-        "document": document,
-        "query_ids": query_ids,
-        "query_mask": query_mask,
-        "document_ids": document_ids,
-        "document_mask": document_mask,
-        "token_penalty": make.uniform(sizes["V"]),
-        "teacher_scores": make.normal(sizes["B"], sizes["B"]),
-    }
+    made = dict(zip(("query", "document"), make.pairs(sizes), strict=True))
+    for side in ("query", "document"):
+        made[f"{side}_ids"], made[f"{side}_mask"] = make.texts(sizes)
+    penalty, scores = make.uniform(sizes["V"]), make.normal(sizes["B"], sizes["B"])
+    return {**made, "token_penalty": penalty, "teacher_scores": scores}
 
 
 def _size(rows: int, vocabulary: int, density: float, length: int = 64, **more: str) -> Sizes:

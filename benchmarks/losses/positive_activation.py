@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 import sparse_losses
-from benchmarks.schema import BERT, XLM, Benchmark, Inputs, Maker, Sizes, ours
+from benchmarks.schema import BERT, XLM, Benchmark, Inputs, Maker, Sizes, activations, ours
 
 
 def plain(
@@ -20,8 +20,8 @@ def plain(
 def inputs(sizes: Sizes, make: Maker) -> Inputs:
     """Draw sparse activations and the texts of the positives."""
     ids, mask = make.texts(sizes)
-    x = make.zipf(sizes["B"], sizes["V"], sizes["density"])
-    return {"activations": x, "positive_input_ids": ids, "positive_attention_mask": mask}
+    texts = {"positive_input_ids": ids, "positive_attention_mask": mask}
+    return activations(sizes, make) | texts
 
 
 BENCHMARK = Benchmark(

@@ -1,6 +1,7 @@
 """The head: projection to the vocabulary and pooling."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as nnf
@@ -52,11 +53,12 @@ def inputs(sizes: Sizes, make: Maker) -> Inputs:
     }
 
 
-def sentence_transformers(
-    hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor
-) -> Tensor:
+def sentence_transformers(made: Inputs) -> Callable[..., Tensor]:
     """A linear layer, then SpladePooling."""
-    return splade_pool.sentence_transformers(nnf.linear(hidden, weight, bias), attention_mask)
+    pool = splade_pool.sentence_transformers(made)
+    return lambda hidden, weight, bias, attention_mask: pool(
+        nnf.linear(hidden, weight, bias), attention_mask
+    )
 
 
 def _size(rows: int, length: int, vocabulary: int, density: float, width: int = 768) -> Sizes:

@@ -1,7 +1,6 @@
 """Pooling of given logits to sparse vectors."""
 
-import functools
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -32,17 +31,14 @@ def quantile(x: Tensor, q: float) -> Tensor:
     return flat[:: max(1, flat.numel() // 1_000_000)].quantile(q)
 
 
-@functools.cache
-def _pooling() -> Any:
+def sentence_transformers(_: Inputs) -> Callable[..., Tensor]:
+    """SpladePooling, in training mode."""
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
-    return SpladePooling("max").train()
-
-
-def sentence_transformers(logits: Tensor, attention_mask: Tensor) -> Tensor:
-    """SpladePooling, in training mode."""
-    features = {"token_embeddings": logits, "attention_mask": attention_mask}
-    return _pooling()(features)["sentence_embedding"]
+    pooling = SpladePooling("max").train()
+    return lambda logits, attention_mask: pooling(
+        {"token_embeddings": logits, "attention_mask": attention_mask}
+    )["sentence_embedding"]
 
 
 def _size(rows: int, length: int, vocabulary: int, density: float, **more: str) -> Sizes:

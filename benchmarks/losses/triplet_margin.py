@@ -1,7 +1,6 @@
 """Triplet margin: a hinge on two cosines."""
 
-import functools
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as nnf
@@ -24,36 +23,25 @@ def inputs(sizes: Sizes, make: Maker) -> Inputs:
     return {"anchor": anchor, "positive": positive, "negative": positive.roll(1, 0).clone()}
 
 
-@functools.cache
-def _triplet() -> Any:
+def sentence_transformers(_: Inputs) -> Callable[..., Tensor]:
+    """TripletLoss on cosine distances."""
     from sentence_transformers.sentence_transformer.losses import TripletLoss
     from sentence_transformers.sentence_transformer.losses.triplet import TripletDistanceMetric
 
-    return TripletLoss(None, TripletDistanceMetric.COSINE, triplet_margin=0.3)  # type: ignore[arg-type]
+    loss = TripletLoss(None, TripletDistanceMetric.COSINE, triplet_margin=0.3)
+    return lambda **rows: loss.compute_loss_from_embeddings(list(rows.values()), None)
 
 
-def sentence_transformers(anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-    """TripletLoss on cosine distances."""
-    return _triplet().compute_loss_from_embeddings([anchor, positive, negative], None)
-
-
-@functools.cache
-def _metric_triplet() -> Any:
+def metric_learning(made: Inputs) -> Callable[..., Tensor]:
+    """TripletMarginLoss of given triplets; it computes the products of all rows."""
     from pytorch_metric_learning.distances import CosineSimilarity
     from pytorch_metric_learning.losses import TripletMarginLoss
     from pytorch_metric_learning.reducers import MeanReducer
 
-    return TripletMarginLoss(margin=0.3, distance=CosineSimilarity(), reducer=MeanReducer())
-
-
-def metric_learning(anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-    """TripletMarginLoss of given triplets; it computes the products of all rows."""
-    count = anchor.shape[0]
-    rows = torch.arange(count, device=anchor.device)
-    return _metric_triplet()(
-        torch.cat([anchor, positive, negative]),
-        indices_tuple=(rows, rows + count, rows + 2 * count),
-    )
+    loss = TripletMarginLoss(margin=0.3, distance=CosineSimilarity(), reducer=MeanReducer())
+    count, device = len(made["anchor"]), made["anchor"].device
+    triplets = torch.arange(3 * count, device=device).chunk(3)
+    return lambda **rows: loss(torch.cat(list(rows.values())), indices_tuple=triplets)
 
 
 BENCHMARK = Benchmark(

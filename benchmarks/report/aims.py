@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.losses import NAMES, benchmark
-from benchmarks.run.table import Row
+from benchmarks.run.table import Row, by_case
 from benchmarks.schema import case_name
 
 MIB = 2**20
@@ -25,10 +25,7 @@ class Verdict(NamedTuple):
 
 def judge(rows: Sequence[Row]) -> list[Verdict]:
     """Judge every aim by the rows of a run, then the rules for all losses."""
-    cases: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in rows:
-        if row["status"].startswith("ok"):
-            cases.setdefault((row["loss"], row["case"]), {})[row["variant"]] = row
+    cases = by_case(row for row in rows if row["status"].startswith("ok"))
     verdicts = []
     for loss in NAMES:
         for aim in benchmark(loss).aims:

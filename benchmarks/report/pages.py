@@ -7,7 +7,7 @@ import re
 import sys
 
 from benchmarks.report.aims import MIB, judge
-from benchmarks.run.table import RESULTS, ROOT, Row, largest_cases, markdown, read
+from benchmarks.run.table import RESULTS, ROOT, Row, by_case, largest_cases, markdown, read
 from sparse_losses._core.files import replaced_file
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -33,15 +33,13 @@ def aims() -> str:
 
 def peers() -> str:
     """Time and memory of other packages over ours for the largest cases of ``cpu-quick.csv``."""
-    rows = {
-        (row["loss"], row["case"], row["variant"]): row for row in read(RESULTS / "cpu-quick.csv")
-    }
-    names = [name for name in PEERS if any(variant == name for *_, variant in rows)]
-    lines = []
-    for loss, case in largest_cases(rows.values()):
-        ours = rows[loss, case, "ours"]
-        cells = [_over(rows.get((loss, case, name)), ours) for name in names]
-        lines.append((loss, case, *cells))
+    rows = read(RESULTS / "cpu-quick.csv")
+    cases = by_case(rows)
+    names = [name for name in PEERS if any(name in variants for variants in cases.values())]
+    lines = [
+        (*about, *(_over(cases[about].get(name), cases[about]["ours"]) for name in names))
+        for about in largest_cases(rows)
+    ]
     return markdown(("loss", "case", *names), lines)
 
 
@@ -53,12 +51,9 @@ def _over(row: Row | None, ours: Row) -> str:
 
 def memory() -> str:
     """Peak memory and times of the plain formula, of sentence-transformers and of ours."""
-    cases: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in read(RESULTS / "aims-run-1.csv"):
-        cases.setdefault((row["loss"], row["case"]), {})[row["variant"]] = row
     names = ("eager", "sentence-transformers", "ours")
     lines = []
-    for about, variants in cases.items():
+    for about, variants in by_case(read(RESULTS / "aims-run-1.csv")).items():
         rows = [variants.get(name) for name in names]
         peaks = ["-" if row is None else _figure(float(row["peak_bytes"]) / MIB) for row in rows]
         times = ["-" if row is None else _time(float(row["seconds"])) for row in rows]
@@ -70,10 +65,8 @@ def memory() -> str:
 
 def objective() -> str:
     """Times of all losses of V26 together, from ``objective.csv``."""
-    rows = read(RESULTS / "objective.csv")
     lines = []
-    for case in dict.fromkeys(row["case"] for row in rows):
-        own = {row["variant"]: row for row in rows if row["case"] == case}
+    for (_, case), own in by_case(read(RESULTS / "objective.csv")).items():
         sizes = dict(re.findall(r"(\w)=(\d+)", case))
         times = [
             _time(float(own[name]["seconds"])) for name in ("eager", "ours, one by one", "ours")
@@ -88,9 +81,7 @@ def objective() -> str:
 
 def calculated() -> str:
     """Calculated figures from ``calculated.csv``: each loss's largest case, by dtype."""
-    cases: dict[tuple[str, str], dict[str, Row]] = {}
-    for row in read(RESULTS / "calculated.csv"):
-        cases.setdefault((row["loss"], row["case"]), {})[row["variant"]] = row
+    cases = by_case(read(RESULTS / "calculated.csv"))
     largest: dict[tuple[str, str], tuple[int, str]] = {}
     for (loss, case), variants in cases.items():
         dtype = case.split()[-1]

@@ -1,10 +1,9 @@
 """Measurement of one case: check all variants, then measure memory and interleaved times."""
 
 import gc
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,43 +16,21 @@ from benchmarks.schema import DTYPES, Case, Inputs, Maker, Variant
 SLOW = 20.0  # seconds per call from which one round is enough
 
 
-@dataclass(frozen=True)
-class Result:
-    """One row: one variant of one case, forward and backward."""
+Row = dict[str, Any]  # one variant of one case, forward and backward; what is missing has no key
 
-    loss: str
-    case: str
-    group: str
-    elements: int
-    variant: str
-    kind: str
-    status: str
-    rounds: int = 0
-    seconds: float = math.nan
-    seconds_q1: float = math.nan
-    seconds_q3: float = math.nan
-    speedup: float = math.nan  # eager's time over this variant's, per round
-    speedup_q1: float = math.nan
-    speedup_q3: float = math.nan
-    peak_bytes: float = math.nan
-    peak_bytes_without_gradients: float = math.nan
-    dtype: str = "fp32"
 
-    @classmethod
-    def of(cls, case: Case, variant: Variant, status: str) -> "Result":
-        """Return the row of a variant that is not measured yet."""
-        about = (case.loss, case.name, case.group, case.elements)
-        dtype = next(name for name, dtype in DTYPES.items() if dtype == case.dtype)
-        return cls(*about, variant.name, variant.kind, status, dtype=dtype)
-
-    def row(self) -> dict[str, Any]:
-        """Return a CSV row: numbers with six digits, empty if not measured."""
-        return {
-            name: ("" if math.isnan(value) else f"{value:.6g}")
-            if isinstance(value, float)
-            else value
-            for name, value in asdict(self).items()
-        }
+def about(case: Case, variant: Variant, status: str) -> Row:
+    """Return the columns of a variant that need no measurement."""
+    return {
+        "loss": case.loss,
+        "case": case.name,
+        "group": case.group,
+        "elements": case.elements,
+        "variant": variant.name,
+        "kind": variant.kind,
+        "status": status,
+        "dtype": next(name for name, dtype in DTYPES.items() if dtype == case.dtype),
+    }
 
 
 def measure(
@@ -64,7 +41,7 @@ def measure(
     compiled: bool = True,
     min_rounds: int = 3,
     max_rounds: int = 20,
-) -> list[Result]:
+) -> list[Row]:
     """Return all rows of a case; ``budget`` is the seconds for the rounds.
 
     A variant that differs from the plain formula, fails, or needs too much memory is not timed; the
@@ -93,16 +70,11 @@ def measure(
     results = []
     for variant in variants:
         name = variant.name
-        row = Result.of(case, variant, status[name])
+        row = about(case, variant, status[name])
         if name in runs:
-            row = replace(
-                row,
-                rounds=len(seconds[name]),
-                **timing.columns("seconds", seconds[name]),
-                **timing.speedup(seconds, name),
-                peak_bytes=float(peaks[name][0]),
-                peak_bytes_without_gradients=float(peaks[name][1]),
-            )
+            row |= {"rounds": len(seconds[name]), **timing.columns("seconds", seconds[name])}
+            row |= timing.speedup(seconds, name)
+            row["peak_bytes"], row["peak_bytes_without_gradients"] = peaks[name]
         results.append(row)
     return results
 

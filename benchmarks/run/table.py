@@ -13,7 +13,6 @@ import torch
 
 import sparse_losses
 from benchmarks.run import available
-from benchmarks.run.measure import Result
 from sparse_losses._core.files import replaced_file
 
 Row = dict[str, str]
@@ -99,11 +98,20 @@ def markdown(heading: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
 
 
+def by_case(rows: Iterable[Row]) -> dict[tuple[str, str], dict[str, Row]]:
+    """Return the rows of each (loss, case) by variant."""
+    cases: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault((row["loss"], row["case"]), {})[row["variant"]] = row
+    return cases
+
+
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a CSV; the first row has all columns."""
+    """Write a CSV; what a row lacks is empty."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    columns = dict.fromkeys(name for row in rows for name in row)
     with replaced_file(path, text=True) as lines:
-        writer = csv.DictWriter(lines, list(rows[0]), restval="", lineterminator="\n")
+        writer = csv.DictWriter(lines, list(columns), restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
@@ -136,16 +144,15 @@ class Table:
         """Return the variants of a case that have rows."""
         return {row["variant"] for row in self.rows_of(loss, case)}
 
-    def add(self, results: Iterable[Result]) -> list[Row]:
-        """Append rows of variants that have none yet."""
-        rows = []
-        for result in results:
-            row = {key: str(value) for key, value in result.row().items()}
-            if row["variant"] not in self.present(row["loss"], row["case"]) or any(
-                row["variant"] == new["variant"] for new in rows
-            ):
-                rows.append({**row, **self.common})
-        if rows:
-            self.rows = read(self.path) + rows  # another run may have added rows
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> list[Row]:
+        """Append rows of variants that have none yet, their numbers with six digits."""
+        new = [
+            {key: f"{x:.6g}" if isinstance(x, float) else str(x) for key, x in row.items()}
+            | self.common
+            for row in rows
+            if row["variant"] not in self.present(row["loss"], row["case"])
+        ]
+        if new:
+            self.rows = read(self.path) + new  # another run may have added rows
             write(self.path, self.rows)
-        return rows
+        return new

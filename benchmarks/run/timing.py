@@ -34,7 +34,7 @@ def interleave(
     device: torch.device,
     *,
     budget: float,
-    first: Mapping[str, float],
+    first: Mapping[str, float] | None = None,
     min_rounds: int = 3,
     max_rounds: int = 20,
     shortest: float = 2e-3,
@@ -45,14 +45,17 @@ def interleave(
         runs: the warmed-up variants.
         device: the device of the inputs.
         budget: seconds for all rounds together.
-        first: rough seconds per call of each, which determine the number of calls per sample.
+        first: rough seconds per call of each, from which follows the number of calls per sample;
+            without them a sample is one call.
         min_rounds: minimal number of rounds, even if they exceed the budget.
         max_rounds: maximal number of rounds.
         shortest: minimal seconds of a sample; a shorter call is repeated within it.
     """
     take = _cuda_sampler(device) if device.type == "cuda" else _cpu_sample
     names = list(runs)
-    number = {name: max(1, min(1000, round(shortest / max(first[name], 1e-7)))) for name in names}
+    number = dict.fromkeys(names, 1)
+    for name, each in (first or {}).items():
+        number[name] = max(1, min(1000, round(shortest / max(each, 1e-7))))
     seconds: Seconds = {name: [] for name in names}
     gc.collect()
     gc.disable()

@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.losses import cases
 from benchmarks.run import available
-from benchmarks.run.measure import Result, measure
-from benchmarks.run.table import Row, Table, circumstances
+from benchmarks.run.measure import about, measure
+from benchmarks.run.table import Row, Table, circumstances, markdown
 
 ENDS = ("_q1", "", "_q3")
 SIZES = ("peak_bytes", "peak_bytes_without_gradients")
@@ -24,8 +24,6 @@ def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
         raise SystemExit("no CUDA device is available")
     if device.type == "cpu" and args.suite == "gpu":
         raise SystemExit("--suite gpu needs --device cuda; on a CPU it would take hours")
-    if args.threads:
-        torch.set_num_threads(args.threads)
     for package in available.PACKAGES:
         if reason := available.missing_reason(package):
             print(f"{package}: {reason}, skipped")
@@ -51,7 +49,7 @@ def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
             except Exception as error:
                 line = (str(error).splitlines() or [""])[0][:150]
                 status = f"failed: {type(error).__name__}: {line}"
-                results = [Result.of(case, variant, status) for variant in missing]
+                results = [about(case, variant, status) for variant in missing]
             rows = table.add(results)
             wrong += [row for row in rows if not row["status"].startswith(("ok", "skipped"))]
         print(f"\n{case.loss} {case.name} ({number} of {len(todo)})\n\n{_shown(rows)}", flush=True)
@@ -67,15 +65,13 @@ def work(args: argparse.Namespace, output: Path, *, budget: float) -> int:
 def _shown(rows: Sequence[Row]) -> str:
     """Return one line per variant; one that was not timed has its status there."""
     heading = ("", "ms", "x eager", "quartiles", "MiB", "- gradients")
-    lines: list[tuple[str, ...]] = [heading]
+    lines = []
     for row in rows:
-        low, ratio, high = (f"{float(row[f'speedup{end}'] or 'nan'):.2f}" for end in ENDS)
-        sizes = [float(row[name] or "nan") / 2**20 for name in SIZES]
-        time = f"{1e3 * float(row['seconds'] or 'nan'):.3g}"
-        figures = (time, ratio, f"{low} to {high}", *(f"{size:.3g}" for size in sizes))
         if not row["status"].startswith("ok"):
-            figures = (row["status"], *("" for _ in figures[1:]))
-        lines.append((row["variant"], *figures))
-    return "\n".join(
-        f"{line[0]:24}" + "".join(f"{cell:>14}" for cell in line[1:]) for line in lines
-    )
+            lines.append((row["variant"], row["status"], *("" for _ in heading[2:])))
+            continue
+        low, ratio, high = (f"{float(row.get(f'speedup{end}') or 'nan'):.2f}" for end in ENDS)
+        sizes = [f"{float(row[name]) / 2**20:.3g}" for name in SIZES]
+        milliseconds = f"{1e3 * float(row['seconds']):.3g}"
+        lines.append((row["variant"], milliseconds, ratio, f"{low} to {high}", *sizes))
+    return markdown(heading, lines)

@@ -70,19 +70,24 @@ def with_target(preset: Preset, target: int) -> Preset:
     return preset.replace(target_active={**preset.target_active, "document_flops": target})
 
 
-def _variants(weights: dict[str, tuple[float, ...]]) -> dict[str, tuple[str, str, float, bool]]:
-    variants = {}
+def _variants(weights: dict[str, tuple[float, ...]]) -> dict[str, dict[str, Any]]:
+    """Return the fields of `Arm` by the name of the variant."""
+    variants: dict[str, dict[str, Any]] = {}
+
+    def add(name: str, system: str, similarity: str, number: float, teacher: bool) -> None:
+        own = {"system": system, "similarity": similarity, "number": number, "teacher": teacher}
+        variants[name + TEACHER * teacher] = own
+
     for teacher in (False, True):
-        ending = TEACHER if teacher else ""
         for target in TARGETS:
-            variants[f"ours, target {target}{ending}"] = (OURS, "dot", target, teacher)
-            variants[f"ours, cosine, target {target}{ending}"] = (OURS, "cosine", target, teacher)
+            add(f"ours, target {target}", OURS, "dot", target, teacher)
+            add(f"ours, cosine, target {target}", OURS, "cosine", target, teacher)
         if not teacher:
-            variants[TWO_SIDED] = (OURS, "dot", TWO_TARGETS["document_flops"], teacher)
+            add(TWO_SIDED, OURS, "dot", TWO_TARGETS["document_flops"], teacher)
         for similarity, values in weights.items():
             for weight in values:
-                name = f"theirs, {similarity}, weight {weight:g}{ending}"
-                variants[name] = (THEIRS, similarity, weight, teacher)
+                name = f"theirs, {similarity}, weight {weight:g}"
+                add(name, THEIRS, similarity, weight, teacher)
     return variants
 
 
@@ -167,22 +172,13 @@ class WithTeacher(nn.Module):
 
 def settings_of(variant: str, seed: int, steps: int) -> Arm:
     """Return the settings of one of `VARIANTS`."""
-    system, similarity, number, teacher = VARIANTS[variant]
-    preset = PRESETS[similarity].replace(target_active={})
-    if system == OURS:
-        targets = TWO_TARGETS if variant == TWO_SIDED else {"document_flops": int(number)}
+    own = VARIANTS[variant]
+    preset = PRESETS[own["similarity"]].replace(target_active={})
+    if own["system"] == OURS:
+        targets = TWO_TARGETS if variant == TWO_SIDED else {"document_flops": own["number"]}
         preset = preset.replace(target_active=targets)
-        preset = preset if teacher else preset.without("distillation")
-    return Arm(
-        steps,
-        seed,
-        preset,
-        probe_every=steps,
-        system=system,
-        similarity=similarity,
-        number=number,
-        teacher=teacher,
-    )
+        preset = preset if own["teacher"] else preset.without("distillation")
+    return Arm(steps, seed, preset, probe_every=steps, **own)
 
 
 def start(arm: Arm, corpus: Corpus) -> Run:

@@ -10,9 +10,9 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -25,28 +25,13 @@ from benchmarks.run.table import RESULTS, write
 from benchmarks.schema import Case, Maker
 from benchmarks.studies.training_step import HEADS, Shape, Step
 
+Row = dict[str, Any]  # one variant of one case, forward and backward
 META = torch.device("meta")
 LAUNCH = 5e-6  # seconds
 SHARE = 0.8  # of the nominal rates, which no kernel reaches
 VARIANTS = ("eager", "ours", "sentence-transformers")
 # Nominal bytes per second, and operations per second in half precision and in fp32 without TF32.
 GPUS = {"h100": (3.35e12, 989e12, 67e12), "a10g": (0.6e12, 70e12, 31e12)}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One variant of one case, forward and backward."""
-
-    loss: str
-    case: str
-    variant: str
-    launches: int
-    bytes: int
-    flops_half: int
-    flops_single: int
-    peak_bytes: int
-    h100_seconds: str
-    a10g_seconds: str
 
 
 def seconds(counted: Launches, gpu: str) -> float:
@@ -69,15 +54,17 @@ def _row(loss: str, case: str, variant: str, run: Callable[[], object]) -> Row:
         with Launches() as counted:
             run()
     half = sum(n for dtype, n in counted.flops.items() if dtype.itemsize == 2)
-    return Row(
-        *(loss, case, variant, counted.count),
-        bytes=sum(each.bytes for each in counted.operations),
-        flops_half=half,
-        flops_single=counted.flops.total() - half,
-        peak_bytes=counted.peak_bytes,
-        h100_seconds=f"{seconds(counted, 'h100'):.4g}",
-        a10g_seconds=f"{seconds(counted, 'a10g'):.4g}",
-    )
+    return {
+        "loss": loss,
+        "case": case,
+        "variant": variant,
+        "launches": counted.count,
+        "bytes": sum(each.bytes for each in counted.operations),
+        "flops_half": half,
+        "flops_single": counted.flops.total() - half,
+        "peak_bytes": counted.peak_bytes,
+        **{f"{gpu}_seconds": f"{seconds(counted, gpu):.4g}" for gpu in GPUS},
+    }
 
 
 def case_rows(case: Case) -> Iterator[Row]:
@@ -136,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [row for case in cases(args.suite, only) for row in case_rows(case)]
     if not only and args.suite == "calculated":
         rows += training_steps(Shape())
-    write(args.output, [asdict(row) for row in rows])
+    write(args.output, rows)
     return 0
 
 

@@ -8,8 +8,9 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,18 +60,6 @@ AXES: tuple[Axis, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Point:
-    """One measurement."""
-
-    loss: str
-    axis: str
-    value: float
-    variant: str
-    seconds: float
-    peak_bytes: float
-
-
 def exponent(values: Sequence[float], costs: Sequence[float]) -> tuple[float, float]:
     """Return the slope of a least-squares line through the logarithms, and its R^2."""
     x, y = np.log(np.asarray(values, float)), np.log(np.asarray(costs, float))
@@ -80,8 +69,8 @@ def exponent(values: Sequence[float], costs: Sequence[float]) -> tuple[float, fl
     return float(slope), float(1 - (left**2).sum() / total) if total > 1e-12 else 1.0
 
 
-def run_axis(axis: Axis, device: torch.device, budget: float) -> list[Point]:
-    """Measure one axis, interleaved as in the suite."""
+def run_axis(axis: Axis, device: torch.device, budget: float) -> list[dict[str, Any]]:
+    """Measure one axis, interleaved as in the suite; return a row per size and variant."""
     base = benchmark(axis.loss)
     kept = tuple(variant for variant in base.variants if variant.name in axis.variants)
     base = replace(base, variants=kept)
@@ -89,39 +78,33 @@ def run_axis(axis: Axis, device: torch.device, budget: float) -> list[Point]:
     for value in axis.values:
         case = Case(base, {**axis.base, axis.name: value})
         for result in measure(case, device, budget, compiled=False, max_rounds=7):
-            if result.status != "ok":
-                raise SystemExit(f"{case.loss}, {case.name}, {result.variant}: {result.status}")
-            cost = result.seconds, result.peak_bytes
-            points.append(Point(axis.loss, axis.name, value, result.variant, *cost))
+            if result["status"] != "ok":
+                raise SystemExit(
+                    f"{case.loss}, {case.name}, {result['variant']}: {result['status']}"
+                )
+            point = {"loss": axis.loss, "axis": axis.name, "value": value}
+            points.append(point | {x: result[x] for x in ("variant", "seconds", "peak_bytes")})
     return points
 
 
-def exponents_table(points: Sequence[Point]) -> str:
-    """Return fitted and counted exponents as Markdown."""
-    lines: dict[tuple[str, str, str], list[Point]] = defaultdict(list)
+def exponents_table(points: Sequence[Mapping[str, Any]]) -> str:
+    """Return fitted and counted exponents as Markdown, of rows as measured or from the CSV."""
+    lines: dict[tuple[str, str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for point in points:
-        lines[point.loss, point.axis, point.variant].append(point)
+        lines[point["loss"], point["axis"], point["variant"]].append(point)
     axes = {(axis.loss, axis.name): axis for axis in AXES}
     rows = []
     for (loss, name, variant), line in lines.items():
-        values = [point.value for point in line]
-        if len(values) < 2:
+        if len(line) < 2:
             continue
-        axis = axes[loss, name]
-        seconds, seconds_fit = exponent(values, [point.seconds for point in line])
-        memory, memory_fit = exponent(values, [max(point.peak_bytes, 1.0) for point in line])
-        rows.append(
-            (
-                loss,
-                name,
-                f"{values[0]:g} to {values[-1]:g}",
-                variant,
-                f"{seconds:.2f} ({seconds_fit:.3f})",
-                axis.time_exponent,
-                f"{memory:.2f} ({memory_fit:.3f})",
-                axis.memory_exponent,
-            )
+        values, *costs = (
+            [float(point[key]) or 1.0 for point in line]  # no logarithm of 0 bytes
+            for key in ("value", "seconds", "peak_bytes")
         )
+        axis = axes[loss, name]
+        time, memory = ("{:.2f} ({:.3f})".format(*exponent(values, each)) for each in costs)
+        about = (loss, name, f"{values[0]:g} to {values[-1]:g}", variant)
+        rows.append((*about, time, axis.time_exponent, memory, axis.memory_exponent))
     sizes = ("loss", "axis", "range", "variant")
     costs = ("time ~ (R^2)", "counted", "memory ~ (R^2)", "counted")
     return markdown((*sizes, *costs), rows)
@@ -133,15 +116,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--output", type=Path, default=RESULTS / "growth.csv")
     parser.add_argument("--budget", type=float, default=0.5, help="seconds per point and pass")
-    parser.add_argument("--points", type=int, default=4, help="points per axis, smallest first")
     args = parser.parse_args(arguments)
     device = torch.device(args.device)
-    points: list[Point] = []
+    points: list[dict[str, Any]] = []
     for axis in AXES:
-        few = replace(axis, values=axis.values[: args.points])
-        points += run_axis(few, device, args.budget)
+        points += run_axis(axis, device, args.budget)
     common = circumstances(device, "growth")
-    write(args.output, [asdict(point) | common for point in points])
+    write(args.output, [point | common for point in points])
     text = (
         f"Measured on {common['device']} ({common['capability']}), {common['threads']} threads, "
         f"commit {common['git_commit']}, torch {common['torch']}, fp32."

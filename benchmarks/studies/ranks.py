@@ -88,17 +88,16 @@ def measure(batch: int, columns: int, rounds: int) -> list[dict[str, object]]:
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             seconds[name].append(_seconds(runs[name]))
-    rows: list[dict[str, object]] = []
-    for name in names:
-        row = {"ranks": dist.get_world_size(), "rows": batch, "columns": columns, "variant": name}
-        numbers = quartiles("seconds", seconds[name]) | speedup(seconds, name)
-        row |= {"rounds": rounds, **{key: float(f"{x:.6g}") for key, x in numbers.items()}}
-        row |= {
-            "peak_bytes": int(peaks[name][0]),
-            "peak_bytes_without_gradients": int(peaks[name][1]),
-        }
-        rows.append(row)
-    return rows
+    about = {"ranks": dist.get_world_size(), "rows": batch, "columns": columns}
+    return [
+        about
+        | {"variant": name, "rounds": rounds}
+        | quartiles("seconds", seconds[name])
+        | speedup(seconds, name)
+        | {"peak_bytes": int(peaks[name][0])}
+        | {"peak_bytes_without_gradients": int(peaks[name][1])}
+        for name in names
+    ]
 
 
 def _seconds(run: Callable[[], object]) -> float:

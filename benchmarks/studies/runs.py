@@ -20,7 +20,6 @@ from rich.progress import track
 
 from benchmarks.studies import debian
 from examples.demo import docstrings
-from examples.demo.__main__ import whole
 from sparse_losses._core.files import replaced_file
 
 Result = dict[str, Any]
@@ -43,9 +42,9 @@ def study_parser(
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--seeds", type=whole(0), nargs="+", default=[0, 1, 2], help="seeds of every variant")
-    add("--jobs", type=whole(1), default=1, help="parallel trainings")
-    add("--steps", type=whole(1), nargs="+", default=steps, help="steps per training")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of every variant")
+    add("--jobs", type=int, default=1, help="parallel trainings")
+    add("--steps", type=int, nargs="+", default=steps, help="steps per training")
     add("--output", type=Path, default=Path(name), help="folder for runs and tables")
     add(
         "--only",

@@ -11,7 +11,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,8 @@ from torch import Tensor
 
 import sparse_losses
 from benchmarks.losses import flops, info_nce, splade_head
-from benchmarks.run import timing
-from benchmarks.run.measure import Result
-from benchmarks.run.table import RESULTS, Table, circumstances, markdown
+from benchmarks.run import memory, timing
+from benchmarks.run.table import RESULTS, circumstances, markdown, write
 
 FLOPS_WEIGHT = 1e-3
 Head = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -42,27 +41,6 @@ class Shape:
 
 
 TINY = Shape(200, 32, 2, 2, 16, 0.1, (2,))
-
-
-@dataclass(frozen=True)
-class Row:
-    """One head at one size of the batch."""
-
-    loss: str  # part of the key, with `case` and `variant`, as in the suite
-    case: str
-    variant: str
-    status: str
-    pairs: int = 0
-    rounds: int = 0
-    seconds: float = float("nan")
-    seconds_q1: float = float("nan")
-    seconds_q3: float = float("nan")
-    tokens_per_second: float = float("nan")
-    peak_bytes: float = float("nan")
-    value: float = float("nan")
-    gradient_difference: float = float("nan")  # of the embeddings, relative to eager's
-
-    row = Result.row
 
 
 HEADS: dict[str, Head] = {"eager": splade_head.plain, "ours": sparse_losses.splade_head}
@@ -165,18 +143,6 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         return value.item(), gradient
 
-    def peak(self, step: Callable[[int], Tensor]) -> float:
-        """Return the peak bytes of a step, gradients included, without weights and moments."""
-        if self.device.type != "cuda":
-            return float("nan")
-        self.optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        step(0)
-        torch.cuda.synchronize(self.device)
-        return float(torch.cuda.max_memory_allocated(self.device) - before)
-
     def forget(self) -> None:
         """Free everything except weights and moments."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -189,59 +155,55 @@ class Step:
 ALLOWED_VALUE, ALLOWED_GRADIENT = 2e-2, 0.3  # the arg-max of bf16 scores varies
 
 
-def _compare(step: Step, heads: Mapping[str, Head], pairs: int) -> dict[str, dict[str, Any]]:
-    """Compare value and gradient of every head with eager's; the status says whether they agree."""
-    checked: dict[str, dict[str, Any]] = {}
+def compare(step: Step, heads: Mapping[str, Head], pairs: int) -> dict[str, dict[str, Any]]:
+    """Return every head's value, the relative difference of its gradient from eager's, a status."""
+    found: dict[str, dict[str, Any]] = {}
     expected, expected_gradient = step.gradient("eager", heads["eager"], pairs)
     for name, head in heads.items():
-        checked[name] = {"status": "ok"}
         try:
             value, gradient = step.gradient(name, head, pairs)
         except Exception as error:
             line = (str(error).splitlines() or [""])[0][:150]
-            checked[name]["status"] = f"failed: {type(error).__name__}: {line}"
+            found[name] = {"status": f"failed: {type(error).__name__}: {line}"}
             step.forget()
             continue
-        difference = ((gradient - expected_gradient).norm() / expected_gradient.norm()).item()
-        checked[name] |= {"value": value, "gradient_difference": difference}
         off = abs(value - expected) / abs(expected)
+        difference = ((gradient - expected_gradient).norm() / expected_gradient.norm()).item()
+        status = "ok"
         if not (off <= ALLOWED_VALUE and difference <= ALLOWED_GRADIENT):
-            checked[name]["status"] = f"MISMATCH: value off by {off:.1e}, gradient {difference:.1e}"
-    return checked
+            status = f"MISMATCH: value off by {off:.1e}, gradient {difference:.1e}"
+        found[name] = {"status": status, "value": value, "gradient_difference": difference}
+    return found
 
 
-def _times(
+def measure(
     step: Step,
     heads: Mapping[str, Head],
-    case: str,
     pairs: int,
-    checked: Mapping[str, Mapping[str, Any]],
-    *,
+    compared: Mapping[str, Mapping[str, Any]],
     budget: float,
-) -> list[Row]:
-    """Return one row per head with the time of its step, interleaved with the others."""
-    rows: dict[str, Row] = {}
+) -> list[dict[str, Any]]:
+    """Return one row per head; the steps of those that agree are timed, interleaved."""
+    rows = {name: {"pairs": pairs, "variant": name, **compared[name]} for name in heads}
     runs: dict[str, Callable[[int], Tensor]] = {}
     for name, head in heads.items():
-        rows[name] = Row("training_step", case, name, pairs=pairs, **checked[name])
-        if rows[name].status != "ok":
+        if rows[name]["status"] != "ok":
             continue
         run = step.run(name, head, pairs)
         try:
             run(0)
-            rows[name] = replace(rows[name], peak_bytes=step.peak(run))
+            step.optimizer.zero_grad(set_to_none=True)
+            rows[name]["peak_bytes"], _ = memory.peak_bytes(lambda run=run: [run(0)], step.device)
             runs[name] = run
         except torch.OutOfMemoryError:
-            rows[name] = replace(rows[name], status="skipped: does not fit")
+            rows[name]["status"] = "skipped: does not fit"
         step.forget()
-    first = dict.fromkeys(runs, 1.0)
-    seconds = timing.interleave(runs, step.device, budget=budget, first=first, max_rounds=15)
+    seconds = timing.interleave(runs, step.device, budget=budget, max_rounds=15)
     tokens = 2 * pairs * step.shape.length
     for name in runs:
         times = timing.columns("seconds", seconds[name])
         speed = tokens / times["seconds"]
-        rounds = len(seconds[name])
-        rows[name] = replace(rows[name], rounds=rounds, **times, tokens_per_second=speed)
+        rows[name] |= {"rounds": len(seconds[name]), **times, "tokens_per_second": speed}
     step.forget()
     return list(rows.values())
 
@@ -252,13 +214,12 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     options.add_argument("--output", type=Path, help="default: results/DEVICE-training.csv")
     options.add_argument("--budget", type=float, default=8.0, help="seconds per batch size")
-    options.add_argument("--fresh", action="store_true", help="discard the rows of earlier runs")
     options.add_argument("--tiny", action="store_true", help="a tiny model, as a smoke test")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what the CSV lacks and print the table; return 1 if a head differs or failed."""
+    """Measure, write the CSV, and print the table; return 1 if a head differs or failed."""
     args = parser().parse_args(arguments)
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -268,18 +229,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shape = TINY if args.tiny else Shape()
     common = circumstances(device, "training_step")
     common |= {key: str(value) for key, value in asdict(shape).items() if "pairs" not in key}
-    path = args.output or RESULTS / f"{args.device}-training.csv"
-    table = Table(path, common, fresh=args.fresh)
-    cases = {f"pairs={pairs}": pairs for pairs in shape.pairs}
-    todo = [case for case in cases if {*HEADS} - table.present("training_step", case)]
-    if todo:
-        step = Step(shape, device)
-        checked = _compare(step, HEADS, shape.pairs[0])
-        for case in todo:
-            table.add(_times(step, HEADS, case, cases[case], checked, budget=args.budget))
-    columns = ("case", "variant", "pairs", "seconds", "tokens_per_second", "peak_bytes", "status")
-    rows = [row for row in table.rows if row["variant"] in HEADS]
-    print(markdown(columns, [[row[name] for name in columns] for row in rows]))
+    step = Step(shape, device)
+    compared = compare(step, HEADS, shape.pairs[0])
+    rows: list[dict[str, Any]] = []
+    for pairs in shape.pairs:
+        rows += [row | common for row in measure(step, HEADS, pairs, compared, args.budget)]
+        write(args.output or RESULTS / f"{args.device}-training.csv", rows)
+    columns = ("pairs", "variant", "seconds", "tokens_per_second", "peak_bytes", "status")
+    print(markdown(columns, [[row.get(name, "") for name in columns] for row in rows]))
     return int(any(row["status"].startswith(("MISMATCH", "failed")) for row in rows))
 
 

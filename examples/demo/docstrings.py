@@ -28,20 +28,20 @@ PACKAGES = ("torch", "numpy", "sympy", "networkx")
 TASKS = ("name → document", "summary → rest")
 
 
-def _words(*lines: str) -> list[str]:
-    return " ".join(lines).split()
+def _words(text: str) -> list[str]:
+    return text.split()
 
 
-C_NAMESPACES = _words(
-    "builtins math cmath itertools time operator functools collections struct zlib binascii",
-    "array mmap select signal gc errno unicodedata os sys",
-    "numpy numpy.ndarray numpy.linalg numpy.random numpy.random.Generator",
-    "torch torch.Tensor torch.linalg torch.fft torch.special torch.nn.functional",
-)
-_SKIPPED_FOLDERS = _words(
-    "test tests testing idlelib lib2to3 turtledemo site-packages dist-packages __pycache__",
-    "ensurepip pydoc_data _vendor vendored benchmarks",
-)
+C_NAMESPACES = _words("""
+    builtins math cmath itertools time operator functools collections struct zlib binascii
+    array mmap select signal gc errno unicodedata os sys
+    numpy numpy.ndarray numpy.linalg numpy.random numpy.random.Generator
+    torch torch.Tensor torch.linalg torch.fft torch.special torch.nn.functional
+""")
+_SKIPPED_FOLDERS = _words("""
+    test tests testing idlelib lib2to3 turtledemo site-packages dist-packages __pycache__
+    ensurepip pydoc_data _vendor vendored benchmarks
+""")
 
 MINIMUM_BODY_WORDS = 20
 MINIMUM_DOCUMENT_WORDS = 12
@@ -52,28 +52,21 @@ Docstring = tuple[str, str]  # qualified name, raw text
 
 def load() -> Corpus:
     """Harvest, clean, de-duplicate and split; the same installed versions give the same corpus."""
+    versions = {package: importlib.metadata.version(package) for package in PACKAGES}
     gc.disable()  # it would take a third of the time to search syntax trees for cycles
     try:
-        return split(to_rows(harvest()), TASKS, versions())
+        rows = to_rows(harvest())
     finally:
         gc.enable()
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the sources, to be printed with every figure."""
-    installed = [package for package in PACKAGES if importlib.util.find_spec(package)]
-    return {"python": platform.python_version()} | {
-        package: importlib.metadata.version(package) for package in installed
-    }
+    return split(rows, TASKS, {"python": platform.python_version(), **versions})
 
 
 def harvest() -> Iterator[Docstring]:
     """Yield every public object's docstring: sources first, then C functions."""
     yield from parse_folder(Path(sysconfig.get_path("stdlib")), "")
     for package in PACKAGES:
-        spec = importlib.util.find_spec(package)
-        if spec and spec.origin:
-            yield from parse_folder(Path(spec.origin).parent, package)
+        source = importlib.util.find_spec(package).origin
+        yield from parse_folder(Path(source).parent, package)
     for namespace in C_NAMESPACES:
         yield from inspect_namespace(namespace)
 
@@ -114,46 +107,39 @@ def _walk(node: ast.AST, prefix: str) -> Iterator[Docstring]:
 
 
 def inspect_namespace(namespace: str) -> Iterator[Docstring]:
-    """Yield docstrings of objects without Python source; nothing for a missing module."""
-    try:
-        scope = pkgutil.resolve_name(namespace)
-    except (ImportError, AttributeError):
-        return
+    """Yield docstrings of objects without Python source."""
+    scope = pkgutil.resolve_name(namespace)
     for name in dir(scope):
-        value = inspect.getattr_static(scope, name, None)
-        if name.startswith("_") or isinstance(value, types.ModuleType):
+        if name.startswith("_"):
             continue
-        yield from _c_docstring(f"{namespace}.{name}", value)
+        value = inspect.getattr_static(scope, name, None)
+        members = {name: value}
         if isinstance(value, type) and value.__module__ == namespace:
-            for method, member in sorted(vars(value).items()):
-                if not method.startswith("_"):
-                    yield from _c_docstring(f"{namespace}.{name}.{method}", member)
-
-
-def _c_docstring(name: str, value: object) -> Iterator[Docstring]:
-    text = getattr(value, "__doc__", None)
-    has_source = isinstance(value, types.FunctionType)
-    if isinstance(text, str) and not has_source and (callable(value) or inspect.isroutine(value)):
-        yield name.removeprefix("builtins."), inspect.cleandoc(text)
+            own = sorted(vars(value).items())
+            members |= {f"{name}.{key}": x for key, x in own if not key.startswith("_")}
+        for key, member in members.items():
+            text = getattr(member, "__doc__", None)
+            is_function = callable(member) or inspect.isroutine(member)
+            if isinstance(text, str) and is_function and not isinstance(member, types.FunctionType):
+                yield f"{namespace}.{key}".removeprefix("builtins."), inspect.cleandoc(text)
 
 
 _SIGNATURE = re.compile(r"\s*[\w.*]+\s?\([^\n]*\)\s*(->\s*[^\n]+)?(?:\n|$)")
 _OPEN_SIGNATURE = re.compile(r"\s*[\w.]+\([^()]*\)\s*(->[^\n]*)?\n")
 _DROPPED_SECTIONS = {"references", "see also", "seealso"}
-_SECTIONS = [
-    *_words(
-        "parameters parameter params arguments args kwargs returns return yields yield raises",
-        "raise warns warnings warning notes note examples example attributes methods shape",
-        "explanation inputs input outputs output deprecated references",
-    ),
-    *("keyword arguments", "keyword args", "other parameters", "see also"),
-]
-_DROPPED_DIRECTIVES = _words(
-    "math code code-block sourcecode plot testcode testsetup testoutput doctest image figure",
-    "autosummary automethod autofunction autoclass jupyter-execute productionlist index table",
-    "list-table include raw digraph graphviz toctree tabularcolumns versionadded versionchanged",
-    "deprecated module currentmodule rubric highlight",
+_SECTIONS = {"keyword arguments", "keyword args", "other parameters", "see also"}.union(
+    _words("""
+    parameters parameter params arguments args kwargs returns return yields yield raises
+    raise warns warnings warning notes note examples example attributes methods shape
+    explanation inputs input outputs output deprecated references
+""")
 )
+_DROPPED_DIRECTIVES = _words("""
+    math code code-block sourcecode plot testcode testsetup testoutput doctest image figure
+    autosummary automethod autofunction autoclass jupyter-execute productionlist index table
+    list-table include raw digraph graphviz toctree tabularcolumns versionadded versionchanged
+    deprecated module currentmodule rubric highlight
+""")
 _DIRECTIVE = re.compile(r"\s*\.\. +([\w-]+)::\s*(.*)$")
 _UNDERLINE = re.compile(r"\s*([-=~^\"'*+#])\1{2,}\s*$")
 _INLINE = (

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import bm25s
 import numpy as np
@@ -19,13 +18,11 @@ from examples.demo.tokens import Tokens
 if TYPE_CHECKING:
     from examples.demo.training import Run
 
-UNTRAINED, MODEL = "untrained model", "this model"
-BM25_WORDS, BM25_SUBWORDS = "BM25, words", "BM25, same subwords"
+MODEL = "this model"
 RARE = 5  # the largest number of training documents that hold a rare token
 
 
-@dataclasses.dataclass(frozen=True)
-class Ranking:
+class Ranking(NamedTuple):
     """Recall at 1 and 10 and the mean reciprocal rank, cut at 10."""
 
     recall_1: float
@@ -74,86 +71,61 @@ def bm25_scores(queries: Sequence[Sequence[str]], documents: Sequence[Sequence[s
     return torch.from_numpy(scores)
 
 
-@dataclasses.dataclass(frozen=True)
-class Anatomy:
-    """Statistics of the vectors of some texts.
-
-    Attributes:
-        active: number of dimensions above zero, mean over texts.
-        stopwords: share of stopwords among the ten highest dimensions.
-        special: share of special tokens among them.
-        rare: share of rare tokens that are not in the text among them.
-        own: share of a text's own tokens that are active.
-    """
-
-    active: float
-    stopwords: float
-    special: float
-    rare: float
-    own: float
-
-
-def anatomy(vectors: Tensor, rows: Sequence[Sequence[int]], tokens: Tokens, df: Tensor) -> Anatomy:
+def anatomy(
+    vectors: Tensor, rows: Sequence[Sequence[int]], tokens: Tokens, df: Tensor
+) -> dict[str, float]:
     """Return statistics of vectors ``[texts, V]`` with token ids ``rows``; ``df`` is ``[V]``.
 
-    Only dimensions above zero count among the ten highest.
+    ``active`` is the mean number of dimensions above zero, ``own`` the share of a text's own tokens
+    that are. ``stopwords``, ``special`` and ``rare`` are shares of such tokens among the ten
+    highest dimensions above zero; a rare token is not in the text.
     """
     values, top = vectors.topk(min(10, vectors.shape[1]), dim=1)
     filled = values > 0
-    slots = filled.sum().clamp(min=1)
     inside = torch.zeros(vectors.shape, dtype=torch.bool)
     for index, row in enumerate(rows):
         inside[index, list(row)] = True
     special = torch.tensor(tokens.special_ids)
-    rare = (df[top] <= RARE) & ~inside.gather(1, top) & ~torch.isin(top, special)
+    chosen = {
+        "stopwords": torch.isin(top, torch.tensor(tokens.stopword_ids)),
+        "special": torch.isin(top, special),
+        "rare": (df[top] <= RARE) & ~inside.gather(1, top) & ~torch.isin(top, special),
+    }
     inside[:, special] = False
-
-    def share(chosen: Tensor) -> float:
-        return ((chosen & filled).sum() / slots).item()
-
-    return Anatomy(
-        active=(vectors > 0).sum(1).double().mean().item(),
-        stopwords=share(torch.isin(top, torch.tensor(tokens.stopword_ids))),
-        special=share(torch.isin(top, special)),
-        rare=share(rare),
-        own=((vectors > 0) & inside).sum().item() / max(1, int(inside.sum())),
-    )
+    slots = filled.sum().clamp(min=1)
+    shares = {name: ((mask & filled).sum() / slots).item() for name, mask in chosen.items()}
+    own = ((vectors > 0) & inside).sum().item() / max(1, int(inside.sum()))
+    return {"active": (vectors > 0).sum(1).double().mean().item(), **shares, "own": own}
 
 
-@dataclasses.dataclass(frozen=True)
-class TaskFigures:
-    """The figures of one task: rankings by system, and vectors before and after training."""
+def measure(run: Run, corpus: Corpus) -> list[dict[str, Any]]:
+    """Rank the test queries of every task by the trained and the untrained model and by BM25.
 
-    task: str
-    queries: int
-    rankings: dict[str, Ranking]
-    query_before: Anatomy
-    query_after: Anatomy
-    document_before: Anatomy
-    document_after: Anatomy
-
-
-def measure(run: Run, corpus: Corpus) -> list[TaskFigures]:
-    """Rank the test queries of every task by the trained and the untrained model and by BM25."""
-    untrained, similarity = run.untrained(), run.settings.preset.similarity
+    Each task also has statistics of both sides' vectors, before and after training.
+    """
+    models = {"before": run.untrained(), "after": run.model}
+    similarity = run.settings.preset.similarity
     figures = []
     for number, task in enumerate(corpus.tasks):
         sides = pair_texts(corpus.test, number)
-        before, after = (
-            [run.encode(texts, model) for texts in sides] for model in (untrained, run.model)
-        )
-        rankings = {
-            UNTRAINED: ranking(similarities(*before, similarity)),
-            BM25_WORDS: ranking(bm25_scores(*map(run.tokens.words, sides))),
-            BM25_SUBWORDS: ranking(bm25_scores(*map(run.tokens.pieces, sides))),
-            MODEL: ranking(similarities(*after, similarity)),
+        vectors = {
+            when: [run.encode(texts, model) for texts in sides] for when, model in models.items()
         }
-        looks = [
-            anatomy(vectors, run.tokens.ids(texts), run.tokens, run.df.df)
-            for texts, *both in zip(sides, before, after, strict=True)
-            for vectors in both
-        ]
-        figures.append(TaskFigures(task, len(sides[0]), rankings, *looks))
+        scores = {
+            "untrained model": similarities(*vectors["before"], similarity),
+            "BM25, words": bm25_scores(*map(run.tokens.words, sides)),
+            "BM25, same subwords": bm25_scores(*map(run.tokens.pieces, sides)),
+            MODEL: similarities(*vectors["after"], similarity),
+        }
+        rankings = {system: ranking(each)._asdict() for system, each in scores.items()}
+        looks = {
+            f"{side}_{when}": anatomy(
+                vectors[when][place], run.tokens.ids(sides[place]), run.tokens, run.df.df
+            )
+            for place, side in enumerate(("query", "document"))
+            for when in models
+        }
+        figures.append({"task": task, "queries": len(sides[0]), "rankings": rankings, **looks})
     return figures
 
 
@@ -175,12 +147,12 @@ class Index:
         parts = (run.encode(texts[start : start + 500]) for start in range(0, len(texts), 500))
         self.vectors = torch.cat([part.to_sparse() for part in parts])
 
-    def search(self, question: str, count: int = 5) -> list[tuple[float, str, str]]:
+    def search(self, question: str, count: int = 5) -> list[dict[str, Any]]:
         """Return score, title and text of the best rows that share a token with the question."""
         scores = torch.sparse.mm(self.vectors, self.run.encode([question]).T).squeeze(1)
         values, best = scores.topk(min(count, len(self.rows)))
         return [
-            (value, self.rows[index].title, self.rows[index].text)
-            for value, index in zip(values.tolist(), best.tolist(), strict=True)
+            {"score": round(value, 4), "title": row.title, "text": row.text}
+            for value, row in zip(values.tolist(), map(self.rows.__getitem__, best), strict=True)
             if value > 0
         ]

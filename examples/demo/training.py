@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from examples.demo.corpus import Corpus, pair_texts
-from examples.demo.evaluation import Ranking, ranking, similarities
+from examples.demo.evaluation import ranking, similarities
 from examples.demo.model import ModelSize, SparseEncoder
 from examples.demo.tokens import VOCAB_SIZE, Tokens, pad
 from sparse_losses import (
@@ -55,14 +56,6 @@ class Step:
     active_document: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Probe:
-    """Ranking figures on validation queries of the first task after some step."""
-
-    step: int
-    ranking: Ranking
-
-
 class Run:
     """A retriever in training, with its history."""
 
@@ -80,18 +73,15 @@ class Run:
             self.df.update(**pad(self.documents[start : start + 1000]))
         self.teacher = BM25Teacher(self.df, special_token_ids=self.tokens.special_ids)
         self.probe_texts = pair_texts(corpus.validation[: settings.probe_rows], task=0)
+        held_out = [pair for row in corpus.validation for pair in row.pairs]
         self.held_out = {
-            side: self.tokens.ids(
-                [getattr(p, side) for row in corpus.validation for p in row.pairs]
-            )
+            side: self.tokens.ids([getattr(pair, side) for pair in held_out])
             for side in ("query", "document")
         }
 
-        drawn = settings.steps * settings.batch_size
         generator = torch.Generator().manual_seed(settings.seed)
-        epochs = range(-(-drawn // len(pairs)))
-        orders = [torch.randperm(len(pairs), generator=generator) for _ in epochs]
-        self.order = torch.cat(orders)[:drawn]
+        epochs = range(-(-settings.steps * settings.batch_size // len(pairs)))
+        self.order = torch.cat([torch.randperm(len(pairs), generator=generator) for _ in epochs])
         self.model = self.untrained()
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.learning_rate, weight_decay=0.0
@@ -109,7 +99,7 @@ class Run:
         self.step = 0
         self.seconds = 0.0
         self.history: list[Step] = []
-        self.probes = [self.probe()]
+        self.probes: list[dict[str, Any]] = [self.probe()]
 
     def learn(self, texts: Sequence[str]) -> Tokens:
         """Return the tokens of the model."""
@@ -190,10 +180,9 @@ class Run:
             ("document", batch.positive, batch.anchor),
             ("query", batch.anchor, batch.positive),
         ):
-            diagnostics = Diagnostics(self.tokens.vocab_size, **self.special)
-            diagnostics.update(texts, other_side=other)
-            options = {"objective": self.objective, "side": side}
-            findings[side] = advise(diagnostics.report(), gradients, **options)
+            seen = Diagnostics(self.tokens.vocab_size, **self.special)
+            seen.update(texts, other_side=other)
+            findings[side] = advise(seen.report(), gradients, objective=self.objective, side=side)
         return findings
 
     def encode(self, texts: Sequence[str], model: SparseEncoder | None = None) -> Tensor:
@@ -203,8 +192,8 @@ class Run:
         with torch.no_grad():
             return torch.cat([model(**pad(rows[i : i + 64])) for i in range(0, len(rows), 64)])
 
-    def probe(self) -> Probe:
-        """Rank some validation queries."""
+    def probe(self) -> dict[str, Any]:
+        """Rank some validation queries of the first task."""
         query, document = (self.encode(texts) for texts in self.probe_texts)
         scores = similarities(query, document, self.settings.preset.similarity)
-        return Probe(self.step, ranking(scores))
+        return {"step": self.step, "ranking": ranking(scores)._asdict()}

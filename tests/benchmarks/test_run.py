@@ -1,5 +1,6 @@
 """What is measured is right, exact and kept; no assertion here is on a time."""
 
+import functools
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from benchmarks import __main__ as command
 from benchmarks.losses import benchmark, cases
 from benchmarks.run import available, memory, timing, worker
 from benchmarks.run.check import Mismatch, check, ready
-from benchmarks.run.measure import Result, measure
+from benchmarks.run.measure import Row, measure
 from benchmarks.run.table import Table, read
 from benchmarks.schema import Case, Maker, Variant
 
@@ -23,9 +24,9 @@ FLOPS = Case(benchmark("flops"), benchmark("flops").tiny[0])
 PLAIN = FLOPS.variants()[0]
 
 
-def measured(case: Case, *, compiled: bool = False) -> dict[str, Result]:
+def measured(case: Case, *, compiled: bool = False) -> dict[str, Row]:
     results = measure(case, CPU, 0.0, compiled=compiled, min_rounds=2, max_rounds=2)
-    return {result.variant: result for result in results}
+    return {result["variant"]: result for result in results}
 
 
 def flops_with(*variants: Variant, **sizes: object) -> Case:
@@ -40,9 +41,9 @@ def test_wrong_variant_is_not_timed():
     with pytest.raises(Mismatch, match="value"):
         check(FLOPS, [PLAIN, wrong], Maker(CPU, torch.float64))
     rows = measured(flops_with(wrong))
-    assert (rows["eager"].status, rows["eager"].rounds) == ("ok", 2)
-    assert rows["wrong"].status.startswith("MISMATCH")
-    assert rows["wrong"].rounds == 0
+    assert (rows["eager"]["status"], rows["eager"]["rounds"]) == ("ok", 2)
+    assert rows["wrong"]["status"].startswith("MISMATCH")
+    assert "rounds" not in rows["wrong"]
 
 
 def test_variant_less_accurate_than_the_formula_is_refused():
@@ -63,14 +64,16 @@ def test_variants_are_compared_with_each_other_where_the_formula_does_not_fit(mo
     both = [Variant(name, PLAIN.call) for name in ("ours", "ours, blocks")]
     odd = Variant("ours, wrong", lambda activations: activations.float().abs().sum())
     rows = measured(flops_with(*both, *([odd] * wrong), dtype="bf16"))
-    assert rows["eager"].status.startswith("skipped: needs about")
-    assert rows["ours"].status == rows["ours, blocks"].status == "ok"
-    assert not wrong or rows["ours, wrong"].status.startswith("MISMATCH")
+    assert rows["eager"]["status"].startswith("skipped: needs about")
+    assert rows["ours"]["status"] == rows["ours, blocks"]["status"] == "ok"
+    assert not wrong or rows["ours, wrong"]["status"].startswith("MISMATCH")
 
 
-def test_ours_is_compiled_in_one_graph():
+def test_ours_is_compiled_in_one_graph(monkeypatch):
+    # PyTorch's own operations: code for them takes long.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     rows = measured(FLOPS, compiled=True)
-    assert rows["torch.compile"].status == rows["ours, compiled"].status == "ok"
+    assert rows["torch.compile"]["status"] == rows["ours, compiled"]["status"] == "ok"
 
     def breaks(activations: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
@@ -139,8 +142,8 @@ COMMON = {
 }
 
 
-def row_of(variant: str) -> Result:
-    return Result("flops", "B=2", "", 2, variant, "ours", "ok", rounds=3, seconds=1.0)
+def row_of(variant: str) -> Row:
+    return {"loss": "flops", "case": "B=2", "variant": variant, "status": "ok", "seconds": 1.0}
 
 
 def test_rows_are_written_once_and_for_one_machine(tmp_path: Path):
@@ -190,7 +193,7 @@ def test_the_gpu_suite_is_refused_on_a_cpu(tmp_path: Path):
 def test_failing_case_does_not_end_the_suite(tmp_path: Path, monkeypatch):
     whole = worker.measure
 
-    def fails_once(case: Case, *args: object, **options: object) -> list[Result]:
+    def fails_once(case: Case, *args: object, **options: object) -> list[Row]:
         if case.loss == "margin_mse":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 60 GiB")
         return whole(case, *args, **options)

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.distributed import recipe
 from tests.distributed.ranks import run_ranks
@@ -29,8 +30,12 @@ def states(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     two = {name: {"batch_size": 4, "steps": STEPS} | options for name, options in RUNS.items()}
     one = {name: {"steps": STEPS} | options for name, options in OF_ONE.items()}
-    runs = {1: one, 2: two}
-    return {n: run_ranks(n, recipe.run_both, folder / str(n), runs[n])[0] for n in (1, 2)}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        alone = recipe.run_both(0, folder / "1", one)
+    finally:
+        dist.destroy_process_group()
+    return {1: alone, 2: run_ranks(2, recipe.run_both, folder / "2", two)[0]}
 
 
 def assert_same(state, other, tolerance):

@@ -1,6 +1,5 @@
 """README and front pages: their figures are those of the committed results, their links lead on."""
 
-import csv
 import importlib
 import re
 import sys
@@ -10,6 +9,7 @@ from statistics import mean, stdev
 
 import pytest
 
+from benchmarks.run.table import read
 from tools import front
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,16 +18,11 @@ PAGES = ["README.md", "docs/index.md", "docs/ko/index.md", "docs/ja/index.md"]
 PEER = "sentence-transformers"
 
 
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def measured(loss: str, case: str, variant: str) -> tuple[float, float]:
     """Return seconds and peak MiB of one variant, forward and backward."""
     (row,) = [
         row
-        for row in rows(RESULTS)
+        for row in read(RESULTS)
         if (row["loss"], row["case"], row["variant"]) == (loss, case, variant)
     ]
     return float(row["seconds"]), float(row["peak_bytes"]) / 2**20
@@ -41,7 +36,7 @@ def figures() -> list[str]:
     nws = "nws", "B=64 K=64 Q=8192 F=128 L=512"
     active = [
         float(row["active_document"])
-        for row in rows(ROOT / "docs/results/against_sentence_transformers.csv")
+        for row in read(ROOT / "docs/results/against_sentence_transformers.csv")
         if row["variant"] == "ours, target 64, BM25 as teacher"  # RECOMMENDED as it is
     ]
     seconds = {case: measured(*case, "ours")[0] for case in (head, info_nce, nws)}
@@ -74,7 +69,7 @@ def step_figures() -> list[str]:
     path = ROOT / "benchmarks" / "results" / "sentence-transformers-step.csv"
     return [
         f"{float(row['peak_mib']):,.0f} MiB, {float(row['seconds']):.1f} s"
-        for row in rows(path)
+        for row in read(path)
         if row["vocabulary"] == "250002"
     ]
 
@@ -88,7 +83,7 @@ def test_the_step_of_a_trainer_is_that_of_the_results(page):
 
 def test_the_speed_of_encoding_is_that_of_the_results():
     text = (ROOT / "docs/encoder.md").read_text(encoding="utf-8")
-    study = rows(ROOT / "benchmarks" / "results" / "encode.csv")
+    study = read(ROOT / "benchmarks" / "results" / "encode.csv")
     assert len(study) == 12
     for row in study:
         figure = f"{float(row['texts_per_second']):.0f} texts/s, {float(row['peak_mib']):,.0f} MiB"
@@ -96,7 +91,7 @@ def test_the_speed_of_encoding_is_that_of_the_results():
 
 
 def test_the_sparsity_on_the_page_on_targets_is_that_of_its_results():
-    study = rows(ROOT / "docs/results/targets.csv")
+    study = read(ROOT / "docs/results/targets.csv")
     text = " ".join((ROOT / "docs/target_sparsity.md").read_text(encoding="utf-8").split())
     reached = [row for row in study if not row["status"].startswith("unreachable")]
     near = [row for row in reached if abs(float(row["active"]) / int(row["target"]) - 1) <= 0.1]
@@ -112,7 +107,7 @@ def test_what_is_said_of_a_gpu_is_calculated(page):
     case = "pairs=32 S=256 V=250002 bf16"
     step = {
         row["variant"]: (float(row["h100_seconds"]), int(row["peak_bytes"]) / 2**20)
-        for row in rows(ROOT / "benchmarks/results/calculated.csv")
+        for row in read(ROOT / "benchmarks/results/calculated.csv")
         if (row["loss"], row["case"]) == ("training_step", case)
     }
     (plain, plain_peak), (ours, peak) = step["eager"], step["ours"]

@@ -1,12 +1,12 @@
 """The pages say what the committed results of the demo hold."""
 
-import csv
 import functools
 import json
 import re
 from pathlib import Path
 from statistics import mean, stdev
 
+from benchmarks.run.table import read
 from benchmarks.studies.against_sentence_transformers import summary
 from benchmarks.studies.targets import asked_and_got, calibration, read_rows
 
@@ -26,7 +26,7 @@ def spread(values: list[float], digits: int) -> str:
 
 
 def runs(file: str) -> list[dict[str, str]]:
-    return list(csv.DictReader((RESULTS / file).read_text(encoding="utf-8").splitlines()))
+    return read(RESULTS / file)
 
 
 def column(file: str, variant: str, name: str) -> list[float]:

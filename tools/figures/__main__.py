@@ -1,6 +1,7 @@
 """Draw the docs' pictures for light and dark pages: ``python -m tools.figures [NAME ...]``."""
 
 import sys
+from collections.abc import Iterable
 from itertools import cycle
 from pathlib import Path
 
@@ -62,9 +63,9 @@ def draw_panels(figure: Figure, drawn: curves.Figure) -> None:
         axes.legend()
 
 
-def draw(name: str, folder: Path) -> None:
-    """Write `<name>-light.svg` and `<name>-dark.svg`."""
-    for palette in PALETTES:
+def draw(name: str, folder: Path, palettes: Iterable[str] = PALETTES) -> None:
+    """Write `<name>-<palette>.svg` for every palette."""
+    for palette in palettes:
         with plt.rc_context(style(palette)):
             figure = plt.figure(figsize=(8.4, 3.3), layout="constrained")
             if name in curves.FIGURES:

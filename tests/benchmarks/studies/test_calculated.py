@@ -13,23 +13,15 @@ from benchmarks.run.table import RESULTS, read
 from benchmarks.studies import calculated, training_step
 
 
-def test_products_are_counted_by_dtype_and_bytes_by_reads_and_writes():
+def test_small_operations_take_the_time_of_their_launches():
     x = torch.empty(64, 32, device="meta")
     with Launches() as counted:
         (x.bfloat16() @ x.bfloat16().T).relu_()
-    names = [each.name for each in counted.operations]
-    assert names == ["_to_copy", "_to_copy", "mm", "relu_"]
+    assert [each.name for each in counted.operations] == ["_to_copy", "_to_copy", "mm", "relu_"]
     assert counted.flops == {torch.bfloat16: 2 * 64 * 64 * 32}
-    copy, _, product, relu = (each.bytes for each in counted.operations)
-    assert copy == 64 * 32 * (4 + 2)
-    assert product == 2 * (64 * 32 * 2) + 64 * 64 * 2
-    assert relu == 2 * 64 * 64 * 2
+    copy, _, product, _ = (each.bytes for each in counted.operations)
+    assert (copy, product) == (64 * 32 * (4 + 2), 2 * (64 * 32 * 2) + 64 * 64 * 2)
     assert calculated.seconds(counted, "h100") == pytest.approx(4 * calculated.LAUNCH)
-
-
-def test_reading_a_value_raises():
-    with Launches(), pytest.raises(RuntimeError, match="meta tensors"):
-        torch.empty(3, device="meta").sum().item()
 
 
 def test_every_case_is_counted(tmp_path: Path):
@@ -46,6 +38,6 @@ def test_every_case_is_counted(tmp_path: Path):
 def test_a_training_step_is_counted():
     shape = training_step.TINY
     plain, ours = calculated.training_steps(shape)
-    assert (plain.variant, ours.variant) == ("eager", "ours")
-    assert plain.flops_half > 0
-    assert ours.launches > 100
+    assert (plain["variant"], ours["variant"]) == ("eager", "ours")
+    assert plain["flops_half"] > 0
+    assert ours["launches"] > 100

@@ -15,18 +15,14 @@ def _package(name: str, topic: str, source: str | None = None, *more: str):
     return name, source or name, _description(f"tool that does {topic}", topic, *more)
 
 
-def test_a_row_holds_title_and_description():
-    (row,) = debian.to_rows([("sorter", "sorter", _description("Sorts all the lines", "line"))])
+def test_a_row_holds_title_and_description_without_the_title():
+    text = _description("Sorts all the lines", "line", " It sorts all the lines, quickly.")
+    (row,) = debian.to_rows([("sorter", "sorter", text)])
     (pair,) = row.pairs
     assert (row.title, row.group, pair.query) == ("sorter", "sorter", "Sorts all the lines")
     assert pair.document.startswith("lineaa linebh")
-    assert row.text == f"Sorts all the lines. {pair.document}"
-
-
-def test_the_title_is_removed_from_the_description():
-    text = _description("Sorts all the lines", "line", " It sorts all the lines, quickly.")
-    ((pair,),) = (row.pairs for row in debian.to_rows([("sorter", "sorter", text)]))
     assert pair.document.endswith("It , quickly.")
+    assert row.text == f"Sorts all the lines. {pair.document}"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 import dataclasses
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -54,36 +52,8 @@ def test_terms_and_target_are_those_of_the_options():
     assert command.settings_of(options).preset.target_active == {}
 
 
-def test_mistakes_are_reported_in_one_line_before_work_begins(tmp_path, monkeypatch):
+def test_the_folder_is_made_before_work_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(docstrings, "load", lambda: pytest.fail("work began"))
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match=r"^error: cannot write to the folder [^\n]*$"):
+    with pytest.raises(OSError, match="file"):
         command.main(["--output", str(tmp_path / "file" / "below")])
-
-
-def test_a_missing_package_is_named_with_its_remedy():
-    code = "import sys; sys.modules['bm25s'] = None; import examples.demo.__main__"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 1
-    assert run.stderr.startswith("error: the demo needs bm25s; `make demo` installs it")
-    assert run.stderr.count("\n") == 1
-
-
-def test_ctrl_c_ends_the_command(tmp_path, capsys, monkeypatch):
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(docstrings, "load", interrupted)
-    with pytest.raises(SystemExit) as info:
-        command.main(["--output", str(tmp_path)])
-    assert info.value.code == 130
-    assert capsys.readouterr().err == "\nInterrupted.\n"
-
-
-@pytest.mark.parametrize(
-    "wrong", [["--steps", "0"], ["--without", "sleep"], ["--seed", "-1"], ["--seed", str(2**63)]]
-)
-def test_wrong_options_are_refused_by_the_parser(wrong, capsys):
-    with pytest.raises(SystemExit):
-        command.main(wrong)
-    assert wrong[0] in capsys.readouterr().err

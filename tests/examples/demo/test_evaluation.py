@@ -53,9 +53,9 @@ def test_anatomy_against_a_hand_count():
     vectors[1, rare] = 0.5
     rows = [[2, the, pie, 3], [2, pie, 3]]
     look = anatomy(vectors, rows, tokens, df)
-    assert look.active == 2.0
-    assert anatomy(torch.zeros_like(vectors), rows, tokens, df).rare == 0.0  # of nothing
-    assert look.stopwords == pytest.approx(1 / 4)
-    assert look.special == pytest.approx(1 / 4)
-    assert look.rare == pytest.approx(1 / 4)
-    assert look.own == pytest.approx(2 / 3)  # the, pie; not the second text's pie
+    assert look["active"] == 2.0
+    assert anatomy(torch.zeros_like(vectors), rows, tokens, df)["rare"] == 0.0  # of nothing
+    assert look["stopwords"] == pytest.approx(1 / 4)
+    assert look["special"] == pytest.approx(1 / 4)
+    assert look["rare"] == pytest.approx(1 / 4)
+    assert look["own"] == pytest.approx(2 / 3)  # the, pie; not the second text's pie

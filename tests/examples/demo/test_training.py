@@ -18,7 +18,7 @@ def test_a_run_depends_on_its_seed_alone(corpus, settings):
     assert first.history == second.history
     assert len(first.history) == settings.steps
     assert first.probes == second.probes
-    assert [probe.step for probe in first.probes] == [0, 5, 10, 12]
+    assert [probe["step"] for probe in first.probes] == [0, 5, 10, 12]
     for name, value in first.model.state_dict().items():
         assert torch.equal(value, second.model.state_dict()[name]), name
     other = Run(corpus, dataclasses.replace(settings, seed=1))
@@ -46,9 +46,9 @@ def test_search_ranks_by_dot_products_and_top_tokens_are_named(corpus, settings)
     index = Index(run, corpus)
     text = corpus.train[3].text
     dots = run.encode([row.text for row in corpus.rows]) @ run.encode([text])[0]
-    score, title, best = index.search(text)[0]
-    assert score == pytest.approx(dots.max().item(), rel=1e-4)
-    assert (title, best) == (corpus.rows[dots.argmax()].title, corpus.rows[dots.argmax()].text)
+    best, row = index.search(text)[0], corpus.rows[dots.argmax()]
+    assert best["score"] == pytest.approx(dots.max().item(), rel=1e-4)
+    assert (best["title"], best["text"]) == (row.title, row.text)
     assert len(index.search("graph", count=3)) == 3
     (tokens,) = top_tokens(run, ["shortest path"], count=4)
     assert len(tokens) == 4
