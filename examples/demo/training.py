@@ -28,6 +28,7 @@ from sparse_losses import (
 )
 
 STEPS = 500
+LOOK = 5  # steps between two looks of a controller
 HELD_OUT_ROWS = 128  # per look of a controller; with half as many its variance is too large
 
 
@@ -95,6 +96,8 @@ class Run:
         schedules = settings.preset.schedules(self.objective, steps=settings.steps)
         self.schedule, *controllers = schedules
         self.schedule.attach(self.optimizer)
+        for controller in controllers:
+            controller.attach(self.optimizer, observe=False)
         self.controllers = {one.term.removesuffix("_flops"): one for one in controllers}
         self.step = 0
         self.seconds = 0.0
@@ -132,15 +135,13 @@ class Run:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 5.0)
         self.optimizer.step()
         self.step += 1
-        for side, controller in self.controllers.items():
+        for side, controller in self.controllers.items() if self.step % LOOK == 0 else ():
             # The target is for held-out texts: their documents are longer than those in training.
-            if self.step % controller.every == 0:
-                texts = self.held_out[side]
-                first = self.step * HELD_OUT_ROWS
-                rows = [texts[(first + n) % len(texts)] for n in range(HELD_OUT_ROWS)]
-                with torch.no_grad():
-                    controller.observe(self.model(**pad(rows)))
-            controller.step()
+            texts = self.held_out[side]
+            first = self.step * HELD_OUT_ROWS
+            rows = [texts[(first + n) % len(texts)] for n in range(HELD_OUT_ROWS)]
+            with torch.no_grad():
+                controller.observe(self.model(**pad(rows)))
         active = [
             (texts.activations > 0).sum(1).double().mean().item()
             for texts in (batch.anchor, batch.positive)

@@ -46,7 +46,8 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     It works in the ``Trainer`` of transformers and in the trainers of sentence-transformers.
 
-    - **Steps.** Schedules and controllers count the optimiser's steps: not the batches that are
+    - **Steps.** A controller without ``steps`` plans its descent over the trainer's. Schedules and
+      controllers count the optimiser's steps: not the batches that are
       accumulated, and no step that a ``GradScaler`` skips.
     - **Checkpoints.** ``trainer_state.json`` has their states and the learned parameters of
       ``loss``. ``train(resume_from_checkpoint=...)`` restores them on every process,
@@ -200,6 +201,8 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
                 torch.distributed.broadcast(parameter.data, src=0)
         self._terms = {True: {}, False: {}}
         self._handles = [one.attach(optimizer) for one in self.steered]
+        for controller in self._controllers():
+            controller.steps = controller.steps or state.max_steps
         for objective in self._objectives():
             hook = objective.register_forward_hook(self._observe, with_kwargs=True)
             self._handles.append(hook)

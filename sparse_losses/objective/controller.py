@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_losses._core.checks import check_choice, check_integer, check_number, check_rows
+from sparse_losses._core.checks import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    check_rows,
+)
 from sparse_losses._core.host_copy import HostCopy
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import num_ranks, sum_over_ranks
@@ -25,10 +31,10 @@ _log = logging.getLogger("sparse_losses")
 
 RANKING = ("info_nce", "triplet_margin", "distillation", "context_distillation", "margin_mse")
 SMALLEST = 0.05  # of the ranking loss, for the first weight: an easy task's is near 0
-# A measurement: active entries, live rows, dead rows, sum of the activations, batches; sum of
-# InfoNCE over its value at chance, and its batches; sums of the ranking terms and of FLOPS.
-SIZE = 9
-UNSEEN = 20  # steps without a batch that are an error
+# A measurement: active entries, live rows, dead rows, sum of the activations, batches; of InfoNCE
+# over its value at chance, the sum and its batches; of the ranking terms and of FLOPS, likewise.
+SIZE = 10
+UNSEEN = 50  # steps without a batch that are an error
 OWN = ("steps", "maximum")  # settings, which a resumed run may change
 
 REMEDIES = {  # of a status that begins so, where the target was missed
@@ -161,9 +167,10 @@ class SparsityController:
         # Plain numbers: `torch.load` and JSON refuse a state with NumPy's.
         self._descent = Descent(None, None if maximum is None else float(maximum))
         self.steps = steps
-        self._given = _given_weight(objective, term, weight)
+        self._descent.first_weight = _given_weight(objective, term, weight)
         self.checkpoint: str | None = None
         self.weight = torch.zeros(()) if objective is None else None
+        self._observes_batches = True
         self._new: Tensor | None = None  # of this rank since the last step
         self._sent: HostCopy[list[float]] | None = None  # a measurement on its way to the host
         self._write()
@@ -198,7 +205,7 @@ class SparsityController:
 
         Raises:
             CollapseError: if every row stays dead.
-            RuntimeError: if no rank observed a batch in 20 steps, or other code changed the weight.
+            RuntimeError: if no rank observed a batch in 50 steps, or other code changed the weight.
         """
         if self._sent is not None:
             self._decide()  # before the count: the measurement belongs to the last step
@@ -219,7 +226,7 @@ class SparsityController:
     def _decide(self) -> None:
         """Read a measurement and set the weight."""
         assert self._sent is not None
-        active, live, dead, mass, batches, share, ranked, ranking, flops = self._sent.read()
+        active, live, dead, mass, batches, *terms = self._sent.read()
         self._sent = None
         held = self._written if self.objective is None else self.objective.weights.get(self.term)
         if held != self._written:
@@ -227,6 +234,7 @@ class SparsityController:
                 f"expected objective.weights[{self.term!r}] to be {self._written} as it was set "
                 f"here, got {held}: only the controller may set it"
             )
+        self._note_terms(*terms)
         if not batches:  # other losses may have taken the step
             self._descent.unseen_steps += 1
             if self._descent.unseen_steps >= UNSEEN:
@@ -235,14 +243,9 @@ class SparsityController:
                 )
             return
         self._descent.unseen_steps = 0
-        if ranked and self._descent.look_at_ranking(share / ranked):
-            message = (
-                "after step %d: InfoNCE is %.0f%% of its value at chance: nothing is learned yet, "
-                "whatever the number of active dimensions"
-            )
-            _log.warning(message, self._descent.step, 100 * (self._descent.ranking or 0.0))
         if live + dead == 0:  # no texts, or only rows with NaN
             return
+        before = self._descent.status
         self._descent.look_at_dead(dead / (live + dead), live + dead)
         if live == 0:
             self._descent.silent_steps += 1
@@ -252,10 +255,6 @@ class SparsityController:
         else:
             self._descent.silent_steps = 0
             self._descent.look(math.log(active / live / self.target_active), mass / active)
-        before, first = self._descent.status, self._given
-        if ranking and flops:
-            first = self.start * max(ranking, SMALLEST * batches) / flops
-        self._descent.steer(first)
         self._write()
         if (status := self._descent.status) != before:
             is_warning = status.startswith(("unreachable", "collapsing", "braking: texts"))
@@ -272,6 +271,20 @@ class SparsityController:
         if steps is not None:
             check_integer("steps", steps, minimum=1)
         self._descent.steps = None if steps is None else int(steps)
+
+    def _note_terms(
+        self, share: float, ranked: float, ranking: float, flops: float, batches: float
+    ) -> None:
+        """Warn of a ranking loss at chance, and set what the first weight would be."""
+        if ranked and self._descent.look_at_ranking(share / ranked):
+            message = (
+                "after step %d: InfoNCE is %.0f%% of its value at chance: nothing is learned yet, "
+                "whatever the number of active dimensions"
+            )
+            _log.warning(message, self._descent.step, 100 * (self._descent.ranking or 0.0))
+        if flops and self._descent.started_at is None:
+            first = self.start * max(ranking, SMALLEST * batches) / flops
+            self._descent.first_weight = first
 
     def _write(self) -> None:
         self._written = self._descent.weight
@@ -292,12 +305,15 @@ class SparsityController:
             "self-reconstruction on signed logits (`return_logits=True`) until rows are alive"
         )
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> "_Handles":
+    def attach(self, optimizer: torch.optim.Optimizer, *, observe: bool = True) -> "_Handles":
         """Observe the objective's batches and count the optimiser's steps, until ``.remove()``.
 
-        Batches count in training mode with gradients on; without an objective you ``observe`` them.
+        Batches count in training mode with gradients on. Without an objective, or with
+        ``observe=False``, you ``observe`` the texts: held-out documents, say, every few steps.
         Attaching a second time is an error.
         """
+        check_flag(observe=observe)
+        self._observes_batches = observe
         handles: list[Any] = [count_steps(optimizer, self._after_step)]
         if self.objective is not None:
             handles.append(self.objective.register_forward_hook(self._watch, with_kwargs=True))
@@ -315,9 +331,10 @@ class SparsityController:
             return
         batch: SpladeBatch = args[0] if args else kwargs["batch"]
         texts = batch.anchor if self.term == "query_flops" else batch.positive
-        self.observe(texts.activations)
-        if self.term == "document_flops" and batch.negative is not None:
-            self.observe(batch.negative.activations)
+        if self._observes_batches:
+            self.observe(texts.activations)
+            if self.term == "document_flops" and batch.negative is not None:
+                self.observe(batch.negative.activations)
         if self._descent.started_at is None or self._descent.step < AT_CHANCE:
             self._look_at_terms(objective, batch, texts.activations, output.terms)
 
@@ -337,7 +354,8 @@ class SparsityController:
         if ranking and self._descent.started_at is None:
             with torch.no_grad():  # of this rank: a first weight needs no more
                 flops = objective.flops(activations.detach(), gather=False).to(wide)
-            self._add(sum(term.to(wide).abs() for term in ranking) + 0 * flops, flops, at=7)
+            values = sum(term.to(wide).abs() for term in ranking) + 0 * flops
+            self._add(values, flops, torch.ones_like(flops), at=7)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not was_skipped(optimizer):

@@ -35,6 +35,7 @@ class Descent:
     steps: int | None
     maximum: float | None
     step: int = 0
+    looked_at: int = 0  # the step of the last look
     level: float | None = None
     trend: float = 0.0
     ranking: float | None = None
@@ -49,7 +50,7 @@ class Descent:
     unseen_steps: int = 0  # without a batch
     started_at: int | None = None  # None: FLOPS is off until the count has settled
     first_level: float = 0.0
-    first_weight: float = 0.0
+    first_weight: float = 0.0  # before the start: what it would be
     log_ratio: float = 0.0  # log(weight / first_weight)
     brake: float = 0.0  # log of a factor that is there for a while
     idle_steps: int = 0  # below the target without FLOPS and without an upward trend
@@ -80,13 +81,15 @@ class Descent:
 
     def look(self, level: float, mean_activation: float) -> None:
         """Take note of log(measured / target) and of the mean of the active activations."""
+        steps, self.looked_at = self.step - self.looked_at, self.step
         if self.level is None:
             self.level, self.first, self.first_mean = level, math.exp(level), mean_activation
-        kept = math.exp(-1 / self.window) if self.step > FIRST_LOOKS else 0.5
-        expected = self.level + self.trend
+        kept = math.exp(-steps / self.window) if self.step > FIRST_LOOKS else 0.5
+        expected = self.level + steps * self.trend
         self.level = expected + (1 - kept**2) * (level - expected)
-        self.trend += 0.4 * (1 - kept) * (level - expected)
+        self.trend += 0.4 * (1 - kept) * (level - expected) / steps
         self.mean_activation = mean_activation
+        self._steer(steps)
 
     def look_at_dead(self, share: float, rows: float) -> None:
         """Take note of the share of rows without an active dimension."""
@@ -94,7 +97,8 @@ class Descent:
             self.last_healthy_step = self.step
         if self.dead is None:
             self.dead = share
-        self.dead += (1 - math.exp(-1 / self.window)) * (share - self.dead)
+        steps = max(self.step - self.looked_at, 1)
+        self.dead += (1 - math.exp(-steps / self.window)) * (share - self.dead)
         if self.step <= USUAL:  # texts of unknown tokens are always dead
             usual = self.usual_dead = self.usual_dead + (share - self.usual_dead) / self.step
             self.tolerated = DYING + 2 * math.sqrt(usual * (1 - usual) / (rows * self.step))
@@ -106,15 +110,15 @@ class Descent:
         is_time = self.step == AT_CHANCE and self.ranking is not None
         return is_time and LEARNS < (self.ranking or 0.0) < OVER
 
-    def steer(self, first_weight: float) -> None:
-        """Set the weight after the looks of a step; ``first_weight`` holds if it starts now."""
-        if self.started_at is None and self.level is not None and self._may_start(self.level):
+    def _steer(self, steps: int) -> None:
+        """Set the weight ``steps`` after the look before."""
+        assert self.level is not None
+        if self.started_at is None and self._may_start(self.level):
             self.started_at, self.first_level = self.step, self.level
-            self.first_weight = first_weight
-        if self.started_at is not None and self.level is not None:
-            self._follow(self.started_at, self.level)
-        self._count_idle()
-        self.status = self._status()
+        if self.started_at is not None:
+            self._follow(self.started_at, self.level, steps)
+        self._count_idle(self.level, steps)
+        self.status = self._status(self.level)
 
     def _may_start(self, level: float) -> bool:
         """Whether the fall has stopped by itself, above the target, and the ranking loss learns."""
@@ -123,7 +127,7 @@ class Descent:
         has_settled = self.step >= FIRST_LOOKS and self.trend > SETTLED
         return learns and has_settled and level > 0
 
-    def _follow(self, started_at: int, level: float) -> None:
+    def _follow(self, started_at: int, level: float, steps: int) -> None:
         """Follow the plan: a line from the first level to the aim, which then is held."""
         length = max(LENGTH * (self.planned_steps - started_at), self.planned_steps / 5)
         left = max(started_at + length - self.step, 0.0)
@@ -142,21 +146,18 @@ class Descent:
         if deaths > 0:
             change = min(change, 0.0)
         high = math.inf if self.maximum is None else math.log(self.maximum / self.first_weight)
-        self.log_ratio = min(max(self.log_ratio + change, LEAST), high)
+        self.log_ratio = min(max(self.log_ratio + steps * change, LEAST), high)
 
-    def _count_idle(self) -> None:
+    def _count_idle(self, level: float, steps: int) -> None:
         """Count steps next to no FLOPS, below the target, without an upward trend; others off."""
-        level = self.level if self.level is not None else 0.0
         share = self.log_ratio + self.brake + POWER * (level - self.first_level)
         is_off = self.weight == 0.0 or share < IDLE
         is_rising = self.planned_steps / 10 * self.trend > HIGH
         is_idle = level < LOW and is_off and not is_rising
-        self.idle_steps = max(self.idle_steps + (1 if is_idle else -1), 0)
+        self.idle_steps = max(self.idle_steps + (steps if is_idle else -steps), 0)
 
-    def _status(self) -> str:
-        if self.level is None:
-            return self.status
-        is_above, is_below = self.level > HIGH, self.level < LOW
+    def _status(self, level: float) -> str:
+        is_above, is_below = level > HIGH, level < LOW
         if self.more_dead > COLLAPSING:
             how = "under" if self.weight else "without"
             return f"collapsing: most texts are empty {how} FLOPS"
@@ -175,7 +176,7 @@ class Descent:
             return "braking: active dimensions fall below the target"
         if is_above and self.weight == self.maximum:
             return "unreachable: too dense at the largest weight"
-        if is_above and self._shrinks(self.level):
+        if is_above and self._shrinks(level):
             return "unreachable: activations shrink but stay active"
         if is_above or is_below:
             return "sparsifying" if is_above else "relaxing"

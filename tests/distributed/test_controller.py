@@ -66,7 +66,7 @@ def test_the_first_weight_is_the_same_on_all_ranks_and_near_that_of_one_process(
 def observe_on_some(rank: int, observers: tuple[int, ...]) -> tuple[str, float]:
     made = controller()
     message = ""
-    for _ in range(20):
+    for _ in range(50):
         if rank in observers:
             made.observe(torch.ones(2, V))
         try:

@@ -27,6 +27,10 @@ class Texts:
         return self.active * math.exp(self.rng.gauss(0, self.noise))
 
 
+def made(steps=300, maximum=None):
+    return Descent(steps, maximum, first_weight=1e-4)
+
+
 def run(law, texts, target, steps=None, ranking=0.5):
     """Take the law's steps; return active dimensions, weights and statuses."""
     seen, weights, statuses = [], [], []
@@ -37,7 +41,6 @@ def run(law, texts, target, steps=None, ranking=0.5):
         law.look_at_ranking(ranking)
         law.look_at_dead(0.0, 32)
         law.look(math.log(active / target), 1.0)
-        law.steer(first_weight=1e-4)
         weights.append(law.weight)
         statuses.append(law.status)
     return seen, weights, statuses
@@ -49,7 +52,7 @@ def run(law, texts, target, steps=None, ranking=0.5):
 @pytest.mark.parametrize("steps", [100, 300, 1000])
 @pytest.mark.parametrize("target", [32, 128])
 def test_a_run_ends_on_its_target_from_above(target, steps, response, lag, dense):
-    law = Descent(steps, None)
+    law = made(steps)
     seen, _, statuses = run(law, Texts(dense, min(600, dense), lag, response), target)
     end = sum(seen[-10:]) / 10 / target
     assert 0.95 < end < 1.5
@@ -61,7 +64,7 @@ def test_a_run_ends_on_its_target_from_above(target, steps, response, lag, dense
 
 
 def test_flops_is_off_until_the_fall_by_itself_has_stopped():
-    law, texts = Descent(300, None), Texts(lag=10.0, noise=0.0)
+    law, texts = made(), Texts(lag=10.0, noise=0.0)
     seen, weights, _ = run(law, texts, 32)
     start = next(n for n, weight in enumerate(weights) if weight > 0)
     slope = math.log(seen[start] / seen[start - 1])
@@ -75,7 +78,7 @@ def test_flops_is_off_until_the_fall_by_itself_has_stopped():
     ("ranking", "starts_at"), [(0.84, 5), (0.86, 101), (0.97, 101), (0.99, None), (math.nan, 5)]
 )
 def test_flops_waits_for_the_ranking_loss_but_no_longer_than_a_third_of_the_run(ranking, starts_at):
-    law = Descent(300, None)
+    law = made()
     run(law, Texts(600.0, noise=0.0), 32, ranking=ranking)
     assert law.started_at == starts_at
 
@@ -84,30 +87,35 @@ def test_flops_waits_for_the_ranking_loss_but_no_longer_than_a_third_of_the_run(
     ("ranking", "warns"), [(0.86, True), (0.84, False), (1.1, True), (1.3, False)]
 )
 def test_a_ranking_loss_at_chance_is_told_once_at_step_50(ranking, warns):
-    law, told = Descent(300, None), []
+    law, told = made(), []
     for step in range(1, 120):
         law.step = step
         if law.look_at_ranking(ranking):
             told.append(step)
         law.look(3.0, 1.0)
-        law.steer(1.0)
         waits = law.status == "waiting: ranking loss at chance"
         assert waits == (warns and step >= 50 and law.started_at is None)
     assert told == [50] * warns
 
 
-def test_the_first_weight_is_that_of_the_step_in_which_flops_starts():
-    law = Descent(300, None)
-    for step in range(1, 12):
+@pytest.mark.parametrize("every", [2, 5])
+def test_texts_may_be_looked_at_every_few_steps(every):
+    law, texts, seen = made(), Texts(lag=10.0), []
+    for step in range(1, 301):
+        active = texts.step(law.weight)
         law.step = step
-        law.look(3.0, 1.0)
-        law.steer(float(step))
-    assert law.first_weight == 5.0
+        law.look_at_ranking(0.5)
+        if step % every == 0:
+            law.look_at_dead(0.0, 32)
+            law.look(math.log(active / 32), 1.0)
+        seen.append(active)
+    assert 0.95 < sum(seen[-10:]) / 10 / 32 < 1.4
+    assert min(seen) > 32 / 1.6
 
 
 def test_the_plan_bends_towards_the_target_and_the_weight_follows_it():
     """Without noise and lag the count is where it should be in the middle of the plan."""
-    law, texts = Descent(1000, None), Texts(600.0, lag=1.0, noise=0.0)
+    law, texts = made(1000), Texts(600.0, lag=1.0, noise=0.0)
     seen, _, _ = run(law, texts, 32)
     middle = law.started_at + 300
     height = math.log(600 / 32) - math.log(1.1)
@@ -116,16 +124,16 @@ def test_the_plan_bends_towards_the_target_and_the_weight_follows_it():
 
 
 def test_a_run_of_unknown_length_is_planned_for_300_steps_and_then_held():
-    law = Descent(None, None)
+    law = made(None)
     seen, _, statuses = run(law, Texts(), 32, steps=900)
-    known, _, _ = run(Descent(300, None), Texts(), 32)
+    known, _, _ = run(made(), Texts(), 32)
     assert seen[:300] == known
     assert statuses[400:].count("on target") > 400
 
 
 @pytest.mark.parametrize("alone", [20.0, 25.0])
 def test_a_target_above_what_the_other_losses_leave_is_unreachable_said_once_and_kept(alone):
-    law = Descent(300, None)
+    law = made()
     _, weights, statuses = run(law, Texts(4000.0, alone), 32)
     assert set(weights) == {0.0}
     changes = [status for status, _ in itertools.groupby(statuses)]
@@ -134,17 +142,16 @@ def test_a_target_above_what_the_other_losses_leave_is_unreachable_said_once_and
 
 
 def test_a_target_is_not_unreachable_while_dimensions_rise():
-    law, statuses = Descent(300, None), []
+    law, statuses = made(), []
     for step in range(1, 80):
         law.step = step
         law.look(math.log(2 * 1.03**step / 32), 1.0)
-        law.steer(1.0)
         statuses.append(law.status)
     assert {*statuses} == {"waiting"}
 
 
 def test_a_run_that_comes_back_above_an_unreachable_target_is_steered():
-    law, texts = Descent(300, None), Texts(4000.0, 20.0)
+    law, texts = made(), Texts(4000.0, 20.0)
     assert run(law, texts, 32, steps=200)[2][-1].startswith("unreachable")
     texts.alone = 600.0
     seen, weights, statuses = run(law, texts, 32, steps=200)
@@ -154,7 +161,7 @@ def test_a_run_that_comes_back_above_an_unreachable_target_is_steered():
 
 
 def test_what_a_later_loss_prunes_below_the_target_ends_without_flops_and_unreachable():
-    law, texts = Descent(300, None), Texts(600.0)
+    law, texts = made(), Texts(600.0)
     run(law, texts, 32, steps=200)
     texts.alone = 15.0
     _, weights, statuses = run(law, texts, 32, steps=200)
@@ -164,7 +171,7 @@ def test_what_a_later_loss_prunes_below_the_target_ends_without_flops_and_unreac
 
 
 def test_the_weight_stays_within_its_bounds():
-    law = Descent(300, 0.01)
+    law = made(maximum=0.01)
     _, weights, statuses = run(law, Texts(600.0, response=0.1), 32)
     assert max(weights) == weights[-1] == pytest.approx(0.01)
     assert statuses[-1] == "unreachable: too dense at the largest weight"
@@ -173,13 +180,12 @@ def test_the_weight_stays_within_its_bounds():
 
 def test_a_crash_is_braked_before_the_smoothed_count_is_below_the_target():
     """From 90 to 3 in 18 steps, as dense texts fall."""
-    law = Descent(300, None)
+    law = made()
     run(law, Texts(600.0, noise=0.0), 32, steps=100)
     before, first, braked = law.weight, law.level, {}
     for n in range(1, 19):
         law.step += 1
         law.look(first - 0.19 * n, 1.0)
-        law.steer(1.0)
         braked[law.level > 0] = law.weight
     assert braked[True] < 0.6 * before
     assert braked[False] == law.weight < 0.01 * before
@@ -188,46 +194,42 @@ def test_a_crash_is_braked_before_the_smoothed_count_is_below_the_target():
 
 @pytest.mark.parametrize(("dead", "is_braked"), [(0.04, False), (0.2, True)])
 def test_dying_texts_take_the_weight_away_until_they_live(dead, is_braked):
-    law = Descent(300, None)
+    law = made()
     run(law, Texts(600.0, noise=0.0), 32, steps=100)
     before = law.weight
     for _ in range(40):
         law.step += 1
         law.look_at_dead(dead, 32)
         law.look(law.level, 1.0)
-        law.steer(1.0)
     assert (law.status == "braking: texts become empty") == is_braked
     assert (law.weight < before / 2) == is_braked
     for _ in range(40):
         law.step += 1
         law.look_at_dead(0.0, 32)
         law.look(law.level, 1.0)
-        law.steer(1.0)
     assert law.brake == 0.0
     assert law.weight > before / 2
 
 
 def test_texts_that_were_empty_from_the_first_step_on_brake_nothing():
-    law = Descent(300, None)
+    law = made()
     rng, texts = random.Random(1), Texts()
     for _ in range(300):
         active = texts.step(law.weight)
         law.step += 1
         law.look_at_dead(sum(rng.random() < 0.1 for _ in range(16)) / 16, 16)
         law.look(math.log(active / 32), 1.0)
-        law.steer(1e-4)
         assert "empty" not in law.status
     assert law.status == "on target"
 
 
 @pytest.mark.parametrize(("weight", "how"), [(1e-4, "under"), (0.0, "without")])
 def test_mostly_dead_texts_are_a_collapse_that_names_its_cause(weight, how):
-    law = Descent(300, None)
+    law = Descent(300, None, first_weight=weight)
     for step in range(1, 60):
         law.step = step
         law.look_at_dead(0.0 if step < 20 else 0.99, 32)
         law.look(3.0 if step < 20 else -1.5, 1.0)
-        law.steer(weight)
         if law.more_dead > 0.5:
             break
     assert (
@@ -238,18 +240,17 @@ def test_mostly_dead_texts_are_a_collapse_that_names_its_cause(weight, how):
 
 def test_shrinking_activations_are_named_where_the_count_does_not_fall_with_them():
     for active, mean, is_named in ((300, 0.05, True), (300, 0.2, False), (40, 0.05, False)):
-        law = Descent(300, None)
+        law = made()
         for step in range(1, 150):
             law.step = step
             law.look(math.log((1000 if step < 20 else active) / 20), 1.0 if step < 20 else mean)
-            law.steer(1.0)
         named = law.status == "unreachable: activations shrink but stay active"
         assert named == is_named, (active, mean)
 
 
 def test_the_law_is_its_fields():
     """A copy of the fields continues as the law itself."""
-    law, texts = Descent(300, None), Texts()
+    law, texts = made(), Texts()
     run(law, texts, 32, steps=120)
     other, same = Descent(**dataclasses.asdict(law)), Texts()
     same.active, same.rng = texts.active, random.Random()
