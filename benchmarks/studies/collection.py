@@ -33,7 +33,6 @@ from benchmarks.studies.against_sentence_transformers import (
 )
 from benchmarks.studies.beir import Collection, costs, difference, load, ranked
 from benchmarks.studies.runs import Result, markdown, publish, run_all, sources_of, spread
-from examples.demo.__main__ import whole
 from examples.demo.corpus import Corpus
 from examples.demo.evaluation import bm25_scores
 from examples.demo.tokens import Tokens, pad
@@ -169,13 +168,13 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--data", type=Path, nargs="+", required=True, help="folders in BEIR's format")
     add("--split", default="test", help="the judgements: qrels/SPLIT.tsv")
     add("--model", default="", help="a masked language model; default: the demo's transformer")
-    add("--target", type=whole(1), nargs="+", default=[64, 32], help="targets of RECOMMENDED")
-    add("--calibrate", type=whole(1), nargs="*", default=[32], help="prune documents to these")
+    add("--target", type=int, nargs="+", default=[64, 32], help="targets of RECOMMENDED")
+    add("--calibrate", type=int, nargs="*", default=[32], help="prune documents to these")
     weights = "weights of their regularisers, if sentence-transformers is installed"
     add("--weights", type=float, nargs="*", default=[0.1, 0.3], help=weights)
-    add("--seeds", type=whole(0), nargs="+", default=[0, 1, 2], help="seeds of every training")
-    add("--steps", type=whole(1), nargs=1, default=[250], help="steps per training")
-    add("--jobs", type=whole(1), default=1, help="parallel trainings")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of every training")
+    add("--steps", type=int, nargs=1, default=[250], help="steps per training")
+    add("--jobs", type=int, default=1, help="parallel trainings")
     add("--reference", help="the row to compare with (by default the first)")
     add("--output", type=Path, default=Path("collection"), help="folder for runs and tables")
     options = parser.parse_args(arguments)

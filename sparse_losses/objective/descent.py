@@ -10,6 +10,7 @@ import math
 LEARNS, LATE = 0.85, 0.98  # shares of chance at which the ranking loss counts as learning
 AT_CHANCE, OVER = 50, 1.2  # the step of the warning; above this share the scores are too large
 FIRST_LOOKS, SETTLED = 5, -0.03  # steps, and the trend, at which the fall has stopped by itself
+FLAT_LOOKS, FLAT = 20, -0.01  # the same where the scores are too large
 # Times the target, after this share of the steps that are left; the plan's power of the time left.
 AIM, LENGTH, BEND = 1.1, 0.6, 1.5
 UNPLANNED = 300  # the steps for which a run of unknown length is planned
@@ -122,10 +123,12 @@ class Descent:
 
     def _may_start(self, level: float) -> bool:
         """Whether the fall has stopped by itself, above the target, and the ranking loss learns."""
+        ranking = 0.0 if self.ranking is None else self.ranking
+        if ranking > OVER:  # scores that are too large shrink, with FLOPS sooner
+            return self.step >= FLAT_LOOKS and self.trend > FLAT and level > 0
         is_late = self.step > self.planned_steps / 3
-        learns = self.ranking is None or self.ranking < (LATE if is_late else LEARNS)
         has_settled = self.step >= FIRST_LOOKS and self.trend > SETTLED
-        return learns and has_settled and level > 0
+        return ranking < (LATE if is_late else LEARNS) and has_settled and level > 0
 
     def _follow(self, started_at: int, level: float, steps: int) -> None:
         """Follow the plan: a line from the first level to the aim, which then is held."""
@@ -143,7 +146,9 @@ class Descent:
             change -= POWER * slope * min(max(2 - self.trend / slope, 0.0), 1.0)
         ahead, deaths = level + self.window * self.trend, self.more_dead - self.tolerated
         self.brake = max(min(ahead + BELOW, 0.0) - 10 * max(deaths, 0.0), PAUSE)
-        if deaths > 0:
+        is_early = self.step <= self.planned_steps / 3
+        at_chance = is_early and LEARNS < (self.ranking or 0.0) < OVER
+        if deaths > 0 or at_chance:
             change = min(change, 0.0)
         high = math.inf if self.maximum is None else math.log(self.maximum / self.first_weight)
         self.log_ratio = min(max(self.log_ratio + steps * change, LEAST), high)

@@ -75,7 +75,8 @@ def test_flops_is_off_until_the_fall_by_itself_has_stopped():
 
 
 @pytest.mark.parametrize(
-    ("ranking", "starts_at"), [(0.84, 5), (0.86, 101), (0.97, 101), (0.99, None), (math.nan, 5)]
+    ("ranking", "starts_at"),
+    [(0.84, 5), (0.86, 101), (0.97, 101), (0.99, None), (1.19, None), (30.0, 20), (math.nan, 5)],
 )
 def test_flops_waits_for_the_ranking_loss_but_no_longer_than_a_third_of_the_run(ranking, starts_at):
     law = made()
@@ -96,6 +97,19 @@ def test_a_ranking_loss_at_chance_is_told_once_at_step_50(ranking, warns):
         waits = law.status == "waiting: ranking loss at chance"
         assert waits == (warns and step >= 50 and law.started_at is None)
     assert told == [50] * warns
+
+
+def test_the_weight_does_not_rise_while_the_ranking_loss_passes_chance():
+    law, texts = made(), Texts(600.0, noise=0.0)
+    run(law, texts, 32, steps=40, ranking=30.0)
+    before = law.weight
+    for share in (1.1, 1.0, 0.9):
+        law.ranking = share
+        run(law, texts, 32, steps=10, ranking=share)
+        assert law.weight <= before
+    law.ranking = 0.8
+    run(law, texts, 32, steps=10, ranking=0.8)
+    assert law.weight > 2 * before
 
 
 @pytest.mark.parametrize("every", [2, 5])
