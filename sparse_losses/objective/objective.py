@@ -168,6 +168,7 @@ class SpladeObjective(nn.Module):
             raise ValueError(f"expected `stopword_ids` >= 0, got {int(stopwords[0])}")
         self.weights: dict[str, float | Tensor] = dict(weights)
         self.scheduled: set[str] = set()  # the weights that a TrainingSchedule sets
+        self.warming_up: set[str] = set()  # those of them that still rise
         self.info_nce = info_nce or InfoNCELoss()
         self.triplet_margin = triplet_margin or TripletMarginLoss()
         self.distillation = distillation or DistillationLoss()

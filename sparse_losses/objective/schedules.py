@@ -194,10 +194,11 @@ class TrainingSchedule:
         self.base = dict(objective.weights)
         self.base_temperature = objective.info_nce.temperature
         phases, on = () if curriculum is None else curriculum.phases, {*objective.active()}
-        self._names = {*self.warmups, *(name for phase in phases for name in phase.weights)} & on
+        names = {*self.warmups, *(name for phase in phases for name in phase.weights)}
+        self._names = names & on
         if tensors := [n for n in self._names if isinstance(self.base.get(n), Tensor)]:
             raise ValueError(f"expected numbers as scheduled weights, got {tensors} as tensors")
-        if steered := sorted(self._names.intersection(controllers_of(objective))):
+        if steered := sorted(names.intersection(controllers_of(objective))):
             raise ValueError(
                 "expected each weight to be set by a schedule or by a SparsityController, got both "
                 f"for {', '.join(steered)}"
@@ -286,6 +287,8 @@ class TrainingSchedule:
         for name, warmup in self.warmups.items():
             self._set[name] = warmup(self.steps_taken) * now[name]
         self.objective.weights.update(self._set)
+        rising = {name for name, each in self.warmups.items() if self.steps_taken < each.steps}
+        self.objective.warming_up = self.objective.warming_up - {*self.warmups} | rising
         if phase is None or phase == self._phase:
             return
         self._phase = phase

@@ -18,6 +18,7 @@ from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ra
 
 __all__ = ["DocumentFrequency", "HasVocabulary", "tokenizer_sha256"]
 
+SMALL = 10_000  # bytes of the arrays beside the counts
 ARRAYS = {"df", "num_documents", "vocab_size", "tokenizer_sha256"}  # of a file
 
 
@@ -244,12 +245,14 @@ class DocumentFrequency:
         with open(path, "rb") as file:
             try:
                 archive = np.load(file, allow_pickle=False)
-                if archive.zip.testzip() is not None:
-                    raise ValueError("its checksum is wrong")
-                counter = cls._of({name: archive[name] for name in archive.files})
+                size = _vocab_size(archive)
+                if vocab_size in (None, size):  # before it is unpacked
+                    if archive.zip.testzip() is not None:
+                        raise ValueError("its checksum is wrong")
+                    counter = cls._of({name: archive[name] for name in archive.files})
             except Exception as error:  # a damaged archive fails in many ways
                 raise ValueError(f"{path} is not a DocumentFrequency file: {error}") from error
-        if vocab_size not in (None, size := counter.vocab_size):
+        if vocab_size not in (None, size):
             raise ValueError(f"expected {path} to have V = {vocab_size}, got V = {size}")
         if expected not in (None, counter.tokenizer_sha256):
             got = repr(counter.tokenizer_sha256) if counter.tokenizer_sha256 else "no fingerprint"
@@ -283,6 +286,15 @@ class DocumentFrequency:
         if not is_count or counts.min() < 0 or counts.max() > num_documents:
             raise ValueError(f"expected V integers in [0, {num_documents}] as `df`")
         self.df, self.num_documents, self.num_tokens = counts, num_documents, num_tokens
+
+
+def _vocab_size(archive: Any) -> int:
+    """Return V of an open archive, whose counts must be V before they are unpacked."""
+    unpacked = {entry.filename: entry.file_size for entry in archive.zip.infolist()}
+    size = int(archive["vocab_size"]) if unpacked["vocab_size.npy"] < SMALL else 0
+    if sum(unpacked.values()) > 8 * size + SMALL:
+        raise ValueError(f"its arrays are too large for V = {size}")
+    return size
 
 
 def tokenizer_sha256(tokenizer: HasVocabulary) -> str:

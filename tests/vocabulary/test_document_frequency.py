@@ -2,6 +2,7 @@
 
 import math
 import os
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -277,3 +278,17 @@ def test_load_checks_tokenizer_and_vocab_size(tmp_path):
     counted([[1]]).save(path)
     with pytest.raises(ValueError, match="got no fingerprint"):
         DocumentFrequency.load(path, tokenizer=ours)
+
+
+@pytest.mark.parametrize("kept", [{}, {"vocab_size": 10}, {"tokenizer_sha256": "a" * 10_000_000}])
+def test_a_file_is_refused_before_its_counts_are_unpacked(tmp_path, kept):
+    path, size = tmp_path / "large.npz", 10_000_000
+    arrays = {"df": np.zeros(size, np.int64), "num_documents": 1, "vocab_size": size}
+    np.savez_compressed(path, **arrays | {"tokenizer_sha256": ""} | kept)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"V = 10|too large"):
+            DocumentFrequency.load(path, vocab_size=10)
+        assert tracemalloc.get_traced_memory()[1] < 1e6
+    finally:
+        tracemalloc.stop()
