@@ -107,7 +107,8 @@ def advise(
 
     With the ``objective``, only settings are named that the run has. A weight that a
     ``SparsityController`` sets is changed by its ``target_active``, and it is left to it, or to the
-    warm-up of FLOPS, to make dense texts sparse. Findings that no setting of the run can change are left out.
+    warm-up of FLOPS, to make dense texts sparse. Findings that no setting of the run can change are
+    left out.
 
     Args:
         report: what ``Diagnostics.report()`` returned; rules are skipped where a number is missing.

@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 from sparse_losses import Diagnostics, InfoNCELoss, SparsityController, SpladeEncoder
 from sparse_losses.integrations.transformers import TrainingState
 from tests.integrations import setting
-from tests.objective.test_late_copies import LateCopy
 from tests.integrations.trainers import adamw, by_hugging_face, compare
+from tests.objective.test_late_copies import LateCopy
 
 VOCAB_SIZE = setting.VOCAB_SIZE
 EXACT = {"rtol": 0.0, "atol": 0.0}
