@@ -54,7 +54,7 @@ class Preset:
         warmup: by term: the share of all optimiser steps, in (0, 1], in which its weight rises
             from 0 (quadratic ``Warmup``). A term with a target does not warm up.
         target_active: by term (``document_flops`` or ``query_flops``): the active dimensions that a
-            ``SparsityController`` aims at, starting from the term's weight.
+            ``SparsityController`` aims at; the term's weight is then not used.
         training: other known settings of the training loop; this package does not read them.
         ours: fields that the source leaves open, with our reading.
 
@@ -252,7 +252,7 @@ RECOMMENDED = Preset(
     weights={
         "info_nce": 1.0,  # the scale of all others
         "distillation": 3.0,  # 1: -.006 and -.006; 6: -.005 and -.001
-        "document_flops": 0.1,  # where the controller starts
+        "document_flops": 0.1,  # without a target; else the controller sets it
         "query_flops": 0.1,  # 0.3: +.001 and -.003
     },
     temperature=1.0,  # the encoder learns the scale of dot products
@@ -272,7 +272,7 @@ COSINE = Preset(  # docs/demo.md has an ablation of these losses
     weights={
         "info_nce": 1.0,
         "distillation": 1.0,
-        "document_flops": 0.03,  # where the controller starts
+        "document_flops": 0.03,  # likewise
         "query_flops": 0.03,
         "query_self_reconstruction": 1.0,  # the token terms keep a text's own words active
         "document_self_reconstruction": 1.0,

@@ -7,13 +7,14 @@ nothing. The descent therefore comes from above: an error below the target is th
 import dataclasses
 import math
 
-LEARNS, LATE = 0.85, 0.98  # shares of chance at which the ranking loss counts as learning
-AT_CHANCE, OVER = 50, 1.2  # the step of the warning; above this share the scores are too large
+LEARNS, OVER = 0.85, 1.2  # shares of chance: below, the ranking loss learns; above, scores shrink
+AT_CHANCE = 50  # the step of the warning
 FIRST_LOOKS, SETTLED = 5, -0.03  # steps, and the trend, at which the fall has stopped by itself
 FLAT_LOOKS, FLAT = 20, -0.01  # the same where the scores are too large
 # Times the target, after this share of the steps that are left; the plan's power of the time left.
 AIM, LENGTH, BEND = 1.1, 0.6, 1.5
 UNPLANNED = 300  # the steps for which a run of unknown length is planned
+FAR = 1.0  # the level above which shrinking activations count as a fall
 POWER = 1.9  # FLOPS falls with about this power of the active dimensions
 LEAST, FALL = -7.0, -0.4  # log(weight / first): its bound, which counts as 0; its fastest fall
 HASTE = 2.0  # how much faster an error below the target is mended
@@ -39,6 +40,8 @@ class Descent:
     looked_at: int = 0  # the step of the last look
     level: float | None = None
     trend: float = 0.0
+    mass: float = 0.0  # the smoothed log of a text's summed activations, over the target
+    mass_trend: float = 0.0
     ranking: float | None = None
     dead: float | None = None
     usual_dead: float = 0.0  # the mean of the first looks
@@ -85,10 +88,11 @@ class Descent:
         steps, self.looked_at = self.step - self.looked_at, self.step
         if self.level is None:
             self.level, self.first, self.first_mean = level, math.exp(level), mean_activation
+            self.mass = level + math.log(mean_activation)
         kept = math.exp(-steps / self.window) if self.step > FIRST_LOOKS else 0.5
-        expected = self.level + steps * self.trend
-        self.level = expected + (1 - kept**2) * (level - expected)
-        self.trend += 0.4 * (1 - kept) * (level - expected) / steps
+        self.level, self.trend = _smoothed(self.level, self.trend, level, steps, kept)
+        mass = level + math.log(mean_activation)
+        self.mass, self.mass_trend = _smoothed(self.mass, self.mass_trend, mass, steps, kept)
         self.mean_activation = mean_activation
         self._steer(steps)
 
@@ -126,9 +130,8 @@ class Descent:
         ranking = 0.0 if self.ranking is None else self.ranking
         if ranking > OVER:  # scores that are too large shrink, with FLOPS sooner
             return self.step >= FLAT_LOOKS and self.trend > FLAT and level > 0
-        is_late = self.step > self.planned_steps / 3
         has_settled = self.step >= FIRST_LOOKS and self.trend > SETTLED
-        return ranking < (LATE if is_late else LEARNS) and has_settled and level > 0
+        return ranking < LEARNS and has_settled and level > 0
 
     def _follow(self, started_at: int, level: float, steps: int) -> None:
         """Follow the plan: a line from the first level to the aim, which then is held."""
@@ -140,10 +143,12 @@ class Descent:
         slope = -BEND * height / length * (left / length) ** (BEND - 1)
         gain = min(max(10 / self.planned_steps, 0.02), 0.1)
         rise = min(max(40 / self.planned_steps, 0.06), 0.4)
-        change = gain * (level - planned) * (HASTE if level < 0 else 1) + self.trend - slope
+        # Far above, activations may shrink for long before the first of them die, all at once.
+        trend = min(self.trend, self.mass_trend) if level > FAR else self.trend
+        change = gain * (level - planned) * (HASTE if level < 0 else 1) + trend - slope
         change = max(min(change, rise), FALL)
         if slope:  # the same pressure at fewer dimensions needs a larger weight
-            change -= POWER * slope * min(max(2 - self.trend / slope, 0.0), 1.0)
+            change -= POWER * slope * min(max(2 - trend / slope, 0.0), 1.0)
         ahead, deaths = level + self.window * self.trend, self.more_dead - self.tolerated
         self.brake = max(min(ahead + BELOW, 0.0) - 10 * max(deaths, 0.0), PAUSE)
         is_early = self.step <= self.planned_steps / 3
@@ -191,3 +196,11 @@ class Descent:
         """Whether FLOPS is satisfied by small activations instead of few."""
         left = self.mean_activation / self.first_mean
         return left < SHRUNK and left < math.exp(level) / (self.first or 1.0)
+
+
+def _smoothed(
+    level: float, trend: float, seen: float, steps: int, kept: float
+) -> tuple[float, float]:
+    """Return level and trend after a look, by Holt's method."""
+    surprise = seen - (level + steps * trend)
+    return seen - kept**2 * surprise, trend + 0.4 * (1 - kept) * surprise / steps

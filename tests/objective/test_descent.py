@@ -76,9 +76,9 @@ def test_flops_is_off_until_the_fall_by_itself_has_stopped():
 
 @pytest.mark.parametrize(
     ("ranking", "starts_at"),
-    [(0.84, 5), (0.86, 101), (0.97, 101), (0.99, None), (1.19, None), (30.0, 20), (math.nan, 5)],
+    [(0.84, 5), (0.86, None), (1.19, None), (30.0, 20), (math.nan, 5)],
 )
-def test_flops_waits_for_the_ranking_loss_but_no_longer_than_a_third_of_the_run(ranking, starts_at):
+def test_flops_waits_until_the_ranking_loss_learns_or_is_far_above_chance(ranking, starts_at):
     law = made()
     run(law, Texts(600.0, noise=0.0), 32, ranking=ranking)
     assert law.started_at == starts_at
