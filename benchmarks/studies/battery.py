@@ -13,7 +13,6 @@ target, as the pages advise; the other half is measured.
 
 import argparse
 import contextlib
-import csv
 import dataclasses
 import hashlib
 import multiprocessing
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import sparse_losses as sl
+from benchmarks.run.table import circumstances, markdown, write
 from sparse_losses.functional import flops_loss
 
 V, TOPICS, PER_TOPIC, HELD_OUT = 4000, 300, 8, 600
@@ -354,6 +354,27 @@ def recall_10(q: Tensor, d: Tensor, similarity: str) -> float:
     return round((rank < 10).float().mean().item(), 3)
 
 
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Return one line per training with the controller, beside the same one without FLOPS."""
+    alone = {row["name"]: row for row in results if row["controller"] == "none"}
+    lines = []
+    for row in results:
+        if row["controller"] == "controller":
+            plain = alone.get(_plain_name(row["name"]), {"training": "", "recall_10": ""})
+            numbers = [row["target"], row["training"], row["held_out"], row["wanted"]]
+            numbers += [row["calibrated"], row["recall_10"], row["recall_10_calibrated"]]
+            cells = [row["name"] + (" *" if row["held_back"] in (True, "True") else ""), *numbers]
+            lines.append([*cells, plain["training"], plain["recall_10"], row["status"]])
+    heading = ("training", "target", "in training", "held out", "pruned to", "then")
+    heading += ("R@10", "R@10 pruned", "without FLOPS", "R@10 without", "last status")
+    return markdown(heading, [["" if x is None else x for x in line] for line in lines])
+
+
+def _plain_name(name: str) -> str:
+    changes = ("target=", "weight=", "query_weight=")
+    return " ".join(part for part in name.split() if not part.startswith(changes))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the rows, print each, and write the CSV."""
     options = argparse.ArgumentParser(prog="python -m benchmarks.studies.battery")
@@ -374,16 +395,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             dataclasses.replace(row, target=32, weight=0.01, query_weight=0.0) for row in chosen
         )
         runs += [(row, "none") for row in dict.fromkeys(plain)]
-    results = []
+    results, common = [], circumstances(torch.device("cpu"), "battery")
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
         for run in [pool.submit(train, *run) for run in runs]:
             results.append(run.result())
             print(*results[-1].values(), flush=True)
-            with args.output.open("w", encoding="utf-8", newline="") as file:
-                writer = csv.DictWriter(file, results[0])
-                writer.writeheader()
-                writer.writerows(results)
+            write(args.output, [common | row for row in results])
+    print(table(results))
     return 0
 
 
