@@ -7,10 +7,240 @@ functions, V28 from the notes on that experiment. A number that the notes do not
 here and must be set before use.
 """
 
-from sparse_losses.objective.preset import Preset
-from sparse_losses.objective.schedules import Curriculum, Phase
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+
+from sparse_losses._core.checks import check_choice, check_integer
+from sparse_losses._core.token_ids import TokenIds
+from sparse_losses.losses.idf_flops import IdfFlopsLoss
+from sparse_losses.losses.language_penalty import LanguagePenaltyLoss
+from sparse_losses.objective.controller import SparsityController
+from sparse_losses.objective.objective import SpladeObjective
+from sparse_losses.objective.schedules import Curriculum, Phase, ReadOnly, TrainingSchedule, Warmup
+from sparse_losses.objective.terms import NEEDS
+from sparse_losses.vocabulary import idf_penalty, language_penalty
 
 __all__ = ["COSINE", "RECOMMENDED", "V22", "V23", "V25", "V26", "V28", "Preset"]
+
+# The fields that are a loss's numbers, and the loss's name for each.
+_KD = {"distillation_temperature": "temperature", "alpha_kl": "alpha_kl", "alpha_mse": "alpha_mse"}
+_NUMBERS = {
+    "info_nce": {name: name for name in ("temperature", "similarity", "symmetric")},
+    "triplet_margin": {"margin": "margin"},
+    "distillation": _KD,
+    "context_distillation": _KD,
+    "min_activation": {"top_k": "top_k", "threshold": "threshold"},
+    "self_reconstruction": {"balanced": "balanced"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """Weights and hyperparameters of a run; change them with ``replace`` and ``without``.
+
+    Fields that are not listed are arguments of the losses, of ``SpladeObjective`` and of
+    ``idf_penalty``; ``None`` is their default, or a number that must be set.
+
+    Attributes:
+        weights: weights by term, as in ``SpladeObjective``.
+        teacher: the source of the teacher's scores: ``"bm25"`` (a ``BM25Teacher``), or the name of
+            a model, which the preset does not load.
+        idf_alpha: steepness of the token penalties; ``None``: plain FLOPS, without penalties.
+        language_penalty: penalty of tokens of other languages.
+        curriculum: phases by epoch.
+        warmup: by term: the share of all optimiser steps, in (0, 1], in which its weight rises
+            from 0 (quadratic ``Warmup``). A term with a target does not warm up.
+        target_active: by term (``document_flops`` or ``query_flops``): the active dimensions that a
+            ``SparsityController`` aims at, starting from the term's weight.
+        training: other known settings of the training loop; this package does not read them.
+        ours: fields that the source leaves open, with our reading.
+
+    Examples:
+        >>> from sparse_losses import RECOMMENDED
+        >>> recipe = RECOMMENDED.replace(temperature=0.5, weights={"query_flops": 0.2})
+        >>> objective = recipe.without("distillation").objective()
+        >>> objective.weights, objective.info_nce.temperature
+        ({'info_nce': 1.0, 'document_flops': 0.1, 'query_flops': 0.2}, 0.5)
+        >>> schedule, controller = recipe.schedules(objective, steps=1000)
+        >>> schedule.warmups["query_flops"].steps, controller.target_active
+        (500, 64)
+    """
+
+    name: str
+    weights: Mapping[str, float]
+    temperature: float | None = None
+    similarity: Literal["cosine", "dot"] = "cosine"
+    symmetric: bool = False
+    margin: float | None = None
+    teacher: str | None = None
+    score_scale: float | None = None
+    teacher_scale: float | None = None
+    distillation_temperature: float | None = None
+    alpha_kl: float | None = None
+    alpha_mse: float | None = None
+    beta: float | None = None
+    idf_alpha: float | None = None
+    special_penalty: float | None = None
+    stopword_penalty: float | None = None
+    top_k: int | None = None
+    threshold: float | None = None
+    balanced: bool = False
+    language_penalty: float | None = None
+    curriculum: Curriculum | None = None
+    warmup: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    target_active: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ours: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "warmup", "target_active", "training", "ours"):
+            if not isinstance(value := getattr(self, name), Mapping):
+                raise TypeError(f"expected `{name}` as a dict by name, got {value!r}")
+            object.__setattr__(self, name, ReadOnly(value))
+        if not all(0 < share <= 1 for share in self.warmup.values()):
+            raise ValueError(f"expected `warmup` as shares in (0, 1], got {self.warmup}")
+
+    def replace(self, *, weights: Mapping[str, float] | None = None, **changes: Any) -> "Preset":
+        """Return a copy with other numbers; weights replace those of the same names.
+
+        A weight of 0 removes the term, as ``without`` does. Other mappings are replaced as a whole.
+        A curriculum's temperature and weights hold over yours, unless you pass ``curriculum=None``.
+        """
+        numbers = dict(weights or {})
+        changed = dataclasses.replace(self, weights={**self.weights, **numbers}, **changes)
+        return changed.without(*(term for term, weight in numbers.items() if weight == 0))
+
+    def without(self, *terms: str) -> "Preset":
+        """Return a copy in which no weight, phase, warm-up or target names these terms."""
+        for term in terms:
+            check_choice("terms", term, (*NEEDS,))
+
+        def rest(numbers: Mapping[str, float]) -> dict[str, float]:
+            return {term: number for term, number in numbers.items() if term not in terms}
+
+        curriculum = self.curriculum
+        if curriculum is not None:
+            phases = [dataclasses.replace(p, weights=rest(p.weights)) for p in curriculum.phases]
+            curriculum = dataclasses.replace(curriculum, phases=phases)
+        return dataclasses.replace(
+            self,
+            weights=rest(self.weights),
+            warmup=rest(self.warmup),
+            target_active=rest(self.target_active),
+            curriculum=curriculum,
+        )
+
+    def missing(self, passed: Collection[str] = ()) -> list[str]:
+        """Return the fields that must be set; none for the losses ``passed`` to ``objective``."""
+        losses = self._losses() - {*passed}
+        needed = {field for loss in losses for field in _NUMBERS.get(loss, ())}
+        if "language_penalty" in losses:
+            needed.add("language_penalty")
+        if self.idf_alpha is not None and "flops" not in passed:
+            needed |= {"beta", "stopword_penalty"}
+        return [name for name, value in vars(self).items() if name in needed and value is None]
+
+    def _losses(self) -> set[str]:
+        active = (term for term, weight in self.weights.items() if weight)
+        return {term.removeprefix("query_").removeprefix("document_") for term in active}
+
+    def objective(
+        self,
+        *,
+        idf: Tensor | None = None,
+        special_token_ids: TokenIds = (),
+        stopword_ids: TokenIds = (),
+        allowed_token_ids: TokenIds | None = None,
+        vocab_size: int | None = None,
+        hide_stopwords: bool = False,
+        **options: Any,
+    ) -> SpladeObjective:
+        """Return the objective with this preset's numbers; ``RECOMMENDED`` needs no argument.
+
+        Args:
+            idf: inverse document frequency ``[V]``; needed with ``idf_alpha``.
+            special_token_ids: they get ``special_penalty``, and the losses of tokens ignore them.
+            stopword_ids: they get ``stopword_penalty``.
+            allowed_token_ids: the tokens of the wanted languages; needed with ``language_penalty``.
+            vocab_size: ``V``; needed with ``allowed_token_ids`` if there is no ``idf``.
+            hide_stopwords: whether to hide them from InfoNCE and FLOPS, as ``SpladeObjective`` can.
+            **options: arguments of ``SpladeObjective`` that replace the preset's.
+
+        Raises:
+            ValueError: for a missing number or argument.
+        """
+        passed = [name for name, loss in options.items() if loss is not None]
+        if missing := self.missing(passed):
+            raise ValueError(
+                f"expected all numbers of {self.name}, got None for {', '.join(missing)}: set "
+                f"{self.name}.replace({', '.join(f'{name}=...' for name in missing)})"
+            )
+        made: dict[str, Any] = {"special_token_ids": special_token_ids}
+        made["stopword_ids"] = stopword_ids if hide_stopwords else ()
+        made |= {"score_scale": self.score_scale or 1.0, "teacher_scale": self.teacher_scale}
+        if self.idf_alpha is not None and "flops" not in options:
+            if idf is None:
+                raise ValueError(f"{self.name} weighs FLOPS by token and needs `idf` of shape [V]")
+            penalty = idf_penalty(
+                idf,
+                alpha=self.idf_alpha,
+                special_token_ids=() if self.special_penalty is None else special_token_ids,
+                special_penalty=self.special_penalty or 0.0,
+                stopword_ids=stopword_ids,
+                stopword_penalty=self.stopword_penalty or 0.0,
+            )
+            made["flops"] = IdfFlopsLoss(penalty, beta=self.beta or 0.0)
+        if "language_penalty" in self._losses() - {*options}:
+            size = len(idf) if vocab_size is None and idf is not None else vocab_size
+            if allowed_token_ids is None or size is None:
+                raise ValueError(
+                    f"{self.name} penalises other languages and needs `allowed_token_ids` and "
+                    "`vocab_size` (or `idf`)"
+                )
+            penalty = language_penalty(
+                size,
+                allowed_token_ids,
+                special_token_ids=special_token_ids,
+                penalty=self.language_penalty or 0.0,
+            )
+            made["language_penalty"] = LanguagePenaltyLoss(penalty)
+        objective = SpladeObjective(self.weights, **(made | options))
+        for loss, names in _NUMBERS.items():
+            for field, name in names.items() if loss not in passed else ():
+                if (number := getattr(self, field)) is not None:
+                    setattr(getattr(objective, loss), name, number)
+        return objective
+
+    def schedules(
+        self,
+        objective: SpladeObjective,
+        *,
+        steps: int | None = None,
+        steps_per_epoch: int | None = None,
+    ) -> list[TrainingSchedule | SparsityController]:
+        """Return a ``TrainingSchedule``, then one ``SparsityController`` per target.
+
+        They set the objective's weights in training: ``attach`` each to the optimiser. A warm-up
+        needs ``steps``, the optimiser's in the whole training; phases need ``steps_per_epoch``.
+        """
+        warmups = {}
+        for term, share in self.warmup.items():
+            if term not in self.target_active:
+                check_integer("steps", steps, minimum=1)
+                warmups[term] = Warmup(max(1, round(share * (steps or 0))), "quadratic")
+        # First, because they keep the weights that they find: after an error all are as they were.
+        controllers = [
+            SparsityController(objective, term, target_active=target)
+            for term, target in self.target_active.items()
+        ]
+        schedule = TrainingSchedule(
+            objective, self.curriculum, warmups=warmups, steps_per_epoch=steps_per_epoch
+        )
+        return [schedule, *controllers]
+
 
 # Every number is one line, with its reason. Figures are nDCG@10 on the docstrings and on Debian's
 # packages, of validation queries at target 64 and of one seed where nothing else is said:
@@ -25,15 +255,13 @@ RECOMMENDED = Preset(
     },
     temperature=1.0,  # the encoder learns the scale of dot products
     similarity="dot",  # COSINE: -.028 and -.010, means of three seeds
-    teacher="bm25",  # no model: it reads the token ids of the batch
+    teacher="bm25",  # no model; without it: +.005 and +.001, means of three seeds
     distillation_temperature=1.0,  # unused: the KL is off
     alpha_kl=0.0,  # the KL in place of the z-scores, weight 1: -.006 and -.014
     alpha_mse=1.0,  # z-scores need no scale
-    # A retriever learns to rank before it learns to be sparse. The documents' weight warms up only
-    # where no controller steers it.
+    # It learns to rank before it learns to be sparse (documents: where no controller steers).
     warmup={"query_flops": 0.5, "document_flops": 0.5},
-    # Documents at 32: -.010 and -.004, means of three seeds. With a second target of 24 for the
-    # queries: +.002 and -.014; without the teacher +.005 and +.001, means of three seeds.
+    # 32: -.010 and -.004, means of three seeds. With 24 for the queries too: +.002 and -.014.
     target_active={"document_flops": 64},
 )
 

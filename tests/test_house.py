@@ -27,7 +27,7 @@ FLOORS = {
     "fast": 2,
     **dict.fromkeys(("losses", "vocabulary", "representation", "queue", "metrics"), 3),
     "objective": 4,
-    "presets": 5,  # data; the class is the objective's
+    "presets": 5,
     "functional": 6,
     "": 6,  # the package itself
     "integrations": 7,

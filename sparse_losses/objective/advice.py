@@ -5,8 +5,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
+from sparse_losses._core.checks import check_choice
 from sparse_losses.losses.idf_flops import IdfFlopsLoss
 from sparse_losses.objective.gradient_report import GradientReport
 from sparse_losses.objective.objective import SpladeObjective
@@ -124,8 +126,7 @@ document_min_activation up
     """
     if not isinstance(report, Mapping):
         raise TypeError(f"expected `report` from Diagnostics.report(), got {type(report).__name__}")
-    if side not in ("query", "document"):
-        raise ValueError(f"expected `side` to be 'query' or 'document', got {side!r}")
+    check_choice("side", side, ("query", "document"))
     if objective is not None and not isinstance(objective, SpladeObjective):
         kind = type(objective).__name__
         raise TypeError(f"expected `objective` to be a SpladeObjective, got {kind}")
@@ -301,10 +302,7 @@ def _shares(gradients: GradientReport) -> dict[str, float]:
 
 def _slope(values: Sequence[float]) -> tuple[float, float]:
     """Return the least-squares slope of the second half and its standard error."""
-    half = values[len(values) // 2 :]
-    count, middle = len(half), (len(half) - 1) / 2
-    spread = sum((index - middle) ** 2 for index in range(count))
-    slope = sum((index - middle) * value for index, value in enumerate(half)) / spread
-    mean = sum(half) / count
-    rest = sum((v - mean - slope * (index - middle)) ** 2 for index, v in enumerate(half))
-    return slope, math.sqrt(rest / (count - 2) / spread)
+    half = np.array(values[len(values) // 2 :])
+    half -= half[0]  # constant values then have a slope of exactly 0
+    (slope, _), covariance = np.polyfit(range(len(half)), half, deg=1, cov=True)
+    return float(slope), math.sqrt(covariance[0, 0])

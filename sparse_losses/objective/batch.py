@@ -205,21 +205,14 @@ def _tokenize(
 
 
 def _as_tensor(name: str, column: Any, device: torch.device) -> Tensor:
-    """Return a column of integers, or of rows of scores, as a tensor."""
-    is_ids = name == "positive_ids"
-    kind = "integers" if is_ids else "rows of as many numbers each"
-    wrong = f"expected {name!r} to be {kind}, got {column!r}"
+    """Return a column of ids, or of rows of scores, as a tensor."""
     try:
-        if is_ids:
-            tensor = torch.as_tensor(column)
-        else:
-            rows = [torch.as_tensor(row, dtype=torch.float32) for row in column]
-            tensor = torch.stack(rows).detach()
+        if name == "positive_ids":
+            return torch.as_tensor(column, device=device)
+        rows = [torch.as_tensor(row, dtype=torch.float32) for row in column]
+        return torch.stack(rows).detach().to(device)
     except (TypeError, ValueError, RuntimeError) as error:  # PyTorch's do not name the column
-        raise ValueError(wrong) from error
-    if is_ids and tensor.is_floating_point():
-        raise ValueError(wrong)
-    return tensor.to(device)
+        raise ValueError(f"expected {name!r} to be numbers, in rows of one length") from error
 
 
 def _taught(teacher: Teacher, fields: Mapping[str, Any], score_anchors: bool) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Gradient caching: the gradient of a large batch in the memory of a small one."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ __all__ = ["cached_backward"]
 Encoder = Callable[..., Any]
 Inputs = Tensor | Mapping[str, Any]
 Output = TypeVar("Output", Tensor, ObjectiveOutput)
+_GeneratorStates = list[tuple[Callable[[Any], None], Any]]
 
 
 def cached_backward(
@@ -66,9 +67,9 @@ def cached_backward(
         The output of ``loss``, without its graph.
 
     Raises:
-        TypeError: for columns, outputs or losses of other types.
-        ValueError: for columns whose tensors differ in their number of rows, a loss that is not
-            one number, or representations without a gradient.
+        TypeError: for columns, outputs or losses of other types, or a loss that is not one number.
+        ValueError: for columns whose tensors differ in their number of rows, or representations
+            without a gradient.
 
     Examples:
         >>> import torch
@@ -123,7 +124,7 @@ class _MiniBatch:
     encoder: Encoder
     inputs: Inputs
     rows: int
-    random_numbers: "_RandomNumbers" = field(init=False)
+    generators: _GeneratorStates = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
 
     def encode(self) -> tuple[list[Tensor | None], Any]:
@@ -132,20 +133,26 @@ class _MiniBatch:
         output = self.encoder(**inputs) if isinstance(inputs, Mapping) else self.encoder(inputs)
         leaves, structure = tree_flatten(output)
         for leaf in leaves:
-            if leaf is None:
-                continue
-            expected = f"expected `encoder` to return {{}} column {self.column}, got {{}}"
-            if not isinstance(leaf, Tensor):
-                raise TypeError(expected.format("tensors and None for", type(leaf).__name__))
-            if leaf.shape[:1] != (self.rows,):
-                each, shape = f"a row for each of {self.rows} rows of", list(leaf.shape)
-                raise ValueError(expected.format(each, f"a tensor of shape {shape}"))
+            if not isinstance(leaf, Tensor | None):
+                raise TypeError(
+                    f"expected `encoder` to return tensors and None for column {self.column}, got "
+                    f"{type(leaf).__name__}"
+                )
+            if leaf is not None and leaf.shape[:1] != (self.rows,):
+                raise ValueError(
+                    f"expected `encoder` to return a row for each of {self.rows} rows of column "
+                    f"{self.column}, got a tensor of shape {list(leaf.shape)}"
+                )
         return leaves, structure
 
     def go_backward(self) -> None:
         """Encode again with a graph, backpropagate the gradients and free them."""
-        with self.random_numbers.again():
+        after = _generator_states()
+        _restore(self.generators)  # the same numbers are drawn again
+        try:
             leaves, _ = self.encode()
+        finally:
+            _restore(after)
         pairs = [
             (leaf, gradient)
             for leaf, gradient in zip(leaves, self.gradients, strict=True)
@@ -163,36 +170,24 @@ class _MiniBatch:
         self.gradients.clear()
 
 
-class _RandomNumbers:
-    """The states of PyTorch's generators on the CPU and all accelerators."""
-
-    def __init__(self) -> None:
-        self.states = [(setter, getter()) for getter, setter in _generators()]
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Draw the same numbers again within the block, then restore the generators."""
-        now = _RandomNumbers()
-        for restore, state in self.states:
-            restore(state)
-        try:
-            yield
-        finally:
-            for restore, state in now.states:
-                restore(state)
+def _generator_states() -> _GeneratorStates:
+    """Return the states of PyTorch's generators, each with the function that sets it."""
+    states: _GeneratorStates = [(torch.set_rng_state, torch.get_rng_state())]
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        assert device is not None
+        module = torch.get_device_module(device)
+        # Reading the state would initialise a device that is not in use.
+        if getattr(module, "is_initialized", lambda: True)():
+            every = "_all" if hasattr(module, "get_rng_state_all") else ""
+            state = getattr(module, f"get_rng_state{every}")()
+            states.append((getattr(module, f"set_rng_state{every}"), state))
+    return states
 
 
-def _generators() -> Iterator[tuple[Callable[[], Any], Callable[[Any], None]]]:
-    yield torch.get_rng_state, torch.set_rng_state
-    if not torch.accelerator.is_available():
-        return
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    module = torch.get_device_module(device)
-    # Reading the state would initialise a device that is not in use.
-    if getattr(module, "is_initialized", lambda: True)():
-        every = "_all" if hasattr(module, "get_rng_state_all") else ""
-        yield getattr(module, f"get_rng_state{every}"), getattr(module, f"set_rng_state{every}")
+def _restore(states: _GeneratorStates) -> None:
+    for set_state, state in states:
+        set_state(state)
 
 
 def _split(
@@ -238,28 +233,21 @@ def _rows(column: int, inputs: Any) -> int:
         raise TypeError(f"expected column {column} to be a tensor, mapping or list, got {kind}")
     named = inputs if isinstance(inputs, Mapping) else {"a tensor": inputs}
     shapes = {name: list(x.shape) for name, x in named.items() if isinstance(x, Tensor)}
-    rows = {shape[0] if shape else None for shape in shapes.values()}
-    if len(rows) != 1 or None in rows:
+    rows = [shape[:1] for shape in shapes.values()]
+    if not rows or not rows[0] or rows.count(rows[0]) < len(rows):
         got = ", ".join(f"{name} of shape {shape}" for name, shape in shapes.items()) or "no tensor"
         raise ValueError(f"expected one number of rows in all of column {column}, got {got}")
-    return next(iter(shapes.values()))[0]
+    return rows[0][0]
 
 
 def _encode(column: Sequence[_MiniBatch]) -> tuple[list[Tensor | None], Any]:
     """Return a column's representations, as leaves of the loss's graph, and their structure."""
-    outputs, structures = [], []
+    outputs = []
     for batch in column:
-        batch.random_numbers = _RandomNumbers()
+        batch.generators = _generator_states()
         leaves, structure = batch.encode()
         outputs.append(leaves)
-        structures.append((structure, [leaf is None for leaf in leaves]))
-        if structures[-1] != structures[0]:
-            raise ValueError(
-                "expected `encoder` to return the same structure for all mini-batches of column "
-                f"{batch.column}, got {structures[0]} and {structures[-1]}"
-            )
-    joined = [_join(leaves) for leaves in zip(*outputs, strict=True)]
-    return joined, structures[0][0]
+    return [_join(leaves) for leaves in zip(*outputs, strict=True)], structure
 
 
 def _join(parts: tuple[Tensor | None, ...]) -> Tensor | None:
@@ -267,6 +255,8 @@ def _join(parts: tuple[Tensor | None, ...]) -> Tensor | None:
     tensors = [part for part in parts if part is not None]
     if not tensors:
         return None
+    if len(tensors) < len(parts):
+        raise ValueError("expected `encoder` to return a tensor for all mini-batches, got None too")
     carries_gradient = tensors[0].is_floating_point()
     if not carries_gradient and tensors[0].ndim > 1:
         return cat_padded(*tensors)
@@ -287,10 +277,9 @@ def _deal_out_gradients(column: Sequence[_MiniBatch], leaves: Sequence[Tensor | 
 
 def _total(output: Tensor | ObjectiveOutput) -> Tensor:
     total = output.total if isinstance(output, ObjectiveOutput) else output
-    if not isinstance(total, Tensor):
-        kind = type(output).__name__
-        raise TypeError(f"expected `loss` to return a 0-d tensor or an ObjectiveOutput, got {kind}")
-    if total.ndim or not total.requires_grad:
-        got = f"shape {list(total.shape)}" if total.ndim else "one without a gradient"
-        raise ValueError(f"expected `loss` to return one number with a gradient, got {got}")
+    if not isinstance(total, Tensor) or total.ndim or not total.requires_grad:
+        raise TypeError(
+            "expected `loss` to return one number with a gradient, a 0-d tensor or an "
+            f"ObjectiveOutput, got {output!r}"
+        )
     return total

@@ -144,9 +144,9 @@ class Diagnostics:
 
     def reset(self) -> None:
         """Reset the state to that of a new object."""
-        self._columns: Tensor | None = None  # [3, V]: sum, active texts, texts with it on top
-        self._numbers: Tensor | None = None  # see `update`
-        self._range: Tensor | None = None
+        # Sums by token, [3 V]: activations, texts that have it active, texts that have it on top;
+        # then the nine numbers of `update`. Extremes: minus the smallest number, the largest.
+        self._state: tuple[Tensor, Tensor] | None = None
 
     @torch.no_grad()
     def update(
@@ -190,8 +190,6 @@ class Diagnostics:
         values, index = x.topk(self.top_k, dim=1)  # a NaN is larger than any number
         is_on_top = values > 0
         top.index_add_(0, index.flatten(), is_on_top.flatten().to(wide))
-        # `relu` keeps a NaN. A row with one is neither live nor dead.
-        columns = torch.stack([x.relu().sum(0, dtype=wide), is_active.sum(0, dtype=wide), top])
         is_live = is_on_top[:, 0]
         count = is_active.sum(1) * is_live
         numbers = torch.stack(
@@ -205,14 +203,15 @@ class Diagnostics:
                 *self._recall(is_active, *others),
             ]
         ).to(wide)
+        # `relu` keeps a NaN. A row with one is neither live nor dead.
+        columns = x.relu().sum(0, dtype=wide), is_active.sum(0, dtype=wide), top
+        sums = torch.cat([*columns, numbers])
         live = torch.where(is_live, count, self.vocab_size)
         extremes = torch.stack([-live.amin(), count.amax()])
-        if self._columns is None or self._numbers is None or self._range is None:
-            self._columns, self._numbers, self._range = columns, numbers, extremes
-        else:  # out of place: the state may come from inference mode
-            self._columns = self._columns + columns
-            self._numbers = self._numbers + numbers
-            self._range = torch.maximum(self._range, extremes)
+        if self._state is not None:  # out of place: the state may come from inference mode
+            sums = sums + self._state[0]
+            extremes = torch.maximum(extremes, self._state[1])
+        self._state = sums, extremes
 
     def _recall(
         self, is_active: Tensor, ids: Tensor | None, mask: Tensor | None
@@ -245,18 +244,16 @@ class Diagnostics:
         """
         if num_ranks() == 1:
             return self
-        if self._columns is None or self._numbers is None or self._range is None:
+        if self._state is None:
             nccl = torch.distributed.get_backend() == "nccl"  # NCCL cannot send CPU tensors
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu"
-            self._columns = torch.zeros(3, self.vocab_size, device=device, dtype=torch.float64)
-            self._numbers = self._columns.new_zeros(9)
-            self._range = torch.tensor([-self.vocab_size, 0], device=device)
+            sums = torch.zeros(3 * self.vocab_size + 9, device=device, dtype=torch.float64)
+            self._state = sums, torch.tensor([-self.vocab_size, 0], device=device)
+        sums, extremes = self._state
         if not self._agree:
-            agree_across_ranks("Diagnostics.all_reduce", True, self._columns, V=self.vocab_size)
+            agree_across_ranks("Diagnostics.all_reduce", True, sums, V=self.vocab_size)
             self._agree = True
-        self._columns = sum_over_ranks(self._columns)
-        self._numbers = sum_over_ranks(self._numbers)
-        self._range = maximum_over_ranks(self._range)
+        self._state = sum_over_ranks(sums), maximum_over_ranks(extremes)
         return self
 
     def report(self) -> Report:
@@ -268,10 +265,10 @@ class Diagnostics:
 
         A later ``read`` does not wait, and later updates and resets do not change the report.
         """
-        if self._columns is None or self._numbers is None or self._range is None:
+        if self._state is None:
             return HostCopy(torch.empty(0), lambda _: Report())
-        numbers, extremes = self._numbers, self._range.to(self._columns.dtype)
-        return HostCopy(torch.cat([self._columns.flatten(), numbers, extremes]), self._report)
+        sums, extremes = self._state
+        return HostCopy(torch.cat([sums, extremes.to(sums.dtype)]), self._report)
 
     def _report(self, values: Tensor) -> Report:
         summed, texts, top = values[: 3 * self.vocab_size].view(3, -1)
@@ -319,9 +316,11 @@ class Diagnostics:
         If they are stopwords, or the same few in every text, the vectors carry little information.
         """
         check_integer("k", k, minimum=1)
-        if self._columns is None or self._numbers is None:
+        if self._state is None:
             return {}
-        share, ids = (self._columns[2] / self._numbers[0]).cpu().sort(descending=True, stable=True)
+        sums, size = self._state[0].cpu(), self.vocab_size
+        on_top, texts = sums[2 * size : 3 * size], sums[3 * size]
+        share, ids = (on_top / texts).sort(descending=True, stable=True)
         top = zip(ids[:k].tolist(), share[:k].tolist(), strict=True)
         return {token: part for token, part in top if part > 0}
 
@@ -335,7 +334,4 @@ def _effective_number(masses: Tensor) -> float:
     total = masses.sum()
     if total == 0:
         return 0.0
-    if total.isinf():  # the infinite ones hold all of it
-        masses = masses.isinf().to(masses.dtype)
-        total = masses.sum()
     return math.exp(torch.special.entr(masses / total).sum().item())

@@ -1,8 +1,7 @@
 """The weighted sum of many losses over one batch."""
 
-import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +30,12 @@ from sparse_losses.objective.batch import SpladeBatch, Texts, token_counts
 from sparse_losses.objective.shared_scores import (
     candidates,
     info_nce_of_shared_scores,
-    over_pairs,
     own_candidates,
     scored_candidates,
     shared_scores,
     takes_scores,
 )
 from sparse_losses.objective.terms import (
-    LOSSES,
     NEEDS,
     check_batch,
     check_loss,
@@ -185,8 +182,8 @@ class SpladeObjective(nn.Module):
             ignore_token_ids=special
         )
         self.language_penalty = language_penalty
-        for name in LOSSES:
-            check_loss(name, getattr(self, name))
+        for name, classes in LOSSES.items():
+            check_loss(name, getattr(self, name), classes)
         self.register_buffer("special_token_ids", special)
         self.register_buffer("stopword_ids", stopwords)
         self._largest_stopword_id = int(stopwords[-1]) if len(stopwords) else -1
@@ -232,13 +229,7 @@ class SpladeObjective(nn.Module):
         active = self.active()
         check_texts(batch)
         check_batch(batch)
-        check_needs(
-            active,
-            self.weights,
-            batch,
-            has_language_penalty=self.language_penalty is not None,
-            has_special_tokens=len(self.special_token_ids) > 0,
-        )
+        check_needs(active, self.weights, batch)
         gathers = self._agree_across_ranks(active, batch)
         with autocast_off(batch.anchor.activations.device):
             if not gathers or torch.compiler.is_compiling():
@@ -295,24 +286,13 @@ class SpladeObjective(nn.Module):
         if len(self.stopword_ids) > 0 and {"info_nce", "query_flops", "document_flops"} & {*active}:
             shown = self._without_stopwords(batch)
         terms = self._score_terms(active, batch, shown)
-        for side in ("query", "document"):
+        anchor, positive = batch.anchor, batch.positive
+        for side, one, other in (("query", anchor, positive), ("document", positive, anchor)):
             if {f"{side}_{name}" for name in ON_TEXTS} & {*active}:
-                texts = _side(batch, side)
-                if f"{side}_flops" in active:
-                    x = texts if shown is None else _side(shown, side)
-                    terms[f"{side}_flops"] = self._call(self.flops, x.activations)
-                terms.update(self._text_terms(active, side, texts))  # 2.6 cannot compile `|=`
-        for side, one, other in (
-            ("query", batch.anchor, batch.positive),
-            ("document", batch.positive, batch.anchor),
-        ):
-            if f"{side}_positive_activation" in active:
-                terms[f"{side}_positive_activation"] = self._call(
-                    self.positive_activation,
-                    one.activations,
-                    other.input_ids,
-                    other.attention_mask,
-                )
+                terms.update(self._text_terms(active, side, batch, shown))
+            if (name := f"{side}_positive_activation") in active:
+                tokens = other.input_ids, other.attention_mask
+                terms[name] = self._call(self.positive_activation, one.activations, *tokens)
         return terms
 
     def _score_terms(
@@ -367,12 +347,9 @@ class SpladeObjective(nn.Module):
                 positive_ids=batch.positive_ids,
             )
         loss.check_hyperparameters()
-        options: dict[str, Any] = {
-            "symmetric": loss.symmetric,
-            "decoupled": loss.decoupled,
-            "reduction": loss.reduction,
-        }
-        return info_nce_of_shared_scores(scores, loss.temperature, batch.positive_ids, **options)
+        settings = loss.hyperparameters()
+        options = {name: settings[name] for name in ("symmetric", "decoupled", "reduction")}
+        return info_nce_of_shared_scores(scores / loss.temperature, batch.positive_ids, **options)
 
     def _ranks_of_teacher(self, anchor: Texts, negative: Texts | None, teacher: Tensor) -> int:
         """Return how many ranks' candidates the teacher scored: 1 (this rank's) or all."""
@@ -408,26 +385,31 @@ class SpladeObjective(nn.Module):
             )
         if scored == "all":
             teacher = own_candidates(teacher, batch.negative, ranks)
-        teacher = teacher.to(own.dtype)
-        # A score of -inf is no candidate.
-        is_pair = (teacher[:, :1] != -torch.inf) & (teacher[:, 1:] != -torch.inf)
-        return over_pairs(
-            functools.partial(self._call, self.margin_mse),
-            is_pair,
-            [column for side in (own, teacher) for column in (side[:, :1], side[:, 1:])],
-            is_mean=self.margin_mse.reduction == "mean",
-            gathers=self.gather or bool(self.margin_mse.gather),
-        )
+        pairs: list[Tensor] = []
+        for each in (own, teacher.to(own.dtype)):
+            negatives = each[:, 1:]
+            pairs += [each[:, :1].expand_as(negatives).flatten(), negatives.flatten()]
+        return self._call(self.margin_mse, *pairs)
 
-    def _text_terms(self, active: Sequence[str], side: str, texts: Texts) -> dict[str, Tensor]:
-        """Return the terms on the vectors of one side and their own tokens."""
+    def _text_terms(
+        self, active: Sequence[str], side: str, batch: SpladeBatch, shown: SpladeBatch | None
+    ) -> dict[str, Tensor]:
+        """Return the terms on the vectors of one side; FLOPS gets those of ``shown``."""
         terms: dict[str, Tensor] = {}
-        activations, input_ids, attention_mask, logits = texts
+        activations, input_ids, attention_mask, logits = texts = _side(batch, side)
         signed = activations if logits is None else logits
+        if f"{side}_flops" in active:
+            x = texts if shown is None else _side(shown, side)
+            terms[f"{side}_flops"] = self._call(self.flops, x.activations)
         if f"{side}_min_activation" in active:
             counts = token_counts(input_ids, attention_mask, self.special_token_ids)
             terms[f"{side}_min_activation"] = self._call(self.min_activation, signed, counts)
-        if f"{side}_language_penalty" in active and self.language_penalty is not None:
+        if f"{side}_language_penalty" in active:
+            if self.language_penalty is None:
+                raise ValueError(
+                    f"the term '{side}_language_penalty' needs "
+                    "SpladeObjective(language_penalty=LanguagePenaltyLoss(...)), got None"
+                )
             penalty = self._call(self.language_penalty, activations)
             terms[f"{side}_language_penalty"] = penalty
         if f"{side}_self_reconstruction" in active:
@@ -461,15 +443,17 @@ class SpladeObjective(nn.Module):
         return value
 
     def extra_repr(self) -> str:
-        """Return the weights and the settings that differ from the default."""
-        parts = [f"weights={self.weights}"]
-        if len(self.stopword_ids):
-            parts.append(f"stopword_ids={len(self.stopword_ids)} tokens")
-        if self.score_scale != 1.0:
-            parts.append(f"score_scale={self.score_scale}")
-        if self.impl != "auto":
-            parts.append(f"impl={self.impl!r}")
-        return ", ".join(parts)
+        """Return the weights and the settings that are no loss's own."""
+        scales = f"score_scale={self.score_scale}, teacher_scale={self.teacher_scale}"
+        return f"weights={self.weights}, {scales}, gather={self.gather}, impl={self.impl!r}"
+
+
+# The classes that each argument of a loss accepts, by its name.
+LOSSES: dict[str, list[type[LossModule]]] = {
+    name: [each for each in get_args(hint) if issubclass(each, LossModule)]
+    for name, hint in get_type_hints(SpladeObjective.__init__).items()
+    if name in {each.removeprefix("query_").removeprefix("document_") for each in NEEDS}
+}
 
 
 def _scaled(scores: Tensor, scale: float) -> Tensor:

@@ -50,8 +50,8 @@ class Phase:
 
     Examples:
         >>> from sparse_losses import Phase
-        >>> print(Phase(1, 8, temperature=0.08, weights={"distillation": 2.5}))
-        1 to 8: temperature 0.08, distillation 2.5
+        >>> Phase(1, 8, temperature=0.08, weights={"distillation": 2.5})
+        Phase(first=1, last=8, temperature=0.08, weights={'distillation': 2.5})
     """
 
     first: int
@@ -68,12 +68,6 @@ class Phase:
             check_choice("weights", name, list(NEEDS))
             check_number(f"weights[{name!r}]", weight)
         object.__setattr__(self, "weights", ReadOnly(self.weights))
-
-    def __str__(self) -> str:
-        """Return the phase as one line."""
-        parts = [] if self.temperature is None else [f"temperature {self.temperature:g}"]
-        parts += [f"{name} {weight:g}" for name, weight in self.weights.items()]
-        return f"{self.first} to {self.last}: {', '.join(parts)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,9 +193,8 @@ class TrainingSchedule:
             check_choice("warmups", name, list(NEEDS))
         self.base = dict(objective.weights)
         self.base_temperature = objective.info_nce.temperature
-        phases = () if curriculum is None else curriculum.phases
-        self._phased = {name for phase in phases for name in phase.weights if self._is_on(name)}
-        self._names = {*self.warmups, *self._phased}
+        phases, on = () if curriculum is None else curriculum.phases, {*objective.active()}
+        self._names = {*self.warmups, *(name for phase in phases for name in phase.weights)} & on
         if tensors := [n for n in self._names if isinstance(self.base.get(n), Tensor)]:
             raise ValueError(f"expected numbers as scheduled weights, got {tensors} as tensors")
         if steered := sorted(self._names.intersection(controllers_of(objective))):
@@ -209,7 +202,7 @@ class TrainingSchedule:
                 "expected each weight to be set by a schedule or by a SparsityController, got both "
                 f"for {', '.join(steered)}"
             )
-        if off := [name for name in self.warmups if not self._is_on(name)]:
+        if off := [name for name in self.warmups if name not in on]:
             raise ValueError(
                 f"expected a weight to warm up for {off[0]!r}, got 0 in the objective (does "
                 "another schedule warm it up?)"
@@ -218,10 +211,6 @@ class TrainingSchedule:
         self._set: dict[str, float | Tensor] = {}
         self._phase: Phase | None = None
         self._apply()
-
-    def _is_on(self, name: str) -> bool:
-        weight = self.base.get(name, 0.0)
-        return isinstance(weight, Tensor) or weight != 0
 
     @property
     def epoch(self) -> int | None:
@@ -237,15 +226,6 @@ class TrainingSchedule:
         number = self.epoch if self.curriculum.unit == "epoch" else self.steps_taken
         assert number is not None
         return self.curriculum.at(number)
-
-    def weights_now(self) -> dict[str, float | Tensor]:
-        """Return the weights of the next step."""
-        weights = dict(self.base)
-        if self.phase is not None:
-            weights |= {n: w for n, w in self.phase.weights.items() if n in self._phased}
-        for name, warmup in self.warmups.items():
-            weights[name] = warmup(self.steps_taken) * weights[name]
-        return weights
 
     def step(self) -> None:
         """Take note of an optimiser step and set the weights of the next one.
@@ -288,14 +268,10 @@ class TrainingSchedule:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go to the step of a state and set its weights, by this schedule's phases and warm-ups."""
-        if not isinstance(state, Mapping):
-            raise TypeError(f"expected the state of a TrainingSchedule, got {type(state).__name__}")
-        if state.keys() - {"temperature"} != {"steps_taken"}:
-            names = ", ".join(map(repr, state))
-            raise ValueError(f"expected a state with 'steps_taken', got one with {names}")
+        if not isinstance(state, Mapping) or {*state} - {"temperature"} != {"steps_taken"}:
+            raise ValueError(f"expected the state of a TrainingSchedule, got {state!r}")
         check_integer("steps_taken", state["steps_taken"], minimum=0)
-        if "temperature" in state:
-            check_number("temperature", state["temperature"], minimum=0.0, exclusive=True)
+        check_number("temperature", state.get("temperature", 1.0), minimum=0.0, exclusive=True)
         self.steps_taken = int(state["steps_taken"])
         self._apply()
         held = self.objective.info_nce.temperature
@@ -304,10 +280,12 @@ class TrainingSchedule:
                 held.fill_(state["temperature"])
 
     def _apply(self) -> None:
-        now = self.weights_now()
-        self._set = {name: now[name] for name in self._names}
-        self.objective.weights.update(self._set)
         phase = self.phase
+        now = self.base if phase is None else {**self.base, **phase.weights}
+        self._set = {name: now[name] for name in self._names}
+        for name, warmup in self.warmups.items():
+            self._set[name] = warmup(self.steps_taken) * now[name]
+        self.objective.weights.update(self._set)
         if phase is None or phase == self._phase:
             return
         self._phase = phase

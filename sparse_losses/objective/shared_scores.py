@@ -1,6 +1,5 @@
 """Losses of the objective that share one matrix of scores of anchors and candidates."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +12,13 @@ from sparse_losses._core.products import returns_fp32
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.softmax import diagonal, one_positive_rows
-from sparse_losses.distributed import rank, sum_over_ranks
+from sparse_losses.distributed import rank
 from sparse_losses.fast.scores import DenseScores
 from sparse_losses.objective.batch import SpladeBatch, Texts
 
 __all__ = [
     "candidates",
     "info_nce_of_shared_scores",
-    "over_pairs",
     "own_candidates",
     "scored_candidates",
     "shared_scores",
@@ -96,15 +94,16 @@ class _HalfScores(torch.autograd.Function):
 
 def info_nce_of_shared_scores(
     scores: Tensor,
-    temperature: float | Tensor,
     positive_ids: Tensor | None,
     *,
     symmetric: bool,
     decoupled: bool,
     reduction: Reduction,
 ) -> Tensor:
-    """Compute InfoNCE of scores ``[B, C]`` whose first B columns are the rows' positives."""
-    scores = scores / temperature
+    """Compute InfoNCE of scores ``[B, C]`` whose first B columns are the rows' positives.
+
+    ``info_nce_from_scores``, which takes several positives, needs more launches.
+    """
     absent = torch.eye(*scores.shape, dtype=torch.bool, device=scores.device)  # no negatives
     if positive_ids is not None:
         absent[:, : len(scores)] |= positive_ids[:, None] == positive_ids
@@ -117,28 +116,6 @@ def info_nce_of_shared_scores(
     if symmetric:  # the mask is symmetric
         values = (values + one_positive_rows(scores.T, own, absent, decoupled=decoupled)) / 2
     return reduce(values, reduction, valid)
-
-
-def over_pairs(
-    loss: Callable[..., Tensor],
-    is_pair: Tensor,
-    columns: Sequence[Tensor],
-    *,
-    is_mean: bool,
-    gathers: bool,
-) -> Tensor:
-    """Compute a loss of MarginMSE's four columns over the pairs of a mask only.
-
-    Other entries are 0 on both sides and are not counted: selecting pairs would force a wait.
-    """
-    flat = [torch.where(is_pair, column.expand_as(is_pair), 0.0).flatten() for column in columns]
-    value = loss(*flat)
-    if not is_mean:
-        return value
-    counted = torch.stack([torch.ones_like(is_pair).sum(), is_pair.sum()]).to(value.dtype)
-    of_all, of_pairs = sum_over_ranks(counted) if gathers else counted
-    mean: Tensor = value * (of_all / of_pairs.clamp(min=1))
-    return mean
 
 
 def takes_scores(loss: nn.Module) -> bool:

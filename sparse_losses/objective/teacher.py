@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.token_ids import TokenIds, check_ids
+from sparse_losses._core.token_ids import TokenIds, id_mask
 from sparse_losses.vocabulary import DocumentFrequency, bm25_scores
 from sparse_losses.vocabulary.bm25 import check_bm25
 
@@ -70,11 +70,10 @@ class BM25Teacher(nn.Module):
     ) -> None:
         super().__init__()
         counts = document_frequency
-        ids = check_ids("special_token_ids", special_token_ids)
-        self.special_token_ids = sorted({int(token) for token in (() if ids is None else ids)})
-        if outside := [t for t in self.special_token_ids if not 0 <= t < counts.vocab_size]:
-            v = f"V = {counts.vocab_size}"
-            raise ValueError(f"expected `special_token_ids` in [0, V), {v}, got {outside[0]}")
+        is_special = id_mask(
+            "special_token_ids", special_token_ids, counts.vocab_size, torch.device("cpu")
+        )
+        self.special_token_ids = [] if is_special is None else is_special.nonzero()[:, 0].tolist()
         special = int(counts.df[self.special_token_ids].sum())
         self.mean_length = counts.mean_length - special / counts.num_documents
         check_bm25(mean_length=self.mean_length, k1=k1, b=b)
@@ -83,8 +82,12 @@ class BM25Teacher(nn.Module):
 
     def forward(self, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:
         """Return the scores of every query with every document."""
-        _check_texts("query", query)
-        _check_texts("document", document)
+        for name, texts in (("query", query), ("document", document)):
+            if not isinstance(texts, Mapping) or not isinstance(texts.get("input_ids"), Tensor):
+                raise TypeError(
+                    f"expected `{name}` as a dict of the tensors input_ids and attention_mask, got "
+                    f"{texts!r}"
+                )
         return bm25_scores(
             query["input_ids"],
             query["attention_mask"],
@@ -124,16 +127,6 @@ def score_candidates(
     if negative["input_ids"].ndim == 3:  # keep each anchor's own negatives
         others = others.reshape(len(others), *negative["input_ids"].shape[:2]).diagonal().T
     return torch.cat([scores, others], 1)
-
-
-def _check_texts(name: str, texts: object) -> None:
-    keys = ("input_ids", "attention_mask")
-    got = type(texts).__name__
-    if isinstance(texts, Mapping):
-        if all(isinstance(texts.get(key), Tensor) for key in keys):
-            return
-        got = ", ".join(f"{key} as a {type(x).__name__}" for key, x in texts.items()) or "nothing"
-    raise TypeError(f"expected `{name}` as a dict with the tensors {' and '.join(keys)}, got {got}")
 
 
 def _scores(teacher: Teacher, query: Mapping[str, Any], document: Mapping[str, Any]) -> Tensor:

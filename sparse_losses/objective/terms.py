@@ -8,21 +8,9 @@ from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_number, check_shapes
 from sparse_losses._core.loss import LossModule
-from sparse_losses.losses.distillation import DistillationLoss
-from sparse_losses.losses.flops import FlopsLoss
-from sparse_losses.losses.idf_flops import IdfFlopsLoss
-from sparse_losses.losses.info_nce import InfoNCELoss
-from sparse_losses.losses.language_penalty import LanguagePenaltyLoss
-from sparse_losses.losses.margin_mse import MarginMSELoss
-from sparse_losses.losses.min_activation import MinActivationLoss
-from sparse_losses.losses.positive_activation import PositiveActivationLoss
-from sparse_losses.losses.self_reconstruction import SelfReconstructionLoss
-from sparse_losses.losses.triplet_margin import TripletMarginLoss
-from sparse_losses.objective.batch import SpladeBatch, Texts
+from sparse_losses.objective.batch import SIDES, SpladeBatch, Texts
 
 __all__ = ["NEEDS", "check_batch", "check_loss", "check_needs", "check_texts", "check_weights"]
-
-SIDES = ("anchor", "positive", "negative")
 
 # Every term, and the parts of the batch that it requires.
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -58,20 +46,6 @@ SOURCES = {
     ),
 }
 
-# The classes of the losses.
-LOSSES: dict[str, tuple[type[nn.Module], ...]] = {
-    "info_nce": (InfoNCELoss,),
-    "triplet_margin": (TripletMarginLoss,),
-    "distillation": (DistillationLoss,),
-    "context_distillation": (DistillationLoss,),
-    "margin_mse": (MarginMSELoss,),
-    "flops": (FlopsLoss, IdfFlopsLoss),
-    "min_activation": (MinActivationLoss,),
-    "self_reconstruction": (SelfReconstructionLoss,),
-    "positive_activation": (PositiveActivationLoss,),
-    "language_penalty": (LanguagePenaltyLoss,),
-}
-
 
 def check_weights(weights: Mapping[str, float | Tensor]) -> None:
     """Raise for a name that is no term, or a weight that is no number."""
@@ -91,12 +65,12 @@ def check_weights(weights: Mapping[str, float | Tensor]) -> None:
             )
 
 
-def check_loss(name: str, loss: object) -> None:
-    """Raise for a loss of another class, or one that returns rows; your own modules are accepted.
+def check_loss(name: str, loss: object, classes: Sequence[type[nn.Module]]) -> None:
+    """Raise for a loss of another class, or one that returns rows.
 
-    ``None`` is accepted too.
+    Your own modules are accepted, and ``None``.
     """
-    classes = LOSSES[name]
+    classes = tuple(classes)
     is_another = isinstance(loss, LossModule) and not isinstance(loss, classes)
     if loss is not None and (is_another or not isinstance(loss, nn.Module)):
         expected = " or ".join(each.__name__ for each in classes)
@@ -152,17 +126,10 @@ def check_batch(batch: SpladeBatch) -> None:
 
 
 def check_needs(
-    active: Sequence[str],
-    weights: Mapping[str, float | Tensor],
-    batch: SpladeBatch,
-    *,
-    has_language_penalty: bool,
-    has_special_tokens: bool,
+    active: Sequence[str], weights: Mapping[str, float | Tensor], batch: SpladeBatch
 ) -> None:
-    """Raise for an active term that lacks a loss or an input; the error names its weight."""
-    _check_both_or_neither(active, batch, has_special_tokens)
+    """Raise for an active term that lacks an input; the error names its weight."""
     for term in active:
-        weight = weights[term]
         for path in NEEDS[term]:
             if path.startswith("negative.") and batch.negative is None:
                 continue
@@ -171,38 +138,22 @@ def check_needs(
                 part = getattr(part, name)
             if part is None:
                 raise ValueError(
-                    f"the term {term!r} (weight {weight}) needs `batch.{path}`, "
+                    f"the term {term!r} (weight {weights[term]}) needs `batch.{path}`, "
                     f"got None{SOURCES.get(path, '')}"
                 )
-        if term.endswith("language_penalty") and not has_language_penalty:
-            raise ValueError(
-                f"the term {term!r} (weight {weight}) needs "
-                "SpladeObjective(language_penalty=LanguagePenaltyLoss(...)), got None"
-            )
-        if term in ("triplet_margin", "margin_mse") and batch.negative is not None:
-            shape, size = batch.negative.activations.shape, len(batch.anchor.activations)
-            if len(shape) == 2 and shape[0] != size:
-                raise ValueError(
-                    f"the term {term!r} needs each anchor's own negatives, [B, N, V] or one "
-                    f"each [B, V], with B = {size}, got {list(shape)}"
-                )
-
-
-def _check_both_or_neither(
-    active: Sequence[str], batch: SpladeBatch, has_special_tokens: bool
-) -> None:
-    """Check that positives and negatives both have an input that changes a term, or neither."""
-    inputs: dict[str, Sequence[str]] = {
-        "document_min_activation": ("attention_mask", "logits"),
-        "document_self_reconstruction": ("logits",),
-    }
-    if has_special_tokens and batch.positive.attention_mask is not None:  # else all tokens count
-        inputs["document_min_activation"] = ("attention_mask", "logits", "input_ids")
-    if batch.negative is None:
+    if (negative := batch.negative) is None:
         return
-    for term in inputs:
-        for name in inputs[term] if term in active else ():
-            if (getattr(batch.positive, name) is None) != (getattr(batch.negative, name) is None):
+    # A field that only one of them has would be left out for both, and change the value.
+    for term in ("document_min_activation", "document_self_reconstruction"):
+        for name in ("attention_mask", "logits", "input_ids") if term in active else ():
+            if (getattr(batch.positive, name) is None) != (getattr(negative, name) is None):
                 raise ValueError(
                     f"the term {term!r} needs `{name}` of positives and negatives, or of neither"
                 )
+    for term in ("triplet_margin", "margin_mse"):
+        shape, size = negative.activations.shape, len(batch.anchor.activations)
+        if term in active and len(shape) == 2 and shape[0] != size:
+            raise ValueError(
+                f"the term {term!r} needs each anchor's own negatives, [B, N, V] or one "
+                f"each [B, V], with B = {size}, got {list(shape)}"
+            )

@@ -23,14 +23,12 @@ BATCH = 512  # documents that are tokenized together
 
 def find_inputs(names: Sequence[str]) -> dict[str, list[int]]:
     """Return size and time of change of every file and dataset, in the order of their paths."""
-    inputs: dict[Path, list[int]] = {}
-    for name in names:
-        splits = [state.parent for state in Path(name).glob("*/state.json")]  # of a DatasetDict
-        for path in splits or [Path(name)]:
+    inputs: dict[Path, list[int]] = {}  # an input that is named twice is counted once
+    for name in map(Path, names):
+        splits = [state.parent for state in name.glob("*/state.json")]  # of a DatasetDict
+        for path in (each.absolute() for each in splits or [name]):
             if not path.is_file() and not (path / "state.json").is_file():
                 raise ValueError(f"expected a file or a folder of Dataset.save_to_disk, got {path}")
-            if path.resolve() in {other.resolve() for other in inputs}:
-                raise ValueError(f"expected every input once, got {path} again")
             files = [file.stat() for file in ([path] if path.is_file() else path.iterdir())]
             inputs[path] = [sum(f.st_size for f in files), max(f.st_mtime_ns for f in files)]
     return {str(path): inputs[path] for path in sorted(inputs)}
@@ -138,13 +136,10 @@ class Count:
         """Continue from a state, which must be of the same inputs, tokenizer and options."""
         try:
             settings, done, (documents, tokens), df = json.loads(path.read_text(encoding="utf-8"))
-            is_same = done.items() <= inputs.items() and settings == self.settings
-            if is_same:
-                check_integer("num_tokens", tokens, minimum=0)  # it is never unknown here
-                self.counter._set_counts(df, documents, tokens)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path} is damaged: start over with --restart") from error
-        if not is_same:
-            unfinished = f"{path} holds an unfinished count of other inputs or with other options"
-            raise ValueError(f"{unfinished}: start over with --restart")
+            if settings != self.settings or not done.items() <= inputs.items():
+                raise ValueError("it is of other inputs or with other options")
+            self.counter._set_counts(df, documents, tokens)
+        except (ValueError, TypeError, AttributeError) as error:
+            unfinished = f"cannot continue the unfinished count {path}"
+            raise ValueError(f"{unfinished}, start over with --restart: {error}") from error
         self.done = done

@@ -9,17 +9,16 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_integer, check_shapes
 from sparse_losses._core.files import replaced_file
 from sparse_losses._core.token_ids import as_mask, attended_ids, first_occurrences
+from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ranks
 
 __all__ = ["DocumentFrequency", "HasVocabulary", "tokenizer_sha256"]
 
 ARRAYS = {"df", "num_documents", "vocab_size", "tokenizer_sha256"}  # of a file
-SMALL = 4096  # bytes, more than an array of one number and its header take
 
 
 class HasVocabulary(Protocol):
@@ -78,12 +77,6 @@ class DocumentFrequency:
 
     def __init__(self, vocab_size: int, *, tokenizer_sha256: str | None = None) -> None:
         check_integer("vocab_size", vocab_size, minimum=1)
-        if tokenizer_sha256 is not None and not (
-            isinstance(tokenizer_sha256, str) and tokenizer_sha256
-        ):
-            raise TypeError(
-                f"expected `tokenizer_sha256` to be a fingerprint or None, got {tokenizer_sha256!r}"
-            )
         self.vocab_size = int(vocab_size)
         self.tokenizer_sha256 = tokenizer_sha256
         self.df = torch.zeros(self.vocab_size, dtype=torch.int64)
@@ -152,13 +145,11 @@ class DocumentFrequency:
 
         Raises:
             ValueError: If the vocabulary sizes or the tokenizer fingerprints differ.
-            TypeError: If ``other`` is no DocumentFrequency.
         """
-        if not isinstance(other, DocumentFrequency):
-            raise TypeError(
-                f"expected `other` to be a DocumentFrequency, got {type(other).__name__}"
-            )
-        _check_same_vocabulary(self._identity, other._identity)
+        for name in ("vocab_size", "tokenizer_sha256"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            if ours != theirs:
+                raise ValueError(f"expected counters of one `{name}`, got {ours!r} and {theirs!r}")
         self.df += other.df
         self.num_documents += other.num_documents
         self.num_tokens = _total(self.num_tokens, other.num_tokens)
@@ -173,17 +164,16 @@ class DocumentFrequency:
         Raises:
             ValueError: On every rank, if the ranks count different vocabularies.
         """
-        if not (dist.is_available() and dist.is_initialized()):
+        if num_ranks() == 1:
             return self
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, (self._identity, self.num_tokens))
-        for identity, _ in ranks:
-            _check_same_vocabulary(ranks[0][0], identity)
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"  # NCCL needs GPU tensors
-        counts = torch.cat([self.df, torch.tensor([self.num_documents])]).to(device)
-        dist.all_reduce(counts)
-        self.df, self.num_documents = counts[:-1].cpu(), int(counts[-1])
-        self.num_tokens = _total(*(num_tokens for _, num_tokens in ranks))
+        nccl = torch.distributed.get_backend() == "nccl"  # NCCL needs GPU tensors
+        numbers = [self.num_documents, self.num_tokens or 0, self.num_tokens is None]
+        counts = torch.cat([self.df, torch.tensor(numbers)]).to("cuda" if nccl else "cpu")
+        vocabulary = {"vocab_size": self.vocab_size, "tokenizer_sha256": self.tokenizer_sha256}
+        agree_across_ranks("DocumentFrequency.all_reduce", True, counts, **vocabulary)
+        counts = sum_over_ranks(counts).cpu()
+        self.num_documents, num_tokens, unknown = counts[-3:].tolist()
+        self.df, self.num_tokens = counts[:-3], None if unknown else num_tokens
         return self
 
     def idf(self, smoothing: Literal["bm25", "standard"] = "bm25") -> Tensor:
@@ -250,18 +240,16 @@ class DocumentFrequency:
             ...     DocumentFrequency.load(f"{folder}/df.npz", vocab_size=5)
             DocumentFrequency(vocab_size=5, num_documents=0)
         """
-        if vocab_size is not None:
-            check_integer("vocab_size", vocab_size, minimum=1)
         expected = None if tokenizer is None else tokenizer_sha256(tokenizer)
         with open(path, "rb") as file:
             try:
                 archive = np.load(file, allow_pickle=False)
-                size = _vocab_size(archive)
-                if vocab_size in (None, size):
-                    counter = cls._read(archive, size)
+                if archive.zip.testzip() is not None:
+                    raise ValueError("its checksum is wrong")
+                counter = cls._of({name: archive[name] for name in archive.files})
             except Exception as error:  # a damaged archive fails in many ways
                 raise ValueError(f"{path} is not a DocumentFrequency file: {error}") from error
-        if vocab_size not in (None, size):
+        if vocab_size not in (None, size := counter.vocab_size):
             raise ValueError(f"expected {path} to have V = {vocab_size}, got V = {size}")
         if expected not in (None, counter.tokenizer_sha256):
             got = repr(counter.tokenizer_sha256) if counter.tokenizer_sha256 else "no fingerprint"
@@ -271,17 +259,16 @@ class DocumentFrequency:
         return counter
 
     @classmethod
-    def _read(cls, archive: Any, size: int) -> "DocumentFrequency":
-        """Return the counter of an open archive with ``size`` counts."""
-        if archive.zip.testzip() is not None:
-            raise ValueError("its checksum is wrong")
-        arrays = {name: archive[name] for name in archive.files}
+    def _of(cls, arrays: dict[str, Any]) -> "DocumentFrequency":
+        """Return the counter of the arrays of a file."""
+        if arrays.keys() - {"num_tokens"} != ARRAYS:
+            raise ValueError(f"it contains {', '.join(arrays)}")
         for name, array in arrays.items():
             kinds = "U" if name == "tokenizer_sha256" else "iu"
             if array.dtype.kind not in kinds or array.ndim != (name == "df"):
                 raise ValueError(f"got {array.dtype} {list(array.shape)} as `{name}`")
         fingerprint = str(arrays["tokenizer_sha256"]) or None
-        counter = cls(size, tokenizer_sha256=fingerprint)
+        counter = cls(int(arrays["vocab_size"]), tokenizer_sha256=fingerprint)
         # Files of older versions have no number of tokens.
         tokens = int(arrays["num_tokens"]) if "num_tokens" in arrays else None
         counter._set_counts(arrays["df"], int(arrays["num_documents"]), tokens)
@@ -289,31 +276,13 @@ class DocumentFrequency:
 
     def _set_counts(self, df: Any, num_documents: int, num_tokens: int | None) -> None:
         """Set saved counts; raise for counts that no documents have."""
-        check_integer("num_documents", num_documents, minimum=0)
+        for name, number in (("num_documents", num_documents), ("num_tokens", num_tokens or 0)):
+            check_integer(name, number, minimum=0)
         is_count = (array := np.asarray(df)).dtype.kind in "iu" and array.shape == self.df.shape
         counts = torch.from_numpy(array.astype(np.int64))
         if not is_count or counts.min() < 0 or counts.max() > num_documents:
             raise ValueError(f"expected V integers in [0, {num_documents}] as `df`")
-        if num_tokens is not None and num_tokens < (least := int(counts.sum())):
-            raise ValueError(f"expected `num_tokens` >= {least}, the sum of `df`, got {num_tokens}")
         self.df, self.num_documents, self.num_tokens = counts, num_documents, num_tokens
-
-    @property
-    def _identity(self) -> tuple[int, str | None]:
-        return self.vocab_size, self.tokenizer_sha256
-
-
-def _vocab_size(archive: Any) -> int:
-    """Return V of an open archive; raise before its counts are unpacked if they are not V."""
-    if {*archive.files} - {"num_tokens"} != ARRAYS:
-        raise ValueError(f"it contains {', '.join(archive.files)}")
-    unpacked = {entry.filename: entry.file_size for entry in archive.zip.infolist()}
-    if max(size for name, size in unpacked.items() if name != "df.npy") > SMALL:
-        raise ValueError("an array beside its counts is too large")
-    size = int(archive["vocab_size"])
-    if unpacked["df.npy"] > 8 * size + SMALL:
-        raise ValueError(f"its counts are more than V = {size}")
-    return size
 
 
 def tokenizer_sha256(tokenizer: HasVocabulary) -> str:
@@ -356,9 +325,3 @@ def _on_cpu(values: Tensor | np.ndarray[Any, Any]) -> Tensor:
         return values.detach().cpu()
     array = np.array(values)  # copy, as PyTorch cannot share read-only or reversed arrays
     return torch.from_numpy(array.astype(np.int64) if array.dtype.kind == "u" else array)
-
-
-def _check_same_vocabulary(one: tuple[int, str | None], other: tuple[int, str | None]) -> None:
-    for name, ours, theirs in zip(("vocab_size", "tokenizer_sha256"), one, other, strict=True):
-        if ours != theirs:
-            raise ValueError(f"expected counters of the same `{name}`, got {ours!r} and {theirs!r}")

@@ -43,6 +43,7 @@ def test_a_healthy_run_gets_no_advice():
     losses = [1 / (n + 1) for n in range(20)]
     gradients = _gradients(info_nce=1.0, document_flops=0.5)
     assert advise(HEALTHY, gradients, losses=losses, validation_losses=losses) == []
+    assert advise(HEALTHY, losses=losses, validation_losses=[0.3] * 20) == []
     assert advise({}) == []
 
 
@@ -53,46 +54,28 @@ def test_findings_name_the_weights_of_their_side():
         advise({}, side="anchor")
 
 
-def test_flops_may_dominate_dense_texts():
-    """With every dimension active, FLOPS has a large gradient, which falls with their number."""
-    dense = {**HEALTHY, "dense_rows": 1.0, "active_dimensions": 8000.0}
-    large, too_large = (_gradients(info_nce=1.0, document_flops=norm) for norm in (12.0, 120.0))
-    assert advise(dense, large) == []
-    (finding,) = advise(dense, too_large)
-    assert finding.changes[0] == ("document_flops", "down")
-    assert "99% of the gradient" in finding.evidence
-
-
 COLLAPSED = {"texts": 32.0, "active_dimensions": 4.0, "index_flops": 3.2, "input_recall": 0.02}
 
 
-def test_a_collapse_without_a_dead_row_is_named():
-    first, *_ = advise({**HEALTHY, **COLLAPSED})
-    assert first.symptom == "texts have collapsed onto the same tokens"
-    assert first.changes[0] == ("document_flops", "down")
-    assert "share 79%" in first.evidence  # (32 * 0.8 - 1) / 31
-    assert first.changes[-1] == ("pool_special_tokens", "to False")
-
-
 @pytest.mark.parametrize(
-    ("wins", "change"),
+    ("wins", "change", "evidence"),
     [
-        ({"special_wins_share": 0.8, "first_wins_share": 0.1}, "pool_special_tokens"),
-        ({"special_wins_share": 0.1, "first_wins_share": 0.8}, "pool_mask"),
-        ({"special_wins_share": 0.1, "first_wins_share": 0.1}, "document_flops"),
+        ({}, "document_flops", "share 79%"),  # (32 * 0.8 - 1) / 31
+        ({"special_wins_share": 0.8, "first_wins_share": 0.1}, "pool_special_tokens", "win 90%"),
+        ({"special_wins_share": 0.1, "first_wins_share": 0.8}, "pool_mask", "win 90%"),
+        ({"special_wins_share": 0.1, "first_wins_share": 0.1}, "document_flops", "win 20%"),
     ],
 )
-def test_a_position_that_wins_everywhere_is_the_first_cause_of_a_collapse(wins, change):
+def test_a_collapse_without_a_dead_row_names_its_cause(wins, change, evidence):
     first, *_ = advise({**HEALTHY, **COLLAPSED, **wins})
+    assert first.symptom == "texts have collapsed onto the same tokens"
     assert first.changes[0][0] == change
-    assert f"win {sum(wins.values()):.0%}" in first.evidence
+    assert evidence in first.evidence
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"input_recall": 0.9},  # what they share they may well have in common
-        {"index_flops": 1.0},
         {"dense_rows": 1.0},
         {"texts": 1.0, "index_flops": 4.0},  # one text is like itself
         {"active_dimensions": 0.0, "index_flops": 0.0},
@@ -235,11 +218,6 @@ def test_the_most_severe_comes_first():
     assert findings == ["texts become empty", "stopwords are on top"]
 
 
-def test_diagnostics_in_place_of_their_report_are_an_error():
-    with pytest.raises(TypeError, match=r"from Diagnostics.report\(\), got Diagnostics"):
-        advise(Diagnostics(5))
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["losses", "validation_losses"])
 def test_a_loss_that_is_not_finite_is_named_at_once(name, value):
@@ -307,6 +285,8 @@ def test_a_controller_is_told_by_its_target_and_left_to_make_texts_sparse():
     assert controller.target_active == 64, "the controller lives"
 
 
-def test_an_objective_of_another_kind_is_an_error():
+def test_arguments_of_another_kind_are_errors():
+    with pytest.raises(TypeError, match=r"from Diagnostics.report\(\), got Diagnostics"):
+        advise(Diagnostics(5))
     with pytest.raises(TypeError, match="`objective` to be a SpladeObjective, got dict"):
         advise(HEALTHY, objective={})

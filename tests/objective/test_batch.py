@@ -6,13 +6,11 @@ import torch
 
 from sparse_losses import (
     RECOMMENDED,
-    V26,
     V28,
     BM25Teacher,
     DocumentFrequency,
     SpladeBatch,
     SpladeEncoder,
-    SpladeObjective,
 )
 from tests.representation import tiny_models
 
@@ -94,10 +92,9 @@ def test_tokenizer_and_length_may_be_arguments(splade):
         ({"negative": [["a"], ["b", "c"]]}, r"texts of 'negative' in every row, got \[1, 2\]"),
         ({"negative": [["a"], [None]]}, "'negative' to be texts, got None"),
         ({"negative": [[], []]}, "'negative' to be texts, got none"),
-        ({"positive_ids": [0.25, 0.75]}, r"'positive_ids' to be integers, got \[0.25, 0.75\]"),
-        ({"positive_ids": [0, None]}, r"'positive_ids' to be integers, got \[0, None\]"),
-        ({"teacher_scores": [[1.0, 2.0], [3.0]]}, "rows of as many numbers each, got"),
-        ({"teacher_anchor_scores": [None, None]}, "'teacher_anchor_scores' to be rows"),
+        ({"positive_ids": [0, None]}, "'positive_ids' to be numbers"),
+        ({"teacher_scores": [[1.0, 2.0], [3.0]]}, "'teacher_scores' to be numbers, in rows of one"),
+        ({"teacher_anchor_scores": [None, None]}, "'teacher_anchor_scores' to be numbers"),
     ],
 )
 def test_wrong_columns_are_errors(splade, change, message):
@@ -144,32 +141,16 @@ def test_teacher_scores_all_candidates(splade, negative, others):
         SpladeBatch.from_columns(splade, PAIRS, teacher=lambda query, document: None)
 
 
-@pytest.mark.parametrize(
-    ("preset", "teacher"),
-    [(V28.without("query_language_penalty"), overlap), (V26, "bm25"), (RECOMMENDED, "bm25")],
-    ids=["V28", "V26", "RECOMMENDED"],
-)
-def test_preset_reads_the_scores_of_a_teacher(splade, preset, teacher):
+@pytest.mark.parametrize("preset", [V28.without("query_language_penalty"), RECOMMENDED])
+def test_preset_reads_the_scores_of_a_teacher(splade, preset):
     counts = DocumentFrequency(splade.vocab_size)
     counts.update(**splade.tokenize(PAIRS["positive"]))
     special = splade.tokenizer.all_special_ids
-    if teacher == "bm25":
-        teacher = BM25Teacher(counts, special_token_ids=special)
+    is_bm25 = preset.teacher == "bm25"
+    teacher = BM25Teacher(counts, special_token_ids=special) if is_bm25 else overlap
     objective = preset.objective(idf=counts.idf(), special_token_ids=special)
-    anchors = "context_distillation" in preset.weights
-    batch = SpladeBatch.from_columns(splade, PAIRS, teacher=teacher, score_anchors=anchors)
-    total, terms = objective(batch)
-    assert total.isfinite()
+    batch = SpladeBatch.from_columns(splade, PAIRS, teacher=teacher, score_anchors=not is_bm25)
+    terms = objective(batch).terms
     assert {name for name, weight in preset.weights.items() if weight} <= terms.keys()
     changed = batch._replace(teacher_scores=-batch.teacher_scores)
     assert objective(changed).terms["distillation"] != terms["distillation"]
-
-
-def test_scores_beside_negatives_may_be_ambiguous(splade):
-    columns = {**PAIRS, "negative": [["ab", "cd", "x"]] * 4, "teacher_scores": torch.rand(4, 4)}
-    objective = SpladeObjective({"distillation": 1.0})
-    with pytest.raises(ValueError, match="teacher_candidates"):
-        objective(SpladeBatch.from_columns(splade, columns))
-    for candidates in ("own", "batch"):
-        columns["teacher_candidates"] = candidates
-        assert objective(SpladeBatch.from_columns(splade, columns)).total.isfinite()

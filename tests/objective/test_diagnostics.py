@@ -116,9 +116,9 @@ def test_silent_texts_have_a_report_too():
     diagnostics = _diagnostics()
     diagnostics.update(torch.zeros(4, V))
     report = diagnostics.report()
-    assert report["dead_rows"] == 1.0
-    assert report["active_dimensions"] == report["effective_tokens"] == report["index_flops"] == 0.0
-    assert all(math.isfinite(value) for value in report.values())
+    assert report.pop("texts") == 4.0
+    assert report.pop("dead_rows") == report.pop("never_active") == 1.0
+    assert not any(report.values()), "a NaN is not 0"
     assert diagnostics.top_tokens() == {}
 
 
@@ -148,16 +148,6 @@ def test_a_row_with_a_nan_is_neither_live_nor_dead():
     assert report["active_dimensions"] == report["smallest"] == report["largest"] == 3.0
     assert math.isnan(report["flops"])
     assert math.isnan(report["mean_activation"])
-
-
-def test_infinite_activations_are_all_that_counts():
-    diagnostics = _diagnostics()
-    x = torch.ones(2, V)
-    x[0, :2] = math.inf
-    diagnostics.update(x)
-    report = diagnostics.report()
-    assert report["flops"] == report["mean_activation"] == math.inf
-    assert report["effective_tokens"] == pytest.approx(2.0)
 
 
 def test_batches_from_inside_and_outside_inference_mode_add_up():

@@ -70,16 +70,6 @@ def test_second_derivatives_and_jacobians_are_those_of_the_formula(negative, cos
     assert all(x.any() for x in seconds[0])
 
 
-@over_similarities
-def test_vectors_of_different_precision_have_scores_in_the_wider_one(cosine):
-    query, key = draw(0, B, D).bfloat16(), draw(1, B, D).float()
-    for inputs in ((query, key), (key, query)):
-        scores = shared_scores(*inputs, None, cosine=cosine)
-        assert scores.dtype == torch.float32
-        exact = by_formula(*(x.double() for x in inputs), None, cosine=cosine)
-        torch.testing.assert_close(scores.double(), exact, rtol=1e-6, atol=1e-6)
-
-
 @over_negatives
 @over_similarities
 def test_halves_are_multiplied_as_halves_where_the_device_returns_fp32(

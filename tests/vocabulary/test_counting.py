@@ -100,25 +100,25 @@ def is_count_of(path, texts, tokenizer, max_length=None):
     )
 
 
-MADE = [
-    lambda folder: text_file(folder / "a.txt"),
-    lambda folder: rows_file(folder / "a.JSONL"),
-    lambda folder: rows_file(folder / "a.json"),
-    lambda folder: zipped(text_file(folder / "b.txt")),
-    lambda folder: zipped(rows_file(folder / "c.ndjson")),
-    lambda folder: dataset(folder / "data"),
-    lambda folder: splits(folder / "splits"),
-]
-
-
 def test_counts_of_all_kinds_of_inputs_and_tokenizers_equal_a_loop(tokenizer, tmp_path):
     fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer), pad_token="[PAD]")
     fast.save_pretrained(tmp_path / "model")
-    inputs = [make(tmp_path) for make in MADE]
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(rows_file(tmp_path / "blob"))  # as in a cache: the kind is in the link's name
+    inputs = [
+        link,
+        text_file(tmp_path / "a.txt"),
+        rows_file(tmp_path / "a.JSONL"),
+        rows_file(tmp_path / "a.json"),
+        zipped(text_file(tmp_path / "b.txt")),
+        zipped(rows_file(tmp_path / "c.ndjson")),
+        dataset(tmp_path / "data"),
+        splits(tmp_path / "splits"),
+    ]
     one, two = tmp_path / "made" / "one.npz", tmp_path / "two.npz"
-    assert count(*inputs, tokenizer=tokenizer, output=one) == 0
+    assert count(*inputs, inputs[0], tokenizer=tokenizer, output=one) == 0
     assert count(*reversed(inputs), tokenizer=tmp_path / "model", output=two) == 0
-    assert is_count_of(one, TEXTS * len(inputs), tokenizer)
+    assert is_count_of(one, TEXTS * len(inputs), tokenizer)  # what is named twice is counted once
     assert is_count_of(two, TEXTS * len(inputs), tokenizer)
     assert DocumentFrequency.load(two, tokenizer=fast).num_documents == 40 * len(inputs)
 
@@ -203,32 +203,20 @@ def test_unfinished_count_of_something_else_is_refused(tokenizer, tmp_path, caps
         ([first, second], tokenizer, ["--field", "body"]),
     ]:
         assert count(*inputs, tokenizer=made_with, output=output, options=options) == 2
-        assert "partial holds an unfinished count of other inputs or" in capsys.readouterr().err
+        assert "restart: it is of other inputs or with other options" in capsys.readouterr().err
     text_file(first, [*TEXTS, "more"])
     assert count(first, second, tokenizer=tokenizer, output=output) == 2
     settings, _, numbers, df = json.loads(state)
     for damaged in (
         state[:99],
         "{}",
-        "null",
-        "[]",
-        "[1, 2, [3, 4], 5]",
-        [settings, [], numbers, df],
-        [settings, None, numbers, df],
-        [settings, {}, numbers, df[1:]],
-        [settings, {}, numbers, [0.5, *df[1:]]],
-        [settings, {}, numbers, [-1, *df[1:]]],
-        [settings, {}, numbers, ["1", *df[1:]]],
-        [settings, {}, numbers, None],
-        [settings, {}, [numbers[0], None], df],
-        [settings, {}, [numbers[0], -1], df],
-        [settings, {}, [float(numbers[0]), numbers[1]], df],
-        [settings, {}, "ab", df],
-        [settings, {}, [1, numbers[1]], df],  # fewer documents than one token is in
+        json.dumps([settings, None, numbers, df]),
+        json.dumps([settings, {}, numbers, [-1, *df[1:]]]),
+        json.dumps([settings, {}, [1, numbers[1]], df]),  # fewer documents than one token is in
     ):
-        partial.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
+        partial.write_text(damaged)
         assert count(first, second, tokenizer=tokenizer, output=output) == 2
-        assert "partial is damaged: start over with --restart" in capsys.readouterr().err
+        assert "partial, start over with --restart: " in capsys.readouterr().err
     assert count(first, second, tokenizer=tokenizer, output=output, options=["--restart"]) == 0
     assert is_count_of(output, [*TEXTS, "more", *TEXTS], tokenizer)
 
@@ -241,7 +229,6 @@ GOOD = '{"text": "the cat"}\n'
     [
         ("a.jsonl", GOOD * 9 + "\n{'text': 1}\n", ":11: Expecting property name"),
         ("a.jsonl", GOOD * 9 + "[1]\n" + GOOD, ":10: expected a text in 'text' (--field), got [1]"),
-        ("a.jsonl", '{"text": null}', ":1: expected a text in 'text' (--field), got {'text': None"),
         ("a.jsonl", "[" * 100_000, ":1: maximum recursion depth exceeded"),
         ("a.jsonl", GOOD * 9 + '{"text": "\\ud800"}\n', ":10: 'utf-8' codec can't encode"),
         ("a.txt", b"a\n" * 200 + b"caf\xe9\n", ":201: 'utf-8' codec can't decode"),
@@ -263,19 +250,15 @@ def test_wrong_documents_are_errors_with_file_and_line(
 def test_wrong_commands_are_errors(tokenizer, tmp_path, capsys):
     path, output = text_file(tmp_path / "a.txt"), tmp_path / "df.npz"
     data = dataset(tmp_path / "data", text=["a", None])
-    (tmp_path / "plain").mkdir()
     (tmp_path / "wrong.json").write_text("{}")
     folder = "expected a file or a folder of Dataset.save_to_disk, got "
     for inputs, made_with, out, options, message in [
         (["missing.txt"], tokenizer, output, [], folder),
-        ([tmp_path / "plain"], tokenizer, output, [], folder),
         ([data], tokenizer, output, [], "data:2: expected a text in 'text' (--field), got {'text"),
         ([data], tokenizer, output, ["--field", "body"], "data:0: "),
-        ([path, path], tokenizer, output, [], "expected every input once"),
         ([path], tokenizer, output, ["--vocab-size", "5"], "expected --vocab-size of at least"),
         ([path], tokenizer, output, ["--max-length", "0"], "--max-length` to be an integer >= 1"),
         ([path], tmp_path / "wrong.json", output, [], "cannot load the tokenizer"),
-        ([path], tmp_path / "empty", output, [], "cannot load the tokenizer"),
         ([path], tokenizer, tmp_path, ["--overwrite"], f"{tmp_path} exists"),
         ([path], tokenizer, path, ["--overwrite"], "expected --output to differ"),
     ]:

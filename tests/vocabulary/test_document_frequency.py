@@ -2,7 +2,6 @@
 
 import math
 import os
-import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -109,10 +108,8 @@ def test_number_of_tokens_of_an_older_version_is_unknown_also_in_a_sum(tmp_path)
     ],
 )
 def test_merge_refuses_another_vocabulary(other, name):
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=f"of one `{name}`"):
         DocumentFrequency(V, tokenizer_sha256="a").merge(other)
-    with pytest.raises(TypeError, match="`other`"):
-        DocumentFrequency(V).merge({})
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16])
@@ -127,16 +124,6 @@ def test_ids_may_be_any_integers_and_the_mask_any_zero_one_dtype(dtype, ids):
         mask.setflags(write=False)
         counter.update(array[:, ::-1], mask)
     assert counter.df.tolist() == loop([[1, 2], [2, 5]])
-
-
-def test_ids_under_a_zero_mask_are_ignored():
-    huge = torch.iinfo(torch.int64)
-    counter = DocumentFrequency(V)
-    counter.update(
-        torch.tensor([[-100, 3, huge.max], [huge.min, 999, 0]]),
-        torch.tensor([[0, 1, 0], [0, 0, 0]]),
-    )
-    assert counter.df.tolist() == loop([[3], []])
 
 
 @pytest.mark.parametrize("bad", [V, -1, -100])
@@ -160,20 +147,8 @@ def test_an_attended_id_outside_the_vocabulary_changes_nothing(bad):
 def test_wrong_shapes_and_dtypes_are_named(ids, mask, error, name):
     with pytest.raises(error, match=name):
         DocumentFrequency(V).update(ids, mask)
-
-
-@pytest.mark.parametrize(
-    ("vocab_size", "options", "error"),
-    [
-        (0, {}, ValueError),
-        (2.0, {}, TypeError),
-        (V, {"tokenizer_sha256": ""}, TypeError),
-        (V, {"tokenizer_sha256": 3}, TypeError),
-    ],
-)
-def test_wrong_constructor_arguments(vocab_size, options, error):
-    with pytest.raises(error, match=next(iter(options), "vocab_size")):
-        DocumentFrequency(vocab_size, **options)
+    with pytest.raises(ValueError, match="vocab_size"):
+        DocumentFrequency(0)
 
 
 @given(documents.filter(len))
@@ -209,16 +184,12 @@ def _archive(**changes):
     [
         {"df": None},
         {"vocab_size": 3},
-        {"vocab_size": 0, "df": np.zeros(0, np.int64)},
         {"df": np.zeros(2)},
         {"df": np.array([0, 4])},
         {"df": np.array([0, -1])},
         {"df": np.array([{}, {}], dtype=object)},
         {"num_documents": 3.7},
-        {"num_tokens": 2.5},
         {"num_tokens": -1},
-        {"num_tokens": 4, "df": np.array([2, 3])},
-        {"num_documents": -1},
         {"num_token": 2},
         {"tokenizer_sha256": 7},
     ],
@@ -229,34 +200,24 @@ def test_other_archives_are_refused(tmp_path, changes):
         DocumentFrequency.load(tmp_path / "other.npz")
 
 
-@pytest.mark.parametrize("content", [b"", b"counts", b"PK\x03\x04", b"\x93NUMPY", None])
-def test_other_files_are_refused_and_a_missing_file_is_not_found(tmp_path, content):
-    path = tmp_path / "counts.npy"
-    with pytest.raises(FileNotFoundError):
-        DocumentFrequency.load(path)
-    np.save(path, np.zeros(2, np.int64)) if content is None else path.write_bytes(content)
-    with pytest.raises(ValueError, match="is not a DocumentFrequency file: "):
-        DocumentFrequency.load(path)
-
-
 def test_damaged_file_is_refused_or_loads_unharmed(tmp_path):
     counter, path = counted([[1, 2], [2]], tokenizer_sha256="abc"), tmp_path / "counts.npz"
     with pytest.raises(FileNotFoundError):
         DocumentFrequency.load(path)
     counter.save(path)
-    content = path.read_bytes()
-    refused = 0
+    content, others = path.read_bytes(), [b"", b"counts", b"\x93NUMPY"]
     for position in range(0, len(content), 7):
-        for damaged in (
-            content[:position],
-            content[:position] + bytes([content[position] ^ 0x55]) + content[position + 1 :],
-        ):
-            path.write_bytes(damaged)
-            try:
-                assert same(DocumentFrequency.load(path), counter)
-            except ValueError:
-                refused += 1
-    assert refused > len(content) / 7  # all truncations and most of the changes
+        others.append(content[:position])
+        flipped = bytes([content[position] ^ 0x55])
+        others.append(content[:position] + flipped + content[position + 1 :])
+    refused = 0
+    for damaged in others:
+        path.write_bytes(damaged)
+        try:
+            assert same(DocumentFrequency.load(path), counter)
+        except ValueError:
+            refused += 1
+    assert refused > len(others) / 2  # all truncations and most of the changes
 
 
 SHARDS = [[[1, 2], [2]], [[2, 5], [], [0]]]
@@ -316,17 +277,3 @@ def test_load_checks_tokenizer_and_vocab_size(tmp_path):
     counted([[1]]).save(path)
     with pytest.raises(ValueError, match="got no fingerprint"):
         DocumentFrequency.load(path, tokenizer=ours)
-
-
-@pytest.mark.parametrize("kept", [{}, {"vocab_size": 10}, {"tokenizer_sha256": "a" * 10_000_000}])
-def test_a_file_is_refused_before_its_counts_are_unpacked(tmp_path, kept):
-    path, size = tmp_path / "large.npz", 10_000_000
-    arrays = {"df": np.zeros(size, np.int64), "num_documents": 1, "vocab_size": size}
-    np.savez_compressed(path, **arrays | {"tokenizer_sha256": ""} | kept)
-    tracemalloc.start()
-    try:
-        with pytest.raises(ValueError, match=r"V = 10|too large"):
-            DocumentFrequency.load(path, vocab_size=10)
-        assert tracemalloc.get_traced_memory()[1] < 1e6
-    finally:
-        tracemalloc.stop()

@@ -180,10 +180,7 @@ def test_byte_level_is_known_by_its_alphabet_where_nothing_is_marked():
     ("name", "suggestion"),
     [
         ("Hangeul", "'Hangul'"),
-        ("HAN", "'Han'"),
-        ("Hang", "'Hangul'"),
         ("zzz", "such as 'Latin'"),
-        ("Unknown", "got 'Unknown'"),
         (3, "got 3"),
     ],
 )

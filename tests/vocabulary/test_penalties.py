@@ -109,36 +109,23 @@ def test_halves_are_computed_in_single_precision(dtype, expected):
     )
 
 
-SAME_IDS = [
-    (3, 1, 3, 1),
-    {1, 3},
-    np.array([1, 3], dtype=np.uint16),
-    [np.int64(1), np.int32(3)],
-    torch.tensor([3, 1, 1], dtype=torch.int32),
-]
-
-
-@pytest.mark.parametrize("ids", SAME_IDS, ids=lambda ids: type(ids).__name__)
-def test_ids_may_be_any_iterable_or_tensor_and_repeat(ids):
+@pytest.mark.parametrize("make", [tuple, set, np.array, torch.tensor])
+def test_ids_may_come_in_any_form_and_repeat(make):
+    ids = make([3, 1, 3])
     for name in ("special_token_ids", "stopword_ids"):
         assert torch.equal(idf_penalty(IDF, **{name: ids}), idf_penalty(IDF, **{name: [1, 3]}))
     assert language_penalty(5, ids).tolist() == [100, 0, 100, 0, 100]
     assert language_penalty(5, [], special_token_ids=ids).tolist() == [100, 0, 100, 0, 100]
-    assert language_penalty(5, (int(i) for i in ids)).tolist() == [100, 0, 100, 0, 100]
-    assert language_penalty(2, ids[:0] if hasattr(ids, "shape") else type(ids)()).all()
 
 
-BAD_IDS = [
-    *(
-        (wrap([1, bad]), ValueError, f"V = 5, got {bad}")
-        for bad in (5, -1)
-        for wrap in (list, torch.tensor, np.array)
-    ),
-    *((bad, TypeError, "") for bad in (["a"], "ab", [1.0], [None], [True], torch.ones(5), [[1]])),
-]
-
-
-@pytest.mark.parametrize(("bad", "error", "message"), BAD_IDS, ids=str)
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ([1, 5], ValueError, "V = 5, got 5"),
+        (torch.tensor([-1]), ValueError, "got -1"),
+        ("ab", TypeError, ""),
+    ],
+)
 def test_ids_that_are_no_token_ids_are_named(bad, error, message):
     for name, function in {
         "special_token_ids": lambda ids: idf_penalty(IDF, special_token_ids=ids),
@@ -165,19 +152,14 @@ def test_an_idf_that_is_not_finite_is_named_with_its_token(bad):
     [
         (idf_penalty, torch.ones(2, 3), {}, ValueError, "idf"),
         (idf_penalty, torch.ones(3).long(), {}, TypeError, "idf"),
-        (idf_penalty, [1.0, 2.0], {}, TypeError, "idf"),
         (idf_penalty, IDF, {"shape": "quadratic"}, ValueError, "'exponential', 'linear'"),
         (idf_penalty, IDF, {"minimum": 1.5}, ValueError, "minimum"),
-        (idf_penalty, IDF, {"alpha": "4"}, TypeError, "alpha"),
-        *(
-            (idf_penalty, IDF, {name: value}, ValueError, name)
-            for name in ("alpha", "special_penalty", "stopword_penalty", "minimum")
-            for value in (-0.1, math.nan, math.inf)
-        ),
+        (idf_penalty, IDF, {"alpha": -0.1}, ValueError, "alpha"),
+        (idf_penalty, IDF, {"special_penalty": math.nan}, ValueError, "special_penalty"),
+        (idf_penalty, IDF, {"stopword_penalty": math.inf}, ValueError, "stopword_penalty"),
+        (idf_penalty, IDF, {"minimum": -0.1}, ValueError, "minimum"),
         (language_penalty, 0, {"allowed_ids": []}, ValueError, "vocab_size"),
-        (language_penalty, 2.5, {"allowed_ids": []}, TypeError, "vocab_size"),
         (language_penalty, 3, {"allowed_ids": [], "penalty": -1.0}, ValueError, "penalty"),
-        (language_penalty, 3, {"allowed_ids": [], "penalty": math.nan}, ValueError, "penalty"),
     ],
 )
 def test_wrong_arguments_are_named(function, first, options, error, name):
