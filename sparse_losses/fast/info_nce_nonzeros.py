@@ -6,46 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_losses._core.implementations import Arguments
 from sparse_losses._core.products import as_single
-from sparse_losses.fast.info_nce import Call, compute_info_nce, dense_or_csr, unsupported_reason
+from sparse_losses.fast.info_nce import Call, compute_info_nce
 from sparse_losses.fast.sparse import NonZeros, non_zeros, product, product_by_columns
-
-# Used below this density with at least this number of rows; for fewer rows, the limit is
-# proportionally smaller: on one thread of an Intel Xeon both take the same time at 1% with 64 rows
-# of a vocabulary of 30,522, at 3% with 128 and at 8% with 256. Dense products gain more from a
-# second thread: 128 rows of 2% take 51 ms dense and 38 sparse on one thread, 29 and 34 on two.
-DENSEST, ROWS_FOR_DENSEST = 0.12, 512
-FEWEST_COLUMNS = 4096
-SAMPLED_ROWS = 16
-
-
-def nonzeros_unsupported_reason(arguments: Arguments) -> str | None:
-    """Return why sparse products do not support the call, or ``None``."""
-    negative = arguments["negative"]
-    if negative is not None and negative.ndim == 3:
-        return "no negatives per row"
-    if arguments["anchor"].device.type == "meta":
-        return "tensors with values"
-    return unsupported_reason(arguments)
-
-
-def prefers_nonzeros(arguments: Arguments) -> bool:
-    """Whether inputs are CSR, or wide and, by a sample, with few non-zeros; reads values."""
-    inputs = dense_or_csr(arguments)
-    if any(x.layout != torch.strided for x in inputs):
-        return True
-    is_wide = inputs[0].is_cpu and inputs[0].shape[1] >= FEWEST_COLUMNS
-    return is_wide and _has_few_nonzeros(*inputs)
-
-
-def _has_few_nonzeros(*inputs: Tensor) -> bool:
-    rows = len(inputs[0])
-    sample = [x[:: max(x.shape[0] // SAMPLED_ROWS, 1)] for x in inputs]
-    num_nonzeros = sum(int(x.count_nonzero()) for x in sample)
-    densest = DENSEST * min(1.0, rows / ROWS_FOR_DENSEST)
-    densest /= 1 if torch.get_num_threads() == 1 else 2
-    return num_nonzeros < densest * sum(x.numel() for x in sample)
 
 
 def nonzeros_info_nce(needs: Set[str], **arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:

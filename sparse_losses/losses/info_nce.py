@@ -23,14 +23,12 @@ from sparse_losses.fast.info_nce import (
     dense_unsupported_reason,
     direct_info_nce,
     exceeds_a_block,
+    nonzeros_unsupported_reason,
     number_of,
+    prefers_nonzeros,
     reverse,
 )
-from sparse_losses.fast.info_nce_nonzeros import (
-    nonzeros_info_nce,
-    nonzeros_unsupported_reason,
-    prefers_nonzeros,
-)
+from sparse_losses.fast.info_nce_nonzeros import nonzeros_info_nce
 
 __all__ = [
     "InfoNCEFromScoresLoss",
@@ -439,6 +437,7 @@ class InfoNCELoss(LossModule):
     """
 
     temperature: float | Tensor
+    negatives_from: NegativesFrom
     # `SpladeObjective` may compute this loss from scores shared between terms. A subclass may
     # compute something else, so it does not inherit this and has to set it itself.
     takes_scores = True
