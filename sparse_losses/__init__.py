@@ -7,6 +7,7 @@ from sparse_losses.losses.idf_flops import IdfFlopsLoss, idf_flops_loss
 from sparse_losses.losses.info_nce import (
     InfoNCEFromScoresLoss,
     InfoNCELoss,
+    false_negative_mask,
     info_nce_from_scores,
     info_nce_loss,
 )
@@ -23,6 +24,7 @@ from sparse_losses.losses.positive_activation import (
     PositiveActivationLoss,
     positive_activation_loss,
 )
+from sparse_losses.losses.ranknet import RankNetLoss, ranknet_loss
 from sparse_losses.losses.self_reconstruction import (
     SelfReconstructionLoss,
     self_reconstruction_loss,
@@ -64,6 +66,7 @@ from sparse_losses.representation import (
     token_weights,
 )
 from sparse_losses.vocabulary import (
+    ActivationFrequency,
     DocumentFrequency,
     bm25_scores,
     idf_penalty,
@@ -82,6 +85,7 @@ __all__ = [
     "V25",
     "V26",
     "V28",
+    "ActivationFrequency",
     "BM25Teacher",
     "CollapseError",
     "ContextGate",
@@ -106,6 +110,7 @@ __all__ = [
     "Phase",
     "PositiveActivationLoss",
     "Preset",
+    "RankNetLoss",
     "Report",
     "SelfReconstructionLoss",
     "SparsityController",
@@ -126,6 +131,7 @@ __all__ = [
     "calibrate_threshold",
     "context_overlap",
     "distillation_loss",
+    "false_negative_mask",
     "flops_loss",
     "gradient_report",
     "idf_flops_loss",
@@ -143,6 +149,7 @@ __all__ = [
     "nws_loss",
     "pairwise_contrastive_loss",
     "positive_activation_loss",
+    "ranknet_loss",
     "recall_at_k",
     "self_reconstruction_loss",
     "splade_head",

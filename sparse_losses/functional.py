@@ -4,7 +4,11 @@ from sparse_losses.losses._mutual_information import mutual_information_lower_bo
 from sparse_losses.losses.distillation import distillation_loss
 from sparse_losses.losses.flops import flops_loss
 from sparse_losses.losses.idf_flops import idf_flops_loss
-from sparse_losses.losses.info_nce import info_nce_from_scores, info_nce_loss
+from sparse_losses.losses.info_nce import (
+    false_negative_mask,
+    info_nce_from_scores,
+    info_nce_loss,
+)
 from sparse_losses.losses.language_penalty import language_penalty_loss
 from sparse_losses.losses.margin_mse import margin_mse_loss
 from sparse_losses.losses.min_activation import min_activation_loss
@@ -12,6 +16,7 @@ from sparse_losses.losses.n_pair import n_pair_loss
 from sparse_losses.losses.nws import nws_loss
 from sparse_losses.losses.pairwise_contrastive import pairwise_contrastive_loss
 from sparse_losses.losses.positive_activation import positive_activation_loss
+from sparse_losses.losses.ranknet import ranknet_loss
 from sparse_losses.losses.self_reconstruction import self_reconstruction_loss
 from sparse_losses.losses.triplet_margin import triplet_margin_loss
 from sparse_losses.metrics import context_overlap, recall_at_k
@@ -43,6 +48,7 @@ __all__ = [
     "calibrate_threshold",
     "context_overlap",
     "distillation_loss",
+    "false_negative_mask",
     "flops_loss",
     "gradient_report",
     "idf_flops_loss",
@@ -60,6 +66,7 @@ __all__ = [
     "nws_loss",
     "pairwise_contrastive_loss",
     "positive_activation_loss",
+    "ranknet_loss",
     "recall_at_k",
     "self_reconstruction_loss",
     "splade_head",

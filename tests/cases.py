@@ -109,16 +109,29 @@ LOSSES = {
             "info_nce",
             "InfoNCELoss",
             "(anchor, positive, negative=None, *, temperature=0.07, similarity='cosine', "
-            "symmetric=False, in_batch=True, positive_ids=None, positive_mask=None, "
-            "decoupled=False, gather=False, impl='auto', reduction='mean')",
+            "symmetric=False, in_batch=True, negatives_from=('document',), positive_ids=None, "
+            "positive_mask=None, candidate_mask=None, false_negative_margin=None, "
+            "false_negative_ratio=None, decoupled=False, gather=False, impl='auto', "
+            "reduction='mean')",
             {
                 "anchor": "B D, grad, private",
                 "positive": "B D, grad",
                 "negative": "N D or B N D, grad, private",
                 "positive_ids": "B",
                 "positive_mask": "B B, mask, void 0",
+                "candidate_mask": "B B, mask, void 0",  # and a column a negative
             },
-            bad=(("similarity", "euclidean"), ("symmetric", "False"), ("decoupled", None)),
+            bad=(
+                ("similarity", "euclidean"),
+                ("symmetric", "False"),
+                ("decoupled", None),
+                ("negatives_from", "document"),
+                ("negatives_from", ("query",)),
+                ("negatives_from", ("document", "passage")),
+                ("false_negative_margin", float("inf")),
+                ("false_negative_margin", "0.1"),
+                ("false_negative_ratio", -0.1),
+            ),
             implementations=("direct", "blocks", "nonzeros"),
         ),
         Loss(
@@ -149,9 +162,14 @@ LOSSES = {
         Loss(
             "triplet_margin",
             "TripletMarginLoss",
-            "(anchor, positive, negative, *, margin=0.3, similarity='cosine', "
-            "gather=False, reduction='mean')",
-            {"anchor": "B D, grad", "positive": "B D, grad", "negative": "B D or B N D, grad"},
+            "(anchor, positive, negative, candidate_mask=None, *, margin=0.3, "
+            "similarity='cosine', gather=False, reduction='mean')",
+            {
+                "anchor": "B D, grad, private",
+                "positive": "B D, grad, private",
+                "negative": "B D or B N D, grad, private",
+                "candidate_mask": "B N, mask, void 0",
+            },
         ),
         Loss(
             "self_reconstruction",
@@ -177,14 +195,17 @@ LOSSES = {
         Loss(
             "flops",
             "FlopsLoss",
-            "(activations, *, estimator='biased', gather=False)",
-            {"activations": "B V, grad"},
+            "(activations, token_weight=None, *, estimator='biased', threshold=None, gather=False)",
+            {"activations": "B V, grad", "token_weight": "V, buffer"},
+            bad=(("threshold", -1), ("threshold", "5"), ("threshold", float("nan"))),
         ),
         Loss(
             "idf_flops",
             "IdfFlopsLoss",
-            "(activations, token_penalty, *, beta=0.3, estimator='biased', gather=False)",
+            "(activations, token_penalty, *, beta=0.3, estimator='biased', threshold=None, "
+            "gather=False)",
             {"activations": "B V, grad", "token_penalty": "V, buffer"},
+            bad=(("threshold", -1),),
         ),
         Loss(
             "min_activation",
@@ -215,13 +236,25 @@ LOSSES = {
         Loss(
             "margin_mse",
             "MarginMSELoss",
-            "(student_positive, student_negative, teacher_positive, teacher_negative, *, "
-            "gather=False, reduction='mean')",
+            "(student_positive, student_negative, teacher_positive, teacher_negative, "
+            "candidate_mask=None, *, gather=False, reduction='mean')",
             {
                 "student_positive": "B, grad, private",
-                "student_negative": "B, grad, private",
+                "student_negative": "B or B N, grad, private",
                 "teacher_positive": "B, void -inf",
-                "teacher_negative": "B",
+                "teacher_negative": "B or B N, private",
+                "candidate_mask": "B or B N, mask",
+            },
+        ),
+        Loss(
+            "ranknet",
+            "RankNetLoss",
+            "(student_scores, teacher_scores, *, candidate_mask=None, temperature=1.0, "
+            "gather=False, reduction='mean')",
+            {
+                "student_scores": "B C, grad, private",
+                "teacher_scores": "B C, private",
+                "candidate_mask": "B C, mask, void 0",
             },
         ),
         Loss(
@@ -559,7 +592,9 @@ def to_arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
 # Factories
 
 
-def _pairs(negative: str | None = None, ids: bool = False, mask: bool = False):
+def _pairs(
+    negative: str | None = None, ids: bool = False, mask: bool = False, candidates: bool = False
+):
     def make(rng: np.random.Generator, batch: int) -> Arrays:
         arrays = {"anchor": rng.normal(size=(batch, D)), "positive": rng.normal(size=(batch, D))}
         if negative == "shared":
@@ -568,11 +603,20 @@ def _pairs(negative: str | None = None, ids: bool = False, mask: bool = False):
             arrays["negative"] = rng.normal(size=(batch, N, D))
         if negative == "row":
             arrays["negative"] = rng.normal(size=(batch, D))
+        if negative == "ragged":
+            arrays["negative"] = rng.normal(size=(batch, N, D))
+            arrays["candidate_mask"] = np.arange(N) <= np.arange(batch)[:, None]
         if ids:
             arrays["positive_ids"] = np.arange(batch) // 2 * 7  # rows 0 and 1 share one, 2 and 3
         if mask:
             some = rng.random((batch, batch)) < 0.3
             arrays["positive_mask"] = some | np.roll(np.eye(batch, dtype=bool), 1, axis=1)
+        if candidates:  # a row keeps its positive and a key of another id
+            width = batch + (N if negative else 0)
+            own = np.eye(batch, width, dtype=bool)
+            kept = own | np.roll(own, 2, axis=0) | (rng.random((batch, width)) < 0.6)
+            kept[:1, batch:] = True  # every negative is a candidate somewhere
+            arrays["candidate_mask"] = kept
         return arrays
 
     return make
@@ -622,18 +666,22 @@ def _nws(key: bool = False, queue: bool = False, mask: bool = False, similar: bo
     return make
 
 
-def _activations(penalty: bool = False, counts: bool = False, signed: bool = False):
+def _activations(
+    penalty: bool = False, counts: bool = False, signed: bool = False, weight: bool = False
+):
     def make(rng: np.random.Generator, batch: int) -> Arrays:
         values = rng.normal(size=(batch, V))
         if not signed:  # sparse, but no column and no top of a row is all zero: there are kinks
             active = rng.random((batch, V)) < 0.8
-            active[:1] = True
+            active[:2] = True
             values = np.log1p(np.abs(values)) * active
         arrays = {"activations": values}
         if penalty:
             arrays["token_penalty"] = rng.random(V) * 3
         if counts:
             arrays["token_counts"] = np.arange(batch) + 1
+        if weight:
+            arrays["token_weight"] = rng.random(V) * 2
         return arrays
 
     return make
@@ -690,14 +738,25 @@ def _score_table(candidates: bool = False, several: bool = False):
     return make
 
 
-def _margins(rng: np.random.Generator, batch: int) -> Arrays:
-    return {name: rng.normal(size=batch) for name in LOSSES["margin_mse"].tensors}
+def _margins(infinite: bool = False, several: bool = False, mask: bool = False):
+    def make(rng: np.random.Generator, batch: int) -> Arrays:
+        arrays = {}
+        for name in (
+            "student_positive",
+            "student_negative",
+            "teacher_positive",
+            "teacher_negative",
+        ):
+            is_list = several and name.endswith("negative")
+            arrays[name] = rng.normal(size=(batch, N) if is_list else batch)
+        if infinite:
+            arrays["teacher_negative"][:1] = -np.inf
+        if mask:
+            arrays["candidate_mask"] = np.arange(N) <= np.arange(batch)[:, None]
+            arrays["teacher_negative"][2:3, 1] = -np.inf
+        return arrays
 
-
-def _margins_with_absent(rng: np.random.Generator, batch: int) -> Arrays:
-    arrays = _margins(rng, batch)
-    arrays["teacher_negative"][:1] = -np.inf
-    return arrays
+    return make
 
 
 def _logits(rng: np.random.Generator, batch: int) -> Arrays:
@@ -749,10 +808,13 @@ def _objective(negative: bool = False):
 DENSE = ("direct", "blocks")  # those that support negatives per row
 
 
-def _info_nce(name, negative=None, ids=False, mask=False, implementations=None, **kwargs) -> Case:
+def _info_nce(
+    name, negative=None, ids=False, mask=False, candidates=False, implementations=None, **kwargs
+) -> Case:
     kwargs = {"temperature": 0.3, **kwargs}
-    not_private = ("anchor",) if kwargs.get("symmetric") else ()
-    return Case("info_nce", name, _pairs(negative, ids, mask), kwargs, not_private, implementations)
+    more = kwargs.get("symmetric") or "query" in kwargs.get("negatives_from", ())
+    arrays = _pairs(negative, ids, mask, candidates)
+    return Case("info_nce", name, arrays, kwargs, ("anchor",) if more else (), implementations)
 
 
 def _nws_case(name: str, arrays: dict, **kwargs) -> Case:
@@ -774,6 +836,8 @@ ALL_REFERENCES = {"key": True, "queue": True, "mask": True}
 KEYS_AND_QUEUE = {"key": True, "queue": True}
 BOTH = {"symmetric": True}
 OUTSIDE = {"in_batch": False, "implementations": ()}
+BOUNDS = {"false_negative_margin": 0.4, "false_negative_ratio": 0.9}
+FROM_ALL = {"negatives_from": ("document", "query", "positive"), "decoupled": True}
 
 BASE_CASES = (
     _info_nce("plain"),
@@ -789,7 +853,7 @@ BASE_CASES = (
     _info_nce("symmetric_per_row", "per_row", **BOTH, similarity="dot", implementations=DENSE),
     _info_nce("symmetric_per_row_only", "per_row", **BOTH, **OUTSIDE),
     _info_nce("ids", ids=True),
-    _info_nce("ids_symmetric_decoupled", ids=True, **BOTH, decoupled=True, implementations=()),
+    _info_nce("ids_symmetric_decoupled", ids=True, **BOTH, decoupled=True),
     _info_nce("positives", mask=True, implementations=()),
     _info_nce("positives_shared", "shared", mask=True, implementations=()),
     _info_nce("positives_symmetric", "per_row", mask=True, **BOTH, implementations=()),
@@ -806,6 +870,28 @@ BASE_CASES = (
     ),
     _info_nce("decoupled", decoupled=True),
     _info_nce("decoupled_dot", "per_row", decoupled=True, similarity="dot", implementations=DENSE),
+    _info_nce("candidates", "shared", candidates=True),
+    _info_nce("candidates_symmetric", "per_row", candidates=True, **BOTH, implementations=DENSE),
+    _info_nce("candidates_decoupled", ids=True, candidates=True, **BOTH, decoupled=True),
+    _info_nce("candidates_positives", "shared", mask=True, candidates=True, implementations=()),
+    _info_nce("false_negatives", "shared", false_negative_margin=0.3, false_negative_ratio=0.9),
+    _info_nce("false_negatives_symmetric", ids=True, **BOTH, false_negative_margin=0.2),
+    _info_nce("false_negatives_decoupled", decoupled=True, false_negative_margin=0.3),
+    _info_nce(
+        "false_negatives_positives",
+        mask=True,
+        **BOTH,
+        **BOUNDS,
+        candidates=True,
+        implementations=(),
+    ),
+    _info_nce("from_queries", negatives_from=("document", "query"), **BOTH, implementations=()),
+    _info_nce(
+        "from_positives", ids=True, negatives_from=("document", "positive"), implementations=()
+    ),
+    _info_nce(
+        "from_all", "per_row", mask=True, candidates=True, **BOUNDS, **FROM_ALL, implementations=()
+    ),
     Case("info_nce_from_scores", "one", _score_table()),
     Case("info_nce_from_scores", "several", _score_table(several=True)),
     Case("info_nce_from_scores", "candidates", _score_table(True, True)),
@@ -820,6 +906,13 @@ BASE_CASES = (
     Case("triplet_margin", "euclidean", _pairs("row"), {"similarity": "euclidean", "margin": 4.0}),
     Case("triplet_margin", "many", _pairs("per_row")),
     Case("triplet_margin", "many_euclidean", _pairs("per_row"), {"similarity": "euclidean"}),
+    Case("triplet_margin", "ragged", _pairs("ragged"), {"margin": 2.0}),
+    Case(
+        "triplet_margin",
+        "ragged_euclidean",
+        _pairs("ragged"),
+        {"similarity": "euclidean", "margin": 3.0},
+    ),
     _nws_case("prototypes", {"similar": False}),
     _nws_case("key", {"key": True}),
     _nws_case("queue", {"queue": True}),
@@ -831,11 +924,20 @@ BASE_CASES = (
     _nws_case("large_eps", KEYS_AND_QUEUE, eps=0.2, alpha=3.0, decoupled=False),
     Case("flops", "biased", _activations()),
     Case("flops", "unbiased", _activations(), {"estimator": "unbiased"}),
+    Case("flops", "weighted", _activations(weight=True)),
+    Case("flops", "threshold", _activations(), {"threshold": 9}),
+    Case(
+        "flops",
+        "all",
+        _activations(weight=True),
+        {"estimator": "unbiased", "threshold": 9},
+    ),
     Case("idf_flops", "biased", _activations(penalty=True)),
     Case("idf_flops", "signed", _activations(penalty=True, signed=True), {"beta": 2.0}),
     Case(
         "idf_flops", "unbiased", _activations(penalty=True), {"estimator": "unbiased", "beta": 0.7}
     ),
+    Case("idf_flops", "threshold", _activations(penalty=True), {"threshold": 9}),
     Case("min_activation", "plain", _activations(), {"threshold": 3.0}),
     Case("min_activation", "counted", _activations(counts=True), {"threshold": 3.0, "top_k": 3}),
     Case("min_activation", "signed", _activations(signed=True), {"threshold": 0.9, "top_k": 4}),
@@ -869,8 +971,13 @@ BASE_CASES = (
     ),
     Case("distillation", "infinite", _scores(infinite=True)),
     Case("distillation", "infinite_row", _scores(True, True), {"standardize": "row"}),
-    Case("margin_mse", "plain", _margins),
-    Case("margin_mse", "infinite", _margins_with_absent),
+    Case("margin_mse", "plain", _margins()),
+    Case("margin_mse", "infinite", _margins(infinite=True)),
+    Case("margin_mse", "several", _margins(several=True)),
+    Case("margin_mse", "ragged", _margins(several=True, mask=True)),
+    Case("ranknet", "plain", _scores(), {"temperature": 0.7}),
+    Case("ranknet", "masked", _scores(mask=True)),
+    Case("ranknet", "infinite", _scores(True, True)),
 )
 
 HEAD = {"bias": True, "mask": True, "gate": True}

@@ -65,32 +65,72 @@ def sim(a: np.ndarray, b: np.ndarray, kind: str) -> float:
 # Who belongs together
 
 
+def _is_false_negative(score, largest_positive, margin, ratio) -> bool:
+    """Whether a similarity is above the positive's plus the margin, or times the ratio."""
+    if margin is not None and score > largest_positive + margin:
+        return True
+    return ratio is not None and largest_positive > 0 and score > ratio * largest_positive
+
+
+def false_negative_mask(scores, positive_mask=None, *, margin=None, ratio=None) -> np.ndarray:
+    """1 for candidates that do not score too high to be negatives."""
+    kept = np.ones(np.shape(scores), bool)
+    for i, row in enumerate(scores):
+        positives = [
+            j for j in range(len(row)) if (i == j if positive_mask is None else positive_mask[i][j])
+        ]
+        for j, score in enumerate(row):
+            if positives and j not in positives:
+                largest = max(float(row[p]) for p in positives)
+                kept[i, j] = not _is_false_negative(float(score), largest, margin, ratio)
+    return kept
+
+
 def _info_nce_direction(
-    anchor, positive, negative, temperature, kind, in_batch, positive_ids, positive_mask, decoupled
+    queries, keys, negative, positives, pairs, spare, *, options, blocks
 ) -> list[float | None]:
-    batch = len(anchor)
+    """One direction: ``positives`` and ``pairs`` say which keys are positives and candidates.
+
+    A block holds more vectors of the batch: what a row is compared with besides, and by what.
+    """
+    t, kind, in_batch = options["temperature"], options["similarity"], options["in_batch"]
+    ids, margin, ratio = options["positive_ids"], options["margin"], options["ratio"]
+    batch = len(queries)
     values: list[float | None] = []
     for i in range(batch):
-        positives, negatives = [], []
-        for j in range(batch):
-            if not in_batch and j != i:
-                continue
-            score = sim(anchor[i], positive[j], kind) / temperature
-            is_positive = (j == i) if positive_mask is None else bool(positive_mask[i][j])
-            same_id = positive_ids is not None and positive_ids[i] == positive_ids[j]
-            if is_positive:
-                positives.append(score)
-            elif not same_id:
-                negatives.append(score)
+        allowed = [
+            j
+            for j in (range(batch) if in_batch else [i])
+            if pairs is None or pairs[i][j if in_batch else 0]
+        ]
+        own = [j for j in allowed if (j == i if positives is None else positives[i][j])]
+        own_scores = [sim(queries[i], keys[j], kind) for j in own]
+        others = [
+            j
+            for j in allowed
+            if not (j == i if positives is None else positives[i][j])
+            and not (ids is not None and ids[i] == ids[j])
+        ]
+        scores = [sim(queries[i], keys[j], kind) for j in others]
+        for left, right in blocks:
+            scores += [sim(left[i], right[j], kind) for j in others if j != i]
+        negatives = [
+            s
+            for s in scores
+            if not own_scores or not _is_false_negative(s, max(own_scores), margin, ratio)
+        ]
         if negative is not None:
-            for vector in negative if np.ndim(negative) == 2 else negative[i]:
-                negatives.append(sim(anchor[i], vector, kind) / temperature)
-        if not positives or (decoupled and not negatives):
+            for n, vector in enumerate(negative if np.ndim(negative) == 2 else negative[i]):
+                if spare is None or spare[i][n]:
+                    negatives.append(sim(queries[i], vector, kind))
+        if not own_scores or (options["decoupled"] and not negatives):
             values.append(None)
             continue
-        candidates = negatives if decoupled else positives + negatives
-        terms = [log_sum_exp(candidates) - score for score in positives]
-        if not decoupled and len(candidates) == 1:
+        candidates = [
+            s / t for s in (negatives if options["decoupled"] else own_scores + negatives)
+        ]
+        terms = [log_sum_exp(candidates) - s / t for s in own_scores]
+        if not options["decoupled"] and len(candidates) == 1:
             terms = [0.0]
         values.append(math.fsum(terms) / len(terms))
     return values
@@ -105,17 +145,41 @@ def info_nce(
     similarity="cosine",
     symmetric=False,
     in_batch=True,
+    negatives_from=("document",),
     positive_ids=None,
     positive_mask=None,
+    candidate_mask=None,
+    false_negative_margin=None,
+    false_negative_ratio=None,
     decoupled=False,
 ) -> Rows:
     """Minus log of the positive's share among the candidates."""
-    options = (temperature, similarity, in_batch, positive_ids)
-    forward = _info_nce_direction(anchor, positive, negative, *options, positive_mask, decoupled)
+    options = {
+        "temperature": temperature,
+        "similarity": similarity,
+        "in_batch": in_batch,
+        "positive_ids": positive_ids,
+        "margin": false_negative_margin,
+        "ratio": false_negative_ratio,
+        "decoupled": decoupled,
+    }
+    width = len(anchor) if in_batch else 1
+    pairs = spare = None
+    if candidate_mask is not None:
+        pairs, spare = np.asarray(candidate_mask)[:, :width], np.asarray(candidate_mask)[:, width:]
+    blocks = [(anchor, anchor)] * ("query" in negatives_from)
+    blocks += [(positive, positive)] * ("positive" in negatives_from)
+    forward = _info_nce_direction(
+        anchor, positive, negative, positive_mask, pairs, spare, options=options, blocks=blocks
+    )
     if not symmetric:
         return _rows(forward)
-    transposed = None if positive_mask is None else np.asarray(positive_mask).T
-    backward = _info_nce_direction(positive, anchor, negative, *options, transposed, decoupled)
+    turned = None if positive_mask is None else np.asarray(positive_mask).T
+    if pairs is not None and in_batch:
+        pairs = pairs.T
+    backward = _info_nce_direction(
+        positive, anchor, negative, turned, pairs, spare, options=options, blocks=blocks
+    )
     return _rows(
         [
             None if one is None or two is None else (one + two) / 2
@@ -168,12 +232,16 @@ def pairwise_contrastive(x1, x2, same, *, margin=1.0) -> Rows:
     return _rows(values)
 
 
-def triplet_margin(anchor, positive, negative, *, margin=0.3, similarity="cosine") -> Rows:
-    """The hinge on the similarity gap, averaged over a row's negatives."""
+def triplet_margin(
+    anchor, positive, negative, candidate_mask=None, *, margin=0.3, similarity="cosine"
+) -> Rows:
+    """The hinge on the similarity gap, averaged over the row's negatives that are there."""
     values: list[float | None] = []
     for i in range(len(anchor)):
         own = sim(anchor[i], positive[i], similarity)
         others = negative[i : i + 1] if np.ndim(negative) == 2 else negative[i]
+        if candidate_mask is not None:
+            others = [n for n, is_there in zip(others, candidate_mask[i], strict=True) if is_there]
         hinges = [max(0.0, margin - own + sim(anchor[i], n, similarity)) for n in others]
         values.append(math.fsum(hinges) / len(hinges) if hinges else None)
     return _rows(values)
@@ -284,13 +352,25 @@ def _squared_means(activations, estimator) -> list[float]:
     return squares
 
 
-def flops(activations, *, estimator="biased") -> float:
-    """Squared column means; unbiased: the mean product of distinct pairs of rows."""
-    return math.fsum(_squared_means(activations, estimator))
+def _dense_rows(activations, threshold) -> np.ndarray:
+    """Rows with more active entries than the threshold; the others as zeros."""
+    rows = np.array(activations, np.float64)
+    for i, row in enumerate(rows):
+        if threshold is not None and sum(1 for v in row if v != 0) <= threshold:
+            rows[i] = 0.0
+    return rows
 
 
-def idf_flops(activations, token_penalty, *, beta=0.3, estimator="biased") -> float:
+def flops(activations, token_weight=None, *, estimator="biased", threshold=None) -> float:
+    """Weighted squared column means; unbiased: the mean product of distinct pairs of rows."""
+    squares = _squared_means(_dense_rows(activations, threshold), estimator)
+    weights = np.ones(len(squares)) if token_weight is None else token_weight
+    return math.fsum(float(w) * s for w, s in zip(weights, squares, strict=True))
+
+
+def idf_flops(activations, token_penalty, *, beta=0.3, estimator="biased", threshold=None) -> float:
     """Weighted absolute means plus beta times weighted squared means."""
+    activations = _dense_rows(activations, threshold)
     batch, vocab = np.shape(activations)
     squares = _squared_means(activations, estimator)
     total = []
@@ -439,13 +519,35 @@ def distillation(
     return alpha_kl * temperature**2 * kl + alpha_mse * mse
 
 
-def margin_mse(student_positive, student_negative, teacher_positive, teacher_negative) -> Rows:
-    """``((s+ - s-) - (t+ - t-))^2``; not valid where a teacher's score is ``-inf``."""
+def margin_mse(
+    student_positive, student_negative, teacher_positive, teacher_negative, candidate_mask=None
+) -> Rows:
+    """The mean of ``((s+ - s-) - (t+ - t-))^2`` over the negatives of a row that are there."""
     rows: list[float | None] = []
-    columns = (student_positive, student_negative, teacher_positive, teacher_negative)
-    for sp, sn, tp, tn in zip(*columns, strict=True):
-        is_absent = tp == -np.inf or tn == -np.inf
-        rows.append(None if is_absent else float(((sp - sn) - (tp - tn)) ** 2))
+    for i, (sp, tp) in enumerate(zip(student_positive, teacher_positive, strict=True)):
+        pairs = zip(
+            np.atleast_1d(student_negative[i]), np.atleast_1d(teacher_negative[i]), strict=True
+        )
+        squares = []
+        for n, (sn, tn) in enumerate(pairs):
+            is_there = candidate_mask is None or np.atleast_1d(candidate_mask[i])[n]
+            if is_there and tp != -np.inf and tn != -np.inf:
+                squares.append(float(((sp - sn) - (tp - tn)) ** 2))
+        rows.append(math.fsum(squares) / len(squares) if squares else None)
+    return _rows(rows)
+
+
+def ranknet(student_scores, teacher_scores, *, candidate_mask=None, temperature=1.0) -> Rows:
+    """The mean over ordered pairs of ``log(1 + exp(-(s_a - s_b) / T))``."""
+    rows: list[float | None] = []
+    for i, (s, t) in enumerate(zip(student_scores, teacher_scores, strict=True)):
+        kept = [
+            c
+            for c in range(len(s))
+            if t[c] != -np.inf and (candidate_mask is None or candidate_mask[i][c])
+        ]
+        costs = [softplus(-(s[a] - s[b]) / temperature) for a in kept for b in kept if t[a] > t[b]]
+        rows.append(math.fsum(costs) / len(costs) if costs else None)
     return _rows(rows)
 
 

@@ -76,6 +76,16 @@ def info_nce_problems(draw) -> tuple[dict, dict]:
         tensors["positive_mask"] = rng.random((batch, batch)) < draw(
             st.sampled_from([0.1, 0.4, 0.9])
         )
+    if draw(st.booleans()):
+        width = (batch if options["in_batch"] else 1) + np.shape(tensors.get("negative", [[]]))[-2]
+        width -= "negative" not in tensors
+        tensors["candidate_mask"] = rng.random((batch, width)) < draw(st.sampled_from([0.3, 0.8]))
+    if options["in_batch"]:
+        more = draw(st.sets(st.sampled_from(["query", "positive"])))
+        options["negatives_from"] = ("document", *sorted(more))
+    # Far from round numbers, so that no tie of integers is decided by rounding.
+    options["false_negative_margin"] = draw(st.sampled_from([None, None, -0.1234, 0.0987, 0.4321]))
+    options["false_negative_ratio"] = draw(st.sampled_from([None, None, 0.9513, 0.3217]))
     return tensors, options
 
 

@@ -127,6 +127,16 @@ def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
         raise ValueError(f"expected `{name}` to be one of {allowed}, got {value!r}")
 
 
+def check_choices(name: str, values: object, choices: Sequence[object]) -> None:
+    """Raise unless ``values`` is a tuple or list of choices, the first choice among them."""
+    if not isinstance(values, (tuple, list)):
+        raise TypeError(f"expected `{name}` to be a tuple, got {values!r}")
+    for value in values:
+        check_choice(name, value, choices)
+    if choices[0] not in values:
+        raise ValueError(f"expected `{name}` to contain {choices[0]!r}, got {values!r}")
+
+
 def check_number(
     name: str, value: object, *, minimum: float = -math.inf, exclusive: bool = False
 ) -> None:
@@ -170,6 +180,12 @@ def check_zero_one(name: str, tensor: Tensor) -> None:
         wrong = tensor != (tensor != 0)  # True equals 1
         if wrong.any():
             raise ValueError(f"expected `{name}` to be 0 or 1, got {tensor[wrong][0].item():g}")
+
+
+def check_weights(name: str, weights: Tensor | None) -> None:
+    """Raise if a weight is below 0; only where reading is free."""
+    if weights is not None and values_can_be_checked(weights) and (weights < 0).any():
+        raise ValueError(f"expected `{name}` >= 0, got {weights.min().item():g}")
 
 
 def check_learnable(name: str, value: object) -> None:

@@ -21,11 +21,16 @@ def check_rows(estimator: str, num_rows: int, gather: bool) -> None:
         )
 
 
-def mean_and_square(x: Tensor, estimator: str, gather: bool) -> tuple[Tensor, Tensor]:
+def mean_and_square(
+    x: Tensor, estimator: str, gather: bool, threshold: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the column means ``[V]`` of ``x [B, V]`` and an estimate of their squares.
 
-    With ``gather`` the means are over the rows of all ranks; only column sums are exchanged.
+    With ``gather`` the means are over the rows of all ranks; only column sums are exchanged. Rows
+    with at most ``threshold`` entries other than 0 count as rows of zeros.
     """
+    if threshold is not None:  # a product: the NaN of a row is not hidden
+        x = x * ((x != 0).sum(1, keepdim=True) > threshold)
     count = x.shape[0] * (num_ranks() if gather else 1)
     dtype = x.dtype
     if estimator == "unbiased":

@@ -23,11 +23,13 @@ dtype of the computation and is cast to it.
 A number is declared by its bound: ``"finite"``, ``">= 0"``, ``"> 0"``, ``"integer >= 1"``, or
 ``"> 0, learnable"``; the latter may also be a 0-d tensor of any value, which is cast. A number may
 be ``None`` where that is its default. Flags and choices need no declaration: their annotations
-``bool`` and ``Literal`` define what is allowed.
+``bool`` and ``Literal`` define what is allowed; ``tuple[Literal[...], ...]`` stands for several of
+the choices, the first always among them.
 """
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import (
     Any,
@@ -47,6 +49,7 @@ from torch import Tensor, nn
 from sparse_losses._core.checks import (
     Declared,
     check_choice,
+    check_choices,
     check_flag,
     check_integer,
     check_learnable,
@@ -76,6 +79,7 @@ class _Declaration(NamedTuple):
     numbers: Mapping[str, str]
     flags: tuple[str, ...]
     choices: Mapping[str, tuple[object, ...]]
+    several: Mapping[str, tuple[object, ...]]
     defaults: Mapping[str, Any]
 
     def check(self, hyperparameters: Mapping[str, Any]) -> None:
@@ -86,6 +90,9 @@ class _Declaration(NamedTuple):
         for name, allowed in self.choices.items():
             if name in hyperparameters:
                 check_choice(name, hyperparameters[name], allowed)
+        for name, allowed in self.several.items():
+            if name in hyperparameters:
+                check_choices(name, hyperparameters[name], allowed)
         for name, bound in self.numbers.items():
             if name not in hyperparameters:
                 continue
@@ -114,9 +121,10 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         parameters = inspect.signature(function).parameters
         names = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
         choices = {n: get_args(h) for n, h in hints.items() if get_origin(h) is Literal}
+        several = {n: get_args(get_args(h)[0]) for n, h in hints.items() if get_origin(h) is tuple}
         flags = tuple(n for n, h in hints.items() if h is bool and n not in ("gather", "return"))
         defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
-        declaration = _Declaration(tensors, numbers, flags, choices, defaults)
+        declaration = _Declaration(tensors, numbers, flags, choices, several, defaults)
         learnable = [name for name, bound in numbers.items() if bound == LEARNABLE]
         steps, first = _steps(tensors), names[0]
 
@@ -250,7 +258,8 @@ def _agree(
                 compared[f"number of dimensions of `{name}`"] = ndim
             elif "optional" in remarks:
                 compared[f"number of `{name}`"] = 0 if tensor is None else 1
-        for name in (*declaration.flags, *declaration.choices, *declaration.numbers):
+        options = (declaration.flags, declaration.choices, declaration.several, declaration.numbers)
+        for name in itertools.chain(*options):
             compared[f"`{name}`"] = shown(arguments.get(name, declaration.defaults.get(name)))
     agree_across_ranks(call, arguments["gather"], *present, **compared)
 

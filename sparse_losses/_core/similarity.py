@@ -40,6 +40,12 @@ def _normalize(x: Tensor) -> Tensor:
     return x * root * root
 
 
+def finite_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``x [..., D]``, rows that are not finite replaced by 0, and which rows these are."""
+    is_replaced = (x - x).detach().any(-1)  # infinity minus infinity is NaN, and NaN is true
+    return x.masked_fill(is_replaced[..., None], 0.0), is_replaced
+
+
 def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return unit rows of ``x [..., D]`` and the inverse norms ``[..., 1]``; no autograd.
 

@@ -10,6 +10,18 @@ from torch import Tensor
 softplus = functools.partial(nnf.softplus, threshold=50.0)
 
 
+def false_negative_limit(own: Tensor, margin: float | Tensor | None, ratio: float | None) -> Tensor:
+    """Return the score ``[B]`` above which a candidate is a false negative.
+
+    With the score ``own`` of a positive it is the lower of ``own + margin`` and, where ``own > 0``,
+    ``ratio * own``. A NaN limits nothing.
+    """
+    limits = [] if margin is None else [own + margin]
+    if ratio is not None:
+        limits.append(torch.where(own > 0, own * ratio, torch.inf))
+    return limits[0] if len(limits) == 1 else torch.minimum(*limits)
+
+
 def diagonal(scores: Tensor, first: int = 0) -> Tensor:
     """Return ``scores[i, first + i]`` of every row."""
     if not torch.compiler.is_compiling():

@@ -7,32 +7,14 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.products import as_single
-from sparse_losses.fast.info_nce import compute_info_nce
+from sparse_losses.fast.info_nce import Call, compute_info_nce
 from sparse_losses.fast.sparse import NonZeros, non_zeros, product, product_by_columns
 
-# Used below this density with at least this number of rows; for fewer rows, the limit is
-# proportionally smaller: on one thread of an Intel Xeon both take the same time at 1% with 64 rows
-# of a vocabulary of 30,522, at 3% with 128 and at 8% with 256. Dense products gain more from a
-# second thread: 128 rows of 2% take 51 ms dense and 38 sparse on one thread, 29 and 34 on two.
-DENSEST, ROWS_FOR_DENSEST = 0.12, 512
-FEWEST_COLUMNS = 4096
-SAMPLED_ROWS = 16
 
-
-def has_few_nonzeros(*inputs: Tensor) -> bool:
-    """Whether a sample of dense inputs has few non-zeros; reads values."""
-    rows = len(inputs[0])
-    sample = [x[:: max(x.shape[0] // SAMPLED_ROWS, 1)] for x in inputs]
-    num_nonzeros = sum(int(x.count_nonzero()) for x in sample)
-    densest = DENSEST * min(1.0, rows / ROWS_FOR_DENSEST)
-    densest /= 1 if torch.get_num_threads() == 1 else 2
-    return num_nonzeros < densest * sum(x.numel() for x in sample)
-
-
-def nonzeros_info_nce(needs: Set[str], **arguments: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+def nonzeros_info_nce(needs: Set[str], **arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return value and gradients of InfoNCE by sparse products; all scores are held at once."""
     single: Any = {n: as_single(x) if isinstance(x, Tensor) else x for n, x in arguments.items()}
-    return compute_info_nce(needs, NonzeroScores, in_blocks=False, **single)
+    return compute_info_nce(needs, Call(**single), NonzeroScores, in_blocks=False)
 
 
 class NonzeroScores:
@@ -47,7 +29,7 @@ class NonzeroScores:
         *,
         temperature: float | Tensor,
         cosine: bool,
-        hide_nan: bool,
+        hides_nan: Set[str],
     ) -> None:
         self.needs, self.temperature, self.num_keys = needs, temperature, len(key)
         self.inputs = {"query": query, "key": key}
@@ -55,13 +37,17 @@ class NonzeroScores:
             self.inputs["negative"] = negative
         self.rows = {name: self._represent(x, cosine) for name, x in self.inputs.items()}
         # Products over non-zeros may skip a NaN, so rows that contain one are marked.
-        self.is_nan = {
-            name: self._rows_with_nan(entries) for name, (entries, _) in self.rows.items()
-        }
-        if hide_nan:  # a NaN of an excluded key must not reach a gradient
-            keys, length = self.rows["key"]
-            kept = keys.value.masked_fill(self.is_nan["key"][keys.row], 0.0)
-            self.rows["key"] = keys._replace(value=kept), length
+        self.is_nan = {}
+        for name, (entries, length) in self.rows.items():
+            value, hides = entries.value, name in hides_nan
+            # Infinity minus infinity is NaN.
+            self.is_nan[name] = self._rows_with_nan(entries, value - value if hides else value)
+            if hides:  # a NaN of an excluded row must not reach a gradient
+                kept = value.masked_fill(self.is_nan[name][entries.row], 0.0)
+                length = (
+                    None if length is None else length.masked_fill(self.is_nan[name], torch.inf)
+                )
+                self.rows[name] = entries._replace(value=kept), length
         self.grads: dict[str, Tensor | None] = dict.fromkeys(("query", "key", "negative"))
 
     @staticmethod
@@ -79,9 +65,9 @@ class NonzeroScores:
         return entries._replace(value=unit), torch.where(is_zero, torch.inf, scale * norm)
 
     @staticmethod
-    def _rows_with_nan(entries: NonZeros) -> Tensor:
-        is_nan = entries.value.new_zeros(entries.shape[0], dtype=torch.bool)
-        is_nan[entries.row[entries.value.isnan()]] = True
+    def _rows_with_nan(entries: NonZeros, value: Tensor) -> Tensor:
+        is_nan = value.new_zeros(entries.shape[0], dtype=torch.bool)
+        is_nan[entries.row[value.isnan()]] = True
         return is_nan
 
     def _scores(self, name: str) -> Tensor:

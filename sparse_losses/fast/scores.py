@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.products import HALVES, product
-from sparse_losses._core.similarity import half_rows, through_unit_rows_, unit_rows
+from sparse_losses._core.similarity import (
+    finite_rows,
+    half_rows,
+    through_unit_rows_,
+    unit_rows,
+)
 
 
 class Scores(Protocol):
@@ -67,8 +72,8 @@ class DenseScores:
         negative: ``[N, D]``, shared by all queries, or ``[B, N, D]``.
         temperature: divisor of the scores.
         cosine: whether to normalise the rows.
-        hide_nan: keep a NaN of a key out of the products; only its scores are NaN. (The caller may
-            overwrite those; 0 * NaN would reach a gradient all the same.)
+        hides_nan: inputs whose rows that are not finite are kept out of the products; only their
+            scores are NaN. (The caller may overwrite those; 0 * NaN would reach a gradient.)
     """
 
     def __init__(
@@ -80,14 +85,17 @@ class DenseScores:
         *,
         temperature: float | Tensor,
         cosine: bool,
-        hide_nan: bool = False,
+        hides_nan: Set[str] = frozenset(),
     ) -> None:
         self.needs, self.temperature, self.num_keys = needs, temperature, len(key)
         self.begin()
-        self.is_nan = None
-        if hide_nan:
-            self.is_nan = key.isnan().any(1)
-            key = torch.where(self.is_nan[:, None], 0.0, key)
+        self.is_nan: dict[str, Tensor] = {}
+        if "query" in hides_nan:
+            query, self.is_nan["query"] = finite_rows(query)
+        if "key" in hides_nan:
+            key, self.is_nan["key"] = finite_rows(key)
+        if negative is not None and "negative" in hides_nan:
+            negative, self.is_nan["negative"] = finite_rows(negative)
         self.is_shared = negative is None or negative.ndim == 2
         self.each: _Rows | None = None  # the negatives of each query
         if negative is not None and not self.is_shared:
@@ -109,6 +117,17 @@ class DenseScores:
 
     def block(self, rows: slice) -> Tensor:
         """Return the scores of some queries."""
+        scores, is_nan = self._products(rows), self.is_nan
+        if "query" in is_nan:
+            scores.masked_fill_(is_nan["query"][rows, None], torch.nan)
+        if "key" in is_nan:
+            scores[:, : self.num_keys].masked_fill_(is_nan["key"], torch.nan)
+        if "negative" in is_nan:
+            of_rows = is_nan["negative"] if self.is_shared else is_nan["negative"][rows]
+            scores[:, self.num_keys :].masked_fill_(of_rows, torch.nan)
+        return scores
+
+    def _products(self, rows: slice) -> Tensor:
         query, keys, t = self.query.values[rows], self.key.values, self.temperature
         if query.dtype in HALVES:
             scores = product(query, keys.T)
@@ -120,8 +139,6 @@ class DenseScores:
             scores = query @ keys.T
         if self.key.norm is not None:
             scores.div_(self.key.norm.T)
-        if self.is_nan is not None:
-            scores[:, : self.num_keys].masked_fill_(self.is_nan, torch.nan)
         if self.each is not None:
             more = product(self.each.values[rows], query.unsqueeze(2)).squeeze(2)
             if self.each.norm is not None:

@@ -2,23 +2,31 @@
 
 from torch import Tensor
 
+from sparse_losses._core.checks import check_shapes, check_weights
 from sparse_losses._core.column_mean import Estimator, check_rows, mean_and_square
 from sparse_losses._core.loss import LossModule, loss
 
 __all__ = ["FlopsLoss", "flops_loss"]
 
 
-@loss(activations="B V")
+@loss(activations="B V", token_weight="V, optional, constant", threshold=">= 0")
 def flops_loss(
-    activations: Tensor, *, estimator: Estimator = "biased", gather: bool = False
+    activations: Tensor,
+    token_weight: Tensor | None = None,
+    *,
+    estimator: Estimator = "biased",
+    threshold: float | None = None,
+    gather: bool = False,
 ) -> Tensor:
     r"""FLOPS regulariser: sum over the vocabulary of the squared mean activation of each token.
 
-    $$\ell = \sum_{j=1}^{V} m_j^2 \qquad m_j = \frac{1}{B} \sum_{i=1}^{B} x_{ij}$$
+    $$\ell = \sum_{j=1}^{V} w_j m_j^2 \qquad m_j = \frac{1}{B} \sum_{i=1}^{B} x_{ij}$$
 
-    $x_{ij} \ge 0$ is the activation of token $j$ in row $i$. The expectation of the loss depends on
-    the batch size: it is $\sum_j (\mu_j^2 + \sigma_j^2 / B)$. ``estimator="unbiased"`` replaces
-    $m_j^2$ by
+    $x_{ij} \ge 0$ is the activation of token $j$ in row $i$, $w_j$ its ``token_weight``, by default
+    1. A weight that stands inside the square, as in DF-FLOPS, has to be squared.
+
+    The expectation of the loss depends on the batch size: it is
+    $\sum_j w_j (\mu_j^2 + \sigma_j^2 / B)$. ``estimator="unbiased"`` replaces $m_j^2$ by
 
     $$\frac{\bigl(\sum_i x_{ij}\bigr)^2 - \sum_i x_{ij}^2}{B (B - 1)}$$
 
@@ -33,7 +41,10 @@ def flops_loss(
 
     Args:
         activations: ``[B, V]`` floating, >= 0.
+        token_weight: ``[V]``, ``w``, >= 0; cast to the dtype of the computation.
         estimator: ``"biased"`` (as in the paper) or ``"unbiased"`` (needs ``B >= 2``).
+        threshold: rows with at most this number of entries other than 0 count as rows of zeros, so
+            that texts that are sparse enough are not pruned further. They stay in ``B``.
         gather: whether the means are over the rows of all ranks, which must all have the same
             number of rows (see ``sparse_losses.distributed``); only sums ``[V]`` are exchanged.
 
@@ -42,8 +53,9 @@ def flops_loss(
         0 for ``B = 0``.
 
     Raises:
-        ValueError: for a wrong shape or estimator, or ``"unbiased"`` with fewer than two rows.
-        TypeError: for a wrong dtype.
+        ValueError: for wrong shapes, devices or hyperparameters, weights below 0 (checked on the
+            CPU), or ``"unbiased"`` with fewer than two rows.
+        TypeError: for wrong dtypes.
 
     Examples:
         >>> import torch
@@ -56,15 +68,17 @@ def flops_loss(
 
     References:
         Minimizing FLOPs to Learn Efficient Sparse Representations. SPLADE: Sparse Lexical and
-        Expansion Model for First Stage Ranking.
+        Expansion Model for First Stage Ranking. Exploring l0 Sparsification for Inference-free
+        Sparse Retrievers (``threshold``).
     """
+    check_weights("token_weight", token_weight)
     check_rows(estimator, len(activations), gather)
-    _, squared_mean = mean_and_square(activations, estimator, gather)
-    return squared_mean.sum()
+    _, squared_mean = mean_and_square(activations, estimator, gather, threshold)
+    return (squared_mean if token_weight is None else token_weight * squared_mean).sum()
 
 
 class FlopsLoss(LossModule):
-    """Module of ``flops_loss``; see the function for formula and arguments.
+    """Module of ``flops_loss``; ``token_weight`` is a buffer, which may be changed in place.
 
     Examples:
         >>> import torch
@@ -73,9 +87,21 @@ class FlopsLoss(LossModule):
         tensor(0.2500)
     """
 
-    def __init__(self, *, estimator: Estimator = "biased", gather: bool = False) -> None:
-        super().__init__(flops_loss, estimator=estimator, gather=gather)
+    token_weight: Tensor | None
+
+    def __init__(
+        self,
+        token_weight: Tensor | None = None,
+        *,
+        estimator: Estimator = "biased",
+        threshold: float | None = None,
+        gather: bool = False,
+    ) -> None:
+        super().__init__(flops_loss, estimator=estimator, threshold=threshold, gather=gather)
+        check_shapes(token_weight=(token_weight, "V, optional"))
+        check_weights("token_weight", token_weight)
+        self.register_constant("token_weight", token_weight)
 
     def forward(self, activations: Tensor, *, gather: bool | None = None) -> Tensor:
         """Return the loss; the tensors are those of the function."""
-        return flops_loss(activations, **self.hyperparameters(gather=gather))
+        return flops_loss(activations, self.token_weight, **self.hyperparameters(gather=gather))

@@ -9,13 +9,14 @@ from sparse_losses._core.loss import LossModule, loss
 __all__ = ["IdfFlopsLoss", "idf_flops_loss"]
 
 
-@loss(activations="B V", token_penalty="V, constant", beta=">= 0")
+@loss(activations="B V", token_penalty="V, constant", beta=">= 0", threshold=">= 0")
 def idf_flops_loss(
     activations: Tensor,
     token_penalty: Tensor,
     *,
     beta: float = 0.3,
     estimator: Estimator = "biased",
+    threshold: float | None = None,
     gather: bool = False,
 ) -> Tensor:
     r"""Sum of an L1 and a FLOPS penalty on the mean activations, weighted by token.
@@ -33,6 +34,8 @@ def idf_flops_loss(
         token_penalty: ``[V]``, ``w``; cast to the dtype of the computation.
         beta: weight of the squared part, >= 0.
         estimator: ``"biased"`` or ``"unbiased"`` (needs ``B >= 2``).
+        threshold: rows with at most this number of entries other than 0 count as rows of zeros, as
+            in ``flops_loss``.
         gather: whether the means are over the rows of all ranks, which must all have the same
             number of rows (see ``sparse_losses.distributed``); only sums ``[V]`` are exchanged.
 
@@ -57,7 +60,7 @@ def idf_flops_loss(
         notes of a Korean neural sparse retriever (its versions V25 and V26).
     """
     check_rows(estimator, activations.shape[0], gather)
-    mean, squared_mean = mean_and_square(activations, estimator, gather)
+    mean, squared_mean = mean_and_square(activations, estimator, gather, threshold)
     if beta == 0:  # 0 times the square of a large mean, which is infinite, is NaN
         return (token_penalty * mean.abs()).sum()
     return (token_penalty * (mean.abs() + beta * squared_mean)).sum()
@@ -82,9 +85,12 @@ class IdfFlopsLoss(LossModule):
         *,
         beta: float = 0.3,
         estimator: Estimator = "biased",
+        threshold: float | None = None,
         gather: bool = False,
     ) -> None:
-        super().__init__(idf_flops_loss, beta=beta, estimator=estimator, gather=gather)
+        super().__init__(
+            idf_flops_loss, beta=beta, estimator=estimator, threshold=threshold, gather=gather
+        )
         check_shapes(token_penalty=(token_penalty, "V"))
         self.register_constant("token_penalty", token_penalty)
 

@@ -3,25 +3,43 @@
 from typing import Literal
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.implementations import Arguments, Implementation, always, compute
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.products import as_single
 from sparse_losses._core.reduction import Reduction, reduce
-from sparse_losses._core.similarity import normalize
-from sparse_losses._core.softmax import contrastive_rows, diagonal, one_positive_rows
-from sparse_losses.distributed import gather_rows, num_ranks, rank
-from sparse_losses.fast.info_nce import blockwise_info_nce, direct_info_nce, most_scores
-from sparse_losses.fast.info_nce_nonzeros import (
-    FEWEST_COLUMNS,
-    has_few_nonzeros,
-    nonzeros_info_nce,
+from sparse_losses._core.similarity import finite_rows, normalize
+from sparse_losses._core.softmax import (
+    contrastive_rows,
+    diagonal,
+    false_negative_limit,
+    one_positive_rows,
 )
+from sparse_losses.distributed import gather_rows, num_ranks, rank
+from sparse_losses.fast.info_nce import (
+    blockwise_info_nce,
+    dense_unsupported_reason,
+    direct_info_nce,
+    exceeds_a_block,
+    nonzeros_unsupported_reason,
+    number_of,
+    prefers_nonzeros,
+    reverse,
+)
+from sparse_losses.fast.info_nce_nonzeros import nonzeros_info_nce
 
-__all__ = ["InfoNCEFromScoresLoss", "InfoNCELoss", "info_nce_from_scores", "info_nce_loss"]
+__all__ = [
+    "InfoNCEFromScoresLoss",
+    "InfoNCELoss",
+    "false_negative_mask",
+    "info_nce_from_scores",
+    "info_nce_loss",
+]
 
 Similarity = Literal["cosine", "dot"]
+NegativesFrom = tuple[Literal["document", "query", "positive"], ...]
 Impl = Literal["auto", "definition", "direct", "blocks", "nonzeros"]
 
 
@@ -30,8 +48,11 @@ Impl = Literal["auto", "definition", "direct", "blocks", "nonzeros"]
     positive="B D, csr, halves",
     negative="N D or B N D, optional, csr, halves",
     positive_ids="B, integer, optional",
-    positive_mask="B C, mask, optional",
+    positive_mask="B K, mask, optional",
+    candidate_mask="B C, mask, optional",
     temperature="> 0, learnable",
+    false_negative_margin="finite",
+    false_negative_ratio=">= 0",
 )
 def info_nce_loss(
     anchor: Tensor,
@@ -42,8 +63,12 @@ def info_nce_loss(
     similarity: Similarity = "cosine",
     symmetric: bool = False,
     in_batch: bool = True,
+    negatives_from: NegativesFrom = ("document",),
     positive_ids: Tensor | None = None,
     positive_mask: Tensor | None = None,
+    candidate_mask: Tensor | None = None,
+    false_negative_margin: float | None = None,
+    false_negative_ratio: float | None = None,
     decoupled: bool = False,
     gather: bool = False,
     impl: Impl = "auto",
@@ -73,15 +98,28 @@ def info_nce_loss(
         symmetric: whether to average both directions. The negatives take part in both,
             ``positive_mask`` is transposed for the second, and a row must be valid in both.
         in_batch: whether the other rows' positives are candidates.
+        negatives_from: ``"document"``, the other rows' positives, and what else of the batch is a
+            negative: ``"query"`` adds the other anchors, ``"positive"`` the other positives by
+            their similarity to the row's own. Row ``j`` is left out there too where its positive is
+            left out of row ``i``, or is one of the positives of row ``i``.
         positive_ids: ``[B]`` integers that identify the positives. Another row's positive with the
             id of the row's own is a duplicate and is left out of the row's denominator.
         positive_mask: ``[B, B]`` bool, int or float 0/1; entry ``[i, j]`` marks positive ``j`` as a
             positive of anchor ``i``. The diagonal is not implied. Needs ``in_batch``.
+        candidate_mask: ``[B, C]`` bool, int or float 0/1; 0 leaves a candidate out of the row, its
+            NaN too. The columns are the positives (``B``, the own one alone without ``in_batch``),
+            then the negatives (``N``). ``symmetric`` transposes the part of the positives.
+        false_negative_margin: leaves out another row's positive whose similarity, before the
+            temperature and without a gradient, is above that of the row's (largest) positive plus
+            this number. ``negative`` is never left out.
+        false_negative_ratio: likewise above this number >= 0 times the positive's similarity, where
+            that is > 0; with both, above either.
         decoupled: whether to leave the positives out of the denominator.
         gather: whether all ranks' positives and shared negatives are candidates, and ``"mean"`` and
             ``"sum"`` are over all ranks' rows, so that every rank has value and gradient of the
             whole batch (see ``sparse_losses.distributed``). ``"none"`` returns this rank's rows.
-            Sizes must be the same on all ``W`` ranks; ``positive_mask`` is then ``[B, W B]``.
+            Sizes must be the same on all ``W`` ranks. ``positive_mask`` is then ``[B, W B]``;
+            ``candidate_mask`` has ``W B`` positives and, of shared negatives, ``W N``.
         impl: how the value is computed; value and gradient are the same. ``"auto"`` selects the
             first of these that supports the call and is expected to be faster: ``"nonzeros"``
             multiplies only the non-zeros (selected for CSR tensors, and on the CPU if a sample of
@@ -97,7 +135,8 @@ def info_nce_loss(
         ``decoupled`` a row without a negative, is not valid: its loss is 0, without a gradient.
 
     Raises:
-        ValueError: for wrong shapes, devices or hyperparameters, or if there are no negatives.
+        ValueError: for wrong shapes, devices or hyperparameters, or without ``in_batch`` if there
+            are no negatives.
         TypeError: for wrong dtypes.
 
     Examples:
@@ -111,9 +150,11 @@ def info_nce_loss(
 
     References:
         Representation Learning with Contrastive Predictive Coding, eq. 4. Supervised Contrastive
-        Learning, eq. 2 (``positive_mask``). Decoupled Contrastive Learning (``decoupled``).
+        Learning, eq. 2 (``positive_mask``). Decoupled Contrastive Learning (``decoupled``). Qwen3
+        Embedding, section 2 (``false_negative_margin``). NV-Retriever: Improving text embedding
+        models with effective hard-negative mining (``false_negative_ratio``). Towards General Text
+        Embeddings with Multi-stage Contrastive Learning, eq. 4 (``negatives_from``).
     """
-    _check(len(anchor), negative, positive_mask, in_batch, gather)
     arguments = {
         "anchor": anchor,
         "positive": positive,
@@ -122,12 +163,17 @@ def info_nce_loss(
         "similarity": similarity,
         "symmetric": symmetric,
         "in_batch": in_batch,
+        "negatives_from": negatives_from,
         "positive_ids": positive_ids,
         "positive_mask": positive_mask,
+        "candidate_mask": candidate_mask,
+        "false_negative_margin": false_negative_margin,
+        "false_negative_ratio": false_negative_ratio,
         "decoupled": decoupled,
         "gather": gather,
         "reduction": reduction,
     }
+    _check(arguments)
     return compute(_definition, IMPLEMENTATIONS, impl, arguments)
 
 
@@ -140,8 +186,12 @@ def _definition(
     similarity: str,
     symmetric: bool,
     in_batch: bool,
+    negatives_from: tuple[str, ...],
     positive_ids: Tensor | None,
     positive_mask: Tensor | None,
+    candidate_mask: Tensor | None,
+    false_negative_margin: float | None,
+    false_negative_ratio: float | None,
     decoupled: bool,
     gather: bool,
     reduction: Reduction,
@@ -150,208 +200,226 @@ def _definition(
 
     With ``gather`` the queries are this rank's rows, the keys are the rows of all ranks.
     """
-    anchor, positive = _dense(anchor), _dense(positive)
-    if negative is not None:
-        negative = gather_rows(_dense(negative), gather and negative.ndim == 2)
-    if positive_ids is not None:
-        positive_ids = gather_rows(positive_ids, gather)
-    if positive_mask is not None:
-        positive_mask = gather_rows(positive_mask, gather)
-    directions = [(anchor, positive, positive_mask)]
+    first = rank() * len(anchor) if gather and in_batch else 0  # the key of the first query
+    num_keys = len(anchor) * (num_ranks() if gather else 1) if in_batch else 1
+    same_id = None
+    if positive_ids is not None and in_batch:
+        same_id = positive_ids[:, None] == gather_rows(positive_ids, gather)
+    pairs, rest = None, None  # which keys and which negatives are candidates
+    if candidate_mask is not None:
+        pairs, rest = candidate_mask.tensor_split([num_keys], dim=1)
+    is_own = positive_mask
+    if is_own is None or len(negatives_from) > 1:
+        is_own = _own_keys(anchor, first, num_keys, in_batch)
+    is_positive = is_own if positive_mask is None else positive_mask
+    masks = [_masks(is_positive, same_id, pairs)]
     if symmetric:
-        directions.append((positive, anchor, None if positive_mask is None else positive_mask.T))
+        if positive_mask is not None:
+            is_positive = reverse(positive_mask, gather)
+        if pairs is not None and in_batch:
+            pairs = reverse(pairs, gather)
+        masks.append(_masks(is_positive, same_id, pairs))
+    has_rest, valid = number_of(negative) > 0, None
+    is_full = has_rest or (same_id is None and num_keys > 1)
+    if positive_mask is not None or candidate_mask is not None or (decoupled and not is_full):
+        valid = _valid_rows(masks, has_rest if rest is None else rest.any(-1), decoupled)
 
-    first = rank() * len(anchor) if gather else 0
-    own = torch.arange(first, first + len(anchor), device=anchor.device)  # the key of each query
-    num_keys, num_negatives = len(anchor) * (num_ranks() if gather else 1), _number_of(negative)
-    masks = [
-        _masks(own, num_keys, num_negatives, positive_ids, mask, in_batch)
-        for _, _, mask in directions
-    ]
-    all_valid = positive_mask is None and not (decoupled and num_negatives == 0)
-    valid = None if all_valid else _valid_rows(masks, decoupled)
-    # Both directions share one product where each is the other's transpose.
-    shares = valid is None and negative is None and positive_ids is None and in_batch and not gather
+    sides = ["positive", *(["anchor"] if symmetric or "query" in negatives_from else [])]
+    inputs = {"anchor": anchor, "positive": positive, "negative": negative}
+    hides_nan = []
+    if same_id is not None or valid is not None:
+        hides_nan = [*sides, *(["negative"] if candidate_mask is not None else [])]
+    rows, keys = _vectors(inputs, sides, similarity, hides_nan, valid, in_batch, gather)
+    sources = {"query": "anchor", "positive": "positive"}
+    blocks = [_products(rows[x], keys[x]) for name, x in sources.items() if name in negatives_from]
+
+    has_bound = false_negative_margin is not None or false_negative_ratio is not None
     values: list[Tensor] = []
-    scores = anchor
-    for number, (query, key, _) in enumerate(directions):
-        if number == 1 and shares:
-            scores = scores.T
-        else:
-            key = gather_rows(key, gather and in_batch)
-            has_ids = positive_ids is not None
-            scores = _scores(query, key, negative, valid, similarity, in_batch, has_ids)
-            scores = scores / temperature
-        is_positive, absent = masks[number]  # the formula of a row: _core/softmax.py
-        if positive_mask is None:
-            row_values = diagonal(scores, first) if in_batch else scores[:, 0]
-            values.append(one_positive_rows(scores, row_values, absent, decoupled=decoupled))
-        else:
-            values.append(contrastive_rows(scores, is_positive, absent, decoupled=decoupled))
+    of_keys = anchor
+    for number, (is_positive, absent) in enumerate(masks):
+        query, key = ("positive", "anchor") if number else ("anchor", "positive")
+        is_shared = number == 1 and in_batch and keys[key] is rows[key]
+        of_keys = of_keys.T if is_shared else _products(rows[query], keys[key])
+        columns = [(of_keys, absent), *((block, absent | is_own) for block in blocks)]
+        if has_bound:
+            bounds = false_negative_margin, false_negative_ratio
+            columns = _without_false_negatives(columns, is_positive, *bounds)
+        if negative is not None:
+            others = _products(rows[query], keys["negative"])
+            left_out = torch.zeros_like(others, dtype=torch.bool) if rest is None else ~rest
+            columns.append((others, left_out))
+        scores, absent = columns[0] if len(columns) == 1 else _joined(columns)
+        if valid is not None:
+            scores = scores.masked_fill(~valid[:, None], 0.0)
+        if decoupled and has_bound:  # which may have left a row without a negative
+            has_negative = ~absent.all(-1)
+            valid = has_negative if valid is None else valid & has_negative
+        scores = scores / temperature
+        own = diagonal(scores, first) if in_batch else scores[:, 0]
+        positives = None if positive_mask is None else is_positive
+        values.append(_row_values(scores, own, positives, absent, decoupled))
     mean = (values[0] + values[1]) / 2 if symmetric else values[0]
     return reduce(mean, reduction, valid, gather)
 
 
+def _row_values(
+    scores: Tensor, own: Tensor, is_positive: Tensor | None, absent: Tensor, decoupled: bool
+) -> Tensor:
+    """Return the loss of each row: of its own positive, or of several among the first columns."""
+    if is_positive is None:
+        return one_positive_rows(scores, own, absent, decoupled=decoupled)
+    if more := scores.shape[1] - is_positive.shape[1]:
+        is_positive = nnf.pad(is_positive, (0, more))
+    return contrastive_rows(scores, is_positive, absent, decoupled=decoupled)
+
+
+def _own_keys(anchor: Tensor, first: int, num_keys: int, in_batch: bool) -> Tensor:
+    """Mask ``[B, K]`` of each row's own positive."""
+    own = torch.arange(first, first + len(anchor), device=anchor.device)[:, None]
+    return own == (torch.arange(num_keys, device=anchor.device) if in_batch else own)
+
+
 def _masks(
-    own: Tensor,
-    num_keys: int,
-    num_negatives: int,
-    positive_ids: Tensor | None,
-    positive_mask: Tensor | None,
-    in_batch: bool,
+    is_positive: Tensor, same_id: Tensor | None, candidate: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return two masks ``[B, C]``: each row's positives, and what is none of its negatives."""
-    if in_batch:
-        index = torch.arange(num_keys, device=own.device)
-        is_positive = own[:, None] == index if positive_mask is None else positive_mask[own]
-    else:
-        is_positive = torch.ones_like(own[:, None], dtype=torch.bool)
-    absent = is_positive
-    if positive_ids is not None and in_batch:
-        absent = absent | (positive_ids[own, None] == positive_ids)
-    if num_negatives:
-        others = is_positive.new_zeros(len(own), num_negatives)
-        is_positive, absent = (torch.cat([x, others], dim=1) for x in (is_positive, absent))
-    return is_positive, absent
+    """Return two masks ``[B, K]``: each row's positives, and what is none of its negatives."""
+    absent = is_positive if same_id is None else is_positive | same_id
+    if candidate is None:
+        return is_positive, absent
+    return is_positive & candidate, absent | ~candidate
 
 
-def _valid_rows(masks: list[tuple[Tensor, Tensor]], decoupled: bool) -> Tensor:
+def _valid_rows(
+    masks: list[tuple[Tensor, Tensor]], has_negative: Tensor | bool, decoupled: bool
+) -> Tensor:
     """Mask of rows with a positive, and if ``decoupled`` a negative, in every direction."""
-    has_terms = [p.any(-1) & ~a.all(-1) if decoupled else p.any(-1) for p, a in masks]
+    has_terms = [is_positive.any(-1) for is_positive, _ in masks]
+    if decoupled and has_negative is not True:
+        has_terms += [~absent.all(-1) | has_negative for _, absent in masks]
     return torch.stack(has_terms).all(0)
 
 
-def _scores(
-    query: Tensor,
-    key: Tensor,
-    negative: Tensor | None,
-    valid: Tensor | None,
+Vectors = tuple[Tensor, Tensor | None]  # and which of them stand for vectors that are not finite
+
+
+def _vectors(
+    inputs: dict[str, Tensor | None],
+    sides: list[str],
     similarity: str,
+    hides_nan: list[str],
+    valid: Tensor | None,
     in_batch: bool,
-    has_ids: bool,
-) -> Tensor:
-    """Similarities ``[B, C]`` of a query with the keys (or its own key), then the negatives."""
-    # Zero what no valid row uses, or its NaN would reach the gradient: 0 * NaN is NaN.
-    if valid is not None:
-        query = torch.where(valid[:, None], query, 0.0)
-        key = torch.where(valid.any(), key, 0.0)
-        if negative is not None:
-            is_used = valid.any() if negative.ndim == 2 else valid[:, None, None]
-            negative = torch.where(is_used, negative, 0.0)
-    is_nan = None
-    if has_ids:  # ids exclude keys from some queries
-        is_nan = key.isnan().any(-1)
-        key = torch.where(is_nan[:, None], 0.0, key)
-    if similarity == "cosine":
-        query, key = normalize(query), normalize(key)
-        negative = None if negative is None else normalize(negative)
-    if in_batch:
-        scores = query @ key.T
-        scores = scores if is_nan is None else torch.where(is_nan, torch.nan, scores)
+    gather: bool,
+) -> tuple[dict[str, Vectors], dict[str, Vectors]]:
+    """Return what is multiplied: this rank's rows, and as keys these ``sides`` and the negatives.
+
+    What is left out may be NaN, which must not reach a gradient: it is replaced by 0.
+    """
+
+    def vectors(name: str, x: Tensor) -> Vectors:
+        is_nan = None
+        if name in hides_nan or (valid is not None and name == "negative" and x.ndim == 2):
+            x, is_nan = finite_rows(x)
+        elif valid is not None:  # only its own row is concerned
+            x = x.masked_fill(~valid.reshape(-1, *[1] * (x.ndim - 1)), 0.0)
+        return normalize(x) if similarity == "cosine" else x, is_nan
+
+    dense = {name: _dense(x) for name, x in inputs.items() if x is not None}
+    negative = dense.pop("negative", None)
+    rows = {name: vectors(name, x) for name, x in dense.items()}
+    keys = rows
+    if not in_batch:  # each row's own key
+        keys = {name: (x[:, None], n if n is None else n[:, None]) for name, (x, n) in rows.items()}
+    elif gather and num_ranks() > 1:
+        keys = {name: vectors(name, gather_rows(dense[name])) for name in sides}
+    if negative is not None:
+        is_shared = negative.ndim == 2
+        keys = keys | {"negative": vectors("negative", gather_rows(negative, gather and is_shared))}
+    return rows, keys
+
+
+def _products(query: Vectors, key: Vectors) -> Tensor:
+    """Return the similarities of all queries with all keys, or with their own, ``[B, N, D]``."""
+    (query_rows, query_is_nan), (key_rows, key_is_nan) = query, key
+    if key_rows.ndim == 2:
+        scores = query_rows @ key_rows.T
     else:
-        scores = (query * key).sum(-1, keepdim=True)
-        scores = scores if is_nan is None else torch.where(is_nan[:, None], torch.nan, scores)
-    if negative is None:
-        return scores
-    shared = negative.ndim == 2
-    of_negatives = query @ negative.T if shared else torch.einsum("bd,bnd->bn", query, negative)
-    return torch.cat([scores, of_negatives], dim=1)
+        scores = torch.einsum("bd,bnd->bn", query_rows, key_rows)
+    if key_is_nan is not None:
+        scores = scores.masked_fill(key_is_nan, torch.nan)
+    if query_is_nan is not None:
+        scores = scores.masked_fill(query_is_nan[:, None], torch.nan)
+    return scores
 
 
-def _number_of(negative: Tensor | None) -> int:
-    return 0 if negative is None else negative.shape[-2]
+def _without_false_negatives(
+    columns: list[tuple[Tensor, Tensor]],
+    is_positive: Tensor,
+    margin: float | None,
+    ratio: float | None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Add false negatives to the masks of what is no negative; the keys are the first columns."""
+    largest = _largest_positive(columns[0][0], is_positive)
+    limit = false_negative_limit(largest, margin, ratio)[:, None]
+    return [(scores, absent | (scores.detach() > limit)) for scores, absent in columns]
+
+
+def _largest_positive(scores: Tensor, is_positive: Tensor) -> Tensor:
+    """Return each row's largest score of a positive ``[B]``, infinity without one."""
+    if scores.shape[1] == 0:
+        return scores.sum(1)
+    largest = scores.detach().masked_fill(~is_positive, -torch.inf).amax(1)
+    return torch.where(is_positive.any(1), largest, torch.inf)
+
+
+def _joined(columns: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    scores, absent = zip(*columns, strict=True)
+    return torch.cat(scores, dim=1), torch.cat(absent, dim=1)
 
 
 def _dense(x: Tensor) -> Tensor:
     return as_single(x if x.layout == torch.strided else x.to_dense())
 
 
-def _check(
-    batch: int,
-    negative: Tensor | None,
-    positive_mask: Tensor | None,
-    in_batch: bool,
-    gather: bool,
-) -> None:
-    if not in_batch and positive_mask is not None:
-        raise ValueError("expected `positive_mask` only with `in_batch=True`, got in_batch=False")
-    if not in_batch and _number_of(negative) == 0:
-        raise ValueError("expected `negative` with in_batch=False, got no other candidates")
-    ranks = num_ranks() if gather else 1
-    if positive_mask is not None and positive_mask.shape[1] != ranks * batch:
-        columns = "B" if ranks == 1 else f"{ranks} B"
-        where = f" with gather=True on {ranks} ranks" if gather else ""
-        raise ValueError(
-            f"expected `positive_mask` of shape [B, {columns}] = [{batch}, {ranks * batch}]"
-            f"{where}, got {list(positive_mask.shape)}"
-        )
-
-
-def _unsupported_reason(arguments: Arguments) -> str | None:
-    """Return why implementations with their own gradient do not support the call, or ``None``."""
-    anchor, temperature = arguments["anchor"], arguments["temperature"]
+def _check(arguments: Arguments) -> None:
+    """Raise for options that do not go together, and masks that do not fit the candidates."""
+    batch, negative = len(arguments["anchor"]), arguments["negative"]
     if not arguments["in_batch"]:
-        return "in_batch=True"
-    if arguments["positive_mask"] is not None:
-        return "no `positive_mask`"
-    if arguments["reduction"] == "none":
-        return 'reduction="mean" or "sum"'
-    if min(anchor.shape) == 0:
-        return f"B and D of at least 1, got {list(anchor.shape)},"
-    if arguments["decoupled"] and _number_of(arguments["negative"]) == 0:
-        batch = len(anchor) * (num_ranks() if arguments["gather"] else 1)
-        if arguments["positive_ids"] is not None or batch < 2:
-            return "a negative in every row"
-    limits = torch.finfo(torch.float64 if anchor.dtype == torch.float64 else torch.float32)
-    if isinstance(temperature, Tensor):
-        if temperature.device != anchor.device:
-            return f"`temperature` on {anchor.device}, where `anchor` is, got {temperature.device}"
-    elif not limits.tiny <= temperature <= limits.max:
-        return f"`temperature` from {limits.tiny:.2g} to {limits.max:.2g}, got {temperature},"
-    return None
-
-
-def _dense_unsupported_reason(arguments: Arguments) -> str | None:
-    if any(x.layout != torch.strided for x in _inputs(arguments)):
-        return "dense tensors"
-    return _unsupported_reason(arguments)
-
-
-def _nonzeros_unsupported_reason(arguments: Arguments) -> str | None:
-    negative = arguments["negative"]
-    if negative is not None and negative.ndim == 3:
-        return "no negatives per row"
-    if arguments["anchor"].device.type == "meta":
-        return "tensors with values"
-    return _unsupported_reason(arguments)
-
-
-def _prefers_nonzeros(arguments: Arguments) -> bool:
-    inputs = _inputs(arguments)
-    if any(x.layout != torch.strided for x in inputs):
-        return True
-    is_wide = inputs[0].is_cpu and inputs[0].shape[1] >= FEWEST_COLUMNS
-    return is_wide and has_few_nonzeros(*inputs)
-
-
-def _exceeds_a_block(arguments: Arguments) -> bool:
-    """Whether the full score matrix is larger than a block."""
-    anchor = arguments["anchor"]
-    keys = len(anchor) * (num_ranks() if arguments["gather"] else 1)
-    num_scores: int = len(anchor) * (keys + _number_of(arguments["negative"]))
-    return num_scores > most_scores(anchor.device)
-
-
-def _inputs(arguments: Arguments) -> list[Tensor]:
-    inputs = (arguments["anchor"], arguments["positive"], arguments["negative"])
-    return [x for x in inputs if x is not None]
+        if arguments["positive_mask"] is not None:
+            raise ValueError(
+                "expected `positive_mask` only with `in_batch=True`, got in_batch=False"
+            )
+        if set(arguments["negatives_from"]) != {"document"}:
+            raise ValueError(
+                'expected `negatives_from` to be ("document",) with in_batch=False, '
+                f"got {arguments['negatives_from']!r}"
+            )
+        if number_of(negative) == 0:
+            raise ValueError("expected `negative` with in_batch=False, got no other candidates")
+    ranks = num_ranks() if arguments["gather"] else 1
+    num_keys = ranks * batch if arguments["in_batch"] else 1
+    columns = ("B" if ranks == 1 else f"{ranks} B") if arguments["in_batch"] else "1"
+    is_shared = negative is not None and negative.ndim == 2
+    num_negatives = number_of(negative) * (ranks if is_shared else 1)
+    both = f"{columns} + {ranks} N" if is_shared and ranks > 1 else f"{columns} + N"
+    for name, shape, width in (
+        ("positive_mask", columns, num_keys),
+        ("candidate_mask", both if num_negatives else columns, num_keys + num_negatives),
+    ):
+        mask = arguments[name]
+        if mask is not None and mask.shape[1] != width:
+            where = f" with gather=True on {ranks} ranks" if ranks > 1 else ""
+            raise ValueError(
+                f"expected `{name}` of shape [B, {shape}] = [{batch}, {width}]{where}, "
+                f"got {list(mask.shape)}"
+            )
 
 
 # In order of preference.
 IMPLEMENTATIONS = (
-    Implementation("nonzeros", _nonzeros_unsupported_reason, _prefers_nonzeros, nonzeros_info_nce),
-    Implementation("blocks", _dense_unsupported_reason, _exceeds_a_block, blockwise_info_nce),
-    Implementation("direct", _dense_unsupported_reason, always, direct_info_nce),
+    Implementation("nonzeros", nonzeros_unsupported_reason, prefers_nonzeros, nonzeros_info_nce),
+    Implementation("blocks", dense_unsupported_reason, exceeds_a_block, blockwise_info_nce),
+    Implementation("direct", dense_unsupported_reason, always, direct_info_nce),
 )
 
 
@@ -369,6 +437,7 @@ class InfoNCELoss(LossModule):
     """
 
     temperature: float | Tensor
+    negatives_from: NegativesFrom
     # `SpladeObjective` may compute this loss from scores shared between terms. A subclass may
     # compute something else, so it does not inherit this and has to set it itself.
     takes_scores = True
@@ -380,6 +449,9 @@ class InfoNCELoss(LossModule):
         similarity: Similarity = "cosine",
         symmetric: bool = False,
         in_batch: bool = True,
+        negatives_from: NegativesFrom = ("document",),
+        false_negative_margin: float | None = None,
+        false_negative_ratio: float | None = None,
         decoupled: bool = False,
         gather: bool = False,
         impl: Impl = "auto",
@@ -391,6 +463,9 @@ class InfoNCELoss(LossModule):
             similarity=similarity,
             symmetric=symmetric,
             in_batch=in_batch,
+            negatives_from=negatives_from,
+            false_negative_margin=false_negative_margin,
+            false_negative_ratio=false_negative_ratio,
             decoupled=decoupled,
             gather=gather,
             impl=impl,
@@ -405,6 +480,7 @@ class InfoNCELoss(LossModule):
         *,
         positive_ids: Tensor | None = None,
         positive_mask: Tensor | None = None,
+        candidate_mask: Tensor | None = None,
         gather: bool | None = None,
         impl: Impl | None = None,
     ) -> Tensor:
@@ -415,8 +491,75 @@ class InfoNCELoss(LossModule):
             negative,
             positive_ids=positive_ids,
             positive_mask=positive_mask,
+            candidate_mask=candidate_mask,
             **self.hyperparameters(gather=gather, impl=impl),
         )
+
+
+@loss(
+    scores="B C, detached",
+    positive_mask="B C, mask, optional",
+    margin="finite",
+    ratio=">= 0",
+)
+def false_negative_mask(
+    scores: Tensor,
+    positive_mask: Tensor | None = None,
+    *,
+    margin: float | None = None,
+    ratio: float | None = None,
+) -> Tensor:
+    r"""Mask of candidates without those that score too high to be negatives.
+
+    Candidate $c$ of row $i$ is left out if $s_{ic} > s_i + m$ or, where $s_i > 0$, if
+    $s_{ic} > \rho s_i$, with the largest score $s_i$ of the row's positives, the margin $m$ and the
+    ratio $\rho$. With both, it is left out if it is above either. A candidate at the bound, a
+    positive and a NaN stay.
+
+    The scores are those of a guide, which GIST embeds with; ``info_nce_loss`` itself applies margin
+    and ratio to its own scores.
+
+    Args:
+        scores: ``[B, C]`` floating, of any model; detached.
+        positive_mask: ``[B, C]`` bool, int or float 0/1; by default the diagonal of square scores.
+            A row without a positive keeps all.
+        margin: ``m``, finite, in units of the scores.
+        ratio: ``rho``, >= 0.
+
+    Returns:
+        ``[B, C]`` bool, 0 where left out: the ``candidate_mask`` of a loss.
+
+    Raises:
+        ValueError: for wrong shapes or bounds, neither bound, or scores that are not square without
+            ``positive_mask``.
+        TypeError: for wrong dtypes.
+
+    Examples:
+        >>> import torch
+        >>> from sparse_losses.functional import false_negative_mask
+        >>> guide = torch.tensor([[0.8, 0.95, 0.1], [0.2, 0.9, 0.7], [0.0, 0.6, 0.5]])
+        >>> false_negative_mask(guide, margin=0.1)
+        tensor([[ True, False,  True],
+                [ True,  True,  True],
+                [ True,  True,  True]])
+
+    References:
+        GISTEmbed: Guided In-sample Selection of Training Negatives. NV-Retriever: Improving text
+        embedding models with effective hard-negative mining (``ratio``). Qwen3 Embedding
+        (``margin``).
+    """
+    if margin is None and ratio is None:
+        raise ValueError("expected `margin` or `ratio`, got neither")
+    rows, columns = scores.shape
+    if positive_mask is None:
+        if rows != columns:
+            raise ValueError(
+                "expected `positive_mask` unless `scores` are square, "
+                f"got `scores` of shape {list(scores.shape)}"
+            )
+        positive_mask = torch.eye(rows, dtype=torch.bool, device=scores.device)
+    limit = false_negative_limit(_largest_positive(scores, positive_mask), margin, ratio)
+    return ~(scores > limit[:, None]) | positive_mask
 
 
 @loss(scores="B C", positive_mask="B C, mask", candidate_mask="B C, mask, optional")

@@ -13,15 +13,17 @@ __all__ = ["MarginMSELoss", "margin_mse_loss"]
 
 @loss(
     student_positive="B",
-    student_negative="B",
+    student_negative="B or B N",
     teacher_positive="B, detached",
-    teacher_negative="B, detached",
+    teacher_negative="B or B N, detached",
+    candidate_mask="B or B N, mask, optional",
 )
 def margin_mse_loss(
     student_positive: Tensor,
     student_negative: Tensor,
     teacher_positive: Tensor,
     teacher_negative: Tensor,
+    candidate_mask: Tensor | None = None,
     *,
     gather: bool = False,
     reduction: Reduction = "mean",
@@ -30,21 +32,26 @@ def margin_mse_loss(
 
     $$\ell_i = \bigl((s_i^+ - s_i^-) - (t_i^+ - t_i^-)\bigr)^2$$
 
-    $s^+$, $s^-$ are the student's scores of positive and negative, $t^+$, $t^-$ the teacher's. A
-    constant added to the scores of either model changes nothing; a factor does.
-    A teacher's score of ``-inf`` means that the candidate is not there: the row is not valid.
+    $s^+$, $s^-$ are the student's scores of positive and negative, $t^+$, $t^-$ the teacher's. With
+    several negatives per row, $\ell_i$ is the mean over those that are there. A constant added to
+    the scores of either model changes nothing; a factor does. A teacher's score of ``-inf`` means
+    that the candidate is not there, as in ``distillation_loss``.
 
     Args:
         student_positive: ``[B]`` floating.
-        student_negative: ``[B]``.
+        student_negative: ``[B]``, or ``[B, N]``.
         teacher_positive: ``[B]``; detached. ``-inf`` marks a row that does not count.
-        teacher_negative: ``[B]``; detached; ``-inf`` likewise.
+        teacher_negative: in the shape of ``student_negative``; detached; ``-inf`` marks a negative
+            that is not there.
+        candidate_mask: in the shape of ``student_negative``, bool, int or float 0/1; marks the
+            negatives that are there.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
             same number of rows (see ``sparse_losses.distributed``).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
-        fp32 (fp64 for fp64 inputs), 0-d or ``[B]``, >= 0.
+        fp32 (fp64 for fp64 inputs), 0-d or ``[B]``, >= 0. A row without a positive or without a
+        negative is not valid: its loss is 0, without a gradient.
 
     Raises:
         ValueError: for wrong shapes, devices or reduction.
@@ -61,14 +68,33 @@ def margin_mse_loss(
         Improving Efficient Neural Ranking Models with Cross-Architecture Knowledge Distillation,
         eq. 8.
     """
+    for name, other in (("teacher_negative", teacher_negative), ("candidate_mask", candidate_mask)):
+        if other is not None and other.shape != student_negative.shape:
+            raise ValueError(
+                f"expected `{name}` of the shape of `student_negative`, "
+                f"{list(student_negative.shape)}, got {list(other.shape)}"
+            )
+    has_list = student_negative.ndim == 2
+    if has_list:
+        student_positive, teacher_positive = student_positive[:, None], teacher_positive[:, None]
     student_margin = student_positive - student_negative
     teacher_margin = teacher_positive - teacher_negative
-    if values_can_be_checked(teacher_margin) and teacher_margin.isfinite().all():
+    if (
+        candidate_mask is None
+        and values_can_be_checked(teacher_margin)
+        and teacher_margin.numel() > 0
+        and teacher_margin.isfinite().all()
+    ):
         squares = nnf.mse_loss(student_margin, teacher_margin, reduction="none")
-        return reduce(squares, reduction, gather=gather)
-    valid = (teacher_positive != -torch.inf) & (teacher_negative != -torch.inf)
-    difference = torch.where(valid, student_margin - teacher_margin, 0.0)
-    return reduce(difference.square(), reduction, valid, gather, zeroed=True)
+        return reduce(squares.mean(1) if has_list else squares, reduction, gather=gather)
+    is_there = (teacher_positive != -torch.inf) & (teacher_negative != -torch.inf)
+    if candidate_mask is not None:
+        is_there = is_there & candidate_mask
+    values = torch.where(is_there, student_margin - teacher_margin, 0.0).square()
+    if has_list:
+        values = values.sum(1) / is_there.sum(1).clamp(min=1)
+        is_there = is_there.any(1)
+    return reduce(values, reduction, is_there, gather, zeroed=True)
 
 
 class MarginMSELoss(LossModule):
@@ -91,6 +117,7 @@ class MarginMSELoss(LossModule):
         student_negative: Tensor,
         teacher_positive: Tensor,
         teacher_negative: Tensor,
+        candidate_mask: Tensor | None = None,
         *,
         gather: bool | None = None,
     ) -> Tensor:
@@ -100,5 +127,6 @@ class MarginMSELoss(LossModule):
             student_negative,
             teacher_positive,
             teacher_negative,
+            candidate_mask,
             **self.hyperparameters(gather=gather),
         )

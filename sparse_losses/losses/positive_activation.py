@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sparse_losses._core.checks import check_shapes, values_can_be_checked
+from sparse_losses._core.checks import check_shapes, check_weights
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import softplus
@@ -75,7 +75,7 @@ def positive_activation_loss(
     References:
         From the notes of a Korean neural sparse retriever (its versions V22 to V26).
     """
-    _check_weight(token_weight)
+    check_weights("token_weight", token_weight)
     x, attended, vocab_size = activations, positive_attention_mask, activations.shape[1]
     ids = attended_ids(
         "positive_input_ids", positive_input_ids, attended, vocab_size, gathered=True
@@ -100,15 +100,6 @@ def positive_activation_loss(
     total = weight.sum(-1).clamp(min=torch.finfo(weight.dtype).tiny)  # 0 in a row that is not valid
     values = (weight * cost).sum(-1) / total
     return reduce(values, reduction, valid, gather, zeroed=True)
-
-
-def _check_weight(token_weight: Tensor | None) -> None:
-    if (
-        token_weight is not None
-        and values_can_be_checked(token_weight)
-        and (token_weight < 0).any()
-    ):
-        raise ValueError(f"expected `token_weight` >= 0, got {token_weight.min().item():g}")
 
 
 class PositiveActivationLoss(LossModule):
@@ -142,7 +133,7 @@ class PositiveActivationLoss(LossModule):
             reduction=reduction,
         )
         check_shapes(token_weight=(token_weight, "V, optional"))
-        _check_weight(token_weight)
+        check_weights("token_weight", token_weight)
         self.register_constant("token_weight", token_weight)
 
     def forward(

@@ -13,11 +13,18 @@ from sparse_losses._core.similarity import normalize
 __all__ = ["TripletMarginLoss", "triplet_margin_loss"]
 
 
-@loss(anchor="B D", positive="B D", negative="B D or B N D", margin="finite")
+@loss(
+    anchor="B D",
+    positive="B D",
+    negative="B D or B N D",
+    candidate_mask="B N, mask, optional",
+    margin="finite",
+)
 def triplet_margin_loss(
     anchor: Tensor,
     positive: Tensor,
     negative: Tensor,
+    candidate_mask: Tensor | None = None,
     *,
     margin: float = 0.3,
     similarity: Literal["cosine", "dot", "euclidean"] = "cosine",
@@ -28,21 +35,25 @@ def triplet_margin_loss(
 
     $$\ell_i = \max\bigl(0, m - \mathrm{sim}(a_i, p_i) + \mathrm{sim}(a_i, n_i)\bigr)$$
 
-    $m$ is the margin. With several negatives per row, $\ell_i$ is the mean over them. With
-    ``"euclidean"``, $\mathrm{sim}(a, b) = -\lVert a - b \rVert_2^2$, the squared distance.
+    $m$ is the margin. With several negatives per row, $\ell_i$ is the mean over those that
+    are there. With ``"euclidean"``, $\mathrm{sim}(a, b) = -\lVert a - b \rVert_2^2$, the squared
+    distance.
 
     Args:
         anchor: ``[B, D]`` floating.
         positive: ``[B, D]``.
         negative: ``[B, D]``, or ``[B, N, D]``.
+        candidate_mask: ``[B, N]`` bool, int or float 0/1; marks the negatives that are there, if
+            these are ``[B, N, D]``; the NaN of others is hidden.
         margin: ``m``, in units of the similarity, finite.
         similarity: ``"cosine"`` (of the rows, normalised here), ``"dot"`` or ``"euclidean"``.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
             same number of rows (see ``sparse_losses.distributed``).
-        reduction: ``"none"`` (``[B]``), ``"mean"`` over the rows, or ``"sum"``.
+        reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.
 
     Returns:
-        fp32 (fp64 for fp64 inputs), 0-d or ``[B]``, >= 0; 0 for ``N = 0``.
+        fp32 (fp64 for fp64 inputs), 0-d or ``[B]``, >= 0. A row without a negative is not valid:
+        its loss is 0, without a gradient.
 
     Raises:
         ValueError: for wrong shapes, devices or hyperparameters.
@@ -58,14 +69,29 @@ def triplet_margin_loss(
     References:
         FaceNet: A Unified Embedding for Face Recognition and Clustering, section 3.1.
     """
-    if negative.ndim == 3 and negative.shape[1] == 0:  # no row is valid, but all are in the graph
-        values = torch.cat([anchor[:, None], positive[:, None], negative], dim=1).sum((1, 2))
-        return reduce(values, reduction, torch.zeros_like(values).bool(), gather)
+    valid = None
+    if negative.ndim == 3 and negative.shape[1] == 0:
+        candidate_mask = negative.new_zeros(negative.shape[:2], dtype=torch.bool)
+    if candidate_mask is not None:
+        if negative.ndim == 2:
+            raise ValueError(
+                "expected `candidate_mask` only with `negative` of shape [B, N, D], "
+                f"got {list(negative.shape)}"
+            )
+        valid = candidate_mask.any(1)
+        # What is not there may be NaN, which must not reach a gradient: 0 * NaN is NaN.
+        anchor, positive = (x.masked_fill(~valid[:, None], 0.0) for x in (anchor, positive))
+        negative = negative.masked_fill(~candidate_mask[:, :, None], 0.0)
     if similarity == "cosine":
         anchor, positive, negative = normalize(anchor), normalize(positive), normalize(negative)
     near, far = _similarities(anchor, positive, negative, similarity == "euclidean")
     # The number comes last: `margin - near` would compile a new graph for every margin.
-    return reduce(nnf.relu(far - near + margin).mean(-1), reduction, gather=gather)
+    hinges = nnf.relu(far - near + margin)
+    if candidate_mask is None:
+        return reduce(hinges.mean(-1), reduction, gather=gather)
+    total = hinges.masked_fill(~candidate_mask, 0.0).sum(1)
+    values = total / candidate_mask.sum(1).clamp(min=1)
+    return reduce(values, reduction, valid, gather, zeroed=True)
 
 
 def _similarities(
@@ -115,9 +141,10 @@ class TripletMarginLoss(LossModule):
         anchor: Tensor,
         positive: Tensor,
         negative: Tensor,
+        candidate_mask: Tensor | None = None,
         *,
         gather: bool | None = None,
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather)
-        return triplet_margin_loss(anchor, positive, negative, **options)
+        return triplet_margin_loss(anchor, positive, negative, candidate_mask, **options)

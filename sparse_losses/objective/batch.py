@@ -85,6 +85,10 @@ class SpladeBatch(NamedTuple):
         teacher_candidates: which candidates ``teacher_scores`` holds: ``"own"`` for ``[B, 1 + N]``,
             ``"batch"`` for the other shapes, ``None`` to tell by the shape (an error where ``B``
             is ``1 + N`` and both fit).
+        candidate_mask: ``[B, B]``, with negatives ``[B, B + N]``, bool, int or float 0/1: 0 leaves
+            a candidate out of the row in the terms on scores, as where rows have fewer negatives
+            than others. The vector of a negative that is not there has to be finite, such as that
+            of a text of padding alone, which the other terms see as an empty text.
 
     Examples:
         >>> import torch
@@ -100,6 +104,7 @@ class SpladeBatch(NamedTuple):
     teacher_scores: Tensor | None = None
     teacher_anchor_scores: Tensor | None = None
     teacher_candidates: Literal["own", "batch"] | None = None
+    candidate_mask: Tensor | None = None
 
     @classmethod
     def from_columns(
@@ -121,7 +126,8 @@ class SpladeBatch(NamedTuple):
             columns: the fields of a batch by name. ``anchor``, ``positive`` and ``negative`` are
                 lists of texts (negatives also one list per row, all of the same length), or dicts
                 of ``input_ids`` and ``attention_mask`` ``[B, S]`` (negatives also ``[B, N, S]``).
-                ``positive_ids`` and scores may be lists. Other fields are passed on unchanged.
+                ``positive_ids``, a mask and scores may be lists. Other fields are passed on
+                unchanged.
             tokenizer: the tokenizer of the texts; default: ``encoder.tokenizer``.
             max_length: the largest number of tokens per text; default: ``encoder.max_length``, or
                 the tokenizer's limit.
@@ -157,7 +163,7 @@ class SpladeBatch(NamedTuple):
             column = fields.get(side)
             if column is not None and not isinstance(column, Mapping):
                 fields[side] = _tokenize(side, column, tokenizer, max_length, _device(encoder))
-        for name in ("positive_ids", *SCORES):
+        for name in ("positive_ids", "candidate_mask", *SCORES):
             column = fields.get(name)
             if column is not None and not isinstance(column, Tensor):
                 fields[name] = _as_tensor(name, column, _device(encoder))

@@ -39,7 +39,7 @@ class Report(dict[str, float]):
     def __str__(self) -> str:
         """Return one line per number."""
         width = max(map(len, self), default=0)
-        shares = ("_share", "_top", "_rows", "_recall", "never_active")
+        shares = ("_share", "_top", "_rows", "_recall", "_list", "never_active")
         formats = {name: ".1%" if name.endswith(shares) else ".4g" for name in self}
         return "\n".join(f"{name:{width}}  {self[name]:{formats[name]}}" for name in self)
 
@@ -91,6 +91,8 @@ class Diagnostics:
     - ``flops``: value of ``flops_loss`` over all texts at once, dead ones included.
     - ``index_flops``: $\sum_j p_j^2$, where $p_j$ is the share of texts in which token $j$ is
       active: the mean cost of scoring a random pair.
+    - ``longest_list``: the largest share of the texts that activate one token: the longest posting
+      list of an index (``longest_lists`` has more).
     - ``effective_tokens``: $e^H$, where $H$ is the entropy of the tokens' shares of all activation.
     - ``never_active``: share of the vocabulary that no text activates.
     - ``special_share``, ``stopword_share``, ``foreign_share``: shares of the active entries;
@@ -289,6 +291,7 @@ class Diagnostics:
             mean_activation=_ratio(summed.sum(), texts.sum()),
             flops=(summed / rows).square().sum().item(),
             index_flops=share.square().sum().item(),
+            longest_list=share.max().item(),
             effective_tokens=_effective_number(summed),
             never_active=(texts == 0).double().mean().item(),
         )
@@ -315,14 +318,21 @@ class Diagnostics:
 
         If they are stopwords, or the same few in every text, the vectors carry little information.
         """
+        return self._largest_shares(2, k)
+
+    def longest_lists(self, k: int = 20) -> dict[int, float]:
+        """Return the ``k`` ids that most texts activate, with their share of the texts."""
+        return self._largest_shares(1, k)
+
+    def _largest_shares(self, which: int, k: int) -> dict[int, float]:
         check_integer("k", k, minimum=1)
         if self._state is None:
             return {}
         sums, size = self._state[0].cpu(), self.vocab_size
-        on_top, texts = sums[2 * size : 3 * size], sums[3 * size]
-        share, ids = (on_top / texts).sort(descending=True, stable=True)
-        top = zip(ids[:k].tolist(), share[:k].tolist(), strict=True)
-        return {token: part for token, part in top if part > 0}
+        counts, texts = sums[which * size : (which + 1) * size], sums[3 * size]
+        share, ids = (counts / texts).sort(descending=True, stable=True)
+        largest = zip(ids[:k].tolist(), share[:k].tolist(), strict=True)
+        return {token: part for token, part in largest if part > 0}
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from sparse_losses._core.checks import check_choice, check_flag, check_number
 from sparse_losses._core.loss import LossModule, shown
 from sparse_losses._core.precision import autocast_off, compute_dtype
-from sparse_losses._core.token_ids import TokenIds, check_ids
+from sparse_losses._core.token_ids import TokenIds, as_mask, check_ids
 from sparse_losses.distributed import (
     agree_across_ranks,
     gather_rows,
@@ -251,8 +251,8 @@ class SpladeObjective(nn.Module):
         """Return whether other ranks take part, after checking that terms and sizes agree."""
         x = batch.anchor.activations
         others = None if batch.negative is None else batch.negative.activations
-        teachers = batch.teacher_scores, batch.teacher_anchor_scores
-        columns = [0 if teacher is None else teacher.shape[-1] for teacher in teachers]
+        tables = batch.teacher_scores, batch.teacher_anchor_scores, batch.candidate_mask
+        columns = [0 if table is None else table.shape[-1] for table in tables]
         values: dict[str, object] = {
             "B": x.shape[0],
             "V": x.shape[1],
@@ -261,6 +261,7 @@ class SpladeObjective(nn.Module):
             "number of `positive_ids`": 0 if batch.positive_ids is None else x.shape[0],
             "number of columns of `teacher_scores`": columns[0],
             "number of columns of `teacher_anchor_scores`": columns[1],
+            "number of columns of `candidate_mask`": columns[2],
         }
         if self.gather and not torch.compiler.is_compiling():  # a number may be symbolic there
             values.update(self._settings(active))
@@ -308,14 +309,16 @@ class SpladeObjective(nn.Module):
         if {"distillation", "margin_mse"} & {*active} and teacher_scores is not None:
             ranks = self._ranks_of_teacher(anchor, negative, teacher_scores)
             scores = self._scores(anchor, positive, negative, ranks)
+            if batch.candidate_mask is not None:
+                mask = _candidate_mask(batch, scores.shape[1])
+                mask = candidates(mask, batch, teacher_scores.shape, ranks)
+                teacher_scores = teacher_scores.to(scores.dtype).masked_fill(~mask, -torch.inf)
         if "info_nce" in active:
             is_whole = shown is None and not (self.gather or self.info_nce.gather)
             terms["info_nce"] = self._info_nce(shown or batch, scores if is_whole else None)
         # The checks above ensure the inputs of active terms; the `is not None` are for the types.
         if "triplet_margin" in active and negative is not None:
-            terms["triplet_margin"] = self._call(
-                self.triplet_margin, anchor.activations, positive.activations, negative.activations
-            )
+            terms["triplet_margin"] = self._triplet_margin(batch, negative)
         if "distillation" in active and scores is not None and teacher_scores is not None:
             terms["distillation"] = self._call(
                 self.distillation,
@@ -337,8 +340,12 @@ class SpladeObjective(nn.Module):
     def _info_nce(self, batch: SpladeBatch, scores: Tensor | None) -> Tensor:
         """Compute InfoNCE of the shared scores if the module takes them, else of the vectors."""
         loss, negative = self.info_nce, batch.negative
-        # The scores lack the second direction of the negatives.
+        mask = batch.candidate_mask
+        leaves_out = mask, loss.false_negative_margin, loss.false_negative_ratio
+        # The scores lack the second direction of the negatives, and other sources of negatives.
         is_enough = loss.in_batch and not (loss.symmetric and negative is not None)
+        is_enough = is_enough and set(loss.negatives_from) == {"document"}
+        is_enough = is_enough and all(each is None for each in leaves_out)
         if scores is None or not is_enough or not takes_scores(loss):
             return self._call(
                 loss,
@@ -346,11 +353,27 @@ class SpladeObjective(nn.Module):
                 batch.positive.activations,
                 None if negative is None else negative.activations,
                 positive_ids=batch.positive_ids,
+                **({} if mask is None else {"candidate_mask": mask}),
             )
         loss.check_hyperparameters()
         settings = loss.hyperparameters()
         options = {name: settings[name] for name in ("symmetric", "decoupled", "reduction")}
         return info_nce_of_shared_scores(scores / loss.temperature, batch.positive_ids, **options)
+
+    def _triplet_margin(self, batch: SpladeBatch, negative: Texts) -> Tensor:
+        """Compute the triplet loss of the anchor's own negatives, those that are there."""
+        anchor, positive, vectors = (
+            x.activations for x in (batch.anchor, batch.positive, negative)
+        )
+        if batch.candidate_mask is None:
+            return self._call(self.triplet_margin, anchor, positive, vectors)
+        ranks = num_ranks() if self.gather else 1
+        shared = ranks if vectors.ndim == 2 else 1
+        width = ranks * len(anchor) + shared * vectors.shape[-2]
+        own = own_candidates(_candidate_mask(batch, width), negative, ranks)
+        vectors = vectors if vectors.ndim == 3 else vectors[:, None]
+        mask = own[:, :1] & own[:, 1:]  # a row without its positive is not valid
+        return self._call(self.triplet_margin, anchor, positive, vectors, mask)
 
     def _ranks_of_teacher(self, anchor: Texts, negative: Texts | None, teacher: Tensor) -> int:
         """Return how many ranks' candidates the teacher scored: 1 (this rank's) or all."""
@@ -455,6 +478,18 @@ LOSSES: dict[str, list[type[LossModule]]] = {
     for name, hint in get_type_hints(SpladeObjective.__init__).items()
     if name in {each.removeprefix("query_").removeprefix("document_") for each in NEEDS}
 }
+
+
+def _candidate_mask(batch: SpladeBatch, width: int) -> Tensor:
+    """Return the batch's mask of candidates as bool; raise if it has another number of columns."""
+    assert batch.candidate_mask is not None
+    received = list(batch.candidate_mask.shape)
+    if received[1] != width:
+        raise ValueError(
+            f"expected `batch.candidate_mask` of shape [B, B + N] = [{received[0]}, {width}], "
+            f"got {received}"
+        )
+    return as_mask("batch.candidate_mask", batch.candidate_mask)
 
 
 def _scaled(scores: Tensor, scale: float) -> Tensor:

@@ -106,6 +106,7 @@ def check_batch(batch: SpladeBatch) -> None:
         "positive_ids": (ids, "B, optional"),
         "teacher_scores": (batch.teacher_scores, "B C, optional"),
         "teacher_anchor_scores": (batch.teacher_anchor_scores, "B A, optional"),
+        "candidate_mask": (batch.candidate_mask, "B K, optional"),
     }
     if batch.negative is not None:
         shapes["negative.activations"] = (batch.negative.activations, "N V or B N V")

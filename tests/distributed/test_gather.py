@@ -32,6 +32,12 @@ def whole(case: Case, world: int, seed: int) -> dict[str, np.ndarray]:
     for name in arrays:
         if is_split(case, name, arrays[name]) and name not in case.rows + case.square:
             arrays[name] = np.concatenate([other[name] for other in others])
+    if "candidate_mask" in case.square:
+        keys = world * ROWS
+        more = [other["candidate_mask"][:, keys:] for other in others]
+        is_shared = "negative" in case.dims and "negative" not in case.rows
+        columns = [arrays["candidate_mask"][:, :keys], *more[: world if is_shared else 1]]
+        arrays["candidate_mask"] = np.concatenate(columns, axis=1)
     return arrays
 
 

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparse_losses import FlopsLoss
 from sparse_losses.functional import flops_loss, idf_flops_loss
 from tests import oracles
 from tests.cases import assert_follows_the_formula
-from tests.strategies import activations
+from tests.strategies import activations, seeds
 
 
 @given(activations())
@@ -19,6 +20,61 @@ def test_value_is_the_formula_for_any_activations(x):
     assert_follows_the_formula("flops", {"activations": x}, estimator="biased")
     if len(x) > 1:
         assert_follows_the_formula("flops", {"activations": x}, estimator="unbiased")
+
+
+@given(activations(), seeds, st.none() | st.integers(0, 12), st.booleans())
+def test_value_is_the_formula_for_any_weight_and_threshold(x, seed, threshold, weighs):
+    arrays = {"activations": x}
+    if weighs:
+        arrays["token_weight"] = np.random.default_rng(seed).random(x.shape[1])
+    for estimator in ("biased", "unbiased")[: min(len(x), 2)]:
+        assert_follows_the_formula("flops", arrays, threshold=threshold, estimator=estimator)
+
+
+@given(activations(min_rows=2), st.integers(0, 12), st.sampled_from(["biased", "unbiased"]))
+def test_a_row_up_to_the_threshold_is_a_row_of_zeros(x, threshold, estimator):
+    x = torch.from_numpy(x).requires_grad_()
+    kept = (x.detach() != 0).sum(1) > threshold
+    options = {"estimator": estimator, "threshold": threshold}
+    loss = flops_loss(x, **options)
+    torch.testing.assert_close(loss, flops_loss(x.detach() * kept[:, None], estimator=estimator))
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert not gradient[~kept].any()
+    if not kept.any():
+        assert loss == 0.0
+    higher = flops_loss(x, estimator=estimator, threshold=threshold + 1)
+    assert higher <= loss + 1e-12
+
+
+def test_a_threshold_hides_no_nan():
+    x = torch.tensor([[1.0, 2.0, 3.0], [torch.nan, 0.0, 0.0]])
+    assert flops_loss(x, threshold=2).isnan()
+    assert idf_flops_loss(x, torch.ones(3), threshold=2).isnan()
+
+
+@given(activations(), seeds)
+def test_it_is_linear_in_the_weight_and_a_weight_inside_the_square_is_squared(x, seed):
+    weight = torch.from_numpy(np.random.default_rng(seed).random(x.shape[1]))
+    x = torch.from_numpy(x)
+    torch.testing.assert_close(flops_loss(x, torch.ones_like(weight)), flops_loss(x))
+    torch.testing.assert_close(flops_loss(x, 3 * weight), 3 * flops_loss(x, weight))
+    torch.testing.assert_close(flops_loss(x, weight**2), flops_loss(x * weight))
+
+
+def test_a_weight_is_at_least_zero():
+    weight = torch.tensor([1.0, -0.5])
+    with pytest.raises(ValueError, match=r"expected `token_weight` >= 0, got -0\.5"):
+        flops_loss(torch.ones(2, 2), weight)
+    with pytest.raises(ValueError, match="token_weight"):
+        FlopsLoss(weight)
+
+
+def test_the_weight_of_the_module_is_refreshed_in_place():
+    loss, x = FlopsLoss(torch.ones(2)), torch.tensor([[1.0, 2.0]])
+    assert loss(x) == 5.0
+    loss.token_weight.copy_(torch.tensor([1.0, 0.25]))
+    assert loss(x) == 2.0
+    assert FlopsLoss()(x) == 5.0
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8))

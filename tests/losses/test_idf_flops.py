@@ -15,12 +15,13 @@ from tests.strategies import activations, seeds
 betas = st.floats(0.0, 3.0)
 
 
-@given(activations(), seeds, betas)
-def test_value_is_the_formula_for_any_activations(x, seed, beta):
+@given(activations(), seeds, betas, st.none() | st.integers(0, 12))
+def test_value_is_the_formula_for_any_activations(x, seed, beta, threshold):
     rng = np.random.default_rng(seed)
     arrays = {"activations": x * rng.choice([-1, 1]), "token_penalty": rng.random(x.shape[1])}
     for estimator in ("biased", "unbiased")[: min(len(x), 2)]:
-        assert_follows_the_formula("idf_flops", arrays, beta=beta, estimator=estimator)
+        options = {"beta": beta, "estimator": estimator, "threshold": threshold}
+        assert_follows_the_formula("idf_flops", arrays, **options)
 
 
 @given(activations(), betas)

@@ -1,13 +1,20 @@
 """InfoNCE: its formula, its theorems, its edges."""
 
+import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sparse_losses.functional import info_nce_from_scores, info_nce_loss
+from sparse_losses.functional import (
+    false_negative_mask,
+    info_nce_from_scores,
+    info_nce_loss,
+)
+from tests import oracles
 from tests.cases import assert_follows_the_formula
 from tests.strategies import draw, info_nce_problems, seeds, temperatures
 
@@ -25,9 +32,10 @@ def test_it_is_never_negative_with_the_positive_in_the_denominator(problem):
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     rows = info_nce_loss(**tensors, **options, reduction="none")
     assert (rows >= 0).all()
-    tensors.pop("positive_ids", None)  # without duplicates, a row with a rival costs something
-    tensors.pop("positive_mask", None)
-    rows = info_nce_loss(**tensors, **{**options, "temperature": 9.0}, reduction="none")
+    # With nothing left out, a row with a rival costs something.
+    tensors = {k: x for k, x in tensors.items() if k in ("anchor", "positive", "negative")}
+    whole = {"temperature": 9.0, "false_negative_margin": None, "false_negative_ratio": None}
+    rows = info_nce_loss(**tensors, **{**options, **whole}, reduction="none")
     assert ((rows > 0) == (len(rows) > 1 or "negative" in tensors)).all()
 
 
@@ -111,7 +119,214 @@ def test_a_duplicate_of_the_positive_is_not_a_negative():
     assert info_nce_loss(a, p, reduction="none")[0] > rows[0]
 
 
+# Candidates that are left out
+
+over_impls = pytest.mark.parametrize("impl", ["definition", "direct", "blocks", "nonzeros"])
+
+
+@given(seeds)
+def test_leaving_negatives_out_is_passing_fewer(seed):
+    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 5, 3)
+    mask = torch.ones(4, 9)
+    mask[:, [5, 8]] = 0
+    fewer = info_nce_loss(a, p, n[[0, 2, 3]], symmetric=True)
+    torch.testing.assert_close(info_nce_loss(a, p, n, symmetric=True, candidate_mask=mask), fewer)
+    assert info_nce_loss(a, p, n, symmetric=True) > fewer
+
+
+@given(seeds, st.booleans())
+def test_ids_are_a_candidate_mask(seed, symmetric):
+    a, p, ids = draw(seed, 4, 3), draw(seed + 1, 4, 3), torch.tensor([7, 8, 7, 7])
+    mask = (ids[:, None] != ids) | torch.eye(4, dtype=torch.bool)
+    options = {"symmetric": symmetric, "reduction": "none"}
+    expected = info_nce_loss(a, p, **options, positive_ids=ids)
+    torch.testing.assert_close(info_nce_loss(a, p, **options, candidate_mask=mask), expected)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("symmetric", [False, True])
+@over_impls
+def test_what_is_left_out_hides_its_nan_and_has_no_gradient(impl, symmetric, value):
+    """A text that misses, as anchor, positive and negative: a batch without it."""
+    a, p, n = draw(0, 5, 4), draw(1, 5, 4), draw(2, 3, 4)
+    options = {"symmetric": symmetric, "impl": impl}
+    expected = info_nce_loss(a[:4], p[:4], n[:2], **options)
+    mask = torch.ones(5, 8)
+    mask[4], mask[:, 4], mask[:, 7] = 0, 0, 0
+    a[4], p[4, 1], n[2, 0] = value, value, value
+    leaves = [x.requires_grad_() for x in (a, p, n)]
+    loss = info_nce_loss(*leaves, candidate_mask=mask, **options)
+    torch.testing.assert_close(loss, expected)
+    for gradient, row in zip(torch.autograd.grad(loss, leaves), (4, 4, 2), strict=True):
+        assert gradient.isfinite().all()
+        assert not gradient[row].any()
+        assert gradient[:row].any(1).all()
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("impl", ["definition", "direct", "blocks"])
+def test_a_row_misses_some_of_its_own_negatives(impl, decoupled):
+    a, p, n = draw(0, 3, 4), draw(1, 3, 4), draw(2, 3, 2, 4)
+    n[1, 1], n[2] = torch.nan, torch.nan
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
+    loss = info_nce_loss(a, p, n, candidate_mask=mask, decoupled=decoupled, impl=impl)
+    rows = [
+        info_nce_loss(a[[i]], p[[i]], torch.cat([p[others], n[i, :kept]]), decoupled=decoupled)
+        for i, (others, kept) in enumerate((([1, 2], 2), ([0, 2], 1), ([0, 1], 0)))
+    ]
+    torch.testing.assert_close(loss, torch.stack(rows).mean())
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_outside_the_batch_the_first_column_is_the_own_positive(symmetric):
+    a, p, n = draw(0, 3, 4), draw(1, 3, 4), draw(2, 3, 2, 4)
+    options = {"in_batch": False, "symmetric": symmetric, "reduction": "none"}
+    mask = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 0, 1]])
+    rows = info_nce_loss(a, p, n, candidate_mask=mask, **options)
+    expected = info_nce_loss(a, p, n, **options)
+    torch.testing.assert_close(rows[0], expected[0])
+    assert rows[1] == 0.0
+    expected = info_nce_loss(a, p, n[:, 1:], **options)
+    torch.testing.assert_close(rows[2], expected[2])
+
+
+@pytest.mark.parametrize(
+    ("negative", "options", "shape"),
+    [
+        (None, {}, r"\[B, B\] = \[3, 3\]"),
+        ((2, 4), {}, r"\[B, B \+ N\] = \[3, 5\]"),
+        ((3, 2, 4), {"in_batch": False}, r"\[B, 1 \+ N\] = \[3, 3\]"),
+    ],
+)
+def test_a_mask_has_a_column_a_candidate(negative, options, shape):
+    negative = None if negative is None else torch.rand(*negative)
+    mask = torch.ones(3, 4)
+    with pytest.raises(ValueError, match=rf"`candidate_mask` of shape {shape}, got \[3, 4\]"):
+        info_nce_loss(torch.rand(3, 4), torch.rand(3, 4), negative, candidate_mask=mask, **options)
+
+
+# False negatives
+
+
+@given(seeds, st.floats(-1, 1) | st.none(), st.floats(0, 1.5) | st.none(), st.sampled_from([4, 6]))
+def test_false_negative_mask_is_the_formula(seed, margin, ratio, width):
+    assume(margin is not None or ratio is not None)
+    rng = np.random.default_rng(seed)
+    scores, positives = rng.normal(size=(4, width)), rng.random((4, width)) < 0.3
+    for mask in [positives] if width != 4 else [positives, None]:
+        expected = oracles.false_negative_mask(scores, mask, margin=margin, ratio=ratio)
+        given_mask = None if mask is None else torch.from_numpy(mask)
+        result = false_negative_mask(
+            torch.from_numpy(scores), given_mask, margin=margin, ratio=ratio
+        )
+        assert result.dtype == torch.bool
+        np.testing.assert_array_equal(result.numpy(), expected)
+
+
+def test_false_negative_mask_keeps_what_is_at_the_bound_and_nan():
+    scores = torch.tensor([[1.0, 1.5, 1.5001, torch.nan]])
+    positive = torch.tensor([[1, 0, 0, 0]])
+    for bound in ({"margin": 0.5}, {"ratio": 1.5}, {"margin": 0.5, "ratio": 9.0}):
+        assert false_negative_mask(scores, positive, **bound).tolist() == [
+            [True, True, False, True]
+        ]
+    below_zero = false_negative_mask(scores - 2.0, positive, ratio=0.0)
+    assert below_zero.all(), "a ratio of a negative score bounds nothing"
+    nan_positive = torch.tensor([[0, 0, 0, 1]])
+    assert false_negative_mask(scores, nan_positive, margin=0.0).all()
+    assert false_negative_mask(scores, torch.zeros(1, 4), margin=0.0).all()
+    assert false_negative_mask(torch.zeros(0, 0), margin=0.0).shape == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "bounds", "name"),
+    [((2, 2), {}, "margin"), ((2, 3), {"margin": 0.1}, "positive_mask")],
+)
+def test_false_negative_mask_needs_a_bound_and_positives(shape, bounds, name):
+    with pytest.raises(ValueError, match=name):
+        false_negative_mask(torch.zeros(shape), **bounds)
+
+
+@given(seeds, st.floats(-0.5, 0.5), st.booleans())
+def test_a_bound_is_the_mask_of_the_own_similarities(seed, margin, decoupled):
+    a, p, n = draw(seed, 5, 3), draw(seed + 1, 5, 3), draw(seed + 2, 2, 3)
+    scores = torch.nn.functional.normalize(a) @ torch.nn.functional.normalize(p).T
+    mask = torch.cat([false_negative_mask(scores, margin=margin, ratio=0.9), torch.ones(5, 2)], 1)
+    options = {"temperature": 0.3, "decoupled": decoupled, "reduction": "none"}
+    bounds = {"false_negative_margin": margin, "false_negative_ratio": 0.9}
+    expected = info_nce_loss(a, p, n, **options, candidate_mask=mask)
+    torch.testing.assert_close(info_nce_loss(a, p, n, **options, **bounds), expected)
+
+
+@given(seeds)
+def test_a_higher_bound_keeps_more_negatives(seed):
+    a, p = draw(seed, 5, 3), draw(seed + 1, 5, 3)
+    options = {"temperature": 0.3, "symmetric": True, "reduction": "none"}
+    rows = [
+        info_nce_loss(a, p, **options, false_negative_margin=m) for m in (-9.0, -0.2, 0.1, 0.4, 9.0)
+    ]
+    assert not rows[0].any(), "only the positive is left"
+    assert all((low <= high).all() for low, high in itertools.pairwise(rows))
+    torch.testing.assert_close(rows[-1], info_nce_loss(a, p, **options))
+
+
+@over_impls
+def test_mined_negatives_are_never_false_negatives(impl):
+    a, p = draw(0, 4, 3), draw(1, 4, 3)
+    n = a.repeat(1, 1)  # every anchor's best candidate
+    loss = info_nce_loss(a, p, n, false_negative_margin=-9.0, impl=impl)
+    expected = info_nce_loss(a, p, n, candidate_mask=torch.eye(4, 8) + (torch.arange(8) > 3))
+    torch.testing.assert_close(loss, expected)
+
+
+# More negatives from the batch
+
+
+@given(seeds, temperatures)
+def test_from_all_of_the_batch_it_is_the_improved_contrastive_loss_of_gte(seed, temperature):
+    """Cross-entropy over documents, other queries, and other documents seen from the positive."""
+    a, p = (torch.nn.functional.normalize(draw(s, 4, 3)) for s in (seed, seed + 1))
+    off = torch.eye(4, dtype=torch.bool)
+    both = [(x @ x.T).masked_fill(off, -torch.inf) for x in (a, p)]
+    scores = torch.cat([a @ p.T, *both], dim=1) / temperature
+    expected = torch.nn.functional.cross_entropy(scores, torch.arange(4))
+    sources = ("query", "positive", "document")
+    value = info_nce_loss(a, p, temperature=temperature, negatives_from=sources)
+    torch.testing.assert_close(value, expected)
+
+
+@given(seeds)
+def test_in_the_reverse_direction_queries_and_positives_change_places(seed):
+    a, p = draw(seed, 4, 3), draw(seed + 1, 4, 3)
+    for source, other in (("query", "positive"), ("positive", "query")):
+        both = info_nce_loss(a, p, symmetric=True, negatives_from=("document", source))
+        forward = info_nce_loss(a, p, negatives_from=("document", source))
+        backward = info_nce_loss(p, a, negatives_from=("document", other))
+        torch.testing.assert_close(both, (forward + backward) / 2)
+        assert both > info_nce_loss(a, p, symmetric=True)
+
+
+def test_outside_the_batch_there_are_no_more_negatives_from_it():
+    a, p, n = draw(0, 3, 4), draw(1, 3, 4), draw(2, 2, 4)
+    with pytest.raises(ValueError, match=r"`negatives_from` to be .* with in_batch=False"):
+        info_nce_loss(a, p, n, in_batch=False, negatives_from=("document", "query"))
+
+
 # Decoupled
+
+
+def test_a_decoupled_row_that_loses_its_negatives_to_the_bound_is_not_valid():
+    a, p = draw(0, 4, 3), draw(1, 4, 3)
+    p[1] = a[1]  # its own positive is the best possible
+    scores = torch.nn.functional.normalize(a) @ torch.nn.functional.normalize(p).T
+    bound = {"false_negative_margin": -0.5, "decoupled": True}
+    kept = false_negative_mask(scores, margin=-0.5).sum(1) > 1
+    assert 0 < kept.sum() < 4
+    rows = info_nce_loss(a, p, **bound, reduction="none")
+    assert ((rows != 0) == kept).all()
+    for impl in ("definition", "direct", "blocks", "nonzeros"):
+        value = info_nce_loss(a, p, **bound, impl=impl)
+        torch.testing.assert_close(value, rows.sum() / kept.sum())
 
 
 @pytest.mark.parametrize("scale", [1.0, 10.0, 100.0])

@@ -77,11 +77,17 @@ def test_every_implementation_equals_the_definition_for_all_options(implementati
     leaves = {"anchor": vectors(0), "positive": vectors(1), "temperature": temperature}
     leaves |= NEGATIVES[negative]
     leaves["anchor"][2] = 0  # an empty text
-    for options, ids in itertools.product(OPTIONS, (None, torch.arange(B) // 2)):
-        if ids is not None and negative == "none" and options["decoupled"]:
-            continue  # a row may be left without a negative: that is the definition's
-        expected = value_and_gradients(leaves, **options, positive_ids=ids, impl="definition")
-        result = IMPLEMENTATIONS[implementation](leaves, **options, positive_ids=ids)
+    mask = torch.from_numpy(np.random.default_rng(3).random((B, B)) < 0.6)
+    mask[3, 3] = False  # a row that is not valid, and one without negatives
+    mask[5] = torch.arange(B) == 5
+    if negative != "none":
+        mask = torch.cat([mask, torch.arange(B * N).view(B, N) % 4 != 1], dim=1)
+    ids, mask = {"positive_ids": torch.arange(B) // 2}, {"candidate_mask": mask}
+    bounds = {"false_negative_margin": -0.05, "false_negative_ratio": 1.4}
+    hiding = ({}, ids, mask, {"false_negative_margin": 0.1}, bounds, {**ids, **mask, **bounds})
+    for options, hidden in itertools.product(OPTIONS, hiding):
+        expected = value_and_gradients(leaves, **options, **hidden, impl="definition")
+        result = IMPLEMENTATIONS[implementation](leaves, **options, **hidden)
         torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
         assert all(g.any() for g in result[1].values())
 
@@ -105,7 +111,8 @@ def test_a_gradient_does_not_depend_on_which_others_are_needed(implementation, n
     ("impl", "options", "reason"),
     [
         ("direct", {"reduction": "none"}, 'reduction="mean" or "sum"'),
-        ("direct", {"decoupled": True, "positive_ids": torch.arange(B)}, "a negative in every row"),
+        ("direct", {"positive_mask": torch.eye(B)}, "no `positive_mask`"),
+        ("blocks", {"negatives_from": ("document", "query")}, r'negatives_from=\("document",\)'),
     ],
 )
 def test_an_unsupported_call_is_refused_with_the_reason(impl, options, reason):

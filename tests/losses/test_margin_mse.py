@@ -23,6 +23,52 @@ def test_value_is_the_formula_for_any_scores(rows):
     assert_follows_the_formula("margin_mse", dict(zip(names, columns, strict=True)))
 
 
+@given(seeds, st.integers(0, 3), st.booleans())
+def test_value_is_the_formula_for_several_negatives(seed, count, masks):
+    rng = np.random.default_rng(seed)
+    arrays = {}
+    for name in ("student_positive", "student_negative", "teacher_positive", "teacher_negative"):
+        scores = rng.normal(size=(4, count) if name.endswith("negative") else 4)
+        is_absent = rng.random(scores.shape) < 0.3 * name.startswith("teacher")
+        arrays[name] = np.where(is_absent, -np.inf, scores)
+    if masks:
+        arrays["candidate_mask"] = rng.random((4, count)) < 0.6
+    assert_follows_the_formula("margin_mse", arrays)
+
+
+def test_several_negatives_are_the_mean_of_their_losses():
+    sp, tp = torch.tensor([1.0, 2.0]), torch.tensor([4.0, 0.5])
+    sn, tn = torch.tensor([[0.0, 3.0], [1.0, torch.nan]]), torch.tensor([[2.0, 1.0], [5.0, 7.0]])
+    mask = torch.tensor([[1, 1], [1, 0]])
+    sn.requires_grad_()
+    rows = margin_mse_loss(sp, sn, tp, tn, mask, reduction="none")
+    assert rows.tolist() == [(1.0 + 25.0) / 2, 5.5**2]
+    (gradient,) = torch.autograd.grad(rows.sum(), sn)
+    assert gradient[1, 1] == 0.0
+    absent = tn.masked_fill(mask == 0, -torch.inf)
+    assert torch.equal(margin_mse_loss(sp, sn, tp, absent, reduction="none"), rows)
+    no_row = margin_mse_loss(sp, sn, tp, tn, torch.zeros(2, 2))
+    assert no_row == 0.0
+    assert no_row.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "mask", "name"),
+    [
+        ((2, 3), (2,), None, "teacher_negative"),
+        ((2,), (2, 3), None, "teacher_negative"),
+        ((2,), (2,), (2, 3), "candidate_mask"),
+        ((2, 3), (2, 3), (2,), "candidate_mask"),
+    ],
+)
+def test_the_negatives_and_their_mask_have_one_shape(student, teacher, mask, name):
+    mask = None if mask is None else torch.ones(mask)
+    with pytest.raises(ValueError, match=f"`{name}` of the shape of `student_negative`"):
+        margin_mse_loss(
+            torch.ones(2), torch.ones(student), torch.ones(2), torch.ones(teacher), mask
+        )
+
+
 def draw(seed):
     return [torch.from_numpy(v) for v in np.random.default_rng(seed).normal(size=(4, 5))]
 

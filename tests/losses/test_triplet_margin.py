@@ -1,5 +1,6 @@
 """Triplet margin: its formula, its theorems, its edges."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -18,7 +19,35 @@ def test_value_is_the_formula_for_any_negatives(data, batch, count, kind, margin
     arrays = {name: data.draw(vectors(batch, 3)) for name in ("anchor", "positive")}
     flat = data.draw(vectors(batch * max(count, 1), 3))
     arrays["negative"] = flat if count == 0 else flat.reshape(batch, count, 3)
+    if count and data.draw(st.booleans()):
+        arrays["candidate_mask"] = np.random.default_rng(batch).random((batch, count)) < 0.6
     assert_follows_the_formula("triplet_margin", arrays, similarity=kind, margin=margin)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "dot", "euclidean"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_negative_that_is_not_there_hides_its_nan_and_has_no_gradient(kind, value):
+    a, p, n = draw(0, 3, 4), draw(1, 3, 4), draw(2, 3, 2, 4)
+    options = {"similarity": kind, "margin": 9.0}
+    expected = [
+        triplet_margin_loss(a[:1], p[:1], n[:1], **options),
+        triplet_margin_loss(a[1:2], p[1:2], n[1:2, :1], **options),
+    ]
+    n[1, 1], n[2], a[2], p[2] = value, value, value, value
+    leaves = [x.requires_grad_() for x in (a, p, n)]
+    loss = triplet_margin_loss(*leaves, torch.tensor([[1, 1], [1, 0], [0, 0]]), **options)
+    torch.testing.assert_close(loss, torch.stack(expected).mean())
+    grad_a, grad_p, grad_n = torch.autograd.grad(loss, leaves)
+    for gradient in (grad_a[2], grad_p[2], grad_n[2], grad_n[1, 1]):
+        assert not gradient.any()
+    for gradient in (grad_a[:2], grad_p[:2], grad_n[0], grad_n[1, 0]):
+        assert gradient.isfinite().all()
+        assert gradient.any(-1).all()
+
+
+def test_a_mask_is_of_several_negatives():
+    with pytest.raises(ValueError, match="candidate_mask"):
+        triplet_margin_loss(draw(0, 3, 4), draw(1, 3, 4), draw(2, 3, 4), torch.ones(3, 1))
 
 
 @given(seeds, st.floats(0.01, 4.0))

@@ -61,6 +61,7 @@ def _oracle(x, ids, mask, positive_ids, positive_mask, top_k=3):
         "mean_activation": column.sum() / len(entries),
         "flops": sum((column[j] / rows) ** 2 for j in range(V)),
         "index_flops": sum((sum(j in a for a in active) / rows) ** 2 for j in range(V)),
+        "longest_list": max(sum(j in a for a in active) / rows for j in range(V)),
         "effective_tokens": math.exp(-sum(q * math.log(q) for q in p)),
         "never_active": sum(all(j not in a for a in active) for j in range(V)) / V,
         "semantic_ratio": mean_of(set(range(V)) - set(SPECIAL) - set(STOP)) / mean_of(STOP),
@@ -99,11 +100,15 @@ def test_the_report_is_what_loops_count(seed, rows):
     top = diagnostics.top_tokens(4)
     assert list(top.values()) == sorted((s for s in shares.values() if s), reverse=True)[:4]
     assert all(shares[j] == pytest.approx(share) for j, share in top.items())
+    lists = {j: (x[:, j] > 0).double().mean().item() for j in range(V)}
+    longest = diagnostics.longest_lists(4)
+    assert list(longest.values()) == sorted((s for s in lists.values() if s), reverse=True)[:4]
+    assert all(lists[j] == pytest.approx(share) for j, share in longest.items())
 
 
 def test_numbers_without_inputs_are_not_in_the_report():
     diagnostics = Diagnostics(V)
-    assert diagnostics.report() == diagnostics.top_tokens() == {}
+    assert diagnostics.report() == diagnostics.top_tokens() == diagnostics.longest_lists() == {}
     diagnostics.update(_sparse(3))
     assert not {name for name in diagnostics.report() if "share" in name or "recall" in name}
     diagnostics.reset()

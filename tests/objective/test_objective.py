@@ -515,3 +515,68 @@ def test_assigned_settings_are_checked_at_the_next_call(owner, name, value):
     setattr(objective if owner == "objective" else objective.info_nce, name, value)
     with pytest.raises(ValueError, match=name):
         objective(batch)
+
+
+# Candidates left out
+
+
+@pytest.mark.parametrize("negative", ["own", "one"])
+def test_candidates_that_are_left_out_are_left_out_of_every_term_on_scores(negative):
+    """Rows have fewer negatives than others, or a pair is a false negative."""
+    torch.manual_seed(0)
+    weights = dict.fromkeys(("info_nce", "triplet_margin", "distillation", "margin_mse"), 1.0)
+    batch = _batch(negative)._replace(positive_ids=None)
+    mask = torch.ones(B, batch.teacher_scores.shape[1])
+    mask[2, 3] = mask[0, B] = mask[1, B + 1] = mask[4, -1] = 0
+    terms = SpladeObjective(weights)(batch._replace(candidate_mask=mask)).terms
+    anchor, positive, vectors = (texts.activations for texts in batch[:3])
+    expected = info_nce_loss(anchor, positive, vectors, candidate_mask=mask)
+    torch.testing.assert_close(terms["info_nce"], expected)
+
+    x, y = (torch.nn.functional.normalize(t, dim=-1) for t in (anchor, positive))
+    others = torch.nn.functional.normalize(vectors, dim=-1)
+    if negative == "own":
+        far, own = torch.einsum("bd,bnd->bn", x, others), mask[:, B:]
+        scores, taught = torch.cat([x @ y.T, far], dim=1), batch.teacher_scores[:, B:]
+    else:
+        far, own = (x * others).sum(1, keepdim=True), mask[:, B:].diagonal()[:, None]
+        scores = torch.cat([x @ y.T, x @ others.T], dim=1)
+        taught = batch.teacher_scores[:, B:].diagonal()[:, None]
+        vectors = vectors[:, None]
+    expected = triplet_margin_loss(anchor, positive, vectors, own)
+    torch.testing.assert_close(terms["triplet_margin"], expected)
+    assert expected > 0
+    expected = distillation_loss(scores, batch.teacher_scores, candidate_mask=mask)
+    torch.testing.assert_close(terms["distillation"], expected)
+    near, teacher = (s[:, :B].diagonal() for s in (scores, batch.teacher_scores))
+    is_there = (own != 0) & (taught != -torch.inf) & (teacher != -torch.inf)[:, None]
+    errors = (near[:, None] - far - teacher[:, None] + taught)[is_there]
+    torch.testing.assert_close(terms["margin_mse"], errors.square().mean())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"false_negative_margin": -0.2},
+        {"false_negative_ratio": 0.8},
+        {"negatives_from": ("document", "query")},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_infonce_keeps_its_options_where_it_shares_the_scores(options):
+    batch = _batch("own")
+    objective = SpladeObjective(
+        {"info_nce": 1.0, "distillation": 1.0}, info_nce=InfoNCELoss(**options)
+    )
+    value = objective(batch).terms["info_nce"]
+    vectors = [texts.activations for texts in batch[:3]]
+    expected = info_nce_loss(*vectors, positive_ids=batch.positive_ids, **options)
+    torch.testing.assert_close(value, expected)
+    assert value != info_nce_loss(*vectors, positive_ids=batch.positive_ids)
+
+
+@pytest.mark.parametrize("term", ["info_nce", "triplet_margin", "distillation"])
+def test_a_mask_of_other_candidates_is_refused(term):
+    batch = _batch("own")._replace(candidate_mask=torch.ones(B, B + N + 1))
+    with pytest.raises(ValueError, match=rf"candidate_mask.* = \[{B}, {B + N}\]"):
+        SpladeObjective({term: 1.0})(batch)

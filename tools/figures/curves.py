@@ -235,6 +235,17 @@ def positive_activation(*, weight: float, tokens: int, others: float) -> Result:
     return slopes([i / 20 for i in range(121)], losses)
 
 
+def ranknet(*, temperature: float) -> Result:
+    """One pair, whose first candidate the teacher prefers."""
+    teacher = torch.stack([ones(161), zeros(161)], dim=1)
+
+    def loss(lead: Tensor) -> Tensor:
+        student = torch.stack([lead, zeros(161)], dim=1)
+        return F.ranknet_loss(student, teacher, temperature=temperature, reduction="none")
+
+    return slopes(np.linspace(-4, 4, 161), {"": loss})
+
+
 def self_reconstruction(*, vocabulary: int, tokens: int, others: float) -> Result:
     """One text in both forms; other tokens score `others`; the pull is the negative gradient."""
     x = [-6 + i / 10 for i in range(121)]
@@ -360,6 +371,12 @@ FIGURES = {
         "activation of one token of the positive",
         panels("loss of the row", "gradient by that activation"),
         {f"weight {w}": {"weight": w, "tokens": 10, "others": 1.0} for w in (1.0, 0.1)},
+    ),
+    "ranknet": Figure(
+        ranknet,
+        "the student's lead",
+        panels("loss, in nats", "gradient by that lead"),
+        {f"T = {t:g}": {"temperature": t} for t in (0.5, 1.0, 2.0)},
     ),
     "self_reconstruction": Figure(
         self_reconstruction,

@@ -1,0 +1,152 @@
+"""How many texts activate each dimension: counted on the device while a model trains."""
+
+import math
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from sparse_losses._core.checks import check_integer, check_number, check_shapes
+from sparse_losses.distributed import sum_over_ranks
+
+__all__ = ["ActivationFrequency"]
+
+
+class ActivationFrequency(nn.Module):
+    r"""Counter of the share of texts that activate each dimension: its posting list's length.
+
+    $$
+    f_j = \frac{\sum_b d^{a_b} n_{bj}}{\sum_b d^{a_b} B_b} \qquad
+    w_j = \frac{1}{1 + \bigl(f_j^{\log_\alpha 2} - 1\bigr)^\beta}
+    $$
+
+    $n_{bj}$ of the $B_b$ texts of batch $b$ activate dimension $j$; the batch is $a_b$ batches old.
+    $d$ is ``decay``, or 1, with which $f$ is exact. $w$ is the weight of DF-FLOPS: 0 at $f_j = 0$,
+    one half at $f_j = \alpha$, 1 at $f_j = 1$.
+
+    In DF-FLOPS the weight stands inside the square, so ``flops_loss`` takes its square. Refresh it
+    in place once in a number of steps. Nothing here waits for the device.
+
+    Args:
+        vocab_size: Number of dimensions, V.
+        decay: ``d``, between 0 and 1, for an exponential average over batches.
+
+    Raises:
+        ValueError: If ``vocab_size`` is below 1, or ``decay`` not between 0 and 1.
+        TypeError: If one is no number.
+
+    Examples:
+        >>> import torch
+        >>> from sparse_losses import ActivationFrequency, FlopsLoss
+        >>> frequency = ActivationFrequency(vocab_size=3)
+        >>> flops = FlopsLoss(token_weight=torch.ones(3))
+        >>> frequency.update(torch.tensor([[0.5, 0.0, 2.0], [0.0, 0.0, 1.0]]))
+        >>> frequency.frequency()
+        tensor([0.5000, 0.0000, 1.0000])
+        >>> flops.token_weight.copy_(frequency.penalty(alpha=0.5) ** 2)
+        tensor([0.2500, 0.0000, 1.0000])
+
+    References:
+        An Alternative to FLOPS Regularization to Effectively Productionize SPLADE-Doc.
+    """
+
+    active: Tensor
+    num_texts: Tensor
+    own_active: Tensor
+    own_num_texts: Tensor
+
+    def __init__(self, vocab_size: int, *, decay: float | None = None) -> None:
+        super().__init__()
+        check_integer("vocab_size", vocab_size, minimum=1)
+        if decay is not None:
+            check_number("decay", decay, minimum=0.0, exclusive=True)
+            if decay >= 1:
+                raise ValueError(f"expected `decay` below 1, got {decay!r}")
+        self.vocab_size, self.decay = int(vocab_size), decay
+        dtype = torch.int64 if decay is None else torch.float32
+        with torch.inference_mode(mode=False):  # its tensors could not be changed outside of it
+            for prefix in ("", "own_"):  # of all ranks, and of this rank since `all_reduce`
+                self.register_buffer(f"{prefix}active", torch.zeros(self.vocab_size, dtype=dtype))
+                self.register_buffer(f"{prefix}num_texts", torch.zeros((), dtype=dtype))
+
+    @torch.no_grad()
+    def update(self, activations: Tensor) -> None:
+        """Count a batch.
+
+        Args:
+            activations: ``[B, V]``, a text per row; entries > 0 are active.
+
+        Raises:
+            ValueError: If the shape is not ``[B, V]`` or the device not the counter's.
+        """
+        check_shapes(**{"self.active": (self.active, "V")}, activations=(activations, "B V"))
+        if self.decay is not None:
+            for total in self.buffers():
+                total.mul_(self.decay)
+        self.own_active.add_((activations > 0).sum(0))
+        self.own_num_texts.add_(len(activations))
+
+    def merge(self, other: "ActivationFrequency") -> Self:
+        """Add the counts of ``other``, which is not changed, and return this counter.
+
+        Raises:
+            ValueError: If the vocabulary sizes or the decays differ.
+            TypeError: If ``other`` is no ActivationFrequency.
+        """
+        if not isinstance(other, ActivationFrequency):
+            raise TypeError(
+                f"expected `other` to be an ActivationFrequency, got {type(other).__name__}"
+            )
+        for name in ("vocab_size", "decay"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise ValueError(f"expected `other` with {name} = {mine}, got {theirs}")
+        for total, more in zip(self.buffers(), other.buffers(), strict=True):
+            total.add_(more.to(total.device))
+        return self
+
+    @torch.no_grad()
+    def all_reduce(self) -> Self:
+        """Add what the other ranks counted since the last call, and return this counter.
+
+        Call it on every rank before ``penalty`` and before saving; it may be called again.
+        Without a process group it changes no frequency.
+        """
+        counts = torch.cat([self.own_active, self.own_num_texts[None]])
+        counts = sum_over_ranks(counts)
+        self.active.add_(counts[:-1])
+        self.num_texts.add_(counts[-1])
+        self.own_active.zero_()
+        self.own_num_texts.zero_()
+        return self
+
+    def frequency(self) -> Tensor:
+        """Return the share of the texts that activate each dimension, fp32 ``[V]`` in [0, 1].
+
+        It is 0 before the first text.
+        """
+        num_texts = (self.num_texts + self.own_num_texts).float()
+        active = (self.active + self.own_active).float()
+        return active / torch.where(num_texts > 0, num_texts, 1.0)
+
+    def penalty(self, alpha: float = 0.1, beta: float = 10.0) -> Tensor:
+        """Return DF-FLOPS' weight ``w``, fp32 ``[V]`` in [0, 1].
+
+        Args:
+            alpha: The frequency whose weight is one half, between 0 and 1.
+            beta: Steepness of the weight there, > 0.
+
+        Raises:
+            ValueError: If ``alpha`` or ``beta`` is out of range.
+            TypeError: If one is no number.
+        """
+        check_number("alpha", alpha, minimum=0.0, exclusive=True)
+        check_number("beta", beta, minimum=0.0, exclusive=True)
+        if alpha >= 1:
+            raise ValueError(f"expected `alpha` below 1, got {alpha!r}")
+        above_one = self.frequency().pow(math.log(2) / math.log(alpha)) - 1
+        return 1 / (1 + above_one.clamp(min=0.0).pow(beta))
+
+    def extra_repr(self) -> str:
+        """Return the hyperparameters."""
+        return f"vocab_size={self.vocab_size}, decay={self.decay}"

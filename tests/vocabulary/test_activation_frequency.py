@@ -1,0 +1,162 @@
+"""ActivationFrequency: the shares are those of a loop, however the texts come; DF-FLOPS' weight."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparse_losses import ActivationFrequency, FlopsLoss
+from sparse_losses.functional import flops_loss
+from tests.distributed.ranks import run_ranks
+from tests.strategies import seeds
+
+V = 6
+sizes = st.lists(st.integers(0, 4), min_size=1, max_size=5)
+
+
+def batches(seed: int, rows: list[int]) -> list[torch.Tensor]:
+    rng = np.random.default_rng(seed)
+    return [torch.from_numpy(rng.normal(size=(n, V)) * (rng.random((n, V)) < 0.7)) for n in rows]
+
+
+def loop(texts: list[torch.Tensor], decay: float = 1.0) -> list[float]:
+    """The share of active texts, each batch weighing less than the next."""
+    weights = [decay**age for age in reversed(range(len(texts)))]
+    total = math.fsum(w * len(x) for w, x in zip(weights, texts, strict=True))
+    shares = []
+    for j in range(V):
+        active = [sum(1 for row in x.tolist() if row[j] > 0) for x in texts]
+        count = math.fsum(w * n for w, n in zip(weights, active, strict=True))
+        shares.append(count / total if total else 0.0)
+    return shares
+
+
+def counted(*texts: torch.Tensor, **options: float) -> ActivationFrequency:
+    counter = ActivationFrequency(V, **options)
+    for batch in texts:
+        counter.update(batch)
+    return counter
+
+
+@given(seeds, sizes, st.none() | st.floats(0.05, 0.999))
+def test_frequencies_equal_a_loop_over_texts(seed, rows, decay):
+    texts = batches(seed, rows)
+    frequency = counted(*texts, decay=decay).frequency()
+    assert frequency.dtype == torch.float32
+    np.testing.assert_allclose(frequency, loop(texts, decay or 1.0), rtol=1e-5)
+    assert (frequency <= 1).all()
+
+
+@given(seeds, sizes)
+def test_exact_counts_do_not_depend_on_batches_and_counters(seed, rows):
+    texts = batches(seed, rows)
+    once = counted(torch.cat(texts)).frequency()
+    assert torch.equal(counted(*texts).frequency(), once)
+    merged = counted(*texts[:1]).merge(counted(*texts[1:]))
+    assert torch.equal(merged.frequency(), once)
+    assert torch.equal(counted(*texts).all_reduce().frequency(), once), "no process group"
+
+
+def test_a_constant_share_is_its_exponential_average():
+    texts = torch.eye(V)[:3]
+    counter = counted(*[texts] * 50, decay=0.9)
+    assert counter.frequency().tolist() == pytest.approx([1 / 3] * 3 + [0.0] * 3)
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(0.1, 10.0), (0.3, 2.5), (0.01, 1.0)])
+def test_the_penalty_is_the_formula_of_df_flops(alpha, beta):
+    counter, texts = ActivationFrequency(V), torch.zeros(1000, V)
+    shares = [0, 1, 20, 100, 640, 1000]
+    for j, share in enumerate(shares):
+        texts[:share, j] = 1.0
+    counter.update(texts)
+    expected = [
+        1 / (1 + ((n / 1000) ** (math.log(2) / math.log(alpha)) - 1) ** beta) if n else 0.0
+        for n in shares
+    ]
+    penalty = counter.penalty(alpha=alpha, beta=beta)
+    np.testing.assert_allclose(penalty, expected, rtol=2e-4, atol=1e-30)
+    assert penalty[0] == 0.0
+    assert penalty[-1] == 1.0
+    assert (penalty.diff() >= 0).all()
+    if alpha == 0.1:
+        assert penalty[3].item() == pytest.approx(0.5)
+
+
+def test_the_loss_of_the_paper_has_the_weight_inside_the_square():
+    x = torch.rand(5, V) * (torch.rand(5, V) < 0.5)
+    counter, loss = counted(x), FlopsLoss(torch.ones(V))
+    loss.token_weight.copy_(counter.penalty(alpha=0.4) ** 2)
+    expected = (counter.penalty(alpha=0.4) * x.mean(0)).square().sum()
+    torch.testing.assert_close(loss(x), expected)
+    assert loss(x) < flops_loss(x)
+
+
+def test_before_the_first_text_nothing_is_frequent():
+    for counter in (ActivationFrequency(V), counted(torch.zeros(0, V), decay=0.5)):
+        assert not counter.frequency().any()
+        assert not counter.penalty().any()
+
+
+@pytest.mark.parametrize("decay", [None, 0.9])
+def test_it_resumes_from_its_state(decay):
+    first, second = batches(0, [3, 4])
+    counter = counted(first, decay=decay)
+    resumed = ActivationFrequency(V, decay=decay)
+    resumed.load_state_dict(counter.state_dict())
+    for each in (counter, resumed):
+        each.update(second)
+    assert torch.equal(counter.frequency(), resumed.frequency())
+    assert repr(counter) == f"ActivationFrequency(vocab_size=6, decay={decay})"
+
+
+def test_counting_waits_for_no_device_and_keeps_no_graph():
+    counter = ActivationFrequency(V).to("meta")
+    x = torch.empty(3, V, device="meta", requires_grad=True)
+    counter.update(x)  # a read of a value would raise
+    assert counter.all_reduce().penalty().shape == (V,)
+    leaf = torch.rand(3, V, requires_grad=True)
+    assert not counted(leaf).frequency().requires_grad
+
+
+def _on_ranks(rank: int, decay: float | None) -> list[list[float]]:
+    counter = ActivationFrequency(V, decay=decay)
+    seen = []
+    for step in range(4):
+        counter.update(batches(10 * step + rank, [3])[0])
+        if step % 2:
+            seen.append(counter.all_reduce().frequency().tolist())
+    return seen
+
+
+@pytest.mark.parametrize("decay", [None, 0.8])
+def test_all_reduce_may_be_called_again(decay):
+    ranks = run_ranks(2, _on_ranks, decay)
+    texts = [torch.cat([batches(10 * step + rank, [3])[0] for rank in (0, 1)]) for step in range(4)]
+    for seen in ranks:
+        np.testing.assert_allclose(seen[0], loop(texts[:2], decay or 1.0), rtol=1e-5)
+        np.testing.assert_allclose(seen[1], loop(texts, decay or 1.0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: ActivationFrequency(0), "vocab_size"),
+        (lambda: ActivationFrequency(V, decay=1.0), "decay"),
+        (lambda: ActivationFrequency(V, decay=0.0), "decay"),
+        (lambda: ActivationFrequency(V).update(torch.zeros(2, V + 1)), "activations"),
+        (lambda: ActivationFrequency(V).update(torch.zeros(V)), "activations"),
+        (lambda: ActivationFrequency(V).merge(ActivationFrequency(V + 1)), "vocab_size"),
+        (lambda: ActivationFrequency(V).merge(ActivationFrequency(V, decay=0.5)), "decay"),
+        (lambda: ActivationFrequency(V).merge(torch.zeros(V)), "other"),
+        (lambda: ActivationFrequency(V).penalty(alpha=1.0), "alpha"),
+        (lambda: ActivationFrequency(V).penalty(alpha=0.0), "alpha"),
+        (lambda: ActivationFrequency(V).penalty(beta=0.0), "beta"),
+    ],
+)
+def test_what_it_cannot_count_is_refused_by_name(call, name):
+    with pytest.raises((ValueError, TypeError), match=name):
+        call()
