@@ -114,7 +114,7 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.losses: dict[str, nn.Module] = dict(named)
         self.diagnostics = dict(diagnostics or {})
         self.calibrate_on, self.encoder = calibrate_on, encoder
-        targets = {one.term: one.target_active for one in self._controllers()}
+        targets = {one.term: one.target_active or 0.0 for one in self._controllers()}
         target: float = targets.get("document_flops", 0.0)
         self.calibrate_to = target if calibrate_to is None else calibrate_to
         if calibrate_on is not None:

@@ -1,5 +1,6 @@
 """A controller that brings a FLOPS weight to where texts have the sparsity you name."""
 
+import base64
 import dataclasses
 import logging
 import math
@@ -7,6 +8,7 @@ from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,11 +21,12 @@ from sparse_losses._core.checks import (
 )
 from sparse_losses._core.host_copy import HostCopy
 from sparse_losses._core.precision import widest_dtype
-from sparse_losses.distributed import num_ranks, sum_over_ranks
+from sparse_losses.distributed import maximum_over_ranks, num_ranks, sum_over_ranks
 from sparse_losses.objective.batch import SpladeBatch
 from sparse_losses.objective.descent import AT_CHANCE, HIGH, LOW, Descent
 from sparse_losses.objective.objective import ObjectiveOutput, SpladeObjective
 from sparse_losses.objective.schedules import controllers_of, count_steps, was_skipped
+from sparse_losses.vocabulary.activation_frequency import ActivationFrequency
 
 __all__ = ["CollapseError", "SparsityController"]
 
@@ -34,6 +37,7 @@ SMALLEST = 0.05  # of the ranking loss, for the first weight: an easy task's is 
 # A measurement: active entries, live rows, dead rows, sum of the activations, batches; of InfoNCE
 # over its value at chance, the sum and its batches; of the ranking terms and of FLOPS, likewise.
 SIZE = 10
+DECAY = 0.99  # of the frequencies by which `target_posting` steers
 UNSEEN = 50  # steps without a batch that are an error
 OWN = ("steps", "maximum")  # settings, which a resumed run may change
 
@@ -72,6 +76,8 @@ class CollapseError(RuntimeError):
 class SparsityController:
     r"""Set the weight of a FLOPS term so that a text keeps ``target_active`` dimensions.
 
+    Or so that the longest posting list holds the share ``target_posting`` of the texts.
+
     What is dead behind a ReLU hardly comes back, and pruning from above is nearly free. So the
     controller comes from above, and there is no weight to guess:
 
@@ -105,6 +111,10 @@ class SparsityController:
         weight: without an ``objective``: the first $\lambda$ of ``controller.weight``, a 0-d tensor
             on the CPU, by which you multiply your FLOPS loss. It is 0 while the controller waits.
         target_active: active dimensions per text, > 0 and below the vocabulary's size.
+        target_posting: instead of it, the share in (0, 1) of the texts that the longest posting
+            list holds: the largest ``frequency()`` of an ``ActivationFrequency`` of the texts seen,
+            with ``decay=0.99``. It falls sooner with DF-FLOPS, ``penalty() ** 2`` as
+            ``token_weight``.
         steps: optimiser steps of the whole run; ``None``: planned as 300.
         start: FLOPS at first, as a share of the weighted ranking terms, > 0.
         maximum: upper bound of $\lambda$; default: none.
@@ -142,7 +152,8 @@ class SparsityController:
         term: str = "document_flops",
         *,
         weight: float | None = None,
-        target_active: float,
+        target_active: float | None = None,
+        target_posting: float | None = None,
         steps: int | None = None,
         start: float = 0.03,
         maximum: float | None = None,
@@ -153,7 +164,15 @@ class SparsityController:
             kind = type(objective).__name__
             raise TypeError(f"expected `objective` to be a SpladeObjective, got {kind}")
         check_choice("term", term, ("document_flops", "query_flops"))
-        check_number("target_active", target_active, minimum=0.0, exclusive=True)
+        if (target_active is None) == (target_posting is None):
+            raise TypeError(
+                "expected either `target_active` or `target_posting`, got both or neither"
+            )
+        name = "target_active" if target_posting is None else "target_posting"
+        target = target_active if target_posting is None else target_posting
+        check_number(name, target, minimum=0.0, exclusive=True)
+        if target_posting is not None and target_posting >= 1:
+            raise ValueError(f"expected `target_posting` below 1, got {target_posting!r}")
         check_number("start", start, minimum=0.0, exclusive=True)
         if weight is not None:
             check_number("weight", weight, minimum=0.0, exclusive=True)
@@ -161,10 +180,12 @@ class SparsityController:
             check_number("maximum", maximum, minimum=0.0, exclusive=True)
         if objective is not None:
             _check_only_master(objective, term)
-        is_whole = isinstance(target_active, Integral)
-        self.target_active = int(target_active) if is_whole else float(target_active)
+        # A plain number: `torch.load` and JSON refuse a state with NumPy's.
+        self.target = int(target) if isinstance(target, Integral) else float(target or 0.0)
+        self.target_active = self.target if target_posting is None else None
+        self.target_posting = None if target_posting is None else self.target
+        self.frequency: ActivationFrequency | None = None  # made when V is known
         self.objective, self.term, self.start = objective, term, float(start)
-        # Plain numbers: `torch.load` and JSON refuse a state with NumPy's.
         self._descent = Descent(None, None if maximum is None else float(maximum))
         self.steps = steps
         self._descent.first_weight = _given_weight(objective, term, weight)
@@ -180,11 +201,15 @@ class SparsityController:
     def observe(self, activations: Tensor) -> None:
         """Count a batch ``[..., V]`` without a device wait; the batches of a step add up."""
         check_rows("activations", activations)
-        if self.target_active >= activations.shape[-1]:
-            vocab = f"V = {activations.shape[-1]}"
-            raise ValueError(f"expected `target_active` below {vocab}, got {self.target_active}")
+        vocab_size = activations.shape[-1]
+        if self.target >= vocab_size:
+            raise ValueError(f"expected `target_active` below V = {vocab_size}, got {self.target}")
         with torch.no_grad():
             rows = activations.detach().flatten(0, -2)
+            if self.target_posting is not None:
+                if self.frequency is None:
+                    self.frequency = ActivationFrequency(vocab_size, decay=DECAY).to(rows.device)
+                self.frequency.update(rows)
             wide = widest_dtype(rows.device)
             mass = rows.sum(1, dtype=wide)  # the sum of a dense row overflows fp16
             is_number = mass.isfinite()  # a row with a NaN is neither live nor dead
@@ -221,12 +246,23 @@ class SparsityController:
             held = None if self.objective is None else self.objective.special_token_ids.device
             device = held or torch.device("cpu")
             new = torch.zeros(SIZE, dtype=widest_dtype(device), device=device)
-        return sum_over_ranks(new) if num_ranks() > 1 else new
+        new = sum_over_ranks(new) if num_ranks() > 1 else new
+        if self.target_posting is not None and num_ranks() > 1:
+            # A rank without a batch so far learns V here; all take part.
+            size = 0 if self.frequency is None else self.frequency.vocab_size
+            largest = maximum_over_ranks(torch.full_like(new[:1], size))
+            if self.frequency is None and (size := int(largest)):
+                self.frequency = ActivationFrequency(size, decay=DECAY).to(new.device)
+        if self.frequency is None:
+            return torch.cat([new, new[:1]])
+        longest = self.frequency.all_reduce().frequency().max()[None].to(new)
+        # Frequencies fade with the batches of a rank, of which some may have had fewer.
+        return torch.cat([new, maximum_over_ranks(longest)])
 
     def _decide(self) -> None:
         """Read a measurement and set the weight."""
         assert self._sent is not None
-        active, live, dead, mass, batches, *terms = self._sent.read()
+        active, live, dead, mass, batches, *terms, longest = self._sent.read()
         self._sent = None
         held = self._written if self.objective is None else self.objective.weights.get(self.term)
         if held != self._written:
@@ -254,7 +290,8 @@ class SparsityController:
                 raise CollapseError(self._collapse_message())
         else:
             self._descent.silent_steps = 0
-            self._descent.look(math.log(active / live / self.target_active), mass / active)
+            measured = active / live if self.target_posting is None else longest
+            self._descent.look(math.log(measured / self.target), mass / active)
         self._write()
         if (status := self._descent.status) != before:
             is_warning = status.startswith(("unreachable", "collapsing", "braking: texts"))
@@ -366,26 +403,28 @@ class SparsityController:
         state = self._descent
         return {
             "step": state.step,
-            "target": self.target_active,
-            "active": self._active(),
+            "target": self.target,
+            "active": self._measured() if self.target_posting is None else None,
+            "longest_list": None if self.target_posting is None else self._measured(),
             "dead_rows": state.dead,
             "weight": self._written,
             "mean_activation": None if state.level is None else state.mean_activation,
             "status": state.status,
         }
 
-    def _active(self) -> float | None:
-        """Return the smoothed level as a number of dimensions."""
+    def _measured(self) -> float | None:
+        """Return the smoothed level as what is measured: dimensions, or a share of the texts."""
         level = self._descent.level
-        return None if level is None else self.target_active * math.exp(level)
+        return None if level is None else self.target * math.exp(level)
 
     def __str__(self) -> str:
         """Return the state as one line."""
-        active = self._active()
-        return (
-            f"{self.term}: {'?' if active is None else f'{active:.1f}'} active of "
-            f"{self.target_active:g} wanted, weight {self._written:.4g}, {self._descent.status}"
-        )
+        measured, state = self._measured(), f"weight {self._written:.4g}, {self._descent.status}"
+        if self.target_posting is not None:
+            share = "?" if measured is None else f"{measured:.1%}"
+            return f"{self.term}: longest list {share} of {self.target:.1%} wanted, {state}"
+        active = "?" if measured is None else f"{measured:.1f}"
+        return f"{self.term}: {active} active of {self.target:g} wanted, {state}"
 
     def outcome(self) -> str:
         """Return the state as one line, with what to do where the target was missed."""
@@ -405,7 +444,8 @@ class SparsityController:
         """Return what a resumed run continues from; after a step the same on every rank."""
         return {
             "term": self.term,
-            "target": self.target_active,
+            "target": self.target,
+            "frequency": None if self.frequency is None else _packed(self.frequency),
             **{name: x for name, x in vars(self._descent).items() if name not in OWN},
             "new": None if self._new is None else self._new.tolist(),
             "sent": None if self._sent is None else self._sent.read(),
@@ -429,14 +469,23 @@ class SparsityController:
         if state["term"] != self.term:
             raise ValueError(f"expected the state for {self.term!r}, got one for {state['term']!r}")
         check_number("target", state["target"], minimum=0.0, exclusive=True)
+        is_posting = state["frequency"] is not None
+        if is_posting and self.target_posting is None:
+            raise ValueError("expected the state of a `target_active`, got that of longest lists")
+        frequency = _unpacked(state["frequency"]) if is_posting else None
         fields = {name: x for name, x in state.items() if hasattr(self._descent, name)}
         _check_state(fields, state["new"], state["sent"])
         self._descent = dataclasses.replace(self._descent, **fields)
         if self._descent.level is not None:
-            self._descent.level += math.log(state["target"] / self.target_active)
-        if state["target"] != self.target_active:
+            self._descent.level += math.log(state["target"] / self.target)
+        if state["target"] != self.target:
             message = "%s: the target is %g, in the loaded state it was %g"
-            _log.warning(message, self.term, self.target_active, state["target"])
+            _log.warning(message, self.term, self.target, state["target"])
+        if frequency is not None:
+            device = (
+                frequency.active.device if self.frequency is None else self.frequency.active.device
+            )
+            self.frequency = frequency.to(device)
         new, sent = (
             None if state[name] is None else torch.tensor(state[name], dtype=torch.float64)
             for name in ("new", "sent")
@@ -454,11 +503,31 @@ def _check_state(fields: Mapping[str, Any], *measurements: Any) -> None:
                 raise TypeError(f"expected a state with another `{field.name}`, got {value!r}")
     check_integer("step", fields["step"], minimum=0)
     for values in measurements:
-        if values is not None and not (isinstance(values, (list, tuple)) and len(values) == SIZE):
+        sizes = (SIZE, SIZE + 1)
+        if values is not None and not (isinstance(values, (list, tuple)) and len(values) in sizes):
             raise TypeError(f"expected {SIZE} numbers as a measurement, got {values!r}")
     numbers = [*fields.values(), *(x for values in measurements for x in values or ())]
     if not all(math.isfinite(x) for x in numbers if isinstance(x, float)):
         raise ValueError(f"expected finite numbers in a state, got {fields}, {measurements}")
+
+
+def _packed(frequency: ActivationFrequency) -> str:
+    """Return the counts of all ranks as text, which JSON takes."""
+    counts = torch.cat([frequency.active, frequency.num_texts[None]]).cpu().numpy()
+    return base64.b64encode(counts.tobytes()).decode()
+
+
+def _unpacked(text: Any) -> ActivationFrequency:
+    try:
+        counts = np.frombuffer(base64.b64decode(text, validate=True), np.float32).copy()
+        frequency = ActivationFrequency(len(counts) - 1, decay=DECAY)
+    except Exception as error:  # damaged text fails in many ways
+        raise ValueError(f"expected the counts of a state, got {text!r:.40}") from error
+    if not (np.isfinite(counts).all() and counts.min() >= 0):
+        raise ValueError("expected finite counts >= 0 in a state")
+    frequency.active.copy_(torch.from_numpy(counts[:-1]))
+    frequency.num_texts.fill_(float(counts[-1]))
+    return frequency
 
 
 def _chance(objective: SpladeObjective, batch: SpladeBatch) -> float:

@@ -63,6 +63,25 @@ def test_the_first_weight_is_the_same_on_all_ranks_and_near_that_of_one_process(
     assert 0.7 < one["first_weight"] / alone["first_weight"] < 1
 
 
+def posting(rank: int, world: int, late: bool) -> dict:
+    """Steer by the longest list; the first rank may have no text in the first steps."""
+    made = SparsityController(weight=1.0, target_posting=0.1)
+    for number, batch in enumerate(batches(12)):
+        if not (late and rank == 0 and number < 3):
+            made.observe(batch.chunk(world)[rank])
+        made.step()
+    return made.state_dict()
+
+
+def test_the_longest_list_is_that_of_all_ranks():
+    one, other = run_ranks(2, posting, 2, False)
+    assert one == other
+    assert one["level"] == pytest.approx(posting(0, 1, False)["level"])
+    one, other = run_ranks(2, posting, 2, True)
+    assert one.pop("frequency") != other.pop("frequency"), "a rank without texts forgets none"
+    assert one == other
+
+
 def observe_on_some(rank: int, observers: tuple[int, ...]) -> tuple[str, float]:
     made = controller()
     message = ""

@@ -68,6 +68,7 @@ def test_the_weight_is_0_until_the_count_is_settled_and_then_rises():
         "step": 8,
         "target": 50,
         "active": pytest.approx(900),
+        "longest_list": None,
         "dead_rows": 0.0,
         "weight": weights[-1],
         "mean_activation": 1.0,
@@ -281,6 +282,41 @@ def test_attached_controllers_observe_their_side_in_training_and_count_optimiser
     assert document.report()["step"] == 2
 
 
+def _posting(**options):
+    objective = SpladeObjective({"document_flops": 0.01})
+    return objective, SparsityController(objective, target_posting=0.2, steps=100, **options)
+
+
+def test_a_target_of_the_longest_posting_list_steers_by_the_most_frequent_dimension():
+    """Half of the texts activate the first dimension, a quarter the second, and few the others."""
+    objective, controller = _posting()
+    for _ in range(12):
+        x = torch.zeros(8, V)
+        x[:4, 0] = x[:2, 1] = 1.0
+        x[:, 500:] = torch.rand(8, V - 500) > 0.98
+        _look(controller, x)
+    report = controller.report()
+    assert report["longest_list"] == pytest.approx(0.5, rel=1e-3)
+    assert (report["target"], report["active"]) == (0.2, None)
+    assert _weight(objective) > 0.01, "the list is too long"
+    assert "longest list 50.0% of 20.0% wanted" in str(controller)
+    state = json.loads(json.dumps(controller.state_dict()))
+    other, resumed = _posting()
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    for each in (controller, resumed):
+        _look(each, _rows(1))
+    assert other.weights == objective.weights
+    assert resumed.report() == controller.report()
+
+
+def test_frequencies_fade_so_that_a_shorter_list_is_seen():
+    _, controller = _posting()
+    for rows in [_rows(1)] * 10 + [_rows(1, dead=8)] * 300:
+        _look(controller, rows)
+    assert controller.report()["longest_list"] == pytest.approx(0.2, rel=0.3)
+
+
 def test_a_controller_may_follow_the_optimiser_and_see_other_texts():
     objective = SpladeObjective({"info_nce": 1.0})
     controller = SparsityController(objective, target_active=3)
@@ -351,6 +387,16 @@ def test_wrong_inputs_are_errors():
     for both in ({}, {"objective": SpladeObjective({}), "weight": 1.0}):
         with pytest.raises(TypeError, match="either `objective` or `weight`, got"):
             SparsityController(**both, target_active=3)
+    for targets in ({}, {"target_active": 3, "target_posting": 0.1}):
+        with pytest.raises(TypeError, match="either `target_active` or `target_posting`, got"):
+            SparsityController(weight=1.0, **targets)
+    for share in (0.0, 1.0):
+        with pytest.raises(ValueError, match="`target_posting`"):
+            SparsityController(weight=1.0, target_posting=share)
+    _, posting = _posting()
+    _look(posting, _rows(3))
+    with pytest.raises(ValueError, match="a `target_active`, got that of longest lists"):
+        _controller()[1].load_state_dict(posting.state_dict())
     with pytest.raises(ValueError, match=r"`weight` to be .* > 0"):
         SparsityController(weight=0.0, target_active=3)
     learned = SpladeObjective({"document_flops": torch.tensor(1.0)})
@@ -464,6 +510,8 @@ def test_the_state_of_something_else_is_an_error():
         *((name, math.nan) for name in ("log_ratio", "level", "trend", "mean_activation")),
         ("sent", [math.nan] * 10),
         ("sent", [1.0]),
+        ("frequency", "x"),
+        ("frequency", 3),
         ("new", 3.0),
         ("of_a_later_version", 1),
         ("status", 3),
