@@ -58,6 +58,7 @@ class Descent:
     log_ratio: float = 0.0  # log(weight / first_weight)
     brake: float = 0.0  # log of a factor that is there for a while
     idle_steps: int = 0  # below the target without FLOPS and without an upward trend
+    shrunk_steps: int = 0  # far above the target with much smaller activations
     status: str = "waiting"
 
     @property
@@ -123,6 +124,8 @@ class Descent:
         if self.started_at is not None:
             self._follow(self.started_at, self.level, steps)
         self._count_idle(self.level, steps)
+        shrinks = self.level > HIGH and self._shrinks(self.level)
+        self.shrunk_steps = self.shrunk_steps + steps if shrinks else 0
         self.status = self._status(self.level)
 
     def _may_start(self, level: float) -> bool:
@@ -186,7 +189,7 @@ class Descent:
             return "braking: active dimensions fall below the target"
         if is_above and self.weight == self.maximum:
             return "unreachable: too dense at the largest weight"
-        if is_above and self._shrinks(level):
+        if self.shrunk_steps >= self.planned_steps / 5:
             return "unreachable: activations shrink but stay active"
         if is_above or is_below:
             return "sparsifying" if is_above else "relaxing"
