@@ -10,7 +10,7 @@ import math
 LEARNS, OVER = 0.85, 1.2  # shares of chance: below, the ranking loss learns; above, scores shrink
 AT_CHANCE = 50  # the step of the warning
 FIRST_LOOKS, SETTLED = 5, -0.03  # steps, and the trend, at which the fall has stopped by itself
-FLAT_LOOKS, FLAT = 20, -0.01  # the same where the scores are too large
+FLAT_LOOKS, FLAT = 20, -0.01  # the same where the scores are too large, or activations shrink
 # Times the target, after this share of the steps that are left; the plan's power of the time left.
 AIM, LENGTH, BEND = 1.1, 0.6, 1.5
 UNPLANNED = 300  # the steps for which a run of unknown length is planned
@@ -124,7 +124,7 @@ class Descent:
         if self.started_at is not None:
             self._follow(self.started_at, self.level, steps)
         self._count_idle(self.level, steps)
-        shrinks = self.level > HIGH and self._shrinks(self.level)
+        shrinks = self.level > HIGH and self.trend > FLAT and self._shrinks(self.level)
         self.shrunk_steps = self.shrunk_steps + steps if shrinks else 0
         self.status = self._status(self.level)
 
@@ -189,7 +189,7 @@ class Descent:
             return "braking: active dimensions fall below the target"
         if is_above and self.weight == self.maximum:
             return "unreachable: too dense at the largest weight"
-        if self.shrunk_steps >= self.planned_steps / 5:
+        if self.shrunk_steps >= self.planned_steps / 10:
             return "unreachable: activations shrink but stay active"
         if is_above or is_below:
             return "sparsifying" if is_above else "relaxing"

@@ -258,7 +258,7 @@ def test_shrinking_activations_are_named_where_the_count_does_not_fall_with_them
         for step in range(1, 150):
             law.step = step
             law.look(math.log((1000 if step < 20 else active) / 20), 1.0 if step < 20 else mean)
-            assert "shrink" not in law.status or step > 20 + 60
+            assert "shrink" not in law.status or step > 20 + 30
         named = law.status == "unreachable: activations shrink but stay active"
         assert named == is_named, (active, mean)
 
