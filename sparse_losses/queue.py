@@ -9,6 +9,7 @@ from sparse_losses._core.checks import (
     check_shapes,
     check_zero_one,
 )
+from sparse_losses._core.dtensors import full, is_dtensor
 from sparse_losses.distributed import agree_across_ranks, gather_rows
 
 __all__ = ["LabelQueue"]
@@ -108,6 +109,10 @@ class LabelQueue(nn.Module):
         if not features.is_floating_point():
             raise TypeError(f"expected `features` to be floating point, got {features.dtype}")
         features, labels = features.to(self.features.dtype), labels.to(self.labels.dtype)
+        if is_dtensor(features) or is_dtensor(labels):  # every rank's queue holds all rows
+            if self.gather:
+                raise ValueError("expected gather=False with a DTensor, which all ranks share")
+            features, labels = full(features), full(labels)
         sizes = {"B": features.shape[0], "D": self.dim, "L": self.num_labels}
         if agree_across_ranks("LabelQueue.enqueue", self.gather, features, **sizes):
             features, labels = gather_rows(features), gather_rows(labels)

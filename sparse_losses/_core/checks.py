@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sparse_losses._core.dtensors import check_placements, is_dtensor
 from sparse_losses._core.private_torch import transforms_are_active
 
 PLAIN = (Tensor, nn.Parameter)
@@ -44,7 +45,7 @@ def check_tensors(
     """
     sizes: dict[str, int] = {}
     first: dict[str, str] = {}
-    owner, one = "", None
+    owner, one, mesh = "", None, None
     for name, (shapes, remarks) in declaration.items():
         tensor: Any = arguments.get(name)
         if tensor is None and "optional" in remarks:
@@ -61,6 +62,9 @@ def check_tensors(
         if len(shape) != len(received):
             wanted = " or ".join("[" + ", ".join(s) + "]" for s in shapes)
             raise ValueError(f"expected `{name}` of shape {wanted}, got {list(received)}")
+        if is_dtensor(tensor):
+            check_placements(name, tensor, shape, mesh)
+            mesh = tensor.device_mesh
         for letter, size in zip(shape, received, strict=True):
             before = sizes.get(letter)
             if before == size:
@@ -99,11 +103,6 @@ def _checked_type(name: str, tensor: object) -> Tensor:
             )
         received = type(tensor).__name__
         raise TypeError(f"expected `{name}` to be a torch.Tensor, got {received}{hint}")
-    if type(tensor).__name__ == "DTensor":
-        raise TypeError(
-            f"expected `{name}` to be a plain tensor, got a DTensor: hand over "
-            "`full_tensor()`, or the rows of this rank, `to_local()`, with gather=True"
-        )
     return tensor
 
 

@@ -58,6 +58,7 @@ from sparse_losses._core.checks import (
     declared,
     values_can_be_checked,
 )
+from sparse_losses._core.dtensors import beside_dtensors, is_dtensor, whole
 from sparse_losses._core.implementations import is_exported
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import autocast_off, compute_dtype
@@ -143,6 +144,13 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             for name in learnable:
                 if isinstance(arguments.get(name), Tensor):
                     arguments[name] = _beside(name, arguments[name], first, data).to(dtype)
+            if any(is_dtensor(x) for x in arguments.values()):
+                if arguments.get("gather", False) is not False:
+                    raise ValueError(
+                        "expected gather=False with a DTensor, whose placement says what is global"
+                    )
+                with beside_dtensors(*arguments.values()), autocast_off(data.device):
+                    return whole(function(**arguments))  # type: ignore[call-arg]  # see below
             if arguments.get("gather", False) is not False:
                 _agree(function.__name__, declaration, arguments, sizes)
             # This test is cheaper than entering the context.

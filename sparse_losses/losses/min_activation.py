@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from sparse_losses._core.dtensors import is_dtensor
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 
@@ -85,7 +86,7 @@ def _top_positions(x: Tensor, top_k: int) -> Tensor:
     """
     width, size = x.shape[1], 128  # 64 to 256 are equally fast
     num_blocks = width // size
-    if num_blocks < 32 * top_k:  # sorting few columns is as fast
+    if num_blocks < 32 * top_k or is_dtensor(x):  # sorting few columns is as fast
         return x.topk(top_k).indices
     maxima = x[:, : num_blocks * size].reshape(-1, num_blocks, size).amax(-1)
     block = maxima.topk(top_k).indices

@@ -19,6 +19,7 @@ from sparse_losses._core.checks import (
     check_number,
     check_rows,
 )
+from sparse_losses._core.dtensors import beside_dtensors, full, is_dtensor, ranks_of
 from sparse_losses._core.host_copy import HostCopy
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import maximum_over_ranks, num_ranks, sum_over_ranks
@@ -204,7 +205,7 @@ class SparsityController:
         vocab_size = activations.shape[-1]
         if self.target >= vocab_size:
             raise ValueError(f"expected `target_active` below V = {vocab_size}, got {self.target}")
-        with torch.no_grad():
+        with torch.no_grad(), beside_dtensors(activations):
             rows = activations.detach().flatten(0, -2)
             if self.target_posting is not None:
                 if self.frequency is None:
@@ -217,7 +218,10 @@ class SparsityController:
             live = active > 0
             counts = [active.sum(), live.sum(), (is_number & ~live).sum()]
             mass = torch.where(is_number, mass, 0.0).sum()
-            self._add(*(count.to(wide) for count in counts), mass, torch.ones_like(mass))
+            new = [*(count.to(wide) for count in counts), mass, torch.ones_like(mass)]
+            if is_dtensor(activations):  # the ranks know the same, and `step` adds up theirs
+                new = [full(x) / ranks_of(activations) for x in new]
+            self._add(*new)
 
     def _add(self, *values: Tensor, at: int = 0) -> None:
         """Add values to the measurement of this step, from the position ``at`` on."""

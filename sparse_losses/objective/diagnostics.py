@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_integer, check_shapes
+from sparse_losses._core.dtensors import beside_dtensors, full, ranks_of, refuse_dtensors
 from sparse_losses._core.host_copy import HostCopy
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses._core.token_ids import (
@@ -71,6 +72,7 @@ def winning_positions(special: Tensor, first: Tensor, others: Tensor) -> Report:
     names = "special_wins_share", "first_wins_share", "others_win_share"
     activations = dict(zip(names, (special, first, others), strict=True))
     check_shapes(special=(special, "B V"), first=(first, "B V"), others=(others, "B V"))
+    refuse_dtensors(special=special, first=first, others=others)
     largest, winner = torch.stack([x.float() for x in activations.values()]).max(0)
     is_active = largest > 0
     counts = torch.stack([(is_active & (winner == k)).sum() for k in range(len(names))]).tolist()
@@ -149,6 +151,7 @@ class Diagnostics:
         # Sums by token, [3 V]: activations, texts that have it active, texts that have it on top;
         # then the nine numbers of `update`. Extremes: minus the smallest number, the largest.
         self._state: tuple[Tensor, Tensor] | None = None
+        self._ranks = 1  # that have the same state, as its batches were DTensors
 
     @torch.no_grad()
     def update(
@@ -185,23 +188,40 @@ class Diagnostics:
             raise ValueError(f"expected `activations` [B, V] = {expected}, got {received}")
         if size["B"] == 0:
             return
-        x = activations.detach()
+        own = input_ids, attention_mask
+        with beside_dtensors(activations, *own, *others):
+            sums, extremes = (full(x) for x in self._statistics(activations.detach(), own, others))
+        ranks = ranks_of(activations)
+        if self._state is not None:  # out of place: the state may come from inference mode
+            if ranks != self._ranks:
+                raise ValueError("expected DTensors of one mesh, or none, until `reset`, got both")
+            sums = sums + self._state[0]
+            extremes = torch.maximum(extremes, self._state[1])
+        self._state, self._ranks = (sums, extremes), ranks
+
+    def _statistics(
+        self,
+        x: Tensor,
+        own: tuple[Tensor | None, Tensor | None],
+        others: tuple[Tensor | None, Tensor | None],
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sums and extremes of a batch, from activations, ids and masks."""
         is_active = x > 0
         wide = widest_dtype(x.device)
         top = torch.zeros(self.vocab_size, device=x.device, dtype=wide)
         values, index = x.topk(self.top_k, dim=1)  # a NaN is larger than any number
         is_on_top = values > 0
-        top.index_add_(0, index.flatten(), is_on_top.flatten().to(wide))
+        top.index_add_(0, full(index).flatten(), full(is_on_top).flatten().to(wide))
         is_live = is_on_top[:, 0]
         count = is_active.sum(1) * is_live
         numbers = torch.stack(
             [
-                torch.full_like(count[0], size["B"]),
+                count.new_full((), len(x)),
                 is_live.sum(),
                 count.sum(),
                 (values[:, 0] <= 0).sum(),
                 (count > self.vocab_size / 4).sum(),
-                *self._recall(is_active, input_ids, attention_mask),
+                *self._recall(is_active, *own),
                 *self._recall(is_active, *others),
             ]
         ).to(wide)
@@ -210,10 +230,7 @@ class Diagnostics:
         sums = torch.cat([*columns, numbers])
         live = torch.where(is_live, count, self.vocab_size)
         extremes = torch.stack([-live.amin(), count.amax()])
-        if self._state is not None:  # out of place: the state may come from inference mode
-            sums = sums + self._state[0]
-            extremes = torch.maximum(extremes, self._state[1])
-        self._state = sums, extremes
+        return sums, extremes
 
     def _recall(
         self, is_active: Tensor, ids: Tensor | None, mask: Tensor | None
@@ -255,7 +272,7 @@ class Diagnostics:
         if not self._agree:
             agree_across_ranks("Diagnostics.all_reduce", True, sums, V=self.vocab_size)
             self._agree = True
-        self._state = sum_over_ranks(sums), maximum_over_ranks(extremes)
+        self._state = sum_over_ranks(sums / self._ranks), maximum_over_ranks(extremes)
         return self
 
     def report(self) -> Report:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_flag, check_number
+from sparse_losses._core.dtensors import beside_dtensors, whole
 from sparse_losses._core.loss import LossModule, shown
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.token_ids import TokenIds, as_mask, check_ids
@@ -232,9 +233,10 @@ class SpladeObjective(nn.Module):
         check_batch(batch)
         check_needs(active, self.weights, batch)
         gathers = self._agree_across_ranks(active, batch)
-        with autocast_off(batch.anchor.activations.device):
+        x = batch.anchor.activations
+        with autocast_off(x.device), beside_dtensors(x, batch.positive.activations):
             if not gathers or torch.compiler.is_compiling():
-                return self._terms(active, batch)
+                return whole(self._terms(active, batch))
             with skip_size_check():  # the sizes were compared above, once for all terms
                 return self._terms(active, batch)
 

@@ -1,5 +1,6 @@
 """The SPLADE head: from hidden states to sparse vectors without storing ``[B, S, V]``."""
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from sparse_losses._core.activation import Activation, check_threshold, splade_activation
 from sparse_losses._core.checks import check_number, check_shapes, values_can_be_checked
+from sparse_losses._core.dtensors import is_dtensor, on_parts
 from sparse_losses._core.implementations import Arguments, Implementation, choose
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.precision import compute_dtype
@@ -106,6 +108,30 @@ def splade_head(
     check_threshold(threshold, weight.shape[0])
     if impl == "definition" and sparse_grad:
         raise ValueError('expected sparse_grad=False with impl="definition"')
+    if any(is_dtensor(x) for x in (hidden, weight, bias, attention_mask, gate, threshold)):
+        if sparse_grad:
+            raise ValueError("expected sparse_grad=False with a DTensor, whose gradient is dense")
+        options: dict[str, Any] = {
+            "activation": activation,
+            "softcap": softcap,
+            "return_logits": return_logits,
+            "impl": impl,
+        }
+        parts: dict[str, tuple[Tensor | None, str]] = {
+            "hidden": (hidden, "B S H"),
+            "weight": (weight, "V H"),
+            "bias": (bias, "V"),
+            "attention_mask": (attention_mask, "B S"),
+            "gate": (gate, "B V"),
+        }
+        if isinstance(threshold, Tensor):
+            parts["threshold"] = threshold, "V"
+        else:
+            options["threshold"] = threshold
+        outputs: Tensor | tuple[Tensor, Tensor] = on_parts(
+            functools.partial(splade_head, **options), "B V", **parts
+        )
+        return outputs
     arguments: dict[str, Any] = {
         "hidden": hidden,
         "weight": weight,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_integer, check_number, check_shapes
+from sparse_losses._core.dtensors import full, ranks_of
 from sparse_losses.distributed import sum_over_ranks
 
 __all__ = ["ActivationFrequency"]
@@ -83,8 +84,13 @@ class ActivationFrequency(nn.Module):
         if self.decay is not None:
             for total in self.buffers():
                 total.mul_(self.decay)
-        self.own_active.add_((activations > 0).sum(0))
-        self.own_num_texts.add_(len(activations))
+        active = full((activations > 0).sum(0))
+        if ranks_of(activations) == 1:
+            self.own_active.add_(active)
+            self.own_num_texts.add_(len(activations))
+        else:  # every rank knows all texts
+            self.active.add_(active)
+            self.num_texts.add_(len(activations))
 
     def merge(self, other: "ActivationFrequency") -> Self:
         """Add the counts of ``other``, which is not changed, and return this counter.

@@ -4,12 +4,10 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from sparse_losses import FlopsLoss, SpladeBatch, SpladeEncoder, SpladeObjective, Texts
+from sparse_losses import SpladeBatch, SpladeEncoder, SpladeObjective, Texts
 from tests.distributed.ranks import run_ranks
 from tests.representation import tiny_models
 
@@ -80,18 +78,3 @@ def compare(rank: int) -> None:
 @pytest.mark.works_with("PyTorch", "fp32", "devices", "sharded")
 def test_sharded_parameters_are_trained_as_those_of_one_process():
     run_ranks(2, compare)
-
-
-def hand_over(rank: int) -> str:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    x = distribute_tensor(torch.ones(4, V), mesh, [Shard(0)])
-    with pytest.raises(TypeError) as error:
-        FlopsLoss(gather=True)(x)
-    FlopsLoss(gather=True)(x.to_local())
-    return str(error.value)
-
-
-def test_a_dtensor_is_an_error_that_says_what_to_hand_over():
-    for said in run_ranks(2, hand_over):
-        assert "expected `activations` to be a plain tensor, got a DTensor" in said
-        assert "to_local()" in said

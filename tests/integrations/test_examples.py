@@ -18,7 +18,7 @@ ALONE = ["train_with_transformers", "train_with_accelerate", "train_with_lightni
 
 def test_every_training_script_is_tested():
     names = {path.stem for path in EXAMPLES.glob("train_with_*.py")}
-    assert names == {*ALONE, "train_with_ddp"}
+    assert names == {*ALONE, "train_with_ddp", "train_with_sharded_vocabulary"}
 
 
 # Lightning advises more workers and a logging interval that a tiny data set does not have.

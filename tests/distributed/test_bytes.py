@@ -1,0 +1,75 @@
+"""What a rank sends in a step: the table of docs/past_one_device.md.
+
+A process group that sends nothing, and tensors without values, count a step of any size.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sparse_losses.functional as F
+from sparse_losses.distributed import skip_size_check
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "past_one_device.md"
+V, B = 250_002, 64
+RANKS = 8, 64
+LAYOUTS = {"gather=True": None, "Shard(0)": 0, "Shard(1)": 1}
+
+
+class Sent(TorchDispatchMode):
+    """Adds up the larger side of every collective, in bytes."""
+
+    NAMES = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|alltoall")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # first, what it consists of
+        out = func(*args, **(kwargs or {}))
+        if self.NAMES.search(str(func)) and "wait" not in str(func):
+            sides = [x[0] if isinstance(x, list) else x for x in (*args[:2], out)]
+            self.total += max(x.nbytes for x in sides if isinstance(x, torch.Tensor))
+        return out
+
+
+def vectors(mesh: DeviceMesh, dim: int | None) -> torch.Tensor:
+    ranks = mesh.size()
+    own = (ranks * B, -(-V // ranks)) if dim == 1 else (B, V)
+    x = torch.rand(own)
+    if dim is not None:
+        shape = torch.Size((ranks * B, V))
+        where = {"run_check": False, "shape": shape, "stride": (V, 1)}
+        x = DTensor.from_local(x, mesh, [Shard(dim)], **where)
+    return x.requires_grad_()
+
+
+def mebibytes(ranks: int, dim: int | None) -> int:
+    """Of InfoNCE and the documents' FLOPS, forwards and back, in fp32."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        mesh, gather = init_device_mesh("cpu", (ranks,)), dim is None
+        with FakeTensorMode(), skip_size_check(), Sent() as sent:
+            query, document = vectors(mesh, dim), vectors(mesh, dim)
+            loss = F.info_nce_loss(query, document, gather=gather, impl="definition")
+            (loss + F.flops_loss(document, gather=gather)).backward()
+    finally:
+        dist.destroy_process_group()
+    return round(sent.total / (1 << 20))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_page_says_what_is_sent(layout):
+    numbers = [mebibytes(ranks, LAYOUTS[layout]) for ranks in RANKS]
+    (row,) = [line for line in PAGE.read_text("utf-8").splitlines() if f"| `{layout}`" in line]
+    assert [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) MiB", row)] == numbers

@@ -1,0 +1,66 @@
+"""A vocabulary that is sharded over four ranks: training, and checkpoints for another number."""
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.ranks import run_ranks
+
+
+def example() -> Any:
+    """The module examples/train_with_sharded_vocabulary.py."""
+    folder = str(Path(__file__).resolve().parents[2] / "examples")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    import train_with_sharded_vocabulary
+
+    return train_with_sharded_vocabulary
+
+
+def whole(encoder: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: p.full_tensor() if isinstance(p, DTensor) else p
+        for name, p in encoder.named_parameters()
+    }
+
+
+def train(rank: int, folder: Path) -> None:
+    script = example()
+    sharded = script.tiny.encoder(0.0).double().train()
+    plain = copy.deepcopy(sharded)
+    expected = script.train(plain, None)
+    found = script.train(sharded, init_device_mesh("cpu", (dist.get_world_size(),)))
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert expected[-1] < expected[0]
+    weight = sharded.head.weight
+    assert weight is sharded.model.get_input_embeddings().weight
+    assert weight.to_local().shape[0] <= -(-len(weight) // dist.get_world_size())
+    parts, wholes = whole(sharded), whole(plain)
+    assert parts.keys() == wholes.keys()
+    for name, parameter in parts.items():
+        torch.testing.assert_close(parameter, wholes[name], rtol=1e-6, atol=1e-7)
+    checkpoint.save({"encoder": sharded.state_dict()}, checkpoint_id=folder)
+
+
+def resume(rank: int, folder: Path) -> dict[str, Any]:
+    script = example()
+    encoder = script.tiny.encoder(0.0).double()
+    script.shard(encoder, init_device_mesh("cpu", (dist.get_world_size(),)))
+    state = {"encoder": encoder.state_dict()}
+    checkpoint.load(state, checkpoint_id=folder)
+    encoder.load_state_dict(state["encoder"])
+    return {name: p.detach() for name, p in whole(encoder).items()}
+
+
+def test_a_sharded_vocabulary_trains_as_one_process_and_resumes_on_fewer_ranks(tmp_path):
+    run_ranks(4, train, tmp_path)
+    first, second = run_ranks(2, resume, tmp_path)
+    assert first.keys() == second.keys()
