@@ -240,6 +240,7 @@ class Preset:
             *(
                 SparsityController(objective, term, target_active=target, steps=steps)
                 for term, target in self.target_active.items()
+                if term in objective.weights  # which may be without the term
             ),
         ]
 

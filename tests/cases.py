@@ -370,10 +370,8 @@ def _objective_oracle(
     }
     if negative is not None:
         terms["triplet_margin"] = mean(oracles.triplet_margin(query, document, negative))
-        first, rest = ((x.diagonal()[:, None], x[:, len(query) :]) for x in (scores, teacher))
-        both = [np.broadcast_arrays(*pair) for pair in (first, rest)]
-        student, taught = ([x.ravel() for x in pair] for pair in both)
-        terms["margin_mse"] = mean(oracles.margin_mse(*student, *taught))
+        sides = [(x.diagonal(), x[:, len(query) :]) for x in (scores, teacher)]
+        terms["margin_mse"] = mean(oracles.margin_mse(*sides[0], *sides[1]))
     weights = OBJECTIVE | OWN_NEGATIVES
     return sum(weights[name] * value for name, value in terms.items())
 

@@ -283,3 +283,9 @@ def test_a_preset_shows_its_numbers_and_what_is_ours():
     shown = str(V28)
     for part in ("name='V28'", "'info_nce': 3.0", "top_k=5", "teacher='BAAI/bge-m3'", "'sides': "):
         assert part in shown
+
+
+def test_a_term_that_the_objective_lacks_gets_no_controller():
+    objective = RECOMMENDED.without("document_flops").objective()
+    assert len(RECOMMENDED.schedules(objective, steps=10)) == 1
+    assert "document_flops" not in objective.weights

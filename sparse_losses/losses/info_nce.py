@@ -238,7 +238,7 @@ def _definition(
     of_keys = anchor
     for number, (is_positive, absent) in enumerate(masks):
         query, key = ("positive", "anchor") if number else ("anchor", "positive")
-        is_shared = number == 1 and in_batch and keys[key] is rows[key]
+        is_shared = number == 1 and in_batch and not (gather and num_ranks() > 1)
         of_keys = of_keys.T if is_shared else _products(rows[query], keys[key])
         columns = [(of_keys, absent), *((block, absent | is_own) for block in blocks)]
         if has_bound:

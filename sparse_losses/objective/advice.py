@@ -106,9 +106,8 @@ def advise(
     """Return what is wrong with a run and what to change, the most serious finding first.
 
     With the ``objective``, only settings are named that the run has. A weight that a
-    ``SparsityController`` sets is changed by its ``target_active``, and it is left to it, or to the
-    warm-up of FLOPS, to make dense texts sparse. Findings that no setting of the run can change are
-    left out.
+    ``SparsityController`` sets is changed by its ``target_active``, and it is left to it to make
+    dense texts sparse. Findings that no setting of the run can change are left out.
 
     Args:
         report: what ``Diagnostics.report()`` returned; rules are skipped where a number is missing.
@@ -146,7 +145,7 @@ def _that_apply(
 ) -> Iterator[Finding]:
     """Yield the findings with changes of settings that the objective has."""
     controllers = controllers_of(objective)
-    steered = f"{side}_flops" in controllers or f"{side}_flops" in objective.warming_up
+    steered = f"{side}_flops" in controllers
     for finding in findings:
         if steered and finding.symptom in CONTROLLED:
             continue

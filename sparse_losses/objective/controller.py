@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
@@ -38,7 +39,8 @@ SMALLEST = 0.05  # of the ranking loss, for the first weight: an easy task's is 
 # A measurement: active entries, live rows, dead rows, sum of the activations, batches; of InfoNCE
 # over its value at chance, the sum and its batches; of the ranking terms and of FLOPS, likewise.
 SIZE = 10
-DECAY = 0.99  # of the frequencies by which `target_posting` steers
+MEMORY = 10, 100  # steps that the frequencies of `target_posting` remember, a 30th of the run
+LARGEST = 600.0  # log of a number in a state
 UNSEEN = 50  # steps without a batch that are an error
 OWN = ("steps", "maximum")  # settings, which a resumed run may change
 
@@ -51,6 +53,7 @@ REMEDIES = {  # of a status that begins so, where the target was missed
     "unreachable: activations": "raise minimum activation, or use dot products",
     "collapsing": "return to a checkpoint with a smaller learning rate",
     "waiting: ranking": "nothing was learned: change learning rate, temperature or initialisation",
+    "braking": "the count still moves: train longer, or with a smaller learning rate",
     "above": "`calibrate` prunes the rest, or train longer",
     "below": "what is dead hardly comes back: ask for more, then prune by `calibrate`",
 }
@@ -114,8 +117,8 @@ class SparsityController:
         target_active: active dimensions per text, > 0 and below the vocabulary's size.
         target_posting: instead of it, the share in (0, 1) of the texts that the longest posting
             list holds: the largest ``frequency()`` of an ``ActivationFrequency`` of the texts seen,
-            with ``decay=0.99``. It falls sooner with DF-FLOPS, ``penalty() ** 2`` as
-            ``token_weight``.
+            which remembers a thirtieth of the run, 10 to 100 steps. It falls sooner with DF-FLOPS,
+            ``penalty() ** 2`` as ``token_weight``.
         steps: optimiser steps of the whole run; ``None``: planned as 300.
         start: FLOPS at first, as a share of the weighted ranking terms, > 0.
         maximum: upper bound of $\lambda$; default: none.
@@ -209,7 +212,9 @@ class SparsityController:
             rows = activations.detach().flatten(0, -2)
             if self.target_posting is not None:
                 if self.frequency is None:
-                    self.frequency = ActivationFrequency(vocab_size, decay=DECAY).to(rows.device)
+                    self.frequency = ActivationFrequency(vocab_size, decay=self._decay()).to(
+                        rows.device
+                    )
                 self.frequency.update(rows)
             wide = widest_dtype(rows.device)
             mass = rows.sum(1, dtype=wide)  # the sum of a dense row overflows fp16
@@ -256,7 +261,7 @@ class SparsityController:
             size = 0 if self.frequency is None else self.frequency.vocab_size
             largest = maximum_over_ranks(torch.full_like(new[:1], size))
             if self.frequency is None and (size := int(largest)):
-                self.frequency = ActivationFrequency(size, decay=DECAY).to(new.device)
+                self.frequency = ActivationFrequency(size, decay=self._decay()).to(new.device)
         if self.frequency is None:
             return torch.cat([new, new[:1]])
         longest = self.frequency.all_reduce().frequency().max()[None].to(new)
@@ -295,7 +300,8 @@ class SparsityController:
         else:
             self._descent.silent_steps = 0
             measured = active / live if self.target_posting is None else longest
-            self._descent.look(math.log(measured / self.target), mass / active)
+            mean = max(mass / active, sys.float_info.min)  # logits may have a negative sum
+            self._descent.look(math.log(measured / self.target), mean)
         self._write()
         if (status := self._descent.status) != before:
             is_warning = status.startswith(("unreachable", "collapsing", "braking: texts"))
@@ -323,9 +329,12 @@ class SparsityController:
                 "whatever the number of active dimensions"
             )
             _log.warning(message, self._descent.step, 100 * (self._descent.ranking or 0.0))
-        if flops and self._descent.started_at is None:
+        if flops and math.isfinite(ranking / flops) and self._descent.started_at is None:
             first = self.start * max(ranking, SMALLEST * batches) / flops
             self._descent.first_weight = first
+
+    def _decay(self) -> float:
+        return 1 - 1 / min(max(self._descent.planned_steps / 30, MEMORY[0]), MEMORY[1])
 
     def _write(self) -> None:
         self._written = self._descent.weight
@@ -393,8 +402,9 @@ class SparsityController:
             self._add(share, torch.ones_like(share), at=5)
         ranking = [objective.weights[name] * terms[name] for name in RANKING if name in terms]
         if ranking and self._descent.started_at is None:
-            with torch.no_grad():  # of this rank: a first weight needs no more
-                flops = objective.flops(activations.detach(), gather=False).to(wide)
+            gathers = {"gather": True} if objective.gather else {}
+            with torch.no_grad():
+                flops = objective.flops(activations.detach(), **gathers).to(wide)
             values = sum(term.to(wide).abs() for term in ranking) + 0 * flops
             self._add(values, flops, torch.ones_like(flops), at=7)
 
@@ -435,7 +445,7 @@ class SparsityController:
         level, status = self._descent.level, self._descent.status
         if level is None:
             return f"{self}: nothing was measured; `attach` it, or call `observe` and `step`"
-        if LOW <= level <= HIGH:
+        if LOW <= level <= HIGH and not status.startswith(("braking", "collaps")):
             return str(self)
         remedies = [text for name, text in REMEDIES.items() if status.startswith(name)]
         return f"{self}; {remedies[0] if remedies else REMEDIES['above' if level > 0 else 'below']}"
@@ -448,6 +458,7 @@ class SparsityController:
         """Return what a resumed run continues from; after a step the same on every rank."""
         return {
             "term": self.term,
+            "kind": "target_active" if self.target_posting is None else "target_posting",
             "target": self.target,
             "frequency": None if self.frequency is None else _packed(self.frequency),
             **{name: x for name, x in vars(self._descent).items() if name not in OWN},
@@ -473,28 +484,31 @@ class SparsityController:
         if state["term"] != self.term:
             raise ValueError(f"expected the state for {self.term!r}, got one for {state['term']!r}")
         check_number("target", state["target"], minimum=0.0, exclusive=True)
-        is_posting = state["frequency"] is not None
-        if is_posting and self.target_posting is None:
-            raise ValueError("expected the state of a `target_active`, got that of longest lists")
-        frequency = _unpacked(state["frequency"]) if is_posting else None
+        if state["kind"] != (own := self.state_dict()["kind"]):
+            raise ValueError(f"expected the state of a `{own}`, got that of a `{state['kind']}`")
+        packed = state["frequency"]
+        frequency = None if packed is None else _unpacked(packed, self._decay())
         fields = {name: x for name, x in state.items() if hasattr(self._descent, name)}
         _check_state(fields, state["new"], state["sent"])
-        self._descent = dataclasses.replace(self._descent, **fields)
-        if self._descent.level is not None:
-            self._descent.level += math.log(state["target"] / self.target)
-        if state["target"] != self.target:
-            message = "%s: the target is %g, in the loaded state it was %g"
-            _log.warning(message, self.term, self.target, state["target"])
-        if frequency is not None:
-            device = (
-                frequency.active.device if self.frequency is None else self.frequency.active.device
-            )
-            self.frequency = frequency.to(device)
         new, sent = (
             None if state[name] is None else torch.tensor(state[name], dtype=torch.float64)
             for name in ("new", "sent")
         )
-        self._new, self._sent = new, None if sent is None else HostCopy(sent, Tensor.tolist)
+        descent = dataclasses.replace(self._descent, **fields)
+        if descent.level is not None:
+            shift = math.log(state["target"] / self.target)
+            descent.level += shift
+            descent.mass += shift
+            descent.first_level += shift
+            descent.first = (descent.first or 1.0) * math.exp(shift)
+        if state["target"] != self.target:
+            message = "%s: the target is %g, in the loaded state it was %g"
+            _log.warning(message, self.term, self.target, state["target"])
+        if frequency is not None:
+            held = frequency if self.frequency is None else self.frequency
+            self.frequency = frequency.to(held.active.device)
+        self._descent, self._new = descent, new
+        self._sent = None if sent is None else HostCopy(sent, Tensor.tolist)
         self._write()
 
 
@@ -506,42 +520,56 @@ def _check_state(fields: Mapping[str, Any], *measurements: Any) -> None:
             if not (isinstance(value, field.type) and is_flag):  # type: ignore[arg-type]
                 raise TypeError(f"expected a state with another `{field.name}`, got {value!r}")
     check_integer("step", fields["step"], minimum=0)
-    for values in measurements:
-        sizes = (SIZE, SIZE + 1)
-        if values is not None and not (isinstance(values, (list, tuple)) and len(values) in sizes):
-            raise TypeError(f"expected {SIZE} numbers as a measurement, got {values!r}")
-    numbers = [*fields.values(), *(x for values in measurements for x in values or ())]
-    if not all(math.isfinite(x) for x in numbers if isinstance(x, float)):
-        raise ValueError(f"expected finite numbers in a state, got {fields}, {measurements}")
+    check_integer("looked_at", fields["looked_at"], minimum=0)
+    for name, most in (("first_weight", math.inf), ("dead", 1.0), ("usual_dead", 1.0)):
+        if not 0 <= (fields[name] or 0.0) <= most:
+            raise ValueError(f"expected `{name}` in [0, {most}], got {fields[name]}")
+    # Of a batch that was not finite these may be so, too.
+    for values, size in zip(measurements, (SIZE, SIZE + 1), strict=True):
+        is_list = isinstance(values, (list, tuple)) and len(values) == size
+        if values is not None and not (is_list and all(type(x) in (int, float) for x in values)):
+            raise TypeError(f"expected {size} numbers as a measurement, got {values!r}")
+    if not all(math.isfinite(x) for x in fields.values() if isinstance(x, float)):
+        raise ValueError(f"expected finite numbers in a state, got {fields}")
+    if fields["log_ratio"] > LARGEST or abs(fields["level"] or 0.0) > LARGEST:
+        raise ValueError(f"expected logarithms of at most {LARGEST} in a state, got {fields}")
 
 
 def _packed(frequency: ActivationFrequency) -> str:
-    """Return the counts of all ranks as text, which JSON takes."""
-    counts = torch.cat([frequency.active, frequency.num_texts[None]]).cpu().numpy()
+    """Return the counts of all ranks, and of this one since, as text, which JSON takes."""
+    both = (frequency.active, frequency.num_texts, frequency.own_active, frequency.own_num_texts)
+    counts = torch.cat([x.flatten() for x in both]).cpu().numpy()
     return base64.b64encode(counts.tobytes()).decode()
 
 
-def _unpacked(text: Any) -> ActivationFrequency:
+def _unpacked(text: Any, decay: float) -> ActivationFrequency:
     try:
         counts = np.frombuffer(base64.b64decode(text, validate=True), np.float32).copy()
-        frequency = ActivationFrequency(len(counts) - 1, decay=DECAY)
+        counts = counts.reshape(2, -1)
+        frequency = ActivationFrequency(counts.shape[1] - 1, decay=decay)
     except Exception as error:  # damaged text fails in many ways
         raise ValueError(f"expected the counts of a state, got {text!r:.40}") from error
     if not (np.isfinite(counts).all() and counts.min() >= 0):
         raise ValueError("expected finite counts >= 0 in a state")
-    frequency.active.copy_(torch.from_numpy(counts[:-1]))
-    frequency.num_texts.fill_(float(counts[-1]))
+    for prefix, row in zip(("", "own_"), torch.from_numpy(counts), strict=True):
+        getattr(frequency, f"{prefix}active").copy_(row[:-1])
+        getattr(frequency, f"{prefix}num_texts").copy_(row[-1])
     return frequency
 
 
 def _chance(objective: SpladeObjective, batch: SpladeBatch) -> float:
-    """Return InfoNCE's value if all candidates score alike."""
+    """Return InfoNCE's value if all candidates score alike; infinity where masks decide it."""
     loss, negative = objective.info_nce, batch.negative
-    ranks = num_ranks() if objective.gather or loss.gather else 1
-    candidates = ranks * len(batch.positive.activations) if loss.in_batch else 1
+    ranks = num_ranks() if objective.gather or getattr(loss, "gather", False) else 1
+    bounds = (getattr(loss, f"false_negative_{name}", None) for name in ("margin", "ratio"))
+    if batch.candidate_mask is not None or any(bound is not None for bound in bounds):
+        return math.inf
+    in_batch = ranks * len(batch.positive.activations) if getattr(loss, "in_batch", True) else 1
+    candidates = in_batch + (in_batch - 1) * (len(getattr(loss, "negatives_from", [0])) - 1)
     if negative is not None:
         shared = ranks if negative.activations.ndim == 2 else 1
         candidates += shared * negative.activations.shape[-2]
+    candidates -= bool(getattr(loss, "decoupled", False))
     return math.log(candidates) if candidates > 1 else math.inf
 
 

@@ -169,7 +169,6 @@ class SpladeObjective(nn.Module):
             raise ValueError(f"expected `stopword_ids` >= 0, got {int(stopwords[0])}")
         self.weights: dict[str, float | Tensor] = dict(weights)
         self.scheduled: set[str] = set()  # the weights that a TrainingSchedule sets
-        self.warming_up: set[str] = set()  # those of them that still rise
         self.info_nce = info_nce or InfoNCELoss()
         self.triplet_margin = triplet_margin or TripletMarginLoss()
         self.distillation = distillation or DistillationLoss()
@@ -316,7 +315,9 @@ class SpladeObjective(nn.Module):
                 mask = candidates(mask, batch, teacher_scores.shape, ranks)
                 teacher_scores = teacher_scores.to(scores.dtype).masked_fill(~mask, -torch.inf)
         if "info_nce" in active:
-            is_whole = shown is None and not (self.gather or self.info_nce.gather)
+            is_whole = shown is None and not (
+                self.gather or getattr(self.info_nce, "gather", False)
+            )
             terms["info_nce"] = self._info_nce(shown or batch, scores if is_whole else None)
         # The checks above ensure the inputs of active terms; the `is not None` are for the types.
         if "triplet_margin" in active and negative is not None:
@@ -401,7 +402,7 @@ class SpladeObjective(nn.Module):
     def _margin_mse(
         self, scores: Tensor, batch: SpladeBatch, teacher: Tensor, ranks: int
     ) -> Tensor:
-        """Compute MarginMSE over all pairs of a positive and one of its anchor's own negatives."""
+        """Compute MarginMSE of every positive with its anchor's own negatives."""
         own = own_candidates(scores, batch.negative, ranks)
         scored = scored_candidates(scores, batch, teacher.shape, ranks)
         if scored == "positives":
@@ -411,11 +412,8 @@ class SpladeObjective(nn.Module):
             )
         if scored == "all":
             teacher = own_candidates(teacher, batch.negative, ranks)
-        pairs: list[Tensor] = []
-        for each in (own, teacher.to(own.dtype)):
-            negatives = each[:, 1:]
-            pairs += [each[:, :1].expand_as(negatives).flatten(), negatives.flatten()]
-        return self._call(self.margin_mse, *pairs)
+        sides = (own, teacher.to(own.dtype))
+        return self._call(self.margin_mse, *(x for s in sides for x in (s[:, 0], s[:, 1:])))
 
     def _text_terms(
         self, active: Sequence[str], side: str, batch: SpladeBatch, shown: SpladeBatch | None

@@ -287,8 +287,6 @@ class TrainingSchedule:
         for name, warmup in self.warmups.items():
             self._set[name] = warmup(self.steps_taken) * now[name]
         self.objective.weights.update(self._set)
-        rising = {name for name, each in self.warmups.items() if self.steps_taken < each.steps}
-        self.objective.warming_up = self.objective.warming_up - {*self.warmups} | rising
         if phase is None or phase == self._phase:
             return
         self._phase = phase

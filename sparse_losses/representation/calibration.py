@@ -287,10 +287,12 @@ def _threshold(
         )
     # Enough logits to find the gap below the threshold even if equal texts have equal entries.
     largest, total, held = torch.empty(0, dtype=torch.float64), 0, 2 * kept + texts
+    below: list[float] = []  # of what is not held, and not equal to the last of it
     for logits in batches_of_logits:
         total += len(logits)
-        largest = torch.cat([largest, logits.double().cpu()])
-        largest = largest.topk(min(held, len(largest))).values
+        seen = torch.cat([largest, logits.double().cpu()]).sort(descending=True).values
+        largest, rest = seen[:held], seen[held:]
+        below = [max([*below, *rest[rest < largest[-1:]][:1].tolist()], default=-math.inf)]
     if kept > total:
         raise ValueError(
             f"expected `target_active` of at most {total / texts:.4g}, the mean that "
@@ -299,6 +301,8 @@ def _threshold(
     edge = largest[kept - 1]
     more, fewer = int((largest >= edge).sum()), int((largest > edge).sum())
     kept = more if more - kept <= kept - fewer or fewer == 0 else fewer
+    if kept == len(largest) and below > [-math.inf]:
+        return largest[-1].item() / 2 + below[0] / 2
     if kept == len(largest):
         return largest[-1].item() - 1.0 if signed else 0.0
     return largest[kept - 1].item() / 2 + largest[kept].item() / 2  # the sum could overflow

@@ -292,8 +292,8 @@ def _vocab_size(archive: Any) -> int:
     """Return V of an open archive, whose counts must be V before they are unpacked."""
     unpacked = {entry.filename: entry.file_size for entry in archive.zip.infolist()}
     size = int(archive["vocab_size"]) if unpacked["vocab_size.npy"] < SMALL else 0
-    if sum(unpacked.values()) > 8 * size + SMALL:
-        raise ValueError(f"its arrays are too large for V = {size}")
+    if not size <= sum(unpacked.values()) <= 8 * size + SMALL:
+        raise ValueError(f"its arrays have another size than V = {size}")
     return size
 
 

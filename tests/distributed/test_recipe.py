@@ -43,9 +43,9 @@ def assert_same(state, other, tolerance):
     close = functools.partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     close(state["training"], other["training"])
     assert state["log"] == pytest.approx(other["log"], rel=10 * tolerance, abs=10 * tolerance)
-    for name in ("steps", "status"):
+    for name in ("step", "status"):
         assert state["controller"][name] == other["controller"][name]
-    close(state["controller"]["active"], other["controller"]["active"])
+    close(state["controller"]["level"], other["controller"]["level"])
 
 
 @works_with("PyTorch", "fp32", "devices")
@@ -78,7 +78,7 @@ def test_compiled_two_ranks_train_as_one_process_in_eager_mode(states):
 def test_half_precision_trains_much_as_single(states, precision):
     half, single = states[2][precision], states[2]["single"]
     taken = half["warm-up"]["steps_taken"]
-    assert taken == half["controller"]["steps"]
+    assert taken == half["controller"]["step"]
     assert STEPS - 12 < taken <= STEPS, "a few steps of fp16 overflow and are skipped"
     assert half["log"]["info_nce"] == pytest.approx(single["log"]["info_nce"], abs=0.5)
     assert half["log"] != single["log"]

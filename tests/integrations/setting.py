@@ -108,7 +108,7 @@ def steered(objective):
         return []
     return [
         TrainingSchedule(objective, warmups={"query_flops": Warmup(5, "quadratic")}),
-        SparsityController(objective, target_active=30),
+        SparsityController(objective, target_active=30, steps=40),
     ]
 
 

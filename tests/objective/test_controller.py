@@ -16,6 +16,7 @@ from sparse_losses import (
     CollapseError,
     FlopsLoss,
     IdfFlopsLoss,
+    InfoNCELoss,
     ObjectiveOutput,
     SparsityController,
     SpladeBatch,
@@ -150,11 +151,15 @@ def test_a_ranking_loss_at_chance_is_named_once_after_50_steps(share, warns, cap
     assert all(record.levelname == "WARNING" for record in told)
 
 
-def test_chance_is_the_logarithm_of_the_candidates():
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"negatives_from": ("document", "query", "positive")}, {"decoupled": True}],
+)
+def test_chance_is_the_logarithm_of_the_candidates(options):
     """Equal texts: all candidates score alike."""
     rows, own = Texts(_rows(400)), Texts(_rows(400).expand(10, 10, V).transpose(0, 1)[:, :3])
     for negative in (None, rows, own):
-        objective = SpladeObjective({"info_nce": 1.0})
+        objective = SpladeObjective({"info_nce": 1.0}, info_nce=InfoNCELoss(**options))
         batch = SpladeBatch(rows, rows, negative)
         value = objective(batch).terms["info_nce"].item()
         assert value == pytest.approx(_chance(objective, batch), rel=1e-5)  # of logits of 14
@@ -282,6 +287,28 @@ def test_attached_controllers_observe_their_side_in_training_and_count_optimiser
     assert document.report()["step"] == 2
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_text_that_is_no_number_leaves_weight_and_state_finite(bad):
+    objective = SpladeObjective({"info_nce": 1.0})
+    controller = SparsityController(objective, target_active=4, steps=100)
+    controller.attach(optimizer := _optimizer())
+    for step in range(12):
+        x = torch.rand(4, 32) + torch.eye(4, 32) * 40
+        if step <= 5:
+            x[3, 5] = bad
+        objective(SpladeBatch(Texts(torch.eye(4, 32) * 3), Texts(x)))
+        optimizer.step()
+        _, other = _controller(target_active=4)
+        other.load_state_dict(json.loads(json.dumps(controller.state_dict())))
+        assert math.isfinite(_weight(objective))
+    assert _weight(objective) > 0
+
+
+def test_signed_logits_with_a_negative_sum_are_counted():
+    _, controller = _controller()
+    assert _look(controller, -torch.ones(3, V) + 1.5 * _rows(400, rows=3), times=8) == "sparsifying"
+
+
 def _posting(**options):
     objective = SpladeObjective({"document_flops": 0.01})
     return objective, SparsityController(objective, target_posting=0.2, steps=100, **options)
@@ -300,6 +327,7 @@ def test_a_target_of_the_longest_posting_list_steers_by_the_most_frequent_dimens
     assert (report["target"], report["active"]) == (0.2, None)
     assert _weight(objective) > 0.01, "the list is too long"
     assert "longest list 50.0% of 20.0% wanted" in str(controller)
+    controller.observe(_rows(3))  # within a step
     state = json.loads(json.dumps(controller.state_dict()))
     other, resumed = _posting()
     resumed.load_state_dict(state)
@@ -395,8 +423,9 @@ def test_wrong_inputs_are_errors():
             SparsityController(weight=1.0, target_posting=share)
     _, posting = _posting()
     _look(posting, _rows(3))
-    with pytest.raises(ValueError, match="a `target_active`, got that of longest lists"):
-        _controller()[1].load_state_dict(posting.state_dict())
+    for one, other in ((posting, _controller()[1]), (_controller()[1], posting)):
+        with pytest.raises(ValueError, match=r"state of a `target_\w+`, got that of a `target_"):
+            one.load_state_dict(other.state_dict())
     with pytest.raises(ValueError, match=r"`weight` to be .* > 0"):
         SparsityController(weight=0.0, target_active=3)
     learned = SpladeObjective({"document_flops": torch.tensor(1.0)})
@@ -508,7 +537,12 @@ def test_the_state_of_something_else_is_an_error():
     [
         *((field.name, "0") for field in dataclasses.fields(Descent)[2:] if field.type is not str),
         *((name, math.nan) for name in ("log_ratio", "level", "trend", "mean_activation")),
-        ("sent", [math.nan] * 10),
+        ("sent", [1.0] * 10),
+        ("new", ["a"] * 10),
+        ("new", [None] * 10),
+        ("log_ratio", 1e4),
+        ("level", 1e308),
+        ("dead", 7.0),
         ("sent", [1.0]),
         ("frequency", "x"),
         ("frequency", 3),

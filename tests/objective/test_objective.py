@@ -132,13 +132,11 @@ def _expected(batch):
         expected["triplet_margin"] = triplet_margin_loss(
             anchor.activations, positive.activations, negative.activations
         )
-        pairs = []
-        for i in range(B):
-            columns = range(B, B + N) if negative.activations.ndim == 3 else [B + i]
-            for c in columns:
-                teacher = batch.teacher_scores
-                pairs.append((scores[i, i], scores[i, c], teacher[i, i], teacher[i, c]))
-        expected["margin_mse"] = margin_mse_loss(*map(torch.stack, zip(*pairs, strict=True)))
+        sides = []
+        for each in (scores, batch.teacher_scores):
+            own = each[:, B:] if negative.activations.ndim == 3 else each[:, B:].diagonal()[:, None]
+            sides += [each[:, :B].diagonal(), own]
+        expected["margin_mse"] = margin_mse_loss(*sides)
     return expected
 
 
@@ -550,8 +548,11 @@ def test_candidates_that_are_left_out_are_left_out_of_every_term_on_scores(negat
     torch.testing.assert_close(terms["distillation"], expected)
     near, teacher = (s[:, :B].diagonal() for s in (scores, batch.teacher_scores))
     is_there = (own != 0) & (taught != -torch.inf) & (teacher != -torch.inf)[:, None]
-    errors = (near[:, None] - far - teacher[:, None] + taught)[is_there]
-    torch.testing.assert_close(terms["margin_mse"], errors.square().mean())
+    errors = (near[:, None] - far - teacher[:, None] + taught).square()
+    rows = [
+        error[there].mean() for error, there in zip(errors, is_there, strict=True) if any(there)
+    ]
+    torch.testing.assert_close(terms["margin_mse"], torch.stack(rows).mean())
 
 
 @pytest.mark.parametrize(
@@ -580,3 +581,17 @@ def test_a_mask_of_other_candidates_is_refused(term):
     batch = _batch("own")._replace(candidate_mask=torch.ones(B, B + N + 1))
     with pytest.raises(ValueError, match=rf"candidate_mask.* = \[{B}, {B + N}\]"):
         SpladeObjective({term: 1.0})(batch)
+
+
+def test_margin_mse_is_the_mean_over_rows_of_the_negatives_that_are_there():
+    anchor, negative = torch.eye(2, 4), torch.rand(2, 2, 4)
+    negative[0, 0] = torch.tensor([9.0, 0, 0, 0])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    info_nce = InfoNCELoss(similarity="dot", temperature=1.0)
+    objective = SpladeObjective({"margin_mse": 1.0}, info_nce=info_nce)
+    texts = Texts(anchor)
+    scores = torch.zeros(2, 3)
+    batch = SpladeBatch(texts, texts, Texts(negative), teacher_scores=scores, candidate_mask=mask)
+    own = torch.einsum("bd,bnd->bn", anchor, negative)
+    expected = margin_mse_loss(torch.ones(2), own, torch.zeros(2), torch.zeros(2, 2), mask[:, 2:])
+    assert objective(batch).total.item() == pytest.approx(expected.item())

@@ -87,3 +87,9 @@ def test_threshold_is_in_units_of_the_logits(activation):
     assert torch.equal(kept, weights.where(logits > 3, 0.0))
     with pytest.raises(ValueError, match="`activation`"):
         calibrate_threshold(weights, 1.5, activation="identity")
+
+
+def test_more_equal_entries_than_are_held_are_kept_together():
+    x = torch.cat([torch.full((2, 10), 1.0), torch.full((2, 100), 0.5)], 1).double()
+    assert calibrate_threshold(x.log1p(), 1) == pytest.approx(0.75)
+    assert calibrate_threshold(x[:, :10].log1p(), 1) == 0.0

@@ -287,7 +287,7 @@ def test_a_file_is_refused_before_its_counts_are_unpacked(tmp_path, kept):
     np.savez_compressed(path, **arrays | {"tokenizer_sha256": ""} | kept)
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match=r"V = 10|too large"):
+        with pytest.raises(ValueError, match=r"V = 10|another size"):
             DocumentFrequency.load(path, vocab_size=10)
         assert tracemalloc.get_traced_memory()[1] < 1e6
     finally:
