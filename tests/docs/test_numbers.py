@@ -8,6 +8,7 @@ from statistics import mean, stdev
 
 from benchmarks.run.table import read
 from benchmarks.studies.against_sentence_transformers import summary
+from benchmarks.studies.battery import table
 from benchmarks.studies.targets import asked_and_got, calibration, read_rows
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -41,6 +42,11 @@ def test_the_tables_of_the_study_of_targets():
     text = (DOCS / "target_sparsity.md").read_text(encoding="utf-8")
     assert asked_and_got(trained) in text
     assert calibration(calibrated) in text
+
+
+def test_the_table_of_the_battery():
+    text = (DOCS / "target_sparsity.md").read_text(encoding="utf-8")
+    assert table(read(RESULTS / "battery.csv")) in text
 
 
 def test_the_tables_beside_sentence_transformers():
