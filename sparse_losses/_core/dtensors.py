@@ -30,6 +30,7 @@ Mesh: TypeAlias = Any
 
 T = TypeVar("T")
 
+OLDEST = 2, 13  # the version whose DTensors are tested; 2.6 lacks operators
 SHARDED = "BNKVDF"  # dimensions that may be sharded: rows and columns, not positions or candidates
 
 
@@ -41,7 +42,23 @@ def is_dtensor(x: object) -> bool:
 def beside_dtensors(*tensors: Any) -> AbstractContextManager[Any]:
     """Return a context for definitions with these tensors, if a DTensor is among them."""
     meshes = [x.device_mesh for x in tensors if is_dtensor(x)]
+    if meshes:
+        check_version()
     return _BesideDTensors(meshes[0]) if meshes else nullcontext()
+
+
+def check_version() -> None:
+    """Raise for a PyTorch whose DTensors lack operators, or have not been tested.
+
+    Raises:
+        ValueError: if PyTorch is older than 2.13.
+    """
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    if (major, minor) < OLDEST:
+        raise ValueError(
+            f"expected PyTorch {OLDEST[0]}.{OLDEST[1]} or newer for DTensors, got "
+            f"{torch.__version__}: use plain tensors and `gather=True`"
+        )
 
 
 def whole(value: T) -> T:
@@ -100,6 +117,7 @@ def on_parts(
         ValueError: if tensors are sharded by different dimensions along one of the mesh, or a rank
             is left without columns.
     """
+    check_version()
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     present: dict[str, tuple[Any, list[str]]] = {

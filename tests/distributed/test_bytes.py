@@ -16,7 +16,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_losses.functional as F
+from sparse_losses._core.dtensors import OLDEST
 from sparse_losses.distributed import skip_size_check
+
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST,
+    reason="DTensors need a newer PyTorch",
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "past_one_device.md"
 V, B = 250_002, 64

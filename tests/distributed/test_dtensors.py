@@ -24,9 +24,14 @@ from sparse_losses import (
     SpladeObjective,
     Texts,
 )
+from sparse_losses._core.dtensors import OLDEST
 from tests.cases import BASE_CASES, FIRST, LAYER_CASES, OBJECTIVE_CASES, Case, to_tensors
 from tests.distributed.ranks import run_ranks
 
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST,
+    reason="DTensors need a newer PyTorch",
+)
 ROWS = 5
 CASES = BASE_CASES + LAYER_CASES + OBJECTIVE_CASES
 LAYOUTS = {"rows": 2, "columns": 2, "both": 4}  # and on how many ranks

@@ -12,7 +12,13 @@ from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from sparse_losses._core.dtensors import OLDEST
 from tests.distributed.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST,
+    reason="DTensors need a newer PyTorch",
+)
 
 
 def example() -> Any:
