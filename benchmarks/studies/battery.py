@@ -355,19 +355,26 @@ def recall_10(q: Tensor, d: Tensor, similarity: str) -> float:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Return one line per training with the controller, beside the same one without FLOPS."""
+    """Return one line per training with the controller; beside it the same one without FLOPS.
+
+    The two columns of the latter are there if such a training is.
+    """
     alone = {row["name"]: row for row in results if row["controller"] == "none"}
     lines = []
     for row in results:
         if row["controller"] == "controller":
-            plain = alone.get(_plain_name(row["name"]), {"training": "", "recall_10": ""})
+            plain = alone.get(_plain_name(row["name"]), {})
             numbers = [row["target"], row["training"], row["held_out"], row["wanted"]]
             numbers += [row["calibrated"], row["recall_10"], row["recall_10_calibrated"]]
             cells = [row["name"] + (" *" if row["held_back"] in (True, "True") else ""), *numbers]
-            lines.append([*cells, plain["training"], plain["recall_10"], row["status"]])
+            cells += [plain.get(name, "") for name in ("training", "recall_10")] if alone else []
+            lines.append([*cells, row["status"]])
     heading = ("training", "target", "in training", "held out", "pruned to", "then")
-    heading += ("R@10", "R@10 pruned", "without FLOPS", "R@10 without", "last status")
-    return markdown(heading, [["" if x is None else x for x in line] for line in lines])
+    heading += ("R@10", "R@10 pruned")
+    heading += ("without FLOPS", "R@10 without") if alone else ()
+    return markdown(
+        (*heading, "last status"), [["" if x is None else x for x in line] for line in lines]
+    )
 
 
 def _plain_name(name: str) -> str:
