@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from sparse_losses._core.private_torch import assert_on_device
 
 # Functions import these classes where there is a DTensor, as the import takes a third of a second.
+# What mypy is told to ignore below are their attributes, and `apply` of autograd's functions.
 DTensor: TypeAlias = Any
 Placement: TypeAlias = Any
 Mesh: TypeAlias = Any
@@ -125,7 +126,9 @@ def on_parts(
     }
     first = next(x for x, _ in present.values() if is_dtensor(x))
     along = _sharded_dimensions(present, first.device_mesh)
-    sizes = {letter: n for x, dims in present.values() for letter, n in zip(dims, x.shape)}  # noqa: B905
+    sizes = {
+        letter: n for x, dims in present.values() for letter, n in zip(dims, x.shape, strict=False)
+    }
     for number, letter in enumerate(along):
         if letter not in ("", "B") and 0 in _chunks(sizes[letter], first.device_mesh, number)[0]:
             raise ValueError(

@@ -43,6 +43,7 @@ class Descent:
     mass: float = 0.0  # the smoothed log of a text's summed activations, over the target
     mass_trend: float = 0.0
     ranking: float | None = None
+    looks: int = 0
     dead: float | None = None
     usual_dead: float = 0.0  # the mean of the first looks
     tolerated: float = DYING
@@ -105,9 +106,10 @@ class Descent:
             self.dead = share
         steps = max(self.step - self.looked_at, 1)
         self.dead += (1 - math.exp(-steps / self.window)) * (share - self.dead)
-        if self.step <= USUAL:  # texts of unknown tokens are always dead
-            usual = self.usual_dead = self.usual_dead + (share - self.usual_dead) / self.step
-            self.tolerated = DYING + 2 * math.sqrt(usual * (1 - usual) / (rows * self.step))
+        self.looks += 1
+        if self.looks <= USUAL:  # texts of unknown tokens are always dead
+            usual = self.usual_dead = self.usual_dead + (share - self.usual_dead) / self.looks
+            self.tolerated = DYING + 2 * math.sqrt(usual * (1 - usual) / (rows * self.looks))
 
     def look_at_ranking(self, share: float) -> bool:
         """Take note of the ranking loss over its value at chance; return whether to warn."""
