@@ -79,30 +79,6 @@ def objective() -> str:
     return markdown((*heading, "memory without gradients, eager and ours"), lines)
 
 
-def calculated() -> str:
-    """Calculated figures from ``calculated.csv``: each loss's largest case, by dtype."""
-    cases = by_case(read(RESULTS / "calculated.csv"))
-    largest: dict[tuple[str, str], tuple[int, str]] = {}
-    for (loss, case), variants in cases.items():
-        dtype = case.split()[-1]
-        if dtype in ("fp32", "bf16"):  # sizes for a GPU name their dtype
-            size = int(variants["eager"]["bytes"]), case
-            largest[loss, dtype] = max(largest.get((loss, dtype), size), size)
-    lines = []
-    for (loss, _), (_, case) in largest.items():
-        variants = cases[loss, case]
-        rows = [variants.get(name) for name in ("eager", "ours", "sentence-transformers")]
-        launches = ["-" if row is None else row["launches"] for row in rows]
-        peaks = ["-" if row is None else _figure(int(row["peak_bytes"]) / MIB) for row in rows]
-        ratios = [
-            f"{float(variants['eager'][column]) / float(variants['ours'][column]):.2f}"
-            for column in ("h100_seconds", "a10g_seconds")
-        ]
-        lines.append((loss, case, "; ".join(launches), "; ".join(peaks), *ratios))
-    heading = ("loss", "case", "launches: plain; ours; peer", "peak, MiB: plain; ours; peer")
-    return markdown((*heading, "plain over ours, H100", "A10G"), lines)
-
-
 def _figure(number: float) -> str:
     """Format three digits, or all digits of a whole number."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
@@ -115,7 +91,7 @@ def _time(seconds: float) -> str:
 def main() -> int:
     """Replace every table by the one under the same heading."""
     for path, tables in (
-        (PAGE, (peers(), memory(), objective(), calculated())),
+        (PAGE, (peers(), memory(), objective())),
         (AIMS, (aims(),)),
     ):
         page = path.read_text(encoding="utf-8")

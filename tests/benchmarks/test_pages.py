@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
         (pages.peers, pages.PAGE),
         (pages.memory, pages.PAGE),
         (pages.objective, pages.PAGE),
-        (pages.calculated, pages.PAGE),
         (pages.aims, pages.AIMS),
     ],
 )
