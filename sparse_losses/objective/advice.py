@@ -106,8 +106,9 @@ def advise(
     """Return what is wrong with a run and what to change, the most serious finding first.
 
     With the ``objective``, only settings of the run are named. A weight that a
-    ``SparsityController`` sets is changed by its ``target_active``; making dense texts sparse is
-    left to the controller. Findings that no setting of the run can change are left out.
+    ``SparsityController`` sets is changed by its ``target_active``. Making dense texts sparse is
+    left to the controller, and while it waits, the other side need not be sparse either. Findings
+    that no setting of the run can change are left out.
 
     Args:
         report: what ``Diagnostics.report()`` returned; rules are skipped where a number is missing.
@@ -145,9 +146,10 @@ def _that_apply(
 ) -> Iterator[Finding]:
     """Yield the findings with changes of settings that the objective has."""
     controllers = controllers_of(objective)
-    steered = f"{side}_flops" in controllers
+    # While a controller of the other side waits, the texts of both still get sparser by themselves.
+    waits = any(one.report()["status"].startswith("waiting") for one in controllers.values())
     for finding in findings:
-        if steered and finding.symptom in CONTROLLED:
+        if (waits or f"{side}_flops" in controllers) and finding.symptom in CONTROLLED:
             continue
         changes = []
         for setting, direction in finding.changes:
