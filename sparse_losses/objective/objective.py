@@ -25,6 +25,7 @@ from sparse_losses.losses.language_penalty import LanguagePenaltyLoss
 from sparse_losses.losses.margin_mse import MarginMSELoss
 from sparse_losses.losses.min_activation import MinActivationLoss
 from sparse_losses.losses.positive_activation import PositiveActivationLoss
+from sparse_losses.losses.ranknet import RankNetLoss
 from sparse_losses.losses.self_reconstruction import SelfReconstructionLoss
 from sparse_losses.losses.triplet_margin import TripletMarginLoss
 from sparse_losses.objective.batch import SpladeBatch, Texts, token_counts
@@ -47,6 +48,7 @@ from sparse_losses.objective.terms import (
 
 __all__ = ["ObjectiveOutput", "SpladeObjective"]
 
+TAUGHT = ("distillation", "margin_mse", "ranknet")  # the losses of `teacher_scores`
 # The losses that need the vectors of one side only.
 ON_TEXTS = ("flops", "min_activation", "language_penalty", "self_reconstruction")
 
@@ -76,10 +78,10 @@ class SpladeObjective(nn.Module):
     $$\mathcal{L} = \sum_k \lambda_k \, \ell_k$$
 
     ``weights`` holds $\lambda$ by the names of the terms: ``info_nce``, ``triplet_margin``,
-    ``distillation``, ``context_distillation``, ``margin_mse``, and for each side, ``query_...``
-    (anchors) and ``document_...`` (positives and negatives): ``flops``, ``min_activation``,
-    ``language_penalty``, ``self_reconstruction`` and ``positive_activation`` (one side's
-    activations of the other side's tokens). The losses are modules that hold their own
+    ``distillation``, ``context_distillation``, ``margin_mse``, ``ranknet``, and for each side,
+    ``query_...`` (anchors) and ``document_...`` (positives and negatives): ``flops``,
+    ``min_activation``, ``language_penalty``, ``self_reconstruction`` and ``positive_activation``
+    (one side's activations of the other side's tokens). The losses are modules that hold their own
     hyperparameters (``objective.info_nce.temperature``). Weights may change between steps. A term
     without a weight or with weight 0 is not computed; one whose weight is a tensor always is.
 
@@ -95,6 +97,7 @@ class SpladeObjective(nn.Module):
         distillation: loss on ``score_scale`` times the scores.
         context_distillation: the same on the anchors' scores with one another.
         margin_mse: needs own negatives as ``triplet_margin`` does; the mean over them.
+        ranknet: the order of the teacher's scores, for ``score_scale`` times the student's.
         flops: ``FlopsLoss`` or ``IdfFlopsLoss``.
         min_activation: averages no more activations than a text has tokens, where its mask is
             known.
@@ -106,8 +109,8 @@ class SpladeObjective(nn.Module):
             so that no term raises what another lowers.
         stopword_ids: tokens that are hidden from InfoNCE and FLOPS. (Training collapses if they are
             hidden from the activation losses too.)
-        score_scale: factor on the student's scores in distillation, > 0. Cosines differ too little
-            for a softmax; 1 over InfoNCE's temperature gives both losses the same scale.
+        score_scale: factor on the student's scores in distillation and RankNet, > 0. Cosines differ
+            too little for a softmax; 1 over InfoNCE's temperature gives the losses the same scale.
         teacher_scale: factor on the teacher's scores; default: ``score_scale``. Use 1 for logits.
         gather: whether all losses use the texts of all ranks. The values are then those of one
             process with all texts, and so are the gradients after DistributedDataParallel's
@@ -149,6 +152,7 @@ class SpladeObjective(nn.Module):
         distillation: DistillationLoss | None = None,
         context_distillation: DistillationLoss | None = None,
         margin_mse: MarginMSELoss | None = None,
+        ranknet: RankNetLoss | None = None,
         flops: FlopsLoss | IdfFlopsLoss | None = None,
         min_activation: MinActivationLoss | None = None,
         self_reconstruction: SelfReconstructionLoss | None = None,
@@ -174,6 +178,7 @@ class SpladeObjective(nn.Module):
         self.distillation = distillation or DistillationLoss()
         self.context_distillation = context_distillation or DistillationLoss()
         self.margin_mse = margin_mse or MarginMSELoss()
+        self.ranknet = ranknet or RankNetLoss()
         self.flops = flops or FlopsLoss()
         self.min_activation = min_activation or MinActivationLoss()
         self.self_reconstruction = self_reconstruction or SelfReconstructionLoss(
@@ -307,7 +312,7 @@ class SpladeObjective(nn.Module):
         teacher_scores, teacher_anchor_scores = batch.teacher_scores, batch.teacher_anchor_scores
         teacher_scale = self.score_scale if self.teacher_scale is None else self.teacher_scale
         scores, ranks = None, 1
-        if {"distillation", "margin_mse"} & {*active} and teacher_scores is not None:
+        if {*TAUGHT} & {*active} and teacher_scores is not None:
             ranks = self._ranks_of_teacher(anchor, negative, teacher_scores)
             scores = self._scores(anchor, positive, negative, ranks)
             if batch.candidate_mask is not None:
@@ -338,6 +343,10 @@ class SpladeObjective(nn.Module):
             )
         if "margin_mse" in active and scores is not None and teacher_scores is not None:
             terms["margin_mse"] = self._margin_mse(scores, batch, teacher_scores, ranks)
+        if "ranknet" in active and scores is not None and teacher_scores is not None:
+            scored = candidates(scores, batch, teacher_scores.shape, ranks)
+            student = _scaled(scored, self.score_scale)
+            terms["ranknet"] = self._call(self.ranknet, student, teacher_scores.to(scored.dtype))
         return terms
 
     def _info_nce(self, batch: SpladeBatch, scores: Tensor | None) -> Tensor:
