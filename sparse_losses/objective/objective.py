@@ -32,6 +32,7 @@ from sparse_losses.objective.batch import SpladeBatch, Texts, token_counts
 from sparse_losses.objective.shared_scores import (
     candidates,
     info_nce_of_shared_scores,
+    of_this_rank,
     own_candidates,
     scored_candidates,
     shared_scores,
@@ -316,7 +317,9 @@ class SpladeObjective(nn.Module):
             ranks = self._ranks_of_teacher(anchor, negative, teacher_scores)
             scores = self._scores(anchor, positive, negative, ranks)
             if batch.candidate_mask is not None:
-                mask = _candidate_mask(batch, scores.shape[1])
+                mask = self._candidate_mask(batch)
+                if ranks < (num_ranks() if self.gather else 1):
+                    mask = of_this_rank(mask, batch)
                 mask = candidates(mask, batch, teacher_scores.shape, ranks)
                 teacher_scores = teacher_scores.to(scores.dtype).masked_fill(~mask, -torch.inf)
         if "info_nce" in active:
@@ -380,12 +383,25 @@ class SpladeObjective(nn.Module):
         if batch.candidate_mask is None:
             return self._call(self.triplet_margin, anchor, positive, vectors)
         ranks = num_ranks() if self.gather else 1
-        shared = ranks if vectors.ndim == 2 else 1
-        width = ranks * len(anchor) + shared * vectors.shape[-2]
-        own = own_candidates(_candidate_mask(batch, width), negative, ranks)
+        own = own_candidates(self._candidate_mask(batch), negative, ranks)
         vectors = vectors if vectors.ndim == 3 else vectors[:, None]
         mask = own[:, :1] & own[:, 1:]  # a row without its positive is not valid
         return self._call(self.triplet_margin, anchor, positive, vectors, mask)
+
+    def _candidate_mask(self, batch: SpladeBatch) -> Tensor:
+        """Return the batch's mask as bool; raise if it has another number of columns."""
+        assert batch.candidate_mask is not None
+        ranks = num_ranks() if self.gather else 1
+        received, width = list(batch.candidate_mask.shape), ranks * len(batch.anchor.activations)
+        if batch.negative is not None:
+            shape = batch.negative.activations.shape
+            width += shape[-2] * (ranks if len(shape) == 2 else 1)
+        if received[1] != width:
+            raise ValueError(
+                f"expected `batch.candidate_mask` of shape [B, B + N] = [{received[0]}, {width}], "
+                f"got {received}"
+            )
+        return as_mask("batch.candidate_mask", batch.candidate_mask)
 
     def _ranks_of_teacher(self, anchor: Texts, negative: Texts | None, teacher: Tensor) -> int:
         """Return how many ranks' candidates the teacher scored: 1 (this rank's) or all."""
@@ -487,18 +503,6 @@ LOSSES: dict[str, list[type[LossModule]]] = {
     for name, hint in get_type_hints(SpladeObjective.__init__).items()
     if name in {each.removeprefix("query_").removeprefix("document_") for each in NEEDS}
 }
-
-
-def _candidate_mask(batch: SpladeBatch, width: int) -> Tensor:
-    """Return the batch's mask of candidates as bool; raise if it has another number of columns."""
-    assert batch.candidate_mask is not None
-    received = list(batch.candidate_mask.shape)
-    if received[1] != width:
-        raise ValueError(
-            f"expected `batch.candidate_mask` of shape [B, B + N] = [{received[0]}, {width}], "
-            f"got {received}"
-        )
-    return as_mask("batch.candidate_mask", batch.candidate_mask)
 
 
 def _scaled(scores: Tensor, scale: float) -> Tensor:
