@@ -26,8 +26,8 @@ class ActivationFrequency(nn.Module):
     one half at $f_j = \alpha$, 1 at $f_j = 1$.
 
     In DF-FLOPS the weight stands inside the square, so ``flops_loss`` takes its square. Refresh it
-    in place once in a number of steps. Nothing here waits for the device. A text with a NaN does not
-    count.
+    in place once in a number of steps. A text with a NaN does not count. Nothing here waits for the
+    device.
 
     Args:
         vocab_size: Number of dimensions, V.
