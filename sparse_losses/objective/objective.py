@@ -15,12 +15,13 @@ from sparse_losses.distributed import (
     agree_across_ranks,
     gather_rows,
     num_ranks,
+    rank,
     skip_size_check,
 )
 from sparse_losses.losses.distillation import DistillationLoss
 from sparse_losses.losses.flops import FlopsLoss
 from sparse_losses.losses.idf_flops import IdfFlopsLoss
-from sparse_losses.losses.info_nce import InfoNCELoss
+from sparse_losses.losses.info_nce import InfoNCELoss, false_negative_mask
 from sparse_losses.losses.language_penalty import LanguagePenaltyLoss
 from sparse_losses.losses.margin_mse import MarginMSELoss
 from sparse_losses.losses.min_activation import MinActivationLoss
@@ -244,6 +245,38 @@ class SpladeObjective(nn.Module):
                 return whole(self._terms(active, batch))
             with skip_size_check():  # the sizes were compared above, once for all terms
                 return self._terms(active, batch)
+
+    @torch.no_grad()
+    def false_negatives(self, batch: SpladeBatch) -> Tensor:
+        """Return the share of the negatives in the batch that InfoNCE leaves out by their score.
+
+        They are the other rows' positives, ``false_negative_margin`` and ``false_negative_ratio``
+        of ``info_nce`` decide. The scores are computed for it alone: call it every few steps, and
+        log it, or pass it to ``Diagnostics.update``. It is 0-d, of this rank's rows, without a wait.
+        """
+        check_texts(batch)
+        check_batch(batch)
+        loss, x = self.info_nce, batch.anchor.activations
+        bounds = {n: getattr(loss, f"false_negative_{n}", None) for n in ("margin", "ratio")}
+        if bounds == {"margin": None, "ratio": None} or not loss.in_batch:
+            return torch.zeros((), device=x.device)
+        ranks = num_ranks() if self.gather or loss.gather else 1
+        first, size = rank() * len(x) if ranks > 1 else 0, ranks * len(x)
+        own = torch.arange(first, first + len(x), device=x.device)[:, None]
+        own = own == torch.arange(size, device=x.device)
+        is_negative = ~own
+        if (ids := batch.positive_ids) is not None:
+            is_negative &= ids[:, None] != gather_rows(ids, ranks > 1)
+        if batch.candidate_mask is not None:
+            there = as_mask("batch.candidate_mask", batch.candidate_mask)[:, :size]
+            own = own & there
+            is_negative &= there & own.any(1, keepdim=True)  # or the row is not valid
+        shown = self._without_stopwords(batch) if len(self.stopword_ids) > 0 else batch
+        with autocast_off(x.device), beside_dtensors(x, batch.positive.activations):
+            scores = self._scores(shown.anchor, shown.positive, None, ranks)
+            is_left_out = ~false_negative_mask(scores, own, **bounds) & is_negative
+            share: Tensor = whole(is_left_out.sum() / is_negative.sum().clamp(min=1))
+        return share
 
     def active(self) -> list[str]:
         """Return the terms that are computed, in the order of their computation.

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -582,6 +583,35 @@ def test_infonce_keeps_its_options_where_it_shares_the_scores(options):
     expected = info_nce_loss(*vectors, positive_ids=batch.positive_ids, **options)
     torch.testing.assert_close(value, expected)
     assert value != info_nce_loss(*vectors, positive_ids=batch.positive_ids)
+
+
+@pytest.mark.parametrize("stopwords", [(), (1, 4)])
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+@pytest.mark.parametrize("bounds", [(0.05, None), (None, 0.9), (-0.3, 0.95), (None, None)])
+def test_the_share_of_false_negatives_is_that_of_a_loop(bounds, similarity, stopwords):
+    margin, ratio = bounds
+    batch = _batch("own")
+    mask = torch.ones(B, B + N)
+    mask[1, 2] = mask[3, 3] = 0
+    batch = batch._replace(candidate_mask=mask, positive_ids=torch.tensor([0, 1, 2, 3, 0]))
+    options = {"false_negative_margin": margin, "false_negative_ratio": ratio}
+    loss = InfoNCELoss(**options, similarity=similarity)
+    objective = SpladeObjective({"info_nce": 1.0}, info_nce=loss, stopword_ids=stopwords)
+    seen, left_out = 0, 0
+    x, y = (t.activations.index_fill(1, objective.stopword_ids, 0.0).numpy() for t in batch[:2])
+    if similarity == "cosine":
+        x, y = (t / np.linalg.norm(t, axis=1, keepdims=True) for t in (x, y))
+    for i in range(B):
+        own = x[i] @ y[i]
+        for j in range(B):
+            if j == i or i == 3 or (i, j) == (1, 2) or {i, j} == {0, 4}:
+                continue
+            above = margin is not None and x[i] @ y[j] > own + margin
+            above |= ratio is not None and own > 0 and x[i] @ y[j] > ratio * own
+            seen, left_out = seen + 1, left_out + above
+    share = objective.false_negatives(batch)
+    assert share.item() == pytest.approx(left_out / seen)
+    assert (left_out > 0) == (bounds != (None, None))
 
 
 @pytest.mark.parametrize("term", ["info_nce", "triplet_margin", "distillation"])
