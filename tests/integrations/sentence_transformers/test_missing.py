@@ -14,6 +14,7 @@ from sparse_losses import (
     TripletMarginLoss,
 )
 from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
+from tests.distributed.ranks import run_ranks
 from tests.integrations.sentence_transformers.runs import COLUMNS, WARM
 
 B, N, V = 4, 3, 12
@@ -144,3 +145,35 @@ def test_empty_texts_are_seen_beside_a_prompt(prompt, side, sparse):
     embedded = [model(x)["sentence_embedding"] for x in (anchor, positive)]
     negative = model(model.preprocess(other, prompt=prompt))["sentence_embedding"]
     torch.testing.assert_close(value, WARM(*embedded, negative))
+
+
+def on_ranks(rank, world=2):
+    """Values and gradients of two losses with ``gather``, of this rank's rows."""
+    torch.manual_seed(0)
+    mine = slice(rank * B // world, (rank + 1) * B // world)
+    vectors = [torch.rand(B, V, dtype=torch.float64) for _ in range(2 + N)]
+    there = torch.tensor([[c in own for c in range(1 + N)] for own in CANDIDATES])
+    labels = torch.randn(B, 1 + N, dtype=torch.float64)[mine]
+    results = []
+    for loss in (InfoNCELoss(**DOT, gather=True), both(gather=True)):
+        leaves = [x[mine].clone().requires_grad_() for x in vectors]
+        ids = torch.where(there, 5, 2).T[:, mine, None].expand(-1, -1, 2)
+        columns = [features(x, own) for x, own in zip(leaves, (ids[0], *ids), strict=True)]
+        value = SentenceTransformersLoss(Given(), loss)(columns, labels)
+        value = value if torch.is_tensor(value) else sum(value.values())
+        gradients = torch.autograd.grad(value, leaves)
+        results.append([value.detach(), *(x / world for x in gradients)])
+    return results
+
+
+def both(**options):
+    weights = {"info_nce": 1.0, "distillation": 1.0, "triplet_margin": 1.0}
+    return SpladeObjective(weights, info_nce=InfoNCELoss(**DOT), **options)
+
+
+def test_all_ranks_negatives_are_left_out_as_in_one_process():
+    expected = on_ranks(0, world=1)
+    for rank, found in enumerate(run_ranks(2, on_ranks)):
+        for (value, *gradients), (whole, *parts) in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, whole)
+            torch.testing.assert_close(gradients, [x.chunk(2)[rank] for x in parts])
