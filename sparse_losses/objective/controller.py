@@ -89,7 +89,7 @@ class SparsityController:
        the ranking loss is below chance.
     2. The first weight makes FLOPS the share ``start`` of the ranking terms. From there the weight
        follows a plan: $e = \log(a / \mathrm{target})$, where $a$ is the smoothed mean number of
-       active dimensions of the rows that have any, falls to $\log 1.1$ at 60% of the remaining
+       active dimensions of the rows that have any, falls to $\log 1.15$ at 60% of the remaining
        ``steps``, the slower the nearer it comes, and stays there: calibration prunes the rest. With
        the planned level $p$, the trend $\dot e$ and the planned trend $\dot p$ each step changes
 
