@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import statistics
 
 import pytest
@@ -86,6 +87,42 @@ def test_both_systems_read_the_same_batches(folder, monkeypatch):
     assert ours[-1] == theirs[-1]
     assert ours[0] == "info_nce"
     assert theirs[:2] == ("base_loss", "distillation_loss")
+
+
+def test_rows_with_posting_lists_stand_beside_those_without(small, folder, monkeypatch):
+    small(collection)
+    options = ["--target", "64", "--calibrate", "--weights", "--seeds", "0"]
+    before = _run(folder, *options)
+    path = next(folder.parent.glob("output/*/*.json"))
+    stored = json.loads(path.read_text("utf-8"))
+    assert "posting" not in stored["settings"]
+    del stored["rows"][""]["longest_list"]  # as stored before the figure existed
+    path.write_text(json.dumps(stored), encoding="utf-8")
+    rows = _run(folder, *options, "--posting", "0.2")
+    added = ["RECOMMENDED, target 64, DF-FLOPS", "RECOMMENDED, longest list 0.2, DF-FLOPS"]
+    assert [row["row"] for row in rows[3:]] == added
+    assert rows[2] == {**before[2], "longest_list": ""}
+    assert all(0 < float(row["longest_list"]) <= 1 for row in (*before, *rows[3:]))
+    stored = [json.loads(path.read_text("utf-8")) for path in folder.parent.glob("output/*/*.json")]
+    targets = {one["variant"]: one["controllers"]["document"]["target"] for one in stored}
+    assert targets == {before[2]["row"]: 64, added[0]: 64, added[1]: 0.2}
+
+
+def test_df_flops_is_the_documents_alone(folder):
+    read = beir.load(folder)
+    run = collection.PostingRun(read, collection.PostingTraining(steps=9, **TINY))
+    run.objective.weights.update(document_flops=3.0, query_flops=2.0)
+    batch = run.batch(0)
+    total, terms = run.loss(batch)
+    queries, documents = (x.activations.detach().double() for x in (batch.anchor, batch.positive))
+    share = (documents > 0).double().mean(0)
+    inside = 1 / (1 + (share.pow(math.log(2) / math.log(0.1)) - 1) ** 10)
+    expected = (inside * documents.mean(0)).square().sum().item()
+    assert 0 < expected < documents.mean(0).square().sum().item()
+    assert terms["document_flops"] == pytest.approx(3 * expected, rel=1e-5)
+    plain = queries.mean(0).square().sum().item()
+    assert terms["query_flops"] == pytest.approx(2 * plain, rel=1e-5)
+    assert total.item() == pytest.approx(sum(terms.values()), rel=1e-5)
 
 
 @pytest.fixture
