@@ -95,7 +95,9 @@ class SparsityController:
 
        $$\log \lambda \leftarrow \log \lambda + g\, (e - p) + (\dot e - \dot p) - 1.9\, \dot p$$
 
-       where the last part keeps the pressure as FLOPS falls with the dimensions.
+       where the last part keeps the pressure as FLOPS falls with the dimensions. A fall that will
+       end above the aim lowers no weight. With an objective FLOPS stays at most four times the
+       ranking terms: more would not act sooner, and then far too strongly.
     3. It brakes as soon as a fall would end below the target, and while texts die: to nothing, if
        need be.
 
