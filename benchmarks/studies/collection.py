@@ -170,18 +170,21 @@ def run_one(settings: Training, collection: Collection) -> Result:
     sides = [(run.query_tokens, collection.queries), (run.tokens, collection.documents)]
     queries, documents = (vectors(run, tokens.ids(texts)) for tokens, texts in sides)
 
-    def figures(kept: Tensor) -> dict[str, Any]:
-        active = [[one.nonzero().flatten().tolist() for one in x] for x in (queries, kept)]
-        return {**ranked(queries @ kept.T, collection.relevant), **costs(*active)}
+    def figures(of_queries: Tensor, of_documents: Tensor) -> dict[str, Any]:
+        both = (of_queries, of_documents)
+        active = [[one.nonzero().flatten().tolist() for one in x] for x in both]
+        return {**ranked(of_queries @ of_documents.T, collection.relevant), **costs(*active)}
 
-    rows = {"": figures(documents)}
+    rows = {"": figures(queries, documents)}
     for target in settings.calibrate:
         if settings.system == OURS and 0 < settings.number <= target:
             continue
-        enough = rows[""]["active_document"] > target
-        threshold = calibrate_threshold(documents, target) if enough else 0.0
-        kept = documents.where(documents.expm1() > threshold, 0.0)
-        rows[f", pruned to {target}"] = figures(kept)
+        if rows[""]["active_document"] <= target:
+            rows[f", pruned to {target}"] = rows[""]
+            continue
+        for method, vectors_of in fewer(queries, documents, target).items():
+            if method == "pruned" or settings.system == OURS:
+                rows[f", {method} to {target}"] = figures(*vectors_of)
     baselines = {}
     for name, split in zip(BASELINES, (Tokens.words, Tokens.pieces), strict=True):
         terms = [split(*side) for side in sides]
@@ -195,6 +198,19 @@ def run_one(settings: Training, collection: Collection) -> Result:
         "rows": rows,
         "baselines": baselines,
         "machine": circumstances(torch.device("cpu"), "collection") | versions,
+    }
+
+
+def fewer(queries: Tensor, documents: Tensor, target: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return queries and documents by the method that leaves documents ``target`` dimensions."""
+    threshold = calibrate_threshold(documents, target)
+    top = documents.topk(target)
+    largest = torch.zeros_like(documents).scatter_(1, top.indices, top.values)
+    shifted = [(x.expm1() - threshold).relu().log1p() for x in (queries, documents)]
+    return {
+        "pruned": (queries, documents.where(documents.expm1() > threshold, 0.0)),
+        "cut": (queries, largest),
+        "shifted": (shifted[0], shifted[1]),
     }
 
 
