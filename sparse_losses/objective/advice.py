@@ -146,10 +146,11 @@ def _that_apply(
 ) -> Iterator[Finding]:
     """Yield the findings with changes of settings that the objective has."""
     controllers = controllers_of(objective)
-    # While a controller of the other side waits, the texts of both still get sparser by themselves.
-    waits = any(one.report()["status"].startswith("waiting") for one in controllers.values())
+    # While a controller brings down the other side's texts, these are on their way, too.
+    statuses = [controller.report()["status"] for controller in controllers.values()]
+    is_early = any(status.startswith(("waiting", "sparsifying")) for status in statuses)
     for finding in findings:
-        if (waits or f"{side}_flops" in controllers) and finding.symptom in CONTROLLED:
+        if (is_early or f"{side}_flops" in controllers) and finding.symptom in CONTROLLED:
             continue
         changes = []
         for setting, direction in finding.changes:
