@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_losses.functional import flops_loss, idf_flops_loss, language_penalty_loss
+from sparse_losses.functional import idf_flops_loss, language_penalty_loss
 from tests.cases import assert_follows_the_formula
 from tests.strategies import activations, seeds
 
@@ -22,14 +22,6 @@ def test_value_is_the_formula_for_any_activations(x, seed, beta, threshold):
     for estimator in ("biased", "unbiased")[: min(len(x), 2)]:
         options = {"beta": beta, "estimator": estimator, "threshold": threshold}
         assert_follows_the_formula("idf_flops", arrays, **options)
-
-
-@given(activations(), betas)
-def test_unit_penalties_give_the_l1_mean_plus_flops(x, beta):
-    x = torch.from_numpy(x)
-    ones = torch.ones(x.shape[1]).double()
-    expected = x.mean(0).abs().sum() + beta * flops_loss(x)
-    torch.testing.assert_close(idf_flops_loss(x, ones, beta=beta), expected)
 
 
 @given(activations(), seeds, betas)

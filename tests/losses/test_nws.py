@@ -85,18 +85,6 @@ def test_one_label_each_without_weights_is_decoupled_info_nce(seed, temperature,
     torch.testing.assert_close(loss, expected / (1 - alpha) if alpha < 1 else expected)
 
 
-@given(seeds, aggregations)
-def test_keys_and_queue_rows_play_the_same_part(seed, aggregation):
-    inputs = {**problem(seed), "aggregation": aggregation}
-    plain = nws_loss(**inputs)
-    for name in ("", "_labels"):
-        inputs[f"queue{name}"] = torch.cat(
-            [inputs[f"queue{name}"].flip(0), inputs.pop(f"key{name}")]
-        )
-    torch.testing.assert_close(nws_loss(**inputs), plain)
-    assert (plain != 0).all()
-
-
 @given(seeds, st.booleans(), aggregations)
 def test_a_masked_queue_row_is_as_if_it_were_not_there(seed, decoupled, aggregation):
     inputs = {**problem(seed), "decoupled": decoupled, "aggregation": aggregation}
@@ -189,30 +177,6 @@ def test_the_weights_of_the_positives_add_up_to_this_total(alpha, carriers, tota
     share = alpha * sum(1 / sum(one) for one in carriers) + 1 - alpha
     if share <= 1e-6:
         assert total == pytest.approx(share + alpha)
-
-
-@given(seeds, st.sampled_from([True, False]), st.sampled_from([0.0, 1e-8, 0.3]))
-def test_the_gradient_is_the_softmax_times_all_weight_minus_the_own_weight(seed, decoupled, eps):
-    inputs = with_a_negative_prototype(problem(seed))
-    query = torch.nn.functional.normalize(inputs["query"]).requires_grad_()
-    inputs["query"] = query
-    nws_loss(**inputs, decoupled=decoupled, eps=eps).sum().backward()
-    references = torch.cat([inputs["key"], inputs["queue"], inputs["prototype"]])
-    references = torch.nn.functional.normalize(references)
-    scores = query.detach() @ references.T / 0.4
-    positive, negative = weights_of(inputs, eps=eps)
-    if not decoupled:
-        negative = torch.where(positive > 0, 1.0, negative)
-    odds = negative * scores.exp()
-    floor = torch.zeros_like(odds)
-    floor.scatter_(1, scores.argmax(1, keepdim=True), eps * scores.exp().amax(1, keepdim=True))
-    share = (odds + floor) / (odds + floor).sum(-1, keepdim=True)
-    grad_scores = (positive.sum(-1, keepdim=True) * share - positive) / 0.4
-    torch.testing.assert_close(grad_scores.sum(-1), torch.zeros(4).double())
-    expected = grad_scores @ references
-    along = (expected * query.detach()).sum(-1, keepdim=True) * query.detach()
-    torch.testing.assert_close(query.grad, expected - along, rtol=1e-6, atol=1e-7)
-    assert query.grad.any()
 
 
 @given(seeds)
