@@ -1,4 +1,4 @@
-"""``python -m benchmarks.report.pages``: rewrite the tables of the benchmark pages.
+"""``python -m benchmarks.report.pages``: rewrite the tables of the benchmark page.
 
 The tables come from the files in ``benchmarks/results``; a test checks that they agree.
 """
@@ -6,12 +6,11 @@ The tables come from the files in ``benchmarks/results``; a test checks that the
 import re
 import sys
 
-from benchmarks.report.aims import MIB, judge
 from benchmarks.run.table import RESULTS, ROOT, Row, by_case, largest_cases, markdown, read
 from sparse_losses._core.files import replaced_file
 
 PAGE = ROOT / "docs" / "benchmarks.md"
-AIMS = RESULTS / "aims.md"
+MIB = 2**20
 PEERS = (
     "eager",
     "torch.compile",
@@ -20,15 +19,6 @@ PEERS = (
     "pytorch-metric-learning",
     "info-nce-pytorch",
 )
-
-
-def aims() -> str:
-    """Every aim, from ``aims-run-1.csv``."""
-    lines = [
-        (*words, measured + " **missed**" * (verdict == "missed"))
-        for *words, measured, verdict in judge(read(RESULTS / "aims-run-1.csv"))
-    ]
-    return markdown(("aim", "case", "wanted", "measured"), lines)
 
 
 def peers() -> str:
@@ -114,19 +104,15 @@ def _time(seconds: float) -> str:
 
 def main() -> int:
     """Replace every table by the one under the same heading."""
-    for path, tables in (
-        (PAGE, (peers(), memory(), objective(), calculated())),
-        (AIMS, (aims(),)),
-    ):
-        page = path.read_text(encoding="utf-8")
-        for table in tables:
-            heading = table.partition("\n")[0]
-            old = re.compile(rf"^{re.escape(heading)}\n(?:\|.*\n)+", re.MULTILINE)
-            if not old.search(page):
-                raise SystemExit(f"{path} has no table under {heading}")
-            page = old.sub(lambda _, table=table: f"{table}\n", page)
-        with replaced_file(path, text=True) as file:
-            file.write(page)
+    page = PAGE.read_text(encoding="utf-8")
+    for table in (peers(), memory(), objective(), calculated()):
+        heading = table.partition("\n")[0]
+        old = re.compile(rf"^{re.escape(heading)}\n(?:\|.*\n)+", re.MULTILINE)
+        if not old.search(page):
+            raise SystemExit(f"{PAGE} has no table under {heading}")
+        page = old.sub(lambda _, table=table: f"{table}\n", page)
+    with replaced_file(PAGE, text=True) as file:
+        file.write(page)
     return 0
 
 
