@@ -55,13 +55,6 @@ def problem(seed=0, batch=4, width=5, count=4, keys=3, rows=5):
     }
 
 
-def with_a_negative_prototype(inputs):
-    """The first prototype is a negative of every query."""
-    inputs["query_labels"][:, 0] = 0
-    inputs["query_labels"][:, 1] = 1
-    return inputs
-
-
 @given(seeds, temperatures, st.sampled_from([1.0, 2.0]))
 def test_one_label_and_prototypes_alone_in_softmax_form_is_cross_entropy(seed, temperature, alpha):
     z, v = draw(seed, 5, 3), draw(seed + 1, 4, 3)
@@ -126,28 +119,6 @@ def test_a_larger_beta_never_lowers_it(seed, beta, more):
     assert (high > low).all()
 
 
-def weights_of(inputs, alpha=1.0, eps=1e-8):
-    """Weights of positives, and of negatives in the denominator, one reference at a time."""
-    queries, similarity = inputs["query_labels"].double(), inputs["label_similarity"]
-    instances = torch.cat([inputs["key_labels"], inputs["queue_labels"]]).double()
-    num_labels = queries.shape[1]
-    positive = torch.zeros(len(queries), len(instances) + num_labels, dtype=torch.float64)
-    negative = torch.zeros_like(positive)
-    for i, own in enumerate(queries):
-        overlaps = [alpha / torch.maximum(own, theirs).sum() for theirs in instances]
-        totals = 1 - alpha / own.sum() + torch.stack(overlaps) @ instances
-        totals = torch.where(totals <= 1e-6, 1.0, totals)
-        for r, theirs in enumerate(instances):
-            both = own * theirs
-            positive[i, r] = (overlaps[r] * both / (totals + eps)).sum()
-            pairs = (own[:, None] * theirs * similarity).sum()
-            alike = pairs / (own.sum() * theirs.sum() + eps)
-            negative[i, r] = 0.0 if both.any() else 1 - alike
-        positive[i, len(instances) :] = own / (totals + eps)
-        negative[i, len(instances) :] = 1 - own
-    return positive / (queries.sum(-1, keepdim=True) + eps), negative
-
-
 @pytest.mark.parametrize(
     ("alpha", "carriers", "total"),
     [
@@ -177,21 +148,6 @@ def test_the_weights_of_the_positives_add_up_to_this_total(alpha, carriers, tota
     share = alpha * sum(1 / sum(one) for one in carriers) + 1 - alpha
     if share <= 1e-6:
         assert total == pytest.approx(share + alpha)
-
-
-@given(seeds)
-def test_the_cold_limit_is_the_hardest_negative_minus_the_weighted_positives(seed):
-    inputs = with_a_negative_prototype(problem(seed))
-    inputs["temperature"] = 1e-6
-    positive, negative = weights_of(inputs, eps=0.0)
-    references = torch.cat([inputs["key"], inputs["queue"], inputs["prototype"]])
-    unit = torch.nn.functional.normalize
-    cosines = unit(inputs["query"]) @ unit(references).T
-    hardest = torch.where(negative > 0, cosines, -2.0).amax(-1)
-    expected = positive.sum(-1) * hardest - (positive * cosines).sum(-1)
-    rows = nws_loss(**inputs, eps=0.0) * 1e-6
-    torch.testing.assert_close(rows, expected, rtol=0, atol=1e-3)
-    assert expected.any()
 
 
 # Edges

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -38,13 +37,6 @@ def test_only_the_order_of_the_teacher_and_the_gaps_of_the_student_count(seed):
     moved = ranknet_loss(student[:, order], teacher[:, order], reduction="none")
     torch.testing.assert_close(moved, rows)
     assert (rows > 0).all()
-    # A pair the other way round costs its gap more: log(1 + e^g) = log(1 + e^-g) + g.
-    gaps = [
-        abs(a - b) for a, b in [(s[i], s[j]) for s in student for i in range(5) for j in range(i)]
-    ]
-    both = rows + ranknet_loss(student, -teacher, reduction="none")
-    softplus = [math.log1p(math.exp(-g)) * 2 + g for g in map(float, gaps)]
-    np.testing.assert_allclose(both.numpy(), np.reshape(softplus, (4, 10)).mean(1))
 
 
 @given(seeds, st.floats(1.0, 50.0))
