@@ -20,7 +20,7 @@ def parser() -> argparse.ArgumentParser:
         choices=list(BUDGET),
         default="quick",
         help="tiny: a smoke test; quick: a few minutes on two cores; full: every size; "
-        "aims: the sizes with performance targets; gpu: the sizes for a GPU",
+        "aims: the larger sizes that the pages show; gpu: the sizes for a GPU",
     )
     options.add_argument(
         "--only", default="", help="losses, separated by commas, such as info_nce,splade_head"

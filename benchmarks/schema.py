@@ -1,4 +1,4 @@
-"""The description of a benchmark: inputs, sizes, plain formula, variants and aims.
+"""The description of a benchmark: inputs, sizes, plain formula, variants.
 
 A file in ``losses/`` defines one :class:`Benchmark`; a :class:`Case` is a benchmark at one size.
 """
@@ -152,26 +152,6 @@ def peer(
 
 
 @dataclass(frozen=True)
-class Aim:
-    """A target for a figure of a variant, at a size of the full suite."""
-
-    text: str
-    sizes: Sizes
-    figure: str  # speedup, time or memory (relative to eager), MiB
-    bound: float
-    variant: str = "ours"
-
-    @property
-    def wanted(self) -> str:
-        """Return the bound in words."""
-        if self.figure == "speedup":  # larger is better
-            return f">= {self.bound:g}x eager"
-        if self.figure == "MiB":
-            return f"<= {self.bound:g} MiB"
-        return f"<= {self.bound:.3g} of eager's {self.figure}"
-
-
-@dataclass(frozen=True)
 class Benchmark:
     """A loss and everything needed to measure it."""
 
@@ -185,7 +165,7 @@ class Benchmark:
     full: Sequence[Sizes]  # in addition to quick
     gpu: Sequence[Sizes]
     calculated: Sequence[Sizes] = ()  # counted on meta tensors, in addition to quick and gpu
-    aims: Sequence[Aim] = ()
+    aims: Sequence[Sizes] = ()  # some of full, which the pages show
     options: Callable[[Sizes], dict[str, Any]] = lambda sizes: {}
     plain_bytes: Callable[[Sizes], float] | None = None
     elements: Callable[[Sizes], int] | None = None

@@ -6,9 +6,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
-from tests.conftest import _Compatibility, pytest_collection_modifyitems
+from tests.conftest import _Compatibility
 from tools import compatibility
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,20 +66,6 @@ def test_the_record_holds_the_marked_tests_with_what_they_are_marked_with():
     for path in (ROOT / "tests").rglob("test_*.py"):
         tests |= marked(path)
     assert recorded == tests
-
-
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        (("lightning", "fp32"), "a.py::test_b: unknown trainer 'lightning'"),
-        (("Lightning", "fp23"), r"a.py::test_b: unknown features \['fp23'\]"),
-    ],
-)
-def test_a_misspelt_mark_is_refused(said, message):
-    marks = [pytest.mark.works_with(*said).mark]
-    item = SimpleNamespace(nodeid="a.py::test_b", iter_markers=lambda _: marks)
-    with pytest.raises(pytest.UsageError, match=message):
-        pytest_collection_modifyitems([item])
 
 
 def test_a_test_that_failed_backs_nothing(tmp_path):

@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 from collections.abc import Sequence
 
-from benchmarks.schema import Benchmark, Case, Sizes, case_name
+from benchmarks.schema import Benchmark, Case, Sizes
 
 NAMES = tuple(module.name for module in pkgutil.iter_modules(__path__))
 # The most important losses come first, in case a suite ends early.
@@ -22,8 +22,8 @@ def cases(suite: str, only: Sequence[str] = ()) -> list[Case]:
     """Return the cases of a suite.
 
     Args:
-        suite: ``tiny``, ``quick``, ``full`` (includes quick), ``aims`` (sizes with aims), ``gpu``,
-            or ``calculated`` (quick, gpu, and some that are only counted).
+        suite: ``tiny``, ``quick``, ``full`` (includes quick), ``aims`` (the larger sizes that the
+            pages show), ``gpu``, or ``calculated`` (quick, gpu, and some that are only counted).
         only: names of losses; by default all.
     """
     if unknown := set(only) - set(NAMES):
@@ -35,10 +35,12 @@ def cases(suite: str, only: Sequence[str] = ()) -> list[Case]:
 
 
 def _sizes(each: Benchmark, suite: str) -> Sequence[Sizes]:
-    if suite == "aims":
-        wanted = {case_name(aim.sizes) for aim in each.aims}
-        return [sizes for sizes in _sizes(each, "full") if case_name(sizes) in wanted]
-    small = {"tiny": each.tiny, "quick": each.quick, "gpu": each.gpu}
-    if suite == "calculated":
-        return [*each.quick, *each.gpu, *each.calculated]
-    return small.get(suite, [*each.quick, *each.full])
+    of_suites = {
+        "tiny": each.tiny,
+        "quick": each.quick,
+        "full": [*each.quick, *each.full],
+        "aims": each.aims,
+        "gpu": each.gpu,
+        "calculated": [*each.quick, *each.gpu, *each.calculated],
+    }
+    return of_suites[suite]

@@ -11,7 +11,6 @@ from benchmarks.schema import (
     BERT,
     PRODUCT_IMPLEMENTATIONS,
     XLM,
-    Aim,
     Benchmark,
     Inputs,
     Maker,
@@ -125,14 +124,7 @@ BENCHMARK = Benchmark(
         for sizes in ({"B": 2048, "D": 768}, {"B": 64, "V": BERT, "density": 0.005})
         for dtype in ("bf16", "fp32")
     ],
-    aims=[
-        Aim("InfoNCE, time of eager's", _DENSE, "time", 0.85),
-        Aim("InfoNCE, memory of eager's", _DENSE, "memory", 1 / 3),
-        Aim("the same in blocks", _DENSE, "time", 0.95, variant="ours, blocks"),
-        Aim("the same in blocks", _DENSE, "memory", 0.2, variant="ours, blocks"),
-        Aim("InfoNCE, sparse, dense gradient", _SPARSE, "speedup", 15.0),
-        Aim("InfoNCE, sparse input", _SPARSE, "speedup", 35.0, variant="ours, CSR input"),
-    ],
+    aims=[_DENSE, _SPARSE],
     plain_bytes=lambda sizes: (
         4.0 * (6 * sizes["B"] ** 2 + 6 * sizes["B"] * sizes.get("D", sizes.get("V", 0)))
     ),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import sparse_losses
 from benchmarks.losses import splade_pool
-from benchmarks.schema import BERT, XLM, Aim, Benchmark, Inputs, Maker, Sizes, Variant, ours, peer
+from benchmarks.schema import BERT, XLM, Benchmark, Inputs, Maker, Sizes, Variant, ours, peer
 
 
 def plain(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
@@ -70,8 +70,11 @@ def _gpu(rows: int, length: int, vocabulary: int, density: float, dtype: str) ->
     return {**_size(rows, length, vocabulary, density), "mask": 0.67, "dtype": dtype}
 
 
-_BY_DENSITY = {share: _size(8, 128, BERT, share) for share in (0.5, 0.05, 0.005)}
-_XLM, _LONG = _size(2, 64, XLM, 0.005), _size(16, 256, BERT, 0.005)
+_LARGE = [
+    *[_size(8, 128, BERT, share) for share in (0.5, 0.05, 0.005)],
+    _size(2, 64, XLM, 0.005),
+    _size(16, 256, BERT, 0.005),
+]
 
 BENCHMARK = Benchmark(
     "splade_head",
@@ -87,7 +90,7 @@ BENCHMARK = Benchmark(
     ),
     tiny=[_size(3, 5, 40, 0.3, width=8)],
     quick=[_size(1, 32, BERT, 0.05), _size(4, 64, BERT, 0.05)],
-    full=[*_BY_DENSITY.values(), _XLM, _LONG],
+    full=_LARGE,
     gpu=[
         *[_gpu(32, 256, vocabulary, 0.01, "bf16") for vocabulary in (BERT, XLM)],
         _gpu(32, 256, BERT, 1.0, "bf16"),
@@ -95,12 +98,7 @@ BENCHMARK = Benchmark(
         _gpu(2, 32, BERT, 0.01, "bf16"),
     ],
     calculated=[_gpu(64, 256, vocabulary, 0.01, "bf16") for vocabulary in (BERT, XLM)],
-    aims=[
-        *[Aim("head", sizes, "speedup", 3.5) for sizes in (*_BY_DENSITY.values(), _XLM)],
-        Aim("the same, sparse_grad", _XLM, "speedup", 3.5, variant="ours, sparse_grad"),
-        Aim("head, peak extra memory", _LONG, "MiB", 100),
-        Aim("the same, sparse_grad", _LONG, "MiB", 61, variant="ours, sparse_grad"),
-    ],
+    aims=_LARGE,
     plain_bytes=lambda sizes: 4.0 * (5 * sizes["B"] * sizes["S"] + 2 * sizes["H"]) * sizes["V"],
     # The arg-max may differ between positions whose scores are almost equal in fp32; the fp64 check
     # of a small copy has no such ties.

@@ -1,1 +1,1 @@
-"""Reports of results: the aims and the tables of the documentation."""
+"""Reports of results: the tables of the documentation."""

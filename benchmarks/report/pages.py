@@ -1,4 +1,4 @@
-"""``python -m benchmarks.report.pages``: rewrite the tables of the benchmark pages.
+"""``python -m benchmarks.report.pages``: rewrite the tables of the benchmark page.
 
 The tables come from the files in ``benchmarks/results``; a test checks that they agree.
 """
@@ -6,21 +6,11 @@ The tables come from the files in ``benchmarks/results``; a test checks that the
 import re
 import sys
 
-from benchmarks.report.aims import MIB, judge
 from benchmarks.run.table import RESULTS, ROOT, by_case, markdown, read
 from sparse_losses._core.files import replaced_file
 
 PAGE = ROOT / "docs" / "benchmarks.md"
-AIMS = RESULTS / "aims.md"
-
-
-def aims() -> str:
-    """Every aim, from ``aims-run-1.csv``."""
-    lines = [
-        (*words, measured + " **missed**" * (verdict == "missed"))
-        for *words, measured, verdict in judge(read(RESULTS / "aims-run-1.csv"))
-    ]
-    return markdown(("aim", "case", "wanted", "measured"), lines)
+MIB = 2**20
 
 
 def memory() -> str:
@@ -44,19 +34,13 @@ def _figure(number: float) -> str:
 
 def main() -> int:
     """Replace every table by the one under the same heading."""
-    for path, tables in (
-        (PAGE, (memory(),)),
-        (AIMS, (aims(),)),
-    ):
-        page = path.read_text(encoding="utf-8")
-        for table in tables:
-            heading = table.partition("\n")[0]
-            old = re.compile(rf"^{re.escape(heading)}\n(?:\|.*\n)+", re.MULTILINE)
-            if not old.search(page):
-                raise SystemExit(f"{path} has no table under {heading}")
-            page = old.sub(lambda _, table=table: f"{table}\n", page)
-        with replaced_file(path, text=True) as file:
-            file.write(page)
+    page, table = PAGE.read_text(encoding="utf-8"), memory()
+    heading = table.partition("\n")[0]
+    old = re.compile(rf"^{re.escape(heading)}\n(?:\|.*\n)+", re.MULTILINE)
+    if not old.search(page):
+        raise SystemExit(f"{PAGE} has no table under {heading}")
+    with replaced_file(PAGE, text=True) as file:
+        file.write(old.sub(lambda _: f"{table}\n", page))
     return 0
 
 

@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     question = "a question for the trained model, repeatable; by default a few, and a prompt"
     add("--query", action="append", metavar="TEXT", help=question)
     output = Path("sparse-losses-demo")
-    add("--output", type=Path, default=output, help="the folder for figures and picture")
+    add("--output", type=Path, default=output, help="the folder for the figures")
     return options
 
 
@@ -60,7 +60,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read, train, measure, answer, and write the figures and the picture to the folder."""
+    """Read, train, measure, answer, and write the figures to the folder."""
     options = parser().parse_args(arguments)
     folder, settings = options.output, settings_of(options)
     folder.mkdir(parents=True, exist_ok=True)  # an error here comes before the work
@@ -102,12 +102,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     seconds = {"training": trained.seconds, "this call": time.perf_counter() - started}
     results["seconds"] = {name: round(value, 1) for name, value in seconds.items()}
     report.show(console, results)
-    report.draw(folder / "training.png", results)
     content = json.dumps(results, indent=2, ensure_ascii=False) + "\n"
     (folder / "figures.json").write_text(content, encoding="utf-8")
     console.print(
         f"\nTrained in {trained.seconds:.0f} s, {seconds['this call']:.0f} s in all. "
-        f"Wrote training.png and figures.json to {folder}.",
+        f"Wrote figures.json to {folder}.",
         soft_wrap=True,
     )
     if sys.stdin.isatty() and not options.query:

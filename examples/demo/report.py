@@ -1,12 +1,10 @@
-"""The figures of a finished run: tables for the terminal, and a picture."""
+"""The figures of a finished run, as tables for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -66,28 +64,3 @@ def show_answers(console: Console, question: str, answers: Sequence[dict[str, An
         title, text = escape(answer["title"]), escape(answer["text"][:200])
         console.print(f"  {answer['score']:.2f}  [bold]{title}[/]", no_wrap=True, crop=False)
         console.print(f"        [dim]{text}[/]", no_wrap=True, overflow="ellipsis")
-
-
-def draw(path: Path, results: Results) -> None:
-    """Draw losses, recall and active dimensions during training in one picture."""
-    picture = Figure(figsize=(13.5, 4.4), dpi=150, layout="constrained")
-    losses, recall, active = picture.subplots(1, 3)
-    history, probes = results["history"], results["validation"]
-    steps = [step["step"] for step in history]
-    for name in dict.fromkeys(name for step in history for name in step["terms"]):
-        values = [step["terms"].get(name, 0.0) for step in history]  # 0 before a warm-up
-        losses.plot(steps, values, label=name.replace("_", " "), linewidth=1)
-    losses.set(title="weighted loss terms", yscale="symlog")
-    for name, key in (("Recall@1", "recall_1"), ("Recall@10", "recall_10"), ("MRR@10", "mrr_10")):
-        values = [probe["ranking"][key] for probe in probes]
-        recall.plot([probe["step"] for probe in probes], values, label=name, marker="o")
-    recall.set(title=f"{results['test'][0]['task']}, validation queries", ylim=(0, 1))
-    for side in ("document", "query"):
-        values = [step[f"active_{side}"] for step in history]
-        active.plot(steps, values, label=f"{side}, at the end {values[-1]:,.0f}")
-    active.set(title="active dimensions", yscale="symlog")
-    for axes in (losses, recall, active):
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=8)
-    picture.savefig(path, metadata={"Software": None})

@@ -38,11 +38,10 @@ def with_own_gradient(
 ) -> Tensor:
     """Return ``definition(**arguments)``, computed by ``compute``.
 
-    ``compute(needs, **arguments)`` returns the value (0-d or one per row) and the gradients, by
-    name, of the tensors in ``needs``; the gradients of row values belong to the tensor's own rows.
-    It runs without a graph. Its gradients are scaled in place, so it must own them; for
-    half-precision tensors they may be fp32 and are rounded after scaling. Second derivatives use
-    ``definition``.
+    ``compute(needs, **arguments)`` returns the value, one number, and the gradients, by name, of
+    the tensors in ``needs``. It runs without a graph. Its gradients are scaled in place, so it must
+    own them; for half-precision tensors they may be fp32 and are rounded after scaling. Second
+    derivatives use ``definition``.
     """
     # Autograd takes and returns tensors by position; nothing outside of this function does.
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
@@ -121,7 +120,7 @@ def _alias(tensor: Tensor) -> Tensor:
 
 def _is_one(factor: Tensor) -> bool:
     """Whether ``factor`` is the 1 of ``loss.backward()``; read only on the CPU (free)."""
-    if factor.ndim or not factor.is_cpu:
+    if not factor.is_cpu:
         return False
     try:
         return factor.item() == 1
@@ -130,11 +129,9 @@ def _is_one(factor: Tensor) -> bool:
 
 
 def _scaled_(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Scale every row, in place unless its dtype changes; else autograd casts it."""
+    """Scale in place unless the dtype changes; else autograd casts it."""
     if factor is None:
         return gradient
-    if factor.ndim:
-        factor = factor.reshape(factor.shape + (1,) * (gradient.ndim - factor.ndim))
     if is_batched(factor):  # in-place operations are then impossible
         return gradient * factor
     if gradient.dtype != dtype:

@@ -105,15 +105,8 @@ def half_rows(*inputs: Tensor) -> list[HalfRows]:
 
 def through_unit_rows_(gradient: Tensor, unit: Tensor, inverse: Tensor) -> Tensor:
     """Convert, in place, the gradient of unit rows to that of the rows before normalisation."""
-    num_rows = len(gradient)
-    step = max(num_rows, 1)
-    if gradient.is_cpu:  # the copies of a part fit in the cache
-        step = max((1 << 18) // max(gradient[:1].numel(), 1), 1)
-    for start in range(0, num_rows, step):
-        part = slice(start, start + step)
-        along = (unit[part] * gradient[part]).sum(-1, keepdim=True)
-        gradient[part].addcmul_(unit[part], along, value=-1.0).mul_(inverse[part])
-    return gradient
+    along = (unit * gradient).sum(-1, keepdim=True)
+    return gradient.addcmul_(unit, along, value=-1.0).mul_(inverse)
 
 
 class _Normalize(torch.autograd.Function):

@@ -9,20 +9,23 @@ Entries are excluded from a sum by adding ``-far`` to their score. It is finite,
 such entries has a finite softmax, and on a CPU an addition is many times as fast as a masked fill.
 """
 
+import functools
 import math
 from collections.abc import Sequence, Set
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.products import HALVES
 from sparse_losses._core.softmax import softplus
 from sparse_losses.distributed import num_ranks, sum_over_ranks
 from sparse_losses.fast.info_nce import most_scores, softmax
-from sparse_losses.fast.label_lists import DenseLabels, LabelLists, largest_of_labels
 from sparse_losses.fast.scores import DenseScores
 
 MATRICES = 4  # number of matrices as large as the scores that are held at once
+# Powers of four with exponents from minus this number to it are normal numbers, as are their sums.
+TOP_POWER = {torch.float32: 63, torch.float64: 511}
 
 Part = tuple[Tensor | None, Tensor | None, Tensor | None]  # features, labels, mask
 
@@ -102,7 +105,7 @@ def direct_nws(
 
 def _instances(
     parts: Sequence[Part], y: Tensor
-) -> tuple[Tensor | None, DenseLabels | LabelLists | None, Tensor | None]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return features and labels of keys and queue, and the queue's empty slots as 0 and 1."""
     features = [x for x, _, _ in parts if x is not None and len(x)]
     labels = [x for _, x, _ in parts if x is not None and len(x)]
@@ -115,8 +118,7 @@ def _instances(
         all_features[-len(mask) :].masked_fill_(is_empty, 0.0)
         is_absent = is_empty[:, 0].to(y.dtype)
         labels[-1] = labels[-1].masked_fill(is_empty, 0)
-    lists = LabelLists.for_few_labels(labels, y) if y.device.type == "cpu" else None
-    return all_features, lists or DenseLabels(torch.cat(labels).to(y.dtype)), is_absent
+    return all_features, torch.cat(labels).to(y.dtype), is_absent
 
 
 class _Weights:
@@ -125,7 +127,7 @@ class _Weights:
     def __init__(
         self,
         y: Tensor,
-        labels: DenseLabels | LabelLists | None,
+        labels: Tensor | None,
         label_similarity: Tensor | None,
         alpha: float,
         beta: float,
@@ -143,15 +145,16 @@ class _Weights:
         if labels is None:
             return
         assert label_similarity is not None  # the caller checks it
-        self.one_or_more = labels.count.clamp(min=1)
+        self.label_count = labels.sum(-1)
+        self.one_or_more = self.label_count.clamp(min=1)
         if self.takes_mean:
             self.alike = y @ label_similarity
         else:
             self.alike = largest_of_labels(label_similarity.T, y).T
 
     def shared(self, rows: slice) -> Tensor | None:
-        """Return the number of labels that keys and queue share with some queries ``[I, c]``."""
-        return None if self.labels is None else self.labels.times(self.y[rows])
+        """Return the number of labels that some queries share with keys and queue ``[c, I]``."""
+        return None if self.labels is None else self.y[rows] @ self.labels.T
 
     def positives(self, rows: slice, shared: Tensor | None) -> Tensor:
         """Return ``w / (|y| + eps)`` of prototypes, keys and queue ``[c, L + I]``."""
@@ -160,29 +163,27 @@ class _Weights:
         if labels is None:
             return y / self._normaliser_(share, count)
         assert shared is not None
-        overlap = torch.sub(count.T, shared).add_(labels.count).reciprocal_()
+        overlap = torch.sub(count, shared).add_(self.label_count).reciprocal_()
         if self.alpha != 1:
             overlap.mul_(self.alpha)
-        share = labels.by_label(overlap).add_(share)
-        w = y.new_empty(len(y), self.num_labels + len(labels.count))
+        share = (overlap @ labels).add_(share)
+        w = y.new_empty(len(y), self.num_labels + len(labels))
         per_label = w[:, : self.num_labels]
         torch.div(y, self._normaliser_(share, count), out=per_label)
-        torch.mul(labels.times(per_label), overlap, out=w[:, self.num_labels :].T)
+        torch.mul(per_label @ labels.T, overlap, out=w[:, self.num_labels :])
         return w
 
     def _normaliser_(self, share: Tensor, count: Tensor) -> Tensor:
         return torch.threshold_(share, 1e-6, 1.0).add_(self.eps).mul_(count + self.eps)
 
     def negatives(self, rows: slice, shared: Tensor) -> Tensor:
-        """Return the logarithm of ``beta a`` of keys and queue ``[I, c]``."""
-        count, labels = self.count[rows], self.labels
-        assert labels is not None
+        """Return the logarithm of ``beta a`` of keys and queue ``[c, I]``."""
+        assert self.labels is not None
         if self.takes_mean:
-            similar = labels.times(self.alike[rows])
-            pairs = torch.mul(count.T, self.one_or_more, out=torch.empty_like(similar))
-            similar.div_(pairs.add_(self.eps))
+            similar = self.alike[rows] @ self.labels.T
+            similar.div_((self.count[rows] * self.one_or_more).add_(self.eps))
         else:
-            similar = largest_of_labels(self.alike[rows], labels.dense).T
+            similar = largest_of_labels(self.alike[rows], self.labels)
         unlike = similar.sub_(1.0).clamp_(-1.0, 0.0).mul_(-self.beta)
         if self.decoupled:
             return unlike.log_().add_(shared, alpha=-self.far)
@@ -195,8 +196,8 @@ class _Weights:
             return has_all_labels
         negatives = self.negatives(rows, shared)
         if is_absent is not None:
-            negatives[-len(is_absent) :].add_(is_absent[:, None], alpha=-self.far)
-        return has_all_labels & (negatives.amax(0)[:, None] < -self.far / 2)
+            negatives[:, -len(is_absent) :].add_(is_absent, alpha=-self.far)
+        return has_all_labels & (negatives.amax(1, keepdim=True) < -self.far / 2)
 
 
 def _rows(
@@ -215,7 +216,7 @@ def _rows(
         along = torch.mul(w, s).sum(1, keepdim=True)
         s[:, :num_labels].add_(weights.y[rows], alpha=-far)
     if shared is not None:
-        s[:, num_labels:].add_(weights.negatives(rows, shared).T)
+        s[:, num_labels:].add_(weights.negatives(rows, shared))
     if not weights.decoupled:
         # Only the likeliest reference can have nearly all of the probability. Its term is computed
         # separately to avoid cancellation, as in `negative_log_softmax`.
@@ -246,3 +247,25 @@ def _rows(
     if not weights.decoupled:
         gradient.scatter_add_(1, at_top, total_weight - pull)
     return values.squeeze(1), gradient
+
+
+def largest_of_labels(values: Tensor, labels: Tensor) -> Tensor:
+    """Return the largest of ``values [M, L]``, at least 0, among the labels of each row ``[N, L]``.
+
+    A matrix product avoids the tensor ``[M, N, L]``. Each label is encoded as a power of four by
+    the rank of its value. The logarithm of a sum of such powers gives the largest, as all smaller
+    ones add up to a third of it. A block has as many labels as there are powers.
+    """
+    top = TOP_POWER[values.dtype]
+    blocks = []
+    parts = torch.split(values, 2 * top, dim=-1), torch.split(labels, 2 * top, dim=-1)
+    for some, hot in zip(*parts, strict=True):
+        by_rank, order = some.sort(descending=True)
+        none = by_rank.shape[-1]  # the rank for no label, with value 0
+        exponents = top - torch.arange(none, device=values.device)
+        powers = torch.exp2(2 * exponents.to(values.dtype)).expand(some.shape)
+        by_label = torch.zeros_like(some).scatter(-1, order, powers)
+        rank = (by_label @ hot.T).log2_().mul_(-0.5).add_(top + 0.5)
+        rank = rank.nan_to_num_(none, none).clamp(0, none).long()
+        blocks.append(nnf.pad(by_rank, (0, 1)).gather(-1, rank))
+    return functools.reduce(torch.maximum, blocks).clamp(min=0)

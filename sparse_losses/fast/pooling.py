@@ -55,10 +55,7 @@ class _Pool(torch.autograd.Function):
             # NaN counts as active, so that it is visible.
             column = (~(highest <= 0) | keep_all).nonzero()[:, 0]
             # `max` returns the first of equal maxima, in half the time of `argmax`.
-            if column.numel() * 2 > vocab_size:
-                place = block.max(0).indices[column]
-            else:
-                place = block.index_select(1, column).max(0).indices
+            place = block.index_select(1, column).max(0).indices
             tokens.append(position[place])
             rows.append(torch.full_like(column, row))
             columns.append(column)

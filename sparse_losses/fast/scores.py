@@ -129,14 +129,7 @@ class DenseScores:
 
     def _products(self, rows: slice) -> Tensor:
         query, keys, t = self.query.values[rows], self.key.values, self.temperature
-        if query.dtype in HALVES:
-            scores = product(query, keys.T)
-        elif self.each is None and isinstance(t, float) and t != 1.0:
-            scores = query.new_empty(len(query), len(keys))
-            scores.addmm_(query, keys.T, beta=0, alpha=1 / t)  # divides in the same pass
-            t = 1.0
-        else:
-            scores = query @ keys.T
+        scores = _product(query, keys.T)
         if self.key.norm is not None:
             scores.div_(self.key.norm.T)
         if self.each is not None:

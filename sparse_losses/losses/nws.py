@@ -13,8 +13,7 @@ from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.softmax import masked_logsumexp, negative_log_softmax, softplus
 from sparse_losses.distributed import gather_rows
-from sparse_losses.fast.label_lists import largest_of_labels
-from sparse_losses.fast.nws import direct_nws
+from sparse_losses.fast.nws import direct_nws, largest_of_labels
 
 __all__ = ["NWSLoss", "nws_loss"]
 

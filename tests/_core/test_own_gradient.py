@@ -16,16 +16,15 @@ from sparse_losses._core.own_gradient import (
 
 
 class Squares:
-    """``factor * x ** 2`` summed per row, or over all rows, and the needs of each computation."""
+    """The sum of ``factor * x ** 2``, and the needs of each computation."""
 
-    def __init__(self, by_row=False):
-        self.by_row, self.needs = by_row, []
+    def __init__(self):
+        self.needs = []
 
-    def definition(self, x, factor, other=None):
-        rows = (factor * x.float().square()).reshape(len(x), -1).sum(-1)
-        return rows if self.by_row else rows.sum()
+    def definition(self, x, factor):
+        return (factor * x.float().square()).sum()
 
-    def compute(self, needs, x, factor, other=None):
+    def compute(self, needs, x, factor):
         self.needs.append(set(needs))
         assert not torch.is_autocast_enabled("cpu")
         value = self.definition(x, factor)
@@ -47,16 +46,6 @@ def test_the_gradient_of_a_number_is_scaled_and_in_the_dtype_of_its_tensor(dtype
     (factor * squares(x, 0.7)).backward()
     assert x.grad.dtype == dtype
     assert torch.equal(x.grad, (factor * (2 * 0.7 * x.detach().float())).to(dtype))
-
-
-@pytest.mark.parametrize("shape", [(2,), (2, 3), (2, 3, 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_gradient_of_rows_is_scaled_row_by_row(shape, dtype):
-    x, squares, upstream = leaf(*shape, dtype=dtype), Squares(by_row=True), torch.tensor([5.0, 0.5])
-    (gradient,) = torch.autograd.grad(squares(x, 1.5), x, upstream)
-    scale = upstream.view(2, *[1] * (len(shape) - 1))
-    assert gradient.dtype == dtype
-    assert torch.equal(gradient, (scale * (3 * x.detach().float())).to(dtype))
 
 
 def test_it_is_computed_once_and_again_only_for_a_second_backward():

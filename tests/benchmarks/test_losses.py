@@ -1,4 +1,4 @@
-"""Every loss has its sizes, inputs and aims, and every variant computes the plain formula."""
+"""Every loss has its sizes and inputs, and every variant computes the plain formula."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ import sparse_losses
 from benchmarks.losses import NAMES, benchmark, cases
 from benchmarks.run import available
 from benchmarks.run.check import check
-from benchmarks.schema import DTYPES, Case, Maker, case_name, implementations
+from benchmarks.schema import DTYPES, Case, Maker, implementations
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -21,6 +21,7 @@ BESIDE = {"splade_pool", "splade_head", "end_to_end", "objective"}
 @pytest.mark.parametrize("suite", ["tiny", "quick", "full", "gpu"])
 def test_every_loss_has_cases_in_every_suite(suite: str):
     names = [(case.loss, case.name) for case in cases(suite)]
+    assert {(case.loss, case.name) for case in cases("aims")} <= set(names) or suite != "full"
     assert {loss for loss, _ in names} == STEMS | BESIDE == set(NAMES)
     assert len(names) == len(set(names))
 
@@ -43,18 +44,6 @@ def test_every_implementation_is_a_variant():
         assert {f"ours, {name}" for name in implementations(function)} <= names, stem
     assert implementations(sparse_losses.info_nce_loss)
     assert implementations(torch.relu) == ()
-
-
-def test_every_aim_names_a_variant_and_a_case_of_the_full_suite():
-    count = 0
-    for loss in NAMES:
-        full = {case.name: case for case in cases("full", [loss])}
-        for aim in benchmark(loss).aims:
-            names = {variant.name for variant in full[case_name(aim.sizes)].variants()}
-            assert aim.variant in names, aim
-            count += 1
-    assert count > 15
-    assert {case.loss for case in cases("aims")} < set(NAMES)
 
 
 def test_unknown_loss_is_refused():
@@ -83,12 +72,6 @@ def test_zipf_vectors_have_the_wanted_density():
         assert x.min() == 0
         columns = (x != 0).double().mean(0)
         assert columns.max() > 1.5 * density
-
-
-def test_masks_have_the_wanted_share():
-    mask = Maker(CPU).mask(4000, 256, 0.67)
-    assert mask.double().mean().item() == pytest.approx(0.67, abs=0.01)
-    assert mask.sum(1).min() >= 1
 
 
 def test_the_bias_leaves_the_wanted_share_active():

@@ -9,22 +9,14 @@ pytest.importorskip("rich")
 
 from benchmarks.report import pages
 from benchmarks.run.table import RESULTS, read
-from benchmarks.studies import growth
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(
-    ("make", "page"),
-    [
-        (pages.memory, pages.PAGE),
-        (pages.aims, pages.AIMS),
-    ],
-)
-def test_benchmarks_shows_what_was_measured(make, page):
-    table = make()
+def test_benchmarks_shows_what_was_measured():
+    table = pages.memory()
     assert table.count("\n") >= 4
-    assert f"\n{table}\n\n" in page.read_text(encoding="utf-8"), (
+    assert f"\n{table}\n\n" in pages.PAGE.read_text(encoding="utf-8"), (
         "python -m benchmarks.report.pages rewrites the tables"
     )
 
@@ -41,13 +33,6 @@ def test_tables_are_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         pages.main()
 
 
-def test_the_exponents_of_growth_are_those_of_its_points():
-    rows = read(RESULTS / "growth.csv")
-    written = (RESULTS / "growth.md").read_text(encoding="utf-8")
-    assert f"\n{growth.exponents_table(rows)}\n\n" in written
-    assert f"commit {rows[0]['git_commit']}," in written
-
-
 def test_large_batches_shows_the_results_of_caching():
     text = (ROOT / "docs" / "large_batches.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"^\| pairs \| mini-batch \|.*\n\|[-:| ]+\|\n((?:\|.*\n)+)", text, re.M)
@@ -62,3 +47,20 @@ def test_large_batches_shows_the_results_of_caching():
         for row in read(RESULTS / "caching.csv")
     ]
     assert shown == expected
+
+
+def test_distributed_shows_the_results_of_four_ranks():
+    page = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+    shown = re.findall(
+        r"^\| (\d+) x (\d+) \| `(.*)` \| (.*) ms \|.*\| ([\d.]+) MiB \|$", page, re.M
+    )
+    measured = {
+        (row["rows"], row["columns"], row["variant"]): (
+            f"{1e3 * float(row['seconds']):.3g}",
+            f"{int(row['peak_bytes_without_gradients']) / 2**20:.1f}",
+        )
+        for row in read(RESULTS / "ranks.csv")
+        if row["ranks"] == "4" and row["peak_bytes_without_gradients"]
+    }
+    assert len(shown) >= 4
+    assert [row for row in shown if measured[row[:3]] != row[3:]] == []

@@ -84,21 +84,6 @@ def test_the_hot_limit_is_the_logarithm_of_the_number_of_candidates(seed, batch,
 
 
 @given(seeds)
-def test_the_gradients_of_all_candidates_of_a_row_cancel(seed):
-    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 2, 3)
-    p.requires_grad_()
-    n.requires_grad_()
-    info_nce_loss(a, p, n, similarity="dot", temperature=0.7, reduction="sum").backward()
-    torch.testing.assert_close(
-        p.grad.sum(0) + n.grad.sum(0), torch.zeros(3).double(), rtol=0, atol=1e-12
-    )
-    assert p.grad.any()
-
-
-# Symmetry
-
-
-@given(seeds)
 def test_symmetric_is_the_mean_of_both_directions(seed):
     a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 2, 3)
     both = (info_nce_loss(a, p, n) + info_nce_loss(p, a, n)) / 2
@@ -107,40 +92,9 @@ def test_symmetric_is_the_mean_of_both_directions(seed):
     torch.testing.assert_close(info_nce_loss(p, a, n, symmetric=True), both)
 
 
-# Several positives and false negatives
-
-
-def test_a_duplicate_of_the_positive_is_not_a_negative():
-    a, p = draw(0, 3, 4), draw(1, 3, 4)
-    p[1] = p[0]
-    rows = info_nce_loss(a, p, positive_ids=torch.tensor([5, 5, 6]), reduction="none")
-    alone = info_nce_loss(a[[0, 2]], p[[0, 2]], reduction="none")
-    torch.testing.assert_close(rows[0], alone[0])
-    assert info_nce_loss(a, p, reduction="none")[0] > rows[0]
-
-
 # Candidates that are left out
 
 over_impls = pytest.mark.parametrize("impl", ["definition", "direct", "blocks", "nonzeros"])
-
-
-@given(seeds)
-def test_leaving_negatives_out_is_passing_fewer(seed):
-    a, p, n = draw(seed, 4, 3), draw(seed + 1, 4, 3), draw(seed + 2, 5, 3)
-    mask = torch.ones(4, 9)
-    mask[:, [5, 8]] = 0
-    fewer = info_nce_loss(a, p, n[[0, 2, 3]], symmetric=True)
-    torch.testing.assert_close(info_nce_loss(a, p, n, symmetric=True, candidate_mask=mask), fewer)
-    assert info_nce_loss(a, p, n, symmetric=True) > fewer
-
-
-@given(seeds, st.booleans())
-def test_ids_are_a_candidate_mask(seed, symmetric):
-    a, p, ids = draw(seed, 4, 3), draw(seed + 1, 4, 3), torch.tensor([7, 8, 7, 7])
-    mask = (ids[:, None] != ids) | torch.eye(4, dtype=torch.bool)
-    options = {"symmetric": symmetric, "reduction": "none"}
-    expected = info_nce_loss(a, p, **options, positive_ids=ids)
-    torch.testing.assert_close(info_nce_loss(a, p, **options, candidate_mask=mask), expected)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -247,17 +201,6 @@ def test_false_negative_mask_needs_a_bound_and_positives(shape, bounds, name):
         false_negative_mask(torch.zeros(shape), **bounds)
 
 
-@given(seeds, st.floats(-0.5, 0.5), st.booleans())
-def test_a_bound_is_the_mask_of_the_own_similarities(seed, margin, decoupled):
-    a, p, n = draw(seed, 5, 3), draw(seed + 1, 5, 3), draw(seed + 2, 2, 3)
-    scores = torch.nn.functional.normalize(a) @ torch.nn.functional.normalize(p).T
-    mask = torch.cat([false_negative_mask(scores, margin=margin, ratio=0.9), torch.ones(5, 2)], 1)
-    options = {"temperature": 0.3, "decoupled": decoupled, "reduction": "none"}
-    bounds = {"false_negative_margin": margin, "false_negative_ratio": 0.9}
-    expected = info_nce_loss(a, p, n, **options, candidate_mask=mask)
-    torch.testing.assert_close(info_nce_loss(a, p, n, **options, **bounds), expected)
-
-
 @given(seeds)
 def test_a_higher_bound_keeps_more_negatives(seed):
     a, p = draw(seed, 5, 3), draw(seed + 1, 5, 3)
@@ -293,17 +236,6 @@ def test_from_all_of_the_batch_it_is_the_improved_contrastive_loss_of_gte(seed, 
     sources = ("query", "positive", "document")
     value = info_nce_loss(a, p, temperature=temperature, negatives_from=sources)
     torch.testing.assert_close(value, expected)
-
-
-@given(seeds)
-def test_in_the_reverse_direction_queries_and_positives_change_places(seed):
-    a, p = draw(seed, 4, 3), draw(seed + 1, 4, 3)
-    for source, other in (("query", "positive"), ("positive", "query")):
-        both = info_nce_loss(a, p, symmetric=True, negatives_from=("document", source))
-        forward = info_nce_loss(a, p, negatives_from=("document", source))
-        backward = info_nce_loss(p, a, negatives_from=("document", other))
-        torch.testing.assert_close(both, (forward + backward) / 2)
-        assert both > info_nce_loss(a, p, symmetric=True)
 
 
 def test_outside_the_batch_there_are_no_more_negatives_from_it():

@@ -81,40 +81,12 @@ def test_it_sees_margins_only(seed, shift, other):
     assert moved > 0
 
 
-@given(seeds)
-def test_it_is_zero_exactly_where_the_margins_agree(seed):
-    sp, sn, tp, tn = draw(seed)
-    sp[0] = sn[0] + tp[0] - tn[0]
-    rows = margin_mse_loss(sp, sn, tp, tn, reduction="none")
-    assert rows[0].item() == pytest.approx(0, abs=1e-24)
-    assert (rows[1:] > 0).all()
-
-
-@given(seeds)
-def test_the_gradient_is_twice_the_difference_of_the_margins(seed):
-    sp, sn, tp, tn = (v.requires_grad_() for v in draw(seed))
-    margin_mse_loss(sp, sn, tp, tn, reduction="sum").backward()
-    expected = 2 * ((sp - sn) - (tp - tn)).detach()
-    torch.testing.assert_close(sp.grad, expected)
-    torch.testing.assert_close(sn.grad, -expected)
-    assert tp.grad is None
-    assert tn.grad is None
-
-
 @given(seeds, st.floats(0.1, 10.0))
 def test_it_is_quadratic_in_the_scale(seed, scale):
     scores = draw(seed)
     loss = margin_mse_loss(*scores)
     assert loss > 0
     torch.testing.assert_close(margin_mse_loss(*(scale * v for v in scores)), scale**2 * loss)
-
-
-@given(seeds)
-def test_a_student_that_leads_by_three_more_costs_nine(seed):
-    _, sn, tp, tn = draw(seed)
-    ahead = sn + (tp - tn) + 3.0  # every student's margin is the teacher's and 3 more
-    rows = margin_mse_loss(ahead, sn, tp, tn, reduction="none")
-    torch.testing.assert_close(rows, torch.full_like(rows, 9.0))
 
 
 @given(seeds)

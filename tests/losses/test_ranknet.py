@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -38,13 +37,6 @@ def test_only_the_order_of_the_teacher_and_the_gaps_of_the_student_count(seed):
     moved = ranknet_loss(student[:, order], teacher[:, order], reduction="none")
     torch.testing.assert_close(moved, rows)
     assert (rows > 0).all()
-    # A pair the other way round costs its gap more: log(1 + e^g) = log(1 + e^-g) + g.
-    gaps = [
-        abs(a - b) for a, b in [(s[i], s[j]) for s in student for i in range(5) for j in range(i)]
-    ]
-    both = rows + ranknet_loss(student, -teacher, reduction="none")
-    softplus = [math.log1p(math.exp(-g)) * 2 + g for g in map(float, gaps)]
-    np.testing.assert_allclose(both.numpy(), np.reshape(softplus, (4, 10)).mean(1))
 
 
 @given(seeds, st.floats(1.0, 50.0))
@@ -55,17 +47,6 @@ def test_the_cold_limit_counts_the_gaps_of_swapped_pairs(seed, scale):
     gaps = student[:, None, :] - student[:, :, None]
     swapped = (teacher[:, :, None] > teacher[:, None, :]).double() * gaps.clamp(min=0)
     torch.testing.assert_close(rows, swapped.sum((1, 2)) / 6, rtol=1e-5, atol=1e-5)
-
-
-@given(seeds)
-def test_the_gradient_raises_what_the_teacher_puts_first_and_sums_to_zero(seed):
-    student = draw(seed, 4, 5).requires_grad_()
-    teacher = draw(seed + 1, 4, 5)
-    (gradient,) = torch.autograd.grad(ranknet_loss(student, teacher, reduction="sum"), student)
-    best, worst = teacher.argmax(1, keepdim=True), teacher.argmin(1, keepdim=True)
-    assert (gradient.gather(1, best) < 0).all()
-    assert (gradient.gather(1, worst) > 0).all()
-    torch.testing.assert_close(gradient.sum(1), torch.zeros(4).double(), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, torch.tensor(1.0, requires_grad=True)])

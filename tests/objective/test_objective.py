@@ -619,17 +619,3 @@ def test_a_mask_of_other_candidates_is_refused(term):
     batch = _batch("own")._replace(candidate_mask=torch.ones(B, B + N + 1))
     with pytest.raises(ValueError, match=rf"candidate_mask.* = \[{B}, {B + N}\]"):
         SpladeObjective({term: 1.0})(batch)
-
-
-def test_margin_mse_is_the_mean_over_rows_of_the_negatives_that_are_there():
-    anchor, negative = torch.eye(2, 4), torch.rand(2, 2, 4)
-    negative[0, 0] = torch.tensor([9.0, 0, 0, 0])
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
-    info_nce = InfoNCELoss(similarity="dot", temperature=1.0)
-    objective = SpladeObjective({"margin_mse": 1.0}, info_nce=info_nce)
-    texts = Texts(anchor)
-    scores = torch.zeros(2, 3)
-    batch = SpladeBatch(texts, texts, Texts(negative), teacher_scores=scores, candidate_mask=mask)
-    own = torch.einsum("bd,bnd->bn", anchor, negative)
-    expected = margin_mse_loss(torch.ones(2), own, torch.zeros(2), torch.zeros(2, 2), mask[:, 2:])
-    assert objective(batch).total.item() == pytest.approx(expected.item())

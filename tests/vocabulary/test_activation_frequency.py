@@ -70,12 +70,6 @@ def test_exact_counts_do_not_depend_on_batches_and_counters(seed, rows):
     assert torch.equal(counted(*texts).all_reduce().frequency(), once), "no process group"
 
 
-def test_a_constant_share_is_its_exponential_average():
-    texts = torch.eye(V)[:3]
-    counter = counted(*[texts] * 50, decay=0.9)
-    assert counter.frequency().tolist() == pytest.approx([1 / 3] * 3 + [0.0] * 3)
-
-
 @pytest.mark.parametrize(("alpha", "beta"), [(0.1, 10.0), (0.3, 2.5), (0.01, 1.0)])
 def test_the_penalty_is_the_formula_of_df_flops(alpha, beta):
     counter, texts = ActivationFrequency(V), torch.zeros(1000, V)

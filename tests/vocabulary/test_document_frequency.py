@@ -114,16 +114,11 @@ def test_merge_refuses_another_vocabulary(other, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16])
-@pytest.mark.parametrize("ids", [torch.uint8, torch.int64, np.int32, np.uint16])
+@pytest.mark.parametrize("ids", [torch.uint8, torch.int32, torch.int64])
 def test_ids_may_be_any_integers_and_the_mask_any_zero_one_dtype(dtype, ids):
-    counter, documents = DocumentFrequency(V), [[1, 2, 7], [2, 2, 5]]
+    counter = DocumentFrequency(V)
     mask = torch.tensor([[1, 1, 0], [1, 0, 1]], dtype=dtype)
-    if isinstance(ids, torch.dtype):
-        counter.update(torch.tensor(documents, dtype=ids), mask)
-    else:  # reversed, and read-only
-        array, mask = np.array(documents, dtype=ids), mask.numpy()[:, ::-1].copy()
-        mask.setflags(write=False)
-        counter.update(array[:, ::-1], mask)
+    counter.update(torch.tensor([[1, 2, 7], [2, 2, 5]], dtype=ids), mask)
     assert counter.df.tolist() == loop([[1, 2], [2, 5]])
 
 

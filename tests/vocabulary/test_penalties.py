@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparse_losses.vocabulary import idf_penalty, language_penalty
@@ -65,24 +65,6 @@ def test_penalty_equals_the_formula(data, idf, alpha, sp, st_, low, shape):
     }
     got = idf_penalty(torch.tensor(idf, dtype=torch.float64), **options)
     np.testing.assert_allclose(got, loop(idf, **options), rtol=1e-12, atol=1e-12)
-
-
-@given(values, st.floats(0, 8), st.sampled_from(["exponential", "linear"]))
-def test_penalty_lies_between_its_ends_and_falls_with_idf(idf, alpha, shape):
-    assume(len(set(idf)) > 1)
-    idf = torch.tensor(sorted(idf), dtype=torch.float64)
-    weight = idf_penalty(idf, alpha=alpha, shape=shape)
-    end = math.exp(-alpha) if shape == "exponential" else 0.0
-    assert weight[0] == 1
-    assert weight[-1] == pytest.approx(end, abs=1e-15)
-    assert (weight.diff() <= 0).all()
-
-
-@pytest.mark.parametrize("shape", ["exponential", "linear"])
-@pytest.mark.parametrize("idf", [torch.full((4,), 3.0), torch.tensor([3.0, 3.0, 3.0, 99.0])])
-def test_constant_idf_gives_one_before_the_factors(idf, shape):
-    weight = idf_penalty(idf, special_token_ids=[3], stopword_ids=[0], shape=shape)
-    assert weight.tolist() == [15, 1, 1, 100]
 
 
 def test_all_tokens_may_be_special_and_there_may_be_none():

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-PACKAGES = ("bm25s", "matplotlib", "rich", "tokenizers")
+PACKAGES = ("bm25s", "rich", "tokenizers")
 if any(importlib.util.find_spec(name) is None for name in PACKAGES):
     collect_ignore_glob = ["test_*.py"]
 else:

@@ -2,7 +2,7 @@ import importlib.util
 
 import pytest
 
-PACKAGES = ("tokenizers", "bm25s", "rich", "matplotlib")
+PACKAGES = ("tokenizers", "bm25s", "rich")
 if any(importlib.util.find_spec(name) is None for name in PACKAGES):
     collect_ignore_glob = ["test_*.py"]
 else:
