@@ -84,6 +84,32 @@ def ranks_of(x: Tensor) -> int:
     return x.device_mesh.size() if is_dtensor(x) else 1  # type: ignore[attr-defined]
 
 
+def chosen(x: Tensor, is_chosen: Tensor) -> Tensor:
+    """Return ``x[is_chosen]``; of DTensors those of all ranks, in no order, on the CPU."""
+    if not is_dtensor(x):
+        return x[is_chosen]
+    whole_x: DTensor = _summed(x)
+    mask: DTensor = _summed(is_chosen)
+    part: Tensor = whole_x.to_local()[mask.redistribute(placements=whole_x.placements).to_local()]
+    for number, placement in enumerate(whole_x.placements):
+        if placement.is_shard():
+            group = whole_x.device_mesh.get_group(number)
+            parts: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, part.cpu(), group=group)
+            part = torch.cat(parts)
+    return part.cpu()
+
+
+def rows_of_rank(*tensors: Any) -> list[Tensor]:
+    """Return the rows of this rank; of those that several ranks have, all are one rank's."""
+    first = next(x for x in tensors if is_dtensor(x))
+    mesh, rows = first.device_mesh, _replicate(first.placements, lambda p: not p.is_shard(0))
+    numbers = [number for number, placement in enumerate(rows) if placement.is_replicate()]
+    others = (x if is_dtensor(x) else _replicated(x, mesh) for x in tensors)
+    parts = [x.redistribute(placements=rows).to_local() for x in others]
+    return [part[: 0 if any(map(mesh.get_local_rank, numbers)) else None] for part in parts]
+
+
 def refuse_dtensors(**tensors: object) -> None:
     """Raise for a DTensor, in functions that are not called in a training step."""
     for name, x in tensors.items():
