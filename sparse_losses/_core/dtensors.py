@@ -372,23 +372,21 @@ def _in_order(
     mesh, (number, *others) = like.device_mesh, _sharded_along(like, 0)
     if others:
         raise ValueError("expected rows sharded along one dimension of the mesh, got two")
-    chunks = [_chunks(length, mesh, number)[0] for length in lengths]
-    # The rank that has a row, and the one that will.
-    sources = [rank for chunk in chunks for rank, n in enumerate(chunk) for _ in range(n * size)]
-    sizes, own = _chunks(len(sources), mesh, number)
-    targets = [rank for rank, n in enumerate(sizes) for _ in range(n)]
-    moves = list(zip(sources, targets, range(len(sources)), strict=True))
-    sent = [(target, place) for source, target, place in moves if source == own]
-    received = sorted((source, place) for source, target, place in moves if target == own)
-    ranks, row_size = range(len(sizes)), math.prod(part.shape[1:])
+    own, places = mesh.get_local_rank(number), torch.arange(size * sum(lengths))
+    tensors = places.split([size * n for n in lengths])
+    parts = [x.split([size * n for n in _chunks(len(x) // size, mesh, number)[0]]) for x in tensors]
+    before = [torch.cat(each) for each in zip(*parts, strict=True)]  # of the rows of each rank
+    after = places.split(_chunks(len(places), mesh, number)[0])
+    sent = [int(torch.isin(before[own], each).sum()) for each in after]
+    received = [each[torch.isin(each, after[own])].sort().values for each in before]
+    row_size = math.prod(part.shape[1:])
     flat = _AllToAll.apply(  # type: ignore[no-untyped-call]
-        part[sorted(range(len(sent)), key=lambda i: sent[i])].flatten(),
-        [row_size * sum(target == rank for target, _ in sent) for rank in ranks],
-        [row_size * sum(source == rank for source, _ in received) for rank in ranks],
+        part[before[own].argsort()].flatten(),
+        [row_size * n for n in sent],
+        [row_size * len(each) for each in received],
         mesh.get_group(number),
     )
-    order = sorted(range(len(received)), key=lambda i: received[i][1])
-    part = flat.view(len(received), *part.shape[1:])[order]
+    part = flat.view(len(after[own]), *part.shape[1:])[torch.cat(received).argsort()]
     return _from_parts(part, like, shape, placements)
 
 

@@ -38,9 +38,8 @@ pytestmark = pytest.mark.skipif(
 ROWS = 5
 CASES = BASE_CASES + LAYER_CASES + OBJECTIVE_CASES
 LAYOUTS = {"rows": 2, "columns": 2, "both": 4}  # and on how many ranks
-FEW = ("info_nce", "n_pair", "triplet_margin", "flops", "min_activation", "self_reconstruction")
 ON_FOUR = (
-    *(FIRST[stem] for stem in (*FEW, "positive_activation")),
+    *FIRST.values(),
     *(case for case in CASES if case.id in ("splade_pool-capped", "splade_head-all_logits")),
     *(case for case in CASES if case.id in ("token_weights-plain", "objective-pairs")),
 )

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from sparse_losses import SpladeEncoder
+from sparse_losses import SpladeEncoder, SpladeHead
 from sparse_losses._core.dtensors import OLDEST
 from tests.distributed.ranks import run_ranks
 
@@ -46,13 +47,26 @@ def made(script: Any) -> SpladeEncoder:
     return SpladeEncoder(encoder.model, encoder.tokenizer).double().train()
 
 
+def head_of_its_own(mesh: DeviceMesh) -> None:
+    """An output projection that is not tied."""
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(4, 25)
+    linear, hidden = copy.deepcopy(plain), torch.randn(2, 3, 4)
+    parallelize_module(linear, mesh, ColwiseParallel())
+    found, expected = (SpladeHead(x.weight, x.bias)(hidden) for x in (linear, plain))
+    assert found.to_local().shape[1] < 25
+    torch.testing.assert_close(found.full_tensor(), expected)
+
+
 def train(rank: int, folder: Path) -> dict[str, Any]:
     script = example()
     torch.manual_seed(0)
     sharded = made(script)
     plain = copy.deepcopy(sharded)
     expected = script.train(plain, None)
-    found = script.train(sharded, init_device_mesh("cpu", (dist.get_world_size(),)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    head_of_its_own(mesh)
+    found = script.train(sharded, mesh)
     assert found == pytest.approx(expected, rel=1e-9)
     assert expected[-1] < expected[0]
     weight = sharded.head.weight
