@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -107,7 +108,8 @@ def rows_of_rank(*tensors: Any) -> list[Tensor]:
     numbers = [number for number, placement in enumerate(rows) if placement.is_replicate()]
     others = (x if is_dtensor(x) else _replicated(x, mesh) for x in tensors)
     parts = [x.redistribute(placements=rows).to_local() for x in others]
-    return [part[: 0 if any(map(mesh.get_local_rank, numbers)) else None] for part in parts]
+    is_first = not any(mesh.get_local_rank(number) for number in numbers)
+    return [part if is_first else part[:0] for part in parts]
 
 
 def refuse_dtensors(**tensors: object) -> None:
@@ -372,22 +374,28 @@ def _in_order(
     mesh, (number, *others) = like.device_mesh, _sharded_along(like, 0)
     if others:
         raise ValueError("expected rows sharded along one dimension of the mesh, got two")
-    own, places = mesh.get_local_rank(number), torch.arange(size * sum(lengths))
-    tensors = places.split([size * n for n in lengths])
-    parts = [x.split([size * n for n in _chunks(len(x) // size, mesh, number)[0]]) for x in tensors]
-    before = [torch.cat(each) for each in zip(*parts, strict=True)]  # of the rows of each rank
-    after = places.split(_chunks(len(places), mesh, number)[0])
-    sent = [int(torch.isin(before[own], each).sum()) for each in after]
-    received = [each[torch.isin(each, after[own])].sort().values for each in before]
+    own, places = mesh.get_local_rank(number), np.arange(size * sum(lengths))
+    parts = [
+        _split(x, [size * n for n in _chunks(length, mesh, number)[0]])
+        for x, length in zip(_split(places, [size * n for n in lengths]), lengths, strict=True)
+    ]
+    before = [np.concatenate(each) for each in zip(*parts, strict=True)]  # of the rows of each rank
+    after = _split(places, _chunks(len(places), mesh, number)[0])
+    sent = [int(np.isin(before[own], each).sum()) for each in after]
+    received = [np.sort(each[np.isin(each, after[own])]) for each in before]
     row_size = math.prod(part.shape[1:])
     flat = _AllToAll.apply(  # type: ignore[no-untyped-call]
-        part[before[own].argsort()].flatten(),
+        part[before[own].argsort().tolist()].flatten(),
         [row_size * n for n in sent],
         [row_size * len(each) for each in received],
         mesh.get_group(number),
     )
-    part = flat.view(len(after[own]), *part.shape[1:])[torch.cat(received).argsort()]
-    return _from_parts(part, like, shape, placements)
+    order = np.concatenate(received).argsort().tolist()
+    return _from_parts(flat.view(len(order), *part.shape[1:])[order], like, shape, placements)
+
+
+def _split(x: Any, sizes: list[int]) -> list[Any]:
+    return np.split(x, np.cumsum(sizes)[:-1])
 
 
 # ------------------------------------------------------------------------------------------------

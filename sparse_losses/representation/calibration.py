@@ -210,8 +210,8 @@ def calibrate_encoder(
 def _reshard(model: nn.Module) -> None:
     """Let FSDP2 drop the whole parameters of the last batch: what is changed there is lost."""
     for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
+        if reshard := getattr(module, "reshard", None):
+            reshard()
 
 
 def _pruned_logits(encoder: "SpladeEncoder", **batch: Tensor) -> Tensor:
