@@ -19,6 +19,7 @@ from sparse_losses._core.checks import (
     check_integer,
     check_number,
     check_rows,
+    check_shapes,
 )
 from sparse_losses._core.dtensors import beside_dtensors, full, is_dtensor, ranks_of
 from sparse_losses._core.host_copy import HostCopy
@@ -26,7 +27,7 @@ from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import maximum_over_ranks, num_ranks, sum_over_ranks
 from sparse_losses.objective.batch import SpladeBatch
 from sparse_losses.objective.descent import AT_CHANCE, HIGH, LOW, Descent
-from sparse_losses.objective.objective import ObjectiveOutput, SpladeObjective
+from sparse_losses.objective.objective import TAUGHT, ObjectiveOutput, SpladeObjective
 from sparse_losses.objective.schedules import controllers_of, count_steps, was_skipped
 from sparse_losses.vocabulary.activation_frequency import ActivationFrequency
 
@@ -34,8 +35,7 @@ __all__ = ["CollapseError", "SparsityController"]
 
 _log = logging.getLogger("sparse_losses")
 
-RANKING = ("info_nce", "triplet_margin", "distillation", "context_distillation", "margin_mse")
-SMALLEST = 0.05  # of the ranking loss, for the first weight: an easy task's is near 0
+RANKING = ("info_nce", "triplet_margin", "context_distillation", *TAUGHT)
 # A measurement: active entries, live rows, dead rows, sum of the activations, batches; of InfoNCE
 # over its value at chance, the sum and its batches; of the ranking terms and of FLOPS, likewise.
 SIZE = 10
@@ -89,13 +89,15 @@ class SparsityController:
        the ranking loss is below chance.
     2. The first weight makes FLOPS the share ``start`` of the ranking terms. From there the weight
        follows a plan: $e = \log(a / \mathrm{target})$, where $a$ is the smoothed mean number of
-       active dimensions of the rows that have any, falls to $\log 1.1$ at 60% of the remaining
+       active dimensions of the rows that have any, falls to $\log 1.15$ at 60% of the remaining
        ``steps``, the slower the nearer it comes, and stays there: calibration prunes the rest. With
        the planned level $p$, the trend $\dot e$ and the planned trend $\dot p$ each step changes
 
        $$\log \lambda \leftarrow \log \lambda + g\, (e - p) + (\dot e - \dot p) - 1.9\, \dot p$$
 
-       where the last part keeps the pressure as FLOPS falls with the dimensions.
+       where the last part keeps the pressure as FLOPS falls with the dimensions. A fall that will
+       end above the aim lowers no weight. With an objective FLOPS stays at most four times the
+       ranking terms: more would not act sooner, and then far too strongly.
     3. It brakes as soon as a fall would end below the target, and while texts die: to nothing, if
        need be.
 
@@ -145,7 +147,7 @@ class SparsityController:
         >>> from sparse_losses.functional import flops_loss
         >>> activations = torch.ones(4, 8, requires_grad=True)
         >>> controller = SparsityController(weight=0.5, target_active=2)
-        >>> controller.observe(activations)
+        >>> controller.observe(activations)  # and info_nce=, if you have it
         >>> loss = controller.weight * flops_loss(activations)  # and your other losses
         >>> controller.step()  # after optimizer.step(), or attach(optimizer)
     """
@@ -202,9 +204,25 @@ class SparsityController:
         if objective is not None:
             controllers_of(objective)[term] = self
 
-    def observe(self, activations: Tensor) -> None:
-        """Count a batch ``[..., V]`` without a device wait; the batches of a step add up."""
+    def observe(
+        self,
+        activations: Tensor,
+        *,
+        info_nce: Tensor | None = None,
+        candidates: int | None = None,
+    ) -> None:
+        """Count a batch ``[..., V]`` without a device wait; the batches of a step add up.
+
+        Without an objective, the value of InfoNCE ``[]`` and the number of candidates of a query
+        (default: the rows of the batch) show whether anything is learned.
+        """
         check_rows("activations", activations)
+        candidates = activations.shape[0] if candidates is None else candidates
+        if info_nce is not None:
+            if self.objective is not None:
+                raise TypeError("expected no `info_nce` beside an objective, which knows its own")
+            check_shapes(info_nce=(info_nce, ""))
+            check_integer("candidates", candidates, minimum=2)
         vocab_size = activations.shape[-1]
         if self.target >= vocab_size:
             raise ValueError(f"expected `target_active` below V = {vocab_size}, got {self.target}")
@@ -227,6 +245,9 @@ class SparsityController:
             if is_dtensor(activations):  # the ranks know the same, and `step` adds up theirs
                 new = [full(x) / ranks_of(activations) for x in new]
             self._add(*new)
+            if info_nce is not None:
+                share = full(info_nce.detach()).to(wide) / math.log(candidates)
+                self._add(share, torch.ones_like(share), at=5)
 
     def _add(self, *values: Tensor, at: int = 0) -> None:
         """Add values to the measurement of this step, from the position ``at`` on."""
@@ -322,16 +343,16 @@ class SparsityController:
     def _note_terms(
         self, share: float, ranked: float, ranking: float, flops: float, batches: float
     ) -> None:
-        """Warn of a ranking loss at chance, and set what the first weight would be."""
+        """Warn of a ranking loss at chance, and bound the weight."""
         if ranked and self._descent.look_at_ranking(share / ranked):
             message = (
                 "after step %d: InfoNCE is %.0f%% of its value at chance: nothing is learned yet, "
                 "whatever the number of active dimensions"
             )
             _log.warning(message, self._descent.step, 100 * (self._descent.ranking or 0.0))
-        if flops and math.isfinite(ranking / flops) and self._descent.started_at is None:
-            first = self.start * max(ranking, SMALLEST * batches) / flops
-            self._descent.first_weight = first
+        if flops and math.isfinite(ranking / flops):
+            self._descent.look_at_terms(ranking / batches, flops / batches, self.start)
+            self._write()
 
     def _decay(self) -> float:
         return 1 - 1 / min(max(self._descent.planned_steps / 30, MEMORY[0]), MEMORY[1])
@@ -385,8 +406,7 @@ class SparsityController:
             self.observe(texts.activations)
             if self.term == "document_flops" and batch.negative is not None:
                 self.observe(batch.negative.activations)
-        if self._descent.started_at is None or self._descent.step < AT_CHANCE:
-            self._look_at_terms(objective, batch, texts.activations, output.terms)
+        self._look_at_terms(objective, batch, texts.activations, output.terms)
 
     def _look_at_terms(
         self,
@@ -395,18 +415,23 @@ class SparsityController:
         activations: Tensor,
         terms: Mapping[str, Tensor],
     ) -> None:
-        """Measure the ranking terms, and FLOPS while its weight is 0, for the first weight."""
-        wide = widest_dtype(activations.device)
-        if (loss := terms.get("info_nce")) is not None:
-            share = loss.to(wide) / _chance(objective, batch)
+        """Measure the ranking terms and FLOPS, which has no term while its weight is 0."""
+        wide, waits = widest_dtype(activations.device), self._descent.started_at is None
+        if (loss := terms.get("info_nce")) is not None and (
+            waits or self._descent.step < AT_CHANCE
+        ):
+            share = loss.detach().to(wide) / _chance(objective, batch)
             self._add(share, torch.ones_like(share), at=5)
         ranking = [objective.weights[name] * terms[name] for name in RANKING if name in terms]
-        if ranking and self._descent.started_at is None:
-            gathers = {"gather": True} if objective.gather else {}
+        flops = terms.get(self.term)
+        if ranking and (waits or flops is not None):
             with torch.no_grad():
-                flops = objective.flops(activations.detach(), **gathers).to(wide)
-            values = sum(term.to(wide).abs() for term in ranking) + 0 * flops
-            self._add(values, flops, torch.ones_like(flops), at=7)
+                if flops is None:
+                    gathers = {"gather": True} if objective.gather else {}
+                    flops = objective.flops(activations.detach(), **gathers)
+                flops = flops.to(wide)
+                values = sum(term.to(wide).abs() for term in ranking) + 0 * flops
+                self._add(values, flops, torch.ones_like(flops), at=7)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not was_skipped(optimizer):
@@ -558,11 +583,12 @@ def _unpacked(text: Any, decay: float) -> ActivationFrequency:
 
 
 def _chance(objective: SpladeObjective, batch: SpladeBatch) -> float:
-    """Return InfoNCE's value if all candidates score alike; infinity where masks decide it."""
+    """Return InfoNCE's value if all candidates score alike; infinity where it is not known."""
     loss, negative = objective.info_nce, batch.negative
     ranks = num_ranks() if objective.gather or getattr(loss, "gather", False) else 1
     bounds = (getattr(loss, f"false_negative_{name}", None) for name in ("margin", "ratio"))
-    if batch.candidate_mask is not None or any(bound is not None for bound in bounds):
+    is_sum = getattr(loss, "reduction", "mean") == "sum"
+    if is_sum or batch.candidate_mask is not None or any(bound is not None for bound in bounds):
         return math.inf
     in_batch = ranks * len(batch.positive.activations) if getattr(loss, "in_batch", True) else 1
     candidates = in_batch + (in_batch - 1) * (len(getattr(loss, "negatives_from", [0])) - 1)

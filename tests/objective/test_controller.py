@@ -134,6 +134,19 @@ def test_a_closing_gate_is_reported_as_shrinking_activations():
     assert controller.report()["mean_activation"] < 0.05
 
 
+def test_flops_does_not_dominate_where_it_cannot_act():
+    objective = SpladeObjective({"info_nce": 0.5, "document_flops": 0.01})
+    controller = SparsityController(objective, target_active=20, steps=60)
+    controller.attach(optimizer := _optimizer())
+    texts = Texts(0.1 * _rows(400) + 3 * torch.eye(10, V))  # the ranking loss is below chance
+    for _ in range(60):
+        _, terms = objective(SpladeBatch(texts, texts))
+        optimizer.step()
+    flops = terms["document_flops"]
+    most = 4 * max(0.5 * terms["info_nce"].item(), 0.5)
+    assert objective.weights["document_flops"] * flops.item() == pytest.approx(most, rel=1e-5)
+
+
 @pytest.mark.parametrize(("share", "warns"), [(1.0, 1), (0.8, 0), (1.3, 0)])
 def test_a_ranking_loss_at_chance_is_named_once_after_50_steps(share, warns, caplog):
     objective = SpladeObjective({"info_nce": 2.0, "document_flops": 0.01})
@@ -151,6 +164,26 @@ def test_a_ranking_loss_at_chance_is_named_once_after_50_steps(share, warns, cap
     assert all(record.levelname == "WARNING" for record in told)
 
 
+@pytest.mark.parametrize(("share", "warns"), [(1.0, 1), (0.8, 0)])
+def test_a_loop_without_an_objective_tells_how_well_it_ranks(share, warns, caplog):
+    """FLOPS stays off while nothing is learned."""
+    controller = SparsityController(weight=0.5, target_active=50)
+    for _ in range(51):
+        controller.observe(_rows(400), info_nce=torch.tensor(share * math.log(10)))
+        controller.observe(_rows(400), info_nce=torch.tensor(share * math.log(30)), candidates=30)
+        controller.step()
+    assert (controller.weight == 0) == bool(warns)
+    assert len([r for r in caplog.records if "InfoNCE is 100% of its" in r.message]) == warns
+    with pytest.raises(ValueError, match=r"`info_nce` of shape \[\], got \[2\]"):
+        controller.observe(_rows(400), info_nce=torch.ones(2))
+    with pytest.raises(ValueError, match="`candidates` to be an integer >= 2, got 1"):
+        controller.observe(_rows(400)[:1], info_nce=torch.tensor(1.0))
+    with pytest.raises(TypeError, match="expected no `info_nce` beside an objective"):
+        SparsityController(SpladeObjective({"document_flops": 0.01}), target_active=50).observe(
+            _rows(400), info_nce=torch.tensor(1.0)
+        )
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"negatives_from": ("document", "query", "positive")}, {"decoupled": True}],
@@ -163,6 +196,8 @@ def test_chance_is_the_logarithm_of_the_candidates(options):
         batch = SpladeBatch(rows, rows, negative)
         value = objective(batch).terms["info_nce"].item()
         assert value == pytest.approx(_chance(objective, batch), rel=1e-5)  # of logits of 14
+    summed = SpladeObjective({"info_nce": 1.0}, info_nce=InfoNCELoss(reduction="sum"))
+    assert _chance(summed, batch) == math.inf
 
 
 def test_a_loop_without_an_objective_multiplies_by_the_weight():
