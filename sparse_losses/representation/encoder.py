@@ -15,7 +15,7 @@ from sparse_losses._core.checks import (
     check_number,
     check_shapes,
 )
-from sparse_losses._core.dtensors import full
+from sparse_losses._core.dtensors import full, is_dtensor
 from sparse_losses._core.implementations import is_exported
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask, attended_ids
@@ -589,7 +589,15 @@ class SpladeEncoder(nn.Module):
 
         Args:
             folder: Made if it does not exist; files of other names stay.
+
+        Raises:
+            TypeError: for parameters that are sharded over ranks.
         """
+        if any(is_dtensor(parameter) for parameter in self.parameters()):
+            raise TypeError(
+                "expected whole parameters, got DTensors: save by torch.distributed.checkpoint, "
+                "and load that in one process"
+            )
         settings = self._settings() | {
             "max_length": self.max_length,
             "idf_weights": self.idf_weights is not None,

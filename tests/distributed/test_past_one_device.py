@@ -83,6 +83,8 @@ def train(rank: int, folder: Path) -> dict[str, Any]:
         assert shifts[0] == pytest.approx(shifts[1])
         assert script.tiny.active_dimensions(sharded) == script.tiny.active_dimensions(plain)
     torch.testing.assert_close(whole(sharded)["head.bias"], plain.head.bias, rtol=1e-6, atol=1e-7)
+    with pytest.raises(TypeError, match="got DTensors: save by"):
+        sharded.save_pretrained(folder)
     checkpoint.save({"encoder": sharded.state_dict()}, checkpoint_id=folder)
     return {name: p.detach() for name, p in whole(sharded).items()}
 
