@@ -62,8 +62,10 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
     totals = train(tiny.encoder().to(device), mesh)
+    expected = train(tiny.encoder().to(device), None)  # for comparison only
+    torch.testing.assert_close(totals, expected, rtol=1e-4, atol=0.0)
     if dist.get_rank() == 0:
-        print(totals)
+        print(f"on {mesh.size()} ranks: {totals}, in one process: {expected}")
     dist.destroy_process_group()
 
 

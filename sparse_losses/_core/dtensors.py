@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -82,6 +83,33 @@ def full(x: Tensor) -> Tensor:
 def ranks_of(x: Tensor) -> int:
     """Return how many ranks know all of ``x``: 1 for a plain tensor."""
     return x.device_mesh.size() if is_dtensor(x) else 1  # type: ignore[attr-defined]
+
+
+def chosen(x: Tensor, is_chosen: Tensor) -> Tensor:
+    """Return ``x[is_chosen]``; of DTensors those of all ranks, in no order, on the CPU."""
+    if not is_dtensor(x):
+        return x[is_chosen]
+    whole_x: DTensor = _summed(x)
+    mask: DTensor = _summed(is_chosen)
+    part: Tensor = whole_x.to_local()[mask.redistribute(placements=whole_x.placements).to_local()]
+    for number, placement in enumerate(whole_x.placements):
+        if placement.is_shard():
+            group = whole_x.device_mesh.get_group(number)
+            parts: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(parts, part.cpu(), group=group)
+            part = torch.cat(parts)
+    return part.cpu()
+
+
+def rows_of_rank(*tensors: Any) -> list[Tensor]:
+    """Return the rows of this rank; of those that several ranks have, all are one rank's."""
+    first = next(x for x in tensors if is_dtensor(x))
+    mesh, rows = first.device_mesh, _replicate(first.placements, lambda p: not p.is_shard(0))
+    numbers = [number for number, placement in enumerate(rows) if placement.is_replicate()]
+    others = (x if is_dtensor(x) else _replicated(x, mesh) for x in tensors)
+    parts = [x.redistribute(placements=rows).to_local() for x in others]
+    is_first = not any(mesh.get_local_rank(number) for number in numbers)
+    return [part if is_first else part[:0] for part in parts]
 
 
 def refuse_dtensors(**tensors: object) -> None:
@@ -346,24 +374,28 @@ def _in_order(
     mesh, (number, *others) = like.device_mesh, _sharded_along(like, 0)
     if others:
         raise ValueError("expected rows sharded along one dimension of the mesh, got two")
-    chunks = [_chunks(length, mesh, number)[0] for length in lengths]
-    # The rank that has a row, and the one that will.
-    sources = [rank for chunk in chunks for rank, n in enumerate(chunk) for _ in range(n * size)]
-    sizes, own = _chunks(len(sources), mesh, number)
-    targets = [rank for rank, n in enumerate(sizes) for _ in range(n)]
-    moves = list(zip(sources, targets, range(len(sources)), strict=True))
-    sent = [(target, place) for source, target, place in moves if source == own]
-    received = sorted((source, place) for source, target, place in moves if target == own)
-    ranks, row_size = range(len(sizes)), math.prod(part.shape[1:])
+    own, places = mesh.get_local_rank(number), np.arange(size * sum(lengths))
+    parts = [
+        _split(x, [size * n for n in _chunks(length, mesh, number)[0]])
+        for x, length in zip(_split(places, [size * n for n in lengths]), lengths, strict=True)
+    ]
+    before = [np.concatenate(each) for each in zip(*parts, strict=True)]  # of the rows of each rank
+    after = _split(places, _chunks(len(places), mesh, number)[0])
+    sent = [int(np.isin(before[own], each).sum()) for each in after]
+    received = [np.sort(each[np.isin(each, after[own])]) for each in before]
+    row_size = math.prod(part.shape[1:])
     flat = _AllToAll.apply(  # type: ignore[no-untyped-call]
-        part[sorted(range(len(sent)), key=lambda i: sent[i])].flatten(),
-        [row_size * sum(target == rank for target, _ in sent) for rank in ranks],
-        [row_size * sum(source == rank for source, _ in received) for rank in ranks],
+        part[before[own].argsort().tolist()].flatten(),
+        [row_size * n for n in sent],
+        [row_size * len(each) for each in received],
         mesh.get_group(number),
     )
-    order = sorted(range(len(received)), key=lambda i: received[i][1])
-    part = flat.view(len(received), *part.shape[1:])[order]
-    return _from_parts(part, like, shape, placements)
+    order = np.concatenate(received).argsort().tolist()
+    return _from_parts(flat.view(len(order), *part.shape[1:])[order], like, shape, placements)
+
+
+def _split(x: Any, sizes: list[int]) -> list[Any]:
+    return np.split(x, np.cumsum(sizes)[:-1])
 
 
 # ------------------------------------------------------------------------------------------------

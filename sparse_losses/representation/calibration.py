@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparse_losses._core.activation import Activation
 from sparse_losses._core.checks import check_choice, check_number, check_rows
-from sparse_losses._core.dtensors import refuse_dtensors
+from sparse_losses._core.dtensors import beside_dtensors, chosen
 from sparse_losses.representation._language_model import evaluating, projection_of, unwrapped
 from sparse_losses.representation.encoding import batches, check_texts
 from sparse_losses.representation.head import SpladeHead
@@ -54,17 +54,17 @@ def calibrate_threshold(
         (3.0, 3)
     """
     check_rows("activations", activations)
-    refuse_dtensors(activations=activations)
     check_choice("activation", activation, get_args(Activation))
     rows = activations.detach().flatten(0, -2)
     largest = math.log1p(LARGEST) if activation == "log1p_relu" else LARGEST
-    wrong = rows[~(rows.isfinite() & (rows <= largest))]
+    wrong = chosen(rows, ~(rows.isfinite() & (rows <= largest)))
     if len(wrong):
         raise ValueError(
             "expected `activations` to be log(1 + z) of finite logits z, so at most "
             f"{largest:.2f}, got {wrong[0].item():g}"
         )
-    return _threshold([_inverted(rows[rows > 0], activation)], len(rows), target_active)
+    positive = _inverted(chosen(rows, rows > 0), activation)
+    return _threshold([positive], len(rows), target_active)
 
 
 def calibrate(
@@ -128,7 +128,7 @@ def _prune_head(head: SpladeHead, data: Any, target_active: float) -> float:
         for hidden, attention_mask in data:
             _, logits = head(hidden, attention_mask, return_logits=True)  # not pruned
             rows += len(logits)
-            positive.append(logits[logits > 0])
+            positive.append(chosen(logits, logits > 0))
     t = _threshold(positive, rows, target_active)
     if isinstance(head.threshold, Tensor):  # a buffer, which cannot become a number
         del head.threshold
@@ -174,6 +174,7 @@ def _calibrate_sparse_encoder(
     if method == "prune":
         head.threshold = t
     else:
+        _reshard(model)
         with torch.no_grad():
             _bias_of(inner).sub_(t)
     return t
@@ -188,7 +189,7 @@ def calibrate_encoder(
 ) -> float:
     """Return the threshold; with ``"shift"`` it has been subtracted from the bias."""
     logits_of = _shifted_logits if method == "shift" else _pruned_logits
-    with torch.inference_mode(), evaluating(encoder):
+    with torch.no_grad(), evaluating(encoder):
         t = _threshold(
             (
                 logits_of(encoder, **encoder.tokenize([texts[i] for i in numbers]))
@@ -199,9 +200,17 @@ def calibrate_encoder(
             signed=method == "shift",
         )
     if method == "shift":
+        _reshard(encoder)
         with torch.no_grad():
             _bias(encoder).sub_(t)
     return t
+
+
+def _reshard(model: nn.Module) -> None:
+    """Let FSDP2 drop the whole parameters of the last batch: what is changed there is lost."""
+    for module in model.modules():
+        if reshard := getattr(module, "reshard", None):
+            reshard()
 
 
 def _pruned_logits(encoder: "SpladeEncoder", **batch: Tensor) -> Tensor:
@@ -216,7 +225,9 @@ def _shifted_logits(encoder: "SpladeEncoder", input_ids: Tensor, attention_mask:
     pooled = encoder._pooled(input_ids, attention_mask)
     if encoder.expansion:
         _, logits = encoder.head(hidden, pooled, return_logits=True)
-        logits = _before_scale_and_cap(logits[pooled.any(1)], encoder.head)
+        logits = _before_scale_and_cap(logits, encoder.head)
+        with beside_dtensors(logits):
+            logits = torch.where(pooled.any(1, keepdim=True), logits, -torch.inf)
     else:
         logits = encoder._token_logits(hidden, input_ids, pooled, absent=-torch.inf)
     return _counted(encoder, logits, -torch.inf)
@@ -224,11 +235,14 @@ def _shifted_logits(encoder: "SpladeEncoder", input_ids: Tensor, attention_mask:
 
 def _counted(encoder: "SpladeEncoder", logits: Tensor, above: float) -> Tensor:
     """Return the logits above a number, of the dimensions whose idf weight is not 0."""
-    if encoder.idf_weights is not None:
-        logits = logits[:, encoder.idf_weights > 0]
-    if logits.isnan().any() or logits.isposinf().any():
+    with beside_dtensors(logits):
+        is_counted = ~(logits <= above)  # a NaN too
+        if encoder.idf_weights is not None:
+            is_counted = is_counted & (encoder.idf_weights > 0)
+    logits = chosen(logits, is_counted)
+    if not logits.isfinite().all():
         raise ValueError("expected finite logits, got others")
-    return logits[logits > above]
+    return logits
 
 
 def _before_scale_and_cap(logits: Tensor, head: SpladeHead) -> Tensor:

@@ -15,6 +15,7 @@ from sparse_losses._core.checks import (
     check_number,
     check_shapes,
 )
+from sparse_losses._core.dtensors import full, is_dtensor
 from sparse_losses._core.implementations import is_exported
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import as_mask, attended_ids
@@ -358,12 +359,12 @@ class SpladeEncoder(nn.Module):
         vectors: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(texts)
         disable = None if show_progress is None else not show_progress
         with (
-            torch.inference_mode(),
+            torch.no_grad(),  # FSDP2 could not train with what inference mode has gathered
             evaluating(self),
             tqdm(total=len(texts), desc="Encoding", unit="text", disable=disable) as progress,
         ):
             for numbers in parts:
-                activations = self(**self.tokenize([texts[i] for i in numbers]), side=side)
+                activations = full(self(**self.tokenize([texts[i] for i in numbers]), side=side))
                 for i, entries in zip(numbers, entries_of(activations, numbers), strict=True):
                     vectors[i] = pruned(*entries, prune_ratio, max_active_dims)
                 progress.update(len(numbers))
@@ -427,7 +428,7 @@ class SpladeEncoder(nn.Module):
         """
         parts = batches(texts, batch_size)
         result: list[list[tuple[str, float]]] = [[]] * len(texts)
-        with torch.inference_mode(), evaluating(self):
+        with torch.no_grad(), evaluating(self):
             for numbers in parts:
                 batch = self.tokenize([texts[i] for i in numbers])
                 weights = self._position_weights(**batch)
@@ -588,7 +589,15 @@ class SpladeEncoder(nn.Module):
 
         Args:
             folder: Made if it does not exist; files of other names stay.
+
+        Raises:
+            TypeError: for parameters that are sharded over ranks.
         """
+        if any(is_dtensor(parameter) for parameter in self.parameters()):
+            raise TypeError(
+                "expected whole parameters, got DTensors: save by torch.distributed.checkpoint, "
+                "and load that in one process"
+            )
         settings = self._settings() | {
             "max_length": self.max_length,
             "idf_weights": self.idf_weights is not None,

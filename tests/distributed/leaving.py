@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from sparse_losses import (
     Diagnostics,
@@ -29,10 +31,12 @@ from sparse_losses import (
     Texts,
     distributed,
 )
+from sparse_losses.functional import info_nce_loss
 from tests.cases import FIRST, LOSSES
 
 TIMEOUT = 5  # seconds, of the process groups
 V = 8
+LAYOUTS = ("rows", "columns") if hasattr(torch.distributed, "all_gather_single") else ()  # 2.13
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,9 +81,21 @@ def diagnose() -> None:
     seen.all_reduce()
 
 
+@functools.cache
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def on_dtensors(layout: str, rows: int = 4) -> torch.Tensor:
+    x = torch.rand(2, rows, V)
+    where = [Shard(0 if layout == "rows" else 1)]
+    return info_nce_loss(*(DTensor.from_local(each, mesh(), where, run_check=False) for each in x))
+
+
 CALLS: dict[str, Callable[[], torch.Tensor | None]] = {
     **{stem: of_a_loss(stem) for stem in LOSSES},
     **{f"{stem}, definition": of_a_loss(stem, impl="definition") for stem in ("info_nce", "nws")},
+    **{f"info_nce, {x}": functools.partial(on_dtensors, x) for x in LAYOUTS},
     "objective": objective,
     "queue": lambda: LabelQueue(9, V, 2, gather=True).enqueue(
         batch()[1].detach(), torch.ones(4, 2)
@@ -108,6 +124,8 @@ def tried(function: Callable[[], Any]) -> tuple[str, float]:
 def stay(leaves: bool, leave: Callable[[], None], names: tuple[str, ...]) -> dict[str, Any]:
     """Every call by a rank that stays, after the others have left."""
     CALLS["info_nce"]()
+    for layout in LAYOUTS:
+        on_dtensors(layout)
     if leaves:
         leave()
     return {name: tried(CALLS[name]) for name in names}
@@ -119,6 +137,13 @@ def stay_in_backward(leaves: bool, name: str) -> dict[str, Any]:
     if leaves:
         leave_at_once()
     return {name: tried(value.backward)}
+
+
+def differ(last: bool) -> dict[str, Any]:
+    """DTensors of another number of rows on the last rank; gloo ends a process that gets more."""
+    for layout in LAYOUTS:
+        on_dtensors(layout)
+    return {x: tried(functools.partial(on_dtensors, x, 5 if last else 4)) for x in LAYOUTS}
 
 
 def leave_at_once() -> None:
@@ -135,6 +160,7 @@ def scenarios() -> dict[str, tuple[int, Callable[[bool], dict[str, Any]]]]:
     runs: dict[str, Any] = {
         "exits": (2, lambda leaves: stay(leaves, leave_at_once, tuple(CALLS))),
         "is silent": (2, lambda leaves: stay(leaves, leave_slowly, ("info_nce",))),
+        "differs": (2, differ),
     }
     for name in IN_BACKWARD:  # on four ranks three stay, and each has an error
         run = functools.partial(stay_in_backward, name=name)

@@ -4,6 +4,8 @@ A process group that sends nothing, and tensors without values, count a step of 
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_losses.functional as F
+from sparse_losses import (
+    ActivationFrequency,
+    Diagnostics,
+    LabelQueue,
+    SparsityController,
+    SpladeBatch,
+    SpladeObjective,
+    Texts,
+)
 from sparse_losses._core.dtensors import OLDEST
 from sparse_losses.distributed import skip_size_check
 
@@ -60,17 +71,22 @@ def vectors(mesh: DeviceMesh, dim: int | None) -> torch.Tensor:
     return x.requires_grad_()
 
 
-def mebibytes(ranks: int, dim: int | None) -> int:
-    """Of InfoNCE and the documents' FLOPS, forwards and back, in fp32."""
+@contextmanager
+def mesh_of(ranks: int) -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
-        mesh, gather = init_device_mesh("cpu", (ranks,)), dim is None
-        with FakeTensorMode(), skip_size_check(), Sent() as sent:
-            query, document = vectors(mesh, dim), vectors(mesh, dim)
-            loss = F.info_nce_loss(query, document, gather=gather, impl="definition")
-            (loss + F.flops_loss(document, gather=gather)).backward()
+        yield init_device_mesh("cpu", (ranks,))
     finally:
         dist.destroy_process_group()
+
+
+def mebibytes(ranks: int, dim: int | None) -> int:
+    """Of InfoNCE and the documents' FLOPS, forwards and back, in fp32."""
+    gather = dim is None
+    with mesh_of(ranks) as mesh, FakeTensorMode(), skip_size_check(), Sent() as sent:
+        query, document = vectors(mesh, dim), vectors(mesh, dim)
+        loss = F.info_nce_loss(query, document, gather=gather, impl="definition")
+        (loss + F.flops_loss(document, gather=gather)).backward()
     return round(sent.total / (1 << 20))
 
 
@@ -79,3 +95,18 @@ def test_the_page_says_what_is_sent(layout):
     numbers = [mebibytes(ranks, LAYOUTS[layout]) for ranks in RANKS]
     (row,) = [line for line in PAGE.read_text("utf-8").splitlines() if f"| `{layout}`" in line]
     assert [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) MiB", row)] == numbers
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_no_step_waits_for_a_value(dim):
+    """A tensor without values cannot give it. (Of indices a CPU checks the range.)"""
+    weights = {"info_nce": 1.0, "document_flops": 0.1}
+    with mesh_of(4) as mesh, FakeTensorMode():
+        objective, queue = SpladeObjective(weights), LabelQueue(2 * B, V, 3)
+        controller = SparsityController(weight=0.1, target_posting=0.3)
+        diagnostics, frequency = Diagnostics(V), ActivationFrequency(V)
+        query, document = vectors(mesh, dim), vectors(mesh, dim)
+        objective(SpladeBatch(Texts(query), Texts(document))).total.backward()
+        for observe in (controller.observe, frequency.update, diagnostics.update):
+            observe(document.detach())
+        queue.enqueue(document.detach(), torch.ones(len(query), 3))

@@ -6,6 +6,7 @@ mesh of two dimensions. Five rows and odd widths leave uneven parts, some of the
 
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_losses.functional as F
+from benchmarks.run.memory import peak_bytes
 from sparse_losses import (
     ActivationFrequency,
     Diagnostics,
+    DocumentFrequency,
     LabelQueue,
     SparsityController,
     SpladeBatch,
@@ -35,9 +38,8 @@ pytestmark = pytest.mark.skipif(
 ROWS = 5
 CASES = BASE_CASES + LAYER_CASES + OBJECTIVE_CASES
 LAYOUTS = {"rows": 2, "columns": 2, "both": 4}  # and on how many ranks
-FEW = ("info_nce", "n_pair", "triplet_margin", "flops", "min_activation", "self_reconstruction")
 ON_FOUR = (
-    *(FIRST[stem] for stem in (*FEW, "positive_activation")),
+    *FIRST.values(),
     *(case for case in CASES if case.id in ("splade_pool-capped", "splade_head-all_logits")),
     *(case for case in CASES if case.id in ("token_weights-plain", "objective-pairs")),
 )
@@ -227,6 +229,38 @@ def test_nothing_of_all_rows_and_columns_is_gathered():
         assert sent == SENT
 
 
+# What a rank holds -------------------------------------------------------------------------------
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "past_one_device.md"
+WORLDS = 1, 2, 4
+
+
+def peak_of(rank: int, world: int) -> int:
+    """Bytes of a rank's part of the weight, and of the head's both passes."""
+    mesh = init_device_mesh("cpu", (world,)) if world > 1 else None
+    tokens, hidden_size = 250_002, 64
+    own = len(torch.empty(tokens, device="meta").chunk(world)[rank])
+    torch.manual_seed(rank)
+    weight, hidden = torch.randn(own, hidden_size), torch.randn(2, 8, hidden_size)
+    if mesh is not None:
+        shape = {"shape": torch.Size((tokens, hidden_size)), "stride": (hidden_size, 1)}
+        weight = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False, **shape)
+    weight.requires_grad_()
+
+    def run() -> list[torch.Tensor]:
+        value = F.splade_head(hidden, weight, impl="tiles")
+        (gradient,) = torch.autograd.grad(value, weight, torch.ones_like(value))
+        return [gradient.to_local() if mesh else gradient]
+
+    return 4 * own * hidden_size + peak_bytes(run, torch.device("cpu"))[0]
+
+
+def test_the_page_says_what_a_rank_of_the_head_holds():
+    peaks = [peak_of(0, 1), *(max(run_ranks(world, peak_of, world)) for world in WORLDS[1:])]
+    (row,) = [x for x in PAGE.read_text("utf-8").splitlines() if x.startswith("| peak of a rank")]
+    assert [int(n) for n in re.findall(r"(\d+) MiB", row)] == [round(x / 2**20) for x in peaks]
+
+
 # Errors ------------------------------------------------------------------------------------------
 
 
@@ -294,14 +328,20 @@ def statistics(layout: str | None, mesh: DeviceMesh) -> dict[str, Any]:
     torch.manual_seed(0)
     diagnostics = Diagnostics(V, special_token_ids=[1], stopword_ids=[2], top_k=3)
     frequency, queue = ActivationFrequency(V), LabelQueue(4, V, 2)
+    documents = DocumentFrequency(V)
     controller = SparsityController(weight=0.1, target_active=20)
     postings = SparsityController(weight=0.1, target_posting=0.3)
     for _ in range(2):
         x, ids = torch.randn(B, V).relu(), torch.randint(V, (B, 8))
         x[0] = 0.0
+        mask = torch.ones(B, 8)
+        own, rest = (ids[:-1], mask[:-1]), (ids[-1:], mask[-1:])
         if layout:
             x = distribute_tensor(x, mesh, [Shard(0 if layout == "rows" else 1)])
-        mask = torch.ones(B, 8)
+            own = distribute_tensor(own[0], mesh, [Shard(0)]), own[1]
+            rest = tuple(distribute_tensor(each, mesh, [Replicate()]) for each in rest)
+        documents.update(*own)
+        documents.update(*rest)
         diagnostics.update(x, ids, mask, Texts(x, ids.flip(0), mask))
         frequency.update(x)
         queue.enqueue(x, torch.eye(2).repeat(B // 2, 1))
@@ -313,7 +353,10 @@ def statistics(layout: str | None, mesh: DeviceMesh) -> dict[str, Any]:
     if layout:  # a text counts once, though every rank knows of it
         assert dict(diagnostics.all_reduce().report()) == pytest.approx(report, nan_ok=True)
         frequency.all_reduce()
+        documents.all_reduce()
     return {
+        "documents": [documents.df, documents.num_documents, documents.num_tokens],
+        "threshold": F.calibrate_threshold(x, 40),
         "report": report,
         "frequency": frequency.frequency(),
         "postings": postings.frequency.frequency(),
@@ -331,6 +374,8 @@ def compare_states(rank: int) -> dict[str, Any]:
         torch.testing.assert_close(found["frequency"], expected["frequency"])
         torch.testing.assert_close(found["postings"], expected["postings"])
         torch.testing.assert_close(found["queue"], expected["queue"])
+        torch.testing.assert_close(found["documents"], expected["documents"])
+        assert found["threshold"] == expected["threshold"]
     return found["states"]
 
 

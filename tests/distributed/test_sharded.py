@@ -1,17 +1,30 @@
 """FSDP2 on two gloo ranks: sharded parameters, plain activations, one process's updates."""
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from sparse_losses import SpladeBatch, SpladeEncoder, SpladeObjective, Texts
+from sparse_losses import (
+    InfoNCELoss,
+    SparsityController,
+    SpladeBatch,
+    SpladeEncoder,
+    SpladeObjective,
+    Texts,
+)
 from tests.distributed.ranks import run_ranks
 from tests.representation import tiny_models
 
-ROWS, STEPS, V = 3, 3, 24
+ROWS, STEPS, V = 3, 6, 24
+EVERYTHING = slice(None)
 needs_sharding_on_cpu = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="PyTorch 2.6 cannot shard on a CPU"
 )
@@ -40,41 +53,92 @@ def side(step: int, number: int, rows: slice) -> dict[str, torch.Tensor]:
     return {"input_ids": ids[rows], "attention_mask": mask[rows]}
 
 
-def objective(gather: bool) -> SpladeObjective:
-    weights = {"info_nce": 1.0, "document_flops": 0.1, "query_self_reconstruction": 0.5}
-    return SpladeObjective(weights, gather=gather)
+class Training(torch.nn.Module):
+    """An encoder, an objective that learns its temperature, and a controller."""
 
+    def __init__(self, model: SpladeEncoder, rows: slice) -> None:
+        super().__init__()
+        self.model, self.rows = model, rows
+        info_nce = InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.5)))
+        weights = {"info_nce": 1.0, "document_flops": 0.1, "query_self_reconstruction": 0.5}
+        gather = rows != EVERYTHING
+        self.objective = SpladeObjective(weights, info_nce=info_nce, gather=gather)
+        # The sharded parameters and the temperature are of two types, of which `foreach` takes one.
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=False)
+        self.controller = SparsityController(self.objective, "document_flops", target_active=4)
+        self.controller.attach(self.optimizer)
 
-def train(model: torch.nn.Module, loss: SpladeObjective, rows: slice) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    totals = []
-    for step in range(STEPS):
-        sides = [side(step, number, rows) for number in range(2)]
-        total, _ = loss(SpladeBatch(*(Texts(model(**each), **each) for each in sides)))
+    def step(self, number: int) -> float:
+        sides = [side(number, which, self.rows) for which in range(2)]
+        total, _ = self.objective(SpladeBatch(*(Texts(self.model(**x), **x) for x in sides)))
         total.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        totals.append(total.item())
-    return totals
+        if self.objective.gather:
+            for parameter in self.objective.parameters():  # as docs/distributed.md says
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total.item()
 
-
-def compare(rank: int) -> None:
-    sharded = encoder()
-    plain = copy.deepcopy(sharded)
-    expected = train(plain, objective(gather=False), slice(None))
-    shard(sharded)
-    assert all(isinstance(p, DTensor) for p in sharded.parameters())
-    found = train(sharded, objective(gather=True), slice(rank * ROWS, (rank + 1) * ROWS))
-    assert found == pytest.approx(expected, rel=1e-9)
-    assert expected[-1] < expected[0]
-    whole = dict(plain.named_parameters())
-    for name, parameter in sharded.named_parameters():
-        torch.testing.assert_close(
-            parameter.full_tensor(), whole[name], rtol=1e-6, atol=1e-7, msg=lambda m, n=name: n + m
+    def checkpoint(self) -> dict[str, Any]:
+        return dict(
+            zip(("weights", "optimizer"), get_state_dict(self, self.optimizer), strict=True)
         )
 
 
+def assert_same(sharded: Training, plain: Training) -> None:
+    whole = dict(plain.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        found = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        torch.testing.assert_close(
+            found, whole[name], rtol=1e-6, atol=1e-7, msg=lambda m, n=name: n + m
+        )
+    found, expected = (x.controller.state_dict() for x in (sharded, plain))
+    assert found.keys() == expected.keys()
+    for name in expected.keys() - {"tolerated"}:  # both ranks tell the plain one of all texts
+        value = expected[name]
+        is_text = isinstance(value, str | None)
+        assert found[name] == (value if is_text else pytest.approx(value)), name
+
+
+def compare(rank: int, folder: Path) -> dict[str, Any]:
+    model = encoder()
+    plain = Training(copy.deepcopy(model), EVERYTHING)
+    shard(model)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    sharded = Training(model, slice(rank * ROWS, (rank + 1) * ROWS))
+    totals = [(sharded.step(number), plain.step(number)) for number in range(STEPS)]
+    assert [x for x, _ in totals] == pytest.approx([x for _, x in totals], rel=1e-9)
+    assert totals[-1][1] < totals[0][1]
+    assert_same(sharded, plain)
+
+    # Between two steps, all ranks encode the same texts, and shift the bias.
+    texts = tiny_models.TEXTS
+    vectors = [x.model.encode(texts, output="dense") for x in (sharded, plain)]
+    torch.testing.assert_close(*vectors)
+    shifts = [x.model.calibrate(texts, 5, method="shift") for x in (sharded, plain)]
+    assert shifts[0] == pytest.approx(shifts[1])
+    assert sharded.step(STEPS) == pytest.approx(plain.step(STEPS), rel=1e-6)
+    assert_same(sharded, plain)
+
+    checkpoint.save(sharded.checkpoint(), checkpoint_id=folder)
+    return {"controller": sharded.controller.state_dict(), "next": plain.step(STEPS + 1)}
+
+
 @needs_sharding_on_cpu
-@pytest.mark.works_with("PyTorch", "fp32", "devices", "sharded")
-def test_sharded_parameters_are_trained_as_those_of_one_process():
-    run_ranks(2, compare)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.works_with("PyTorch", "fp32", "devices", "sharded", "resume")
+def test_sharded_parameters_are_trained_as_those_of_one_process_which_resumes(tmp_path):
+    first, second = run_ranks(2, compare, tmp_path)
+    assert first == second
+    resumed = Training(encoder(), EVERYTHING)
+    state = resumed.checkpoint()
+    checkpoint.load(state, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(
+        resumed,
+        resumed.optimizer,
+        model_state_dict=state["weights"],
+        optim_state_dict=state["optimizer"],
+    )
+    resumed.controller.load_state_dict(first["controller"])
+    assert resumed.step(STEPS + 1) == pytest.approx(first["next"], rel=1e-6)

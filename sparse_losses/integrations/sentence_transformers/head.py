@@ -126,11 +126,13 @@ def _pooled(
     pooling: Any, model: Any, layer: Any, head: SpladeHead, features: dict[str, Any]
 ) -> dict[str, Any]:
     """Do what the pooling does, for hidden states in the place of logits."""
-    if model.get_output_embeddings() is not layer or layer.weight is not head.weight:
+    if model.get_output_embeddings() is not layer or len(layer.weight) != len(head.weight):
         raise RuntimeError(
             "expected the vocabulary projection that `use_splade_head` found, got another: call "
             "`use_splade_head` again after resizing embeddings or adding adapters"
         )
+    if layer.weight is not head.weight:  # FSDP2 has others within a step
+        head.weight, head.bias = layer.weight, layer.bias
     hidden, attention_mask = features["token_embeddings"], features.get("attention_mask")
     if "cu_seq_lens_q" in features:
         hidden, attention_mask = _padded(hidden[0], features["cu_seq_lens_q"])

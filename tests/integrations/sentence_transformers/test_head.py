@@ -16,7 +16,9 @@ from sentence_transformers.sparse_encoder.modules import (
     SpladePooling,
     Transformer,
 )
+from torch.distributed.fsdp import fully_shard
 
+from sparse_losses import SpladeBatch, SpladeObjective, Texts
 from sparse_losses.integrations.sentence_transformers import remove_splade_head, use_splade_head
 from tests.distributed.ranks import as_torchrun_would
 from tests.integrations.sentence_transformers.runs import (
@@ -209,17 +211,53 @@ def test_compiled_it_trains_to_the_same_weights(sparse, tmp_path):
     assert_moved(model, sparse())
 
 
+def one_step(model, rows, gather=False):
+    """Train on pairs by an objective; return the whole weights."""
+    objective = SpladeObjective({"info_nce": 1.0, "document_flops": 0.1}, gather=gather)
+    columns = (COLUMNS[name][rows] for name in ("anchor", "positive"))
+    texts = [Texts(model(model.preprocess(x))["sentence_embedding"]) for x in columns]
+    objective(SpladeBatch(*texts)).total.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return {name: getattr(p, "full_tensor", p.clone)() for name, p in model.named_parameters()}
+
+
+def sharded_step(folder, rank):
+    """By FSDP2, with head and embeddings, which are tied, in one group; each rank has four rows."""
+    model = use_splade_head(sparse_encoder(folder).double())
+    for layer in model[0].auto_model.bert.encoder.layer:
+        fully_shard(layer)
+    fully_shard(model)
+    return one_step(model, slice(4 * rank, 4 * rank + 4), gather=True)
+
+
 def on_device(rank, folder, path):
     model = use_splade_head(sparse_encoder(folder).double())
     loss, columns, labels, _ = ALONE["n_pair"]
     settings = {"ddp_backend": "gloo", "num_train_epochs": 1, "per_device_train_batch_size": 2}
     train(model, adapter(model, loss), dataset(columns, labels).select(range(8)), path, **settings)
-    torch.save((type(model).__name__, model.state_dict()), f"{path}/{rank}.pt")
+    torch.save((sharded_step(folder, rank), model.state_dict()), f"{path}/{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def by_two(folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("two")
+    as_torchrun_would(on_device, folder, str(path))
+    return [torch.load(path / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.mark.works_with(NAME, "sharded")
+def test_sharded_by_two_devices_it_takes_the_step_of_one_process(sparse, by_two):
+    reference = sparse()
+    weight = reference[0].auto_model.get_output_embeddings().weight
+    assert weight is reference[0].auto_model.get_input_embeddings().weight
+    expected = one_step(reference, slice(8))
+    assert_moved(reference, sparse())
+    for weights, _ in by_two:
+        torch.testing.assert_close(weights, {name: x.detach() for name, x in expected.items()})
 
 
 @pytest.mark.works_with(NAME, "devices")
-def test_two_devices_train_to_equal_weights(folder, sparse, tmp_path):
-    as_torchrun_would(on_device, folder, str(tmp_path))
+def test_two_devices_train_to_equal_weights(sparse, by_two):
     reference = sparse()
     loss, columns, labels, _ = ALONE["n_pair"]
     # Without `gather` two devices take the mean of the losses of their own batches.
@@ -231,8 +269,7 @@ def test_two_devices_train_to_equal_weights(folder, sparse, tmp_path):
             adapter(reference, loss)([reference.preprocess(x) for x in columns]).div(2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for rank in (0, 1):
-        _, weights = torch.load(tmp_path / f"{rank}.pt")
+    for _, weights in by_two:
         model = sparse()
         model.load_state_dict(weights)
         assert_same_weights(model, reference)
