@@ -19,6 +19,7 @@ from tools.markdown import DOCS, LANGUAGES, body, expand, split_code
 
 ROOT = DOCS.parent
 PAGES = sorted(DOCS.rglob("*.md"))
+ENGLISH = [page for page in PAGES if page.relative_to(DOCS).parts[0] not in LANGUAGES]
 STEMS = sorted(
     p.stem for p in (ROOT / "sparse_losses/losses").glob("*.py") if not p.stem.startswith("_")
 )
@@ -190,17 +191,51 @@ def test_the_english_pages_stay_short():
 # The navigation.
 
 
-def nav() -> list[str]:
-    """Return the pages that mkdocs.yml lists."""
-    section = read(ROOT / "mkdocs.yml").partition("\nnav:\n")[2]
-    return re.findall(r"([\w/]+\.md)\s*$", section, re.MULTILINE)
+NAVIGATION = read(ROOT / "mkdocs.yml").partition("\nnav:\n")[2]
+
+
+def title(page: Path) -> str:
+    found = re.search(r"^# (.+)$", expand(read(page)), re.MULTILINE)
+    assert found, f"{name(page)} has no title"
+    return found[1]
 
 
 def test_every_page_can_be_reached():
-    listed = nav()
+    listed = re.findall(r"([\w/]+\.md)\s*$", NAVIGATION, re.MULTILINE)
     assert len(set(listed)) == len(listed) > 50
     pages = {page.relative_to(DOCS).as_posix() for page in PAGES}
-    assert pages == set(listed)
+    in_menu = {page for page in pages if page.startswith("ja/")}
+    assert pages - in_menu == set(listed)
+    assert len(re.findall(r"^  - ", NAVIGATION, re.MULTILINE)) <= 8
+
+
+OVERVIEWS = [ROOT / "README.md", *(DOCS / page for page in ("index.md", "losses/index.md"))]
+
+
+def misnamed(page: Path, text: str) -> list[str]:
+    """Return the links of a page that name another page than theirs, or theirs by no title."""
+    titles = {title(each).lower() for each in ENGLISH}
+    wrong = []
+    for link, target in re.findall(r"(?<!!)\[([^\]]+)\]\(([^)\s#:]+\.md)\)", text):
+        shown, own = " ".join(link.split()), title((page.parent / target).resolve())
+        is_name = shown.lower() in titles or (page in OVERVIEWS and shown[0].isupper())
+        if is_name and shown.lower() != own.lower():
+            wrong.append(f"[{shown}]({target}): {own}")
+    return wrong
+
+
+def test_a_page_has_one_name():
+    """Its title is its label, and a link does not call it by another page's."""
+    assert re.findall(r"- .+: +\S+\.md$", NAVIGATION, re.MULTILINE) == []
+    titles = [title(page) for page in ENGLISH]
+    assert sorted(set(titles)) == sorted(titles)
+    page = DOCS / "index.md"
+    assert misnamed(page, "[FAQ](install.md) [install](install.md) [Setup](install.md)") == [
+        "[FAQ](install.md): Install",
+        "[Setup](install.md): Install",
+    ]
+    wrong = {name(page): misnamed(page, read(page)) for page in {*ENGLISH, *OVERVIEWS}}
+    assert {page: links for page, links in wrong.items() if links} == {}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
