@@ -1,9 +1,10 @@
-"""Draw docs/assets/front.svg, the picture of the README: ``python -m tools.front``.
+"""Draw docs/assets/front.svg and target.svg, the README's pictures: ``python -m tools.front``.
 
-The picture is small and comes from committed results, so it is committed too, and GitHub shows it.
-Its own background suits light and dark pages.
+They are small and come from committed results, so they are committed too, and GitHub shows them.
+Their own background suits light and dark pages.
 """
 
+from math import log2
 from pathlib import Path
 
 from benchmarks.run.table import read
@@ -11,16 +12,40 @@ from benchmarks.run.table import read
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT / "docs" / "assets"
 RESULTS = ROOT / "benchmarks" / "results" / "aims-run-1.csv"
+RUNS = ROOT / "docs" / "results" / "against_sentence_transformers.csv"
 CASE = "B=16 S=256 V=30522 H=768 0.5%"
 NAMES = {
     "eager": "plain PyTorch",
     "sentence-transformers": "sentence-transformers",
     "ours": "sparse-losses",
 }
+GIVEN = [  # system, what its user gives it, in the order of the rows
+    ("sentence-transformers", "0.1"),
+    ("sentence-transformers", "0.3"),
+    ("sparse-losses", "64"),
+    ("sparse-losses", "32"),
+]
 STYLE = """<style>
 text { font: 15px system-ui, sans-serif; fill: #1f2933 }
 .title { font-weight: 600 } .ground { fill: #fff } .bar { fill: #8795a1 } .ours { fill: #b3541e }
+.open { fill: #fff; stroke-width: 2 } .bar.open { stroke: #8795a1 } .ours.open { stroke: #b3541e }
+line { stroke: #cbd2d9 } .target { stroke: #1f2933; stroke-width: 2 }
 </style>"""
+
+
+def picture(height: int, label: str, lines: list[str]) -> str:
+    """Return an SVG of the pictures' common width with its ground and style."""
+    box = f'x="-6" y="-8" width="606" height="{height}"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-6 -8 606 {height}" role="img" '
+            f'aria-label="{label}">',
+            STYLE,
+            f'<rect class="ground" {box} rx="4"/>',
+            *lines,
+            "</svg>\n",
+        ]
+    )
 
 
 def panel(left: int, title: str, values: list[float], texts: list[str]) -> list[str]:
@@ -36,8 +61,8 @@ def panel(left: int, title: str, values: list[float], texts: list[str]) -> list[
     return lines
 
 
-def draw() -> str:
-    """Return the picture: memory on the left, time on the right."""
+def front() -> str:
+    """Return the picture of the head: memory on the left, time on the right."""
     head = {
         x["variant"]: x for x in read(RESULTS) if (x["loss"], x["case"]) == ("splade_head", CASE)
     }
@@ -48,17 +73,55 @@ def draw() -> str:
         for n, name in enumerate(NAMES.values())
     ]
     lines = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="-6 -8 606 136" role="img" '
-        'aria-label="Peak memory and time of the SPLADE head">',
-        STYLE,
-        '<rect class="ground" x="-6" y="-8" width="606" height="136" rx="4"/>',
         *labels,
         *panel(184, "Peak memory", memory, [f"{value:,.0f} MiB" for value in memory]),
         *panel(408, "Time", seconds, [f"{value:.2f} s" for value in seconds]),
-        "</svg>",
     ]
-    return "\n".join(lines) + "\n"
+    return picture(136, "Peak memory and time of the SPLADE head", lines)
 
+
+def reached(system: str, given: str) -> dict[str, list[float]]:
+    """Return each corpus' active dimensions of a test document, one number per run."""
+    runs: dict[str, list[float]] = {}
+    for row in read(RUNS):
+        if (row["system"], row["similarity"], row["number"]) == (system, "dot", given):
+            runs.setdefault(row["corpus"], []).append(float(row["active_document"]))
+    return runs
+
+
+def target() -> str:
+    """Return the picture of sparsity: a point per run, a row per weight or target."""
+
+    def x(active: float) -> float:
+        return 282 + 150 * log2(active / 24)  # 24 dimensions on the left, 96 on the right
+
+    def point(left: float, y: float, style: str) -> str:
+        return f'<circle class="{style}" cx="{left:.1f}" cy="{y}" r="4.5"/>'
+
+    lines = [
+        f'<line x1="{x(tick):.1f}" y1="28" x2="{x(tick):.1f}" y2="176"/>'
+        f'<text x="{x(tick):.1f}" y="194" text-anchor="middle">{tick}</text>'
+        for tick in (24, 32, 48, 64, 96)
+    ]
+    lines.append('<text class="title" x="4" y="14">Active dimensions of a document</text>')
+    for left, corpus, style in ((372, "docstrings", "bar"), (486, "Debian", "bar open")):
+        lines += [point(left, 9, style), f'<text x="{left + 10}" y="14">{corpus}</text>']
+    for row, (system, given) in enumerate(GIVEN):
+        y, ours = 48 + 36 * row, system == "sparse-losses"
+        label = f"{system}, {'target' if ours else 'weight'} {given}"
+        lines.append(f'<text x="262" y="{y + 5}" text-anchor="end">{label}</text>')
+        if ours:
+            ends = f'x1="{x(float(given)):.1f}" y1="{y - 15}" x2="{x(float(given)):.1f}"'
+            lines.append(f'<line class="target" {ends} y2="{y + 15}"/>')
+        for corpus, values in reached(system, given).items():
+            below, fill = (6, " open") if corpus == "debian" else (-6, "")
+            style = ("ours" if ours else "bar") + fill
+            lines += [point(x(value), y + below, style) for value in sorted(values)]
+    return picture(212, "Active dimensions by a fixed FLOPS weight and by a target", lines)
+
+
+PICTURES = {"front": front, "target": target}
 
 if __name__ == "__main__":
-    (ASSETS / "front.svg").write_text(draw(), encoding="utf-8")
+    for name, draw in PICTURES.items():
+        (ASSETS / f"{name}.svg").write_text(draw(), encoding="utf-8")

@@ -100,8 +100,7 @@ def test_the_sparsity_on_the_page_on_targets_is_that_of_its_results():
     assert f"end at {mean(own):.1f} ± {stdev(own):.1f}" in text
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
-def test_what_is_said_of_a_gpu_is_calculated(page):
+def test_what_is_said_of_a_gpu_is_calculated():
     case = "pairs=32 S=256 V=250002 bf16"
     step = {
         row["variant"]: (float(row["h100_seconds"]), int(row["peak_bytes"]) / 2**20)
@@ -109,7 +108,7 @@ def test_what_is_said_of_a_gpu_is_calculated(page):
         if (row["loss"], row["case"]) == ("training_step", case)
     }
     (plain, plain_peak), (ours, peak) = step["eager"], step["ours"]
-    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").split())
     assert f"{plain / ours:.1f} times as fast" in text
     assert f"{peak:,.0f} MiB instead of {plain_peak:,.0f}" in text
 
@@ -123,9 +122,21 @@ def test_what_is_said_of_a_dense_head_is_measured(page):
         assert f"{ratio:.1f} times" in text
 
 
-def test_the_picture_is_drawn_from_the_results():
-    kept = (front.ASSETS / "front.svg").read_text(encoding="utf-8")
-    assert kept == front.draw(), "python -m tools.front draws it"
+@pytest.mark.parametrize("name", front.PICTURES)
+def test_the_pictures_are_drawn_from_the_results(name):
+    kept = (front.ASSETS / f"{name}.svg").read_text(encoding="utf-8")
+    assert kept == front.PICTURES[name](), "python -m tools.front draws it"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_what_a_weight_and_a_target_reach_is_that_of_the_results(page):
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    for (system, given), words in {
+        front.GIVEN[0]: "A fixed weight of 0.1 ends between {:.0f} and {:.0f} active dimensions",
+        front.GIVEN[2]: "a target of 64 between {:.0f} and {:.0f}",
+    }.items():
+        reached = [x for runs in front.reached(system, given).values() for x in runs]
+        assert words.format(min(reached), max(reached)) in text
 
 
 @pytest.fixture
