@@ -10,6 +10,7 @@ from types import UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
+from markdown_it import MarkdownIt
 
 import sparse_losses
 import sparse_losses.functional as F
@@ -105,6 +106,46 @@ def test_only_known_hosts_are_named(page):
             assert "/".join(path.split("/")[1:3]) in REPOSITORIES, path
         else:
             assert host in HOSTS or host.startswith("localhost"), host
+
+
+# What a host of repositories shows: plain GitHub Markdown.
+
+SITE_ONLY = re.compile(
+    r"\]\[sparse_losses\.|^(?:\?\?\?|!!!|=== \"|:::)|--8<--|\{ ?[#.:][^}]*\}|<div", re.MULTILINE
+)
+
+
+def not_plain(page: Path, text: str) -> list[str]:
+    """Return what GitHub would show as it is written, and pictures that git does not hold."""
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(body(text))
+    inline = list(chain(*(token.children for token in tokens if token.type == "inline")))
+    kinds = ("text", "softbreak", "html_inline")
+    seen = "".join(each.content or "\n" for each in inline if each.type in kinds)
+    blocks = (token.content for token in tokens if token.type == "html_block")
+    seen += "\n".join(block for block in blocks if not block.startswith("<!--"))
+    pictures = [str(each.attrs["src"]) for each in inline if each.type == "image"]
+    ignored = [src for src in pictures if "figures" in src or not (page.parent / src).is_file()]
+    return SITE_ONLY.findall(seen) + ignored
+
+
+def test_what_the_readme_links_to_is_plain_github_markdown():
+    readme = ROOT / "README.md"
+    linked = set(re.findall(r"\]\(([^)\s#:]+\.md)", read(readme)))
+    assert 5 <= len(linked) <= 10
+    for page in (readme, *(ROOT / link for link in sorted(linked))):
+        assert not_plain(page, read(page)) == [], name(page)
+    for wrong in (
+        "[`f`][sparse_losses.f]",
+        "??? note\n    text",
+        "a\n!!! note",
+        '--8<-- "a.md"',
+        "## A { #b }",
+        '<div class="plot" markdown>',
+        "![a](docs/figures/flops-light.svg)",
+        "![a](docs/none.svg)",
+    ):
+        assert len(not_plain(readme, wrong)) == 1, wrong
+    assert not_plain(readme, "`???`\n\n```\n!!! a\n```\n\n<!-- --8<-- -->\n\n$a_1$") == []
 
 
 # Nothing is fetched from elsewhere.
