@@ -57,7 +57,8 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
     - **The log** has, as means since the last log, the terms of the objective without their weights
       (``terms/info_nce``; in an evaluation ``eval_terms/info_nce``) and the diagnostics
       (``document/active_dimensions``); and of every controller ``document_flops/target``,
-      ``active``, ``weight``, ``status`` and ``dead_rows``.
+      ``active``, ``weight``, ``status`` and ``dead_rows``, in an evaluation
+      ``eval_document_flops/active``.
     - **The end** prints each controller's target and what became of it. With ``calibrate_on`` the
       encoder is calibrated (``sparse_losses.calibrate``) on four fifths of these texts, and the
       active dimensions of the last fifth are counted. Save the encoder
@@ -264,7 +265,12 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         is_training = torch.is_grad_enabled()
         share = 1 if is_training else len(batch.anchor.activations)
         sums = self._terms[is_training]
-        for name, value in output.terms.items():
+        values = {f"terms/{name}": value for name, value in output.terms.items()}
+        for controller in self._controllers() if not is_training else ():
+            texts = batch.anchor if controller.term == "query_flops" else batch.positive
+            active = (texts.activations > 0).sum(-1).float().mean()
+            values[f"{controller.term}/active"] = active
+        for name, value in values.items():
             new = torch.stack([value.detach().float() * share, torch.full_like(value, share)])
             sums[name] = sums[name] + new if name in sums else new
         for side, diagnostics in self.diagnostics.items() if is_training else ():
@@ -277,11 +283,12 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         sums, self._terms[is_training] = self._terms[is_training], {}
         # A process may have had no batch of a term, or of any.
         zero = torch.zeros(2, device=device)
-        names = sorted({name for one in self._objectives() for name in one.weights})
+        names = sorted({f"terms/{name}" for one in self._objectives() for name in one.weights})
+        names += [f"{controller.term}/active" for controller in self._controllers()]
         pairs = [sums.get(name, zero) for name in names]
         summed = sum_over_ranks(torch.stack(pairs)).tolist() if pairs else []
         named = zip(names, summed, strict=True)
-        return {f"{prefix}terms/{name}": total / n for name, (total, n) in named if n}
+        return {f"{prefix}{name}": total / n for name, (total, n) in named if n}
 
     def _reports(self) -> Iterator[tuple[str, float | str]]:
         """Return the numbers of diagnostics and controllers."""

@@ -107,7 +107,8 @@ def advise(
 
     With the ``objective``, only settings are named that the run has. A weight that a
     ``SparsityController`` sets is changed by its ``target_active``, and it is left to it to make
-    dense texts sparse. Findings that no setting of the run can change are left out.
+    dense texts sparse; while it waits, the other side's texts are not expected to be sparse either.
+    Findings that no setting of the run can change are left out.
 
     Args:
         report: what ``Diagnostics.report()`` returned; rules are skipped where a number is missing.
@@ -145,9 +146,10 @@ def _that_apply(
 ) -> Iterator[Finding]:
     """Yield the findings with changes of settings that the objective has."""
     controllers = controllers_of(objective)
-    steered = f"{side}_flops" in controllers
+    # While a controller of the other side waits, the texts of both still get sparser by themselves.
+    waits = any(one.report()["status"].startswith("waiting") for one in controllers.values())
     for finding in findings:
-        if steered and finding.symptom in CONTROLLED:
+        if (waits or f"{side}_flops" in controllers) and finding.symptom in CONTROLLED:
             continue
         changes = []
         for setting, direction in finding.changes:

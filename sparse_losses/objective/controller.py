@@ -19,6 +19,7 @@ from sparse_losses._core.checks import (
     check_integer,
     check_number,
     check_rows,
+    check_shapes,
 )
 from sparse_losses._core.dtensors import beside_dtensors, full, is_dtensor, ranks_of
 from sparse_losses._core.host_copy import HostCopy
@@ -145,7 +146,7 @@ class SparsityController:
         >>> from sparse_losses.functional import flops_loss
         >>> activations = torch.ones(4, 8, requires_grad=True)
         >>> controller = SparsityController(weight=0.5, target_active=2)
-        >>> controller.observe(activations)
+        >>> controller.observe(activations)  # and info_nce=, if you have it
         >>> loss = controller.weight * flops_loss(activations)  # and your other losses
         >>> controller.step()  # after optimizer.step(), or attach(optimizer)
     """
@@ -202,9 +203,25 @@ class SparsityController:
         if objective is not None:
             controllers_of(objective)[term] = self
 
-    def observe(self, activations: Tensor) -> None:
-        """Count a batch ``[..., V]`` without a device wait; the batches of a step add up."""
+    def observe(
+        self,
+        activations: Tensor,
+        *,
+        info_nce: Tensor | None = None,
+        candidates: int | None = None,
+    ) -> None:
+        """Count a batch ``[..., V]`` without a device wait; the batches of a step add up.
+
+        Without an objective, the value of InfoNCE ``[]`` and the number of candidates of a query
+        (default: the rows of the batch) show whether anything is learned.
+        """
         check_rows("activations", activations)
+        candidates = activations.shape[0] if candidates is None else candidates
+        if info_nce is not None:
+            if self.objective is not None:
+                raise TypeError("expected no `info_nce` beside an objective, which knows its own")
+            check_shapes(info_nce=(info_nce, ""))
+            check_integer("candidates", candidates, minimum=2)
         vocab_size = activations.shape[-1]
         if self.target >= vocab_size:
             raise ValueError(f"expected `target_active` below V = {vocab_size}, got {self.target}")
@@ -227,6 +244,9 @@ class SparsityController:
             if is_dtensor(activations):  # the ranks know the same, and `step` adds up theirs
                 new = [full(x) / ranks_of(activations) for x in new]
             self._add(*new)
+            if info_nce is not None:
+                share = full(info_nce.detach()).to(wide) / math.log(candidates)
+                self._add(share, torch.ones_like(share), at=5)
 
     def _add(self, *values: Tensor, at: int = 0) -> None:
         """Add values to the measurement of this step, from the position ``at`` on."""

@@ -225,6 +225,21 @@ def test_evaluation_terms_are_means_over_rows(tmp_path):
     assert not objective._forward_hooks, "nothing stays attached"
 
 
+def test_evaluation_counts_active_dimensions(tmp_path):
+    objective, rows = setting.objective(), setting.rows(7)
+    terms = {"query_flops": "anchor", "document_flops": "positive"}
+    controllers = [SparsityController(objective, term, target_active=2) for term in terms]
+    settings = {"eval_on_start": True, "per_device_eval_batch_size": 4}
+    trainer = make(tmp_path, objective, *controllers, max_steps=1, **settings)
+    trainer.train()
+    metrics = logs_of(trainer, "eval_loss")[0]
+    with torch.no_grad():
+        batch = setting.batch_of(setting.encoder().eval(), setting.collate(rows))
+    for term, side in terms.items():
+        active = getattr(batch, side).activations.count_nonzero().item() / 7
+        assert metrics[f"eval_{term}/active"] == pytest.approx(active)
+
+
 def test_parameters_that_are_not_optimised_are_an_error(tmp_path):
     encoder, objective = setting.encoder(), setting.objective()
     trainer = make(tmp_path, objective, encoder=encoder, optimized=encoder.model.parameters())

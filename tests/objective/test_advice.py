@@ -285,6 +285,21 @@ def test_a_controller_is_told_by_its_target_and_left_to_make_texts_sparse():
     assert controller.target_active == 64, "the controller lives"
 
 
+def test_no_text_has_to_be_sparse_while_a_controller_waits():
+    objective = RECOMMENDED.objective()
+    controller = SparsityController(objective, target_active=64)
+
+    def on_queries():
+        return [f.symptom for f in advise(ILL, objective=objective, side="query")]
+
+    assert "texts are not sparse" not in on_queries()
+    for _ in range(10):  # a flat count
+        controller.observe(torch.ones(4, 400))
+        controller.step()
+    assert controller.report()["status"] == "sparsifying"
+    assert "texts are not sparse" in on_queries()
+
+
 def test_arguments_of_another_kind_are_errors():
     with pytest.raises(TypeError, match=r"from Diagnostics.report\(\), got Diagnostics"):
         advise(Diagnostics(5))

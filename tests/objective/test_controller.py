@@ -151,6 +151,26 @@ def test_a_ranking_loss_at_chance_is_named_once_after_50_steps(share, warns, cap
     assert all(record.levelname == "WARNING" for record in told)
 
 
+@pytest.mark.parametrize(("share", "warns"), [(1.0, 1), (0.8, 0)])
+def test_a_loop_without_an_objective_tells_how_well_it_ranks(share, warns, caplog):
+    """FLOPS stays off while nothing is learned."""
+    controller = SparsityController(weight=0.5, target_active=50)
+    for _ in range(51):
+        controller.observe(_rows(400), info_nce=torch.tensor(share * math.log(10)))
+        controller.observe(_rows(400), info_nce=torch.tensor(share * math.log(30)), candidates=30)
+        controller.step()
+    assert (controller.weight == 0) == bool(warns)
+    assert len([r for r in caplog.records if "InfoNCE is 100% of its" in r.message]) == warns
+    with pytest.raises(ValueError, match=r"`info_nce` of shape \[\], got \[2\]"):
+        controller.observe(_rows(400), info_nce=torch.ones(2))
+    with pytest.raises(ValueError, match="`candidates` to be an integer >= 2, got 1"):
+        controller.observe(_rows(400)[:1], info_nce=torch.tensor(1.0))
+    with pytest.raises(TypeError, match="expected no `info_nce` beside an objective"):
+        SparsityController(SpladeObjective({"document_flops": 0.01}), target_active=50).observe(
+            _rows(400), info_nce=torch.tensor(1.0)
+        )
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"negatives_from": ("document", "query", "positive")}, {"decoupled": True}],
