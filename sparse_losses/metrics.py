@@ -1,4 +1,4 @@
-"""What retrieval gains: recall, and how far texts with the same words differ."""
+"""Measures of retrieval: recall, and how far texts with the same words differ."""
 
 import torch
 from torch import Tensor
@@ -40,11 +40,11 @@ def context_overlap(one: Tensor, other: Tensor) -> Tensor:
 
 
 def recall_at_k(scores: Tensor, positive: Tensor, k: int) -> Tensor:
-    """Share of a query's positives among its ``k`` best candidates, the mean over queries.
+    """Share of a query's positives among its ``k`` best candidates, averaged over queries.
 
     Args:
         scores: ``[Q, C]``.
-        positive: ``[Q]``, the column of the one positive; or ``[Q, C]`` 0/1.
+        positive: ``[Q]``, the column of each query's positive; or ``[Q, C]`` 0/1.
         k: 1 to ``C``.
 
     Returns:

@@ -107,7 +107,7 @@ class Preset:
         """Return a copy with other numbers; weights replace those of the same names.
 
         A weight of 0 removes the term, as ``without`` does. Other mappings are replaced as a whole.
-        A curriculum's temperature and weights hold over yours, unless you pass ``curriculum=None``.
+        A curriculum's temperature and weights override yours, unless you pass ``curriculum=None``.
         """
         numbers = dict(weights or {})
         changed = dataclasses.replace(self, weights={**self.weights, **numbers}, **changes)
@@ -134,7 +134,7 @@ class Preset:
         )
 
     def missing(self, passed: Collection[str] = ()) -> list[str]:
-        """Return the fields that must be set; none for the losses ``passed`` to ``objective``."""
+        """Return the fields that must be set, but those of losses ``passed`` to ``objective``."""
         losses = self._losses() - {*passed}
         needed = {field for loss in losses for field in _NUMBERS.get(loss, ())}
         if "language_penalty" in losses:
@@ -223,8 +223,8 @@ class Preset:
     ) -> list[TrainingSchedule | SparsityController]:
         """Return a ``TrainingSchedule``, then one ``SparsityController`` per target.
 
-        They set the objective's weights in training: ``attach`` each to the optimiser. A warm-up
-        needs ``steps``, the optimiser's in the whole training, by which controllers plan, too;
+        They set the objective's weights in training: ``attach`` each to the optimiser. Warm-ups
+        need ``steps``, the optimiser steps of the whole training, and controllers plan by them;
         phases need ``steps_per_epoch``.
         """
         warmups = {}
@@ -318,12 +318,12 @@ def _weights(*column: float) -> dict[str, float]:
 
 
 _OURS = {
-    "sides": "the notes name none but the anchors' positive tokens: they are query_... here; the "
-    "documents are indexed, so consider document_... too",
+    "sides": "the notes name a side only for positive tokens (anchors): all are query_... here; "
+    "you index documents, so consider document_... too",
     "special tokens": "the token losses ignore them, because FLOPS lowers them",
     "short texts": "min activation averages no more activations than a text has tokens",
 }
-_PLAIN = {**_OURS, "idf_alpha": "none: IDF-aware FLOPS begins with V25"}
+_PLAIN = {**_OURS, "idf_alpha": "not set, because IDF-aware FLOPS begins with V25"}
 
 
 V22 = Preset(name="V22", weights=_weights(2.0, 4.0, 10.0, 2.5, 0.005, 1.0), ours=_PLAIN)
@@ -377,6 +377,6 @@ V28 = V26.replace(
         **_OURS,
         "context_distillation": "named without a formula: here of the anchors' mutual scores",
         "unchanged": "numbers that the notes on V28 do not repeat are V26's",
-        "phases": "the notes on V28 list no info_nce: V26's 2.5, 3.0 and 3.0",
+        "phases": "the notes on V28 list no weights of info_nce: V26's 2.5, 3.0 and 3.0 are used",
     },
 )

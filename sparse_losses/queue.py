@@ -39,7 +39,7 @@ class LabelQueue(nn.Module):
 
     Raises:
         ValueError: If a size is below 1.
-        TypeError: If a size is no integer, or ``gather`` no bool.
+        TypeError: If a size is not an integer, or ``gather`` is not a bool.
 
     Examples:
         >>> import torch

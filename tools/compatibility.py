@@ -39,12 +39,13 @@ description: Which trainers work with half precision, compilation, several devic
 
 # Compatibility
 
-A mark stands for tests that train with the real package and compare weights or losses with a plain
-loop. An empty cell is untested. Everything ran on CPUs; two devices are two gloo processes.
+This page shows what is tested with which trainer. A mark stands for tests that train with the real
+package and compare weights or losses with a plain loop. An empty cell is untested. All tests ran on
+CPUs; two devices are two gloo processes.
 
 """
 FOOT = """
-`make compatibility` writes this table from a test run. `docs/results/compatibility.json` has all
+`make compatibility` writes this table from a test run. `docs/results/compatibility.json` has the
 tests of each cell.
 """
 

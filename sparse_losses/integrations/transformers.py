@@ -42,18 +42,18 @@ def _active_dimensions(encoder: Any, texts: Sequence[str]) -> float:
 
 # The type checker sees their classes as Any, and a subclass of Any is an error.
 class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """A callback that attaches, saves, resumes and logs what a ``Trainer`` does not know of.
+    """A callback that attaches, saves, resumes and logs what a ``Trainer`` does not know.
 
     It works in the ``Trainer`` of transformers and in the trainers of sentence-transformers.
 
-    - **Steps.** A controller without ``steps`` plans its descent over the trainer's. Schedules and
-      controllers count the optimiser's steps: not the batches that are
-      accumulated, and no step that a ``GradScaler`` skips.
+    - **Steps.** A controller without ``steps`` plans its descent over the steps of the trainer.
+      Schedules and controllers count the optimiser's steps, not the batches that are accumulated,
+      and not the steps that a ``GradScaler`` skips.
     - **Checkpoints.** ``trainer_state.json`` has their states and the learned parameters of
       ``loss``. ``train(resume_from_checkpoint=...)`` restores them on every process,
       ``load_best_model_at_end`` the parameters.
     - **Several processes.** The learned parameters start alike on all of them, and their gradients
-      are averaged before every step of the optimiser. (The trainer does so for its model only.)
+      are averaged before every step of the optimiser. (The trainer does so only for its model.)
     - **The log** has, as means since the last log, the terms of the objective without their weights
       (``terms/info_nce``; in an evaluation ``eval_terms/info_nce``) and the diagnostics
       (``document/active_dimensions``); and of every controller ``document_flops/target``,
@@ -65,15 +65,15 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
       afterwards: the checkpoints are not calibrated.
 
     Numbers are logged to the console and ``trainer.state.log_history``. Callbacks that precede this
-    one, such as those of TensorBoard and W&B, do not see them: for these, add it by
+    one, such as those of TensorBoard and W&B, do not see them. To log there, add this callback by
     ``trainer.callback_handler.callbacks.insert(0, TrainingState(...))``.
 
     Args:
         *schedules_and_controllers: ``TrainingSchedule``, ``SparsityController``, or other objects
             with their ``attach(optimizer)``, ``state_dict`` and ``load_state_dict``.
         loss: the loss module, or a dict of them, whose parameters (a temperature, prototypes) are
-            learned but are no part of the trainer's model; they must be in its optimiser. Default:
-            none.
+            learned but are not part of the trainer's model; they must be in its optimiser. Default:
+            no loss.
         diagnostics: by side, ``"query"`` or ``"document"``; they get the training batches of the
             objective, and are reset when they are logged.
         calibrate_on: a sample of the documents that will be indexed, at least five texts; default:
@@ -226,7 +226,7 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
             print(line)
 
     def _calibrate(self) -> str:
-        """Calibrate to the documents' target, and say what texts left out of it have then."""
+        """Calibrate to the documents' target, and report it and the texts that were left out."""
         encoder, target, texts = self._encoder, self.calibrate_to, list(self.calibrate_on or ())
         given = [text for number, text in enumerate(texts) if number % FOLDS]
         done = "after calibration"

@@ -105,18 +105,18 @@ def advise(
 ) -> list[Finding]:
     """Return what is wrong with a run and what to change, the most serious finding first.
 
-    With the ``objective``, only settings are named that the run has. A weight that a
-    ``SparsityController`` sets is changed by its ``target_active``, and it is left to it to make
-    dense texts sparse; while it waits, the other side's texts are not expected to be sparse either.
-    Findings that no setting of the run can change are left out.
+    With the ``objective``, only settings of the run are named. A weight that a
+    ``SparsityController`` sets is changed by its ``target_active``. Making dense texts sparse is
+    left to the controller, and while it waits, the other side need not be sparse either. Findings
+    that no setting of the run can change are left out.
 
     Args:
         report: what ``Diagnostics.report()`` returned; rules are skipped where a number is missing.
         gradients: what ``gradient_report`` returned; it shows which term causes a problem.
         objective: the objective of the run; ``None``: all settings are named.
         side: whose activations the report describes, ``"query"`` or ``"document"``.
-        losses: totals of recent steps or epochs, in order; other rules need eight.
-        validation_losses: validation losses of recent steps or epochs, likewise at least eight.
+        losses: totals of recent steps or epochs, in order; at least eight, except to find a NaN.
+        validation_losses: validation losses of recent steps or epochs; at least eight, too.
 
     Examples:
         >>> from sparse_losses import advise

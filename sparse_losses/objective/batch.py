@@ -86,9 +86,9 @@ class SpladeBatch(NamedTuple):
             ``"batch"`` for the other shapes, ``None`` to tell by the shape (an error where ``B``
             is ``1 + N`` and both fit).
         candidate_mask: ``[B, B]``, with negatives ``[B, B + N]``, bool, int or float 0/1: 0 leaves
-            a candidate out of the row in the terms on scores, as where rows have fewer negatives
-            than others. The vector of a negative that is not there has to be finite, such as that
-            of a text of padding alone, which the other terms see as an empty text.
+            a candidate out of the row in the terms on scores, for example where a row has fewer
+            negatives than others. The vector of a padded negative must be finite, like that of a
+            text of padding alone; the other terms see it as an empty text.
 
     Examples:
         >>> import torch

@@ -81,10 +81,10 @@ class CollapseError(RuntimeError):
 class SparsityController:
     r"""Set the weight of a FLOPS term so that a text keeps ``target_active`` dimensions.
 
-    Or so that the longest posting list holds the share ``target_posting`` of the texts.
+    With ``target_posting`` instead, the longest posting list holds that share of the texts.
 
-    What is dead behind a ReLU hardly comes back, and pruning from above is nearly free. So the
-    controller comes from above, and there is no weight to guess:
+    A dimension that is dead behind a ReLU hardly comes back, and pruning from above is nearly free.
+    So the controller comes from above, and there is no weight to guess:
 
     1. It waits with the weight 0 until the active dimensions have stopped falling by themselves and
        the ranking loss is below chance.
@@ -97,15 +97,15 @@ class SparsityController:
        $$\log \lambda \leftarrow \log \lambda + g\, (e - p) + (\dot e - \dot p) - 1.9\, \dot p$$
 
        where the last part keeps the pressure as FLOPS falls with the dimensions.
-    3. It brakes as soon as a fall would end below the target, and while texts die: to nothing, if
-       need be.
+    3. It brakes as soon as a fall would end below the target, and while texts die: if need be, down
+       to 0.
 
     Rows without any active dimension are dead; those that were dead from the first steps on (texts
     of unknown tokens) do not count. If all rows stay dead, training cannot recover, and
     ``CollapseError`` is raised. The target is reported as unreachable if the other losses alone
     leave fewer, if ``maximum`` leaves more, or if activations shrink and stay active (a gate or a
-    scale satisfies FLOPS without making any dimension 0). A ranking loss that learns nothing shows
-    in no count: where InfoNCE is still at chance after 50 steps (the logarithm of the number of
+    scale satisfies FLOPS without making any dimension 0). No count shows that a ranking loss learns
+    nothing: if InfoNCE is still at chance after 50 steps (the logarithm of the number of
     candidates), a warning says so.
 
     Args:
@@ -122,11 +122,11 @@ class SparsityController:
             ``penalty() ** 2`` as ``token_weight``.
         steps: optimiser steps of the whole run; ``None``: planned as 300.
         start: FLOPS at first, as a share of the weighted ranking terms, > 0.
-        maximum: upper bound of $\lambda$; default: none.
+        maximum: upper bound of $\lambda$; default: no bound.
 
     Attributes:
         weight: the present $\lambda$ as a 0-d tensor, or ``None`` with an objective.
-        checkpoint: the one that you saved last, for the message of ``CollapseError``.
+        checkpoint: the checkpoint that you saved last; ``CollapseError`` names it.
 
     Examples:
         >>> import torch

@@ -49,9 +49,9 @@ class Report(dict[str, float]):
 def winning_positions(special: Tensor, first: Tensor, others: Tensor) -> Report:
     """Return the share of the active dimensions that each kind of position wins.
 
-    A dimension is won by the kind of position whose maximum is the largest; of equal ones by the
-    first named here. A text's vector is pooled once per kind, such as by ``pool_mask``: nothing is
-    stored per position.
+    A dimension is won by the kind of position whose maximum is the largest; among equal maxima, by
+    the kind that is named first here. A text's vector is pooled once per kind, such as by
+    ``pool_mask``: nothing is stored per position.
 
     Args:
         special: activations ``[B, V]`` pooled over special tokens alone.
@@ -87,7 +87,7 @@ class Diagnostics:
 
     - ``active_dimensions``: mean number per text, over the texts that have any; ``smallest`` and
       ``largest`` are the extremes.
-    - ``dead_rows``: share of texts without any; a text with a NaN is not one of them.
+    - ``dead_rows``: share of texts without active dimensions; a text with a NaN does not count.
     - ``dense_rows``: share of texts with more than a quarter of the vocabulary.
     - ``mean_activation``: mean of the active entries.
     - ``flops``: value of ``flops_loss`` over all texts at once, dead ones included.

@@ -22,7 +22,7 @@ class GradientReport(NamedTuple):
         norms: norm of the gradient of every active term, times its weight, with respect to all
             activations of the batch, or to the logits of texts that have them.
         cosines: cosine of the gradients of each pair of terms: -1 if they are opposed, 0 if they
-            have nothing in common, as terms of different sides here (in the encoder they may).
+            have nothing in common. Terms of different sides have 0 here, though not in the encoder.
 
     Examples:
         >>> from sparse_losses import GradientReport

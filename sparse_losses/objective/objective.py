@@ -81,7 +81,7 @@ class SpladeObjective(nn.Module):
     ``language_penalty``, ``self_reconstruction`` and ``positive_activation`` (one side's
     activations of the other side's tokens). The losses are modules that hold their own
     hyperparameters (``objective.info_nce.temperature``). Weights may change between steps. A term
-    without a weight or with weight 0 is not computed; one whose weight is a tensor always is.
+    without a weight, or with the weight 0, is not computed, unless its weight is a tensor.
 
     If InfoNCE and distillation are both active they share one product: the scores ``[B, B + N]``
     in InfoNCE's similarity. ``context_distillation`` compares the anchors with one another, so that
@@ -89,19 +89,19 @@ class SpladeObjective(nn.Module):
 
     Args:
         weights: $\lambda$ by name.
-        info_nce: default ``InfoNCELoss()``; likewise every other loss. None may have
-            ``reduction="none"``.
-        triplet_margin: needs each anchor's own negatives: ``[B, N, V]``, or one each, ``[B, V]``.
+        info_nce: default ``InfoNCELoss()``; the other losses have such defaults, too. No loss may
+            have ``reduction="none"``.
+        triplet_margin: needs each anchor's own negatives: ``[B, N, V]``, or ``[B, V]`` for one.
         distillation: loss on ``score_scale`` times the scores.
         context_distillation: the same on the anchors' scores with one another.
-        margin_mse: needs own negatives as ``triplet_margin`` does; the mean over them.
+        margin_mse: needs the same negatives as ``triplet_margin``, and averages over them.
         flops: ``FlopsLoss`` or ``IdfFlopsLoss``.
         min_activation: averages no more activations than a text has tokens, where its mask is
             known.
         self_reconstruction: loss on the logits where the batch has them; by default it ignores
             special tokens.
         positive_activation: by default it ignores special tokens.
-        language_penalty: has no default: it needs your allowed tokens.
+        language_penalty: has no default, because it needs your allowed tokens.
         special_token_ids: tokens that do not count as a text's own; the defaults above ignore them,
             so that no term raises what another lowers.
         stopword_ids: tokens that are hidden from InfoNCE and FLOPS. (Training collapses if they are
@@ -121,7 +121,7 @@ class SpladeObjective(nn.Module):
         - Output: ``ObjectiveOutput``; all values fp32 (fp64 for fp64 activations), 0-d.
 
     Raises:
-        ValueError: for an unknown term, or an active one that lacks a loss or an input.
+        ValueError: for an unknown term, or an active term that lacks a loss or an input.
 
     Examples:
         >>> import torch

@@ -139,7 +139,7 @@ class Warmup:
 class TrainingSchedule:
     """Set an objective's weights and temperature by the number of optimiser steps.
 
-    A weight is the phase's, or the objective's own where the phase names none, times its warm-up.
+    A weight is that of the phase, or the objective's if the phase has none, times its warm-up.
     A term that the objective lacks, or has with a weight of 0, stays off in every phase: to start
     a term later, set it to 0 in the early phases. The weights depend on the number of steps only,
     so a resumed run has the same weights, bit for bit. The schedule writes to
@@ -148,7 +148,7 @@ class TrainingSchedule:
 
     Args:
         objective: the objective whose weights are set; ``objective.scheduled`` names them. No
-            controller may set the same ones.
+            controller may set the same weights.
         curriculum: phases by epoch (which need ``steps_per_epoch``) or by step.
         warmups: the warm-up of each term by its name.
         steps_per_epoch: optimiser steps per epoch: fewer than batches if gradients are accumulated.

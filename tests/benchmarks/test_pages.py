@@ -17,10 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("make", "page"),
     [
-        (pages.peers, pages.PAGE),
         (pages.memory, pages.PAGE),
-        (pages.objective, pages.PAGE),
-        (pages.calculated, pages.PAGE),
         (pages.aims, pages.AIMS),
     ],
 )
@@ -30,18 +27,6 @@ def test_benchmarks_shows_what_was_measured(make, page):
     assert f"\n{table}\n\n" in page.read_text(encoding="utf-8"), (
         "python -m benchmarks.report.pages rewrites the tables"
     )
-
-
-def test_peers_are_divided_by_ours():
-    rows = {(row["loss"], row["case"], row["variant"]): row for row in PEERS}
-    case = ("flops", "B=64 V=30522 5%")
-    ours, eager = (rows[*case, name] for name in ("ours", "eager"))
-    ratios = [float(eager[x]) / float(ours[x]) for x in ("seconds", "peak_bytes")]
-    numbers = re.search(r"\| flops \| B=64 V=30522 5% \| ([\d.]+), ([\d.]+) \|", pages.peers())
-    assert [float(number) for number in numbers.groups()] == pytest.approx(ratios, abs=0.005)
-
-
-PEERS = read(RESULTS / "cpu-quick.csv")
 
 
 def test_tables_are_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

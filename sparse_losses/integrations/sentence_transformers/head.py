@@ -25,7 +25,7 @@ def use_splade_head(sparse_encoder: Any) -> Any:
     The masked language model then gives its hidden states, and the pooling multiplies them with
     the vocabulary projection: ``[B, S, V]`` is never stored, and vectors and gradients are the
     same. They are fp32, also where the model is in half precision. The pooling's ``chunk_size`` has
-    no effect. What is saved is what it would be without the head.
+    no effect. The saved folder is the same as without the head.
 
     Call it again after anything that replaces the projection, such as ``resize_token_embeddings``
     or adapters on it. Several GPUs need one process each, as ``torchrun`` starts them.

@@ -45,13 +45,13 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
 
     Use it as the ``loss`` of a ``SparseEncoderTrainer`` or ``SentenceTransformerTrainer``, alone or
     in a dict, or inside ``SpladeLoss`` and ``CachedSpladeLoss``, as loss or as regulariser. The
-    order of the dataset's columns gives their meaning, as there: anchors, positives, negatives.
+    order of the dataset's columns gives their meaning: anchors, positives, negatives.
 
     - ``SpladeObjective``: all columns, with their token ids and masks. One column of negatives is
-      ``[B, V]``; several are each anchor's own negatives ``[B, n, V]``. The weighted terms are
-      logged.
-    - InfoNCE, N-pair: every negative is a candidate of every anchor (with ``in_batch=False`` of its
-      own anchor only).
+      ``[B, V]``; several are each anchor's own negatives ``[B, n, V]``. The trainer logs the
+      weighted terms.
+    - InfoNCE, N-pair: every negative is a candidate of every anchor (with ``in_batch=False``, only
+      of its own anchor).
     - Triplet margin: an anchor's own negatives.
     - Distillation, MarginMSE, and an objective with these terms: ``labels`` are the teacher's
       scores of the positive and the negatives, ``[B, 1 + n]``; for MarginMSE also the margins
@@ -59,7 +59,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
     - Pairwise contrastive: two columns; ``labels`` are 0/1.
     - NWS: ``labels`` are multi-hot, ``[B, L]``; a second column holds keys with the same labels.
     - FLOPS, IDF-FLOPS, minimum activation, language penalty: the rows of all columns together.
-    - Self-reconstruction: likewise. Positive activation: the anchors, with the tokens of their
+    - Self-reconstruction: the same. Positive activation: the anchors, with the tokens of their
       positives. These two need token ids, which ``SpladeLoss`` does not pass on.
 
     Args:
