@@ -98,22 +98,22 @@ def info_nce_loss(
         symmetric: whether to average both directions. The negatives take part in both,
             ``positive_mask`` is transposed for the second, and a row must be valid in both.
         in_batch: whether the other rows' positives are candidates.
-        negatives_from: ``"document"``, the other rows' positives, and what else of the batch is a
-            negative: ``"query"`` adds the other anchors, ``"positive"`` the other positives by
-            their similarity to the row's own. Row ``j`` is left out there too where its positive is
-            left out of row ``i``, or is one of the positives of row ``i``.
+        negatives_from: ``"document"`` stands for the other rows' positives, ``"query"`` adds the
+            other anchors, ``"positive"`` adds the other positives, by their similarity to the row's
+            own positive. If the positive of row ``j`` is left out of row ``i``, or is a positive of
+            row ``i``, then row ``i`` also leaves out what these two add of row ``j``.
         positive_ids: ``[B]`` integers that identify the positives. Another row's positive with the
             id of the row's own is a duplicate and is left out of the row's denominator.
         positive_mask: ``[B, B]`` bool, int or float 0/1; entry ``[i, j]`` marks positive ``j`` as a
             positive of anchor ``i``. The diagonal is not implied. Needs ``in_batch``.
-        candidate_mask: ``[B, C]`` bool, int or float 0/1; 0 leaves a candidate out of the row, its
-            NaN too. The columns are the positives (``B``, the own one alone without ``in_batch``),
-            then the negatives (``N``). ``symmetric`` transposes the part of the positives.
+        candidate_mask: ``[B, C]`` bool, int or float 0/1; 0 leaves a candidate and its NaN out of
+            the row. The columns are the ``B`` positives (without ``in_batch`` only the row's own),
+            then the ``N`` negatives. ``symmetric`` transposes the part of the positives.
         false_negative_margin: leaves out another row's positive whose similarity, before the
             temperature and without a gradient, is above that of the row's (largest) positive plus
             this number. ``negative`` is never left out.
-        false_negative_ratio: likewise above this number >= 0 times the positive's similarity, where
-            that is > 0; with both, above either.
+        false_negative_ratio: likewise leaves it out above this number >= 0 times the similarity of
+            the row's positive, where that similarity is > 0. With both, either is enough.
         decoupled: whether to leave the positives out of the denominator.
         gather: whether all ranks' positives and shared negatives are candidates, and ``"mean"`` and
             ``"sum"`` are over all ranks' rows, so that every rank has value and gradient of the
@@ -509,29 +509,29 @@ def false_negative_mask(
     margin: float | None = None,
     ratio: float | None = None,
 ) -> Tensor:
-    r"""Mask of candidates without those that score too high to be negatives.
+    r"""Mask that leaves out candidates that score too high to be negatives.
 
     Candidate $c$ of row $i$ is left out if $s_{ic} > s_i + m$ or, where $s_i > 0$, if
     $s_{ic} > \rho s_i$, with the largest score $s_i$ of the row's positives, the margin $m$ and the
     ratio $\rho$. With both, it is left out if it is above either. A candidate at the bound, a
     positive and a NaN stay.
 
-    The scores are those of a guide, which GIST embeds with; ``info_nce_loss`` itself applies margin
-    and ratio to its own scores.
+    The scores may be those of a guide, a second model, as in GIST. ``info_nce_loss`` itself applies
+    margin and ratio to its own scores.
 
     Args:
         scores: ``[B, C]`` floating, of any model; detached.
         positive_mask: ``[B, C]`` bool, int or float 0/1; by default the diagonal of square scores.
-            A row without a positive keeps all.
+            A row without a positive keeps all candidates.
         margin: ``m``, finite, in units of the scores.
         ratio: ``rho``, >= 0.
 
     Returns:
-        ``[B, C]`` bool, 0 where left out: the ``candidate_mask`` of a loss.
+        ``[B, C]`` bool, False for candidates that are left out: a ``candidate_mask`` for a loss.
 
     Raises:
-        ValueError: for wrong shapes or bounds, neither bound, or scores that are not square without
-            ``positive_mask``.
+        ValueError: for wrong shapes or bounds, without any bound, or without ``positive_mask`` if
+            the scores are not square.
         TypeError: for wrong dtypes.
 
     Examples:

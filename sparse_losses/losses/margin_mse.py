@@ -33,18 +33,18 @@ def margin_mse_loss(
     $$\ell_i = \bigl((s_i^+ - s_i^-) - (t_i^+ - t_i^-)\bigr)^2$$
 
     $s^+$, $s^-$ are the student's scores of positive and negative, $t^+$, $t^-$ the teacher's. With
-    several negatives per row, $\ell_i$ is the mean over those that are there. A constant added to
+    several negatives per row, $\ell_i$ is the mean over those that exist. A constant added to
     the scores of either model changes nothing; a factor does. A teacher's score of ``-inf`` means
-    that the candidate is not there, as in ``distillation_loss``.
+    that the candidate does not exist, as in ``distillation_loss``.
 
     Args:
         student_positive: ``[B]`` floating.
         student_negative: ``[B]``, or ``[B, N]``.
-        teacher_positive: ``[B]``; detached. ``-inf`` marks a row that does not count.
+        teacher_positive: ``[B]``; detached. ``-inf`` marks a row without a positive.
         teacher_negative: in the shape of ``student_negative``; detached; ``-inf`` marks a negative
-            that is not there.
+            that does not exist.
         candidate_mask: in the shape of ``student_negative``, bool, int or float 0/1; marks the
-            negatives that are there.
+            negatives that exist.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
             same number of rows (see ``sparse_losses.distributed``).
         reduction: ``"none"`` (``[B]``), ``"mean"`` over the valid rows, or ``"sum"``.

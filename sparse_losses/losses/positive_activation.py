@@ -41,7 +41,7 @@ def positive_activation_loss(
 
     $T_i$ is the set of attended ids of the positive of row $i$, $x_{ij}$ the activation of token
     $j$ in the anchor, $u$ the ``token_weight`` (default 1). The loss is unbounded below and its
-    slope is constant, so it raises stopwords first, which cost least. Use idf weights, or
+    slope is constant, so it raises stopwords first, which are in most texts. Use idf weights, or
     ``saturating``, which replaces $-x_{ij}$ by $\log(1 + e^{-x_{ij}}) > 0$.
 
     Args:

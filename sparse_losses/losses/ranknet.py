@@ -64,7 +64,7 @@ def ranknet_loss(
 
     References:
         Learning to Rank using Gradient Descent, eq. 3 with a target probability of 1. The mean over
-        the pairs of a row is ours.
+        the pairs of a row is an addition.
     """
     student, teacher = student_scores, teacher_scores
     if candidate_mask is not None:

@@ -46,8 +46,8 @@ def self_reconstruction_loss(
         activations: ``[B, V]`` floating; activations or signed pooled logits.
         input_ids: ``[B, S]`` integers in ``[0, V)``; ignored where the mask is 0.
         attention_mask: ``[B, S]`` bool, int or float 0/1.
-        ignore_token_ids: ids that are neither targets nor others, such as the special tokens:
-            this loss would raise them while a FLOPS penalty lowers them.
+        ignore_token_ids: ids that count neither as targets nor as others, such as the special
+            tokens: this loss would raise them while a FLOPS penalty lowers them.
         balanced: whether to weigh both sides equally, as above; an empty side counts as 0.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the
             same number of rows (see ``sparse_losses.distributed``).

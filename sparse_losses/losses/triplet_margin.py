@@ -36,15 +36,15 @@ def triplet_margin_loss(
     $$\ell_i = \max\bigl(0, m - \mathrm{sim}(a_i, p_i) + \mathrm{sim}(a_i, n_i)\bigr)$$
 
     $m$ is the margin. With several negatives per row, $\ell_i$ is the mean over those that
-    are there. With ``"euclidean"``, $\mathrm{sim}(a, b) = -\lVert a - b \rVert_2^2$, the squared
+    exist. With ``"euclidean"``, $\mathrm{sim}(a, b) = -\lVert a - b \rVert_2^2$, the squared
     distance.
 
     Args:
         anchor: ``[B, D]`` floating.
         positive: ``[B, D]``.
         negative: ``[B, D]``, or ``[B, N, D]``.
-        candidate_mask: ``[B, N]`` bool, int or float 0/1; marks the negatives that are there, if
-            these are ``[B, N, D]``; the NaN of others is hidden.
+        candidate_mask: ``[B, N]`` bool, int or float 0/1; marks the negatives that exist, if
+            these are ``[B, N, D]``, and hides the NaN of the others.
         margin: ``m``, in units of the similarity, finite.
         similarity: ``"cosine"`` (of the rows, normalised here), ``"dot"`` or ``"euclidean"``.
         gather: whether ``"mean"`` and ``"sum"`` are over the rows of all ranks, which must have the

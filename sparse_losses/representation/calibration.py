@@ -76,11 +76,10 @@ def calibrate(
 ) -> float:
     """Make a model's vectors keep ``target_active`` dimensions each, on average.
 
-    ``"prune"`` and ``"shift"`` are those of ``SpladeEncoder.calibrate``, which a ``SpladeEncoder``
-    uses for its documents. A ``SpladeHead`` gets a ``threshold``. Of a ``SparseEncoder`` of
-    sentence-transformers, with or without ``use_splade_head``, the bias is shifted in place, and
-    saved with the model's folder. ``"prune"`` needs ``use_splade_head``: the threshold holds for
-    documents and queries, in this process; it is not saved.
+    A ``SpladeEncoder`` calls its own ``calibrate`` for documents, which explains both methods. A
+    ``SpladeHead`` gets a ``threshold``. A ``SparseEncoder`` of sentence-transformers, with or
+    without ``use_splade_head``, gets a shifted bias, which its folder saves; ``"prune"`` needs
+    ``use_splade_head`` and sets a threshold for documents and queries that is not saved.
 
     Args:
         model: a ``SpladeEncoder``, a ``SpladeHead``, or a ``SparseEncoder`` of a fill-mask

@@ -74,7 +74,7 @@ class SpladeEncoder(nn.Module):
         model: A masked or causal language model of ``transformers``, on any device, in any
             precision, or a ``PeftModel`` around it. With ``expansion=False`` only its encoder is
             kept. The attention of a causal one is set by ``bidirectional``.
-        tokenizer: Its tokenizer. If it has no padding token it gets its end-of-text token as one.
+        tokenizer: Its tokenizer. Without a padding token, it pads with its end-of-text token.
         expansion: Whether a text may have weight at tokens that are not in it.
         gate: A ``ContextGate``, or ``True`` for a new one.
         idf_weights: ``[V]``, finite and >= 0; factors on the activations.
@@ -85,13 +85,13 @@ class SpladeEncoder(nn.Module):
         pool_special_tokens: Whether special tokens of the tokenizer give weights to other tokens.
         activation: ``"relu"`` or ``"log1p_relu"``, as in ``splade_head``; with
             ``expansion=False`` also ``"identity"``: the ReLU alone, as in BGE-M3.
-        softcap: Replaces the soft cap of the model's logits. ``None``: the model's.
+        softcap: The soft cap of the logits. ``None``: that of the model.
         logit_scale: A factor > 0 on the logits, such as $H^{-1/4}$ for decoders. ``None``: 1.
         bidirectional: Whether each position of a causal language model attends to later ones.
-        prune_ratio: As in ``encode``, and its default there.
-        max_active_dims: As in ``encode``, and its default there.
-        document_threshold: What ``calibrate`` finds: a dimension of a document whose pooled logit
-            (after the gate) is not above it is 0; one above it keeps its weight.
+        prune_ratio: The default ``prune_ratio`` of ``encode``.
+        max_active_dims: The default ``max_active_dims`` of ``encode``.
+        document_threshold: The threshold that ``calibrate`` finds: a dimension of a document is 0
+            unless its pooled logit (after the gate) is above it.
         query_threshold: The same for queries.
 
     Create the encoder after ``resize_token_embeddings``, which replaces the matrix.
@@ -334,7 +334,7 @@ class SpladeEncoder(nn.Module):
 
         Args:
             texts: Strings. Longer ones are cut at ``max_length`` tokens.
-            side: Whose threshold prunes them.
+            side: ``"document"`` or ``"query"``: whose threshold prunes them.
             output: ``"csr"`` or ``"dense"``: a tensor ``[N, V]``, sparse in CSR layout or dense.
                 ``"tokens"``: a list of dicts of positive weights by token, the largest first.
             batch_size: Texts per batch; texts of similar length share a batch.
@@ -470,12 +470,12 @@ class SpladeEncoder(nn.Module):
         """Make texts keep ``target_active`` dimensions each, on average.
 
         ``"prune"`` sets the ``side``'s threshold: ``encode_document`` (or ``encode_query``) drops
-        the dimensions whose pooled logit is not above it. The other weights stay. It is saved with
-        the encoder; other readers of the folder do not prune. ``"shift"`` subtracts the threshold
+        the dimensions whose pooled logit is not above it. The other weights stay. The threshold is
+        saved with the encoder; other readers of the folder do not prune. ``"shift"`` subtracts it
         from the bias of the vocabulary projection (of the importance layer with
-        ``expansion=False``) for what reads the model alone: this lowers the weights that stay, too,
-        on both sides. It can also add dimensions. With a bias in half precision, which takes few
-        values, it may miss the target by a few percent.
+        ``expansion=False``), which also serves those who read only the model. This lowers the
+        weights that stay, too, on both sides, and it can add dimensions. With a bias in half
+        precision, which takes few values, it may miss the target by a few percent.
 
         Dimensions with an idf weight of 0 are not counted.
 
@@ -483,7 +483,7 @@ class SpladeEncoder(nn.Module):
             texts: A sample of the texts to be encoded; those of the training have more active
                 dimensions.
             target_active: Active dimensions per text, on average, > 0.
-            side: Whose vectors are pruned.
+            side: ``"document"`` or ``"query"``: whose vectors are pruned.
             method: ``"prune"`` or ``"shift"``.
             batch_size: Texts per batch.
 

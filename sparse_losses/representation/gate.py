@@ -34,7 +34,7 @@ class ContextGate(nn.Module):
 
     Raises:
         ValueError: for sizes, a dropout or shapes that do not fit.
-        TypeError: for sizes that are no integers.
+        TypeError: for sizes that are not integers.
 
     Examples:
         >>> import torch

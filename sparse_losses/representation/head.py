@@ -223,7 +223,7 @@ class SpladeHead(LossModule):
         transform: layers that are applied to the hidden states first, ``[B, S, H]`` to
             ``[B, S, H]``, as a masked language model has before its vocabulary projection.
         activation: as in the function, like ``softcap``, ``threshold``, ``sparse_grad``, ``impl``.
-        softcap: the model's, if it caps its logits.
+        softcap: the soft cap of the model, if it caps its logits.
         threshold: a number or ``[V]``.
         logit_scale: a constant factor > 0 on the logits, before the soft cap.
         sparse_grad: whether the weight's gradient is sparse.

@@ -44,7 +44,7 @@ def splade_pool(
             tokens.
         impl: ``"definition"`` computes operation by operation; ``"nonzeros"``, on the CPU only, has
             its own gradient over active entries; ``"auto"`` uses ``"nonzeros"`` on the CPU, except
-            for few logits a text and for short texts that activate half of the vocabulary.
+            for texts with few logits and for short texts that activate half of the vocabulary.
 
     Returns:
         Activations ``[B, V]`` >= 0, fp32 (fp64 for fp64 logits); with ``return_logits`` a pair with

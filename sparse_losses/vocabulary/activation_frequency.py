@@ -14,7 +14,7 @@ __all__ = ["ActivationFrequency"]
 
 
 class ActivationFrequency(nn.Module):
-    r"""Counter of the share of texts that activate each dimension: its posting list's length.
+    r"""Counter of the share of texts that activate each dimension, its posting list's length.
 
     $$
     f_j = \frac{\sum_b d^{a_b} n_{bj}}{\sum_b d^{a_b} B_b} \qquad
@@ -22,11 +22,11 @@ class ActivationFrequency(nn.Module):
     $$
 
     $n_{bj}$ of the $B_b$ texts of batch $b$ activate dimension $j$; the batch is $a_b$ batches old.
-    $d$ is ``decay``, or 1, with which $f$ is exact. $w$ is the weight of DF-FLOPS: 0 at $f_j = 0$,
-    one half at $f_j = \alpha$, 1 at $f_j = 1$.
+    $d$ is ``decay``; without it $d$ is 1 and $f$ is exact. $w$ is the weight of DF-FLOPS: 0 at
+    $f_j = 0$, one half at $f_j = \alpha$, 1 at $f_j = 1$.
 
     In DF-FLOPS the weight stands inside the square, so ``flops_loss`` takes its square. Refresh it
-    in place once in a number of steps. Nothing here waits for the device.
+    in place every so many steps. Nothing here waits for the device.
 
     Args:
         vocab_size: Number of dimensions, V.
@@ -34,7 +34,7 @@ class ActivationFrequency(nn.Module):
 
     Raises:
         ValueError: If ``vocab_size`` is below 1, or ``decay`` not between 0 and 1.
-        TypeError: If one is no number.
+        TypeError: If either is not a number.
 
     Examples:
         >>> import torch
@@ -97,7 +97,7 @@ class ActivationFrequency(nn.Module):
 
         Raises:
             ValueError: If the vocabulary sizes or the decays differ.
-            TypeError: If ``other`` is no ActivationFrequency.
+            TypeError: If ``other`` is not an ActivationFrequency.
         """
         if not isinstance(other, ActivationFrequency):
             raise TypeError(
@@ -144,7 +144,7 @@ class ActivationFrequency(nn.Module):
 
         Raises:
             ValueError: If ``alpha`` or ``beta`` is out of range.
-            TypeError: If one is no number.
+            TypeError: If either is not a number.
         """
         check_number("alpha", alpha, minimum=0.0, exclusive=True)
         check_number("beta", beta, minimum=0.0, exclusive=True)

@@ -137,7 +137,7 @@ class Count:
         try:
             settings, done, (documents, tokens), df = json.loads(path.read_text(encoding="utf-8"))
             if settings != self.settings or not done.items() <= inputs.items():
-                raise ValueError("it is of other inputs or with other options")
+                raise ValueError("it was made with other inputs or options")
             self.counter._set_counts(df, documents, tokens)
         except (ValueError, TypeError, AttributeError) as error:
             unfinished = f"cannot continue the unfinished count {path}"

@@ -150,7 +150,7 @@ class DocumentFrequency:
         for name in ("vocab_size", "tokenizer_sha256"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
-                raise ValueError(f"expected counters of one `{name}`, got {ours!r} and {theirs!r}")
+                raise ValueError(f"expected counters of equal `{name}`, got {ours!r}, {theirs!r}")
         self.df += other.df
         self.num_documents += other.num_documents
         self.num_tokens = _total(self.num_tokens, other.num_tokens)
@@ -225,9 +225,9 @@ class DocumentFrequency:
 
         Args:
             path: The file.
-            tokenizer: The tokenizer the counts must have been made with, any object with
+            tokenizer: The tokenizer that must have made the counts, any object with
                 ``get_vocab()``; by default it is not checked.
-            vocab_size: The V the counts must have, that of the model; by default not checked.
+            vocab_size: The expected V, such as that of the model; by default it is not checked.
 
         Raises:
             ValueError: If the file was not written by ``save``, is damaged, or has another

@@ -75,7 +75,7 @@ def idf_penalty(
 
     References:
         Formal et al., "SPLADE: Sparse Lexical and Expansion Model for First Stage Ranking", 2021,
-        for the FLOPS regulariser that these penalties weigh.
+        for the FLOPS regulariser that these penalties weight.
     """
     vocab_size = check_shapes(idf=(idf, "V"))["V"]
     check_number("alpha", alpha, minimum=0.0)

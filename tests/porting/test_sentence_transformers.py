@@ -134,13 +134,8 @@ def test_margin_mse(columns, labels, negatives):
     target = teacher if labels == "scores" else margins
     theirs = SparseMarginMSELoss(None).compute_loss_from_embeddings(columns, target)
     scores = scores_of(columns)
-    positive = scores[:, :1].expand(-1, negatives)
-    if labels == "scores":
-        t = teacher[:, :1].expand(-1, negatives), teacher[:, 1:]
-    else:
-        t = margins, torch.zeros_like(margins)
-    rows = (x.flatten() for x in (positive, scores[:, 1:], *t))
-    assert_equal(theirs, margin_mse_loss(*rows), *columns)
+    t = (teacher[:, 0], teacher[:, 1:]) if labels == "scores" else (torch.zeros(Q), -margins)
+    assert_equal(theirs, margin_mse_loss(scores[:, 0], scores[:, 1:], *t), *columns)
 
 
 def test_margin_mse_of_the_objective(columns):

@@ -203,7 +203,7 @@ def test_unfinished_count_of_something_else_is_refused(tokenizer, tmp_path, caps
         ([first, second], tokenizer, ["--field", "body"]),
     ]:
         assert count(*inputs, tokenizer=made_with, output=output, options=options) == 2
-        assert "restart: it is of other inputs or with other options" in capsys.readouterr().err
+        assert "restart: it was made with other inputs or options" in capsys.readouterr().err
     text_file(first, [*TEXTS, "more"])
     assert count(first, second, tokenizer=tokenizer, output=output) == 2
     settings, _, numbers, df = json.loads(state)
