@@ -36,7 +36,6 @@ __all__ = ["CollapseError", "SparsityController"]
 _log = logging.getLogger("sparse_losses")
 
 RANKING = ("info_nce", "triplet_margin", "distillation", "context_distillation", "margin_mse")
-SMALLEST = 0.05  # of the ranking loss, for the first weight: an easy task's is near 0
 # A measurement: active entries, live rows, dead rows, sum of the activations, batches; of InfoNCE
 # over its value at chance, the sum and its batches; of the ranking terms and of FLOPS, likewise.
 SIZE = 10
@@ -342,16 +341,16 @@ class SparsityController:
     def _note_terms(
         self, share: float, ranked: float, ranking: float, flops: float, batches: float
     ) -> None:
-        """Warn of a ranking loss at chance, and set what the first weight would be."""
+        """Warn of a ranking loss at chance, and bound the weight."""
         if ranked and self._descent.look_at_ranking(share / ranked):
             message = (
                 "after step %d: InfoNCE is %.0f%% of its value at chance: nothing is learned yet, "
                 "whatever the number of active dimensions"
             )
             _log.warning(message, self._descent.step, 100 * (self._descent.ranking or 0.0))
-        if flops and math.isfinite(ranking / flops) and self._descent.started_at is None:
-            first = self.start * max(ranking, SMALLEST * batches) / flops
-            self._descent.first_weight = first
+        if flops and math.isfinite(ranking / flops):
+            self._descent.look_at_terms(ranking / batches, flops / batches, self.start)
+            self._write()
 
     def _decay(self) -> float:
         return 1 - 1 / min(max(self._descent.planned_steps / 30, MEMORY[0]), MEMORY[1])
@@ -405,8 +404,7 @@ class SparsityController:
             self.observe(texts.activations)
             if self.term == "document_flops" and batch.negative is not None:
                 self.observe(batch.negative.activations)
-        if self._descent.started_at is None or self._descent.step < AT_CHANCE:
-            self._look_at_terms(objective, batch, texts.activations, output.terms)
+        self._look_at_terms(objective, batch, texts.activations, output.terms)
 
     def _look_at_terms(
         self,
@@ -415,18 +413,23 @@ class SparsityController:
         activations: Tensor,
         terms: Mapping[str, Tensor],
     ) -> None:
-        """Measure the ranking terms, and FLOPS while its weight is 0, for the first weight."""
-        wide = widest_dtype(activations.device)
-        if (loss := terms.get("info_nce")) is not None:
-            share = loss.to(wide) / _chance(objective, batch)
+        """Measure the ranking terms and FLOPS, which has no term while its weight is 0."""
+        wide, waits = widest_dtype(activations.device), self._descent.started_at is None
+        if (loss := terms.get("info_nce")) is not None and (
+            waits or self._descent.step < AT_CHANCE
+        ):
+            share = loss.detach().to(wide) / _chance(objective, batch)
             self._add(share, torch.ones_like(share), at=5)
         ranking = [objective.weights[name] * terms[name] for name in RANKING if name in terms]
-        if ranking and self._descent.started_at is None:
-            gathers = {"gather": True} if objective.gather else {}
+        flops = terms.get(self.term)
+        if ranking and (waits or flops is not None):
             with torch.no_grad():
-                flops = objective.flops(activations.detach(), **gathers).to(wide)
-            values = sum(term.to(wide).abs() for term in ranking) + 0 * flops
-            self._add(values, flops, torch.ones_like(flops), at=7)
+                if flops is None:
+                    gathers = {"gather": True} if objective.gather else {}
+                    flops = objective.flops(activations.detach(), **gathers)
+                flops = flops.to(wide)
+                values = sum(term.to(wide).abs() for term in ranking) + 0 * flops
+                self._add(values, flops, torch.ones_like(flops), at=7)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not was_skipped(optimizer):

@@ -17,11 +17,13 @@ UNPLANNED = 300  # the steps for which a run of unknown length is planned
 FAR = 1.0  # the level above which shrinking activations count as a fall
 POWER = 1.9  # FLOPS falls with about this power of the active dimensions
 LEAST, FALL = -7.0, -0.4  # log(weight / first): its bound, which counts as 0; its fastest fall
-HASTE = 2.0  # how much faster an error below the target is mended
+HASTE = 1.5  # how much faster an error below the target is mended
 BELOW, PAUSE = 0.3, -3.0  # a brake: from which distance below the target on; the strongest, 0
 IDLE = -4.5  # log of FLOPS' share over its first one, at which the other losses decide
 DYING, COLLAPSING = 0.05, 0.5  # shares of dead rows beyond the usual one
 USUAL = 10  # the first looks, whose dead rows are the usual ones
+SMALLEST = 0.05  # of the ranking terms, for the first weight: an easy task's are near 0
+MOST, LARGE = 4.0, 0.5  # FLOPS over the ranking terms, at most; these then count as at least LARGE
 LOW, HIGH = math.log(0.9), math.log(1.3)  # the levels that count as on target
 SHRUNK = 0.1  # the share of the first mean activation below which activations have shrunk
 
@@ -56,6 +58,7 @@ class Descent:
     started_at: int | None = None  # None: FLOPS is off until the count has settled
     first_level: float = 0.0
     first_weight: float = 0.0  # before the start: what it would be
+    log_most: float | None = None  # log of the weight at which FLOPS dominates
     log_ratio: float = 0.0  # log(weight / first_weight)
     brake: float = 0.0  # log of a factor that is there for a while
     idle_steps: int = 0  # below the target without FLOPS and without an upward trend
@@ -77,8 +80,13 @@ class Descent:
         """The present weight."""
         if self.started_at is None or self.log_ratio <= LEAST or self.brake <= PAUSE:
             return 0.0
-        weight = self.first_weight * math.exp(self.log_ratio + self.brake)
-        return weight if self.maximum is None else min(weight, self.maximum)
+        return min(self.first_weight * math.exp(self.log_ratio + self.brake), self.most)
+
+    @property
+    def most(self) -> float:
+        """The largest weight now: beyond it FLOPS acts no sooner, and then far too strongly."""
+        most = math.inf if self.log_most is None else math.exp(self.log_most)
+        return most if self.maximum is None else min(most, self.maximum)
 
     @property
     def more_dead(self) -> float:
@@ -118,6 +126,13 @@ class Descent:
         is_time = self.step == AT_CHANCE and self.ranking is not None
         return is_time and LEARNS < (self.ranking or 0.0) < OVER
 
+    def look_at_terms(self, ranking: float, flops: float, start: float) -> None:
+        """Take note of weighted ranking terms and FLOPS, for the first and the largest weight."""
+        if self.started_at is None:
+            self.first_weight = start * max(ranking, SMALLEST) / flops
+        most = math.log(MOST * max(ranking, LARGE) / flops)
+        self.log_most = most if self.log_most is None else (self.log_most + most) / 2
+
     def _steer(self, steps: int) -> None:
         """Set the weight ``steps`` after the look before."""
         assert self.level is not None
@@ -146,12 +161,14 @@ class Descent:
         height = max(self.first_level - aim, 0.0)
         planned = aim + height * (left / length) ** BEND
         slope = -BEND * height / length * (left / length) ** (BEND - 1)
-        gain = min(max(10 / self.planned_steps, 0.02), 0.1)
+        gain = min(max(20 / self.planned_steps, 0.025), 0.1)
         rise = min(max(40 / self.planned_steps, 0.06), 0.4)
         # Far above, activations may shrink for long before the first of them die, all at once.
         trend = min(self.trend, self.mass_trend) if level > FAR else self.trend
         change = gain * (level - planned) * (HASTE if level < 0 else 1) + trend - slope
         change = max(min(change, rise), FALL)
+        if level + 2 * self.window * trend > aim:  # it will not fall too far
+            change = max(change, 0.0)
         if slope:  # the same pressure at fewer dimensions needs a larger weight
             change -= POWER * slope * min(max(2 - trend / slope, 0.0), 1.0)
         ahead, deaths = level + self.window * self.trend, self.more_dead - self.tolerated
@@ -160,7 +177,7 @@ class Descent:
         at_chance = is_early and LEARNS < (self.ranking or 0.0) < OVER
         if deaths > 0 or at_chance:
             change = min(change, 0.0)
-        high = math.inf if self.maximum is None else math.log(self.maximum / self.first_weight)
+        high = math.log(self.most / self.first_weight) if self.most < math.inf else math.inf
         self.log_ratio = min(max(self.log_ratio + steps * change, LEAST), high)
 
     def _count_idle(self, level: float, steps: int) -> None:

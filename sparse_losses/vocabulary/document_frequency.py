@@ -150,7 +150,7 @@ class DocumentFrequency:
         for name in ("vocab_size", "tokenizer_sha256"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
-                raise ValueError(f"expected counters of equal `{name}`, got {ours!r}, {theirs!r}")
+                raise ValueError(f"expected equal `{name}` to merge, got {ours!r} and {theirs!r}")
         self.df += other.df
         self.num_documents += other.num_documents
         self.num_tokens = _total(self.num_tokens, other.num_tokens)

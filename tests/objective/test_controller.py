@@ -134,6 +134,19 @@ def test_a_closing_gate_is_reported_as_shrinking_activations():
     assert controller.report()["mean_activation"] < 0.05
 
 
+def test_flops_does_not_dominate_where_it_cannot_act():
+    objective = SpladeObjective({"info_nce": 0.5, "document_flops": 0.01})
+    controller = SparsityController(objective, target_active=20, steps=60)
+    controller.attach(optimizer := _optimizer())
+    texts = Texts(0.1 * _rows(400) + 3 * torch.eye(10, V))  # the ranking loss is below chance
+    for _ in range(60):
+        _, terms = objective(SpladeBatch(texts, texts))
+        optimizer.step()
+    flops = terms["document_flops"]
+    most = 4 * max(0.5 * terms["info_nce"].item(), 0.5)
+    assert objective.weights["document_flops"] * flops.item() == pytest.approx(most, rel=1e-5)
+
+
 @pytest.mark.parametrize(("share", "warns"), [(1.0, 1), (0.8, 0), (1.3, 0)])
 def test_a_ranking_loss_at_chance_is_named_once_after_50_steps(share, warns, caplog):
     objective = SpladeObjective({"info_nce": 2.0, "document_flops": 0.01})

@@ -192,6 +192,39 @@ def test_the_weight_stays_within_its_bounds():
     assert law.log_ratio == pytest.approx(math.log(100))  # no error accumulates
 
 
+@pytest.mark.parametrize(("ranking", "counts_as"), [(10.0, 10.0), (0.1, 0.5)])
+def test_flops_is_at_most_four_times_the_ranking_terms(ranking, counts_as):
+    """Texts that stay dense for long: a larger weight would act no sooner, but far too strongly."""
+    law, texts = made(), Texts(3000, 3000, response=0.0)
+    law.look_at_terms(ranking, flops=200.0, start=0.03)
+    assert law.first_weight == pytest.approx(0.03 * ranking / 200)
+    _, weights, _ = run(law, texts, 32)
+    most = 4 * counts_as / 200
+    assert weights[-1] == pytest.approx(most)
+    for _ in range(20):  # the activations shrink, and with them FLOPS
+        law.look_at_terms(ranking, flops=2.0, start=0.03)
+    _, weights, _ = run(law, texts, 32, steps=1)
+    assert most < weights[-1] < 2 * most, "what it would have risen to is not made up for"
+    law.maximum = most / 2
+    assert law.weight == most / 2
+
+
+def test_a_fall_that_will_end_above_the_target_takes_no_weight_away():
+    law, texts = made(), Texts(3000, 3000, response=0.0, noise=0.0)
+    run(law, texts, 32, steps=50)
+    before, count = law.log_ratio, 3000.0
+    while count > 300:  # twice as fast as planned
+        count *= 0.9
+        law.step += 1
+        law.look(math.log(count / 32), 1.0)
+    assert law.log_ratio >= before
+    while count > 20:
+        count *= 0.9
+        law.step += 1
+        law.look(math.log(count / 32), 1.0)
+    assert law.log_ratio + law.brake < before - 1
+
+
 def test_a_crash_is_braked_before_the_smoothed_count_is_below_the_target():
     """From 90 to 3 in 18 steps, as dense texts fall."""
     law = made()

@@ -109,7 +109,7 @@ def test_number_of_tokens_of_an_older_version_is_unknown_also_in_a_sum(tmp_path)
     ],
 )
 def test_merge_refuses_another_vocabulary(other, name):
-    with pytest.raises(ValueError, match=f"of one `{name}`"):
+    with pytest.raises(ValueError, match=f"equal `{name}` to merge"):
         DocumentFrequency(V, tokenizer_sha256="a").merge(other)
 
 
