@@ -26,9 +26,10 @@ GIVEN = [  # system, what its user gives it, in the order of the rows
     ("sparse-losses", "32"),
 ]
 STYLE = """<style>
-text { font: 15px system-ui, sans-serif; fill: #1f2933 }
+text { font: 17px system-ui, sans-serif; fill: #1f2933 }
 .title { font-weight: 600 } .ground { fill: #fff } .bar { fill: #8795a1 } .ours { fill: #b3541e }
 .open { fill: #fff; stroke-width: 2 } .bar.open { stroke: #8795a1 } .ours.open { stroke: #b3541e }
+.name { paint-order: stroke; stroke: #fff; stroke-width: 6px }
 line { stroke: #cbd2d9 } .target { stroke: #1f2933; stroke-width: 2 }
 </style>"""
 
@@ -52,12 +53,12 @@ def panel(left: int, title: str, values: list[float], texts: list[str]) -> list[
     """Return the bars of one quantity."""
     lines = [f'<text class="title" x="{left}" y="16">{title}</text>']
     for number, (value, text) in enumerate(zip(values, texts, strict=True)):
-        y, width = 28 + 30 * number, 120 * value / max(values)
+        y, width = 30 + 34 * number, 96 * value / max(values)
         style = "ours" if number == len(values) - 1 else "bar"
         lines.append(
-            f'<rect class="{style}" x="{left}" y="{y}" width="{width:.1f}" height="20" rx="2"/>'
+            f'<rect class="{style}" x="{left}" y="{y}" width="{width:.1f}" height="22" rx="2"/>'
         )
-        lines.append(f'<text x="{left + width + 6:.1f}" y="{y + 15}">{text}</text>')
+        lines.append(f'<text x="{left + width + 6:.1f}" y="{y + 18}">{text}</text>')
     return lines
 
 
@@ -69,15 +70,15 @@ def front() -> str:
     memory = [float(head[name]["peak_bytes"]) / 2**20 for name in NAMES]
     seconds = [float(head[name]["seconds"]) for name in NAMES]
     labels = [
-        f'<text x="174" y="{43 + 30 * n}" text-anchor="end">{name}</text>'
+        f'<text x="198" y="{48 + 34 * n}" text-anchor="end">{name}</text>'
         for n, name in enumerate(NAMES.values())
     ]
     lines = [
         *labels,
-        *panel(184, "Peak memory", memory, [f"{value:,.0f} MiB" for value in memory]),
-        *panel(408, "Time", seconds, [f"{value:.2f} s" for value in seconds]),
+        *panel(208, "Peak memory", memory, [f"{value:,.0f} MiB" for value in memory]),
+        *panel(428, "Time", seconds, [f"{value:.2f} s" for value in seconds]),
     ]
-    return picture(136, "Peak memory and time of the SPLADE head", lines)
+    return picture(148, "Peak memory and time of the SPLADE head", lines)
 
 
 def reached(system: str, given: str) -> dict[str, list[float]]:
@@ -93,31 +94,36 @@ def target() -> str:
     """Return the picture of sparsity: a point per run, a row per weight or target."""
 
     def x(active: float) -> float:
-        return 282 + 150 * log2(active / 24)  # 24 dimensions on the left, 96 on the right
+        return 148 + 214 * log2(active / 24)  # 24 dimensions on the left, 96 on the right
 
     def point(left: float, y: float, style: str) -> str:
-        return f'<circle class="{style}" cx="{left:.1f}" cy="{y}" r="4.5"/>'
+        return f'<circle class="{style}" cx="{left:.1f}" cy="{y}" r="5.5"/>'
 
     lines = [
-        f'<line x1="{x(tick):.1f}" y1="28" x2="{x(tick):.1f}" y2="176"/>'
-        f'<text x="{x(tick):.1f}" y="194" text-anchor="middle">{tick}</text>'
+        f'<line x1="{x(tick):.1f}" y1="34" x2="{x(tick):.1f}" y2="252"/>'
+        f'<text x="{x(tick):.1f}" y="274" text-anchor="middle">{tick}</text>'
         for tick in (24, 32, 48, 64, 96)
     ]
-    lines.append('<text class="title" x="4" y="14">Active dimensions of a document</text>')
-    for left, corpus, style in ((372, "docstrings", "bar"), (486, "Debian", "bar open")):
-        lines += [point(left, 9, style), f'<text x="{left + 10}" y="14">{corpus}</text>']
+    lines.append('<text class="title" x="4" y="16">Active dimensions of a document</text>')
+    for left, corpus, style in ((370, "docstrings", "bar"), (502, "Debian", "bar open")):
+        lines += [point(left, 10, style), f'<text x="{left + 12}" y="16">{corpus}</text>']
+    y = 10
     for row, (system, given) in enumerate(GIVEN):
-        y, ours = 48 + 36 * row, system == "sparse-losses"
-        label = f"{system}, {'target' if ours else 'weight'} {given}"
-        lines.append(f'<text x="262" y="{y + 5}" text-anchor="end">{label}</text>')
+        ours = system == "sparse-losses"
+        if row % 2 == 0:  # a new system
+            y += 42
+            lines.append(f'<text class="name" x="4" y="{y}">{system}</text>')
+        y += 30 if row % 2 == 0 else 36
+        label = f"{'target' if ours else 'weight'} {given}"
+        lines.append(f'<text x="128" y="{y + 6}" text-anchor="end">{label}</text>')
         if ours:
-            ends = f'x1="{x(float(given)):.1f}" y1="{y - 15}" x2="{x(float(given)):.1f}"'
-            lines.append(f'<line class="target" {ends} y2="{y + 15}"/>')
+            ends = f'x1="{x(float(given)):.1f}" y1="{y - 16}" x2="{x(float(given)):.1f}"'
+            lines.append(f'<line class="target" {ends} y2="{y + 16}"/>')
         for corpus, values in reached(system, given).items():
-            below, fill = (6, " open") if corpus == "debian" else (-6, "")
+            below, fill = (7, " open") if corpus == "debian" else (-7, "")
             style = ("ours" if ours else "bar") + fill
             lines += [point(x(value), y + below, style) for value in sorted(values)]
-    return picture(212, "Active dimensions by a fixed FLOPS weight and by a target", lines)
+    return picture(294, "Active dimensions by a fixed FLOPS weight and by a target", lines)
 
 
 PICTURES = {"front": front, "target": target}
