@@ -152,7 +152,7 @@ class Step:
     def __init__(self) -> None:
         token_losses = ("flops", "min_activation", "language_penalty", "self_reconstruction")
         weights = {"info_nce": 1.0, "triplet_margin": 0.1, "margin_mse": 0.1}
-        weights |= {"distillation": 0.1, "context_distillation": 0.1}
+        weights |= {"ranknet": 0.1, "distillation": 0.1, "context_distillation": 0.1}
         weights |= {
             f"{side}_{loss}": 0.01
             for side in ("query", "document")
@@ -164,6 +164,8 @@ class Step:
             special_token_ids=[0, 1],
             stopword_ids=[2],
         ).to("meta")
+        filtered = sl.InfoNCELoss(false_negative_margin=0.1, false_negative_ratio=0.9)
+        self.filtered = sl.SpladeObjective({"info_nce": 1.0}, info_nce=filtered).to("meta")
         self.controller = sl.SparsityController(self.objective, target_active=8)
         self.diagnostics = sl.Diagnostics(V, stopword_ids=[2])
         self.nws = sl.NWSLoss(torch.eye(5)).to("meta")
@@ -190,7 +192,8 @@ class Step:
         nws = self.nws(query.activations, labels, prototype, queue_mask=self.queue.mask, **queued)
         self.queue.enqueue(query.activations, labels)
         self.controller.observe(document.activations)
-        self.diagnostics.update(positive, other_side=query)
+        left_out = self.filtered.false_negatives(batch)
+        self.diagnostics.update(positive, other_side=query, false_negatives=left_out)
         return self.objective(batch).total + nws
 
 

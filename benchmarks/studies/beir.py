@@ -130,7 +130,10 @@ def ranked(scores: Tensor, relevant: Sequence[Mapping[int, int]]) -> dict[str, l
 
 
 def costs(queries: Sequence[Sequence[Any]], documents: Sequence[Sequence[Any]]) -> dict[str, float]:
-    """Return the terms of a query and of a document, and those that they share; means."""
+    """Return the terms of a query and of a document, and those that they share; means.
+
+    And the share of the documents that the longest posting list holds.
+    """
     texts = (queries, documents)
     query, document = (Counter(term for text in side for term in set(text)) for side in texts)
     shared = sum(count * document[term] for term, count in query.items())
@@ -138,6 +141,7 @@ def costs(queries: Sequence[Sequence[Any]], documents: Sequence[Sequence[Any]]) 
         "active_query": query.total() / len(queries),
         "active_document": document.total() / len(documents),
         "products": shared / (len(queries) * len(documents)),
+        "longest_list": max(document.values(), default=0) / len(documents),
     }
 
 

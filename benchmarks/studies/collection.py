@@ -37,10 +37,18 @@ from examples.demo.corpus import Corpus
 from examples.demo.evaluation import bm25_scores
 from examples.demo.tokens import Tokens, pad
 from examples.demo.training import Run
-from sparse_losses import RECOMMENDED, SpladeEncoder
-from sparse_losses.functional import calibrate_threshold
+from sparse_losses import (
+    RECOMMENDED,
+    ActivationFrequency,
+    FlopsLoss,
+    SparsityController,
+    SpladeBatch,
+    SpladeEncoder,
+)
+from sparse_losses.functional import calibrate_threshold, flops_loss
 
 QUERY_LENGTH = 32  # tokens; documents are cut at the demo's 64
+DECAY = 0.9  # of the posting lists that DF-FLOPS sees: ten batches
 SETTINGS = ("model", "steps", "seed")  # those in the table
 FORMS = {  # of the figures in the table
     "ndcg_10": "{:.3f}",
@@ -49,6 +57,7 @@ FORMS = {  # of the figures in the table
     "active_query": "{:.1f}",
     "active_document": "{:.1f}",
     "products": "{:.2f}",
+    "longest_list": "{:.3f}",
 }
 
 
@@ -63,6 +72,18 @@ class Training(Arm):
 
     model: str = ""
     calibrate: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class PostingTraining(Training):
+    """The settings of a training whose FLOPS of the documents sees posting lists (DF-FLOPS).
+
+    Attributes:
+        posting: the share of the documents that the controller lets the longest list hold; if 0,
+            its target are active dimensions.
+    """
+
+    posting: float = 0.0
 
 
 class CollectionRun(Run):
@@ -94,6 +115,31 @@ class CollectionRun(Run):
         return super().untrained() if self.pretrained is None else copy.deepcopy(self.pretrained)
 
 
+class PostingRun(CollectionRun):
+    """The same training with the weight of DF-FLOPS in the documents' FLOPS."""
+
+    def __init__(self, corpus: Corpus, settings: PostingTraining) -> None:
+        super().__init__(corpus, settings)
+        self.frequency = ActivationFrequency(self.tokens.vocab_size, decay=DECAY)
+        self.token_weight = torch.zeros(self.tokens.vocab_size)
+        self.objective.flops = FlopsLoss(self.token_weight)
+        if settings.posting:
+            steps, posting = settings.steps, settings.posting
+            controller = SparsityController(self.objective, target_posting=posting, steps=steps)
+            controller.attach(self.optimizer, observe=False)
+            self.controllers["document"] = controller
+
+    def loss(self, batch: SpladeBatch) -> tuple[Tensor, dict[str, float]]:
+        """Return the objective's value; the queries' FLOPS, of the same module, is unweighted."""
+        self.frequency.update(batch.positive.activations)
+        self.token_weight.copy_(self.frequency.penalty() ** 2)
+        total, terms = super().loss(batch)
+        queries, weight = batch.anchor.activations, self.objective.weights["query_flops"]
+        plain, weighted = flops_loss(queries), flops_loss(queries, self.token_weight)
+        terms["query_flops"] = (weight * plain).item()
+        return total + weight * (plain - weighted), terms
+
+
 class TheirCollectionRun(CollectionRun, TheirRun):
     """The same training with the losses of sentence-transformers."""
 
@@ -118,23 +164,27 @@ def pretrained(name: str) -> SpladeEncoder:
 
 def run_one(settings: Training, collection: Collection) -> Result:
     """Train once; return the figures of the model, of its pruned documents and of BM25."""
-    run = RUNS[settings.system](collection, settings)
+    sees_lists = isinstance(settings, PostingTraining)
+    run = (PostingRun if sees_lists else RUNS[settings.system])(collection, settings)
     run.train()
     sides = [(run.query_tokens, collection.queries), (run.tokens, collection.documents)]
     queries, documents = (vectors(run, tokens.ids(texts)) for tokens, texts in sides)
 
-    def figures(kept: Tensor) -> dict[str, Any]:
-        active = [[one.nonzero().flatten().tolist() for one in x] for x in (queries, kept)]
-        return {**ranked(queries @ kept.T, collection.relevant), **costs(*active)}
+    def figures(of_queries: Tensor, of_documents: Tensor) -> dict[str, Any]:
+        both = (of_queries, of_documents)
+        active = [[one.nonzero().flatten().tolist() for one in x] for x in both]
+        return {**ranked(of_queries @ of_documents.T, collection.relevant), **costs(*active)}
 
-    rows = {"": figures(documents)}
+    rows = {"": figures(queries, documents)}
     for target in settings.calibrate:
-        if settings.system == OURS and settings.number <= target:
+        if settings.system == OURS and 0 < settings.number <= target:
             continue
-        enough = rows[""]["active_document"] > target
-        threshold = calibrate_threshold(documents, target) if enough else 0.0
-        kept = documents.where(documents.expm1() > threshold, 0.0)
-        rows[f", pruned to {target}"] = figures(kept)
+        if rows[""]["active_document"] <= target:
+            rows[f", pruned to {target}"] = rows[""]
+            continue
+        for method, vectors_of in fewer(queries, documents, target).items():
+            if method == "pruned" or settings.system == OURS:
+                rows[f", {method} to {target}"] = figures(*vectors_of)
     baselines = {}
     for name, split in zip(BASELINES, (Tokens.words, Tokens.pieces), strict=True):
         terms = [split(*side) for side in sides]
@@ -148,6 +198,19 @@ def run_one(settings: Training, collection: Collection) -> Result:
         "rows": rows,
         "baselines": baselines,
         "machine": circumstances(torch.device("cpu"), "collection") | versions,
+    }
+
+
+def fewer(queries: Tensor, documents: Tensor, target: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return queries and documents by the method that leaves documents ``target`` dimensions."""
+    threshold = calibrate_threshold(documents, target)
+    top = documents.topk(target)
+    largest = torch.zeros_like(documents).scatter_(1, top.indices, top.values)
+    shifted = [(x.expm1() - threshold).relu().log1p() for x in (queries, documents)]
+    return {
+        "pruned": (queries, documents.where(documents.expm1() > threshold, 0.0)),
+        "cut": (queries, largest),
+        "shifted": (shifted[0], shifted[1]),
     }
 
 
@@ -170,6 +233,8 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--model", default="", help="a masked language model; default: the demo's transformer")
     add("--target", type=int, nargs="+", default=[64, 32], help="targets of RECOMMENDED")
     add("--calibrate", type=int, nargs="*", default=[32], help="prune documents to these")
+    posting = "train RECOMMENDED with DF-FLOPS too, and to these shares of the longest list"
+    add("--posting", type=float, nargs="*", metavar="SHARE", help=posting)
     weights = "weights of their regularisers, if sentence-transformers is installed"
     add("--weights", type=float, nargs="*", default=[0.1, 0.3], help=weights)
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of every training")
@@ -196,17 +261,30 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         for teacher in (True, False)
         for weight in options.weights
     }
+    if options.posting is not None:  # the last field: the share
+        options.variants |= {
+            f"RECOMMENDED, target {n}, DF-FLOPS": (OURS, n, True, 0.0) for n in options.target
+        } | {
+            f"RECOMMENDED, longest list {share:g}, DF-FLOPS": (OURS, 0, True, share)
+            for share in options.posting
+        }
     options.only = list(options.variants)
     return options
 
 
 def settings_of(options: argparse.Namespace, variant: str, seed: int, steps: int) -> Training:
     """Return the settings of one of ``options.variants``."""
-    system, number, teacher = options.variants[variant]
-    return Training(
+    system, number, teacher, *posting = options.variants[variant]
+    preset = RECOMMENDED.replace(target_active={"document_flops": number} if system == OURS else {})
+    kind: Any = Training
+    if posting:
+        kind = functools.partial(PostingTraining, posting=posting[0])
+        if not number:  # nothing but the controller of the lists sets the documents' weight
+            preset = preset.replace(target_active={}, warmup={"query_flops": 0.5})
+    return kind(
         steps,
         seed,
-        RECOMMENDED.replace(target_active={"document_flops": number} if system == OURS else {}),
+        preset,
         batch_size=24,
         learning_rate=5e-5 if options.model else 1e-3,
         vocab_size=3_000,  # of the demo's transformer
@@ -235,7 +313,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             about = {"collection": name, "sources": sources_of(result), "row": row}
             about |= {key: result["settings"][key] if trained else "" for key in SETTINGS}
             about["seconds"] = result["seconds"] if trained else ""
-            means = {key: round(float(np.mean(figures[key])), 4) for key in FORMS}
+            # A run that was stored before a figure was added lacks it.
+            means = {k: round(float(np.mean(figures[k])), 4) if k in figures else "" for k in FORMS}
             by_query = {"by_query": figures["ndcg_10"]}
             rows.append(about | means | by_query | result["machine"])
     tables = summary(rows), comparison(rows, options.reference or options.only[0])
@@ -260,13 +339,17 @@ def _grouped(rows: Sequence[dict[str, Any]], key: str) -> dict[str, list[dict[st
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """Return a table per collection, a line per row: means over seeds, with nDCG's deviation."""
-    headings = ("nDCG@10", "MRR@10", "Recall@100", "active, query", "active, document", "products")
+    found, cost = ("nDCG@10", "MRR@10", "Recall@100"), ("products", "longest list")
+    headings = (*found, "active, query", "active, document", *cost)
     tables = []
     for collection, of_collection in _grouped(rows, "collection").items():
         cells = []
         for name, own in _grouped(of_collection, "row").items():
             figures = {key: [row[key] for row in own] for key in FORMS}
-            shown = [form.format(np.mean(figures[key])) for key, form in FORMS.items()]
+            shown = [
+                "" if "" in figures[key] else form.format(np.mean(figures[key]))
+                for key, form in FORMS.items()
+            ]
             shown[0] = spread(figures["ndcg_10"], FORMS["ndcg_10"])
             cells.append([name, str(len(own)) if own[0]["seed"] != "" else "", *shown])
         tables.append(markdown((collection, "seeds", *headings), cells))

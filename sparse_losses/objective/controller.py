@@ -27,7 +27,7 @@ from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import maximum_over_ranks, num_ranks, sum_over_ranks
 from sparse_losses.objective.batch import SpladeBatch
 from sparse_losses.objective.descent import AT_CHANCE, HIGH, LOW, Descent
-from sparse_losses.objective.objective import ObjectiveOutput, SpladeObjective
+from sparse_losses.objective.objective import TAUGHT, ObjectiveOutput, SpladeObjective
 from sparse_losses.objective.schedules import controllers_of, count_steps, was_skipped
 from sparse_losses.vocabulary.activation_frequency import ActivationFrequency
 
@@ -35,7 +35,7 @@ __all__ = ["CollapseError", "SparsityController"]
 
 _log = logging.getLogger("sparse_losses")
 
-RANKING = ("info_nce", "triplet_margin", "distillation", "context_distillation", "margin_mse")
+RANKING = ("info_nce", "triplet_margin", "context_distillation", *TAUGHT)
 # A measurement: active entries, live rows, dead rows, sum of the activations, batches; of InfoNCE
 # over its value at chance, the sum and its batches; of the ranking terms and of FLOPS, likewise.
 SIZE = 10
@@ -89,14 +89,16 @@ class SparsityController:
        the ranking loss is below chance.
     2. The first weight makes FLOPS the share ``start`` of the ranking terms. From there the weight
         follows a plan: $e = \log(a / \mathrm{target})$, where $a$ is the smoothed mean number of
-        active dimensions of the rows that have any, falls to $\log 1.1$ at 60% of the remaining
+        active dimensions of the rows that have any, falls to $\log 1.15$ at 60% of the remaining
         ``steps``, the slower the nearer it comes, and stays there: calibration prunes the rest.
         With the planned level $p$, the trend $\dot e$ and the planned trend $\dot p$ each step
         changes
 
         $$\log \lambda \leftarrow \log \lambda + g\, (e - p) + (\dot e - \dot p) - 1.9\, \dot p$$
 
-        where the last part keeps the pressure as FLOPS falls with the dimensions.
+        where the last part keeps the pressure as FLOPS falls with the dimensions. A fall that will
+        end above the aim lowers no weight. With an objective FLOPS is at most four times the
+        ranking terms: more would not act sooner, and then far too strongly.
     3. It brakes as soon as a fall would end below the target, and while texts die: if need be, down
        to 0.
 
@@ -582,11 +584,12 @@ def _unpacked(text: Any, decay: float) -> ActivationFrequency:
 
 
 def _chance(objective: SpladeObjective, batch: SpladeBatch) -> float:
-    """Return InfoNCE's value if all candidates score alike; infinity where masks decide it."""
+    """Return InfoNCE's value if all candidates score alike; infinity where it is not known."""
     loss, negative = objective.info_nce, batch.negative
     ranks = num_ranks() if objective.gather or getattr(loss, "gather", False) else 1
     bounds = (getattr(loss, f"false_negative_{name}", None) for name in ("margin", "ratio"))
-    if batch.candidate_mask is not None or any(bound is not None for bound in bounds):
+    is_sum = getattr(loss, "reduction", "mean") == "sum"
+    if is_sum or batch.candidate_mask is not None or any(bound is not None for bound in bounds):
         return math.inf
     in_batch = ranks * len(batch.positive.activations) if getattr(loss, "in_batch", True) else 1
     candidates = in_batch + (in_batch - 1) * (len(getattr(loss, "negatives_from", [0])) - 1)

@@ -12,7 +12,7 @@ AT_CHANCE = 50  # the step of the warning
 FIRST_LOOKS, SETTLED = 5, -0.03  # steps, and the trend, at which the fall has stopped by itself
 FLAT_LOOKS, FLAT = 20, -0.01  # the same where the scores are too large, or activations shrink
 # Times the target, after this share of the steps that are left; the plan's power of the time left.
-AIM, LENGTH, BEND = 1.1, 0.6, 1.5
+AIM, LENGTH, BEND = 1.15, 0.6, 1.5
 UNPLANNED = 300  # the steps for which a run of unknown length is planned
 FAR = 1.0  # the level above which shrinking activations count as a fall
 POWER = 1.9  # FLOPS falls with about this power of the active dimensions

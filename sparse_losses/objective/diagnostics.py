@@ -26,6 +26,8 @@ from sparse_losses.objective.batch import Texts
 
 __all__ = ["Diagnostics", "Report", "winning_positions"]
 
+NUMBERS = 11  # that a batch adds beside those by token
+
 
 class Report(dict[str, float]):
     """A dict of numbers by name, for a logger; ``print`` shows it as a table.
@@ -103,6 +105,7 @@ class Diagnostics:
       stopwords.
     - ``input_recall``: share of a text's own tokens (without special ones) that it activates.
     - ``other_side_recall``: share of its positive's (or its query's) tokens that it activates.
+    - ``false_negative_share``: share of the other rows' positives that are left out of InfoNCE.
 
     The report leaves out numbers whose inputs are missing.
 
@@ -149,7 +152,7 @@ class Diagnostics:
     def reset(self) -> None:
         """Reset the state to that of a new object."""
         # Sums by token, [3 V]: activations, texts that have it active, texts that have it on top;
-        # then the nine numbers of `update`. Extremes: minus the smallest number, the largest.
+        # then the `NUMBERS` of `update`. Extremes: minus the smallest number, the largest.
         self._state: tuple[Tensor, Tensor] | None = None
         self._ranks = 1  # that have the same state, as its batches were DTensors
 
@@ -160,6 +163,7 @@ class Diagnostics:
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         other_side: Texts | None = None,
+        false_negatives: Tensor | None = None,
     ) -> None:
         """Add a batch.
 
@@ -169,6 +173,8 @@ class Diagnostics:
             input_ids: token ids ``[B, S]``, for ``input_recall``.
             attention_mask: ``[B, S]``.
             other_side: the positives (or queries) of these texts, for ``other_side_recall``.
+            false_negatives: ``objective.false_negatives(batch)``, 0-d, for
+                ``false_negative_share``, the mean over the rows.
         """
         if isinstance(activations, Texts):
             texts = activations.flatten() if activations.activations.ndim == 3 else activations
@@ -190,7 +196,8 @@ class Diagnostics:
             return
         own = input_ids, attention_mask
         with beside_dtensors(activations, *own, *others):
-            sums, extremes = (full(x) for x in self._statistics(activations.detach(), own, others))
+            statistics = self._statistics(activations.detach(), own, others, false_negatives)
+            sums, extremes = (full(x) for x in statistics)
         ranks = ranks_of(activations)
         if self._state is not None:  # out of place: the state may come from inference mode
             if ranks != self._ranks:
@@ -204,6 +211,7 @@ class Diagnostics:
         x: Tensor,
         own: tuple[Tensor | None, Tensor | None],
         others: tuple[Tensor | None, Tensor | None],
+        false_negatives: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return the sums and extremes of a batch, from activations, ids and masks."""
         is_active = x > 0
@@ -214,15 +222,19 @@ class Diagnostics:
         top.index_add_(0, full(index).flatten(), full(is_on_top).flatten().to(wide))
         is_live = is_on_top[:, 0]
         count = is_active.sum(1) * is_live
+        rows = count.new_full((), len(x))
+        zero = torch.zeros((), device=x.device, dtype=wide)
+        left_out = (zero, zero) if false_negatives is None else (false_negatives * rows, rows)
         numbers = torch.stack(
             [
-                count.new_full((), len(x)),
+                rows,
                 is_live.sum(),
                 count.sum(),
                 (values[:, 0] <= 0).sum(),
                 (count > self.vocab_size / 4).sum(),
-                *self._recall(is_active, *own),
-                *self._recall(is_active, *others),
+                *self._recall(is_active, *own, zero),
+                *self._recall(is_active, *others, zero),
+                *left_out,
             ]
         ).to(wide)
         # `relu` keeps a NaN. A row with one is neither live nor dead.
@@ -233,11 +245,9 @@ class Diagnostics:
         return sums, extremes
 
     def _recall(
-        self, is_active: Tensor, ids: Tensor | None, mask: Tensor | None
+        self, is_active: Tensor, ids: Tensor | None, mask: Tensor | None, zero: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the sum over texts of the share of tokens that are active, and the text count."""
-        wide = widest_dtype(is_active.device)
-        zero = is_active.new_zeros((), dtype=wide)
         if ids is None or mask is None:
             return zero, zero
         attended = as_mask("attention_mask", mask)
@@ -249,7 +259,7 @@ class Diagnostics:
         ids, counts = first_occurrences(ids, attended)
         hits = (is_active.gather(1, ids) & counts).sum(1)
         total = counts.sum(1)
-        return (hits / total.clamp(min=1)).to(wide).sum(), (total > 0).sum().to(wide)
+        return (hits / total.clamp(min=1)).to(zero).sum(), (total > 0).sum().to(zero)
 
     def all_reduce(self) -> "Diagnostics":
         """Sum the state over all ranks, on every rank, and return this object.
@@ -266,7 +276,7 @@ class Diagnostics:
         if self._state is None:
             nccl = torch.distributed.get_backend() == "nccl"  # NCCL cannot send CPU tensors
             device = torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu"
-            sums = torch.zeros(3 * self.vocab_size + 9, device=device, dtype=torch.float64)
+            sums = torch.zeros(3 * self.vocab_size + NUMBERS, device=device, dtype=torch.float64)
             self._state = sums, torch.tensor([-self.vocab_size, 0], device=device)
         sums, extremes = self._state
         if not self._agree:
@@ -291,9 +301,9 @@ class Diagnostics:
 
     def _report(self, values: Tensor) -> Report:
         summed, texts, top = values[: 3 * self.vocab_size].view(3, -1)
-        rows, live, active, dead, dense, own, own_rows, other, other_rows, smallest, largest = (
-            values[3 * self.vocab_size :].tolist()
-        )
+        numbers = values[3 * self.vocab_size :].tolist()
+        rows, live, active, dead, dense, own, own_rows, other, other_rows, *numbers = numbers
+        left_out, its_rows, smallest, largest = numbers
         if rows == 0:
             return Report()
         none = 0.0 if dead == rows else math.nan  # without a live row: all dead, or some NaN
@@ -328,6 +338,8 @@ class Diagnostics:
             report["input_recall"] = own / own_rows
         if other_rows:
             report["other_side_recall"] = other / other_rows
+        if its_rows:
+            report["false_negative_share"] = left_out / its_rows
         return report
 
     def top_tokens(self, k: int = 20) -> dict[int, float]:

@@ -15,22 +15,25 @@ from sparse_losses.distributed import (
     agree_across_ranks,
     gather_rows,
     num_ranks,
+    rank,
     skip_size_check,
 )
 from sparse_losses.losses.distillation import DistillationLoss
 from sparse_losses.losses.flops import FlopsLoss
 from sparse_losses.losses.idf_flops import IdfFlopsLoss
-from sparse_losses.losses.info_nce import InfoNCELoss
+from sparse_losses.losses.info_nce import InfoNCELoss, false_negative_mask
 from sparse_losses.losses.language_penalty import LanguagePenaltyLoss
 from sparse_losses.losses.margin_mse import MarginMSELoss
 from sparse_losses.losses.min_activation import MinActivationLoss
 from sparse_losses.losses.positive_activation import PositiveActivationLoss
+from sparse_losses.losses.ranknet import RankNetLoss
 from sparse_losses.losses.self_reconstruction import SelfReconstructionLoss
 from sparse_losses.losses.triplet_margin import TripletMarginLoss
 from sparse_losses.objective.batch import SpladeBatch, Texts, token_counts
 from sparse_losses.objective.shared_scores import (
     candidates,
     info_nce_of_shared_scores,
+    of_this_rank,
     own_candidates,
     scored_candidates,
     shared_scores,
@@ -47,6 +50,7 @@ from sparse_losses.objective.terms import (
 
 __all__ = ["ObjectiveOutput", "SpladeObjective"]
 
+TAUGHT = ("distillation", "margin_mse", "ranknet")  # the losses of `teacher_scores`
 # The losses that need the vectors of one side only.
 ON_TEXTS = ("flops", "min_activation", "language_penalty", "self_reconstruction")
 
@@ -76,10 +80,10 @@ class SpladeObjective(nn.Module):
     $$\mathcal{L} = \sum_k \lambda_k \, \ell_k$$
 
     ``weights`` holds $\lambda$ by the names of the terms: ``info_nce``, ``triplet_margin``,
-    ``distillation``, ``context_distillation``, ``margin_mse``, and for each side, ``query_...``
-    (anchors) and ``document_...`` (positives and negatives): ``flops``, ``min_activation``,
-    ``language_penalty``, ``self_reconstruction`` and ``positive_activation`` (one side's
-    activations of the other side's tokens). The losses are modules that hold their own
+    ``distillation``, ``context_distillation``, ``margin_mse``, ``ranknet``, and for each side,
+    ``query_...`` (anchors) and ``document_...`` (positives and negatives): ``flops``,
+    ``min_activation``, ``language_penalty``, ``self_reconstruction`` and ``positive_activation``
+    (one side's activations of the other side's tokens). The losses are modules that hold their own
     hyperparameters (``objective.info_nce.temperature``). Weights may change between steps. A term
     without a weight, or with the weight 0, is not computed, unless its weight is a tensor.
 
@@ -95,6 +99,7 @@ class SpladeObjective(nn.Module):
         distillation: loss on ``score_scale`` times the scores.
         context_distillation: the same on the anchors' scores with one another.
         margin_mse: needs the same negatives as ``triplet_margin``, and averages over them.
+        ranknet: the order of the teacher's scores, for ``score_scale`` times the student's.
         flops: ``FlopsLoss`` or ``IdfFlopsLoss``.
         min_activation: averages no more activations than a text has tokens, where its mask is
             known.
@@ -106,8 +111,8 @@ class SpladeObjective(nn.Module):
             so that no term raises what another lowers.
         stopword_ids: tokens that are hidden from InfoNCE and FLOPS. (Training collapses if they are
             hidden from the activation losses too.)
-        score_scale: factor on the student's scores in distillation, > 0. Cosines differ too little
-            for a softmax; 1 over InfoNCE's temperature gives both losses the same scale.
+        score_scale: factor on the student's scores in distillation and RankNet, > 0. Cosines differ
+            too little for a softmax; 1 over InfoNCE's temperature gives the losses the same scale.
         teacher_scale: factor on the teacher's scores; default: ``score_scale``. Use 1 for logits.
         gather: whether all losses use the texts of all ranks. The values are then those of one
             process with all texts, and so are the gradients after DistributedDataParallel's
@@ -149,6 +154,7 @@ class SpladeObjective(nn.Module):
         distillation: DistillationLoss | None = None,
         context_distillation: DistillationLoss | None = None,
         margin_mse: MarginMSELoss | None = None,
+        ranknet: RankNetLoss | None = None,
         flops: FlopsLoss | IdfFlopsLoss | None = None,
         min_activation: MinActivationLoss | None = None,
         self_reconstruction: SelfReconstructionLoss | None = None,
@@ -174,6 +180,7 @@ class SpladeObjective(nn.Module):
         self.distillation = distillation or DistillationLoss()
         self.context_distillation = context_distillation or DistillationLoss()
         self.margin_mse = margin_mse or MarginMSELoss()
+        self.ranknet = ranknet or RankNetLoss()
         self.flops = flops or FlopsLoss()
         self.min_activation = min_activation or MinActivationLoss()
         self.self_reconstruction = self_reconstruction or SelfReconstructionLoss(
@@ -238,6 +245,39 @@ class SpladeObjective(nn.Module):
                 return whole(self._terms(active, batch))
             with skip_size_check():  # the sizes were compared above, once for all terms
                 return self._terms(active, batch)
+
+    @torch.no_grad()
+    def false_negatives(self, batch: SpladeBatch) -> Tensor:
+        """Return the share of the negatives in the batch that InfoNCE leaves out by their score.
+
+        They are the other rows' positives; ``false_negative_margin`` and ``false_negative_ratio``
+        of ``info_nce`` decide. The scores are computed for this share alone: call it every few
+        steps, and log the share or pass it to ``Diagnostics.update``. It is 0-d, of this rank's
+        rows, and without a device wait.
+        """
+        check_texts(batch)
+        check_batch(batch)
+        loss, x = self.info_nce, batch.anchor.activations
+        bounds = {n: getattr(loss, f"false_negative_{n}", None) for n in ("margin", "ratio")}
+        if bounds == {"margin": None, "ratio": None} or not loss.in_batch:
+            return torch.zeros((), device=x.device)
+        ranks = num_ranks() if self.gather or loss.gather else 1
+        first, size = rank() * len(x) if ranks > 1 else 0, ranks * len(x)
+        own = torch.arange(first, first + len(x), device=x.device)[:, None]
+        own = own == torch.arange(size, device=x.device)
+        is_negative = ~own
+        if (ids := batch.positive_ids) is not None:
+            is_negative &= ids[:, None] != gather_rows(ids, ranks > 1)
+        if batch.candidate_mask is not None:
+            there = as_mask("batch.candidate_mask", batch.candidate_mask)[:, :size]
+            own = own & there
+            is_negative &= there & own.any(1, keepdim=True)  # or the row is not valid
+        shown = self._without_stopwords(batch) if len(self.stopword_ids) > 0 else batch
+        with autocast_off(x.device), beside_dtensors(x, batch.positive.activations):
+            scores = self._scores(shown.anchor, shown.positive, None, ranks)
+            is_left_out = ~false_negative_mask(scores, own, **bounds) & is_negative
+            share: Tensor = whole(is_left_out.sum() / is_negative.sum().clamp(min=1))
+        return share
 
     def active(self) -> list[str]:
         """Return the terms that are computed, in the order of their computation.
@@ -307,11 +347,13 @@ class SpladeObjective(nn.Module):
         teacher_scores, teacher_anchor_scores = batch.teacher_scores, batch.teacher_anchor_scores
         teacher_scale = self.score_scale if self.teacher_scale is None else self.teacher_scale
         scores, ranks = None, 1
-        if {"distillation", "margin_mse"} & {*active} and teacher_scores is not None:
+        if {*TAUGHT} & {*active} and teacher_scores is not None:
             ranks = self._ranks_of_teacher(anchor, negative, teacher_scores)
             scores = self._scores(anchor, positive, negative, ranks)
             if batch.candidate_mask is not None:
-                mask = _candidate_mask(batch, scores.shape[1])
+                mask = self._candidate_mask(batch)
+                if ranks < (num_ranks() if self.gather else 1):
+                    mask = of_this_rank(mask, batch)
                 mask = candidates(mask, batch, teacher_scores.shape, ranks)
                 teacher_scores = teacher_scores.to(scores.dtype).masked_fill(~mask, -torch.inf)
         if "info_nce" in active:
@@ -338,6 +380,10 @@ class SpladeObjective(nn.Module):
             )
         if "margin_mse" in active and scores is not None and teacher_scores is not None:
             terms["margin_mse"] = self._margin_mse(scores, batch, teacher_scores, ranks)
+        if "ranknet" in active and scores is not None and teacher_scores is not None:
+            scored = candidates(scores, batch, teacher_scores.shape, ranks)
+            student = _scaled(scored, self.score_scale)
+            terms["ranknet"] = self._call(self.ranknet, student, teacher_scores.to(scored.dtype))
         return terms
 
     def _info_nce(self, batch: SpladeBatch, scores: Tensor | None) -> Tensor:
@@ -371,12 +417,25 @@ class SpladeObjective(nn.Module):
         if batch.candidate_mask is None:
             return self._call(self.triplet_margin, anchor, positive, vectors)
         ranks = num_ranks() if self.gather else 1
-        shared = ranks if vectors.ndim == 2 else 1
-        width = ranks * len(anchor) + shared * vectors.shape[-2]
-        own = own_candidates(_candidate_mask(batch, width), negative, ranks)
+        own = own_candidates(self._candidate_mask(batch), negative, ranks)
         vectors = vectors if vectors.ndim == 3 else vectors[:, None]
         mask = own[:, :1] & own[:, 1:]  # a row without its positive is not valid
         return self._call(self.triplet_margin, anchor, positive, vectors, mask)
+
+    def _candidate_mask(self, batch: SpladeBatch) -> Tensor:
+        """Return the batch's mask as bool; raise if it has another number of columns."""
+        assert batch.candidate_mask is not None
+        ranks = num_ranks() if self.gather else 1
+        received, width = list(batch.candidate_mask.shape), ranks * len(batch.anchor.activations)
+        if batch.negative is not None:
+            shape = batch.negative.activations.shape
+            width += shape[-2] * (ranks if len(shape) == 2 else 1)
+        if received[1] != width:
+            raise ValueError(
+                f"expected `batch.candidate_mask` of shape [B, B + N] = [{received[0]}, {width}], "
+                f"got {received}"
+            )
+        return as_mask("batch.candidate_mask", batch.candidate_mask)
 
     def _ranks_of_teacher(self, anchor: Texts, negative: Texts | None, teacher: Tensor) -> int:
         """Return how many ranks' candidates the teacher scored: 1 (this rank's) or all."""
@@ -478,18 +537,6 @@ LOSSES: dict[str, list[type[LossModule]]] = {
     for name, hint in get_type_hints(SpladeObjective.__init__).items()
     if name in {each.removeprefix("query_").removeprefix("document_") for each in NEEDS}
 }
-
-
-def _candidate_mask(batch: SpladeBatch, width: int) -> Tensor:
-    """Return the batch's mask of candidates as bool; raise if it has another number of columns."""
-    assert batch.candidate_mask is not None
-    received = list(batch.candidate_mask.shape)
-    if received[1] != width:
-        raise ValueError(
-            f"expected `batch.candidate_mask` of shape [B, B + N] = [{received[0]}, {width}], "
-            f"got {received}"
-        )
-    return as_mask("batch.candidate_mask", batch.candidate_mask)
 
 
 def _scaled(scores: Tensor, scale: float) -> Tensor:

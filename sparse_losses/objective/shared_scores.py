@@ -12,13 +12,14 @@ from sparse_losses._core.products import returns_fp32
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.softmax import diagonal, one_positive_rows
-from sparse_losses.distributed import rank
+from sparse_losses.distributed import num_ranks, rank
 from sparse_losses.fast.scores import DenseScores
 from sparse_losses.objective.batch import SpladeBatch, Texts
 
 __all__ = [
     "candidates",
     "info_nce_of_shared_scores",
+    "of_this_rank",
     "own_candidates",
     "scored_candidates",
     "shared_scores",
@@ -132,6 +133,15 @@ def own_candidates(scores: Tensor, negative: Texts | None, ranks: int) -> Tensor
     if negative is not None and negative.activations.ndim == 2:
         others = others[:, first:].diagonal()[:, None]
     return torch.cat([scores[:, first:].diagonal()[:, None], others], dim=1)
+
+
+def of_this_rank(mask: Tensor, batch: SpladeBatch) -> Tensor:
+    """Select the columns of this rank's candidates from those of all ranks."""
+    size, negative = len(mask), batch.negative
+    positives, others = mask.tensor_split([num_ranks() * size], dim=1)
+    if negative is not None and negative.activations.ndim == 2:  # those of all ranks
+        others = others.tensor_split(num_ranks(), dim=1)[rank()]
+    return torch.cat([positives[:, rank() * size :][:, :size], others], dim=1)
 
 
 COLUMNS = {

@@ -19,6 +19,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "distillation": ("teacher_scores",),
     "context_distillation": ("teacher_anchor_scores",),
     "margin_mse": ("negative", "teacher_scores"),
+    "ranknet": ("teacher_scores",),
     "query_flops": (),
     "document_flops": (),
     "query_min_activation": (),

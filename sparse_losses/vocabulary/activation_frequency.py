@@ -26,7 +26,8 @@ class ActivationFrequency(nn.Module):
     $f_j = 0$, one half at $f_j = \alpha$, 1 at $f_j = 1$.
 
     In DF-FLOPS the weight stands inside the square, so ``flops_loss`` takes its square. Refresh it
-    in place every so many steps. Nothing here waits for the device.
+    in place every so many steps. A text with a NaN does not count. Nothing here waits for the
+    device.
 
     Args:
         vocab_size: Number of dimensions, V.
@@ -84,13 +85,14 @@ class ActivationFrequency(nn.Module):
         if self.decay is not None:
             for total in self.buffers():
                 total.mul_(self.decay)
-        active = full((activations > 0).sum(0))
+        is_number = ~activations.isnan().any(1, keepdim=True)
+        active, num_texts = ((activations > 0) & is_number).sum(0), is_number.sum()
         if ranks_of(activations) == 1:
             self.own_active.add_(active)
-            self.own_num_texts.add_(len(activations))
+            self.own_num_texts.add_(num_texts)
         else:  # every rank knows all texts
-            self.active.add_(active)
-            self.num_texts.add_(len(activations))
+            self.active.add_(full(active))
+            self.num_texts.add_(full(num_texts))
 
     def merge(self, other: "ActivationFrequency") -> Self:
         """Add the counts of ``other``, which is not changed, and return this counter.

@@ -27,6 +27,7 @@ SPECIAL, STOPWORDS = [0, 1], [7, 8, 9]
 # What the objective is made with, beside the terms' weights.
 OBJECTIVES = {
     "defaults": lambda: {},
+    "masked": lambda: {},  # by `candidate_mask`
     "stopwords": lambda: {"stopword_ids": STOPWORDS, "special_token_ids": SPECIAL},
     "options": lambda: {
         "special_token_ids": SPECIAL,
@@ -89,7 +90,7 @@ def texts(*shape: int) -> Texts:
     return Texts(x, torch.randint(0, V, (*shape, S)), mask, logits)
 
 
-def whole(negative: str, teacher: str) -> SpladeBatch:
+def whole(negative: str, teacher: str, options: str) -> SpladeBatch:
     """The batch of all ranks."""
     rows, size = WORLD * B, {"none": 0, "shared": WORLD * N, "one": WORLD * B, "own": N}[negative]
     anchor, positive = texts(rows), texts(rows)
@@ -113,7 +114,8 @@ def whole(negative: str, teacher: str) -> SpladeBatch:
         scores = scores.masked_fill(~torch.cat(columns, 1), -torch.inf)
     ids = torch.arange(rows) % (rows - 2)  # two documents stand there twice
     theirs = "own" if teacher == "own" else None  # four by four is also the positives of a rank
-    return SpladeBatch(anchor, positive, negatives, ids, scores, own, theirs)
+    mask = torch.rand(rows, rows + size) < 0.8 if options == "masked" else None
+    return SpladeBatch(anchor, positive, negatives, ids, scores, own, theirs, mask)
 
 
 def share_of(x: torch.Tensor, rank: int) -> torch.Tensor:
@@ -135,7 +137,8 @@ def part(batch: SpladeBatch, rank: int, negative: str, teacher: str) -> SpladeBa
             others = others[:, : len(negatives.activations)]
         scores = torch.cat([scores[:, first : first + B], others], 1)
     ids, theirs = mine(batch.positive_ids), batch.teacher_candidates
-    return SpladeBatch(anchor, positive, negatives, ids, scores, own, theirs)
+    mask = None if batch.candidate_mask is None else mine(batch.candidate_mask)
+    return SpladeBatch(anchor, positive, negatives, ids, scores, own, theirs, mask)
 
 
 def gradients(loss: SpladeObjective, batch: SpladeBatch):
@@ -160,7 +163,7 @@ def compare(rank: int) -> dict[tuple[str, ...], str]:
     for case in CASES:
         negative, teacher, options, impl = case
         torch.manual_seed(5)
-        batch = whole(negative, teacher)
+        batch = whole(negative, teacher, options)
         total, terms, by_texts, by_held = gradients(
             objective(options, negative, gather=False, impl=impl), batch
         )

@@ -196,6 +196,8 @@ def test_chance_is_the_logarithm_of_the_candidates(options):
         batch = SpladeBatch(rows, rows, negative)
         value = objective(batch).terms["info_nce"].item()
         assert value == pytest.approx(_chance(objective, batch), rel=1e-5)  # of logits of 14
+    summed = SpladeObjective({"info_nce": 1.0}, info_nce=InfoNCELoss(reduction="sum"))
+    assert _chance(summed, batch) == math.inf
 
 
 def test_a_loop_without_an_objective_multiplies_by_the_weight():

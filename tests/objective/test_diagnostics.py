@@ -117,6 +117,14 @@ def test_numbers_without_inputs_are_not_in_the_report():
         diagnostics.top_tokens(0)
 
 
+def test_shares_of_false_negatives_are_averaged_over_rows():
+    diagnostics = Diagnostics(4)
+    for rows, share in ((3, 0.5), (1, 0.1), (5, None)):
+        share = None if share is None else torch.tensor(share)
+        diagnostics.update(torch.ones(rows, 4), false_negatives=share)
+    assert diagnostics.report()["false_negative_share"] == pytest.approx((1.5 + 0.1) / 4)
+
+
 def test_silent_texts_have_a_report_too():
     diagnostics = _diagnostics()
     diagnostics.update(torch.zeros(4, V))

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from sparse_losses.functional import (
     margin_mse_loss,
     min_activation_loss,
     positive_activation_loss,
+    ranknet_loss,
     self_reconstruction_loss,
     triplet_margin_loss,
 )
@@ -109,6 +111,7 @@ def _expected(batch):
             positive_ids=batch.positive_ids,
         ),
         "distillation": distillation_loss(scores, batch.teacher_scores),
+        "ranknet": ranknet_loss(scores, batch.teacher_scores),
         "context_distillation": distillation_loss(
             _cosines(anchor.activations, anchor.activations), batch.teacher_anchor_scores
         ),
@@ -206,8 +209,11 @@ def test_a_teacher_may_score_each_anchors_own_candidates(negative):
     anchor, positive, negative = (side.activations for side in batch[:3])
     candidates = torch.cat([positive[:, None], negative.reshape(B, -1, V)], 1)
     student = _own_cosines(anchor, candidates)
-    terms = SpladeObjective({"distillation": 1.0, "margin_mse": 1.0})(batch).terms
-    torch.testing.assert_close(terms["distillation"], distillation_loss(student, teacher))
+    weights = {"distillation": 1.0, "margin_mse": 1.0, "ranknet": 1.0}
+    terms = SpladeObjective(weights, score_scale=3.0)(batch).terms
+    expected = distillation_loss(3 * student, 3 * teacher)
+    torch.testing.assert_close(terms["distillation"], expected)
+    torch.testing.assert_close(terms["ranknet"], ranknet_loss(3 * student, teacher))
     gaps = (student[:, :1] - student[:, 1:]) - (teacher[:, :1] - teacher[:, 1:])
     torch.testing.assert_close(terms["margin_mse"], gaps.square().mean())
 
@@ -522,7 +528,8 @@ def test_assigned_settings_are_checked_at_the_next_call(owner, name, value):
 def test_candidates_that_are_left_out_are_left_out_of_every_term_on_scores(negative):
     """Rows have fewer negatives than others, or a pair is a false negative."""
     torch.manual_seed(0)
-    weights = dict.fromkeys(("info_nce", "triplet_margin", "distillation", "margin_mse"), 1.0)
+    names = ("info_nce", "triplet_margin", "distillation", "margin_mse", "ranknet")
+    weights = dict.fromkeys(names, 1.0)
     batch = _batch(negative)._replace(positive_ids=None)
     mask = torch.ones(B, batch.teacher_scores.shape[1])
     mask[2, 3] = mask[0, B] = mask[1, B + 1] = mask[4, -1] = 0
@@ -546,6 +553,8 @@ def test_candidates_that_are_left_out_are_left_out_of_every_term_on_scores(negat
     assert expected > 0
     expected = distillation_loss(scores, batch.teacher_scores, candidate_mask=mask)
     torch.testing.assert_close(terms["distillation"], expected)
+    expected = ranknet_loss(scores, batch.teacher_scores, candidate_mask=mask)
+    torch.testing.assert_close(terms["ranknet"], expected)
     near, teacher = (s[:, :B].diagonal() for s in (scores, batch.teacher_scores))
     is_there = (own != 0) & (taught != -torch.inf) & (teacher != -torch.inf)[:, None]
     errors = (near[:, None] - far - teacher[:, None] + taught).square()
@@ -574,6 +583,35 @@ def test_infonce_keeps_its_options_where_it_shares_the_scores(options):
     expected = info_nce_loss(*vectors, positive_ids=batch.positive_ids, **options)
     torch.testing.assert_close(value, expected)
     assert value != info_nce_loss(*vectors, positive_ids=batch.positive_ids)
+
+
+@pytest.mark.parametrize("stopwords", [(), (1, 4)])
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+@pytest.mark.parametrize("bounds", [(0.05, None), (None, 0.9), (-0.3, 0.95), (None, None)])
+def test_the_share_of_false_negatives_is_that_of_a_loop(bounds, similarity, stopwords):
+    margin, ratio = bounds
+    batch = _batch("own")
+    mask = torch.ones(B, B + N)
+    mask[1, 2] = mask[3, 3] = 0
+    batch = batch._replace(candidate_mask=mask, positive_ids=torch.tensor([0, 1, 2, 3, 0]))
+    options = {"false_negative_margin": margin, "false_negative_ratio": ratio}
+    loss = InfoNCELoss(**options, similarity=similarity)
+    objective = SpladeObjective({"info_nce": 1.0}, info_nce=loss, stopword_ids=stopwords)
+    seen, left_out = 0, 0
+    x, y = (t.activations.index_fill(1, objective.stopword_ids, 0.0).numpy() for t in batch[:2])
+    if similarity == "cosine":
+        x, y = (t / np.linalg.norm(t, axis=1, keepdims=True) for t in (x, y))
+    for i in range(B):
+        own = x[i] @ y[i]
+        for j in range(B):
+            if j == i or i == 3 or (i, j) == (1, 2) or {i, j} == {0, 4}:
+                continue
+            above = margin is not None and x[i] @ y[j] > own + margin
+            above |= ratio is not None and own > 0 and x[i] @ y[j] > ratio * own
+            seen, left_out = seen + 1, left_out + above
+    share = objective.false_negatives(batch)
+    assert share.item() == pytest.approx(left_out / seen)
+    assert (left_out > 0) == (bounds != (None, None))
 
 
 @pytest.mark.parametrize("term", ["info_nce", "triplet_margin", "distillation"])

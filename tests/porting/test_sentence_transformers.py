@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sentence_transformers import util
+from sentence_transformers.sentence_transformer.losses import GISTEmbedLoss
 from sentence_transformers.sentence_transformer.losses.triplet import TripletDistanceMetric
 from sentence_transformers.sparse_encoder.callbacks import SpladeRegularizerWeightSchedulerCallback
 from sentence_transformers.sparse_encoder.losses import FlopsLoss as TheirFlopsLoss
@@ -26,10 +27,17 @@ from sparse_losses import (
     TripletMarginLoss,
     Warmup,
 )
-from sparse_losses.functional import flops_loss, margin_mse_loss
+from sparse_losses.functional import (
+    false_negative_mask,
+    flops_loss,
+    info_nce_from_scores,
+    info_nce_loss,
+    margin_mse_loss,
+)
 from tests.distributed.ranks import run_ranks
 from tests.porting.compare import N, Q, V, activations, assert_equal
 from tests.porting.on_two_ranks import on_rank, our_losses, values_and_gradients
+from tests.representation.tiny_models import tokenizer
 
 
 class Given(torch.nn.Module):
@@ -122,6 +130,59 @@ def test_multiple_negatives_ranking_in_both_directions(columns):
     info_nce = InfoNCELoss(**dot)
     forth, back = info_nce(query, positive, torch.cat(negatives)), info_nce(positive, query)
     assert_equal(theirs, (forth + back) / 2, *columns)
+
+
+class Guide(torch.nn.Module):
+    """A model of a guide's vectors, or of the student's; with the tokenizer that GIST asks for."""
+
+    max_seq_length = 9
+
+    def __init__(self, key):
+        super().__init__()
+        self.key, self.tokenizer = key, tokenizer("wordpiece")
+
+    def forward(self, features):
+        return {"sentence_embedding": features[self.key]}
+
+
+def gist(columns, guides, **options):
+    features = [{"x": x, "guide": y} for x, y in zip(columns, guides, strict=True)]
+    return GISTEmbedLoss(Guide("x"), Guide("guide"), temperature=0.2, **options)(features, None)
+
+
+BOUNDS = [("absolute", 0.0, {"margin": 0.0}), ("absolute", 0.1, {"margin": -0.1})]
+BOUNDS += [("relative", 0.05, {"ratio": 0.95})]
+
+
+@pytest.mark.parametrize(("strategy", "margin", "bound"), BOUNDS)
+@pytest.mark.parametrize("negatives", [0, 1])
+def test_gist(columns, strategy, margin, bound, negatives):
+    """Their margin makes the bound stricter, ours of a positive number looser."""
+    columns, guides = columns[: 2 + negatives], [activations(Q, V, seed=20 + n) for n in range(3)]
+    options = {"margin_strategy": strategy, "margin": margin}
+    alone = {"contrast_anchors": False, "contrast_positives": False}
+    theirs = gist(columns, guides[: 2 + negatives], **options, **alone)
+    scores = util.cos_sim(guides[0], torch.cat(guides[1 : 2 + negatives]))
+    mask = false_negative_mask(scores, torch.eye(*scores.shape), **bound)
+    assert 0 < (~mask).sum() < mask.numel() - Q
+    ours = info_nce_loss(*columns, temperature=0.2, candidate_mask=mask)
+    assert_equal(theirs, ours, *columns)
+
+
+@pytest.mark.parametrize(("strategy", "margin", "bound"), BOUNDS)
+def test_gist_with_anchors_and_positives_as_negatives(columns, strategy, margin, bound):
+    """Their default: the guide judges each block of scores by itself."""
+    guides = [activations(Q, V, seed=20 + n) for n in range(3)]
+    theirs = gist(columns[:3], guides, margin_strategy=strategy, margin=margin)
+
+    def scores(query, positive, negative):
+        pairs = (query, positive), (query, query), (positive, positive), (query, negative)
+        return torch.cat([util.cos_sim(*pair) for pair in pairs], 1)
+
+    positive_mask = torch.eye(Q, 4 * Q)
+    mask = false_negative_mask(scores(*guides), positive_mask, **bound)
+    ours = info_nce_from_scores(scores(*columns[:3]) / 0.2, positive_mask, mask)
+    assert_equal(theirs, ours, *columns[:3])
 
 
 @pytest.mark.parametrize("labels", ["scores", "margins"])

@@ -50,6 +50,16 @@ def test_frequencies_equal_a_loop_over_texts(seed, rows, decay):
     assert (frequency <= 1).all()
 
 
+@pytest.mark.parametrize("decay", [None, 0.5])
+def test_a_text_with_a_nan_does_not_count(decay):
+    """It would make the lists look short, and the penalty weak, after a step that overflowed."""
+    first, text = batches(3, [3, 4])
+    broken = torch.cat([text, text[:2]])
+    broken[4:, 1] = torch.nan
+    expected = counted(first, text, decay=decay).frequency()
+    assert torch.equal(counted(first, broken, decay=decay).frequency(), expected)
+
+
 @given(seeds, sizes)
 def test_exact_counts_do_not_depend_on_batches_and_counters(seed, rows):
     texts = batches(seed, rows)

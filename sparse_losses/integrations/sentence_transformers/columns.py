@@ -20,6 +20,7 @@ from sparse_losses import (
     ObjectiveOutput,
     PairwiseContrastiveLoss,
     PositiveActivationLoss,
+    RankNetLoss,
     SelfReconstructionLoss,
     SpladeBatch,
     SpladeObjective,
@@ -28,16 +29,22 @@ from sparse_losses import (
 )
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.similarity import normalize
+from sparse_losses._core.token_ids import as_mask
+from sparse_losses.distributed import gather_rows, num_ranks
 from sparse_losses.objective.teacher import Teacher, score_candidates
 
-__all__ = ["COMPUTE", "Columns", "compute_loss", "texts_of_column"]
+__all__ = ["COMPUTE", "Columns", "compute_loss", "has_tokens", "texts_of_column"]
 
 
 class Columns(NamedTuple):
-    """The columns of a batch, their labels, and the options of ``SentenceTransformersLoss``."""
+    """The columns of a batch, their labels, and the options of ``SentenceTransformersLoss``.
+
+    ``there`` is a mask ``[B, n]`` of the negatives that are there, ``None`` if all are.
+    """
 
     texts: Sequence[Texts]
     labels: Tensor | None
+    there: Tensor | None = None
     similarity: str = "dot"
     labels_are_positive_ids: bool = False
     teacher: Teacher | None = None
@@ -68,6 +75,24 @@ def texts_of_column(activations: Tensor, column: Mapping[str, Any]) -> Texts:
         if x is None or x.ndim != 2 or len(x) != len(activations):
             return Texts(activations)
     return Texts(activations, ids, mask)
+
+
+def has_tokens(column: Mapping[str, Any], special_token_ids: Tensor) -> Tensor:
+    """Mask ``[B]`` of the texts with a token of their own, beside special ones and a prompt's."""
+    ids, attended = column["input_ids"], as_mask("attention_mask", column["attention_mask"])
+    own = attended & ~torch.isin(ids, special_token_ids.to(ids.device))
+    if (prompt := column.get("prompt_length")) is not None:  # a number, or the same in every row
+        own &= attended.cumsum(1) > (prompt.flatten()[:1] if torch.is_tensor(prompt) else prompt)
+    return own.any(1)
+
+
+def _candidate_mask(columns: Columns, *, own: bool, in_batch: bool, gather: bool) -> Tensor | None:
+    """Return the mask of the positives, and of a row's own negatives or those of all rows."""
+    if (there := columns.there) is None:
+        return None
+    keys = len(there) * (num_ranks() if gather else 1) if in_batch else 1
+    all_rows = gather_rows(there.T.flatten(), gather).expand(len(there), -1)
+    return torch.cat([there.new_ones(len(there), keys), there if own else all_rows], 1)
 
 
 def _regularizer(loss: Any, columns: Columns) -> Any:
@@ -101,7 +126,9 @@ def _info_nce(loss: Any, columns: Columns) -> Any:
     join = torch.cat if loss.in_batch else _stack
     positive_ids = columns.labels if columns.labels_are_positive_ids else None
     negative = join(negatives) if negatives else None
-    return loss(anchor, positive, negative, positive_ids=positive_ids)
+    where = {"own": not loss.in_batch, "in_batch": loss.in_batch, "gather": loss.gather}
+    mask = _candidate_mask(columns, **where)
+    return loss(anchor, positive, negative, positive_ids=positive_ids, candidate_mask=mask)
 
 
 def _n_pair(loss: Any, columns: Columns) -> Any:
@@ -120,12 +147,17 @@ def _pairwise(loss: Any, columns: Columns) -> Any:
 
 def _triplet(loss: Any, columns: Columns) -> Any:
     anchor, positive, *negatives = columns.vectors
-    return loss(anchor, positive, _stack(negatives))
+    if columns.there is None:
+        return loss(anchor, positive, _stack(negatives))
+    return loss(anchor, positive, _stack(negatives), columns.there)
 
 
 def _distillation(loss: Any, columns: Columns) -> Any:
-    student = _student_scores(columns)
-    return loss(student, _teacher_scores(type(loss).__name__, columns.labels, student))
+    student, mask = _student_scores(columns), None
+    if columns.there is not None:  # and the positive always is
+        mask = torch.nn.functional.pad(columns.there, (1, 0), value=True)
+    teacher = _teacher_scores(type(loss).__name__, columns.labels, student)
+    return loss(student, teacher, candidate_mask=mask)
 
 
 def _margin_mse(loss: Any, columns: Columns) -> Any:
@@ -136,7 +168,8 @@ def _margin_mse(loss: Any, columns: Columns) -> Any:
         positive, negatives = scores[:, :1], scores[:, 1:]
         return positive.expand_as(negatives).flatten(), negatives.flatten()
 
-    return loss(*pairs(student), *pairs(teacher))
+    there = None if columns.there is None else columns.there.flatten()
+    return loss(*pairs(student), *pairs(teacher), there)
 
 
 def _objective(loss: SpladeObjective, columns: Columns) -> Any:
@@ -147,16 +180,18 @@ def _objective(loss: SpladeObjective, columns: Columns) -> Any:
         known = {name: x for name, x in joined._asdict().items() if x is not None}
         stacked = {name: _stack(x.chunk(len(others))) for name, x in known.items()}
         negative = joined._replace(**stacked)
-    batch = SpladeBatch(anchor, positive, negative)
+    where = {"own": len(others) > 1, "in_batch": True, "gather": loss.gather}
+    mask = _candidate_mask(columns, **where)
+    batch = SpladeBatch(anchor, positive, negative, candidate_mask=mask)
     if columns.labels_are_positive_ids:
         batch = batch._replace(positive_ids=columns.labels)
     active = {*loss.active()}
-    distilled = {"distillation", "margin_mse"} & active
+    distilled = {"distillation", "margin_mse", "ranknet"} & active
     if columns.teacher is not None:
         batch = batch._replace(**_taught(columns.teacher, batch, active))
     elif distilled and not columns.labels_are_positive_ids:
         candidates = anchor.activations.new_empty(len(anchor.activations), 1 + len(others))
-        or_margins = "distillation" not in distilled
+        or_margins = distilled == {"margin_mse"}
         scores = _teacher_scores("SpladeObjective", columns.labels, candidates, or_margins)
         batch = batch._replace(teacher_scores=scores, teacher_candidates="own")
     return loss(batch)
@@ -171,6 +206,7 @@ COMPUTE: dict[type, tuple[int, Callable[[Any, Columns], Any]]] = {
     PairwiseContrastiveLoss: (2, _pairwise),
     DistillationLoss: (3, _distillation),
     MarginMSELoss: (3, _margin_mse),
+    RankNetLoss: (3, _distillation),
     NWSLoss: (1, _nws),
     FlopsLoss: (1, _regularizer),
     IdfFlopsLoss: (1, _regularizer),
@@ -221,7 +257,7 @@ def _taught(teacher: Teacher, batch: SpladeBatch, active: set[str]) -> dict[str,
         _ids_and_mask("`teacher`", texts)
     anchor, *documents = [texts._asdict() for texts in sides]
     scores: dict[str, Any] = {}
-    if {"distillation", "margin_mse"} & active:
+    if {"distillation", "margin_mse", "ranknet"} & active:
         scores["teacher_scores"] = score_candidates(teacher, anchor, *documents)
         scores["teacher_candidates"] = "batch"
     if "context_distillation" in active:

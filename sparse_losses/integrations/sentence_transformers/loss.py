@@ -12,14 +12,22 @@ from sparse_losses import (
     MarginMSELoss,
     NWSLoss,
     ObjectiveOutput,
+    RankNetLoss,
     SpladeObjective,
     __version__,
 )
-from sparse_losses._core.checks import check_choice, check_flag, check_integer
+from sparse_losses._core.checks import (
+    check_choice,
+    check_flag,
+    check_integer,
+    values_can_be_checked,
+)
+from sparse_losses.distributed import num_ranks
 from sparse_losses.integrations.sentence_transformers.columns import (
     COMPUTE,
     Columns,
     compute_loss,
+    has_tokens,
     texts_of_column,
 )
 from sparse_losses.integrations.sentence_transformers.versions import (
@@ -32,7 +40,7 @@ from sparse_losses.objective.teacher import Teacher
 __all__ = ["SentenceTransformersLoss"]
 
 USED_BY: dict[str, tuple[type, ...]] = {
-    "similarity": (DistillationLoss, MarginMSELoss),
+    "similarity": (DistillationLoss, MarginMSELoss, RankNetLoss),
     "labels_are_positive_ids": (InfoNCELoss, SpladeObjective),
     "teacher": (SpladeObjective,),
     "prototype": (NWSLoss,),
@@ -53,20 +61,23 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
     - InfoNCE, N-pair: every negative is a candidate of every anchor (with ``in_batch=False``, only
       of its own anchor).
     - Triplet margin: an anchor's own negatives.
-    - Distillation, MarginMSE, and an objective with these terms: ``labels`` are the teacher's
-      scores of the positive and the negatives, ``[B, 1 + n]``; for MarginMSE also the margins
-      between them, ``[B, n]``, or ``[B]`` for one negative.
+    - Distillation, RankNet, MarginMSE, and an objective with these terms: ``labels`` are the
+      teacher's scores of the positive and the negatives, ``[B, 1 + n]``; for MarginMSE also the
+      margins between them, ``[B, n]``, or ``[B]`` for one negative.
     - Pairwise contrastive: two columns; ``labels`` are 0/1.
     - NWS: ``labels`` are multi-hot, ``[B, L]``; a second column holds keys with the same labels.
     - FLOPS, IDF-FLOPS, minimum activation, language penalty: the rows of all columns together.
     - Self-reconstruction: the same. Positive activation: the anchors, with the tokens of their
       positives. These two need token ids, which ``SpladeLoss`` does not pass on.
 
+    An empty text in a column of negatives means that the row has fewer: the losses of scores (all
+    but N-pair) leave it out, whatever its label. Also for this, token ids are needed.
+
     Args:
         model: a ``SparseEncoder`` or ``SentenceTransformer``.
         loss: the loss, which reduces to one number.
-        similarity: ``"dot"`` (the default) or ``"cosine"``: the similarity of distillation and
-            MarginMSE. InfoNCE has its own, which a ``SpladeObjective`` uses for all scores.
+        similarity: ``"dot"`` (the default) or ``"cosine"``: the similarity of distillation, RankNet
+            and MarginMSE. InfoNCE has its own, which a ``SpladeObjective`` uses for all scores.
         labels_are_positive_ids: whether ``labels`` are InfoNCE's ``positive_ids``, ``[B]``
             integers: positives with equal ids are the same document and not each other's negatives.
             For InfoNCE, alone or in a ``SpladeObjective``.
@@ -92,6 +103,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         tensor(0.5514)
     """
 
+    special_token_ids: Tensor
     # These exist only during a forward pass with gradient caching.
     _columns: list[dict[str, Any]]
     _cached: Tensor | ObjectiveOutput
@@ -121,6 +133,12 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
                 )
         self.model = model  # the trainer replaces it by the compiled or distributed model
         self.loss = loss
+        tokenizer = getattr(model, "tokenizer", None)
+        special = {*getattr(tokenizer, "all_special_ids", ())}
+        special -= {getattr(tokenizer, "unk_token_id", None)}  # an unknown word is a word
+        self.register_buffer(
+            "special_token_ids", torch.tensor([*special], dtype=torch.int64), persistent=False
+        )
         self.similarity = similarity or "dot"
         self.labels_are_positive_ids = labels_are_positive_ids
         self.teacher = teacher
@@ -189,8 +207,15 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         self, columns: Sequence[dict[str, Any]], vectors: Sequence[Tensor], labels: Tensor | None
     ) -> Tensor | ObjectiveOutput:
         texts = [texts_of_column(x, column) for x, column in zip(vectors, columns, strict=True)]
+        there = None
+        if len(texts) > 2 and all(x.input_ids is not None for x in texts[2:]):
+            own = [has_tokens(column, self.special_token_ids) for column in columns[2:]]
+            there = torch.stack(own, 1)
+            # Ranks do not know of each other whether they need a mask.
+            if num_ranks() == 1 and values_can_be_checked(there) and there.all():
+                there = None
         flag, teacher, prototype = self.labels_are_positive_ids, self.teacher, self.prototype
-        options = Columns(texts, labels, self.similarity, flag, teacher, prototype)
+        options = Columns(texts, labels, there, self.similarity, flag, teacher, prototype)
         return compute_loss(self.loss, options)
 
     def _named(self, value: Tensor | ObjectiveOutput) -> Tensor | dict[str, Tensor]:

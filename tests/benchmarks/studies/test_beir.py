@@ -73,7 +73,8 @@ def test_figures_of_rankings_follow_their_formulas():
         expected = (gained / ideal, (reciprocal or [0.0])[0], recalled)
         assert [one[query] for one in figures.values()] == pytest.approx(expected)
     costs = beir.costs([["a", "b", "a"], ["c"]], [["a", "c"], ["b", "d", "d"], ["c"], []])
-    assert costs == {"active_query": 1.5, "active_document": 5 / 4, "products": 4 / 8}
+    lengths = {"active_query": 1.5, "active_document": 5 / 4, "longest_list": 2 / 4}
+    assert costs == {**lengths, "products": 4 / 8}
 
 
 def test_the_interval_is_of_the_mean_of_the_collections():

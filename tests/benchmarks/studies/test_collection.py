@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import statistics
 
 import pytest
@@ -27,16 +28,19 @@ def test_rows_are_kept_and_other_texts_refused(small, folder, monkeypatch, capsy
     rows = _run(folder, *options)
     names = ["RECOMMENDED, target 64", "sentence-transformers, weight 0.1, BM25 as teacher"]
     names += ["sentence-transformers, weight 0.1"]
-    expected = [n + end for n in names for _ in "01" for end in ("", ", pruned to 9")]
+    endings = ["", *(f", {method} to 9" for method in ("pruned", "cut", "shifted"))]
+    expected = [names[0] + end for _ in "01" for end in endings]
+    expected += [n + end for n in names[1:] for _ in "01" for end in endings[:2]]
     assert [row["row"] for row in rows] == [*collection.BASELINES, *expected]
-    assert [float(row["active_document"]) for row in rows[3::2]] == pytest.approx([9] * 6, rel=0.1)
+    active = [float(row["active_document"]) for row in rows if row["row"].endswith(" to 9")]
+    assert active == pytest.approx([9] * 10, rel=0.1)
     assert all(row[name] for row in rows for name in ("git_commit", "torch", "bm25s", "device"))
     stored = json.loads(next(folder.parent.glob("output/*/*-64-1.json")).read_text("utf-8"))
     assert stored["settings"]["preset"]["target_active"] == {"document_flops": 64}
     assert list(stored["controllers"]) == ["document"]
-    assert [row["seed"] for row in rows[:5]] == ["", "", "0", "0", "1"]
+    assert [row["seed"] for row in rows[:7]] == ["", "", *"00001"]
     ndcg = stored["rows"][""]["ndcg_10"]
-    assert float(rows[4]["ndcg_10"]) == pytest.approx(statistics.mean(ndcg), abs=1e-4)
+    assert float(rows[6]["ndcg_10"]) == pytest.approx(statistics.mean(ndcg), abs=1e-4)
     monkeypatch.setattr(collection, "run_one", lambda *job: pytest.fail("ran again"))
     assert _run(folder, *options, "--reference", names[1]) == rows
     assert f"| nDCG@10 less that of {names[1]} |" in capsys.readouterr().out
@@ -54,6 +58,21 @@ def test_rows_are_kept_and_other_texts_refused(small, folder, monkeypatch, capsy
         _run(folder, *options)
 
 
+def test_pruned_weights_stay_and_shifted_weights_shrink():
+    queries, documents = torch.rand(2, 6, 40, generator=torch.manual_seed(0))
+    fewer = collection.fewer(queries, documents, 8)
+    kept = fewer["pruned"][1] > 0
+    torch.testing.assert_close(fewer["pruned"][1], documents * kept)
+    torch.testing.assert_close(fewer["shifted"][1] > 0, kept)
+    lower = documents.expm1() - fewer["shifted"][1].expm1()
+    threshold = lower[kept].mean().item()
+    torch.testing.assert_close(lower[kept], torch.full_like(lower[kept], threshold))
+    torch.testing.assert_close(fewer["shifted"][0], (queries.expm1() - threshold).relu().log1p())
+    for row, cut in zip(documents, fewer["cut"][1], strict=True):
+        assert sorted(cut[cut > 0].tolist()) == sorted(row.tolist())[-8:]
+    assert all(torch.equal(fewer[method][0], queries) for method in ("pruned", "cut"))
+
+
 def test_both_systems_read_the_same_batches(folder, monkeypatch):
     monkeypatch.setattr(collection, "QUERY_LENGTH", 6)
     pytest.importorskip("sentence_transformers")
@@ -68,6 +87,42 @@ def test_both_systems_read_the_same_batches(folder, monkeypatch):
     assert ours[-1] == theirs[-1]
     assert ours[0] == "info_nce"
     assert theirs[:2] == ("base_loss", "distillation_loss")
+
+
+def test_rows_with_posting_lists_stand_beside_those_without(small, folder, monkeypatch):
+    small(collection)
+    options = ["--target", "64", "--calibrate", "--weights", "--seeds", "0"]
+    before = _run(folder, *options)
+    path = next(folder.parent.glob("output/*/*.json"))
+    stored = json.loads(path.read_text("utf-8"))
+    assert "posting" not in stored["settings"]
+    del stored["rows"][""]["longest_list"]  # as stored before the figure existed
+    path.write_text(json.dumps(stored), encoding="utf-8")
+    rows = _run(folder, *options, "--posting", "0.2")
+    added = ["RECOMMENDED, target 64, DF-FLOPS", "RECOMMENDED, longest list 0.2, DF-FLOPS"]
+    assert [row["row"] for row in rows[3:]] == added
+    assert rows[2] == {**before[2], "longest_list": ""}
+    assert all(0 < float(row["longest_list"]) <= 1 for row in (*before, *rows[3:]))
+    stored = [json.loads(path.read_text("utf-8")) for path in folder.parent.glob("output/*/*.json")]
+    targets = {one["variant"]: one["controllers"]["document"]["target"] for one in stored}
+    assert targets == {before[2]["row"]: 64, added[0]: 64, added[1]: 0.2}
+
+
+def test_df_flops_is_the_documents_alone(folder):
+    read = beir.load(folder)
+    run = collection.PostingRun(read, collection.PostingTraining(steps=9, **TINY))
+    run.objective.weights.update(document_flops=3.0, query_flops=2.0)
+    batch = run.batch(0)
+    total, terms = run.loss(batch)
+    queries, documents = (x.activations.detach().double() for x in (batch.anchor, batch.positive))
+    share = (documents > 0).double().mean(0)
+    inside = 1 / (1 + (share.pow(math.log(2) / math.log(0.1)) - 1) ** 10)
+    expected = (inside * documents.mean(0)).square().sum().item()
+    assert 0 < expected < documents.mean(0).square().sum().item()
+    assert terms["document_flops"] == pytest.approx(3 * expected, rel=1e-5)
+    plain = queries.mean(0).square().sum().item()
+    assert terms["query_flops"] == pytest.approx(2 * plain, rel=1e-5)
+    assert total.item() == pytest.approx(sum(terms.values()), rel=1e-5)
 
 
 @pytest.fixture

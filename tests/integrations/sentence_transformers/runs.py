@@ -26,6 +26,7 @@ from sparse_losses import (
     NWSLoss,
     PairwiseContrastiveLoss,
     PositiveActivationLoss,
+    RankNetLoss,
     SelfReconstructionLoss,
     SpladeBatch,
     SpladeObjective,
@@ -39,7 +40,7 @@ NAME = "sentence-transformers"
 TEXTS = {
     "anchor": "quick fox|서울 맛집|lazy|a token|jumps|vocabulary|추천|one weight|dog",
     "positive": "the quick brown fox|서울 맛집 추천|lazy dog|a learned token|over|a|b|c|d",
-    "negative": "retriever|fox|점심 메뉴||vectors|the|U.S.A.|brown|over the",
+    "negative": "retriever|fox|점심 메뉴|sparse|vectors|the|U.S.A.|brown|over the",
     "other": "dog|one|메뉴|sparse|lazy|jumps over|서울|quick|weight a token",
 }
 COLUMNS = {name: texts.split("|") for name, texts in TEXTS.items()}
@@ -162,6 +163,12 @@ def mse_of_margins(texts, labels):
     return (margins**2).mean()
 
 
+def of_ordered_pairs(texts, labels):
+    student, ahead = dots(texts), labels[:, :, None] > labels[:, None, :]
+    costs = (student[:, None, :] - student[:, :, None]).exp().log1p()
+    return ((costs * ahead).sum((1, 2)) / ahead.sum((1, 2))).mean()
+
+
 def objective(gather=False):
     return SpladeObjective(
         {
@@ -248,6 +255,7 @@ ALONE = {
     "pairwise_contrastive": (CONTRASTIVE, 2, SAME, of_vectors(CONTRASTIVE)),
     "distillation": (KL, 4, SCORES, lambda t, y: KL(dots(t), y)),
     "margin_mse": (MarginMSELoss(), 4, SCORES, mse_of_margins),
+    "ranknet": (RankNetLoss(), 4, SCORES, of_ordered_pairs),
     "flops": (FlopsLoss(), 2, None, of_rows(lambda x: (x.mean(0) ** 2).sum())),
     "idf_flops": (IDF, 2, None, of_rows(IDF)),
     "min_activation": (MinActivationLoss(threshold=3.0), 1, None, of_rows(smallest)),
