@@ -1,8 +1,10 @@
 """What is published: one version, classifiers that are tested, a floor that replaces nothing."""
 
+import os
 import re
 import subprocess
 import tomllib
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 
 import sparse_losses
-from tools import check_wheel
-from tools.release_notes import notes
+from tools import check_wheel, release
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -39,14 +40,81 @@ def test_the_citation_names_the_version():
         assert version == sparse_losses.__version__, name
 
 
+READY = {
+    "README.md": "pip install sparse-losses",
+    "CHANGELOG.md": "# Changelog\n\n## 1.2.0 - 2026-12-01\n\n- a\n",
+    "CITATION.cff": "version: 1.2.0\ndate-released: 2026-12-01\nrepository-code: https://x/y\n",
+    "docs/cite.md": "  version = {1.2.0},\n",
+    "tools/recipe.yaml": '  version: "1.2.0"\n  homepage: https://x/y\n',
+}
+
+
+def built(**urls):
+    message = Message()
+    message["Version"] = "1.2.0"
+    for name in release.ADDRESSES:
+        if address := urls.get(name, "https://x/y"):
+            message["Project-URL"] = f"{name}, {address}"
+    return message
+
+
+def test_the_release_checklist_finds_what_is_missing():
+    assert list(release.problems("v1.2.0", READY, built())) == []
+    assert len(list(release.problems("v1.2.1", READY, built()))) == 1
+    for name, variable in release.ADDRESSES.items():
+        (found,) = release.problems("v1.2.0", READY, built(**{name: ""}))
+        assert name in found
+        assert variable in found
+    for name, old, new in [
+        ("README.md", "pip", "There is no release on PyPI. pip"),
+        ("README.md", "pip", "git clone <repository>; pip"),
+        ("CHANGELOG.md", "- a", "The first version. Not released yet."),
+        ("docs/cite.md", "\n", "\nNothing has been released, so name the commit\n"),
+        ("docs/cite.md", "1.2.0", "1.1.0"),
+        ("CITATION.cff", "1.2.0", "1.1.0"),
+        ("CITATION.cff", "date-released: 2026-12-01\n", ""),
+        ("CITATION.cff", "repository-code: https://x/y\n", ""),
+        ("CHANGELOG.md", "2026-12-01", "today"),
+        ("CHANGELOG.md", "2026-12-01", "2026-12-02"),
+        ("tools/recipe.yaml", "1.2.0", "1.1.0"),
+        ("tools/recipe.yaml", "homepage", "home"),
+    ]:
+        assert old in READY[name]
+        texts = READY | {name: READY[name].replace(old, new)}
+        found = list(release.problems("v1.2.0", texts, built()))
+        assert len(found) == 1, (name, new, found)
+
+
+@pytest.mark.skipif(os.environ.get("GITHUB_REF_TYPE") != "tag", reason="no tagged build")
+def test_a_tagged_build_is_ready_to_be_released():
+    (wheel,) = (ROOT / "build/wheel").glob("*.whl")  # of `make wheel`
+    tag = os.environ["GITHUB_REF_NAME"]
+    assert list(release.problems(tag, release.sources(), release.metadata(wheel))) == []
+
+
+def test_the_recipe_asks_for_what_the_package_asks_for():
+    recipe = yaml.safe_load((ROOT / "tools/recipe.yaml").read_text(encoding="utf-8"))
+    names = {"torch": "pytorch"}
+    needed = set()
+    for requirement in map(Requirement, PROJECT["dependencies"]):
+        needed.add(f"{names.get(requirement.name, requirement.name)} {requirement.specifier}")
+    assert {*recipe["requirements"]["run"]} == {*needed, "python >=${{ python_min }}"}
+    assert recipe["context"]["version"] == sparse_losses.__version__
+    scripts = [f"{name} = {target}" for name, target in PROJECT["scripts"].items()]
+    assert recipe["build"]["python"]["entry_points"] == scripts
+    for key in ("summary", "license", "license_file"):
+        ours = {"summary": "description", "license_file": "license-files"}.get(key, key)
+        assert recipe["about"][key] == PROJECT[ours]
+
+
 def test_release_notes_are_the_section_of_the_changelog():
     text = "# Changelog\n\n## Unreleased\n\n## 1.10.0 - today\n\nTen.\n\n### Added\n\n- a\n"
     text += "\n## 1.1\n\nOne.\n"
-    assert notes(text, "1.10.0") == "Ten.\n\n### Added\n\n- a\n"
-    assert notes(text, "1.1") == "One.\n"
+    assert release.notes(text, "1.10.0") == "Ten.\n\n### Added\n\n- a\n"
+    assert release.notes(text, "1.1") == "One.\n"
     for version in ("1.1.0", "1.1.", "Unreleased", "1x10.0"):
         with pytest.raises(SystemExit, match=r"expected a section `## .*` in CHANGELOG.md"):
-            notes(text, version)
+            release.notes(text, version)
 
 
 def test_every_classifier_is_a_row_of_the_workflow():
@@ -56,12 +124,12 @@ def test_every_classifier_is_a_row_of_the_workflow():
         for kind in ("Programming Language :: Python :: ", "Operating System :: ")
     }
     pythons, systems = classified.values()
-    assert pythons == {row["python"] for row in rows if row["torch"] == "newest"} != set()
+    assert {"3.11"} <= pythons <= {row["python"] for row in rows if row["torch"] == "newest"}
     assert min(pythons) == PROJECT["requires-python"].removeprefix(">=")
     runners = {"MacOS": "macos", "Microsoft :: Windows": "windows", "POSIX :: Linux": "ubuntu"}
     for torch in (f"{floor('torch')}.*", "newest"):
         tested = {row["os"].removesuffix("-latest") for row in rows if row["torch"] == torch}
-        assert tested == {runners[system] for system in systems}
+        assert {runners[system] for system in systems} <= tested == {*runners.values()}
 
 
 def test_the_oldest_environment_has_the_oldest_versions():

@@ -1,9 +1,10 @@
-"""Draw docs/assets/front.svg, the picture of the README: ``python -m tools.front``.
+"""Draw docs/assets/front.svg and target.svg, the README's pictures: ``python -m tools.front``.
 
-The picture is small and comes from committed results, so it is committed too, and GitHub shows it.
-Its own background suits light and dark pages.
+They are small and come from committed results, so they are committed too, and GitHub shows them.
+Their own background suits light and dark pages.
 """
 
+from math import log2
 from pathlib import Path
 
 from benchmarks.run.table import read
@@ -11,54 +12,122 @@ from benchmarks.run.table import read
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT / "docs" / "assets"
 RESULTS = ROOT / "benchmarks" / "results" / "aims-run-1.csv"
+RUNS = ROOT / "docs" / "results" / "against_sentence_transformers.csv"
 CASE = "B=16 S=256 V=30522 H=768 0.5%"
 NAMES = {
     "eager": "plain PyTorch",
     "sentence-transformers": "sentence-transformers",
     "ours": "sparse-losses",
 }
+GIVEN = [  # system, what its user gives it, in the order of the rows
+    ("sentence-transformers", "0.1"),
+    ("sentence-transformers", "0.3"),
+    ("sparse-losses", "64"),
+    ("sparse-losses", "32"),
+]
 STYLE = """<style>
-text { font: 15px system-ui, sans-serif; fill: #1f2933 }
+text { font: 17px system-ui, sans-serif; fill: #1f2933 }
 .title { font-weight: 600 } .ground { fill: #fff } .bar { fill: #8795a1 } .ours { fill: #b3541e }
+.open { fill: #fff; stroke-width: 2 } .bar.open { stroke: #8795a1 } .ours.open { stroke: #b3541e }
+.name { paint-order: stroke; stroke: #fff; stroke-width: 6px }
+line { stroke: #cbd2d9 } .target { stroke: #1f2933; stroke-width: 2 }
 </style>"""
+
+
+def picture(height: int, label: str, lines: list[str]) -> str:
+    """Return an SVG of the pictures' common width with its ground and style."""
+    box = f'x="-6" y="-8" width="606" height="{height}"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-6 -8 606 {height}" role="img" '
+            f'aria-label="{label}">',
+            STYLE,
+            f'<rect class="ground" {box} rx="4"/>',
+            *lines,
+            "</svg>\n",
+        ]
+    )
 
 
 def panel(left: int, title: str, values: list[float], texts: list[str]) -> list[str]:
     """Return the bars of one quantity."""
     lines = [f'<text class="title" x="{left}" y="16">{title}</text>']
     for number, (value, text) in enumerate(zip(values, texts, strict=True)):
-        y, width = 28 + 30 * number, 120 * value / max(values)
+        y, width = 30 + 34 * number, 96 * value / max(values)
         style = "ours" if number == len(values) - 1 else "bar"
         lines.append(
-            f'<rect class="{style}" x="{left}" y="{y}" width="{width:.1f}" height="20" rx="2"/>'
+            f'<rect class="{style}" x="{left}" y="{y}" width="{width:.1f}" height="22" rx="2"/>'
         )
-        lines.append(f'<text x="{left + width + 6:.1f}" y="{y + 15}">{text}</text>')
+        lines.append(f'<text x="{left + width + 6:.1f}" y="{y + 18}">{text}</text>')
     return lines
 
 
-def draw() -> str:
-    """Return the picture: memory on the left, time on the right."""
+def front() -> str:
+    """Return the picture of the head: memory on the left, time on the right."""
     head = {
         x["variant"]: x for x in read(RESULTS) if (x["loss"], x["case"]) == ("splade_head", CASE)
     }
     memory = [float(head[name]["peak_bytes"]) / 2**20 for name in NAMES]
     seconds = [float(head[name]["seconds"]) for name in NAMES]
     labels = [
-        f'<text x="174" y="{43 + 30 * n}" text-anchor="end">{name}</text>'
+        f'<text x="198" y="{48 + 34 * n}" text-anchor="end">{name}</text>'
         for n, name in enumerate(NAMES.values())
     ]
     lines = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="-6 -8 606 136" role="img" '
-        'aria-label="Peak memory and time of the SPLADE head">',
-        STYLE,
-        '<rect class="ground" x="-6" y="-8" width="606" height="136" rx="4"/>',
         *labels,
-        *panel(184, "Peak memory", memory, [f"{value:,.0f} MiB" for value in memory]),
-        *panel(408, "Time", seconds, [f"{value:.2f} s" for value in seconds]),
-        "</svg>",
+        *panel(208, "Peak memory", memory, [f"{value:,.0f} MiB" for value in memory]),
+        *panel(428, "Time", seconds, [f"{value:.2f} s" for value in seconds]),
     ]
-    return "\n".join(lines) + "\n"
+    return picture(148, "Peak memory and time of the SPLADE head", lines)
 
+
+def reached(system: str, given: str) -> dict[str, list[float]]:
+    """Return each corpus' active dimensions of a test document, one number per run."""
+    runs: dict[str, list[float]] = {}
+    for row in read(RUNS):
+        if (row["system"], row["similarity"], row["number"]) == (system, "dot", given):
+            runs.setdefault(row["corpus"], []).append(float(row["active_document"]))
+    return runs
+
+
+def target() -> str:
+    """Return the picture of sparsity: a point per run, a row per weight or target."""
+
+    def x(active: float) -> float:
+        return 148 + 214 * log2(active / 24)  # 24 dimensions on the left, 96 on the right
+
+    def point(left: float, y: float, style: str) -> str:
+        return f'<circle class="{style}" cx="{left:.1f}" cy="{y}" r="5.5"/>'
+
+    lines = [
+        f'<line x1="{x(tick):.1f}" y1="34" x2="{x(tick):.1f}" y2="252"/>'
+        f'<text x="{x(tick):.1f}" y="274" text-anchor="middle">{tick}</text>'
+        for tick in (24, 32, 48, 64, 96)
+    ]
+    lines.append('<text class="title" x="4" y="16">Active dimensions of a document</text>')
+    for left, corpus, style in ((370, "docstrings", "bar"), (502, "Debian", "bar open")):
+        lines += [point(left, 10, style), f'<text x="{left + 12}" y="16">{corpus}</text>']
+    y = 10
+    for row, (system, given) in enumerate(GIVEN):
+        ours = system == "sparse-losses"
+        if row % 2 == 0:  # a new system
+            y += 42
+            lines.append(f'<text class="name" x="4" y="{y}">{system}</text>')
+        y += 30 if row % 2 == 0 else 36
+        label = f"{'target' if ours else 'weight'} {given}"
+        lines.append(f'<text x="128" y="{y + 6}" text-anchor="end">{label}</text>')
+        if ours:
+            ends = f'x1="{x(float(given)):.1f}" y1="{y - 16}" x2="{x(float(given)):.1f}"'
+            lines.append(f'<line class="target" {ends} y2="{y + 16}"/>')
+        for corpus, values in reached(system, given).items():
+            below, fill = (7, " open") if corpus == "debian" else (-7, "")
+            style = ("ours" if ours else "bar") + fill
+            lines += [point(x(value), y + below, style) for value in sorted(values)]
+    return picture(294, "Active dimensions by a fixed FLOPS weight and by a target", lines)
+
+
+PICTURES = {"front": front, "target": target}
 
 if __name__ == "__main__":
-    (ASSETS / "front.svg").write_text(draw(), encoding="utf-8")
+    for name, draw in PICTURES.items():
+        (ASSETS / f"{name}.svg").write_text(draw(), encoding="utf-8")

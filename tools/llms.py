@@ -29,17 +29,14 @@ def settings() -> dict[str, Any]:
     return config
 
 
-def pages(nav: list[Any], title: str = "") -> Iterator[tuple[str, str]]:
-    """Yield title and path of every page below an entry of the navigation."""
+def pages(nav: list[Any]) -> Iterator[str]:
+    """Yield the path of every page below an entry of the navigation."""
     for entry in nav:
         if isinstance(entry, str):
-            yield title, entry
+            yield entry
         else:
-            for name, below in entry.items():
-                if isinstance(below, str):
-                    yield name, below
-                else:
-                    yield from pages(below, name)
+            for below in entry.values():
+                yield from pages(below)
 
 
 def text_of(path: str) -> str:
@@ -48,9 +45,12 @@ def text_of(path: str) -> str:
     return REFERENCE.sub(r"\1", expand(body(text))).strip()
 
 
-def description(path: str) -> str:
-    """Return the description of a page."""
-    return front_matter((DOCS / path).read_text(encoding="utf-8")).get("description", "")
+def line(path: str) -> str:
+    """Return a page's title, address and description as an entry of a list."""
+    text = (DOCS / path).read_text(encoding="utf-8")
+    found = re.search(r"^# (.+)$", expand(text), re.MULTILINE)
+    assert found, f"{path} has no title"
+    return f"- [{found[1]}]({address(path)}): {front_matter(text).get('description', '')}"
 
 
 def address(path: str) -> str:
@@ -63,26 +63,18 @@ def address(path: str) -> str:
 def short(config: dict[str, Any]) -> str:
     """Return the text of llms.txt."""
     lines = [f"# {config['site_name']}", "", f"> {config['site_description']}"]
-    first: list[str] = []
     for entry in config["nav"]:
         ((section, below),) = entry.items()
-        entries = [("", below)] if isinstance(below, str) else list(pages(below, section))
-        entries = [(title or section, path) for title, path in entries]
-        if entries[0][1].startswith(NOT_ENGLISH):
-            continue
-        listed = [f"- [{title}]({address(path)}): {description(path)}" for title, path in entries]
-        if isinstance(below, str):
-            first += listed
-        else:
+        listed = [line(path) for path in pages(below) if not path.startswith(NOT_ENGLISH)]
+        if listed:
             lines += ["", f"## {section}", "", *listed]
-    lines[3:3] = ["", *first]
     return "\n".join(lines) + "\n"
 
 
 def full(config: dict[str, Any]) -> str:
     """Return the text of llms-full.txt."""
-    paths = [path for _, path in pages(config["nav"])]
-    kept = [path for path in paths if not path.startswith(NOT_ENGLISH + NOT_WHOLE)]
+    left_out = NOT_ENGLISH + NOT_WHOLE
+    kept = [path for path in pages(config["nav"]) if not path.startswith(left_out)]
     return "\n\n".join(f"<!-- {address(path)} -->\n\n{text_of(path)}" for path in kept) + "\n"
 
 

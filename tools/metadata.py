@@ -1,8 +1,9 @@
 """Add the addresses of repository and site to the package's description at build time.
 
 Hatch runs this for every build. Links in README.md are relative, so that they work in a clone and
-on any host. A package index shows the text elsewhere: if REPO_URL names the repository, links and
-pictures get its address.
+on any host. A package index shows the text elsewhere: pages of docs/ are on the site, SITE_URL, in
+the folder of their version, and other files in the repository, REPO_URL, at the version's tag.
+What has no address is named without a link, a picture by its description.
 """
 
 import os
@@ -15,17 +16,33 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 
 
-def with_addresses(text: str, repository: str, branch: str = "main") -> str:
-    """Return Markdown whose relative links point to files of a repository on a branch."""
+def with_addresses(text: str, version: str, repository: str = "", site: str = "") -> str:
+    """Return the README of a version as a package index shows it; the addresses end without /."""
 
     def absolute(match: re.Match[str]) -> str:
         target = match["target"]
         if re.match(r"[a-z]+:|#", target):
             return match[0]
-        view = "raw" if match["picture"] else "blob"
-        return f"{match['picture']}[{match['text']}]({repository}/{view}/{branch}/{target})"
+        if target.startswith("docs/"):
+            base, place = site and f"{site}/{version}/", target.removeprefix("docs/")
+            page, hash_, anchor = re.sub(r"\bindex\.md", "", place).partition("#")
+            target = re.sub(r"\.md$", "/", page) + hash_ + anchor
+        else:
+            base = repository and f"{repository}/blob/v{version}/"
+        if not base:
+            return match["text"]
+        return f"{match['picture']}[{match['text']}]({base}{target})"
 
-    return LINK.sub(absolute, text)
+    text = LINK.sub(absolute, text)
+    if repository:
+        text = text.replace("<repository>", repository)
+        badges = [
+            f"[![{name}]({repository}/actions/workflows/{name}.yml/badge.svg)]({address})"
+            for name, address in (("tests", f"{repository}/actions"), ("docs", site))
+            if address
+        ]
+        text = re.sub(r"^(# .*)$", rf"\1\n\n{' '.join(badges)}", text, count=1, flags=re.MULTILINE)
+    return text
 
 
 class Metadata(MetadataHookInterface):
@@ -34,10 +51,14 @@ class Metadata(MetadataHookInterface):
     def update(self, metadata: dict[str, Any]) -> None:
         """Read README.md, and the addresses from the environment."""
         text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
-        repository = os.environ.get("REPO_URL", "").rstrip("/")
-        site = os.environ.get("SITE_URL", "")
-        if repository:
-            text = with_addresses(text, repository)
+        repository, site = (os.environ.get(x, "").rstrip("/") for x in ("REPO_URL", "SITE_URL"))
+        version = metadata["version"]
+        text = with_addresses(text, version, repository, site)
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
-        addresses = {"Repository": repository, "Documentation": site}
-        metadata["urls"] = {name: address for name, address in addresses.items() if address}
+        metadata["urls"] = {}
+        if repository:
+            changelog = f"{repository}/blob/v{version}/CHANGELOG.md"
+            metadata["urls"] |= {"Repository": repository, "Issues": f"{repository}/issues"}
+            metadata["urls"]["Changelog"] = changelog
+        if site:
+            metadata["urls"]["Documentation"] = f"{site}/{version}/"

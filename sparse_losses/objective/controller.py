@@ -88,16 +88,17 @@ class SparsityController:
     1. It waits with the weight 0 until the active dimensions have stopped falling by themselves and
        the ranking loss is below chance.
     2. The first weight makes FLOPS the share ``start`` of the ranking terms. From there the weight
-       follows a plan: $e = \log(a / \mathrm{target})$, where $a$ is the smoothed mean number of
-       active dimensions of the rows that have any, falls to $\log 1.15$ at 60% of the remaining
-       ``steps``, the slower the nearer it comes, and stays there: calibration prunes the rest. With
-       the planned level $p$, the trend $\dot e$ and the planned trend $\dot p$ each step changes
+        follows a plan: $e = \log(a / \mathrm{target})$, where $a$ is the smoothed mean number of
+        active dimensions of the rows that have any, falls to $\log 1.15$ at 60% of the remaining
+        ``steps``, the slower the nearer it comes, and stays there: calibration prunes the rest.
+        With the planned level $p$, the trend $\dot e$ and the planned trend $\dot p$ each step
+        changes
 
-       $$\log \lambda \leftarrow \log \lambda + g\, (e - p) + (\dot e - \dot p) - 1.9\, \dot p$$
+        $$\log \lambda \leftarrow \log \lambda + g\, (e - p) + (\dot e - \dot p) - 1.9\, \dot p$$
 
-       where the last part keeps the pressure as FLOPS falls with the dimensions. A fall that will
-       end above the aim lowers no weight. With an objective FLOPS is at most four times the
-       ranking terms: more would not act sooner, and then far too strongly.
+        where the last part keeps the pressure as FLOPS falls with the dimensions. A fall that will
+        end above the aim lowers no weight. With an objective FLOPS is at most four times the
+        ranking terms: more would not act sooner, and then far too strongly.
     3. It brakes as soon as a fall would end below the target, and while texts die: if need be, down
        to 0.
 

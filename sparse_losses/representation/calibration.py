@@ -64,7 +64,7 @@ def calibrate_threshold(
             f"{largest:.2f}, got {wrong[0].item():g}"
         )
     positive = _inverted(chosen(rows, rows > 0), activation)
-    return _threshold([positive], len(rows), target_active)
+    return _threshold([positive], len(rows), target_active)[0]
 
 
 def calibrate(
@@ -129,7 +129,7 @@ def _prune_head(head: SpladeHead, data: Any, target_active: float) -> float:
             _, logits = head(hidden, attention_mask, return_logits=True)  # not pruned
             rows += len(logits)
             positive.append(chosen(logits, logits > 0))
-    t = _threshold(positive, rows, target_active)
+    t, _ = _threshold(positive, rows, target_active)
     if isinstance(head.threshold, Tensor):  # a buffer, which cannot become a number
         del head.threshold
     head.threshold = t
@@ -168,7 +168,7 @@ def _calibrate_sparse_encoder(
         logits = _inverted(vectors.values(), pooling.activation_function)
         if method == "shift":
             logits = _before_scale_and_cap(logits, head)
-        t = _threshold([logits], len(texts), target_active)
+        t, _ = _threshold([logits], len(texts), target_active)
     finally:
         head.threshold = held
     if method == "prune":
@@ -186,11 +186,14 @@ def calibrate_encoder(
     target_active: float,
     method: str,
     batch_size: int,
-) -> float:
-    """Return the threshold; with ``"shift"`` it has been subtracted from the bias."""
+) -> tuple[float, float]:
+    """Return the threshold and the mean number of dimensions that are kept.
+
+    With ``"shift"`` the threshold has been subtracted from the bias.
+    """
     logits_of = _shifted_logits if method == "shift" else _pruned_logits
     with torch.no_grad(), evaluating(encoder):
-        t = _threshold(
+        t, active = _threshold(
             (
                 logits_of(encoder, **encoder.tokenize([texts[i] for i in numbers]))
                 for numbers in batches(texts, batch_size)
@@ -203,7 +206,7 @@ def calibrate_encoder(
         _reshard(encoder)
         with torch.no_grad():
             _bias(encoder).sub_(t)
-    return t
+    return t, active
 
 
 def _reshard(model: nn.Module) -> None:
@@ -285,9 +288,10 @@ def _bias_of(model: Any) -> Tensor:
 
 def _threshold(
     batches_of_logits: Iterable[Tensor], texts: int, target_active: float, *, signed: bool = False
-) -> float:
-    """Return a number that ``target_active`` logits a text are above, in the middle of a gap.
+) -> tuple[float, float]:
+    """Return a number that ``target_active`` logits a text are above, and how many are above it.
 
+    The number is in the middle of a gap.
     Equal logits are kept or dropped together, whichever is nearer the target; at least one is kept.
     If all are kept it is 0, or for ``signed`` logits a number below them.
     """
@@ -315,7 +319,9 @@ def _threshold(
     more, fewer = int((largest >= edge).sum()), int((largest > edge).sum())
     kept = more if more - kept <= kept - fewer or fewer == 0 else fewer
     if kept == len(largest) and below > [-math.inf]:
-        return largest[-1].item() / 2 + below[0] / 2
-    if kept == len(largest):
-        return largest[-1].item() - 1.0 if signed else 0.0
-    return largest[kept - 1].item() / 2 + largest[kept].item() / 2  # the sum could overflow
+        t = largest[-1].item() / 2 + below[0] / 2
+    elif kept == len(largest):
+        t = largest[-1].item() - 1.0 if signed else 0.0
+    else:
+        t = largest[kept - 1].item() / 2 + largest[kept].item() / 2  # the sum could overflow
+    return t, kept / texts

@@ -189,6 +189,7 @@ class SpladeEncoder(nn.Module):
             idf_weights = _checked_idf_weights(idf_weights, self.vocab_size).to(like.device)
         self.register_buffer("idf_weights", idf_weights)
         self.max_length = _max_length(max_length, inner, tokenizer)
+        self._calibrated: dict[str, dict[str, float]] = {}  # for the model card
         special = torch.tensor(tokenizer.all_special_ids, dtype=torch.int64, device=like.device)
         self.register_buffer("_special_ids", special, persistent=False)
 
@@ -502,9 +503,11 @@ class SpladeEncoder(nn.Module):
         """
         check_choice("side", side, SIDES)
         check_choice("method", method, ("prune", "shift"))
-        t = calibrate_encoder(self, texts, target_active, method, batch_size)
+        t, active = calibrate_encoder(self, texts, target_active, method, batch_size)
         if method == "prune":
             setattr(self, f"{side}_threshold", t)
+            said = {"target": target_active, "active": active, "texts": len(texts), "threshold": t}
+            self._calibrated[side] = said
         return t
 
     def extra_repr(self) -> str:
@@ -574,6 +577,7 @@ class SpladeEncoder(nn.Module):
                 part := _part(tensors, "importance") or folder.read_linear(encoder.importance)
             ):
                 encoder.importance.load_state_dict(part)
+        encoder._calibrated = saved.get("calibrated", {})
         return encoder.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -586,6 +590,9 @@ class SpladeEncoder(nn.Module):
         compute it refuses. Of a ``PeftModel`` the adapters are saved as PEFT does, and its base
         model in ``base_model`` if it has no path of its own. All files are written into a temporary
         folder first, so that a full disk leaves the old ones unchanged.
+
+        README.md is a model card for the Hugging Face Hub. Without its last line it is yours: a
+        file that does not have this line stays.
 
         Args:
             folder: Made if it does not exist; files of other names stay.
@@ -602,6 +609,7 @@ class SpladeEncoder(nn.Module):
             "max_length": self.max_length,
             "idf_weights": self.idf_weights is not None,
             "gate": None if self.gate is None else self.gate.settings,
+            "calibrated": self._calibrated,
         }
         if not self.expansion:
             settings["importance"] = "linear" if isinstance(self.importance, nn.Linear) else "mlp"

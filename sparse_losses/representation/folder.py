@@ -32,6 +32,8 @@ THEIRS = "sentence_transformers.sparse_encoder.models"
 KNOWN = {"MLMTransformer", "Transformer", "SpladePooling", "IdfWeights", "UnsupportedEncoder"}
 LINEAR = "sparse_linear.pt"  # BGE-M3's layer from a hidden state to its token's weight
 ADAPTER, BASE = "adapter_config.json", "base_model"  # PEFT's file; a base model without a path
+CARD = "README.md"  # for the Hub; its last line says whose it is
+OWN = "<!-- save_pretrained writes this file: remove this line to keep your changes -->"
 
 
 class IdfWeights(nn.Module):
@@ -344,6 +346,7 @@ def write_folder(
             _write_modules(new, settings, tensors, vocab_size)
         else:  # without an entry they would build another model
             _write_entries(new, [("", f"{__name__}.{UnsupportedEncoder.__name__}")])
+        _write_card(new, target, model, settings)
         if (target / PROMPTS).exists():
             (new / PROMPTS).unlink(missing_ok=True)  # theirs may hold prompts
         save_file(tensors, new / TENSORS)
@@ -415,6 +418,61 @@ def _write_entries(folder: Path, modules: list[tuple[str, str]]) -> None:
         for i, (path, kind) in enumerate(modules)
     ]
     _write_json(folder / MODULES, entries)
+
+
+def _write_card(new: Path, target: Path, model: Any, settings: dict[str, Any]) -> None:
+    """Write the model card, unless the folder has one of its user."""
+    kept = target / CARD
+    if kept.exists() and not kept.read_text(encoding="utf-8").rstrip().endswith(OWN):
+        (new / CARD).unlink(missing_ok=True)  # PEFT's
+        return
+    inner, name = unwrapped(model), target.resolve().name
+    base = "" if os.path.exists(inner.name_or_path) else inner.name_or_path  # a name on the Hub
+    is_theirs = UnsupportedEncoder.__name__ not in (new / MODULES).read_text(encoding="utf-8")
+    remote = ", trust_remote_code=True" if settings["idf_weights"] else ""
+    measured = "".join(
+        f"| active dimensions of a {side} | {x['active']:,.1f} on average, measured on "
+        f"{x['texts']:,} texts; the target was {x['target']:g} |\n"
+        for side, x in settings["calibrated"].items()
+        if x["threshold"] == settings[f"{side}_threshold"]
+    )
+    text = f"""---
+library_name: {"sentence-transformers" if is_theirs else "transformers"}
+tags: [sparse-encoder, splade, sparse-losses, feature-extraction]
+{f"base_model: {base}" if base else "# base_model: its name on the Hub"}
+---
+
+# {name}
+
+A sparse encoder, saved by sparse-losses.
+
+| | |
+|---|---|
+| model | {type(inner).__name__}{f" from {base}" if base else ""} |
+| vocabulary | {inner.config.get_text_config().vocab_size:,} dimensions |
+| longest text | {settings["max_length"]:,} tokens |
+{measured}
+With sparse-losses:
+
+```python
+from sparse_losses import SpladeEncoder
+
+encoder = SpladeEncoder.from_pretrained("{name}")
+vectors = encoder.encode_document(["a text"])
+```
+"""
+    if is_theirs:
+        text += f"""
+With sentence-transformers{", which does not prune to these dimensions" if measured else ""}:
+
+```python
+from sentence_transformers import SparseEncoder
+
+model = SparseEncoder("{name}"{remote})
+vectors = model.encode_document(["a text"])
+```
+"""
+    (new / CARD).write_text(f"{text}\n{OWN}\n", encoding="utf-8")
 
 
 def _write_json(path: Path, content: object) -> None:

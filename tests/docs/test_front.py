@@ -100,8 +100,7 @@ def test_the_sparsity_on_the_page_on_targets_is_that_of_its_results():
     assert f"end at {mean(own):.1f} ± {stdev(own):.1f}" in text
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
-def test_what_is_said_of_a_gpu_is_calculated(page):
+def test_what_is_said_of_a_gpu_is_calculated():
     case = "pairs=32 S=256 V=250002 bf16"
     step = {
         row["variant"]: (float(row["h100_seconds"]), int(row["peak_bytes"]) / 2**20)
@@ -109,7 +108,7 @@ def test_what_is_said_of_a_gpu_is_calculated(page):
         if (row["loss"], row["case"]) == ("training_step", case)
     }
     (plain, plain_peak), (ours, peak) = step["eager"], step["ours"]
-    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").split())
     assert f"{plain / ours:.1f} times as fast" in text
     assert f"{peak:,.0f} MiB instead of {plain_peak:,.0f}" in text
 
@@ -123,9 +122,21 @@ def test_what_is_said_of_a_dense_head_is_measured(page):
         assert f"{ratio:.1f} times" in text
 
 
-def test_the_picture_is_drawn_from_the_results():
-    kept = (front.ASSETS / "front.svg").read_text(encoding="utf-8")
-    assert kept == front.draw(), "python -m tools.front draws it"
+@pytest.mark.parametrize("name", front.PICTURES)
+def test_the_pictures_are_drawn_from_the_results(name):
+    kept = (front.ASSETS / f"{name}.svg").read_text(encoding="utf-8")
+    assert kept == front.PICTURES[name](), "python -m tools.front draws it"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_what_a_weight_and_a_target_reach_is_that_of_the_results(page):
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    for (system, given), words in {
+        front.GIVEN[0]: "A fixed weight of 0.1 ends between {:.0f} and {:.0f} active dimensions",
+        front.GIVEN[2]: "a target of 64 between {:.0f} and {:.0f}",
+    }.items():
+        reached = [x for runs in front.reached(system, given).values() for x in runs]
+        assert words.format(min(reached), max(reached)) in text
 
 
 @pytest.fixture
@@ -138,32 +149,49 @@ def metadata(monkeypatch):
     return importlib.import_module("tools.metadata")
 
 
-def test_the_description_of_the_package_has_the_repositorys_address(metadata, monkeypatch):
-    hook = metadata.Metadata()
+def test_without_an_address_the_description_names_its_pages(metadata, monkeypatch):
+    hook, project = metadata.Metadata(), {"version": "1.2"}
     hook.root = str(ROOT)
-    plain, addressed = {}, {}
     monkeypatch.delenv("REPO_URL", raising=False)
     monkeypatch.delenv("SITE_URL", raising=False)
-    hook.update(plain)
-    assert plain["readme"]["text"] == (ROOT / "README.md").read_text(encoding="utf-8")
-    assert plain["urls"] == {}
+    hook.update(project)
+    text = project["readme"]["text"]
+    assert project["urls"] == {}
+    assert "](" not in text.replace("](https://", "")
+    assert "Troubleshooting" in text
 
-    monkeypatch.setenv("REPO_URL", "https://localhost/someone/name/")
-    hook.update(addressed)
-    assert addressed["urls"] == {"Repository": "https://localhost/someone/name"}
-    targets = re.findall(r"\]\(([^)\s]+)\)", addressed["readme"]["text"])
-    assert len(targets) > 20
+
+def test_the_description_links_to_the_site_and_the_tag_of_its_version(metadata, monkeypatch):
+    hook, project = metadata.Metadata(), {"version": "1.2"}
+    hook.root = str(ROOT)
+    monkeypatch.setenv("REPO_URL", "https://localhost/a/b/")
+    monkeypatch.setenv("SITE_URL", "https://localhost/site/")
+    hook.update(project)
+    assert project["urls"] == {
+        "Repository": "https://localhost/a/b",
+        "Issues": "https://localhost/a/b/issues",
+        "Changelog": "https://localhost/a/b/blob/v1.2/CHANGELOG.md",
+        "Documentation": "https://localhost/site/1.2/",
+    }
+    text = project["readme"]["text"]
+    assert "\ngit clone https://localhost/a/b sparse-losses" in text
+    assert text.count("/badge.svg)](") == 2
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert len(targets) > 10
     for target in targets:
-        file = re.fullmatch(
-            r"https://localhost/someone/name/(?:blob|raw)/main/([^#]+)(#.+)?", target
-        )
-        assert file, target
-        assert (ROOT / file[1]).exists(), target
+        if found := re.fullmatch(r"https://localhost/a/b/blob/v1\.2/(.+)", target):
+            assert (ROOT / found[1]).exists()
+        elif found := re.fullmatch(r"https://localhost/site/1\.2/(.+)", target):
+            page = found[1].removesuffix("/")
+            places = [ROOT / "docs" / name for name in (page, f"{page}.md", f"{page}/index.md")]
+            assert any(place.is_file() for place in places), target
+        else:
+            assert "/actions" in target or target == "https://localhost/site"
 
 
 def test_links_with_an_address_and_within_a_page_stay_as_they_are(metadata):
-    text = "[a](https://localhost/x) [b](#here) [c](d.md#e) ![p](q.svg)"
-    assert metadata.with_addresses(text, "https://localhost/r") == (
-        "[a](https://localhost/x) [b](#here) "
-        "[c](https://localhost/r/blob/main/d.md#e) ![p](https://localhost/r/raw/main/q.svg)"
+    text = "[a](https://localhost/x) [b](#here) [c](docs/d/index.md#e) ![p](docs/q.svg) [l](L)"
+    assert metadata.with_addresses(text, "1", "https://localhost/r", "https://localhost/s") == (
+        "[a](https://localhost/x) [b](#here) [c](https://localhost/s/1/d/#e) "
+        "![p](https://localhost/s/1/q.svg) [l](https://localhost/r/blob/v1/L)"
     )

@@ -10,6 +10,7 @@ from types import UnionType
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
+from markdown_it import MarkdownIt
 
 import sparse_losses
 import sparse_losses.functional as F
@@ -19,6 +20,7 @@ from tools.markdown import DOCS, LANGUAGES, body, expand, split_code
 
 ROOT = DOCS.parent
 PAGES = sorted(DOCS.rglob("*.md"))
+ENGLISH = [page for page in PAGES if page.relative_to(DOCS).parts[0] not in LANGUAGES]
 STEMS = sorted(
     p.stem for p in (ROOT / "sparse_losses/losses").glob("*.py") if not p.stem.startswith("_")
 )
@@ -106,6 +108,46 @@ def test_only_known_hosts_are_named(page):
             assert host in HOSTS or host.startswith("localhost"), host
 
 
+# What a host of repositories shows: plain GitHub Markdown.
+
+SITE_ONLY = re.compile(
+    r"\]\[sparse_losses\.|^(?:\?\?\?|!!!|=== \"|:::)|--8<--|\{ ?[#.:][^}]*\}|<div", re.MULTILINE
+)
+
+
+def not_plain(page: Path, text: str) -> list[str]:
+    """Return what GitHub would show as it is written, and pictures that git does not hold."""
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(body(text))
+    inline = list(chain(*(token.children for token in tokens if token.type == "inline")))
+    kinds = ("text", "softbreak", "html_inline")
+    seen = "".join(each.content or "\n" for each in inline if each.type in kinds)
+    blocks = (token.content for token in tokens if token.type == "html_block")
+    seen += "\n".join(block for block in blocks if not block.startswith("<!--"))
+    pictures = [str(each.attrs["src"]) for each in inline if each.type == "image"]
+    ignored = [src for src in pictures if "figures" in src or not (page.parent / src).is_file()]
+    return SITE_ONLY.findall(seen) + ignored
+
+
+def test_what_the_readme_links_to_is_plain_github_markdown():
+    readme = ROOT / "README.md"
+    linked = set(re.findall(r"\]\(([^)\s#:]+\.md)", read(readme)))
+    assert 5 <= len(linked) <= 10
+    for page in (readme, *(ROOT / link for link in sorted(linked))):
+        assert not_plain(page, read(page)) == [], name(page)
+    for wrong in (
+        "[`f`][sparse_losses.f]",
+        "??? note\n    text",
+        "a\n!!! note",
+        '--8<-- "a.md"',
+        "## A { #b }",
+        '<div class="plot" markdown>',
+        "![a](docs/figures/flops-light.svg)",
+        "![a](docs/none.svg)",
+    ):
+        assert len(not_plain(readme, wrong)) == 1, wrong
+    assert not_plain(readme, "`???`\n\n```\n!!! a\n```\n\n<!-- --8<-- -->\n\n$a_1$") == []
+
+
 # Nothing is fetched from elsewhere.
 
 HOST = re.compile(r"\b(?:https?|wss?|ftp):|//(?=[\w\[])", re.IGNORECASE)
@@ -190,17 +232,51 @@ def test_the_english_pages_stay_short():
 # The navigation.
 
 
-def nav() -> list[str]:
-    """Return the pages that mkdocs.yml lists."""
-    section = read(ROOT / "mkdocs.yml").partition("\nnav:\n")[2]
-    return re.findall(r"([\w/]+\.md)\s*$", section, re.MULTILINE)
+NAVIGATION = read(ROOT / "mkdocs.yml").partition("\nnav:\n")[2]
+
+
+def title(page: Path) -> str:
+    found = re.search(r"^# (.+)$", expand(read(page)), re.MULTILINE)
+    assert found, f"{name(page)} has no title"
+    return found[1]
 
 
 def test_every_page_can_be_reached():
-    listed = nav()
+    listed = re.findall(r"([\w/]+\.md)\s*$", NAVIGATION, re.MULTILINE)
     assert len(set(listed)) == len(listed) > 50
     pages = {page.relative_to(DOCS).as_posix() for page in PAGES}
-    assert pages == set(listed)
+    in_menu = {page for page in pages if page.startswith("ja/")}
+    assert pages - in_menu == set(listed)
+    assert len(re.findall(r"^  - ", NAVIGATION, re.MULTILINE)) <= 8
+
+
+OVERVIEWS = [ROOT / "README.md", *(DOCS / page for page in ("index.md", "losses/index.md"))]
+
+
+def misnamed(page: Path, text: str) -> list[str]:
+    """Return the links of a page that name another page than theirs, or theirs by no title."""
+    titles = {title(each).lower() for each in ENGLISH}
+    wrong = []
+    for link, target in re.findall(r"(?<!!)\[([^\]]+)\]\(([^)\s#:]+\.md)\)", text):
+        shown, own = " ".join(link.split()), title((page.parent / target).resolve())
+        is_name = shown.lower() in titles or (page in OVERVIEWS and shown[0].isupper())
+        if is_name and shown.lower() != own.lower():
+            wrong.append(f"[{shown}]({target}): {own}")
+    return wrong
+
+
+def test_a_page_has_one_name():
+    """Its title is its label, and a link does not call it by another page's."""
+    assert re.findall(r"- .+: +\S+\.md$", NAVIGATION, re.MULTILINE) == []
+    titles = [title(page) for page in ENGLISH]
+    assert sorted(set(titles)) == sorted(titles)
+    page = DOCS / "index.md"
+    assert misnamed(page, "[FAQ](install.md) [install](install.md) [Setup](install.md)") == [
+        "[FAQ](install.md): Install",
+        "[Setup](install.md): Install",
+    ]
+    wrong = {name(page): misnamed(page, read(page)) for page in {*ENGLISH, *OVERVIEWS}}
+    assert {page: links for page, links in wrong.items() if links} == {}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

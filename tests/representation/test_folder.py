@@ -4,10 +4,12 @@ import copy
 import errno
 import json
 import os
+import re
 import warnings
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 from transformers.utils import logging
@@ -64,6 +66,41 @@ def test_idf_weights_are_copied(tmp_path):
     assert torch.equal(encoder.idf_weights, kept)
     encoder.save_pretrained(tmp_path)
     assert torch.equal(SpladeEncoder.from_pretrained(tmp_path).idf_weights, kept)
+
+
+def test_the_model_card_says_what_was_measured_and_how_to_load(tmp_path, monkeypatch):
+    encoder = make(idf_weights=True)
+    encoder.model.name_or_path = "someone/base"
+    t = encoder.calibrate(TEXTS, 5)
+    active = sum(len(row) for row in encoder.encode_document(TEXTS, output="tokens")) / len(TEXTS)
+    encoder.save_pretrained(tmp_path / "a")
+    card = (tmp_path / "a" / "README.md").read_text(encoding="utf-8")
+    said = yaml.safe_load(card.split("---\n")[1])
+    assert {"sparse-encoder", "splade"} < set(said["tags"])
+    assert said["base_model"] == "someone/base"
+    measured = f"{active:.1f} on average, measured on {len(TEXTS)} texts; the target was 5"
+    assert measured in card
+    monkeypatch.chdir(tmp_path)  # where the folder's name leads to it
+    for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
+        exec(block, names := {})
+        assert names["vectors"].shape == (1, encoder.vocab_size)
+
+    loaded = SpladeEncoder.from_pretrained("a")
+    loaded.save_pretrained("b")
+    assert measured in (tmp_path / "b/README.md").read_text(encoding="utf-8")
+    loaded.document_threshold = t + 1.0  # it was measured with another
+    loaded.save_pretrained("b")
+    assert "on average" not in (tmp_path / "b/README.md").read_text(encoding="utf-8")
+    (tmp_path / "b/README.md").write_text("mine", encoding="utf-8")
+    loaded.save_pretrained("b")
+    assert (tmp_path / "b/README.md").read_text(encoding="utf-8") == "mine"
+
+
+def test_the_model_card_offers_no_reader_that_refuses_the_folder(tmp_path):
+    make(expansion=False).save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "SpladeEncoder.from_pretrained" in card
+    assert "SparseEncoder(" not in card
 
 
 @pytest.mark.parametrize("expansion", [True, False])
