@@ -5,7 +5,7 @@ import re
 import sys
 import types
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import median
 
 import pytest
 
@@ -86,18 +86,6 @@ def test_the_speed_of_encoding_is_that_of_the_results():
     for row in study:
         figure = f"{float(row['texts_per_second']):.0f} texts/s, {float(row['peak_mib']):,.0f} MiB"
         assert row["variant"] == "use_splade_head" or figure in text
-
-
-def test_the_sparsity_on_the_page_on_targets_is_that_of_its_results():
-    study = read(ROOT / "docs/results/targets.csv")
-    text = " ".join((ROOT / "docs/target_sparsity.md").read_text(encoding="utf-8").split())
-    reached = [row for row in study if not row["status"].startswith("unreachable")]
-    near = [row for row in reached if abs(float(row["active"]) / int(row["target"]) - 1) <= 0.1]
-    reachable = f"{len(near)} of the {len(reached)} trainings with a reachable target"
-    assert f"{reachable} end within 10% of it" in text
-    own = [float(row["active"]) for row in study if (row["target"], row["steps"]) == ("64", "250")]
-    assert f"The {len(own)} with target 64 after 250 steps end at" in text
-    assert f"end at {mean(own):.1f} ± {stdev(own):.1f}" in text
 
 
 def test_what_is_said_of_a_gpu_is_calculated():

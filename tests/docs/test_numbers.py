@@ -8,7 +8,6 @@ from statistics import mean, median, stdev
 
 from benchmarks.run.table import read
 from benchmarks.studies.against_sentence_transformers import summary
-from benchmarks.studies.targets import calibration, read_rows
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RESULTS = DOCS / "results"
@@ -33,12 +32,6 @@ def column(file: str, variant: str, name: str) -> list[float]:
     values = [float(run[name]) for run in runs(file) if run["variant"] == variant]
     assert len(values) == 3
     return values
-
-
-def test_the_table_of_calibration():
-    calibrated = read_rows(RESULTS / "targets-calibrated.csv")
-    text = (DOCS / "target_sparsity.md").read_text(encoding="utf-8")
-    assert calibration(calibrated) in text
 
 
 def test_what_is_said_of_the_battery():

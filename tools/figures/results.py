@@ -14,7 +14,6 @@ from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
 from benchmarks.run.table import RESULTS as BENCHMARKS
 from benchmarks.run.table import ROOT, Row, largest_cases, read
-from benchmarks.studies.targets import read_rows
 from sparse_losses import V26, TrainingSchedule, Warmup
 
 DOCS = ROOT / "docs" / "results"
@@ -173,12 +172,13 @@ LINES = {  # system, similarity, teacher: label, colour, marker, line
     ("sentence-transformers", "cosine", "True"): ("theirs, cosine, teacher", "C3", "o", "-"),
     ("sentence-transformers", "cosine", "False"): ("theirs, cosine", "C3", "s", "--"),
 }
+FEWER = {"trained": ("o", "-"), "pruned": ("s", "--"), "shifted": ("x", ":")}
 BASELINES = {"BM25, words": "-.", "BM25, same subwords": ":"}
 
 
-def mean_of(rows: Iterable[Row], variant: str) -> tuple[float, float]:
+def mean_of(rows: Iterable[Row], variant: str, name: str = "variant") -> tuple[float, float]:
     """Return active dimensions and nDCG@10 of a variant, means over the seeds."""
-    own = [row for row in rows if row["variant"] == variant]
+    own = [row for row in rows if row[name] == variant]
     active = mean(float(row["active_document"] or "nan") for row in own)
     return active, mean(float(row["ndcg_10"]) for row in own)
 
@@ -211,43 +211,35 @@ def front(figure: Figure) -> None:
 
 
 def target_sparsity(figure: Figure) -> None:
-    """The reached sparsity by the target, and recall of trained and pruned models."""
-    beside = 1.09  # ratio of neighbouring places on the left axis, so that no mark hides another
-    trained, calibrated = (
-        [row for row in read_rows(DOCS / name) if row["steps"] == 250]
-        for name in ("targets.csv", "targets-calibrated.csv")
-    )
+    """The battery's active dimensions over what was asked for; ranking of pruned documents."""
     left, right = figure.subplots(1, 2)
-    for target in TARGETS:
-        width = [target / beside**2, target * beside**2]
-        left.fill_between(width, 0.9 * target, 1.1 * target, color="C2", alpha=0.2, linewidth=0)
-    places = (beside**place for place in (-1.5, -0.5, 0.5, 1.5))
-    for corpus, (marker, _, colour) in CORPORA.items():
-        mark = {"marker": marker, "color": colour, "linestyle": "", "markersize": 6}
-        own = [row for row in trained if row["corpus"] == corpus and row["target"] in TARGETS]
-        for start, fill in (("dense", "full"), ("sparse", "none")):
-            place, rows = next(places), [row for row in own if row["start"] == start]
-            x, y = [place * row["target"] for row in rows], [row["active"] for row in rows]
-            left.plot(x, y, fillstyle=fill, label=f"{corpus}, {start} start", **mark)
-        thinned = [
-            row
-            for row in calibrated
-            if (row["corpus"], row["target"], row["given"], row["method"])
-            == (corpus, 128, "validation", "prune")
-        ]
-        for rows, fill, label in (
-            (own, "full", f"{corpus}, trained to it"),
-            (thinned, "none", f"{corpus}, pruned from 128"),
-        ):
-            x, y = [row["active"] for row in rows], [row["recall_10"] for row in rows]
-            right.plot(x, y, fillstyle=fill, label=label, **mark)
-    left.set(title="active dimensions of a document", xlabel="asked for", ylabel="after training")
-    right.set(title="Recall@10", xlabel="active dimensions of a document", ylim=(0.6, 1.0))
-    left.legend(loc="upper left", fontsize=8)
-    right.legend(loc="lower right", fontsize=8)
-    for axis in (left.xaxis, left.yaxis):
-        plain_ticks(axis, TARGETS)
-    plain_ticks(right.xaxis, [16, *TARGETS])
+    battery = read(DOCS / "battery.csv")
+    battery = [row for row in battery if not row["name"].startswith(("bert dot", "decoder"))]
+    for reached, wanted, label, marker, beside in (
+        ("training", "target", "in training", "o", 1 / 1.1),
+        ("calibrated", "wanted", "held out, pruned to two thirds", "s", 1.1),
+    ):
+        own = [row for row in battery if row[reached]]
+        places = [float(row["target"]) * beside for row in own]
+        ratios = [float(row[reached]) / float(row[wanted]) for row in own]
+        left.plot(places, ratios, marker, fillstyle="none", label=label)
+    left.axhline(1.0, color=rcParams["text.color"], linewidth=1)
+    left.set(title="active dimensions over those asked for", xlabel="target", ylim=(0.8, 2.0))
+    plain_ticks(left.xaxis, TARGETS)
+    left.legend(fontsize=8)
+    rows = read(DOCS / "collection.csv")
+    for collection, colour in (("med", "C0"), ("time", "C1")):
+        own = [row for row in rows if row["collection"] == collection]
+        for label, (marker, line) in FEWER.items():
+            names = [f"RECOMMENDED, target {number}" for number in (64, 32, 16)]
+            if label != "trained":
+                names[1:] = [f"{names[0]}, {label} to {number}" for number in (32, 16)]
+            points = [mean_of(own, name, "row") for name in names]
+            look = {"color": colour, "marker": marker, "linestyle": line, "fillstyle": "none"}
+            right.plot(*zip(*points, strict=True), label=f"{collection.upper()}, {label}", **look)
+    right.set(title="nDCG@10", xlabel="active dimensions of a document")
+    plain_ticks(right.xaxis, [16, 32, 64])
+    right.legend(fontsize=8)
 
 
 def training(figure: Figure) -> None:
