@@ -33,11 +33,10 @@ def figures() -> list[str]:
     head = "splade_head", front.CASE
     flops = "flops", "B=256 V=30522 5%"
     info_nce = "info_nce", "B=1024 V=30522 0.5%"
-    nws = "nws", "B=64 K=64 Q=8192 F=128 L=512"
     pruned = [row for row in read(ROOT / "docs/results/battery.csv") if row["calibrated"]]
     misses = [abs(float(row["calibrated"]) / float(row["wanted"]) - 1) for row in pruned]
     assert len(pruned) == 32
-    seconds = {case: measured(*case, "ours")[0] for case in (head, info_nce, nws)}
+    seconds = {case: measured(*case, "ours")[0] for case in (head, info_nce)}
     peaks = {case: measured(*case, "ours")[1] for case in (head, flops, info_nce)}
     return [
         f"{peaks[head]:.0f} MiB",
@@ -50,8 +49,6 @@ def figures() -> list[str]:
         f"{peaks[info_nce]:.0f} MiB",
         f"{measured(*info_nce, PEER)[0]:.1f}",
         f"{measured(*info_nce, PEER)[1]:.0f} MiB",
-        f"{1e3 * seconds[nws]:.0f} ms",
-        f"{measured(*nws, 'eager')[0]:.1f}",
         f"{median(misses):.1%}",
     ]
 

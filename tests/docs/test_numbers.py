@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from statistics import mean, median, stdev
 
+import pytest
+
 from benchmarks.run.table import read
 from benchmarks.studies.against_sentence_transformers import summary
 
@@ -110,3 +112,23 @@ def test_the_table_of_the_ablation():
         expected += [f"{mean(found(key)):,.0f}" for key in counts]
         expected += [f"{mean(found(key)):.1%}" for key in shares]
         assert cells == expected, variant
+
+
+@pytest.mark.parametrize("page", ["../README.md", "against_sentence_transformers.md"])
+def test_the_table_of_public_collections(page):
+    """Means over the seeds, of MED and of TIME."""
+    measured = runs("collection.csv")
+    table = rows(page, "| public collections |")
+    assert len(table) >= 5
+    for name, *cells in table:
+        own = "BM25, same subwords" if name == "BM25" else name.replace("`", "")
+        expected = []
+        for key, form in (("ndcg_10", ".3f"), ("active_document", ".0f"), ("products", ".2f")):
+            for collection in ("med", "time"):
+                found = [
+                    float(run[key])
+                    for run in measured
+                    if (run["collection"], run["row"]) == (collection, own)
+                ]
+                expected.append(f"{mean(found):{form}}".removeprefix("0" * (key == "ndcg_10")))
+        assert cells == expected, name
