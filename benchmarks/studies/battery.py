@@ -317,7 +317,7 @@ def train(row: Row, way: str) -> dict[str, Any]:
     ratios = [max(count, 0.01) / row.target for count in counts]
     first = next((n for n, ratio in enumerate(ratios) if 1 / 1.5 <= ratio <= 1.5), None)
     # Of a few steps in a row, because a single batch says little.
-    level = [max(statistics.mean(ratios[n : n + 10]), 1e-4) for n in range(first or 0, row.steps)]
+    level = [max(statistics.mean(ratios[n : n + 10]), 1e-4) for n in range(first or 0, len(ratios))]
     wanted, half = row.target / 1.5, HELD_OUT // 2
     active = (d > 0).sum(1).double()
     pruned, rest = None, d

@@ -54,6 +54,7 @@ REMEDIES = {  # of a status that begins so, where the target was missed
     "collapsing": "return to a checkpoint with a smaller learning rate",
     "waiting: ranking": "nothing was learned: change learning rate, temperature or initialisation",
     "braking": "the count still moves: train longer, or with a smaller learning rate",
+    "sparsifying: FLOPS": "train longer, or with a larger learning rate",
     "above": "`calibrate` prunes the rest, or train longer",
     "below": "what is dead hardly comes back: ask for more, then prune by `calibrate`",
 }
@@ -218,11 +219,11 @@ class SparsityController:
         (default: the rows of the batch) show whether anything is learned.
         """
         check_rows("activations", activations)
-        candidates = activations.shape[0] if candidates is None else candidates
         if info_nce is not None:
             if self.objective is not None:
                 raise TypeError("expected no `info_nce` beside an objective, which knows its own")
             check_shapes(info_nce=(info_nce, ""))
+        if candidates is not None:
             check_integer("candidates", candidates, minimum=2)
         vocab_size = activations.shape[-1]
         if self.target >= vocab_size:
@@ -246,7 +247,8 @@ class SparsityController:
             if is_dtensor(activations):  # the ranks know the same, and `step` adds up theirs
                 new = [full(x) / ranks_of(activations) for x in new]
             self._add(*new)
-            if info_nce is not None:
+            candidates = candidates or activations.shape[0]
+            if info_nce is not None and candidates > 1:  # a last batch may have a single row
                 share = full(info_nce.detach()).to(wide) / math.log(candidates)
                 self._add(share, torch.ones_like(share), at=5)
 
@@ -547,6 +549,8 @@ def _check_state(fields: Mapping[str, Any], *measurements: Any) -> None:
                 raise TypeError(f"expected a state with another `{field.name}`, got {value!r}")
     check_integer("step", fields["step"], minimum=0)
     check_integer("looked_at", fields["looked_at"], minimum=0)
+    if fields["first_weight"] <= 0 or (fields["level"] is not None and fields["first_mean"] <= 0):
+        raise ValueError("expected `first_weight` and `first_mean` > 0 in a state")
     for name, most in (("first_weight", math.inf), ("dead", 1.0), ("usual_dead", 1.0)):
         if not 0 <= (fields[name] or 0.0) <= most:
             raise ValueError(f"expected `{name}` in [0, {most}], got {fields[name]}")
@@ -557,7 +561,8 @@ def _check_state(fields: Mapping[str, Any], *measurements: Any) -> None:
             raise TypeError(f"expected {size} numbers as a measurement, got {values!r}")
     if not all(math.isfinite(x) for x in fields.values() if isinstance(x, float)):
         raise ValueError(f"expected finite numbers in a state, got {fields}")
-    if fields["log_ratio"] > LARGEST or abs(fields["level"] or 0.0) > LARGEST:
+    logarithms = (fields[name] or 0.0 for name in ("log_ratio", "level", "log_most", "brake"))
+    if any(abs(x) > LARGEST for x in logarithms):
         raise ValueError(f"expected logarithms of at most {LARGEST} in a state, got {fields}")
 
 

@@ -16,7 +16,8 @@ AIM, LENGTH, BEND = 1.15, 0.6, 1.5
 UNPLANNED = 300  # the steps for which a run of unknown length is planned
 FAR = 1.0  # the level above which shrinking activations count as a fall
 POWER = 1.9  # FLOPS falls with about this power of the active dimensions
-LEAST, FALL = -7.0, -0.4  # log(weight / first): its bound, which counts as 0; its fastest fall
+# log(weight / first): its bounds, of which the lower counts as 0, and its fastest fall.
+LEAST, GREATEST, FALL = -7.0, 30.0, -0.4
 HASTE = 1.5  # how much faster an error below the target is mended
 BELOW, PAUSE = 0.3, -3.0  # a brake: from which distance below the target on; the strongest, 0
 IDLE = -4.5  # log of FLOPS' share over its first one, at which the other losses decide
@@ -177,8 +178,10 @@ class Descent:
         at_chance = is_early and LEARNS < (self.ranking or 0.0) < OVER
         if deaths > 0 or at_chance:
             change = min(change, 0.0)
-        high = math.log(self.most / self.first_weight) if self.most < math.inf else math.inf
-        self.log_ratio = min(max(self.log_ratio + steps * change, LEAST), high)
+        # Down to a bound, too, it falls by steps: a single batch may have set it.
+        high = math.log(self.most / self.first_weight) if self.most < math.inf else GREATEST
+        change = min(change, max((max(high, LEAST + 1) - self.log_ratio) / steps, FALL))
+        self.log_ratio = min(max(self.log_ratio + steps * change, LEAST), GREATEST)
 
     def _count_idle(self, level: float, steps: int) -> None:
         """Count steps next to no FLOPS, below the target, without an upward trend; others off."""
@@ -206,10 +209,12 @@ class Descent:
             return "waiting: ranking loss at chance" if at_chance else "waiting"
         if self.brake < -0.5:
             return "braking: active dimensions fall below the target"
-        if is_above and self.weight == self.maximum:
+        if is_above and (self.weight == self.maximum or self.log_ratio == GREATEST):
             return "unreachable: too dense at the largest weight"
         if self.shrunk_steps >= self.planned_steps / 10:
             return "unreachable: activations shrink but stay active"
+        if is_above and self.weight == self.most:
+            return "sparsifying: FLOPS is four times the ranking terms"
         if is_above or is_below:
             return "sparsifying" if is_above else "relaxing"
         return "on target"

@@ -177,7 +177,8 @@ def test_a_loop_without_an_objective_tells_how_well_it_ranks(share, warns, caplo
     with pytest.raises(ValueError, match=r"`info_nce` of shape \[\], got \[2\]"):
         controller.observe(_rows(400), info_nce=torch.ones(2))
     with pytest.raises(ValueError, match="`candidates` to be an integer >= 2, got 1"):
-        controller.observe(_rows(400)[:1], info_nce=torch.tensor(1.0))
+        controller.observe(_rows(400), info_nce=torch.tensor(1.0), candidates=1)
+    controller.observe(_rows(400)[:1], info_nce=torch.tensor(0.0))  # a last batch of one row
     with pytest.raises(TypeError, match="expected no `info_nce` beside an objective"):
         SparsityController(SpladeObjective({"document_flops": 0.01}), target_active=50).observe(
             _rows(400), info_nce=torch.tensor(1.0)

@@ -209,6 +209,29 @@ def test_flops_is_at_most_four_times_the_ranking_terms(ranking, counts_as):
     assert law.weight == most / 2
 
 
+def test_a_single_batch_of_huge_activations_does_not_end_the_descent():
+    law, texts = made(), Texts(3000, 3000, response=0.0)
+    law.look_at_terms(10.0, flops=200.0, start=0.03)
+    run(law, texts, 32, steps=60)
+    before = law.weight
+    law.look_at_terms(10.0, flops=200e12, start=0.03)
+    run(law, texts, 32, steps=1)
+    assert law.weight < 1e-3 * before
+    for _ in range(60):
+        if law.weight:  # without a weight FLOPS is not measured
+            law.look_at_terms(10.0, flops=200.0, start=0.03)
+        run(law, texts, 32, steps=1)
+    assert law.weight == pytest.approx(before, rel=0.01)
+    assert law.status == "sparsifying: FLOPS is four times the ranking terms"
+
+
+def test_a_count_that_no_weight_changes_is_unreachable():
+    law = made(None)
+    run(law, Texts(3000, 3000, response=0.0), 32, steps=2000)
+    assert math.isfinite(law.weight)
+    assert law.status == "unreachable: too dense at the largest weight"
+
+
 def test_a_fall_that_will_end_above_the_target_takes_no_weight_away():
     law, texts = made(), Texts(3000, 3000, response=0.0, noise=0.0)
     run(law, texts, 32, steps=50)
