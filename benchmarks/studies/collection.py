@@ -370,7 +370,7 @@ def comparison(rows: Sequence[dict[str, Any]], reference: str) -> str:
     cells = [
         [name, *(f"{one:+.3f}" for one in difference(own, figures[reference]))]
         for name, own in figures.items()
-        if name != reference
+        if name != reference and len(own) == len(figures[reference])  # of all collections
     ]
     return markdown((f"nDCG@10 less that of {reference}", "mean", "from", "to"), cells)
 
