@@ -12,7 +12,7 @@ import json
 import os
 
 import dask.bag
-import numpy as np
+import torch
 from dask.distributed import Client, LocalCluster
 from tokenizers import Tokenizer
 
@@ -52,8 +52,9 @@ def count(lines, tokenizer: str, field: str | None) -> DocumentFrequency:
     texts.sort(key=len)  # less padding; the order does not matter to the counts
     for start in range(0, len(texts), BATCH):
         batch = encoder.encode_batch_fast(texts[start : start + BATCH], add_special_tokens=False)
-        ids = np.array([document.ids for document in batch])
-        counter.update(ids, np.array([document.attention_mask for document in batch]))
+        ids = torch.tensor([document.ids for document in batch])
+        mask = torch.tensor([document.attention_mask for document in batch])
+        counter.update(ids, mask)
     return counter
 
 

@@ -16,8 +16,9 @@ ROWS = [
     for (thing, city), colour in zip(itertools.product(THINGS, CITIES), itertools.cycle(COLOURS))
 ]
 HELD_OUT = ROWS[::6]
-TRAIN = [row for row in ROWS if row not in HELD_OUT]
-DOCUMENTS = [row["positive"] for row in TRAIN]  # yours: a sample of what will be indexed
+INDEXED = ROWS[3::6]
+TRAIN = [row for row in ROWS if row not in HELD_OUT + INDEXED]
+DOCUMENTS = [row["positive"] for row in INDEXED]  # yours: a sample of what will be indexed
 
 
 def encoder(dropout: float = 0.1) -> SpladeEncoder:

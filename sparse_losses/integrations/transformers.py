@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_number
+from sparse_losses._core.dtensors import full
 from sparse_losses._core.extras import from_extra
 from sparse_losses.distributed import sum_over_ranks
 from sparse_losses.objective import (
@@ -268,7 +269,7 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         values = {f"terms/{name}": value for name, value in output.terms.items()}
         for controller in self._controllers() if not is_training else ():
             texts = batch.anchor if controller.term == "query_flops" else batch.positive
-            active = (texts.activations > 0).sum(-1).float().mean()
+            active = full((texts.activations > 0).sum(-1).float().mean())
             values[f"{controller.term}/active"] = active
         for name, value in values.items():
             new = torch.stack([value.detach().float() * share, torch.full_like(value, share)])

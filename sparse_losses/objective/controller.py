@@ -588,20 +588,24 @@ def _unpacked(text: Any, decay: float) -> ActivationFrequency:
     return frequency
 
 
-def _chance(objective: SpladeObjective, batch: SpladeBatch) -> float:
+def _chance(objective: SpladeObjective, batch: SpladeBatch) -> float | Tensor:
     """Return InfoNCE's value if all candidates score alike; infinity where it is not known."""
     loss, negative = objective.info_nce, batch.negative
     ranks = num_ranks() if objective.gather or getattr(loss, "gather", False) else 1
     bounds = (getattr(loss, f"false_negative_{name}", None) for name in ("margin", "ratio"))
     is_sum = getattr(loss, "reduction", "mean") == "sum"
-    if is_sum or batch.candidate_mask is not None or any(bound is not None for bound in bounds):
+    if is_sum or any(bound is not None for bound in bounds):
         return math.inf
+    decoupled = int(getattr(loss, "decoupled", False))
+    if batch.candidate_mask is not None:
+        candidates_of_row = batch.candidate_mask.sum(1) - decoupled
+        return candidates_of_row.clamp(min=1).log().mean()
     in_batch = ranks * len(batch.positive.activations) if getattr(loss, "in_batch", True) else 1
     candidates = in_batch + (in_batch - 1) * (len(getattr(loss, "negatives_from", [0])) - 1)
     if negative is not None:
         shared = ranks if negative.activations.ndim == 2 else 1
         candidates += shared * negative.activations.shape[-2]
-    candidates -= bool(getattr(loss, "decoupled", False))
+    candidates -= decoupled
     return math.log(candidates) if candidates > 1 else math.inf
 
 

@@ -504,10 +504,12 @@ class SpladeEncoder(nn.Module):
         check_choice("side", side, SIDES)
         check_choice("method", method, ("prune", "shift"))
         t, active = calibrate_encoder(self, texts, target_active, method, batch_size)
-        if method == "prune":
+        if method == "shift":
+            self._calibrated = {}  # the weights of both sides have changed
+        else:
             setattr(self, f"{side}_threshold", t)
-            said = {"target": target_active, "active": active, "texts": len(texts), "threshold": t}
-            self._calibrated[side] = said
+            said = {"target": float(target_active), "active": active, "texts": len(texts)}
+            self._calibrated[side] = said | {"threshold": t}
         return t
 
     def extra_repr(self) -> str:

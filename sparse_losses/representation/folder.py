@@ -6,6 +6,7 @@ load. Errors about damaged files name the folder.
 
 import json
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -423,16 +424,20 @@ def _write_entries(folder: Path, modules: list[tuple[str, str]]) -> None:
 def _write_card(new: Path, target: Path, model: Any, settings: dict[str, Any]) -> None:
     """Write the model card, unless the folder has one of its user."""
     kept = target / CARD
-    if kept.exists() and not kept.read_text(encoding="utf-8").rstrip().endswith(OWN):
+    if kept.exists() and not kept.read_text(encoding="utf-8", errors="replace").rstrip().endswith(
+        OWN
+    ):
         (new / CARD).unlink(missing_ok=True)  # PEFT's
         return
     inner, name = unwrapped(model), target.resolve().name
-    base = "" if os.path.exists(inner.name_or_path) else inner.name_or_path  # a name on the Hub
+    base = inner.name_or_path
+    if os.path.exists(base) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
+        base = ""  # no name on the Hub
     is_theirs = UnsupportedEncoder.__name__ not in (new / MODULES).read_text(encoding="utf-8")
     remote = ", trust_remote_code=True" if settings["idf_weights"] else ""
     measured = "".join(
-        f"| active dimensions of a {side} | {x['active']:,.1f} on average, measured on "
-        f"{x['texts']:,} texts; the target was {x['target']:g} |\n"
+        f"| active dimensions of a {side} | {x['active']:,.1f} on average of "
+        f"{x['texts']:,} texts at calibration; the target was {x['target']:g} |\n"
         for side, x in settings["calibrated"].items()
         if x["threshold"] == settings[f"{side}_threshold"]
     )

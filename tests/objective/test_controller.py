@@ -197,6 +197,12 @@ def test_chance_is_the_logarithm_of_the_candidates(options):
         batch = SpladeBatch(rows, rows, negative)
         value = objective(batch).terms["info_nce"].item()
         assert value == pytest.approx(_chance(objective, batch), rel=1e-5)  # of logits of 14
+    some = torch.rand(10, 13, generator=torch.Generator().manual_seed(0)) < 0.5
+    some |= torch.eye(10, 13).bool()
+    if "negatives_from" not in options:
+        batch = SpladeBatch(rows, rows, own, candidate_mask=some)
+        value = objective(batch).terms["info_nce"].item()
+        assert value == pytest.approx(_chance(objective, batch).item(), rel=1e-5)
     summed = SpladeObjective({"info_nce": 1.0}, info_nce=InfoNCELoss(reduction="sum"))
     assert _chance(summed, batch) == math.inf
 

@@ -7,6 +7,7 @@ import os
 import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -71,14 +72,14 @@ def test_idf_weights_are_copied(tmp_path):
 def test_the_model_card_says_what_was_measured_and_how_to_load(tmp_path, monkeypatch):
     encoder = make(idf_weights=True)
     encoder.model.name_or_path = "someone/base"
-    t = encoder.calibrate(TEXTS, 5)
+    t = encoder.calibrate(TEXTS, np.int64(5))
     active = sum(len(row) for row in encoder.encode_document(TEXTS, output="tokens")) / len(TEXTS)
     encoder.save_pretrained(tmp_path / "a")
     card = (tmp_path / "a" / "README.md").read_text(encoding="utf-8")
     said = yaml.safe_load(card.split("---\n")[1])
     assert {"sparse-encoder", "splade"} < set(said["tags"])
     assert said["base_model"] == "someone/base"
-    measured = f"{active:.1f} on average, measured on {len(TEXTS)} texts; the target was 5"
+    measured = f"{active:.1f} on average of {len(TEXTS)} texts at calibration; the target was 5"
     assert measured in card
     monkeypatch.chdir(tmp_path)  # where the folder's name leads to it
     for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
@@ -91,9 +92,15 @@ def test_the_model_card_says_what_was_measured_and_how_to_load(tmp_path, monkeyp
     loaded.document_threshold = t + 1.0  # it was measured with another
     loaded.save_pretrained("b")
     assert "on average" not in (tmp_path / "b/README.md").read_text(encoding="utf-8")
-    (tmp_path / "b/README.md").write_text("mine", encoding="utf-8")
+    (tmp_path / "b/README.md").write_bytes(b"mine \xff")
     loaded.save_pretrained("b")
-    assert (tmp_path / "b/README.md").read_text(encoding="utf-8") == "mine"
+    assert (tmp_path / "b/README.md").read_bytes() == b"mine \xff"
+    encoder.model.name_or_path = "/gone/checkpoint"
+    encoder.calibrate(TEXTS, 4, method="shift")
+    encoder.save_pretrained("c")
+    card = (tmp_path / "c/README.md").read_text(encoding="utf-8")
+    assert "on average" not in card
+    assert "gone" not in card
 
 
 def test_the_model_card_offers_no_reader_that_refuses_the_folder(tmp_path):
