@@ -9,6 +9,7 @@ from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 from sparse_losses import SpladeEncoder
 
 COLOURS = ["red", "green", "blue", "white", "black"]
+OTHERS = COLOURS[1:] + COLOURS[:1]
 THINGS = ["car", "film", "shop", "boat", "road", "coat", "dish", "lamp"]
 CITIES = ["Seoul", "Lyon", "Osaka", "Milan", "Cairo", "Lima"]
 ROWS = [
@@ -16,9 +17,12 @@ ROWS = [
     for (thing, city), colour in zip(itertools.product(THINGS, CITIES), itertools.cycle(COLOURS))
 ]
 HELD_OUT = ROWS[::6]
-INDEXED = ROWS[3::6]
-TRAIN = [row for row in ROWS if row not in HELD_OUT + INDEXED]
-DOCUMENTS = [row["positive"] for row in INDEXED]  # yours: a sample of what will be indexed
+TRAIN = [row for row in ROWS if row not in HELD_OUT]
+# Yours: a sample of the documents that will be indexed, on which the model was not trained.
+DOCUMENTS = [
+    f"a {colour} {thing} seen in {city}"
+    for (thing, city), colour in zip(itertools.product(THINGS, CITIES), itertools.cycle(OTHERS))
+]
 
 
 def encoder(dropout: float = 0.1) -> SpladeEncoder:
