@@ -12,18 +12,19 @@ from benchmarks.run.table import read
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT / "docs" / "assets"
 RESULTS = ROOT / "benchmarks" / "results" / "aims-run-1.csv"
-RUNS = ROOT / "docs" / "results" / "against_sentence_transformers.csv"
+RUNS = ROOT / "docs" / "results" / "collection.csv"
 CASE = "B=16 S=256 V=30522 H=768 0.5%"
 NAMES = {
     "eager": "plain PyTorch",
     "sentence-transformers": "sentence-transformers",
     "ours": "sparse-losses",
 }
-GIVEN = [  # system, what its user gives it, in the order of the rows
-    ("sentence-transformers", "0.1"),
-    ("sentence-transformers", "0.3"),
-    ("sparse-losses", "64"),
-    ("sparse-losses", "32"),
+GIVEN = [  # system, what its user gives it, the rows of the results, what is asked for
+    ("sentence-transformers", "weight 0.1", "sentence-transformers, weight 0.1", 0),
+    ("", "with a teacher", "sentence-transformers, weight 0.1, BM25 as teacher", 0),
+    ("sparse-losses", "target 64", "RECOMMENDED, target 64", 64),
+    ("", "target 32", "RECOMMENDED, target 32", 32),
+    ("", "pruned to 32", "RECOMMENDED, target 64, pruned to 32", 32),
 ]
 STYLE = """<style>
 text { font: 17px system-ui, sans-serif; fill: #1f2933 }
@@ -81,12 +82,12 @@ def front() -> str:
     return picture(148, "Peak memory and time of the SPLADE head", lines)
 
 
-def reached(system: str, given: str) -> dict[str, list[float]]:
-    """Return each corpus' active dimensions of a test document, one number per run."""
+def reached(name: str) -> dict[str, list[float]]:
+    """Return each collection's active dimensions of a document, one number per run."""
     runs: dict[str, list[float]] = {}
     for row in read(RUNS):
-        if (row["system"], row["similarity"], row["number"]) == (system, "dot", given):
-            runs.setdefault(row["corpus"], []).append(float(row["active_document"]))
+        if row["row"] == name:
+            runs.setdefault(row["collection"], []).append(float(row["active_document"]))
     return runs
 
 
@@ -100,30 +101,28 @@ def target() -> str:
         return f'<circle class="{style}" cx="{left:.1f}" cy="{y}" r="5.5"/>'
 
     lines = [
-        f'<line x1="{x(tick):.1f}" y1="34" x2="{x(tick):.1f}" y2="252"/>'
-        f'<text x="{x(tick):.1f}" y="274" text-anchor="middle">{tick}</text>'
+        f'<line x1="{x(tick):.1f}" y1="34" x2="{x(tick):.1f}" y2="288"/>'
+        f'<text x="{x(tick):.1f}" y="310" text-anchor="middle">{tick}</text>'
         for tick in (24, 32, 48, 64, 96)
     ]
     lines.append('<text class="title" x="4" y="16">Active dimensions of a document</text>')
-    for left, corpus, style in ((370, "docstrings", "bar"), (502, "Debian", "bar open")):
-        lines += [point(left, 10, style), f'<text x="{left + 12}" y="16">{corpus}</text>']
+    for left, collection, style in ((430, "MED", "bar"), (510, "TIME", "bar open")):
+        lines += [point(left, 10, style), f'<text x="{left + 12}" y="16">{collection}</text>']
     y = 10
-    for row, (system, given) in enumerate(GIVEN):
-        ours = system == "sparse-losses"
-        if row % 2 == 0:  # a new system
+    for system, given, name, asked in GIVEN:
+        if system:
             y += 42
             lines.append(f'<text class="name" x="4" y="{y}">{system}</text>')
-        y += 30 if row % 2 == 0 else 36
-        label = f"{'target' if ours else 'weight'} {given}"
-        lines.append(f'<text x="128" y="{y + 6}" text-anchor="end">{label}</text>')
-        if ours:
-            ends = f'x1="{x(float(given)):.1f}" y1="{y - 16}" x2="{x(float(given)):.1f}"'
+        y += 30 if system else 36
+        lines.append(f'<text x="138" y="{y + 6}" text-anchor="end">{given}</text>')
+        if asked:
+            ends = f'x1="{x(asked):.1f}" y1="{y - 16}" x2="{x(asked):.1f}"'
             lines.append(f'<line class="target" {ends} y2="{y + 16}"/>')
-        for corpus, values in reached(system, given).items():
-            below, fill = (7, " open") if corpus == "debian" else (-7, "")
-            style = ("ours" if ours else "bar") + fill
+        for collection, values in reached(name).items():
+            below, fill = (7, " open") if collection == "time" else (-7, "")
+            style = ("ours" if asked else "bar") + fill
             lines += [point(x(value), y + below, style) for value in sorted(values)]
-    return picture(294, "Active dimensions by a fixed FLOPS weight and by a target", lines)
+    return picture(330, "Active dimensions by a fixed FLOPS weight, by a target, and pruned", lines)
 
 
 PICTURES = {"front": front, "target": target}

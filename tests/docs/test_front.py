@@ -115,11 +115,13 @@ def test_the_pictures_are_drawn_from_the_results(name):
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_what_a_weight_and_a_target_reach_is_that_of_the_results(page):
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
-    for (system, given), words in {
+    for (*_, name, _), words in {
         front.GIVEN[0]: "A fixed weight of 0.1 ends between {:.0f} and {:.0f} active dimensions",
+        front.GIVEN[1]: "with a teacher between {:.0f} and {:.0f}",
         front.GIVEN[2]: "a target of 64 between {:.0f} and {:.0f}",
+        front.GIVEN[3]: "a target of 32 between {:.0f} and {:.0f}",
     }.items():
-        reached = [x for runs in front.reached(system, given).values() for x in runs]
+        reached = [x for runs in front.reached(name).values() for x in runs]
         assert words.format(min(reached), max(reached)) in text
 
 
