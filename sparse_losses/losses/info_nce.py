@@ -334,7 +334,8 @@ def _vectors(
         keys = {name: vectors(name, gather_rows(dense[name])) for name in sides}
     if negative is not None:
         is_shared = negative.ndim == 2
-        keys = keys | {"negative": vectors("negative", gather_rows(negative, gather and is_shared))}
+        all_rows = gather_rows(negative, gather and is_shared)
+        keys = {**keys, "negative": vectors("negative", all_rows)}
     return rows, keys
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("accelerate")
+pytest.importorskip("sentence_transformers")
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
