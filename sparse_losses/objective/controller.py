@@ -98,8 +98,8 @@ class SparsityController:
         $$\log \lambda \leftarrow \log \lambda + g\, (e - p) + (\dot e - \dot p) - 1.9\, \dot p$$
 
         where the last part keeps the pressure as FLOPS falls with the dimensions. A fall that will
-        end above the aim lowers no weight. With an objective FLOPS is at most four times the
-        ranking terms: more would not act sooner, and then far too strongly.
+        end above the aim lowers no weight. FLOPS is at most four times the ranking terms, where
+        these are known: more would not act sooner, and then far too strongly.
     3. It brakes as soon as a fall would end below the target, and while texts die: if need be, down
        to 0.
 
@@ -118,6 +118,7 @@ class SparsityController:
         term: ``"document_flops"`` or ``"query_flops"``.
         weight: without an ``objective``: the first $\lambda$ of ``controller.weight``, a 0-d tensor
             on the CPU, by which you multiply your FLOPS loss. It is 0 while the controller waits.
+            ``observe(..., info_nce=)`` gives another first weight.
         target_active: active dimensions per text, > 0 and below the vocabulary's size.
         target_posting: instead of it, the share in (0, 1) of the texts that the longest posting
             list holds: the largest ``frequency()`` of an ``ActivationFrequency`` of the texts seen,
@@ -215,8 +216,10 @@ class SparsityController:
     ) -> None:
         """Count a batch ``[..., V]`` without a device wait; the batches of a step add up.
 
-        Without an objective, the value of InfoNCE ``[]`` and the number of candidates of a query
-        (default: the rows of the batch) show whether anything is learned.
+        Without an objective, the value of InfoNCE ``[]``, with the weight 1 in your loss, and the
+        number of candidates of a query (default: the rows of the batch) show whether anything is
+        learned; beside the FLOPS of these activations the value gives the first and the largest
+        weight, as an objective does.
         """
         check_rows("activations", activations)
         if info_nce is not None:
@@ -247,10 +250,12 @@ class SparsityController:
             if is_dtensor(activations):  # the ranks know the same, and `step` adds up theirs
                 new = [full(x) / ranks_of(activations) for x in new]
             self._add(*new)
-            candidates = candidates or activations.shape[0]
-            if info_nce is not None and candidates > 1:  # a last batch may have a single row
-                share = full(info_nce.detach()).to(wide) / math.log(candidates)
-                self._add(share, torch.ones_like(share), at=5)
+            if info_nce is not None:
+                value, candidates = full(info_nce.detach()).to(wide), candidates or len(rows)
+                flops = full(rows.mean(0, dtype=wide).square().sum())
+                self._add(value.abs(), flops, torch.ones_like(flops), at=7)
+                if candidates > 1:  # a last batch may have a single row
+                    self._add(value / math.log(candidates), torch.ones_like(value), at=5)
 
     def _add(self, *values: Tensor, at: int = 0) -> None:
         """Add values to the measurement of this step, from the position ``at`` on."""

@@ -147,6 +147,27 @@ def test_flops_does_not_dominate_where_it_cannot_act():
     assert objective.weights["document_flops"] * flops.item() == pytest.approx(most, rel=1e-5)
 
 
+def test_a_loop_that_shows_its_ranking_loss_has_the_weight_of_an_objective():
+    """Whatever its first weight was."""
+    objective = SpladeObjective({"info_nce": 1.0, "document_flops": 1.0})
+    controllers = [
+        SparsityController(objective, target_active=20, steps=60),
+        SparsityController(weight=7.0, target_active=20, steps=60),
+    ]
+    controllers[0].attach(optimizer := _optimizer())
+    g, weights = torch.Generator().manual_seed(0), []
+    for _ in range(60):
+        documents = 0.1 * _rows(400) + 3 * torch.eye(10, V) * torch.rand(10, 1, generator=g)
+        _, terms = objective(SpladeBatch(Texts(documents), Texts(documents)))
+        controllers[1].observe(documents, info_nce=terms["info_nce"])
+        controllers[1].step()
+        optimizer.step()
+        weights.append((objective.weights["document_flops"], controllers[1].weight.item()))
+    assert weights[-1][0] > 0
+    for of_objective, of_loop in weights:
+        assert of_loop == pytest.approx(of_objective, rel=1e-5)
+
+
 @pytest.mark.parametrize(("share", "warns"), [(1.0, 1), (0.8, 0), (1.3, 0)])
 def test_a_ranking_loss_at_chance_is_named_once_after_50_steps(share, warns, caplog):
     objective = SpladeObjective({"info_nce": 2.0, "document_flops": 0.01})
