@@ -40,7 +40,6 @@ RANKING = ("info_nce", "triplet_margin", "context_distillation", *TAUGHT)
 # over its value at chance, the sum and its batches; of the ranking terms and of FLOPS, likewise.
 SIZE = 10
 MEMORY = 10, 100  # steps that the frequencies of `target_posting` remember, a 30th of the run
-LARGEST = 600.0  # log of a number in a state
 UNSEEN = 50  # steps without a batch that are an error
 OWN = ("steps", "maximum")  # settings, which a resumed run may change
 
@@ -546,29 +545,14 @@ class SparsityController:
 
 
 def _check_state(fields: Mapping[str, Any], *measurements: Any) -> None:
-    for field in dataclasses.fields(Descent):
-        if field.name in fields:
-            value = fields[field.name]
-            is_flag = isinstance(value, bool) == (field.type is bool)
-            if not (isinstance(value, field.type) and is_flag):  # type: ignore[arg-type]
-                raise TypeError(f"expected a state with another `{field.name}`, got {value!r}")
-    check_integer("step", fields["step"], minimum=0)
-    check_integer("looked_at", fields["looked_at"], minimum=0)
-    if fields["first_weight"] <= 0 or (fields["level"] is not None and fields["first_mean"] <= 0):
-        raise ValueError("expected `first_weight` and `first_mean` > 0 in a state")
-    for name, most in (("first_weight", math.inf), ("dead", 1.0), ("usual_dead", 1.0)):
-        if not 0 <= (fields[name] or 0.0) <= most:
-            raise ValueError(f"expected `{name}` in [0, {most}], got {fields[name]}")
+    """Raise unless the law's fields are finite and the measurements have their sizes."""
+    numbers = [x for name, x in fields.items() if name != "status" and x is not None]
+    if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
+        raise ValueError(f"expected finite numbers in a state, got {fields}")
     # Of a batch that was not finite these may be so, too.
     for values, size in zip(measurements, (SIZE, SIZE + 1), strict=True):
-        is_list = isinstance(values, (list, tuple)) and len(values) == size
-        if values is not None and not (is_list and all(type(x) in (int, float) for x in values)):
-            raise TypeError(f"expected {size} numbers as a measurement, got {values!r}")
-    if not all(math.isfinite(x) for x in fields.values() if isinstance(x, float)):
-        raise ValueError(f"expected finite numbers in a state, got {fields}")
-    logarithms = (fields[name] or 0.0 for name in ("log_ratio", "level", "log_most", "brake"))
-    if any(abs(x) > LARGEST for x in logarithms):
-        raise ValueError(f"expected logarithms of at most {LARGEST} in a state, got {fields}")
+        if values is not None and np.asarray(values, dtype=np.float64).shape != (size,):
+            raise ValueError(f"expected {size} numbers as a measurement, got {values!r}")
 
 
 def _packed(frequency: ActivationFrequency) -> str:
