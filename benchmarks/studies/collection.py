@@ -109,6 +109,7 @@ class CollectionRun(Run):
         self.query_tokens = copy.copy(self.tokens)
         self.query_tokens.max_length = QUERY_LENGTH
         self.queries = self.query_tokens.ids([row.pairs[0].query for row in corpus.train])
+        self.held_out["query"] = self.queries  # the collection's own queries are for the test alone
 
     def learn(self, texts: Sequence[str]) -> Tokens:
         """Return the tokens of the pretrained model, or learn them."""
