@@ -234,16 +234,17 @@ def target_sparsity(figure: Figure) -> None:
     left, right = figure.subplots(1, 2)
     battery = read(DOCS / "battery.csv")
     battery = [row for row in battery if not row["name"].startswith(("bert dot", "decoder"))]
-    for reached, wanted, label, marker, beside in (
-        ("training", "target", "in training", "o", 1 / 1.1),
-        ("calibrated", "wanted", "held out, pruned to two thirds", "s", 1.1),
+    for way, reached, wanted, label, marker, beside in (
+        ("former", "training", "target", "in training, former controller", "x", 1 / 1.2),
+        ("controller", "training", "target", "in training", "o", 1.0),
+        ("controller", "calibrated", "wanted", "held out, pruned to two thirds", "s", 1.2),
     ):
-        own = [row for row in battery if row[reached]]
+        own = [row for row in battery if row["controller"] == way and row[reached]]
         places = [float(row["target"]) * beside for row in own]
         ratios = [float(row[reached]) / float(row[wanted]) for row in own]
         left.plot(places, ratios, marker, fillstyle="none", label=label)
     left.axhline(1.0, color=rcParams["text.color"], linewidth=1)
-    left.set(title="active dimensions over those asked for", xlabel="target", ylim=(0.8, 2.0))
+    left.set(title="active dimensions over those asked for", xlabel="target", ylim=(0.7, 2.2))
     plain_ticks(left.xaxis, TARGETS)
     left.legend(fontsize=8)
     rows = read(DOCS / "collection.csv")
