@@ -48,7 +48,6 @@ from sparse_losses.objective import (
     TrainingSchedule,
     Warmup,
     advise,
-    cached_backward,
     gradient_report,
     winning_positions,
 )
@@ -126,7 +125,6 @@ __all__ = [
     "__version__",
     "advise",
     "bm25_scores",
-    "cached_backward",
     "calibrate",
     "calibrate_threshold",
     "context_overlap",

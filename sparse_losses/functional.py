@@ -20,7 +20,7 @@ from sparse_losses.losses.ranknet import ranknet_loss
 from sparse_losses.losses.self_reconstruction import self_reconstruction_loss
 from sparse_losses.losses.triplet_margin import triplet_margin_loss
 from sparse_losses.metrics import context_overlap, recall_at_k
-from sparse_losses.objective import advise, cached_backward, gradient_report, winning_positions
+from sparse_losses.objective import advise, gradient_report, winning_positions
 from sparse_losses.queue import LabelQueue
 from sparse_losses.representation import (
     calibrate,
@@ -43,7 +43,6 @@ __all__ = [
     "LabelQueue",
     "advise",
     "bm25_scores",
-    "cached_backward",
     "calibrate",
     "calibrate_threshold",
     "context_overlap",

@@ -2,7 +2,6 @@
 
 from sparse_losses.objective.advice import Finding, advise
 from sparse_losses.objective.batch import SpladeBatch, Texts
-from sparse_losses.objective.caching import cached_backward
 from sparse_losses.objective.controller import CollapseError, SparsityController
 from sparse_losses.objective.diagnostics import Diagnostics, Report, winning_positions
 from sparse_losses.objective.gradient_report import GradientReport, gradient_report
@@ -27,7 +26,6 @@ __all__ = [
     "TrainingSchedule",
     "Warmup",
     "advise",
-    "cached_backward",
     "gradient_report",
     "winning_positions",
 ]
