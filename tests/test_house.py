@@ -250,8 +250,6 @@ LAZY = {  # what an extra brings, imported only inside a function
     "representation/encoder.py": {"tqdm"},
     "representation/folder.py": {"huggingface_hub", "peft", "safetensors", "transformers"},
     "representation/static.py": {"safetensors", "transformers"},
-    "vocabulary/counting.py": {"datasets", "tokenizers", "transformers"},
-    "vocabulary/__main__.py": {"tqdm"},
 }
 
 
