@@ -49,7 +49,6 @@ from sparse_losses.objective import (
     Warmup,
     advise,
     gradient_report,
-    winning_positions,
 )
 from sparse_losses.presets import COSINE, RECOMMENDED, V22, V23, V25, V26, V28, Preset
 from sparse_losses.queue import LabelQueue
@@ -154,5 +153,4 @@ __all__ = [
     "splade_pool",
     "token_weights",
     "triplet_margin_loss",
-    "winning_positions",
 ]

@@ -20,7 +20,7 @@ from sparse_losses.losses.ranknet import ranknet_loss
 from sparse_losses.losses.self_reconstruction import self_reconstruction_loss
 from sparse_losses.losses.triplet_margin import triplet_margin_loss
 from sparse_losses.metrics import context_overlap, recall_at_k
-from sparse_losses.objective import advise, gradient_report, winning_positions
+from sparse_losses.objective import advise, gradient_report
 from sparse_losses.queue import LabelQueue
 from sparse_losses.representation import (
     calibrate,
@@ -72,5 +72,4 @@ __all__ = [
     "splade_pool",
     "token_weights",
     "triplet_margin_loss",
-    "winning_positions",
 ]

@@ -3,7 +3,7 @@
 from sparse_losses.objective.advice import Finding, advise
 from sparse_losses.objective.batch import SpladeBatch, Texts
 from sparse_losses.objective.controller import CollapseError, SparsityController
-from sparse_losses.objective.diagnostics import Diagnostics, Report, winning_positions
+from sparse_losses.objective.diagnostics import Diagnostics, Report
 from sparse_losses.objective.gradient_report import GradientReport, gradient_report
 from sparse_losses.objective.objective import ObjectiveOutput, SpladeObjective
 from sparse_losses.objective.schedules import Curriculum, Phase, TrainingSchedule, Warmup
@@ -27,5 +27,4 @@ __all__ = [
     "Warmup",
     "advise",
     "gradient_report",
-    "winning_positions",
 ]
