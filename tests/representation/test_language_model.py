@@ -214,23 +214,6 @@ def test_head_of_an_adapted_model_equals_pooling_of_its_logits(kind, place):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("impl", ["packed", "tiles"])
-def test_weight_with_adapters_is_made_again_in_the_backward_pass(impl, monkeypatch):
-    model = with_lora(causal_lm("llama", V), ["lm_head"])
-    head = SpladeHead.from_masked_lm(model, impl=impl)
-    layer, made = model.get_base_model().lm_head, []
-    make = type(layer).get_delta_weight
-    monkeypatch.setattr(
-        type(layer), "get_delta_weight", lambda self, name: made.append(name) or make(self, name)
-    )
-    out = head(torch.randn(2, 3, 16), torch.ones(2, 3))
-    assert len(made) == 1
-    out.sum().backward()
-    assert len(made) == 2
-    assert layer.lora_A["default"].weight.grad.any()
-    assert layer.base_layer.weight.grad is None
-
-
 def test_second_derivatives_of_adapters():
     model = with_lora(causal_lm("llama", V).double(), ["lm_head"])
     head = SpladeHead.from_masked_lm(model)
