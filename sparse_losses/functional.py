@@ -20,23 +20,17 @@ from sparse_losses.losses.ranknet import ranknet_loss
 from sparse_losses.losses.self_reconstruction import self_reconstruction_loss
 from sparse_losses.losses.triplet_margin import triplet_margin_loss
 from sparse_losses.metrics import context_overlap, recall_at_k
-from sparse_losses.objective import advise, gradient_report
+from sparse_losses.objective.advice import advise
+from sparse_losses.objective.gradient_report import gradient_report
 from sparse_losses.queue import LabelQueue
-from sparse_losses.representation import (
-    calibrate,
-    calibrate_threshold,
-    splade_head,
-    splade_pool,
-    token_weights,
-)
-from sparse_losses.vocabulary import (
-    DocumentFrequency,
-    bm25_scores,
-    idf_penalty,
-    label_similarity,
-    language_penalty,
-    language_token_ids,
-)
+from sparse_losses.representation.calibration import calibrate, calibrate_threshold
+from sparse_losses.representation.head import splade_head
+from sparse_losses.representation.pooling import splade_pool, token_weights
+from sparse_losses.vocabulary.bm25 import bm25_scores
+from sparse_losses.vocabulary.document_frequency import DocumentFrequency
+from sparse_losses.vocabulary.labels import label_similarity
+from sparse_losses.vocabulary.languages import language_token_ids
+from sparse_losses.vocabulary.penalties import idf_penalty, language_penalty
 
 __all__ = [
     "DocumentFrequency",

@@ -12,8 +12,6 @@ from sparse_losses._core.checks import (
 from sparse_losses._core.dtensors import full, is_dtensor
 from sparse_losses.distributed import agree_across_ranks, gather_rows
 
-__all__ = ["LabelQueue"]
-
 
 class LabelQueue(nn.Module):
     r"""First-in, first-out memory of the last ``size`` rows and their labels.

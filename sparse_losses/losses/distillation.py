@@ -11,8 +11,6 @@ from sparse_losses._core.checks import values_can_be_checked
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses.distributed import maximum_over_ranks, sum_over_ranks
 
-__all__ = ["DistillationLoss", "distillation_loss"]
-
 Standardize = Literal["batch", "row"]
 
 

@@ -7,8 +7,6 @@ from torch import Tensor
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 
-__all__ = ["MinActivationLoss", "min_activation_loss"]
-
 
 @loss(
     activations="B V",

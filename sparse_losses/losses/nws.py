@@ -15,8 +15,6 @@ from sparse_losses._core.softmax import masked_logsumexp, negative_log_softmax, 
 from sparse_losses.distributed import gather_rows
 from sparse_losses.fast.nws import direct_nws, largest_of_labels
 
-__all__ = ["NWSLoss", "nws_loss"]
-
 Aggregation = Literal["mean", "max"]
 Impl = Literal["auto", "definition", "direct"]
 

@@ -9,8 +9,6 @@ from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses._core.reduction import Reduction, reduce
 
-__all__ = ["PairwiseContrastiveLoss", "pairwise_contrastive_loss"]
-
 
 @loss(x1="B D", x2="B D", same="B, mask", margin=">= 0")
 def pairwise_contrastive_loss(

@@ -15,8 +15,6 @@ from sparse_losses.objective.objective import SpladeObjective
 from sparse_losses.objective.schedules import controllers_of
 from sparse_losses.objective.terms import NEEDS
 
-__all__ = ["Finding", "advise"]
-
 # The thresholds beyond which a number is a symptom. All are our choice, except the share of foreign
 # tokens (the notes on V28 set it as their goal).
 DEAD_ROWS = 0.01

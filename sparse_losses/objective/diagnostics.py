@@ -24,8 +24,6 @@ from sparse_losses.distributed import (
 )
 from sparse_losses.objective.batch import Texts
 
-__all__ = ["Diagnostics", "Report"]
-
 NUMBERS = 11  # that a batch adds beside those by token
 
 

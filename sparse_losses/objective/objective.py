@@ -48,8 +48,6 @@ from sparse_losses.objective.terms import (
     check_weights,
 )
 
-__all__ = ["ObjectiveOutput", "SpladeObjective"]
-
 TAUGHT = ("distillation", "margin_mse", "ranknet")  # the losses of `teacher_scores`
 # The losses that need the vectors of one side only.
 ON_TEXTS = ("flops", "min_activation", "language_penalty", "self_reconstruction")

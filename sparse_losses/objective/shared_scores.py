@@ -10,16 +10,6 @@ from sparse_losses._core.softmax import diagonal, one_positive_rows
 from sparse_losses.distributed import num_ranks, rank
 from sparse_losses.objective.batch import SpladeBatch, Texts
 
-__all__ = [
-    "candidates",
-    "info_nce_of_shared_scores",
-    "of_this_rank",
-    "own_candidates",
-    "scored_candidates",
-    "shared_scores",
-    "takes_scores",
-]
-
 
 def shared_scores(query: Tensor, key: Tensor, negative: Tensor | None, *, cosine: bool) -> Tensor:
     """Return scores ``[B, C]`` of each query with all keys, then the negatives; differentiable.

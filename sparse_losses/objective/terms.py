@@ -10,8 +10,6 @@ from sparse_losses._core.checks import check_choice, check_number, check_shapes
 from sparse_losses._core.loss import LossModule
 from sparse_losses.objective.batch import SIDES, SpladeBatch, Texts
 
-__all__ = ["NEEDS", "check_batch", "check_loss", "check_needs", "check_texts", "check_weights"]
-
 # Every term, and the parts of the batch that it requires.
 NEEDS: dict[str, tuple[str, ...]] = {
     "info_nce": (),

@@ -41,8 +41,6 @@ from sparse_losses.representation.folder import Folder, named_damage, write_fold
 from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead
 
-__all__ = ["SpladeEncoder"]
-
 SIDES = ("document", "query")
 # Arguments of the constructor that are kept as attributes, shown and saved, with their defaults.
 SETTINGS: dict[str, Any] = {

@@ -17,8 +17,6 @@ from sparse_losses.fast.head import packed_head
 from sparse_losses.fast.head_tiles import product_dtype, tiled_head
 from sparse_losses.representation._language_model import adapted_weight, head_of
 
-__all__ = ["SpladeHead", "splade_head"]
-
 Impl = Literal["auto", "definition", "packed", "tiles"]
 
 

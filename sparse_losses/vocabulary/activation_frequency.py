@@ -10,8 +10,6 @@ from sparse_losses._core.checks import check_integer, check_number, check_shapes
 from sparse_losses._core.dtensors import full, ranks_of
 from sparse_losses.distributed import sum_over_ranks
 
-__all__ = ["ActivationFrequency"]
-
 
 class ActivationFrequency(nn.Module):
     r"""Counter of the share of texts that activate each dimension, its posting list's length.

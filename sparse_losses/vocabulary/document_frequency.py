@@ -16,8 +16,6 @@ from sparse_losses._core.files import replaced_file
 from sparse_losses._core.token_ids import as_mask, attended_ids, first_occurrences
 from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ranks
 
-__all__ = ["DocumentFrequency", "HasVocabulary", "tokenizer_sha256"]
-
 ARRAYS = {"df", "num_documents", "vocab_size", "tokenizer_sha256"}  # of a file
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from sparse_losses.vocabulary.document_frequency import HasVocabulary
 
-__all__ = ["language_token_ids"]
-
 # Byte-level BPE writes a printable byte as the character with that code, and the other bytes, in
 # order, as the characters from U+0100 on: "Ġ" is the space.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

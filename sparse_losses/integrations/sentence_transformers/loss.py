@@ -36,8 +36,6 @@ from sparse_losses.integrations.sentence_transformers.versions import (
 )
 from sparse_losses.objective.teacher import Teacher
 
-__all__ = ["SentenceTransformersLoss"]
-
 USED_BY: dict[str, tuple[type, ...]] = {
     "similarity": (DistillationLoss, MarginMSELoss, RankNetLoss),
     "labels_are_positive_ids": (InfoNCELoss, SpladeObjective),
