@@ -252,17 +252,12 @@ def test_damaged_and_other_folders_are_refused_by_name(tmp_path):
         StaticQueryEncoder.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="known modules only, got SparseStaticEmbedding"):
         SpladeEncoder.from_pretrained(tmp_path)
-    for broken in ({}, {"query": ["../elsewhere"]}):
-        write(types={"../elsewhere": "SparseStaticEmbedding"}, structure=broken)
-        with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
-            StaticQueryEncoder.from_pretrained(tmp_path)
     write()
     weights = tmp_path / query / "model.safetensors"
     weight = load_file(weights)["weight"]
-    for tensors in ({"other": weight}, {"weight": weight * torch.nan}):
-        save_file(tensors, weights)
-        with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
-            StaticQueryEncoder.from_pretrained(tmp_path)
+    save_file({"weight": weight * torch.nan}, weights)
+    with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
+        StaticQueryEncoder.from_pretrained(tmp_path)
     weights.unlink()
     with pytest.raises(OSError, match="incomplete"):
         StaticQueryEncoder.from_pretrained(tmp_path)

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_losses.vocabulary import DocumentFrequency
+from sparse_losses import DocumentFrequency
 from sparse_losses.vocabulary.document_frequency import tokenizer_sha256
 from tests.distributed.ranks import run_ranks
 
