@@ -4,11 +4,7 @@ from sparse_losses.losses._mutual_information import mutual_information_lower_bo
 from sparse_losses.losses.distillation import distillation_loss
 from sparse_losses.losses.flops import flops_loss
 from sparse_losses.losses.idf_flops import idf_flops_loss
-from sparse_losses.losses.info_nce import (
-    false_negative_mask,
-    info_nce_from_scores,
-    info_nce_loss,
-)
+from sparse_losses.losses.info_nce import false_negative_mask, info_nce_from_scores, info_nce_loss
 from sparse_losses.losses.language_penalty import language_penalty_loss
 from sparse_losses.losses.margin_mse import margin_mse_loss
 from sparse_losses.losses.min_activation import min_activation_loss

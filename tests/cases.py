@@ -915,12 +915,7 @@ BASE_CASES = (
     Case("flops", "unbiased", _activations(), {"estimator": "unbiased"}),
     Case("flops", "weighted", _activations(weight=True)),
     Case("flops", "threshold", _activations(), {"threshold": 9}),
-    Case(
-        "flops",
-        "all",
-        _activations(weight=True),
-        {"estimator": "unbiased", "threshold": 9},
-    ),
+    Case("flops", "all", _activations(weight=True), {"estimator": "unbiased", "threshold": 9}),
     Case("idf_flops", "biased", _activations(penalty=True)),
     Case("idf_flops", "signed", _activations(penalty=True, signed=True), {"beta": 2.0}),
     Case(

@@ -116,11 +116,7 @@ def test_wrong_rows_are_named_and_leave_the_queue(features, labels, error, messa
 
 @pytest.mark.parametrize(
     ("option", "error"),
-    [
-        ({"size": 0}, ValueError),
-        ({"num_labels": 2.0}, TypeError),
-        ({"gather": "no"}, TypeError),
-    ],
+    [({"size": 0}, ValueError), ({"num_labels": 2.0}, TypeError), ({"gather": "no"}, TypeError)],
 )
 def test_wrong_settings_are_named(option, error):
     with pytest.raises(error, match=f"`{next(iter(option))}`"):

@@ -7,12 +7,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.products import HALVES, product
-from sparse_losses._core.similarity import (
-    finite_rows,
-    half_rows,
-    through_unit_rows_,
-    unit_rows,
-)
+from sparse_losses._core.similarity import finite_rows, half_rows, through_unit_rows_, unit_rows
 
 
 class Scores(Protocol):

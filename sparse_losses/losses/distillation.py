@@ -195,11 +195,7 @@ def _z_score_mse(
 
 
 def _z_scores(
-    scores: Tensor,
-    absent: Tensor | None,
-    count: Tensor,
-    dims: tuple[int, ...],
-    across_ranks: bool,
+    scores: Tensor, absent: Tensor | None, count: Tensor, dims: tuple[int, ...], across_ranks: bool
 ) -> Tensor:
     """Return the z-scores of the candidates; 0 elsewhere and where all candidates are equal."""
     # z does not depend on shift and scale, so the gradient treats them as constants. A lowest score

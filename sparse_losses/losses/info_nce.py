@@ -489,12 +489,7 @@ class InfoNCELoss(LossModule):
         )
 
 
-@loss(
-    scores="B C, detached",
-    positive_mask="B C, mask, optional",
-    margin="finite",
-    ratio=">= 0",
-)
+@loss(scores="B C, detached", positive_mask="B C, mask, optional", margin="finite", ratio=">= 0")
 def false_negative_mask(
     scores: Tensor,
     positive_mask: Tensor | None = None,

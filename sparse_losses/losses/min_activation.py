@@ -9,10 +9,7 @@ from sparse_losses._core.reduction import Reduction, reduce
 
 
 @loss(
-    activations="B V",
-    token_counts="B, integer, optional",
-    top_k="integer >= 1",
-    threshold="finite",
+    activations="B V", token_counts="B, integer, optional", top_k="integer >= 1", threshold="finite"
 )
 def min_activation_loss(
     activations: Tensor,
@@ -105,11 +102,7 @@ class MinActivationLoss(LossModule):
         )
 
     def forward(
-        self,
-        activations: Tensor,
-        token_counts: Tensor | None = None,
-        *,
-        gather: bool | None = None,
+        self, activations: Tensor, token_counts: Tensor | None = None, *, gather: bool | None = None
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather)

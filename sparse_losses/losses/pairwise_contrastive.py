@@ -86,23 +86,14 @@ class PairwiseContrastiveLoss(LossModule):
     """
 
     def __init__(
-        self,
-        *,
-        margin: float = 1.0,
-        gather: bool = False,
-        reduction: Reduction = "mean",
+        self, *, margin: float = 1.0, gather: bool = False, reduction: Reduction = "mean"
     ) -> None:
         super().__init__(
             pairwise_contrastive_loss, margin=margin, gather=gather, reduction=reduction
         )
 
     def forward(
-        self,
-        x1: Tensor,
-        x2: Tensor,
-        same: Tensor,
-        *,
-        gather: bool | None = None,
+        self, x1: Tensor, x2: Tensor, same: Tensor, *, gather: bool | None = None
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather)

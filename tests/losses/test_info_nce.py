@@ -9,11 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sparse_losses.functional import (
-    false_negative_mask,
-    info_nce_from_scores,
-    info_nce_loss,
-)
+from sparse_losses.functional import false_negative_mask, info_nce_from_scores, info_nce_loss
 from tests import oracles
 from tests.cases import assert_follows_the_formula
 from tests.strategies import draw, info_nce_problems, seeds, temperatures

@@ -176,12 +176,7 @@ def test_byte_level_is_known_by_its_alphabet_where_nothing_is_marked():
 
 
 @pytest.mark.parametrize(
-    ("name", "suggestion"),
-    [
-        ("Hangeul", "'Hangul'"),
-        ("zzz", "such as 'Latin'"),
-        (3, "got 3"),
-    ],
+    ("name", "suggestion"), [("Hangeul", "'Hangul'"), ("zzz", "such as 'Latin'"), (3, "got 3")]
 )
 def test_unknown_script_is_an_error_with_close_names(name, suggestion):
     with pytest.raises(ValueError, match=f"`scripts`.*{suggestion}"):

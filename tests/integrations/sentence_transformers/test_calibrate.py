@@ -8,10 +8,7 @@ from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
 
 import sparse_losses
 from sparse_losses import SpladeHead
-from sparse_losses.integrations.sentence_transformers import (
-    remove_splade_head,
-    use_splade_head,
-)
+from sparse_losses.integrations.sentence_transformers import remove_splade_head, use_splade_head
 from tests.representation.tiny_models import CORPUS, TEXTS, make
 
 
