@@ -288,18 +288,16 @@ class SpladeObjective(nn.Module):
         """Return whether other ranks take part, after checking that terms and sizes agree."""
         x = batch.anchor.activations
         others = None if batch.negative is None else batch.negative.activations
-        tables = batch.teacher_scores, batch.teacher_anchor_scores, batch.candidate_mask
-        columns = [0 if table is None else table.shape[-1] for table in tables]
         values: dict[str, object] = {
             "B": x.shape[0],
             "V": x.shape[1],
             "number of negatives": 0 if others is None else others.shape[-2],
             "number of dimensions of negatives": 0 if others is None else others.ndim,
             "number of `positive_ids`": 0 if batch.positive_ids is None else x.shape[0],
-            "number of columns of `teacher_scores`": columns[0],
-            "number of columns of `teacher_anchor_scores`": columns[1],
-            "number of columns of `candidate_mask`": columns[2],
         }
+        for name in ("teacher_scores", "teacher_anchor_scores", "candidate_mask"):
+            table = getattr(batch, name)
+            values[f"number of columns of `{name}`"] = 0 if table is None else table.shape[-1]
         if self.gather and not torch.compiler.is_compiling():  # a number may be symbolic there
             values.update(self._settings(active))
         vectors = x, batch.positive.activations, others

@@ -97,12 +97,7 @@ class ActivationFrequency(nn.Module):
 
         Raises:
             ValueError: If the vocabulary sizes or the decays differ.
-            TypeError: If ``other`` is not an ActivationFrequency.
         """
-        if not isinstance(other, ActivationFrequency):
-            raise TypeError(
-                f"expected `other` to be an ActivationFrequency, got {type(other).__name__}"
-            )
         for name in ("vocab_size", "decay"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:

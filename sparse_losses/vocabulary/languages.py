@@ -139,11 +139,6 @@ def _vocabulary(
             "expected `tokenizer` to have `get_vocab()`, or to be a dict or a list of tokens, "
             f"got {type(tokenizer).__name__}"
         )
-    for token, index in pairs:
-        if not isinstance(token, str):
-            raise TypeError(
-                f"expected the tokens of `tokenizer` to be strings, got {token!r} at {index}"
-            )
     return pairs, special
 
 

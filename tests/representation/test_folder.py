@@ -178,11 +178,8 @@ MODULES, WEIGHTS = "modules.json", "2_IdfWeights/model.safetensors"
     ("file", "content"),
     [
         (OURS, "{"),
-        (OURS, {"format": 1}),
         (OURS, {**SETTINGS, "format": 2}),
         (OURS, {**SETTINGS, "gate": {"depth": 2}}),
-        (OURS, {**SETTINGS, "idf_weights": False}),  # the tensors have them
-        (OURS, {**SETTINGS, "expansion": False}),  # they lack the importance
         (OURS, {**SETTINGS, "max_length": -1}),
         (OURS, {**SETTINGS, "softcap": "12"}),
         (MODULES, {"idx": 0}),
