@@ -114,15 +114,6 @@ def test_wrong_rows_are_named_and_leave_the_queue(features, labels, error, messa
     assert rows(queue) == model(4, [3])
 
 
-@pytest.mark.parametrize(
-    ("option", "error"),
-    [({"size": 0}, ValueError), ({"num_labels": 2.0}, TypeError), ({"gather": "no"}, TypeError)],
-)
-def test_wrong_settings_are_named(option, error):
-    with pytest.raises(error, match=f"`{next(iter(option))}`"):
-        LabelQueue(**{"size": 4, "dim": D, "num_labels": L, **option})
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_a_graph_break_and_keeps_the_same_rows(dynamic):
     torch.compiler.reset()

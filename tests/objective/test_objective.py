@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from sparse_losses import (
-    DistillationLoss,
     IdfFlopsLoss,
     InfoNCELoss,
     LanguagePenaltyLoss,
@@ -417,10 +416,9 @@ def test_the_objective_uses_the_losses_of_its_arguments():
     penalty = torch.rand(V, dtype=torch.float64)
     batch = _batch()
     objective = SpladeObjective(
-        {"query_flops": 1.0, "query_self_reconstruction": 1.0, "context_distillation": 1.0},
+        {"query_flops": 1.0, "query_self_reconstruction": 1.0},
         flops=IdfFlopsLoss(penalty, beta=0.7),
         self_reconstruction=SelfReconstructionLoss(balanced=True),
-        context_distillation=DistillationLoss(alpha_mse=0.0),
     )
     terms = objective(batch).terms
     mean = batch.anchor.activations.mean(0)

@@ -98,12 +98,3 @@ def test_every_parameter_has_a_gradient():
 def test_wrong_hyperparameter_is_an_error(options, message):
     with pytest.raises(ValueError, match=message):
         ContextGate(**{"hidden_size": 8, "vocab_size": 5, **options})
-
-
-@pytest.mark.parametrize(
-    ("hidden", "mask", "message"),
-    [((2, 3, H + 1), (2, 3), f"H = {H}, got"), ((2, 3, H), (2, 4), "attention_mask")],
-)
-def test_wrong_shape_is_an_error(hidden, mask, message):
-    with pytest.raises(ValueError, match=message):
-        _gate()(torch.zeros(hidden, dtype=torch.float64), torch.ones(mask))

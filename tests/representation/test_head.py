@@ -251,22 +251,6 @@ def test_only_inputs_that_require_a_gradient_get_one(head, wanted, return_logits
     assert torch.equal(inside, quiet)
 
 
-def test_no_gradient_from_above_gives_none(head):
-    class Silent(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, upstream):
-            return None
-
-    tensors = example()
-    leaves = watch(tensors)
-    Silent.apply(head(**tensors)).sum().backward()
-    assert all(leaf.grad is None for leaf in leaves.values())
-
-
 # Sparse gradients
 
 

@@ -137,9 +137,6 @@ def test_impl_selects_the_implementation():
     assert splade_pool(*meta).shape == (2, 4)
 
 
-# What nonzeros keeps in memory
-
-
 # ------------------------------------------------------------------------------------------------
 # Activation, soft cap and threshold
 

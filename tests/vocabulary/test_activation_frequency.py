@@ -99,12 +99,6 @@ def test_the_loss_of_the_paper_has_the_weight_inside_the_square():
     assert loss(x) < flops_loss(x)
 
 
-def test_before_the_first_text_nothing_is_frequent():
-    for counter in (ActivationFrequency(V), counted(torch.zeros(0, V), decay=0.5)):
-        assert not counter.frequency().any()
-        assert not counter.penalty().any()
-
-
 @pytest.mark.parametrize("decay", [None, 0.9])
 def test_it_resumes_from_its_state(decay):
     first, second = batches(0, [3, 4])

@@ -135,21 +135,6 @@ def test_an_attended_id_outside_the_vocabulary_changes_nothing(bad):
     assert same(counter, counted([[1, 2]]))
 
 
-@pytest.mark.parametrize(
-    ("ids", "mask", "error", "name"),
-    [
-        (torch.zeros(3).long(), torch.ones(3), ValueError, "input_ids"),
-        (torch.zeros(2, 3).long(), torch.ones(2, 1), ValueError, "attention_mask"),
-        (torch.zeros(2, 3), torch.ones(2, 3), TypeError, "input_ids"),
-    ],
-)
-def test_wrong_shapes_and_dtypes_are_named(ids, mask, error, name):
-    with pytest.raises(error, match=name):
-        DocumentFrequency(V).update(ids, mask)
-    with pytest.raises(ValueError, match="vocab_size"):
-        DocumentFrequency(0)
-
-
 @given(documents.filter(len))
 def test_idf_is_the_formula_for_every_token(docs):
     counter, n, df = counted(docs), len(docs), loop(docs)
@@ -196,24 +181,14 @@ def test_other_archives_are_refused(tmp_path, changes):
         DocumentFrequency.load(tmp_path / "other.npz")
 
 
-def test_damaged_file_is_refused_or_loads_unharmed(tmp_path):
-    counter, path = counted([[1, 2], [2]], tokenizer_sha256="abc"), tmp_path / "counts.npz"
-    with pytest.raises(FileNotFoundError):
-        DocumentFrequency.load(path)
-    counter.save(path)
-    content, others = path.read_bytes(), [b"", b"counts", b"\x93NUMPY"]
-    for position in range(0, len(content), 7):
-        others.append(content[:position])
-        flipped = bytes([content[position] ^ 0x55])
-        others.append(content[:position] + flipped + content[position + 1 :])
-    refused = 0
-    for damaged in others:
+def test_truncated_file_is_refused(tmp_path):
+    path = tmp_path / "counts.npz"
+    counted([[1, 2], [2]], tokenizer_sha256="abc").save(path)
+    content = path.read_bytes()
+    for damaged in (b"counts", *(content[:end] for end in range(0, len(content), 7))):
         path.write_bytes(damaged)
-        try:
-            assert same(DocumentFrequency.load(path), counter)
-        except ValueError:
-            refused += 1
-    assert refused > len(others) / 2  # all truncations and most of the changes
+        with pytest.raises(ValueError, match=r"counts\.npz is not a DocumentFrequency file"):
+            DocumentFrequency.load(path)
 
 
 SHARDS = [[[1, 2], [2]], [[2, 5], [], [0]]]

@@ -25,18 +25,6 @@ def test_a_row_holds_title_and_description_without_the_title():
     assert row.text == f"Sorts all the lines. {pair.document}"
 
 
-@pytest.mark.parametrize(
-    ("names", "kept"),
-    [
-        (("libpng-dev", "libpng-tools", "libpng-doc"), "libpng-tools"),
-        (("gcc-11-base", "gcc-12"), "gcc-12"),
-    ],
-)
-def test_a_source_and_its_releases_are_one_row(names, kept):
-    packages = [_package(name, f"t{n}", debian.family(names[0])) for n, name in enumerate(names)]
-    assert [row.title for row in debian.to_rows(packages)] == [kept]
-
-
 def _apt(outputs):
     """Stands for the commands of apt, by their last words."""
 
