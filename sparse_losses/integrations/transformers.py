@@ -77,7 +77,7 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         calibrate_on: a sample of the documents that will be indexed, at least five texts; default:
             no calibration.
         calibrate_to: active dimensions per document after calibration; default: the controller's
-            ``target_active``. Pruning adds none, so let the controller keep half more.
+            ``target_active``. Pruning adds none, so let the controller keep 50% more.
         encoder: the ``SpladeEncoder`` or ``SparseEncoder`` to calibrate; default: the trainer's
             model.
 
