@@ -300,7 +300,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
         cells = []
         for variant, group in itertools.groupby(corpus_rows, lambda row: row["variant"]):
             own = list(group)
-            name = variant.replace("ours", OURS).replace("theirs", THEIRS)
+            name = variant.replace("ours", OURS).replace("theirs", "SpladeLoss")
+            name = name.replace("BM25 as teacher", "teacher")
             ranked = spread([float(row["ndcg_10"]) for row in own], "{:.3f}")
             if own[0]["seed"] == "":  # BM25
                 cells.append([name, "", ranked, *("" for _ in forms)])

@@ -47,7 +47,7 @@ def flops_loss(
             number of rows (see ``sparse_losses.distributed``); only sums ``[V]`` are exchanged.
 
     Returns:
-        0-d, fp32 (fp64 for fp64 inputs): one statistic of the whole batch, hence no ``reduction``.
+        0-d, fp32 (fp64 for fp64 inputs), one statistic of the whole batch, hence no ``reduction``;
         0 for ``B = 0``.
 
     Raises:

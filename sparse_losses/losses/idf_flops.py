@@ -38,8 +38,8 @@ def idf_flops_loss(
             number of rows (see ``sparse_losses.distributed``); only sums ``[V]`` are exchanged.
 
     Returns:
-        0-d, fp32 (fp64 for fp64 activations): one statistic of the whole batch, hence no
-        ``reduction``. 0 for ``B = 0``.
+        0-d, fp32 (fp64 for fp64 activations), one statistic of the whole batch, hence no
+        ``reduction``; 0 for ``B = 0``.
 
     Raises:
         ValueError: for wrong shapes, devices or hyperparameters, or ``"unbiased"`` with fewer than

@@ -75,7 +75,7 @@ def benchmarks_calculated(figure: Figure) -> None:
     cases = list(dict.fromkeys((row["loss"], row["case"]) for row in rows))
     gpus = {"h100": "H100", "a10g": "A10G"}
     panels = {
-        f"{key}_seconds": f"{gpu}: calculated time / sparse-losses" for key, gpu in gpus.items()
+        f"{key}_seconds": f"{gpu}: time relative to sparse-losses" for key, gpu in gpus.items()
     }
     peers = {"eager": ("plain formula", "o")}
     peers["sentence-transformers"] = ("sentence-transformers", "^")
@@ -85,11 +85,12 @@ def benchmarks_calculated(figure: Figure) -> None:
 
 def benchmarks_peers(figure: Figure, *, stacked: bool = False) -> None:
     """Time and memory of the peers side by side, or ``stacked`` for a narrow screen."""
-    panels = {"seconds": "time / sparse-losses", "peak_bytes": "peak extra memory / sparse-losses"}
+    panels = {"seconds": "time", "peak_bytes": "memory"}
+    panels = {key: f"{name} relative to sparse-losses" for key, name in panels.items()}
     peers = {"eager": ("plain formula", "o"), "torch.compile": ("the same, compiled", "x")}
     names = ("ours, compiled", "sentence-transformers", "pytorch-metric-learning")
     for name, marker in zip((*names, "info-nce-pytorch"), "s^D+", strict=True):
-        peers[name] = (name, marker)
+        peers[name] = (name.replace("ours", "sparse-losses"), marker)
     figure.set_size_inches((4.6, 12) if stacked else (8.4, 6.4))
     rows = [row for row in read(BENCHMARKS / "cpu-quick.csv") if row["status"].startswith("ok")]
     over_ours(figure, rows, panels, peers, largest_cases(rows), stacked=stacked)
@@ -224,7 +225,8 @@ def front(figure: Figure) -> None:
             handles[name] = axes.axhline(mean_of(own, name)[1], **look)
         axes.set(title=corpus, xlabel="active dimensions of a document", ylabel="nDCG@10")
         plain_ticks(axes.xaxis, [16, *TARGETS, 256])
-    figure.legend(handles.values(), handles, loc="outside right upper", fontsize=8)
+    figure.set_size_inches(8.4, 4.4)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=8)
 
 
 def target_sparsity(figure: Figure) -> None:
