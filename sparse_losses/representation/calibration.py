@@ -263,7 +263,7 @@ def _inverted(activations: Tensor, activation: str) -> Tensor:
 def _bias(encoder: "SpladeEncoder") -> Tensor:
     """Return the bias of all logits; if there is none, add it to the model and its config."""
     if not encoder.expansion:
-        last = encoder.importance[-1]
+        *_, last = encoder.importance.modules()  # it may be this one layer
         assert isinstance(last, nn.Linear)
         return last.bias
     encoder.head.bias = _bias_of(unwrapped(encoder.model))

@@ -79,9 +79,11 @@ class SpladeEncoder(nn.Module):
         idf_weights: ``[V]``, finite and >= 0; factors on the activations.
         max_length: The largest number of tokens read from a text, special tokens included.
             ``None``: the limit of the tokenizer or the model.
+        importance: With ``expansion=False`` the network: ``"mlp"``, two layers, or ``"linear"``,
+            one layer as in BGE-M3.
         pool_special_tokens: Whether special tokens of the tokenizer give weights to other tokens.
         activation: ``"relu"`` or ``"log1p_relu"``, as in ``splade_head``; with
-            ``expansion=False`` also ``"identity"``: the ReLU alone.
+            ``expansion=False`` also ``"identity"``: the ReLU alone, as in BGE-M3.
         softcap: The soft cap of the logits. ``None``: that of the model.
         logit_scale: A factor > 0 on the logits, such as $H^{-1/4}$ for decoders. ``None``: 1.
         bidirectional: Whether each position of a causal language model attends to later ones.
@@ -131,6 +133,7 @@ class SpladeEncoder(nn.Module):
         gate: ContextGate | bool | None = None,
         idf_weights: Tensor | None = None,
         max_length: int | None = None,
+        importance: Literal["mlp", "linear"] = "mlp",
         pool_special_tokens: bool = True,
         activation: Literal["relu", "log1p_relu", "identity"] = "relu",
         softcap: float | None = None,
@@ -147,7 +150,7 @@ class SpladeEncoder(nn.Module):
         self.softcap, self.logit_scale = softcap, logit_scale
         self.prune_ratio, self.max_active_dims = prune_ratio, max_active_dims
         self.document_threshold, self.query_threshold = document_threshold, query_threshold
-        _check_settings(self._settings() | {"max_length": max_length})
+        _check_settings(self._settings() | {"importance": importance, "max_length": max_length})
         inner = unwrapped(model)
         if expansion:
             self.head = SpladeHead.from_masked_lm(model, activation=activation)
@@ -177,7 +180,7 @@ class SpladeEncoder(nn.Module):
             )
         like = next(model.parameters())
         if not expansion:
-            self.importance = _importance(config.hidden_size).to(like)
+            self.importance = _importance(importance, config.hidden_size).to(like)
         gate = _gate(gate, config.hidden_size, self.vocab_size)
         self.gate = None if gate is None else gate.to(like)
         if idf_weights is not None:
@@ -544,7 +547,9 @@ class SpladeEncoder(nn.Module):
             UserWarning: if the checkpoint lacks weights, such as those of the layers before the
                 logits: they are random then.
         """
-        given: dict[str, Any] = {name: options.pop(name, None) for name in SETTINGS}
+        given: dict[str, Any] = {
+            name: options.pop(name, None) for name in (*SETTINGS, "importance")
+        }
         given |= {"expansion": expansion, "max_length": max_length}
         folder = Folder(name_or_path, **options)
         saved, tensors = folder.read()
@@ -568,7 +573,9 @@ class SpladeEncoder(nn.Module):
             **settings,
         )
         with named_damage(folder.name):
-            if not encoder.expansion and (part := _part(tensors, "importance")):
+            if not encoder.expansion and (
+                part := _part(tensors, "importance") or folder.read_linear(encoder.importance)
+            ):
                 encoder.importance.load_state_dict(part)
         encoder._calibrated = saved.get("calibrated", {})
         return encoder.eval()
@@ -605,6 +612,8 @@ class SpladeEncoder(nn.Module):
             "gate": None if self.gate is None else self.gate.settings,
             "calibrated": self._calibrated,
         }
+        if not self.expansion:
+            settings["importance"] = "linear" if isinstance(self.importance, nn.Linear) else "mlp"
         tensors = {
             name: tensor.contiguous()
             for name, tensor in self.state_dict().items()
@@ -615,12 +624,13 @@ class SpladeEncoder(nn.Module):
 
 def _check_settings(settings: dict[str, Any]) -> None:
     """Raise unless the settings have their types and are within their bounds."""
-    settings = {"max_length": None, **SETTINGS, **settings}
+    settings = {"importance": "mlp", "max_length": None, **SETTINGS, **settings}
     expansion, max_length = settings["expansion"], settings["max_length"]
     flags = ("expansion", "pool_special_tokens", "bidirectional")
     check_flag(**{name: settings[name] for name in flags})
     activations = get_args(Activation) if expansion else (*get_args(Activation), "identity")
     check_choice("activation", settings["activation"], activations)
+    check_choice("importance", settings["importance"], ("mlp",) if expansion else ("mlp", "linear"))
     for name in ("softcap", "logit_scale"):
         if settings[name] is not None:
             check_number(name, settings[name], minimum=0.0, exclusive=True)
@@ -634,11 +644,13 @@ def _check_settings(settings: dict[str, Any]) -> None:
         check_integer("max_length", max_length, minimum=1)
 
 
-def _importance(hidden_size: int) -> nn.Sequential:
+def _importance(kind: str, hidden_size: int) -> nn.Module:
     """Return a network from a hidden state to the logit of the token at its position."""
     last = nn.Linear(hidden_size, 1)
     # All tokens start active: behind the activation's ReLU an inactive one has no gradient.
     nn.init.ones_(last.bias)
+    if kind == "linear":
+        return last
     return nn.Sequential(nn.Linear(hidden_size, hidden_size), nn.ReLU(), nn.Dropout(0.1), last)
 
 

@@ -31,6 +31,7 @@ MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 ROUTER = "router_config.json"
 THEIRS = "sentence_transformers.sparse_encoder.models"
 KNOWN = {"MLMTransformer", "Transformer", "SpladePooling", "IdfWeights", "UnsupportedEncoder"}
+LINEAR = "sparse_linear.pt"  # BGE-M3's layer from a hidden state to its token's weight
 ADAPTER = "adapter_config.json"  # PEFT's file
 CARD = "README.md"  # for the Hub; its last line says whose it is
 OWN = "<!-- save_pretrained writes this file: remove this line to keep your changes -->"
@@ -218,6 +219,14 @@ class Folder:
             )
         return {"activation": activation, **settings}, tensors
 
+    def read_linear(self, layer: nn.Module) -> dict[str, Tensor]:
+        """Return the state of BGE-M3's layer for a layer of its kind, empty without its file."""
+        path = self.find(LINEAR) if isinstance(layer, nn.Linear) else None
+        if path is None:
+            return {}
+        state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+        return state
+
     def read_model(self, *, has_logits: bool, **options: Any) -> tuple[Any, Any]:
         """Return the language model, with adapters as a ``PeftModel``, and its tokenizer.
 
@@ -305,6 +314,9 @@ def write_folder(
         new = Path(temporary)
         _save_model(model, new)
         tokenizer.save_pretrained(new)
+        if settings.get("importance") == "linear":
+            state = {name.split(".")[1]: x for name, x in tensors.items() if "importance." in name}
+            torch.save(state, new / LINEAR)
         inner = unwrapped(model)
         if (
             settings["expansion"]
@@ -324,7 +336,7 @@ def write_folder(
 
         (target / SETTINGS).unlink(missing_ok=True)
         # Of a model that was in more files or fewer, none may be read in place of the new ones.
-        for pattern in ("model*.safetensors*", "adapter_*"):
+        for pattern in ("model*.safetensors*", "adapter_*", LINEAR):
             for stale in target.glob(pattern):
                 stale.unlink()
         files = [path.relative_to(new) for path in new.rglob("*") if path.is_file()]

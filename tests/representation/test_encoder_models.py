@@ -1,4 +1,4 @@
-"""Decoder models, adapters, and pooled positions in a ``SpladeEncoder``."""
+"""Decoder models, adapters, pooled positions and BGE-M3's layer in a ``SpladeEncoder``."""
 
 import peft
 import pytest
@@ -15,6 +15,7 @@ from tests.representation.tiny_models import (
     TEXTS,
     causal_lm,
     make,
+    masked_lm,
     pair,
     tokenizer,
 )
@@ -80,6 +81,15 @@ def test_special_tokens_may_give_no_weights(tmp_path):
     assert not again.pool_special_tokens
     torch.testing.assert_close(dense(again), dense(encoder))
     assert not dense(encoder, [""]).any()
+
+
+def test_wrong_pool_masks_are_named():
+    encoder = make()
+    batch = encoder.tokenize(LONG)
+    with pytest.raises(ValueError, match="`pool_mask`"):
+        encoder(**batch, pool_mask=torch.ones(2, 2))
+    with pytest.raises(ValueError, match="`pool_mask`"):
+        encoder(**batch, pool_mask=2 * batch["attention_mask"])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -323,3 +333,49 @@ def test_several_adapters_are_not_saved(tmp_path):
 def test_adapters_without_expansion_are_refused():
     with pytest.raises(TypeError, match=r"without adapters, got PeftModel: .*merge_and_unload"):
         SpladeEncoder(*adapted("bert", BODY), expansion=False)
+
+
+# ------------------------------------------------------------------------------------------------
+# BGE-M3
+
+
+def test_linear_importance_is_bge_m3s_head(tmp_path):
+    """The weight of a token is the largest ReLU of one layer over its positions."""
+    options = {"expansion": False, "importance": "linear", "activation": "identity"}
+    encoder = make("xlm-roberta", **options)
+    with torch.no_grad():
+        encoder.importance.weight.normal_()
+        batch = encoder.tokenize(TEXTS)
+        hidden = encoder.model(**batch)[0]
+        ours = encoder(**batch)
+    layer = torch.nn.Linear(16, 1)
+    encoder.save_pretrained(tmp_path)
+    layer.load_state_dict(torch.load(tmp_path / "sparse_linear.pt", weights_only=True))
+    expected = torch.zeros_like(ours)
+    special = set(encoder.tokenizer.all_special_ids)
+    for i, ids in enumerate(batch["input_ids"].tolist()):
+        for s, j in enumerate(ids):
+            if j not in special and batch["attention_mask"][i, s]:
+                weight = max(float(layer(hidden[i, s]).detach()), 0.0)
+                expected[i, j] = max(float(expected[i, j]), weight)
+    assert expected.any()
+    torch.testing.assert_close(ours, expected)
+    again = SpladeEncoder.from_pretrained(tmp_path)
+    torch.testing.assert_close(dense(again), dense(encoder))
+
+
+def test_folder_of_bge_m3_loads(tmp_path):
+    """It holds an encoder without a head, a tokenizer and ``sparse_linear.pt``."""
+    words = tokenizer()
+    body = masked_lm("xlm-roberta", len(words)).base_model
+    for part in (body, words):
+        part.save_pretrained(tmp_path)
+    layer = torch.nn.Linear(16, 1)
+    torch.save(layer.state_dict(), tmp_path / "sparse_linear.pt")
+    encoder = SpladeEncoder.from_pretrained(
+        tmp_path, expansion=False, importance="linear", activation="identity"
+    )
+    assert torch.equal(encoder.importance.weight, layer.weight)
+    (tmp_path / "sparse_linear.pt").write_bytes(b"not a tensor")
+    with pytest.raises(OSError, match="is damaged"):
+        SpladeEncoder.from_pretrained(tmp_path, expansion=False, importance="linear")
