@@ -3,16 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import (
-    check_flag,
-    check_integer,
-    check_shapes,
-    check_zero_one,
-)
+from sparse_losses._core.checks import check_flag, check_integer, check_shapes, check_zero_one
 from sparse_losses._core.dtensors import full, is_dtensor
 from sparse_losses.distributed import agree_across_ranks, gather_rows
-
-__all__ = ["LabelQueue"]
 
 
 class LabelQueue(nn.Module):

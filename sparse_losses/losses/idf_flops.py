@@ -6,8 +6,6 @@ from sparse_losses._core.checks import check_shapes
 from sparse_losses._core.column_mean import Estimator, check_rows, mean_and_square
 from sparse_losses._core.loss import LossModule, loss
 
-__all__ = ["IdfFlopsLoss", "idf_flops_loss"]
-
 
 @loss(activations="B V", token_penalty="V, constant", beta=">= 0", threshold=">= 0")
 def idf_flops_loss(

@@ -206,8 +206,7 @@ def test_a_loop_without_an_objective_tells_how_well_it_ranks(share, warns, caplo
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"negatives_from": ("document", "query", "positive")}, {"decoupled": True}],
+    "options", [{}, {"negatives_from": ("document", "query", "positive")}, {"decoupled": True}]
 )
 def test_chance_is_the_logarithm_of_the_candidates(options):
     """Equal texts: all candidates score alike."""
