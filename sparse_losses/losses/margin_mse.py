@@ -8,8 +8,6 @@ from sparse_losses._core.checks import values_can_be_checked
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 
-__all__ = ["MarginMSELoss", "margin_mse_loss"]
-
 
 @loss(
     student_positive="B",

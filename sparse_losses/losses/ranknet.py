@@ -7,8 +7,6 @@ from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import softplus
 
-__all__ = ["RankNetLoss", "ranknet_loss"]
-
 
 @loss(
     student_scores="B C",
