@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from numbers import Integral
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor
 
 from sparse_losses._core.checks import check_zero_one, values_can_be_checked
@@ -52,7 +51,7 @@ def first_occurrences(ids: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
     """Sort each row ``[B, S]`` and mark the first occurrence of every attended id."""
     beyond = torch.iinfo(ids.dtype).max
     ordered = torch.where(attended, ids, beyond).sort(-1).values
-    before = nnf.pad(ordered, (1, -1), value=-1)
+    before = torch.cat([torch.full_like(ordered[..., :1], -1), ordered[..., :-1]], -1)
     first = (ordered != before) & (ordered != beyond)
     return torch.where(first, ordered, 0), first
 
