@@ -243,7 +243,9 @@ class _BesideDTensors(TorchFunctionMode):
 def _replicated(x: Tensor, mesh: Mesh) -> DTensor:
     from torch.distributed.tensor import DTensor, Replicate
 
-    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    places = [Replicate()] * mesh.ndim
+    # The second step alone sums a gradient over ranks in a way that has a derivative.
+    return DTensor.from_local(x, mesh, places, run_check=False).redistribute(placements=places)
 
 
 def _summed(x: Any) -> Any:
@@ -314,9 +316,9 @@ def _by_columns(x: DTensor) -> DTensor:
 def _matmul(a: DTensor, b: DTensor) -> DTensor:
     """Multiply rows by rows. PyTorch would gather ``b``."""
     sides = [{p.dim for p in x.placements if p.is_shard()} for x in (a, b)]
-    if a.ndim == b.ndim == 2 and sides in ([{0}, {1}], [{0}, {0}]):
+    if a.ndim == b.ndim == 2 and sides in ([{0}, {1}], [{0}, {0}], [{1}, {1}]):
         product = _by_columns(a) @ _by_columns(b.T).T
-        return product.redistribute(placements=a.placements)
+        return product.redistribute(placements=a.placements) if sides[0] == {0} else product
     return a @ b
 
 

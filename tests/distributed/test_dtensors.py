@@ -24,14 +24,11 @@ from sparse_losses import (
     SpladeObjective,
     Texts,
 )
-from sparse_losses._core.dtensors import OLDEST
+from sparse_losses._core.dtensors import full
 from tests.cases import BASE_CASES, FIRST, LAYER_CASES, OBJECTIVE_CASES, Case, to_tensors
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import needs_dtensors, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST,
-    reason="DTensors need a newer PyTorch",
-)
+pytestmark = needs_dtensors
 B, V = 6, 1000
 CASES = BASE_CASES + LAYER_CASES + OBJECTIVE_CASES
 LAYOUTS = {"rows": 2, "row": 2, "columns": 2, "both": 4}  # and on how many ranks
@@ -70,20 +67,16 @@ COMPARED = [
 ]
 
 
-def whole(x: Any) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def evaluate(case: Case, tensors: dict[str, Any], reduction: str | None) -> list[torch.Tensor]:
     """Value and gradients."""
     leaves = [tensors[name].requires_grad_() for name in case.differentiable]
     options = {} if reduction is None else {"reduction": reduction}
     value = case.function()(**tensors, **options)
     assert not isinstance(value, DTensor) or value.ndim
-    value = whole(value)
+    value = full(value)
     weights = torch.linspace(1, 2, value.numel(), dtype=value.dtype).view(value.shape)
     gradients = torch.autograd.grad((weights * value).sum(), leaves, allow_unused=True)
-    return [value.detach(), *(None if x is None else whole(x) for x in gradients)]
+    return [value.detach(), *(None if x is None else full(x) for x in gradients)]
 
 
 def error_of(case: Case, layout: str, reduction: str | None, mesh: DeviceMesh) -> float:
@@ -123,6 +116,28 @@ def results(world: int) -> list[dict[tuple[str, str, str | None], float]]:
 def test_value_and_gradients_are_those_of_one_process(layout, case, reduction):
     for errors in results(LAYOUTS[layout]):
         assert errors[layout, case.id, reduction] < TOLERANCE
+
+
+def curved(rank: int) -> None:
+    """Second derivatives of two sides that are placed in different ways."""
+    mesh, expected = mesh_of("rows"), None
+    torch.manual_seed(0)
+    pair = torch.rand(2, 5, 7, dtype=torch.float64)
+    for dims in ((None, None), (0, None), (None, 1), (1, 0)):
+        sides = [
+            x.clone() if dim is None else distribute_tensor(x, mesh, [Shard(dim)])
+            for x, dim in zip(pair, dims, strict=True)
+        ]
+        leaves = [x.requires_grad_() for x in sides]
+        gradients = torch.autograd.grad(F.info_nce_loss(*leaves), leaves, create_graph=True)
+        square = sum(full(x).square().sum() for x in gradients)
+        found = [full(x) for x in torch.autograd.grad(square, leaves)]
+        expected = expected or found
+        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_second_derivatives():
+    run_ranks(2, curved)
 
 
 # Errors ------------------------------------------------------------------------------------------
