@@ -30,13 +30,10 @@ from sparse_losses import (
     SpladeObjective,
     Texts,
 )
-from sparse_losses._core.dtensors import OLDEST
 from sparse_losses.distributed import skip_size_check
+from tests.distributed.ranks import needs_dtensors
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST,
-    reason="DTensors need a newer PyTorch",
-)
+pytestmark = needs_dtensors
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "past_one_device.md"
 TOKENS, TEXTS = 250_002, 64
 RANKS = 8, 64
