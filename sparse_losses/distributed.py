@@ -8,7 +8,7 @@ the gradient of one process with the whole batch.
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -23,7 +23,7 @@ if dist.is_available():
     _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_skips_size_check = ContextVar("skips_size_check", default=False)
+skips_size_check = ContextVar("skips_size_check", default=False)
 
 
 def num_ranks() -> int:
@@ -120,7 +120,7 @@ def agree_across_ranks(call: str, gather: object, *data: Tensor | None, **values
     present = [x for x in data if x is not None]
     if torch.compiler.is_compiling() or type(present[0]) not in (Tensor, nn.Parameter):
         return True
-    if not _skips_size_check.get():
+    if not skips_size_check.get():
         width = max([4, *(x.element_size() for x in present if x.is_floating_point())])
         _check_agreement(call, present[0].device, {**values, "precision, in bytes,": width})
     return True
@@ -129,36 +129,51 @@ def agree_across_ranks(call: str, gather: object, *data: Tensor | None, **values
 @contextmanager
 def skip_size_check() -> Iterator[None]:
     """Skip the comparison of sizes within the block: the caller has compared them already."""
-    token = _skips_size_check.set(True)
+    token = skips_size_check.set(True)
     try:
         yield
     finally:
-        _skips_size_check.reset(token)
+        skips_size_check.reset(token)
 
 
 def _check_agreement(call: str, device: torch.device, values: dict[str, object]) -> None:
-    own = json.dumps([call, {name: str(value) for name, value in values.items()}]).encode()
-    mine = int.from_bytes(hashlib.blake2b(own, digest_size=8).digest(), "little", signed=True)
+    own = described(call, values)
+    mine = fingerprint(own)
     hashes = gather_rows(torch.tensor([mine], device=device)).tolist()
     if hashes.count(mine) == len(hashes):
         return
     size = torch.tensor([len(own)], device=device)
     longest = int(gather_rows(size).max())
     text = torch.tensor([*own, *[32] * (longest - len(own))], dtype=torch.uint8, device=device)
-    everyone = [json.loads(bytes(row)) for row in gather_rows(text[None]).tolist()]
-    if elsewhere := [r for r, (theirs, _) in enumerate(everyone) if theirs != call]:
+    everyone = enumerate(gather_rows(text[None]).tolist())
+    raise_difference(call, {rank: bytes(row) for rank, row in everyone}, " with gather=True")
+
+
+def described(call: str, values: Mapping[str, object]) -> bytes:
+    """Return a call and its values as a text that ranks can compare."""
+    return json.dumps([call, {name: str(value) for name, value in values.items()}]).encode()
+
+
+def fingerprint(text: bytes) -> int:
+    """Return a hash below 2^56."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+
+
+def raise_difference(call: str, everyone: Mapping[int, bytes], how: str = "") -> None:
+    """Raise for the first value that differs in what the ranks, by number, have described."""
+    said = {r: json.loads(text) for r, text in everyone.items()}
+    if elsewhere := [r for r, (theirs, _) in said.items() if theirs != call]:
         raise ValueError(
-            f"expected every rank to be in {call} with gather=True, as rank {rank()} is, got ranks "
+            f"expected every rank to be in {call}{how}, as rank {rank()} is, got ranks "
             f"{elsewhere} in another loss"
         )
-    for name in values:
-        received = [theirs[name] for _, theirs in everyone]
-        if len(set(received)) > 1:
-            listed = ", ".join(f"{value} on rank {r}" for r, value in enumerate(received))
+    for name in dict.fromkeys(name for _, theirs in said.values() for name in theirs):
+        received = {r: theirs.get(name) for r, (_, theirs) in said.items()}
+        if len(set(received.values())) > 1:
+            listed = ", ".join(f"{value} on rank {r}" for r, value in received.items())
             hint = "; the last batch of an epoch? Drop it (drop_last=True)" if name == "B" else ""
             raise ValueError(
-                f"expected the same {name} on every rank for {call} with gather=True, got "
-                f"{listed}{hint}"
+                f"expected the same {name} on every rank for {call}{how}, got {listed}{hint}"
             )
 
 

@@ -57,13 +57,12 @@ from sparse_losses._core.checks import (
     declared,
     values_can_be_checked,
 )
-from sparse_losses._core.dtensors import beside_dtensors, is_dtensor, whole
+from sparse_losses._core.dtensors import agree, beside_dtensors, is_dtensor, whole
 from sparse_losses._core.implementations import is_exported
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.products import HALVES, returns_fp32
 from sparse_losses._core.token_ids import as_mask
-from sparse_losses.distributed import agree_across_ranks
 
 UNCHANGED = ("labels", "token ids")
 NO_DATA = ("mask", "integer")
@@ -143,15 +142,13 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             for name in learnable:
                 if isinstance(arguments.get(name), Tensor):
                     arguments[name] = _beside(name, arguments[name], first, data).to(dtype)
-            if any(is_dtensor(x) for x in arguments.values()):
-                if arguments.get("gather", False) is not False:
-                    raise ValueError(
-                        "expected gather=False with a DTensor, whose placement says what is global"
-                    )
-                with beside_dtensors(*arguments.values()), autocast_off(data.device):
-                    return whole(function(**arguments))  # type: ignore[call-arg]  # see below
-            if arguments.get("gather", False) is not False:
+            has_dtensor = any(is_dtensor(x) for x in arguments.values())
+            is_of_all_ranks = has_dtensor and "gather" in parameters
+            if is_of_all_ranks or arguments.get("gather", False) is not False:
                 _agree(function.__name__, declaration, arguments, sizes)
+            if has_dtensor:
+                with beside_dtensors(*arguments.values()), autocast_off(data.device):
+                    return whole(function(**arguments))  # type: ignore[call-arg,no-any-return]  # see below
             # This test is cheaper than entering the context.
             is_plain = data.is_cpu and not torch.compiler.is_compiling()
             if (is_plain or is_exported()) and not torch.is_autocast_enabled(data.device.type):
@@ -252,9 +249,7 @@ def _agree(
     call: str, declaration: _Declaration, arguments: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> None:
     """Raise unless all ranks make the same call with the same sizes and hyperparameters."""
-    tensors = declaration.tensors
-    present = [arguments[name] for name in tensors if arguments.get(name) is not None]
-    compared: dict[str, object] = {}
+    tensors, compared = declaration.tensors, dict[str, object]()
     if not torch.compiler.is_compiling():  # a number may be symbolic there
         letters = {letter for shapes, _ in tensors.values() for shape in shapes for letter in shape}
         compared = {letter: sizes.get(letter, 0) for letter in sorted(letters - {PADDED})}
@@ -268,7 +263,8 @@ def _agree(
         options = (declaration.flags, declaration.choices, declaration.several, declaration.numbers)
         for name in itertools.chain(*options):
             compared[f"`{name}`"] = shown(arguments.get(name, declaration.defaults.get(name)))
-    agree_across_ranks(call, arguments["gather"], *present, **compared)
+    present = {name: arguments.get(name) for name in tensors}
+    agree(call, arguments.get("gather", False), present, **compared)
 
 
 class LossModule(nn.Module):

@@ -160,8 +160,8 @@ class Diagnostics:
             return
         own = input_ids, attention_mask
         with beside_dtensors(activations, *own, *others):
-            statistics = self._statistics(activations.detach(), own, others, false_negatives)
-            sums, extremes = (full(x) for x in statistics)
+            x = activations.detach()
+            sums, extremes = self._statistics(x, own, others, false_negatives)
         ranks = ranks_of(activations)
         if self._state is not None:  # out of place: the state may come from inference mode
             if ranks != self._ranks:
@@ -196,20 +196,19 @@ class Diagnostics:
                 count.sum(),
                 (values[:, 0] <= 0).sum(),
                 (count > self.vocab_size / 4).sum(),
-                *self._recall(is_active, *own, zero),
-                *self._recall(is_active, *others, zero),
+                *self._recall(x, *own, zero),
+                *self._recall(x, *others, zero),
                 *left_out,
             ]
         ).to(wide)
         # `relu` keeps a NaN. A row with one is neither live nor dead.
         columns = x.relu().sum(0, dtype=wide), is_active.sum(0, dtype=wide), top
-        sums = torch.cat([*columns, numbers])
+        sums = torch.cat([full(each) for each in (*columns, numbers)])
         live = torch.where(is_live, count, self.vocab_size)
-        extremes = torch.stack([-live.amin(), count.amax()])
-        return sums, extremes
+        return sums, torch.stack([-full(live).amin(), full(count).amax()])
 
     def _recall(
-        self, is_active: Tensor, ids: Tensor | None, mask: Tensor | None, zero: Tensor
+        self, x: Tensor, ids: Tensor | None, mask: Tensor | None, zero: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the sum over texts of the share of tokens that are active, and the text count."""
         if ids is None or mask is None:
@@ -221,7 +220,7 @@ class Diagnostics:
                 self._special_there = self._special.to(ids.device)  # kept, as the copy waits
             attended = attended & ~self._special_there[ids]
         ids, counts = first_occurrences(ids, attended)
-        hits = (is_active.gather(1, ids) & counts).sum(1)
+        hits = ((x.gather(1, ids) > 0) & counts).sum(1)
         total = counts.sum(1)
         return (hits / total.clamp(min=1)).to(zero).sum(), (total > 0).sum().to(zero)
 

@@ -1,23 +1,18 @@
 """The weighted sum of many losses over one batch."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_flag, check_number
-from sparse_losses._core.dtensors import beside_dtensors, whole
+from sparse_losses._core.dtensors import agree, beside_dtensors, is_dtensor, whole
 from sparse_losses._core.loss import LossModule, shown
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.token_ids import TokenIds, as_mask, check_ids
-from sparse_losses.distributed import (
-    agree_across_ranks,
-    gather_rows,
-    num_ranks,
-    rank,
-    skip_size_check,
-)
+from sparse_losses.distributed import gather_rows, num_ranks, rank, skip_size_check
 from sparse_losses.losses.distillation import DistillationLoss
 from sparse_losses.losses.flops import FlopsLoss
 from sparse_losses.losses.idf_flops import IdfFlopsLoss
@@ -234,13 +229,12 @@ class SpladeObjective(nn.Module):
         check_texts(batch)
         check_batch(batch)
         check_needs(active, self.weights, batch)
-        gathers = self._agree_across_ranks(active, batch)
-        x = batch.anchor.activations
-        with autocast_off(x.device), beside_dtensors(x, batch.positive.activations):
-            if not gathers or torch.compiler.is_compiling():
-                return whole(self._terms(active, batch))
-            with skip_size_check():  # the sizes were compared above, once for all terms
-                return self._terms(active, batch)
+        compares = self._agree_across_ranks(active, batch) and not torch.compiler.is_compiling()
+        once = skip_size_check() if compares else nullcontext()  # compared above, for all terms
+        device = batch.anchor.activations.device
+        with autocast_off(device), beside_dtensors(*_tensors(batch).values()), once:
+            terms: dict[str, Tensor] = whole(self._terms(active, batch))
+        return terms
 
     @torch.no_grad()
     def false_negatives(self, batch: SpladeBatch) -> Tensor:
@@ -269,7 +263,7 @@ class SpladeObjective(nn.Module):
             own = own & there
             is_negative &= there & own.any(1, keepdim=True)  # or the row is not valid
         shown = self._without_stopwords(batch) if len(self.stopword_ids) > 0 else batch
-        with autocast_off(x.device), beside_dtensors(x, batch.positive.activations):
+        with autocast_off(x.device), beside_dtensors(*_tensors(batch).values()):
             scores = self._scores(shown.anchor, shown.positive, None, ranks)
             is_left_out = ~false_negative_mask(scores, own, **bounds) & is_negative
             share: Tensor = whole(is_left_out.sum() / is_negative.sum().clamp(min=1))
@@ -286,7 +280,9 @@ class SpladeObjective(nn.Module):
 
     def _agree_across_ranks(self, active: Sequence[str], batch: SpladeBatch) -> bool:
         """Return whether other ranks take part, after checking that terms and sizes agree."""
-        x = batch.anchor.activations
+        x, tensors = batch.anchor.activations, _tensors(batch)
+        if self.gather is False and not any(is_dtensor(each) for each in tensors.values()):
+            return False
         others = None if batch.negative is None else batch.negative.activations
         values: dict[str, object] = {
             "B": x.shape[0],
@@ -298,11 +294,9 @@ class SpladeObjective(nn.Module):
         for name in ("teacher_scores", "teacher_anchor_scores", "candidate_mask"):
             table = getattr(batch, name)
             values[f"number of columns of `{name}`"] = 0 if table is None else table.shape[-1]
-        if self.gather and not torch.compiler.is_compiling():  # a number may be symbolic there
+        if not torch.compiler.is_compiling():  # a number may be symbolic there
             values.update(self._settings(active))
-        vectors = x, batch.positive.activations, others
-        call = f"SpladeObjective of {', '.join(active)}"
-        return agree_across_ranks(call, self.gather, *vectors, **values)
+        return agree(f"SpladeObjective of {', '.join(active)}", self.gather, tensors, **values)
 
     def _settings(self, active: Sequence[str]) -> dict[str, str]:
         """Return the weights and hyperparameters that must be equal on all ranks, by name."""
@@ -537,6 +531,17 @@ def _scaled(scores: Tensor, scale: float) -> Tensor:
 def _counts(weight: float | Tensor) -> bool:
     # Reading a tensor would wait for the device.
     return isinstance(weight, Tensor) or weight != 0
+
+
+def _tensors(batch: SpladeBatch) -> dict[str, Tensor]:
+    """Return the tensors of a batch and of its texts, by their names."""
+    named: dict[str, Any] = {}
+    for name in SpladeBatch._fields:
+        value = getattr(batch, name)
+        fields = Texts._fields if isinstance(value, Texts) else ()
+        named[name] = value
+        named.update((f"{name}.{field}", getattr(value, field)) for field in fields)
+    return {name: x for name, x in named.items() if isinstance(x, Tensor)}
 
 
 def _side(batch: SpladeBatch, side: str) -> Texts:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparse_losses._core.activation import Activation
 from sparse_losses._core.checks import check_choice, check_number, check_rows
-from sparse_losses._core.dtensors import beside_dtensors, chosen
+from sparse_losses._core.dtensors import full
 from sparse_losses.representation._language_model import evaluating, projection_of, unwrapped
 from sparse_losses.representation.encoding import batches, check_texts
 from sparse_losses.representation.head import SpladeHead
@@ -53,15 +53,15 @@ def calibrate_threshold(
     """
     check_rows("activations", activations)
     check_choice("activation", activation, get_args(Activation))
-    rows = activations.detach().flatten(0, -2)
+    rows = full(activations.detach()).flatten(0, -2)
     largest = math.log1p(LARGEST) if activation == "log1p_relu" else LARGEST
-    wrong = chosen(rows, ~(rows.isfinite() & (rows <= largest)))
+    wrong = rows[~(rows.isfinite() & (rows <= largest))]
     if len(wrong):
         raise ValueError(
             "expected `activations` to be log(1 + z) of finite logits z, so at most "
             f"{largest:.2f}, got {wrong[0].item():g}"
         )
-    positive = _inverted(chosen(rows, rows > 0), activation)
+    positive = _inverted(rows[rows > 0], activation)
     return _threshold([positive], len(rows), target_active)[0]
 
 
@@ -125,8 +125,9 @@ def _prune_head(head: SpladeHead, data: Any, target_active: float) -> float:
     with torch.no_grad():
         for hidden, attention_mask in data:
             _, logits = head(hidden, attention_mask, return_logits=True)  # not pruned
+            logits = full(logits)
             rows += len(logits)
-            positive.append(chosen(logits, logits > 0))
+            positive.append(logits[logits > 0])
     t, _ = _threshold(positive, rows, target_active)
     if isinstance(head.threshold, Tensor):  # a buffer, which cannot become a number
         del head.threshold
@@ -217,7 +218,7 @@ def _reshard(model: nn.Module) -> None:
 def _pruned_logits(encoder: "SpladeEncoder", **batch: Tensor) -> Tensor:
     """Return the pooled logits of active dimensions, after the gate."""
     _, logits = encoder(**batch, return_logits=True, apply_idf=False)
-    return _counted(encoder, logits, 0.0)
+    return _counted(encoder, full(logits), 0.0)
 
 
 def _shifted_logits(encoder: "SpladeEncoder", input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -226,9 +227,8 @@ def _shifted_logits(encoder: "SpladeEncoder", input_ids: Tensor, attention_mask:
     pooled = encoder._pooled(input_ids, attention_mask)
     if encoder.expansion:
         _, logits = encoder.head(hidden, pooled, return_logits=True)
-        logits = _before_scale_and_cap(logits, encoder.head)
-        with beside_dtensors(logits):
-            logits = torch.where(pooled.any(1, keepdim=True), logits, -torch.inf)
+        logits = _before_scale_and_cap(full(logits), encoder.head)
+        logits = torch.where(pooled.any(1, keepdim=True), logits, -torch.inf)
     else:
         logits = encoder._token_logits(hidden, input_ids, pooled, absent=-torch.inf)
     return _counted(encoder, logits, -torch.inf)
@@ -236,11 +236,10 @@ def _shifted_logits(encoder: "SpladeEncoder", input_ids: Tensor, attention_mask:
 
 def _counted(encoder: "SpladeEncoder", logits: Tensor, above: float) -> Tensor:
     """Return the logits above a number, of the dimensions whose idf weight is not 0."""
-    with beside_dtensors(logits):
-        is_counted = ~(logits <= above)  # a NaN too
-        if encoder.idf_weights is not None:
-            is_counted = is_counted & (encoder.idf_weights > 0)
-    logits = chosen(logits, is_counted)
+    is_counted = ~(logits <= above)  # a NaN too
+    if encoder.idf_weights is not None:
+        is_counted &= encoder.idf_weights > 0
+    logits = logits[is_counted]
     if not logits.isfinite().all():
         raise ValueError("expected finite logits, got others")
     return logits

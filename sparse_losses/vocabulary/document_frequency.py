@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_integer, check_shapes
-from sparse_losses._core.dtensors import is_dtensor, rows_of_rank
+from sparse_losses._core.dtensors import is_dtensor, on_one_rank
 from sparse_losses._core.files import replaced_file
 from sparse_losses._core.token_ids import as_mask, attended_ids, first_occurrences
 from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ranks
@@ -110,8 +110,8 @@ class DocumentFrequency:
             attention_mask: Bool, integer or float 0/1 ``[B, S]``; ids are ignored where it is 0. A
                 row of zeros is an empty document, which counts as a document.
 
-        Of a DTensor every rank counts its own rows, and one rank those that several ranks have, so
-        that ``all_reduce`` counts each document once.
+        Of DTensors the first rank of their mesh counts all documents, so that ``all_reduce`` counts
+        each once.
 
         Raises:
             ValueError: If the shapes are not ``[B, S]``, or an attended id is outside ``[0, V)``;
@@ -119,7 +119,7 @@ class DocumentFrequency:
             TypeError: If the ids are not integers.
         """
         if is_dtensor(input_ids) or is_dtensor(attention_mask):
-            input_ids, attention_mask = rows_of_rank(input_ids, attention_mask)
+            input_ids, attention_mask = on_one_rank(input_ids, attention_mask)
         check_shapes(input_ids=(input_ids, "B S"), attention_mask=(attention_mask, "B S"))
         attended = as_mask("attention_mask", attention_mask.cpu())
         ids = attended_ids("input_ids", input_ids.cpu(), attended, self.vocab_size)

@@ -1,4 +1,4 @@
-"""Every loss with gather=True under torch.compile(fullgraph=True) on two ranks: as eager."""
+"""Losses with gather=True under torch.compile(fullgraph=True) on two ranks: as eager."""
 
 import functools
 
@@ -10,15 +10,16 @@ from tests.cases import BASE_CASES, FIRST, to_tensors
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_gather import part, whole
 
-# One of each loss, and InfoNCE with each kind of tensor that its options gather. The contract table
-# compiles every option on one rank.
+# A loss for each way to communicate, and InfoNCE with each kind of tensor that its options gather.
+# The contract table compiles every loss and option on one rank.
+LOSSES = "info_nce", "nws", "flops", "distillation", "margin_mse"
 GATHERED = (
     "info_nce-shared",
     "info_nce-per_row",
     "info_nce-positives_ids_symmetric_decoupled",
 )
 BY_ID = {case.id: case for case in BASE_CASES}
-COMPILED = [*FIRST.values(), *(BY_ID[name] for name in GATHERED)]
+COMPILED = [*(FIRST[stem] for stem in LOSSES), *(BY_ID[name] for name in GATHERED)]
 
 
 def value_and_gradients(function, tensors: dict, names) -> list[torch.Tensor]:

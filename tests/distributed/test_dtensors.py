@@ -1,22 +1,19 @@
-"""DTensors: rows of the contract on two and four gloo ranks, and what the ranks send each other.
+"""DTensors: rows of the contract on two and four gloo ranks, errors and states.
 
-Tensors are placed by rows, by columns (the vocabulary) or by both on a
-mesh of two dimensions. Five rows and odd widths leave uneven parts, some of them empty.
+Tensors are placed by rows, by columns (the vocabulary) or by both on a mesh of two dimensions. Five
+rows and odd widths leave uneven parts; a single row leaves a rank without any.
 """
 
 import functools
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_losses.functional as F
-from benchmarks.run.memory import peak_bytes
 from sparse_losses import (
     ActivationFrequency,
     Diagnostics,
@@ -27,27 +24,19 @@ from sparse_losses import (
     SpladeObjective,
     Texts,
 )
-from sparse_losses._core.dtensors import OLDEST
+from sparse_losses._core.dtensors import full
 from tests.cases import BASE_CASES, FIRST, LAYER_CASES, OBJECTIVE_CASES, Case, to_tensors
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import needs_dtensors, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST,
-    reason="DTensors need a newer PyTorch",
-)
-ROWS = 5
+pytestmark = needs_dtensors
+B, V = 6, 1000
 CASES = BASE_CASES + LAYER_CASES + OBJECTIVE_CASES
-LAYOUTS = {"rows": 2, "columns": 2, "both": 4}  # and on how many ranks
+LAYOUTS = {"rows": 2, "row": 2, "columns": 2, "both": 4}  # and on how many ranks
 ON_FOUR = (
     *FIRST.values(),
     *(case for case in CASES if case.id in ("splade_pool-capped", "splade_head-all_logits")),
     *(case for case in CASES if case.id in ("token_weights-plain", "objective-pairs")),
 )
-COMPARED = [
-    *((layout, case, None) for layout in ("rows", "columns") for case in CASES),
-    *(("rows", c, r) for r in ("none", "sum") for c in FIRST.values() if c.loss.reduces),
-    *(("both", case, None) for case in ON_FOUR),
-]
 TOLERANCE = 1e-9
 
 
@@ -58,18 +47,24 @@ def mesh_of(layout: str) -> DeviceMesh:
 def placements(case: Case, name: str, layout: str) -> list[Placement]:
     """Where a tensor has neither rows nor columns it is replicated."""
     dims = case.dims[name]
-    rows = Shard(0) if dims[0] in "BNK" else Replicate()
+    rows: Placement = Shard(0) if dims[0] in "BNK" else Replicate()
     widths = "V" if case.stem == "splade_head" else "VD"
     column = next((Shard(i) for i, dim in enumerate(dims) if dim in widths), Replicate())
-    return {
-        "rows": [rows],
-        "columns": [column],
-        "both": [rows, column],
-    }[layout]
+    return {"rows": [rows], "row": [rows], "columns": [column], "both": [rows, column]}[layout]
 
 
-def whole(x: Any) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
+def is_sharded(case: Case, layout: str) -> bool:
+    """A case without such a tensor has nothing to say of DTensors."""
+    places = (place for name in case.dims for place in placements(case, name, layout))
+    return any(place.is_shard() for place in places)
+
+
+COMPARED = [
+    *((x, c, None) for x in ("rows", "columns") for c in CASES if is_sharded(c, x)),
+    *(("rows", c, r) for r in ("none", "sum") for c in FIRST.values() if c.loss.reduces),
+    *(("row", case, None) for case in FIRST.values()),
+    *(("both", case, None) for case in ON_FOUR),
+]
 
 
 def evaluate(case: Case, tensors: dict[str, Any], reduction: str | None) -> list[torch.Tensor]:
@@ -78,14 +73,14 @@ def evaluate(case: Case, tensors: dict[str, Any], reduction: str | None) -> list
     options = {} if reduction is None else {"reduction": reduction}
     value = case.function()(**tensors, **options)
     assert not isinstance(value, DTensor) or value.ndim
-    value = whole(value)
+    value = full(value)
     weights = torch.linspace(1, 2, value.numel(), dtype=value.dtype).view(value.shape)
     gradients = torch.autograd.grad((weights * value).sum(), leaves, allow_unused=True)
-    return [value.detach(), *(None if x is None else whole(x) for x in gradients)]
+    return [value.detach(), *(None if x is None else full(x) for x in gradients)]
 
 
 def error_of(case: Case, layout: str, reduction: str | None, mesh: DeviceMesh) -> float:
-    arrays = case.arrays(ROWS, seed=3)
+    arrays = case.arrays(1 if layout == "row" else 5, seed=3)
     expected = evaluate(case, to_tensors(arrays), reduction)
     tensors = to_tensors(arrays)
     for name in case.dims:
@@ -123,145 +118,35 @@ def test_value_and_gradients_are_those_of_one_process(layout, case, reduction):
         assert errors[layout, case.id, reduction] < TOLERANCE
 
 
-# What is sent ------------------------------------------------------------------------------------
-
-
-class Collectives(TorchDispatchMode):
-    """Records each collective and the size of what it hands this rank."""
-
-    NAMES = ("all_reduce", "all_gather", "reduce_scatter", "alltoall")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented  # first, what it consists of
-        out = func(*args, **(kwargs or {}))
-        for name in self.NAMES:
-            if name in str(func) and "wait" not in str(func):
-                handed = args[0] if name == "alltoall" else out
-                self.calls.append((name, handed.numel()))
-        return out
-
-
-B, V = 6, 1000
-GATHERED, SUMMED, OWN = "all_gather", "all_reduce", "reduce_scatter"
-ROWS_OF_ALL = ("alltoall", B * V // 2)  # half of the columns of all rows, for half of the rows
-# By loss and layout: what is sent forwards, and back.
-SENT: dict[tuple[str, str], tuple[list[tuple[str, int]], list[tuple[str, int]]]] = {
-    # Norms of both sides, then the scores; in the backward pass, projections on the rows.
-    ("info_nce", "columns"): ([(SUMMED, B)] * 2 + [(SUMMED, B * B)], [(SUMMED, B)] * 2),
-    ("info_nce", "rows"): (
-        [ROWS_OF_ALL] * 2 + [(OWN, B * B // 2), (SUMMED, 1)],
-        [(GATHERED, B * B)] + [ROWS_OF_ALL] * 2,
-    ),
-    ("n_pair", "columns"): ([(SUMMED, B * B)], []),
-    ("triplet_margin", "columns"): ([(SUMMED, B)] * 2, []),
-    ("triplet_margin", "rows"): ([(SUMMED, 1)], []),
-    ("flops", "columns"): ([(SUMMED, 1)], []),
-    ("flops", "rows"): ([(SUMMED, V)], []),
-    ("idf_flops", "columns"): ([(SUMMED, 1)], []),
-    ("idf_flops", "rows"): ([(SUMMED, V)], []),
-    ("language_penalty", "columns"): ([(SUMMED, B)], []),
-    ("language_penalty", "rows"): ([(SUMMED, 1)], []),
-    # The five largest of every rank: values and columns, then the values again, with a gradient.
-    ("min_activation", "columns"): ([(GATHERED, 2 * B * 5)] * 2 + [(SUMMED, B * 5)], []),
-    ("min_activation", "rows"): ([(SUMMED, 1)], []),
-    ("self_reconstruction", "columns"): ([(SUMMED, B)], []),
-    ("self_reconstruction", "rows"): ([(SUMMED, 1)], []),
-    ("positive_activation", "columns"): ([(SUMMED, B * 8)], []),
-    ("positive_activation", "rows"): ([(SUMMED, 1)], []),
-    ("splade_pool", "columns"): ([], []),
-    ("splade_pool", "rows"): ([], []),
-    ("token_weights", "columns"): ([(GATHERED, 2 * B * 3)] * 2, []),
-    # The gradient of the hidden states, [6, 3, 4], and of the weight, [1000, 4], each once.
-    ("splade_head", "columns"): ([], [(SUMMED, B * 3 * 4)]),
-    ("splade_head", "rows"): ([], [(SUMMED, V * 4)]),
-}
-
-
-def sent_by(rank: int) -> dict[tuple[str, str], Any]:
+def curved(rank: int) -> None:
+    """Second derivatives of two sides that are placed in different ways."""
+    mesh, expected = mesh_of("rows"), None
     torch.manual_seed(0)
-    mesh = mesh_of("rows")
-    x, y, z = torch.rand(3, B, V)
-    logits, hidden, weight = torch.randn(B, 3, V), torch.randn(B, 3, 4), torch.randn(V, 4)
-    ids, mask, token = torch.randint(V, (B, 8)), torch.ones(B, 8), torch.rand(V)
-
-    def by(layout: str, tensor: torch.Tensor, columns: int = 1) -> torch.Tensor:
-        where = Shard(0 if layout == "rows" else columns)
-        return distribute_tensor(tensor, mesh, [where]).requires_grad_()
-
-    def head(layout: str) -> torch.Tensor:
-        states = by("rows", hidden) if layout == "rows" else hidden.clone().requires_grad_()
-        matrix = weight.clone().requires_grad_() if layout == "rows" else by("rows", weight)
-        return F.splade_head(states, matrix, attention_mask=torch.ones(B, 3))
-
-    dot = {"similarity": "dot"}
-    calls = {
-        "info_nce": lambda to: F.info_nce_loss(by(to, x), by(to, y)),
-        "n_pair": lambda to: F.n_pair_loss(by(to, x), by(to, y)),
-        "triplet_margin": lambda to: F.triplet_margin_loss(by(to, x), by(to, y), by(to, z), **dot),
-        "flops": lambda to: F.flops_loss(by(to, x)),
-        "idf_flops": lambda to: F.idf_flops_loss(by(to, x), token),
-        "language_penalty": lambda to: F.language_penalty_loss(by(to, x), token),
-        "min_activation": lambda to: F.min_activation_loss(by(to, x)),
-        "self_reconstruction": lambda to: F.self_reconstruction_loss(by(to, x), ids, mask),
-        "positive_activation": lambda to: F.positive_activation_loss(by(to, x), ids, mask),
-        "splade_pool": lambda to: F.splade_pool(by(to, logits, 2), mask[:, :3]),
-        "token_weights": lambda to: F.token_weights(by(to, logits, 2), mask[:, :3]),
-        "splade_head": head,
-    }
-    sent = {}
-    for name, layout in SENT:
-        with Collectives() as forwards:
-            value = calls[name](layout)
-        gradient = torch.ones_like(value)
-        with Collectives() as back:
-            value.backward(gradient)
-        sent[name, layout] = forwards.calls, back.calls
-    return sent
+    pair = torch.rand(2, 5, 7, dtype=torch.float64)
+    for dims in ((None, None), (0, None), (None, 1), (1, 0)):
+        sides = [
+            x.clone() if dim is None else distribute_tensor(x, mesh, [Shard(dim)])
+            for x, dim in zip(pair, dims, strict=True)
+        ]
+        leaves = [x.requires_grad_() for x in sides]
+        gradients = torch.autograd.grad(F.info_nce_loss(*leaves), leaves, create_graph=True)
+        square = sum(full(x).square().sum() for x in gradients)
+        found = [full(x) for x in torch.autograd.grad(square, leaves)]
+        expected = expected or found
+        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_nothing_of_all_rows_and_columns_is_gathered():
-    for sent in run_ranks(2, sent_by):
-        assert sent == SENT
-
-
-# What a rank holds -------------------------------------------------------------------------------
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "past_one_device.md"
-WORLDS = 1, 2, 4
-
-
-def peak_of(rank: int, world: int) -> int:
-    """Bytes of a rank's part of the weight, and of the head's both passes."""
-    mesh = init_device_mesh("cpu", (world,)) if world > 1 else None
-    tokens, hidden_size = 250_002, 64
-    own = len(torch.empty(tokens, device="meta").chunk(world)[rank])
-    torch.manual_seed(rank)
-    weight, hidden = torch.randn(own, hidden_size), torch.randn(2, 8, hidden_size)
-    if mesh is not None:
-        shape = {"shape": torch.Size((tokens, hidden_size)), "stride": (hidden_size, 1)}
-        weight = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False, **shape)
-    weight.requires_grad_()
-
-    def run() -> list[torch.Tensor]:
-        value = F.splade_head(hidden, weight, impl="tiles")
-        (gradient,) = torch.autograd.grad(value, weight, torch.ones_like(value))
-        return [gradient.to_local() if mesh else gradient]
-
-    return 4 * own * hidden_size + peak_bytes(run, torch.device("cpu"))[0]
-
-
-def test_the_page_says_what_a_rank_of_the_head_holds():
-    peaks = [peak_of(0, 1), *(max(run_ranks(world, peak_of, world)) for world in WORLDS[1:])]
-    (row,) = [x for x in PAGE.read_text("utf-8").splitlines() if x.startswith("| peak of a rank")]
-    assert [int(n) for n in re.findall(r"(\d+) MiB", row)] == [round(x / 2**20) for x in peaks]
+def test_second_derivatives():
+    run_ranks(2, curved)
 
 
 # Errors ------------------------------------------------------------------------------------------
+
+
+def message(call: Any) -> str:
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
+        call()
+    return str(error.value)
 
 
 def messages(rank: int) -> dict[str, str]:
@@ -272,11 +157,17 @@ def messages(rank: int) -> dict[str, str]:
     by_position = distribute_tensor(states, mesh, [Shard(1)])
     by_token = distribute_tensor(weight, mesh, [Shard(0)])
     by_text = distribute_tensor(states, mesh, [Shard(0)])
+
+    def own(dim: int, rows: int, **shape: Any) -> DTensor:
+        return DTensor.from_local(torch.rand(rows, 6), mesh, [Shard(dim)], run_check=False, **shape)
+
+    def objective(x: DTensor, gather: bool = False) -> Any:
+        return SpladeObjective({"document_flops": 1.0}, gather=gather)(SpladeBatch(*[Texts(x)] * 2))
+
+    five = {"shape": torch.Size((5, 6)), "stride": (6, 1)}
     calls = {
         "gather": lambda: F.flops_loss(rows, gather=True),
-        "objective": lambda: SpladeObjective({"query_flops": 1.0}, gather=True)(
-            SpladeBatch(Texts(rows), Texts(rows))
-        ),
+        "objective": lambda: objective(rows, gather=True),
         "mesh": lambda: F.info_nce_loss(rows, distribute_tensor(x, other, [Shard(0), Replicate()])),
         "positions": lambda: F.splade_pool(by_position, torch.ones(4, 2)),
         "candidates": lambda: F.distillation_loss(columns, x),
@@ -288,12 +179,18 @@ def messages(rank: int) -> dict[str, str]:
         "both": lambda: F.splade_head(by_text, by_token),
         "tokens": lambda: F.splade_head(states, distribute_tensor(weight[:1], mesh, [Shard(0)])),
         "impl": lambda: F.info_nce_loss(rows, rows, positive_mask=torch.eye(4), impl="direct"),
+        # What the ranks do not agree on: nobody may wait, and no rank gets a value.
+        "rows": lambda: F.flops_loss(own(1, 4 + rank)),
+        "uneven": lambda: F.flops_loss(own(0, 2 + rank, **five)),
+        "placement": lambda: F.flops_loss(columns if rank else rows),
+        "number": lambda: F.idf_flops_loss(columns, torch.ones(6), beta=0.1 + rank),
+        "plain": lambda: F.positive_activation_loss(
+            columns, ids[:, rank:], torch.ones(4, 2)[:, rank:]
+        ),
+        "texts": lambda: objective(own(1, 4 + rank)),
     }
-    found = {}
-    for name, call in calls.items():
-        with pytest.raises((ValueError, TypeError)) as error:
-            call()
-        found[name] = str(error.value)
+    found = {name: message(call) for name, call in calls.items()}
+    assert F.flops_loss(own(0, 3 - rank, **five)).isfinite(), "nothing is left in the pipes"
     return found
 
 
@@ -305,16 +202,22 @@ def test_errors_name_what_is_possible():
         "positions": r"`logits` placed as Shard\(0\) or Shard\(2\) or Replicate\(\), got Sh",
         "candidates": r"`student_scores` placed as Shard\(0\) or Replicate\(\), got Shard\(dim=1",
         "id": r"`input_ids` in \[0, V\) with V = 6, got 9",
-        "ids": r"token ids in \[0, V\) with V = 6, got 0 to 9",
+        "ids": r"token ids in \[0, V\) with V = 6",
         "sparse": "sparse_grad=False with a DTensor",
         "both": "`weight` sharded along B, as `hidden` is, or along another dimension of the mesh",
-        "tokens": "V = 1 to leave a part for each of the 2 ranks",
+        "tokens": r"`weight` to have a part for each of 2 ranks along V = 1: use Replicate\(\)",
         "impl": 'with impl="direct"',
+        "rows": "same B on every rank for flops_loss, got 4 on rank 0, 5 on rank 1; the last batch",
+        "uneven": r"same `activations` .*with \[2, 6\] of it instead of \[3, 6\] on rank 0",
+        "placement": r"same `activations` .*Shard\(dim=0\)\] on rank 0, .*\(dim=1\)\] on rank 1",
+        "number": "same `beta` on every rank for idf_flops_loss, got 0.1 on rank 0, 1.1 on rank 1",
+        "plain": r"same `positive_input_ids` .* \[4, 2\] on rank 0, \[4, 1\] on rank 1",
+        "texts": "same B on every rank for SpladeObjective of document_flops, got 4 on rank 0, 5",
     }
     for found in run_ranks(2, messages):
         assert found.keys() == expected.keys()
         for name, pattern in expected.items():
-            assert re.search(pattern, found[name]), found[name]
+            assert re.search(pattern, found[name]), (name, found[name])
 
 
 # States ------------------------------------------------------------------------------------------

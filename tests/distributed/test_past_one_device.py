@@ -10,17 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from sparse_losses import SpladeEncoder, SpladeHead
-from sparse_losses._core.dtensors import OLDEST
-from tests.distributed.ranks import run_ranks
+from sparse_losses._core.dtensors import full
+from tests.distributed.ranks import needs_dtensors, run_ranks
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST,
-    reason="DTensors need a newer PyTorch",
-)
+pytestmark = needs_dtensors
 
 
 def example() -> Any:
@@ -34,10 +30,7 @@ def example() -> Any:
 
 
 def whole(encoder: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: p.full_tensor() if isinstance(p, DTensor) else p
-        for name, p in encoder.named_parameters()
-    }
+    return {name: full(p).detach() for name, p in encoder.named_parameters()}
 
 
 def made(script: Any) -> SpladeEncoder:
@@ -86,7 +79,7 @@ def train(rank: int, folder: Path) -> dict[str, Any]:
     with pytest.raises(TypeError, match="got DTensors: save by"):
         sharded.save_pretrained(folder)
     checkpoint.save({"encoder": sharded.state_dict()}, checkpoint_id=folder)
-    return {name: p.detach() for name, p in whole(sharded).items()}
+    return whole(sharded)
 
 
 def resume(rank: int, folder: Path) -> dict[str, Any]:
@@ -96,7 +89,7 @@ def resume(rank: int, folder: Path) -> dict[str, Any]:
     state = {"encoder": encoder.state_dict()}
     checkpoint.load(state, checkpoint_id=folder)
     encoder.load_state_dict(state["encoder"])
-    return {name: p.detach() for name, p in whole(encoder).items()}
+    return whole(encoder)
 
 
 def test_a_sharded_vocabulary_trains_as_one_process_and_resumes_on_fewer_ranks(tmp_path):

@@ -20,6 +20,7 @@ from sparse_losses import (
     SpladeObjective,
     Texts,
 )
+from sparse_losses._core.dtensors import full
 from tests.distributed.ranks import run_ranks
 from tests.representation import tiny_models
 
@@ -89,10 +90,8 @@ class Training(torch.nn.Module):
 def assert_same(sharded: Training, plain: Training) -> None:
     whole = dict(plain.named_parameters())
     for name, parameter in sharded.named_parameters():
-        found = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        torch.testing.assert_close(
-            found, whole[name], rtol=1e-6, atol=1e-7, msg=lambda m, n=name: n + m
-        )
+        found, told = full(parameter), name.__add__
+        torch.testing.assert_close(found, whole[name], rtol=1e-6, atol=1e-7, msg=told)
     found, expected = (x.controller.state_dict() for x in (sharded, plain))
     assert found.keys() == expected.keys()
     for name in expected.keys() - {"tolerated"}:  # both ranks tell the plain one of all texts
