@@ -36,14 +36,6 @@ def test_it_is_never_negative_with_the_positive_in_the_denominator(problem):
 
 
 @given(seeds, temperatures)
-def test_it_is_cross_entropy_with_the_diagonal_as_label(seed, temperature):
-    a, p = draw(seed, 5, 4), draw(seed + 1, 5, 4)
-    scores = torch.nn.functional.normalize(a) @ torch.nn.functional.normalize(p).T / temperature
-    expected = torch.nn.functional.cross_entropy(scores, torch.arange(5))
-    torch.testing.assert_close(info_nce_loss(a, p, temperature=temperature), expected)
-
-
-@given(seeds, temperatures)
 def test_decoupling_lowers_every_row(seed, temperature):
     a, p = draw(seed, 4, 3), draw(seed + 1, 4, 3)
     options = {"temperature": temperature, "reduction": "none"}
@@ -232,13 +224,6 @@ def test_a_decoupled_row_that_loses_its_negatives_to_the_bound_is_not_valid():
     for impl in ("definition", "direct", "blocks", "nonzeros"):
         value = info_nce_loss(a, p, **bound, impl=impl)
         torch.testing.assert_close(value, rows.sum() / kept.sum())
-
-
-@pytest.mark.parametrize("scale", [1.0, 10.0, 100.0])
-def test_decoupled_raw_dots_are_unbounded_below(scale):
-    x = torch.eye(3, dtype=torch.float64) * scale
-    loss = info_nce_loss(x, x, similarity="dot", temperature=1.0, decoupled=True)
-    assert loss.item() == pytest.approx(math.log(2) - scale**2)
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])

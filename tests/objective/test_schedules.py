@@ -210,14 +210,6 @@ def test_a_term_has_one_schedule_or_one_controller():
             TrainingSchedule(objective, warmups={steering.term: Warmup(4)})
 
 
-def test_weights_that_are_not_scheduled_may_be_changed():
-    objective = SpladeObjective({"info_nce": 1.0, "query_flops": 1.0})
-    schedule = TrainingSchedule(objective, warmups={"query_flops": Warmup(2)})
-    objective.weights["info_nce"] = 5.0
-    schedule.step()
-    assert objective.weights == {"info_nce": 5.0, "query_flops": 0.5}
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

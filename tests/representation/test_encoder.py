@@ -331,13 +331,6 @@ def test_wrong_parts_and_settings_are_named():
         SpladeEncoder(torch.nn.Linear(2, 2), words, expansion=False)
 
 
-def test_repr_has_the_settings_that_are_not_the_default():
-    model, words = pair("bert")
-    assert SpladeEncoder(model, words).extra_repr() == ""
-    encoder = SpladeEncoder(model, words, softcap=2.0, pool_special_tokens=False)
-    assert encoder.extra_repr() == "pool_special_tokens=False, softcap=2.0"
-
-
 IS_OLD = torch.__version__.startswith("2.6.")
 
 

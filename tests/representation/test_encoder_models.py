@@ -83,15 +83,6 @@ def test_special_tokens_may_give_no_weights(tmp_path):
     assert not dense(encoder, [""]).any()
 
 
-def test_wrong_pool_masks_are_named():
-    encoder = make()
-    batch = encoder.tokenize(LONG)
-    with pytest.raises(ValueError, match="`pool_mask`"):
-        encoder(**batch, pool_mask=torch.ones(2, 2))
-    with pytest.raises(ValueError, match="`pool_mask`"):
-        encoder(**batch, pool_mask=2 * batch["attention_mask"])
-
-
 # ------------------------------------------------------------------------------------------------
 # Activation, soft cap and scale
 

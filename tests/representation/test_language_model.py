@@ -253,17 +253,3 @@ def test_other_adapters_of_the_projection_are_refused_by_name(config, why):
     model = peft.get_peft_model(causal_lm("llama", V), config)
     with pytest.raises(TypeError, match=why):
         SpladeHead.from_masked_lm(model)
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"logit_scale": -1.0}, ValueError),
-        ({"logit_scale": None}, TypeError),
-        ({"threshold": torch.ones(3)}, ValueError),
-    ],
-    ids=str,
-)
-def test_wrong_options_are_refused(options, error):
-    with pytest.raises(error, match=f"expected `{next(iter(options))}`"):
-        SpladeHead(nn.Parameter(torch.randn(4, 2)), **options)

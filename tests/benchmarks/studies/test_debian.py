@@ -1,7 +1,5 @@
 import subprocess
 
-import pytest
-
 from benchmarks.studies import debian
 
 
@@ -68,12 +66,3 @@ def test_packages_are_read_from_apts_lists(monkeypatch):
         ("sed", "sed", "stream editor\n Edits streams.\n .\n And files."),
         ("libx1", "x", "an X"),
     ]
-
-
-def test_without_descriptions_or_apt_the_error_names_the_remedy(monkeypatch):
-    monkeypatch.setattr(subprocess, "run", _apt({"dumpavail": AVAILABLE, "Translations": ""}))
-    with pytest.raises(SystemExit, match="apt-get update -o Acquire::Languages=en"):
-        debian.load()
-    monkeypatch.setattr(subprocess, "run", _apt({}))
-    with pytest.raises(SystemExit, match="there is no apt-cache on this machine: take a Debian"):
-        debian.load()
