@@ -18,7 +18,7 @@ export OMP_WAIT_POLICY = PASSIVE
 
 .PHONY: help demo bench bench-peers bench-calculated bench-gpu compatibility figures test test-oldest fuzz mutate
 .PHONY: test-sentence-transformers-5
-.PHONY: site serve site-zensical test-site notebooks test-notebooks lint wheel clean
+.PHONY: site serve site-zensical test-site lint wheel clean
 help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -77,7 +77,6 @@ $(FIGURES): $(shell find sparse_losses -name '*.py')
 site: $(FIGURES)  ## build the docs site into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	$(PY) -m tools.llms build/site
-	$(PY) -m tools.notebooks build/site/notebooks
 
 serve: $(FIGURES)  ## the docs site on this machine, built anew at every change
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve
@@ -87,13 +86,6 @@ site-zensical: $(FIGURES)  ## the same site by Zensical, into build/zensical
 	$(VENV)/bin/zensical build --clean --strict --config-file .zensical.yml
 	rm .zensical.yml
 	$(PY) -m tools.llms build/zensical
-	$(PY) -m tools.notebooks build/zensical/notebooks
-
-notebooks: $(VENV)/.docs  ## the guides as Jupyter notebooks and scripts, in build/notebooks
-	$(PY) -m tools.notebooks build/notebooks
-
-test-notebooks: $(VENV)/.docs  ## the same, and run every script that downloads nothing
-	$(PY) -m tools.notebooks build/notebooks --run
 
 test-site: site  ## every page of the site in a browser: needs Chromium (CHROMIUM=/path/to/it)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) tests/browser --site build/site $(ARGS)

@@ -31,49 +31,28 @@ from sparse_losses.losses.self_reconstruction import (
 )
 from sparse_losses.losses.triplet_margin import TripletMarginLoss, triplet_margin_loss
 from sparse_losses.metrics import context_overlap, recall_at_k
-from sparse_losses.objective import (
-    BM25Teacher,
-    CollapseError,
-    Curriculum,
-    Diagnostics,
-    Finding,
-    GradientReport,
-    ObjectiveOutput,
-    Phase,
-    Report,
-    SparsityController,
-    SpladeBatch,
-    SpladeObjective,
-    Texts,
-    TrainingSchedule,
-    Warmup,
-    advise,
-    cached_backward,
-    gradient_report,
-    winning_positions,
-)
+from sparse_losses.objective.advice import Finding, advise
+from sparse_losses.objective.batch import SpladeBatch, Texts
+from sparse_losses.objective.controller import CollapseError, SparsityController
+from sparse_losses.objective.diagnostics import Diagnostics, Report
+from sparse_losses.objective.gradient_report import GradientReport, gradient_report
+from sparse_losses.objective.objective import ObjectiveOutput, SpladeObjective
+from sparse_losses.objective.schedules import Curriculum, Phase, TrainingSchedule, Warmup
+from sparse_losses.objective.teacher import BM25Teacher
 from sparse_losses.presets import COSINE, RECOMMENDED, V22, V23, V25, V26, V28, Preset
 from sparse_losses.queue import LabelQueue
-from sparse_losses.representation import (
-    ContextGate,
-    SpladeEncoder,
-    SpladeHead,
-    StaticQueryEncoder,
-    calibrate,
-    calibrate_threshold,
-    splade_head,
-    splade_pool,
-    token_weights,
-)
-from sparse_losses.vocabulary import (
-    ActivationFrequency,
-    DocumentFrequency,
-    bm25_scores,
-    idf_penalty,
-    label_similarity,
-    language_penalty,
-    language_token_ids,
-)
+from sparse_losses.representation.calibration import calibrate, calibrate_threshold
+from sparse_losses.representation.encoder import SpladeEncoder
+from sparse_losses.representation.gate import ContextGate
+from sparse_losses.representation.head import SpladeHead, splade_head
+from sparse_losses.representation.pooling import splade_pool, token_weights
+from sparse_losses.representation.static import StaticQueryEncoder
+from sparse_losses.vocabulary.activation_frequency import ActivationFrequency
+from sparse_losses.vocabulary.bm25 import bm25_scores
+from sparse_losses.vocabulary.document_frequency import DocumentFrequency
+from sparse_losses.vocabulary.labels import label_similarity
+from sparse_losses.vocabulary.languages import language_token_ids
+from sparse_losses.vocabulary.penalties import idf_penalty, language_penalty
 
 __version__ = "0.1.0"
 
@@ -126,7 +105,6 @@ __all__ = [
     "__version__",
     "advise",
     "bm25_scores",
-    "cached_backward",
     "calibrate",
     "calibrate_threshold",
     "context_overlap",
@@ -156,5 +134,4 @@ __all__ = [
     "splade_pool",
     "token_weights",
     "triplet_margin_loss",
-    "winning_positions",
 ]

@@ -17,18 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = [
-    "agree_across_ranks",
-    "average_grad_over_ranks",
-    "gather_rows",
-    "maximum_over_ranks",
-    "num_ranks",
-    "rank",
-    "scatter_sum",
-    "skip_size_check",
-    "sum_over_ranks",
-]
-
 # PyTorch 2.13 has new names and warns of the old ones. We use public functions that write into a
 # tensor because the compiler can trace them.
 if dist.is_available():

@@ -4,11 +4,7 @@ from sparse_losses.losses._mutual_information import mutual_information_lower_bo
 from sparse_losses.losses.distillation import distillation_loss
 from sparse_losses.losses.flops import flops_loss
 from sparse_losses.losses.idf_flops import idf_flops_loss
-from sparse_losses.losses.info_nce import (
-    false_negative_mask,
-    info_nce_from_scores,
-    info_nce_loss,
-)
+from sparse_losses.losses.info_nce import false_negative_mask, info_nce_from_scores, info_nce_loss
 from sparse_losses.losses.language_penalty import language_penalty_loss
 from sparse_losses.losses.margin_mse import margin_mse_loss
 from sparse_losses.losses.min_activation import min_activation_loss
@@ -20,30 +16,23 @@ from sparse_losses.losses.ranknet import ranknet_loss
 from sparse_losses.losses.self_reconstruction import self_reconstruction_loss
 from sparse_losses.losses.triplet_margin import triplet_margin_loss
 from sparse_losses.metrics import context_overlap, recall_at_k
-from sparse_losses.objective import advise, cached_backward, gradient_report, winning_positions
+from sparse_losses.objective.advice import advise
+from sparse_losses.objective.gradient_report import gradient_report
 from sparse_losses.queue import LabelQueue
-from sparse_losses.representation import (
-    calibrate,
-    calibrate_threshold,
-    splade_head,
-    splade_pool,
-    token_weights,
-)
-from sparse_losses.vocabulary import (
-    DocumentFrequency,
-    bm25_scores,
-    idf_penalty,
-    label_similarity,
-    language_penalty,
-    language_token_ids,
-)
+from sparse_losses.representation.calibration import calibrate, calibrate_threshold
+from sparse_losses.representation.head import splade_head
+from sparse_losses.representation.pooling import splade_pool, token_weights
+from sparse_losses.vocabulary.bm25 import bm25_scores
+from sparse_losses.vocabulary.document_frequency import DocumentFrequency
+from sparse_losses.vocabulary.labels import label_similarity
+from sparse_losses.vocabulary.languages import language_token_ids
+from sparse_losses.vocabulary.penalties import idf_penalty, language_penalty
 
 __all__ = [
     "DocumentFrequency",
     "LabelQueue",
     "advise",
     "bm25_scores",
-    "cached_backward",
     "calibrate",
     "calibrate_threshold",
     "context_overlap",
@@ -73,5 +62,4 @@ __all__ = [
     "splade_pool",
     "token_weights",
     "triplet_margin_loss",
-    "winning_positions",
 ]

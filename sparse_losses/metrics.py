@@ -7,8 +7,6 @@ from sparse_losses._core.checks import check_integer, check_shapes
 from sparse_losses._core.dtensors import refuse_dtensors
 from sparse_losses._core.token_ids import as_mask
 
-__all__ = ["context_overlap", "recall_at_k"]
-
 
 def context_overlap(one: Tensor, other: Tensor) -> Tensor:
     r"""Jaccard overlap $|A_i \cap B_i| / |A_i \cup B_i|$ of the active tokens of paired rows.

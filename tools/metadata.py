@@ -17,7 +17,13 @@ LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
 
 
 def with_addresses(text: str, version: str, repository: str = "", site: str = "") -> str:
-    """Return the README of a version as a package index shows it; the addresses end without /."""
+    """Return the README of a version as a package index shows it; the addresses end without /.
+
+    Raises:
+        ValueError: for a link with a title or around a picture, which would stay relative.
+    """
+    if found := re.search(r"""\]\(\S+\s+["'][^)]*\)|\)\]\([^)]*\)""", text):
+        raise ValueError(f"expected links without titles or pictures inside, got {found[0]}")
 
     def absolute(match: re.Match[str]) -> str:
         target = match["target"]

@@ -14,7 +14,7 @@ MIB = 2**20
 
 
 def memory() -> str:
-    """Peak memory and times of the plain formula, of sentence-transformers and of ours."""
+    """Peak memory and times of the plain formula, of sentence-transformers and of this package."""
     names = ("eager", "sentence-transformers", "ours")
     lines = []
     for about, variants in by_case(read(RESULTS / "aims-run-1.csv")).items():
@@ -22,7 +22,7 @@ def memory() -> str:
         peaks = ["-" if row is None else _figure(float(row["peak_bytes"]) / MIB) for row in rows]
         times = ["-" if row is None else _figure(1e3 * float(row["seconds"])) for row in rows]
         lines.append((*about, *peaks, *times))
-    labels = ("plain", "sentence-transformers", "ours")
+    labels = ("plain", "sentence-transformers", "sparse-losses")
     heading = [f"{label}, {unit}" for unit in ("MiB", "ms") for label in labels]
     return markdown(("loss", "case", *heading), lines)
 

@@ -300,13 +300,15 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
         cells = []
         for variant, group in itertools.groupby(corpus_rows, lambda row: row["variant"]):
             own = list(group)
+            name = variant.replace("ours", OURS).replace("theirs", "SpladeLoss")
+            name = name.replace("BM25 as teacher", "teacher")
             ranked = spread([float(row["ndcg_10"]) for row in own], "{:.3f}")
             if own[0]["seed"] == "":  # BM25
-                cells.append([variant, "", ranked, *("" for _ in forms)])
+                cells.append([name, "", ranked, *("" for _ in forms)])
                 continue
             means = {name: statistics.mean(float(row[name]) for row in own) for name in forms}
             shown = [form.format(means[name]) for name, form in forms.items()]
-            cells.append([variant, str(len(own)), ranked, *shown])
+            cells.append([name, str(len(own)), ranked, *shown])
         tables.append(markdown((corpus.capitalize(), *headings), cells))
     return "\n".join(tables)
 

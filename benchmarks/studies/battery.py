@@ -224,8 +224,9 @@ def in_a_loop(row: Row, way: str, texts: Texts) -> tuple[list[float], Any, Encod
             q, d = encode("query", pick), encode("document", pick)
             optimizer.zero_grad()
             if row.model == "bag" and controller is not None:
-                controller.observe(d)
-                loss = objective.info_nce(q, d) + controller.weight * flops_loss(d)
+                ranking = objective.info_nce(q, d)
+                controller.observe(d, info_nce=ranking)
+                loss = ranking + controller.weight * flops_loss(d)
             else:
                 loss = objective(sl.SpladeBatch(sl.Texts(q), sl.Texts(d))).total
             loss.backward()

@@ -41,6 +41,7 @@ from sparse_losses import (
     RECOMMENDED,
     ActivationFrequency,
     FlopsLoss,
+    Preset,
     SparsityController,
     SpladeBatch,
     SpladeEncoder,
@@ -86,6 +87,19 @@ class PostingTraining(Training):
     posting: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class ChangedTraining(Training):
+    """The settings of a training with a changed control of the sparsity.
+
+    Attributes:
+        one_weight: whether the controller of the documents sets the weight of the queries' FLOPS.
+        planned: the steps for which the descent is planned, over those of the training.
+    """
+
+    one_weight: bool = False
+    planned: float = 1.0
+
+
 class CollectionRun(Run):
     """The demo's training with short queries, and without dropout if the model is pretrained."""
 
@@ -95,6 +109,7 @@ class CollectionRun(Run):
         self.query_tokens = copy.copy(self.tokens)
         self.query_tokens.max_length = QUERY_LENGTH
         self.queries = self.query_tokens.ids([row.pairs[0].query for row in corpus.train])
+        self.held_out["query"] = self.queries  # the collection's own queries are for the test alone
 
     def learn(self, texts: Sequence[str]) -> Tokens:
         """Return the tokens of the pretrained model, or learn them."""
@@ -140,11 +155,38 @@ class PostingRun(CollectionRun):
         return total + weight * (plain - weighted), terms
 
 
+class ChangedRun(CollectionRun):
+    """The same training with one weight for the FLOPS of both sides, or a slower descent."""
+
+    def __init__(self, corpus: Corpus, settings: ChangedTraining) -> None:
+        super().__init__(corpus, settings)
+        self.controllers["document"].steps = int(settings.planned * settings.steps)
+        self.one_weight = settings.one_weight
+
+    def loss(self, batch: SpladeBatch) -> tuple[Tensor, dict[str, float]]:
+        """Return the objective's value."""
+        if self.one_weight:
+            self.objective.weights["query_flops"] = self.objective.weights["document_flops"]
+        return super().loss(batch)
+
+
 class TheirCollectionRun(CollectionRun, TheirRun):
     """The same training with the losses of sentence-transformers."""
 
 
 RUNS = {OURS: CollectionRun, THEIRS: TheirCollectionRun}
+OF_SETTINGS = {PostingTraining: PostingRun, ChangedTraining: ChangedRun}
+# Changes of RECOMMENDED, and of the control of its sparsity.
+HOTTER = RECOMMENDED.replace(temperature=2.0)
+CHANGES: dict[str, tuple[Preset, dict[str, Any]]] = {
+    "temperature 2": (HOTTER, {}),
+    "temperature 2, query target 24": (HOTTER.replace(target_active={"query_flops": 24}), {}),
+    "temperature 2, one weight": (
+        HOTTER.replace(warmup={"document_flops": 0.5}),
+        {"one_weight": True},
+    ),
+    "temperature 2, a slower descent": (HOTTER, {"planned": 1.5}),
+}
 
 
 def pretrained(name: str) -> SpladeEncoder:
@@ -164,8 +206,7 @@ def pretrained(name: str) -> SpladeEncoder:
 
 def run_one(settings: Training, collection: Collection) -> Result:
     """Train once; return the figures of the model, of its pruned documents and of BM25."""
-    sees_lists = isinstance(settings, PostingTraining)
-    run = (PostingRun if sees_lists else RUNS[settings.system])(collection, settings)
+    run = OF_SETTINGS.get(type(settings), RUNS[settings.system])(collection, settings)
     run.train()
     sides = [(run.query_tokens, collection.queries), (run.tokens, collection.documents)]
     queries, documents = (vectors(run, tokens.ids(texts)) for tokens, texts in sides)
@@ -235,6 +276,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--calibrate", type=int, nargs="*", default=[32], help="prune documents to these")
     posting = "train RECOMMENDED with DF-FLOPS too, and to these shares of the longest list"
     add("--posting", type=float, nargs="*", metavar="SHARE", help=posting)
+    add(
+        "--change", nargs="*", choices=CHANGES, default=[], help="train RECOMMENDED with these, too"
+    )
     weights = "weights of their regularisers, if sentence-transformers is installed"
     add("--weights", type=float, nargs="*", default=[0.1, 0.3], help=weights)
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of every training")
@@ -268,19 +312,27 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
             f"RECOMMENDED, longest list {share:g}, DF-FLOPS": (OURS, 0, True, share)
             for share in options.posting
         }
+    options.variants |= {
+        f"RECOMMENDED, target {n}, {change}": (OURS, n, True, change)
+        for change in options.change
+        for n in options.target
+    }
     options.only = list(options.variants)
     return options
 
 
 def settings_of(options: argparse.Namespace, variant: str, seed: int, steps: int) -> Training:
     """Return the settings of one of ``options.variants``."""
-    system, number, teacher, *posting = options.variants[variant]
-    preset = RECOMMENDED.replace(target_active={"document_flops": number} if system == OURS else {})
-    kind: Any = Training
-    if posting:
-        kind = functools.partial(PostingTraining, posting=posting[0])
-        if not number:  # nothing but the controller of the lists sets the documents' weight
-            preset = preset.replace(target_active={}, warmup={"query_flops": 0.5})
+    system, number, teacher, *more = options.variants[variant]
+    preset, kind, own = RECOMMENDED, Training, {}
+    if more and isinstance(more[0], str):
+        kind, (preset, own) = ChangedTraining, CHANGES[more[0]]
+    elif more:
+        kind, own = PostingTraining, {"posting": more[0]}
+    targets = {**preset.target_active, "document_flops": number}
+    preset = preset.replace(target_active=targets if system == OURS and number else {})
+    if more and not number:  # nothing but the controller of the lists sets the documents' weight
+        preset = preset.replace(warmup={"query_flops": 0.5})
     return kind(
         steps,
         seed,
@@ -295,6 +347,7 @@ def settings_of(options: argparse.Namespace, variant: str, seed: int, steps: int
         teacher=teacher,
         model=options.model,
         calibrate=tuple(options.calibrate),
+        **own,
     )
 
 

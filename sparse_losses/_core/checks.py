@@ -96,13 +96,7 @@ def check_rows(name: str, tensor: object) -> None:
 
 def _checked_type(name: str, tensor: object) -> Tensor:
     if not isinstance(tensor, Tensor):
-        hint = ""
-        if isinstance(tensor, list) and tensor and isinstance(tensor[0], dict):
-            hint = (
-                "; in a trainer of sentence-transformers, wrap the loss in SentenceTransformersLoss"
-            )
-        received = type(tensor).__name__
-        raise TypeError(f"expected `{name}` to be a torch.Tensor, got {received}{hint}")
+        raise TypeError(f"expected `{name}` to be a torch.Tensor, got {type(tensor).__name__}")
     return tensor
 
 

@@ -16,6 +16,5 @@ def from_extra(extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         package = (error.name or "of this import").partition(".")[0]
         raise ModuleNotFoundError(
-            f"expected the package {package}: pip install 'sparse-losses[{extra}]'",
-            name=error.name,
+            f"expected the package {package}: pip install 'sparse-losses[{extra}]'", name=error.name
         ) from error

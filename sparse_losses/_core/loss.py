@@ -36,7 +36,6 @@ from typing import (
     Literal,
     NamedTuple,
     ParamSpec,
-    Self,
     TypeVar,
     get_args,
     get_origin,
@@ -271,15 +270,6 @@ def _agree(
 
 class LossModule(nn.Module):
     """Base of all loss modules: hyperparameters as plain attributes, and their repr."""
-
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Raise a helpful error for ``scale``, the option of other packages."""
-        known = inspect.signature(cls).parameters if "scale" in options else {}
-        if "temperature" in known and "scale" not in known:
-            raise TypeError(
-                f"expected `temperature`, which is 1 / scale, got scale={options['scale']!r}"
-            )
-        return super().__new__(cls)
 
     def __init__(self, function: Callable[..., Any], **hyperparameters: Any) -> None:
         """Store the hyperparameters and check them against the function's declaration."""

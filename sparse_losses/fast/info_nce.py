@@ -356,11 +356,7 @@ class _Direction(NamedTuple):
 
 
 def _one_direction(
-    scores: Scores,
-    direction: _Direction,
-    rows: slice,
-    weight: float | Tensor,
-    needs_gradient: bool,
+    scores: Scores, direction: _Direction, rows: slice, weight: float | Tensor, needs_gradient: bool
 ) -> Tensor:
     """Return the sum of the losses of some rows; ``scores`` keeps the gradients.
 

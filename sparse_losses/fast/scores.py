@@ -7,12 +7,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.products import HALVES, product
-from sparse_losses._core.similarity import (
-    finite_rows,
-    half_rows,
-    through_unit_rows_,
-    unit_rows,
-)
+from sparse_losses._core.similarity import finite_rows, half_rows, through_unit_rows_, unit_rows
 
 
 class Scores(Protocol):
@@ -88,7 +83,10 @@ class DenseScores:
         hides_nan: Set[str] = frozenset(),
     ) -> None:
         self.needs, self.temperature, self.num_keys = needs, temperature, len(key)
-        self.begin()
+        self.grad_query: list[Tensor] = []  # one part per block
+        self.grad_each: list[Tensor] = []
+        self.grad_key: Tensor | None = None
+        self.grad_temperature: Tensor | None = None
         self.is_nan: dict[str, Tensor] = {}
         if "query" in hides_nan:
             query, self.is_nan["query"] = finite_rows(query)
@@ -107,13 +105,6 @@ class DenseScores:
         if needs and query.dtype == torch.float16:
             self.back_query, self.back_key = self.query.single(), self.key.single()
             self.back_each = None if self.each is None else self.each.single()
-
-    def begin(self) -> None:
-        """Reset the gradients."""
-        self.grad_query: list[Tensor] = []  # one part per block
-        self.grad_each: list[Tensor] = []
-        self.grad_key: Tensor | None = None
-        self.grad_temperature: Tensor | None = None
 
     def block(self, rows: slice) -> Tensor:
         """Return the scores of some queries."""

@@ -12,13 +12,10 @@ from sparse_losses._core.checks import check_choice, check_number
 from sparse_losses._core.dtensors import full
 from sparse_losses._core.extras import from_extra
 from sparse_losses.distributed import sum_over_ranks
-from sparse_losses.objective import (
-    Diagnostics,
-    ObjectiveOutput,
-    SparsityController,
-    SpladeBatch,
-    SpladeObjective,
-)
+from sparse_losses.objective.batch import SpladeBatch
+from sparse_losses.objective.controller import SparsityController
+from sparse_losses.objective.diagnostics import Diagnostics
+from sparse_losses.objective.objective import ObjectiveOutput, SpladeObjective
 from sparse_losses.representation.calibration import calibrate, document_modules
 from sparse_losses.representation.encoder import SpladeEncoder
 from sparse_losses.representation.encoding import check_texts
@@ -80,7 +77,7 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         calibrate_on: a sample of the documents that will be indexed, at least five texts; default:
             no calibration.
         calibrate_to: active dimensions per document after calibration; default: the controller's
-            ``target_active``. Pruning adds none, so let the controller keep half more.
+            ``target_active``. Pruning adds none, so let the controller keep 50% more.
         encoder: the ``SpladeEncoder`` or ``SparseEncoder`` to calibrate; default: the trainer's
             model.
 

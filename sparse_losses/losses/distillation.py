@@ -11,8 +11,6 @@ from sparse_losses._core.checks import values_can_be_checked
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses.distributed import maximum_over_ranks, sum_over_ranks
 
-__all__ = ["DistillationLoss", "distillation_loss"]
-
 Standardize = Literal["batch", "row"]
 
 
@@ -197,11 +195,7 @@ def _z_score_mse(
 
 
 def _z_scores(
-    scores: Tensor,
-    absent: Tensor | None,
-    count: Tensor,
-    dims: tuple[int, ...],
-    across_ranks: bool,
+    scores: Tensor, absent: Tensor | None, count: Tensor, dims: tuple[int, ...], across_ranks: bool
 ) -> Tensor:
     """Return the z-scores of the candidates; 0 elsewhere and where all candidates are equal."""
     # z does not depend on shift and scale, so the gradient treats them as constants. A lowest score

@@ -6,8 +6,6 @@ from sparse_losses._core.checks import check_shapes, check_weights
 from sparse_losses._core.column_mean import Estimator, check_rows, mean_and_square
 from sparse_losses._core.loss import LossModule, loss
 
-__all__ = ["FlopsLoss", "flops_loss"]
-
 
 @loss(activations="B V", token_weight="V, optional, constant", threshold=">= 0")
 def flops_loss(
@@ -49,7 +47,7 @@ def flops_loss(
             number of rows (see ``sparse_losses.distributed``); only sums ``[V]`` are exchanged.
 
     Returns:
-        0-d, fp32 (fp64 for fp64 inputs): one statistic of the whole batch, hence no ``reduction``.
+        0-d, fp32 (fp64 for fp64 inputs), one statistic of the whole batch, hence no ``reduction``;
         0 for ``B = 0``.
 
     Raises:

@@ -6,8 +6,6 @@ from sparse_losses._core.checks import check_shapes
 from sparse_losses._core.column_mean import Estimator, check_rows, mean_and_square
 from sparse_losses._core.loss import LossModule, loss
 
-__all__ = ["IdfFlopsLoss", "idf_flops_loss"]
-
 
 @loss(activations="B V", token_penalty="V, constant", beta=">= 0", threshold=">= 0")
 def idf_flops_loss(
@@ -40,8 +38,8 @@ def idf_flops_loss(
             number of rows (see ``sparse_losses.distributed``); only sums ``[V]`` are exchanged.
 
     Returns:
-        0-d, fp32 (fp64 for fp64 activations): one statistic of the whole batch, hence no
-        ``reduction``. 0 for ``B = 0``.
+        0-d, fp32 (fp64 for fp64 activations), one statistic of the whole batch, hence no
+        ``reduction``; 0 for ``B = 0``.
 
     Raises:
         ValueError: for wrong shapes, devices or hyperparameters, or ``"unbiased"`` with fewer than

@@ -30,14 +30,6 @@ from sparse_losses.fast.info_nce import (
 )
 from sparse_losses.fast.info_nce_nonzeros import nonzeros_info_nce
 
-__all__ = [
-    "InfoNCEFromScoresLoss",
-    "InfoNCELoss",
-    "false_negative_mask",
-    "info_nce_from_scores",
-    "info_nce_loss",
-]
-
 Similarity = Literal["cosine", "dot"]
 NegativesFrom = tuple[Literal["document", "query", "positive"], ...]
 Impl = Literal["auto", "definition", "direct", "blocks", "nonzeros"]
@@ -497,12 +489,7 @@ class InfoNCELoss(LossModule):
         )
 
 
-@loss(
-    scores="B C, detached",
-    positive_mask="B C, mask, optional",
-    margin="finite",
-    ratio=">= 0",
-)
+@loss(scores="B C, detached", positive_mask="B C, mask, optional", margin="finite", ratio=">= 0")
 def false_negative_mask(
     scores: Tensor,
     positive_mask: Tensor | None = None,

@@ -6,8 +6,6 @@ from sparse_losses._core.checks import check_shapes
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 
-__all__ = ["LanguagePenaltyLoss", "language_penalty_loss"]
-
 
 @loss(activations="B V", token_penalty="V, constant")
 def language_penalty_loss(

@@ -8,8 +8,6 @@ from sparse_losses._core.checks import values_can_be_checked
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 
-__all__ = ["MarginMSELoss", "margin_mse_loss"]
-
 
 @loss(
     student_positive="B",
@@ -79,14 +77,11 @@ def margin_mse_loss(
         student_positive, teacher_positive = student_positive[:, None], teacher_positive[:, None]
     student_margin = student_positive - student_negative
     teacher_margin = teacher_positive - teacher_negative
-    if (
-        candidate_mask is None
-        and values_can_be_checked(teacher_margin)
-        and teacher_margin.numel() > 0
-        and teacher_margin.isfinite().all()
-    ):
-        squares = nnf.mse_loss(student_margin, teacher_margin, reduction="none")
-        return reduce(squares.mean(1) if has_list else squares, reduction, gather=gather)
+    checkable = values_can_be_checked(student_margin) and values_can_be_checked(teacher_margin)
+    if checkable and candidate_mask is None and reduction == "mean" and not gather:
+        mean = nnf.mse_loss(student_margin, teacher_margin)
+        if mean.item() < torch.inf:  # then every candidate exists
+            return mean
     is_there = (teacher_positive != -torch.inf) & (teacher_negative != -torch.inf)
     if candidate_mask is not None:
         is_there = is_there & candidate_mask

@@ -4,18 +4,12 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from sparse_losses._core.dtensors import is_dtensor
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 
-__all__ = ["MinActivationLoss", "min_activation_loss"]
-
 
 @loss(
-    activations="B V",
-    token_counts="B, integer, optional",
-    top_k="integer >= 1",
-    threshold="finite",
+    activations="B V", token_counts="B, integer, optional", top_k="integer >= 1", threshold="finite"
 )
 def min_activation_loss(
     activations: Tensor,
@@ -66,7 +60,7 @@ def min_activation_loss(
     """
     if top_k > activations.shape[1]:
         raise ValueError(f"expected `top_k` of at most V = {activations.shape[1]}, got {top_k}")
-    largest = activations.gather(1, _top_positions(activations.detach(), top_k))
+    largest = activations.gather(1, activations.detach().topk(top_k).indices)
     if token_counts is None:
         mean, valid = largest.mean(-1), None
     else:
@@ -76,25 +70,6 @@ def min_activation_loss(
         valid = counts > 0
     # `threshold - mean` would compile a new graph for every threshold.
     return reduce(nnf.relu(-mean + threshold), reduction, valid, gather=gather)
-
-
-def _top_positions(x: Tensor, top_k: int) -> Tensor:
-    """Return the positions of the ``top_k`` largest numbers of each row, largest first.
-
-    They lie in the ``top_k`` blocks with the largest maxima. One read of ``x`` finds these blocks;
-    only their contents are sorted.
-    """
-    width, size = x.shape[1], 128  # 64 to 256 are equally fast
-    num_blocks = width // size
-    if num_blocks < 32 * top_k or is_dtensor(x):  # sorting few columns is as fast
-        return x.topk(top_k).indices
-    maxima = x[:, : num_blocks * size].reshape(-1, num_blocks, size).amax(-1)
-    block = maxima.topk(top_k).indices
-    offset = torch.arange(size, device=x.device)
-    position = torch.add(offset, block[:, :, None], alpha=size).flatten(1)
-    rest = torch.arange(num_blocks * size, width, device=x.device).expand(x.shape[0], -1)
-    position = torch.cat([position, rest], dim=1)
-    return position.gather(1, x.gather(1, position).topk(top_k).indices)
 
 
 class MinActivationLoss(LossModule):
@@ -127,11 +102,7 @@ class MinActivationLoss(LossModule):
         )
 
     def forward(
-        self,
-        activations: Tensor,
-        token_counts: Tensor | None = None,
-        *,
-        gather: bool | None = None,
+        self, activations: Tensor, token_counts: Tensor | None = None, *, gather: bool | None = None
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather)

@@ -8,8 +8,6 @@ from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import diagonal, one_positive_rows
 from sparse_losses.distributed import gather_rows, rank
 
-__all__ = ["NPairLoss", "n_pair_loss"]
-
 
 @loss(anchor="B D", positive="B D", negative="N D or B N D, optional")
 def n_pair_loss(

@@ -9,8 +9,6 @@ from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses._core.reduction import Reduction, reduce
 
-__all__ = ["PairwiseContrastiveLoss", "pairwise_contrastive_loss"]
-
 
 @loss(x1="B D", x2="B D", same="B, mask", margin=">= 0")
 def pairwise_contrastive_loss(
@@ -88,23 +86,14 @@ class PairwiseContrastiveLoss(LossModule):
     """
 
     def __init__(
-        self,
-        *,
-        margin: float = 1.0,
-        gather: bool = False,
-        reduction: Reduction = "mean",
+        self, *, margin: float = 1.0, gather: bool = False, reduction: Reduction = "mean"
     ) -> None:
         super().__init__(
             pairwise_contrastive_loss, margin=margin, gather=gather, reduction=reduction
         )
 
     def forward(
-        self,
-        x1: Tensor,
-        x2: Tensor,
-        same: Tensor,
-        *,
-        gather: bool | None = None,
+        self, x1: Tensor, x2: Tensor, same: Tensor, *, gather: bool | None = None
     ) -> Tensor:
         """Return the loss; the tensors are those of the function."""
         options = self.hyperparameters(gather=gather)

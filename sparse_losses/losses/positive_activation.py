@@ -15,8 +15,6 @@ from sparse_losses._core.token_ids import (
     id_mask,
 )
 
-__all__ = ["PositiveActivationLoss", "positive_activation_loss"]
-
 
 @loss(
     activations="B V",

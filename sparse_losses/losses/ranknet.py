@@ -7,8 +7,6 @@ from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.softmax import softplus
 
-__all__ = ["RankNetLoss", "ranknet_loss"]
-
 
 @loss(
     student_scores="B C",
@@ -69,13 +67,13 @@ def ranknet_loss(
     student, teacher = student_scores, teacher_scores
     if candidate_mask is not None:
         teacher = teacher.masked_fill(~candidate_mask, -torch.inf)
-    student = torch.where(teacher.isnan(), teacher, student)  # a NaN shows: it makes pairs
-    better, worse = teacher[:, :, None], teacher[:, None, :]
-    no_pair = (better <= worse) | (worse == -torch.inf)
-    gap = (student[:, None, :] - student[:, :, None]).masked_fill(no_pair, 0.0) / temperature
-    cost = softplus(gap).masked_fill(no_pair, 0.0).sum((1, 2))
-    num_pairs = student.shape[1] ** 2 - no_pair.sum((1, 2))
-    return reduce(cost / num_pairs.clamp(min=1), reduction, num_pairs > 0, gather, zeroed=True)
+    worse = teacher.masked_fill(teacher == -torch.inf, torch.inf)  # than which nothing is better
+    is_pair = teacher[:, :, None] > worse[:, None, :]
+    gap = torch.where(is_pair, student[:, None, :] - student[:, :, None], 0.0) / temperature
+    is_pair = is_pair.to(student.dtype)  # a product is faster than a mask, but hides no NaN
+    cost = (softplus(gap) * is_pair).sum((1, 2))
+    num_pairs = is_pair.sum((1, 2)) + teacher.clamp(0, 0).sum(1)  # NaN if the teacher has one
+    return reduce(cost / num_pairs.clamp(min=1), reduction, num_pairs != 0, gather, zeroed=True)
 
 
 class RankNetLoss(LossModule):

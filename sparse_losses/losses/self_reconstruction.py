@@ -14,8 +14,6 @@ from sparse_losses._core.token_ids import (
     id_mask,
 )
 
-__all__ = ["SelfReconstructionLoss", "self_reconstruction_loss"]
-
 
 @loss(activations="B V", input_ids="B S, token ids", attention_mask="B S, mask")
 def self_reconstruction_loss(

@@ -10,8 +10,6 @@ from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
 
-__all__ = ["TripletMarginLoss", "triplet_margin_loss"]
-
 
 @loss(
     anchor="B D",

@@ -10,8 +10,6 @@ from sparse_losses._core.checks import check_flag, check_integer
 from sparse_losses._core.token_ids import as_mask
 from sparse_losses.objective.teacher import Teacher, score_candidates
 
-__all__ = ["SpladeBatch", "Texts", "cat_padded", "token_counts"]
-
 SIDES = ("anchor", "positive", "negative")
 SCORES = ("teacher_scores", "teacher_anchor_scores")
 

@@ -40,7 +40,6 @@ RANKING = ("info_nce", "triplet_margin", "context_distillation", *TAUGHT)
 # over its value at chance, the sum and its batches; of the ranking terms and of FLOPS, likewise.
 SIZE = 10
 MEMORY = 10, 100  # steps that the frequencies of `target_posting` remember, a 30th of the run
-LARGEST = 600.0  # log of a number in a state
 UNSEEN = 50  # steps without a batch that are an error
 OWN = ("steps", "maximum")  # settings, which a resumed run may change
 
@@ -98,8 +97,8 @@ class SparsityController:
         $$\log \lambda \leftarrow \log \lambda + g\, (e - p) + (\dot e - \dot p) - 1.9\, \dot p$$
 
         where the last part keeps the pressure as FLOPS falls with the dimensions. A fall that will
-        end above the aim lowers no weight. With an objective FLOPS is at most four times the
-        ranking terms: more would not act sooner, and then far too strongly.
+        end above the aim lowers no weight. FLOPS is at most four times the ranking terms, where
+        these are known: more would not act sooner, and then far too strongly.
     3. It brakes as soon as a fall would end below the target, and while texts die: if need be, down
        to 0.
 
@@ -118,6 +117,7 @@ class SparsityController:
         term: ``"document_flops"`` or ``"query_flops"``.
         weight: without an ``objective``: the first $\lambda$ of ``controller.weight``, a 0-d tensor
             on the CPU, by which you multiply your FLOPS loss. It is 0 while the controller waits.
+            ``observe(..., info_nce=)`` gives another first weight.
         target_active: active dimensions per text, > 0 and below the vocabulary's size.
         target_posting: instead of it, the share in (0, 1) of the texts that the longest posting
             list holds: the largest ``frequency()`` of an ``ActivationFrequency`` of the texts seen,
@@ -215,8 +215,10 @@ class SparsityController:
     ) -> None:
         """Count a batch ``[..., V]`` without a device wait; the batches of a step add up.
 
-        Without an objective, the value of InfoNCE ``[]`` and the number of candidates of a query
-        (default: the rows of the batch) show whether anything is learned.
+        Without an objective, the value of InfoNCE ``[]``, with the weight 1 in your loss, and the
+        number of candidates of a query (default: the rows of the batch) show whether anything is
+        learned; beside the FLOPS of these activations the value gives the first and the largest
+        weight, as an objective does.
         """
         check_rows("activations", activations)
         if info_nce is not None:
@@ -247,10 +249,12 @@ class SparsityController:
             if is_dtensor(activations):  # the ranks know the same, and `step` adds up theirs
                 new = [full(x) / ranks_of(activations) for x in new]
             self._add(*new)
-            candidates = candidates or activations.shape[0]
-            if info_nce is not None and candidates > 1:  # a last batch may have a single row
-                share = full(info_nce.detach()).to(wide) / math.log(candidates)
-                self._add(share, torch.ones_like(share), at=5)
+            if info_nce is not None:
+                value, candidates = full(info_nce.detach()).to(wide), candidates or len(rows)
+                flops = full(rows.mean(0, dtype=wide).square().sum())
+                self._add(value.abs(), flops, torch.ones_like(flops), at=7)
+                if candidates > 1:  # a last batch may have a single row
+                    self._add(value / math.log(candidates), torch.ones_like(value), at=5)
 
     def _add(self, *values: Tensor, at: int = 0) -> None:
         """Add values to the measurement of this step, from the position ``at`` on."""
@@ -541,29 +545,14 @@ class SparsityController:
 
 
 def _check_state(fields: Mapping[str, Any], *measurements: Any) -> None:
-    for field in dataclasses.fields(Descent):
-        if field.name in fields:
-            value = fields[field.name]
-            is_flag = isinstance(value, bool) == (field.type is bool)
-            if not (isinstance(value, field.type) and is_flag):  # type: ignore[arg-type]
-                raise TypeError(f"expected a state with another `{field.name}`, got {value!r}")
-    check_integer("step", fields["step"], minimum=0)
-    check_integer("looked_at", fields["looked_at"], minimum=0)
-    if fields["first_weight"] <= 0 or (fields["level"] is not None and fields["first_mean"] <= 0):
-        raise ValueError("expected `first_weight` and `first_mean` > 0 in a state")
-    for name, most in (("first_weight", math.inf), ("dead", 1.0), ("usual_dead", 1.0)):
-        if not 0 <= (fields[name] or 0.0) <= most:
-            raise ValueError(f"expected `{name}` in [0, {most}], got {fields[name]}")
+    """Raise unless the law's fields are finite and the measurements have their sizes."""
+    numbers = [x for name, x in fields.items() if name != "status" and x is not None]
+    if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
+        raise ValueError(f"expected finite numbers in a state, got {fields}")
     # Of a batch that was not finite these may be so, too.
     for values, size in zip(measurements, (SIZE, SIZE + 1), strict=True):
-        is_list = isinstance(values, (list, tuple)) and len(values) == size
-        if values is not None and not (is_list and all(type(x) in (int, float) for x in values)):
-            raise TypeError(f"expected {size} numbers as a measurement, got {values!r}")
-    if not all(math.isfinite(x) for x in fields.values() if isinstance(x, float)):
-        raise ValueError(f"expected finite numbers in a state, got {fields}")
-    logarithms = (fields[name] or 0.0 for name in ("log_ratio", "level", "log_most", "brake"))
-    if any(abs(x) > LARGEST for x in logarithms):
-        raise ValueError(f"expected logarithms of at most {LARGEST} in a state, got {fields}")
+        if values is not None and np.asarray(values, dtype=np.float64).shape != (size,):
+            raise ValueError(f"expected {size} numbers as a measurement, got {values!r}")
 
 
 def _packed(frequency: ActivationFrequency) -> str:

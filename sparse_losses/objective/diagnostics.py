@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_integer, check_shapes
-from sparse_losses._core.dtensors import beside_dtensors, full, ranks_of, refuse_dtensors
+from sparse_losses._core.dtensors import beside_dtensors, full, ranks_of
 from sparse_losses._core.host_copy import HostCopy
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses._core.token_ids import (
@@ -23,8 +23,6 @@ from sparse_losses.distributed import (
     sum_over_ranks,
 )
 from sparse_losses.objective.batch import Texts
-
-__all__ = ["Diagnostics", "Report", "winning_positions"]
 
 NUMBERS = 11  # that a batch adds beside those by token
 
@@ -45,40 +43,6 @@ class Report(dict[str, float]):
         shares = ("_share", "_top", "_rows", "_recall", "_list", "never_active")
         formats = {name: ".1%" if name.endswith(shares) else ".4g" for name in self}
         return "\n".join(f"{name:{width}}  {self[name]:{formats[name]}}" for name in self)
-
-
-@torch.no_grad()
-def winning_positions(special: Tensor, first: Tensor, others: Tensor) -> Report:
-    """Return the share of the active dimensions that each kind of position wins.
-
-    A dimension is won by the kind of position whose maximum is the largest; among equal maxima, by
-    the kind that is named first here. A text's vector is pooled once per kind, such as by
-    ``pool_mask``: nothing is stored per position.
-
-    Args:
-        special: activations ``[B, V]`` pooled over special tokens alone.
-        first: over the first other position.
-        others: over the remaining positions.
-
-    Returns:
-        ``special_wins_share``, ``first_wins_share``, ``others_win_share``; they add up to 1, or are
-        0 where nothing is active. ``advise`` reads them in a report.
-
-    Examples:
-        >>> import torch
-        >>> from sparse_losses import winning_positions
-        >>> sink, first, others = torch.tensor([[3.0, 2.0]]), torch.zeros(1, 2), torch.ones(1, 2)
-        >>> winning_positions(sink, first, others)["special_wins_share"]
-        1.0
-    """
-    names = "special_wins_share", "first_wins_share", "others_win_share"
-    activations = dict(zip(names, (special, first, others), strict=True))
-    check_shapes(special=(special, "B V"), first=(first, "B V"), others=(others, "B V"))
-    refuse_dtensors(special=special, first=first, others=others)
-    largest, winner = torch.stack([x.float() for x in activations.values()]).max(0)
-    is_active = largest > 0
-    counts = torch.stack([(is_active & (winner == k)).sum() for k in range(len(names))]).tolist()
-    return Report({name: n / max(sum(counts), 1) for name, n in zip(names, counts, strict=True)})
 
 
 class Diagnostics:

@@ -12,8 +12,6 @@ from sparse_losses.objective.batch import SpladeBatch, Texts
 from sparse_losses.objective.objective import SpladeObjective
 from sparse_losses.objective.terms import check_texts
 
-__all__ = ["GradientReport", "gradient_report"]
-
 
 class GradientReport(NamedTuple):
     """The size of each term's gradient at the representation, and the angles between them.

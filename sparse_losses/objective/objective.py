@@ -43,8 +43,6 @@ from sparse_losses.objective.terms import (
     check_weights,
 )
 
-__all__ = ["ObjectiveOutput", "SpladeObjective"]
-
 TAUGHT = ("distillation", "margin_mse", "ranknet")  # the losses of `teacher_scores`
 # The losses that need the vectors of one side only.
 ON_TEXTS = ("flops", "min_activation", "language_penalty", "self_reconstruction")
@@ -196,10 +194,8 @@ class SpladeObjective(nn.Module):
         self._check_settings()
         check_weights(self.weights)
 
-    def forward(self, batch: SpladeBatch, *others: object) -> ObjectiveOutput:
+    def forward(self, batch: SpladeBatch) -> ObjectiveOutput:
         """Return the weighted sum and the value of every active term."""
-        if others:  # Python's own error would not say what is expected
-            check_texts(batch, *others)
         self._check_settings()
         terms = self.terms(batch)
         total: Tensor | None = None
@@ -288,18 +284,16 @@ class SpladeObjective(nn.Module):
         if self.gather is False and not any(is_dtensor(each) for each in tensors.values()):
             return False
         others = None if batch.negative is None else batch.negative.activations
-        tables = batch.teacher_scores, batch.teacher_anchor_scores, batch.candidate_mask
-        columns = [0 if table is None else table.shape[-1] for table in tables]
         values: dict[str, object] = {
             "B": x.shape[0],
             "V": x.shape[1],
             "number of negatives": 0 if others is None else others.shape[-2],
             "number of dimensions of negatives": 0 if others is None else others.ndim,
             "number of `positive_ids`": 0 if batch.positive_ids is None else x.shape[0],
-            "number of columns of `teacher_scores`": columns[0],
-            "number of columns of `teacher_anchor_scores`": columns[1],
-            "number of columns of `candidate_mask`": columns[2],
         }
+        for name in ("teacher_scores", "teacher_anchor_scores", "candidate_mask"):
+            table = getattr(batch, name)
+            values[f"number of columns of `{name}`"] = 0 if table is None else table.shape[-1]
         if not torch.compiler.is_compiling():  # a number may be symbolic there
             values.update(self._settings(active))
         return agree(f"SpladeObjective of {', '.join(active)}", self.gather, tensors, **values)
@@ -358,26 +352,23 @@ class SpladeObjective(nn.Module):
         # The checks above ensure the inputs of active terms; the `is not None` are for the types.
         if "triplet_margin" in active and negative is not None:
             terms["triplet_margin"] = self._triplet_margin(batch, negative)
-        if "distillation" in active and scores is not None and teacher_scores is not None:
-            terms["distillation"] = self._call(
-                self.distillation,
-                _scaled(candidates(scores, batch, teacher_scores.shape, ranks), self.score_scale),
-                _scaled(teacher_scores.to(scores.dtype), teacher_scale),
-            )
+        if scores is not None and teacher_scores is not None:
+            student = candidates(scores, batch, teacher_scores.shape, ranks)
+            teacher_scores = teacher_scores.to(scores.dtype)
+            if "distillation" in active:
+                sides = _scaled(student, self.score_scale), _scaled(teacher_scores, teacher_scale)
+                terms["distillation"] = self._call(self.distillation, *sides)
+            if "margin_mse" in active:
+                terms["margin_mse"] = self._margin_mse(scores, batch, teacher_scores, ranks)
+            if "ranknet" in active:
+                sides = _scaled(student, self.score_scale), teacher_scores
+                terms["ranknet"] = self._call(self.ranknet, *sides)
         if "context_distillation" in active and teacher_anchor_scores is not None:
-            own_ranks = self._ranks_of_teacher(anchor, None, teacher_anchor_scores)
-            own = self._scores(anchor, anchor, None, own_ranks)
-            terms["context_distillation"] = self._call(
-                self.context_distillation,
-                _scaled(own, self.score_scale),
-                _scaled(teacher_anchor_scores.to(own.dtype), teacher_scale),
-            )
-        if "margin_mse" in active and scores is not None and teacher_scores is not None:
-            terms["margin_mse"] = self._margin_mse(scores, batch, teacher_scores, ranks)
-        if "ranknet" in active and scores is not None and teacher_scores is not None:
-            scored = candidates(scores, batch, teacher_scores.shape, ranks)
-            student = _scaled(scored, self.score_scale)
-            terms["ranknet"] = self._call(self.ranknet, student, teacher_scores.to(scored.dtype))
+            ranks = self._ranks_of_teacher(anchor, None, teacher_anchor_scores)
+            own = self._scores(anchor, anchor, None, ranks)
+            teacher = _scaled(teacher_anchor_scores.to(own.dtype), teacher_scale)
+            sides = _scaled(own, self.score_scale), teacher
+            terms["context_distillation"] = self._call(self.context_distillation, *sides)
         return terms
 
     def _info_nce(self, batch: SpladeBatch, scores: Tensor | None) -> Tensor:
@@ -465,8 +456,8 @@ class SpladeObjective(nn.Module):
             )
         if scored == "all":
             teacher = own_candidates(teacher, batch.negative, ranks)
-        sides = (own, teacher.to(own.dtype))
-        return self._call(self.margin_mse, *(x for s in sides for x in (s[:, 0], s[:, 1:])))
+        sides = (x for scores in (own, teacher) for x in (scores[:, 0], scores[:, 1:]))
+        return self._call(self.margin_mse, *sides)
 
     def _text_terms(
         self, active: Sequence[str], side: str, batch: SpladeBatch, shown: SpladeBatch | None

@@ -12,17 +12,6 @@ from sparse_losses._core.checks import check_choice, check_integer, check_learna
 from sparse_losses.objective.objective import SpladeObjective
 from sparse_losses.objective.terms import NEEDS
 
-__all__ = [
-    "Curriculum",
-    "Phase",
-    "ReadOnly",
-    "TrainingSchedule",
-    "Warmup",
-    "controllers_of",
-    "count_steps",
-    "was_skipped",
-]
-
 
 class ReadOnly(dict[str, Any]):
     """A dict that cannot be changed, but copied and pickled."""

@@ -1,52 +1,21 @@
 """Losses of the objective that share one matrix of scores of anchors and candidates."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from sparse_losses._core.own_gradient import can_bring_its_gradient
-from sparse_losses._core.precision import autocast_off, compute_dtype
-from sparse_losses._core.private_torch import is_batched
-from sparse_losses._core.products import returns_fp32
+from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.reduction import Reduction, reduce
 from sparse_losses._core.similarity import normalize
 from sparse_losses._core.softmax import diagonal, one_positive_rows
 from sparse_losses.distributed import num_ranks, rank
-from sparse_losses.fast.scores import DenseScores
 from sparse_losses.objective.batch import SpladeBatch, Texts
-
-__all__ = [
-    "candidates",
-    "info_nce_of_shared_scores",
-    "of_this_rank",
-    "own_candidates",
-    "scored_candidates",
-    "shared_scores",
-    "takes_scores",
-]
 
 
 def shared_scores(query: Tensor, key: Tensor, negative: Tensor | None, *, cosine: bool) -> Tensor:
     """Return scores ``[B, C]`` of each query with all keys, then the negatives; differentiable.
 
-    Negatives are ``[N, D]``, shared by all queries, or ``[B, N, D]``, ``N`` for each query. Halves
-    are multiplied as halves where the device returns their product in fp32.
+    Negatives are ``[N, D]``, shared by all queries, or ``[B, N, D]``, ``N`` for each query.
     """
-    inputs = [x for x in (query, key, negative) if x is not None]
-    dtype = query.dtype
-    if (
-        all(x.dtype == dtype for x in inputs)
-        and can_bring_its_gradient(*inputs)
-        and returns_fp32(query.device, dtype)
-    ):
-        # `Function.apply` is untyped in PyTorch.
-        scores: Tensor = _HalfScores.apply(query, key, negative, cosine)  # type: ignore[no-untyped-call]
-        return scores
-    return _single_scores(query, key, negative, cosine)
-
-
-def _single_scores(query: Tensor, key: Tensor, negative: Tensor | None, cosine: bool) -> Tensor:
     named = {"query": query, "key": key, "negative": negative}
     dtype = compute_dtype(**named)
     inputs = [x.to(dtype) for x in named.values() if x is not None]
@@ -59,38 +28,6 @@ def _single_scores(query: Tensor, key: Tensor, negative: Tensor | None, cosine: 
         is_shared = other.ndim == 2
         scores.append(query @ other.T if is_shared else torch.einsum("bd,bnd->bn", query, other))
     return torch.cat(scores, dim=1) if others else scores[0]
-
-
-class _HalfScores(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, negative: Tensor | None, cosine: bool
-    ) -> Tensor:
-        ctx.save_for_backward(query, key, negative)
-        ctx.cosine = cosine
-        names = ("query", "key", "negative")
-        ctx.needs = {n for n, need in zip(names, ctx.needs_input_grad, strict=False) if need}
-        ctx.scores = DenseScores(ctx.needs, query, key, negative, temperature=1.0, cosine=cosine)
-        scores: Tensor = ctx.scores.block(slice(None))
-        return scores
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Any:
-        inputs: tuple[Any, ...] = ctx.saved_tensors
-        with autocast_off(upstream.device):
-            if torch.is_grad_enabled() or is_batched(upstream):
-                with torch.enable_grad():
-                    aliases: list[Any] = [None if x is None else x.view_as(x) for x in inputs]
-                    query, key, negative = aliases
-                    value = _single_scores(query, key, negative, ctx.cosine)
-                wanted = [x for x in aliases if x is not None and x.requires_grad]
-                gradients = iter(torch.autograd.grad(value, wanted, upstream, create_graph=True))
-                return *(next(gradients) if n else None for n in ctx.needs_input_grad[:3]), None
-            ctx.scores.begin()
-            ctx.scores.backward(slice(None), upstream.clone())
-            by_name = ctx.scores.gradients()
-        gradients = (by_name[name] for name in ("query", "key", "negative"))
-        return *(None if g is None else g.to(inputs[0].dtype) for g in gradients), None
 
 
 def info_nce_of_shared_scores(

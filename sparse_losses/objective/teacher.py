@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.token_ids import TokenIds, id_mask
-from sparse_losses.vocabulary import DocumentFrequency, bm25_scores
-from sparse_losses.vocabulary.bm25 import check_bm25
-
-__all__ = ["BM25Teacher", "Teacher", "score_candidates"]
+from sparse_losses.vocabulary.bm25 import bm25_scores, check_bm25
+from sparse_losses.vocabulary.document_frequency import DocumentFrequency
 
 # A function of queries and documents, dicts with token ids, that returns scores [Q, D].
 Teacher = Callable[[Mapping[str, Any], Mapping[str, Any]], Tensor]

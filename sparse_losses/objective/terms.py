@@ -10,16 +10,14 @@ from sparse_losses._core.checks import check_choice, check_number, check_shapes
 from sparse_losses._core.loss import LossModule
 from sparse_losses.objective.batch import SIDES, SpladeBatch, Texts
 
-__all__ = ["NEEDS", "check_batch", "check_loss", "check_needs", "check_texts", "check_weights"]
-
 # Every term, and the parts of the batch that it requires.
 NEEDS: dict[str, tuple[str, ...]] = {
     "info_nce": (),
     "triplet_margin": ("negative",),
     "distillation": ("teacher_scores",),
-    "context_distillation": ("teacher_anchor_scores",),
     "margin_mse": ("negative", "teacher_scores"),
     "ranknet": ("teacher_scores",),
+    "context_distillation": ("teacher_anchor_scores",),
     "query_flops": (),
     "document_flops": (),
     "query_min_activation": (),
@@ -81,11 +79,11 @@ def check_loss(name: str, loss: object, classes: Sequence[type[nn.Module]]) -> N
         raise ValueError(f"expected `{name}` to reduce to one number, got reduction='none'")
 
 
-def check_texts(batch: object, *others: object) -> None:
+def check_texts(batch: object) -> None:
     """Raise unless the objective received one ``SpladeBatch`` of ``Texts``."""
     expected = "SpladeBatch(Texts(activations, ...), Texts(activations, ...))"
-    if others or not isinstance(batch, SpladeBatch):
-        received = ", ".join(type(each).__name__ for each in (batch, *others))
+    if not isinstance(batch, SpladeBatch):
+        received = type(batch).__name__
         raise TypeError(f"expected `batch` to be a SpladeBatch, {expected}, got {received}")
     for side in SIDES:
         texts = getattr(batch, side)

@@ -197,29 +197,6 @@ def adapted_weight(linear: Any) -> Tensor:
     return weight
 
 
-@contextmanager
-def adapted(linear: Any) -> Iterator[Tensor]:
-    """Give the weight with its adapters; what is saved in the block for the backward pass lacks it.
-
-    The sum ``[V, H]`` is made again there, so that only the adapters' own tensors are kept.
-    """
-    weight = adapted_weight(linear)
-    # Compiled code decides itself what it keeps.
-    if weight is linear.weight or torch.compiler.is_compiling():
-        yield weight
-        return
-    address = weight.untyped_storage().data_ptr()
-
-    def pack(saved: Tensor) -> Tensor | None:
-        return None if saved.untyped_storage().data_ptr() == address else saved
-
-    def unpack(saved: Tensor | None) -> Tensor:
-        return adapted_weight(linear) if saved is None else saved
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield weight
-
-
 def _unknown(model: object, why: str) -> TypeError:
     return TypeError(
         f"expected a language model with known layers, got {type(model).__name__}: {why}. "

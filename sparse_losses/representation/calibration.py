@@ -18,8 +18,6 @@ from sparse_losses.representation.head import SpladeHead
 if TYPE_CHECKING:
     from sparse_losses.representation.encoder import SpladeEncoder
 
-__all__ = ["calibrate", "calibrate_threshold"]
-
 LARGEST = math.log(sys.float_info.max)  # of an activation: the logarithm of the largest number
 
 

@@ -41,8 +41,6 @@ from sparse_losses.representation.folder import Folder, named_damage, write_fold
 from sparse_losses.representation.gate import ContextGate
 from sparse_losses.representation.head import SpladeHead
 
-__all__ = ["SpladeEncoder"]
-
 SIDES = ("document", "query")
 # Arguments of the constructor that are kept as attributes, shown and saved, with their defaults.
 SETTINGS: dict[str, Any] = {
@@ -589,9 +587,9 @@ class SpladeEncoder(nn.Module):
         ``AutoModelForCausalLM`` loads it. So does the ``SparseEncoder`` of sentence-transformers
         for a masked language model, and gives the same vectors (but has no gate, does not prune by
         thresholds, and needs this package installed for idf weights); what its modules cannot
-        compute it refuses. Of a ``PeftModel`` the adapters are saved as PEFT does, and its base
-        model in ``base_model`` if it has no path of its own. All files are written into a temporary
-        folder first, so that a full disk leaves the old ones unchanged.
+        compute it refuses. Of a ``PeftModel`` the adapters are saved as PEFT does, with the path
+        or name of the base model. All files are written into a temporary folder first, so that a
+        full disk leaves the old ones unchanged.
 
         README.md is a model card for the Hugging Face Hub. Without its last line it is yours: a
         file that does not have this line stays.
@@ -601,6 +599,7 @@ class SpladeEncoder(nn.Module):
 
         Raises:
             TypeError: for parameters that are sharded over ranks.
+            ValueError: for adapters of a base model without a path, or several of them.
         """
         if any(is_dtensor(parameter) for parameter in self.parameters()):
             raise TypeError(

@@ -32,7 +32,7 @@ ROUTER = "router_config.json"
 THEIRS = "sentence_transformers.sparse_encoder.models"
 KNOWN = {"MLMTransformer", "Transformer", "SpladePooling", "IdfWeights", "UnsupportedEncoder"}
 LINEAR = "sparse_linear.pt"  # BGE-M3's layer from a hidden state to its token's weight
-ADAPTER, BASE = "adapter_config.json", "base_model"  # PEFT's file; a base model without a path
+ADAPTER = "adapter_config.json"  # PEFT's file
 CARD = "README.md"  # for the Hub; its last line says whose it is
 OWN = "<!-- save_pretrained writes this file: remove this line to keep your changes -->"
 
@@ -103,8 +103,8 @@ class IdfWeights(nn.Module):
 class UnsupportedEncoder(nn.Module):
     """The module entry of a saved ``SpladeEncoder`` of another kind; loading it is an error.
 
-    sentence-transformers has no modules for an encoder without expansion, for decoder models, for
-    adapters whose base model has no path, and for other pooled positions or logits.
+    sentence-transformers has no modules for an encoder without expansion, for decoder models, and
+    for other pooled positions or logits.
     """
 
     @classmethod
@@ -112,8 +112,8 @@ class UnsupportedEncoder(nn.Module):
         """Raise an error that names the loader."""
         raise ValueError(
             f"{model_name_or_path} is a SpladeEncoder of a kind for which sentence-transformers "
-            "has no modules (decoder model, own settings of the pooling, no expansion, or adapters "
-            "with the base model inside): load it with SpladeEncoder.from_pretrained"
+            "has no modules (decoder model, own settings of the pooling, or no expansion): load it "
+            "with SpladeEncoder.from_pretrained"
         )
 
 
@@ -201,10 +201,6 @@ class Folder:
                 settings, tensors = self.json(SETTINGS, required=True), self.tensors(TENSORS)
                 if settings["format"] != FORMAT:
                     raise ValueError(f"expected format {FORMAT}, got {settings['format']!r}")
-                parts = {name for name in ("gate", "idf_weights") if settings[name]}
-                parts |= set() if settings["expansion"] else {"importance"}
-                if {name.split(".")[0] for name in tensors} != parts:
-                    raise ValueError(f"{SETTINGS} and {TENSORS} do not belong together")
         strategy, activation = pooling["pooling_strategy"], pooling["activation_function"]
         if strategy != "max" or activation not in get_args(Activation):
             raise ValueError(
@@ -249,9 +245,7 @@ class Folder:
         if not adapter and os.path.isdir(self.name):
             self.find("config.json", required=True)
         elif adapter:
-            # A base beside the adapters is read by its path: by the name of the folder,
-            # transformers would read the adapters as well.
-            name, where = adapter.get("base_model_name_or_path") or self._path_inside(BASE), {}
+            name, where = adapter["base_model_name_or_path"], {}
             options = {key: value for key, value in options.items() if key not in HUB}
         remote = {"trust_remote_code": options.get("trust_remote_code")}
         verbosity = logging.get_verbosity()
@@ -281,18 +275,6 @@ class Folder:
 
             model = PeftModel.from_pretrained(model, self.name, is_trainable=True, **self.hub)
         return model, tokenizer
-
-    def _path_inside(self, folder: str) -> str:
-        """Return the local path of a model's folder in this one; download it from the Hub."""
-        inside = self.inside(folder)
-        config = inside.find("config.json", required=True)
-        if not os.path.isdir(self.name):
-            from huggingface_hub import snapshot_download
-
-            options = {key: value for key, value in self.hub.items() if key != "subfolder"}
-            pattern = f"{inside.hub['subfolder']}/*"
-            snapshot_download(self.name, allow_patterns=pattern, **options)
-        return os.path.dirname(str(config))
 
 
 def _auto_class(name: str, options: dict[str, Any]) -> Any:
@@ -341,7 +323,6 @@ def write_folder(
             and settings["pool_special_tokens"]
             and settings["softcap"] is settings["logit_scale"] is None
             and not type(inner).__name__.endswith("ForCausalLM")
-            and not (new / BASE).exists()
         ):
             vocab_size = inner.config.get_text_config().vocab_size
             _write_modules(new, settings, tensors, vocab_size)
@@ -355,7 +336,7 @@ def write_folder(
 
         (target / SETTINGS).unlink(missing_ok=True)
         # Of a model that was in more files or fewer, none may be read in place of the new ones.
-        for pattern in ("model*.safetensors*", "adapter_*", f"{BASE}/*", LINEAR):
+        for pattern in ("model*.safetensors*", "adapter_*", LINEAR):
             for stale in target.glob(pattern):
                 stale.unlink()
         files = [path.relative_to(new) for path in new.rglob("*") if path.is_file()]
@@ -366,9 +347,8 @@ def write_folder(
 
 
 def _save_model(model: Any, folder: Path) -> None:
-    """Write a model; of a ``PeftModel`` its adapters, and its base model if that has no path."""
-    inner = unwrapped(model)
-    is_plain = inner is model
+    """Write a model; of a ``PeftModel`` its adapters, which name their base model."""
+    is_plain = unwrapped(model) is model
     has_base = getattr(model, "_hf_peft_config_loaded", False) and model.name_or_path
     if is_plain and not has_base and any(".base_layer." in name for name in model.state_dict()):
         raise TypeError(
@@ -378,16 +358,12 @@ def _save_model(model: Any, folder: Path) -> None:
     if not is_plain and list(model.peft_config) != ["default"]:
         names = ", ".join(model.peft_config)
         raise ValueError(f"expected one adapter, named 'default', to save, got {names}")
+    if not is_plain and not model.active_peft_config.base_model_name_or_path:
+        raise ValueError(
+            "expected a base model with a path or a name on the Hub, which its adapters are saved "
+            "with, got one that was not loaded: save it, load it, and add adapters then"
+        )
     model.save_pretrained(folder)
-    if is_plain or model.active_peft_config.base_model_name_or_path:
-        return
-    prefix = model.base_model.prefix  # of the names of the adapters' own parts, such as "lora_"
-    own = {
-        name.replace(".base_layer", "").replace(".original_module", ""): tensor
-        for name, tensor in inner.state_dict().items()
-        if f".{prefix}" not in f".{name}" and ".modules_to_save." not in name
-    }
-    inner.save_pretrained(folder / BASE, state_dict=own)
 
 
 def _write_modules(

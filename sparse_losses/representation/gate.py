@@ -6,8 +6,6 @@ from torch import Tensor, nn
 from sparse_losses._core.checks import check_integer, check_number, check_shapes
 from sparse_losses._core.token_ids import as_mask
 
-__all__ = ["ContextGate"]
-
 
 class ContextGate(nn.Module):
     r"""A factor in (0, 1) for every token's logit, computed from the context.

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -16,9 +15,7 @@ from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses.fast.head import packed_head
 from sparse_losses.fast.head_tiles import product_dtype, tiled_head
-from sparse_losses.representation._language_model import adapted, head_of
-
-__all__ = ["SpladeHead", "splade_head"]
+from sparse_losses.representation._language_model import adapted_weight, head_of
 
 Impl = Literal["auto", "definition", "packed", "tiles"]
 
@@ -325,9 +322,9 @@ class SpladeHead(LossModule):
         if self.logit_scale != 1.0:
             hidden = hidden * self.logit_scale
             bias = None if bias is None else bias * self.logit_scale
-        with adapted(*self._linear) if self._linear else nullcontext(self.weight) as weight:
-            options = self.hyperparameters() | {"gate": gate, "return_logits": return_logits}
-            return splade_head(hidden, weight, bias, attention_mask, **options)
+        weight = adapted_weight(*self._linear) if self._linear else self.weight
+        options = self.hyperparameters() | {"gate": gate, "return_logits": return_logits}
+        return splade_head(hidden, weight, bias, attention_mask, **options)
 
     def extra_repr(self) -> str:
         """Return the sizes and the hyperparameters."""

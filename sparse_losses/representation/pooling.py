@@ -13,8 +13,6 @@ from sparse_losses._core.loss import loss
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses.fast.pooling import nonzeros_pool, prefers_nonzeros
 
-__all__ = ["splade_pool", "token_weights"]
-
 
 @loss(logits="B S V, uncast", attention_mask="B S, mask", softcap="> 0")
 def splade_pool(

@@ -16,8 +16,6 @@ from sparse_losses.representation.encoder import SpladeEncoder
 from sparse_losses.representation.encoding import check_finite, check_texts, collected
 from sparse_losses.representation.folder import Folder, named_damage, write_router
 
-__all__ = ["StaticQueryEncoder"]
-
 KIND = "SparseStaticEmbedding"  # the module of sentence-transformers
 PLACE = f"query_0_{KIND}"  # its folder, as sentence-transformers names it
 QUERY = {"truncation": True, "add_special_tokens": False}  # how it tokenizes

@@ -10,8 +10,6 @@ from sparse_losses._core.checks import check_integer, check_number, check_shapes
 from sparse_losses._core.dtensors import full, ranks_of
 from sparse_losses.distributed import sum_over_ranks
 
-__all__ = ["ActivationFrequency"]
-
 
 class ActivationFrequency(nn.Module):
     r"""Counter of the share of texts that activate each dimension, its posting list's length.
@@ -99,12 +97,7 @@ class ActivationFrequency(nn.Module):
 
         Raises:
             ValueError: If the vocabulary sizes or the decays differ.
-            TypeError: If ``other`` is not an ActivationFrequency.
         """
-        if not isinstance(other, ActivationFrequency):
-            raise TypeError(
-                f"expected `other` to be an ActivationFrequency, got {type(other).__name__}"
-            )
         for name in ("vocab_size", "decay"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:

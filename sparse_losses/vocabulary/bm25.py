@@ -6,8 +6,6 @@ from torch import Tensor
 from sparse_losses._core.checks import check_number, check_shapes
 from sparse_losses._core.token_ids import TokenIds, as_mask, attended_ids, id_mask
 
-__all__ = ["bm25_scores", "check_bm25"]
-
 LOOKUPS = 1 << 22  # maximal number per block: a few tensors of 32 MB
 ABSENT = torch.iinfo(torch.int64).max
 

@@ -3,8 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -17,9 +16,6 @@ from sparse_losses._core.files import replaced_file
 from sparse_losses._core.token_ids import as_mask, attended_ids, first_occurrences
 from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ranks
 
-__all__ = ["DocumentFrequency", "HasVocabulary", "tokenizer_sha256"]
-
-SMALL = 10_000  # bytes of the arrays beside the counts
 ARRAYS = {"df", "num_documents", "vocab_size", "tokenizer_sha256"}  # of a file
 
 
@@ -128,19 +124,9 @@ class DocumentFrequency:
         attended = as_mask("attention_mask", attention_mask.cpu())
         ids = attended_ids("input_ids", input_ids.cpu(), attended, self.vocab_size)
         ordered, first = first_occurrences(ids, attended)
-        self._add(ordered[first], len(ids), int(attended.sum()))
-
-    def _update_ragged(self, documents: Sequence[Sequence[int]]) -> None:
-        """Count documents of any lengths, like ``update`` but without padding."""
-        ids = torch.from_numpy(np.fromiter(chain.from_iterable(map(set, documents)), np.int64))
-        everywhere = torch.ones_like(ids, dtype=torch.bool)
-        ids = attended_ids("input_ids", ids, everywhere, self.vocab_size)
-        self._add(ids, len(documents), sum(map(len, documents)))
-
-    def _add(self, ids: Tensor, num_documents: int, num_tokens: int) -> None:
-        self.df += torch.bincount(ids, minlength=self.vocab_size)
-        self.num_documents += num_documents
-        self.num_tokens = _total(self.num_tokens, num_tokens)
+        self.df += torch.bincount(ordered[first], minlength=self.vocab_size)
+        self.num_documents += len(ids)
+        self.num_tokens = _total(self.num_tokens, int(attended.sum()))
 
     def merge(self, other: "DocumentFrequency") -> "DocumentFrequency":
         """Add the counts of ``other``, which is not changed, and return this counter.
@@ -246,15 +232,15 @@ class DocumentFrequency:
         with open(path, "rb") as file:
             try:
                 archive = np.load(file, allow_pickle=False)
-                size = _vocab_size(archive)
-                if vocab_size in (None, size):  # before it is unpacked
-                    if archive.zip.testzip() is not None:
-                        raise ValueError("its checksum is wrong")
-                    counter = cls._of({name: archive[name] for name in archive.files})
+                if archive.zip.testzip() is not None:
+                    raise ValueError("its checksum is wrong")
+                counter = cls._of(dict(archive))
             except Exception as error:  # a damaged archive fails in many ways
                 raise ValueError(f"{path} is not a DocumentFrequency file: {error}") from error
-        if vocab_size not in (None, size):
-            raise ValueError(f"expected {path} to have V = {vocab_size}, got V = {size}")
+        if vocab_size not in (None, counter.vocab_size):
+            raise ValueError(
+                f"expected {path} to have V = {vocab_size}, got V = {counter.vocab_size}"
+            )
         if expected not in (None, counter.tokenizer_sha256):
             got = repr(counter.tokenizer_sha256) if counter.tokenizer_sha256 else "no fingerprint"
             raise ValueError(
@@ -267,35 +253,17 @@ class DocumentFrequency:
         """Return the counter of the arrays of a file."""
         if arrays.keys() - {"num_tokens"} != ARRAYS:
             raise ValueError(f"it contains {', '.join(arrays)}")
-        for name, array in arrays.items():
-            kinds = "U" if name == "tokenizer_sha256" else "iu"
-            if array.dtype.kind not in kinds or array.ndim != (name == "df"):
-                raise ValueError(f"got {array.dtype} {list(array.shape)} as `{name}`")
         fingerprint = str(arrays["tokenizer_sha256"]) or None
         counter = cls(int(arrays["vocab_size"]), tokenizer_sha256=fingerprint)
+        counter.num_documents = int(arrays["num_documents"])
         # Files of older versions have no number of tokens.
-        tokens = int(arrays["num_tokens"]) if "num_tokens" in arrays else None
-        counter._set_counts(arrays["df"], int(arrays["num_documents"]), tokens)
+        counter.num_tokens = int(arrays["num_tokens"]) if "num_tokens" in arrays else None
+        df = torch.from_numpy(arrays["df"])
+        is_count = df.dtype == torch.int64 and df.shape == counter.df.shape
+        if not is_count or df.min() < 0 or df.max() > counter.num_documents:
+            raise ValueError(f"expected V integers in [0, {counter.num_documents}] as `df`")
+        counter.df = df
         return counter
-
-    def _set_counts(self, df: Any, num_documents: int, num_tokens: int | None) -> None:
-        """Set saved counts; raise for counts that no documents have."""
-        for name, number in (("num_documents", num_documents), ("num_tokens", num_tokens or 0)):
-            check_integer(name, number, minimum=0)
-        is_count = (array := np.asarray(df)).dtype.kind in "iu" and array.shape == self.df.shape
-        counts = torch.from_numpy(array.astype(np.int64))
-        if not is_count or counts.min() < 0 or counts.max() > num_documents:
-            raise ValueError(f"expected V integers in [0, {num_documents}] as `df`")
-        self.df, self.num_documents, self.num_tokens = counts, num_documents, num_tokens
-
-
-def _vocab_size(archive: Any) -> int:
-    """Return V of an open archive, whose counts must be V before they are unpacked."""
-    unpacked = {entry.filename: entry.file_size for entry in archive.zip.infolist()}
-    size = int(archive["vocab_size"]) if unpacked["vocab_size.npy"] < SMALL else 0
-    if not size <= sum(unpacked.values()) <= 8 * size + SMALL:
-        raise ValueError(f"its arrays have another size than V = {size}")
-    return size
 
 
 def tokenizer_sha256(tokenizer: HasVocabulary) -> str:

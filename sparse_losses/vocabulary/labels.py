@@ -8,8 +8,6 @@ from torch import Tensor
 from sparse_losses._core.checks import check_choice, check_shapes
 from sparse_losses._core.precision import widest_dtype
 
-__all__ = ["label_similarity"]
-
 
 def label_similarity(labels: Tensor, *, method: Literal["npmi", "jaccard"] = "npmi") -> Tensor:
     r"""Similarity of labels by their co-occurrence, for the NWS loss.

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from sparse_losses.vocabulary.document_frequency import HasVocabulary
 
-__all__ = ["language_token_ids"]
-
 # Byte-level BPE writes a printable byte as the character with that code, and the other bytes, in
 # order, as the characters from U+0100 on: "Ġ" is the space.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -141,11 +139,6 @@ def _vocabulary(
             "expected `tokenizer` to have `get_vocab()`, or to be a dict or a list of tokens, "
             f"got {type(tokenizer).__name__}"
         )
-    for token, index in pairs:
-        if not isinstance(token, str):
-            raise TypeError(
-                f"expected the tokens of `tokenizer` to be strings, got {token!r} at {index}"
-            )
     return pairs, special
 
 

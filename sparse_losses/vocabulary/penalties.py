@@ -9,8 +9,6 @@ from sparse_losses._core.checks import check_choice, check_integer, check_number
 from sparse_losses._core.precision import compute_dtype
 from sparse_losses._core.token_ids import TokenIds, id_mask
 
-__all__ = ["idf_penalty", "language_penalty"]
-
 
 def idf_penalty(
     idf: Tensor,

@@ -41,14 +41,6 @@ def test_file_is_replaced_under_exactly_its_name(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_readers_see_the_old_file_until_the_new_one_is_complete(path):
-    with replaced_file(path, text=True) as file:
-        file.write(NEW)
-        file.flush()
-        assert read(path) == OLD
-    assert read(path) == NEW
-
-
 @pytest.mark.parametrize("fails", ["write", "fsync", "replace"])
 def test_full_disk_leaves_the_old_file_and_no_other(path, monkeypatch, fails):
     def fail(*_):

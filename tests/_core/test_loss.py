@@ -1,7 +1,5 @@
 """The declaration of a loss's arguments: what its body receives and what is refused."""
 
-import copy
-import pickle
 from typing import Literal
 
 import pytest
@@ -201,26 +199,9 @@ def test_a_module_on_the_meta_device_has_a_repr():
         module.check_hyperparameters()
 
 
-def test_the_scale_of_other_packages_is_told_as_a_temperature():
-    with pytest.raises(TypeError, match="expected `temperature`, which is 1 / scale, got scale=20"):
-        sparse_losses.InfoNCELoss(scale=20)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
-        sparse_losses.FlopsLoss(scale=20)
-    module = sparse_losses.InfoNCELoss(temperature=1 / 20)
-    assert pickle.loads(pickle.dumps(copy.deepcopy(module))).temperature == 1 / 20
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_a_nested_tensor_is_refused_with_what_to_do(layout):
     nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
     with pytest.raises(TypeError, match=r"`activations` to be dense, got .*nested.*pad it"):
         F.flops_loss(nested)
-
-
-def test_a_bare_loss_in_a_trainer_of_sentence_transformers_names_the_adapter():
-    columns = [{"input_ids": torch.ones(2, 3)}, {"input_ids": torch.ones(2, 3)}]
-    with pytest.raises(TypeError, match=r"got list; .* wrap the loss in SentenceTransformersLoss"):
-        sparse_losses.InfoNCELoss()(columns, None)
-    with pytest.raises(TypeError, match=r"got list$"):
-        sparse_losses.InfoNCELoss()([1.0], None)

@@ -63,31 +63,3 @@ def test_every_variant_computes_the_plain_formula(case: Case, dtype: str):
 
 
 # Inputs.
-
-
-def test_zipf_vectors_have_the_wanted_density():
-    for density in (0.5, 0.05, 0.005):
-        x = Maker(CPU).zipf(64, 5000, density)
-        assert (x != 0).double().mean().item() == pytest.approx(density, rel=0.1)
-        assert x.min() == 0
-        columns = (x != 0).double().mean(0)
-        assert columns.max() > 1.5 * density
-
-
-def test_the_bias_leaves_the_wanted_share_active():
-    sizes = {"B": 4, "S": 16, "V": 3000, "H": 32, "density": 0.05}
-    inputs = benchmark("splade_head").inputs(sizes, Maker(CPU))
-    inputs.pop("upstream")
-    x = benchmark("splade_head").plain(**inputs)
-    assert (x > 0).double().mean().item() == pytest.approx(0.05, rel=0.1)
-
-
-def test_half_precision_is_rounded_from_single():
-    sizes = {"B": 64, "V": 5000, "density": 0.005, "dtype": "bf16"}
-    case = Case(benchmark("flops"), sizes)
-    x = case.inputs(Maker(CPU))["activations"]
-    assert x.dtype == torch.bfloat16
-    assert x.requires_grad
-    assert (x != 0).double().mean().item() == pytest.approx(0.005, rel=0.1)
-    double = case.inputs(Maker(CPU, torch.float64))["activations"]
-    assert double.dtype == torch.float64

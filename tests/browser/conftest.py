@@ -53,8 +53,7 @@ def page(chromium):
     opened = context.new_page()
     opened.said, opened.asked = [], []
     opened.on(
-        "console",
-        lambda m: opened.said.append(m.text) if m.type in ("error", "warning") else None,
+        "console", lambda m: opened.said.append(m.text) if m.type in ("error", "warning") else None
     )
     opened.on("pageerror", lambda error: opened.said.append(str(error)))
     opened.on(

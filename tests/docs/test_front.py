@@ -68,7 +68,7 @@ def step_figures() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/sentence_transformers.md"])
+@pytest.mark.parametrize("page", [*PAGES, "docs/sentence_transformers.md"])
 def test_the_step_of_a_trainer_is_that_of_the_results(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     assert len(step_figures()) == 2
@@ -85,16 +85,29 @@ def test_the_speed_of_encoding_is_that_of_the_results():
 
 
 def test_what_is_said_of_a_gpu_is_calculated():
-    case = "pairs=32 S=256 V=250002 bf16"
-    step = {
-        row["variant"]: (float(row["h100_seconds"]), int(row["peak_bytes"]) / 2**20)
+    """The gain of a step, and the losses that cost more than their plain formula."""
+    calculated = {
+        (row["loss"], row["case"], row["variant"]): row
         for row in read(ROOT / "benchmarks/results/calculated.csv")
-        if (row["loss"], row["case"]) == ("training_step", case)
     }
-    (plain, plain_peak), (ours, peak) = step["eager"], step["ours"]
+
+    def plain_and_ours(*case: str, column: str = "h100_seconds") -> list[float]:
+        return [float(calculated[*case, name][column]) for name in ("eager", "ours")]
+
     text = " ".join((ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").split())
+    step = "training_step", "pairs=32 S=256 V=250002 bf16"
+    plain, ours = plain_and_ours(*step)
     assert f"{plain / ours:.1f} times as fast" in text
-    assert f"{peak:,.0f} MiB instead of {plain_peak:,.0f}" in text
+    plain, ours = plain_and_ours(*step, column="peak_bytes")
+    assert f"{ours / 2**20:,.0f} MiB instead of {plain / 2**20:,.0f}" in text
+    for loss, case, words in (
+        ("info_nce", "B=8192 D=768 bf16", "InfoNCE of 8,192 pairs"),
+        ("distillation", "B=4096 C=4096 KL fp32", "KL of 4,096 lists"),
+        ("pairwise_contrastive", "B=32768 D=768 bf16", "pairwise contrastive of 32,768 pairs"),
+        ("n_pair", "B=8192 D=768 bf16", "N-pair of 8,192 pairs"),
+    ):
+        plain, ours = plain_and_ours(loss, case)
+        assert f"{words} {ours / plain:.1f} times" in text
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md"])
@@ -181,3 +194,6 @@ def test_links_with_an_address_and_within_a_page_stay_as_they_are(metadata):
         "[a](https://localhost/x) [b](#here) [c](https://localhost/s/1/d/#e) "
         "![p](https://localhost/s/1/q.svg) [l](https://localhost/r/blob/v1/L)"
     )
+    for wrong in ('[a](docs/b.md "c")', "[![a](docs/b.svg)](docs/c.md)"):
+        with pytest.raises(ValueError, match="without titles or pictures"):
+            metadata.with_addresses(wrong, "1")

@@ -82,9 +82,7 @@ def is_there(path: Path) -> bool:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES],
-    ids=name,
+    "page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES], ids=name
 )
 def test_local_links_and_pictures_exist(page):
     prose, _ = split_code(read(page))

@@ -118,15 +118,6 @@ def batch_of(encoder, inputs):
     return SpladeBatch(**texts)
 
 
-def loss_of_columns(objective, columns, *vectors):
-    """The objective of vectors, in the order of their columns."""
-    texts = {
-        name: Texts(activations, **column)
-        for (name, column), activations in zip(columns.items(), vectors, strict=True)
-    }
-    return objective(SpladeBatch(**texts))
-
-
 def plain_loop(encoder, objective, batches, *, schedules=(), bf16=False):
     """PyTorch and nothing else: one step a batch; the total of each."""
     parameters = [*encoder.parameters(), *objective.parameters()]

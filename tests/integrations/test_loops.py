@@ -8,7 +8,6 @@ import torch
 from accelerate import Accelerator
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from sparse_losses.functional import cached_backward
 from tests.distributed.ranks import as_torchrun_would
 from tests.integrations import setting
 from tests.integrations.trainers import (
@@ -20,7 +19,6 @@ from tests.integrations.trainers import (
     by_sentence_transformers,
     compare,
     forget_accelerator,
-    sgd,
 )
 
 works_with = pytest.mark.works_with
@@ -161,40 +159,6 @@ def compare_steered(train, folder, **options):
     compare(run, reference, theirs, batch_size=8)
     assert [str(schedule) for schedule in schedules] == [str(schedule) for schedule in theirs]
     assert schedules[0].steps_taken == 4
-
-
-def cached_step(encoder, objective, columns, optimizer, backward):
-    loss = functools.partial(setting.loss_of_columns, objective, columns)
-    columns = list(columns.values())
-    output = cached_backward(encoder, columns, loss, mini_batch_size=3, backward=backward)
-    optimizer.step()
-    optimizer.zero_grad()
-    return output.total
-
-
-@works_with("accelerate", "cached")
-def test_cached_gradients_are_those_of_the_whole_batch_by_accelerate():
-    encoder, objective = setting.encoder().train(), setting.objective()
-    accelerator = Accelerator(cpu=True, mixed_precision="no")
-    optimizer = sgd([*encoder.parameters(), *objective.parameters()])
-    rows = setting.loader(setting.rows(16), 8)
-    wrapped, optimizer, rows = accelerator.prepare(encoder, optimizer, rows)
-    step = optimizer, accelerator.backward
-    totals = [cached_step(wrapped, objective, columns, *step).item() for columns in [*rows, *rows]]
-    run = Run(encoder, objective, totals, {}, optimizer, accelerator.save_state)
-    compare(run, setting.objective(), batch_size=8)
-
-
-@works_with("Lightning", "cached")
-def test_cached_gradients_are_those_of_the_whole_batch_by_lightning(tmp_path):
-    class Cached(setting.example("train_with_lightning").Retriever):
-        automatic_optimization = False
-
-        def training_step(self, columns):
-            step = self.optimizers(), self.manual_backward
-            self.log("loss", cached_step(self.encoder, self.objective, columns, *step))
-
-    compare_steered(by_lightning, tmp_path, kind=Cached)
 
 
 @works_with("sentence-transformers", "cached")

@@ -46,17 +46,6 @@ def test_it_is_zero_if_the_scores_agree_up_to_a_shift(seed, shift, standardize):
         assert both > 1e-6
 
 
-@given(seeds)
-def test_the_kl_part_ignores_a_shift_of_a_row(seed):
-    s, z = draw(seed, 4, 5), draw(seed + 1, 4, 5)
-    rows = draw(seed + 2, 4, 1)
-    kl = {**KL, "temperature": 0.8}
-    torch.testing.assert_close(
-        distillation_loss(s + rows, z - rows, **kl), distillation_loss(s, z, **kl)
-    )
-    assert distillation_loss(s, z, **kl).item() > 0
-
-
 # Candidates
 
 
@@ -193,12 +182,6 @@ def test_a_huge_temperature_leaves_the_mse(temperature, dtype):
     assert results[0][1].any()
 
 
-def test_a_huge_learned_temperature_has_a_finite_gradient():
-    t = torch.tensor(1e30, requires_grad=True)
-    distillation_loss(draw(0, 3, 4).float(), draw(1, 3, 4).float(), temperature=t).backward()
-    assert t.grad == 0
-
-
 @modes
 def test_one_score_that_differs_by_a_rounding_has_its_z_score(standardize):
     s = torch.full((4, 64), 1000.0)
@@ -221,15 +204,6 @@ def test_scores_whose_range_overflows_have_a_kl():
     options = {"alpha_kl": 1.0, "alpha_mse": 0.0}
     loss = distillation_loss(student, teacher, temperature=1.0, **options)
     assert loss.item() == pytest.approx(math.log(1 + 2 / math.e), rel=1e-6)
-
-
-def test_scores_whose_exponentials_overflow_have_z_scores():
-    student = torch.tensor([[3e38, 1.0, 0.0]])
-    options = {"temperature": 1e-3, "alpha_mse": 1.0}
-    teacher = torch.tensor([[1.0, 0.0, 0.0]])
-    loss = distillation_loss(student, teacher, alpha_kl=0.0, **options)
-    assert loss.item() == pytest.approx(0.0, abs=1e-6)
-    assert not distillation_loss(student, teacher, alpha_kl=1.0, **options).isfinite()
 
 
 def test_two_weights_of_zero_are_zero_with_a_graph():
@@ -269,16 +243,6 @@ def test_z_scores_of_a_range_beyond_fp32_are_those_of_the_scaled_scores(standard
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, small))
     huge = (student.detach() * 6e37).requires_grad_()
     torch.testing.assert_close(distillation_loss(huge, teacher, **options), expected)
-
-
-@modes
-@pytest.mark.parametrize("spread", [1e-20, 1e-40, 0.0])
-def test_scores_that_hardly_differ_have_a_finite_gradient(standardize, spread):
-    student = (spread * torch.arange(4.0).expand(3, 4)).requires_grad_()
-    loss = distillation_loss(student, torch.rand(3, 4), **MSE, standardize=standardize)
-    (gradient,) = torch.autograd.grad(loss, student)
-    assert loss.isfinite()
-    assert gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("value", [1e-18, 1e-8, 1e18])

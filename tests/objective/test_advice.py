@@ -1,5 +1,4 @@
 import math
-import random
 import re
 
 import pytest
@@ -57,20 +56,12 @@ def test_findings_name_the_weights_of_their_side():
 COLLAPSED = {"texts": 32.0, "active_dimensions": 4.0, "index_flops": 3.2, "input_recall": 0.02}
 
 
-@pytest.mark.parametrize(
-    ("wins", "change", "evidence"),
-    [
-        ({}, "document_flops", "share 79%"),  # (32 * 0.8 - 1) / 31
-        ({"special_wins_share": 0.8, "first_wins_share": 0.1}, "pool_special_tokens", "win 90%"),
-        ({"special_wins_share": 0.1, "first_wins_share": 0.8}, "pool_mask", "win 90%"),
-        ({"special_wins_share": 0.1, "first_wins_share": 0.1}, "document_flops", "win 20%"),
-    ],
-)
-def test_a_collapse_without_a_dead_row_names_its_cause(wins, change, evidence):
-    first, *_ = advise({**HEALTHY, **COLLAPSED, **wins})
+def test_a_collapse_without_a_dead_row_is_named():
+    first, *_ = advise({**HEALTHY, **COLLAPSED})
     assert first.symptom == "texts have collapsed onto the same tokens"
-    assert first.changes[0][0] == change
-    assert evidence in first.evidence
+    assert first.changes[0][0] == "document_flops"
+    assert first.changes[-1] == ("pool_special_tokens", "to False")
+    assert "share 79%" in first.evidence  # (32 * 0.8 - 1) / 31
 
 
 @pytest.mark.parametrize(
@@ -100,11 +91,6 @@ def test_dead_rows_do_not_make_texts_less_alike():
     assert alike(live[:1], 4) == 0.0  # there is no other
 
 
-def _alike_report(share):
-    """Of 32 texts with four active dimensions each."""
-    return {"texts": 32.0, "active_dimensions": 4.0, "index_flops": 4 * (31 * share + 1) / 32}
-
-
 def _flops(share, cosine=0.0):
     return _gradients(cosine, info_nce=1 - share, document_flops=share)
 
@@ -122,12 +108,6 @@ input_recall       0.5     0.499   a text's own tokens are missing  document_sel
 other_side_recall  0.3     0.299   related words are not learned  document_positive_activation up
 """
 THRESHOLDS = [re.split("  +", line) for line in THRESHOLDS.strip().splitlines()]
-COLLAPSES = [
-    (_alike_report(0.49) | {"input_recall": 0.1}, False),
-    (_alike_report(0.51) | {"input_recall": 0.1}, True),
-    (_alike_report(0.9) | {"input_recall": 0.5}, False),
-    (_alike_report(0.9) | {"input_recall": 0.499}, True),
-]
 GRADIENT_THRESHOLDS = [
     ("FLOPS dominates the gradient", {}, _flops(0.899), _flops(0.901)),
     ("FLOPS dominates the gradient", {"dense_rows": 1.0}, _flops(0.989), _flops(0.991)),
@@ -147,12 +127,6 @@ def test_a_symptom_begins_at_its_threshold_and_names_what_to_change(
     finding = next(each for each in advise(report) if each.symptom == symptom)
     assert any(form.format(float(ill)) in finding.evidence for form in ("{:.0%}", "{:.2g}"))
     assert str(finding).split("): ")[1].startswith(changes)
-
-
-@pytest.mark.parametrize(("report", "is_collapse"), COLLAPSES)
-def test_a_collapse_is_texts_alike_without_their_own_tokens(report, is_collapse):
-    reported = symptoms({**HEALTHY, **report})
-    assert ("texts have collapsed onto the same tokens" in reported) == is_collapse
 
 
 @pytest.mark.parametrize(("symptom", "report", "healthy", "ill"), GRADIENT_THRESHOLDS)
@@ -200,17 +174,6 @@ def test_terms_with_opposed_gradients_conflict():
     (finding,) = advise(HEALTHY, _gradients(cosine=-0.8, info_nce=1.0, document_flops=0.5))
     assert finding.changes == (("info_nce", "down"),)
     assert "-0.80" in finding.evidence
-
-
-def test_noise_is_neither_oscillation_nor_overfitting():
-    rng = random.Random(0)
-    reported = []
-    for _ in range(200):
-        losses = [max(rng.gauss(1.0, 0.4), 0.05) for _ in range(20)]
-        validation = [rng.gauss(1.0, 0.1) for _ in range(20)]
-        reported += symptoms(HEALTHY, losses=losses, validation_losses=validation)
-    assert reported.count("the loss oscillates") < 10
-    assert reported.count("overfitting") < 10
 
 
 def test_the_most_severe_comes_first():

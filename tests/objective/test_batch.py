@@ -5,10 +5,6 @@ import pytest
 import torch
 
 from sparse_losses import (
-    RECOMMENDED,
-    V28,
-    BM25Teacher,
-    DocumentFrequency,
     SpladeBatch,
     SpladeEncoder,
 )
@@ -139,18 +135,3 @@ def test_teacher_scores_all_candidates(splade, negative, others):
         SpladeBatch.from_columns(splade, {**PAIRS, "teacher_scores": [[1.0]]}, teacher=overlap)
     with pytest.raises(TypeError, match=r"expected the teacher to return .*, got NoneType"):
         SpladeBatch.from_columns(splade, PAIRS, teacher=lambda query, document: None)
-
-
-@pytest.mark.parametrize("preset", [V28.without("query_language_penalty"), RECOMMENDED])
-def test_preset_reads_the_scores_of_a_teacher(splade, preset):
-    counts = DocumentFrequency(splade.vocab_size)
-    counts.update(**splade.tokenize(PAIRS["positive"]))
-    special = splade.tokenizer.all_special_ids
-    is_bm25 = preset.teacher == "bm25"
-    teacher = BM25Teacher(counts, special_token_ids=special) if is_bm25 else overlap
-    objective = preset.objective(idf=counts.idf(), special_token_ids=special)
-    batch = SpladeBatch.from_columns(splade, PAIRS, teacher=teacher, score_anchors=not is_bm25)
-    terms = objective(batch).terms
-    assert {name for name, weight in preset.weights.items() if weight} <= terms.keys()
-    changed = batch._replace(teacher_scores=-batch.teacher_scores)
-    assert objective(changed).terms["distillation"] != terms["distillation"]

@@ -75,8 +75,7 @@ def test_flops_is_off_until_the_fall_by_itself_has_stopped():
 
 
 @pytest.mark.parametrize(
-    ("ranking", "starts_at"),
-    [(0.84, 5), (0.86, None), (1.19, None), (30.0, 20), (math.nan, 5)],
+    ("ranking", "starts_at"), [(0.84, 5), (0.86, None), (1.19, None), (30.0, 20), (math.nan, 5)]
 )
 def test_flops_waits_until_the_ranking_loss_learns_or_is_far_above_chance(ranking, starts_at):
     law = made()

@@ -3,11 +3,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_losses import Diagnostics, Texts, advise, winning_positions
-from tests.strategies import seeds
+from sparse_losses import Diagnostics, Texts
 
 V = 20
 SPECIAL, STOP, ALLOWED = [0, 1], [2, 3, 4], list(range(14))
@@ -135,18 +134,6 @@ def test_silent_texts_have_a_report_too():
     assert diagnostics.top_tokens() == {}
 
 
-def test_no_number_hides_a_nan():
-    diagnostics = _diagnostics()
-    diagnostics.update(torch.full((4, V), math.nan))
-    report = diagnostics.report()
-    assert report["dead_rows"] == 0.0
-    hidden = ("flops", "mean_activation", "active_dimensions", "largest", "effective_tokens")
-    assert {name: report[name] for name in hidden} == pytest.approx(
-        dict.fromkeys(hidden, math.nan), nan_ok=True
-    )
-    assert all(isinstance(finding.symptom, str) for finding in advise(report))
-
-
 def test_a_row_with_a_nan_is_neither_live_nor_dead():
     x = torch.zeros(4, V)
     x[0, :3] = 1.0
@@ -178,25 +165,3 @@ def test_batches_from_inside_and_outside_inference_mode_add_up():
 def test_another_vocabulary_is_an_error():
     with pytest.raises(ValueError, match=rf"\[3, {V}\], got \[3, 5\]"):
         Diagnostics(V).update(torch.rand(3, 5))
-
-
-@settings(max_examples=30)
-@given(seeds)
-def test_winning_positions_count_the_largest_of_each_dimension(seed):
-    rng = np.random.default_rng(seed)
-    groups = rng.integers(0, 4, size=(3, 5, 7)) * (rng.random((3, 5, 7)) < 0.6)
-    wins = np.zeros(3)
-    for i, j in np.ndindex(5, 7):
-        values = [float(groups[k, i, j]) for k in range(3)]
-        if max(values) > 0:
-            wins[values.index(max(values))] += 1
-    report = winning_positions(*(torch.tensor(g, dtype=torch.float16) for g in groups))
-    expected = wins / max(wins.sum(), 1)
-    assert [*report.values()] == pytest.approx(expected.tolist())
-
-
-def test_winning_positions_of_silent_texts_are_none():
-    assert sum(winning_positions(*torch.zeros(3, 2, 4)).values()) == 0
-    assert sum(winning_positions(*torch.zeros(3, 0, 4)).values()) == 0
-    with pytest.raises(ValueError, match="`first`"):
-        winning_positions(torch.ones(2, 3), torch.ones(2, 4), torch.ones(2, 3))

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from sparse_losses import (
-    DistillationLoss,
     IdfFlopsLoss,
     InfoNCELoss,
     LanguagePenaltyLoss,
@@ -279,7 +278,6 @@ BARE = Texts(torch.rand(B, V))
         ("distillation", "teacher_scores", ": BM25Teacher"),
         ("context_distillation", "teacher_anchor_scores", ": .*score_anchors=True"),
         ("triplet_margin", "negative", ""),
-        ("margin_mse", "negative", ""),
         ("query_self_reconstruction", "anchor.input_ids", ""),
         ("document_self_reconstruction", "negative.input_ids", ""),
         ("query_positive_activation", "positive.input_ids", ""),
@@ -300,7 +298,6 @@ def test_a_missing_input_names_the_term_and_its_source(term, missing, source):
     [
         ({"info_nce": torch.ones(3)}, {}, r"0-d tensor, got one of shape \[3\]"),
         ({"info_nce": math.nan}, {}, r"weights\['info_nce'\]` to be"),
-        ({"info_nce": "1"}, {}, r"weights\['info_nce'\]` to be"),
         ({}, {"min_activation": MinActivationLoss(reduction="none")}, "`min_activation` to reduce"),
         ({}, {"info_nce": InfoNCELoss}, "instance of InfoNCELoss, got the class InfoNCELoss"),
         ({}, {"flops": InfoNCELoss()}, "`flops` to be an instance of FlopsLoss or IdfFlopsLoss"),
@@ -333,7 +330,6 @@ ALL_SHAPES = rf"\[{B}, {B + N}\] .* or \[{B}, {B}\] .* or \[{B}, {1 + N}\] .*, g
         ("triplet_margin", "shared", {}, rf"triplet_margin.*B = {B}, got \[{N}, {V}\]"),
         ("distillation", "own", {"teacher_scores": torch.randn(B, 2)}, ALL_SHAPES),
         ("distillation", "own", {"teacher_scores": BOOLS}, "to be numbers, got torch.bool"),
-        ("distillation", "own", {"teacher_scores": torch.ones(B)}, r"of shape \[B, .\], got"),
         ("context_distillation", None, {"teacher_anchor_scores": torch.ones(B)}, r"\[B, .\], got"),
     ],
 )
@@ -420,10 +416,9 @@ def test_the_objective_uses_the_losses_of_its_arguments():
     penalty = torch.rand(V, dtype=torch.float64)
     batch = _batch()
     objective = SpladeObjective(
-        {"query_flops": 1.0, "query_self_reconstruction": 1.0, "context_distillation": 1.0},
+        {"query_flops": 1.0, "query_self_reconstruction": 1.0},
         flops=IdfFlopsLoss(penalty, beta=0.7),
         self_reconstruction=SelfReconstructionLoss(balanced=True),
-        context_distillation=DistillationLoss(alpha_mse=0.0),
     )
     terms = objective(batch).terms
     mean = batch.anchor.activations.mean(0)
@@ -461,19 +456,18 @@ def test_special_tokens_do_not_count_as_a_texts_own():
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ((torch.rand(B, V), torch.rand(B, V)), "`batch` to be a SpladeBatch, .*got Tensor, Tensor"),
-        ((SpladeBatch(_texts(B), torch.rand(B, V)),), "`batch.positive` to be Texts, .*got Tensor"),
+        (torch.rand(B, V), "`batch` to be a SpladeBatch, .*got Tensor"),
+        (SpladeBatch(_texts(B), torch.rand(B, V)), "`batch.positive` to be Texts, .*got Tensor"),
     ],
-    ids=["two tensors", "a tensor beside texts"],
+    ids=["a tensor", "a tensor beside texts"],
 )
 def test_raw_tensors_are_errors_that_name_the_texts(batch, message):
     objective = SpladeObjective({"info_nce": 1.0})
     with pytest.raises(TypeError, match=message) as error:
-        objective(*batch)
+        objective(batch)
     assert "SpladeBatch(Texts(activations, ...), Texts(activations, ...))" in str(error.value)
-    if len(batch) == 1:
-        with pytest.raises(TypeError, match=message):
-            gradient_report(objective, *batch)
+    with pytest.raises(TypeError, match=message):
+        gradient_report(objective, batch)
 
 
 def _sharing(info_nce=None, **batch):

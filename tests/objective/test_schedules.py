@@ -1,6 +1,5 @@
 import copy
 import dataclasses
-import math
 import pickle
 
 import pytest
@@ -224,17 +223,13 @@ def test_weights_that_are_not_scheduled_may_be_changed():
     [
         (lambda: Curriculum([]), "at least one phase"),
         (lambda: Curriculum([Phase(1, 3), Phase(5, 6)]), "begins with epoch 4, got 5"),
-        (lambda: Curriculum([Phase(1, 3)], unit="step"), "begins with step 0, got 1"),
         (lambda: PHASES.at(0), "`epoch`"),
         (lambda: Phase(3, 2), "`last`"),
-        (lambda: Phase(1, 2, temperature=0.0), "`temperature`"),
         (lambda: Phase(1, 2, weights={"flops": 1.0}), "`weights`"),
         (lambda: Warmup(0), "`steps`"),
         (lambda: TrainingSchedule(_objective(), PHASES), "`steps_per_epoch`"),
         (lambda: TrainingSchedule(_objective(), warmups={"flops": Warmup(2)}), "`warmups`"),
-        (lambda: _warmed({}), "a weight to warm up for 'query_flops'"),
         (lambda: _warmed({"query_flops": torch.ones(())}), "as tensors"),
-        (lambda: Curriculum([3]), "`phases` to be Phase objects"),
         (lambda: TrainingSchedule("x"), "`objective` to be"),
         (lambda: TrainingSchedule(_objective(), warmups={"info_nce": 5}), "`warmups` to be"),
     ],
@@ -249,7 +244,6 @@ def test_wrong_input_is_an_error(make, message):
     [
         ({"steps": 3}, "state of a TrainingSchedule, got {'steps': 3}"),
         ({"steps_taken": -1}, "`steps_taken`"),
-        ({"steps_taken": 3, "temperature": math.nan}, "`temperature`"),
         ({"steps_taken": 3, "temperature": 0.0}, "`temperature`"),
         (None, "the state of a TrainingSchedule, got None"),
     ],

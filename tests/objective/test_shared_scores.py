@@ -6,7 +6,6 @@ The objective alone calls these functions; there they would be tested through al
 import pytest
 import torch
 
-from sparse_losses.objective import shared_scores as module
 from sparse_losses.objective.shared_scores import shared_scores
 from tests.strategies import draw
 
@@ -68,26 +67,3 @@ def test_second_derivatives_and_jacobians_are_those_of_the_formula(negative, cos
     torch.testing.assert_close(*seconds)
     torch.testing.assert_close(*jacobians)
     assert all(x.any() for x in seconds[0])
-
-
-@over_negatives
-@over_similarities
-def test_halves_are_multiplied_as_halves_where_the_device_returns_fp32(
-    negative, cosine, monkeypatch
-):
-    # No CPU does; `product` casts there, so that value and gradient can be compared.
-    monkeypatch.setattr(module, "returns_fp32", lambda device, dtype: True)
-    inputs = [None if x is None else x.bfloat16() for x in (draw(0, B, D), draw(1, B, D), negative)]
-    leaves = leaves_of(*inputs)
-    exact = leaves_of(*(None if x is None else x.double() for x in inputs))
-    wanted, references = ([x for x in some if x is not None] for some in (leaves, exact))
-    scores, expected = shared_scores(*leaves, cosine=cosine), by_formula(*exact, cosine=cosine)
-    assert scores.dtype == torch.float32
-    torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=1e-5)
-    upstream = draw(3, *scores.shape)
-    gradients = torch.autograd.grad(expected, references, upstream)
-    for _ in range(2):  # a second time from the same graph
-        grads = torch.autograd.grad(scores, wanted, upstream.float(), retain_graph=True)
-        for gradient, reference in zip(grads, gradients, strict=True):
-            assert gradient.dtype == torch.bfloat16
-            assert (gradient.double() - reference).norm() <= 0.01 * reference.norm()

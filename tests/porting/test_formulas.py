@@ -18,7 +18,7 @@ from sparse_losses import (
     TrainingSchedule,
     Warmup,
 )
-from sparse_losses.functional import flops_loss, margin_mse_loss
+from sparse_losses.functional import flops_loss
 from tests.porting.compare import N, Q, V, activations, assert_follows
 
 LAMBDA_Q, LAMBDA_D = 0.3, 0.1
@@ -104,19 +104,6 @@ def test_naver_all_negatives_of_the_batch_and_no_other_positive(triplets):
     assert_follows(theirs, NPairLoss()(*triplets), *triplets)
 
 
-def test_naver_margin_mse(triplets):
-    teacher = np.random.default_rng(0).normal(size=(Q, 2))
-
-    def theirs(query, positive, negative):
-        margin = (query * positive).sum(1) - (query * negative).sum(1)
-        return ((margin - (teacher[:, 0] - teacher[:, 1])) ** 2).mean()
-
-    query, positive, negative = triplets
-    scores = (query * positive).sum(1), (query * negative).sum(1)
-    ours = margin_mse_loss(*scores, *torch.from_numpy(teacher).T)
-    assert_follows(theirs, ours, *triplets)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_kl_divergence_without_the_squared_temperature(temperature):
     """naver's at temperature 1, OpenSearch's at any: the weight of ours is 1 / T^2."""
@@ -148,31 +135,6 @@ def test_opensearch_flops_of_every_group():
     alike = documents[:, :1].expand(-1, N, -1)
     total = sum(flops_loss(alike[:, g]) for g in range(N))
     torch.testing.assert_close(total, N * flops_loss(alike.flatten(0, 1)))
-
-
-def test_opensearch_flops_with_an_l0_mask():
-    """A row with few active tokens counts as 0, and still counts."""
-    x, threshold = activations(6, V, seed=5).detach(), 5
-    active = x != 0
-    kept = active.sum(1) > threshold
-    assert 0 < kept.sum() < 6
-
-    def theirs(values):
-        x = np.zeros((6, V))
-        x[active] = values
-        kept = (x != 0).sum(1) > threshold
-        return ((np.abs(x) * kept[:, None]).mean(0) ** 2).sum()
-
-    values = x[active].requires_grad_()
-    x = x.masked_scatter(active, values)
-    assert_follows(theirs, flops_loss(x, threshold=threshold), values)
-
-
-def test_flops_weighted_by_document_frequency():
-    """DF-FLOPS: the weight is inside the square."""
-    x, weight = positive(Q, V), np.linspace(0.1, 1.0, V)
-    ours = flops_loss(x, torch.from_numpy(weight) ** 2)
-    assert_follows(lambda x: ((weight * np.abs(x).mean(0)) ** 2).sum(), ours, x)
 
 
 def warmed(schedule, optimizer, steps):

@@ -132,6 +132,15 @@ def test_multiple_negatives_ranking_in_both_directions(columns):
     assert_equal(theirs, (forth + back) / 2, *columns)
 
 
+def test_multiple_negatives_ranking_with_negatives_from_both_sides(columns):
+    joint = {"directions": ("query_to_doc", "query_to_query", "doc_to_doc")}
+    loss = SparseMultipleNegativesRankingLoss(None, scale=2.0, **joint)
+    theirs = loss.compute_loss_from_embeddings(columns[:2], None)
+    sources = ("document", "query", "positive")
+    ours = InfoNCELoss(temperature=0.5, similarity="dot", negatives_from=sources)
+    assert_equal(theirs, ours(*columns[:2]), *columns[:2])
+
+
 class Guide(torch.nn.Module):
     """A model of a guide's vectors, or of the student's; with the tokenizer that GIST asks for."""
 

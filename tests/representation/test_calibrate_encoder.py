@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from sparse_losses import SpladeEncoder
-from tests.representation.tiny_models import CORPUS, ISSUE, TEXTS, VARIANTS, make, pair
+from tests.representation.tiny_models import CORPUS, ISSUE, VARIANTS, make, pair
 
 DOCUMENTS = [*CORPUS[:7], "dogs over the fox", "추천 메뉴", "U.S.A. weight"]
 
@@ -61,15 +61,6 @@ def test_batch_size_and_training_mode_have_no_effect(batch_size):
     t = other.calibrate(DOCUMENTS, batch_size=batch_size, **options)
     assert t == pytest.approx(expected, 1e-4)
     assert [module.training for module in other.modules()] == modes
-
-
-def test_equal_texts_are_kept_or_dropped_together():
-    encoder = make()
-    # Of 71 entries ten tokens of seven texts are nearest.
-    encoder.calibrate([TEXTS[0]] * 7, 10.2, method="shift")
-    assert active(encoder, [TEXTS[0]]) == 10
-    encoder.calibrate([TEXTS[0]] * 7, 1 / 7, method="shift")  # of equal entries at the top all stay
-    assert active(encoder, [TEXTS[0]]) == 1
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -174,16 +165,6 @@ def test_wrong_input_is_an_error_and_changes_nothing(options, error, message, me
         encoder.calibrate(**(defaults | options))
     assert encoder.document_threshold == 0.5
     assert torch.equal(bias_of(encoder), bias)
-
-
-def test_no_gradient_reaches_pruned_dimensions():
-    encoder = make()
-    encoder.calibrate(DOCUMENTS, 9)
-    batch = encoder.tokenize(DOCUMENTS)
-    encoder(**batch, side="document").sum().backward()
-    gradient = encoder.head.bias.grad
-    counts = (encoder.encode(DOCUMENTS, output="dense") > 0).sum(0)
-    assert torch.equal(gradient != 0, counts > 0)
 
 
 def test_nan_logits_are_an_error():

@@ -52,9 +52,3 @@ def test_finished_partitions_are_kept_and_the_others_encoded(tmp_path):
     expected = encoder.encode(texts, output="tokens", prune_ratio=0.3)
     for row, vector in zip(found, expected, strict=True):
         assert row["vector"] == pytest.approx(vector, rel=1e-5)
-
-
-def test_missing_inputs_are_an_error(tmp_path):
-    ran = run(tmp_path / "*.jsonl", "--model", tmp_path, "--output", tmp_path / "out")
-    assert ran.returncode != 0
-    assert "expected files" in ran.stderr

@@ -216,14 +216,17 @@ def test_tokenizer_without_padding_gets_its_end_of_text_token():
 BODY, PROJECTION = ["query", "q_proj"], ["decoder", "lm_head"]
 
 
-def adapted(kind, targets, **options):
-    """A model and its tokenizer; the model has trained adapters."""
+def adapted(kind, targets, base=None):
+    """A model and its tokenizer; the model has trained adapters, and perhaps a path."""
     if kind == "bert":
         model, words = pair("bert")
     else:
         words = tokenizer("bytes")
         model = causal_lm(kind, len(words))
-    return with_lora(model, targets, **options), words
+    if base is not None:
+        model.save_pretrained(base)
+        model = type(model).from_pretrained(base)
+    return with_lora(model, targets), words
 
 
 @pytest.mark.filterwarnings("ignore:Model (has|with) .tie_word", "ignore:Setting .save_emb")
@@ -231,7 +234,8 @@ def adapted(kind, targets, **options):
 @pytest.mark.parametrize("kind", ["bert", "qwen3"])
 @pytest.mark.parametrize("targets", [BODY, PROJECTION, BODY + PROJECTION], ids=str)
 def test_adapted_model_trains_and_reloads_alone(kind, targets, tmp_path):
-    encoder = SpladeEncoder(*adapted(kind, targets), bidirectional=BOTH_WAYS).eval()
+    model, words = adapted(kind, targets, tmp_path / "base")
+    encoder = SpladeEncoder(model, words, bidirectional=BOTH_WAYS).eval()
     batch = encoder.tokenize(TEXTS)
     with torch.no_grad():
         logits = encoder.model(**batch).logits
@@ -249,25 +253,21 @@ def test_adapted_model_trains_and_reloads_alone(kind, targets, tmp_path):
     assert sum(p.requires_grad for p in again.parameters()) == len(learned)
     torch.testing.assert_close(dense(reloaded(again, tmp_path / "twice")), dense(encoder))
     # What PEFT saves, PEFT loads.
-    base = type(encoder.model.get_base_model()).from_pretrained(folder / "base_model")
+    base = type(encoder.model.get_base_model()).from_pretrained(tmp_path / "base")
     base.config.is_causal = not BOTH_WAYS
     theirs = peft.PeftModel.from_pretrained(base, folder)
     torch.testing.assert_close(theirs(**batch).logits, logits)
 
 
-def test_base_model_with_a_path_is_not_saved_again(tmp_path):
-    masked, words = pair("bert")
-    masked.save_pretrained(tmp_path / "base")
-    model = type(masked).from_pretrained(tmp_path / "base")
-    encoder = SpladeEncoder(with_lora(model, BODY), words).eval()
-    again = reloaded(encoder, tmp_path / "saved")
-    assert not (tmp_path / "saved" / "base_model").exists()
-    torch.testing.assert_close(dense(again), dense(encoder))
-    # A plain encoder in the same folder leaves no adapters behind.
-    make().save_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(
-        dense(SpladeEncoder.from_pretrained(tmp_path / "saved")), dense(make())
-    )
+def test_adapters_of_a_model_without_a_path_are_not_saved(tmp_path):
+    encoder = SpladeEncoder(*adapted("bert", BODY))
+    with pytest.raises(ValueError, match="expected a base model with a path"):
+        encoder.save_pretrained(tmp_path)
+
+
+def test_a_plain_encoder_in_the_same_folder_leaves_no_adapters_behind(tmp_path):
+    SpladeEncoder(*adapted("bert", BODY, tmp_path / "base")).save_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(dense(reloaded(make(), tmp_path / "saved")), dense(make()))
 
 
 def test_adapters_of_peft_alone_load(tmp_path):

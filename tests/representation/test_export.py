@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sparse_losses import SpladeEncoder, SpladeHead
-from sparse_losses.functional import splade_head, splade_pool
+from sparse_losses.functional import splade_pool
 from tests.representation.tiny_models import causal_lm, make, tokenizer
 
 pytestmark = pytest.mark.skipif(
@@ -189,17 +189,3 @@ def test_side_is_an_argument_of_exported_encoders():
     expected = encoder(ids, mask, **options)
     assert 0 < (expected > 0).sum() < (encoder(ids, mask) > 0).sum()
     torch.testing.assert_close(program.module()(ids, mask, **options), expected)
-
-
-def test_function_exports_without_a_mask():
-    class Plain(nn.Module):
-        def forward(self, hidden, weight):
-            return splade_head(hidden, weight)
-
-    weight = torch.randn(20, 8)
-    sizes = dynamic()
-    program = torch.export.export(
-        Plain(), (torch.randn(2, 5, 8), weight), dynamic_shapes={"hidden": sizes, "weight": None}
-    )
-    hidden = torch.randn(4, 11, 8)
-    torch.testing.assert_close(program.module()(hidden, weight), splade_head(hidden, weight))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sparse_losses import ContextGate, SpladeHead, splade_pool
+from sparse_losses import ContextGate
 
 B, S, H, V = 3, 6, 8, 50
 
@@ -50,14 +50,6 @@ def test_gate_is_its_formula():
     )
 
 
-def test_gate_commutes_with_the_maximum():
-    gate, (hidden, mask) = _gate(), _hidden()
-    head = SpladeHead(torch.nn.Parameter(torch.randn(V, H, dtype=torch.float64)))
-    g = gate(hidden, mask)
-    gated_logits = (hidden @ head.weight.T) * g[:, None]
-    torch.testing.assert_close(head(hidden, mask, gate=g), splade_pool(gated_logits, mask))
-
-
 def test_masked_states_are_ignored_with_their_nan():
     gate, (hidden, mask) = _gate(), _hidden()
     expected = gate(hidden, mask)
@@ -81,12 +73,6 @@ def test_text_without_tokens_has_a_gate_and_no_gradient():
         assert ((value > 0) & (value < 1)).all()
 
 
-def test_every_parameter_has_a_gradient():
-    gate, (hidden, mask) = _gate().train(), _hidden()
-    gate(hidden, mask).square().sum().backward()
-    assert all(parameter.grad.any() for parameter in gate.parameters())
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -98,12 +84,3 @@ def test_every_parameter_has_a_gradient():
 def test_wrong_hyperparameter_is_an_error(options, message):
     with pytest.raises(ValueError, match=message):
         ContextGate(**{"hidden_size": 8, "vocab_size": 5, **options})
-
-
-@pytest.mark.parametrize(
-    ("hidden", "mask", "message"),
-    [((2, 3, H + 1), (2, 3), f"H = {H}, got"), ((2, 3, H), (2, 4), "attention_mask")],
-)
-def test_wrong_shape_is_an_error(hidden, mask, message):
-    with pytest.raises(ValueError, match=message):
-        _gate()(torch.zeros(hidden, dtype=torch.float64), torch.ones(mask))

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.run.launches import Launches
 from sparse_losses.functional import splade_pool, token_weights
 from tests import oracles
 from tests.strategies import seeds
@@ -136,49 +135,6 @@ def test_impl_selects_the_implementation():
     with pytest.raises(ValueError, match='expected logits on the CPU, got meta, with impl="nonz'):
         splade_pool(*meta, impl="nonzeros")
     assert splade_pool(*meta).shape == (2, 4)
-
-
-# What nonzeros keeps in memory
-
-
-@pytest.mark.cpu_only
-@pytest.mark.parametrize("vocab", [3, 30])
-def test_nonzeros_finds_the_position_of_few_active_columns(vocab):
-    logits, mask = example(vocab=vocab)
-    logits = torch.where(torch.arange(vocab) % 10 == 2, logits.abs(), -logits.abs())
-    results = []
-    for function in (definition, nonzeros):
-        x = logits.clone().requires_grad_()
-        out = function(x, mask)
-        out.square().sum().backward()
-        results.append((out.detach(), x.grad))
-    torch.testing.assert_close(*results)
-    assert results[0][1].count_nonzero() == 2 * len(range(2, vocab, 10))
-
-
-@pytest.mark.cpu_only
-def test_nonzeros_keeps_active_entries_only_with_int32_indices():
-    logits, mask = example(torch.float32, vocab=70)
-    logits[:, :, 1::2] = 0.0
-    pooled = nonzeros(logits.requires_grad_(), mask)  # PyTorch 2.6 frees what a lost one has saved
-    (node,) = [each for each in nodes_of(pooled) if "_Pool" in type(each).__name__]
-    active = int((pooled > 0).sum())
-    assert 0 < active < 70
-    saved = {(index.dtype, len(index)) for index in node.saved_tensors}
-    assert saved == {(torch.int32, active)}
-
-
-@pytest.mark.cpu_only
-@pytest.mark.parametrize("first", [0, 1])
-def test_text_without_holes_is_not_copied(first):
-    logits, mask = -torch.rand(1, 6, 50), torch.zeros(1, 6)
-    mask[:, first:5] = 1
-    for holes in (False, True):
-        if holes:
-            mask[0, 3] = 0
-        with Launches("cpu") as counted:
-            nonzeros(logits, mask)
-        assert (counted.largest >= 3 * 50) is holes
 
 
 # ------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sparse_losses import SpladeEncoder, StaticQueryEncoder
@@ -235,7 +234,7 @@ def test_encoders_of_other_tokens_are_refused(tmp_path):
     )
 
 
-def test_damaged_and_other_folders_are_refused_by_name(tmp_path):
+def test_incomplete_and_other_folders_are_refused_by_name(tmp_path):
     document = make()
     static(document.tokenizer).save_pretrained(tmp_path, document=document)
     path = tmp_path / "router_config.json"
@@ -252,18 +251,8 @@ def test_damaged_and_other_folders_are_refused_by_name(tmp_path):
         StaticQueryEncoder.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="known modules only, got SparseStaticEmbedding"):
         SpladeEncoder.from_pretrained(tmp_path)
-    for broken in ({}, {"query": ["../elsewhere"]}):
-        write(types={"../elsewhere": "SparseStaticEmbedding"}, structure=broken)
-        with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
-            StaticQueryEncoder.from_pretrained(tmp_path)
     write()
-    weights = tmp_path / query / "model.safetensors"
-    weight = load_file(weights)["weight"]
-    for tensors in ({"other": weight}, {"weight": weight * torch.nan}):
-        save_file(tensors, weights)
-        with pytest.raises(OSError, match=f"{tmp_path.name} is damaged"):
-            StaticQueryEncoder.from_pretrained(tmp_path)
-    weights.unlink()
+    (tmp_path / query / "model.safetensors").unlink()
     with pytest.raises(OSError, match="incomplete"):
         StaticQueryEncoder.from_pretrained(tmp_path)
     path.unlink()

@@ -136,10 +136,8 @@ OTHER = torch.ones(3, 2, 3, dtype=int)
         ({"document_input_ids": OTHER, "document_attention_mask": OTHER}, ValueError, "B = 2 from"),
         ({"idf": torch.arange(V)}, TypeError, "`idf` to be floating point"),
         ({"query_input_ids": torch.full((2, 3), V)}, ValueError, "query_input_ids.*V = 7, got 7"),
-        ({"document_input_ids": torch.full((3, 3), -1)}, ValueError, "document_input_ids.*got -1"),
         ({"ignore_token_ids": [V]}, ValueError, "ignore_token_ids"),
         ({"mean_length": 0}, ValueError, "mean_length"),
-        ({"k1": -0.1}, ValueError, "k1"),
         ({"b": 1.1}, ValueError, r"`b` in \[0, 1\], got 1.1"),
     ],
 )
@@ -154,13 +152,3 @@ def test_wrong_inputs_are_named(changes, error, message):
     }
     with pytest.raises(error, match=message):
         bm25_scores(**inputs | changes)
-
-
-def test_huge_k1_is_the_limit_of_the_formula():
-    ids = torch.tensor([[1, 1, 2]])
-    options = {"mean_length": 3.0, "b": 0.0}
-    score, limit = (
-        bm25_scores(ids, ids > 0, ids, ids > 0, torch.ones(4), k1=k1, **options)
-        for k1 in (1e39, 1e6)
-    )
-    torch.testing.assert_close(score, limit, rtol=1e-5, atol=0.0)

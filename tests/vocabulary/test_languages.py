@@ -1,12 +1,8 @@
 """Language tokens of three kinds of vocabulary agree; parts of characters are Common."""
 
-import copy
-import functools
 import importlib.util
-import itertools
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_losses.vocabulary import language_token_ids, languages
+from sparse_losses import language_token_ids
+from sparse_losses.vocabulary import languages
 from sparse_losses.vocabulary.languages import _scripts
 
 ROOT = Path(__file__).parents[2]
@@ -179,12 +176,7 @@ def test_byte_level_is_known_by_its_alphabet_where_nothing_is_marked():
 
 
 @pytest.mark.parametrize(
-    ("name", "suggestion"),
-    [
-        ("Hangeul", "'Hangul'"),
-        ("zzz", "such as 'Latin'"),
-        (3, "got 3"),
-    ],
+    ("name", "suggestion"), [("Hangeul", "'Hangul'"), ("zzz", "such as 'Latin'"), (3, "got 3")]
 )
 def test_unknown_script_is_an_error_with_close_names(name, suggestion):
     with pytest.raises(ValueError, match=f"`scripts`.*{suggestion}"):
@@ -197,84 +189,25 @@ def test_wrong_types_are_named():
     for tokenizer in (3, "abc", None):
         with pytest.raises(TypeError, match="`tokenizer`"):
             language_token_ids(tokenizer)
-    with pytest.raises(TypeError, match="got None at 1"):
-        language_token_ids(["a", None])
 
 
 # Tokenizers --------------------------------------------------------------------------------------
 
 
-@functools.cache
-def trained(kind):
-    """A tokenizer of texts in several scripts, as its own trainer makes it."""
-    tk, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
-    texts, options = [" ".join(WORDS)] * 9, {"vocab_size": 400, "show_progress": False}
-    if kind == "t5":
-        base = transformers.T5Tokenizer(extra_ids=3)
-        return base.train_new_from_iterator([texts], 80, show_progress=False)
-    if kind == "wordpiece":
-        tokenizer = tk.Tokenizer(tk.models.WordPiece(unk_token="[UNK]"))
-        tokenizer.pre_tokenizer = tk.pre_tokenizers.BertPreTokenizer()
-        tokenizer.decoder = tk.decoders.WordPiece(cleanup=False)
-        trainer = tk.trainers.WordPieceTrainer(special_tokens=["[UNK]"], **options)
-    else:
-        tokenizer = tk.Tokenizer(tk.models.BPE())
-        tokenizer.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = tk.decoders.ByteLevel()
-        alphabet = tk.pre_tokenizers.ByteLevel.alphabet()
-        trainer = tk.trainers.BpeTrainer(
-            special_tokens=["<end>"], initial_alphabet=alphabet, **options
-        )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-@pytest.mark.parametrize("kind", ["t5", "wordpiece", "byte-level"])
-@pytest.mark.parametrize("scripts", [["Hangul", "Latin"], ["Han", "Hiragana"], []], ids=str)
-def test_a_trained_tokenizers_tokens_count_by_what_they_decode_to(kind, scripts):
-    regex, tokenizer = pytest.importorskip("regex"), trained(kind)
-    chosen = [*scripts, "Common", "Inherited"]
-    allowed = regex.compile("(" + "|".join(rf"\p{{Script={name}}}" for name in chosen) + ")*")
-    anchor = tokenizer.encode("a", add_special_tokens=False)  # a first token is decoded otherwise
-    anchor = getattr(anchor, "ids", anchor)
-    before, special = tokenizer.decode(anchor), {0, *getattr(tokenizer, "all_special_ids", ())}
-    texts = {
-        index: tokenizer.decode([*anchor, index]).removeprefix(before)
-        for index in set(tokenizer.get_vocab().values()) - special
-    }
-    # What whole characters are beside parts of characters is tested above.
-    whole = {i: text for i, text in texts.items() if "\N{REPLACEMENT CHARACTER}" not in text}
-    expected = {i for i, text in whole.items() if allowed.fullmatch(text)}
-    assert set(language_token_ids(tokenizer, scripts).tolist()) & whole.keys() == expected
-    assert 0 < len(expected) < len(whole)
-
-
 def test_added_tokens_are_kept_by_their_text_and_special_ones_are_not():
-    tokenizer = copy.deepcopy(trained("byte-level"))
+    tk, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    tokenizer = tk.Tokenizer(tk.models.BPE({c: i for i, c in enumerate(ALPHABET)}, []))
+    tokenizer.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False)
     size = tokenizer.get_vocab_size()
     tokenizer.add_tokens(["여의도", "Невский", "한강 공원"])
     tokenizer.add_special_tokens(["<한국>"])
     ids = language_token_ids(tokenizer)
     assert ids[ids >= size].tolist() == [size, size + 2]
-    fast = pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     assert torch.equal(language_token_ids(fast), ids)
 
 
 # The table ---------------------------------------------------------------------------------------
-
-
-def test_ranges_are_sorted_disjoint_and_maximal():
-    owners = {}
-    for name, ends in _scripts().items():
-        assert len(ends) % 2 == 0
-        assert all(one <= other for one, other in itertools.pairwise(ends))
-        assert all(end + 1 < start for end, start in zip(ends[1::2], ends[2::2], strict=False))
-        for first, last in zip(ends[::2], ends[1::2], strict=True):
-            assert 0 <= first <= last <= sys.maxunicode
-            for code in range(first, last + 1):
-                assert owners.setdefault(code, name) == name
-    assert len(_scripts()) > 170
-    assert not any(0xD800 <= code < 0xE000 for code in owners)
 
 
 def test_the_table_is_what_the_generator_writes(tmp_path, monkeypatch):

@@ -1,9 +1,7 @@
 """Pictures of committed results, and V26's schedule; each function draws one."""
 
 import functools
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle
 from statistics import mean
 
 import torch
@@ -17,7 +15,6 @@ from benchmarks.run.table import ROOT, Row, largest_cases, read
 from sparse_losses import V26, TrainingSchedule, Warmup
 
 DOCS = ROOT / "docs" / "results"
-CORPORA = {"docstrings": ("o", "-", "C0"), "debian": ("s", "--", "C1")}
 TARGETS = [32, 64, 128]
 
 
@@ -77,7 +74,9 @@ def benchmarks_calculated(figure: Figure) -> None:
     rows = read(BENCHMARKS / "calculated.csv")
     cases = list(dict.fromkeys((row["loss"], row["case"]) for row in rows))
     gpus = {"h100": "H100", "a10g": "A10G"}
-    panels = {f"{key}_seconds": f"{gpu}: calculated time over ours" for key, gpu in gpus.items()}
+    panels = {
+        f"{key}_seconds": f"{gpu}: time relative to sparse-losses" for key, gpu in gpus.items()
+    }
     peers = {"eager": ("plain formula", "o")}
     peers["sentence-transformers"] = ("sentence-transformers", "^")
     figure.set_size_inches(8.4, 1 + 0.15 * len(cases))
@@ -86,11 +85,12 @@ def benchmarks_calculated(figure: Figure) -> None:
 
 def benchmarks_peers(figure: Figure, *, stacked: bool = False) -> None:
     """Time and memory of the peers side by side, or ``stacked`` for a narrow screen."""
-    panels = {"seconds": "time over ours", "peak_bytes": "peak extra memory over ours"}
+    panels = {"seconds": "time", "peak_bytes": "memory"}
+    panels = {key: f"{name} relative to sparse-losses" for key, name in panels.items()}
     peers = {"eager": ("plain formula", "o"), "torch.compile": ("the same, compiled", "x")}
     names = ("ours, compiled", "sentence-transformers", "pytorch-metric-learning")
     for name, marker in zip((*names, "info-nce-pytorch"), "s^D+", strict=True):
-        peers[name] = (name, marker)
+        peers[name] = (name.replace("ours", "sparse-losses"), marker)
     figure.set_size_inches((4.6, 12) if stacked else (8.4, 6.4))
     rows = [row for row in read(BENCHMARKS / "cpu-quick.csv") if row["status"].startswith("ok")]
     over_ours(figure, rows, panels, peers, largest_cases(rows), stacked=stacked)
@@ -109,7 +109,10 @@ def growth(figure: Figure) -> None:
             ("peak_bytes", "memory, MiB", 2.0**20),
         ):
             panel = next(panels)
-            for variant, label, mark in (("eager", "plain formula", "x--"), ("ours", "ours", "o-")):
+            for variant, label, mark in (
+                ("eager", "plain formula", "x--"),
+                ("ours", "sparse-losses", "o-"),
+            ):
                 line = [row for row in own if row["variant"] == variant]
                 x = [float(row["value"]) for row in line]
                 y = [float(row[column]) / unit for row in line]
@@ -162,15 +165,30 @@ def curriculum(figure: Figure) -> None:
 
 
 LINES = {  # system, similarity, teacher: label, colour, marker, line
-    ("sparse-losses", "dot", "True"): ("ours, teacher", "C0", "o", "-"),
-    ("sparse-losses", "dot", "False"): ("ours", "C0", "s", "--"),
-    ("two targets", "dot", "False"): ("ours, queries' target too", "C0", "D", "--"),
-    ("sparse-losses", "cosine", "True"): ("ours, cosine, teacher", "C2", "o", "-"),
-    ("sparse-losses", "cosine", "False"): ("ours, cosine", "C2", "s", "--"),
-    ("sentence-transformers", "dot", "True"): ("theirs, dot, teacher", "C1", "o", "-"),
-    ("sentence-transformers", "dot", "False"): ("theirs, dot", "C1", "s", "--"),
-    ("sentence-transformers", "cosine", "True"): ("theirs, cosine, teacher", "C3", "o", "-"),
-    ("sentence-transformers", "cosine", "False"): ("theirs, cosine", "C3", "s", "--"),
+    ("sparse-losses", "dot", "True"): ("sparse-losses, teacher", "C0", "o", "-"),
+    ("sparse-losses", "dot", "False"): ("sparse-losses", "C0", "s", "--"),
+    ("two targets", "dot", "False"): ("sparse-losses, queries' target too", "C0", "D", "--"),
+    ("sparse-losses", "cosine", "True"): ("sparse-losses, cosine, teacher", "C2", "o", "-"),
+    ("sparse-losses", "cosine", "False"): ("sparse-losses, cosine", "C2", "s", "--"),
+    ("sentence-transformers", "dot", "True"): (
+        "sentence-transformers, dot, teacher",
+        "C1",
+        "o",
+        "-",
+    ),
+    ("sentence-transformers", "dot", "False"): ("sentence-transformers, dot", "C1", "s", "--"),
+    ("sentence-transformers", "cosine", "True"): (
+        "sentence-transformers, cosine, teacher",
+        "C3",
+        "o",
+        "-",
+    ),
+    ("sentence-transformers", "cosine", "False"): (
+        "sentence-transformers, cosine",
+        "C3",
+        "s",
+        "--",
+    ),
 }
 FEWER = {"trained": ("o", "-"), "pruned": ("s", "--"), "shifted": ("x", ":")}
 BASELINES = {"BM25, words": "-.", "BM25, same subwords": ":"}
@@ -207,7 +225,8 @@ def front(figure: Figure) -> None:
             handles[name] = axes.axhline(mean_of(own, name)[1], **look)
         axes.set(title=corpus, xlabel="active dimensions of a document", ylabel="nDCG@10")
         plain_ticks(axes.xaxis, [16, *TARGETS, 256])
-    figure.legend(handles.values(), handles, loc="outside right upper", fontsize=8)
+    figure.set_size_inches(8.4, 4.4)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=8)
 
 
 def target_sparsity(figure: Figure) -> None:
@@ -242,43 +261,6 @@ def target_sparsity(figure: Figure) -> None:
     right.legend(fontsize=8)
 
 
-def training(figure: Figure) -> None:
-    """Recall during the demo's training; ranking by target of the recommended preset."""
-    left, right = figure.subplots(1, 2)
-    dashes = cycle(["-", "--", ":"])
-    for path in sorted(DOCS.glob("demo-seed-*.json")):
-        run = json.loads(path.read_text(encoding="utf-8"))
-        x = [row["step"] for row in run["validation"]]
-        y = [row["ranking"]["recall_10"] for row in run["validation"]]
-        left.plot(x, y, label=f"seed {run['settings']['seed']}", linestyle=next(dashes))
-    left.set(title="Recall@10, name task (validation)", xlabel="step")
-    left.legend(loc="lower right")
-    rows = read(DOCS / "against_sentence_transformers.csv")
-    for corpus, (marker, dash, colour) in CORPORA.items():
-        own = [row for row in rows if row["corpus"] == corpus]
-        points = [mean_of(own, f"ours, target {x}, BM25 as teacher") for x in TARGETS]
-        look = {"marker": marker, "linestyle": dash, "color": colour}
-        right.plot(*zip(*points, strict=True), label=corpus, **look)
-        _, height = mean_of(own, "BM25, same subwords")
-        right.axhline(height, color=colour, linewidth=1, linestyle=":")
-        right.annotate(
-            "BM25",
-            (1, height),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            xytext=(0, -10),
-            ha="right",
-            fontsize=8,
-        )
-    right.set(
-        title=f"nDCG@10 with targets of {', '.join(map(str, TARGETS))} (test)",
-        xlabel="active dimensions of a document, of 8,000",
-        ylim=(0.5, 0.95),
-    )
-    plain_ticks(right.xaxis, TARGETS)
-    right.legend(loc="upper right")
-
-
 FIGURES = {
     "benchmarks_calculated": benchmarks_calculated,
     "benchmarks_peers": benchmarks_peers,
@@ -287,5 +269,4 @@ FIGURES = {
     "front": front,
     "growth": growth,
     "target_sparsity": target_sparsity,
-    "training": training,
 }

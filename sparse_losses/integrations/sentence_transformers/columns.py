@@ -33,8 +33,6 @@ from sparse_losses._core.token_ids import as_mask
 from sparse_losses.distributed import gather_rows, num_ranks
 from sparse_losses.objective.teacher import Teacher, score_candidates
 
-__all__ = ["COMPUTE", "Columns", "compute_loss", "has_tokens", "texts_of_column"]
-
 
 class Columns(NamedTuple):
     """The columns of a batch, their labels, and the options of ``SentenceTransformersLoss``.

@@ -16,8 +16,6 @@ from sparse_losses.integrations.sentence_transformers.versions import (
 from sparse_losses.representation._language_model import unwrapped
 from sparse_losses.representation.head import SpladeHead
 
-__all__ = ["remove_splade_head", "use_splade_head"]
-
 
 def use_splade_head(sparse_encoder: Any) -> Any:
     """Compute the vectors of a ``SparseEncoder`` by ``splade_head``, in training and inference.

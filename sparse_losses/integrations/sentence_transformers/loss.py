@@ -14,7 +14,6 @@ from sparse_losses import (
     ObjectiveOutput,
     RankNetLoss,
     SpladeObjective,
-    __version__,
 )
 from sparse_losses._core.checks import (
     check_choice,
@@ -36,8 +35,6 @@ from sparse_losses.integrations.sentence_transformers.versions import (
     embed_columns,
 )
 from sparse_losses.objective.teacher import Teacher
-
-__all__ = ["SentenceTransformersLoss"]
 
 USED_BY: dict[str, tuple[type, ...]] = {
     "similarity": (DistillationLoss, MarginMSELoss, RankNetLoss),
@@ -233,35 +230,19 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
         return named
 
     def get_config_dict(self) -> dict[str, Any]:
-        """Return the loss's settings for the model card."""
-        config: dict[str, Any] = {"loss": repr(self.loss)}
-        if isinstance(self.loss, SpladeObjective):
-            weights = self.loss.weights
-            names = {n.removeprefix("query_").removeprefix("document_") for n in weights}
-            config = {
-                "loss": "SpladeObjective",
-                "weights": {name: float(weight) for name, weight in weights.items()},
-                **{name: repr(getattr(self.loss, name)) for name in sorted(names)},
-            }
+        """Return the loss and its options for the model card."""
+        loss = self.loss
+        config: dict[str, Any] = {"loss": repr(loss)}
+        if isinstance(loss, SpladeObjective):  # whose repr has all losses, active or not
+            weights = {name: float(weight) for name, weight in loss.weights.items()}
+            config = {"loss": "SpladeObjective", "weights": weights}
         options = {
-            "similarity": self.similarity if isinstance(self.loss, USED_BY["similarity"]) else None,
-            "teacher": None if self.teacher is None else repr(self.teacher),
+            "similarity": self.similarity if isinstance(loss, USED_BY["similarity"]) else None,
+            "teacher": self.teacher and repr(self.teacher),
             "labels_are_positive_ids": self.labels_are_positive_ids,
             "mini_batch_size": self.mini_batch_size,
         }
         return config | {name: value for name, value in options.items() if value}
-
-    @property
-    def citation(self) -> str:
-        """The BibTeX entry for the model card."""
-        return (
-            "@software{sparse_losses,\n"
-            "    title = {sparse-losses: losses for learned sparse retrieval and contrastive "
-            "encoders},\n"
-            "    author = {{The sparse-losses authors}},\n"
-            f"    version = {{{__version__}}},\n"
-            "}\n"
-        )
 
 
 def _check_options(loss: nn.Module, **options: object) -> None:

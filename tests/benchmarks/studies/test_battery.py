@@ -1,6 +1,5 @@
 """The battery of short trainings runs, with every controller."""
 
-import csv
 import dataclasses
 
 import pytest
@@ -30,33 +29,3 @@ def test_every_model_trains_with_and_without_the_controller(model, monkeypatch, 
     line = battery.table(results).splitlines()[2]
     assert line.startswith(f"| {row.name}{' *' * row.held_back} | 32 | ")
     assert line.endswith(" | waiting |")
-
-
-def test_the_command_writes_its_rows(tmp_path, monkeypatch, capsys):
-    row = dataclasses.replace(battery.Row("bag"), steps=2, batch=4)
-    monkeypatch.setattr(battery, "ROWS", [row])
-    monkeypatch.setattr(battery, "ProcessPoolExecutor", InPlace)
-    output = tmp_path / "battery.csv"
-    options = ["--only", row.name, "--controllers", "none", "--output", str(output)]
-    assert battery.main(options) == 0
-    with output.open() as file:
-        (written,) = csv.DictReader(file)
-    assert written["name"] == row.name
-    assert row.name in capsys.readouterr().out
-
-
-class InPlace:
-    """A pool that computes in this process, where the patched rows are."""
-
-    def __init__(self, *_, **__):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return None
-
-    def submit(self, function, *arguments):
-        self.result = lambda: function(*arguments)
-        return self

@@ -4,7 +4,6 @@ import dataclasses
 import math
 import random
 
-import numpy as np
 import pytest
 import torch
 
@@ -37,11 +36,7 @@ def test_pairs_stay_in_their_passage():
     ("file", "line", "message"),
     [
         ("corpus.jsonl", '{"_id": "x", "text": 3}', "corpus.jsonl, line 61: expected an object"),
-        ("corpus.jsonl", '{"_id": "d1", "text": "again"}', "line 61: .* of its own"),
-        ("queries.jsonl", '{"_id": "cut', "queries.jsonl, line 6: expected an object"),
         ("qrels/test.tsv", "file\td99\t1", "test.tsv, line 26: expected known query, known doc"),
-        ("qrels/test.tsv", "file d3 1", "test.tsv, line 26: expected .* separated by tabs"),
-        ("qrels/test.tsv", "file\td3\tyes", "test.tsv, line 26: expected .* whole number"),
         ("qrels/test.tsv", None, "has no relevant documents"),
         ("qrels", None, "cannot read .*test.tsv.* has corpus.jsonl, queries.jsonl"),
     ],
@@ -75,14 +70,3 @@ def test_figures_of_rankings_follow_their_formulas():
     costs = beir.costs([["a", "b", "a"], ["c"]], [["a", "c"], ["b", "d", "d"], ["c"], []])
     lengths = {"active_query": 1.5, "active_document": 5 / 4, "longest_list": 2 / 4}
     assert costs == {**lengths, "products": 4 / 8}
-
-
-def test_the_interval_is_of_the_mean_of_the_collections():
-    rng = np.random.default_rng(5)
-    rows = [rng.random(400), rng.random(100)]
-    changes = [rng.normal(0.1, 0.2, 400), rng.normal(-0.3, 0.4, 100)]
-    mean, low, high = beir.difference([a + b for a, b in zip(rows, changes, strict=True)], rows)
-    assert mean == pytest.approx((changes[0].mean() + changes[1].mean()) / 2)
-    deviation = math.sqrt(changes[0].var() / 400 + changes[1].var() / 100) / 2
-    normal = [mean - 1.96 * deviation, mean + 1.96 * deviation]
-    assert [low, high] == pytest.approx(normal, abs=deviation / 10)

@@ -73,41 +73,6 @@ def test_pruned_weights_stay_and_shifted_weights_shrink():
     assert all(torch.equal(fewer[method][0], queries) for method in ("pruned", "cut"))
 
 
-def test_both_systems_read_the_same_batches(folder, monkeypatch):
-    monkeypatch.setattr(collection, "QUERY_LENGTH", 6)
-    pytest.importorskip("sentence_transformers")
-    read, terms = beir.load(folder), {}
-    for system, kind in collection.RUNS.items():
-        settings = collection.Training(steps=1, system=system, number=0.1, teacher=True, **TINY)
-        run = kind(read, settings)
-        run.train()
-        terms[system] = (*run.history[0].terms, run.order.tolist())
-        assert max(map(len, run.queries)) == 6
-    ours, theirs = terms.values()
-    assert ours[-1] == theirs[-1]
-    assert ours[0] == "info_nce"
-    assert theirs[:2] == ("base_loss", "distillation_loss")
-
-
-def test_rows_with_posting_lists_stand_beside_those_without(small, folder, monkeypatch):
-    small(collection)
-    options = ["--target", "64", "--calibrate", "--weights", "--seeds", "0"]
-    before = _run(folder, *options)
-    path = next(folder.parent.glob("output/*/*.json"))
-    stored = json.loads(path.read_text("utf-8"))
-    assert "posting" not in stored["settings"]
-    del stored["rows"][""]["longest_list"]  # as stored before the figure existed
-    path.write_text(json.dumps(stored), encoding="utf-8")
-    rows = _run(folder, *options, "--posting", "0.2")
-    added = ["RECOMMENDED, target 64, DF-FLOPS", "RECOMMENDED, longest list 0.2, DF-FLOPS"]
-    assert [row["row"] for row in rows[3:]] == added
-    assert rows[2] == {**before[2], "longest_list": ""}
-    assert all(0 < float(row["longest_list"]) <= 1 for row in (*before, *rows[3:]))
-    stored = [json.loads(path.read_text("utf-8")) for path in folder.parent.glob("output/*/*.json")]
-    targets = {one["variant"]: one["controllers"]["document"]["target"] for one in stored}
-    assert targets == {before[2]["row"]: 64, added[0]: 64, added[1]: 0.2}
-
-
 def test_df_flops_is_the_documents_alone(folder):
     read = beir.load(folder)
     run = collection.PostingRun(read, collection.PostingTraining(steps=9, **TINY))
@@ -155,13 +120,3 @@ def test_a_pretrained_model_reads_its_own_tokens(folder, bert, monkeypatch):
     torch.testing.assert_close(vectors, expected)
     run.train()
     assert not torch.equal(collection.vectors(run, run.tokens.ids(read.documents)), vectors)
-
-
-def test_a_model_that_does_not_fit_is_refused(tmp_path, bert):
-    path, encoder = bert
-    with pytest.raises(SystemExit, match="cannot load the --model"):
-        collection.pretrained(str(tmp_path / "nowhere"))
-    encoder.tokenizer.sep_token = None
-    encoder.tokenizer.save_pretrained(path)
-    with pytest.raises(SystemExit, match=r"lacks a fast tokenizer with \[CLS\] and \[SEP\]"):
-        collection.pretrained(str(path))

@@ -25,60 +25,6 @@ def test_a_row_holds_title_and_description_without_the_title():
     assert row.text == f"Sorts all the lines. {pair.document}"
 
 
-@pytest.mark.parametrize(
-    ("names", "kept"),
-    [
-        (("libpng-dev", "libpng-tools", "libpng-doc"), "libpng-tools"),
-        (("gcc-11-base", "gcc-12"), "gcc-12"),
-    ],
-)
-def test_a_source_and_its_releases_are_one_row(names, kept):
-    packages = [_package(name, f"t{n}", debian.family(names[0])) for n, name in enumerate(names)]
-    assert [row.title for row in debian.to_rows(packages)] == [kept]
-
-
-def test_lists_and_addresses_are_no_prose():
-    text = "sorts lines\n Reads and\n sorts them.\n .\n   -r backwards\n See http://a.b sort(1)."
-    assert debian.clean(text) == ("sorts lines", ["Reads and sorts them.", "See sort(1)."])
-
-
-def test_a_family_is_a_name_without_release():
-    names = ("gcc-12-cross", "llvm-toolchain-14", "libpng1.6", "sed")
-    assert [debian.family(name) for name in names] == ["gcc", "llvm-toolchain", "libpng", "sed"]
-
-
-@pytest.mark.parametrize("word", ["transitional", "dummy package", "metapackage"])
-def test_packages_that_only_name_others_are_left_out(word):
-    packages = [_package("old", "old", None, f" This is a {word}."), _package("new", "new")]
-    assert [row.title for row in debian.to_rows(packages)] == ["new"]
-
-
-@pytest.mark.parametrize(("sources", "stays"), [(2, True), (3, False)])
-def test_a_paragraph_that_three_sources_share_is_left_out(sources, stays):
-    shared = (" .", " Haskell is a language.")
-    packages = [_package(f"{c}tool", c * 3, None, *shared) for c in "abc"[:sources]]
-    for row in debian.to_rows(packages):
-        assert ("Haskell" in row.pairs[0].document) == stays
-
-
-def test_a_title_has_one_answer_and_a_description_one_title():
-    first, other = (
-        _description("Reads all the mail", "mail"),
-        _description("Reads all the mail", "b"),
-    )
-    twin = _description("Shows all the mail", "mail")
-    packages = [(name, name, text) for name, text in (("a", first), ("b", other), ("c", twin))]
-    assert [row.title for row in debian.to_rows(packages)] == ["a"]
-
-
-def test_the_digest_is_of_the_texts():
-    packages = [_package(f"p{chr(97 + n)}", chr(97 + n) * 3) for n in range(5)]
-    one, again = debian.to_corpus(packages), debian.to_corpus(reversed(packages))
-    assert one.sources == again.sources
-    assert one.sources["debian"].startswith("5 packages, sha256 ")
-    assert debian.to_corpus([*packages[:4], _package("pe", "zzz")]).sources != one.sources
-
-
 def _apt(outputs):
     """Stands for the commands of apt, by their last words."""
 

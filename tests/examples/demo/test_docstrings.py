@@ -51,20 +51,6 @@ def test_clean_keeps_prose_and_drops_everything_else():
         assert junk not in body, junk
 
 
-def test_clean_drops_code_headings_and_lone_surrogates():
-    assert docstrings.clean("f(x)\n\n>>> f(1)\n") == ("", "")
-    assert docstrings.clean("A \ud800 broken one.") == ("A broken one.", "")
-    text = (
-        "Opens it.\n\nArgs:\n    path (str): where it is\n\nUse it thus::\n\n    open(p)\n\nDone."
-    )
-    assert docstrings.clean(text) == ("Opens it.", "path (str): where it is Use it thus Done.")
-
-
-def test_an_identifier_becomes_words():
-    assert docstrings.spoken("from_pandas_edgelist") == "from pandas edgelist"
-    assert docstrings.spoken("SMTPNotSupportedError") == "SMTP Not Supported Error"
-
-
 def _docstring(summary: str, topic: str) -> str:
     words = " ".join(f"{topic}{chr(97 + i % 26)}{chr(97 + i * 7 % 26)}" for i in range(30))
     return f"{summary}\n\nThe rest is about {words}."
@@ -79,15 +65,6 @@ def test_a_name_leaks_into_neither_query_nor_document():
         assert not re.search(r"\bsorted\b", leaking, re.IGNORECASE)
     assert "sorted_list" in name.document  # another object's name stays
     assert "Sort the list" not in summary.document
-
-
-def test_aliases_re_exports_and_near_duplicates_are_one_row():
-    text = _docstring("Return the greatest of all the numbers.", "great")
-    reworded = text.replace("numbers", "values")
-    other = _docstring("Return the smallest of all the numbers.", "small")
-    texts = {"core.amax": text, "amax": text, "nanmax": reworded, "amin": other}
-    rows = docstrings.to_rows([(f"pkg.{name}", each) for name, each in texts.items()])
-    assert [row.title for row in rows] == ["pkg.amax", "pkg.amin"]
 
 
 def test_a_leaf_name_is_never_on_both_sides_of_the_split():
@@ -122,8 +99,3 @@ def test_sources_are_parsed_not_imported(tmp_path):
         "pkg.Box.open": "Opens.",
         "pkg.escape.odd": "A \\d.",
     }
-
-
-def test_c_functions_are_inspected():
-    names = {name for name, _ in docstrings.inspect_namespace("builtins")}
-    assert {"sorted", "str.strip", "dict.setdefault"} <= names

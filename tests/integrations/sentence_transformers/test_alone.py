@@ -5,13 +5,11 @@ Where a formula of ours is one of theirs, tests/porting holds them to each other
 
 import pytest
 import torch
-from sentence_transformers.sentence_transformer import losses as dense_losses
 
 from sparse_losses import (
     DistillationLoss,
     InfoNCELoss,
     MarginMSELoss,
-    PairwiseContrastiveLoss,
     SpladeObjective,
     Texts,
 )
@@ -21,7 +19,6 @@ from tests.integrations.sentence_transformers.runs import (
     DOT,
     NAME,
     ROWS,
-    SAME,
     SCORES,
     VOCABULARY,
     adapter,
@@ -31,7 +28,6 @@ from tests.integrations.sentence_transformers.runs import (
     logged,
     mse_of_margins,
     plain_loop,
-    random_columns,
     train,
 )
 
@@ -85,13 +81,3 @@ def test_labels_may_be_ids_of_the_positives(sparse):
         unread = SentenceTransformersLoss(sparse(), loss)
         value = unread.compute_loss_from_embeddings(vectors, ids)
         assert (value if torch.is_tensor(value) else value["info_nce"]) != expected
-
-
-def test_contrastive_is_theirs_without_the_half(sparse):
-    vectors, model = random_columns(2), sparse()
-    metric = dense_losses.SiameseDistanceMetric.EUCLIDEAN
-    other = dense_losses.ContrastiveLoss(model, distance_metric=metric, margin=4.0)
-    ours = SentenceTransformersLoss(model, PairwiseContrastiveLoss(margin=4.0))
-    value = ours.compute_loss_from_embeddings(vectors, SAME[:6])
-    expected = 2.0 * other.compute_loss_from_embeddings(vectors, SAME[:6])
-    torch.testing.assert_close(value, expected)

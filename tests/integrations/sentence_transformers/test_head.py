@@ -144,13 +144,6 @@ def test_a_copy_has_a_head_of_its_own(duplicate, folder):
     assert_equal_vectors(twin, reference)
 
 
-def test_encoding_by_several_processes(folder):
-    model = use_splade_head(sparse_encoder(folder))
-    expected = model.encode(TEXTS, convert_to_sparse_tensor=False)
-    found = model.encode(TEXTS, device=["cpu", "cpu"], convert_to_sparse_tensor=False, chunk_size=9)
-    torch.testing.assert_close(torch.as_tensor(found), expected)
-
-
 def test_the_document_side_of_a_router(folder):
     def router(static):
         chain = list(sparse_encoder(folder))
@@ -193,20 +186,6 @@ def test_a_trainer_gives_the_same_weights(cache, use_reentrant, sparse, tmp_path
             wrapped = adapter(each, loss, mini_batch_size=3 if cache else None)
         train(each, wrapped, dataset(columns, labels), tmp_path, num_train_epochs=1, **settings)
     assert model[0].auto_model.is_activation_checkpointing
-    assert_same_weights(model, reference)
-    assert_moved(model, sparse())
-
-
-def test_compiled_it_trains_to_the_same_weights(sparse, tmp_path):
-    loss, columns, labels, _ = ALONE["info_nce"]
-    model, reference = refuse_logits(use_splade_head(sparse())), sparse()
-    torch._dynamo.reset()
-    for each, settings in (
-        (model, {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
-        (reference, {}),
-    ):
-        data = dataset(columns, labels)
-        train(each, adapter(each, loss), data, tmp_path, num_train_epochs=1, **settings)
     assert_same_weights(model, reference)
     assert_moved(model, sparse())
 

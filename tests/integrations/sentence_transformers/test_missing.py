@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from sparse_losses import (
-    DistillationLoss,
     InfoNCELoss,
     MarginMSELoss,
     RankNetLoss,
@@ -120,17 +119,6 @@ def test_an_empty_negative_is_not_there(name, cached):
     gradients = torch.autograd.grad(expected, vectors, allow_unused=True)
     for x, gradient in zip(vectors, gradients, strict=True):
         torch.testing.assert_close(x.grad, torch.zeros_like(x) if gradient is None else gradient)
-
-
-def test_distillation_of_an_empty_negative_is_that_of_a_shorter_list():
-    torch.manual_seed(0)
-    vectors = [torch.rand(B, V) for _ in range(2 + N)]
-    columns = [features(x, torch.full((B, 2), 5)) for x in vectors]
-    columns[4]["attention_mask"][:] = 0
-    labels = torch.randn(B, 1 + N)
-    wrapped = SentenceTransformersLoss(Given(), DistillationLoss())
-    value = wrapped(columns, labels)
-    torch.testing.assert_close(value, wrapped(columns[:4], labels[:, :N]))
 
 
 @pytest.mark.parametrize("prompt", [None, "the quick "])

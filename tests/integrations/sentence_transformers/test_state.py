@@ -6,7 +6,7 @@ A whole run with all of it, resumed, is a row of tests/integrations/test_loops.p
 import pytest
 from datasets import DatasetDict
 
-from sparse_losses import FlopsLoss, SparsityController, SpladeObjective, TrainingSchedule, Warmup
+from sparse_losses import FlopsLoss, SparsityController, SpladeObjective
 from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
 from sparse_losses.integrations.transformers import TrainingState
 from tests.integrations.sentence_transformers.runs import (
@@ -44,20 +44,6 @@ def test_learned_parameters_of_a_dict_of_losses_are_resumed(sparse, tmp_path):
     assert len({0.5, *learned}) == 3
     assert resumed_values == values
     assert_same_weights(same, model, rtol=0, atol=0)
-
-
-def test_nothing_stays_attached_after_training(sparse, tmp_path):
-    weights = {"info_nce": 1.0, "query_flops": 0.01, "document_flops": 0.02}
-    model, ours = sparse(), SpladeObjective(weights)
-    schedule = TrainingSchedule(ours, warmups={"query_flops": Warmup(5, "quadratic")})
-    controller = SparsityController(ours, "document_flops", target_active=20)
-    loss = SentenceTransformersLoss(model, ours)
-    callbacks = [TrainingState(schedule, controller, loss=loss)]
-    trainer = train(model, loss, dataset(2), tmp_path, callbacks=callbacks)
-    assert schedule.steps_taken == 6
-    assert not ours._forward_hooks
-    trainer.train()
-    assert schedule.steps_taken == 12
 
 
 def test_a_sparse_encoder_is_calibrated_at_the_end(sparse, tmp_path, capsys):
