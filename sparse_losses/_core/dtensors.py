@@ -161,8 +161,10 @@ def _layout(x: Any) -> str:
     with torch.no_grad():
         part = list(x.to_local().shape)
     expected, _ = _own_part(x)
-    wrong = "" if part == expected else f", with {part} of it instead of {expected}"
-    return f"{list(x.shape)} placed as {list(x.placements)}{wrong}"
+    layout = f"{list(x.shape)} placed as {list(x.placements)}"
+    if part == expected:
+        return layout
+    return f"{layout}, of which rank {dist.get_rank()} has {part} instead of {expected}"
 
 
 def on_parts(

@@ -249,7 +249,8 @@ def _agree(
     call: str, declaration: _Declaration, arguments: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> None:
     """Raise unless all ranks make the same call with the same sizes and hyperparameters."""
-    tensors, compared = declaration.tensors, dict[str, object]()
+    tensors = declaration.tensors
+    compared: dict[str, object] = {}
     if not torch.compiler.is_compiling():  # a number may be symbolic there
         letters = {letter for shapes, _ in tensors.values() for shape in shapes for letter in shape}
         compared = {letter: sizes.get(letter, 0) for letter in sorted(letters - {PADDED})}

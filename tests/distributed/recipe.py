@@ -1,5 +1,6 @@
 """What the ranks of test_recipe.py run; and how a process of a test ends."""
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -8,14 +9,12 @@ from typing import Any, NoReturn
 import torch
 
 
-def example() -> Any:
-    """The module examples/train_with_ddp.py."""
+def example(name: str = "train_with_ddp") -> Any:
+    """The module of an example."""
     folder = str(Path(__file__).resolve().parents[2] / "examples")
     if folder not in sys.path:
         sys.path.append(folder)
-    import train_with_ddp
-
-    return train_with_ddp
+    return importlib.import_module(name)
 
 
 def run(

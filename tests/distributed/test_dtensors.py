@@ -32,11 +32,8 @@ pytestmark = needs_dtensors
 B, V = 6, 1000
 CASES = BASE_CASES + LAYER_CASES + OBJECTIVE_CASES
 LAYOUTS = {"rows": 2, "row": 2, "columns": 2, "both": 4}  # and on how many ranks
-ON_FOUR = (
-    *FIRST.values(),
-    *(case for case in CASES if case.id in ("splade_pool-capped", "splade_head-all_logits")),
-    *(case for case in CASES if case.id in ("token_weights-plain", "objective-pairs")),
-)
+ALSO = "splade_pool-capped", "splade_head-all_logits", "token_weights-plain", "objective-pairs"
+ON_FOUR = (*FIRST.values(), *(case for case in CASES if case.id in ALSO))
 TOLERANCE = 1e-9
 
 
@@ -182,6 +179,7 @@ def messages(rank: int) -> dict[str, str]:
         # What the ranks do not agree on: nobody may wait, and no rank gets a value.
         "rows": lambda: F.flops_loss(own(1, 4 + rank)),
         "uneven": lambda: F.flops_loss(own(0, 2 + rank, **five)),
+        "alike": lambda: F.flops_loss(own(0, 3, shape=torch.Size((4, 6)), stride=(6, 1))),
         "placement": lambda: F.flops_loss(columns if rank else rows),
         "number": lambda: F.idf_flops_loss(columns, torch.ones(6), beta=0.1 + rank),
         "plain": lambda: F.positive_activation_loss(
@@ -208,7 +206,8 @@ def test_errors_name_what_is_possible():
         "tokens": r"`weight` to have a part for each of 2 ranks along V = 1: use Replicate\(\)",
         "impl": 'with impl="direct"',
         "rows": "same B on every rank for flops_loss, got 4 on rank 0, 5 on rank 1; the last batch",
-        "uneven": r"same `activations` .*with \[2, 6\] of it instead of \[3, 6\] on rank 0",
+        "uneven": r"same `activations` .*rank 0 has \[2, 6\] instead of \[3, 6\]",
+        "alike": r"same `activations` .*rank 1 has \[3, 6\] instead of \[2, 6\]",
         "placement": r"same `activations` .*Shard\(dim=0\)\] on rank 0, .*\(dim=1\)\] on rank 1",
         "number": "same `beta` on every rank for idf_flops_loss, got 0.1 on rank 0, 1.1 on rank 1",
         "plain": r"same `positive_input_ids` .* \[4, 2\] on rank 0, \[4, 1\] on rank 1",

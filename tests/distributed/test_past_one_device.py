@@ -1,7 +1,6 @@
 """A vocabulary that is sharded over four ranks: training, and checkpoints for another number."""
 
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from sparse_losses import SpladeEncoder, SpladeHead
 from sparse_losses._core.dtensors import full
 from tests.distributed.ranks import needs_dtensors, run_ranks
+from tests.distributed.recipe import example
 
 pytestmark = needs_dtensors
-
-
-def example() -> Any:
-    """The module examples/train_with_sharded_vocabulary.py."""
-    folder = str(Path(__file__).resolve().parents[2] / "examples")
-    if folder not in sys.path:
-        sys.path.append(folder)
-    import train_with_sharded_vocabulary
-
-    return train_with_sharded_vocabulary
 
 
 def whole(encoder: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -52,7 +42,7 @@ def head_of_its_own(mesh: DeviceMesh) -> None:
 
 
 def train(rank: int, folder: Path) -> dict[str, Any]:
-    script = example()
+    script = example("train_with_sharded_vocabulary")
     torch.manual_seed(0)
     sharded = made(script)
     plain = copy.deepcopy(sharded)
@@ -83,7 +73,7 @@ def train(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def resume(rank: int, folder: Path) -> dict[str, Any]:
-    script = example()
+    script = example("train_with_sharded_vocabulary")
     encoder = made(script)
     script.shard(encoder, init_device_mesh("cpu", (dist.get_world_size(),)))
     state = {"encoder": encoder.state_dict()}

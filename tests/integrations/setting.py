@@ -1,9 +1,5 @@
 """What the trainers' tests train: a tiny encoder, texts, a plain loop to compare with."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import torch
 from sentence_transformers.base.sampler import DefaultBatchSampler
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -20,6 +16,7 @@ from sparse_losses import (
     TrainingSchedule,
     Warmup,
 )
+from tests.distributed.recipe import example as example  # for those that import this module
 from tests.representation.tiny_models import masked_lm
 
 RATE, VOCAB_SIZE = 0.03, 120
@@ -137,14 +134,6 @@ def plain_loop(encoder, objective, batches, *, schedules=(), bf16=False):
         optimizer.zero_grad()
         totals.append(total.item())
     return totals
-
-
-def example(name):
-    """The module of an example."""
-    folder = str(Path(__file__).resolve().parents[2] / "examples")
-    if folder not in sys.path:
-        sys.path.append(folder)
-    return importlib.import_module(name)
 
 
 def weights(*modules):
