@@ -63,6 +63,18 @@ def test_what_is_said_of_the_battery():
     assert f"the largest miss is {max(misses):.0%}" in text
 
 
+def test_what_is_said_of_temperature_2():
+    text = " ".join((DOCS / "against_sentence_transformers.md").read_text(encoding="utf-8").split())
+    found: dict[str, dict[str, list[float]]] = {}
+    for run in read(RESULTS / "temperature.csv"):
+        row = found.setdefault(run["row"].removeprefix("RECOMMENDED, target 64"), {})
+        row.setdefault(run["collection"], []).append(float(run["ndcg_10"]))
+    for change in ("temperature 2", "temperature 2, one weight", "temperature 2, query target 24"):
+        changes = [mean(row) - mean(found[""][n]) for n, row in found[f", {change}"].items()]
+        first, *middle, last = (f"{x:+.3f}".replace("0.", ".") for x in changes)
+        assert f"{first}, {', '.join(middle)} and {last}" in text
+
+
 def test_the_tables_beside_sentence_transformers():
     text = (DOCS / "against_sentence_transformers.md").read_text(encoding="utf-8")
     assert summary(runs("against_sentence_transformers.csv")) in text
