@@ -51,7 +51,7 @@ def first_occurrences(ids: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
     """Sort each row ``[B, S]`` and mark the first occurrence of every attended id."""
     beyond = torch.iinfo(ids.dtype).max
     ordered = torch.where(attended, ids, beyond).sort(-1).values
-    before = torch.cat([torch.full_like(ordered[..., :1], -1), ordered[..., :-1]], -1)
+    before = torch.cat([torch.full_like(ordered[..., :1], beyond), ordered[..., :-1]], -1)
     first = (ordered != before) & (ordered != beyond)
     return torch.where(first, ordered, 0), first
 
