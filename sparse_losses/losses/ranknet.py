@@ -67,13 +67,13 @@ def ranknet_loss(
     student, teacher = student_scores, teacher_scores
     if candidate_mask is not None:
         teacher = teacher.masked_fill(~candidate_mask, -torch.inf)
+    student = student + teacher.clamp(0, 0)  # a NaN of the teacher shows, in the gradient too
     worse = teacher.masked_fill(teacher == -torch.inf, torch.inf)  # than which nothing is better
-    is_pair = teacher[:, :, None] > worse[:, None, :]
-    gap = torch.where(is_pair, student[:, None, :] - student[:, :, None], 0.0) / temperature
-    is_pair = is_pair.to(student.dtype)  # a product is faster than a mask, but hides no NaN
-    cost = (softplus(gap) * is_pair).sum((1, 2))
-    num_pairs = is_pair.sum((1, 2)) + teacher.clamp(0, 0).sum(1)  # NaN if the teacher has one
-    return reduce(cost / num_pairs.clamp(min=1), reduction, num_pairs != 0, gather, zeroed=True)
+    no_pair = teacher[:, :, None] <= worse[:, None, :]  # a NaN makes pairs
+    gap = torch.where(no_pair, 0.0, student[:, None, :] - student[:, :, None]) / temperature
+    is_pair = (~no_pair).to(student.dtype)  # a product is faster than a mask
+    cost, num_pairs = (softplus(gap) * is_pair).sum((1, 2)), is_pair.sum((1, 2))
+    return reduce(cost / num_pairs.clamp(min=1), reduction, num_pairs > 0, gather, zeroed=True)
 
 
 class RankNetLoss(LossModule):

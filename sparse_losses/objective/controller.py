@@ -39,6 +39,7 @@ RANKING = ("info_nce", "triplet_margin", "context_distillation", *TAUGHT)
 # A measurement: active entries, live rows, dead rows, sum of the activations, batches; of InfoNCE
 # over its value at chance, the sum and its batches; of the ranking terms and of FLOPS, likewise.
 SIZE = 10
+LARGEST = 1e38  # of a weight, which fp32 holds
 MEMORY = 10, 100  # steps that the frequencies of `target_posting` remember, a 30th of the run
 UNSEEN = 50  # steps without a batch that are an error
 OWN = ("steps", "maximum")  # settings, which a resumed run may change
@@ -218,7 +219,7 @@ class SparsityController:
         Without an objective, the value of InfoNCE ``[]``, with the weight 1 in your loss, and the
         number of candidates of a query (default: the rows of the batch) show whether anything is
         learned; beside the FLOPS of these activations the value gives the first and the largest
-        weight, as an objective does.
+        weight, as an objective does. Pass it in every step: the bound is that of the last value.
         """
         check_rows("activations", activations)
         if info_nce is not None:
@@ -250,9 +251,10 @@ class SparsityController:
                 new = [full(x) / ranks_of(activations) for x in new]
             self._add(*new)
             if info_nce is not None:
-                value, candidates = full(info_nce.detach()).to(wide), candidates or len(rows)
                 flops = full(rows.mean(0, dtype=wide).square().sum())
-                self._add(value.abs(), flops, torch.ones_like(flops), at=7)
+                value, candidates = full(info_nce.detach()).to(flops), candidates or len(rows)
+                # As with an objective: infinite activations leave no number to divide.
+                self._add(value.abs() + 0 * flops, flops, torch.ones_like(flops), at=7)
                 if candidates > 1:  # a last batch may have a single row
                     self._add(value / math.log(candidates), torch.ones_like(value), at=5)
 
@@ -331,7 +333,8 @@ class SparsityController:
             mean = max(mass / active, sys.float_info.min)  # logits may have a negative sum
             self._descent.look(math.log(measured / self.target), mean)
         self._write()
-        if (status := self._descent.status) != before:
+        status, bounded = self._descent.status, "sparsifying"  # which comes and goes with the bound
+        if status != before and not (status.startswith(bounded) and before.startswith(bounded)):
             is_warning = status.startswith(("unreachable", "collapsing", "braking: texts"))
             level = logging.WARNING if is_warning else logging.INFO
             _log.log(level, "after step %d: %s", self._descent.step, self)
@@ -365,7 +368,7 @@ class SparsityController:
         return 1 - 1 / min(max(self._descent.planned_steps / 30, MEMORY[0]), MEMORY[1])
 
     def _write(self) -> None:
-        self._written = self._descent.weight
+        self._written = min(self._descent.weight, LARGEST)
         if self.objective is not None:
             self.objective.weights[self.term] = self._written
         elif self.weight is not None:
@@ -527,6 +530,10 @@ class SparsityController:
             for name in ("new", "sent")
         )
         descent = dataclasses.replace(self._descent, **fields)
+        try:
+            _ = descent.weight
+        except (ArithmeticError, TypeError) as error:
+            raise ValueError(f"expected possible numbers in a state, got {fields}") from error
         if descent.level is not None:
             shift = math.log(state["target"] / self.target)
             descent.level += shift
@@ -547,7 +554,7 @@ class SparsityController:
 def _check_state(fields: Mapping[str, Any], *measurements: Any) -> None:
     """Raise unless the law's fields are finite and the measurements have their sizes."""
     numbers = [x for name, x in fields.items() if name != "status" and x is not None]
-    if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
+    if not all(isinstance(x, (int, float)) and abs(x) < LARGEST for x in numbers):
         raise ValueError(f"expected finite numbers in a state, got {fields}")
     # Of a batch that was not finite these may be so, too.
     for values, size in zip(measurements, (SIZE, SIZE + 1), strict=True):

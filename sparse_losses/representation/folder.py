@@ -201,6 +201,10 @@ class Folder:
                 settings, tensors = self.json(SETTINGS, required=True), self.tensors(TENSORS)
                 if settings["format"] != FORMAT:
                     raise ValueError(f"expected format {FORMAT}, got {settings['format']!r}")
+                parts = {name for name in ("gate", "idf_weights") if settings[name]}
+                parts |= set() if settings["expansion"] else {"importance"}
+                if {name.split(".")[0] for name in tensors} != parts:
+                    raise ValueError(f"{SETTINGS} and {TENSORS} do not belong together")
         strategy, activation = pooling["pooling_strategy"], pooling["activation_function"]
         if strategy != "max" or activation not in get_args(Activation):
             raise ValueError(
