@@ -161,7 +161,7 @@ def _layout(x: Any) -> str:
     with torch.no_grad():
         part = list(x.to_local().shape)
     expected, _ = _own_part(x)
-    layout = f"{list(x.shape)} placed as {list(x.placements)}"
+    layout = f"{list(x.shape)} of {x.dtype} placed as {list(x.placements)}"
     if part == expected:
         return layout
     return f"{layout}, of which rank {dist.get_rank()} has {part} instead of {expected}"

@@ -158,7 +158,8 @@ class Diagnostics:
             raise ValueError(f"expected `activations` [B, V] = {expected}, got {received}")
         if size["B"] == 0:
             return
-        own = input_ids, attention_mask
+        own = tuple(x if x is None else full(x) for x in (input_ids, attention_mask))
+        others = tuple(x if x is None else full(x) for x in others)
         with beside_dtensors(activations, *own, *others):
             x = activations.detach()
             sums, extremes = self._statistics(x, own, others, false_negatives)

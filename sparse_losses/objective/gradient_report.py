@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparse_losses._core.dtensors import refuse_dtensors
 from sparse_losses._core.precision import compute_dtype, widest_dtype
 from sparse_losses.objective.batch import SpladeBatch, Texts
 from sparse_losses.objective.objective import SpladeObjective
@@ -78,6 +79,7 @@ def gradient_report(objective: SpladeObjective, batch: SpladeBatch) -> GradientR
         ['info_nce', 'query_flops']
     """
     check_texts(batch)
+    refuse_dtensors(anchor=batch.anchor.activations, positive=batch.positive.activations)
     leaves: list[Tensor] = []
 
     def leaf(x: Tensor) -> Tensor:

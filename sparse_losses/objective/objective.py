@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_flag, check_number
-from sparse_losses._core.dtensors import agree, beside_dtensors, is_dtensor, whole
+from sparse_losses._core.dtensors import agree, beside_dtensors, full, is_dtensor, whole
 from sparse_losses._core.loss import LossModule, shown
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.token_ids import TokenIds, as_mask, check_ids
@@ -256,7 +256,8 @@ class SpladeObjective(nn.Module):
         own = torch.arange(first, first + len(x), device=x.device)[:, None]
         own = own == torch.arange(size, device=x.device)
         is_negative = ~own
-        if (ids := batch.positive_ids) is not None:
+        if batch.positive_ids is not None:
+            ids = full(batch.positive_ids)
             is_negative &= ids[:, None] != gather_rows(ids, ranks > 1)
         if batch.candidate_mask is not None:
             there = as_mask("batch.candidate_mask", batch.candidate_mask)[:, :size]
