@@ -177,7 +177,7 @@ FIRST = """first => [...document.querySelectorAll(".md-search-result__link")].sl
         ("NaN", "/faq/"),
         ("250k vocabulary", "/faq/"),
         ("hard negatives", "/faq/"),
-        ("SpladeLoss", "/porting/"),
+        ("SpladeLoss", "/sentence_transformers/"),
         ("dead activations", "/troubleshooting/#dead-activations"),
         ("padding mask", "/faq/#what-does-the-padding-mask-do"),
         ("all zero vectors", "/faq/#what-happens-with-an-empty-text"),
