@@ -158,8 +158,7 @@ class Diagnostics:
             raise ValueError(f"expected `activations` [B, V] = {expected}, got {received}")
         if size["B"] == 0:
             return
-        own = tuple(x if x is None else full(x) for x in (input_ids, attention_mask))
-        others = tuple(x if x is None else full(x) for x in others)
+        own, others = _full(input_ids, attention_mask), _full(*others)
         with beside_dtensors(activations, *own, *others):
             x = activations.detach()
             sums, extremes = self._statistics(x, own, others, false_negatives)
@@ -338,3 +337,7 @@ def _effective_number(masses: Tensor) -> float:
     if total == 0:
         return 0.0
     return math.exp(torch.special.entr(masses / total).sum().item())
+
+
+def _full(ids: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    return None if ids is None else full(ids), None if mask is None else full(mask)

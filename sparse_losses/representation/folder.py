@@ -250,6 +250,8 @@ class Folder:
             self.find("config.json", required=True)
         elif adapter:
             name, where = adapter["base_model_name_or_path"], {}
+            if not name:
+                raise OSError(f"expected {ADAPTER} of {self.name} to name its base model")
             options = {key: value for key, value in options.items() if key not in HUB}
         remote = {"trust_remote_code": options.get("trust_remote_code")}
         verbosity = logging.get_verbosity()

@@ -71,7 +71,9 @@ def test_plus_infinity_is_the_best_and_a_nan_shows():
     student = torch.tensor([[0.0, 2.0, 1.0]])
     best = ranknet_loss(student, torch.tensor([[torch.inf, 2.0, 1.0]]))
     assert best == ranknet_loss(student, torch.tensor([[3.0, 2.0, 1.0]]))
-    assert ranknet_loss(student, torch.tensor([[torch.nan, 1.0, 1.0]])).isnan()
+    student.requires_grad_()
+    ranknet_loss(student, torch.tensor([[torch.nan, 1.0, 1.0]])).backward()
+    assert student.grad.isnan().any(), "and the value is then a NaN, too"
 
 
 @given(seeds)

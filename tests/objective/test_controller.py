@@ -353,16 +353,19 @@ def test_a_text_that_is_no_number_leaves_weight_and_state_finite(bad):
     objective = SpladeObjective({"info_nce": 1.0})
     controller = SparsityController(objective, target_active=4, steps=100)
     controller.attach(optimizer := _optimizer())
+    of_loop = SparsityController(weight=1.0, target_active=4, steps=100)
     for step in range(12):
         x = torch.rand(4, 32) + torch.eye(4, 32) * 40
         if step <= 5:
             x[3, 5] = bad
-        objective(SpladeBatch(Texts(torch.eye(4, 32) * 3), Texts(x)))
+        _, terms = objective(SpladeBatch(Texts(torch.eye(4, 32) * 3), Texts(x)))
+        of_loop.observe(x, info_nce=terms["info_nce"])
+        of_loop.step()
         optimizer.step()
         _, other = _controller(target_active=4)
         other.load_state_dict(json.loads(json.dumps(controller.state_dict())))
-        assert math.isfinite(_weight(objective))
-    assert _weight(objective) > 0
+        assert all(map(math.isfinite, (_weight(objective), of_loop.weight)))
+    assert min(_weight(objective), of_loop.weight) > 0
 
 
 def test_signed_logits_with_a_negative_sum_are_counted():

@@ -1,5 +1,7 @@
 """Decoder models, adapters, pooled positions and BGE-M3's layer in a ``SpladeEncoder``."""
 
+import json
+
 import peft
 import pytest
 import torch
@@ -269,6 +271,11 @@ def test_adapters_of_peft_alone_load(tmp_path):
     model.save_pretrained(tmp_path / "adapters")
     encoder = SpladeEncoder.from_pretrained(tmp_path / "adapters")
     torch.testing.assert_close(dense(encoder), dense(SpladeEncoder(model, words)))
+    path = tmp_path / "adapters" / "adapter_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) | {"base_model_name_or_path": None}
+    path.write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(OSError, match=r"expected adapter_config.json of .* to name its base model"):
+        SpladeEncoder.from_pretrained(tmp_path / "adapters")
 
 
 def test_adapters_added_later_are_taken_or_refused():

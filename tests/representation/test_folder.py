@@ -180,6 +180,7 @@ MODULES, WEIGHTS = "modules.json", "2_IdfWeights/model.safetensors"
         (OURS, "{"),
         (OURS, {**SETTINGS, "format": 2}),
         (OURS, {**SETTINGS, "gate": {"depth": 2}}),
+        (OURS, {**SETTINGS, "gate": None}),  # its tensors are there
         (OURS, {**SETTINGS, "max_length": -1}),
         (OURS, {**SETTINGS, "softcap": "12"}),
         (MODULES, {"idx": 0}),
