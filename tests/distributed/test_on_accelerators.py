@@ -50,7 +50,7 @@ def by_trainer(folder, batch_size):
     args = setting.arguments(
         folder,
         fsdp=True,
-        fsdp_config={"transformer_layer_cls_to_wrap": ["BertLayer"]},
+        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]},
         use_cpu=not HAS_GPU,
         per_device_train_batch_size=batch_size,
         max_steps=2,
