@@ -141,8 +141,11 @@ class Diagnostics:
                 ``false_negative_share``, the mean over the rows.
         """
         if isinstance(activations, Texts):
-            texts = activations.flatten() if activations.activations.ndim == 3 else activations
-            activations, input_ids, attention_mask, _ = texts
+            if activations.activations.ndim == 3:
+                check_shapes(activations=(activations.activations, "B C V"))
+                with beside_dtensors(*activations):
+                    activations = activations.flatten()
+            activations, input_ids, attention_mask, _ = activations
         others = (None, None) if other_side is None else other_side[1:3]
         size = check_shapes(
             activations=(activations, "B V"),
