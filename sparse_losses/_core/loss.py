@@ -143,8 +143,7 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 if isinstance(arguments.get(name), Tensor):
                     arguments[name] = _beside(name, arguments[name], first, data).to(dtype)
             has_dtensor = any(is_dtensor(x) for x in arguments.values())
-            is_of_all_ranks = has_dtensor and "gather" in parameters
-            if is_of_all_ranks or arguments.get("gather", False) is not False:
+            if has_dtensor or arguments.get("gather", False) is not False:
                 _agree(function.__name__, declaration, arguments, sizes)
             if has_dtensor:
                 with beside_dtensors(*arguments.values()), autocast_off(data.device):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_integer, check_shapes
-from sparse_losses._core.dtensors import beside_dtensors, full, ranks_of
+from sparse_losses._core.dtensors import agree, beside_dtensors, full, ranks_of
 from sparse_losses._core.host_copy import HostCopy
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses._core.token_ids import (
@@ -147,15 +147,15 @@ class Diagnostics:
                     activations = activations.flatten()
             activations, input_ids, attention_mask, _ = activations
         others = (None, None) if other_side is None else other_side[1:3]
-        size = check_shapes(
-            activations=(activations, "B V"),
-            input_ids=(input_ids, "B S, optional"),
-            attention_mask=(attention_mask, "B S, optional"),
-            **{
-                "other_side.input_ids": (others[0], "B T, optional"),
-                "other_side.attention_mask": (others[1], "B T, optional"),
-            },
-        )
+        tensors = {
+            "activations": (activations, "B V"),
+            "input_ids": (input_ids, "B S, optional"),
+            "attention_mask": (attention_mask, "B S, optional"),
+            "other_side.input_ids": (others[0], "B T, optional"),
+            "other_side.attention_mask": (others[1], "B T, optional"),
+        }
+        size = check_shapes(**tensors)
+        agree("Diagnostics.update", False, {name: x for name, (x, _) in tensors.items()}, **size)
         if size["V"] != self.vocab_size:
             expected, received = [size["B"], self.vocab_size], list(activations.shape)
             raise ValueError(f"expected `activations` [B, V] = {expected}, got {received}")
