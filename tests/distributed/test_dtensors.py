@@ -51,6 +51,18 @@ def placements(case: Case, name: str, layout: str) -> list[Placement]:
     return {"rows": [rows], "row": [rows], "columns": [column], "both": [rows, column]}[layout]
 
 
+def distributed(
+    case: Case, arrays: dict[str, Any], layout: str, mesh: DeviceMesh
+) -> dict[str, torch.Tensor]:
+    """The tensors of a case; one without a sharded dimension stays plain: it is replicated."""
+    tensors = to_tensors(arrays)
+    for name in case.dims:
+        where = placements(case, name, layout)
+        if any(placement.is_shard() for placement in where):
+            tensors[name] = distribute_tensor(tensors[name], mesh, where)
+    return tensors
+
+
 def is_sharded(case: Case, layout: str) -> bool:
     """A case without such a tensor has nothing to say of DTensors."""
     places = (place for name in case.dims for place in placements(case, name, layout))
@@ -80,12 +92,7 @@ def evaluate(case: Case, tensors: dict[str, Any], reduction: str | None) -> list
 def error_of(case: Case, layout: str, reduction: str | None, mesh: DeviceMesh) -> float:
     arrays = case.arrays(1 if layout == "row" else 5, seed=3)
     expected = evaluate(case, to_tensors(arrays), reduction)
-    tensors = to_tensors(arrays)
-    for name in case.dims:
-        where = placements(case, name, layout)
-        # A plain tensor stays what it is: it counts as replicated.
-        if any(placement.is_shard() for placement in where):
-            tensors[name] = distribute_tensor(tensors[name], mesh, where)
+    tensors = distributed(case, arrays, layout, mesh)
     errors = [0.0]
     for x, y in zip(evaluate(case, tensors, reduction), expected, strict=True):
         assert (x is None) == (y is None)
