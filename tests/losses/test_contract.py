@@ -7,6 +7,8 @@ import inspect
 import itertools
 import pickle
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
