@@ -65,14 +65,6 @@ def _check_version() -> None:
         )
 
 
-def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of DTensors; a compiler, which fails at some operators, only calls it."""
-    if not torch.compiler.is_compiling():
-        return function
-    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return disabled
-
-
 def full(x: Tensor) -> Tensor:
     """Return all of ``x`` as a plain tensor."""
     return x.full_tensor() if is_dtensor(x) else x  # type: ignore[attr-defined]

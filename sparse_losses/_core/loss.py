@@ -57,7 +57,7 @@ from sparse_losses._core.checks import (
     declared,
     values_can_be_checked,
 )
-from sparse_losses._core.dtensors import agree, beside_dtensors, is_dtensor, not_traced, whole
+from sparse_losses._core.dtensors import agree, beside_dtensors, is_dtensor, whole
 from sparse_losses._core.implementations import is_exported
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import autocast_off, compute_dtype
@@ -134,6 +134,9 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             is_wrong = len(arguments) < len(args) + len(kwargs)  # too many, or a duplicate
             if is_wrong or first not in arguments:
                 return function(*args, **kwargs)  # Python raises the error
+            has_dtensor = any(is_dtensor(x) for x in arguments.values())
+            if has_dtensor and torch.compiler.is_compiling():  # it fails at some of their operators
+                return torch.compiler.disable(checked)(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
             if kwargs:
                 declaration.check(kwargs)
             sizes = check_tensors(tensors, arguments)
@@ -142,12 +145,11 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             for name in learnable:
                 if isinstance(arguments.get(name), Tensor):
                     arguments[name] = _beside(name, arguments[name], first, data).to(dtype)
-            has_dtensor = any(is_dtensor(x) for x in arguments.values())
-            if has_dtensor:
-                call: Callable[..., R] = not_traced(_of_dtensors)
-                return call(function, declaration, arguments, sizes)
-            if arguments.get("gather", False) is not False:
+            if has_dtensor or arguments.get("gather", False) is not False:
                 _agree(function.__name__, declaration, arguments, sizes)
+            if has_dtensor:
+                with beside_dtensors(*arguments.values()), autocast_off(data.device):
+                    return whole(function(**arguments))  # type: ignore[call-arg,no-any-return]  # see below
             # This test is cheaper than entering the context.
             is_plain = data.is_cpu and not torch.compiler.is_compiling()
             if (is_plain or is_exported()) and not torch.is_autocast_enabled(data.device.type):
@@ -160,19 +162,6 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return checked
 
     return decorate
-
-
-def _of_dtensors(
-    function: Callable[..., Any],
-    declaration: _Declaration,
-    arguments: dict[str, Any],
-    sizes: Mapping[str, int],
-) -> Any:
-    """Call the function where a DTensor is among its arguments."""
-    _agree(function.__name__, declaration, arguments, sizes)
-    device = next(x.device for x in arguments.values() if is_dtensor(x))
-    with beside_dtensors(*arguments.values()), autocast_off(device):
-        return whole(function(**arguments))
 
 
 def _beside(name: str, number: Tensor, first: str, data: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_flag, check_number
-from sparse_losses._core.dtensors import agree, beside_dtensors, full, is_dtensor, not_traced, whole
+from sparse_losses._core.dtensors import agree, beside_dtensors, full, is_dtensor, whole
 from sparse_losses._core.loss import LossModule, shown
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.token_ids import TokenIds, as_mask, check_ids
@@ -197,8 +197,9 @@ class SpladeObjective(nn.Module):
     def forward(self, batch: SpladeBatch) -> ObjectiveOutput:
         """Return the weighted sum and the value of every active term."""
         self._check_settings()
-        has_dtensor = any(map(is_dtensor, _tensors(batch).values()))
-        terms = (not_traced(self.terms) if has_dtensor else self.terms)(batch)
+        if torch.compiler.is_compiling() and any(map(is_dtensor, _tensors(batch).values())):
+            return torch.compiler.disable(self.forward)(batch)  # type: ignore[no-any-return, no-untyped-call]
+        terms = self.terms(batch)
         total: Tensor | None = None
         for name, term in terms.items():
             weight = self.weights[name]

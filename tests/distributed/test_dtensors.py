@@ -170,6 +170,7 @@ def messages(rank: int) -> dict[str, str]:
         return SpladeObjective({"document_flops": 1.0}, gather=gather)(SpladeBatch(*[Texts(x)] * 2))
 
     controller = SparsityController(weight=0.1, target_active=2)
+    counts, queue = DocumentFrequency(9), LabelQueue(4, 6, 1)
     five = {"shape": torch.Size((5, 6)), "stride": (6, 1)}
     calls = {
         "gather": lambda: F.flops_loss(rows, gather=True),
@@ -196,14 +197,16 @@ def messages(rank: int) -> dict[str, str]:
         ),
         "texts": lambda: objective(own(1, 4 + rank)),
         "several": lambda: Diagnostics(3).update(Texts(by_position)),
-        "head": lambda: F.splade_head(states[rank:], by_token),
-        "pool": lambda: F.splade_pool(own(1, 4 + rank)[:, None], torch.ones(4 + rank, 1)),
-        "diagnostics": lambda: Diagnostics(12).update(own(1, 4 + rank)),
-        "frequency": lambda: ActivationFrequency(12).update(own(1, 4 + rank)),
-        "documents": lambda: DocumentFrequency(9).update(own(0, 2 + rank).long(), torch.ones(4, 6)),
-        "queue": lambda: LabelQueue(4, 6, 1).enqueue(columns if rank else rows, torch.ones(4, 1)),
-        "controller": lambda: controller.observe(columns if rank else rows),
-        "calibration": lambda: F.calibrate_threshold(own(1, 4 + rank), 2),
+        "splade_head": lambda: F.splade_head(states[rank:], by_token),
+        "splade_pool": lambda: F.splade_pool(own(1, 4 + rank)[:, None], torch.ones(4 + rank, 1)),
+        "Diagnostics.update": lambda: Diagnostics(12).update(own(1, 4 + rank)),
+        "ActivationFrequency.update": lambda: ActivationFrequency(12).update(own(1, 4 + rank)),
+        "DocumentFrequency.update": lambda: counts.update(
+            own(0, 2 + rank).long(), torch.ones(4, 6)
+        ),
+        "LabelQueue.enqueue": lambda: queue.enqueue(columns if rank else rows, torch.ones(4, 1)),
+        "SparsityController.observe": lambda: controller.observe(columns if rank else rows),
+        "calibrate_threshold": lambda: F.calibrate_threshold(own(1, 4 + rank), 2),
     }
     found = {name: message(call) for name, call in calls.items()}
     assert F.flops_loss(own(0, 3 - rank, **five)).isfinite(), "nothing is left in the pipes"
@@ -231,19 +234,12 @@ def test_errors_name_what_is_possible():
         "plain": r"same `positive_input_ids` .* \[4, 2\] on rank 0, \[4, 1\] on rank 1",
         "texts": "same B on every rank for SpladeObjective of document_flops, got 4 on rank 0, 5",
         "several": r"placed as Shard\(0\) or Shard\(2\) or Replicate\(\), got Shard\(dim=1",
-        "head": "same B on every rank for splade_head, got 4 on rank 0, 3 on rank 1",
-        "pool": "same B on every rank for splade_pool",
-        "diagnostics": "same B on every rank for Diagnostics.update",
-        "frequency": "same B on every rank for ActivationFrequency.update",
-        "documents": "same `input_ids` on every rank for DocumentFrequency.update",
-        "queue": "same `features` on every rank for LabelQueue.enqueue",
-        "controller": "same `activations` on every rank for SparsityController.observe",
-        "calibration": "same `activations` on every rank for calibrate_threshold",
     }
     for found in run_ranks(2, messages):
-        assert found.keys() == expected.keys()
-        for name, pattern in expected.items():
-            assert re.search(pattern, found[name]), (name, found[name])
+        assert found.keys() > expected.keys()
+        for name, said in found.items():
+            pattern = expected.get(name, f"expected the same .* on every rank for {name}, got")
+            assert re.search(pattern, said), (name, said)
 
 
 # States ------------------------------------------------------------------------------------------
