@@ -388,11 +388,12 @@ def _topk(x: DTensor, k: int, dim: int = -1) -> Any:
     PyTorch takes the result of another ``k`` that it has met before.
     """
     assert dim % x.ndim == x.ndim - 1
-    numbers, (sizes, starts) = _sharded_along(x, -1), _own_part(x)
-    part = torch.nn.functional.pad(x.to_local(), (0, max(k - sizes[-1], 0)), value=-torch.inf)
-    values, index = part.topk(k)
+    numbers = _sharded_along(x, -1)
     ranks = math.prod(x.device_mesh.size(number) for number in numbers)
-    shape = (*x.shape[:-1], ranks * k)
+    if numbers and x.shape[-1] < ranks * (k + ranks):  # a rank may have fewer than k columns
+        return _topk(x.redistribute(placements=_of_rows(x)), k)
+    values, index = x.to_local().topk(k)
+    shape, (_, starts) = (*x.shape[:-1], ranks * k), _own_part(x)
     parts = values, index + starts[-1]
     values, index = (_from_parts(each, x, shape, x.placements) for each in parts)
     if numbers:

@@ -35,6 +35,7 @@ LAYOUTS = {"rows": 2, "row": 2, "columns": 2, "both": 4}  # and on how many rank
 ALSO = "splade_pool-capped", "splade_head-all_logits", "token_weights-plain", "objective-pairs"
 ON_FOUR = (*FIRST.values(), *(case for case in CASES if case.id in ALSO))
 TOLERANCE = 1e-9
+close = functools.partial(torch.testing.assert_close, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def mesh_of(layout: str) -> DeviceMesh:
@@ -115,26 +116,55 @@ def test_value_and_gradients_are_those_of_one_process(layout, case, reduction):
         assert errors[layout, case.id, reduction] < TOLERANCE
 
 
-def curved(rank: int) -> None:
-    """Second derivatives of two sides that are placed in different ways."""
-    mesh, expected = mesh_of("rows"), None
-    torch.manual_seed(0)
-    pair = torch.rand(2, 5, 7, dtype=torch.float64)
-    for dims in ((None, None), (0, None), (None, 1), (1, 0)):
-        sides = [
-            x.clone() if dim is None else distribute_tensor(x, mesh, [Shard(dim)])
-            for x, dim in zip(pair, dims, strict=True)
-        ]
-        leaves = [x.requires_grad_() for x in sides]
-        gradients = torch.autograd.grad(F.info_nce_loss(*leaves), leaves, create_graph=True)
-        square = sum(full(x).square().sum() for x in gradients)
-        found = [full(x) for x in torch.autograd.grad(square, leaves)]
-        expected = expected or found
-        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+# What the table lacks ----------------------------------------------------------------------------
+
+ROWS, COLUMNS = [Shard(0)], [Shard(-1)]
 
 
-def test_second_derivatives():
-    run_ranks(2, curved)
+def forbidden(x: torch.Tensor) -> torch.Tensor:
+    """Some logits are ``-inf``, and a rank has fewer columns than are asked for."""
+    x = x.masked_fill(x < 0.3, -torch.inf)
+    return F.min_activation_loss(x, torch.tensor([1, 2, 1, 2, 2]), top_k=7, threshold=3.0)
+
+
+OTHERS: dict[str, tuple[Any, list[tuple[int, ...]], list[Any]]] = {  # call, shapes, placements
+    "sides": (F.info_nce_loss, [(5, 7)] * 2, [[ROWS, None], [None, COLUMNS], [COLUMNS, ROWS]]),
+    "forbidden": (forbidden, [(5, 7)], [[ROWS], [COLUMNS]]),
+}
+
+
+def derivatives(call: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The value, its gradients, and those of their square."""
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    value = call(*leaves)
+    first = torch.autograd.grad(value, leaves, create_graph=True)
+    square = sum(full(x).square().sum() for x in first)
+    found = value, *first
+    if square.requires_grad:
+        found += torch.autograd.grad(square, leaves, allow_unused=True)
+    return [None if x is None else full(x).detach() for x in found]
+
+
+def compare_others(rank: int, world: int) -> None:
+    mesh = mesh_of("both" if world == 4 else "rows")
+    for name, (call, shapes, placed) in OTHERS.items():
+        torch.manual_seed(0)
+        tensors = [torch.rand(shape, dtype=torch.float64) for shape in shapes]
+        expected = derivatives(call, tensors)
+        for places in placed:
+            if len(next(filter(None, places))) == mesh.ndim:
+                sides = [
+                    x
+                    if p is None
+                    else distribute_tensor(x, mesh, [Shard(q.dim % x.ndim) for q in p])
+                    for x, p in zip(tensors, places, strict=True)
+                ]
+                close(derivatives(call, sides), expected, msg=name.__add__)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_second_derivatives_and_what_the_table_lacks(world):
+    run_ranks(world, compare_others, world)
 
 
 # Errors ------------------------------------------------------------------------------------------
