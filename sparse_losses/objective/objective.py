@@ -208,7 +208,8 @@ class SpladeObjective(nn.Module):
             else:  # one operation; a compiler would compile `alpha` as a constant
                 total = torch.add(total, term, alpha=weight)
         if total is None:  # without terms the sum is 0 and must be part of the graph
-            x = batch.anchor.activations
+            x: Any = batch.anchor.activations
+            x = x.to_local() if is_dtensor(x) else x
             total = x.flatten()[:0].to(compute_dtype(activations=x)).sum()
         return ObjectiveOutput(total, {name: term.detach() for name, term in terms.items()})
 
