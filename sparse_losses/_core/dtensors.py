@@ -312,7 +312,9 @@ def _by_columns(x: DTensor) -> DTensor:
     from torch.distributed.tensor import Replicate, Shard
 
     to = Shard(x.ndim - 1) if x.ndim > 1 and x.is_floating_point() else Replicate()
-    return x.redistribute(placements=[to if p.is_shard(0) else p for p in x.placements])
+    places = [to if p.is_shard(0) else p for p in x.placements]
+    # The second step moves nothing but second derivatives, which PyTorch would leave by rows.
+    return x.redistribute(placements=places).redistribute(placements=places)
 
 
 def _matmul(a: DTensor, b: DTensor) -> DTensor:
@@ -333,8 +335,8 @@ def _cat(tensors: Sequence[DTensor], dim: int = 0) -> DTensor:
 
 def _flatten(x: DTensor, start_dim: int = 0, end_dim: int = -1) -> DTensor:
     """Flatten the first dimensions, which PyTorch cannot if their parts are uneven."""
-    is_uneven = any(len(x) % x.device_mesh.size(number) for number in _sharded_along(x, 0))
-    return (_by_columns(x) if is_uneven else x).flatten(start_dim, end_dim)
+    parts = math.prod(x.device_mesh.size(number) for number in _sharded_along(x, 0))
+    return (_by_columns(x) if len(x) % parts else x).flatten(start_dim, end_dim)
 
 
 def _on_all_ranks(reduce: Callable[..., Any], x: DTensor, *args: Any, **options: Any) -> Any:
@@ -413,6 +415,11 @@ def _max(x: DTensor, *args: Any, **options: Any) -> Any:
     return torch.return_types.max((values, index))
 
 
+def _abs(x: DTensor) -> DTensor:
+    """Return magnitudes; the second derivative of PyTorch's is a plain tensor."""
+    return x * x.sign() if x.requires_grad else x.abs()
+
+
 def _vector_norm(x: DTensor, **options: Any) -> DTensor:
     """Return the Euclidean norm; PyTorch's has no gradient where it is a sum over ranks."""
     squares = _summed(x.square().sum(**options))
@@ -426,6 +433,7 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
+    Tensor.abs: _abs,
     Tensor.amax: functools.partial(_on_all_ranks, Tensor.amax),
     Tensor.amin: functools.partial(_on_all_ranks, Tensor.amin),
     Tensor.flatten: _flatten,

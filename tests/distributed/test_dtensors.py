@@ -118,7 +118,7 @@ def test_value_and_gradients_are_those_of_one_process(layout, case, reduction):
 
 # What the table lacks ----------------------------------------------------------------------------
 
-ROWS, COLUMNS = [Shard(0)], [Shard(-1)]
+ROWS, COLUMNS, TWICE = (0,), (-1,), (0, 0)  # the dimensions that are sharded over the mesh
 
 
 def forbidden(x: torch.Tensor) -> torch.Tensor:
@@ -127,9 +127,19 @@ def forbidden(x: torch.Tensor) -> torch.Tensor:
     return F.min_activation_loss(x, torch.tensor([1, 2, 1, 2, 2]), top_k=7, threshold=3.0)
 
 
-OTHERS: dict[str, tuple[Any, list[tuple[int, ...]], list[Any]]] = {  # call, shapes, placements
+def total(*activations: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
+    objective = SpladeObjective({"info_nce": weight, "document_flops": weight})
+    return objective(SpladeBatch(*map(Texts, activations))).total
+
+
+# A call, the shapes of its tensors, and where these are placed.
+OTHERS: dict[str, tuple[Any, list[tuple[int, ...]], list[list[Any]]]] = {
     "sides": (F.info_nce_loss, [(5, 7)] * 2, [[ROWS, None], [None, COLUMNS], [COLUMNS, ROWS]]),
     "forbidden": (forbidden, [(5, 7)], [[ROWS], [COLUMNS]]),
+    "kinks": (lambda x: F.idf_flops_loss(x, torch.ones(7)), [(5, 7)], [[ROWS], [COLUMNS]]),
+    "uneven": (total, [(5, 7), (5, 7), (5, 2, 7)], [[ROWS] * 3]),
+    "even, then uneven": (total, [(6, 7), (6, 7), (6, 2, 7)], [[TWICE] * 3]),
+    "no term": (lambda x: total(x, x, weight=0.0), [(5, 7)], [[ROWS], [COLUMNS]]),
 }
 
 
@@ -154,10 +164,8 @@ def compare_others(rank: int, world: int) -> None:
         for places in placed:
             if len(next(filter(None, places))) == mesh.ndim:
                 sides = [
-                    x
-                    if p is None
-                    else distribute_tensor(x, mesh, [Shard(q.dim % x.ndim) for q in p])
-                    for x, p in zip(tensors, places, strict=True)
+                    distribute_tensor(x, mesh, [Shard(d % x.ndim) for d in dims]) if dims else x
+                    for x, dims in zip(tensors, places, strict=True)
                 ]
                 close(derivatives(call, sides), expected, msg=name.__add__)
 
