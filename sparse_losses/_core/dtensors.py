@@ -135,23 +135,51 @@ def agree(call: str, gather: object, tensors: Mapping[str, Any], **values: objec
     if skips_size_check.get() or torch.compiler.is_compiling():
         return True
     values |= {f"`{name}`": _layout(x) for name, x in tensors.items()}
-    groups = [first.device_mesh.get_group(number) for number in range(first.device_mesh.ndim)]
     text = described(call, values)
     own = torch.full((1,), fingerprint(text), device=first.device)
-    extremes = torch.cat([own, -own])
-    for group in groups:
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    is_same = extremes.sum() == 0
+    largest, smallest = _extremes(own, first.device_mesh)
+    is_same = (largest == smallest).all()
     if type(is_same) is not Tensor or not is_same.is_cpu:
         assert_on_device(is_same, f"expected the same sizes and settings on every rank for {call}")
     elif not is_same:
         everyone = {dist.get_rank(): text}
-        for group in groups:
+        for group in _groups(first.device_mesh):
             parts: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(parts, everyone, group=group)
             everyone = {rank: said for part in parts for rank, said in part.items()}
         raise_difference(call, everyone)
     return True
+
+
+@torch.no_grad()
+def check_replicated(name: str, x: Tensor, mesh: Mesh) -> None:
+    """Raise if a plain tensor ``[..., D]``, which counts as replicated, differs between ranks.
+
+    The ranks compare the norm and the D sums; rounding changes these by far less than 3% of the
+    norm, another text or dropout by more.
+    """
+    if skips_size_check.get() or torch.compiler.is_compiling():
+        return
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dtype=dtype)
+    sums = x.flatten(0, -2).sum(0, dtype=dtype)
+    largest, smallest = _extremes(torch.cat([norm[None], sums]), mesh)
+    differs = torch.linalg.vector_norm(largest - smallest) > 0.03 * largest[0]  # not if it is NaN
+    message = f"expected the same `{name}` on every rank beside DTensors: a plain tensor counts as "
+    hint = "replicated. With FSDP2, call the module that `fully_shard` wraps, not a part of it"
+    assert_on_device(~differs, message + hint)
+
+
+def _groups(mesh: Mesh) -> list[Any]:
+    return [mesh.get_group(number) for number in range(mesh.ndim)]
+
+
+def _extremes(x: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Return the largest and the smallest of all ranks' ``x``, element by element."""
+    extremes = torch.stack([x, -x])
+    for group in _groups(mesh):
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    return extremes[0], -extremes[1]
 
 
 def _layout(x: Any) -> str:

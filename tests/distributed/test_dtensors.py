@@ -186,6 +186,7 @@ def message(call: Any) -> str:
 
 def messages(rank: int) -> dict[str, str]:
     mesh, other = mesh_of("rows"), init_device_mesh("cpu", (2, 1))
+    torch.manual_seed(0)
     x, ids = torch.rand(4, 6), torch.tensor([[0, 9]] * 4)
     rows, columns = (distribute_tensor(x, mesh, [Shard(dim)]) for dim in range(2))
     states, weight = torch.rand(4, 2, 3), torch.rand(6, 3)
@@ -212,6 +213,7 @@ def messages(rank: int) -> dict[str, str]:
         ),
         "sparse": lambda: F.splade_head(states, by_token, sparse_grad=True),
         "both": lambda: F.splade_head(by_text, by_token),
+        "hidden": lambda: F.splade_head(states + rank, by_token),
         "tokens": lambda: F.splade_head(states, distribute_tensor(weight[:1], mesh, [Shard(0)])),
         "impl": lambda: F.info_nce_loss(rows, rows, positive_mask=torch.eye(4), impl="direct"),
         # What the ranks do not agree on: nobody may wait, and no rank gets a value.
@@ -241,6 +243,7 @@ def test_errors_name_what_is_possible():
         "ids": r"token ids in \[0, V\) with V = 6",
         "sparse": "sparse_grad=False with a DTensor",
         "both": "`weight` sharded along B, as `hidden` is, or along another dimension of the mesh",
+        "hidden": "the same `hidden` on every rank beside DTensors",
         "tokens": r"`weight` to have a part for each of 2 ranks along V = 1: use Replicate\(\)",
         "impl": 'with impl="direct"',
         "rows": "same B on every rank for flops_loss, got 4 on rank 0, 5 on rank 1; the last batch",
