@@ -13,8 +13,8 @@ definition runs as it is, within ``beside_dtensors``. There
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from sparse_losses._core.private_torch import assert_on_device
 from sparse_losses.distributed import (
+    REFUSAL,
     agree_across_ranks,
     described,
     fingerprint,
@@ -125,8 +126,8 @@ def agree(call: str, gather: object, tensors: Mapping[str, Any], **values: objec
         ValueError: on every rank, if shapes, placements or values differ, or if a part has not the
             size that the shape gives it. On an accelerator it is an assertion of the device.
     """
-    first = next((x for x in tensors.values() if is_dtensor(x)), None)
-    if first is None:
+    dtensors = [x for x in tensors.values() if is_dtensor(x)]  # 2.6 cannot compile `next` for it
+    if not dtensors:
         return agree_across_ranks(call, gather, *tensors.values(), **values)
     if gather is not False:
         raise ValueError(
@@ -135,6 +136,27 @@ def agree(call: str, gather: object, tensors: Mapping[str, Any], **values: objec
     if skips_size_check.get() or torch.compiler.is_compiling():
         return True
     values |= {f"`{name}`": _layout(x) for name, x in tensors.items()}
+    _compare(call, dtensors[0], values)
+    return True
+
+
+def refuse(call: str, gather: object, arguments: Iterable[object], error: Exception) -> None:
+    """Tell the ranks that compare a call that this rank has refused its arguments, and why.
+
+    They raise an error that repeats this one, which the caller raises. With neither ``gather`` nor
+    a DTensor nobody is told.
+    """
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    dtensors = [x for x in tensors if is_dtensor(x)]
+    said = {REFUSAL: f"{type(error).__name__}: {error}"}
+    with suppress(ValueError, RuntimeError):  # what the others did wrong, or that they have left
+        if not dtensors:
+            agree_across_ranks(call, bool(gather), *tensors or [torch.empty(0)], **said)
+        elif not (skips_size_check.get() or torch.compiler.is_compiling()):
+            _compare(call, dtensors[0], said)
+
+
+def _compare(call: str, first: DTensor, values: Mapping[str, object]) -> None:
     text = described(call, values)
     own = torch.full((1,), fingerprint(text), device=first.device)
     largest, smallest = _extremes(own, first.device_mesh)
@@ -148,7 +170,6 @@ def agree(call: str, gather: object, tensors: Mapping[str, Any], **values: objec
             dist.all_gather_object(parts, everyone, group=group)
             everyone = {rank: said for part in parts for rank, said in part.items()}
         raise_difference(call, everyone)
-    return True
 
 
 @torch.no_grad()

@@ -57,7 +57,7 @@ from sparse_losses._core.checks import (
     declared,
     values_can_be_checked,
 )
-from sparse_losses._core.dtensors import agree, beside_dtensors, is_dtensor, whole
+from sparse_losses._core.dtensors import agree, beside_dtensors, is_dtensor, refuse, whole
 from sparse_losses._core.implementations import is_exported
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import autocast_off, compute_dtype
@@ -125,7 +125,7 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
         declaration = _Declaration(tensors, numbers, flags, choices, several, defaults)
         learnable = [name for name, bound in numbers.items() if bound == LEARNABLE]
-        steps, first = _steps(tensors), names[0]
+        steps, first, can_gather = _steps(tensors), names[0], "gather" in parameters
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -134,17 +134,22 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             is_wrong = len(arguments) < len(args) + len(kwargs)  # too many, or a duplicate
             if is_wrong or first not in arguments:
                 return function(*args, **kwargs)  # Python raises the error
-            if kwargs:
-                declaration.check(kwargs)
-            sizes = check_tensors(tensors, arguments)
-            dtype = _cast(steps, arguments)
+            data: Any = arguments[first]
+            try:
+                if kwargs:
+                    declaration.check(kwargs)
+                sizes = check_tensors(tensors, arguments)
+                dtype = _cast(steps, arguments)
+                for name in learnable:
+                    if isinstance(arguments.get(name), Tensor):
+                        arguments[name] = _beside(name, arguments[name], first, data).to(dtype)
+            except (TypeError, ValueError) as error:
+                if can_gather:
+                    refuse(function.__name__, arguments.get("gather"), arguments.values(), error)
+                raise
             data = arguments[first]
-            for name in learnable:
-                if isinstance(arguments.get(name), Tensor):
-                    arguments[name] = _beside(name, arguments[name], first, data).to(dtype)
             has_dtensor = any(is_dtensor(x) for x in arguments.values())
-            is_of_all_ranks = has_dtensor and "gather" in parameters
-            if is_of_all_ranks or arguments.get("gather", False) is not False:
+            if (has_dtensor and can_gather) or arguments.get("gather", False) is not False:
                 _agree(function.__name__, declaration, arguments, sizes)
             if has_dtensor:
                 with beside_dtensors(*arguments.values()), autocast_off(data.device):
@@ -265,6 +270,7 @@ def _agree(
         for name in itertools.chain(*options):
             compared[f"`{name}`"] = shown(arguments.get(name, declaration.defaults.get(name)))
     present = {name: arguments.get(name) for name in tensors}
+    present.update((name, x) for name, x in arguments.items() if is_dtensor(x))  # a number, too
     agree(call, arguments.get("gather", False), present, **compared)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_flag, check_number
-from sparse_losses._core.dtensors import agree, beside_dtensors, full, is_dtensor, whole
+from sparse_losses._core.dtensors import agree, beside_dtensors, full, is_dtensor, refuse, whole
 from sparse_losses._core.loss import LossModule, shown
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.token_ids import TokenIds, as_mask, check_ids
@@ -196,7 +196,6 @@ class SpladeObjective(nn.Module):
 
     def forward(self, batch: SpladeBatch) -> ObjectiveOutput:
         """Return the weighted sum and the value of every active term."""
-        self._check_settings()
         terms = self.terms(batch)
         total: Tensor | None = None
         for name, term in terms.items():
@@ -226,10 +225,16 @@ class SpladeObjective(nn.Module):
         Raises:
             ValueError: for an active term that lacks a loss or an input.
         """
-        active = self.active()
-        check_texts(batch)
-        check_batch(batch)
-        check_needs(active, self.weights, batch)
+        try:
+            self._check_settings()
+            active = self.active()
+            check_texts(batch)
+            check_batch(batch)
+            check_needs(active, self.weights, batch)
+        except (TypeError, ValueError) as error:
+            tensors = [*_tensors(batch).values(), self.special_token_ids]
+            refuse("SpladeObjective", self.gather, tensors, error)
+            raise
         compares = self._agree_across_ranks(active, batch) and not torch.compiler.is_compiling()
         once = skip_size_check() if compares else nullcontext()  # compared above, for all terms
         device = batch.anchor.activations.device
@@ -291,13 +296,14 @@ class SpladeObjective(nn.Module):
             "V": x.shape[1],
             "number of negatives": 0 if others is None else others.shape[-2],
             "number of dimensions of negatives": 0 if others is None else others.ndim,
-            "number of `positive_ids`": 0 if batch.positive_ids is None else x.shape[0],
         }
         for name in ("teacher_scores", "teacher_anchor_scores", "candidate_mask"):
             table = getattr(batch, name)
             values[f"number of columns of `{name}`"] = 0 if table is None else table.shape[-1]
         if not torch.compiler.is_compiling():  # a number may be symbolic there
-            values.update(self._settings(active))
+            kinds = {False: "integers", True: "floating point"}
+            values |= {f"`{name}`": kinds[x.is_floating_point()] for name, x in tensors.items()}
+            values |= self._settings(active)
         return agree(f"SpladeObjective of {', '.join(active)}", self.gather, tensors, **values)
 
     def _settings(self, active: Sequence[str]) -> dict[str, str]:
@@ -539,7 +545,7 @@ def _tensors(batch: SpladeBatch) -> dict[str, Tensor]:
     """Return the tensors of a batch and of its texts, by their names."""
     named: dict[str, Any] = {}
     for name in SpladeBatch._fields:
-        value = getattr(batch, name)
+        value = getattr(batch, name, None)
         fields = Texts._fields if isinstance(value, Texts) else ()
         named[name] = value
         named.update((f"{name}.{field}", getattr(value, field)) for field in fields)

@@ -203,6 +203,9 @@ def messages(rank: int) -> dict[str, str]:
     five = {"shape": torch.Size((5, 6)), "stride": (6, 1)}
     calls = {
         "gather": lambda: F.flops_loss(rows, gather=True),
+        "temperature": lambda: F.info_nce_loss(
+            x, x, temperature=distribute_tensor(x.sum(), mesh, [Replicate()]), gather=True
+        ),
         "objective": lambda: objective(rows, gather=True),
         "mesh": lambda: F.info_nce_loss(rows, distribute_tensor(x, other, [Shard(0), Replicate()])),
         "positions": lambda: F.splade_pool(by_position, torch.ones(4, 2)),
@@ -226,6 +229,9 @@ def messages(rank: int) -> dict[str, str]:
             columns, ids[:, rank:], torch.ones(4, 2)[:, rank:]
         ),
         "texts": lambda: objective(own(1, 4 + rank)),
+        # What one rank refuses.
+        "refused": lambda: F.idf_flops_loss(columns, torch.ones(6), beta=0.5 - rank),
+        "in terms": lambda: objective(columns[0] if rank else columns),
     }
     found = {name: message(call) for name, call in calls.items()}
     assert F.flops_loss(own(0, 3 - rank, **five)).isfinite(), "nothing is left in the pipes"
@@ -236,6 +242,7 @@ def test_errors_name_what_is_possible():
     expected = {
         "gather": "gather=False with a DTensor, whose placement says what is global",
         "objective": "gather=False with a DTensor",
+        "temperature": "gather=False with a DTensor",
         "mesh": "`positive` on the mesh",
         "positions": r"`logits` placed as Shard\(0\) or Shard\(2\) or Replicate\(\), got Sh",
         "candidates": r"`student_scores` placed as Shard\(0\) or Replicate\(\), got Shard\(dim=1",
@@ -253,6 +260,8 @@ def test_errors_name_what_is_possible():
         "number": "same `beta` on every rank for idf_flops_loss, got 0.1 on rank 0, 1.1 on rank 1",
         "plain": r"same `positive_input_ids` .* \[4, 2\] on rank 0, \[4, 1\] on rank 1",
         "texts": "same B on every rank for SpladeObjective of document_flops, got 4 on rank 0, 5",
+        "refused": "(idf_flops_loss, got on rank 1 ValueError: |^)expected `beta` .*, got -0.5",
+        "in terms": "(flops, got on rank 1 ValueError: |^)expected `anchor.* of shape .*, got .6",
     }
     for found in run_ranks(2, messages):
         assert found.keys() == expected.keys()

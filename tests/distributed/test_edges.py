@@ -157,6 +157,7 @@ def unequal(rank: int) -> dict[str, str]:
     objective.weights["query_flops"] = float(rank)
     said["terms"] = caught(objective, SpladeBatch(Texts(same), Texts(same)))
     said["mask"] = caught(F.info_nce_loss, same, same, positive_mask=torch.eye(3), gather=True)
+    said["refused"] = caught(F.flops_loss, same if rank else same[0], gather=True)
     said["after"] = caught(F.flops_loss, same, gather=True)  # nothing is left in the pipes
     return said
 
@@ -172,6 +173,7 @@ def test_unequal_calls_are_errors_on_every_rank_that_name_the_sizes():
         "rows": "the same B on every rank for SpladeObjective of info_nce with gather.*; the last",
         "terms": "to be in SpladeObjective of info_nce.* with gather=True.* in another",
         "mask": r"\[B, 2 B\] = \[3, 6\]",
+        "refused": r"(on rank 0 ValueError: |^)expected `activations` of shape \[B, V\], got \[5\]",
         "after": "^$",
     }
     for rank, said in enumerate(run_ranks(2, unequal)):
