@@ -259,13 +259,9 @@ def _agree(
     if not torch.compiler.is_compiling():  # a number may be symbolic there
         letters = {letter for shapes, _ in tensors.values() for shape in shapes for letter in shape}
         compared = {letter: sizes.get(letter, 0) for letter in sorted(letters - {PADDED})}
-        for name, (shapes, remarks) in tensors.items():
-            tensor = arguments.get(name)
-            if len(shapes) > 1:
-                ndim = 0 if tensor is None else tensor.ndim
-                compared[f"number of dimensions of `{name}`"] = ndim
-            elif "optional" in remarks:
-                compared[f"number of `{name}`"] = 0 if tensor is None else 1
+        for name in tensors:
+            ndim = getattr(arguments.get(name), "ndim", None)
+            compared[f"number of dimensions of `{name}`"] = ndim
         options = (declaration.flags, declaration.choices, declaration.several, declaration.numbers)
         for name in itertools.chain(*options):
             compared[f"`{name}`"] = shown(arguments.get(name, declaration.defaults.get(name)))

@@ -290,19 +290,13 @@ class SpladeObjective(nn.Module):
         x, tensors = batch.anchor.activations, _tensors(batch)
         if self.gather is False and not any(is_dtensor(each) for each in tensors.values()):
             return False
-        others = None if batch.negative is None else batch.negative.activations
-        values: dict[str, object] = {
-            "B": x.shape[0],
-            "V": x.shape[1],
-            "number of negatives": 0 if others is None else others.shape[-2],
-            "number of dimensions of negatives": 0 if others is None else others.ndim,
-        }
-        for name in ("teacher_scores", "teacher_anchor_scores", "candidate_mask"):
-            table = getattr(batch, name)
-            values[f"number of columns of `{name}`"] = 0 if table is None else table.shape[-1]
+        values: dict[str, object] = {}
         if not torch.compiler.is_compiling():  # a number may be symbolic there
-            kinds = {False: "integers", True: "floating point"}
-            values |= {f"`{name}`": kinds[x.is_floating_point()] for name, x in tensors.items()}
+            values = {"B": x.shape[0], "V": x.shape[1]}
+            for name, each in tensors.items():
+                kind = "floating point" if each.is_floating_point() else "integers"
+                is_padded = name.endswith(("input_ids", "attention_mask"))
+                values[f"`{name}`"] = f"{kind} {list(each.shape[: -1 if is_padded else None])}"
             values |= self._settings(active)
         return agree(f"SpladeObjective of {', '.join(active)}", self.gather, tensors, **values)
 

@@ -216,7 +216,7 @@ def _first(**options):
         (lambda: _first(decoupled=True), "`info_nce.decoupled` .* False on rank 0, True on rank 1"),
         (
             lambda: _objective(batch=SAME._replace(positive_ids=torch.ones(3, dtype=torch.int))),
-            "`positive_ids` .* got None on rank 0, integers on rank 1",
+            "`positive_ids` .* got None on rank 0, integers .3. on rank 1",
         ),
     ],
 )
