@@ -119,14 +119,13 @@ def check_placements(name: str, x: DTensor, dims: Sequence[str], mesh: Mesh | No
 def agree(call: str, gather: object, tensors: Mapping[str, Any], **values: object) -> bool:
     """Call ``agree_across_ranks``; if there are DTensors, compare them over their mesh.
 
-    A rank knows the shape of a DTensor by what it was told, or by its own part alone. The ranks
-    find the maxima of a hash and of its negative, without a wait for the device.
+    A rank knows the shape of a DTensor by what it was told, or by its own part alone.
 
     Raises:
         ValueError: on every rank, if shapes, placements or values differ, or if a part has not the
             size that the shape gives it. On an accelerator it is an assertion of the device.
     """
-    dtensors = [x for x in tensors.values() if is_dtensor(x)]  # 2.6 cannot compile `next` for it
+    dtensors = [x for x in tensors.values() if is_dtensor(x)]
     if not dtensors:
         return agree_across_ranks(call, gather, *tensors.values(), **values)
     if gather is not False:
@@ -141,10 +140,9 @@ def agree(call: str, gather: object, tensors: Mapping[str, Any], **values: objec
 
 
 def refuse(call: str, gather: object, arguments: Iterable[object], error: Exception) -> None:
-    """Tell the ranks that compare a call that this rank has refused its arguments, and why.
+    """Tell the other ranks, if they compare this call, why this rank has refused its arguments.
 
-    They raise an error that repeats this one, which the caller raises. With neither ``gather`` nor
-    a DTensor nobody is told.
+    They raise an error that repeats this one, which is the caller's to raise.
     """
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     dtensors = [x for x in tensors if is_dtensor(x)]
@@ -157,6 +155,7 @@ def refuse(call: str, gather: object, arguments: Iterable[object], error: Except
 
 
 def _compare(call: str, first: DTensor, values: Mapping[str, object]) -> None:
+    """Raise on every rank if values differ, without a wait for an accelerator: by their hash."""
     text = described(call, values)
     own = torch.full((1,), fingerprint(text), device=first.device)
     largest, smallest = _extremes(own, first.device_mesh)
@@ -454,19 +453,13 @@ def _topk(x: DTensor, k: int, dim: int = -1) -> Any:
     return torch.return_types.topk((values, index))
 
 
-def _max(x: DTensor, *args: Any, **options: Any) -> Any:
-    dim = options.get("dim", args[0] if args else None)
-    if not isinstance(dim, int) or dim % x.ndim != x.ndim - 1 or not _sharded_along(x, dim):
-        return x.max(*args, **options)
+def _max(x: DTensor, dim: int, keepdim: bool = False) -> Any:
+    if dim % x.ndim != x.ndim - 1 or not _sharded_along(x, dim):
+        return x.max(dim, keepdim)
     values, index = _topk(x, 1)
-    if not options.get("keepdim", False):
+    if not keepdim:
         values, index = values.squeeze(-1), index.squeeze(-1)
     return torch.return_types.max((values, index))
-
-
-def _abs(x: DTensor) -> DTensor:
-    """Return magnitudes; the second derivative of PyTorch's is a plain tensor."""
-    return x * x.sign() if x.requires_grad else x.abs()
 
 
 def _vector_norm(x: DTensor, **options: Any) -> DTensor:
@@ -482,7 +475,8 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
-    Tensor.abs: _abs,
+    # The second derivative of PyTorch's `abs` is a plain tensor.
+    Tensor.abs: lambda x: x * x.sign() if x.requires_grad else x.abs(),
     Tensor.amax: functools.partial(_on_all_ranks, Tensor.amax),
     Tensor.amin: functools.partial(_on_all_ranks, Tensor.amin),
     Tensor.flatten: _flatten,

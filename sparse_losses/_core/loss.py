@@ -134,12 +134,12 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             is_wrong = len(arguments) < len(args) + len(kwargs)  # too many, or a duplicate
             if is_wrong or first not in arguments:
                 return function(*args, **kwargs)  # Python raises the error
-            data: Any = arguments[first]
             try:
                 if kwargs:
                     declaration.check(kwargs)
                 sizes = check_tensors(tensors, arguments)
                 dtype = _cast(steps, arguments)
+                data = arguments[first]
                 for name in learnable:
                     if isinstance(arguments.get(name), Tensor):
                         arguments[name] = _beside(name, arguments[name], first, data).to(dtype)
@@ -147,7 +147,6 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 if can_gather:
                     refuse(function.__name__, arguments.get("gather"), arguments.values(), error)
                 raise
-            data = arguments[first]
             has_dtensor = any(is_dtensor(x) for x in arguments.values())
             if (has_dtensor and can_gather) or arguments.get("gather", False) is not False:
                 _agree(function.__name__, declaration, arguments, sizes)
