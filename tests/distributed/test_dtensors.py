@@ -203,9 +203,7 @@ def messages(rank: int) -> dict[str, str]:
     five = {"shape": torch.Size((5, 6)), "stride": (6, 1)}
     calls = {
         "gather": lambda: F.flops_loss(rows, gather=True),
-        "temperature": lambda: F.info_nce_loss(
-            x, x, temperature=distribute_tensor(x.sum(), mesh, [Replicate()]), gather=True
-        ),
+        "temperature": lambda: F.info_nce_loss(x, x, temperature=by_text.sum(), gather=True),
         "objective": lambda: objective(rows, gather=True),
         "mesh": lambda: F.info_nce_loss(rows, distribute_tensor(x, other, [Shard(0), Replicate()])),
         "positions": lambda: F.splade_pool(by_position, torch.ones(4, 2)),

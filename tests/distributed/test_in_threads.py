@@ -197,65 +197,54 @@ def test_the_widest_dtype_that_is_sent_is_compared():
     assert "got 4 on rank 0, 8 on rank 1" in wrong[0]
 
 
-SAME = SpladeBatch(Texts(torch.ones(3, 2)), Texts(torch.ones(3, 2)))
+X = torch.rand(3, 2)
+BATCH = SpladeBatch(Texts(X), Texts(X))
 
 
-def _objective(weights=None, batch=SAME, **options):
-    return SpladeObjective(weights or {"info_nce": 1.0}, gather=True, **options)(batch)
-
-
-def _first(**options):
-    return _objective(info_nce=InfoNCELoss(**options))
+def _objective(batch=BATCH, weight=1.0, **options):
+    SpladeObjective({"info_nce": weight}, info_nce=InfoNCELoss(**options), gather=True)(batch)
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda: _objective({"info_nce": 2.0}), r"weights\['info_nce'\] .* got 1.0 on rank 0, 2.0"),
-        (lambda: _first(temperature=0.08), "`info_nce.temperature` .* 0.07 on rank 0, 0.08 on"),
-        (lambda: _first(decoupled=True), "`info_nce.decoupled` .* False on rank 0, True on rank 1"),
+        ({"weight": 2.0}, r"weights\['info_nce'\] .* 1.0 on rank 0, 2.0 on rank 1"),
+        ({"temperature": 0.08}, "`info_nce.temperature` .* 0.07 on rank 0, 0.08 on rank 1"),
+        ({"decoupled": True}, "`info_nce.decoupled` .* False on rank 0, True on rank 1"),
         (
-            lambda: _objective(batch=SAME._replace(positive_ids=torch.ones(3, dtype=torch.int))),
-            "`positive_ids` .* got None on rank 0, integers .3. on rank 1",
+            {"batch": BATCH._replace(positive_ids=torch.arange(3))},
+            r"`positive_ids` .* None on rank 0, integers \[3\] on rank 1",
         ),
     ],
+    ids=lambda x: str(next(iter(x))) if isinstance(x, dict) else "",
 )
 def test_what_differs_between_the_ranks_of_an_objective_is_refused(change, expected):
     with pytest.raises(ValueError, match=f"expected the same {expected}"):
-        run_threads(2, lambda own: change() if own else _objective())
+        run_threads(2, lambda own: _objective(**(change if own else {})))
 
 
-X = torch.rand(3, 2)
-REFUSED = {  # what is right, and what a rank refuses
-    "shape": (lambda: flops_loss(X, gather=True), lambda: flops_loss(X[0], gather=True)),
-    "dtype": (lambda: flops_loss(X, gather=True), lambda: flops_loss(X.long(), gather=True)),
-    "no tensor": (lambda: flops_loss(X, gather=True), lambda: flops_loss([[1.0]], gather=True)),
-    "number": (
-        lambda: info_nce_loss(X, X, gather=True),
-        lambda: info_nce_loss(X, X, temperature=-1.0, gather=True),
-    ),
-    "batch": (_objective, lambda: _objective(batch=X)),
-    "texts": (_objective, lambda: _objective(batch=SAME._replace(positive=Texts(X[0])))),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_rank_that_refuses_its_arguments_tells_the_others_why(name):
-    right, wrong = REFUSED[name]
-
+@pytest.mark.parametrize(
+    ("call", "right", "wrong"),
+    [
+        *((lambda x: flops_loss(x, gather=True), X, wrong) for wrong in (X[0], X.long(), [[1.0]])),
+        (lambda number: info_nce_loss(X, X, temperature=number, gather=True), 0.1, -1.0),
+        *((_objective, BATCH, wrong) for wrong in (X, BATCH._replace(positive=Texts(X[0])))),
+    ],
+)
+def test_a_rank_that_refuses_its_arguments_tells_the_others_why(call, right, wrong):
     def said(own, refusing):
         try:
-            (wrong if own in refusing else right)()
+            call(wrong if own in refusing else right)
         except (TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         return None
 
-    everyone = run_threads(2, said, [0, 1])
-    assert everyone[0] == everyone[1]
+    refusal, _ = everyone = run_threads(2, said, [0, 1])
+    assert everyone == [refusal] * 2
     first, second = run_threads(2, said, [1])
-    assert second == everyone[1]
+    assert second == refusal
     assert first.startswith("ValueError: expected every rank to accept its arguments for ")
-    assert first.endswith(f" with gather=True, got on rank 1 {second}")
+    assert first.endswith(f" with gather=True, got on rank 1 {refusal}")
     assert run_threads(2, said, []) == [None, None]
 
 
