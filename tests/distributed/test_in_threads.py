@@ -157,44 +157,36 @@ def _said(own, *data, call="a call", gather=True, **sizes):
         return str(error)
 
 
-def test_ranks_agree_on_their_call_and_its_sizes():
-    x = torch.ones(3)
+def test_ranks_agree_on_their_call_its_sizes_and_the_widest_dtype_that_is_sent():
+    x, half, ids = (torch.ones(3, dtype=dtype) for dtype in (torch.float, torch.half, torch.long))
     assert agree_across_ranks("a call", True, x, B=3) is False, "there is one rank"
     with pytest.raises(TypeError, match="expected `gather` to be True or False, got 1"):
         agree_across_ranks("a call", 1, x)
     assert run_threads(2, lambda own: _said(own, x, gather=False, B=own)) == [False, False]
     assert run_threads(2, lambda own: _said(own, x, None, B=3, N=4)) == [True, True]
-    for sizes, name, hint in (
-        (lambda own: {"B": 3 + own}, "B", "; the last batch of an epoch? Drop it (drop_last=True)"),
-        (lambda own: {"B": 3, "N": 3 + own}, "N", ""),
+    data = [x, half], [half, None, ids]
+    assert run_threads(2, lambda own: _said(own, *data[own])) == [True, True]
+    for sizes, name, received, hint in (
+        ({"B": 3}, "B", "3 on rank 0, 4", "; the last batch of an epoch? Drop it (drop_last=True)"),
+        ({"N": 3}, "N", "3 on rank 0, 4", ""),
+        ({}, "precision, in bytes,", "4 on rank 0, 8", ""),
     ):
         expected = (
-            f"expected the same {name} on every rank for a call with gather=True, got 3 on rank 0, "
-            f"4 on rank 1{hint}"
+            f"expected the same {name} on every rank for a call with gather=True, got {received} "
+            f"on rank 1{hint}"
         )
-        assert run_threads(2, lambda own, f=sizes: _said(own, x, **f(own))) == [expected] * 2
+
+        def call(own, sizes=sizes):
+            sent = x.double() if own and not sizes else x
+            return _said(own, sent, half, **{letter: n + own for letter, n in sizes.items()})
+
+        assert run_threads(2, call) == [expected] * 2
     results = run_threads(2, lambda own: _said(own, x, call=f"call {own}", B=3))
     assert results == [
         f"expected every rank to be in call {own} with gather=True, as rank {own} is, got ranks "
         f"[{1 - own}] in another loss"
         for own in range(2)
     ]
-
-
-def test_the_widest_dtype_that_is_sent_is_compared():
-    half, single, double, ids = (
-        torch.ones(2, dtype=d) for d in (torch.half, torch.float, torch.double, torch.long)
-    )
-
-    def said(first, second):
-        return run_threads(2, lambda own: _said(own, *(second if own else first)))
-
-    assert said([single, half], [half, None, ids]) == [True, True]
-    assert said([single, double], [double]) == [True, True]
-    wrong = said([single], [half, double])
-    assert len(set(wrong)) == 1
-    assert "the same precision, in bytes, on every rank" in wrong[0]
-    assert "got 4 on rank 0, 8 on rank 1" in wrong[0]
 
 
 X = torch.rand(3, 2)
