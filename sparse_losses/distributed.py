@@ -24,6 +24,7 @@ if dist.is_available():
     _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 skips_size_check = ContextVar("skips_size_check", default=False)
+REFUSAL = "refusal"  # the name of what a rank says that refuses its arguments
 
 
 def num_ranks() -> int:
@@ -162,6 +163,11 @@ def fingerprint(text: bytes) -> int:
 def raise_difference(call: str, everyone: Mapping[int, bytes], how: str = "") -> None:
     """Raise for the first value that differs in what the ranks, by number, have described."""
     said = {r: json.loads(text) for r, text in everyone.items()}
+    if refusals := {r: its[REFUSAL] for r, (_, its) in said.items() if REFUSAL in its}:
+        listed = "; ".join(f"on rank {r} {error}" for r, error in refusals.items())
+        raise ValueError(
+            f"expected every rank to accept its arguments for {call}{how}, got {listed}"
+        )
     if elsewhere := [r for r, (theirs, _) in said.items() if theirs != call]:
         raise ValueError(
             f"expected every rank to be in {call}{how}, as rank {rank()} is, got ranks "

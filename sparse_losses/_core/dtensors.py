@@ -13,8 +13,8 @@ definition runs as it is, within ``beside_dtensors``. There
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from sparse_losses._core.private_torch import assert_on_device
 from sparse_losses.distributed import (
+    REFUSAL,
     agree_across_ranks,
     described,
     fingerprint,
@@ -122,16 +123,15 @@ def check_placements(name: str, x: DTensor, dims: Sequence[str], mesh: Mesh | No
 def agree(call: str, gather: object, tensors: Mapping[str, Any], **values: object) -> bool:
     """Call ``agree_across_ranks``; if there are DTensors, compare them over their mesh.
 
-    A rank knows the shape of a DTensor by what it was told, or by its own part alone. The ranks
-    find the maxima of a hash and of its negative, without a wait for the device.
+    A rank knows the shape of a DTensor by what it was told, or by its own part alone.
 
     Raises:
         ValueError: on every rank, if shapes, placements or values differ, or if a part has not the
             size that the shape gives it, on an accelerator an assertion of the device; if PyTorch
             is older than 2.13.
     """
-    first = next((x for x in tensors.values() if is_dtensor(x)), None)
-    if first is None:
+    dtensors = [x for x in tensors.values() if is_dtensor(x)]
+    if not dtensors:
         return agree_across_ranks(call, gather, *tensors.values(), **values)
     _check_version()
     if gather is not False:
@@ -141,23 +141,71 @@ def agree(call: str, gather: object, tensors: Mapping[str, Any], **values: objec
     if skips_size_check.get() or torch.compiler.is_compiling():
         return True
     values |= {f"`{name}`": _layout(x) for name, x in tensors.items()}
-    groups = [first.device_mesh.get_group(number) for number in range(first.device_mesh.ndim)]
+    _compare(call, dtensors[0], values)
+    return True
+
+
+def refuse(call: str, gather: object, arguments: Iterable[object], error: Exception) -> None:
+    """Tell the other ranks, if they compare this call, why this rank has refused its arguments.
+
+    They raise an error that repeats this one, which is the caller's to raise.
+    """
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    dtensors = [x for x in tensors if is_dtensor(x)]
+    said = {REFUSAL: f"{type(error).__name__}: {error}"}
+    with suppress(ValueError, RuntimeError):  # what the others did wrong, or that they have left
+        if not dtensors:
+            agree_across_ranks(call, bool(gather), *tensors or [torch.empty(0)], **said)
+        elif not (skips_size_check.get() or torch.compiler.is_compiling()):
+            _compare(call, dtensors[0], said)
+
+
+def _compare(call: str, first: DTensor, values: Mapping[str, object]) -> None:
+    """Raise on every rank if values differ, without a wait for an accelerator: by their hash."""
     text = described(call, values)
     own = torch.full((1,), fingerprint(text), device=first.device)
-    extremes = torch.cat([own, -own])
-    for group in groups:
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    is_same = extremes.sum() == 0
+    largest, smallest = _extremes(own, first.device_mesh)
+    is_same = (largest == smallest).all()
     if type(is_same) is not Tensor or not is_same.is_cpu:
         assert_on_device(is_same, f"expected the same sizes and settings on every rank for {call}")
     elif not is_same:
         everyone = {dist.get_rank(): text}
-        for group in groups:
+        for group in _groups(first.device_mesh):
             parts: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(parts, everyone, group=group)
             everyone = {rank: said for part in parts for rank, said in part.items()}
         raise_difference(call, everyone)
-    return True
+
+
+@torch.no_grad()
+def check_replicated(name: str, x: Tensor, mesh: Mesh) -> None:
+    """Raise if a plain tensor ``[..., D]``, which counts as replicated, differs between ranks.
+
+    The ranks compare the norm and the D sums; rounding changes these by far less than 3% of the
+    norm, another text or dropout by more.
+    """
+    if skips_size_check.get() or torch.compiler.is_compiling():
+        return
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dtype=dtype)
+    sums = x.flatten(0, -2).sum(0, dtype=dtype)
+    largest, smallest = _extremes(torch.cat([norm[None], sums]), mesh)
+    differs = torch.linalg.vector_norm(largest - smallest) > 0.03 * largest[0]  # not if it is NaN
+    message = f"expected the same `{name}` on every rank beside DTensors: a plain tensor counts as "
+    hint = "replicated. With FSDP2, call the module that `fully_shard` wraps, not a part of it"
+    assert_on_device(~differs, message + hint)
+
+
+def _groups(mesh: Mesh) -> list[Any]:
+    return [mesh.get_group(number) for number in range(mesh.ndim)]
+
+
+def _extremes(x: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Return the largest and the smallest of all ranks' ``x``, element by element."""
+    extremes = torch.stack([x, -x])
+    for group in _groups(mesh):
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    return extremes[0], -extremes[1]
 
 
 def _layout(x: Any) -> str:
@@ -318,7 +366,9 @@ def _by_columns(x: DTensor) -> DTensor:
     from torch.distributed.tensor import Replicate, Shard
 
     to = Shard(x.ndim - 1) if x.ndim > 1 and x.is_floating_point() else Replicate()
-    return x.redistribute(placements=[to if p.is_shard(0) else p for p in x.placements])
+    places = [to if p.is_shard(0) else p for p in x.placements]
+    # The second step moves nothing but second derivatives, which PyTorch would leave by rows.
+    return x.redistribute(placements=places).redistribute(placements=places)
 
 
 def _matmul(a: DTensor, b: DTensor) -> DTensor:
@@ -339,8 +389,8 @@ def _cat(tensors: Sequence[DTensor], dim: int = 0) -> DTensor:
 
 def _flatten(x: DTensor, start_dim: int = 0, end_dim: int = -1) -> DTensor:
     """Flatten the first dimensions, which PyTorch cannot if their parts are uneven."""
-    is_uneven = any(len(x) % x.device_mesh.size(number) for number in _sharded_along(x, 0))
-    return (_by_columns(x) if is_uneven else x).flatten(start_dim, end_dim)
+    parts = math.prod(x.device_mesh.size(number) for number in _sharded_along(x, 0))
+    return (_by_columns(x) if len(x) % parts else x).flatten(start_dim, end_dim)
 
 
 def _on_all_ranks(reduce: Callable[..., Any], x: DTensor, *args: Any, **options: Any) -> Any:
@@ -394,11 +444,12 @@ def _topk(x: DTensor, k: int, dim: int = -1) -> Any:
     PyTorch takes the result of another ``k`` that it has met before.
     """
     assert dim % x.ndim == x.ndim - 1
-    numbers, (sizes, starts) = _sharded_along(x, -1), _own_part(x)
-    part = torch.nn.functional.pad(x.to_local(), (0, max(k - sizes[-1], 0)), value=-torch.inf)
-    values, index = part.topk(k)
+    numbers = _sharded_along(x, -1)
     ranks = math.prod(x.device_mesh.size(number) for number in numbers)
-    shape = (*x.shape[:-1], ranks * k)
+    if numbers and x.shape[-1] < ranks * (k + ranks):  # a rank may have fewer than k columns
+        return _topk(x.redistribute(placements=_of_rows(x)), k)
+    values, index = x.to_local().topk(k)
+    shape, (_, starts) = (*x.shape[:-1], ranks * k), _own_part(x)
     parts = values, index + starts[-1]
     values, index = (_from_parts(each, x, shape, x.placements) for each in parts)
     if numbers:
@@ -408,12 +459,11 @@ def _topk(x: DTensor, k: int, dim: int = -1) -> Any:
     return torch.return_types.topk((values, index))
 
 
-def _max(x: DTensor, *args: Any, **options: Any) -> Any:
-    dim = options.get("dim", args[0] if args else None)
-    if not isinstance(dim, int) or dim % x.ndim != x.ndim - 1 or not _sharded_along(x, dim):
-        return x.max(*args, **options)
+def _max(x: DTensor, dim: int, keepdim: bool = False) -> Any:
+    if dim % x.ndim != x.ndim - 1 or not _sharded_along(x, dim):
+        return x.max(dim, keepdim)
     values, index = _topk(x, 1)
-    if not options.get("keepdim", False):
+    if not keepdim:
         values, index = values.squeeze(-1), index.squeeze(-1)
     return torch.return_types.max((values, index))
 
@@ -431,6 +481,8 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
+    # The second derivative of PyTorch's `abs` is a plain tensor.
+    Tensor.abs: lambda x: x * x.sign() if x.requires_grad else x.abs(),
     Tensor.amax: functools.partial(_on_all_ranks, Tensor.amax),
     Tensor.amin: functools.partial(_on_all_ranks, Tensor.amin),
     Tensor.flatten: _flatten,

@@ -57,7 +57,7 @@ from sparse_losses._core.checks import (
     declared,
     values_can_be_checked,
 )
-from sparse_losses._core.dtensors import agree, beside_dtensors, is_dtensor, whole
+from sparse_losses._core.dtensors import agree, beside_dtensors, is_dtensor, refuse, whole
 from sparse_losses._core.implementations import is_exported
 from sparse_losses._core.own_gradient import can_bring_its_gradient
 from sparse_losses._core.precision import autocast_off, compute_dtype
@@ -137,14 +137,18 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             has_dtensor = any(is_dtensor(x) for x in arguments.values())
             if has_dtensor and torch.compiler.is_compiling():  # it fails at some of their operators
                 return torch.compiler.disable(checked)(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
-            if kwargs:
-                declaration.check(kwargs)
-            sizes = check_tensors(tensors, arguments)
-            dtype = _cast(steps, arguments)
-            data = arguments[first]
-            for name in learnable:
-                if isinstance(arguments.get(name), Tensor):
-                    arguments[name] = _beside(name, arguments[name], first, data).to(dtype)
+            try:
+                if kwargs:
+                    declaration.check(kwargs)
+                sizes = check_tensors(tensors, arguments)
+                dtype = _cast(steps, arguments)
+                data = arguments[first]
+                for name in learnable:
+                    if isinstance(arguments.get(name), Tensor):
+                        arguments[name] = _beside(name, arguments[name], first, data).to(dtype)
+            except (TypeError, ValueError) as error:
+                refuse(function.__name__, arguments.get("gather"), arguments.values(), error)
+                raise
             if has_dtensor or arguments.get("gather", False) is not False:
                 _agree(function.__name__, declaration, arguments, sizes)
             if has_dtensor:
@@ -255,17 +259,14 @@ def _agree(
     if not torch.compiler.is_compiling():  # a number may be symbolic there
         letters = {letter for shapes, _ in tensors.values() for shape in shapes for letter in shape}
         compared = {letter: sizes.get(letter, 0) for letter in sorted(letters - {PADDED})}
-        for name, (shapes, remarks) in tensors.items():
-            tensor = arguments.get(name)
-            if len(shapes) > 1:
-                ndim = 0 if tensor is None else tensor.ndim
-                compared[f"number of dimensions of `{name}`"] = ndim
-            elif "optional" in remarks:
-                compared[f"number of `{name}`"] = 0 if tensor is None else 1
+        for name in tensors:
+            ndim = getattr(arguments.get(name), "ndim", None)
+            compared[f"number of dimensions of `{name}`"] = ndim
         options = (declaration.flags, declaration.choices, declaration.several, declaration.numbers)
         for name in itertools.chain(*options):
             compared[f"`{name}`"] = shown(arguments.get(name, declaration.defaults.get(name)))
     present = {name: arguments.get(name) for name in tensors}
+    present.update((name, x) for name, x in arguments.items() if is_dtensor(x))  # a number, too
     agree(call, arguments.get("gather", False), present, **compared)
 
 

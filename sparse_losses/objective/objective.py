@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_choice, check_flag, check_number
-from sparse_losses._core.dtensors import agree, beside_dtensors, full, is_dtensor, whole
+from sparse_losses._core.dtensors import agree, beside_dtensors, full, is_dtensor, refuse, whole
 from sparse_losses._core.loss import LossModule, shown
 from sparse_losses._core.precision import autocast_off, compute_dtype
 from sparse_losses._core.token_ids import TokenIds, as_mask, check_ids
@@ -196,7 +196,6 @@ class SpladeObjective(nn.Module):
 
     def forward(self, batch: SpladeBatch) -> ObjectiveOutput:
         """Return the weighted sum and the value of every active term."""
-        self._check_settings()
         if torch.compiler.is_compiling() and any(map(is_dtensor, _tensors(batch).values())):
             return torch.compiler.disable(self.forward)(batch)  # type: ignore[no-any-return, no-untyped-call]
         terms = self.terms(batch)
@@ -210,7 +209,8 @@ class SpladeObjective(nn.Module):
             else:  # one operation; a compiler would compile `alpha` as a constant
                 total = torch.add(total, term, alpha=weight)
         if total is None:  # without terms the sum is 0 and must be part of the graph
-            x = batch.anchor.activations
+            x: Any = batch.anchor.activations
+            x = x.to_local() if is_dtensor(x) else x
             total = x.flatten()[:0].to(compute_dtype(activations=x)).sum()
         return ObjectiveOutput(total, {name: term.detach() for name, term in terms.items()})
 
@@ -227,10 +227,16 @@ class SpladeObjective(nn.Module):
         Raises:
             ValueError: for an active term that lacks a loss or an input.
         """
-        active = self.active()
-        check_texts(batch)
-        check_batch(batch)
-        check_needs(active, self.weights, batch)
+        try:
+            self._check_settings()
+            active = self.active()
+            check_texts(batch)
+            check_batch(batch)
+            check_needs(active, self.weights, batch)
+        except (TypeError, ValueError) as error:
+            tensors = [*_tensors(batch).values(), self.special_token_ids]
+            refuse("SpladeObjective", self.gather, tensors, error)
+            raise
         compares = self._agree_across_ranks(active, batch) and not torch.compiler.is_compiling()
         once = skip_size_check() if compares else nullcontext()  # compared above, for all terms
         device = batch.anchor.activations.device
@@ -286,19 +292,14 @@ class SpladeObjective(nn.Module):
         x, tensors = batch.anchor.activations, _tensors(batch)
         if self.gather is False and not any(is_dtensor(each) for each in tensors.values()):
             return False
-        others = None if batch.negative is None else batch.negative.activations
-        values: dict[str, object] = {
-            "B": x.shape[0],
-            "V": x.shape[1],
-            "number of negatives": 0 if others is None else others.shape[-2],
-            "number of dimensions of negatives": 0 if others is None else others.ndim,
-            "number of `positive_ids`": 0 if batch.positive_ids is None else x.shape[0],
-        }
-        for name in ("teacher_scores", "teacher_anchor_scores", "candidate_mask"):
-            table = getattr(batch, name)
-            values[f"number of columns of `{name}`"] = 0 if table is None else table.shape[-1]
+        values: dict[str, object] = {}
         if not torch.compiler.is_compiling():  # a number may be symbolic there
-            values.update(self._settings(active))
+            values = {"B": x.shape[0], "V": x.shape[1]}
+            for name, each in tensors.items():
+                kind = "floating point" if each.is_floating_point() else "integers"
+                is_padded = name.endswith(("input_ids", "attention_mask"))
+                values[f"`{name}`"] = f"{kind} {list(each.shape[: -1 if is_padded else None])}"
+            values |= self._settings(active)
         return agree(f"SpladeObjective of {', '.join(active)}", self.gather, tensors, **values)
 
     def _settings(self, active: Sequence[str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sparse_losses._core.activation import Activation, check_threshold, splade_activation
 from sparse_losses._core.checks import check_number, check_shapes, values_can_be_checked
-from sparse_losses._core.dtensors import is_dtensor, on_parts
+from sparse_losses._core.dtensors import check_replicated, is_dtensor, on_parts
 from sparse_losses._core.implementations import Arguments, Implementation, choose
 from sparse_losses._core.loss import LossModule, loss
 from sparse_losses._core.precision import compute_dtype
@@ -108,6 +108,8 @@ def splade_head(
     if any(is_dtensor(x) for x in (hidden, weight, bias, attention_mask, gate, threshold)):
         if sparse_grad:
             raise ValueError("expected sparse_grad=False with a DTensor, whose gradient is dense")
+        if is_dtensor(weight) and not is_dtensor(hidden):
+            check_replicated("hidden", hidden, weight.device_mesh)  # type: ignore[attr-defined]
         options: dict[str, Any] = {
             "activation": activation,
             "softcap": softcap,

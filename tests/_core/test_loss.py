@@ -140,12 +140,8 @@ SHARED, OF_EACH_ROW = {"other": torch.ones(2, 3)}, {"other": torch.ones(2, 2, 3)
     [
         ({"x": torch.ones(3, 3)}, {}, "B on every rank .* 3 on rank 0, 2 on rank 1"),
         (SHARED, {}, "N on every rank .* 2 on rank 0, 0 on rank 1"),
-        (
-            SHARED,
-            OF_EACH_ROW,
-            "number of dimensions of `other` on every rank .* 2 on rank 0, 3 on rank 1",
-        ),
-        ({}, {"weight": torch.ones(2)}, "number of `weight` .* 0 on rank 0, 1 on rank 1"),
+        (SHARED, OF_EACH_ROW, "number of dimensions of `other` .* 2 on rank 0, 3 on rank 1"),
+        ({}, {"weight": torch.ones(2)}, "number .* `weight` .* None on rank 0, 1 on rank 1"),
         ({"impl": "one"}, {"impl": "another"}, "`impl` .* 'one' on rank 0, 'another' on rank 1"),
         ({"flag": True}, {}, "`flag` .* True on rank 0, False on rank 1"),
         ({"margin": 0.5}, {"margin": 0.6}, "`margin` .* 0.5 on rank 0, 0.6 on rank 1"),

@@ -164,8 +164,9 @@ SENT: dict[tuple[str, str], tuple[list[tuple[str, int]], list[tuple[str, int]]]]
     ("splade_pool", "columns"): ([], []),
     ("splade_pool", "rows"): ([], []),
     ("token_weights", "columns"): ([(GATHERED, 2 * B * 3)] * 2, []),
-    # The gradient of the hidden states, [6, 3, 4], and of the weight, [1000, 4], each once.
-    ("splade_head", "columns"): ([], [(SUMMED, B * 3 * 4)]),
+    # A comparison of hidden states [6, 3, 4]: norm and sums. Their gradient and that of the weight,
+    # [1000, 4], each once.
+    ("splade_head", "columns"): ([(SUMMED, 2 * (4 + 1))], [(SUMMED, B * 3 * 4)]),
     ("splade_head", "rows"): ([], [(SUMMED, V * 4)]),
 }
 

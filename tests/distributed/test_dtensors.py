@@ -36,6 +36,7 @@ LAYOUTS = {"rows": 2, "row": 2, "columns": 2, "both": 4}  # and on how many rank
 ALSO = "splade_pool-capped", "splade_head-all_logits", "token_weights-plain", "objective-pairs"
 ON_FOUR = (*FIRST.values(), *(case for case in CASES if case.id in ALSO))
 TOLERANCE = 1e-9
+close = functools.partial(torch.testing.assert_close, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def mesh_of(layout: str) -> DeviceMesh:
@@ -123,26 +124,63 @@ def test_value_and_gradients_are_those_of_one_process(layout, case, reduction):
         assert errors[layout, case.id, reduction] < TOLERANCE
 
 
-def curved(rank: int) -> None:
-    """Second derivatives of two sides that are placed in different ways."""
-    mesh, expected = mesh_of("rows"), None
-    torch.manual_seed(0)
-    pair = torch.rand(2, 5, 7, dtype=torch.float64)
-    for dims in ((None, None), (0, None), (None, 1), (1, 0)):
-        sides = [
-            x.clone() if dim is None else distribute_tensor(x, mesh, [Shard(dim)])
-            for x, dim in zip(pair, dims, strict=True)
-        ]
-        leaves = [x.requires_grad_() for x in sides]
-        gradients = torch.autograd.grad(F.info_nce_loss(*leaves), leaves, create_graph=True)
-        square = sum(full(x).square().sum() for x in gradients)
-        found = [full(x) for x in torch.autograd.grad(square, leaves)]
-        expected = expected or found
-        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+# What the table lacks ----------------------------------------------------------------------------
+
+ROWS, COLUMNS, TWICE = (0,), (-1,), (0, 0)  # the dimensions that are sharded over the mesh
 
 
-def test_second_derivatives():
-    run_ranks(2, curved)
+def forbidden(x: torch.Tensor) -> torch.Tensor:
+    """Some logits are ``-inf``, and a rank has fewer columns than are asked for."""
+    x = x.masked_fill(x < 0.3, -torch.inf)
+    return F.min_activation_loss(x, torch.tensor([1, 2, 1, 2, 2]), top_k=7, threshold=3.0)
+
+
+def total(*activations: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
+    objective = SpladeObjective({"info_nce": weight, "document_flops": weight})
+    return objective(SpladeBatch(*map(Texts, activations))).total
+
+
+# A call, the shapes of its tensors, and where these are placed.
+OTHERS: dict[str, tuple[Any, list[tuple[int, ...]], list[list[Any]]]] = {
+    "sides": (F.info_nce_loss, [(5, 7)] * 2, [[ROWS, None], [None, COLUMNS], [COLUMNS, ROWS]]),
+    "forbidden": (forbidden, [(5, 7)], [[ROWS], [COLUMNS]]),
+    "kinks": (lambda x: F.idf_flops_loss(x, torch.ones(7)), [(5, 7)], [[ROWS], [COLUMNS]]),
+    "uneven": (total, [(5, 7), (5, 7), (5, 2, 7)], [[ROWS] * 3]),
+    "even, then uneven": (total, [(6, 7), (6, 7), (6, 2, 7)], [[TWICE] * 3]),
+    "no term": (lambda x: total(x, x, weight=0.0), [(5, 7)], [[ROWS], [COLUMNS]]),
+}
+
+
+def derivatives(call: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The value, its gradients, and those of their square."""
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    value = call(*leaves)
+    first = torch.autograd.grad(value, leaves, create_graph=True)
+    square = sum(full(x).square().sum() for x in first)
+    found = value, *first
+    if square.requires_grad:
+        found += torch.autograd.grad(square, leaves, allow_unused=True)
+    return [None if x is None else full(x).detach() for x in found]
+
+
+def compare_others(rank: int, world: int) -> None:
+    mesh = mesh_of("both" if world == 4 else "rows")
+    for name, (call, shapes, placed) in OTHERS.items():
+        torch.manual_seed(0)
+        tensors = [torch.rand(shape, dtype=torch.float64) for shape in shapes]
+        expected = derivatives(call, tensors)
+        for places in placed:
+            if len(next(filter(None, places))) == mesh.ndim:
+                sides = [
+                    distribute_tensor(x, mesh, [Shard(d % x.ndim) for d in dims]) if dims else x
+                    for x, dims in zip(tensors, places, strict=True)
+                ]
+                close(derivatives(call, sides), expected, msg=name.__add__)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_second_derivatives_and_what_the_table_lacks(world):
+    run_ranks(world, compare_others, world)
 
 
 # Errors ------------------------------------------------------------------------------------------
@@ -156,6 +194,7 @@ def message(call: Any) -> str:
 
 def messages(rank: int) -> dict[str, str]:
     mesh, other = mesh_of("rows"), init_device_mesh("cpu", (2, 1))
+    torch.manual_seed(0)
     x, ids = torch.rand(4, 6), torch.tensor([[0, 9]] * 4)
     rows, columns = (distribute_tensor(x, mesh, [Shard(dim)]) for dim in range(2))
     states, weight = torch.rand(4, 2, 3), torch.rand(6, 3)
@@ -174,6 +213,7 @@ def messages(rank: int) -> dict[str, str]:
     five = {"shape": torch.Size((5, 6)), "stride": (6, 1)}
     calls = {
         "gather": lambda: F.flops_loss(rows, gather=True),
+        "temperature": lambda: F.info_nce_loss(x, x, temperature=by_text.sum(), gather=True),
         "objective": lambda: objective(rows, gather=True),
         "mesh": lambda: F.info_nce_loss(rows, distribute_tensor(x, other, [Shard(0), Replicate()])),
         "positions": lambda: F.splade_pool(by_position, torch.ones(4, 2)),
@@ -184,6 +224,7 @@ def messages(rank: int) -> dict[str, str]:
         ),
         "sparse": lambda: F.splade_head(states, by_token, sparse_grad=True),
         "both": lambda: F.splade_head(by_text, by_token),
+        "hidden": lambda: F.splade_head(states + rank, by_token),
         "tokens": lambda: F.splade_head(states, distribute_tensor(weight[:1], mesh, [Shard(0)])),
         "impl": lambda: F.info_nce_loss(rows, rows, positive_mask=torch.eye(4), impl="direct"),
         # What the ranks do not agree on: nobody may wait, and no rank gets a value.
@@ -207,6 +248,9 @@ def messages(rank: int) -> dict[str, str]:
         "LabelQueue.enqueue": lambda: queue.enqueue(columns if rank else rows, torch.ones(4, 1)),
         "SparsityController.observe": lambda: controller.observe(columns if rank else rows),
         "calibrate_threshold": lambda: F.calibrate_threshold(own(1, 4 + rank), 2),
+        # What one rank refuses.
+        "refused": lambda: F.idf_flops_loss(columns, torch.ones(6), beta=0.5 - rank),
+        "in terms": lambda: objective(columns[0] if rank else columns),
     }
     found = {name: message(call) for name, call in calls.items()}
     assert F.flops_loss(own(0, 3 - rank, **five)).isfinite(), "nothing is left in the pipes"
@@ -217,6 +261,7 @@ def test_errors_name_what_is_possible():
     expected = {
         "gather": "gather=False with a DTensor, whose placement says what is global",
         "objective": "gather=False with a DTensor",
+        "temperature": "gather=False with a DTensor",
         "mesh": "`positive` on the mesh",
         "positions": r"`logits` placed as Shard\(0\) or Shard\(2\) or Replicate\(\), got Sh",
         "candidates": r"`student_scores` placed as Shard\(0\) or Replicate\(\), got Shard\(dim=1",
@@ -224,6 +269,7 @@ def test_errors_name_what_is_possible():
         "ids": r"token ids in \[0, V\) with V = 6",
         "sparse": "sparse_grad=False with a DTensor",
         "both": "`weight` sharded along B, as `hidden` is, or along another dimension of the mesh",
+        "hidden": "the same `hidden` on every rank beside DTensors",
         "tokens": r"`weight` to have a part for each of 2 ranks along V = 1: use Replicate\(\)",
         "impl": 'with impl="direct"',
         "rows": "same B on every rank for flops_loss, got 4 on rank 0, 5 on rank 1; the last batch",
@@ -234,6 +280,8 @@ def test_errors_name_what_is_possible():
         "plain": r"same `positive_input_ids` .* \[4, 2\] on rank 0, \[4, 1\] on rank 1",
         "texts": "same B on every rank for SpladeObjective of document_flops, got 4 on rank 0, 5",
         "several": r"placed as Shard\(0\) or Shard\(2\) or Replicate\(\), got Shard\(dim=1",
+        "refused": "(idf_flops_loss, got on rank 1 ValueError: |^)expected `beta` .*, got -0.5",
+        "in terms": "(flops, got on rank 1 ValueError: |^)expected `anchor.* of shape .*, got .6",
     }
     for found in run_ranks(2, messages):
         assert found.keys() > expected.keys()

@@ -148,15 +148,12 @@ def unequal(rank: int) -> dict[str, str]:
     seen.update(torch.rand(3, 5 + rank))
     said["V"] = caught(seen.all_reduce)
     # Sizes that are an error by themselves, on one rank only.
-    scores = torch.rand(3, 1 + rank)
-    said["candidates"] = caught(F.distillation_loss, scores, scores, gather=True)
     said["top_k"] = caught(F.min_activation_loss, torch.rand(3, 4 + rank), gather=True)
     said["negatives"] = caught(F.info_nce_loss, same, same, x if rank else None, gather=True)
-    objective = SpladeObjective({"info_nce": 1.0}, gather=True)
-    said["rows"] = caught(objective, SpladeBatch(Texts(x), Texts(x)))
-    objective.weights["query_flops"] = float(rank)
+    objective = SpladeObjective({"info_nce": 1.0, "query_flops": float(rank)}, gather=True)
     said["terms"] = caught(objective, SpladeBatch(Texts(same), Texts(same)))
     said["mask"] = caught(F.info_nce_loss, same, same, positive_mask=torch.eye(3), gather=True)
+    said["refused"] = caught(F.flops_loss, same if rank else same[0], gather=True)
     said["after"] = caught(F.flops_loss, same, gather=True)  # nothing is left in the pipes
     return said
 
@@ -166,12 +163,11 @@ def test_unequal_calls_are_errors_on_every_rank_that_name_the_sizes():
         **dict.fromkeys((*FIRST, "B"), "3 on rank 0, 4 on rank 1"),
         **{name: f"the same {name} on every rank .*5 on rank 0, 6 on rank 1" for name in "DV"},
         "L": "the same L on every rank",
-        "candidates": "same C on every rank .*1 on rank 0, 2 on rank 1",
         "top_k": "4 on rank 0, 5 on rank 1",
         "negatives": "the same N on every rank .*got 0 on rank 0, 4 on rank 1",
-        "rows": "the same B on every rank for SpladeObjective of info_nce with gather.*; the last",
         "terms": "to be in SpladeObjective of info_nce.* with gather=True.* in another",
         "mask": r"\[B, 2 B\] = \[3, 6\]",
+        "refused": r"(on rank 0 ValueError: |^)expected `activations` of shape \[B, V\], got \[5\]",
         "after": "^$",
     }
     for rank, said in enumerate(run_ranks(2, unequal)):

@@ -18,7 +18,7 @@ from sparse_losses.distributed import (
     skip_size_check,
     sum_over_ranks,
 )
-from sparse_losses.functional import info_nce_loss
+from sparse_losses.functional import flops_loss, info_nce_loss
 from tests.cases import CASES
 from tests.distributed.test_gather import PLAINEST, check, reductions, whole
 from tests.distributed.threads import run_threads
@@ -157,22 +157,30 @@ def _said(own, *data, call="a call", gather=True, **sizes):
         return str(error)
 
 
-def test_ranks_agree_on_their_call_and_its_sizes():
-    x = torch.ones(3)
+def test_ranks_agree_on_their_call_its_sizes_and_the_widest_dtype_that_is_sent():
+    x, half, ids = (torch.ones(3, dtype=dtype) for dtype in (torch.float, torch.half, torch.long))
     assert agree_across_ranks("a call", True, x, B=3) is False, "there is one rank"
     with pytest.raises(TypeError, match="expected `gather` to be True or False, got 1"):
         agree_across_ranks("a call", 1, x)
     assert run_threads(2, lambda own: _said(own, x, gather=False, B=own)) == [False, False]
     assert run_threads(2, lambda own: _said(own, x, None, B=3, N=4)) == [True, True]
-    for sizes, name, hint in (
-        (lambda own: {"B": 3 + own}, "B", "; the last batch of an epoch? Drop it (drop_last=True)"),
-        (lambda own: {"B": 3, "N": 3 + own}, "N", ""),
+    data = [x, half], [half, None, ids]
+    assert run_threads(2, lambda own: _said(own, *data[own])) == [True, True]
+    for sizes, name, received, hint in (
+        ({"B": 3}, "B", "3 on rank 0, 4", "; the last batch of an epoch? Drop it (drop_last=True)"),
+        ({"N": 3}, "N", "3 on rank 0, 4", ""),
+        ({}, "precision, in bytes,", "4 on rank 0, 8", ""),
     ):
         expected = (
-            f"expected the same {name} on every rank for a call with gather=True, got 3 on rank 0, "
-            f"4 on rank 1{hint}"
+            f"expected the same {name} on every rank for a call with gather=True, got {received} "
+            f"on rank 1{hint}"
         )
-        assert run_threads(2, lambda own, f=sizes: _said(own, x, **f(own))) == [expected] * 2
+
+        def call(own, sizes=sizes):
+            sent = x.double() if own and not sizes else x
+            return _said(own, sent, half, **{letter: n + own for letter, n in sizes.items()})
+
+        assert run_threads(2, call) == [expected] * 2
     results = run_threads(2, lambda own: _said(own, x, call=f"call {own}", B=3))
     assert results == [
         f"expected every rank to be in call {own} with gather=True, as rank {own} is, got ranks "
@@ -181,20 +189,12 @@ def test_ranks_agree_on_their_call_and_its_sizes():
     ]
 
 
-def test_the_widest_dtype_that_is_sent_is_compared():
-    half, single, double, ids = (
-        torch.ones(2, dtype=d) for d in (torch.half, torch.float, torch.double, torch.long)
-    )
+X = torch.rand(3, 2)
+BATCH = SpladeBatch(Texts(X), Texts(X))
 
-    def said(first, second):
-        return run_threads(2, lambda own: _said(own, *(second if own else first)))
 
-    assert said([single, half], [half, None, ids]) == [True, True]
-    assert said([single, double], [double]) == [True, True]
-    wrong = said([single], [half, double])
-    assert len(set(wrong)) == 1
-    assert "the same precision, in bytes, on every rank" in wrong[0]
-    assert "got 4 on rank 0, 8 on rank 1" in wrong[0]
+def _objective(batch=BATCH, weight=1.0, **options):
+    SpladeObjective({"info_nce": weight}, info_nce=InfoNCELoss(**options), gather=True)(batch)
 
 
 @pytest.mark.parametrize(
@@ -203,19 +203,41 @@ def test_the_widest_dtype_that_is_sent_is_compared():
         ({"weight": 2.0}, r"weights\['info_nce'\] .* 1.0 on rank 0, 2.0 on rank 1"),
         ({"temperature": 0.08}, "`info_nce.temperature` .* 0.07 on rank 0, 0.08 on rank 1"),
         ({"decoupled": True}, "`info_nce.decoupled` .* False on rank 0, True on rank 1"),
+        (
+            {"batch": BATCH._replace(positive_ids=torch.arange(3))},
+            r"`positive_ids` .* None on rank 0, integers \[3\] on rank 1",
+        ),
     ],
     ids=lambda x: str(next(iter(x))) if isinstance(x, dict) else "",
 )
-def test_weights_and_hyperparameters_of_an_objective_that_differ_are_refused(change, expected):
-    batch = SpladeBatch(Texts(torch.ones(3, 2)), Texts(torch.ones(3, 2)))
-
-    def call(own):
-        options = dict(change) if own else {}
-        weights = {"info_nce": options.pop("weight", 1.0)}
-        SpladeObjective(weights, info_nce=InfoNCELoss(**options), gather=True)(batch)
-
+def test_what_differs_between_the_ranks_of_an_objective_is_refused(change, expected):
     with pytest.raises(ValueError, match=f"expected the same {expected}"):
-        run_threads(2, call)
+        run_threads(2, lambda own: _objective(**(change if own else {})))
+
+
+@pytest.mark.parametrize(
+    ("call", "right", "wrong"),
+    [
+        *((lambda x: flops_loss(x, gather=True), X, wrong) for wrong in (X[0], X.long(), [[1.0]])),
+        (lambda number: info_nce_loss(X, X, temperature=number, gather=True), 0.1, -1.0),
+        *((_objective, BATCH, wrong) for wrong in (X, BATCH._replace(positive=Texts(X[0])))),
+    ],
+)
+def test_a_rank_that_refuses_its_arguments_tells_the_others_why(call, right, wrong):
+    def said(own, refusing):
+        try:
+            call(wrong if own in refusing else right)
+        except (TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    refusal, _ = everyone = run_threads(2, said, [0, 1])
+    assert everyone == [refusal] * 2
+    first, second = run_threads(2, said, [1])
+    assert second == refusal
+    assert first.startswith("ValueError: expected every rank to accept its arguments for ")
+    assert first.endswith(f" with gather=True, got on rank 1 {refusal}")
+    assert run_threads(2, said, []) == [None, None]
 
 
 def test_sizes_are_compared_once(monkeypatch):

@@ -21,6 +21,7 @@ from sparse_losses import (
     Texts,
 )
 from sparse_losses._core.dtensors import full
+from sparse_losses.functional import splade_head
 from tests.distributed.ranks import run_ranks
 from tests.representation import tiny_models
 
@@ -105,6 +106,9 @@ def compare(rank: int, folder: Path) -> dict[str, Any]:
     plain = Training(copy.deepcopy(model), EVERYTHING)
     shard(model)
     assert all(isinstance(p, DTensor) for p in model.parameters())
+    weight = model.head.weight  # still sharded, and not as a vocabulary is
+    with pytest.raises(RuntimeError, match=r"same `hidden` .* module that `fully_shard` wraps"):
+        splade_head(torch.randn(2, 3, weight.shape[1], dtype=weight.dtype) + rank, weight)
     sharded = Training(model, slice(rank * ROWS, (rank + 1) * ROWS))
     totals = [(sharded.step(number), plain.step(number)) for number in range(STEPS)]
     assert [x for x, _ in totals] == pytest.approx([x for _, x in totals], rel=1e-9)
