@@ -34,7 +34,7 @@ bench-peers: $(VENV)/.demo  ## install the packages that the benchmarks compare 
 bench-calculated: $(VENV)/.dev  ## launches, bytes and times on a GPU, counted on meta tensors
 	$(PY) -m benchmarks.studies.calculated $(ARGS)
 
-bench-gpu: $(VENV)/.dev  ## all that a GPU is asked for, 25 minutes: make CUDA=1 bench-gpu (ARGS="losses")
+bench-gpu: $(VENV)/.dev  ## all that a GPU is asked for, 15 minutes: make CUDA=1 bench-gpu (ARGS="losses")
 	PYTHON=$(PY) benchmarks/gpu.sh $(ARGS)
 
 # In the order of the files: by the number of tests, files of few but long tests would come last.

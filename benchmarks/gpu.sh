@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All tests and measurements on a GPU, in 24 minutes: benchmarks/gpu.sh [tests] [losses] [training]
-# By default all three parts. A part that is out of time is interrupted and has 15 seconds to save
+# All measurements and tests on a GPU, in 15 minutes: benchmarks/gpu.sh [training] [losses] [ranks] [tests]
+# By default all four parts. A part that is out of time is interrupted and has 15 seconds to save
 # what it has; a second run of the losses continues there. PYTHON is the interpreter, LOGS the folder for outputs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -21,26 +21,32 @@ part() { # name, seconds, module, options
   esac
 }
 
+# Versions of pytest and PyTorch may differ from the pinned ones, so warnings are not errors. With -v
+# the name of a failed test is in the log at once.
+options=(-v -p no:cacheprovider -o minversion=7 -W default --tb=short --maxfail=40)
+
 tests() {
-  # Versions of pytest and PyTorch may differ from the pinned ones, so warnings are not errors.
-  local options=(-q --device cuda -p no:cacheprovider -o minversion=7 -W default --tb=short --maxfail=40)
-  "$python" -c "import xdist" 2> /dev/null && options+=(-n 8)
-  part tests 320 pytest "${options[@]}" tests/losses tests/representation tests/objective
+  "$python" -c "import xdist" 2> /dev/null && options+=(-n auto)
+  part tests 360 pytest "${options[@]}" --device cuda tests/losses tests/representation/test_{head,pooling}.py
 }
 
-losses() {
-  part losses 880 benchmarks --device cuda --suite gpu --output "$results/cuda-gpu.csv"
+ranks() {
+  part ranks 120 pytest "${options[@]}" tests/distributed/test_on_accelerators.py
+}
+
+losses() { # compiling all cases takes several times as long
+  part losses 240 benchmarks --device cuda --suite gpu --no-compile --output "$results/cuda-gpu.csv"
 }
 
 training() {
-  part training 240 benchmarks.studies.training_step --device cuda --output "$results/cuda-training.csv"
+  part training 120 benchmarks.studies.training_step --device cuda --output "$results/cuda-training.csv"
 }
 
-[ $# -gt 0 ] || set -- tests losses training
+[ $# -gt 0 ] || set -- training losses ranks tests
 for name; do
   case $name in
-    tests | losses | training) "$name" ;;
-    *) echo "expected parts tests, losses or training, got $name" >&2 && exit 2 ;;
+    training | losses | ranks | tests) "$name" ;;
+    *) echo "expected parts training, losses, ranks or tests, got $name" >&2 && exit 2 ;;
   esac
 done
 exit "$failed"

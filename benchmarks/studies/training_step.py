@@ -37,7 +37,7 @@ class Shape:
     attention_heads: int = 12
     length: int = 256
     active: float = 0.01  # share of active entries of the vectors
-    pairs: tuple[int, ...] = (8, 32)  # batch sizes of the timed steps
+    pairs: tuple[int, ...] = (8, 32, 128)  # batch sizes of the timed steps
 
 
 TINY = Shape(200, 32, 2, 2, 16, 0.1, (2,))

@@ -83,7 +83,7 @@ def id_mask(
     if ids is None or len(ids) == 0:
         return None
     if not isinstance(ids, Tensor):
-        ids = torch.tensor(ids)
+        ids = torch.tensor(ids, device="cpu")  # whatever the default device: values are read below
     attended = torch.ones_like(ids, dtype=torch.bool)  # unsigned ids do not multiply one another
     ids = attended_ids(name, ids, attended, vocab_size)
     if device.type not in ("cpu", "meta") and values_can_be_checked(ids):

@@ -27,15 +27,17 @@ def run(folder: Path, python: str, *parts: str) -> subprocess.CompletedProcess[s
 def test_every_part_is_a_valid_command(tmp_path: Path):
     ran = run(tmp_path, "echo")
     assert ran.returncode == 0
-    is_done = {part: f"== {part}: done" in ran.stdout for part in ("tests", "losses", "training")}
+    is_done = {
+        part: f"== {part}: done" in ran.stdout for part in ("training", "losses", "ranks", "tests")
+    }
     assert all(is_done.values())
     calls = {part: (tmp_path / f"{part}.log").read_text().split() for part in is_done}
     for part, parser in (("losses", command.parser()), ("training", training_step.parser())):
         assert parser.parse_args(calls[part][2:]).device == "cuda"
     assert calls["losses"][1] == "benchmarks"
     assert calls["training"][1] == training_step.__name__
-    files = [word for word in calls["tests"] if word.startswith("tests/")]
-    assert len(files) == 3
+    files = [word for part in calls for word in calls[part] if word.startswith("tests/")]
+    assert len(files) == 4
     assert all((ROOT / file).exists() for file in files)
 
 

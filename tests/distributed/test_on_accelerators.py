@@ -4,7 +4,6 @@ import pytest
 import torch
 
 pytest.importorskip("accelerate")
-pytest.importorskip("sentence_transformers")
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
@@ -12,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from sparse_losses import SpladeBatch, SpladeObjective
 from tests.distributed.ranks import as_torchrun_would
 from tests.integrations import setting
-from tests.integrations.trainers import InOrder, forget_accelerator
 
 HAS_GPU = torch.cuda.is_available()
 BATCH = 8
@@ -37,7 +35,7 @@ def by_accelerate(folder, batch_size):
     return training.encoder.model
 
 
-class EncoderTrainer(InOrder):
+class EncoderTrainer(setting.InOrder):
     """Its model is the encoder, all of which is then in FSDP's groups.
 
     Of the masked language model accelerate would shard the output embeddings apart from the head,
@@ -52,7 +50,7 @@ def by_trainer(folder, batch_size):
     args = setting.arguments(
         folder,
         fsdp=True,
-        fsdp_config={"transformer_layer_cls_to_wrap": ["BertLayer"]},
+        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]},
         use_cpu=not HAS_GPU,
         per_device_train_batch_size=batch_size,
         max_steps=2,
@@ -71,7 +69,7 @@ def by_trainer(folder, batch_size):
 
 def trained(rank, path, world):
     for train in (by_accelerate, by_trainer):
-        forget_accelerator()
+        setting.forget_accelerator()
         model = train(path / train.__name__, BATCH // world)
         assert all(isinstance(p, DTensor) for p in model.parameters())
         weights = {name: p.full_tensor().cpu() for name, p in model.named_parameters()}

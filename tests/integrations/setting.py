@@ -1,7 +1,7 @@
 """What the trainers' tests train: a tiny encoder, texts, a plain loop to compare with."""
 
 import torch
-from sentence_transformers.base.sampler import DefaultBatchSampler
+from accelerate.state import AcceleratorState, GradientState
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedTokenizerFast, TrainingArguments
@@ -16,7 +16,7 @@ from sparse_losses import (
     TrainingSchedule,
     Warmup,
 )
-from tests.distributed.recipe import example as example  # for those that import this module
+from tests.distributed.recipe import example
 from tests.representation.tiny_models import masked_lm
 
 RATE, VOCAB_SIZE = 0.03, 120
@@ -92,7 +92,19 @@ def arguments(folder, kind=TrainingArguments, **settings):
 
 def in_order(dataset, batch_size, drop_last, **_):
     """A ``batch_sampler`` of sentence-transformers."""
+    from sentence_transformers.base.sampler import DefaultBatchSampler
+
     return DefaultBatchSampler(SequentialSampler(dataset), batch_size, drop_last)
+
+
+class InOrder(example("train_with_transformers").ObjectiveTrainer):
+    def _get_train_sampler(self, dataset=None):
+        return SequentialSampler(self.train_dataset)
+
+
+def forget_accelerator():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 # What two processes do as one with the whole batch, and in how many batches a step.

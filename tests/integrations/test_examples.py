@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.integrations import setting
-from tests.integrations.trainers import forget_accelerator
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 HELD_OUT = re.compile(r"held-out active dimensions: (\d+\.\d)")
@@ -29,7 +28,7 @@ def test_example_trains_and_resumes(name, tmp_path, capsys, monkeypatch):
     try:
         setting.example(name).main(tmp_path)
     finally:
-        forget_accelerator()
+        setting.forget_accelerator()
     active = float(HELD_OUT.search(capsys.readouterr().out)[1])
     assert 2 < active < 20
 

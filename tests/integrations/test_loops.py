@@ -18,7 +18,6 @@ from tests.integrations.trainers import (
     by_lightning,
     by_sentence_transformers,
     compare,
-    forget_accelerator,
 )
 
 works_with = pytest.mark.works_with
@@ -47,7 +46,7 @@ def each_works_with(*features):
 def _own_state():
     """The settings of an Accelerator hold for the process."""
     yield
-    forget_accelerator()
+    setting.forget_accelerator()
 
 
 @each_works_with("fp32")
@@ -174,7 +173,7 @@ def key_of(train, name):
 
 
 def run_on_this_rank(rank, folder, train, name, **options):
-    forget_accelerator()
+    setting.forget_accelerator()
     make, accumulation = setting.SHARED[name]
     objective = make()
     schedules = setting.steered(objective)

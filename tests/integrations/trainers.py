@@ -9,14 +9,13 @@ import lightning
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from sentence_transformers import (
     SparseEncoder,
     SparseEncoderTrainer,
     SparseEncoderTrainingArguments,
 )
-from torch.utils.data import DistributedSampler, SequentialSampler
+from torch.utils.data import DistributedSampler
 
 from sparse_losses import Diagnostics, SpladeEncoder
 from sparse_losses.integrations.sentence_transformers import SentenceTransformersLoss
@@ -128,11 +127,6 @@ def by_lightning(
     return Run(encoder, objective, totals, losses.seen[-1], optimizer, trainer.save_checkpoint)
 
 
-class InOrder(setting.example("train_with_transformers").ObjectiveTrainer):
-    def _get_train_sampler(self, dataset=None):
-        return SequentialSampler(self.train_dataset)
-
-
 def settings_of(
     *,
     batch_size=4,
@@ -194,7 +188,7 @@ def by_hugging_face(
     parameters = [*encoder.model.parameters(), *objective.parameters()]
     settings = {"remove_unused_columns": False, **options}
     diagnostics = {"document": Diagnostics(setting.VOCAB_SIZE)}
-    trainer = InOrder(
+    trainer = setting.InOrder(
         encoder.model,
         setting.arguments(folder, **settings_of(resume=resume, **settings)),
         objective=objective,
@@ -234,11 +228,6 @@ def by_sentence_transformers(
     )
     encoder = SpladeEncoder(model[0].auto_model, model.tokenizer)
     return run_of(trainer, encoder, objective, folder, resume, scaler)
-
-
-def forget_accelerator():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 def compare(

@@ -7,6 +7,8 @@ import inspect
 import itertools
 import pickle
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -632,6 +634,7 @@ def _with_id(case: Case, token: int, attended: int) -> dict:
     return tensors
 
 
+@pytest.mark.cpu_only  # a GPU stops the process
 @over(TOKEN_CASES)
 @pytest.mark.parametrize("token", [V, -1, -100, 2**40])
 def test_an_id_outside_the_vocabulary_is_refused_unless_its_mask_is_zero(case, token):
@@ -644,6 +647,7 @@ def test_an_id_outside_the_vocabulary_is_refused_unless_its_mask_is_zero(case, t
     assert len(values) > 3, "attended, the id matters"
 
 
+@pytest.mark.cpu_only  # a GPU stops the process
 @over([FIRST["self_reconstruction"], FIRST["positive_activation"]])
 def test_a_compiled_call_checks_ids_at_run_time(case):
     torch._dynamo.reset()
@@ -654,6 +658,7 @@ def test_a_compiled_call_checks_ids_at_run_time(case):
     compiled(**_with_id(case, V, 0))
 
 
+@pytest.mark.cpu_only  # a GPU stops the process
 @over([FIRST["self_reconstruction"], FIRST["positive_activation"]])
 @pytest.mark.parametrize("token", [V, -1])
 def test_under_a_transform_a_wrong_id_is_still_no_silent_row(case, token):
@@ -665,6 +670,18 @@ def test_under_a_transform_a_wrong_id_is_still_no_silent_row(case, token):
 
     with pytest.raises((RuntimeError, IndexError, ValueError)):
         torch.vmap(function)(*stacked)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_id_outside_the_vocabulary_stops_a_process_with_a_gpu():
+    program = """import torch; from sparse_losses.functional import positive_activation_loss
+ids, activations = torch.tensor([[3]]).cuda(), torch.ones(1, 3).cuda()
+print(positive_activation_loss(activations, ids, torch.ones_like(ids)))"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode != 0
+    assert "device-side assert" in ran.stderr
 
 
 @over(TOKEN_CASES)

@@ -35,12 +35,11 @@ def over_ours(
     cases: Sequence[tuple[str, str]],
     *,
     stacked: bool = False,
-    markersize: float = 6,
-    joined: str = "\n",
 ) -> None:
     """Draw each variant's figure over ours, a line per case: right of 1, ours is less."""
     table = {(row["loss"], row["case"], row["variant"]): row for row in rows}
-    cases = [case for case in cases if (*case, "ours") in table][::-1]
+    is_drawn = [any((*case, name) in table for name in series) for case in cases]
+    cases = [case for case, drawn in zip(cases, is_drawn, strict=True) if drawn][::-1]
     both = figure.subplots(2, 1) if stacked else figure.subplots(1, 2, sharey=True)
     for axes, (column, title) in zip(both, panels.items(), strict=True):
         text = axes.spines["left"].get_edgecolor()
@@ -55,36 +54,23 @@ def over_ours(
                 [cases.index(case) for case in own],
                 marker,
                 label=label,
-                markersize=markersize,
+                markersize=6,
                 markerfacecolor="none",
                 markeredgewidth=1.5,
                 color=text if number > 4 else None,  # there are no more colours
             )
         axes.axvline(1, color=text, linewidth=1, linestyle="-")
-        plain_ticks(axes.xaxis, [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50])
+        plain_ticks(axes.xaxis, [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 200])
         axes.set(xlabel=title, ylim=(-0.6, len(cases) - 0.4))
     for axes in both if stacked else both[:1]:
-        axes.set_yticks(range(len(cases)), [joined.join(case) for case in cases], fontsize=6)
+        axes.set_yticks(range(len(cases)), ["\n".join(case) for case in cases], fontsize=6)
     handles = both[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=2 if stacked else 5, fontsize=8)
 
 
-def benchmarks_calculated(figure: Figure) -> None:
-    """Calculated times of the plain formula and of a peer over ours, on two GPUs."""
-    rows = read(BENCHMARKS / "calculated.csv")
-    cases = list(dict.fromkeys((row["loss"], row["case"]) for row in rows))
-    gpus = {"h100": "H100", "a10g": "A10G"}
-    panels = {
-        f"{key}_seconds": f"{gpu}: time relative to sparse-losses" for key, gpu in gpus.items()
-    }
-    peers = {"eager": ("plain formula", "o")}
-    peers["sentence-transformers"] = ("sentence-transformers", "^")
-    figure.set_size_inches(8.4, 1 + 0.15 * len(cases))
-    over_ours(figure, rows, panels, peers, cases, markersize=4.5, joined=" ")
-
-
-def benchmarks_peers(figure: Figure, *, stacked: bool = False) -> None:
+def benchmarks_peers(figure: Figure, *, file: str, stacked: bool = False) -> None:
     """Time and memory of the peers side by side, or ``stacked`` for a narrow screen."""
+    rows = [row for row in read(BENCHMARKS / file) if row["status"].startswith("ok")]
     panels = {"seconds": "time", "peak_bytes": "memory"}
     panels = {key: f"{name} relative to sparse-losses" for key, name in panels.items()}
     peers = {"eager": ("plain formula", "o"), "torch.compile": ("the same, compiled", "x")}
@@ -92,7 +78,8 @@ def benchmarks_peers(figure: Figure, *, stacked: bool = False) -> None:
     for name, marker in zip((*names, "info-nce-pytorch"), "s^D+", strict=True):
         peers[name] = (name.replace("ours", "sparse-losses"), marker)
     figure.set_size_inches((4.6, 12) if stacked else (8.4, 6.4))
-    rows = [row for row in read(BENCHMARKS / "cpu-quick.csv") if row["status"].startswith("ok")]
+    found = {row["variant"] for row in rows}
+    peers = {name: look for name, look in peers.items() if name in found}
     over_ours(figure, rows, panels, peers, largest_cases(rows), stacked=stacked)
 
 
@@ -263,9 +250,11 @@ def target_sparsity(figure: Figure) -> None:
 
 
 FIGURES = {
-    "benchmarks_calculated": benchmarks_calculated,
-    "benchmarks_peers": benchmarks_peers,
-    "benchmarks_peers_narrow": functools.partial(benchmarks_peers, stacked=True),
+    **{
+        f"benchmarks_{name}{width}": functools.partial(benchmarks_peers, file=file, stacked=stacked)
+        for name, file in (("peers", "cpu-quick.csv"), ("gpu", "cuda-gpu.csv"))
+        for width, stacked in (("", False), ("_narrow", True))
+    },
     "curriculum": curriculum,
     "front": front,
     "growth": growth,
