@@ -26,7 +26,7 @@ from sparse_losses._core.host_copy import HostCopy
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import maximum_over_ranks, num_ranks, sum_over_ranks
 from sparse_losses.objective.batch import SpladeBatch
-from sparse_losses.objective.descent import AT_CHANCE, HIGH, LOW, Descent
+from sparse_losses.objective.descent import HIGH, LOW, Descent
 from sparse_losses.objective.objective import TAUGHT, ObjectiveOutput, SpladeObjective
 from sparse_losses.objective.schedules import controllers_of, count_steps, was_skipped
 from sparse_losses.vocabulary.activation_frequency import ActivationFrequency
