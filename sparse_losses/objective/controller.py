@@ -26,7 +26,7 @@ from sparse_losses._core.host_copy import HostCopy
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import maximum_over_ranks, num_ranks, sum_over_ranks
 from sparse_losses.objective.batch import SpladeBatch
-from sparse_losses.objective.descent import AT_CHANCE, HIGH, LOW, Descent
+from sparse_losses.objective.descent import HIGH, LOW, Descent
 from sparse_losses.objective.objective import TAUGHT, ObjectiveOutput, SpladeObjective
 from sparse_losses.objective.schedules import controllers_of, count_steps, was_skipped
 from sparse_losses.vocabulary.activation_frequency import ActivationFrequency
@@ -50,6 +50,7 @@ REMEDIES = {  # of a status that begins so, where the target was missed
         "with cosines"
     ),
     "unreachable: too dense": "raise `maximum`",
+    "unreachable: a larger weight": "ask for more, train longer, or with a smaller learning rate",
     "unreachable: activations": "raise minimum activation, or use dot products",
     "collapsing": "return to a checkpoint with a smaller learning rate",
     "waiting: ranking": "nothing was learned: change learning rate, temperature or initialisation",
@@ -100,8 +101,9 @@ class SparsityController:
         where the last part keeps the pressure as FLOPS falls with the dimensions. A fall that will
         end above the aim lowers no weight. FLOPS is at most four times the ranking terms, where
         these are known: more would not act sooner, and then far too strongly.
-    3. It brakes as soon as a fall would end below the target, and while texts die: if need be, down
-       to 0.
+    3. It brakes as soon as a fall would end below the target, while texts die, and while a ranking
+       loss that had learned is back at chance: if need be, down to 0. Beside the ranking terms,
+       FLOPS then stays below what undid them.
 
     Rows without any active dimension are dead; those that were dead from the first steps on (texts
     of unknown tokens) do not count. If all rows stay dead, training cannot recover, and
@@ -428,9 +430,7 @@ class SparsityController:
     ) -> None:
         """Measure the ranking terms and FLOPS, which has no term while its weight is 0."""
         wide, waits = widest_dtype(activations.device), self._descent.started_at is None
-        if (loss := terms.get("info_nce")) is not None and (
-            waits or self._descent.step < AT_CHANCE
-        ):
+        if (loss := terms.get("info_nce")) is not None:
             share = loss.detach().to(wide) / _chance(objective, batch)
             self._add(share, torch.ones_like(share), at=5)
         ranking = [objective.weights[name] * terms[name] for name in RANKING if name in terms]

@@ -7,7 +7,8 @@ nothing. The descent therefore comes from above: an error below the target is th
 import dataclasses
 import math
 
-LEARNS, OVER = 0.85, 1.2  # shares of chance: below, the ranking loss learns; above, scores shrink
+# Shares of chance: below, the ranking loss learns; above, it has unlearned; above, scores shrink.
+LEARNS, UNLEARNED, OVER = 0.85, 0.9, 1.2
 AT_CHANCE = 50  # the step of the warning
 FIRST_LOOKS, SETTLED = 5, -0.03  # steps, and the trend, at which the fall has stopped by itself
 FLAT_LOOKS, FLAT = 20, -0.01  # the same where the scores are too large, or activations shrink
@@ -18,6 +19,7 @@ FAR = 1.0  # the level above which shrinking activations count as a fall
 POWER = 1.9  # FLOPS falls with about this power of the active dimensions
 # log(weight / first): its bounds, of which the lower counts as 0, and its fastest fall.
 LEAST, GREATEST, FALL = -7.0, 30.0, -0.4
+UNDONE, LESS = "braking: ranking loss back at chance", 1.0  # and by how much the log share falls
 HASTE = 1.5  # how much faster an error below the target is mended
 BELOW, PAUSE = 0.3, -3.0  # a brake: from which distance below the target on; the strongest, 0
 IDLE = -4.5  # log of FLOPS' share over its first one, at which the other losses decide
@@ -46,6 +48,7 @@ class Descent:
     mass: float = 0.0  # the smoothed log of a text's summed activations, over the target
     mass_trend: float = 0.0
     ranking: float | None = None
+    has_learned: bool = False
     looks: int = 0
     dead: float | None = None
     usual_dead: float = 0.0  # the mean of the first looks
@@ -60,6 +63,7 @@ class Descent:
     first_level: float = 0.0
     first_weight: float = 0.0  # before the start: what it would be
     log_most: float | None = None  # log of the weight at which FLOPS dominates
+    share: float = MOST  # FLOPS over the ranking terms, at most
     log_ratio: float = 0.0  # log(weight / first_weight)
     brake: float = 0.0  # log of a factor that is there for a while
     idle_steps: int = 0  # below the target without FLOPS and without an upward trend
@@ -94,6 +98,11 @@ class Descent:
         """The share of rows that are dead beyond the usual one."""
         return (self.dead or 0.0) - self.usual_dead
 
+    @property
+    def unlearns(self) -> bool:
+        """Whether the ranking loss has learned and is back at chance."""
+        return self.has_learned and UNLEARNED < (self.ranking or 0.0) < OVER
+
     def look(self, level: float, mean_activation: float) -> None:
         """Take note of log(measured / target) and of the mean of the active activations."""
         steps, self.looked_at = self.step - self.looked_at, self.step
@@ -124,14 +133,15 @@ class Descent:
         """Take note of the ranking loss over its value at chance; return whether to warn."""
         if math.isfinite(share):
             self.ranking = share if self.ranking is None else 0.8 * self.ranking + 0.2 * share
+        self.has_learned |= (self.ranking or OVER) < LEARNS
         is_time = self.step == AT_CHANCE and self.ranking is not None
-        return is_time and LEARNS < (self.ranking or 0.0) < OVER
+        return is_time and LEARNS < (self.ranking or 0.0) < OVER and not self.has_learned
 
     def look_at_terms(self, ranking: float, flops: float, start: float) -> None:
         """Take note of weighted ranking terms and FLOPS, for the first and the largest weight."""
         if self.started_at is None:
             self.first_weight = start * max(ranking, SMALLEST) / flops
-        most = math.log(MOST * max(ranking, LARGE) / flops)
+        most = math.log(self.share * max(ranking, LARGE) / flops)
         self.log_most = most if self.log_most is None else (self.log_most + most) / 2
 
     def _steer(self, steps: int) -> None:
@@ -178,6 +188,12 @@ class Descent:
         at_chance = is_early and LEARNS < (self.ranking or 0.0) < OVER
         if deaths > 0 or at_chance:
             change = min(change, 0.0)
+        if self.unlearns:  # no FLOPS until it has learned again, and then less
+            if self.status != UNDONE and self.log_most is not None:
+                present = math.log(self.first_weight) + self.log_ratio
+                lower = min(present - self.log_most, 0.0) - LESS
+                self.share, self.log_most = self.share * math.exp(lower), self.log_most + lower
+            self.brake = PAUSE
         # Down to a bound, too, it falls by steps: a single batch may have set it.
         high = math.log(self.most / self.first_weight) if self.most < math.inf else GREATEST
         change = min(change, max((max(high, LEAST + 1) - self.log_ratio) / steps, FALL))
@@ -207,12 +223,16 @@ class Descent:
             is_time = self.step >= AT_CHANCE and self.ranking is not None
             at_chance = is_time and LEARNS < (self.ranking or 0.0) < OVER
             return "waiting: ranking loss at chance" if at_chance else "waiting"
+        if self.unlearns:
+            return UNDONE
         if self.brake < -0.5:
             return "braking: active dimensions fall below the target"
         if is_above and (self.weight == self.maximum or self.log_ratio == GREATEST):
             return "unreachable: too dense at the largest weight"
         if self.shrunk_steps >= self.planned_steps / 10:
             return "unreachable: activations shrink but stay active"
+        if is_above and self.share < MOST and self.weight > self.most / 2:
+            return "unreachable: a larger weight undoes the ranking loss"
         if is_above and self.weight == self.most:
             return "sparsifying: FLOPS is four times the ranking terms"
         if is_above or is_below:

@@ -111,6 +111,24 @@ def test_the_weight_does_not_rise_while_the_ranking_loss_passes_chance():
     assert law.weight > 2 * before
 
 
+def test_flops_that_undoes_the_ranking_loss_is_off_until_it_learns_again_and_then_less():
+    law = made()
+
+    def steps(number, ranking):
+        for _ in range(number):
+            law.look_at_terms(ranking, 100.0, 0.03)
+            run(law, Texts(600.0, 600.0, response=0.0, noise=0.0), 32, steps=1, ranking=ranking)
+
+    steps(40, 0.5)
+    before = law.weight
+    assert before > 0
+    steps(10, 0.95)
+    assert (law.weight, law.status) == (0.0, "braking: ranking loss back at chance")
+    steps(40, 0.5)
+    assert 0 < law.weight < 0.4 * before
+    assert law.status == "unreachable: a larger weight undoes the ranking loss"
+
+
 @pytest.mark.parametrize("every", [2, 5])
 def test_texts_may_be_looked_at_every_few_steps(every):
     law, texts, seen = made(), Texts(lag=10.0), []
