@@ -7,17 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparse_losses import (
-    DistillationLoss,
-    InfoNCELoss,
-    LanguagePenaltyLoss,
-    NPairLoss,
-    SpladeBatch,
-    SpladeObjective,
-    Texts,
-    TrainingSchedule,
-    Warmup,
-)
+import sparse_losses as sl
 from sparse_losses.functional import flops_loss
 from tests.porting.compare import N, Q, V, activations, assert_follows
 
@@ -46,8 +36,8 @@ def negative_log_softmax(scores):
 
 
 def objective_of(triplets, weights, **losses):
-    objective = SpladeObjective(weights, **losses)
-    return objective(SpladeBatch(*map(Texts, triplets))).total
+    objective = sl.SpladeObjective(weights, **losses)
+    return objective(sl.SpladeBatch(*map(sl.Texts, triplets))).total
 
 
 def test_naver_flops_of_positives_and_negatives_averaged(triplets):
@@ -69,7 +59,7 @@ def test_naver_l1_of_queries_and_joint_flops_of_documents(triplets):
         return LAMBDA_Q * np.abs(query).sum(1).mean() + LAMBDA_D * flops(positive, negative)
 
     weights = {"query_language_penalty": LAMBDA_Q, "document_flops": LAMBDA_D}
-    penalty = LanguagePenaltyLoss(torch.ones(V))
+    penalty = sl.LanguagePenaltyLoss(torch.ones(V))
     assert_follows(theirs, objective_of(triplets, weights, language_penalty=penalty), *triplets)
 
 
@@ -83,7 +73,7 @@ def test_naver_in_batch_negatives_and_the_own_one(triplets):
         return negative_log_softmax(np.column_stack([np.diag(scores), others, own]))
 
     query, positive, negative = triplets
-    ours = InfoNCELoss(temperature=1.0, similarity="dot")
+    ours = sl.InfoNCELoss(temperature=1.0, similarity="dot")
     assert_follows(theirs, ours(query, positive, negative[:, None]), *triplets)
 
 
@@ -93,7 +83,7 @@ def test_naver_pairwise_negative_log_likelihood(triplets):
         return negative_log_softmax(np.column_stack(scores))
 
     query, positive, negative = triplets
-    assert_follows(theirs, NPairLoss()(query, positive, negative[:, None]), *triplets)
+    assert_follows(theirs, sl.NPairLoss()(query, positive, negative[:, None]), *triplets)
 
 
 def test_naver_all_negatives_of_the_batch_and_no_other_positive(triplets):
@@ -101,7 +91,7 @@ def test_naver_all_negatives_of_the_batch_and_no_other_positive(triplets):
         own = (query * positive).sum(1)
         return negative_log_softmax(np.column_stack([own, query @ negative.T]))
 
-    assert_follows(theirs, NPairLoss()(*triplets), *triplets)
+    assert_follows(theirs, sl.NPairLoss()(*triplets), *triplets)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -117,7 +107,7 @@ def test_kl_divergence_without_the_squared_temperature(temperature):
         return (np.exp(p) * (p - q)).sum(1).mean()
 
     scores = activations(Q, 1 + N)
-    ours = DistillationLoss(temperature=temperature, alpha_kl=1 / temperature**2, alpha_mse=0.0)
+    ours = sl.DistillationLoss(temperature=temperature, alpha_kl=1 / temperature**2, alpha_mse=0.0)
     assert_follows(theirs, ours(scores, torch.from_numpy(teacher)), scores)
 
 
@@ -149,8 +139,10 @@ def warmed(schedule, optimizer, steps):
 def test_quadratic_warm_up(first):
     """Theirs counts the step that is taken, from 1: tell ours of a step before the first."""
     steps, total = 8, 5
-    objective = SpladeObjective({"document_flops": LAMBDA_D})
-    schedule = TrainingSchedule(objective, warmups={"document_flops": Warmup(total, "quadratic")})
+    objective = sl.SpladeObjective({"document_flops": LAMBDA_D})
+    schedule = sl.TrainingSchedule(
+        objective, warmups={"document_flops": sl.Warmup(total, "quadratic")}
+    )
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     schedule.attach(optimizer)
     for _ in range(first):
