@@ -226,7 +226,7 @@ def test_hyperparameters_are_plain_attributes_that_schedules_assign_and_repr_sho
     assert base(**rest).item() == pytest.approx(case.expected(case.arrays()), rel=1e-9, abs=1e-12)
 
 
-@over(FIRST.values())
+@over([case for case in BASE_CASES if case in FIRST.values() or case in WITH_CONSTANTS])
 def test_a_module_survives_copying_pickling_and_its_state_dict(case):
     tensors = case.tensors()
     module, rest = case.module(tensors)
@@ -622,6 +622,18 @@ def test_a_wrong_hyperparameter_is_refused(loss, name, value):
 def test_a_constructor_refuses_what_cannot_be_its_tensor(loss, wrong):
     with pytest.raises((ValueError, TypeError), match=loss.constructor[0]):
         getattr(sparse_losses, loss.module)(wrong)
+
+
+@pytest.mark.cpu_only
+@over([case for case in WITH_CONSTANTS if "token_weight" in case.loss.constructor])
+def test_a_weight_below_zero_is_refused(case):
+    tensors = case.tensors()
+    tensors["token_weight"][1] = -0.5
+    learned = {**tensors, "token_weight": torch.nn.Parameter(tensors["token_weight"])}
+    for call in (case.function(), lambda **tensors: case.module(tensors)):
+        for arguments in (tensors, learned):
+            with pytest.raises(ValueError, match=r"expected `token_weight` >= 0, got -0\.5"):
+                call(**arguments)
 
 
 TOKEN_CASES = [case for case in BASE_CASES if any("input_ids" in name for name in case.rows)]
