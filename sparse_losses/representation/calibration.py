@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sparse_losses._core.activation import Activation
 from sparse_losses._core.checks import check_choice, check_number, check_rows
-from sparse_losses._core.dtensors import full
+from sparse_losses._core.dtensors import agree, full
 from sparse_losses.representation._language_model import evaluating, projection_of, unwrapped
 from sparse_losses.representation.encoding import batches, check_texts
 from sparse_losses.representation.head import SpladeHead
@@ -53,6 +53,7 @@ def calibrate_threshold(
     """
     check_rows("activations", activations)
     check_choice("activation", activation, get_args(Activation))
+    agree("calibrate_threshold", False, {"activations": activations}, target=target_active)
     rows = full(activations.detach()).flatten(0, -2)
     largest = math.log1p(LARGEST) if activation == "log1p_relu" else LARGEST
     wrong = rows[~(rows.isfinite() & (rows <= largest))]
