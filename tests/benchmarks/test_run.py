@@ -125,14 +125,10 @@ def test_the_command_measures_and_resumes(tmp_path: Path, monkeypatch: pytest.Mo
     assert output.read_text() == before
 
 
-def work(output: Path, only: str, suite: str = "tiny") -> int:
-    args = command.parser().parse_args(["--suite", suite, "--only", only, "--no-compile"])
-    return worker.work(args, output, budget=0.0)
-
-
 def test_the_gpu_suite_is_refused_on_a_cpu(tmp_path: Path):
+    args = command.parser().parse_args(["--suite", "gpu", "--only", "margin_mse", "--no-compile"])
     with pytest.raises(SystemExit, match="needs --device cuda"):
-        work(tmp_path / "run.csv", "margin_mse", "gpu")
+        worker.work(args, tmp_path / "run.csv", budget=0.0)
     assert not (tmp_path / "run.csv").exists()
 
 

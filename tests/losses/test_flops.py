@@ -14,13 +14,6 @@ from tests.cases import assert_follows_the_formula
 from tests.strategies import activations, seeds
 
 
-@given(activations())
-def test_value_is_the_formula_for_any_activations(x):
-    assert_follows_the_formula("flops", {"activations": x}, estimator="biased")
-    if len(x) > 1:
-        assert_follows_the_formula("flops", {"activations": x}, estimator="unbiased")
-
-
 @given(activations(), seeds, st.none() | st.integers(0, 12), st.booleans())
 def test_value_is_the_formula_for_any_weight_and_threshold(x, seed, threshold, weighs):
     arrays = {"activations": x}
@@ -85,9 +78,7 @@ def test_unbiased_has_the_same_expectation_at_any_batch_size(x):
 def test_biased_is_off_by_the_variance_over_the_batch_size(x):
     x = torch.from_numpy(x)
     gap = flops_loss(x) - flops_loss(x, estimator="unbiased")
-    torch.testing.assert_close(
-        gap, x.var(dim=0, unbiased=True).sum() / len(x), atol=1e-9, rtol=1e-9
-    )
+    torch.testing.assert_close(gap, x.var(dim=0).sum() / len(x), atol=1e-9, rtol=1e-9)
     assert gap >= -1e-12
 
 
