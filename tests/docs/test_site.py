@@ -231,6 +231,7 @@ def test_the_english_pages_stay_short():
 NAVIGATION = read(ROOT / "mkdocs.yml").partition("\nnav:\n")[2]
 
 
+@functools.cache
 def title(page: Path) -> str:
     found = re.search(r"^# (.+)$", expand(read(page)), re.MULTILINE)
     assert found, f"{name(page)} has no title"
