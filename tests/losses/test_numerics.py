@@ -213,9 +213,9 @@ def _large_losses(ids: torch.Tensor):
     }
 
 
-@pytest.mark.parametrize("vocab", [30_522, 250_002])
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
-def test_large_vocabularies_stay_finite_and_close(vocab, dtype):
+def test_large_vocabularies_stay_finite_and_close(dtype):
+    vocab = 250_002
     x, weight = (torch.rand(4, vocab) * 4).to(dtype), torch.rand(vocab) * 100
     for name, call in _large_losses(torch.randint(0, vocab, (4, 32))).items():
         leaf, exact = x.clone().requires_grad_(), x.double().requires_grad_()
