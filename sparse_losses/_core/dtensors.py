@@ -211,7 +211,7 @@ def _extremes(x: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
 def _layout(x: Any) -> str:
     """Return shape and placements, and the own part if it is not what they say."""
     if not is_dtensor(x):
-        return "None" if x is None else str(list(x.shape))
+        return "None" if x is None else f"{list(x.shape)} of {x.dtype}"
     with torch.no_grad():
         part = list(x.to_local().shape)
     expected, _ = _own_part(x)
@@ -329,9 +329,14 @@ def _sharded_along(x: DTensor, dim: int) -> list[int]:
 
 
 def _leaves_out(x: DTensor, number: int) -> bool:
-    """Return whether a rank has no part of ``x`` along a dimension of the mesh."""
-    ranks, size = x.device_mesh.size(number), x.shape[x.placements[number].dim]
-    return bool(-(-size // ranks) * (ranks - 1) >= size)
+    """Return whether a rank has no part of ``x`` along a dimension of the mesh and those before."""
+    dim = x.placements[number].dim
+    size: int = x.shape[dim]  # of the last rank's part, which is the smallest
+    for other, placement in enumerate(x.placements[: number + 1]):
+        if placement.is_shard(dim):
+            ranks = x.device_mesh.size(other)
+            size -= -(-size // ranks) * (ranks - 1)
+    return size <= 0
 
 
 def _own_part(x: DTensor) -> tuple[list[int], list[int]]:

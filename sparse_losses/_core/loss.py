@@ -29,7 +29,6 @@ the choices, the first always among them.
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import (
     Any,
@@ -262,9 +261,9 @@ def _agree(
         for name in tensors:
             ndim = getattr(arguments.get(name), "ndim", None)
             compared[f"number of dimensions of `{name}`"] = ndim
-        options = (declaration.flags, declaration.choices, declaration.several, declaration.numbers)
-        for name in itertools.chain(*options):
-            compared[f"`{name}`"] = shown(arguments.get(name, declaration.defaults.get(name)))
+        given = {**declaration.defaults, **arguments}
+        for name in sorted(given.keys() - tensors.keys() - {"gather"}):
+            compared[f"`{name}`"] = shown(given[name])
     present = {name: arguments.get(name) for name in tensors}
     present.update((name, x) for name, x in arguments.items() if is_dtensor(x))  # a number, too
     agree(call, arguments.get("gather", False), present, **compared)
@@ -316,7 +315,9 @@ def _repr(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return the representation of a hyperparameter; a tensor is read only where that is free."""
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return repr(value.tolist()) if values_can_be_checked(value) else "a tensor"
+    """Return the representation of a hyperparameter; a number is read only where that is free."""
+    if isinstance(value, Tensor):
+        is_free = value.ndim == 0 and values_can_be_checked(value)
+        return repr(value.tolist()) if is_free else f"a tensor {list(value.shape)}"
+    is_plain = isinstance(value, (bool, int, float, str, list, tuple))
+    return repr(value) if is_plain else f"of {type(value)}"  # an iterator is the ranks' own

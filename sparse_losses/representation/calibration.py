@@ -53,7 +53,13 @@ def calibrate_threshold(
     """
     check_rows("activations", activations)
     check_choice("activation", activation, get_args(Activation))
-    agree("calibrate_threshold", False, {"activations": activations}, target=target_active)
+    agree(
+        "calibrate_threshold",
+        False,
+        {"activations": activations},
+        target=target_active,
+        activation=activation,
+    )
     rows = full(activations.detach()).flatten(0, -2)
     largest = math.log1p(LARGEST) if activation == "log1p_relu" else LARGEST
     wrong = rows[~(rows.isfinite() & (rows <= largest))]

@@ -156,6 +156,8 @@ def derivatives(call: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor | N
 
 def compare_others(rank: int, world: int) -> None:
     mesh = mesh_of("both" if world == 4 else "rows")
+    narrow = distribute_tensor(torch.rand(2, world - 1), mesh, [Shard(1)] * mesh.ndim)
+    assert "to have a part for each of 2 ranks along V" in message(lambda: F.flops_loss(narrow))
     for name, (call, shapes, placed) in OTHERS.items():
         torch.manual_seed(0)
         tensors = [torch.rand(shape, dtype=torch.float64) for shape in shapes]
@@ -226,6 +228,8 @@ def messages(rank: int) -> dict[str, str]:
         "alike": lambda: F.flops_loss(own(0, 3, shape=torch.Size((4, 6)), stride=(6, 1))),
         "placement": lambda: F.flops_loss(columns if rank else rows),
         "number": lambda: F.idf_flops_loss(columns, torch.ones(6), beta=0.1 + rank),
+        "threshold": lambda: F.splade_head(states, by_token, threshold=0.1 + rank),
+        "dtype": lambda: F.splade_head(states.double() if rank else states, by_token),
         "plain": lambda: F.positive_activation_loss(
             columns, ids[:, rank:], torch.ones(4, 2)[:, rank:]
         ),
@@ -270,7 +274,9 @@ def test_errors_name_what_is_possible():
         "alike": r"same `activations` .*rank 1 has \[3, 6\] instead of \[2, 6\]",
         "placement": r"same `activations` .*Shard\(dim=0\)\] on rank 0, .*\(dim=1\)\] on rank 1",
         "number": "same `beta` on every rank for idf_flops_loss, got 0.1 on rank 0, 1.1 on rank 1",
-        "plain": r"same `positive_input_ids` .* \[4, 2\] on rank 0, \[4, 1\] on rank 1",
+        "plain": r"same `positive_input_ids` .* \[4, 2\] of .* \[4, 1\] of .* on rank 1",
+        "threshold": "same `threshold` on every rank for splade_head, got 0.1 on rank 0, 1.1",
+        "dtype": r"same `hidden` .* of torch.float32 on rank 0, .* of torch.float64 on rank 1",
         "texts": "same B on every rank for SpladeObjective of document_flops, got 4 on rank 0, 5",
         "several": r"placed as Shard\(0\) or Shard\(2\) or Replicate\(\), got Shard\(dim=1",
         "refused": "(idf_flops_loss, got on rank 1 ValueError: |^)expected `beta` .*, got -0.5",
