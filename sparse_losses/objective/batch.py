@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_flag, check_integer
@@ -50,21 +51,18 @@ class Texts(NamedTuple):
 
         Shorter ids and masks are padded with zeros.
         """
-        activations = torch.cat([self.activations, other.activations])
-        logits, ids, mask = None, None, None
-        if self.logits is not None and other.logits is not None:
-            logits = torch.cat([self.logits, other.logits])
-        if self.input_ids is not None and other.input_ids is not None:
-            ids = cat_padded(self.input_ids, other.input_ids)
-        if self.attention_mask is not None and other.attention_mask is not None:
-            mask = cat_padded(self.attention_mask, other.attention_mask)
-        return Texts(activations, ids, mask, logits)
+        activations, *others = [_joined(a, b) for a, b in zip(self, other, strict=True)]
+        assert activations is not None
+        return Texts(activations, *others)
 
 
-def cat_padded(*tensors: Tensor) -> Tensor:
-    """Concatenate the rows; pad those of shorter tensors with zeros on the right."""
-    width = max(x.shape[-1] for x in tensors)
-    return torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in tensors])
+def _joined(one: Tensor | None, two: Tensor | None) -> Tensor | None:
+    if one is None or two is None:
+        return None
+    missing = one.shape[-1] - two.shape[-1]
+    if missing:
+        one, two = nnf.pad(one, (0, max(0, -missing))), nnf.pad(two, (0, max(0, missing)))
+    return torch.cat([one, two])
 
 
 class SpladeBatch(NamedTuple):
