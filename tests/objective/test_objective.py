@@ -395,12 +395,10 @@ def test_a_half_precision_teacher_does_not_overflow():
     torch.testing.assert_close(half, full)
 
 
-def test_an_unknown_term_is_an_error_with_a_hint():
-    with pytest.raises(ValueError, match="got one of 'nws': add nws_loss to the obj"):
-        SpladeObjective({"nws": 1.0})
+def test_an_unknown_term_is_an_error():
     objective = SpladeObjective({})
     objective.weights["infonce"] = 1.0
-    with pytest.raises(ValueError, match="'infonce'; did you mean 'info_nce'"):
+    with pytest.raises(ValueError, match="`weights` to be one of 'info_nce', .*, got 'infonce'"):
         objective(_batch())
 
 
