@@ -62,7 +62,7 @@ def calibrate_threshold(
             f"{largest:.2f}, got {wrong[0].item():g}"
         )
     positive = _inverted(rows[rows > 0], activation)
-    return _threshold([positive], len(rows), target_active)[0]
+    return _threshold([positive], len(rows), target_active)
 
 
 def calibrate(
@@ -128,7 +128,7 @@ def _prune_head(head: SpladeHead, data: Any, target_active: float) -> float:
             logits = full(logits)
             rows += len(logits)
             positive.append(logits[logits > 0])
-    t, _ = _threshold(positive, rows, target_active)
+    t = _threshold(positive, rows, target_active)
     if isinstance(head.threshold, Tensor):  # a buffer, which cannot become a number
         del head.threshold
     head.threshold = t
@@ -167,7 +167,7 @@ def _calibrate_sparse_encoder(
         logits = _inverted(vectors.values(), pooling.activation_function)
         if method == "shift":
             logits = _before_scale_and_cap(logits, head)
-        t, _ = _threshold([logits], len(texts), target_active)
+        t = _threshold([logits], len(texts), target_active)
     finally:
         head.threshold = held
     if method == "prune":
@@ -185,14 +185,11 @@ def calibrate_encoder(
     target_active: float,
     method: str,
     batch_size: int,
-) -> tuple[float, float]:
-    """Return the threshold and the mean number of dimensions that are kept.
-
-    With ``"shift"`` the threshold has been subtracted from the bias.
-    """
+) -> float:
+    """Return the threshold; with ``"shift"`` it has been subtracted from the bias."""
     logits_of = _shifted_logits if method == "shift" else _pruned_logits
     with torch.no_grad(), evaluating(encoder):
-        t, active = _threshold(
+        t = _threshold(
             (
                 logits_of(encoder, **encoder.tokenize([texts[i] for i in numbers]))
                 for numbers in batches(texts, batch_size)
@@ -205,7 +202,7 @@ def calibrate_encoder(
         _reshard(encoder)
         with torch.no_grad():
             _bias(encoder).sub_(t)
-    return t, active
+    return t
 
 
 def _reshard(model: nn.Module) -> None:
@@ -285,10 +282,9 @@ def _bias_of(model: Any) -> Tensor:
 
 def _threshold(
     batches_of_logits: Iterable[Tensor], texts: int, target_active: float, *, signed: bool = False
-) -> tuple[float, float]:
-    """Return a number that ``target_active`` logits a text are above, and how many are above it.
+) -> float:
+    """Return a number in a gap that ``target_active`` logits a text are above.
 
-    The number is in the middle of a gap.
     Equal logits are kept or dropped together, whichever is nearer the target; at least one is kept.
     If all are kept it is 0, or for ``signed`` logits a number below them.
     """
@@ -301,12 +297,12 @@ def _threshold(
         )
     # Enough logits to find the gap below the threshold even if equal texts have equal entries.
     largest, total, held = torch.empty(0, dtype=torch.float64), 0, 2 * kept + texts
-    below: list[float] = []  # of what is not held, and not equal to the last of it
+    below = -math.inf  # the largest that is not held, and not equal to the last that is
     for logits in batches_of_logits:
         total += len(logits)
         seen = torch.cat([largest, logits.double().cpu()]).sort(descending=True).values
         largest, rest = seen[:held], seen[held:]
-        below = [max([*below, *rest[rest < largest[-1:]][:1].tolist()], default=-math.inf)]
+        below = max([below, *rest[rest < largest[-1:]][:1].tolist()])
     if kept > total:
         raise ValueError(
             f"expected `target_active` of at most {total / texts:.4g}, the mean that "
@@ -315,10 +311,8 @@ def _threshold(
     edge = largest[kept - 1]
     more, fewer = int((largest >= edge).sum()), int((largest > edge).sum())
     kept = more if more - kept <= kept - fewer or fewer == 0 else fewer
-    if kept == len(largest) and below > [-math.inf]:
-        t = largest[-1].item() / 2 + below[0] / 2
-    elif kept == len(largest):
-        t = largest[-1].item() - 1.0 if signed else 0.0
-    else:
-        t = largest[kept - 1].item() / 2 + largest[kept].item() / 2  # the sum could overflow
-    return t, kept / texts
+    if kept < len(largest):
+        below = largest[kept].item()
+    if below > -math.inf:
+        return largest[kept - 1].item() / 2 + below / 2  # the sum could overflow
+    return largest[-1].item() - 1.0 if signed else 0.0

@@ -187,7 +187,6 @@ class SpladeEncoder(nn.Module):
             idf_weights = _checked_idf_weights(idf_weights, self.vocab_size).to(like.device)
         self.register_buffer("idf_weights", idf_weights)
         self.max_length = _max_length(max_length, inner, tokenizer)
-        self._calibrated: dict[str, dict[str, float]] = {}  # for the model card
         special = torch.tensor(tokenizer.all_special_ids, dtype=torch.int64, device=like.device)
         self.register_buffer("_special_ids", special, persistent=False)
 
@@ -501,13 +500,9 @@ class SpladeEncoder(nn.Module):
         """
         check_choice("side", side, SIDES)
         check_choice("method", method, ("prune", "shift"))
-        t, active = calibrate_encoder(self, texts, target_active, method, batch_size)
-        if method == "shift":
-            self._calibrated = {}  # the weights of both sides have changed
-        else:
+        t = calibrate_encoder(self, texts, target_active, method, batch_size)
+        if method == "prune":
             setattr(self, f"{side}_threshold", t)
-            said = {"target": float(target_active), "active": active, "texts": len(texts)}
-            self._calibrated[side] = said | {"threshold": t}
         return t
 
     def extra_repr(self) -> str:
@@ -577,7 +572,6 @@ class SpladeEncoder(nn.Module):
                 part := _part(tensors, "importance") or folder.read_linear(encoder.importance)
             ):
                 encoder.importance.load_state_dict(part)
-        encoder._calibrated = saved.get("calibrated", {})
         return encoder.eval()
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -610,7 +604,6 @@ class SpladeEncoder(nn.Module):
             "max_length": self.max_length,
             "idf_weights": self.idf_weights is not None,
             "gate": None if self.gate is None else self.gate.settings,
-            "calibrated": self._calibrated,
         }
         if not self.expansion:
             settings["importance"] = "linear" if isinstance(self.importance, nn.Linear) else "mlp"

@@ -417,12 +417,7 @@ def _write_card(new: Path, target: Path, model: Any, settings: dict[str, Any]) -
         base = ""  # no name on the Hub
     is_theirs = UnsupportedEncoder.__name__ not in (new / MODULES).read_text(encoding="utf-8")
     remote = ", trust_remote_code=True" if settings["idf_weights"] else ""
-    measured = "".join(
-        f"| active dimensions of a {side} | {x['active']:,.1f} on average of "
-        f"{x['texts']:,} texts at calibration; the target was {x['target']:g} |\n"
-        for side, x in settings["calibrated"].items()
-        if x["threshold"] == settings[f"{side}_threshold"]
-    )
+    is_pruned = settings["document_threshold"] or settings["query_threshold"]
     text = f"""---
 library_name: {"sentence-transformers" if is_theirs else "transformers"}
 tags: [sparse-encoder, splade, sparse-losses, feature-extraction]
@@ -438,7 +433,7 @@ A sparse encoder, saved by sparse-losses.
 | model | {type(inner).__name__}{f" from {base}" if base else ""} |
 | vocabulary | {inner.config.get_text_config().vocab_size:,} dimensions |
 | longest text | {settings["max_length"]:,} tokens |
-{measured}
+
 With sparse-losses:
 
 ```python
@@ -450,7 +445,7 @@ vectors = encoder.encode_document(["a text"])
 """
     if is_theirs:
         text += f"""
-With sentence-transformers{", which does not prune to these dimensions" if measured else ""}:
+With sentence-transformers{", which does not prune by the thresholds" if is_pruned else ""}:
 
 ```python
 from sentence_transformers import SparseEncoder
