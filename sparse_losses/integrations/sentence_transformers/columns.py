@@ -58,10 +58,9 @@ def compute_loss(loss: nn.Module, columns: Columns) -> Tensor | ObjectiveOutput:
     """Return the value of a loss, or the output of an objective."""
     least, compute = next(COMPUTE[kind] for kind in type(loss).__mro__ if kind in COMPUTE)
     name, count = type(loss).__name__, len(columns.texts)
-    if count < min(least, 2):
-        raise ValueError(f"{name} expected two columns or more (anchors, positives), got {count}")
     if count < least:
-        raise ValueError(f"{name} expected a column of negatives, got only two columns")
+        kinds = ", ".join(("anchors", "positives", "negatives")[:least])
+        raise ValueError(f"{name} expected {least} columns or more ({kinds}), got {count}")
     value: Tensor | ObjectiveOutput = compute(loss, columns)
     return value
 
@@ -114,9 +113,8 @@ def _nws(loss: Any, columns: Columns) -> Any:
             f"{type(loss).__name__} expected labels [B, L] and one column or two (queries, keys), "
             f"got {_shape(labels)} and {1 + len(keys)} columns"
         )
-    if not keys:
-        return loss(query, labels, columns.prototype)
-    return loss(query, labels, columns.prototype, key=keys[0], key_labels=labels)
+    options = {"key": keys[0], "key_labels": labels} if keys else {}
+    return loss(query, labels, columns.prototype, **options)
 
 
 def _info_nce(loss: Any, columns: Columns) -> Any:
@@ -145,8 +143,6 @@ def _pairwise(loss: Any, columns: Columns) -> Any:
 
 def _triplet(loss: Any, columns: Columns) -> Any:
     anchor, positive, *negatives = columns.vectors
-    if columns.there is None:
-        return loss(anchor, positive, _stack(negatives))
     return loss(anchor, positive, _stack(negatives), columns.there)
 
 
@@ -161,13 +157,8 @@ def _distillation(loss: Any, columns: Columns) -> Any:
 def _margin_mse(loss: Any, columns: Columns) -> Any:
     student = _student_scores(columns)
     teacher = _teacher_scores(type(loss).__name__, columns.labels, student, or_margins=True)
-
-    def pairs(scores: Tensor) -> tuple[Tensor, Tensor]:
-        positive, negatives = scores[:, :1], scores[:, 1:]
-        return positive.expand_as(negatives).flatten(), negatives.flatten()
-
-    there = None if columns.there is None else columns.there.flatten()
-    return loss(*pairs(student), *pairs(teacher), there)
+    sides = (x for scores in (student, teacher) for x in (scores[:, 0], scores[:, 1:]))
+    return loss(*sides, columns.there)
 
 
 def _objective(loss: SpladeObjective, columns: Columns) -> Any:
@@ -249,7 +240,6 @@ def _teacher_scores(
 
 
 def _taught(teacher: Teacher, batch: SpladeBatch, active: set[str]) -> dict[str, Any]:
-    """Return the teacher's scores for the terms that need them."""
     sides = [texts for texts in batch[:3] if texts is not None]
     for texts in sides:
         _ids_and_mask("`teacher`", texts)
