@@ -110,25 +110,23 @@ def splade_head(
             raise ValueError("expected sparse_grad=False with a DTensor, whose gradient is dense")
         if is_dtensor(weight) and not is_dtensor(hidden):
             check_replicated("hidden", hidden, weight.device_mesh)  # type: ignore[attr-defined]
-        options: dict[str, Any] = {
-            "activation": activation,
-            "softcap": softcap,
-            "return_logits": return_logits,
-            "impl": impl,
-        }
-        parts: dict[str, tuple[Tensor | None, str]] = {
-            "hidden": (hidden, "B S H"),
-            "weight": (weight, "V H"),
-            "bias": (bias, "V"),
-            "attention_mask": (attention_mask, "B S"),
-            "gate": (gate, "B V"),
-        }
-        if isinstance(threshold, Tensor):
-            parts["threshold"] = threshold, "V"
-        else:
-            options["threshold"] = threshold
+        of_parts = functools.partial(
+            splade_head,
+            activation=activation,
+            softcap=softcap,
+            threshold=threshold,
+            return_logits=return_logits,
+            impl=impl,
+        )
         outputs: Tensor | tuple[Tensor, Tensor] = on_parts(
-            functools.partial(splade_head, **options), "B V", **parts
+            of_parts,
+            "B V",
+            hidden=(hidden, "B S H"),
+            weight=(weight, "V H"),
+            bias=(bias, "V"),
+            attention_mask=(attention_mask, "B S"),
+            gate=(gate, "B V"),
+            threshold=(threshold if isinstance(threshold, Tensor) else None, "V"),
         )
         return outputs
     arguments: dict[str, Any] = {
