@@ -1,7 +1,6 @@
 """The threshold at which texts keep a given number of dimensions."""
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -17,8 +16,6 @@ from sparse_losses.representation.head import SpladeHead
 
 if TYPE_CHECKING:
     from sparse_losses.representation.encoder import SpladeEncoder
-
-LARGEST = math.log(sys.float_info.max)  # of an activation: the logarithm of the largest number
 
 
 def calibrate_threshold(
@@ -39,8 +36,8 @@ def calibrate_threshold(
         all are kept. Equal entries are kept or dropped together, whichever is nearer the target.
 
     Raises:
-        ValueError: if fewer entries are active (no threshold adds any), or if an activation is not
-            finite or is above 709.78, the logarithm of the largest float.
+        ValueError: if fewer entries are active (no threshold adds any), or if an activation is that
+            of no finite logit: NaN, infinite or above 709.78, the logarithm of the largest float.
         TypeError: if ``activations`` is not a dense tensor.
 
     Examples:
@@ -54,14 +51,11 @@ def calibrate_threshold(
     check_rows("activations", activations)
     check_choice("activation", activation, get_args(Activation))
     rows = full(activations.detach()).flatten(0, -2)
-    largest = math.log1p(LARGEST) if activation == "log1p_relu" else LARGEST
-    wrong = rows[~(rows.isfinite() & (rows <= largest))]
-    if len(wrong):
+    positive = _inverted(rows[~(rows <= 0)], activation)  # a NaN too
+    if not positive.isfinite().all():
         raise ValueError(
-            "expected `activations` to be log(1 + z) of finite logits z, so at most "
-            f"{largest:.2f}, got {wrong[0].item():g}"
+            f"expected `activations` to be those of finite logits, got {rows.max().item():g}"
         )
-    positive = _inverted(rows[rows > 0], activation)
     return _threshold([positive], len(rows), target_active)
 
 
@@ -74,10 +68,9 @@ def calibrate(
 ) -> float:
     """Make a model's vectors keep ``target_active`` dimensions each, on average.
 
-    A ``SpladeEncoder`` calls its own ``calibrate`` for documents, which explains both methods. A
-    ``SpladeHead`` gets a ``threshold``. A ``SparseEncoder`` of sentence-transformers, with or
-    without ``use_splade_head``, gets a shifted bias, which its folder saves; ``"prune"`` needs
-    ``use_splade_head`` and sets a threshold for documents and queries that is not saved.
+    ``SpladeEncoder.calibrate`` explains both methods. ``"shift"`` changes the bias of a
+    ``SparseEncoder``, which its folder saves; ``"prune"`` needs ``use_splade_head`` and sets a
+    threshold for documents and queries that is not saved.
 
     Args:
         model: a ``SpladeEncoder``, a ``SpladeHead``, or a ``SparseEncoder`` of a fill-mask
@@ -257,7 +250,6 @@ def _inverted(activations: Tensor, activation: str) -> Tensor:
 
 
 def _bias(encoder: "SpladeEncoder") -> Tensor:
-    """Return the bias of all logits; if there is none, add it to the model and its config."""
     if not encoder.expansion:
         *_, last = encoder.importance.modules()  # it may be this one layer
         assert isinstance(last, nn.Linear)
@@ -267,6 +259,7 @@ def _bias(encoder: "SpladeEncoder") -> Tensor:
 
 
 def _bias_of(model: Any) -> Tensor:
+    """Return the bias of the projection; if there is none, add it to the model and its config."""
     projection = projection_of(model)
     if projection.bias is None:
         if not hasattr(model.config, "decoder_bias"):
