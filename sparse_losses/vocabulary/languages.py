@@ -1,6 +1,5 @@
 """The scripts in which the tokens of a vocabulary are written."""
 
-import difflib
 import functools
 import json
 import re
@@ -32,17 +31,10 @@ def language_token_ids(
 ) -> Tensor:
     """Return the ids of the tokens whose text uses no Unicode script other than ``scripts``.
 
-    Unicode defines scripts, not languages; languages share scripts (English, French and Vietnamese
-    use Latin). The script of a character is the property Script of the Unicode Character Database.
-
     The text of a token is derived from its spelling in the vocabulary: SentencePiece (``▁`` before
     a word), WordPiece (``##`` inside a word) or byte-level BPE (bytes as printable characters,
-    ``Ġ`` before a word). The marker that most words have determines the kind. It is not part of
-    the text.
-
-    Byte tokens (in byte-level BPE, and SentencePiece's ``<0xEA>``) may contain incomplete
-    characters. These count as Common, as all scripts share the same 64 continuation bytes, without
-    which a byte-level vocabulary cannot write Korean. Complete characters count by their script.
+    ``Ġ`` before a word). The marker that most words have determines the kind. Incomplete characters
+    of byte tokens count as Common.
 
     Special tokens are excluded; pass them to ``language_penalty`` separately. A plain dict or list
     does not mark special tokens: ``<s>`` then counts as the Latin letter in it.
@@ -103,10 +95,8 @@ def _characters(names: Sequence[str], allow_common: bool) -> np.ndarray[Any, np.
     known = _scripts()
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(str(name).title(), known)
-            hint = " or ".join(map(repr, close)) or "such as 'Latin'"
             raise ValueError(
-                f"expected `scripts` to be long names of Unicode scripts ({hint}), got {name!r}"
+                f"expected `scripts` to be long names of scripts, such as 'Latin', got {name!r}"
             )
     allowed = np.zeros(0x110000, dtype=np.bool_)
     for name in {*names, "Common", "Inherited"} if allow_common else {*names}:
@@ -119,7 +109,6 @@ def _characters(names: Sequence[str], allow_common: bool) -> np.ndarray[Any, np.
 def _vocabulary(
     tokenizer: HasVocabulary | Mapping[str, int] | Sequence[str],
 ) -> tuple[list[tuple[str, int]], set[int]]:
-    """Return the (token, id) pairs and the ids of known special tokens."""
     special: set[int] = set()
     pairs: list[tuple[str, int]]
     if isinstance(tokenizer, Mapping):
