@@ -51,20 +51,12 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
       ``loss``. ``train(resume_from_checkpoint=...)`` restores them on every process,
       ``load_best_model_at_end`` the parameters.
     - **Several processes.** The learned parameters start alike on all of them, and their gradients
-      are averaged before every step of the optimiser. (The trainer does so only for its model.)
-    - **The log** has, as means since the last log, the terms of the objective without their weights
-      (``terms/info_nce``; in an evaluation ``eval_terms/info_nce``) and the diagnostics
-      (``document/active_dimensions``); and of every controller ``document_flops/target``,
-      ``active``, ``weight``, ``status`` and ``dead_rows``, in an evaluation
-      ``eval_document_flops/active``.
+      are averaged before every step of the optimiser.
+    - **The log** has the terms without their weights, the diagnostics, and the state of every
+      controller; the page on trainers lists the keys.
     - **The end** prints each controller's target and what became of it. With ``calibrate_on`` the
       encoder is calibrated (``sparse_losses.calibrate``) on four fifths of these texts, and the
-      active dimensions of the last fifth are counted. Save the encoder
-      afterwards: the checkpoints are not calibrated.
-
-    Numbers are logged to the console and ``trainer.state.log_history``. Callbacks that precede this
-    one, such as those of TensorBoard and W&B, do not see them. To log there, add this callback by
-    ``trainer.callback_handler.callbacks.insert(0, TrainingState(...))``.
+      active dimensions of the last fifth are counted. The checkpoints are not calibrated.
 
     Args:
         *schedules_and_controllers: ``TrainingSchedule``, ``SparsityController``, or other objects
@@ -113,9 +105,10 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.losses: dict[str, nn.Module] = dict(named)
         self.diagnostics = dict(diagnostics or {})
         self.calibrate_on, self.encoder = calibrate_on, encoder
-        targets = {one.term: one.target_active or 0.0 for one in self._controllers()}
-        target: float = targets.get("document_flops", 0.0)
-        self.calibrate_to = target if calibrate_to is None else calibrate_to
+        if calibrate_to is None:
+            targets = {one.term: one.target_active for one in self._controllers()}
+            calibrate_to = targets.get("document_flops")
+        self.calibrate_to = calibrate_to or 0.0
         if calibrate_on is not None:
             check_texts(calibrate_on)
             check_number("calibrate_to", self.calibrate_to, minimum=0.0, exclusive=True)
@@ -289,7 +282,6 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         return {f"{prefix}{name}": total / n for name, (total, n) in named if n}
 
     def _reports(self) -> Iterator[tuple[str, float | str]]:
-        """Return the numbers of diagnostics and controllers."""
         for side, diagnostics in self.diagnostics.items():
             report = diagnostics.all_reduce().report()
             diagnostics.reset()

@@ -207,7 +207,6 @@ def _tokenize(
 
 
 def _as_tensor(name: str, column: Any, device: torch.device) -> Tensor:
-    """Return a column of ids, or of rows of scores, as a tensor."""
     try:
         if name == "positive_ids":
             return torch.as_tensor(column, device=device)
@@ -218,7 +217,6 @@ def _as_tensor(name: str, column: Any, device: torch.device) -> Tensor:
 
 
 def _taught(teacher: Teacher, fields: Mapping[str, Any], score_anchors: bool) -> dict[str, Any]:
-    """Return a teacher's scores of the batch."""
     if present := [name for name in SCORES if fields.get(name) is not None]:
         raise ValueError(f"expected columns without scores beside `teacher`, got {present}")
     anchor = fields["anchor"]

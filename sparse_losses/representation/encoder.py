@@ -272,7 +272,6 @@ class SpladeEncoder(nn.Module):
         return pooled
 
     def _hidden(self, input_ids: Tensor, attention_mask: Tensor, **inputs: Any) -> Tensor:
-        """Return the hidden states ``[B, S, H]``."""
         model = self.model
         if self.expansion:
             linear, model = projection_of(model), unwrapped(model).base_model
@@ -327,8 +326,6 @@ class SpladeEncoder(nn.Module):
         show_progress: bool | None = None,
     ) -> Any:
         """Return the vectors of texts, in their order, on the CPU, in evaluation mode.
-
-        The whole encoder is in evaluation mode meanwhile: do not train it in another thread.
 
         Args:
             texts: Strings. Longer ones are cut at ``max_length`` tokens.
@@ -468,18 +465,14 @@ class SpladeEncoder(nn.Module):
         """Make texts keep ``target_active`` dimensions each, on average.
 
         ``"prune"`` sets the ``side``'s threshold: ``encode_document`` (or ``encode_query``) drops
-        the dimensions whose pooled logit is not above it. The other weights stay. The threshold is
-        saved with the encoder; other readers of the folder do not prune. ``"shift"`` subtracts it
-        from the bias of the vocabulary projection (of the importance layer with
-        ``expansion=False``), which also serves those who read only the model. This lowers the
-        weights that stay, too, on both sides, and it can add dimensions. With a bias in half
-        precision, which takes few values, it may miss the target by a few percent.
-
-        Dimensions with an idf weight of 0 are not counted.
+        the dimensions whose pooled logit is not above it. ``"shift"`` subtracts it from the bias of
+        the vocabulary projection (of the importance layer with ``expansion=False``), which lowers
+        all weights of both sides, and can add dimensions. A bias in half precision takes few
+        values, so it may miss the target by a few percent. Dimensions with an idf weight of 0 are
+        not counted.
 
         Args:
-            texts: A sample of the texts to be encoded; those of the training have more active
-                dimensions.
+            texts: A sample of the texts to be encoded, which were not trained on.
             target_active: Active dimensions per text, on average, > 0.
             side: ``"document"`` or ``"query"``: whose vectors are pruned.
             method: ``"prune"`` or ``"shift"``.
@@ -542,14 +535,12 @@ class SpladeEncoder(nn.Module):
             UserWarning: if the checkpoint lacks weights, such as those of the layers before the
                 logits: they are random then.
         """
-        given: dict[str, Any] = {
-            name: options.pop(name, None) for name in (*SETTINGS, "importance")
-        }
-        given |= {"expansion": expansion, "max_length": max_length}
+        options |= {"expansion": expansion, "max_length": max_length}
+        own = {name: options.pop(name, None) for name in (*SETTINGS, "importance", "max_length")}
         folder = Folder(name_or_path, **options)
         saved, tensors = folder.read()
-        given = {name: saved.get(name) if x is None else x for name, x in given.items()}
-        settings = {name: x for name, x in given.items() if x is not None}
+        own = {name: saved.get(name) if x is None else x for name, x in own.items()}
+        settings: dict[str, Any] = {name: x for name, x in own.items() if x is not None}
         has_logits = bool(settings.get("expansion", True))
         model, tokenizer = folder.read_model(has_logits=has_logits, **options)
         with named_damage(folder.name):
@@ -558,15 +549,10 @@ class SpladeEncoder(nn.Module):
                 config = unwrapped(model).config.get_text_config()
                 gate = ContextGate(config.hidden_size, config.vocab_size, **saved["gate"])
                 gate.load_state_dict(_part(tensors, "gate"))
-        if idf_weights is None:
-            idf_weights = tensors.get("idf_weights")
-        encoder = cls(
-            model,
-            tokenizer,
-            gate=gate,
-            idf_weights=None if idf_weights is False else idf_weights,
-            **settings,
-        )
+        if idf_weights is not False:
+            weights = tensors.get("idf_weights") if idf_weights is None else idf_weights
+            settings["idf_weights"] = weights
+        encoder = cls(model, tokenizer, gate=gate, **settings)
         with named_damage(folder.name):
             if not encoder.expansion and (
                 part := _part(tensors, "importance") or folder.read_linear(encoder.importance)
@@ -577,16 +563,10 @@ class SpladeEncoder(nn.Module):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write everything ``from_pretrained`` reads, as safetensors and JSON.
 
-        The folder is one of ``transformers`` with more files in it: ``AutoModelForMaskedLM`` or
-        ``AutoModelForCausalLM`` loads it. So does the ``SparseEncoder`` of sentence-transformers
-        for a masked language model, and gives the same vectors (but has no gate, does not prune by
-        thresholds, and needs this package installed for idf weights); what its modules cannot
-        compute it refuses. Of a ``PeftModel`` the adapters are saved as PEFT does, with the path
-        or name of the base model. All files are written into a temporary folder first, so that a
-        full disk leaves the old ones unchanged.
-
-        README.md is a model card for the Hugging Face Hub. Without its last line it is yours: a
-        file that does not have this line stays.
+        ``transformers`` and sentence-transformers load the folder, too. Of a ``PeftModel`` the
+        adapters are saved as PEFT does, with the path or name of the base model. All files are
+        written into a temporary folder first, so that a full disk leaves the old ones unchanged.
+        README.md is a model card; one without its last line is yours, and stays.
 
         Args:
             folder: Made if it does not exist; files of other names stay.
@@ -616,7 +596,6 @@ class SpladeEncoder(nn.Module):
 
 
 def _check_settings(settings: dict[str, Any]) -> None:
-    """Raise unless the settings have their types and are within their bounds."""
     settings = {"importance": "mlp", "max_length": None, **SETTINGS, **settings}
     expansion, max_length = settings["expansion"], settings["max_length"]
     flags = ("expansion", "pool_special_tokens", "bidirectional")
@@ -638,7 +617,6 @@ def _check_settings(settings: dict[str, Any]) -> None:
 
 
 def _importance(kind: str, hidden_size: int) -> nn.Module:
-    """Return a network from a hidden state to the logit of the token at its position."""
     last = nn.Linear(hidden_size, 1)
     # All tokens start active: behind the activation's ReLU an inactive one has no gradient.
     nn.init.ones_(last.bias)
@@ -670,7 +648,6 @@ def _max_length(max_length: int | None, model: Any, tokenizer: Any) -> int:
 
 
 def _gate(gate: object, hidden_size: int, vocab_size: int) -> ContextGate | None:
-    """Return the gate of an encoder, new for ``True``."""
     if gate is None or gate is False:
         return None
     if gate is True:
@@ -685,7 +662,6 @@ def _gate(gate: object, hidden_size: int, vocab_size: int) -> ContextGate | None
 
 
 def _checked_idf_weights(idf_weights: Tensor, vocab_size: int) -> Tensor:
-    """Return a copy in fp32."""
     check_shapes(idf_weights=(idf_weights, "V"))
     copied = idf_weights.detach().clone(memory_format=torch.contiguous_format).float()
     if len(copied) != vocab_size or not (copied.isfinite() & (copied >= 0)).all():
@@ -694,6 +670,5 @@ def _checked_idf_weights(idf_weights: Tensor, vocab_size: int) -> Tensor:
 
 
 def _part(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Return the tensors of a module."""
     start = f"{name}."
     return {key.removeprefix(start): x for key, x in tensors.items() if key.startswith(start)}

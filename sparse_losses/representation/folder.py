@@ -284,7 +284,6 @@ class Folder:
 
 
 def _auto_class(name: str, options: dict[str, Any]) -> Any:
-    """Return the class of ``transformers`` that loads a model with its logits."""
     from transformers import (
         MODEL_FOR_MASKED_LM_MAPPING,
         AutoConfig,

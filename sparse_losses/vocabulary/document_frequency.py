@@ -38,8 +38,7 @@ class DocumentFrequency:
     $$
 
     where $\mathrm{df}_j$ is the number of documents that contain token $j$ and $N$ the number of
-    documents. Counts are exact and do not depend on the order of the documents, or on their
-    division into batches and counters.
+    documents.
 
     Args:
         vocab_size: Number of token ids, V.
@@ -146,8 +145,8 @@ class DocumentFrequency:
     def all_reduce(self) -> "DocumentFrequency":
         """Sum the counts over the ranks of the default process group and return this counter.
 
-        Call it once, on every rank, after all counting. Each rank then holds the sum, so a second
-        call would count every document again. Without a process group it does nothing.
+        Call it once, on every rank, after all counting: a second call would count every document
+        again. Without a process group it does nothing.
 
         Raises:
             ValueError: On every rank, if the ranks count different vocabularies.
@@ -183,11 +182,7 @@ class DocumentFrequency:
         return torch.log(self.num_documents / (df + 1))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the counts to ``path`` atomically, as an ``.npz`` archive.
-
-        No suffix is appended. The arrays are ``df``, ``num_documents``, ``vocab_size``,
-        ``tokenizer_sha256`` (empty for ``None``) and, if it is known, ``num_tokens``. If ``path``
-        is a symbolic link, its target is replaced.
+        """Write the counts to ``path`` atomically, as an ``.npz`` archive; no suffix is appended.
 
         Raises:
             ValueError: If ``path`` exists and is not a regular file.
@@ -212,21 +207,12 @@ class DocumentFrequency:
 
         Args:
             path: The file.
-            tokenizer: The tokenizer that must have made the counts, any object with
-                ``get_vocab()``; by default it is not checked.
-            vocab_size: The expected V, such as that of the model; by default it is not checked.
+            tokenizer: The tokenizer that must have made the counts, with ``get_vocab()``.
+            vocab_size: The V that the counts must have, such as that of the model.
 
         Raises:
             ValueError: If the file was not written by ``save``, is damaged, or has another
                 tokenizer (or no fingerprint) or vocabulary size.
-
-        Examples:
-            >>> import tempfile
-            >>> from sparse_losses import DocumentFrequency
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     DocumentFrequency(vocab_size=5).save(f"{folder}/df.npz")
-            ...     DocumentFrequency.load(f"{folder}/df.npz", vocab_size=5)
-            DocumentFrequency(vocab_size=5, num_documents=0)
         """
         expected = None if tokenizer is None else tokenizer_sha256(tokenizer)
         with open(path, "rb") as file:
@@ -250,7 +236,6 @@ class DocumentFrequency:
 
     @classmethod
     def _of(cls, arrays: dict[str, Any]) -> "DocumentFrequency":
-        """Return the counter of the arrays of a file."""
         if arrays.keys() - {"num_tokens"} != ARRAYS:
             raise ValueError(f"it contains {', '.join(arrays)}")
         fingerprint = str(arrays["tokenizer_sha256"]) or None

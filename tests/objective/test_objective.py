@@ -398,7 +398,7 @@ def test_a_half_precision_teacher_does_not_overflow():
 def test_an_unknown_term_is_an_error():
     objective = SpladeObjective({})
     objective.weights["infonce"] = 1.0
-    with pytest.raises(ValueError, match="`weights` to be one of 'info_nce', .*, got 'infonce'"):
+    with pytest.raises(ValueError, match=r"`weights` .*, got 'infonce'"):
         objective(_batch())
 
 

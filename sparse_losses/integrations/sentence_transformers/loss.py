@@ -246,7 +246,6 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
 
 
 def _check_options(loss: nn.Module, **options: object) -> None:
-    """Raise an error for a loss, or for an option that it does not use."""
     name = type(loss).__name__
     if not isinstance(loss, tuple(COMPUTE)):
         raise TypeError(f"expected a loss of sparse_losses or a SpladeObjective, got {name}")
