@@ -80,10 +80,8 @@ def idf_penalty(
         raise ValueError(f"expected `minimum` in [0, 1], got {minimum!r}")
     check_choice("shape", shape, ("exponential", "linear"))
     idf = idf.detach().to(compute_dtype(idf=idf))
-    infinite = (~idf.isfinite()).nonzero()
-    if len(infinite):
-        index = int(infinite[0])
-        raise ValueError(f"expected `idf` to be finite, got {float(idf[index])} at token {index}")
+    if not idf.isfinite().all():
+        raise ValueError("expected `idf` to be finite, got NaN or infinity")
     special = _mask("special_token_ids", special_token_ids, vocab_size, idf.device)
     stopword = _mask("stopword_ids", stopword_ids, vocab_size, idf.device)
 
