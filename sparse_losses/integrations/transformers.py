@@ -25,8 +25,6 @@ with from_extra("transformers"):
     from transformers import TrainerCallback, TrainerState
     from transformers.trainer_callback import ExportableState
 
-__all__ = ["TrainingState"]
-
 FOLDS = 5  # of the texts to calibrate on every fifth is left out, and counted
 
 
@@ -64,14 +62,11 @@ class TrainingState(TrainerCallback, ExportableState):  # type: ignore[misc]
         loss: the loss module, or a dict of them, whose parameters (a temperature, prototypes) are
             learned but are not part of the trainer's model; they must be in its optimiser. Default:
             no loss.
-        diagnostics: by side, ``"query"`` or ``"document"``; they get the training batches of the
-            objective, and are reset when they are logged.
-        calibrate_on: a sample of the documents that will be indexed, at least five texts; default:
-            no calibration.
+        diagnostics: by side, ``"query"`` or ``"document"``, of the training since the last log.
+        calibrate_on: a sample of the documents that will be indexed, at least five texts.
         calibrate_to: active dimensions per document after calibration; default: the controller's
             ``target_active``. Pruning adds none, so let the controller keep 50% more.
-        encoder: the ``SpladeEncoder`` or ``SparseEncoder`` to calibrate; default: the trainer's
-            model.
+        encoder: the encoder to calibrate; default: the trainer's model.
 
     Raises:
         ValueError: when training starts: for a second ``TrainingState``, learned parameters that

@@ -83,8 +83,7 @@ class SpladeBatch(NamedTuple):
             is ``1 + N`` and both fit).
         candidate_mask: ``[B, B]``, with negatives ``[B, B + N]``, bool, int or float 0/1: 0 leaves
             a candidate out of the row in the terms on scores, for example where a row has fewer
-            negatives than others. The vector of a padded negative must be finite, like that of a
-            text of padding alone; the other terms see it as an empty text.
+            negatives than others. The other terms still use its vector, which must be finite.
 
     Examples:
         >>> import torch
@@ -122,8 +121,7 @@ class SpladeBatch(NamedTuple):
             columns: the fields of a batch by name. ``anchor``, ``positive`` and ``negative`` are
                 lists of texts (negatives also one list per row, all of the same length), or dicts
                 of ``input_ids`` and ``attention_mask`` ``[B, S]`` (negatives also ``[B, N, S]``).
-                ``positive_ids``, a mask and scores may be lists. Other fields are passed on
-                unchanged.
+                ``positive_ids``, a mask and scores may be lists.
             tokenizer: the tokenizer of the texts; default: ``encoder.tokenizer``.
             max_length: the largest number of tokens per text; default: ``encoder.max_length``, or
                 the tokenizer's limit.

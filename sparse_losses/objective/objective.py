@@ -242,10 +242,9 @@ class SpladeObjective(nn.Module):
     def false_negatives(self, batch: SpladeBatch) -> Tensor:
         """Return the share of the negatives in the batch that InfoNCE leaves out by their score.
 
-        They are the other rows' positives; ``false_negative_margin`` and ``false_negative_ratio``
-        of ``info_nce`` decide. The scores are computed for this share alone: call it every few
-        steps, and log the share or pass it to ``Diagnostics.update``. It is 0-d, of this rank's
-        rows, and without a device wait.
+        They are the other rows' positives. The scores are computed for this share alone: call it
+        every few steps, and log the share or pass it to ``Diagnostics.update``. It is 0-d, of this
+        rank's rows, and without a device wait.
         """
         check_texts(batch)
         check_batch(batch)

@@ -86,8 +86,8 @@ def calibrate(
 
     Raises:
         TypeError: for another model, or data of another kind.
-        ValueError: if fewer dimensions are active, for a method that the model does not have, or if
-            ``"shift"`` finds no bias and the model's config has no ``decoder_bias`` to add one.
+        ValueError: if fewer dimensions are active, for a method that the model does not have, or
+            without a bias to shift or a config's ``decoder_bias`` to add one.
 
     Examples:
         >>> import torch

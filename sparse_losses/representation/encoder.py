@@ -70,9 +70,8 @@ class SpladeEncoder(nn.Module):
     tokens and all others are 0.
 
     Args:
-        model: A masked or causal language model of ``transformers``, on any device, in any
-            precision, or a ``PeftModel`` around it. With ``expansion=False`` only its encoder is
-            kept. The attention of a causal one is set by ``bidirectional``.
+        model: A masked or causal language model of ``transformers``, or a ``PeftModel`` around it.
+            With ``expansion=False`` only its encoder is kept.
         tokenizer: Its tokenizer. Without a padding token, it pads with its end-of-text token.
         expansion: Whether a text may have weight at tokens that are not in it.
         gate: A ``ContextGate``, or ``True`` for a new one.
@@ -89,8 +88,7 @@ class SpladeEncoder(nn.Module):
         bidirectional: Whether each position of a causal language model attends to later ones.
         prune_ratio: The default ``prune_ratio`` of ``encode``.
         max_active_dims: The default ``max_active_dims`` of ``encode``.
-        document_threshold: The threshold that ``calibrate`` finds: a dimension of a document is 0
-            unless its pooled logit (after the gate) is above it.
+        document_threshold: A dimension of a document is 0 unless its pooled logit is above it.
         query_threshold: The same for queries.
 
     Create the encoder after ``resize_token_embeddings``, which replaces the matrix.
@@ -117,8 +115,7 @@ class SpladeEncoder(nn.Module):
 
     References:
         SPLADE v2: Sparse Lexical and Expansion Model for Information Retrieval. The network of
-        ``expansion=False`` and the idf weights are those of the notes of a Korean neural sparse
-        retriever.
+        ``expansion=False`` and the idf weights: the notes of a Korean neural sparse retriever.
     """
 
     idf_weights: Tensor | None
@@ -218,10 +215,9 @@ class SpladeEncoder(nn.Module):
                 after a prompt; without it all, or with ``pool_special_tokens=False`` all but
                 special tokens.
             return_logits: Also return the signed pooled logits ``[B, V]`` after the gate and before
-                threshold and idf weights, for losses that must reach inactive tokens. (Without
-                expansion they are 0, without a gradient, at tokens that are not in the text.)
-            apply_idf: Whether to multiply with the idf weights in this call; ``None``: if the
-                encoder has idf weights.
+                threshold and idf weights. (Without expansion they are 0, without a gradient, at
+                tokens that are not in the text.)
+            apply_idf: Whether to multiply with the idf weights; ``None``: if there are any.
             side: ``"document"`` or ``"query"``: prune by that side's threshold.
             **inputs: Other inputs of the model, such as ``token_type_ids``.
 
@@ -334,9 +330,8 @@ class SpladeEncoder(nn.Module):
                 ``"tokens"``: a list of dicts of positive weights by token, the largest first.
             batch_size: Texts per batch; texts of similar length share a batch.
             prune_ratio: The share of a text's largest weight, in [0, 1), below which weights are
-                dropped. ``None``: the encoder's ``prune_ratio``.
-            max_active_dims: The largest number of weights to keep per text. ``None``: the
-                encoder's ``max_active_dims``.
+                dropped. ``None``: the encoder's, as for ``max_active_dims``.
+            max_active_dims: The largest number of weights to keep per text.
             show_progress: Whether to show a progress bar; ``None``: in a terminal.
 
         Raises:
@@ -412,10 +407,8 @@ class SpladeEncoder(nn.Module):
 
         $$w_s = \max_j u_j \log\bigl(1 + \mathrm{ReLU}(g_j \, \ell_{sj})\bigr)$$
 
-        The largest $w_s$ is the largest weight of the text's vector. With ``expansion=False`` a
-        position activates its own token only, and special tokens have a weight of 0.
-
-        Arguments and errors are those of ``encode``.
+        With ``expansion=False`` a position activates its own token only, and special tokens have a
+        weight of 0. Arguments and errors are those of ``encode``.
 
         Returns:
             For each text its tokens in order, with special tokens but without padding, each with
@@ -484,9 +477,8 @@ class SpladeEncoder(nn.Module):
 
         Raises:
             TypeError: for anything but a sequence of strings.
-            ValueError: if fewer dimensions are active (with ``"shift"``: can be), if a logit is not
-                a number, or if ``"shift"`` finds no bias and the model's config has no
-                ``decoder_bias`` to add one. Nothing has changed then.
+            ValueError: if fewer dimensions are active (with ``"shift"``: can be), a logit is NaN,
+                or there is neither a bias to shift nor a config's ``decoder_bias`` to add one.
 
         Examples:
             ``encoder.calibrate(documents[:1000], target_active=64)``
@@ -514,9 +506,7 @@ class SpladeEncoder(nn.Module):
         max_length: int | None = None,
         **options: Any,
     ) -> "SpladeEncoder":
-        """Load an encoder that ``save_pretrained`` wrote, or any language model.
-
-        The encoder is in evaluation mode, as in ``transformers``: call ``train()`` to train it.
+        """Load an encoder, in evaluation mode, that ``save_pretrained`` wrote, or a language model.
 
         Args:
             name_or_path: A folder, or a name on the Hugging Face Hub.
@@ -532,8 +522,7 @@ class SpladeEncoder(nn.Module):
             ValueError: if sentence-transformers saved it with modules that compute something else.
 
         Warns:
-            UserWarning: if the checkpoint lacks weights, such as those of the layers before the
-                logits: they are random then.
+            UserWarning: if the checkpoint lacks weights: they are random then.
         """
         options |= {"expansion": expansion, "max_length": max_length}
         own = {name: options.pop(name, None) for name in (*SETTINGS, "importance", "max_length")}

@@ -40,9 +40,8 @@ OWN = "<!-- save_pretrained writes this file: remove this line to keep your chan
 class IdfWeights(nn.Module):
     """A module of a ``SparseEncoder`` that multiplies the vectors with one weight per token.
 
-    ``SpladeEncoder.save_pretrained`` writes it as the last module if there are idf weights. Load
-    the folder with ``SparseEncoder(folder, trust_remote_code=True)``: sentence-transformers
-    requires this for modules of other packages.
+    Load it with ``SparseEncoder(folder, trust_remote_code=True)``, which sentence-transformers
+    requires for modules of other packages.
 
     Args:
         vocab_size: size of the vocabulary, V.
@@ -101,11 +100,7 @@ class IdfWeights(nn.Module):
 
 
 class UnsupportedEncoder(nn.Module):
-    """The module entry of a saved ``SpladeEncoder`` of another kind; loading it is an error.
-
-    sentence-transformers has no modules for an encoder without expansion, for decoder models, and
-    for other pooled positions or logits.
-    """
+    """The module entry of a saved encoder that sentence-transformers has no modules for."""
 
     @classmethod
     def load(cls, model_name_or_path: str, **options: Any) -> NoReturn:

@@ -49,8 +49,7 @@ def splade_head(
 
     $h_{is}$ are the hidden states of text $i$, $e_j$ and $b_j$ the row and bias of token $j$ in the
     vocabulary projection, $g$ the gate (1 without one). The result equals
-    ``splade_pool(hidden @ weight.T + bias, attention_mask)``, but the vocabulary is processed in
-    tiles: forward and backward never store ``[B, S, V]``, except with ``impl="definition"``.
+    ``splade_pool(hidden @ weight.T + bias, attention_mask)``, without ever storing ``[B, S, V]``.
     Of equal scores the first position gets the gradient on the CPU, any position elsewhere.
 
     The head is a layer of the model. On an accelerator it multiplies hidden states and weight in
@@ -282,9 +281,8 @@ class SpladeHead(LossModule):
 
         ``head(hidden, attention_mask)``, with ``hidden`` the last hidden state of
         ``model.base_model``, equals ``splade_pool(logits, attention_mask)`` of the model's logits.
-        The model runs once on eight tokens to find its layers, and the scale and soft cap of its
-        logits, and is not changed. Create the head after ``resize_token_embeddings``, which
-        replaces the matrix, and after PEFT has wrapped the model.
+        The model runs once on eight tokens, and is not changed. Create the head after
+        ``resize_token_embeddings``, which replaces the matrix, and after PEFT has wrapped it.
 
         Args:
             model: BERT, XLM-RoBERTa, ModernBERT, Llama, Qwen, Gemma, or another masked or causal

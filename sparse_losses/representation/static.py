@@ -163,9 +163,8 @@ class StaticQueryEncoder(nn.Module):
     def save_pretrained(self, folder: str | os.PathLike[str], *, document: SpladeEncoder) -> None:
         """Write a folder of sentence-transformers with both sides, a ``Router``.
 
-        Its ``SparseEncoder`` gives the vectors of both, by ``encode_query`` and
-        ``encode_document``. ``from_pretrained`` reads the queries' side,
-        ``SpladeEncoder.from_pretrained`` the documents'.
+        ``from_pretrained`` reads the queries' side, ``SpladeEncoder.from_pretrained`` the
+        documents'.
 
         Args:
             folder: Made if it does not exist; files of other names stay.

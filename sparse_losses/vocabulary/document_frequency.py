@@ -109,15 +109,12 @@ class DocumentFrequency:
             attention_mask: Bool, integer or float 0/1 ``[B, S]``; ids are ignored where it is 0. A
                 row of zeros is an empty document, which counts as a document.
 
-        Of DTensors the first rank of their mesh counts all documents, so that ``all_reduce`` counts
-        each once.
-
         Raises:
             ValueError: If the shapes are not ``[B, S]``, or an attended id is outside ``[0, V)``;
                 the counter is then unchanged.
             TypeError: If the ids are not integers.
         """
-        if is_dtensor(input_ids) or is_dtensor(attention_mask):
+        if is_dtensor(input_ids) or is_dtensor(attention_mask):  # or each rank would count them
             input_ids, attention_mask = on_one_rank(input_ids, attention_mask)
         check_shapes(input_ids=(input_ids, "B S"), attention_mask=(attention_mask, "B S"))
         attended = as_mask("attention_mask", attention_mask.cpu())
