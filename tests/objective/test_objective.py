@@ -373,7 +373,7 @@ def test_a_teacher_may_score_the_positives_alone_beside_negatives():
     ("negative", "candidates", "message"),
     [
         ("shared", "own", r"\[B, 1 \+ N\] with own negatives"),
-        ("own", "batch", rf"\[{B}, {B + N}\] \(.*\) or \[{B}, {B}\] \(.*positives alone\), got"),
+        ("own", "batch", rf"\[{B}, {B + N}\] \(all\) or \[{B}, {B}\] \(positives\), got"),
         ("own", "all", "`batch.teacher_candidates` to be one of 'own', 'batch', None, got 'all'"),
     ],
 )
