@@ -82,8 +82,7 @@ class IdfWeights(nn.Module):
 
     def save(self, output_path: str | os.PathLike[str], *args: Any, **options: Any) -> None:
         """Write ``config.json`` and the weights."""
-        with from_extra("transformers"):
-            from safetensors.torch import save_file
+        from safetensors.torch import save_file
 
         folder = Path(output_path)
         _write_json(folder / "config.json", self.get_config_dict())
@@ -305,8 +304,7 @@ def write_folder(
 
     A process killed while files are replaced leaves a folder that is incomplete and does not load.
     """
-    with from_extra("transformers"):
-        from safetensors.torch import save_file
+    from safetensors.torch import save_file
 
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
@@ -328,7 +326,7 @@ def write_folder(
             _write_modules(new, settings, tensors, vocab_size)
         else:  # without an entry they would build another model
             _write_entries(new, [("", f"{__name__}.{UnsupportedEncoder.__name__}")])
-        _write_card(new, target, model, settings)
+        _write_card(new, target, inner, settings)
         if (target / PROMPTS).exists():
             (new / PROMPTS).unlink(missing_ok=True)  # theirs may hold prompts
         save_file(tensors, new / TENSORS)
@@ -399,14 +397,10 @@ def _write_entries(folder: Path, modules: list[tuple[str, str]]) -> None:
 
 def _write_card(new: Path, target: Path, model: Any, settings: dict[str, Any]) -> None:
     """Write the model card, unless the folder has one of its user."""
-    kept = target / CARD
-    if kept.exists() and not kept.read_text(encoding="utf-8", errors="replace").rstrip().endswith(
-        OWN
-    ):
+    old, name, base = target / CARD, target.resolve().name, model.name_or_path
+    if old.exists() and not old.read_bytes().rstrip().endswith(OWN.encode()):
         (new / CARD).unlink(missing_ok=True)  # PEFT's
         return
-    inner, name = unwrapped(model), target.resolve().name
-    base = inner.name_or_path
     if os.path.exists(base) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", base):
         base = ""  # no name on the Hub
     is_theirs = UnsupportedEncoder.__name__ not in (new / MODULES).read_text(encoding="utf-8")
@@ -420,13 +414,8 @@ tags: [sparse-encoder, splade, sparse-losses, feature-extraction]
 
 # {name}
 
-A sparse encoder, saved by sparse-losses.
-
-| | |
-|---|---|
-| model | {type(inner).__name__}{f" from {base}" if base else ""} |
-| vocabulary | {inner.config.get_text_config().vocab_size:,} dimensions |
-| longest text | {settings["max_length"]:,} tokens |
+A sparse encoder of {model.config.get_text_config().vocab_size:,} dimensions, for texts of up to
+{settings["max_length"]:,} tokens, saved by sparse-losses: a {type(model).__name__}.
 
 With sparse-losses:
 

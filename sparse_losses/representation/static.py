@@ -174,8 +174,7 @@ class StaticQueryEncoder(nn.Module):
             ValueError: if the encoder has other tokens, or a vocabulary of another size than the
                 tokenizer, which sentence-transformers does not load.
         """
-        with from_extra("transformers"):
-            from safetensors.torch import save_file
+        from safetensors.torch import save_file
 
         tokens = self.tokenizer.get_vocab()
         if document.tokenizer.get_vocab() != tokens:
