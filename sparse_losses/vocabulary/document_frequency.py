@@ -122,7 +122,8 @@ class DocumentFrequency:
         ordered, first = first_occurrences(ids, attended)
         self.df += torch.bincount(ordered[first], minlength=self.vocab_size)
         self.num_documents += len(ids)
-        self.num_tokens = _total(self.num_tokens, int(attended.sum()))
+        if self.num_tokens is not None:
+            self.num_tokens += int(attended.sum())
 
     def merge(self, other: "DocumentFrequency") -> "DocumentFrequency":
         """Add the counts of ``other``, which is not changed, and return this counter.
@@ -136,7 +137,10 @@ class DocumentFrequency:
                 raise ValueError(f"expected equal `{name}` to merge, got {ours!r} and {theirs!r}")
         self.df += other.df
         self.num_documents += other.num_documents
-        self.num_tokens = _total(self.num_tokens, other.num_tokens)
+        if self.num_tokens is None or other.num_tokens is None:
+            self.num_tokens = None
+        else:
+            self.num_tokens += other.num_tokens
         return self
 
     def all_reduce(self) -> "DocumentFrequency":
@@ -262,9 +266,3 @@ def tokenizer_sha256(tokenizer: HasVocabulary) -> str:
         )
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(vocabulary.encode()).hexdigest()
-
-
-def _total(*numbers: int | None) -> int | None:
-    """Return the sum, or ``None`` if one of the numbers is unknown."""
-    known = [number for number in numbers if number is not None]
-    return sum(known) if len(known) == len(numbers) else None

@@ -68,16 +68,12 @@ def language_token_ids(
     allowed = _characters(scripts, allow_common)
     vocabulary, special = _vocabulary(tokenizer)
     marker = _word_marker([token for token, _ in vocabulary])
-    ids: list[int] = []
-    texts: list[str] = []
-    for token, token_id in vocabulary:
-        if token_id not in special:
-            ids.append(token_id)
-            texts.append(_decode(token, marker))
+    ordinary = [(token_id, token) for token, token_id in vocabulary if token_id not in special]
+    texts = [_decode(token, marker) for _, token in ordinary]
     characters = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
     owner = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
     strange = np.bincount(owner, weights=~allowed[characters], minlength=len(texts))
-    kept = np.array(ids, dtype=np.int64)[strange == 0]
+    kept = np.array([token_id for token_id, _ in ordinary], dtype=np.int64)[strange == 0]
     return torch.from_numpy(np.unique(kept))
 
 
@@ -109,26 +105,22 @@ def _characters(names: Sequence[str], allow_common: bool) -> np.ndarray[Any, np.
 def _vocabulary(
     tokenizer: HasVocabulary | Mapping[str, int] | Sequence[str],
 ) -> tuple[list[tuple[str, int]], set[int]]:
-    special: set[int] = set()
-    pairs: list[tuple[str, int]]
     if isinstance(tokenizer, Mapping):
-        pairs = list(tokenizer.items())
-    elif isinstance(tokenizer, Sequence) and not isinstance(tokenizer, str):
-        pairs = [(token, index) for index, token in enumerate(tokenizer)]
-    elif hasattr(tokenizer, "get_vocab"):
-        pairs = list(tokenizer.get_vocab().items())
-        special.update(getattr(tokenizer, "all_special_ids", ()))
-        # It is a property in `transformers` and a method in `tokenizers`.
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        if hasattr(tokenizer, "get_added_tokens_decoder"):
-            added = tokenizer.get_added_tokens_decoder()
-        special.update(index for index, token in added.items() if token.special)
-    else:
+        return list(tokenizer.items()), set()
+    if isinstance(tokenizer, Sequence) and not isinstance(tokenizer, str):
+        return [(token, index) for index, token in enumerate(tokenizer)], set()
+    if isinstance(tokenizer, str) or not hasattr(tokenizer, "get_vocab"):
         raise TypeError(
             "expected `tokenizer` to have `get_vocab()`, or to be a dict or a list of tokens, "
             f"got {type(tokenizer).__name__}"
         )
-    return pairs, special
+    # It is a property in `transformers` and a method in `tokenizers`.
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    if hasattr(tokenizer, "get_added_tokens_decoder"):
+        added = tokenizer.get_added_tokens_decoder()
+    special = {index for index, token in added.items() if token.special}
+    special.update(getattr(tokenizer, "all_special_ids", ()))
+    return list(tokenizer.get_vocab().items()), special
 
 
 def _word_marker(tokens: list[str]) -> str:
