@@ -258,7 +258,7 @@ class Diagnostics:
         if rows == 0:
             return Report()
         none = 0.0 if dead == rows else math.nan  # without a live row: all dead, or some NaN
-        share = texts / rows
+        share, entropy = texts / rows, torch.special.entr(summed / summed.sum()).sum().item()
         report = Report(
             texts=rows,
             active_dimensions=active / live if live else none,
@@ -270,7 +270,7 @@ class Diagnostics:
             flops=(summed / rows).square().sum().item(),
             index_flops=share.square().sum().item(),
             longest_list=share.max().item(),
-            effective_tokens=_effective_number(summed),
+            effective_tokens=math.exp(entropy) if summed.any() else 0.0,
             never_active=(texts == 0).double().mean().item(),
         )
         groups = {"special": self._special, "stopword": self._stopword, "foreign": self._foreign}
@@ -317,14 +317,6 @@ class Diagnostics:
 
 def _ratio(part: Tensor, whole: Tensor) -> float:
     return float(part / whole) if whole or part else 0.0  # NaN / 0 is NaN
-
-
-def _effective_number(masses: Tensor) -> float:
-    """Return the exponential of the entropy of the shares; 0 without any mass."""
-    total = masses.sum()
-    if total == 0:
-        return 0.0
-    return math.exp(torch.special.entr(masses / total).sum().item())
 
 
 def _full(ids: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

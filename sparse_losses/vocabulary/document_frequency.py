@@ -3,8 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,13 +16,6 @@ from sparse_losses._core.token_ids import as_mask, attended_ids, first_occurrenc
 from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ranks
 
 ARRAYS = {"df", "num_documents", "vocab_size", "tokenizer_sha256"}  # of a file
-
-
-class HasVocabulary(Protocol):
-    """A tokenizer of ``transformers`` or ``tokenizers``."""
-
-    def get_vocab(self) -> Mapping[str, int]:
-        """Return the ids by token."""
 
 
 class DocumentFrequency:
@@ -201,7 +193,7 @@ class DocumentFrequency:
         cls,
         path: str | os.PathLike[str],
         *,
-        tokenizer: HasVocabulary | None = None,
+        tokenizer: Any = None,
         vocab_size: int | None = None,
     ) -> "DocumentFrequency":
         """Load a file written by ``save``, without unpickling.
@@ -252,7 +244,7 @@ class DocumentFrequency:
         return counter
 
 
-def tokenizer_sha256(tokenizer: HasVocabulary) -> str:
+def tokenizer_sha256(tokenizer: Any) -> str:
     """Return the fingerprint of a tokenizer's vocabulary, for ``DocumentFrequency``.
 
     It is the SHA-256 of the (token, id) pairs in sorted order, 64 hexadecimal digits.

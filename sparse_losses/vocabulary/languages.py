@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_losses.vocabulary.document_frequency import HasVocabulary
-
 # Byte-level BPE writes a printable byte as the character with that code, and the other bytes, in
 # order, as the characters from U+0100 on: "Ġ" is the space.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -24,7 +22,7 @@ _BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 
 
 def language_token_ids(
-    tokenizer: HasVocabulary | Mapping[str, int] | Sequence[str],
+    tokenizer: Any,
     scripts: Sequence[str] = ("Hangul", "Latin"),
     *,
     allow_common: bool = True,
@@ -102,14 +100,12 @@ def _characters(names: Sequence[str], allow_common: bool) -> np.ndarray[Any, np.
     return allowed
 
 
-def _vocabulary(
-    tokenizer: HasVocabulary | Mapping[str, int] | Sequence[str],
-) -> tuple[list[tuple[str, int]], set[int]]:
+def _vocabulary(tokenizer: Any) -> tuple[list[tuple[str, int]], set[int]]:
     if isinstance(tokenizer, Mapping):
         return list(tokenizer.items()), set()
     if isinstance(tokenizer, Sequence) and not isinstance(tokenizer, str):
         return [(token, index) for index, token in enumerate(tokenizer)], set()
-    if isinstance(tokenizer, str) or not hasattr(tokenizer, "get_vocab"):
+    if not hasattr(tokenizer, "get_vocab"):
         raise TypeError(
             "expected `tokenizer` to have `get_vocab()`, or to be a dict or a list of tokens, "
             f"got {type(tokenizer).__name__}"
