@@ -85,8 +85,6 @@ class Curriculum:
         if not phases:
             raise ValueError("expected at least one phase, got none")
         for phase in phases:
-            if not isinstance(phase, Phase):
-                raise TypeError(f"expected `phases` to be Phase objects, got {phase!r}")
             if phase.first != expected:
                 raise ValueError(
                     f"expected a phase that begins with {self.unit} {expected}, got {phase.first}"

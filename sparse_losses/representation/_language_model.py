@@ -14,19 +14,12 @@ PROBE = (-1e5, -100.0, -1.0, -1e-3, 1e-3, 1.0, 100.0, 1e5)
 
 
 class Projection(NamedTuple):
-    r"""What a language model computes from its hidden states: ``cap(logit_scale * linear(...))``.
-
-    Attributes:
-        transform: the layers before the vocabulary projection, or ``None``.
-        linear: the vocabulary projection, an ``nn.Linear`` or PEFT's LoRA layer around it.
-        logit_scale: the factor on its output.
-        softcap: $c$, where the logits are $c \tanh(z / c)$, or ``None``.
-    """
+    """The logits of a language model: ``cap(logit_scale * linear(transform(hidden)))``."""
 
     transform: nn.Module | None
-    linear: Any
+    linear: Any  # an `nn.Linear`, or PEFT's LoRA layer around it
     logit_scale: float
-    softcap: float | None
+    softcap: float | None  # c, where the logits are c tanh(z / c)
 
 
 def unwrapped(model: Any) -> Any:
