@@ -100,9 +100,10 @@ def _nws(loss: Any, columns: Columns) -> Any:
 
 def _info_nce(loss: Any, columns: Columns) -> Any:
     anchor, positive, *negatives = columns.vectors
-    join = torch.cat if loss.in_batch else _stack
     positive_ids = columns.labels if columns.labels_are_positive_ids else None
-    negative = join(negatives) if negatives else None
+    negative = None
+    if negatives:
+        negative = torch.cat(negatives) if loss.in_batch else torch.stack(negatives, 1)
     where = {"own": not loss.in_batch, "in_batch": loss.in_batch, "gather": loss.gather}
     mask = _candidate_mask(columns, **where)
     return loss(anchor, positive, negative, positive_ids=positive_ids, candidate_mask=mask)
@@ -124,7 +125,7 @@ def _pairwise(loss: Any, columns: Columns) -> Any:
 
 def _triplet(loss: Any, columns: Columns) -> Any:
     anchor, positive, *negatives = columns.vectors
-    return loss(anchor, positive, _stack(negatives), columns.there)
+    return loss(anchor, positive, torch.stack(negatives, 1), columns.there)
 
 
 def _distillation(loss: Any, columns: Columns) -> Any:
@@ -148,7 +149,7 @@ def _objective(loss: sl.SpladeObjective, columns: Columns) -> Any:
     if len(others) > 1:
         joined = reduce(sl.Texts.join, others)
         known = {name: x for name, x in joined._asdict().items() if x is not None}
-        stacked = {name: _stack(x.chunk(len(others))) for name, x in known.items()}
+        stacked = {name: torch.stack(x.chunk(len(others)), 1) for name, x in known.items()}
         negative = joined._replace(**stacked)
     where = {"own": len(others) > 1, "in_batch": True, "gather": loss.gather}
     mask = _candidate_mask(columns, **where)
@@ -187,11 +188,6 @@ COMPUTE: dict[type, tuple[int, Callable[[Any, Columns], Any]]] = {
 }
 
 
-def _stack(columns: Sequence[Tensor]) -> Tensor:
-    """Stack ``n`` columns ``[B, V]`` to ``[B, n, V]``."""
-    return torch.stack(list(columns), dim=1)
-
-
 def _student_scores(columns: Columns) -> Tensor:
     """Return the scores of the anchors with their positives and negatives, ``[B, 1 + n]``."""
     vectors = columns.vectors
@@ -199,7 +195,7 @@ def _student_scores(columns: Columns) -> Tensor:
     vectors = [x.to(dtype) for x in vectors]
     if columns.similarity == "cosine":
         vectors = [normalize(x) for x in vectors]
-    return _stack([(vectors[0] * x).sum(-1) for x in vectors[1:]])
+    return torch.stack([(vectors[0] * x).sum(-1) for x in vectors[1:]], 1)
 
 
 def _teacher_scores(

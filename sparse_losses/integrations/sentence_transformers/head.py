@@ -83,11 +83,9 @@ def _pairs(sparse_encoder: Any) -> list[tuple[Any, Any]]:
     neighbours = [pair for chain in chains for pair in itertools.pairwise([*chain, None])]
     pairs = [pair for pair in neighbours if isinstance(pair[0], Transformer)]
     for transformer, pooling in pairs:
-        if pooling is None or type(pooling) is not SpladePooling:
-            raise TypeError(
-                f"expected SpladePooling after {type(transformer).__name__}, got "
-                f"{'nothing' if pooling is None else type(pooling).__name__}"
-            )
+        if type(pooling) is not SpladePooling:
+            before, after = type(transformer).__name__, type(pooling).__name__
+            raise TypeError(f"expected SpladePooling after {before}, got {after}")
         if pooling.pooling_strategy != "max":
             raise ValueError(
                 f'expected pooling_strategy="max", got {pooling.pooling_strategy!r}: the sum over '

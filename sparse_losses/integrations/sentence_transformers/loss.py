@@ -142,12 +142,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
     def forward(
         self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None
     ) -> Tensor | dict[str, Tensor]:
-        """Return the loss of tokenized columns; for an objective its weighted terms, to be summed.
-
-        Args:
-            sentence_features: one dict per column, as the trainer collects them.
-            labels: see the class.
-        """
+        """Return the loss of tokenized columns; for an objective its weighted terms."""
         columns = list(sentence_features)
         if self.mini_batch_size is None:
             return self._named(self._value(columns, embed_columns(self.model, columns), labels))
@@ -183,12 +178,7 @@ class SentenceTransformersLoss(CachedLossMixin, nn.Module):  # type: ignore[misc
     def compute_loss_from_embeddings(
         self, embeddings: Sequence[Tensor] | Tensor, labels: Tensor | None = None
     ) -> Tensor | dict[str, Tensor]:
-        """Compute the loss of embeddings, for ``SpladeLoss``.
-
-        Args:
-            embeddings: a list of ``[B, V]``, one per column; or rows to regularise, ``[N, V]``.
-            labels: see the class.
-        """
+        """Compute the loss of columns ``[B, V]``, or of rows ``[N, V]``, for ``SpladeLoss``."""
         vectors = [embeddings] if isinstance(embeddings, Tensor) else list(embeddings)
         return self._named(self._value([{} for _ in vectors], vectors, labels))
 
