@@ -57,10 +57,7 @@ def check_weights(weights: Mapping[str, float | Tensor]) -> None:
 
 
 def check_loss(name: str, loss: object, classes: Sequence[type[nn.Module]]) -> None:
-    """Raise for a loss of another class, or one that returns rows.
-
-    Your own modules are accepted, and ``None``.
-    """
+    """Raise for a loss of another class, or one that returns rows; a user's modules may pass."""
     classes = tuple(classes)
     is_another = isinstance(loss, LossModule) and not isinstance(loss, classes)
     if loss is not None and (is_another or not isinstance(loss, nn.Module)):

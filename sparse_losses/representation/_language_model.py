@@ -139,10 +139,6 @@ def _after_projection(logits: Tensor) -> tuple[float | None, float | None]:
     return float(f"{scale:.6g}"), None if softcap is None else float(f"{softcap:.6g}")
 
 
-# ------------------------------------------------------------------------------------------------
-# PEFT's layers
-
-
 def _active(layer: Any) -> Any:
     """Return the trained copy of a layer that PEFT trains as a whole (``modules_to_save``)."""
     if not hasattr(layer, "modules_to_save"):

@@ -98,8 +98,6 @@ def calibrate(
         2.5
         >>> (head(hidden) > 0).tolist()
         [[True, True, False, False]]
-
-        ``sparse_losses.calibrate(sparse_encoder, documents[:1000], target_active=64)``
     """
     check_choice("method", method, (None, "prune", "shift"))
     if isinstance(model, SpladeHead):
@@ -206,7 +204,6 @@ def _reshard(model: nn.Module) -> None:
 
 
 def _pruned_logits(encoder: "SpladeEncoder", **batch: Tensor) -> Tensor:
-    """Return the pooled logits of active dimensions, after the gate."""
     _, logits = encoder(**batch, return_logits=True, apply_idf=False)
     return _counted(encoder, full(logits), 0.0)
 
@@ -244,7 +241,6 @@ def _before_scale_and_cap(logits: Tensor, head: SpladeHead) -> Tensor:
 
 
 def _inverted(activations: Tensor, activation: str) -> Tensor:
-    """Return the pooled logits that gave positive activations."""
     logits = activations.double().expm1()
     return logits.expm1() if activation == "log1p_relu" else logits
 

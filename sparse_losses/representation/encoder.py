@@ -479,9 +479,6 @@ class SpladeEncoder(nn.Module):
             TypeError: for anything but a sequence of strings.
             ValueError: if fewer dimensions are active (with ``"shift"``: can be), a logit is NaN,
                 or there is neither a bias to shift nor a config's ``decoder_bias`` to add one.
-
-        Examples:
-            ``encoder.calibrate(documents[:1000], target_active=64)``
         """
         check_choice("side", side, SIDES)
         check_choice("method", method, ("prune", "shift"))

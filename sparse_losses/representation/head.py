@@ -285,10 +285,9 @@ class SpladeHead(LossModule):
         ``resize_token_embeddings``, which replaces the matrix, and after PEFT has wrapped it.
 
         Args:
-            model: BERT, XLM-RoBERTa, ModernBERT, Llama, Qwen, Gemma, or another masked or causal
-                language model whose layers between hidden states and logits are a chain that ends
-                in a linear map; or a ``PeftModel`` around it. LoRA adapters on that map are part of
-                the product.
+            model: A masked or causal language model whose layers between hidden states and logits
+                are a chain that ends in a linear map, or a ``PeftModel`` around it. LoRA adapters
+                on that map are part of the product.
             **options: ``activation``, ``threshold``, ``sparse_grad`` and ``impl``, as in the class.
 
         Raises:
