@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_flag, check_integer, check_shapes, check_zero_one
-from sparse_losses._core.dtensors import full, is_dtensor
-from sparse_losses.distributed import agree_across_ranks, gather_rows
+from sparse_losses._core.dtensors import agree, full
+from sparse_losses.distributed import gather_rows
 
 
 class LabelQueue(nn.Module):
@@ -102,13 +102,10 @@ class LabelQueue(nn.Module):
         if not features.is_floating_point():
             raise TypeError(f"expected `features` to be floating point, got {features.dtype}")
         features, labels = features.to(self.features.dtype), labels.to(self.labels.dtype)
-        if is_dtensor(features) or is_dtensor(labels):  # every rank's queue holds all rows
-            if self.gather:
-                raise ValueError("expected gather=False with a DTensor, which all ranks share")
-            features, labels = full(features), full(labels)
         sizes = {"B": features.shape[0], "D": self.dim, "L": self.num_labels}
-        if agree_across_ranks("LabelQueue.enqueue", self.gather, features, **sizes):
-            features, labels = gather_rows(features), gather_rows(labels)
+        rows = {"features": features, "labels": labels}
+        agree("LabelQueue.enqueue", self.gather, rows, **sizes)
+        features, labels = (gather_rows(full(x), self.gather) for x in (features, labels))
         batch_size = features.shape[0]
         kept = min(batch_size, self.size)
         age = torch.arange(batch_size - kept, batch_size, device=self.pointer.device)

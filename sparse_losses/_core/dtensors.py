@@ -49,21 +49,21 @@ def is_dtensor(x: object) -> bool:
 
 
 def beside_dtensors(*tensors: Any) -> AbstractContextManager[Any]:
-    """Return a context for definitions with these tensors, if a DTensor is among them.
-
-    Raises:
-        ValueError: if PyTorch is older than 2.13.
-    """
+    """Return a context for definitions with these tensors, if a DTensor is among them."""
     meshes = [x.device_mesh for x in tensors if is_dtensor(x)]
     if not meshes:
         return nullcontext()
+    _check_version()
+    return _BesideDTensors(meshes[0])
+
+
+def _check_version() -> None:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     if (major, minor) < OLDEST:
         raise ValueError(
             f"expected PyTorch {OLDEST[0]}.{OLDEST[1]} or newer for DTensors, got "
             f"{torch.__version__}: use plain tensors and `gather=True`"
         )
-    return _BesideDTensors(meshes[0])
 
 
 def full(x: Tensor) -> Tensor:
@@ -83,10 +83,14 @@ def ranks_of(x: Tensor) -> int:
     return x.device_mesh.size() if is_dtensor(x) else 1  # type: ignore[attr-defined]
 
 
+def is_first(x: Any) -> bool:
+    """Return whether this rank counts for its mesh; every rank does with a plain tensor."""
+    return not (is_dtensor(x) and any(x.device_mesh.get_coordinate()))
+
+
 def on_one_rank(*tensors: Any) -> list[Tensor]:
     """Return whole tensors on the first rank of their mesh, and without rows on the others."""
-    mesh = next(x.device_mesh for x in tensors if is_dtensor(x))
-    rows = slice(0) if any(mesh.get_coordinate()) else slice(None)
+    rows = slice(None) if all(map(is_first, tensors)) else slice(0)
     return [full(x)[rows] for x in tensors]
 
 
@@ -123,11 +127,13 @@ def agree(call: str, gather: object, tensors: Mapping[str, Any], **values: objec
 
     Raises:
         ValueError: on every rank, if shapes, placements or values differ, or if a part has not the
-            size that the shape gives it. On an accelerator it is an assertion of the device.
+            size that the shape gives it, on an accelerator an assertion of the device; if PyTorch
+            is older than 2.13.
     """
     dtensors = [x for x in tensors.values() if is_dtensor(x)]
     if not dtensors:
         return agree_across_ranks(call, gather, *tensors.values(), **values)
+    _check_version()
     if gather is not False:
         raise ValueError(
             "expected gather=False with a DTensor, whose placement says what is global"

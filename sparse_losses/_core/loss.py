@@ -125,7 +125,7 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
         declaration = _Declaration(tensors, numbers, flags, choices, several, defaults)
         learnable = [name for name, bound in numbers.items() if bound == LEARNABLE]
-        steps, first, can_gather = _steps(tensors), names[0], "gather" in parameters
+        steps, first = _steps(tensors), names[0]
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -134,6 +134,9 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             is_wrong = len(arguments) < len(args) + len(kwargs)  # too many, or a duplicate
             if is_wrong or first not in arguments:
                 return function(*args, **kwargs)  # Python raises the error
+            has_dtensor = any(is_dtensor(x) for x in arguments.values())
+            if has_dtensor and torch.compiler.is_compiling():  # it fails at some of their operators
+                return torch.compiler.disable(checked)(*args, **kwargs)  # type: ignore[no-any-return, no-untyped-call]
             try:
                 if kwargs:
                     declaration.check(kwargs)
@@ -144,11 +147,9 @@ def loss(**declarations: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                     if isinstance(arguments.get(name), Tensor):
                         arguments[name] = _beside(name, arguments[name], first, data).to(dtype)
             except (TypeError, ValueError) as error:
-                if can_gather:
-                    refuse(function.__name__, arguments.get("gather"), arguments.values(), error)
+                refuse(function.__name__, arguments.get("gather"), arguments.values(), error)
                 raise
-            has_dtensor = any(is_dtensor(x) for x in arguments.values())
-            if (has_dtensor and can_gather) or arguments.get("gather", False) is not False:
+            if has_dtensor or arguments.get("gather", False) is not False:
                 _agree(function.__name__, declaration, arguments, sizes)
             if has_dtensor:
                 with beside_dtensors(*arguments.values()), autocast_off(data.device):

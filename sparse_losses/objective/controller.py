@@ -21,7 +21,7 @@ from sparse_losses._core.checks import (
     check_rows,
     check_shapes,
 )
-from sparse_losses._core.dtensors import beside_dtensors, full, is_dtensor, ranks_of
+from sparse_losses._core.dtensors import agree, beside_dtensors, full, is_dtensor, ranks_of
 from sparse_losses._core.host_copy import HostCopy
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses.distributed import maximum_over_ranks, num_ranks, sum_over_ranks
@@ -230,6 +230,7 @@ class SparsityController:
             check_shapes(info_nce=(info_nce, ""))
         if candidates is not None:
             check_integer("candidates", candidates, minimum=2)
+        agree("SparsityController.observe", False, {"activations": activations})
         vocab_size = activations.shape[-1]
         if self.target >= vocab_size:
             raise ValueError(f"expected `target_active` below V = {vocab_size}, got {self.target}")

@@ -7,8 +7,8 @@ nothing. The descent therefore comes from above: an error below the target is th
 import dataclasses
 import math
 
-# Shares of chance: below, the ranking loss learns; above, it has unlearned; above, scores shrink.
-LEARNS, UNLEARNED, OVER = 0.85, 0.9, 1.2
+LEARNS, OVER = 0.85, 1.2  # shares of chance: below, the ranking loss learns; above, scores shrink
+LEARNED, UNLEARNED = 0.8, 0.9  # further apart than the noise of a small batch
 AT_CHANCE = 50  # the step of the warning
 FIRST_LOOKS, SETTLED = 5, -0.03  # steps, and the trend, at which the fall has stopped by itself
 FLAT_LOOKS, FLAT = 20, -0.01  # the same where the scores are too large, or activations shrink
@@ -133,7 +133,7 @@ class Descent:
         """Take note of the ranking loss over its value at chance; return whether to warn."""
         if math.isfinite(share):
             self.ranking = share if self.ranking is None else 0.8 * self.ranking + 0.2 * share
-        self.has_learned |= (self.ranking or OVER) < LEARNS
+        self.has_learned |= (self.ranking or OVER) < LEARNED
         is_time = self.step == AT_CHANCE and self.ranking is not None
         return is_time and LEARNS < (self.ranking or 0.0) < OVER and not self.has_learned
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_integer, check_shapes
-from sparse_losses._core.dtensors import beside_dtensors, full, ranks_of
+from sparse_losses._core.dtensors import agree, beside_dtensors, full, ranks_of
 from sparse_losses._core.host_copy import HostCopy
 from sparse_losses._core.precision import widest_dtype
 from sparse_losses._core.token_ids import (
@@ -130,18 +130,21 @@ class Diagnostics:
                 ``false_negative_share``, the mean over the rows.
         """
         if isinstance(activations, Texts):
-            texts = activations.flatten() if activations.activations.ndim == 3 else activations
-            activations, input_ids, attention_mask, _ = texts
+            if activations.activations.ndim == 3:
+                check_shapes(activations=(activations.activations, "B C V"))
+                with beside_dtensors(*activations):
+                    activations = activations.flatten()
+            activations, input_ids, attention_mask, _ = activations
         others = (None, None) if other_side is None else other_side[1:3]
-        size = check_shapes(
-            activations=(activations, "B V"),
-            input_ids=(input_ids, "B S, optional"),
-            attention_mask=(attention_mask, "B S, optional"),
-            **{
-                "other_side.input_ids": (others[0], "B T, optional"),
-                "other_side.attention_mask": (others[1], "B T, optional"),
-            },
-        )
+        tensors = {
+            "activations": (activations, "B V"),
+            "input_ids": (input_ids, "B S, optional"),
+            "attention_mask": (attention_mask, "B S, optional"),
+            "other_side.input_ids": (others[0], "B T, optional"),
+            "other_side.attention_mask": (others[1], "B T, optional"),
+        }
+        size = check_shapes(**tensors)
+        agree("Diagnostics.update", False, {name: x for name, (x, _) in tensors.items()}, **size)
         if size["V"] != self.vocab_size:
             expected, received = [size["B"], self.vocab_size], list(activations.shape)
             raise ValueError(f"expected `activations` [B, V] = {expected}, got {received}")

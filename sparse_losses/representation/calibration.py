@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sparse_losses._core.activation import Activation
 from sparse_losses._core.checks import check_choice, check_number, check_rows
-from sparse_losses._core.dtensors import full
+from sparse_losses._core.dtensors import agree, full
 from sparse_losses.representation._language_model import evaluating, projection_of, unwrapped
 from sparse_losses.representation.encoding import batches, check_texts
 from sparse_losses.representation.head import SpladeHead
@@ -50,6 +50,7 @@ def calibrate_threshold(
     """
     check_rows("activations", activations)
     check_choice("activation", activation, get_args(Activation))
+    agree("calibrate_threshold", False, {"activations": activations}, target=target_active)
     rows = full(activations.detach()).flatten(0, -2)
     positive = _inverted(rows[~(rows <= 0)], activation)  # a NaN too
     if not positive.isfinite().all():

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from sparse_losses._core.checks import check_integer, check_number, check_shapes
-from sparse_losses._core.dtensors import full, ranks_of
-from sparse_losses.distributed import sum_over_ranks
+from sparse_losses._core.dtensors import agree, full, is_first, ranks_of
+from sparse_losses.distributed import num_ranks, sum_over_ranks
 
 
 class ActivationFrequency(nn.Module):
@@ -72,24 +72,27 @@ class ActivationFrequency(nn.Module):
     def update(self, activations: Tensor) -> None:
         """Count a batch.
 
+        Of DTensors on a part of the ranks, only the first counts until ``all_reduce``.
+
         Args:
             activations: ``[B, V]``, a text per row; entries > 0 are active.
 
         Raises:
             ValueError: If the shape is not ``[B, V]`` or the device not the counter's.
         """
-        check_shapes(**{"self.active": (self.active, "V")}, activations=(activations, "B V"))
+        size = check_shapes(activations=(activations, "B V"), **{"self.active": (self.active, "V")})
+        agree("ActivationFrequency.update", False, {"activations": activations}, B=size["B"])
         if self.decay is not None:
             for total in self.buffers():
                 total.mul_(self.decay)
         is_number = ~activations.isnan().any(1, keepdim=True)
-        active, num_texts = ((activations > 0) & is_number).sum(0), is_number.sum()
-        if ranks_of(activations) == 1:
+        active, num_texts = full(((activations > 0) & is_number).sum(0)), full(is_number.sum())
+        if 1 < ranks_of(activations) == num_ranks():  # every rank knows all texts
+            self.active.add_(active)
+            self.num_texts.add_(num_texts)
+        elif is_first(activations):
             self.own_active.add_(active)
             self.own_num_texts.add_(num_texts)
-        else:  # every rank knows all texts
-            self.active.add_(full(active))
-            self.num_texts.add_(full(num_texts))
 
     def merge(self, other: "ActivationFrequency") -> Self:
         """Add the counts of ``other``, which is not changed, and return this counter.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparse_losses._core.checks import check_choice, check_integer, check_shapes
-from sparse_losses._core.dtensors import is_dtensor, on_one_rank
+from sparse_losses._core.dtensors import agree, is_dtensor, on_one_rank
 from sparse_losses._core.files import replaced_file
 from sparse_losses._core.token_ids import as_mask, attended_ids, first_occurrences
 from sparse_losses.distributed import agree_across_ranks, num_ranks, sum_over_ranks
@@ -107,6 +107,8 @@ class DocumentFrequency:
             TypeError: If the ids are not integers.
         """
         if is_dtensor(input_ids) or is_dtensor(attention_mask):  # or each rank would count them
+            texts = {"input_ids": input_ids, "attention_mask": attention_mask}
+            agree("DocumentFrequency.update", False, texts)
             input_ids, attention_mask = on_one_rank(input_ids, attention_mask)
         check_shapes(input_ids=(input_ids, "B S"), attention_mask=(attention_mask, "B S"))
         attended = as_mask("attention_mask", attention_mask.cpu())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sparse_losses._core.dtensors import beside_dtensors
+from sparse_losses._core.dtensors import agree, beside_dtensors
 
 
 class DTensor:
@@ -15,8 +15,11 @@ class DTensor:
 @pytest.mark.parametrize("version", ["2.6.0+cu124", "2.12.1"])
 def test_an_older_pytorch_is_refused_by_name(monkeypatch, version):
     monkeypatch.setattr(torch, "__version__", version)
-    with pytest.raises(ValueError, match=r"expected PyTorch 2\.13 or newer for DTensors, got 2\."):
-        beside_dtensors(DTensor())
+    for call in (beside_dtensors, lambda x: agree("a call", False, {"x": x})):
+        with pytest.raises(
+            ValueError, match=r"expected PyTorch 2\.13 or newer for DTensors, got 2"
+        ):
+            call(DTensor())
 
 
 @pytest.mark.parametrize("version", ["2.13.0+cpu", "2.14.1", "3.0.0a0+git1"])
