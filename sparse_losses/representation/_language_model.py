@@ -98,11 +98,7 @@ def head_of(model: Any) -> Projection:
             output = nnf.linear(transformed, adapted_weight(linear), linear.bias)
     except Exception as error:  # a layer does more with the projection than call it
         raise _unknown(model, f"without its output embeddings it fails ({error})") from error
-    expected, rounding = outputs[-1], 1e-4 if output.element_size() > 2 else 3e-2
-    size = expected.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
-    if output.shape != expected.shape or not torch.allclose(
-        output.to(expected.dtype), expected, rtol=0.0, atol=rounding * size, equal_nan=True
-    ):
+    if not _agree(output, outputs[-1]):
         raise _unknown(model, "its output embeddings give no product with the states before them")
     scale, softcap = _after_projection(logits)
     if scale is None:
@@ -121,6 +117,14 @@ def check_bidirectional(model: Any) -> None:
             f"expected a {type(model).__name__} that attends both ways by `config.is_causal`, got "
             "an older one: upgrade transformers, or pass bidirectional=False"
         )
+
+
+def _agree(actual: Tensor, expected: Tensor) -> bool:
+    rounding = 1e-4 if actual.element_size() > 2 else 3e-2
+    size = expected.nan_to_num(0.0, 0.0, 0.0).abs().max().item()
+    return actual.shape == expected.shape and torch.allclose(
+        actual.to(expected.dtype), expected, rtol=0.0, atol=rounding * size, equal_nan=True
+    )
 
 
 def _after_projection(logits: Tensor) -> tuple[float | None, float | None]:
