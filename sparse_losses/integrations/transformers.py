@@ -25,6 +25,8 @@ with from_extra("transformers"):
     from transformers import TrainerCallback, TrainerState
     from transformers.trainer_callback import ExportableState
 
+__all__ = ["TrainingState"]
+
 FOLDS = 5  # of the texts to calibrate on every fifth is left out, and counted
 
 
