@@ -567,24 +567,21 @@ class Case:
 
 def to_tensors(arrays: Arrays, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """Convert arrays; floating ones to ``dtype``."""
-    tensors = {}
+    tensors: dict[str, Any] = dict(arrays)
     for name, array in arrays.items():
-        tensor = None if array is None else torch.from_numpy(np.array(array))
-        tensors[name] = (
-            tensor.to(dtype) if tensor is not None and tensor.is_floating_point() else tensor
-        )
+        if array is not None:
+            tensor = torch.from_numpy(np.array(array))
+            tensors[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     return tensors
 
 
 def to_arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
     """Convert tensors back, exactly, to what the oracles read."""
-    arrays = {}
+    arrays: dict[str, Any] = dict(tensors)
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
             tensor = tensor.detach()
             arrays[name] = (tensor.double() if tensor.is_floating_point() else tensor).numpy()
-        else:
-            arrays[name] = tensor
     return arrays
 
 
@@ -741,14 +738,9 @@ def _score_table(candidates: bool = False, several: bool = False):
 def _margins(infinite: bool = False, several: bool = False, mask: bool = False):
     def make(rng: np.random.Generator, batch: int) -> Arrays:
         arrays = {}
-        for name in (
-            "student_positive",
-            "student_negative",
-            "teacher_positive",
-            "teacher_negative",
-        ):
-            is_list = several and name.endswith("negative")
-            arrays[name] = rng.normal(size=(batch, N) if is_list else batch)
+        for whose, which in itertools.product(("student", "teacher"), ("positive", "negative")):
+            is_list = several and which == "negative"
+            arrays[f"{whose}_{which}"] = rng.normal(size=(batch, N) if is_list else batch)
         if infinite:
             arrays["teacher_negative"][:1] = -np.inf
         if mask:
@@ -835,9 +827,15 @@ def _by_implementation(cases: tuple[Case, ...], *impls: str) -> tuple[Case, ...]
 ALL_REFERENCES = {"key": True, "queue": True, "mask": True}
 KEYS_AND_QUEUE = {"key": True, "queue": True}
 BOTH = {"symmetric": True}
-OUTSIDE = {"in_batch": False, "implementations": ()}
+BOTH_DECOUPLED = {"symmetric": True, "decoupled": True}
+ALONE = {"implementations": ()}  # by the definition
+OUTSIDE = {"in_batch": False, **ALONE}
 BOUNDS = {"false_negative_margin": 0.4, "false_negative_ratio": 0.9}
 FROM_ALL = {"negatives_from": ("document", "query", "positive"), "decoupled": True}
+FAR = {"similarity": "euclidean", "margin": 4.0}
+UNBIASED = {"estimator": "unbiased"}
+BY_ROW = {"standardize": "row"}
+WEIGHTED = _tokens("positive_", weight=True)
 
 BASE_CASES = (
     _info_nce("plain"),
@@ -850,39 +848,20 @@ BASE_CASES = (
     _info_nce("symmetric_shared", "shared", **BOTH),
     _info_nce("symmetric_per_row", "per_row", **BOTH, similarity="dot", implementations=DENSE),
     _info_nce("ids", ids=True),
-    _info_nce("ids_symmetric_decoupled", ids=True, **BOTH, decoupled=True),
-    _info_nce("positives", mask=True, implementations=()),
-    _info_nce("positives_decoupled", "shared", mask=True, decoupled=True, implementations=()),
-    _info_nce(
-        "positives_ids_symmetric_decoupled",
-        "shared",
-        ids=True,
-        mask=True,
-        **BOTH,
-        decoupled=True,
-        implementations=(),
-    ),
+    _info_nce("ids_symmetric_decoupled", ids=True, **BOTH_DECOUPLED),
+    _info_nce("positives", mask=True, **ALONE),
+    _info_nce("positives_decoupled", "shared", mask=True, decoupled=True, **ALONE),
+    _info_nce("positives_ids_symmetric_decoupled", "shared", True, True, **BOTH_DECOUPLED, **ALONE),
     _info_nce("decoupled", decoupled=True),
     _info_nce("candidates", "shared", candidates=True),
     _info_nce("candidates_symmetric", "per_row", candidates=True, **BOTH, implementations=DENSE),
-    _info_nce("candidates_decoupled", ids=True, candidates=True, **BOTH, decoupled=True),
+    _info_nce("candidates_decoupled", ids=True, candidates=True, **BOTH_DECOUPLED),
     _info_nce("false_negatives", "shared", false_negative_margin=0.3, false_negative_ratio=0.9),
     _info_nce("false_negatives_symmetric", ids=True, **BOTH, false_negative_margin=0.2),
-    _info_nce(
-        "false_negatives_positives",
-        mask=True,
-        **BOTH,
-        **BOUNDS,
-        candidates=True,
-        implementations=(),
-    ),
-    _info_nce("from_queries", negatives_from=("document", "query"), **BOTH, implementations=()),
-    _info_nce(
-        "from_positives", ids=True, negatives_from=("document", "positive"), implementations=()
-    ),
-    _info_nce(
-        "from_all", "per_row", mask=True, candidates=True, **BOUNDS, **FROM_ALL, implementations=()
-    ),
+    _info_nce("false_negatives_positives", mask=True, candidates=True, **BOTH, **BOUNDS, **ALONE),
+    _info_nce("from_queries", negatives_from=("document", "query"), **BOTH, **ALONE),
+    _info_nce("from_positives", ids=True, negatives_from=("document", "positive"), **ALONE),
+    _info_nce("from_all", "per_row", mask=True, candidates=True, **BOUNDS, **FROM_ALL, **ALONE),
     Case("info_nce_from_scores", "one", _score_table()),
     Case("info_nce_from_scores", "several", _score_table(several=True)),
     Case("info_nce_from_scores", "candidates", _score_table(True, True)),
@@ -894,15 +873,10 @@ BASE_CASES = (
     Case("pairwise_contrastive", "inside_margin", _same, {"margin": 6.0}),
     Case("triplet_margin", "cosine", _pairs("row")),
     Case("triplet_margin", "dot", _pairs("row"), {"similarity": "dot", "margin": 2.0}),
-    Case("triplet_margin", "euclidean", _pairs("row"), {"similarity": "euclidean", "margin": 4.0}),
+    Case("triplet_margin", "euclidean", _pairs("row"), FAR),
     Case("triplet_margin", "many", _pairs("per_row")),
     Case("triplet_margin", "ragged", _pairs("ragged"), {"margin": 2.0}),
-    Case(
-        "triplet_margin",
-        "ragged_euclidean",
-        _pairs("ragged"),
-        {"similarity": "euclidean", "margin": 3.0},
-    ),
+    Case("triplet_margin", "ragged_euclidean", _pairs("ragged"), FAR),
     _nws_case("prototypes", {"similar": False}),
     _nws_case("key", {"key": True}),
     _nws_case("queue", {"queue": True}),
@@ -912,47 +886,30 @@ BASE_CASES = (
     _nws_case("exact", ALL_REFERENCES, eps=0.0, alpha=0.9),
     _nws_case("large_eps", KEYS_AND_QUEUE, eps=0.2, alpha=3.0, decoupled=False),
     Case("flops", "biased", _activations()),
-    Case("flops", "unbiased", _activations(), {"estimator": "unbiased"}),
+    Case("flops", "unbiased", _activations(), UNBIASED),
     Case("flops", "weighted", _activations(weight=True)),
     Case("flops", "threshold", _activations(), {"threshold": 9}),
-    Case("flops", "all", _activations(weight=True), {"estimator": "unbiased", "threshold": 9}),
+    Case("flops", "all", _activations(weight=True), UNBIASED | {"threshold": 9}),
     Case("idf_flops", "biased", _activations(penalty=True)),
     Case("idf_flops", "signed", _activations(penalty=True, signed=True), {"beta": 2.0}),
-    Case(
-        "idf_flops", "unbiased", _activations(penalty=True), {"estimator": "unbiased", "beta": 0.7}
-    ),
+    Case("idf_flops", "unbiased", _activations(penalty=True), UNBIASED | {"beta": 0.7}),
     Case("idf_flops", "threshold", _activations(penalty=True), {"threshold": 9}),
     Case("min_activation", "plain", _activations(), {"threshold": 3.0}),
     Case("min_activation", "counted", _activations(counts=True), {"threshold": 3.0, "top_k": 3}),
-    Case("min_activation", "signed", _activations(signed=True), {"threshold": 0.9, "top_k": 4}),
+    Case("min_activation", "signed", _activations(signed=True), {"threshold": 0.9, "top_k": 10}),
     Case("language_penalty", "plain", _activations(penalty=True)),
     Case("self_reconstruction", "plain", _tokens()),
     Case("self_reconstruction", "ignored", _tokens(), {"ignore_token_ids": [0, 3, 3, 5]}),
     Case("self_reconstruction", "balanced", _tokens(), {"balanced": True}),
-    Case(
-        "self_reconstruction",
-        "balanced_ignored",
-        _tokens(),
-        {"balanced": True, "ignore_token_ids": (2, 4)},
-    ),
+    Case("self_reconstruction", "both", _tokens(), {"balanced": True, "ignore_token_ids": (2, 4)}),
     Case("positive_activation", "plain", _tokens("positive_")),
-    Case("positive_activation", "weighted", _tokens("positive_", weight=True)),
+    Case("positive_activation", "weighted", WEIGHTED),
     Case("positive_activation", "saturating", _tokens("positive_"), {"saturating": True}),
-    Case(
-        "positive_activation",
-        "all",
-        _tokens("positive_", weight=True),
-        {"saturating": True, "ignore_token_ids": [1, 3]},
-    ),
+    Case("positive_activation", "all", WEIGHTED, {"saturating": True, "ignore_token_ids": [1, 3]}),
     Case("distillation", "batch", _scores()),
-    Case("distillation", "row", _scores(), {"standardize": "row", "temperature": 1.0}),
+    Case("distillation", "row", _scores(), BY_ROW | {"temperature": 1.0}),
     Case("distillation", "masked", _scores(mask=True)),
-    Case(
-        "distillation",
-        "masked_row",
-        _scores(mask=True),
-        {"standardize": "row", "alpha_kl": 0.4, "alpha_mse": 1.2},
-    ),
+    Case("distillation", "masked_row", _scores(True), BY_ROW | {"alpha_kl": 0.4, "alpha_mse": 1.2}),
     Case("distillation", "infinite", _scores(infinite=True)),
     Case("margin_mse", "plain", _margins()),
     Case("margin_mse", "infinite", _margins(infinite=True)),

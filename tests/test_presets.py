@@ -6,27 +6,9 @@ import math
 import pytest
 import torch
 
-from sparse_losses import (
-    COSINE,
-    RECOMMENDED,
-    V22,
-    V23,
-    V25,
-    V26,
-    V28,
-    FlopsLoss,
-    IdfFlopsLoss,
-    InfoNCELoss,
-    LanguagePenaltyLoss,
-    MinActivationLoss,
-    Phase,
-    SpladeBatch,
-    Texts,
-    TrainingSchedule,
-    TripletMarginLoss,
-    Warmup,
-)
+import sparse_losses as sl
 from sparse_losses.functional import idf_penalty
+from sparse_losses.presets import COSINE, RECOMMENDED, V22, V23, V25, V26, V28
 
 # "Loss weights by version" and the "V26 settings" of every section, from the notes on loss
 # functions; then "Weights by phase (V26)". The phases of V28 name no info_nce: it is V26's.
@@ -82,7 +64,7 @@ def test_phases_are_those_of_the_notes(preset):
     ):
         first, last = map(int, epochs.split("-"))
         expected = dict(zip(names, weights, strict=True))
-        assert phase == Phase(first, last, temperature=temperature, weights=expected)
+        assert phase == sl.Phase(first, last, temperature=temperature, weights=expected)
     assert preset.curriculum.unit == "epoch"
 
 
@@ -100,10 +82,10 @@ def test_v28_is_v26_with_a_language_penalty_and_context_distillation():
 def _batch(size=4, vocab=30):
     def side():
         ids, mask = torch.randint(0, vocab, (size, 6)), torch.ones(size, 6, dtype=torch.int64)
-        return Texts(torch.rand(size, vocab, requires_grad=True), ids, mask)
+        return sl.Texts(torch.rand(size, vocab, requires_grad=True), ids, mask)
 
     scores = torch.randn(size, size)
-    return SpladeBatch(side(), side(), teacher_scores=scores, teacher_anchor_scores=scores)
+    return sl.SpladeBatch(side(), side(), teacher_scores=scores, teacher_anchor_scores=scores)
 
 
 @pytest.mark.parametrize("preset", [RECOMMENDED, COSINE], ids=lambda preset: preset.name)
@@ -119,7 +101,7 @@ def test_an_objective_has_the_presets_numbers(preset):
         assert [getattr(loss, name) for name in names] == [getattr(preset, name) for name in names]
     assert list(objective.self_reconstruction.ignore_token_ids) == [0, 1]
     assert objective.score_scale == (preset.score_scale or 1.0)
-    assert type(objective.flops) is (IdfFlopsLoss if preset is COSINE else FlopsLoss)
+    assert type(objective.flops) is (sl.IdfFlopsLoss if preset is COSINE else sl.FlopsLoss)
     assert set(objective(_batch()).terms) == set(preset.weights)
     assert preset.objective(idf=torch.rand(30), score_scale=3.0).score_scale == 3.0
 
@@ -164,7 +146,7 @@ def test_numbers_that_the_notes_lack_must_be_set():
     with pytest.raises(ValueError, match="`allowed_token_ids`"):
         V28.objective(idf=torch.rand(30))
     ready = V22.replace(temperature=0.05, margin=0.3, top_k=5, threshold=0.5)
-    assert type(ready.objective().flops) is FlopsLoss
+    assert type(ready.objective().flops) is sl.FlopsLoss
     assert V22.temperature is None, "a preset is not changed"
     with pytest.raises(dataclasses.FrozenInstanceError):
         V22.temperature = 1.0
@@ -172,18 +154,18 @@ def test_numbers_that_the_notes_lack_must_be_set():
 
 def test_losses_that_are_passed_need_no_numbers():
     losses = {
-        "info_nce": InfoNCELoss(temperature=0.05),
-        "triplet_margin": TripletMarginLoss(margin=0.2),
-        "min_activation": MinActivationLoss(top_k=2, threshold=0.4),
+        "info_nce": sl.InfoNCELoss(temperature=0.05),
+        "triplet_margin": sl.TripletMarginLoss(margin=0.2),
+        "min_activation": sl.MinActivationLoss(top_k=2, threshold=0.4),
     }
     objective = V22.objective(**losses)
     assert all(getattr(objective, name) is loss for name, loss in losses.items())
-    assert type(V26.replace(beta=None).objective(flops=FlopsLoss()).flops) is FlopsLoss
+    assert type(V26.replace(beta=None).objective(flops=sl.FlopsLoss()).flops) is sl.FlopsLoss
     with pytest.raises(ValueError, match="got None for temperature, margin: set"):
         V22.objective(info_nce=None, min_activation=losses["min_activation"])
     theirs = V26.replace(weights={"document_language_penalty": 0.005})
     assert theirs.missing() == ["language_penalty"]
-    loss = LanguagePenaltyLoss(torch.tensor([0.0, 100.0]))
+    loss = sl.LanguagePenaltyLoss(torch.tensor([0.0, 100.0]))
     assert theirs.objective(idf=torch.rand(2), language_penalty=loss).language_penalty is loss
 
 
@@ -191,7 +173,7 @@ def test_warm_ups_and_targets_become_schedules():
     preset = RECOMMENDED.replace(warmup={"query_flops": 0.25}, target_active={})
     objective = preset.objective()
     (schedule,) = preset.schedules(objective, steps=40)
-    assert schedule.warmups == {"query_flops": Warmup(10, "quadratic")}
+    assert schedule.warmups == {"query_flops": sl.Warmup(10, "quadratic")}
     assert objective.weights["query_flops"] == 0.0
     assert objective.weights["document_flops"] == RECOMMENDED.weights["document_flops"]
 
@@ -256,7 +238,7 @@ def test_a_removed_term_is_off_in_every_phase(preset):
     left = {name for name, weight in V28.weights.items() if weight and "distil" not in name}
     for curriculum in (preset.curriculum, V26.curriculum):
         objective = preset.objective(idf=torch.rand(30), allowed_token_ids=range(20))
-        schedule = TrainingSchedule(objective, curriculum, steps_per_epoch=1)
+        schedule = sl.TrainingSchedule(objective, curriculum, steps_per_epoch=1)
         for epoch in range(1, 27):
             assert {name for name, weight in objective.weights.items() if weight} == left
             assert objective.weights["info_nce"] == (2.5 if epoch <= 8 else 3.0)

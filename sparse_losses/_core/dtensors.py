@@ -192,7 +192,7 @@ def check_replicated(name: str, x: Tensor, mesh: Mesh) -> None:
     largest, smallest = _extremes(torch.cat([norm[None], sums]), mesh)
     differs = torch.linalg.vector_norm(largest - smallest) > 0.03 * largest[0]  # not if it is NaN
     message = f"expected the same `{name}` on every rank beside DTensors: a plain tensor counts as "
-    hint = "replicated. With FSDP2, call the module that `fully_shard` wraps, not a part of it"
+    hint = "replicated. Use the same batches and seeds; with FSDP2, call the wrapped module itself"
     assert_on_device(~differs, message + hint)
 
 

@@ -50,11 +50,12 @@ REMEDIES = {  # of a status that begins so, where the target was missed
         "with cosines"
     ),
     "unreachable: too dense": "raise `maximum`",
-    "unreachable: a larger weight": "ask for more, train longer, or with a smaller learning rate",
     "unreachable: activations": "raise minimum activation, or use dot products",
     "collapsing": "return to a checkpoint with a smaller learning rate",
     "waiting: ranking": "nothing was learned: change learning rate, temperature or initialisation",
+    "braking: ranking loss": "ask for more, train longer, or with a smaller learning rate",
     "braking": "the count still moves: train longer, or with a smaller learning rate",
+    "sparsifying: more FLOPS": "ask for more, train longer, or with a smaller learning rate",
     "sparsifying: FLOPS": "train longer, or with a larger learning rate",
     "above": "`calibrate` prunes the rest, or train longer",
     "below": "what is dead hardly comes back: ask for more, then prune by `calibrate`",
@@ -102,8 +103,8 @@ class SparsityController:
         end above the aim lowers no weight. FLOPS is at most four times the ranking terms, where
         these are known: more would not act sooner, and then far too strongly.
     3. It brakes as soon as a fall would end below the target, while texts die, and while a ranking
-       loss that had learned is back at chance: if need be, down to 0. Beside the ranking terms,
-       FLOPS then stays below what undid them.
+       loss that had learned is back at chance: if need be, down to 0. After the latter, FLOPS
+       starts again at a third of the share of the ranking terms that undid them, and may rise.
 
     Rows without any active dimension are dead; those that were dead from the first steps on (texts
     of unknown tokens) do not count. If all rows stay dead, training cannot recover, and
@@ -338,7 +339,9 @@ class SparsityController:
         self._write()
         status, bounded = self._descent.status, "sparsifying"  # which comes and goes with the bound
         if status != before and not (status.startswith(bounded) and before.startswith(bounded)):
-            is_warning = status.startswith(("unreachable", "collapsing", "braking: texts"))
+            is_warning = status.startswith(
+                ("unreachable", "collapsing", "braking: texts", "braking: ranking")
+            )
             level = logging.WARNING if is_warning else logging.INFO
             _log.log(level, "after step %d: %s", self._descent.step, self)
 

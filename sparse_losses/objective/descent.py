@@ -19,7 +19,8 @@ FAR = 1.0  # the level above which shrinking activations count as a fall
 POWER = 1.9  # FLOPS falls with about this power of the active dimensions
 # log(weight / first): its bounds, of which the lower counts as 0, and its fastest fall.
 LEAST, GREATEST, FALL = -7.0, 30.0, -0.4
-UNDONE, LESS = "braking: ranking loss back at chance", 1.0  # and by how much the log share falls
+# A ranking loss that FLOPS undoes: by how much the log share then falls, and rises in a run.
+UNDONE, LESS, RECOVERY = "braking: ranking loss back at chance", 1.0, 10.0
 HASTE = 1.5  # how much faster an error below the target is mended
 BELOW, PAUSE = 0.3, -3.0  # a brake: from which distance below the target on; the strongest, 0
 IDLE = -4.5  # log of FLOPS' share over its first one, at which the other losses decide
@@ -100,7 +101,7 @@ class Descent:
 
     @property
     def unlearns(self) -> bool:
-        """Whether the ranking loss has learned and is back at chance."""
+        """Whether the ranking loss had learned and is back at chance."""
         return self.has_learned and UNLEARNED < (self.ranking or 0.0) < OVER
 
     def look(self, level: float, mean_activation: float) -> None:
@@ -194,6 +195,8 @@ class Descent:
                 lower = min(present - self.log_most, 0.0) - LESS
                 self.share, self.log_most = self.share * math.exp(lower), self.log_most + lower
             self.brake = PAUSE
+        else:
+            self.share = min(self.share * math.exp(RECOVERY * steps / self.planned_steps), MOST)
         # Down to a bound, too, it falls by steps: a single batch may have set it.
         high = math.log(self.most / self.first_weight) if self.most < math.inf else GREATEST
         change = min(change, max((max(high, LEAST + 1) - self.log_ratio) / steps, FALL))
@@ -232,7 +235,7 @@ class Descent:
         if self.shrunk_steps >= self.planned_steps / 10:
             return "unreachable: activations shrink but stay active"
         if is_above and self.share < MOST and self.weight > self.most / 2:
-            return "unreachable: a larger weight undoes the ranking loss"
+            return "sparsifying: more FLOPS would undo the ranking loss"
         if is_above and self.weight == self.most:
             return "sparsifying: FLOPS is four times the ranking terms"
         if is_above or is_below:

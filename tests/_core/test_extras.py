@@ -1,8 +1,14 @@
-"""Without the packages of an extra, an error names the extra."""
+"""The package without what its extras bring: nothing of it is imported, errors name the extra."""
 
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 # The missing package, what is done without it, and the extra that brings it.
 MISSING = (
     ("safetensors", "import sparse_losses.integrations.transformers", "transformers"),
@@ -16,7 +22,8 @@ MISSING = (
 )
 SCRIPT = """
 import sys
-import sparse_losses
+import sparse_losses, sparse_losses.functional
+print(*sorted(sys.modules))
 for missing, statement, _ in {MISSING}:
     sys.modules[missing] = None
     try:
@@ -27,10 +34,28 @@ for missing, statement, _ in {MISSING}:
 """
 
 
-def test_a_missing_package_is_named_with_the_extra_that_brings_it():
-    script = SCRIPT.format(MISSING=MISSING)
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert run.stdout.splitlines() == [
+@pytest.fixture(scope="module")
+def printed():
+    words = [sys.executable, "-c", SCRIPT.format(MISSING=MISSING)]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    return run.stdout.splitlines()
+
+
+def test_importing_the_package_imports_no_optional_dependency(printed):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = project["project"]["optional-dependencies"].values()
+    optional = {re.split(r"[^\w-]", x)[0].replace("-", "_") for extra in extras for x in extra}
+    # tqdm is missing: torch imports it where it is installed
+    optional |= {"lightning", "regex", "safetensors", "sentence_transformers"}
+    modules = printed[0].split()
+    loaded = {name.split(".")[0] for name in modules}
+    assert {"sparse_losses", "torch"} <= loaded
+    assert not loaded & optional
+    assert not [name for name in modules if name.startswith("sparse_losses.integrations")]
+
+
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(printed):
+    assert printed[1:] == [
         f"expected the package {missing}: pip install 'sparse-losses[{extra}]'"
         for missing, _, extra in MISSING
-    ], run.stderr
+    ]

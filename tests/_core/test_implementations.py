@@ -42,7 +42,7 @@ def test_auto_takes_the_first_that_is_supported_and_preferred():
         implementation("slow", is_preferred=False),
     )
     (first, c), (second, d) = implementation("first"), implementation("second")
-    x = torch.arange(3.0, requires_grad=True)
+    x = torch.nn.Parameter(torch.arange(3.0))
     call((unsupported, slow, first, second), "auto", x).backward()
     assert (a, b, c, d) == ([], [], ["first"], [])
     assert x.grad.tolist() == [0, 6, 12]

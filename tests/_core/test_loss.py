@@ -14,9 +14,9 @@ seen: dict = {}
 
 
 @loss(
-    x="B D, csr",
-    other="N D or B N D, optional",
-    weight="D, optional, constant",
+    x="B S, csr",
+    other="N S or B N S, optional",
+    weight="S, optional, constant",
     mask="B, mask, optional",
     ids="B, integer, optional",
     tokens="B, token ids, optional",
@@ -39,31 +39,12 @@ def example_loss(
     k: int = 1,
     flag: bool = False,
     kind: Literal["a", "b"] = "a",
+    gather: bool = False,
+    impl: Literal["auto", "one", "another"] = "auto",
 ) -> torch.Tensor:
     """An example."""
     seen.update(locals(), autocast=torch.is_autocast_enabled("cpu"))
     return x.sum() if x.layout == torch.strided else x.to_dense().sum()
-
-
-@loss(
-    x="B S",
-    other="N S or B N S, optional",
-    weight="B, optional",
-    margin=">= 0",
-    scale="> 0, learnable",
-)
-def gathered_loss(
-    x: torch.Tensor,
-    other: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
-    *,
-    flag: bool = False,
-    margin: float = 1.0,
-    scale: float | torch.Tensor = 1.0,
-    gather: bool = False,
-    impl: Literal["auto", "one", "another"] = "auto",
-) -> torch.Tensor:
-    return x.sum()
 
 
 def x(**options):
@@ -90,16 +71,16 @@ def test_a_learned_number_has_the_dtype_of_the_data():
     ("arguments", "error", "message"),
     [
         ({"x": [1.0]}, TypeError, "expected `x` to be a torch.Tensor, got list"),
-        ({"x": torch.ones(2)}, ValueError, r"expected `x` of shape \[B, D\], got \[2\]"),
+        ({"x": torch.ones(2)}, ValueError, r"expected `x` of shape \[B, S\], got \[2\]"),
         (
             {"other": torch.ones(2, 4)},
             ValueError,
-            r"expected `other` of shape \[N, D\] = \[N, 3\] \(D = 3 from `x`\), got \[2, 4\]",
+            r"expected `other` of shape \[N, S\] = \[N, 3\] \(S = 3 from `x`\), got \[2, 4\]",
         ),
         (
             {"other": torch.ones(2)},
             ValueError,
-            r"expected `other` of shape \[N, D\] or \[B, N, D\], got \[2\]",
+            r"expected `other` of shape \[N, S\] or \[B, N, S\], got \[2\]",
         ),
         ({"x": torch.ones(2, 3).long()}, TypeError, "expected `x` to be floating point"),
         ({"x": torch.ones(2, 3).cfloat()}, TypeError, "expected `x` to be real"),
@@ -141,7 +122,7 @@ SHARED, OF_EACH_ROW = {"other": torch.ones(2, 3)}, {"other": torch.ones(2, 2, 3)
         ({"x": torch.ones(3, 3)}, {}, "B on every rank .* 3 on rank 0, 2 on rank 1"),
         (SHARED, {}, "N on every rank .* 2 on rank 0, 0 on rank 1"),
         (SHARED, OF_EACH_ROW, "number of dimensions of `other` .* 2 on rank 0, 3 on rank 1"),
-        ({}, {"weight": torch.ones(2)}, "number .* `weight` .* None on rank 0, 1 on rank 1"),
+        ({}, {"weight": torch.ones(3)}, "number .* `weight` .* None on rank 0, 1 on rank 1"),
         ({"impl": "one"}, {"impl": "another"}, "`impl` .* 'one' on rank 0, 'another' on rank 1"),
         ({"flag": True}, {}, "`flag` .* True on rank 0, False on rank 1"),
         ({"margin": 0.5}, {"margin": 0.6}, "`margin` .* 0.5 on rank 0, 0.6 on rank 1"),
@@ -155,7 +136,7 @@ SHARED, OF_EACH_ROW = {"other": torch.ones(2, 3)}, {"other": torch.ones(2, 2, 3)
 )
 def test_with_gather_the_ranks_make_the_same_call(first, second, wrong):
     def call(own, gather):
-        gathered_loss(**{"x": x(), **(second if own else first)}, gather=gather)
+        example_loss(**{"x": x(), **(second if own else first)}, gather=gather)
 
     run_threads(2, call, False)
     if wrong:

@@ -8,11 +8,7 @@ import weakref
 import pytest
 import torch
 
-from sparse_losses._core.own_gradient import (
-    can_bring_its_gradient,
-    is_transformed,
-    with_own_gradient,
-)
+from sparse_losses._core.own_gradient import with_own_gradient
 
 
 class Squares:
@@ -122,21 +118,3 @@ def test_inference_tensors_may_be_arguments():
     (first,) = torch.autograd.grad(value, x, retain_graph=True)
     assert torch.equal(first, torch.autograd.grad(value, x)[0])
     assert torch.equal(first, 4 * x)
-
-
-class Subclass(torch.Tensor):
-    """May need its own operations."""
-
-
-def test_a_gradient_is_computed_forward_in_eager_mode_only(monkeypatch):
-    x = torch.ones(2)
-    assert can_bring_its_gradient(x, torch.nn.Parameter(x), None, 3.0, "dot")
-    assert not can_bring_its_gradient(x, x.as_subclass(Subclass))
-    seen = []
-    torch.func.grad(lambda y: (seen.append(can_bring_its_gradient(x)), y.sum())[1])(x)
-    with torch.autograd.forward_ad.dual_level():
-        seen.append(can_bring_its_gradient(x))
-    assert seen == [False, False]
-    assert not is_transformed()
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert not can_bring_its_gradient(x)

@@ -1,7 +1,6 @@
 """Every loss has its sizes and inputs, and every variant computes the plain formula."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +10,9 @@ from benchmarks.losses import NAMES, benchmark, cases
 from benchmarks.run import available
 from benchmarks.run.check import check
 from benchmarks.schema import DTYPES, Case, Maker, implementations
+from tests.test_house import STEMS
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-STEMS = {p.stem for p in (ROOT / "sparse_losses/losses").glob("*.py") if not p.stem.startswith("_")}
 BESIDE = {"splade_pool", "splade_head", "end_to_end", "objective"}
 
 
@@ -22,7 +20,7 @@ BESIDE = {"splade_pool", "splade_head", "end_to_end", "objective"}
 def test_every_loss_has_cases_in_every_suite(suite: str):
     names = [(case.loss, case.name) for case in cases(suite)]
     assert {(case.loss, case.name) for case in cases("aims")} <= set(names) or suite != "full"
-    assert {loss for loss, _ in names} == STEMS | BESIDE == set(NAMES)
+    assert {loss for loss, _ in names} == {*STEMS} | BESIDE == set(NAMES)
     assert len(names) == len(set(names))
 
 
@@ -60,6 +58,3 @@ def test_every_variant_computes_the_plain_formula(case: Case, dtype: str):
     if dtype != "fp64":
         case, maker = replace(case, sizes={**case.sizes, "dtype": dtype}), Maker(CPU)
     check(case, [v for v in available.variants(case) if v.kind != "peer"], maker)
-
-
-# Inputs.

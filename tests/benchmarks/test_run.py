@@ -30,9 +30,6 @@ def flops_with(*variants: Variant, **sizes: object) -> Case:
     return Case(replace(FLOPS.benchmark, variants=variants), {**FLOPS.sizes, **sizes})
 
 
-# Checked first.
-
-
 def test_wrong_variant_is_not_timed():
     wrong = Variant("wrong", lambda activations: 1.01 * activations.mean(0).square().sum())
     with pytest.raises(Mismatch, match="value"):
@@ -52,9 +49,6 @@ def test_variants_are_compared_with_each_other_where_the_formula_does_not_fit(mo
     assert rows["eager"]["status"].startswith("skipped: needs about")
     assert rows["ours"]["status"] == rows["ours, blocks"]["status"] == "ok"
     assert not wrong or rows["ours, wrong"]["status"].startswith("MISMATCH")
-
-
-# Memory and time.
 
 
 def test_the_memory_meter_is_exact():
@@ -91,8 +85,6 @@ def test_rounds_are_interleaved_and_rotated():
     assert timing.columns("seconds", [3.0])["seconds_q1"] == 3.0
 
 
-# The CSV.
-
 COMMON = {
     **dict.fromkeys(("device", "capability", "threads", "torch", "git_commit"), "x"),
     "suite": "full",
@@ -119,9 +111,6 @@ def test_rows_are_written_once_and_for_one_machine(tmp_path: Path):
     assert Table(path, {**COMMON, "device": "another"}, fresh=True).rows == []
 
 
-# The command.
-
-
 def test_the_command_measures_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(command.BUDGET, "tiny", 0.0)
     output = tmp_path / "run.csv"
@@ -136,14 +125,10 @@ def test_the_command_measures_and_resumes(tmp_path: Path, monkeypatch: pytest.Mo
     assert output.read_text() == before
 
 
-def work(output: Path, only: str, suite: str = "tiny") -> int:
-    args = command.parser().parse_args(["--suite", suite, "--only", only, "--no-compile"])
-    return worker.work(args, output, budget=0.0)
-
-
 def test_the_gpu_suite_is_refused_on_a_cpu(tmp_path: Path):
+    args = command.parser().parse_args(["--suite", "gpu", "--only", "margin_mse", "--no-compile"])
     with pytest.raises(SystemExit, match="needs --device cuda"):
-        work(tmp_path / "run.csv", "margin_mse", "gpu")
+        worker.work(args, tmp_path / "run.csv", budget=0.0)
     assert not (tmp_path / "run.csv").exists()
 
 

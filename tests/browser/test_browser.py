@@ -74,38 +74,29 @@ def plots_of(page):
     return plots
 
 
-def test_sliders_move_the_curves(page, address, with_plot):
+def test_sliders_move_the_curves_and_begin_and_end_where_they_say(page, address, with_plot):
     visit(page, address, with_plot)
     for plot in plots_of(page):
         name = plot.get_attribute("data-plot")
         assert plot.query_selector(".plot-stage canvas"), f"{name}: no plot, only its picture"
-        sliders = plot.query_selector_all("input[type=range]")
-        assert sliders
-        for slider in sliders:  # one at a time: where another stands at its end, one may be idle
-            at_first, drawn = slider.evaluate("e => e.value"), []
-            for position in ("min", "max"):
-                slider.evaluate(MOVE, position)
-                drawn.append(plot.evaluate(DATA))
-            assert drawn[0] != drawn[1], (name, slider.get_attribute("name"))
-            assert "null" not in "".join(drawn), "JSON has null for what is no number"
-            slider.evaluate(
-                "(e, v) => { e.value = v; e.dispatchEvent(new Event('input')) }", at_first
-            )
-    assert page.said == []
-
-
-def test_sliders_begin_and_end_where_they_say(page, address, with_plot):
-    visit(page, address, with_plot)
-    for plot in plots_of(page):
-        declared = page.evaluate(SLIDERS, plot.get_attribute("data-plot"))
-        sliders = plot.query_selector_all("input[type=range]")
+        declared, sliders = (
+            page.evaluate(SLIDERS, name),
+            plot.query_selector_all("input[type=range]"),
+        )
+        assert declared
         assert {slider.get_attribute("name") for slider in sliders} == set(declared)
-        for slider in sliders:
+        for slider in sliders:  # one at a time: where another stands at its end, one may be idle
             expected = declared[slider.get_attribute("name")]
+            at_first, drawn = slider.evaluate("e => e.value"), []
             assert slider.evaluate(SHOWN) == pytest.approx(expected["value"], rel=5e-3)
             for end in ("min", "max"):
                 slider.evaluate(MOVE, end)
                 assert slider.evaluate(SHOWN) == pytest.approx(expected[end], rel=5e-3)
+                drawn.append(plot.evaluate(DATA))
+            assert drawn[0] != drawn[1], (name, slider.get_attribute("name"))
+            assert "null" not in "".join(drawn), "JSON has null for what is no number"
+            slider.evaluate(MOVE, at_first)
+    assert page.said == []
 
 
 SHOWN_CURVES = """e => Object.values(e.plots).map((p) => [

@@ -14,8 +14,7 @@ assert WITH_SLIDERS, f"expected plots in {ASSETS}"
 SOURCE = "import(`/assets/javascripts/plots/${name}.js`)"
 SLIDERS = f"name => {SOURCE}.then((m) => m.sliders)"
 CURVES = f"([name, s]) => {SOURCE}.then((m) => m.curves(s))"
-LINES = f"name => {SOURCE}.then((m) => m.lines)"
-LABELS = f"name => {SOURCE}.then((m) => [m.panels, m.x])"
+LABELS = f"name => {SOURCE}.then((m) => [m.panels, m.x, m.lines])"
 
 
 @pytest.mark.parametrize("name", WITH_SLIDERS)
@@ -39,20 +38,13 @@ def test_the_browser_draws_what_the_package_computes(page, address, name):
 
 
 @pytest.mark.parametrize("name", WITH_SLIDERS)
-def test_panels_and_axes_are_named_alike(page, address, name):
+def test_panels_axes_and_lines_are_those_of_the_static_picture(page, address, name):
     page.goto(f"{address}/404.html")
     figure = FIGURES[name]
-    panels, x = page.evaluate(LABELS, name)
+    panels, x, lines = page.evaluate(LABELS, name)
     assert panels == figure.panels
     assert x["label"] == figure.x
     assert bool(x.get("log")) == figure.log_x
-
-
-@pytest.mark.parametrize("name", WITH_SLIDERS)
-def test_the_lines_are_those_of_the_static_picture(page, address, name):
-    page.goto(f"{address}/404.html")
-    figure = FIGURES[name]
-    lines = page.evaluate(LINES, name)
     assert lines == figure.lines
     assert list(lines) == list(figure.lines)
     grids = [list(figure.curves(**settings)["x"]) for settings in lines.values()]

@@ -21,16 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from sparse_losses import (
-    Diagnostics,
-    DocumentFrequency,
-    LabelQueue,
-    SparsityController,
-    SpladeBatch,
-    SpladeObjective,
-    Texts,
-    distributed,
-)
+import sparse_losses as sl
 from sparse_losses.functional import info_nce_loss
 from tests.cases import FIRST, LOSSES
 
@@ -59,24 +50,24 @@ def of_a_loss(stem: str, **options: Any) -> Callable[[], torch.Tensor]:
 
 def objective() -> torch.Tensor:
     weights = {"info_nce": 1.0, "query_flops": 0.1, "document_flops": 0.1}
-    return SpladeObjective(weights, gather=True)(SpladeBatch(*map(Texts, batch()))).total
+    return sl.SpladeObjective(weights, gather=True)(sl.SpladeBatch(*map(sl.Texts, batch()))).total
 
 
 def steer() -> None:
-    controller = SparsityController(SpladeObjective({"document_flops": 0.1}), target_active=2)
+    controller = sl.SparsityController(sl.SpladeObjective({"document_flops": 0.1}), target_active=2)
     for _ in range(2):
         controller.observe(batch()[0])
         controller.step()
 
 
 def count() -> None:
-    seen = DocumentFrequency(V)
+    seen = sl.DocumentFrequency(V)
     seen.update(torch.tensor([[1, 2]]), torch.ones(1, 2))
     seen.all_reduce()
 
 
 def diagnose() -> None:
-    seen = Diagnostics(V)
+    seen = sl.Diagnostics(V)
     seen.update(batch()[0])
     seen.all_reduce()
 
@@ -97,16 +88,16 @@ CALLS: dict[str, Callable[[], torch.Tensor | None]] = {
     **{f"{stem}, definition": of_a_loss(stem, impl="definition") for stem in ("info_nce", "nws")},
     **{f"info_nce, {x}": functools.partial(on_dtensors, x) for x in LAYOUTS},
     "objective": objective,
-    "queue": lambda: LabelQueue(9, V, 2, gather=True).enqueue(
+    "queue": lambda: sl.LabelQueue(9, V, 2, gather=True).enqueue(
         batch()[1].detach(), torch.ones(4, 2)
     ),
     "controller": steer,
     "diagnostics": diagnose,
     "document_frequency": count,
-    "gather_rows": lambda: distributed.gather_rows(batch()[0]).sum(),
-    "sum_over_ranks": lambda: distributed.sum_over_ranks(batch()[0]).sum(),
-    "scatter_sum": lambda: distributed.scatter_sum(batch()[0]).sum(),
-    "maximum_over_ranks": lambda: distributed.maximum_over_ranks(batch()[0]).sum(),
+    "gather_rows": lambda: sl.distributed.gather_rows(batch()[0]).sum(),
+    "sum_over_ranks": lambda: sl.distributed.sum_over_ranks(batch()[0]).sum(),
+    "scatter_sum": lambda: sl.distributed.scatter_sum(batch()[0]).sum(),
+    "maximum_over_ranks": lambda: sl.distributed.maximum_over_ranks(batch()[0]).sum(),
 }
 IN_BACKWARD = ("info_nce", "objective")  # whose gradients communicate
 

@@ -19,17 +19,9 @@ from torch.distributed.tensor import DTensor, Shard, placement_types
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import sparse_losses as sl
 import sparse_losses.functional as F
 from benchmarks.run.memory import peak_bytes
-from sparse_losses import (
-    ActivationFrequency,
-    Diagnostics,
-    LabelQueue,
-    SparsityController,
-    SpladeBatch,
-    SpladeObjective,
-    Texts,
-)
 from sparse_losses.distributed import skip_size_check
 from tests.distributed.ranks import needs_dtensors
 
@@ -118,12 +110,12 @@ def test_no_step_waits_for_a_value(dim):
     """A tensor without values cannot give it. (Of indices a CPU checks the range.)"""
     weights = {"info_nce": 1.0, "document_flops": 0.1}
     with mesh_of(4) as mesh, FakeTensorMode():
-        objective, queue = SpladeObjective(weights), LabelQueue(2 * TEXTS, TOKENS, 3)
-        controller = SparsityController(weight=0.1, target_posting=0.3)
-        diagnostics, frequency = Diagnostics(TOKENS), ActivationFrequency(TOKENS)
+        objective, queue = sl.SpladeObjective(weights), sl.LabelQueue(2 * TEXTS, TOKENS, 3)
+        controller = sl.SparsityController(weight=0.1, target_posting=0.3)
+        diagnostics, frequency = sl.Diagnostics(TOKENS), sl.ActivationFrequency(TOKENS)
         query, document = (sharded(mesh, dim, 4 * TEXTS, TOKENS) for _ in range(2))
         with Collectives() as sent:
-            total = objective(SpladeBatch(Texts(query), Texts(document))).total
+            total = objective(sl.SpladeBatch(sl.Texts(query), sl.Texts(document))).total
         assert sent.calls.count(COMPARED) == 1, "once for all terms"
         total.backward()
         for observe in (controller.observe, frequency.update, diagnostics.update):

@@ -16,11 +16,7 @@ from tests.distributed.test_gather import part, whole
 # A loss for each way to communicate, and InfoNCE with each kind of tensor that its options gather.
 # The contract table compiles every loss and option on one rank.
 LOSSES = "info_nce", "nws", "flops", "distillation", "margin_mse"
-GATHERED = (
-    "info_nce-shared",
-    "info_nce-per_row",
-    "info_nce-positives_ids_symmetric_decoupled",
-)
+GATHERED = ("info_nce-shared", "info_nce-per_row", "info_nce-positives_ids_symmetric_decoupled")
 BY_ID = {case.id: case for case in (*BASE_CASES, *LAYER_CASES, *OBJECTIVE_CASES)}
 COMPILED = [*(FIRST[stem] for stem in LOSSES), *(BY_ID[name] for name in GATHERED)]
 # The compiler would fail at the operators of min_activation.

@@ -14,17 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+import sparse_losses as sl
 import sparse_losses.functional as F
-from sparse_losses import (
-    ActivationFrequency,
-    Diagnostics,
-    DocumentFrequency,
-    LabelQueue,
-    SparsityController,
-    SpladeBatch,
-    SpladeObjective,
-    Texts,
-)
 from sparse_losses._core.dtensors import full
 from tests.cases import BASE_CASES, FIRST, LAYER_CASES, OBJECTIVE_CASES, Case, to_tensors
 from tests.distributed.ranks import needs_dtensors, run_ranks
@@ -136,8 +127,8 @@ def forbidden(x: torch.Tensor) -> torch.Tensor:
 
 
 def total(*activations: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
-    objective = SpladeObjective({"info_nce": weight, "document_flops": weight})
-    return objective(SpladeBatch(*map(Texts, activations))).total
+    objective = sl.SpladeObjective({"info_nce": weight, "document_flops": weight})
+    return objective(sl.SpladeBatch(*map(sl.Texts, activations))).total
 
 
 # A call, the shapes of its tensors, and where these are placed.
@@ -206,10 +197,12 @@ def messages(rank: int) -> dict[str, str]:
         return DTensor.from_local(torch.rand(rows, 6), mesh, [Shard(dim)], run_check=False, **shape)
 
     def objective(x: DTensor, gather: bool = False) -> Any:
-        return SpladeObjective({"document_flops": 1.0}, gather=gather)(SpladeBatch(*[Texts(x)] * 2))
+        return sl.SpladeObjective({"document_flops": 1.0}, gather=gather)(
+            sl.SpladeBatch(*[sl.Texts(x)] * 2)
+        )
 
-    controller = SparsityController(weight=0.1, target_active=2)
-    counts, queue = DocumentFrequency(9), LabelQueue(4, 6, 1)
+    controller = sl.SparsityController(weight=0.1, target_active=2)
+    counts, queue = sl.DocumentFrequency(9), sl.LabelQueue(4, 6, 1)
     five = {"shape": torch.Size((5, 6)), "stride": (6, 1)}
     calls = {
         "gather": lambda: F.flops_loss(rows, gather=True),
@@ -237,11 +230,11 @@ def messages(rank: int) -> dict[str, str]:
             columns, ids[:, rank:], torch.ones(4, 2)[:, rank:]
         ),
         "texts": lambda: objective(own(1, 4 + rank)),
-        "several": lambda: Diagnostics(3).update(Texts(by_position)),
+        "several": lambda: sl.Diagnostics(3).update(sl.Texts(by_position)),
         "splade_head": lambda: F.splade_head(states[rank:], by_token),
         "splade_pool": lambda: F.splade_pool(own(1, 4 + rank)[:, None], torch.ones(4 + rank, 1)),
-        "Diagnostics.update": lambda: Diagnostics(12).update(own(1, 4 + rank)),
-        "ActivationFrequency.update": lambda: ActivationFrequency(12).update(own(1, 4 + rank)),
+        "Diagnostics.update": lambda: sl.Diagnostics(12).update(own(1, 4 + rank)),
+        "ActivationFrequency.update": lambda: sl.ActivationFrequency(12).update(own(1, 4 + rank)),
         "DocumentFrequency.update": lambda: counts.update(
             own(0, 2 + rank).long(), torch.ones(4, 6)
         ),
@@ -305,11 +298,11 @@ def statistics(layout: str | None, mesh: DeviceMesh) -> dict[str, Any]:
     Each mesh has its part of the texts. Without a layout this rank counts all texts alone.
     """
     torch.manual_seed(0)
-    diagnostics = Diagnostics(V, special_token_ids=[1], stopword_ids=[2], top_k=3)
-    frequency, queue = ActivationFrequency(V), LabelQueue(4, V, 2)
-    documents = DocumentFrequency(V)
-    controller = SparsityController(weight=0.1, target_active=20)
-    postings = SparsityController(weight=0.1, target_posting=0.3)
+    diagnostics = sl.Diagnostics(V, special_token_ids=[1], stopword_ids=[2], top_k=3)
+    frequency, queue = sl.ActivationFrequency(V), sl.LabelQueue(4, V, 2)
+    documents = sl.DocumentFrequency(V)
+    controller = sl.SparsityController(weight=0.1, target_active=20)
+    postings = sl.SparsityController(weight=0.1, target_posting=0.3)
     meshes, own = dist.get_world_size() // mesh.size(), dist.get_rank() // mesh.size()
     for step in range(2):
         x, ids = torch.randn(B * meshes, V).relu(), torch.randint(V, (B * meshes, 8))
@@ -318,11 +311,11 @@ def statistics(layout: str | None, mesh: DeviceMesh) -> dict[str, Any]:
             x, ids = x.chunk(meshes)[own], ids.chunk(meshes)[own]
         mask = torch.ones(len(x), 8)
         several = [each.unflatten(0, (-1, 2)) for each in (x, ids, mask)]
-        several = Texts(placed(several[0], layout, mesh), *several[1:])
+        several = sl.Texts(placed(several[0], layout, mesh), *several[1:])
         numbers = placed(ids, layout and "rows", mesh)
-        x, other = placed(x, layout, mesh), Texts(x, (7 * ids) % V, mask)
+        x, other = placed(x, layout, mesh), sl.Texts(x, (7 * ids) % V, mask)
         documents.update(numbers, mask)
-        diagnostics.update(several if step else Texts(x, numbers, mask), other_side=other)
+        diagnostics.update(several if step else sl.Texts(x, numbers, mask), other_side=other)
         frequency.update(x)
         for each in (controller, postings):
             each.observe(several.activations if step else x)

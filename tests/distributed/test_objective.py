@@ -8,16 +8,7 @@ import functools
 import torch
 import torch.distributed as dist
 
-from sparse_losses import (
-    IdfFlopsLoss,
-    InfoNCELoss,
-    LanguagePenaltyLoss,
-    MarginMSELoss,
-    SelfReconstructionLoss,
-    SpladeBatch,
-    SpladeObjective,
-    Texts,
-)
+import sparse_losses as sl
 from sparse_losses.objective.terms import NEEDS
 from tests.distributed.ranks import run_ranks
 
@@ -31,15 +22,15 @@ OBJECTIVES = {
     "stopwords": lambda: {"stopword_ids": STOPWORDS, "special_token_ids": SPECIAL},
     "options": lambda: {
         "special_token_ids": SPECIAL,
-        "info_nce": InfoNCELoss(similarity="dot", symmetric=True),
-        "flops": IdfFlopsLoss(torch.linspace(0.1, 2.0, V).double(), beta=0.4),
-        "self_reconstruction": SelfReconstructionLoss(ignore_token_ids=SPECIAL, balanced=True),
+        "info_nce": sl.InfoNCELoss(similarity="dot", symmetric=True),
+        "flops": sl.IdfFlopsLoss(torch.linspace(0.1, 2.0, V).double(), beta=0.4),
+        "self_reconstruction": sl.SelfReconstructionLoss(ignore_token_ids=SPECIAL, balanced=True),
         "score_scale": 3.0,
         "teacher_scale": 0.5,
     },
     "sums": lambda: {
-        "info_nce": InfoNCELoss(decoupled=True, reduction="sum"),
-        "margin_mse": MarginMSELoss(reduction="sum"),
+        "info_nce": sl.InfoNCELoss(decoupled=True, reduction="sum"),
+        "margin_mse": sl.MarginMSELoss(reduction="sum"),
     },
 }
 # Negatives, and whose scores of the teacher's may stand beside them.
@@ -63,15 +54,15 @@ CASES = [
 ]
 
 
-def objective(options: str, negative: str, *, gather: bool, impl: str) -> SpladeObjective:
+def objective(options: str, negative: str, *, gather: bool, impl: str) -> sl.SpladeObjective:
     """Every term that these negatives allow, each with another weight; one weight is learned."""
     weights = {name: 0.3 + 0.1 * number for number, name in enumerate(NEEDS)}
     if negative in ("none", "shared"):
         del weights["triplet_margin"], weights["margin_mse"]
     weights["distillation"] = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-    made = SpladeObjective(
+    made = sl.SpladeObjective(
         weights,
-        language_penalty=LanguagePenaltyLoss(torch.linspace(0.0, 1.0, V).double()),
+        language_penalty=sl.LanguagePenaltyLoss(torch.linspace(0.0, 1.0, V).double()),
         gather=gather,
         impl=impl,
         **OBJECTIVES[options](),
@@ -82,15 +73,15 @@ def objective(options: str, negative: str, *, gather: bool, impl: str) -> Splade
     return made
 
 
-def texts(*shape: int) -> Texts:
+def texts(*shape: int) -> sl.Texts:
     x = (torch.rand(*shape, V, dtype=torch.float64) - 0.4).relu()
     mask = torch.ones(*shape, S, dtype=torch.int64)
     mask[..., -1] = 0
     logits = torch.randn(*shape, V, dtype=torch.float64)
-    return Texts(x, torch.randint(0, V, (*shape, S)), mask, logits)
+    return sl.Texts(x, torch.randint(0, V, (*shape, S)), mask, logits)
 
 
-def whole(negative: str, teacher: str, options: str) -> SpladeBatch:
+def whole(negative: str, teacher: str, options: str) -> sl.SpladeBatch:
     """The batch of all ranks."""
     rows, size = WORLD * B, {"none": 0, "shared": WORLD * N, "one": WORLD * B, "own": N}[negative]
     anchor, positive = texts(rows), texts(rows)
@@ -115,17 +106,17 @@ def whole(negative: str, teacher: str, options: str) -> SpladeBatch:
     ids = torch.arange(rows) % (rows - 2)  # two documents stand there twice
     theirs = "own" if teacher == "own" else None  # four by four is also the positives of a rank
     mask = torch.rand(rows, rows + size) < 0.8 if options == "masked" else None
-    return SpladeBatch(anchor, positive, negatives, ids, scores, own, theirs, mask)
+    return sl.SpladeBatch(anchor, positive, negatives, ids, scores, own, theirs, mask)
 
 
 def share_of(x: torch.Tensor, rank: int) -> torch.Tensor:
     return x[rank * len(x) // WORLD : (rank + 1) * len(x) // WORLD]
 
 
-def part(batch: SpladeBatch, rank: int, negative: str, teacher: str) -> SpladeBatch:
+def part(batch: sl.SpladeBatch, rank: int, negative: str, teacher: str) -> sl.SpladeBatch:
     mine = functools.partial(share_of, rank=rank)
     anchor, positive, negatives = (
-        None if t is None else Texts(*(mine(x) for x in t)) for t in batch[:3]
+        None if t is None else sl.Texts(*(mine(x) for x in t)) for t in batch[:3]
     )
     scores, own = mine(batch.teacher_scores), mine(batch.teacher_anchor_scores)
     if teacher == "ranks":
@@ -138,10 +129,10 @@ def part(batch: SpladeBatch, rank: int, negative: str, teacher: str) -> SpladeBa
         scores = torch.cat([scores[:, first : first + B], others], 1)
     ids, theirs = mine(batch.positive_ids), batch.teacher_candidates
     mask = None if batch.candidate_mask is None else mine(batch.candidate_mask)
-    return SpladeBatch(anchor, positive, negatives, ids, scores, own, theirs, mask)
+    return sl.SpladeBatch(anchor, positive, negatives, ids, scores, own, theirs, mask)
 
 
-def gradients(loss: SpladeObjective, batch: SpladeBatch):
+def gradients(loss: sl.SpladeObjective, batch: sl.SpladeBatch):
     """Total, terms, and gradients by activations and logits, and by what is learned."""
     leaves, sides = [], []
     for side in batch[:3]:
@@ -150,7 +141,7 @@ def gradients(loss: SpladeObjective, batch: SpladeBatch):
             leaves += pair
             side = side._replace(activations=pair[0], logits=pair[1])
         sides.append(side)
-    total, terms = loss(SpladeBatch(*sides, *batch[3:]))
+    total, terms = loss(sl.SpladeBatch(*sides, *batch[3:]))
     held = [loss.info_nce.temperature, loss.weights["distillation"]]
     grads = torch.autograd.grad(total, leaves + held)
     return total, terms, list(grads[:-2]), list(grads[-2:])

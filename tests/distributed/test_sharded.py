@@ -12,14 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from sparse_losses import (
-    InfoNCELoss,
-    SparsityController,
-    SpladeBatch,
-    SpladeEncoder,
-    SpladeObjective,
-    Texts,
-)
+import sparse_losses as sl
 from sparse_losses._core.dtensors import full
 from sparse_losses.functional import splade_head
 from tests.distributed.ranks import run_ranks
@@ -32,15 +25,15 @@ needs_sharding_on_cpu = pytest.mark.skipif(
 )
 
 
-def encoder() -> SpladeEncoder:
+def encoder() -> sl.SpladeEncoder:
     """Its head's matrix is that of the embedding."""
     torch.manual_seed(1)
     settings = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     model, tokenizer = tiny_models.pair("bert", **settings)
-    return SpladeEncoder(model.double(), tokenizer).train()
+    return sl.SpladeEncoder(model.double(), tokenizer).train()
 
 
-def shard(model: SpladeEncoder) -> None:
+def shard(model: sl.SpladeEncoder) -> None:
     """Layer by layer, then what is left."""
     for layer in model.model.bert.encoder.layer:
         fully_shard(layer)
@@ -58,21 +51,21 @@ def side(step: int, number: int, rows: slice) -> dict[str, torch.Tensor]:
 class Training(torch.nn.Module):
     """An encoder, an objective that learns its temperature, and a controller."""
 
-    def __init__(self, model: SpladeEncoder, rows: slice) -> None:
+    def __init__(self, model: sl.SpladeEncoder, rows: slice) -> None:
         super().__init__()
         self.model, self.rows = model, rows
-        info_nce = InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.5)))
+        info_nce = sl.InfoNCELoss(temperature=torch.nn.Parameter(torch.tensor(0.5)))
         weights = {"info_nce": 1.0, "document_flops": 0.1, "query_self_reconstruction": 0.5}
         gather = rows != EVERYTHING
-        self.objective = SpladeObjective(weights, info_nce=info_nce, gather=gather)
+        self.objective = sl.SpladeObjective(weights, info_nce=info_nce, gather=gather)
         # The sharded parameters and the temperature are of two types, of which `foreach` takes one.
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, foreach=False)
-        self.controller = SparsityController(self.objective, "document_flops", target_active=4)
+        self.controller = sl.SparsityController(self.objective, "document_flops", target_active=4)
         self.controller.attach(self.optimizer)
 
     def step(self, number: int) -> float:
         sides = [side(number, which, self.rows) for which in range(2)]
-        total, _ = self.objective(SpladeBatch(*(Texts(self.model(**x), **x) for x in sides)))
+        total, _ = self.objective(sl.SpladeBatch(*(sl.Texts(self.model(**x), **x) for x in sides)))
         total.backward()
         if self.objective.gather:
             for parameter in self.objective.parameters():  # as docs/distributed.md says

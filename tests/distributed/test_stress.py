@@ -19,13 +19,8 @@ SLACK = 20  # seconds, for a busy machine: a hang would take for ever
 
 @functools.cache
 def found() -> dict[str, list]:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.leaving"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    words = [sys.executable, "-m", "tests.distributed.leaving"]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 

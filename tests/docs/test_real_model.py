@@ -23,33 +23,20 @@ KOREAN = [
     ("서울 점심", "서울 점심 맛집 메뉴"),
     ("맛집 추천", "추천해 주세요 서울 맛집"),
 ]
-# Model, its columns, the data set with its subset and the names of its columns.
-CASES = {
-    "distilbert": (
-        "distilbert-base-uncased",
-        30_522,
-        ("sentence-transformers/msmarco-msmarco-distilbert-base-tas-b", "triplet"),
-        ("query", "positive", "negative"),
-    ),
-    "modernbert": (
-        "answerdotai/ModernBERT-base",
-        50_368,
-        ("sentence-transformers/msmarco-msmarco-distilbert-base-tas-b", "triplet"),
-        ("query", "positive", "negative"),
-    ),
-    "xlm-roberta": (
-        "FacebookAI/xlm-roberta-base",
-        250_002,
-        ("sentence-transformers/mr-tydi", "ko-triplet"),
-        ("anchor", "positive", "negative"),
-    ),
+# The data set with its subset, and the name of its first column.
+MSMARCO = ("sentence-transformers/msmarco-msmarco-distilbert-base-tas-b", "triplet"), "query"
+TYDI = ("sentence-transformers/mr-tydi", "ko-triplet"), "anchor"
+CASES = {  # the model, its columns, and these
+    "distilbert": ("distilbert-base-uncased", 30_522, *MSMARCO),
+    "modernbert": ("answerdotai/ModernBERT-base", 50_368, *MSMARCO),
+    "xlm-roberta": ("FacebookAI/xlm-roberta-base", 250_002, *TYDI),
 }
 
 
 COLUMNS = 1000  # of the models here
 
 
-def triplets(pairs, names, count=400):
+def triplets(pairs, first, count=400):
     """Rows with the column names of the data set: every text is another."""
     rows = [pairs[n % len(pairs)] for n in range(count)]
     columns = (
@@ -57,7 +44,9 @@ def triplets(pairs, names, count=400):
         [f"{passage} {n}" for n, (_, passage) in enumerate(rows)],
         [f"{pairs[n % len(pairs) - 1][1]} {n} {n}" for n in range(count)],
     )
-    return datasets.Dataset.from_dict(dict(zip(names, columns, strict=True)))
+    return datasets.Dataset.from_dict(
+        dict(zip((first, "positive", "negative"), columns, strict=True))
+    )
 
 
 def nano_beir(subset):
@@ -82,7 +71,7 @@ def test_the_page_names_the_models_columns_and_data_that_are_tested():
 
 @pytest.mark.parametrize("architecture", list(CASES))
 def test_the_page_trains_saves_and_evaluates(architecture, tmp_path, monkeypatch):
-    model, _, data, names = CASES[architecture]
+    model, _, data, first_column = CASES[architecture]
     pairs = KOREAN if architecture == "xlm-roberta" else ENGLISH
     asked = []
 
@@ -91,7 +80,7 @@ def test_the_page_trains_saves_and_evaluates(architecture, tmp_path, monkeypatch
         if name == "sentence-transformers/NanoBEIR-en":
             return nano_beir(subset)
         assert ((name, subset), split) == (data, "train")
-        return triplets(pairs, names)
+        return triplets(pairs, first_column)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.chdir(tmp_path)  # a folder of the model's name comes before the hub

@@ -14,6 +14,7 @@ from markdown_it import MarkdownIt
 
 import sparse_losses
 import sparse_losses.functional as F
+from tests.test_house import STEMS
 from tools.figures import __main__ as drawing
 from tools.figures import curves, results
 from tools.markdown import DOCS, LANGUAGES, body, expand, split_code
@@ -21,9 +22,6 @@ from tools.markdown import DOCS, LANGUAGES, body, expand, split_code
 ROOT = DOCS.parent
 PAGES = sorted(DOCS.rglob("*.md"))
 ENGLISH = [page for page in PAGES if page.relative_to(DOCS).parts[0] not in LANGUAGES]
-STEMS = sorted(
-    p.stem for p in (ROOT / "sparse_losses/losses").glob("*.py") if not p.stem.startswith("_")
-)
 HEADINGS = [
     "Formula",
     "Parameters",
@@ -233,6 +231,7 @@ def test_the_english_pages_stay_short():
 NAVIGATION = read(ROOT / "mkdocs.yml").partition("\nnav:\n")[2]
 
 
+@functools.cache
 def title(page: Path) -> str:
     found = re.search(r"^# (.+)$", expand(read(page)), re.MULTILINE)
     assert found, f"{name(page)} has no title"

@@ -46,9 +46,6 @@ def test_it_is_zero_if_the_scores_agree_up_to_a_shift(seed, shift, standardize):
         assert both > 1e-6
 
 
-# Candidates
-
-
 @given(seeds, st.sampled_from(["batch", "row"]))
 def test_a_minus_infinite_teacher_score_is_a_masked_candidate(seed, standardize):
     s, z = draw(seed, 4, 6), draw(seed + 1, 4, 6)
@@ -81,9 +78,6 @@ def test_a_masked_candidate_hides_everything(standardize):
     assert not torch.allclose(distillation_loss(s, z, standardize=standardize), plain)
 
 
-# Constant scores
-
-
 @modes
 @pytest.mark.parametrize("constant", [0.0, 0.3, -1e6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -106,9 +100,6 @@ def test_constant_scores_have_a_zero_z_and_no_gradient_from_the_mse(standardize,
     assert distillation_loss(s, torch.full_like(s, -7.1), **options) == 0.0  # and both
 
 
-# Digits
-
-
 @modes
 @pytest.mark.parametrize("scale", [1e-25, 1e-12, 1e12, 1e20, 1e37])
 def test_the_mse_part_neither_overflows_nor_underflows(standardize, scale):
@@ -127,7 +118,7 @@ def test_the_mse_part_neither_overflows_nor_underflows(standardize, scale):
 @modes
 @pytest.mark.parametrize("temperature", [1.0, 1e4])
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
-@pytest.mark.parametrize("alphas", [(1.0, 0.0), (0.0, 1.0)], ids=["kl", "mse"])
+@pytest.mark.parametrize("alphas", [KL, MSE], ids=["kl", "mse"])
 def test_single_precision_keeps_the_digits_of_small_differences(
     standardize, temperature, offset, alphas
 ):
@@ -135,15 +126,9 @@ def test_single_precision_keeps_the_digits_of_small_differences(
     z = (s + 0.1 * draw(1, 7, 50)).float()
     s.requires_grad_()
     exact = s.detach().double().requires_grad_()
-    reference = textbook(exact, z.double(), temperature, *alphas, standardize)
-    loss = distillation_loss(
-        s,
-        z,
-        temperature=temperature,
-        alpha_kl=alphas[0],
-        alpha_mse=alphas[1],
-        standardize=standardize,
-    )
+    options = {"temperature": temperature, "standardize": standardize, **alphas}
+    reference = textbook(exact, z.double(), **options)
+    loss = distillation_loss(s, z, **options)
     # Scores are rounded to 1e-7 of the offset, log-probabilities to 1e-7: that is what differences
     # of 0.1, and of 0.1 / T, lose. `p log(p / q)` alone would lose the value, (0.1 / T)^2 / 2.
     close = 2e-5 * max(1.0, offset / 10, temperature / 4)
@@ -163,9 +148,6 @@ def test_an_easy_row_keeps_the_digits_of_its_gradient(lead):
         loss = distillation_loss(x, z.to(x.dtype), temperature=1.0, **KL)
         results.append(torch.autograd.grad(loss, x)[0].double())
     torch.testing.assert_close(*results, rtol=2e-5, atol=0)
-
-
-# A part whose weight is 0 is not computed
 
 
 @pytest.mark.parametrize("temperature", [1e20, 3e38])
@@ -193,16 +175,14 @@ def test_one_score_that_differs_by_a_rounding_has_its_z_score(standardize):
 
 
 def test_a_student_that_rules_out_a_candidate_is_infinitely_wrong():
-    options = {"temperature": 1.0, "alpha_kl": 1.0, "alpha_mse": 0.0}
     student = torch.tensor([[0.0, -torch.inf]])
-    assert distillation_loss(student, torch.zeros(1, 2), **options) == torch.inf
+    assert distillation_loss(student, torch.zeros(1, 2), temperature=1.0, **KL) == torch.inf
 
 
 def test_scores_whose_range_overflows_have_a_kl():
     student = torch.tensor([[1.0, 0.0, 0.0]])
     teacher = torch.tensor([[3e38, -3e38, 0.0]])
-    options = {"alpha_kl": 1.0, "alpha_mse": 0.0}
-    loss = distillation_loss(student, teacher, temperature=1.0, **options)
+    loss = distillation_loss(student, teacher, temperature=1.0, **KL)
     assert loss.item() == pytest.approx(math.log(1 + 2 / math.e), rel=1e-6)
 
 
@@ -212,9 +192,6 @@ def test_two_weights_of_zero_are_zero_with_a_graph():
     assert loss == 0.0
     loss.backward()
     assert not s.grad.any()
-
-
-# Errors
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_losses import FlopsLoss
 from sparse_losses.functional import flops_loss, idf_flops_loss
 from tests import oracles
 from tests.cases import assert_follows_the_formula
 from tests.strategies import activations, seeds
-
-
-@given(activations())
-def test_value_is_the_formula_for_any_activations(x):
-    assert_follows_the_formula("flops", {"activations": x}, estimator="biased")
-    if len(x) > 1:
-        assert_follows_the_formula("flops", {"activations": x}, estimator="unbiased")
 
 
 @given(activations(), seeds, st.none() | st.integers(0, 12), st.booleans())
@@ -61,22 +53,6 @@ def test_it_is_linear_in_the_weight_and_a_weight_inside_the_square_is_squared(x,
     torch.testing.assert_close(flops_loss(x, weight**2), flops_loss(x * weight))
 
 
-def test_a_weight_is_at_least_zero():
-    weight = torch.tensor([1.0, -0.5])
-    with pytest.raises(ValueError, match=r"expected `token_weight` >= 0, got -0\.5"):
-        flops_loss(torch.ones(2, 2), weight)
-    with pytest.raises(ValueError, match="token_weight"):
-        FlopsLoss(weight)
-
-
-def test_the_weight_of_the_module_is_refreshed_in_place():
-    loss, x = FlopsLoss(torch.ones(2)), torch.tensor([[1.0, 2.0]])
-    assert loss(x) == 5.0
-    loss.token_weight.copy_(torch.tensor([1.0, 0.25]))
-    assert loss(x) == 2.0
-    assert FlopsLoss()(x) == 5.0
-
-
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8))
 def test_on_one_hot_rows_it_counts_shared_columns(columns):
     batch = len(columns)
@@ -102,9 +78,7 @@ def test_unbiased_has_the_same_expectation_at_any_batch_size(x):
 def test_biased_is_off_by_the_variance_over_the_batch_size(x):
     x = torch.from_numpy(x)
     gap = flops_loss(x) - flops_loss(x, estimator="unbiased")
-    torch.testing.assert_close(
-        gap, x.var(dim=0, unbiased=True).sum() / len(x), atol=1e-9, rtol=1e-9
-    )
+    torch.testing.assert_close(gap, x.var(dim=0).sum() / len(x), atol=1e-9, rtol=1e-9)
     assert gap >= -1e-12
 
 
@@ -113,11 +87,6 @@ def test_it_is_quadratic_in_the_scale(x, scale):
     x = torch.from_numpy(x)
     torch.testing.assert_close(flops_loss(x * scale), flops_loss(x) * scale**2)
     assert (flops_loss(x) > 0) == x.any()
-
-
-def test_fp16_does_not_overflow_on_a_large_vocabulary():
-    x = torch.full((2, 100_000), 2.0, dtype=torch.float16)
-    assert flops_loss(x).item() == pytest.approx(400_000)
 
 
 @pytest.mark.parametrize("batch", [2, 5])

@@ -41,12 +41,12 @@ def test_several_negatives_are_the_mean_of_their_losses():
     sn, tn = torch.tensor([[0.0, 3.0], [1.0, torch.nan]]), torch.tensor([[2.0, 1.0], [5.0, 7.0]])
     mask = torch.tensor([[1, 1], [1, 0]])
     sn.requires_grad_()
-    rows = margin_mse_loss(sp, sn, tp, tn, mask, reduction="none")
-    assert rows.tolist() == [(1.0 + 25.0) / 2, 5.5**2]
-    (gradient,) = torch.autograd.grad(rows.sum(), sn)
-    assert gradient[1, 1] == 0.0
-    absent = tn.masked_fill(mask == 0, -torch.inf)
-    assert torch.equal(margin_mse_loss(sp, sn, tp, absent, reduction="none"), rows)
+    for call in ((sp, sn, tp, tn, mask), (sp, sn, tp, tn.masked_fill(mask == 0, -torch.inf))):
+        rows = margin_mse_loss(*call, reduction="none")
+        assert rows.tolist() == [(1.0 + 25.0) / 2, 5.5**2]
+        (gradient,) = torch.autograd.grad(rows.sum(), sn)
+        assert gradient[1, 1] == 0.0
+        assert gradient.isfinite().all()
     no_row = margin_mse_loss(sp, sn, tp, tn, torch.zeros(2, 2))
     assert no_row == 0.0
     assert no_row.requires_grad
@@ -95,24 +95,6 @@ def test_the_hot_limit_of_distillation_over_two_candidates_is_an_eighth_of_it(se
     student, teacher = torch.stack([sp, sn], dim=1), torch.stack([tp, tn], dim=1)
     hot = distillation_loss(student, teacher, temperature=1e3, alpha_kl=1.0, alpha_mse=0.0)
     assert 8 * hot.item() == pytest.approx(margin_mse_loss(sp, sn, tp, tn).item(), rel=1e-2)
-
-
-@pytest.mark.parametrize("absent", [(1, 0), (0, 1), (1, 1)], ids=["positive", "negative", "both"])
-def test_minus_infinity_of_the_teacher_leaves_the_row_out(absent):
-    sp, sn, tp, tn = draw(0)
-    expected = margin_mse_loss(sp[1:], sn[1:], tp[1:], tn[1:])
-    for scores, is_absent in zip((tp, tn), absent, strict=True):
-        scores[0] = -torch.inf if is_absent else scores[0]
-    leaves = [x.requires_grad_() for x in (sp, sn)]
-    for hidden in (sp[0].item(), torch.nan, torch.inf):
-        with torch.no_grad():
-            sp[0] = hidden
-        loss = margin_mse_loss(sp, sn, tp, tn)
-        torch.testing.assert_close(loss, expected)
-        for gradient in torch.autograd.grad(loss, leaves):
-            assert gradient[0] == 0
-            assert gradient[1:].isfinite().all()
-            assert gradient[1:].any()
 
 
 def test_plus_infinity_of_the_teacher_is_not_hidden():

@@ -131,25 +131,18 @@ def test_a_hard_row_at_a_low_temperature_keeps_its_loss_and_gradient(dtype, opti
     assert 80 < compare(loss, (a, p), closed_form, 5e-3).item() < 100
 
 
-LARGE_SCORES = {
-    "one": {},
-    "several": {"positives": 3},
-    "decoupled": {"decoupled": True},
-    "several_decoupled": {"positives": 3, "decoupled": True},
-}
-
-
-@pytest.mark.parametrize("options", LARGE_SCORES.values(), ids=LARGE_SCORES)
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("positives", [1, 3])
 @pytest.mark.parametrize("spread", [1.0, 30.0])
 @pytest.mark.parametrize("size", [1e3, 1e5, 1e7])
-def test_large_scores_that_differ_little_keep_their_digits(size, spread, options):
+def test_large_scores_that_differ_little_keep_their_digits(size, spread, positives, decoupled):
     torch.manual_seed(0)
     scores = size + spread * torch.randn(8, 16)
-    options, mask = dict(options), torch.eye(8, 16, dtype=torch.bool)
-    for shift in range(1, options.pop("positives", 1)):
+    mask = torch.eye(8, 16, dtype=torch.bool)
+    for shift in range(1, positives):
         mask |= mask.roll(3 * shift, 1)
     leaf, exact = scores.requires_grad_(), scores.detach().double().requires_grad_()
-    value, expected = (F.info_nce_from_scores(x, mask, **options) for x in (leaf, exact))
+    value, expected = (F.info_nce_from_scores(x, mask, decoupled=decoupled) for x in (leaf, exact))
     assert value.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
     (gradient,), (wanted,) = torch.autograd.grad(value, leaf), torch.autograd.grad(expected, exact)
     assert (gradient.double() - wanted).norm() <= 1e-6 * wanted.norm()
@@ -199,10 +192,6 @@ def test_extreme_temperatures_stay_finite_and_close(dtype, temperature, name):
         assert (gradient.double() - truth).norm() <= 2e-2 * truth.norm() + 1e-6
 
 
-# ------------------------------------------------------------------------------------------------
-# Large vocabularies
-
-
 def _large_losses(ids: torch.Tensor):
     """Losses of activations ``x`` and weights ``w`` of tokens."""
     mask, alike = torch.ones_like(ids), torch.ones(len(ids))
@@ -224,9 +213,9 @@ def _large_losses(ids: torch.Tensor):
     }
 
 
-@pytest.mark.parametrize("vocab", [30_522, 250_002])
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
-def test_large_vocabularies_stay_finite_and_close(vocab, dtype):
+def test_large_vocabularies_stay_finite_and_close(dtype):
+    vocab = 250_002
     x, weight = (torch.rand(4, vocab) * 4).to(dtype), torch.rand(vocab) * 100
     for name, call in _large_losses(torch.randint(0, vocab, (4, 32))).items():
         leaf, exact = x.clone().requires_grad_(), x.double().requires_grad_()
@@ -243,55 +232,6 @@ def test_large_vocabularies_stay_finite_and_close(vocab, dtype):
         # a gradient below the smallest half number is the caller's: loss scaling exists for it
         if not (dtype == torch.float16 and exact.grad.abs().max() < 1e-4):
             assert error <= 2 * torch.finfo(dtype).eps + 1e-4, (name, error)
-
-
-# ------------------------------------------------------------------------------------------------
-# Cosines of zero rows: tiny and huge ones are in test_extremes.py
-
-
-COSINE_LOSSES = {
-    "info_nce": lambda a, p: F.info_nce_loss(a, p, symmetric=True, reduction="none"),
-    "info_nce_direct": lambda a, p: F.info_nce_loss(a, p, impl="direct", reduction="sum"),
-    "triplet": lambda a, p: F.triplet_margin_loss(a, p, p.roll(1, 0), margin=3, reduction="none"),
-    "nws": lambda a, p: F.nws_loss(a, EYE[:6, :6], p, None, reduction="none"),
-}
-
-
-@pytest.mark.parametrize("call", COSINE_LOSSES.values(), ids=COSINE_LOSSES)
-@pytest.mark.parametrize("dtype", [*HALF, torch.float32, torch.float64], ids=str)
-def test_a_zero_row_has_similarity_zero_and_gradient_zero(call, dtype):
-    a, p = pairs(0.5, dtype, rows=6, width=8)
-    with torch.no_grad():
-        a[2] = 0
-        p[4] = 0
-    rows = call(a, p)
-    rows.sum().backward()
-    assert torch.isfinite(rows).all()
-    for leaf, zero in ((a, 2), (p, 4)):
-        assert torch.isfinite(leaf.grad).all()
-        assert not leaf.grad[zero].any()
-        assert leaf.grad[0].any()
-    with torch.no_grad():  # similarity 0: as a vector orthogonal to all
-        wide = [torch.cat([v.detach(), torch.zeros(6, 2, dtype=dtype)], 1) for v in (a, p)]
-        wide[0][2, -1] = 1
-        wide[1][4, -2] = 1
-        torch.testing.assert_close(rows.detach(), call(*wide), rtol=1e-4, atol=1e-5)
-
-
-# ------------------------------------------------------------------------------------------------
-# Large logits and small probabilities elsewhere
-
-
-@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
-def test_raw_dots_of_half_vectors_do_not_overflow(dtype):
-    a = torch.full((3, 64), 60.0, dtype=dtype)
-    p = a.clone()
-    p[1] -= 1.0  # dots of 230,400 and 226,560
-    loss = F.info_nce_loss(a.requires_grad_(), p, similarity="dot", temperature=1.0)
-    loss.backward()
-    gap = 64 * 60.0
-    assert loss.item() == pytest.approx((2 * math.log(2) + gap + math.log(2)) / 3, rel=1e-3)
-    assert torch.isfinite(a.grad).all()
 
 
 EASY_TOKEN = {  # of a row of a token and another

@@ -144,9 +144,6 @@ def test_the_weights_of_the_positives_add_up_to_this_total(alpha, carriers, tota
         assert total == pytest.approx(share + alpha)
 
 
-# Edges
-
-
 @over_aggregations
 def test_an_unlabelled_key_is_a_negative_of_weight_1(aggregation):
     e = torch.eye(2, dtype=torch.float64)
@@ -174,9 +171,6 @@ def test_a_weight_of_zero_is_no_mask_so_a_nan_key_shows():
     inputs["key"][0] = torch.nan
     for impl in ("definition", "direct"):
         assert nws_loss(**{**inputs, "reduction": "mean"}, beta=0.0, eps=0.0, impl=impl).isnan()
-
-
-# Both implementations
 
 
 def value_and_gradients(inputs, impl, **options):
@@ -309,9 +303,6 @@ def test_unchecked_labels_are_no_index_out_of_range(wrong):
     assert largest_of_labels(torch.rand(2, 3), hot).shape == (2, 2)
 
 
-# Where and when it is made
-
-
 @pytest.mark.cpu_only
 def test_the_module_is_made_without_values_for_deferred_initialisation():
     with FakeTensorMode():
@@ -322,9 +313,6 @@ def test_the_module_is_made_without_values_for_deferred_initialisation():
     loss = loss.to_empty(device="cpu")
     loss.load_state_dict(NWSLoss(torch.eye(3)).state_dict())
     assert torch.equal(loss.label_similarity, torch.eye(3))
-
-
-# A queue without a mask
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -342,9 +330,6 @@ def test_a_slot_without_features_labels_and_mask_is_empty(impl, filled):
         inputs["queue"][5, 1] = 1e-30 if filled == "features" else torch.nan
     value = nws_loss(**inputs)
     assert value.isnan() if filled == "nan" else torch.isclose(value, plain) == (filled is None)
-
-
-# Errors
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparse_losses import PositiveActivationLoss
 from sparse_losses.functional import positive_activation_loss
 from tests.cases import assert_follows_the_formula, to_tensors
 from tests.instruments import Recorder
@@ -65,17 +64,6 @@ def test_a_token_of_weight_zero_is_an_ignored_token(problem, saturating):
     assert not saturating or (ignored > 0) == multi_hot(inputs, "positive_")[:, 1:].any()
     inputs["token_weight"] = (torch.arange(inputs["activations"].shape[1]) > 0).double()
     torch.testing.assert_close(positive_activation_loss(**inputs, saturating=saturating), ignored)
-
-
-@pytest.mark.cpu_only
-@pytest.mark.parametrize("weight", [-1.0, -1e-3])
-def test_a_negative_weight_is_refused(weight):
-    x, ids = torch.rand(2, 4), torch.tensor([[0, 1], [2, 3]])
-    weights = torch.tensor([1.0, weight, 1.0, 1.0])
-    with pytest.raises(ValueError, match="token_weight"):
-        positive_activation_loss(x, ids, torch.ones_like(ids), weights)
-    with pytest.raises(ValueError, match="token_weight"):
-        PositiveActivationLoss(weights)  # before the first batch
 
 
 def test_weights_with_a_gradient_are_learned():

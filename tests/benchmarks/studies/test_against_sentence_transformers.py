@@ -19,14 +19,9 @@ def _small(small):
     small(recipe)
 
 
-def _theirs(corpus, similarity, number=0.1, ending="", steps=9):
-    variant = f"theirs, {similarity}, weight {number}{ending}"
-    return study.start(study.settings_of(variant, 0, steps), corpus)
-
-
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
 def test_their_step_is_their_formula_with_the_weight_of_their_callback(corpus, similarity):
-    run = _theirs(corpus, similarity)
+    run = study.start(study.settings_of(f"theirs, {similarity}, weight 0.1", 0, 9), corpus)
     scale = study.SCALES[similarity]
     for step, share in ((0, 0.0), (2, 4 / 9), (3, 1.0)):  # a third of the steps, quadratically
         run.step = step

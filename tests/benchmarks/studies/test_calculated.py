@@ -36,8 +36,7 @@ def test_every_case_is_counted(tmp_path: Path):
 
 
 def test_a_training_step_is_counted():
-    shape = training_step.TINY
-    plain, ours = calculated.training_steps(shape)
+    plain, ours = calculated.training_steps(training_step.TINY)
     assert (plain["variant"], ours["variant"]) == ("eager", "ours")
     assert plain["flops_half"] > 0
     assert ours["launches"] > 100

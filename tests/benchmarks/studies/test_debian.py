@@ -9,10 +9,6 @@ def _description(title: str, topic: str, *more: str) -> str:
     return "\n".join([title, *lines, *more])
 
 
-def _package(name: str, topic: str, source: str | None = None, *more: str):
-    return name, source or name, _description(f"tool that does {topic}", topic, *more)
-
-
 def test_a_row_holds_title_and_description_without_the_title():
     text = _description("Sorts all the lines", "line", " It sorts all the lines, quickly.")
     (row,) = debian.to_rows([("sorter", "sorter", text)])

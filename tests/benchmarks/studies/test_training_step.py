@@ -16,14 +16,11 @@ def test_a_large_step_needs_a_gpu():
         training_step.main(["--device", "cpu"])
 
 
-def _step(output: Path) -> tuple[int, list[dict[str, str]]]:
-    options = ["--device", "cpu", "--tiny", "--budget", "0.01", "--output", str(output)]
-    return training_step.main(options), read(output)
-
-
 def test_a_step_is_measured(tmp_path: Path, capsys):
-    code, rows = _step(tmp_path / "step.csv")
-    assert code == 0
+    output = tmp_path / "step.csv"
+    options = ["--device", "cpu", "--tiny", "--budget", "0.01", "--output", str(output)]
+    assert training_step.main(options) == 0
+    rows = read(output)
     assert [(row["pairs"], row["variant"]) for row in rows] == [("2", "eager"), ("2", "ours")]
     for row in rows:
         assert row["status"] == "ok"
